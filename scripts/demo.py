@@ -1,8 +1,9 @@
 """The main job on a laptop: a tiny Qwen3-VL learns to see, is exported, and is the same model in
-transformers. Needs no network and no GPU. `make demo` runs it:
+transformers. It needs no network and no GPU. `make demo` runs it:
+
     python scripts/demo.py OUT
 
-Every step is a command that a user could type; each is printed before it runs.
+Every step is a command that a user could type. Each is printed before it runs.
 """
 
 import json
@@ -33,7 +34,7 @@ def run(*words: str) -> None:
 
 
 def hf_answer(model, tokenizer, processor, record: dict, root: Path, most: int) -> str:  # type: ignore[no-untyped-def]
-    """What transformers generates for the last answer of a record."""
+    """Generate the last answer of a record with transformers."""
     messages = record["messages"][:-1]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     parts = [part for message in messages for part in message["content"] if isinstance(part, dict)]
@@ -65,25 +66,25 @@ def hf_answer(model, tokenizer, processor, record: dict, root: Path, most: int) 
 
 
 def compare(model, folder: Path, data: Path, run: Path) -> int:  # type: ignore[no-untyped-def]
-    """How many of a run's last answers to the held-out questions of `data` a model of transformers
-    does not give; tokenizer and settings of images are in `folder`."""
+    """Count the predictions of a run for the last answers of `data` from which a model of
+    transformers differs. Tokenizer and settings of images are in `folder`."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
     records = (data / "eval.jsonl").read_text().splitlines()
-    said = (run / "predictions" / "eval.jsonl").read_text().splitlines()
+    predictions = (run / "predictions" / "eval.jsonl").read_text().splitlines()
     wrong = 0
-    for record, line in zip(records, said, strict=True):
-        ours = json.loads(line)["prediction"]
-        theirs = hf_answer(model, tokenizer, processor, json.loads(record), data, 8)
-        if theirs != ours:
+    for record, line in zip(records, predictions, strict=True):
+        prediction = json.loads(line)["prediction"]
+        hf_prediction = hf_answer(model, tokenizer, processor, json.loads(record), data, 8)
+        if hf_prediction != prediction:
             wrong += 1
-            print(f"   transformers says {theirs!r}, the run said {ours!r}")
-    print(f"transformers gives {len(said) - wrong} of {len(said)} answers of the run")
+            print(f"   transformers says {hf_prediction!r}, the run said {prediction!r}")
+    print(f"transformers gives {len(predictions) - wrong} of {len(predictions)} answers of the run")
     return wrong
 
 
 def write_colours(folder: Path) -> Path:
-    """One picture for each colour, with nothing else on it."""
+    """Write one picture for each colour, with nothing else on it."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for name, rgb in COLOURS.items():
@@ -97,7 +98,7 @@ def write_colours(folder: Path) -> Path:
 
 
 def main(out: Path) -> int:
-    """Make, train, export, reload, compare; the exit status."""
+    """Make, train, export, reload and compare; return the exit status."""
     logging.disable_progress_bar()
     start = time.perf_counter()
     run("tiny", "--out", f"{out}/base", *TINY.split(), *TOWER)
@@ -122,25 +123,25 @@ def main(out: Path) -> int:
     print("\nPictures of one colour and nothing else:")
     colours = write_colours(out / "colours")
     choice = f"eval.candidates=[{','.join(COLOURS)}]"
-    said = ["--predictions", f"{out}/colours/said"]
-    run("eval", f"{out}/run/export", f"data.eval={colours}", choice, *said)
-    named = [
+    predictions = ["--predictions", f"{out}/colours/said"]
+    run("eval", f"{out}/run/export", f"data.eval={colours}", choice, *predictions)
+    answers = [
         json.loads(line)
         for line in (out / "colours" / "said" / "colours.jsonl").read_text().splitlines()
     ]
-    seen = sum(line["answer"] == line["prediction"] for line in named)
+    named = sum(line["answer"] == line["prediction"] for line in answers)
     metrics = (out / "run" / "metrics.jsonl").read_text().splitlines()
     scores = [line for line in map(json.loads, metrics) if line["kind"] == "eval"][-1]
     minutes = (time.perf_counter() - start) / 60
     print(
         f"\nexact match {scores['exact_match']:.1%} (wanted {WANTED:.0%}), {different} answers "
-        f"differ in transformers, {seen} of {len(COLOURS)} colours named, {minutes:.1f} minutes\n"
+        f"differ in transformers, {named} of {len(COLOURS)} colours named, {minutes:.1f} minutes\n"
         f"open {out}/run/report.html, or ask it yourself:\n"
         f"  megatron-vlm chat {out}/run --image {out}/colours/red.png"
     )
-    # Such pictures were never seen, and white may pass for yellow: five runs named 6 to 8 of them.
-    few = seen < len(COLOURS) // 2
-    return int(scores["exact_match"] < WANTED or different > 0 or few)
+    # Training has no such pictures, and white may pass for yellow: five runs named 6 to 8 of them.
+    too_few = named < len(COLOURS) // 2
+    return int(scores["exact_match"] < WANTED or different > 0 or too_few)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """The model of `make demo` learns a new kind of question by adapters alone, in minutes on a laptop:
-which thing has the colour of a shape. PEFT loads the adapter and gives the same answers; with it
-off, the model answers the old questions as before. `make demo-lora` runs it:
+which thing has the colour of a shape. PEFT loads the adapter and gives the same answers. With the
+adapter off, the model answers the old questions as before. `make demo-lora` runs it:
+
     python scripts/demo_lora.py DEMO OUT
 
-DEMO is what scripts/demo.py has written.
+DEMO is the folder that scripts/demo.py has written.
 """
 
 import json
@@ -20,7 +21,7 @@ from megatron_vlm import ShapesSpec, write_shapes
 
 WANTED = 0.95  # exact match on held-out questions
 TRAIN, EVAL = 4000, 200
-# Another colour for each would be easier: these words are new to the model.
+# Another colour for each colour would be easier, because these words are new to the model.
 THINGS = {
     "red": "tomato",
     "green": "grass",
@@ -35,7 +36,8 @@ SETTINGS = ["optim.lr=5e-3", "optim.warmup_steps=10", "data.shuffle=true", "eval
 
 
 def write_things(out: Path) -> None:
-    """Pictures of one shape each, none of which the model has seen, and what has its colour."""
+    """Write pictures of one shape each, none of which the model has seen, and questions for things
+    of the same colour."""
     write_shapes(out, ShapesSpec(TRAIN, EVAL, kinds=("colour",), max_shapes=1, seed=1))
     for path in (out / "train.jsonl", out / "eval.jsonl"):
         records = map(json.loads, path.read_text().splitlines())
@@ -43,17 +45,17 @@ def write_things(out: Path) -> None:
 
 
 def _about_things(record: dict) -> dict:  # type: ignore[type-arg]
-    asked, answered = record["messages"]
-    image, question = asked["content"]
+    user, assistant = record["messages"]
+    image, question = user["content"]
     shape = question["text"].removeprefix("What colour is ")
     content = [image, {"type": "text", "text": f"What has the colour of {shape}"}]
-    answer = THINGS[answered["content"]]
-    messages = [{**asked, "content": content}, {**answered, "content": answer}]
+    answer = THINGS[assistant["content"]]
+    messages = [{**user, "content": content}, {**assistant, "content": answer}]
     return {"messages": messages, "kind": "thing"}
 
 
 def main(demo: Path, out: Path) -> int:
-    """Make the data, train, export, load in PEFT, compare; the exit status."""
+    """Make the data, train, export, load in PEFT and compare; return the exit status."""
     logging.disable_progress_bar()
     start = time.perf_counter()
     base = demo / "run" / "export"

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site from the pages that one reads in the repository.
+"""Hooks of mkdocs, which builds the site from the pages of the repository.
 
 README.md becomes the first page. Pages at the top and in docs/ link to each other by their places
 in the repository, which are not those of the site.
@@ -13,14 +13,15 @@ TOP = {"README.md": "index.md"} | {name: name for name in ("CONTRIBUTING.md", "C
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
-    """Add the pages that lie beside docs/."""
+    """Add the pages that lie next to docs/."""
     for source, page in TOP.items():
         files.append(File.generated(config, page, abs_src_path=source))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links as the site has them, and fences that name nothing but a language."""
+    """Rewrite links for the site, and remove everything but the language from the first line of a
+    fence."""
     markdown = re.sub(r"^```(\w+) [\w ]+$", r"```\1", markdown, flags=re.MULTILINE)
     here = page.file.src_uri
     prefix = "docs/" if here in TOP.values() else "../"

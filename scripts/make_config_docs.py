@@ -2,7 +2,7 @@
 
     python scripts/make_config_docs.py
 
-Rewrites the parts of that page between its marks; tests/test_docs.py fails where they are outdated.
+It rewrites the parts of that page between its marks. tests/test_docs.py fails if they are outdated.
 """
 
 import ast
@@ -25,7 +25,7 @@ BEGIN, END = "<!-- {} begin -->\n", "<!-- {} end -->\n"
 
 
 def with_tables(page: str) -> str:
-    """The page with new tables."""
+    """Return the page with new tables."""
     for mark, text in (("keys", key_tables()), ("recipes", recipe_table())):
         before, begin, rest = page.partition(BEGIN.format(mark))
         _, end, after = rest.partition(END.format(mark))
@@ -35,7 +35,7 @@ def with_tables(page: str) -> str:
 
 
 def key_tables() -> str:
-    """A table of keys for each group, below the docstring of its class."""
+    """Return a table of keys for each group, below the docstring of its class."""
     comments = comments_of(inspect.getsource(schema))
     groups: list[tuple[str, type]] = [("", schema.Config)]
     for item in fields(schema.Config):
@@ -57,11 +57,12 @@ def key_tables() -> str:
 
 
 def recipe_table() -> str:
-    """Every file of configs/ except the defaults, with its first comment and the keys it sets."""
+    """Return a table of the files of configs/ except the defaults, with the first comment of each
+    and the keys that it sets."""
     rows = ["| recipe | | sets |", "|---|---|---|"]
     for file in sorted(config_dir().glob("*/*.yaml")):
         text = file.read_text()
-        if not yaml.safe_load(text):  # the schema's own defaults
+        if not yaml.safe_load(text):  # defaults of the schema itself
             continue
         lines = [line[2:] for line in text.splitlines() if line.startswith("# ")]
         is_global = bool(lines) and lines[0] == "@package _global_"
@@ -74,9 +75,9 @@ def recipe_table() -> str:
 
 
 def comments_of(source: str) -> dict[tuple[str, str], str]:
-    """The comment after each field, by the names of class and field."""
+    """Return the comment after each field, by the names of class and field."""
     lines = source.splitlines()
-    found = {}
+    comments = {}
     for cls in ast.parse(source).body:
         if isinstance(cls, ast.ClassDef):
             for node in cls.body:
@@ -84,8 +85,8 @@ def comments_of(source: str) -> dict[tuple[str, str], str]:
                     assert node.end_lineno is not None
                     rest = lines[node.end_lineno - 1][node.end_col_offset :]
                     comment = rest.strip().removeprefix("#").strip()
-                    found[cls.name, node.target.id] = comment
-    return found
+                    comments[cls.name, node.target.id] = comment
+    return comments
 
 
 def _type(kind: Any) -> str:
@@ -103,7 +104,7 @@ def _type(kind: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """As it is typed after KEY=."""
+    """Format a value as it is typed after KEY=."""
     if value == MISSING:
         return "must be given"
     if value == ():

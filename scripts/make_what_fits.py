@@ -2,8 +2,8 @@
 
     python scripts/make_what_fits.py
 
-Rewrites the part of that page between its marks, in a few minutes; tests/test_what_fits.py fails
-where it is outdated.
+It rewrites the part of that page between its marks, in a few minutes. tests/test_what_fits.py fails
+if the part is outdated.
 """
 
 import sys
@@ -30,14 +30,14 @@ KINDS = ("all trained", "tower frozen", "adapters")
 _SMALL_TOWER = dict(depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16)
 _TOWER = dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16)
 _MARKS = {24: [5, 11, 17], 27: [8, 16, 24]}
-# Layers, width, width of the MLP, heads, tied, tower: as in each model's config.json.
+# Layers, width, width of the MLP, heads, tied, tower, as in the config.json of each model.
 MODELS = {
     "2B": (28, 2048, 6144, 16, True, _SMALL_TOWER),
     "4B": (36, 2560, 9728, 32, True, _SMALL_TOWER),
     "8B": (36, 4096, 12288, 32, False, _TOWER),
     "32B": (64, 5120, 25600, 64, False, _TOWER),
 }
-# Layers, width, width of an expert, heads; 128 experts, of which each token goes to 8.
+# Layers, width, width of an expert, heads. There are 128 experts, and each token goes to 8.
 WITH_EXPERTS = {"30B-A3B": (48, 2048, 768, 32)}
 _SHORT = {
     ("none", False): "",
@@ -48,7 +48,7 @@ _SHORT = {
 
 
 def sizes_of_model(name: str) -> ModelSizes:
-    """From the config.json that a model of this size has."""
+    """Return the sizes from the config.json that a model of this size has."""
     if name in WITH_EXPERTS:
         return _sizes_with_experts(*WITH_EXPERTS[name])
     layers, hidden, ffn, heads, tied, tower = MODELS[name]
@@ -94,7 +94,7 @@ def _sizes_with_experts(layers: int, hidden: int, width: int, heads: int) -> Mod
 
 
 def cell(sizes: ModelSizes, kind: str, count: int, card: int) -> str:
-    """The fastest layout that fits; or what the leanest needs."""
+    """Return the fastest layout that fits, or the memory that the leanest layout needs."""
     cfg = Config(
         model=ModelConfig(path="", freeze_vision=kind == "tower frozen"),
         lora=USUAL if kind == "adapters" else LoraConfig(),
@@ -102,10 +102,10 @@ def cell(sizes: ModelSizes, kind: str, count: int, card: int) -> str:
     )
     machine = gpu("H100", PEAK_FLOPS_BF16["H100"])
     mix = assumed_mix(sizes, cfg.data.max_tokens)
-    found = search(cfg, sizes, mix, Cluster(count, card * 2**30, machine))
-    if found.leanest is not None:
-        return f"needs {found.leanest.need / 2**30:.0f}"
-    best = found.fitting[0]
+    results = search(cfg, sizes, mix, Cluster(count, card * 2**30, machine))
+    if results.leanest is not None:
+        return f"needs {results.leanest.need / 2**30:.0f}"
+    best = results.fitting[0]
     dims, model = best.dims, best.cfg.model
     degrees = (("TP", dims.tp), ("PP", dims.pp), ("EP", dims.ep), ("DP", dims.dp))
     words = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1) or "1"
@@ -114,14 +114,14 @@ def cell(sizes: ModelSizes, kind: str, count: int, card: int) -> str:
 
 
 def line(name: str, kind: str, count: int) -> str:
-    """One line of a model's table."""
+    """Return one line of a model's table."""
     sizes = sizes_of_model(name)
     cells = [cell(sizes, kind, count, card) for card in CARDS]
     return f"| {name}, {count} GPU{'s' * (count > 1)}, {kind} | {' | '.join(cells)} |"
 
 
 def tables() -> str:
-    """A table for each model."""
+    """Return a table for each model."""
     parts = []
     for name in (*MODELS, *WITH_EXPERTS):
         counts = COUNTS_OF_EXPERTS if name in WITH_EXPERTS else COUNTS
@@ -132,7 +132,7 @@ def tables() -> str:
 
 
 def with_tables(page: str, text: str) -> str:
-    """The page with new tables."""
+    """Return the page with new tables."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     assert begin and end

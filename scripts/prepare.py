@@ -1,4 +1,5 @@
-"""What the prepare scripts share: data sets are read, checked RGB images and JSON lines written."""
+"""Shared code of the prepare scripts: reading data sets, writing checked RGB images and JSON
+lines."""
 
 import io
 import json
@@ -27,7 +28,7 @@ _TABLES = ("state.json", "dataset_dict.json", "*.parquet", "data/*.parquet")
 
 
 def run(main: Callable[[list[str]], None]) -> int:
-    """Call main(argv); an error that the user can fix ends in one sentence, with status 2."""
+    """Call main(argv). An error that the user can fix ends in one sentence, with status 2."""
     datasets.disable_progress_bars()
     try:
         main(sys.argv[1:])
@@ -38,13 +39,13 @@ def run(main: Callable[[list[str]], None]) -> int:
 
 
 def holds_tables(folder: Path) -> bool:
-    """Whether the folder itself holds what `open_dataset` can read."""
+    """Return whether the folder itself has files that `open_dataset` can read."""
     return any(next(folder.glob(pattern), None) for pattern in _TABLES)
 
 
 def open_dataset(name: str, subset: str | None, split: str, streaming: bool) -> Any:
-    """A split of a data set: on the Hub, in a folder of save_to_disk, or in one of Parquet files.
-    A subset may be a folder inside it."""
+    """Open a split of a data set: on the Hub, in a folder of save_to_disk, or in one of Parquet
+    files. A subset may be a folder inside it."""
     folder = Path(name)
     if not folder.is_dir():
         return _load(name, subset, split=split, streaming=streaming)
@@ -57,14 +58,14 @@ def open_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
             f"{inside[:20]}; give the folder of a data set, or one with a folder for each subset"
         )
     if not any((folder / state).is_file() for state in _TABLES[:2]):
-        # Streamed, Parquet files are read where they lie and not copied into a cache.
+        # With streaming, Parquet files are read in place and not copied into a cache.
         return _load(str(folder), split=split, streaming=streaming)
-    found = datasets.load_from_disk(folder)
-    if not isinstance(found, datasets.DatasetDict):
-        return found
-    if split not in found:
-        raise ConfigError(key="--split", found=split, place=str(folder), allowed=tuple(found))
-    return found[split]
+    dataset = datasets.load_from_disk(folder)
+    if not isinstance(dataset, datasets.DatasetDict):
+        return dataset
+    if split not in dataset:
+        raise ConfigError(key="--split", found=split, place=str(folder), allowed=tuple(dataset))
+    return dataset[split]
 
 
 def _load(name: str, *args: str | None, **kwargs: Any) -> Any:
@@ -79,8 +80,8 @@ def _load(name: str, *args: str | None, **kwargs: Any) -> Any:
 
 
 def rows(dataset: Any) -> Iterator[dict[str, Any]]:
-    """All rows as Arrow has them. Their images are not decoded yet, so a corrupt one costs a row
-    and not the run. (A cast to Image(decode=False) copies lists of images.)"""
+    """Yield all rows as Arrow has them. Their images are not decoded yet, so a corrupt one costs a
+    row and not the run. (A cast to Image(decode=False) copies lists of images.)"""
     for table in dataset.with_format("arrow"):
         yield table.to_pylist()[0]
 
@@ -94,12 +95,12 @@ class Picture:
 
 
 def rgb_picture(value: Any, where: str, longest: int | None = None) -> Picture:
-    """An undecoded image of `datasets`, of any mode, as RGB with no side above `longest`. An RGB
-    JPEG or PNG is kept byte for byte, others become PNG. What training would refuse (corrupt, too
-    large, too thin) is a DataError."""
+    """Convert an undecoded image of `datasets`, of any mode, to RGB with no side above `longest`.
+    An RGB JPEG or PNG stays as it is, byte for byte; other images become PNG. Raise DataError for
+    an image that training would refuse (corrupt, too large, too thin)."""
     content = _image_bytes(value, where)
     try:
-        image_size(Image(content), MediaPolicy(root="."), where)  # as training would
+        image_size(Image(content), MediaPolicy(root="."), where)  # the same check as in training
         opened = open_picture(content, where)
         image = _to_rgb(PIL.ImageOps.exif_transpose(opened))
     except DataError:
@@ -120,7 +121,7 @@ def rgb_picture(value: Any, where: str, longest: int | None = None) -> Picture:
 
 
 def _image_bytes(value: Any, where: str) -> bytes:
-    """The file of an undecoded image of `datasets`, which has its bytes or its path."""
+    """Return the file of an undecoded image of `datasets`, which has its bytes or its path."""
     if not isinstance(value, dict) or not (value.get("bytes") or value.get("path")):
         raise DataError("the image is missing", place=where)
     if value.get("bytes"):
@@ -134,7 +135,7 @@ def _image_bytes(value: Any, where: str) -> bytes:
 
 
 def _to_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
-    if image.mode.startswith("I;16"):  # Pillow clips at 255: nearly all would be white
+    if image.mode.startswith("I;16"):  # Pillow clips at 255: nearly all pixels would be white
         image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.has_transparency_data:  # convert("RGB") would show the hidden colours, mostly black
         white = PIL.Image.new("RGBA", image.size, "white")
@@ -172,7 +173,7 @@ class Output:
         self.skipped.setdefault(why, []).append(where)
 
     def report(self) -> str:
-        """What was written and what was left out, as lines of text."""
+        """List the records that were written and those that were left out, as lines of text."""
         lines = [
             f"{self.written[name]} records in {self.folder / name}.jsonl" for name in self.files
         ]
@@ -185,8 +186,8 @@ class Output:
 
 @contextmanager
 def output(out: str, splits: Sequence[str]) -> Iterator[Output]:
-    """An Output whose OUT/SPLIT.jsonl files appear once everything is written; then the counts are
-    printed. An error leaves only images, which the next run overwrites."""
+    """Yield an Output. Its OUT/SPLIT.jsonl files appear once everything is written; then the counts
+    are printed. An error leaves only images, which the next run overwrites."""
     folder = Path(out)
     paths = [folder / f"{split}.jsonl" for split in splits]
     for path in paths:

@@ -1,12 +1,12 @@
-"""Caltech-101 as questions about what a photo shows.
+"""Caltech-101 as questions about the subject of a photo.
 
     python scripts/prepare_caltech101.py 101_ObjectCategories --out data/caltech101
     python scripts/prepare_caltech101.py NAME_OR_FOLDER --out data/caltech101
 
-Takes the folder of the original archive (CLASS/*.jpg), or a data set with the columns image and
-label. Writes OUT/train.jsonl, OUT/eval.jsonl and OUT/images: RGB, longest side at most 480. The
-same fraction of each class goes to eval; corrupt images are left out and counted. OUT/classes.txt
-has the names of all classes, one on each line, for eval.candidates.
+The source is the folder of the original archive (CLASS/*.jpg), or a data set with the columns image
+and label. The script writes OUT/train.jsonl, OUT/eval.jsonl and OUT/images: RGB, longest side at
+most 480. The same fraction of each class goes to eval. Corrupt images are left out and counted.
+OUT/classes.txt has the names of all classes, one on each line, for eval.candidates.
 """
 
 import argparse
@@ -30,15 +30,15 @@ ANSWER = "The subject in this photo is: {}"
 
 @dataclass(frozen=True)
 class Photo:
-    """One photo, not yet read."""
+    """A photo that is not read yet."""
 
-    where: str  # for messages
+    where: str  # place that messages name
     label: str
     image: Callable[[], Any]  # returns the file, as `datasets` does without decoding
 
 
 def main(argv: list[str]) -> None:
-    """Parse and write."""
+    """Parse the arguments and write the data."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
             photos = [photo for photo in photos if photo.label.lower() != "background google"]
         held_out = eval_indices([photo.label for photo in photos], args.eval_fraction, args.seed)
         order = list(range(len(photos)))
-        random.Random(args.seed).shuffle(order)  # any part of the file shows all classes
+        random.Random(args.seed).shuffle(order)  # so that any part of the file has all classes
         for index in order:
             add_photo(result, "eval" if index in held_out else "train", index, photos[index])
     names = sorted({photo.label for photo in photos})
@@ -78,7 +78,7 @@ def add_photo(result: Output, split: str, index: int, photo: Photo) -> None:
 
 
 def find_photos(source: str, split: str) -> list[Photo]:
-    """All photos of a folder or data set, in its order."""
+    """Return the photos of a folder or data set, in its order."""
     folder = Path(source)
     if (folder / "101_ObjectCategories").is_dir():
         folder /= "101_ObjectCategories"
@@ -110,7 +110,7 @@ def _from_dataset(dataset: Any) -> list[Photo]:
     names = [name.replace("_", " ") for name in label.names]
     labels = list(dataset["label"])
     bad = next((row for row, value in enumerate(labels) if value is None or value < 0), None)
-    if bad is not None:  # in test splits on the Hub it is -1
+    if bad is not None:  # test splits on the Hub have the label -1
         raise DataError(
             "is not a class",
             place=f"row {bad}",
@@ -130,7 +130,8 @@ def _image_of(table: Any, row: int) -> Any:
 
 
 def eval_indices(labels: list[str], fraction: float, seed: int) -> set[int]:
-    """Which photos to hold out: the fraction of each class, at least one of two, never all."""
+    """Choose the photos to hold out: the fraction of each class, but at least one of two and never
+    the whole class."""
     by_label: dict[str, list[int]] = {}
     for index, label in enumerate(labels):
         by_label.setdefault(label, []).append(index)

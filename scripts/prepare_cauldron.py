@@ -3,8 +3,9 @@
     python scripts/prepare_cauldron.py ai2d --out data/ai2d --limit 1000
     python scripts/prepare_cauldron.py ai2d --out data/ai2d --dataset FOLDER
 
-Writes OUT/train.jsonl and OUT/images. A row's images come before its first question. Rows
-without images, with an empty question or answer, or with a corrupt image are left out and counted.
+The script writes OUT/train.jsonl and OUT/images. A row's images come before its first question.
+Rows without images, with an empty question or answer, or with a corrupt image are left out and
+counted.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from megatron_vlm import ConfigError, DataError
 
 
 def main(argv: list[str]) -> None:
-    """Parse and write."""
+    """Parse the arguments and write the data."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Slurm: sbatch scripts/train_slurm.sh model=qwen3_vl_8b model.path=DIR ... run=/shared/run
-# One task for each GPU. Slurm sends SIGUSR1 five minutes before the time is up: the run saves and
+# Slurm: sbatch scripts/train_slurm.sh model=qwen3_vl_8b model.path=DIR ... run=/shared/run There is
+# one task for each GPU. Slurm sends SIGUSR1 five minutes before the time is up: the run saves and
 # exits with status 75; the job is queued again and resumes from there.
 #SBATCH --job-name=megatron-vlm
 #SBATCH --nodes=2
@@ -18,7 +18,7 @@ if [ "$SLURM_JOB_NUM_NODES" -eq 1 ]; then
   MASTER_ADDR=127.0.0.1 # no port is opened to other machines
 fi
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
-# With it the ranks tell each other's messages from a stranger's: see docs/clusters.md.
+# With the secret, ranks recognize messages of other programs: see docs/clusters.md.
 export MEGATRON_VLM_SECRET=${MEGATRON_VLM_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d " \n")}
 status=0
 # shellcheck disable=SC2016 # the variables expand in each task

@@ -1,10 +1,10 @@
-"""A task of two turns: the model sees a small grey picture, asks for a crop, sees it in colour and
-large, and says the colour of the shape. It is told whether that was right, and nothing else.
+"""A task of two turns. The model sees a small grey picture and chooses a crop. Then it sees the
+crop in colour and large, and names the colour of the shape. The reward is its only feedback.
 
     python scripts/rl/crop.py OUT RECORDS
 
-writes OUT/crop.jsonl, whose environment is `Crop`, and OUT/words.jsonl, from which a model learns
-what such a conversation looks like, but neither where to look nor what it sees.
+This writes OUT/crop.jsonl, whose environment is `Crop`, and OUT/words.jsonl. From the latter a
+model learns the form of such a conversation, but neither where to look nor the right colour.
 """
 
 import json
@@ -18,43 +18,43 @@ import PIL.Image
 
 from megatron_vlm import SHAPES, EnvStep, Scene, Shape, draw
 
-SIDE = 64  # of a half of the picture, which a crop shows
+SIDE = 64  # pixels of a side of a half of the picture, which a crop shows
 SIZE = 28
 ASKED = "Which side is the shape on? You will see it."
 AGAIN = "What colour is it?"
 SIDES = ("left", "right")
-# A colour whose name is never tried is never learnt, and a tiny model soon tries few.
+# A colour whose name the model never tries is never learnt, and a tiny model soon tries few.
 NAMES = ("red", "green", "blue", "yellow")
-LOOK = 0.2  # of the reward is for looking where the shape is
+LOOK = 0.2  # share of the reward for choosing the side with the shape
 
 
 class Crop:
-    """One episode."""
+    """An episode of the task."""
 
     def reset(self, record: Mapping[str, Any]) -> None:
-        """It begins with the record's own messages."""
+        """Begin with the record's own messages."""
         self.record, self.looked = record, False
 
     def step(self, answer: str) -> EnvStep:
-        """The crop that was asked for, then whether the colour was right."""
+        """Return the chosen crop, and after the second answer the reward for the colour."""
         if self.looked:
             return EnvStep(1 - LOOK if answer == self.record["colour"] else 0.0)
         if answer not in SIDES:
             return EnvStep(0.0)
         self.looked = True
-        found = answer == self.record["side"]
+        is_right = answer == self.record["side"]
         picture = crop(self.record["picture"], answer)
-        return EnvStep(LOOK * found, [shown(picture, AGAIN)], {"found": float(found)})
+        return EnvStep(LOOK * is_right, [shown(picture, AGAIN)], {"found": float(is_right)})
 
 
 def shown(picture: PIL.Image.Image | str, text: str) -> dict[str, Any]:
-    """A message with a picture."""
+    """Return a message with a picture."""
     parts = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
     return {"role": "user", "content": parts}
 
 
 def crop(picture: str, side: str) -> PIL.Image.Image:
-    """A half of a picture."""
+    """Return a half of a picture."""
     left = SIDES.index(side) * SIDE
     with PIL.Image.open(picture) as image:
         return image.crop((left, 0, left + SIDE, SIDE))
@@ -65,9 +65,9 @@ def make(out: Path, records: int, seed: int = 0) -> None:
     rng = random.Random(seed)
     folder = out / "pictures"
     folder.mkdir(parents=True)
-    found = [_record(folder, number, rng) for number in range(records)]
-    _write(out / "crop.jsonl", [record for record, _ in found])
-    _write(out / "words.jsonl", [words for _, words in found])
+    pairs = [_record(folder, number, rng) for number in range(records)]
+    _write(out / "crop.jsonl", [record for record, _ in pairs])
+    _write(out / "words.jsonl", [words for _, words in pairs])
 
 
 def _record(folder: Path, number: int, rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -81,7 +81,7 @@ def _record(folder: Path, number: int, rng: random.Random) -> tuple[dict[str, An
     image.convert("L").convert("RGB").resize((SIDE, SIDE // 2)).save(folder / f"{number}-grey.png")
     first = shown(f"pictures/{number}-grey.png", ASKED)
     facts = {"picture": str(large), "side": side, "colour": colour}
-    # What is said there is random: it teaches the words alone.
+    # The answers are random there, because only the words are to be learnt.
     look, guess = rng.choice(SIDES), rng.choice(NAMES)
     half = folder / f"{number}-{look}.png"
     crop(str(large), look).save(half)

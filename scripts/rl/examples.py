@@ -2,13 +2,14 @@
 
     python scripts/rl/examples.py OUT [own vllm crop]
 
-- own, vllm: a tiny model learns by trial and error what colour a shape has. It is told whether it
-  was right, never the right answer. The samples are its own decoder's, on two pipeline stages, or
-  those of vLLM (`make vllm-env`; where that is missing, this run is left out).
-- crop: it looks twice. It sees a small grey picture, asks for a crop, and names the colour there.
+- own, vllm: a tiny model learns by trial and error what colour a shape has. The reward shows only
+  whether it was right, never the right answer. The samples come from its own decoder, on two
+  pipeline stages, or from vLLM (`make vllm-env`; without vLLM, this run is left out).
+- crop: the model looks twice. It sees a small grey picture, chooses a crop, and names the colour
+  there.
 
-Before, it learns from answers to other pictures what an answer looks like: it names one of the
-colours whatever it sees. The exit status is 1 where a run has not learnt.
+Before that, the model learns the form of an answer from answers to other pictures: it names a
+colour that does not depend on the picture. The exit status is 1 if a run has not learnt.
 """
 
 import json
@@ -33,26 +34,27 @@ TINY = TinySpec(
     deepstack=1,
     from_scratch=True,
 )
-LAST = 10  # steps in the mean that is asked for
+LAST = 10  # the mean over these last steps must reach WANTED
 WANTED = {"own": 0.9, "vllm": 0.9, "crop": 0.8}
 STEPS = {"own": 90, "vllm": 90, "crop": 100}
-ALIKE = 0.25  # how far the curves of both samplers may be apart, in the mean over all steps
+ALIKE = 0.25  # maximum distance of the curves of both samplers, in the mean over all steps
 COMMON = ["model=tiny_cpu", "data.cache_dir=null", "train.micro_batch_size=64"]
 COMMON += ["optim.lr=1e-3", "optim.beta2=0.98", "optim.schedule=constant", "log.every=10"]
 RL = ["rl.max_new_tokens=4", "rl.sampler_rows=256"]
-# A colour that is no longer tried is not learnt again: many answers to few prompts, and kl_coef.
+# A colour that is no longer tried is not learnt again. Many answers to few prompts and kl_coef
+# prevent that.
 SIXTEEN = ["train.global_batch_size=16", "rl.samples=16"]
-RL += ["optim.schedule=wsd", "optim.decay_ratio=0.4"]  # what was learnt is not shaken at the end
+RL += ["optim.schedule=wsd", "optim.decay_ratio=0.4"]  # the decay keeps the result stable
 
 
 def megatron_vlm(command: str, *words: str, processes: int = 1) -> None:
-    """As in a terminal; what it prints goes there, too."""
+    """Run a command as in a terminal. Its output goes to the terminal, too."""
     words = (*COMMON, *words, f"launch.processes={processes}")
     subprocess.run([sys.executable, "-m", "megatron_vlm.cli", command, *words], check=True)
 
 
 def learn_words(out: Path, data: Path, ignored: str) -> str:
-    """A model that knows what answers look like; its folder."""
+    """Train a model that knows the form of answers; return its folder as an override."""
     run = data.parent / "words"
     more = ["train.steps=60", "train.global_batch_size=64", f"data.ignore_keys={ignored}"]
     megatron_vlm("train", f"model.path={out / 'base'}", f"data.train={data}", f"run={run}", *more)
@@ -60,7 +62,7 @@ def learn_words(out: Path, data: Path, ignored: str) -> str:
 
 
 def make_colours(out: Path) -> list[str]:
-    """Pictures of one shape each, and a model that names colours."""
+    """Write pictures of one shape each, and train a model that names colours."""
     folder = out / "colours"
     write_shapes(folder, ShapesSpec(4000, 200, kinds=("colour",), max_shapes=1))
     lines = (folder / "train.jsonl").read_text().splitlines()
@@ -79,19 +81,19 @@ def make_colours(out: Path) -> list[str]:
 
 
 def make_crops(out: Path) -> list[str]:
-    """The task of crop.py, and a model that knows what is said there."""
+    """Write the task of crop.py, and train a model that knows the words of the conversation."""
     folder = out / "crops"
     subprocess.run([sys.executable, HERE / "crop.py", folder, "3000"], check=True)
     model = learn_words(out, folder / "words.jsonl", "[]")
     game = f"rl.environment={HERE / 'crop.py'}:Crop"
     ignored = "data.ignore_keys=[picture,side,colour]"
-    # Until it looks where the shape is, half of what it guesses is noise: see docs/rl.md.
+    # Until the model looks where the shape is, half of its guesses are noise: see docs/rl.md.
     more = ["rl.advantage=dr_grpo", "rl.kl_coef=0.06", "train.global_batch_size=32"]
     return [model, f"data.train={folder / 'crop.jsonl'}", ignored, game, *more]
 
 
 def learn(out: Path, name: str, task: Sequence[str]) -> list[float]:
-    """The mean reward of each step of a run."""
+    """Train, and return the mean reward of each step."""
     more = [f"train.steps={STEPS[name]}", f"run={out / name}"]
     if name == "vllm":
         more += ["rl.sampler=vllm", f"rl.engine={ENGINE}"]
@@ -100,12 +102,12 @@ def learn(out: Path, name: str, task: Sequence[str]) -> list[float]:
         more += ["parallel.pp=2"]
     megatron_vlm("rl", *RL, *task, *more, processes=2 if name == "own" else 1)
     lines = (out / name / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    return [line["reward"] for line in found if line["kind"] == "rl"]
+    entries = [json.loads(line) for line in lines]
+    return [line["reward"] for line in entries if line["kind"] == "rl"]
 
 
 def main(out: Path, names: Sequence[str]) -> int:
-    """Run them; the exit status."""
+    """Run the examples; return the exit status."""
     if out.exists():
         print(f"{out} is there already: give a new folder")
         return 2
@@ -113,7 +115,7 @@ def main(out: Path, names: Sequence[str]) -> int:
     write_tiny(out / "base", TINY)
     colours = make_colours(out) if {"own", "vllm"} & set(names) else []
     curves: dict[str, list[float]] = {}
-    said = []
+    summary = []
     for name in names:
         if name == "vllm" and not ENGINE.exists():
             print("vLLM is not there (make vllm-env): the run with its samples is left out")
@@ -121,16 +123,16 @@ def main(out: Path, names: Sequence[str]) -> int:
         start = time.perf_counter()
         curves[name] = curve = learn(out, name, make_crops(out) if name == "crop" else colours)
         minutes, last = (time.perf_counter() - start) / 60, fmean(curve[-LAST:])
-        said.append(
+        summary.append(
             f"{name}: mean reward {fmean(curve[:3]):.3f} at first, {last:.3f} at the end (needs "
             f"{WANTED[name]}), {minutes:.1f} minutes"
         )
     failed = [name for name, curve in curves.items() if fmean(curve[-LAST:]) < WANTED[name]]
     if {"own", "vllm"} <= curves.keys():
         apart = abs(fmean(curves["own"]) - fmean(curves["vllm"]))
-        said.append(f"own and vllm: mean rewards over all steps are {apart:.3f} apart")
+        summary.append(f"own and vllm: mean rewards over all steps are {apart:.3f} apart")
         failed += ["own and vllm"] * (apart > ALIKE)
-    print("\n".join([*said, f"failed: {', '.join(failed)}" if failed else "all have learnt"]))
+    print("\n".join([*summary, f"failed: {', '.join(failed)}" if failed else "all have learnt"]))
     return int(bool(failed))
 
 
