@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Slurm: sbatch scripts/train_slurm.sh model=qwen3_vl_8b model.path=DIR ... run=/shared/run There is
-# one task for each GPU. Slurm sends SIGUSR1 five minutes before the time is up: the run saves and
-# exits with status 75; the job is queued again and resumes from there.
+# Slurm: sbatch scripts/train_slurm.sh model=qwen3_vl_8b model.path=DIR ... run=/shared/run
+# There is one task for each GPU. Slurm sends SIGUSR1 five minutes before the time is up: the run
+# saves and exits with status 75; the job is queued again and resumes from there.
 #SBATCH --job-name=megatron-vlm
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
