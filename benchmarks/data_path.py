@@ -29,7 +29,8 @@ ROWS, RANKS = 1024, 64
 
 
 def fastest(*works: Callable[[], Any], rounds: int = 9) -> list[float]:
-    """Seconds of the fastest round of each. They take turns, so a noisy machine slows them all."""
+    """Return the seconds of the fastest round of each function. They take turns, so that a noisy
+    machine slows all of them."""
     best = [float("inf")] * len(works)
     for _ in range(rounds):
         for index, work in enumerate(works):
@@ -40,7 +41,7 @@ def fastest(*works: Callable[[], Any], rounds: int = 9) -> list[float]:
 
 
 def images() -> dict[str, float]:
-    """Decoded pictures to patches."""
+    """Measure decoded pictures to patches."""
     generator = np.random.default_rng(0)
     settings = ImageSettings(max_pixels=1024 * 1024)
     processor = Qwen2VLImageProcessorPil(
@@ -57,7 +58,7 @@ def images() -> dict[str, float]:
         for height, width in SIZES
     ]
 
-    def theirs() -> list[torch.Tensor]:
+    def hf_pixels() -> list[torch.Tensor]:
         return [processor(images=[p], return_tensors="pt")["pixel_values"] for p in pictures]
 
     def as_bytes() -> list[torch.Tensor]:
@@ -66,8 +67,8 @@ def images() -> dict[str, float]:
     def as_floats() -> list[torch.Tensor]:
         return [expand_patches(patches, table, 1536) for patches in as_bytes()]
 
-    assert all(torch.equal(a, b) for a, b in zip(theirs(), as_floats(), strict=True))
-    seconds = fastest(theirs, as_bytes, as_floats)
+    assert all(torch.equal(a, b) for a, b in zip(hf_pixels(), as_floats(), strict=True))
+    seconds = fastest(hf_pixels, as_bytes, as_floats)
     rates = [len(pictures) / value for value in seconds]
     return {
         "images_per_s_hf": rates[0],
@@ -79,7 +80,7 @@ def images() -> dict[str, float]:
 
 
 def collation() -> dict[str, float]:
-    """1,024 rows into micro-batches."""
+    """Measure the collation of 1,024 rows into micro-batches."""
     generator = np.random.default_rng(0)
     lengths = np.clip(generator.lognormal(np.log(700), 0.8, ROWS).astype(int), 16, 6000)
     empty = torch.zeros(0, dtype=torch.long)
@@ -101,7 +102,7 @@ def collation() -> dict[str, float]:
 
 
 def balance() -> dict[str, float]:
-    """A heavy-tailed global batch over 64 ranks."""
+    """Measure the balance of a heavy-tailed global batch over 64 ranks."""
     generator = np.random.default_rng(0)
     sizes = []
     for count in np.clip(generator.zipf(1.6, RANKS * 16), 1, 47):
@@ -110,19 +111,19 @@ def balance() -> dict[str, float]:
         cost = 2.8e9 * tokens + 1.2e5 * tokens**2 + 8e8 * patches
         sizes.append(RowSize(tokens, cost, patches))
     (seconds,) = fastest(lambda: plan_batch(sizes, RANKS, Limits(tokens=8192)), rounds=3)
-    ours = measure(plan_batch(sizes, RANKS, Limits(tokens=8192)), sizes)
+    planned = measure(plan_batch(sizes, RANKS, Limits(tokens=8192)), sizes)
     naive = measure(naive_plan(sizes, RANKS, 4), sizes)
     return {
-        "padding_ours": ours.padding,
+        "padding_ours": planned.padding,
         "padding_naive": naive.padding,
-        "max_over_mean_cost_ours": float(ours.imbalance),
+        "max_over_mean_cost_ours": float(planned.imbalance),
         "max_over_mean_cost_naive": float(naive.imbalance),
         "plan_ms": 1e3 * seconds,
     }
 
 
 def main() -> None:
-    """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
+    """Measure, print, and write docs/benchmarks.md and .bench/latest.json."""
     torch.set_num_threads(1)
     record("data_path", images() | collation() | balance())
 

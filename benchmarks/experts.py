@@ -1,7 +1,7 @@
-"""A step of a model with experts beside one of a dense model whose layers do as many operations for
-a token, and beside the Hugging Face loop on the same experts. They take turns.
+"""A step of a model with experts, compared with that of a dense model whose layers do as many
+operations for a token, and with the Hugging Face loop on the same experts. They take turns.
 
-make bench   (or: .venv/bin/python benchmarks/experts.py)
+    make bench   (or: .venv/bin/python benchmarks/experts.py)
 """
 
 import os
@@ -24,22 +24,22 @@ from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 
 DENSE = SPECS["_2b_shares"]
-# 4 of 16 experts are as wide together as the dense model's MLP.
+# Four of the 16 experts together are as wide as the dense model's MLP.
 MOE = replace(DENSE, experts=16, top_k=4, expert_intermediate=DENSE.intermediate // 4)
 
 
 def dense_step(folder: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """The worker on the dense model."""
+    """Return a step of the worker on the dense model."""
     return our_step(f"{folder}/dense", rows, lr)
 
 
 def experts_step(folder: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """The worker on the model with experts."""
+    """Return a step of the worker on the model with experts."""
     return our_step(f"{folder}/experts", rows, lr)
 
 
 def hf_step(folder: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """Hugging Face's model with experts in an ordinary loop."""
+    """Return a step of an ordinary loop on Hugging Face's model with experts."""
     model = Qwen3VLMoeForConditionalGeneration.from_pretrained(
         f"{folder}/experts", dtype=torch.float32
     )
@@ -47,12 +47,12 @@ def hf_step(folder: str, rows: list[Row], lr: float) -> Callable[[], float]:
 
 
 def dp2_step(folder: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """The worker on one of two replicas, each with all experts."""
+    """Return a step of the worker on one of two replicas, each with all experts."""
     return _half(folder, rows, lr, ParallelConfig(overlap_grad_reduce=True))
 
 
 def ep2_step(folder: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """The worker on one of two replicas that share out the experts."""
+    """Return a step of the worker on one of two replicas that share the experts between them."""
     return _half(folder, rows, lr, ParallelConfig(ep=2, overlap_grad_reduce=True))
 
 
@@ -70,7 +70,7 @@ SIDES: Sides = {"experts": (experts_step, 1), "dense": (dense_step, 1)}
 
 
 def main() -> None:
-    """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
+    """Measure, print, and write docs/benchmarks.md and .bench/latest.json."""
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         for name, spec in (("dense", DENSE), ("experts", MOE)):

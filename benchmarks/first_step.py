@@ -17,12 +17,12 @@ REPEATS = 3
 
 
 def cli(*arguments: str) -> list[str]:
-    """The command of this environment."""
+    """Return the command of this environment."""
     return [sys.executable, "-m", "megatron_vlm.cli", *arguments]
 
 
 def first_step(folder: Path, number: int) -> float:
-    """Until the line of the first step is there."""
+    """Train until the line of the first step is logged; return the seconds."""
     run = folder / f"run{number}"
     command = cli(
         "train",
@@ -34,12 +34,12 @@ def first_step(folder: Path, number: int) -> float:
         f"run={run}",
     )
     metrics = run / "metrics.jsonl"
-    begun = time.perf_counter()
+    start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (metrics.exists() and any(map(_is_step, metrics.read_text().splitlines()))):
         assert process.poll() in (None, 0), "training ended"
         time.sleep(0.02)
-    taken = time.perf_counter() - begun
+    taken = time.perf_counter() - start
     process.wait()
     return taken
 
@@ -49,14 +49,14 @@ def _is_step(line: str) -> bool:
 
 
 def main() -> None:
-    """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
+    """Measure, print, and write docs/benchmarks.md and .bench/latest.json."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         subprocess.run(cli("tiny", "--out", f"{folder}/tiny"), check=True)
         subprocess.run(cli("shapes", "--out", f"{folder}/shapes", "--train", "200"), check=True)
-        found = [first_step(folder, number) for number in range(REPEATS)]
+        times = [first_step(folder, number) for number in range(REPEATS)]
     record(
-        "first_step", {"first_step_s": statistics.median(found), "first_step_s_worst": max(found)}
+        "first_step", {"first_step_s": statistics.median(times), "first_step_s_worst": max(times)}
     )
 
 

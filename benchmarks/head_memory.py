@@ -1,7 +1,8 @@
 """Peak memory of the head over its inputs, forward and backward, for few and for many supervised
-tokens, at the vocabulary of Qwen3-VL: ours, and torch's cross entropy of all logits.
+tokens, at the vocabulary of Qwen3-VL. The head of this package is compared with torch's cross
+entropy of all logits.
 
-make bench   (or: .venv/bin/python benchmarks/head_memory.py)
+    make bench   (or: .venv/bin/python benchmarks/head_memory.py)
 """
 
 import multiprocessing
@@ -15,11 +16,11 @@ from record import record
 
 VOCAB, WIDTH = 151_936, 128
 TOKENS = {"1k": 1024, "4k": 4096, "16k": 16384}
-ALL_AT_ONCE = ("1k",)  # at 4k torch's own takes more than 7 GB
+ALL_AT_ONCE = ("1k",)  # at 4k torch's cross entropy takes more than 7 GB
 
 
 def measure(pipe: Connection, tokens: int, ours: bool) -> None:
-    """In a process of its own, whose peak never sinks."""
+    """Measure in a process of its own, because the peak of a process never sinks."""
     from megatron_vlm.model.log_probs import predict
 
     store = dist.HashStore()
@@ -29,7 +30,7 @@ def measure(pipe: Connection, tokens: int, ours: bool) -> None:
     hidden = torch.randn(tokens, WIDTH, requires_grad=True)
     weight = torch.randn(VOCAB, WIDTH, requires_grad=True)
     targets = torch.randint(0, VOCAB, (tokens,))
-    # What the product needs by itself, gradients included, is there before.
+    # The memory that the product itself needs, gradients included, is allocated before.
     hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
     torch.mm(hidden.detach()[:8].T, hidden.detach()[:8])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -43,19 +44,19 @@ def measure(pipe: Connection, tokens: int, ours: bool) -> None:
 
 
 def run(tokens: int, ours: bool) -> tuple[float, float]:
-    """MiB, and the loss."""
+    """Return MiB and the loss."""
     context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=measure, args=(theirs, tokens, ours))
+    parent, child = context.Pipe()
+    process = context.Process(target=measure, args=(child, tokens, ours))
     process.start()
-    theirs.close()  # a process that fails is seen
-    found: tuple[float, float] = mine.recv()
+    child.close()  # so that the failure of the process is noticed
+    result: tuple[float, float] = parent.recv()
     process.join()
-    return found
+    return result
 
 
 def main() -> None:
-    """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
+    """Measure, print, and write docs/benchmarks.md and .bench/latest.json."""
     figures = {f"head_peak_mb_{name}": run(count, True)[0] for name, count in TOKENS.items()}
     for name in ALL_AT_ONCE:
         figures[f"head_peak_mb_{name}_all_at_once"] = run(TOKENS[name], False)[0]

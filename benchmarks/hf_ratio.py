@@ -1,8 +1,8 @@
-"""Tokens per second of our step over those of an ordinary Hugging Face training loop: the same
-weights, rows and work; theirs in one process, ours in one and in two (stages, replicas). They take
-turns step by step, so a noisy machine slows all of them.
+"""Ratio of the tokens per second of this package's step to those of an ordinary Hugging Face
+training loop, with the same weights, rows and work. The loop has one process; this package has one
+or two (stages, replicas). They take turns step by step, so that a noisy machine slows all of them.
 
-make bench   (or: .venv/bin/python benchmarks/hf_ratio.py)
+    make bench   (or: .venv/bin/python benchmarks/hf_ratio.py)
 """
 
 import math
@@ -48,8 +48,9 @@ MICRO_BATCH = 2
 NUM_ROWS = 8
 PEAK_S = 10.0  # others use the machine for a second or two at a time
 NO_ADAPTERS = LoraConfig()
-# 30 M parameters. In the first the head is a large part, as in any small model; in the second
-# head, decoder and tower have the shares of Qwen3-VL 2B (head 15 % of the parameters).
+# Both models have 30 M parameters. In the first one, the head is a large part, as in any small
+# model. In the second one, head, decoder and tower have the shares of Qwen3-VL 2B (head 15 % of the
+# parameters).
 BASE = TinySpec(
     layers=6,
     hidden=384,
@@ -68,7 +69,7 @@ SPECS = {"": BASE, "_2b_shares": replace(BASE, layers=10, vocab=10240)}
 
 
 def bench_rows(vocab: int, special: dict[str, int]) -> list[Row]:
-    """Chats of about 200 tokens with an image each; the last 30 % of a row is supervised."""
+    """Return chats of about 200 tokens with an image each; the last 30 % of a row is supervised."""
     generator = torch.Generator().manual_seed(0)
     image_id = special["<|image_pad|>"]
     rows = []
@@ -85,13 +86,14 @@ def bench_rows(vocab: int, special: dict[str, int]) -> list[Row]:
 
 
 def hf_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """Hugging Face's model in such a loop."""
+    """Return a step of the ordinary loop on Hugging Face's model."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
     return loop(model, rows, lr)
 
 
 def loop(model: Any, rows: list[Row], lr: float) -> Callable[[], float]:
-    """What a user would write: the model's own loss per micro-batch, AdamW, clipping."""
+    """Return a step of the loop that a user would write: the model's own loss per micro-batch,
+    AdamW, clipping."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     batches = []
@@ -128,19 +130,20 @@ def loop(model: Any, rows: list[Row], lr: float) -> Callable[[], float]:
 
 
 def hf_same_products_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """Hugging Face's, with the library that multiplies for us."""
+    """Return a step of Hugging Face's model with the library of this package for matrix
+    products."""
     enable_onednn(BASE.hidden, has_experts=False)
     return hf_step(path, rows, lr)
 
 
 def our_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """The worker, as the trainer calls it."""
+    """Return a step of the worker, as the trainer calls it."""
     return worker_step(path, rows, lr, ParallelConfig())
 
 
 def pp2_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """The same on one of two pipeline stages, split as a run splits them: by its rows. These go
-    through one by one, as stages wait less for each other the more micro-batches there are."""
+    """Return a step of one of two pipeline stages, split as a run splits them: by its rows. A
+    micro-batch has one row, because stages wait less for each other with more micro-batches."""
     cfg = Config(
         model=ModelConfig(path=path),
         parallel=ParallelConfig(pp=2, layers_per_stage="auto"),
@@ -152,7 +155,7 @@ def pp2_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
 
 
 def dp2_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """The same on one of two replicas, with its half of the rows."""
+    """Return a step of one of two replicas, with its half of the rows."""
     half = rows[int(os.environ["RANK"]) :: 2]
     return worker_step(path, half, lr, ParallelConfig(overlap_grad_reduce=True))
 
@@ -165,7 +168,7 @@ def worker_step(
     lora: LoraConfig = NO_ADAPTERS,
     micro_batch: int = MICRO_BATCH,
 ) -> Callable[[], float]:
-    """A step of a worker."""
+    """Return a step of a worker."""
     worker = MegatronWorker(
         Config(
             model=ModelConfig(path=path),
@@ -185,7 +188,7 @@ def worker_step(
     return step
 
 
-# What takes turns, and the processes of each.
+# Sides that take turns, and the number of processes of each.
 Sides = dict[str, tuple[Callable[..., Callable[[], float]], int]]
 SIDES: Sides = {
     "hf": (hf_step, 1),
@@ -201,11 +204,11 @@ def serve(
     pipe: Connection,
     environment: dict[str, str],
 ) -> None:
-    """Each side has its own processes: the stand-in for CUDA that ours installs on the CPU would
-    slow theirs down. Answers each message with (seconds, loss) of one step."""
+    """Serve a side in a process of its own: the stand-in for CUDA that this package installs on the
+    CPU would slow down Hugging Face's loop. Answer each message with (seconds, loss) of a step."""
     os.environ.update(environment)
     if environment:
-        torch.set_num_threads(1)  # of two processes on two cores
+        torch.set_num_threads(1)  # one thread each, because two processes share two cores
     logging.disable_progress_bar()
     path, rows = pipe.recv()
     step = make(path, rows, LEARNING_RATE)
@@ -218,35 +221,35 @@ def serve(
 def start(
     make: Callable[..., Callable[[], float]], count: int, path: str, rows: list[Row]
 ) -> list[Connection]:
-    """Start the processes of one side and hand them the work."""
+    """Start the processes of a side and send the work to them."""
     context, pipes = multiprocessing.get_context("spawn"), []
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     for rank in range(count):
-        ours, theirs = context.Pipe()
+        parent, child = context.Pipe()
         launched: dict[str, str] = {}
         if count > 1:
             launched = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
             launched |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        context.Process(target=serve, args=(make, theirs, launched), daemon=True).start()
-        ours.send((path, rows))
-        pipes.append(ours)
+        context.Process(target=serve, args=(make, child, launched), daemon=True).start()
+        parent.send((path, rows))
+        pipes.append(parent)
     return pipes
 
 
 def one_step(pipes: list[Connection]) -> tuple[float, float]:
-    """Seconds of the slowest process, and the loss."""
+    """Return the seconds of the slowest process, and the loss."""
     for pipe in pipes:
         pipe.send(True)
-    found = [pipe.recv() for pipe in pipes]
-    return max(seconds for seconds, _ in found), found[0][1]
+    results = [pipe.recv() for pipe in pipes]
+    return max(seconds for seconds, _ in results), results[0][1]
 
 
 def measure(
     path: str, rows: list[Row], given: Sides, alike: int, tolerance: float
 ) -> dict[str, list[float]]:
-    """Seconds of each step of all sides, which take turns. The losses of the first `alike` steps
-    have to agree: the work is the same."""
+    """Measure the seconds of each step of all sides, which take turns. The losses of the first
+    `alike` steps must agree, because the work is the same."""
     sides = {side: start(make, count, path, rows) for side, (make, count) in given.items()}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for repeat in range(WARM_UP + REPEATS):
@@ -264,8 +267,8 @@ def measure(
 
 
 def gemm_peak() -> float:
-    """FLOP/s of this CPU's fastest fp32 matrix product, with all of its cores: by torch's own
-    choice of a library or by ours."""
+    """Return the FLOP/s of this CPU's fastest fp32 matrix product, with all of its cores: either
+    with torch's default library or with that of this package."""
     before = torch.get_float32_matmul_precision()
     peak = _fastest_product()
     enable_onednn(BASE.hidden, has_experts=False)
@@ -278,14 +281,15 @@ def _fastest_product() -> float:
     a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
     best, until = math.inf, time.perf_counter() + PEAK_S
     while time.perf_counter() < until:
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         a @ b
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.perf_counter() - start_s)
     return 2 * 2048**3 / best
 
 
 def flops(path: str, rows: list[Row]) -> float:
-    """Of a step, as for MFU: three times the forward, head on supervised tokens, no padding."""
+    """Return the operations of a step, as for MFU: three times the forward, with the head on
+    supervised tokens and no padding."""
     work = WorkModel.of(HFCheckpoint(path).sizes)
     sizes = map(sizes_of_row, rows)
     return 3.0 * sum(
@@ -308,7 +312,8 @@ def figures_of(spec: TinySpec, suffix: str) -> dict[str, float]:
     sizes = list(map(sizes_of_row, rows))
     tokens, supervised = sum(row.tokens for row in sizes), sum(row.supervised for row in sizes)
     figures = {
-        # The fastest step of each side: other users of the machine can only slow a step down.
+        # The fastest step of each side, because other users of the machine can only slow a step
+        # down.
         "hf_tokens_per_s": tokens / min(hf_s),
         "ours_tokens_per_s_1proc": tokens / min(our_s),
         "hf_ratio_1proc_of_fastest": min(hf_s) / min(our_s),
@@ -333,7 +338,7 @@ def _median(seconds: list[float]) -> float:
 
 
 def main() -> None:
-    """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
+    """Measure, print, and write docs/benchmarks.md and .bench/latest.json."""
     logging.disable_progress_bar()
     figures: dict[str, float] = {}
     for suffix, spec in SPECS.items():
@@ -342,7 +347,7 @@ def main() -> None:
 
 
 def shapes(path: str) -> list[tuple[int, ...]]:
-    """The tensors of a checkpoint."""
+    """Return the shapes of the tensors of a checkpoint."""
     source = HFCheckpoint(path)
     source.read_headers()
     return [info.shape for info in source.tensors.values()]

@@ -1,7 +1,8 @@
-"""Adapters beside full training: the time of a step, by our trainer and by PEFT in an ordinary
-Hugging Face loop, which take turns; and the bytes of weights, gradients and optimizer of one rank.
+"""Adapters compared with full training: the time of a step, by this trainer and by PEFT in an
+ordinary Hugging Face loop, which take turns; and the bytes of weights, gradients and optimizer of a
+rank.
 
-make bench   (or: .venv/bin/python benchmarks/lora.py)
+    make bench   (or: .venv/bin/python benchmarks/lora.py)
 """
 
 import statistics
@@ -31,12 +32,12 @@ BF16 = 2
 
 
 def lora_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """The worker, with adapters in the decoder."""
+    """Return a step of the worker, with adapters in the decoder."""
     return worker_step(path, rows, lr, ParallelConfig(), USUAL)
 
 
 def peft_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """The same in the loop that hf_ratio.py has, around PEFT's model."""
+    """Return a step of PEFT's model in the loop of hf_ratio.py."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
@@ -49,7 +50,7 @@ SIDES: Sides = {"full": (our_step, 1), "lora": (lora_step, 1), "peft": (peft_ste
 
 
 def gib(name: str, lora: LoraConfig) -> float:
-    """Of weights, gradients and optimizer on one GPU in bf16."""
+    """Return the GiB of weights, gradients and optimizer on one GPU in bf16."""
     cfg = Config(model=ModelConfig(path=""), lora=lora)
     sizes = sizes_of_model(name)
     dims = ParallelDims.create(cfg.parallel, 1, sizes.text.layers)
@@ -57,7 +58,7 @@ def gib(name: str, lora: LoraConfig) -> float:
 
 
 def main() -> None:
-    """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
+    """Measure, print, and write docs/benchmarks.md and .bench/latest.json."""
     logging.disable_progress_bar()
     spec = SPECS["_2b_shares"]
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +66,8 @@ def main() -> None:
         write_tiny(path, spec)
         special = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids(SPECIAL_TOKENS)
         rows = bench_rows(spec.vocab, dict(zip(SPECIAL_TOKENS, special, strict=True)))
-        # B begins at zero, so the first losses are the model's; A is random, and others differ.
+        # B is zero at the start, so the first losses are those of the model. A is random, so later
+        # losses differ.
         turns = measure(path, rows, SIDES, alike=1, tolerance=1e-5)
     seconds = {side: statistics.median(taken) for side, taken in turns.items()}
     figures = {

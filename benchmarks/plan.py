@@ -1,12 +1,12 @@
-"""Steps with parallel.layers_per_stage=auto beside those of the even split, on rows full of
-pictures, and the planner's prediction of every stage beside its time.
+"""Steps with parallel.layers_per_stage=auto compared with those of the even split, on rows full of
+pictures; and the planner's prediction for every stage compared with its time.
 
-make bench   (or: .venv/bin/python benchmarks/plan.py)
+    make bench   (or: .venv/bin/python benchmarks/plan.py)
 
-With two stages both splits run side by side and take turns step by step. A stage's time is that of
-its thread on the processor, so that others on the machine do not count. Four stages do not fit on
-two cores at once: there the splits come one after the other, and the step is what 1F1B makes of the
-measured stages.
+With two stages both splits run at the same time and take turns step by step. The time of a stage is
+that of its thread on the processor, so that other programs do not count. Four stages do not fit on
+two cores at once: there the splits run one after the other, and the step is computed from the
+measured stages with 1F1B.
 """
 
 import multiprocessing
@@ -56,14 +56,14 @@ SPEC = TinySpec(
     vision_heads=4,
     vision_intermediate=1024,
 )
-PICTURES = ((24, 24),) * 10 + ((20, 28),) * 4  # in patches, one a row
-TEXTS = (150, 120)  # tokens of the rows without
+PICTURES = ((24, 24),) * 10 + ((20, 28),) * 4  # in patches, one picture a row
+TEXTS = (150, 120)  # tokens of the rows without a picture
 CORES = os.cpu_count() or 1
 WARM_UP, REPEATS = 1, 5
 
 
 def make_rows() -> list[Row]:
-    """One row each micro-batch, the costliest first."""
+    """Return one row for each micro-batch, the most expensive ones first."""
     tokenizer = train_tokenizer(SPEC.vocab)
     names = dict(zip(SPECIAL_TOKENS, tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS), strict=True))
     generator = torch.Generator().manual_seed(0)
@@ -82,19 +82,19 @@ def _row(
         return Row(ids, labels)
     height, width = grid
     marks = [names["<|vision_start|>"], names["<|vision_end|>"]]
-    seen = torch.full((height * width // 4,), names["<|image_pad|>"])
-    seen = torch.cat([torch.tensor(marks[:1]), seen, torch.tensor(marks[1:])])
+    image_ids = torch.full((height * width // 4,), names["<|image_pad|>"])
+    image_ids = torch.cat([torch.tensor(marks[:1]), image_ids, torch.tensor(marks[1:])])
     pixels = torch.randn(height * width, 3 * 2 * 16 * 16, generator=generator)
     return Row(
-        torch.cat([seen, ids]),
-        torch.cat([torch.full_like(seen, IGNORE), labels]),
+        torch.cat([image_ids, ids]),
+        torch.cat([torch.full_like(image_ids, IGNORE), labels]),
         pixels,
         torch.tensor([[1, height, width]]),
     )
 
 
 def configuration(path: str, split: Sequence[int]) -> Config:
-    """A pipeline with this many layers on each stage."""
+    """Return the configuration of a pipeline with these numbers of layers on its stages."""
     return Config(
         model=ModelConfig(path=path),
         parallel=ParallelConfig(pp=len(split), layers_per_stage=list(split)),
@@ -104,7 +104,7 @@ def configuration(path: str, split: Sequence[int]) -> Config:
 
 
 def serve(path: str, split: Sequence[int], rank: int, port: int, pipe: Connection) -> None:
-    """One stage; answers each message with the step's seconds and those of each of its tasks."""
+    """Serve one stage. Answer each message with the step's seconds and those of its tasks."""
     logging.set_verbosity_error()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(split)), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -118,9 +118,9 @@ def serve(path: str, split: Sequence[int], rank: int, port: int, pipe: Connectio
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             start = time.thread_time()
-            found = call(*args, **kwargs)
+            result = call(*args, **kwargs)
             spent[name].append(time.thread_time() - start)
-            return found
+            return result
 
         return run
 
@@ -151,53 +151,52 @@ class Measured:
 
 
 def measure(path: str, splits: Sequence[Sequence[int]]) -> list[Measured]:
-    """All splits, step by step in turns."""
+    """Measure all splits, step by step in turns."""
     context = multiprocessing.get_context("spawn")
     worlds, processes = [], []
     for split in splits:
         port, pipes = free_port(), []
         for rank in range(len(split)):
-            ours, theirs = context.Pipe()
-            words = (path, split, rank, port, theirs)
+            parent, child = context.Pipe()
+            words = (path, split, rank, port, child)
             processes.append(context.Process(target=serve, args=words, daemon=True))
             processes[-1].start()
-            pipes.append(ours)
+            pipes.append(parent)
         worlds.append(pipes)
     answers: list[list[Any]] = [[] for _ in splits]
     for repeat in range(WARM_UP + REPEATS):
         losses = []
-        for pipes, kept in zip(worlds, answers, strict=True):
+        for pipes, split_answers in zip(worlds, answers, strict=True):
             for pipe in pipes:
                 pipe.send(True)
-            found = [pipe.recv() for pipe in pipes]
-            losses.append(found[-1][1])
+            results = [pipe.recv() for pipe in pipes]
+            losses.append(results[-1][1])
             if repeat >= WARM_UP:
-                kept.append(found)
+                split_answers.append(results)
         assert max(losses) - min(losses) < 1e-4 * losses[0], losses  # the same work
     for pipes in worlds:
         for pipe in pipes:
             pipe.send(False)
     for process in processes:
         process.join()
-    return [_medians(kept) for kept in answers]
+    return [_medians(split_answers) for split_answers in answers]
 
 
 def _medians(steps: list[Any]) -> Measured:
     tables = [
-        np.median([[stage[part] for stage in found] for found in steps], axis=0).T
-        for part in (2, 3)
+        np.median([[stage[part] for stage in step] for step in steps], axis=0).T for part in (2, 3)
     ]
-    return Measured(statistics.median(max(s[0] for s in found) for found in steps), *tables)
+    return Measured(statistics.median(max(s[0] for s in step) for step in steps), *tables)
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
 
 
 def works(sizes: ModelSizes, path: str, split: Sequence[int]) -> list[list[StepCost]]:
-    """What each stage does, for each micro-batch."""
+    """Return the work of each stage for each micro-batch."""
     cfg, dims = configuration(path, split), ParallelDims(1, len(split), 1, 1, tuple(split))
     parts = [StepCost(OpCount(), accumulate(n, 4)) for n in trained(cfg, sizes, dims)]
     table = []
@@ -211,7 +210,7 @@ def works(sizes: ModelSizes, path: str, split: Sequence[int]) -> list[list[StepC
 
 
 def columns(table: list[list[StepCost]]) -> np.ndarray:
-    """[forward or backward, G, S, kind of work]."""
+    """Return an array [forward or backward, G, S, kind of work]."""
     return np.array(
         [
             [[(w.matmul, w.attention, w.moved, w.layers) for w in map(part, row)] for row in table]
@@ -221,7 +220,8 @@ def columns(table: list[list[StepCost]]) -> np.ndarray:
 
 
 def fitted(table: np.ndarray, measured: Measured) -> np.ndarray:
-    """Seconds of each kind of work, none below 0: the least relative error over all tasks."""
+    """Fit the seconds of each kind of work, none below 0, with the least relative error over all
+    tasks."""
     seconds = np.stack([measured.forward_GS, measured.backward_GS]).reshape(-1)
     rows = table.reshape(-1, table.shape[-1]) / seconds[:, None]
     chosen = list(range(rows.shape[1]))
@@ -230,19 +230,19 @@ def fitted(table: np.ndarray, measured: Measured) -> np.ndarray:
         if (speeds >= 0).all():
             break
         chosen.pop(int(speeds.argmin()))
-    found = np.zeros(rows.shape[1])
-    found[chosen] = speeds
-    return found
+    all_speeds = np.zeros(rows.shape[1])
+    all_speeds[chosen] = speeds
+    return all_speeds
 
 
 def stage_errors(predicted: np.ndarray, measured: Measured) -> np.ndarray:
-    """Relative, of each stage's forwards and backwards over a step."""
+    """Return the relative error of each stage's forwards and backwards over a step."""
     seconds = np.stack([measured.forward_GS, measured.backward_GS]).sum((0, 1))
     return np.abs(predicted.sum((0, 1)) / seconds - 1)
 
 
 def figures_of(pp: int, path: str) -> dict[str, float]:
-    """The even split and the planner's, measured and predicted."""
+    """Measure and predict the even split and the planner's split."""
     sizes, rows = read_sizes(path), list(map(sizes_of_row, make_rows()))
     cfg = configuration(path, even_split(pp, SPEC.layers))
     cfg = Config(model=cfg.model, parallel=ParallelConfig(pp=pp), train=cfg.train, platform="cpu")
@@ -250,13 +250,13 @@ def figures_of(pp: int, path: str) -> dict[str, float]:
     auto = decide(cfg, sizes, pp, pick_platform("cpu"), RowSample(tuple(rows), "these rows")).layers
     print(f"pp={pp}: even {list(even)}, auto {list(auto)}", flush=True)
     together = [[even, auto]] if pp <= CORES else [[even], [auto]]
-    first, second = [found for splits in together for found in measure(path, splits)]
-    # The speeds of this machine come from the even split; the other one is predicted with them.
+    first, second = [measured for splits in together for measured in measure(path, splits)]
+    # The speeds of this machine come from the even split; they predict the other one.
     speeds = fitted(columns(works(sizes, path, even)), first)
     tables = [columns(works(sizes, path, split)) @ speeds for split in (even, auto)]
     predicted = [one_f_one_b(*table) for table in tables]
     errors = [
-        stage_errors(table, found) for table, found in zip(tables, (first, second), strict=True)
+        stage_errors(table, times) for table, times in zip(tables, (first, second), strict=True)
     ]
     figures = {
         f"plan_pp{pp}_auto_over_even": first.pipeline_s / second.pipeline_s,
@@ -270,7 +270,7 @@ def figures_of(pp: int, path: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
+    """Measure, print, and write docs/benchmarks.md and .bench/latest.json."""
     logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "model")

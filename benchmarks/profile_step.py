@@ -1,7 +1,7 @@
-"""Where a step's time goes: milliseconds by kind of work, of our step and of an ordinary Hugging
-Face loop on the rows and with the model of hf_ratio.py (2B's shares), by torch's profiler.
+"""Time of a step in milliseconds by kind of work, with torch's profiler: of this package's step and
+of an ordinary Hugging Face loop, on the rows and with the model of hf_ratio.py (2B's shares).
 
-make bench   (or: .venv/bin/python benchmarks/profile_step.py)
+    make bench   (or: .venv/bin/python benchmarks/profile_step.py)
 """
 
 import functools
@@ -30,18 +30,18 @@ GROUPS = (
     "gemm_backward",
     "attention",
     "elementwise",  # norms, rotary, SwiGLU, residuals, copies
-    "head_and_loss",  # and the embedding, which shares its weight
+    "head_and_loss",  # with the embedding, which shares its weight
     "tower",
-    "optimizer",  # and the norm of the gradient
-    "data",  # rows to micro-batches
-    "rest",  # between operations: Python, autograd
+    "optimizer",  # with the norm of the gradient
+    "data",  # from rows to micro-batches
+    "rest",  # time between operations: Python, autograd
 )
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 BACKWARD = "autograd::engine::evaluate_function"
 
 
 def ranged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under a name that the profiler shows."""
+    """Return the function under a name that the profiler shows."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -54,8 +54,9 @@ def ranged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def profiled(
     make: Callable[..., Callable[[], float]], path: str, rows: list[Row], lr: float
 ) -> Callable[[], tuple[float, dict[str, float]]]:
-    """A step that answers with its loss and the milliseconds of each group."""
-    # Both sides run this tower. Set before the models are made, in a process of their own.
+    """Return a step whose result is its loss and the milliseconds of each group."""
+    # Both sides run this tower. The functions are set before the models are made, in a process of
+    # their own.
     Qwen3VLVisionModel.forward = ranged("tower", Qwen3VLVisionModel.forward)
     torch.nn.utils.clip_grad_norm_ = ranged("optimizer", torch.nn.utils.clip_grad_norm_)
     MegatronWorker.optim_step = ranged("optimizer", MegatronWorker.optim_step)  # type: ignore
@@ -63,9 +64,9 @@ def profiled(
     step = ranged("step", make(path, rows, lr))
 
     def measured() -> tuple[float, dict[str, float]]:
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             loss = step()
-        return loss, by_group(found.events())
+        return loss, by_group(profiler.events())
 
     return measured
 
@@ -73,20 +74,21 @@ def profiled(
 def hf_profiled(
     path: str, rows: list[Row], lr: float
 ) -> Callable[[], tuple[float, dict[str, float]]]:
-    """Hugging Face's."""
+    """Return a profiled step of Hugging Face's loop."""
     return profiled(hf_step, path, rows, lr)
 
 
 def our_profiled(
     path: str, rows: list[Row], lr: float
 ) -> Callable[[], tuple[float, dict[str, float]]]:
-    """Ours."""
+    """Return a profiled step of this package."""
     return profiled(our_step, path, rows, lr)
 
 
 def by_group(events: Any) -> dict[str, float]:
-    """Milliseconds that each group spends itself, all operations of a step together."""
-    # A backward operation has the number of the forward one that it belongs to.
+    """Return the milliseconds that each group spends itself, summed over all operations of a
+    step."""
+    # A backward operation has the number of its forward operation.
     of_tower = {
         event.sequence_nr for event in events if event.sequence_nr >= 0 and _under(event, "tower")
     }
@@ -116,10 +118,10 @@ def _group(event: Any, of_tower: set[int]) -> str:
 
 
 def _ancestors(event: Any) -> list[Any]:
-    found = []
+    ancestors = []
     while (event := event.cpu_parent) is not None:
-        found.append(event)
-    return found
+        ancestors.append(event)
+    return ancestors
 
 
 def _under(event: Any, name: str) -> bool:
@@ -127,13 +129,14 @@ def _under(event: Any, name: str) -> bool:
 
 
 def _has_vocabulary(event: Any) -> bool:
-    """Of an operation's own shapes: hidden states have none of its size."""
+    """Return whether a shape of the operation has the size of the vocabulary. Hidden states do
+    not."""
     shapes = [shape for shape in event.input_shapes or [] if isinstance(shape, (list, tuple))]
     return any(size == SPEC.vocab for shape in shapes for size in shape)
 
 
 def measure(path: str, rows: list[Row]) -> dict[str, float]:
-    """Both sides in turns: medians of each group, and of steps without the profiler."""
+    """Measure both sides in turns: medians of each group, and of steps without the profiler."""
     makers: dict[str, Any] = {
         "hf": hf_step,
         "ours": our_step,
@@ -168,7 +171,7 @@ def measure(path: str, rows: list[Row]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
+    """Measure, print, and write docs/benchmarks.md and .bench/latest.json."""
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "model")

@@ -1,4 +1,4 @@
-"""Where the figures of a benchmark go: the terminal, docs/benchmarks.md, .bench/latest.json."""
+"""Record of a benchmark's figures in the terminal, docs/benchmarks.md and .bench/latest.json."""
 
 import datetime
 import json
@@ -31,7 +31,7 @@ def record(name: str, figures: dict[str, float]) -> None:
 
 
 def cpu_name() -> str:
-    """The name that Linux gives the processor."""
+    """Return the name that Linux reports for the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]

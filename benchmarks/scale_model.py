@@ -1,4 +1,4 @@
-"""How long a simulated step and a simulated checkpoint take; see simulate_scale.py.
+"""Durations of a simulated step and of a simulated checkpoint; see simulate_scale.py.
 
 Suffixes: G micro-batches, S pipeline stages, I images, R rows. Times are seconds.
 """
@@ -24,26 +24,26 @@ from megatron_vlm.planner.pipeline_time import one_f_one_b
 
 @dataclass(frozen=True)
 class Machine:
-    """Every number is an assumption. Bytes and operations are per second."""
+    """The assumed machine: every number is an assumption. Bytes and operations are per second."""
 
-    peak_flops: float = 989e12  # of a GPU, bf16 (device.py: H100)
-    utilisation: float = 0.45  # of the peak within a micro-batch, TP's reductions included
-    layer_s: float = 0.3e-3  # the least a layer's forward takes, however few its tokens
-    link: float = 350e9  # of a GPU, to others of its machine: NVLink
-    network: float = 40e9  # of a GPU, to other machines: 400 Gb/s, 80 % used
-    hop_s: float = 5e-6  # of a ring, each
-    gpus: int = 8  # of a machine
-    to_host: float = 5e9  # of a GPU, into pageable memory
+    peak_flops: float = 989e12  # peak of a GPU, bf16 (device.py: H100)
+    utilisation: float = 0.45  # share of the peak within a micro-batch, TP's reductions included
+    layer_s: float = 0.3e-3  # minimum time of a layer's forward, even with few tokens
+    link: float = 350e9  # from a GPU to others of its machine: NVLink
+    network: float = 40e9  # from a GPU to other machines: 400 Gb/s, 80 % used
+    hop_s: float = 5e-6  # each hop of a ring
+    gpus: int = 8  # GPUs in a machine
+    to_host: float = 5e9  # from a GPU into pageable memory
     files: float = 200e9  # the file system, from all machines together
     files_machine: float = 5e9  # the file system, from one machine that verifies digests
     creates: float = 20e3  # files created in one folder, all ranks together
-    stat_s: float = 0.2e-3  # a file looked up by one rank
+    stat_s: float = 0.2e-3  # look-up of a file by one rank
     save_every_s: float = 1800.0
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model and how it is cut."""
+    """A model and its layout."""
 
     name: str
     config: Qwen3VLConfig | Qwen3VLMoeConfig
@@ -53,7 +53,7 @@ class Setup:
 
     @property
     def gpus(self) -> int:
-        """Of one replica."""
+        """The number of GPUs of one replica."""
         return self.tp * len(self.layers_S)
 
     @cached_property
@@ -77,10 +77,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many values; norms outside the layers are left out."""
+    """Number of values in each part; norms outside the layers are left out."""
 
     tower: int
-    layers: int  # of the decoder, all of them
+    layers: int  # all layers of the decoder
     embedding: int
     head: int
 
@@ -89,7 +89,8 @@ class Parameters:
         return self.tower + self.layers + self.embedding + self.head
 
     def of_gpu(self, setup: Setup, tower_over_tp: bool = False) -> list[float]:
-        """Values on a GPU of each stage. The tower is whole on every TP rank."""
+        """Return the number of values on a GPU of each stage. The tower is whole on every TP
+        rank."""
         held = [self.layers * n / sum(setup.layers_S) / setup.tp for n in setup.layers_S]
         held[0] += self.tower / (setup.tp if tower_over_tp else 1) + self.embedding / setup.tp
         held[-1] += self.head / setup.tp
@@ -97,7 +98,8 @@ class Parameters:
 
 
 def make_setup(name: str, sizes: tuple[int, int, int, int], tp: int, pp: int, n: int) -> Setup:
-    """Sizes as in the models' config.json: layers, width, width of the MLP, heads."""
+    """Return a setup with sizes as in the models' config.json: layers, width, width of the MLP,
+    heads."""
     layers, hidden, intermediate, heads = sizes
     text = _text(layers, hidden, heads, 8) | dict(intermediate_size=intermediate)
     config = Qwen3VLConfig(text_config=text, vision_config=dict(out_hidden_size=hidden))
@@ -106,7 +108,8 @@ def make_setup(name: str, sizes: tuple[int, int, int, int], tp: int, pp: int, n:
 
 
 def make_moe_setup(name: str, sizes: tuple[int, int, int, int], pp: int, n: int) -> Setup:
-    """Layers, width, width of an expert, heads; 128 experts, of which each token goes to 8."""
+    """Return a setup with experts. Sizes: layers, width, width of an expert, heads. There are 128
+    experts, and each token goes to 8."""
     layers, hidden, width, heads = sizes
     text = _text(layers, hidden, heads, 4) | dict(moe_intermediate_size=width)
     text |= dict(num_experts=128, num_experts_per_tok=8, tie_word_embeddings=False)
@@ -128,7 +131,7 @@ def _text(layers: int, hidden: int, heads: int, kv_heads: int) -> dict[str, int]
 
 @dataclass(frozen=True)
 class Rows:
-    """Synthetic rows. `pairs` are of patches within an image."""
+    """Synthetic rows. `pairs` counts pairs of patches within an image."""
 
     tokens_R: np.ndarray
     supervised_R: np.ndarray
@@ -142,13 +145,14 @@ class Rows:
 
 
 def draw_rows(count: int, seed: int = 0, most_tokens: int = 8192) -> Rows:
-    """A fifth are text only; half of the rest have one image, and few have up to 47. Images beyond
-    the token limit are cut off, as data.truncation=image_safe does."""
+    """Draw rows. A fifth are text only; half of the rest have one image, and few have up to 47.
+    Images beyond the token limit are cut off, as data.truncation=image_safe does."""
     rng = np.random.default_rng(seed)
     images_R = np.where(rng.random(count) < 0.2, 0, rng.zipf(1.6, count).clip(1, 47))
     text_R = rng.lognormal(np.log(200), 0.8, count).astype(np.int64).clip(16, 4096)
     row_I = np.repeat(np.arange(count), images_R)
-    tokens_I = rng.integers(4, 32, len(row_I)) * rng.integers(4, 32, len(row_I))  # of 32 x 32 pixel
+    # A token covers 32 x 32 pixels.
+    tokens_I = rng.integers(4, 32, len(row_I)) * rng.integers(4, 32, len(row_I))
     ends_I = np.cumsum(tokens_I)
     before_R = np.concatenate([[0], ends_I])[np.cumsum(images_R) - images_R]
     tokens_I[ends_I - before_R[row_I] + text_R[row_I] > most_tokens] = 0
@@ -159,7 +163,7 @@ def draw_rows(count: int, seed: int = 0, most_tokens: int = 8192) -> Rows:
 def forward_seconds(
     groups: Sequence[Sequence[int]], rows: Rows, setup: Setup, machine: Machine
 ) -> np.ndarray:
-    """Seconds [G, S]. The decoder computes padding too; the tower and the head do not."""
+    """Return seconds [G, S]. The decoder computes padding, too; the tower and the head do not."""
     work = WorkModel.of(setup.sizes)
     flat, counts_G = np.concatenate(groups), np.array([len(group) for group in groups])
     starts_G = np.cumsum(counts_G) - counts_G
@@ -182,13 +186,14 @@ def forward_seconds(
 
 
 def bubble(forward_GS: np.ndarray) -> float:
-    """Idle time as a share of busy time; (pp - 1) / m if all micro-batches cost the same."""
+    """Return idle time as a share of busy time; (pp - 1) / m if all micro-batches cost the same."""
     stages = forward_GS.shape[1]
     return one_f_one_b(forward_GS, 2 * forward_GS) * stages / (3 * forward_GS.sum()) - 1
 
 
 def replica_seconds(plan: Plan, rows: Rows, setup: Setup, machine: Machine) -> list[float]:
-    """Seconds of forward and backward on each data parallel rank; a backward is two forwards."""
+    """Return the seconds of forward and backward on each data parallel rank; a backward takes as
+    long as two forwards."""
     groups = [group for share in plan for group in share]
     ends = np.cumsum([len(share) for share in plan])[:-1]
     parts = np.split(forward_seconds(groups, rows, setup, machine), ends)
@@ -199,18 +204,19 @@ def replica_seconds(plan: Plan, rows: Rows, setup: Setup, machine: Machine) -> l
 
 @dataclass(frozen=True)
 class Exchange:
-    """Gradients and weights over DP, once a step, on the stage that has the most of them."""
+    """Gradients and weights over DP, once a step, on the stage that has the largest number of
+    values."""
 
-    values: int  # that a GPU holds
+    values: int  # values on a GPU
     reduce_s: float  # reduce-scatter, fp32
-    gather_s: float  # of the updated weights, bf16
-    bucket: int  # values reduced at once under overlap_grad_reduce
-    overlapped_s: float  # what then remains of the reduction, at best
+    gather_s: float  # all-gather of the updated weights, bf16
+    bucket: int  # values reduced at once with overlap_grad_reduce
+    overlapped_s: float  # part of the reduction that then remains, at best
 
 
 def exchange(setup: Setup, ranks: int, machine: Machine, backward_s: float = 0.0) -> Exchange:
-    """Rings over `ranks`. Only the last micro-batch's backward, of `backward_s`, hides anything;
-    what is complete last is sent last."""
+    """Compute the exchange with rings over `ranks`. Only the backward of the last micro-batch, of
+    `backward_s`, hides communication; gradients that are complete last are sent last."""
     values = int(max(setup.parameters.of_gpu(setup)))
 
     def ring(size: float) -> float:
@@ -227,26 +233,28 @@ def exchange(setup: Setup, ranks: int, machine: Machine, backward_s: float = 0.0
 class Travel:
     """Tokens on their way to experts and back in a step, on a GPU of the stage with most layers."""
 
-    inside: float  # bytes that it sends within its machine
-    outside: float  # and to other machines
+    inside: float  # bytes sent within the machine
+    outside: float  # bytes sent to other machines
     seconds: float
-    compute_s: float  # its forwards and backwards, the mean of all replicas
-    waiting_s: float  # for the longest micro-batch of the replicas that share experts
+    compute_s: float  # forwards and backwards, mean of all replicas
+    waiting_s: float  # wait for the longest micro-batch of the replicas that share experts
 
 
 def travel(plan: Plan, rows: Rows, setup: Setup, machine: Machine) -> Travel:
-    """Each replica of the plan is an expert parallel rank. Every token goes to each of its experts
-    in bf16, and comes back; the same in the backward. Padding stays."""
+    """Compute the all-to-all of experts. Each replica of the plan is an expert parallel rank. Every
+    token goes to each of its experts in bf16, and comes back; the same happens in the backward.
+    Padding stays."""
     text, stages = setup.sizes.text, len(setup.layers_S)
-    stage = max(range(stages), key=lambda s: (setup.layers_S[s], s))  # without the tower
+    # The last one of equal stages does not have the tower.
+    stage = max(range(stages), key=lambda s: (setup.layers_S[s], s))
     assert text.experts is not None
     ranks, passes = len(plan), 4 * setup.layers_S[stage]
     tokens = float(rows.tokens_R.sum()) / ranks
     size = passes * tokens * text.experts.top_k * text.hidden * 2
     inside, outside = all_to_all(size, ranks, machine.gpus)
-    most = max(len(share) for share in plan)
-    seconds = max(inside / machine.link, outside / machine.network) + passes * most * machine.hop_s
-    forward_GR = np.zeros((most, ranks))
+    depth = max(len(share) for share in plan)
+    seconds = max(inside / machine.link, outside / machine.network) + passes * depth * machine.hop_s
+    forward_GR = np.zeros((depth, ranks))
     for rank, share in enumerate(plan):
         if share:
             forward_GR[: len(share), rank] = forward_seconds(share, rows, setup, machine)[:, stage]
@@ -257,37 +265,38 @@ def travel(plan: Plan, rows: Rows, setup: Setup, machine: Machine) -> Travel:
 
 @dataclass(frozen=True)
 class Traffic:
-    """One checkpoint as checkpoint/ writes and reads it: fp32 weights and both moments."""
+    """A checkpoint as checkpoint/ writes and reads it: fp32 weights and both moments."""
 
     files: int
     total: int  # bytes
-    largest: float  # bytes, of a rank
-    stop_sync: float  # seconds that training stops for
+    largest: float  # bytes of a rank
+    stop_sync: float  # seconds for which training stops
     stop_async: float
-    write: float  # in the background
+    write: float  # write in the background
     find: float  # resume: rank 0 looks up every file, then all ranks verify a share each
     read: float  # resume: bytes that leave the file system afterwards
     resume: float  # both together
 
     def lost(self, machine: Machine) -> tuple[float, float]:
-        """Share of the time lost: synchronous, asynchronous."""
+        """Return the share of time lost: synchronous, asynchronous."""
         stops = (self.stop_sync, self.stop_async)
         return tuple(s / (s + machine.save_every_s) for s in stops)  # type: ignore[return-value]
 
 
 def checkpoint(setup: Setup, ranks: int, machine: Machine) -> Traffic:
-    """Optimizer state is sharded over `ranks`; each process writes one file. To resume, every
-    process reads its share of the moments and all weights of its TP and PP part, though a machine's
-    page cache has what two of its processes ask for."""
+    """Compute a checkpoint. Optimizer state is sharded over `ranks`; each process writes one file.
+    To resume, every process reads its share of the moments and all weights of its TP and PP part,
+    but the page cache of a machine serves data that several of its processes read."""
     files, total = ranks * setup.gpus, 12 * setup.parameters.total
     machines = max(1, files // machine.gpus)
     speed = min(machine.files, machines * machine.files_machine)
-    # TP ranks take turns with the tower, which each of them has.
+    # TP ranks take turns with the tower, because all of them have it.
     largest = 12 * max(setup.parameters.of_gpu(setup, tower_over_tp=True)) / ranks
     write = total / speed + files / machine.creates
     finish = files * machine.stat_s  # rank 0 looks up every file before the rename; all wait
     find = finish + total / speed
-    weights = 4 * setup.parameters.total / len(setup.layers_S)  # of a stage, once each machine
+    # Each machine reads the weights of a stage once.
+    weights = 4 * setup.parameters.total / len(setup.layers_S)
     read = total + machines * weights + total * 2 // 3
     return Traffic(
         files,

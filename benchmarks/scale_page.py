@@ -1,4 +1,4 @@
-"""How a simulation is shown: tables for the terminal and docs/scaling.md, and docs/scaling.svg."""
+"""Output of a simulation: tables for the terminal and docs/scaling.md, and docs/scaling.svg."""
 
 import datetime
 import math
@@ -18,7 +18,7 @@ NAMES = ("rows in order, 4 each", "rows in order, 1 each", "our plan")
 
 @dataclass(frozen=True)
 class LogScale:
-    """From positive values to fractions of an axis, and the values that get a tick."""
+    """Map from positive values to fractions of an axis, with the values that get a tick."""
 
     low: float
     high: float
@@ -29,7 +29,8 @@ class LogScale:
 
 
 def scale_around(values: np.ndarray) -> LogScale:
-    """Ends at 1, 2 or 5 times a power of ten. Ticks at those, or only at the powers."""
+    """Return a scale that ends at 1, 2 or 5 times a power of ten, with ticks at such values, or
+    only at the powers."""
     low, high = float(values.min()), float(values.max())
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     round_ones = [m * 10.0**k for k in decades for m in (1, 2, 5)]
@@ -43,7 +44,7 @@ def scale_around(values: np.ndarray) -> LogScale:
 
 @dataclass(frozen=True)
 class Table:
-    """What the terminal and the document show."""
+    """Table for the terminal and the document."""
 
     title: str
     header: tuple[str, ...]
@@ -62,14 +63,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Point:
-    """A step at one number of ranks; seconds and balances in the order of NAMES."""
+    """A step at one number of ranks, with seconds and balances in the order of NAMES."""
 
     ranks: int
     seconds: tuple[float, ...]
     balances: tuple[Balance, ...]
     perfect: float  # no padding, no waiting, no bubble; the same exchange
     plan_s: float  # measured
-    last_s: float  # backward of the last micro-batch in our plan, mean over the replicas
+    last_s: float  # backward of the last micro-batch in the package's plan, mean over the replicas
     costliest_s: float  # backward of the first one
 
 
@@ -81,7 +82,7 @@ path { fill: none; stroke: currentColor; stroke-width: 2; } line { stroke: #8885
 
 
 def panel(title: str, points: Sequence[Point], left: int, top: int) -> Html:
-    """Seconds of a step over ranks, both on logarithmic scales."""
+    """Plot the seconds of a step over ranks, both on logarithmic scales."""
     wide, high, ranks = 330, 180, [p.ranks for p in points]
     curves = [*zip(*(p.seconds for p in points), strict=True), [p.perfect for p in points]]
     across = LogScale(ranks[0], max(ranks[-1], 2 * ranks[0]), tuple((r, f"{r}") for r in ranks))
@@ -102,7 +103,7 @@ def panel(title: str, points: Sequence[Point], left: int, top: int) -> Html:
 
 
 def picture(panels: Sequence[tuple[str, Sequence[Point]]]) -> str:
-    """A self-contained SVG file."""
+    """Return a self-contained SVG file."""
     parts = [Html(f"<style>{CSS}</style>"), tag("text", "Simulated seconds of a step", x=40, y=22)]
     for number, name in enumerate((*NAMES, "perfect")):
         x = 225 + 165 * number
@@ -116,7 +117,7 @@ def picture(panels: Sequence[tuple[str, Sequence[Point]]]) -> str:
 
 
 def write(folder: Path, tables: Sequence[Table], drawn: str) -> None:
-    """Write between the marks of the document and leave the rest of it as it is."""
+    """Write between the marks of the document, and leave the rest of the document unchanged."""
     document, begin, end = folder / "scaling.md", "<!-- scaling begin -->", "<!-- scaling end -->"
     head, rest = document.read_text().split(begin)
     text = "\n\n".join(table.markdown() for table in tables)

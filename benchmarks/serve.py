@@ -1,7 +1,7 @@
-"""What the service costs: calls over HTTP beside the same calls of a worker, which take turns; and
-how it shares out its time among clients that always ask.
+"""Cost of the service: calls over HTTP compared with the same calls of a worker, which take turns;
+and the shares of its time that clients with constant load get.
 
-make bench   (or: .venv/bin/python benchmarks/serve.py)
+    make bench   (or: .venv/bin/python benchmarks/serve.py)
 """
 
 import multiprocessing
@@ -47,13 +47,13 @@ from tests.serve_client import Client, Model, served
 VOCAB = 509
 WARM_UP = 1
 SMALL, LARGE, SAMPLES = 20, 2, 3  # repetitions
-CHUNKS, CHUNK_ROWS, LONG = 4, 16, 256  # of the large calls
-ASKED, PROMPT, ANSWER = 64, 16, 32  # samples, and tokens
+CHUNKS, CHUNK_ROWS, LONG = 4, 16, 256  # shape of the large calls
+ASKED, PROMPT, ANSWER = 64, 16, 32  # number of samples, and tokens of each
 MICRO_BATCH = 8
 ADAM = AdamStep(0.9, 0.95, 1e-8, 0.0, 0.0, without_gradients=True)
 LEARNING_RATE = 1e-4
 CLIENTS, SHARED_S = 8, 10.0
-PIPELINED_MODELS, PIPELINED = 4, 5  # models of a micro-batch each at PP2, and repetitions
+PIPELINED_MODELS, PIPELINED = 4, 5  # models with a micro-batch each at PP2, and repetitions
 SETTINGS = (f"train.micro_batch_size={MICRO_BATCH}", "serve.adapters=8")
 
 
@@ -62,7 +62,7 @@ def tokens(rows: int, length: int) -> np.ndarray:
 
 
 class Worker:
-    """The calls without a service, one after the other."""
+    """Worker that does the calls without a service, one after the other."""
 
     def __init__(self, path: str):
         train = TrainConfig(micro_batch_size=MICRO_BATCH)
@@ -89,24 +89,24 @@ class Worker:
 
     def samples(self) -> float:
         prompts = []
-        for each in torch.from_numpy(tokens(ASKED, PROMPT)):
-            prompts.append(Row(each, torch.full_like(each, IGNORE)))
+        for ids_S in torch.from_numpy(tokens(ASKED, PROMPT)):
+            prompts.append(Row(ids_S, torch.full_like(ids_S, IGNORE)))
         settings = SamplingSettings(ANSWER)
-        found = self.worker.sample(prompts, settings, 1, list(range(ASKED)), ASKED)
-        return float(sum(len(answers[0].ids) for answers in found))
+        results = self.worker.sample(prompts, settings, 1, list(range(ASKED)), ASKED)
+        return float(sum(len(answers[0].ids) for answers in results))
 
 
 def targeted(ids: np.ndarray) -> list[Row]:
     rows = []
-    for each in ids:
-        ids_S = torch.from_numpy(each)
+    for row in ids:
+        ids_S = torch.from_numpy(row)
         labels_S = torch.full_like(ids_S, IGNORE)
         rows.append(Row(ids_S, labels_S, targets=ids_S.roll(-1)[:, None]))
     return rows
 
 
 def work(pipe: Connection, path: str) -> None:
-    """In a process of its own: answers the name of a call with what came out of it."""
+    """Run the worker in a process of its own: answer the name of a call with its result."""
     worker = Worker(path)
     pipe.send(None)
     while name := pipe.recv():
@@ -114,7 +114,7 @@ def work(pipe: Connection, path: str) -> None:
 
 
 class Service:
-    """The same calls by a client."""
+    """Client that does the same calls over HTTP."""
 
     def __init__(self, client: Client):
         self.model = client.model(0)
@@ -137,8 +137,8 @@ class Service:
     def samples(self) -> float:
         def one(place: int) -> Any:
             chunks = [tokens(ASKED, PROMPT)[place].tolist()]
-            asked = self.sampler.ask(chunks, max_tokens=ANSWER, stop=[], seed=place)
-            return self.sampler.client.result(asked)
+            promise = self.sampler.ask(chunks, max_tokens=ANSWER, stop=[], seed=place)
+            return self.sampler.client.result(promise)
 
         return float(len(list(self.pool.map(one, range(ASKED)))))
 
@@ -151,30 +151,30 @@ def data(ids: np.ndarray) -> list[Any]:
 
 
 def in_turns(ours: Callable[[], float], theirs: Callable[[], float], count: int) -> list[float]:
-    """Median seconds of each."""
+    """Return the median seconds of each function."""
     taken: list[list[float]] = [[], []]
     for repeat in range(WARM_UP + count):
         for call, seconds in zip((ours, theirs), taken, strict=True):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             call()
             if repeat >= WARM_UP:
-                seconds.append(time.perf_counter() - begun)
+                seconds.append(time.perf_counter() - start)
     return [statistics.median(each) for each in taken]
 
 
 def ask(url: str, path: str, key: str, rows: int, until: threading.Event) -> None:
-    """Always, with two calls in flight."""
+    """Send calls without a pause, with two calls in flight."""
     with Client(url, path, key=key) as client:
         model: Model = client.model(4, seed=rows)
-        asked = [model.ask_gradients(data(tokens(rows, 64))) for _ in range(2)]
+        promises = [model.ask_gradients(data(tokens(rows, 64))) for _ in range(2)]
         while not until.is_set():
-            client.result(asked.pop(0))
-            asked.append(model.ask_gradients(data(tokens(rows, 64))))
+            client.result(promises.pop(0))
+            promises.append(model.ask_gradients(data(tokens(rows, 64))))
 
 
 def shares(journal: Path, last_s: float) -> list[float]:
-    """The part of the ranks' time that each key had in the last seconds. Calls are done one after
-    the other: each took the time since the one before was done."""
+    """Return each key's share of the ranks' time in the last seconds. Calls are done one after the
+    other, so that each took the time since the end of the call before it."""
     with closing(sqlite3.connect(journal)) as db:
         rows = db.execute("SELECT key, done FROM calls WHERE done IS NOT NULL ORDER BY done")
         done = rows.fetchall()
@@ -186,21 +186,21 @@ def shares(journal: Path, last_s: float) -> list[float]:
 
 
 def crowd(url: str, path: str, keys: list[str], journal: Path) -> list[float]:
-    """Clients whose calls have 1 to 8 rows, all at once; their shares."""
+    """Run clients with calls of 1 to 8 rows at the same time; return their shares."""
     until = threading.Event()
     with ThreadPoolExecutor(len(keys)) as pool:
         asking = [pool.submit(ask, url, path, key, rows, until) for rows, key in enumerate(keys, 1)]
-        time.sleep(SHARED_S * 1.5)  # models are made meanwhile
-        found = shares(journal, SHARED_S)
+        time.sleep(SHARED_S * 1.5)  # the models are created in the meantime
+        parts = shares(journal, SHARED_S)
         until.set()
-        for each in asking:
-            each.result()
-    return found
+        for future in asking:
+            future.result()
+    return parts
 
 
 def stage(rank: int, port: int, path: str, pipe: Connection) -> None:
-    """One of two stages, in a process of its own: the seconds in which calls of several models go
-    through the pipeline in turns, and in one pass."""
+    """Run a pipeline stage in a process of its own. Send the seconds in which calls of several
+    models go through the pipeline in turns, and in one pass."""
     launched = dict(RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1")
     os.environ.update({name: str(value) for name, value in launched.items()})
     os.environ["MASTER_PORT"] = str(port)
@@ -213,8 +213,8 @@ def stage(rank: int, port: int, path: str, pipe: Connection) -> None:
     rows = targeted(tokens(MICRO_BATCH, LONG))
 
     def run(workers: list[MegatronWorker]) -> None:
-        asked = LossCall(per_token=True, divisor=1.0, accumulate=True)
-        run_backward([worker.backward(rows, asked) for worker in workers])
+        call = LossCall(per_token=True, divisor=1.0, accumulate=True)
+        run_backward([worker.backward(rows, call) for worker in workers])
 
     def turns() -> float:
         for worker in workers:
@@ -229,23 +229,23 @@ def stage(rank: int, port: int, path: str, pipe: Connection) -> None:
 
 
 def pipelined(path: str) -> float:
-    """How many times as long the calls take in turns."""
+    """Return the ratio of the time in turns to the time in one pass."""
     context, port = multiprocessing.get_context("spawn"), free_port()
     pipes = []
     for rank in range(2):
-        pipe, theirs = context.Pipe()
-        context.Process(target=stage, args=(rank, port, path, theirs), daemon=True).start()
+        pipe, child = context.Pipe()
+        context.Process(target=stage, args=(rank, port, path, child), daemon=True).start()
         pipes.append(pipe)
     [(apart, together), _] = [pipe.recv() for pipe in pipes]
     return float(apart / together)
 
 
 def measure(folder: Path, path: str) -> dict[str, float]:
-    """All figures."""
+    """Measure all figures."""
     keys = [add_key(f"client{place}", folder / "keys") for place in range(CLIENTS)]
     context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    context.Process(target=work, args=(theirs, path), daemon=True).start()
+    pipe, child = context.Pipe()
+    context.Process(target=work, args=(child, path), daemon=True).start()
     pipe.recv()
 
     def worker(name: str) -> Callable[[], float]:
@@ -261,7 +261,7 @@ def measure(folder: Path, path: str) -> dict[str, float]:
             service = Service(client)
             small = in_turns(service.small, worker("small"), SMALL)
             large = in_turns(service.large, worker("large"), LARGE)
-            drawn = in_turns(service.samples, worker("samples"), SAMPLES)
+            samples = in_turns(service.samples, worker("samples"), SAMPLES)
         pipe.send("")
         parts = crowd(running.url, path, keys, run / "journal.sqlite")
     assert len(parts) == CLIENTS, parts
@@ -271,15 +271,15 @@ def measure(folder: Path, path: str) -> dict[str, float]:
         "serve_call_ms_worker": 1000 * small[1],
         "serve_tokens_per_s": count / large[0],
         "serve_worker_ratio": large[0] / large[1],
-        "serve_samples_per_s": ASKED / drawn[0],
-        "serve_sample_ratio": drawn[0] / drawn[1],
+        "serve_samples_per_s": ASKED / samples[0],
+        "serve_sample_ratio": samples[0] / samples[1],
         "serve_fairness": min(parts) * CLIENTS,
         "serve_shared_pass_gain": pipelined(path),
     }
 
 
 def main() -> None:
-    """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
+    """Measure, print, and write docs/benchmarks.md and .bench/latest.json."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "model")
         write_tiny(path, TinySpec(vocab=VOCAB))

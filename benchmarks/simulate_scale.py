@@ -1,9 +1,9 @@
-"""A simulation, not a measurement: steps and checkpoints of Qwen3-VL on 64 to 8,192 data parallel
-ranks. Only planning is measured: it is the package's own, on as many rows.
+"""Simulation, not a measurement, of steps and checkpoints of Qwen3-VL on 64 to 8,192 data parallel
+ranks. Only planning is measured: it is the package's own, on the same number of rows.
 
-make scale   (or: .venv/bin/python benchmarks/simulate_scale.py [most ranks] [folder])
+    make scale   (or: .venv/bin/python benchmarks/simulate_scale.py [most ranks] [folder])
 
-Writes tables into docs/scaling.md, between its marks, and docs/scaling.svg.
+It writes tables into docs/scaling.md, between its marks, and docs/scaling.svg.
 """
 
 import random
@@ -65,38 +65,38 @@ ASSUMED = {
 
 
 def assumptions() -> Table:
-    """The machine, number by number."""
+    """Return the assumptions about the machine, number by number."""
     rows = [(f"{getattr(MACHINE, name):g}", words) for name, words in ASSUMED.items()]
     return Table("Assumed", ("number", "what"), [*rows])
 
 
 def plans(rows: Rows, setup: Setup, ranks: int) -> tuple[list[Plan], float]:
-    """One plan for each of NAMES, and the seconds that ours took."""
+    """Return one plan for each of NAMES, and the seconds that the package's planning took."""
     sizes = rows.sizes(WorkModel.of(setup.sizes))
     start = time.perf_counter()
-    ours = plan_batch(sizes, ranks, Limits(tokens=setup.tokens))
+    planned = plan_batch(sizes, ranks, Limits(tokens=setup.tokens))
     seconds = time.perf_counter() - start
-    return [naive_plan(sizes, ranks, 4), naive_plan(sizes, ranks, 1), ours], seconds
+    return [naive_plan(sizes, ranks, 4), naive_plan(sizes, ranks, 1), planned], seconds
 
 
 def simulate(setup: Setup, ranks: int, num_rows: int) -> Point:
-    """One step of each plan: the slowest replica, then the exchange."""
+    """Simulate a step of each plan: the slowest replica, then the exchange."""
     rows = draw_rows(num_rows)
     sizes = rows.sizes(WorkModel.of(setup.sizes))
-    made, plan_s = plans(rows, setup, ranks)
+    all_plans, plan_s = plans(rows, setup, ranks)
     moved = exchange(setup, ranks, MACHINE)
     more = moved.reduce_s + moved.gather_s
     speed = MACHINE.peak_flops * MACHINE.utilisation * setup.gpus * ranks
     perfect = 3 * sum(size.cost for size in sizes) / speed
-    shares = [share for share in made[-1] if share]
+    shares = [share for share in all_plans[-1] if share]
     last, costliest = (
         2 * forward_seconds([share[place] for share in shares], rows, setup, MACHINE)
         for place in (-1, 0)
     )
     return Point(
         ranks,
-        tuple(max(replica_seconds(plan, rows, setup, MACHINE)) + more for plan in made),
-        tuple(measure(plan, sizes) for plan in made),
+        tuple(max(replica_seconds(plan, rows, setup, MACHINE)) + more for plan in all_plans),
+        tuple(measure(plan, sizes) for plan in all_plans),
         perfect + more,
         plan_s,
         float(last.max(1).mean()),
@@ -105,15 +105,16 @@ def simulate(setup: Setup, ranks: int, num_rows: int) -> Point:
 
 
 def scaling_table(setup: Setup, points: Sequence[Point], title: str) -> Table:
-    """`fullest / mean`: the cost of the busiest rank over the mean, padding included."""
+    """Return a table. `fullest / mean`: the cost of the busiest rank over the mean, padding
+    included."""
     rows: list[tuple[str, ...]] = []
     for p in points:
-        four, one, ours = p.seconds
+        four, one, planned = p.seconds
         row = (
             f"{p.ranks:,}",
             f"{p.ranks * setup.gpus:,}",
             *(f"{s:.2f}" for s in (*p.seconds, p.perfect)),
-            f"{four / ours:.2f}, {one / ours:.2f}",
+            f"{four / planned:.2f}, {one / planned:.2f}",
             *(f"{balance.imbalance:.3f}" for balance in p.balances[1:]),
             *(f"{balance.padding:.1%}" for balance in p.balances[::2]),
             f"{p.plan_s:.2f}",
@@ -132,7 +133,8 @@ def scaling_table(setup: Setup, points: Sequence[Point], title: str) -> Table:
 
 
 def planned_layers(setup: Setup, rows: Rows, plan: Plan) -> tuple[int, ...]:
-    """The layers_per_stage with the fastest replicas, found by trying first and last stages."""
+    """Return the layers_per_stage with the fastest replicas, found by a search over the sizes of
+    first and last stages."""
     pp, layers = len(setup.layers_S), sum(setup.layers_S)
     tried = []
     for first in range(layers // pp + 1):
@@ -145,7 +147,7 @@ def planned_layers(setup: Setup, rows: Rows, plan: Plan) -> tuple[int, ...]:
 
 
 def _cheap_ends(share: list[list[int]]) -> list[list[int]]:
-    """From costliest first to costliest in the middle."""
+    """Reorder a share from costliest first to costliest in the middle."""
     return share[::-1][::2] + share[::-1][1::2][::-1]
 
 
@@ -158,14 +160,14 @@ ORDERS: dict[str, Callable[[list[list[int]]], list[list[int]]]] = {
 
 
 def pipeline_tables(setup: Setup, ranks: int = 64) -> list[Table]:
-    """Default stages against planned ones, and orders of the micro-batches. The stages are planned
-    on other rows than those they are tried on."""
-    seen, rows = draw_rows(8 * ROWS_PER_RANK, seed=1), draw_rows(ranks * ROWS_PER_RANK)
+    """Compare default stages with planned ones, and orders of the micro-batches. The stages are
+    planned on other rows than those of the comparison."""
+    planning_rows, rows = draw_rows(8 * ROWS_PER_RANK, seed=1), draw_rows(ranks * ROWS_PER_RANK)
     by_stage: list[tuple[str, ...]] = []
     by_order: list[tuple[str, ...]] = []
     for tokens in (2048, 4096, 8192):
         cut = replace(setup, tokens=tokens)
-        planned = planned_layers(cut, seen, plans(seen, cut, 8)[0][-1])
+        planned = planned_layers(cut, planning_rows, plans(planning_rows, cut, 8)[0][-1])
         plan = plans(rows, cut, ranks)[0][-1]
         count = np.mean([len(share) for share in plan])
         for layers_S in (cut.layers_S, planned):
@@ -192,8 +194,8 @@ def pipeline_tables(setup: Setup, ranks: int = 64) -> list[Table]:
 
 
 def exchange_table(setup: Setup, points: Sequence[Point]) -> Table:
-    """`left`: what overlap_grad_reduce leaves of the reduction at best, with our order of
-    micro-batches and with the costliest one last."""
+    """Return a table. `left`: the part of the reduction that overlap_grad_reduce leaves at best,
+    with the package's order of micro-batches and with the costliest one last."""
     rows: list[tuple[str, ...]] = []
     for p in points:
         now, costliest = (
@@ -223,7 +225,8 @@ def exchange_table(setup: Setup, points: Sequence[Point]) -> Table:
 
 
 def travel_table(setup: Setup, ranks: Sequence[int]) -> Table:
-    """The all-to-all of experts beside compute. * marks more ranks than there are experts."""
+    """Return a table of the all-to-all of experts and of compute. * marks counts of ranks above the
+    number of experts."""
     assert setup.sizes.text.experts is not None
     lines: list[tuple[str, ...]] = []
     for count in ranks:
@@ -245,7 +248,8 @@ def travel_table(setup: Setup, ranks: Sequence[int]) -> Table:
 
 
 def checkpoint_table(setup: Setup, ranks: Sequence[int]) -> Table:
-    """Writing one, synchronously and not, and resuming from it."""
+    """Return a table of writing a checkpoint, synchronously and asynchronously, and of resuming
+    from it."""
     rows: list[tuple[str, ...]] = []
     for count in ranks:
         t = checkpoint(setup, count, MACHINE)
@@ -276,7 +280,7 @@ def checkpoint_table(setup: Setup, ranks: Sequence[int]) -> Table:
 
 
 def main(most: int = RANKS[-1], folder: Path = DOCS) -> None:
-    """Simulate, print, write."""
+    """Simulate, print and write."""
     ranks = [n for n in RANKS if n <= most]
     tables, panels = [assumptions()], []
     for setup in SETUPS:

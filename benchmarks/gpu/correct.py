@@ -1,4 +1,4 @@
-"""Whether it is right here: the command line, parity with Hugging Face, generation, syncs."""
+"""Correctness on this GPU: the command line, parity with Hugging Face, generation, syncs."""
 
 import gc
 import json
@@ -25,19 +25,21 @@ from tests.test_decode import continue_rows
 from tests.test_parity import errors, layout
 
 STEPS, HALF = 4, 2
-# How many kernels of a backward pass add in any order decides whether a run repeats to the digit.
+# The number of kernels of a backward pass that add in any order decides whether a run repeats to
+# the last digit.
 RESUME_BOUND = 1e-3
 
 
 def leave() -> None:
-    """So that the next worker joins afresh, as a process of its own would."""
+    """Leave the process groups, so that the next worker joins afresh, as in a process of its
+    own."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     gc.collect()
 
 
 def _cli(*arguments: str) -> None:
-    """As a user would call it."""
+    """Run a command as a user would."""
     subprocess.run([sys.executable, "-m", "megatron_vlm.cli", *arguments], check=True)
 
 
@@ -48,7 +50,7 @@ def _steps(run: Path) -> list[dict[str, Any]]:
 
 def command_line(figures: Figures) -> None:
     """Make a model and data, train, resume a run that stopped half-way, export. The processes are
-    started, joined and ended as a user's are."""
+    started, joined and ended as in a user's run."""
     home = figures.scratch / "runs"
     _cli("tiny", "--out", f"{home}/tiny", "--head-dim", "32")
     _cli("shapes", "--out", f"{home}/shapes", "--train", "64", "--eval", "8")
@@ -93,7 +95,7 @@ def _cases() -> dict[str, Case]:
 
 
 def parity(figures: Figures) -> None:
-    """Loss, log-probs and every gradient against Hugging Face's model in fp32 on the CPU."""
+    """Compare loss, log-probs and all gradients with Hugging Face's model in fp32 on the CPU."""
     path = str(figures.scratch / "parity")
     write_tiny(path, TinySpec(head_dim=32))
     rows = make_rows(MIXED)
@@ -102,34 +104,35 @@ def parity(figures: Figures) -> None:
         backend, precision = name.split()[1:]
         outcome = loss_and_grads(path, replace(case, platform=figures.platform), rows)
         leave()
-        found = errors([outcome], expected, case)
-        worst = max(found, key=lambda key: found[key])
-        figures.check(f"{name} (worst: {worst})", found[worst], TOLERANCE[backend, precision])
+        case_errors = errors([outcome], expected, case)
+        worst = max(case_errors, key=lambda key: case_errors[key])
+        figures.check(f"{name} (worst: {worst})", case_errors[worst], TOLERANCE[backend, precision])
 
 
 def generation(figures: Figures) -> None:
-    """An exported checkpoint in both: the same greedy tokens in fp32, the same log-probs."""
+    """Load an exported checkpoint in both. The greedy tokens in fp32 and the log-probs must be
+    equal."""
     path = str(figures.scratch / "runs" / "whole" / "export")
     rows = make_rows(MIXED)
     case = Case(platform=figures.platform, train={"precision": "fp32"})
     worker = MegatronWorker(case.config(path), training=False)
-    ours = generate(worker.stage, rows, 10, ())
+    tokens = generate(worker.stage, rows, 10, ())
     scored = worker.forward(rows)
     leave()
-    said = continue_rows(path, rows)  # of whose choices none was close
-    wrong = sum(a != b for a, b in zip(ours, said, strict=True))
+    hf_tokens = continue_rows(path, rows)  # no two best tokens were close
+    wrong = sum(a != b for a, b in zip(tokens, hf_tokens, strict=True))
     figures.check("answers_that_differ", wrong, 0)
     model = load_reference(path)
     with torch.no_grad():
-        theirs = [row_log_probs(model, row) for row in rows]
+        expected = [row_log_probs(model, row) for row in rows]
     worst = max(
-        float((a - b).abs().max() / b.abs().max()) for a, b in zip(scored, theirs, strict=True)
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(scored, expected, strict=True)
     )
     figures.check("log_probs", worst, TOLERANCE["torch", "fp32"])
 
 
 def syncs(figures: Figures) -> None:
-    """How often the host waits for the device in one micro-batch more. The emulator of
+    """Count how often the host waits for the device in each additional micro-batch. The emulator of
     tests/device counts the same without a device."""
     path = str(figures.scratch / "syncs")
     write_tiny(path, TinySpec(head_dim=32))
@@ -149,7 +152,7 @@ def syncs(figures: Figures) -> None:
 
 
 def _waits(worker: MegatronWorker, rows: list[Any]) -> "Counter[str]":
-    """Places of the program that waited during a step."""
+    """Count the places of the program that waited during a step."""
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:

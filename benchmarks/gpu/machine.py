@@ -1,4 +1,4 @@
-"""What the machine is, and the most that it gives: versions, bandwidth, GEMM, attention."""
+"""The machine and its limits: versions, bandwidth, GEMM, attention."""
 
 import importlib.metadata
 import time
@@ -14,13 +14,13 @@ PACKAGES = ("torch", "transformers", "megatron-core", "triton", "transformer-eng
 
 
 def wait() -> None:
-    """Until the device has done what was asked of it."""
+    """Wait until the device has completed all its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def seconds(action: Callable[[], object], repeats: int = 10) -> tuple[float, float]:
-    """Of the first call, and the fastest of those after it."""
+    """Return the seconds of the first call, and those of the fastest call after it."""
     times = []
     for _ in range(repeats + 1):
         wait()
@@ -32,7 +32,7 @@ def seconds(action: Callable[[], object], repeats: int = 10) -> tuple[float, flo
 
 
 def version(package: str) -> str:
-    """As installed."""
+    """Return the installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -40,7 +40,7 @@ def version(package: str) -> str:
 
 
 def ceilings(figures: Figures) -> None:
-    """What no program here can exceed."""
+    """Measure the limits that no program can exceed here."""
     figures.say("versions", {name: version(name) for name in PACKAGES})
     device = torch.device(figures.platform)
     if figures.dry:
@@ -62,7 +62,7 @@ def ceilings(figures: Figures) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one call of attention, causal as in the decoder or not as in the tower."""
+    """Shape of a call of attention. It is causal in the decoder and not causal in the tower."""
 
     rows: int
     heads: int
@@ -72,7 +72,7 @@ class Shape:
     causal: bool
 
     def attend(self, device: str, dtype: torch.dtype) -> Callable[[], None]:
-        """Forward and backward."""
+        """Return a function that does forward and backward."""
         query, key, value = (
             torch.randn(self.rows, count, self.tokens, self.width, device=device, dtype=dtype)
             for count in (self.heads, self.key_heads, self.key_heads)
@@ -89,14 +89,14 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of two products forward and four backward; what is recomputed is not counted."""
+        """The operations of two products in forward and four in backward, without recomputation."""
         whole = 3 * 4 * self.rows * self.heads * self.tokens**2 * self.width
         return whole / 2 if self.causal else whole
 
 
 def attention(figures: Figures) -> None:
-    """Each of torch's attentions at the decoder's and the tower's shapes: the first call with a new
-    shape, and the fastest after it."""
+    """Measure torch's attentions at the shapes of decoder and tower: the first call with a new
+    shape, and the fastest call after it."""
     shrink = 32 if figures.dry else 1
     shapes = {
         "decoder": Shape(4, 32, 8, 2048 // shrink, 128, True),
@@ -119,5 +119,5 @@ def attention(figures: Figures) -> None:
                 figures.say(f"{where} {name}", str(error).splitlines()[0])
                 continue
             rate = shape.flops / fastest / 1e12
-            found = {"first_ms": 1e3 * first, "ms": 1e3 * fastest, "tflops": rate}
-            figures.say(f"{where} {name}", found)
+            values = {"first_ms": 1e3 * first, "ms": 1e3 * fastest, "tflops": rate}
+            figures.say(f"{where} {name}", values)

@@ -1,13 +1,13 @@
-"""All that is to be known of a GPU, in one call: what is right there, and how fast.
+"""Measurements of a GPU in one call: correctness and speed.
 
     make gpu          on a machine with CUDA; PY=python3 for another interpreter
     make gpu-dry      the same script at tiny sizes on the CPU
 
 Nothing is installed. Packages that the interpreter lacks are unpacked from wheels in a folder
-(`make wheels` fills .wheels). Each step is a process of its own with a deadline; each figure is a
-line in OUT/figures.jsonl as soon as it is known, so a run that is cut keeps what it had. It ends
-with OUT/tables.md, for docs/parity.md and docs/benchmarks.md. The status is 0 if every step
-finished and every comparison held.
+(`make wheels` fills .wheels). Each step is a process of its own with a deadline. Each figure
+becomes a line in OUT/figures.jsonl as soon as it is measured, so that a run that is cut off keeps
+its figures. At the end, it writes OUT/tables.md, for docs/parity.md and docs/benchmarks.md. The
+status is 0 if every step finished and every comparison held.
 """
 
 import argparse
@@ -24,19 +24,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 FIGURES, LOG = "figures.jsonl", "log.txt"
-LEAST = 10  # seconds that are worth beginning a step
+LEAST = 10  # minimum of seconds for which a step is worth starting
 
 
 @dataclass(frozen=True)
 class Step:
-    """A function of a module in this folder, and the seconds it may take."""
+    """A function of a module in this folder, and its maximum of seconds."""
 
     module: str
     name: str
     seconds: int
 
 
-# In the order of what is missed most if the time ends: first whether it is right, then how fast.
+# The order is that of importance if time runs out: first correctness, then speed.
 STEPS = (
     Step("machine", "ceilings", 60),
     Step("correct", "command_line", 120),
@@ -50,22 +50,22 @@ STEPS = (
 
 
 def unpack(wheels: Path, site: Path) -> None:
-    """What the interpreter lacks, from wheels, without a package manager."""
+    """Unpack the packages that the interpreter lacks from wheels, without a package manager."""
     for wheel in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
 
 
 def run_step(step: Step, arguments: list[str], log: Path, left: float, env: dict[str, str]) -> str:
-    """What became of it."""
+    """Run a step in a process; return its status."""
     seconds = min(step.seconds, left)
     if seconds < LEAST:
         return "not begun: no time left"
     command = [sys.executable, "-m", "gpu.step", step.module, step.name, *arguments]
-    with log.open("w") as said:
-        # A session of its own, so that what it has started is stopped with it.
+    with log.open("w") as output:
+        # The step has a session of its own, so that its child processes are stopped with it.
         process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=said, stderr=said, start_new_session=True
+            command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True
         )
         try:
             status = process.wait(seconds)
@@ -77,7 +77,7 @@ def run_step(step: Step, arguments: list[str], log: Path, left: float, env: dict
 
 
 def main() -> int:
-    """Run the steps; the exit status."""
+    """Run the steps; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".gpu")))
     parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels")
@@ -94,11 +94,11 @@ def main() -> int:
 
     right = write_tables(out / FIGURES, out / "tables.md")
     print((out / "tables.md").read_text())
-    return int(not right or any(said != "done" for said in statuses))
+    return int(not right or any(status != "done" for status in statuses))
 
 
 def run_steps(args: argparse.Namespace, out: Path, scratch: Path) -> list[str]:
-    """What became of each."""
+    """Run the steps; return the status of each."""
     start = time.monotonic()
     for name in (FIGURES, LOG):
         (out / name).unlink(missing_ok=True)
@@ -107,23 +107,23 @@ def run_steps(args: argparse.Namespace, out: Path, scratch: Path) -> list[str]:
     paths = (ROOT, ROOT / "benchmarks", scratch / "site")
     env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     if args.dry:
-        env["OMP_NUM_THREADS"] = "1"  # of a small machine that others use, too
+        env["OMP_NUM_THREADS"] = "1"  # one thread, because others use the small machine, too
     env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     arguments = [str(out), str(scratch), *(["--dry"] if args.dry else [])]
     statuses = []
     for step in (step for step in STEPS if step.name in args.only):
-        begun = time.monotonic()
+        step_start = time.monotonic()
         log = scratch / f"{step.name}.log"
-        said = run_step(step, arguments, log, args.seconds - (begun - start), env)
-        statuses.append(said)
-        took = f"{said}, {time.monotonic() - begun:.0f} s"
+        status = run_step(step, arguments, log, args.seconds - (step_start - start), env)
+        statuses.append(status)
+        took = f"{status}, {time.monotonic() - step_start:.0f} s"
         with (out / FIGURES).open("a") as lines:
             lines.write(json.dumps({"step": step.name, "key": "status", "value": took}) + "\n")
         print(f"{step.name:14} {took}", flush=True)
         text = log.read_text(errors="replace") if log.exists() else ""
         with (out / LOG).open("a") as logs:
             logs.write(f"==== {step.name}: {took}\n{text}\n")
-        if said != "done":
+        if status != "done":
             print("\n".join(f"    {line}" for line in text.splitlines()[-12:]), flush=True)
     return statuses
 

@@ -1,4 +1,4 @@
-"""How fast it is: a stack of Qwen3-VL 8B's layers, and a whole model beside an ordinary Hugging
+"""Speed of a stack of Qwen3-VL 8B's layers, and of a whole model compared with an ordinary Hugging
 Face loop, on rows of one length with a photograph each."""
 
 import gc
@@ -31,7 +31,7 @@ from megatron_vlm.model.fused_ops import FusedOps
 
 
 def timed(step: Callable[[], Any], count: int) -> float:
-    """Seconds of a step: the median, after one that is not counted."""
+    """Return the median seconds of a step, after one step that is not counted."""
     times = []
     for _ in range(count + 1):
         wait()
@@ -43,26 +43,26 @@ def timed(step: Callable[[], Any], count: int) -> float:
 
 
 def timed_if_it_fits(step: Callable[[], Any], count: int) -> float | None:
-    """`timed`, or None where memory runs out."""
+    """Return the result of `timed`, or None if memory runs out."""
     with suppress(torch.OutOfMemoryError):
         return timed(step, count)
-    free()  # what the failed step has left, whose frames are gone now
+    free()  # releases the memory of the failed step, whose frames are gone now
     return None
 
 
 @contextmanager
 def changed(objects: Sequence[Any], **values: Any) -> Iterator[None]:
-    """Attributes of some objects have these values within it."""
+    """Set attributes of some objects to these values inside the context."""
     assert objects, values
     with ExitStack() as stack:
-        for each in objects:
-            stack.enter_context(mock.patch.multiple(each, **values))
+        for item in objects:
+            stack.enter_context(mock.patch.multiple(item, **values))
         yield
 
 
 @contextmanager
 def recompute(worker: MegatronWorker, kind: str) -> Iterator[None]:
-    """As model.recompute would have built it."""
+    """Recompute as if model.recompute had this value at the build."""
     method, number = ("uniform", 1) if kind == "full" else (None, None)
     config = changed(
         [worker.chunks[0].config],
@@ -77,7 +77,7 @@ def recompute(worker: MegatronWorker, kind: str) -> Iterator[None]:
 
 @contextmanager
 def not_compiled(worker: MegatronWorker) -> Iterator[None]:
-    """As model.compile=false would have built it."""
+    """Run without compilation, as if model.compile had been false at the build."""
     modules, plain = list(worker.chunks[0].modules()), FusedOps()
     layers = [module for module in modules if hasattr(module, "chains")]
     mlps = [module for module in modules if hasattr(module, "activation_func")]
@@ -91,14 +91,15 @@ def not_compiled(worker: MegatronWorker) -> Iterator[None]:
 
 
 def rounded(worker: MegatronWorker) -> AbstractContextManager[None]:
-    """As model.fp32_weight_gradients=false would have built it."""
+    """Round weight gradients, as if model.fp32_weight_gradients had been false at the build."""
     modules = worker.chunks[0].modules()
     linears = [m for m in modules if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
     return changed(linears, gradient_accumulation_fusion=False)
 
 
 def attention(worker: MegatronWorker, kernel: str) -> AbstractContextManager[None]:
-    """As model.attention would have built it; `torch` is torch's own choice."""
+    """Use a kernel of attention as if model.attention had named it at the build; `torch` is torch's
+    own choice."""
     modules = worker.chunks[0].modules()
     layers = [module for module in modules if isinstance(module, SDPACoreAttention)]
     return changed(layers, kernel=kernel)
@@ -107,24 +108,24 @@ def attention(worker: MegatronWorker, kernel: str) -> AbstractContextManager[Non
 def image_by_image(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor
 ) -> Tensor:
-    """The tower's attention as transformers has it: a call for each image or frame."""
-    given = (x.split(list(lengths)) for x in (query, key, value))
-    parts = zip(*given, lengths, strict=True)
+    """Compute the tower's attention as transformers does: one call for each image or frame."""
+    split = (x.split(list(lengths)) for x in (query, key, value))
+    parts = zip(*split, lengths, strict=True)
     return torch.cat([tower_attention.by_runs(q, k, v, [length]) for q, k, v, length in parts])
 
 
 def run_by_run(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor
 ) -> Tensor:
-    """A call for those of one size in a row."""
+    """Compute the tower's attention with one call for each run of images of equal size."""
     return tower_attention.by_runs(query, key, value, lengths)
 
 
 def variants(
     worker: MegatronWorker, dry: bool
 ) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    """What is tried: as it is by default, then with one thing changed."""
-    found: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    """Return the variants to measure: the default, then variants with one change each."""
+    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "default": nullcontext,
         "recompute selective": partial(recompute, worker, "selective"),
         "recompute full": partial(recompute, worker, "full"),
@@ -136,19 +137,19 @@ def variants(
         "tower run by run": partial(mock.patch.object, tower_attention, "attend", run_by_run),
     }
     for kernel in ("torch", "math") if dry else ("torch", "flash", "efficient", "cudnn"):
-        found[f"attention {kernel}"] = partial(attention, worker, kernel)
-    return found
+        contexts[f"attention {kernel}"] = partial(attention, worker, kernel)
+    return contexts
 
 
 def free() -> None:
-    """What a step that failed has left."""
+    """Free the memory that a failed step has left."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def measure_ours(figures: Figures, work: Work, path: Path) -> None:
-    """Each variant's step, and a profile of the first."""
+    """Measure a step of each variant, and profile a step of the first variant that fits."""
     worker = MegatronWorker(
         Config(
             model=ModelConfig(path=str(path)),
@@ -211,8 +212,8 @@ def _say_speed(
 
 
 def measure_theirs(figures: Figures, work: Work, path: Path, peak: float | None) -> None:
-    """What a user would write with transformers: fp32 weights under bf16 autocast, AdamW, clipping,
-    the model's own loss."""
+    """Measure the loop that a user would write with transformers: fp32 weights under bf16 autocast,
+    AdamW, clipping, the model's own loss."""
     device = figures.platform
     model = Qwen3VLForConditionalGeneration.from_pretrained(
         path, dtype=torch.float32, attn_implementation="sdpa"
@@ -255,7 +256,7 @@ def measure_theirs(figures: Figures, work: Work, path: Path, peak: float | None)
 
 
 def _prepared(figures: Figures, works: Sequence[Work], recompute: str) -> tuple[Work, Path] | None:
-    """The largest of them that this device holds, and its weights on the disk."""
+    """Return the largest of these models that the device can hold, and its weights on the disk."""
     memory = pick_platform(figures.platform).memory_total()
     work = largest([DRY] if figures.dry else works, memory, recompute)
     if work is None:
@@ -270,13 +271,15 @@ def _prepared(figures: Figures, works: Sequence[Work], recompute: str) -> tuple[
 
 
 def stack(figures: Figures) -> None:
-    """As many layers of 8B, with its tower, embedding and head, as fit without recomputation."""
+    """Measure the maximum number of 8B layers that fit without recomputation, with tower, embedding
+    and head."""
     if prepared := _prepared(figures, STACKS, "none"):
         measure_ours(figures, *prepared)
 
 
 def whole(figures: Figures) -> None:
-    """A model from end to end, ours and Hugging Face's. It may have to recompute its layers."""
+    """Measure a model from end to end, in this package and in Hugging Face. It may have to
+    recompute its layers."""
     if prepared := _prepared(figures, WHOLES, "full"):
         measure_ours(figures, *prepared)
         free()

@@ -1,4 +1,4 @@
-"""One step of run.py: `python -m gpu.step MODULE FUNCTION OUT SCRATCH [--dry]`."""
+"""A single step of run.py: `python -m gpu.step MODULE FUNCTION OUT SCRATCH [--dry]`."""
 
 import importlib
 import json
@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Figures:
-    """Where a step says what it found, line by line; `scratch` is for what steps leave each
-    other."""
+    """Writer of a step's figures, line by line. Steps leave files for each other in `scratch`."""
 
     step: str
     out: Path
@@ -21,19 +20,19 @@ class Figures:
     start: float = field(default_factory=time.monotonic)
 
     def say(self, key: str, value: Any) -> None:
-        """Write it down at once: a step may be cut."""
+        """Write a figure immediately, because a step may be cut off."""
         line = {"step": self.step, "key": key, "value": value}
         with (self.out / "figures.jsonl").open("a") as lines:
             lines.write(json.dumps(line) + "\n")
         print(f"[{time.monotonic() - self.start:6.1f} s] {key}: {value}", flush=True)
 
     def check(self, key: str, value: float, bound: float) -> None:
-        """A comparison that has to hold."""
+        """Write a comparison that must hold."""
         self.say(key, {"found": value, "bound": bound, "holds": bool(value <= bound)})
 
     @property
     def platform(self) -> Literal["cpu", "cuda"]:
-        """Where a worker is to compute."""
+        """The platform on which a worker computes."""
         return "cpu" if self.dry else "cuda"
 
 

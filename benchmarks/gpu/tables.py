@@ -7,7 +7,7 @@ from typing import Any
 
 
 def write_tables(figures: Path, out: Path) -> bool:
-    """Write them; returns whether all that was compared held."""
+    """Write the tables; return whether all comparisons held."""
     lines = [json.loads(line) for line in figures.read_text().splitlines()]
     text = [f"Measured {datetime.date.today()}.", ""]
     right = True

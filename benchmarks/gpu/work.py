@@ -1,4 +1,4 @@
-"""The models and rows that speed is measured with, and which of them a device holds."""
+"""The models and rows for measurements of speed, and the choice of those that a device can hold."""
 
 import json
 from collections.abc import Sequence
@@ -19,25 +19,25 @@ from megatron_vlm.family.qwen3_vl.dense import sizes_of
 from megatron_vlm.planner.memory import USABLE, stage_memory
 from megatron_vlm.planner.row_sizes import BatchSizes
 
-SHARD = 2**31  # values of a file
+SHARD = 2**31  # values in a file
 BF16 = 2  # bytes
 
 
 @dataclass(frozen=True)
 class Work:
-    """A model, and the rows of a step: all in one micro-batch."""
+    """A model, and the rows of a step, which are one micro-batch."""
 
     name: str
     spec: TinySpec
     rows: int = 4
     tokens: int = 2048
-    side: int = 64  # patches of a picture's side
+    side: int = 64  # patches along a side of a picture
     supervised: int = 512
     steps: int = 4
 
     @property
     def row(self) -> BatchSizes:
-        """Each of the rows, as the planner knows it."""
+        """Sizes of each of the rows, for the planner."""
         patches = self.side**2
         return BatchSizes(1, self.tokens, self.supervised, patches, patches, patches**2)
 
@@ -78,12 +78,12 @@ DRY = Work("tiny", TinySpec(), rows=2, tokens=64, side=8, supervised=16, steps=2
 
 
 def largest(works: Sequence[Work], memory: int, recompute: str) -> Work | None:
-    """The first that a device of this many bytes trains."""
+    """Return the first work that a device with this many bytes can train."""
     return next((work for work in works if needs(work, recompute) <= USABLE * memory), None)
 
 
 def needs(work: Work, recompute: str) -> int:
-    """Bytes, by the planner."""
+    """Return the bytes that the planner estimates."""
     sizes = sizes_of(tiny_config(work.spec, train_tokenizer(512)))
     cfg = Config(model=ModelConfig(path="", recompute=recompute))  # type: ignore[arg-type]
     dims = ParallelDims.create(cfg.parallel, 1, sizes.text.layers)
@@ -92,7 +92,8 @@ def needs(work: Work, recompute: str) -> int:
 
 
 def write_random(folder: Path, spec: TinySpec, device: str) -> None:
-    """A checkpoint of these sizes in bf16, drawn on the device: the host would take minutes."""
+    """Write a random checkpoint of these sizes in bf16. The device draws it, because the host would
+    take minutes."""
     folder.mkdir(parents=True)
     tokenizer = train_tokenizer(min(spec.vocab, 512))
     config = tiny_config(spec, tokenizer)
@@ -104,10 +105,10 @@ def write_random(folder: Path, spec: TinySpec, device: str) -> None:
     for tensor in sizes_of(config).tensors:
         if sum(value.numel() for value in shards[-1].values()) > SHARD:
             shards.append({})
-        made = 0.02 * torch.randn(tensor.shape, device=device)
+        values = 0.02 * torch.randn(tensor.shape, device=device)
         if len(tensor.shape) == 1 and tensor.name.endswith("weight"):
-            made += 1  # a norm
-        shards[-1][tensor.name] = made.bfloat16().cpu()
+            values += 1  # a norm
+        shards[-1][tensor.name] = values.bfloat16().cpu()
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -118,7 +119,7 @@ def write_random(folder: Path, spec: TinySpec, device: str) -> None:
 
 
 def make_rows(work: Work, path: Path) -> list[Row]:
-    """Text around a picture, whose patches are bytes as the loader's are."""
+    """Return rows of text around a picture, whose patches are bytes as those of the loader."""
     config = json.loads((path / "config.json").read_text())
     picture = work.side**2 // 4
     generator = torch.Generator().manual_seed(0)
@@ -139,8 +140,8 @@ def make_rows(work: Work, path: Path) -> list[Row]:
 
 
 def flops(work: Work, path: Path) -> float:
-    """Of a step: three times the forward of decoder, head on supervised tokens and tower. What is
-    recomputed and padding are not counted."""
+    """Return the operations of a step: three times the forward of decoder, head on supervised
+    tokens and tower. Recomputation and padding are not counted."""
     from transformers import AutoConfig
 
     model, row = WorkModel.of(sizes_of(AutoConfig.from_pretrained(path))), work.row

@@ -1,7 +1,8 @@
-"""Samples per second of our trainer over those of TRL's SFTTrainer: the same chats, photographs,
-model and batch, from the files to the optimizer step. They take turns step by step.
+"""Ratio of the samples per second of this trainer to those of TRL's SFTTrainer, with the same
+chats, photographs, model and batch, from the files to the optimizer step. They take turns step by
+step.
 
-make bench   (or: make trl-env, then .venv/bin/python benchmarks/sft/compare.py)
+    make bench   (or: make trl-env, then .venv/bin/python benchmarks/sft/compare.py)
 """
 
 import json
@@ -25,20 +26,20 @@ from record import record  # noqa: E402
 from sft.rows import MIXED, SPEC, UNIFORM, Mix, write_inputs  # noqa: E402
 
 WARM_UP, REPEATS = 1, 6
-COMPARED = 3  # first steps whose losses have to agree
-APART = 1e-5  # relative; 3.5e-7 in the first step
+COMPARED = 3  # the losses of these first steps must agree
+APART = 1e-5  # maximum relative difference; 3.5e-7 in the first step
 THEIRS, OURS = ROOT / ".venv-trl" / "bin" / "python", Path(sys.executable)
 
 
 def same_products() -> str:
-    """The setting of torch by which the library that multiplies for us does so for others: see
-    megatron_vlm/family/cpu_matmul.py."""
+    """Return the setting with which torch uses this package's library for matrix products
+    elsewhere, too: see megatron_vlm/family/cpu_matmul.py."""
     enable_onednn(SPEC.hidden, has_experts=False)
     return torch.get_float32_matmul_precision()
 
 
-# What takes turns: its Python, its program and what that is told last: of TRL how it multiplies, of
-# ours the number of data workers.
+# Sides that take turns: the Python, the program and its last argument. For TRL it is the precision
+# of products, for this package the number of data workers.
 SIDES = {
     "theirs": (THEIRS, "theirs.py", "highest"),
     "theirs_same_products": (THEIRS, "theirs.py", same_products()),
@@ -48,7 +49,7 @@ SIDES = {
 
 
 def start(side: str, folder: Path, mix: Mix) -> "subprocess.Popen[str]":
-    """A trainer in a process and a folder of its own."""
+    """Start a trainer in a process and a folder of its own."""
     python, program, last = SIDES[side]
     command = [str(python), str(HERE / program), str(folder)]
     command += [str(mix.rows), str(mix.micro_batch), last]
@@ -63,19 +64,19 @@ def start(side: str, folder: Path, mix: Mix) -> "subprocess.Popen[str]":
 
 
 def step(process: "subprocess.Popen[str]", log: Path) -> tuple[float, float]:
-    """Seconds and loss."""
+    """Return the seconds and the loss of a step."""
     assert process.stdin is not None and process.stdout is not None
-    begun = time.perf_counter()
+    start_s = time.perf_counter()
     print("step", file=process.stdin, flush=True)
     line = process.stdout.readline()
-    taken = time.perf_counter() - begun
+    taken = time.perf_counter() - start_s
     if not line:
         raise SystemExit(f"a side ended:\n{log.read_text()[-3000:]}")
     return taken, float(json.loads(line)["loss"])
 
 
 def compare(mix: Mix) -> dict[str, float]:
-    """Both sides on this mix."""
+    """Compare both sides on this mix."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, mix, WARM_UP + REPEATS + 1)
@@ -83,13 +84,13 @@ def compare(mix: Mix) -> dict[str, float]:
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         losses: list[dict[str, float]] = []
         for repeat in range(WARM_UP + REPEATS):
-            found = {side: step(each, folder / f"{side}.log") for side, each in sides.items()}
-            losses.append({side: loss for side, (_, loss) in found.items()})
-            for side, (taken, _) in found.items():
+            results = {side: step(each, folder / f"{side}.log") for side, each in sides.items()}
+            losses.append({side: loss for side, (_, loss) in results.items()})
+            for side, (taken, _) in results.items():
                 if repeat >= WARM_UP:
                     seconds[side].append(taken)
-        for each in sides.values():
-            each.kill()
+        for process in sides.values():
+            process.kill()
     assert all(loss["two_workers"] == loss["ours"] for loss in losses), losses
     apart = [abs(loss["ours"] - loss["theirs"]) / loss["theirs"] for loss in losses[:COMPARED]]
     if max(apart) > APART:
@@ -100,7 +101,7 @@ def compare(mix: Mix) -> dict[str, float]:
 def _figures(mix: Mix, seconds: dict[str, list[float]], apart: float) -> dict[str, float]:
     ratios = [a / b for a, b in zip(seconds["theirs"], seconds["ours"], strict=True)]
     of = {side: statistics.median(taken) for side, taken in seconds.items()}
-    found = {
+    figures = {
         "trl_samples_per_s": mix.rows / of["theirs"],
         "ours_samples_per_s": mix.rows / of["ours"],
         "trl_ratio": of["theirs"] / of["ours"],
@@ -109,11 +110,11 @@ def _figures(mix: Mix, seconds: dict[str, list[float]], apart: float) -> dict[st
         "trl_losses_apart": apart,
         "two_workers_step": of["two_workers"] / of["ours"],
     }
-    return {f"{key}_{mix.name}": value for key, value in found.items()}
+    return {f"{key}_{mix.name}": value for key, value in figures.items()}
 
 
 def main() -> None:
-    """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
+    """Measure, print, and write docs/benchmarks.md and .bench/latest.json."""
     if not THEIRS.exists():
         raise SystemExit("make trl-env builds the environment of the other side")
     record("trl", {**compare(MIXED), **compare(UNIFORM)})

@@ -1,5 +1,7 @@
-"""Our trainer on the rows of rows.py, a step for each line on standard input: ours.py FOLDER ROWS
-MICRO_BATCH WORKERS. Prints {"loss": ...} after each step."""
+"""The trainer of this package on the rows of rows.py, with a step for each line on standard input.
+
+Its arguments are FOLDER ROWS MICRO_BATCH WORKERS. It prints {"loss": ...} after each step.
+"""
 
 import json
 import os

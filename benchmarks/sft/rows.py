@@ -1,6 +1,6 @@
-"""What both trainers are given: a random model, photographs as JPEG files, and chats about them.
+"""Inputs of both trainers: a random model, photographs as JPEG files, and chats about them.
 
-Runs in our environment; the other side reads the same files.
+This runs in the environment of the package; the other side reads the same files.
 """
 
 import json
@@ -17,7 +17,7 @@ from megatron_vlm import write_tiny
 PHOTOGRAPHS = 36
 # About 30 M parameters; head, decoder and tower have the shares of Qwen3-VL 2B.
 SPEC = SPECS["_2b_shares"]
-# Words that the tokenizer of the tiny model has whole, mostly.
+# Most of these words are single tokens of the tiny model's tokenizer.
 TEXT = (
     "the subject in this photo is red green blue yellow black white orange purple circle square "
     "triangle large small round thing left right above below shows a picture of"
@@ -27,24 +27,25 @@ WORDS = TEXT.split()
 
 @dataclass(frozen=True)
 class Mix:
-    """How long rows are: tokens of text and pictures of one."""
+    """Lengths of rows: tokens of text, and numbers of pictures."""
 
     name: str
-    rows: int  # of a step
+    rows: int  # rows of a step
     micro_batch: int
     shortest: int
     longest: int
     median: int
-    pictures: tuple[int, ...]  # drawn from
+    pictures: tuple[int, ...]  # numbers to choose from
 
 
-# Text only to eight pictures, 50 to 2,000 tokens; and one photograph each.
+# MIXED has text only to eight pictures, 50 to 2,000 tokens. UNIFORM has one photograph each.
 MIXED = Mix("mixed", 16, 4, 30, 1500, 180, (0, 0, 0, 0, 1, 1, 1, 2, 2, 4, 8))
 UNIFORM = Mix("uniform", 16, 4, 110, 110, 110, (1,))
 
 
 def photograph(generator: np.random.Generator) -> Image.Image:
-    """Smooth shapes, edges and noise: what a JPEG decoder finds about as hard as a photograph."""
+    """Draw smooth shapes, edges and noise, which are about as hard for a JPEG decoder as a
+    photograph."""
     width, height = (int(side) for side in generator.integers(480, 1025, 2))
     coarse = generator.integers(0, 256, (9, 12, 3), dtype=np.uint8)
     picture = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
@@ -58,24 +59,24 @@ def photograph(generator: np.random.Generator) -> Image.Image:
 
 
 def write_inputs(folder: Path, mix: Mix, steps: int) -> None:
-    """folder/model, folder/images and folder/chats.jsonl."""
+    """Write folder/model, folder/images and folder/chats.jsonl."""
     write_tiny(folder / "model", SPEC)
-    generator, drawn = np.random.default_rng(0), random.Random(0)
+    generator, rng = np.random.default_rng(0), random.Random(0)
     (folder / "images").mkdir()
     names = [f"images/{number}.jpg" for number in range(PHOTOGRAPHS)]
     for name in names:
         photograph(generator).save(folder / name, quality=90)
     lines = []
     for _ in range(mix.rows * steps):
-        pictures = drawn.sample(names, drawn.choice(mix.pictures))
-        words = mix.median * drawn.lognormvariate(0, 0.9) if mix.shortest < mix.longest else 110
+        pictures = rng.sample(names, rng.choice(mix.pictures))
+        words = mix.median * rng.lognormvariate(0, 0.9) if mix.shortest < mix.longest else 110
         count = int(min(max(words, mix.shortest), mix.longest))
-        said = " ".join(drawn.choice(WORDS) for _ in range(count))
-        cut = len(said) * 55 // 100
+        text = " ".join(rng.choice(WORDS) for _ in range(count))
+        cut = len(text) * 55 // 100
         content = [{"type": "image", "image": name} for name in pictures]
         messages = [
-            {"role": "user", "content": [*content, {"type": "text", "text": said[:cut]}]},
-            {"role": "assistant", "content": said[cut:].strip()},
+            {"role": "user", "content": [*content, {"type": "text", "text": text[:cut]}]},
+            {"role": "assistant", "content": text[cut:].strip()},
         ]
         lines.append(json.dumps({"messages": messages}) + "\n")
     (folder / "chats.jsonl").write_text("".join(lines))

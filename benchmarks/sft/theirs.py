@@ -1,17 +1,18 @@
-"""TRL's SFTTrainer on the rows of rows.py, a step for each line on standard input.
+"""TRL's SFTTrainer on the rows of rows.py, with a step for each line on standard input.
 
-Runs in the environment of `make trl-env`, which has nothing of ours: theirs.py FOLDER ROWS
-MICRO_BATCH PRECISION, of torch.set_float32_matmul_precision. Prints {"loss": ...} after each step.
+It runs in the environment of `make trl-env`, which does not have this package. Its arguments are
+FOLDER ROWS MICRO_BATCH PRECISION; the last one is that of torch.set_float32_matmul_precision. It
+prints {"loss": ...} after each step.
 
-One thing is set that a user would not set. Transformers declares of Qwen3-VL's class that it takes
-no number of items (`accepts_loss_kwargs = False`), so the Trainer divides the loss of each
-micro-batch by its own supervised tokens and averages the micro-batches: tokens of a micro-batch
-with few of them weigh more. With rows of mixed length that mean differs from the mean over all
-supervised tokens of the step, which we train on, by 1e-3 at 16 rows and 4 micro-batches. TRL
-computes its loss itself and can divide by the tokens of the whole step once the attribute is true;
-it costs no time. The losses of single rows differ by less than 4e-6 then, and not at all beyond the
-last digit of fp32 where a row has no picture: torchvision's resize, which is theirs, differs from
-Pillow's in one level of 255 in 0.3 % of the values.
+One setting is not a user's usual one. Transformers declares that the class of Qwen3-VL takes no
+number of items (`accepts_loss_kwargs = False`). The Trainer therefore divides the loss of each
+micro-batch by its own supervised tokens and averages the micro-batches, so that the tokens of a
+micro-batch with few of them weigh more. With rows of mixed length that mean differs from the mean
+over all supervised tokens of the step, which this package uses, by 1e-3 at 16 rows and 4
+micro-batches. TRL computes its loss itself and can divide by the tokens of the whole step once the
+attribute is true; it costs no time. Then the losses of single rows differ by less than 4e-6, and
+for rows without a picture only in the last digit of fp32. The reason is the resize of torchvision,
+which TRL uses: it differs from Pillow's by one level of 255 in 0.3 % of the values.
 """
 
 import json
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# torchvision's compiled operators do not load beside torch's build for the CPU. What Qwen3-VL's
-# processor does needs none of them, but they have to be known.
+# torchvision's compiled operators do not load next to torch's build for the CPU. Qwen3-VL's
+# processor does not use them, but they must be defined.
 for operator in ("nms", "qnms"):
     torch.library.define(
         f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
@@ -39,8 +40,8 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 
 class TakeTurns(TrainerCallback):
-    """Holds the trainer until a line asks for its next step. It logs at the end of each: what
-    follows, the next batch included, belongs to the next step."""
+    """Callback that stops the trainer until a line requests its next step. The trainer logs at the
+    end of a step. Work after that, the next batch included, belongs to the next step."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         wait()
@@ -52,26 +53,27 @@ class TakeTurns(TrainerCallback):
 
 
 def wait() -> None:
-    """For the next line; at the end of the input the process ends, too."""
+    """Wait for the next line. At the end of the input the process ends, too."""
     if not sys.stdin.readline():
         os._exit(0)
 
 
 def records(folder: str, processor: Any) -> Dataset:
-    """Prompt and completion as the chat template renders them, up to the end of the answer."""
-    found: dict[str, list[Any]] = {"prompt": [], "completion": [], "images": []}
+    """Return prompt and completion as the chat template renders them, up to the end of the
+    answer."""
+    columns: dict[str, list[Any]] = {"prompt": [], "completion": [], "images": []}
     with open(f"{folder}/chats.jsonl") as lines:
         for line in lines:
             messages = json.loads(line)["messages"]
             prompt = processor.apply_chat_template(
                 messages[:1], tokenize=False, add_generation_prompt=True
             )
-            found["prompt"].append(prompt)
-            found["completion"].append(messages[1]["content"] + "<|im_end|>")
+            columns["prompt"].append(prompt)
+            columns["completion"].append(messages[1]["content"] + "<|im_end|>")
             parts = messages[0]["content"]
             names = [part["image"] for part in parts if part["type"] == "image"]
-            found["images"].append([f"{folder}/{name}" for name in names])
-    return Dataset.from_dict(found).cast_column("images", Sequence(Image()))
+            columns["images"].append([f"{folder}/{name}" for name in names])
+    return Dataset.from_dict(columns).cast_column("images", Sequence(Image()))
 
 
 def main() -> None:
