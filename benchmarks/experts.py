@@ -1,5 +1,5 @@
-"""A step of a model with experts, compared with that of a dense model whose layers do as many
-operations for a token, and with the Hugging Face loop on the same experts. They take turns.
+"""A step of a model with experts, compared with that of a dense model whose layers do the same
+number of operations per token, and with the Hugging Face loop on the same experts. They take turns.
 
     make bench   (or: .venv/bin/python benchmarks/experts.py)
 """

@@ -46,7 +46,7 @@ WARM_UP, REPEATS = 2, 10
 LEARNING_RATE = 1e-5
 MICRO_BATCH = 2
 NUM_ROWS = 8
-PEAK_S = 10.0  # others use the machine for a second or two at a time
+PEAK_S = 10.0  # seconds; other users load the machine for a second or two at a time
 NO_ADAPTERS = LoraConfig()
 # Both models have 30 M parameters. In the first one, the head is a large part, as in any small
 # model. In the second one, head, decoder and tower have the shares of Qwen3-VL 2B (head 15 % of the

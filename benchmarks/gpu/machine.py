@@ -72,7 +72,7 @@ class Shape:
     causal: bool
 
     def attend(self, device: str, dtype: torch.dtype) -> Callable[[], None]:
-        """Return a function that does forward and backward."""
+        """Return a function that runs forward and backward."""
         query, key, value = (
             torch.randn(self.rows, count, self.tokens, self.width, device=device, dtype=dtype)
             for count in (self.heads, self.key_heads, self.key_heads)

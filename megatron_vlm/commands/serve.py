@@ -19,7 +19,7 @@ def serve(args: argparse.Namespace) -> int:
     """train and sample for clients that speak the Tinker protocol
 
     A service: researchers write their loops against the public Tinker client, and this machine or
-    cluster does the work. It trains many models at a time, with adapters or as a whole, at any
+    cluster does the work. It serves many models at a time, with adapters or as a whole, at any
     layout. It completes every call that it has accepted, also after it is killed and started again
     with the same run=.
 

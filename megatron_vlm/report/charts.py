@@ -16,7 +16,7 @@ from megatron_vlm.report.html import Html, json_block, tag
 _HERE = Path(__file__).parent
 _COLOURS = 6  # in charts.css
 _MOST_DOTS = 80
-_LOG_FROM = 30  # largest to smallest value from which a chart begins with a logarithmic scale
+_LOG_FROM = 30  # a chart whose values span this ratio begins with a logarithmic scale
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Chart:
     curves: tuple[Curve, ...]
     unit: str = ""
     percent: bool = False
-    may_log: bool = False  # begins with a logarithmic scale where its values lie far apart
+    may_log: bool = False  # begins with a logarithmic scale if its values span _LOG_FROM
     marks: tuple[StepMarks, ...] = ()
     height: int = 150
 

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_vlm.report.html import Html, json_block, tag
 
 _HERE = Path(__file__).parent
-UNIT = 32  # the value of a byte of the page that stands for the mean
+UNIT = 32  # a cell of the page is a byte, in which this value is the mean
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import PIL.Image
 
 from megatron_vlm import SHAPES, EnvStep, Scene, Shape, draw
 
-SIDE = 64  # pixels of a side of a half of the picture, which a crop shows
+SIDE = 64  # pixels along a side of a half of the picture; a crop shows a half
 SIZE = 28
 ASKED = "Which side is the shape on? You will see it."
 AGAIN = "What colour is it?"

@@ -1,4 +1,4 @@
-"""The ranks of `megatron-vlm agree`: rank 0 requests answers of the engine, then all ranks score
+"""The ranks of `megatron-vlm agree`: rank 0 requests answers from the engine, then all ranks score
 them."""
 
 import argparse

@@ -83,7 +83,7 @@ def located(
     where: str, overrides: Sequence[str], file: ConfigFile | None
 ) -> tuple[Config, Path | None]:
     """Return the configuration and the checkpoint to load, which is None for a Hugging Face folder.
-    Raise ConfigError if the two cannot be compared."""
+    Raise ConfigError if the configuration does not allow a comparison."""
     cfg, checkpoint = locate(where, overrides, file, needs="model.path")
     if not prompts_of(cfg):
         raise ConfigError(

@@ -62,7 +62,7 @@ class SampleLines:
 
     steps: dict[int, list[ShownPrompt]]
     told: int  # number of steps in the file
-    unreadable: int  # number of lines
+    unreadable: int  # number of malformed lines
     whole: bool  # False if the file was longer than is read
 
 
