@@ -43,7 +43,7 @@ from tests.sets import open_set, write_set
 from tests.test_parity import layout
 
 ROWS, NEW_TOKENS = 5, 6
-STAND_IN = Path(__file__).parent / "stand_in_engine.py"
+STAND_IN = Path(__file__).parent / "fake_engine.py"
 CPU = torch.device("cpu")
 
 

@@ -94,10 +94,15 @@ def test_in_bf16_they_agree_less(base, data, pool):
 
 BROKEN = {
     # what is broken: file, what is there, what takes its place, what is found
-    "a resize": ("given.py", '"do_resize": False', '"do_resize": True', "10 of 12.*other grids"),
-    "the times of frames": ("given.py", "_FPS = 10.0", "_FPS = 9.0", "4 of 12.*other ids"),
+    "a resize": (
+        "vllm_prompt.py",
+        '"do_resize": False',
+        '"do_resize": True',
+        "10 of 12.*other grids",
+    ),
+    "the times of frames": ("vllm_prompt.py", "_FPS = 10.0", "_FPS = 9.0", "4 of 12.*other ids"),
     "the order of pixels": (
-        "given.py",
+        "vllm_prompt.py",
         ".reshape(frames, high, wide, 3)",
         ".reshape(frames, high, wide, 3)[::-1].copy()",
         "They differ: 4 of 12 prompts have other patches",
@@ -114,7 +119,7 @@ def broken(folder: Path, file: str, there: str, instead: str) -> str:
     (server / file).write_text(source.replace(there, instead))
     python = folder / "python"
     real = ENVIRONMENT / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nshift\nexec {real} {server / "serve.py"} "$@"\n')
+    python.write_text(f'#!/bin/sh\nshift\nexec {real} {server / "engine_server.py"} "$@"\n')
     python.chmod(0o755)
     return str(python)
 

@@ -43,7 +43,7 @@ from tests.runs import Case, call, my_rows
 from tests.test_parity import layout
 from tests.videos import make_video
 
-STAND_IN = Path(__file__).parent / "stand_in_engine.py"
+STAND_IN = Path(__file__).parent / "fake_engine.py"
 PATIENCE_S = 60.0
 SHORT = SamplingSettings(max_tokens=4)
 

@@ -58,7 +58,7 @@ from tests.serve_client import (
     tokens_of,
 )
 
-STAND_IN = Path(__file__).parent / "stand_in_engine.py"
+STAND_IN = Path(__file__).parent / "fake_engine.py"
 PATIENCE_S = 60.0
 VOCAB = 400  # of the answers of the stand-in
 
