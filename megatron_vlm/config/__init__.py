@@ -1,4 +1,4 @@
-"""The one configuration: frozen dataclasses, filled by Hydra from `configs/` and `key=value`."""
+"""Configuration: frozen dataclasses that Hydra fills from `configs/` and `key=value`."""
 
 from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.load import (

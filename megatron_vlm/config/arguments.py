@@ -1,4 +1,4 @@
-"""The words after a command: options, --config and KEY=VALUE in any order."""
+"""Arguments after a command: options, --config and KEY=VALUE in any order."""
 
 import argparse
 import difflib
@@ -13,14 +13,14 @@ from megatron_vlm.errors import ConfigError
 def add_overrides(
     parser: argparse.ArgumentParser, text: str = "see megatron-vlm train --help"
 ) -> None:
-    """KEY=VALUE and --config, for a command that takes a configuration."""
+    """Add KEY=VALUE and --config to a command that takes a configuration."""
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
     add_config_option(parser)
 
 
 def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command. Overrides may come before, between and after the options; an
-    option that does not exist is answered with what to write instead."""
+    """Return the arguments of a command. Overrides may come before, between and after the options.
+    An unknown option is refused with what to write instead."""
     args, rest = parser.parse_known_args(words)
     if not rest:
         return args
@@ -34,7 +34,7 @@ def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> ar
 
 
 def configured(args: argparse.Namespace) -> tuple[ConfigFile | None, list[str]]:
-    """The file of --config, and the arguments that bring other processes the same
+    """Return the file of --config, and the arguments that give other processes the same
     configuration."""
     file = chosen_file(args)
     return file, [*(file.words if file else []), *args.overrides]
@@ -44,8 +44,8 @@ def _refused_option(option: str, words: Sequence[str]) -> ConfigError:
     known = ["--config", "--dry-run", "--cfg", "--debug", "--html", "--predictions"]
     known += ["--gpus", "--memory", "--efficiency", "--engine", "--bound"]
     name = option.partition("=")[0].replace("_", "-")
-    begun = [each for each in known if len(name) > 3 and each.startswith(name)]
-    if near := begun or difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+    completions = [each for each in known if len(name) > 3 and each.startswith(name)]
+    if near := completions or difflib.get_close_matches(name, known, n=1, cutoff=0.85):
         return ConfigError("is not an option", key=option, remedy=f"did you mean {near[0]}?")
     after = words[list(words).index(option) + 1 :][:1]
     value = after[0] if after and re.match(r"[^-+~]|-[0-9.]", after[0]) else None

@@ -1,4 +1,4 @@
-"""Checks that need nothing but the configuration: they run before anything heavy is imported."""
+"""Checks that need only the configuration. They run before anything heavy is imported."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get
 from megatron_vlm.config.trainable import check_lora, learns
 from megatron_vlm.errors import ConfigError
 
-# What apply_chat_template takes for itself.
+# apply_chat_template has these parameters itself.
 TEMPLATE_ARGUMENTS = frozenset(
     ("conversation", "messages", "tools", "documents", "chat_template", "tokenize")
     + ("add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length")
@@ -21,7 +21,7 @@ TEMPLATE_ARGUMENTS = frozenset(
 WARMUP_REMEDY = (
     "give optim.warmup_steps=0 optim.warmup_ratio=0.03, a part of all steps, or train for longer"
 )
-MOST_NEW_TOKENS = 10_000  # of data.add_tokens
+MOST_NEW_TOKENS = 10_000  # maximum length of data.add_tokens
 
 
 def check_values(cfg: Config) -> None:
@@ -64,9 +64,9 @@ def check_training(cfg: Config) -> None:
             remedy="set train.steps",
         )
     best, names = cfg.checkpoint.best, [held_out.name for held_out in cfg.data.eval]
-    if best is not None and (wanted := best.rpartition("/")[0]) not in names:
+    if best is not None and (set_name := best.rpartition("/")[0]) not in names:
         raise ConfigError(
-            f": data.eval has no set {wanted!r}",
+            f": data.eval has no set {set_name!r}",
             key="checkpoint.best",
             found=best,
             remedy=f"it has {', '.join(names) or 'none'}",
@@ -74,12 +74,13 @@ def check_training(cfg: Config) -> None:
 
 
 def processes_for(cfg: Config, gpus: int) -> int:
-    """launch.processes; by default one for each GPU, on the CPU as few as the layout needs."""
-    least = cfg.parallel.tp * cfg.parallel.pp
-    count = cfg.launch.processes or gpus or least
-    if count % least:
+    """Return launch.processes. The default is one for each GPU, and on the CPU as few as the layout
+    needs."""
+    model_parallel = cfg.parallel.tp * cfg.parallel.pp
+    count = cfg.launch.processes or gpus or model_parallel
+    if count % model_parallel:
         raise ConfigError(
-            f"is not a multiple of parallel.tp x parallel.pp = {least}",
+            f"is not a multiple of parallel.tp x parallel.pp = {model_parallel}",
             key="launch.processes",
             found=count,
             remedy="change one of them",
@@ -121,17 +122,19 @@ def _check_lists(cfg: Config) -> None:
             allowed="names of keys, such as [id,score]",
         )
     _check_new_tokens(cfg)
-    given = cfg.data.template_kwargs
-    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+    template_kwargs = cfg.data.template_kwargs
+    if not isinstance(template_kwargs, dict) or not all(
+        isinstance(name, str) for name in template_kwargs
+    ):
         raise ConfigError(
             key="data.template_kwargs",
-            found=given,
+            found=template_kwargs,
             allowed="variables with their values, such as {enable_thinking: false}",
         )
-    if taken := sorted(TEMPLATE_ARGUMENTS & set(given)):
+    if reserved := sorted(TEMPLATE_ARGUMENTS & set(template_kwargs)):
         raise ConfigError(
             "cannot be set: the record or the program decides it",
-            key=f"data.template_kwargs.{taken[0]}",
+            key=f"data.template_kwargs.{reserved[0]}",
             allowed="variables of the checkpoint's own template",
         )
     candidates = cfg.eval.candidates
@@ -156,10 +159,10 @@ def _check_new_tokens(cfg: Config) -> None:
                 found=name,
                 allowed='texts of printable characters, in quotes, such as ["<point>","</point>"]',
             )
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
         raise ConfigError(
-            f"has {twice[0]!r} more than once", key="data.add_tokens", remedy="give each once"
+            f"has {repeated[0]!r} more than once", key="data.add_tokens", remedy="give each once"
         )
     if names and not learns(cfg, "language"):
         why = "lora.train without language" if cfg.lora.rank else "model.freeze_language=true"
@@ -196,10 +199,10 @@ def _check_together(cfg: Config) -> None:
     data, train, profile = cfg.data, cfg.train, cfg.log.profile_steps
     for part in ("{}_pixels", "video_{}_frames", "video_{}_pixels"):
         names = part.format("min"), part.format("max")
-        least, most = (getattr(data, name) for name in names)
-        if least and most and least > most:
+        lower, upper = (getattr(data, name) for name in names)
+        if lower and upper and lower > upper:
             raise ConfigError(
-                f"exceeds data.{names[1]}={most}", key=f"data.{names[0]}", found=least
+                f"exceeds data.{names[1]}={upper}", key=f"data.{names[0]}", found=lower
             )
     if train.steps is not None and cfg.optim.warmup_steps > train.steps:
         raise ConfigError(
@@ -224,11 +227,11 @@ def _check_together(cfg: Config) -> None:
 
 
 def _check_best(best: str, cfg: Config) -> None:
-    measured = {"loss": True, "token_accuracy": True, "exact_match": cfg.eval.generate}
-    measured["ranking"] = cfg.eval.candidates is not None
+    is_measured = {"loss": True, "token_accuracy": True, "exact_match": cfg.eval.generate}
+    is_measured["ranking"] = cfg.eval.candidates is not None
     name, _, score = best.rpartition("/")
-    if not name or not measured.get(score):
-        scores = ", ".join(score for score, is_on in measured.items() if is_on)
+    if not name or not is_measured.get(score):
+        scores = ", ".join(score for score, is_on in is_measured.items() if is_on)
         raise ConfigError(
             key="checkpoint.best",
             found=best,

@@ -1,4 +1,4 @@
-"""What `megatron-vlm rl` refuses, also of what every run does."""
+"""Checks of `megatron-vlm rl` and `serve`, in addition to those of every run."""
 
 from pathlib import Path
 from typing import Literal
@@ -88,14 +88,14 @@ def _check_sampler(cfg: Config) -> None:
         )
 
 
-# What `megatron-vlm serve` refuses before anything is started.
+# Checks of `megatron-vlm serve`, before it starts anything.
 
 
 def check_serve(cfg: Config) -> None:
-    """Refuse settings that a service cannot have, or that would be read and not used."""
+    """Refuse settings that a service cannot have, or that it would ignore."""
     serve = cfg.serve
-    for name, usual in vars(LoraConfig()).items():
-        if (value := getattr(cfg.lora, name)) != usual:
+    for name, default in vars(LoraConfig()).items():
+        if (value := getattr(cfg.lora, name)) != default:
             raise ConfigError(
                 ": clients choose the adapters of their models",
                 key=f"lora.{name}",
@@ -118,13 +118,13 @@ def check_serve(cfg: Config) -> None:
     require(cfg, "model.path")
 
 
-# What is refused of the keys of engines beside the trainer, which `rl` and `serve` both have.
+# Checks of the keys of engines, which `rl` and `serve` both have.
 
-MOST_LORA_RANK = 512  # that vLLM takes
+MOST_LORA_RANK = 512  # maximum that vLLM accepts
 
 
 def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
-    """Refuse an engine that could not be started, or settings of one that nobody starts."""
+    """Refuse an engine that could not be started, or settings of an engine that is not started."""
     keys = cfg.rl if group == "rl" else cfg.serve
     if keys.sampler == "vllm" and keys.engine is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A configuration file of one's own: `--config my.yaml`.
+"""A user's configuration file: `--config my.yaml`.
 
     defaults:                # recipes, as on the command line
       - model: qwen3_vl_2b
@@ -6,8 +6,8 @@
       path: Qwen3-VL-2B
     optim: {lr: 2e-5}
 
-It is read once, by the process that the user starts; that one hands the text to the others, so
-that all ranks, and a restart, have the same configuration even if the file changes meanwhile.
+The process that the user starts reads the file once and passes the text to the others. All ranks,
+and a restart, then have the same configuration even if the file changes in the meantime.
 """
 
 import argparse
@@ -33,11 +33,11 @@ class ConfigFile:
     text: str = field(repr=False)
     recipes: Mapping[str, str]
     values: Mapping[str, Any]
-    lines: Mapping[str, int]  # of each key in `values`, from 1
+    lines: Mapping[str, int]  # line of each key in `values`, from 1
 
     @staticmethod
     def read(path: str) -> "ConfigFile":
-        """The file at this path."""
+        """Read the file at this path."""
         try:
             with open(require_file(home_path(path)), "rb") as file:
                 content = file.read(MOST_BYTES + 1)
@@ -64,7 +64,7 @@ class ConfigFile:
 
     @staticmethod
     def parse(text: str, name: str) -> "ConfigFile":
-        """The file of this name with this content."""
+        """Parse the content of the file with this name."""
         document = YamlText(name)
         root = document.root(text)
         if root is None or not root.tag.endswith(":map"):
@@ -95,24 +95,24 @@ class ConfigFile:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has every key, as the config.yaml of a run."""
+        """True if the file has every key, as the config.yaml of a run does."""
         return set(leaves()) <= set(self.values)
 
     @property
     def words(self) -> list[str]:
-        """The arguments that bring another process the same file."""
+        """Arguments that give another process the same file."""
         return [f"--config={self.name}", f"--config-text={self.text}"]
 
     def nested(self) -> dict[str, Any]:
-        """The values in their groups."""
-        found: dict[str, Any] = {}
+        """Return the values in their groups."""
+        tree: dict[str, Any] = {}
         for key, value in self.values.items():
             *groups, name = key.split(".")
-            place = found
+            node = tree
             for group in groups:
-                place = place.setdefault(group, {})
-            place[name] = value
-        return found
+                node = node.setdefault(group, {})
+            node[name] = value
+        return tree
 
     def blame(self, error: ConfigError, overrides: Sequence[str]) -> ConfigError:
         """Return the error, with file and line where this file set its key."""
@@ -127,14 +127,14 @@ class ConfigFile:
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:
-    """--config, for a command that takes KEY=VALUE."""
+    """Add --config to a command that takes KEY=VALUE."""
     text = "a YAML file with keys and recipes (docs/configuration.md); KEY=VALUE wins over it"
     parser.add_argument("--config", metavar="FILE", help=text)
     parser.add_argument("--config-text", help=argparse.SUPPRESS)  # see ConfigFile.words
 
 
 def chosen_file(args: argparse.Namespace) -> ConfigFile | None:
-    """The file of --config, if it is given."""
+    """Return the file of --config, or None if it is not set."""
     if args.config is None:
         return None
     if args.config_text is not None:
@@ -144,7 +144,7 @@ def chosen_file(args: argparse.Namespace) -> ConfigFile | None:
 
 def _recipes(document: YamlText, node: Any) -> dict[str, str]:
     groups = [key for key, kind in key_types().items() if is_dataclass(kind)]
-    found: dict[str, str] = {}
+    recipes: dict[str, str] = {}
     for entry in node.value if node.tag.endswith(":seq") else [node]:
         pairs = list(document.pairs(entry)) if entry.tag.endswith(":map") else []
         if len(pairs) != 1 or not node.tag.endswith(":seq"):
@@ -163,17 +163,17 @@ def _recipes(document: YamlText, node: Any) -> dict[str, str]:
                 found=group,
                 remedy=f"choose from {', '.join(groups)}",
             )
-        if group in found or not re.fullmatch(r"[\w-]+", str(name)):
+        if group in recipes or not re.fullmatch(r"[\w-]+", str(name)):
             raise document.error(
                 entry, key=f"defaults.{group}", found=name, remedy="give one recipe, by its name"
             )
-        found[group] = name
-    return found
+        recipes[group] = name
+    return recipes
 
 
 def _leaves(document: YamlText, key: str, place: Any, node: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Every key with a value at or below this one, and the nodes of its name and of its value. A
-    group may be empty."""
+    """Yield every key with a value at or below this one, and the nodes of its name and of its
+    value. A group may be empty."""
     kinds = key_types()
     if key not in kinds:
         raise document.error(
@@ -195,7 +195,7 @@ def _leaves(document: YamlText, key: str, place: Any, node: Any) -> Iterator[tup
 
 
 def _is_text(key: str) -> bool:
-    """Whether the key's value is text or a list of text, however it looks."""
+    """Return whether the key's value is text or a list of text, even if it looks like a number."""
     kind = key_types()[key]
     parts = {kind} if kind is str or get_origin(kind) is tuple else set(get_args(kind))
     lists = [get_args(part)[0] for part in parts if get_origin(part) is tuple]

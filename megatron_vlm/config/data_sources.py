@@ -1,4 +1,4 @@
-"""The entries of data.train and data.eval: each source of records, and each evaluation set."""
+"""Entries of data.train and data.eval: each source of records, and each evaluation set."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -7,37 +7,37 @@ from typing import Any
 
 from megatron_vlm.errors import ConfigError
 
-# The keys of data.* that change no row of data.train.
+# These keys of data.* change no row of data.train.
 WITHOUT_EFFECT = (
     *("eval", "image_root", "unknown_keys", "lone_marks", "max_errors", "cache_dir"),
     *("num_workers", "prefetch"),
 )
-HUB = "hub:"  # before the name of a data set: it is on the Hub, whatever is in this folder
+HUB = "hub:"  # prefix of a data set that is on the Hub, even if this folder has the same name
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """One source of records; docs/data.md has a table of these options."""
+    """Source of records. docs/data.md has a table of these options."""
 
     path: str  # file, glob, folder, or the name of a Hugging Face data set: NAME or hub:NAME
-    weight: float = 1.0  # how often each record comes in an epoch; 0.5: every other epoch
-    split: str = "train"  # of a Hugging Face data set
-    subset: str | None = None  # its configuration
-    streaming: bool = False  # read a Hugging Face data set as it comes
+    weight: float = 1.0  # occurrences of each record in an epoch; 0.5: every other epoch
+    split: str = "train"  # split of a Hugging Face data set
+    subset: str | None = None  # configuration of a Hugging Face data set
+    streaming: bool = False  # read a Hugging Face data set as it arrives
     image_root: str | None = None  # null: data.image_root
-    revision: str | None = None  # of a Hugging Face data set: branch, tag or commit
+    revision: str | None = None  # branch, tag or commit of a Hugging Face data set
 
 
 @dataclass(frozen=True)
 class EvalSource:
-    """One evaluation set."""
+    """Evaluation set with its name."""
 
-    name: str  # as scores, predictions and checkpoint.best call it
+    name: str  # name in scores, predictions and checkpoint.best
     source: SourceSpec
 
 
 def parse_sources(value: Any, key: str) -> tuple[SourceSpec, ...]:
-    """The sources of a path, a mapping, or a list of those; none of null."""
+    """Return the sources of a path, a mapping, or a list of both; an empty tuple for null."""
     if value is None:
         return ()
     entries = list(value) if isinstance(value, list | tuple) else [value]
@@ -47,14 +47,14 @@ def parse_sources(value: Any, key: str) -> tuple[SourceSpec, ...]:
 
 
 def _parse_source(entry: Any, key: str) -> SourceSpec:
-    given = {"path": entry} if isinstance(entry, str) else entry
-    known = [item.name for item in fields(SourceSpec)]
-    valid = isinstance(given, dict) and isinstance(given.get("path"), str)
-    if not valid or set(given) - set(known):
-        raise ConfigError(f"is not a path or an object of {', '.join(known)}", key=key, found=entry)
-    spec = SourceSpec(**given)
-    # A weight stays an int where it was one: the fingerprint of the data, by which a run resumes,
-    # spells it out.
+    options = {"path": entry} if isinstance(entry, str) else entry
+    names = [item.name for item in fields(SourceSpec)]
+    is_valid = isinstance(options, dict) and isinstance(options.get("path"), str)
+    if not is_valid or set(options) - set(names):
+        raise ConfigError(f"is not a path or an object of {', '.join(names)}", key=key, found=entry)
+    spec = SourceSpec(**options)
+    # A weight stays an int where it was one, because it is part of the fingerprint of the data, by
+    # which a run resumes.
     if type(spec.weight) not in (int, float) or not 0 < spec.weight < 1000:
         raise ConfigError(
             place=spec.path,
@@ -77,7 +77,8 @@ def _parse_source(entry: Any, key: str) -> SourceSpec:
 
 
 def parse_sets(value: Any) -> tuple[EvalSource, ...]:
-    """data.eval, each source a set of its own, named as in {name: SOURCE} or after its file."""
+    """Return the sets of data.eval. Each source is a set, named as in {name: SOURCE} or after its
+    file."""
     if isinstance(value, dict) and "path" not in value:
         return tuple(EvalSource(str(name), _only(name, entry)) for name, entry in value.items())
     specs = parse_sources(value, "data.eval")
@@ -96,18 +97,21 @@ def _only(name: Any, entry: Any) -> SourceSpec:
 
 
 def plain_sources(specs: Sequence[SourceSpec]) -> Any:
-    """What `parse_sources` reads back as these, in its shortest form."""
+    """Return the shortest value from which `parse_sources` makes these sources."""
     entries = [_plain_source(spec) for spec in specs]
     return entries[0] if len(entries) == 1 else entries or None
 
 
 def _plain_source(spec: SourceSpec) -> Any:
-    given = {key: value for key, value in vars(spec).items() if value != vars(SourceSpec).get(key)}
-    return given if len(given) > 1 else spec.path
+    options = {
+        key: value for key, value in vars(spec).items() if value != vars(SourceSpec).get(key)
+    }
+    return options if len(options) > 1 else spec.path
 
 
 def plain_sets(sets: Sequence[EvalSource]) -> Any:
-    """What `parse_sets` reads back as these: without names where they are the files' own."""
+    """Return the shortest value from which `parse_sets` makes these sets: without names where they
+    equal the files' names."""
     plain = plain_sources([held_out.source for held_out in sets])
     if parse_sets(plain) == tuple(sets):
         return plain

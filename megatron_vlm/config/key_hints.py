@@ -1,5 +1,5 @@
-"""What a key that does not exist was meant to be: the names that other trainers have for ours, and
-near misses. A wrong guess is worse than none, so only what is really near is suggested."""
+"""Suggestions for unknown keys: the names of other trainers for this one's keys, and near misses. A
+wrong guess is worse than none, so only a close match is suggested."""
 
 import difflib
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from dataclasses import is_dataclass
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import NOT_GIVEN, ConfigError
 
-# Of Hugging Face's TrainingArguments, TRL, LLaMA-Factory, ms-swift and Megatron-LM. Here a value
-# means the same.
+# Names in Hugging Face's TrainingArguments, TRL, LLaMA-Factory, ms-swift and Megatron-LM. A value
+# means the same here.
 _SAME = {
     "model.path": "model_name_or_path model_path model_id model_id_or_path base_model",
     "model.recompute": "recompute_granularity",
@@ -87,7 +87,7 @@ _BUDGET = (
     "together; beside a video in a record, min_pixels and max_pixels are of each frame"
 )
 _LENGTH = "data.max_tokens counts images, too; data.truncation says what becomes of longer records"
-# Here there is no such key, or a value means something else.
+# Keys that do not exist here, or whose values have another meaning here.
 _OTHER = {
     _ADAPTERS: "peft use_lora use_peft peft_config finetuning_type train_type tuner_type sft_type",
     _TARGETS: "target_modules lora_target lora_target_modules target_regex",
@@ -162,10 +162,10 @@ _SENTENCES = {name: text for text, names in _OTHER.items() for name in names.spl
 
 def hint(wrong: str) -> str:
     """Return the remedy for "WRONG is not a configuration key"."""
-    if found := meant(wrong):
-        return f"did you mean {' or '.join(map(repr, found))}?"
-    if said := hint_sentence(wrong):
-        return said
+    if keys := meant(wrong):
+        return f"did you mean {' or '.join(map(repr, keys))}?"
+    if text := hint_sentence(wrong):
+        return text
     group, _, name = wrong.partition(".")
     groups = [key for key, kind in key_types().items() if is_dataclass(kind)]
     if name and group in groups:
@@ -174,7 +174,7 @@ def hint(wrong: str) -> str:
 
 
 def meant(wrong: str) -> Sequence[str]:
-    """The keys that this one was most likely meant to be; none where nothing is near."""
+    """Return the keys that were most likely meant, or an empty sequence if nothing is near."""
     wrong = wrong.replace("-", "_")
     if wrong in leaves():
         return [wrong]
@@ -184,15 +184,15 @@ def meant(wrong: str) -> Sequence[str]:
         if name in _KEYS:
             return [_KEYS[name]]
     group, _, last = wrong.rpartition(".")
-    if same := [key for key in leaves() if "." in key and key.rpartition(".")[2] == last]:
-        near = [key for key in same if _are_near(group, key.rpartition(".")[0])]
-        return near or same
+    if same_name := [key for key in leaves() if "." in key and key.rpartition(".")[2] == last]:
+        near_keys = [key for key in same_name if _are_near(group, key.rpartition(".")[0])]
+        return near_keys or same_name
     if wrong.partition(".")[0] in _SENTENCES:
         return []
-    if near := difflib.get_close_matches(last, _names_of(group), n=1, cutoff=0.6):
-        return [f"{group}.{near[0]}" if group else near[0]]
-    known = [] if _names_of(group) and group else list(key_types())
-    return difflib.get_close_matches(wrong, known, n=1, cutoff=0.8)
+    if near_keys := difflib.get_close_matches(last, _names_of(group), n=1, cutoff=0.6):
+        return [f"{group}.{near_keys[0]}" if group else near_keys[0]]
+    all_keys = [] if _names_of(group) and group else list(key_types())
+    return difflib.get_close_matches(wrong, all_keys, n=1, cutoff=0.8)
 
 
 def _are_near(group: str, other: str) -> bool:
@@ -200,35 +200,36 @@ def _are_near(group: str, other: str) -> bool:
 
 
 def hint_sentence(wrong: str) -> str | None:
-    """What there is instead of something that other trainers have; None where nothing is known."""
+    """Return a sentence on the counterpart of a key of other trainers, or None if the key is
+    unknown."""
     wrong = wrong.replace("-", "_")
     names = [*_spellings(wrong), wrong.partition(".")[0]]
     return next((_SENTENCES[name] for name in names if name in _SENTENCES), None)
 
 
 def refused_option(option: str, value: str | None) -> ConfigError:
-    """Refuse an option that does not exist, such as `--lr 1e-5`, with what to write instead."""
+    """Return an error on an unknown option, such as `--lr 1e-5`, with what to write instead."""
     option, _, joined = option.partition("=")
     name, value = option.lstrip("-"), joined or value
     remedy, problem = hint(name), ": settings are given as KEY=VALUE"
     if is_dataclass(key_types().get(name)):
         remedy = f"{name}=NAME chooses a recipe, {name}.KEY=VALUE sets a value"
-    elif len(found := meant(name)) == 1:
-        remedy = f"write {found[0]}={value or 'VALUE'}"
-    elif not found and not hint_sentence(name):
+    elif len(keys := meant(name)) == 1:
+        remedy = f"write {keys[0]}={value or 'VALUE'}"
+    elif not keys and not hint_sentence(name):
         problem = "is not an option"
-    shown = NOT_GIVEN if value is None else value
-    return ConfigError(problem, key=option, found=shown, remedy=remedy)
+    shown_value = NOT_GIVEN if value is None else value
+    return ConfigError(problem, key=option, found=shown_value, remedy=remedy)
 
 
 def _spellings(wrong: str) -> list[str]:
-    """A name as other trainers may write it: lora.rank is lora_rank, optim.learning_rate is
+    """Return a name as other trainers may write it: lora.rank is lora_rank, optim.learning_rate is
     learning_rate."""
     return [wrong, wrong.replace(".", "_"), wrong.rpartition(".")[2]]
 
 
 def _names_of(group: str) -> list[str]:
-    """The names of the keys of a group, or of those outside the groups."""
+    """Return the names of the keys of a group; with "", of the keys outside the groups."""
     return [
         key.rpartition(".")[2]
         for key, kind in key_types().items()

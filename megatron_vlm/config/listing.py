@@ -1,4 +1,4 @@
-"""Every recipe and every key by name, for `megatron-vlm train --help`."""
+"""Names of all recipes and keys, for `megatron-vlm train --help`."""
 
 import argparse
 import textwrap
@@ -11,7 +11,7 @@ _WIDTH = 78
 
 
 def listing() -> str:
-    """Recipes and keys, one paragraph for each group. Each line begins with two spaces."""
+    """Return recipes and keys, one paragraph for each group. Each line begins with two spaces."""
     groups = [key for key, kind in key_types().items() if is_dataclass(kind)]
     lines = ["  recipes:"]
     for group in groups:
@@ -38,7 +38,7 @@ def _paragraph(prefix: str, names: list[str]) -> list[str]:
 
 
 class ListingFormatter(argparse.HelpFormatter):
-    """Lines that begin with two spaces stay as they are; paragraphs are filled as ever."""
+    """Formatter that leaves lines with two leading spaces as they are and fills paragraphs."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         prose, mark, rest = text.partition("\n  recipes:")

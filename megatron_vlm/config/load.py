@@ -1,4 +1,4 @@
-"""The one configuration: the dataclasses of database.py, filled by Hydra from `configs/` and
+"""Loading of the configuration: Hydra fills the dataclasses of schema.py from `configs/` and
 `key=value`."""
 
 from collections.abc import Iterator, Sequence
@@ -25,59 +25,62 @@ from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_choices, show_value
 from megatron_vlm.io.untrusted import UntrustedFile
 
 _PRIMARY = "train"  # configs/train.yaml
-_MOST_SAVED = 2**20  # bytes of a config.yaml
+_MOST_SAVED = 2**20  # maximum bytes of a config.yaml
 
 
 def config_dir() -> Path:
-    """The folder of YAML files: inside the wheel, or beside the package in a checkout."""
+    """Return the folder of YAML files: inside the wheel, or next to the package in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
 
 def load_config(overrides: Sequence[str], file: ConfigFile | None = None) -> Config:
-    """Compose the recipes, the file of --config and the `key=value` overrides, each over the
-    former, into a checked Config."""
+    """Compose the recipes, the file of --config and the `key=value` overrides into a checked
+    Config. Each overrides the previous one."""
     _check_keys(overrides)
     if file is not None and file.is_complete:
         _refuse_recipes(overrides)
     ConfigStore.instance().store(name="schema", node=_composable(Config))
-    given = [*_recipes_of(file), *map(_plain, overrides)]
+    composed = [*_recipes_of(file), *map(_plain, overrides)]
     GlobalHydra.instance().clear()
     with _explained(file, overrides):
         name = _PRIMARY
         if file is not None:
-            name, own = "own_file", file.nested()
-            OmegaConf.merge(OmegaConf.structured(_composable(Config)), own)  # are the types right?
-            ConfigStore.instance().store(name=name, node={"defaults": [_PRIMARY, "_self_"], **own})
+            name, values = "own_file", file.nested()
+            OmegaConf.merge(OmegaConf.structured(_composable(Config)), values)  # checks the types
+            ConfigStore.instance().store(
+                name=name, node={"defaults": [_PRIMARY, "_self_"], **values}
+            )
         with initialize_config_dir(str(config_dir().resolve()), version_base="1.3"):
-            return _typed(compose(name, overrides=given))
+            return _typed(compose(name, overrides=composed))
 
 
 def to_yaml(cfg: Config) -> str:
-    """The resolved configuration, as it is kept with a run and with each checkpoint."""
+    """Return the resolved configuration as YAML, as a run and each checkpoint store it."""
     values = asdict(cfg)
     values["data"] |= {"train": plain_sources(cfg.data.train), "eval": plain_sets(cfg.data.eval)}
     return str(OmegaConf.to_yaml(OmegaConf.create(values)))
 
 
 def from_yaml(text: str, overrides: Sequence[str] = (), file: ConfigFile | None = None) -> Config:
-    """A Config that `to_yaml` wrote, with the keys of a file and single keys changed; recipes are
-    not composed again."""
+    """Parse a Config that `to_yaml` wrote, with the keys of a file and single keys changed. Recipes
+    are not composed again."""
     _check_keys(overrides)
     _refuse_recipes([*_recipes_of(file), *overrides])
     _refuse_variables(text, "config.yaml")
     with _explained(file, overrides):
         changes = OmegaConf.from_dotlist([_plain(override) for override in overrides])
         schema = OmegaConf.structured(_composable(Config))
-        own = {} if file is None else file.nested()
-        return _typed(OmegaConf.merge(schema, OmegaConf.create(text), own, changes))
+        values = {} if file is None else file.nested()
+        return _typed(OmegaConf.merge(schema, OmegaConf.create(text), values, changes))
 
 
 def read_saved(
     folder: Path, overrides: Sequence[str] = (), file: ConfigFile | None = None
 ) -> Config:
-    """The config.yaml of a run or of one of its checkpoints, with changes as in `from_yaml`."""
+    """Read the config.yaml of a run or of one of its checkpoints, with changes as in
+    `from_yaml`."""
     saved = UntrustedFile(
         str(folder / "config.yaml"), ConfigError, "give a run or a checkpoint of this version"
     )
@@ -86,8 +89,8 @@ def read_saved(
         try:
             cfg = from_yaml(text)
         except ConfigError as error:
-            own = "" if error.allowed is None else f"give {show_choices(error.allowed)}"
-            remedy = "; ".join(filter(None, (error.remedy or own, saved.remedy)))
+            default_remedy = "" if error.allowed is None else f"give {show_choices(error.allowed)}"
+            remedy = "; ".join(filter(None, (error.remedy or default_remedy, saved.remedy)))
             fields = error.within(saved.name).fields() | {"remedy": remedy}
             raise ConfigError(**fields) from error
     return from_yaml(text, overrides, file) if overrides or file else cfg
@@ -105,13 +108,13 @@ def _refuse_recipes(overrides: Sequence[str]) -> None:
 
 
 def _recipes_of(file: ConfigFile | None) -> list[str]:
-    """As on the command line, where the last one of a group wins."""
+    """Return the recipes as on the command line, where the last one of a group has priority."""
     return [] if file is None else [f"{group}={name}" for group, name in file.recipes.items()]
 
 
 @contextmanager
 def _explained(file: ConfigFile | None, overrides: Sequence[str]) -> Iterator[None]:
-    """Errors in one sentence, with the line of the file that caused them."""
+    """Raise errors in one sentence, with the line of the file that caused them."""
     try:
         yield
     except ConfigError as error:
@@ -124,26 +127,27 @@ def _explained(file: ConfigFile | None, overrides: Sequence[str]) -> Iterator[No
 
 
 def _composable(cls: Any) -> Any:
-    """A class of the schema as OmegaConf can fill it. It knows no Literal: those become strings.
-    A tuple stands for values that YAML spells in several ways: those become anything."""
-    found: list[Any] = []
+    """Return a class of the schema in a form that OmegaConf can fill. OmegaConf has no Literal, so
+    such a field becomes a string. A tuple is a value that YAML spells in several ways, so it
+    becomes Any."""
+    composable_fields: list[Any] = []
     for item in fields(cls):
         kind: Any = item.type
         default: Any = None if item.default == () else item.default
-        given: Any = field(default=default, default_factory=item.default_factory)
+        with_default: Any = field(default=default, default_factory=item.default_factory)
         if is_dataclass(kind):
             kind = _composable(kind)
-            given = field(default_factory=kind)
+            with_default = field(default_factory=kind)
         elif kind in (Layers, Export) or any(
             get_origin(part) is tuple for part in (kind, *get_args(kind))
         ):
             kind = Any
-        elif get_origin(kind) is dict:  # of any keys, which Hydra takes only where nothing is said
-            kind, given = Any, field(default=None)
+        elif get_origin(kind) is dict:  # a dict with any keys may have no default in Hydra
+            kind, with_default = Any, field(default=None)
         elif get_origin(kind) is Literal:
             kind = str
-        found.append((item.name, kind, given))
-    return make_dataclass(cls.__name__, found)
+        composable_fields.append((item.name, kind, with_default))
+    return make_dataclass(cls.__name__, composable_fields)
 
 
 def _typed(composed: Any) -> Config:
@@ -172,14 +176,14 @@ def _typed(composed: Any) -> Config:
 
 
 def _names(value: Any) -> Any:
-    """A name or a list of names as a tuple; checks.py refuses the rest."""
+    """Return a name or a list of names as a tuple. checks.py refuses other values."""
     if isinstance(value, list):
         return tuple(value)
     return () if value is None else (value,)
 
 
 def known_keys() -> list[str]:
-    """Every key of the configuration in dotted form, groups included."""
+    """Return every key of the configuration in dotted form, groups included."""
     return list(key_types())
 
 
@@ -188,13 +192,13 @@ def _key(override: str) -> str:
 
 
 def given_keys(overrides: Sequence[str], file: ConfigFile | None = None) -> set[str]:
-    """The keys and groups that somebody has set, on the command line or in a file."""
+    """Return the keys and groups that are set on the command line or in a file."""
     return {*map(_key, overrides), *(file.values if file is not None else ())}
 
 
 def _plain(override: str) -> str:
-    """Every key exists: +key=value sets it as key=value does, and ~key restores its default.
-    Groups are left to Hydra."""
+    """Return an override as KEY=VALUE. Every key exists, so +key=value equals key=value, and ~key
+    restores the default. Hydra handles groups."""
     key = _key(override)
     if override[0] not in "+~" or is_dataclass(key_types().get(key, Config)):
         return override
@@ -207,7 +211,7 @@ def _plain(override: str) -> str:
 
 
 def _check_keys(overrides: Sequence[str]) -> None:
-    """Refuse an override of a key that does not exist, with the one that was most likely meant."""
+    """Refuse an override of an unknown key, and suggest the key that was most likely meant."""
     keys = known_keys()
     for override in overrides:
         key = _key(override)
@@ -224,7 +228,7 @@ def _check_keys(overrides: Sequence[str]) -> None:
 
 
 def _check_text(override: str, key: str) -> None:
-    """Refuse what Hydra would replace, and what it and others would have to follow too deep."""
+    """Refuse what Hydra would replace, and values that are nested too deep for parsers."""
     _refuse_variables(override, key=key)
     depth = deepest = 0
     for character in override:
@@ -235,7 +239,8 @@ def _check_text(override: str, key: str) -> None:
 
 
 def _refuse_variables(text: str, place: str = "", key: str = "") -> None:
-    """What ${oc.env:NAME} stands for, such as a token, would be written into the run."""
+    """Refuse ${...}: the value of ${oc.env:NAME}, such as a token, would be written into the
+    run."""
     if "${" in text:
         raise ConfigError(
             ": ${...} is not replaced",
@@ -246,7 +251,7 @@ def _refuse_variables(text: str, place: str = "", key: str = "") -> None:
 
 
 def _explain(error: Exception) -> ConfigError:
-    """Translate an error of Hydra or OmegaConf, without its layers."""
+    """Translate an error of Hydra or OmegaConf into one sentence."""
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         options = ", ".join(error.options or [])

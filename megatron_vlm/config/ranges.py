@@ -1,4 +1,4 @@
-"""The range of every number in the configuration."""
+"""Range of every number in the configuration."""
 
 import math
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ from typing import Any, get_args
 from megatron_vlm.config.schema import Config, get, key_types
 from megatron_vlm.errors import ConfigError
 
-_MOST = 2**31 - 1  # what counts fits into 32 bits everywhere
-_YEAR = 365 * 24 * 60  # in minutes
+_MOST = 2**31 - 1  # counts fit into 32 bits everywhere
+_YEAR = 365 * 24 * 60  # minutes
 
 
 @dataclass(frozen=True)
 class Range:
-    """From `least` to `most`; an open end is itself not allowed."""
+    """Range from `least` to `most`. An open end is itself not allowed."""
 
     least: float
     most: float = _MOST
@@ -24,15 +24,15 @@ class Range:
     def __contains__(self, value: float) -> bool:
         above = value > self.least if self.open_least else value >= self.least
         below = value < self.most if self.open_most else value <= self.most
-        return above and below  # nan is neither
+        return above and below  # nan fails both
 
     def __str__(self) -> str:
-        least = f"more than {self.least}" if self.open_least else f"{self.least}"
+        lower = f"more than {self.least}" if self.open_least else f"{self.least}"
         if self.most == _MOST:
-            return least if self.open_least else f"at least {self.least}"
+            return lower if self.open_least else f"at least {self.least}"
         if math.isinf(self.most):
-            return f"a finite number, {least}" + " or more" * (not self.open_least)
-        return f"{least} to {'less than ' * self.open_most}{self.most}"
+            return f"a finite number, {lower}" + " or more" * (not self.open_least)
+        return f"{lower} to {'less than ' * self.open_most}{self.most}"
 
 
 _COUNT, _POSITIVE = Range(0), Range(1)
@@ -73,7 +73,7 @@ _KEYS = {
     Range(-1e6, 1e6): "rl.failed_reward",
     Range(0, 1, open_least=True): "optim.eps rl.clip_low rl.top_p",
     Range(0, open_least=True): "train.epochs data.video_fps",
-    Range(2): "data.video_max_frames",  # a patch spans two in time
+    Range(2): "data.video_max_frames",  # a patch covers two frames
     Range(0, _YEAR, open_least=True): "launch.timeout_minutes",
 }
 RANGES = {key: allowed for allowed, keys in _KEYS.items() for key in keys.split()}
@@ -88,20 +88,20 @@ def check_ranges(cfg: Config) -> None:
 
 
 def numeric_keys() -> list[str]:
-    """Every key that holds a number or a list of them."""
-    found = []
+    """Return every key that holds a number or a list of numbers."""
+    keys = []
     for key, kind in key_types().items():
         parts = {kind, *get_args(kind)}
         parts |= {inner for part in parts for inner in get_args(part)}
         if parts & {int, float}:
-            found.append(key)
-    return found
+            keys.append(key)
+    return keys
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """null is allowed where the schema allows it."""
+    """Yield the numbers of a value. The schema decides whether null is allowed."""
     if isinstance(value, list | tuple):
-        for each in value:
-            yield from _numbers(each)
+        for item in value:
+            yield from _numbers(item)
     elif value is not None and not isinstance(value, str):
         yield value

@@ -1,4 +1,4 @@
-"""What the keys of `lora` mean together with the others: which weights learn, what is exported."""
+"""Keys of `lora` together with the others: which weights learn, and what is exported."""
 
 import math
 from collections.abc import Iterator
@@ -14,30 +14,31 @@ USUAL = LoraConfig(rank=16, alpha=32)  # lora=default
 
 
 def learns(cfg: Config, switch: str) -> bool:
-    """Whether the weights of a part are trained themselves: with adapters only those parts that
-    lora.train names."""
+    """Return whether the weights of a part are trained themselves. With adapters, only the parts in
+    lora.train are."""
     if cfg.lora.rank:
         return switch in cfg.lora.train
     return not getattr(cfg.model, f"freeze_{switch}")
 
 
 def scale_of(lora: LoraConfig) -> float:
-    """The factor of what adapters add."""
+    """Return the factor that scales the output of adapters."""
     return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
 
 
 def exports(cfg: Config) -> tuple[Exported, ...]:
-    """What checkpoint.export asks for, the folder `export` of a run first."""
-    asked = cfg.checkpoint.export
-    if asked is False:
+    """Return what checkpoint.export requests, the folder `export` of a run first."""
+    export = cfg.checkpoint.export
+    if export is False:
         return ()
     if not cfg.lora.rank:
         return ("model",)
-    return {"merged": ("merged",), "both": ("adapter", "merged")}.get(str(asked), ("adapter",))  # type: ignore[return-value]
+    return {"merged": ("merged",), "both": ("adapter", "merged")}.get(str(export), ("adapter",))  # type: ignore[return-value]
 
 
 def export_of(cfg: Config) -> Exported:
-    """What to write of adapters where nobody says: as checkpoint.export does, or these alone."""
+    """Return the form in which to write adapters by default: the first one of checkpoint.export, or
+    the adapters alone."""
     return next(iter(exports(cfg)), "adapter")
 
 
@@ -48,10 +49,10 @@ def check_lora(cfg: Config) -> None:
 
 
 def _leftovers(cfg: Config) -> Iterator[ConfigError]:
-    """Refuse what is set for adapters where there are none."""
-    usual = LoraConfig()
-    for name in [each.name for each in fields(usual)]:
-        if (value := getattr(cfg.lora, name)) != getattr(usual, name):
+    """Yield an error for each setting of adapters, where there are none."""
+    default = LoraConfig()
+    for name in [each.name for each in fields(default)]:
+        if (value := getattr(cfg.lora, name)) != getattr(default, name):
             yield ConfigError(
                 "has no effect: lora.rank=0 means that there are no adapters",
                 key=f"lora.{name}",
@@ -73,9 +74,9 @@ def _errors(cfg: Config) -> Iterator[ConfigError]:
             found=export,
             allowed=("adapter", "merged", "both", True, False),
         )
-    for name, given in (("targets", lora.targets), ("train", lora.train)):
-        if not all(isinstance(each, str) and each for each in given):
-            yield ConfigError(key=f"lora.{name}", found=given, allowed="a list of names")
+    for name, names in (("targets", lora.targets), ("train", lora.train)):
+        if not all(isinstance(each, str) and each for each in names):
+            yield ConfigError(key=f"lora.{name}", found=names, allowed="a list of names")
     if not lora.targets:
         yield ConfigError(
             "is empty",

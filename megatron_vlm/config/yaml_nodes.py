@@ -1,7 +1,7 @@
-"""YAML that somebody else may have written, as nodes with their lines and as plain values.
+"""Untrusted YAML as nodes with their lines and as plain values.
 
 Only what JSON also has is read: no objects, no dates, no `yes` for true. Size, depth and the number
-of values are bounded, so that aliases of aliases cannot fill the memory. A key stands once.
+of values are bounded, so that aliases of aliases cannot fill the memory. A key may occur once.
 """
 
 import re
@@ -26,7 +26,7 @@ _PLAIN = {
 
 
 class _Loader(yaml.SafeLoader):
-    """Values as YAML 1.2 reads them: 1e-5 is a number, yes and 010 are text."""
+    """Loader with the values of YAML 1.2: 1e-5 is a number, yes and 010 are text."""
 
     yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
         None: [(_TAG + kind, re.compile(f"(?:{form})$")) for kind, form in _PLAIN.items()]
@@ -35,45 +35,45 @@ class _Loader(yaml.SafeLoader):
 
 @dataclass
 class YamlText:
-    """A document, and how much of it has been read."""
+    """Document with the number of values that may still be read."""
 
     name: str
     left: int = _MOST_VALUES
 
     def root(self, text: str) -> Any:
-        """The node of the whole document."""
+        """Return the node of the whole document."""
         try:
             return _Loader(text).get_single_node()
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = self.name if mark is None else f"{self.name}, line {mark.line + 1}"
-            said = getattr(error, "problem", None) or str(error).splitlines()[0]
+            problem = getattr(error, "problem", None) or str(error).splitlines()[0]
             raise ConfigError(
-                f"is not YAML: {said}", place=where, remedy="correct the file"
+                f"is not YAML: {problem}", place=where, remedy="correct the file"
             ) from error
         except RecursionError as error:
             raise self._too_deep() from error
 
     def pairs(self, node: Any) -> Iterator[tuple[Any, Any]]:
-        """The nodes of the keys and of the values of a mapping."""
-        seen: dict[str, int] = {}
+        """Yield the nodes of the keys and of the values of a mapping."""
+        key_lines: dict[str, int] = {}
         for key_node, value in node.value:
             key, line = key_node.value, key_node.start_mark.line + 1
             if not isinstance(key, str):
                 raise self.error(key_node, "a key must be plain text")
-            if key in seen:
+            if key in key_lines:
                 raise self.error(
                     key_node,
-                    f"is set in line {seen[key]} already",
+                    f"is set in line {key_lines[key]} already",
                     key=show_value(key),
                     remedy="remove one of them",
                 )
-            seen[key] = line
+            key_lines[key] = line
             yield key_node, value
 
     def value(self, node: Any, as_text: bool = False, depth: int = 0) -> Any:
-        """A node as plain values. `as_text`: what is no list stays as it is written, so that a name
-        such as 1.50 keeps its zero."""
+        """Return a node as plain values. With `as_text`, a scalar stays as it is written, so that a
+        name such as 1.50 keeps its zero."""
         self.left -= 1
         if self.left < 0:
             raise ConfigError(
