@@ -199,8 +199,8 @@ class RlConfig:
     top_k: int = 0  # sample among this many most likely tokens; 0: among all
     top_p: float = 1.0  # sample among the most likely tokens whose probabilities sum to this
     loss: PolicyLoss = "ppo"  # policy loss; with one update on own samples all but gspo are equal
-    clip_low: float | None = None  # the ratio is clipped at 1 - clip_low; null: loss's default
-    clip_high: float | None = None  # the ratio is clipped at 1 + clip_high; null: loss's default
+    clip_low: float | None = None  # the ratio is clipped at 1 - clip_low; null: set by rl.loss
+    clip_high: float | None = None  # the ratio is clipped at 1 + clip_high; null: set by rl.loss
     advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"  # estimator of the advantages
     aggregate: Literal["tokens", "sequences", "constant"] = "tokens"  # averaging of the loss
     kl_coef: float | None = None  # coefficient of the KL to the initial model; null: not computed
@@ -215,7 +215,7 @@ class RlConfig:
     engine: str | None = None  # Python of the environment that has vLLM
     engine_gpus: tuple[str, ...] = ()  # GPUs of each engine, such as "6" or "4,5"; (): one engine
     engine_max_len: int | None = None  # tokens of a row; null: data.max_tokens + max_new_tokens
-    engine_pictures: int | None = None  # maximum images per row; null: prompt's + one per turn
+    engine_pictures: int | None = None  # maximum images per row; null: as in the prompt, + 1 a turn
     engine_videos: int = 0  # maximum videos of a row
     engine_options: dict[str, Any] = field(default_factory=dict)  # other EngineArgs of vLLM
     shown: int = 4  # prompts of a step that samples.jsonl and the report show

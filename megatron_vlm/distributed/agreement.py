@@ -1,4 +1,4 @@
-"""What all ranks must know of each other at every step: that one failed, or was told to stop."""
+"""Agreement of all ranks at every step: whether one has failed or received a signal to stop."""
 
 import contextlib
 import enum
@@ -23,21 +23,24 @@ from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError
 
 
 class Vote(enum.IntEnum):
-    """What a rank has to say before all continue; the highest vote decides."""
+    """Vote of a rank before all continue. The highest vote decides."""
 
     OK = 0
     STOP = 1
     FAILED = 2
-    LOST = 3  # the same, and starting again may help
+    LOST = 3  # like FAILED, but starting again may help
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
-    """A signal asked to save and stop; every rank agreed."""
+    """A signal requested to save and stop, and every rank agreed."""
 
 
 class Signals:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and stop; it looks between two steps. Before
-    it `can_save` they end the process at once, as does a second Ctrl-C."""
+    """Handlers of SIGTERM, SIGUSR1 and Ctrl-C, which ask the run to save and stop.
+
+    The run checks for a signal between two steps. Until it `can_save`, a signal ends the process at
+    once, as a second Ctrl-C always does.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -55,28 +58,28 @@ class Signals:
             raise SystemExit(PREEMPTED)
 
     def restore(self) -> None:
-        """Put the former handlers back."""
+        """Restore the previous handlers."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
 
 def job_store() -> SignedStore | None:
-    """The store through which the ranks found each other; None where there is only one rank."""
+    """Return the store through which the ranks met, or None if there is only one rank."""
     store: Any = dist.distributed_c10d._get_default_store()
     return SignedStore(store) if dist.get_world_size() > 1 else None
 
 
 def store_barrier(name: str) -> None:
-    """Wait for every rank, however long it takes: indexing a data set may outlast the time-out of
-    any collective. The watchdog sees who is silent. A job may use each `name` once."""
+    """Wait for every rank, without a time limit: indexing a data set may outlast the time-out of
+    any collective. The watchdog detects a rank that is stuck. A job may use each `name` once."""
     board, delay, key = job_store(), 0.01, f"meet/{name}"
     if board is None:
         return
     board.write(f"{key}/{dist.get_rank()}", "here")
-    awaited = [key]  # rank 0 waits for the others, and they for its word
+    awaited_keys = [key]  # rank 0 waits for the others, and they wait for rank 0
     if dist.get_rank() == 0:
-        awaited = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
-    while awaited := [each for each in awaited if board.read(each) is None]:
+        awaited_keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
+    while awaited_keys := [each for each in awaited_keys if board.read(each) is None]:
         time.sleep(delay)
         delay = min(2 * delay, 0.2)
     if dist.get_rank() == 0:
@@ -84,7 +87,7 @@ def store_barrier(name: str) -> None:
 
 
 def all_reduce_max(mine: int, device: torch.device) -> int:
-    """The highest number that any rank gives. A collective."""
+    """Return the highest number of all ranks. A collective."""
     number = torch.full((1,), mine, dtype=torch.int32, device=device)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     return int(number)
@@ -98,25 +101,27 @@ def fail_together(
     vote: Vote = Vote.OK,
     catches: type[Exception] = Exception,
 ) -> Iterator[None]:
-    """What fails in the body on one rank fails on all, instead of leaving the others in a
+    """Make an error in the body on one rank an error on all, instead of leaving the others in a
     collective. A collective at its end.
 
-    A rank that failed raises its own error; the others raise `error_type` with `message`, or
-    without one with the fields of the first rank that failed; a LostError where one had it. Where
-    none failed and one voted STOP, all raise Stopped. Errors other than `catches` are raised at
-    once, and reach no other rank.
+    A rank that failed raises its own error. The others raise `error_type` with `message`, or
+    without one with the fields of the first rank that failed; they raise a LostError if any rank
+    had one. If no rank failed and one voted STOP, all raise Stopped. Errors other than `catches`
+    are raised at once and do not reach the other ranks.
     """
     failure: Exception | None = None
     try:
         yield
     except catches as error:
         failure = error
-    failed = Vote.LOST if isinstance(failure, LostError) else Vote.FAILED
-    decision = all_reduce_max(vote if failure is None else failed, device)
+    error_vote = Vote.LOST if isinstance(failure, LostError) else Vote.FAILED
+    decision = all_reduce_max(vote if failure is None else error_vote, device)
     fields: dict[str, Any] = {"problem": message or ""}
     if decision >= Vote.FAILED and message is None:
-        every = all_gather_json(None if failure is None else error_to_json(failure), None, device)
-        fields = error_from_json(next(each for each in every if each is not None))
+        errors_of_ranks = all_gather_json(
+            None if failure is None else error_to_json(failure), None, device
+        )
+        fields = error_from_json(next(each for each in errors_of_ranks if each is not None))
     if failure is not None:
         raise failure
     if decision >= Vote.FAILED:
@@ -125,25 +130,25 @@ def fail_together(
         raise Stopped
 
 
-# What must be the same on all ranks is compared before any of it is used.
+# Values that must be the same on all ranks are compared before any of them is used.
 
 _SHOWN = 5  # differences in a message
-# Where a machine keeps its copies; what is in the model's folder is compared.
+# Each machine has its own paths of local copies. The content of the model's folder is compared.
 _LOCAL = ("model.path", "data.cache_dir")
 
 
 def compared(cfg: Config) -> dict[str, str]:
-    """The keys that all ranks must have the same values of."""
+    """Return the keys whose values must be the same on all ranks."""
     return {key: repr(get(cfg, key)) for key in leaves() if key not in _LOCAL}
 
 
 def check_same(values: Mapping[str, str], digests: Mapping[str, str], device: torch.device) -> None:
-    """End all ranks, with one message, where one has other values or digests than rank 0; of
-    digests only the names are told. A collective."""
-    mine = json.dumps([dict(values), dict(digests)], sort_keys=True).encode()
-    if len(set(all_gather_bytes(hashlib.sha256(mine).digest(), None, device))) == 1:
+    """Raise the same error on all ranks if one has other values or digests than rank 0. A message
+    shows only the names of digests. A collective."""
+    local = json.dumps([dict(values), dict(digests)], sort_keys=True).encode()
+    if len(set(all_gather_bytes(hashlib.sha256(local).digest(), None, device))) == 1:
         return
-    first, *others = _differences(all_gather_bytes(mine, None, device))
+    first, *others = _differences(all_gather_bytes(local, None, device))
     fields = first.fields() | {
         "problem": "; ".join([first.problem, *map(str, others)]),
         "remedy": "start every rank with the same arguments, and give all machines the same model",
@@ -152,21 +157,22 @@ def check_same(values: Mapping[str, str], digests: Mapping[str, str], device: to
 
 
 def _differences(texts: list[bytes]) -> Iterator[ConfigError]:
-    """One error for all ranks that differ from rank 0 in the same way; its key is the first one."""
+    """Yield one error for all ranks that differ from rank 0 in the same way. Its key is the first
+    difference."""
     first = json.loads(texts[0])
     for text in dict.fromkeys(texts[1:]):
         if text == texts[0]:
             continue
         part, *more = _parts(first, json.loads(text))
-        words = [part.problem, *map(str, more[: _SHOWN - 1])]
-        words += [f"{len(more) - _SHOWN + 1} more"] if len(more) >= _SHOWN else []
+        differences = [part.problem, *map(str, more[: _SHOWN - 1])]
+        differences += [f"{len(more) - _SHOWN + 1} more"] if len(more) >= _SHOWN else []
         ranks = [rank for rank, other in enumerate(texts) if other == text]
         place = f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
-        yield ConfigError(**part.fields() | {"problem": ", ".join(words), "place": place})
+        yield ConfigError(**part.fields() | {"problem": ", ".join(differences), "place": place})
 
 
 def _parts(first: Any, other: Any) -> Iterator[ConfigError]:
-    """What differs between two ranks: the model's files first."""
+    """Yield the differences between two ranks, the model's files first."""
     (values, digests), (other_values, other_digests) = first, other
     for name in sorted(digests.keys() | other_digests.keys()):
         if digests.get(name) != other_digests.get(name):
@@ -181,11 +187,11 @@ def _parts(first: Any, other: Any) -> Iterator[ConfigError]:
 
 
 def spans(numbers: list[int]) -> str:
-    """[1, 2, 3, 7] as 1-3, 7."""
-    found: list[list[int]] = []
+    """Return [1, 2, 3, 7] as 1-3, 7."""
+    runs: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            found.append([number])
-    return ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in found)
+            runs.append([number])
+    return ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in runs)

@@ -1,6 +1,6 @@
-"""On the CPU, answers for the calls of `torch.cuda` that Megatron-Core 0.16 makes.
+"""Stand-in on the CPU for the calls of `torch.cuda` that Megatron-Core 0.16 makes.
 
-Installed once and explicitly, and never where the platform is cuda.
+It is installed once and explicitly, and never where the platform is cuda.
 """
 
 import contextlib
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._device  # not loaded by torch itself
+import torch.utils._device  # torch itself does not load it
 
 
 def _making_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """The torch factory function, taking device="cuda" to mean the CPU."""
+    """Return the torch factory function, with device="cuda" replaced by the CPU."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -25,7 +25,7 @@ def _making_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _NoStream:
-    """Stands for a CUDA stream or event: on the CPU all work is already in order."""
+    """Replacement of a CUDA stream or event: on the CPU all work is already in order."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -39,17 +39,18 @@ def stand_in_installed() -> bool:
 
 
 def install_cpu_stand_in() -> None:
-    """Answer Megatron-Core's CUDA calls on the CPU. Idempotent.
+    """Replace Megatron-Core's CUDA calls by calls on the CPU. Idempotent.
 
     This changes the whole process, and happens only where the platform is cpu.
     """
     if stand_in_installed():
         return
     answer_cuda_calls()
-    # Tensors made with device="cuda": schedules, optimizer, gradient clipping, checkpoints. Wrapped
-    # one by one: a TorchFunctionMode would do too, but it taxes every attribute of every tensor
-    # (10,600 calls in a step of 8 rows). `with torch.device(...)` looks the functions up in a set
-    # that is built at its first use: build it now, while it still finds the real ones.
+    # Schedules, optimizer, gradient clipping and checkpoints make tensors with device="cuda". The
+    # factory functions are wrapped one by one: a TorchFunctionMode would work too, but it slows
+    # down every attribute of every tensor (10,600 calls in a step of 8 rows). `with
+    # torch.device(...)` looks the functions up in a set that is built at its first use. The set is
+    # built here, before they are wrapped.
     torch.utils._device._device_constructors()
     for name in ("tensor", "zeros", "ones", "full", "empty", "empty_like", "zeros_like"):
         setattr(torch, name, _making_on_cpu(getattr(torch, name)))
@@ -67,19 +68,20 @@ def install_cpu_stand_in() -> None:
 
 
 def answer_cuda_calls() -> None:
-    """Let the functions of `torch.cuda` that Megatron-Core calls answer without a device."""
+    """Replace the functions of `torch.cuda` that Megatron-Core calls, so that they need no
+    device."""
     import megatron.core.tensor_parallel.random as megatron_random
 
     cuda: Any = torch.cuda
-    # Buffers are made with device=torch.cuda.current_device() (p2p, mappings, layers).
+    # Megatron makes buffers with device=torch.cuda.current_device() (p2p, mappings, layers).
     cuda.current_device = lambda: torch.device("cpu")
-    # Ordering points between streams: nothing to wait for.
+    # Streams are ordering points, and here there is nothing to wait for.
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.empty_cache = lambda: None
     cuda.Stream = cuda.Event = _NoStream
     cuda.current_stream = cuda.default_stream = _NoStream
     cuda.stream = lambda stream: contextlib.nullcontext()
-    # Random state: the CPU generator stands for the device's, in recomputation too.
+    # The CPU generator replaces the device's random state, in recomputation too.
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""Where the run computes: CUDA with NCCL, or the CPU with gloo. Nothing outside
-this room reads torch.cuda.
+"""Device of the run: CUDA with NCCL, or the CPU with gloo. Nothing outside this room reads
+torch.cuda.
 
-Megatron-Core 0.16 calls `torch.cuda` directly. On the CPU, cuda_stand_in.py answers those calls.
+Megatron-Core 0.16 calls `torch.cuda` directly. On the CPU, cuda_stand_in.py replaces those calls.
 """
 
 import gc
@@ -22,10 +22,10 @@ from megatron_vlm.errors import ConfigError
 T = TypeVar("T")
 
 _DRIVER_FILES = ("/dev/nvidia[0-9]*", "/proc/driver/nvidia/version")
-_MANY_PARAMETERS = 10**8  # above those of models for tests
+_MANY_PARAMETERS = 10**8  # more than models for tests have
 
-# Dense bf16 peak of one device, FLOP/s, from the vendor's data sheets: accumulated in fp32, without
-# sparsity. Of two names that fit, the first counts.
+# Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets, with fp32 accumulation and
+# without sparsity. The first name that matches counts.
 PEAK_FLOPS_BF16 = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -50,7 +50,7 @@ PEAK_FLOPS_BF16 = {
 
 @dataclass(frozen=True)
 class Platform:
-    """The device of this rank and what depends on it."""
+    """Device of this rank and settings that depend on it."""
 
     name: str  # cuda | cpu
     device: torch.device
@@ -62,25 +62,26 @@ class Platform:
         return self.name == "cuda"
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has finished its work."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
     def release(self) -> None:
-        """Give back the memory that nothing uses, also where objects refer to each other."""
+        """Release unused memory, including that of reference cycles."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
 
     def memory_allocated(self) -> int:
-        """Bytes in use now: of the device, or the resident set of this process on the CPU."""
+        """Return the bytes in use: of the device, or the resident set of this process on the
+        CPU."""
         if self.is_cuda:
             return torch.cuda.memory_allocated(self.device)
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def memory_peak(self) -> int:
-        """The most bytes in use since the start of the process."""
+        """Return the maximum of bytes in use since the start of the process."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
         import resource
@@ -90,19 +91,19 @@ class Platform:
         return max(peak, self.memory_allocated())
 
     def memory_total(self) -> int:
-        """Bytes the device has."""
+        """Return the bytes of memory that the device has."""
         if self.is_cuda:
             return torch.cuda.get_device_properties(self.device).total_memory
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def peak_flops(self) -> float | None:
-        """Dense bf16 FLOP/s of the device; None where the table does not know it."""
+        """Return the dense bf16 FLOP/s of the device, or None if the table does not have it."""
         if not self.is_cuda:
             return None
         return peak_of(torch.cuda.get_device_name(self.device))
 
     def remark(self, asked: str, parameters: int) -> str | None:
-        """What users are told of a model of real size on a CPU that nobody chose; None else."""
+        """Return a warning about a model of real size on a CPU that nobody chose, or None."""
         if self.is_cuda or asked != "auto" or parameters < _MANY_PARAMETERS:
             return None
         return (
@@ -113,23 +114,24 @@ class Platform:
 
 
 def peak_of(name: str) -> float | None:
-    """Of a device with this name, in whole words: an H200 is no H20, and a GB200 no B200. Variants
-    with another limit of power, such as Max-Q or Laptop, are other devices."""
+    """Return the peak of a device with this name, matched by whole words: an H200 is no H20, and a
+    GB200 no B200. Variants with another power limit, such as Max-Q or Laptop, are other devices."""
     if re.search(r"\b(Max-Q|Laptop|MIG)\b", name):
         return None
-    words = {key: rf"\b{key}\b" for key in PEAK_FLOPS_BF16}
-    return next((PEAK_FLOPS_BF16[key] for key in words if re.search(words[key], name)), None)
+    patterns = {key: rf"\b{key}\b" for key in PEAK_FLOPS_BF16}
+    return next((PEAK_FLOPS_BF16[key] for key in patterns if re.search(patterns[key], name)), None)
 
 
 def pick_platform(name: str = "auto") -> Platform:
-    """The platform by name, ready to use: on the CPU the stand-in is installed."""
+    """Return the platform of this name, ready for use. On the CPU the stand-in is installed."""
     if name not in ("auto", "cuda", "cpu"):
         raise ConfigError("is unknown", key="platform", found=name, allowed=("auto", "cuda", "cpu"))
-    # Megatron overlaps TP's reductions with GEMMs by the order in which kernels are queued: one
-    # queue keeps it. Must be set before CUDA starts; what the user set stays.
+    # Megatron overlaps TP's reductions with GEMMs by the order in which kernels are queued, and one
+    # queue keeps this order. The variable must be set before CUDA starts. A value of the user
+    # stays.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # torch prefers cuDNN's attention on Hopper and Blackwell, which builds a plan for each shape:
-    # every micro-batch, picture and generated token has a new one.
+    # torch prefers cuDNN's attention on Hopper and Blackwell, which builds a plan for each shape,
+    # and every micro-batch, picture and generated token has a new shape.
     os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     has_cuda = torch.cuda.is_available() and not stand_in_installed()
     if name == "cuda" and not has_cuda:
@@ -150,25 +152,28 @@ def pick_platform(name: str = "auto") -> Platform:
 
 
 def unseen_gpu() -> str | None:
-    """What shows that a machine on which torch sees no GPU has one all the same."""
+    """Return evidence that this machine has a GPU although torch sees none, such as a driver file;
+    None without evidence."""
     files = (path for pattern in _DRIVER_FILES for path in sorted(glob(pattern)))
     return next(files, None) or shutil.which("nvidia-smi")
 
 
 def why_unseen() -> str:
-    """What to do where torch sees none."""
+    """Return a remedy for a GPU that torch does not see."""
     if torch.version.cuda is None:
         return "this build of torch has no CUDA: install one that has"
-    if (shown := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return f"CUDA_VISIBLE_DEVICES={shown!r} may hide it, as where a job asked for no GPU"
+    if (visible_devices := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return (
+            f"CUDA_VISIBLE_DEVICES={visible_devices!r} may hide it, as where a job asked for no GPU"
+        )
     return "check that nvidia-smi lists it, and that its driver is new enough for this torch"
 
 
 def _refuse_unseen_gpu() -> None:
-    """What is meant for a GPU never goes to the CPU by itself."""
-    if (sign := unseen_gpu()) is not None:
+    """Refuse to use the CPU by default on a machine with a GPU that torch does not see."""
+    if (evidence := unseen_gpu()) is not None:
         raise ConfigError(
-            f": torch {torch.__version__} sees no GPU, though {sign} is there",
+            f": torch {torch.__version__} sees no GPU, though {evidence} is there",
             key="platform",
             found="auto",
             remedy=f"{why_unseen()}; or set platform=cpu to compute on the CPU",
@@ -176,52 +181,52 @@ def _refuse_unseen_gpu() -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor there, without waiting: from pinned memory a copy only takes its place in the
-    device's queue, which torch keeps the memory for."""
+    """Copy the tensor to the device without blocking. A copy from pinned memory is only queued on
+    the device, and torch keeps the memory until it is done."""
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 class CopyStream:
-    """Copies to the device while it computes. On the CPU nothing is copied."""
+    """Stream of copies to the device while it computes. On the CPU nothing is copied."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, take: Callable[[Callable[[Tensor], Tensor]], T]) -> Callable[[], T]:
-        """Call `take` with a function that sends a tensor to the device. What `take` makes is given
-        by calling what this returns: from then on the device, not the host, waits for the copies.
-        """
-        moved: list[Tensor] = []
+        """Call `take` with a function that sends a tensor to the device, and return a function that
+        returns the result of `take`. From its call on the device waits for the copies; the host
+        does not."""
+        copies: list[Tensor] = []
 
         def move(tensor: Tensor) -> Tensor:
-            moved.append(to_device(tensor, self.device))
-            return moved[-1]
+            copies.append(to_device(tensor, self.device))
+            return copies[-1]
 
         if self.stream is None:
-            made = take(move)
-            return lambda: made
+            result = take(move)
+            return lambda: result
         with torch.cuda.stream(self.stream):
-            made = take(move)
-        sent = self.stream.record_event()
+            result = take(move)
+        copied = self.stream.record_event()
 
         def arrive() -> T:
-            computing = torch.cuda.current_stream(self.device)
-            computing.wait_event(sent)
-            for tensor in moved:
-                # Its memory is the copying stream's, and would be that of the next copy before
-                # this stream is through with it.
-                tensor.record_stream(computing)
-            return made
+            compute_stream = torch.cuda.current_stream(self.device)
+            compute_stream.wait_event(copied)
+            for tensor in copies:
+                # The memory belongs to the copy stream. Without this, the next copy could overwrite
+                # it before the compute stream has used it.
+                tensor.record_stream(compute_stream)
+            return result
 
         return arrive
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a run depends on of one device."""
+    """Properties of one device that a run depends on."""
 
     name: str
     memory: int  # bytes
@@ -230,23 +235,23 @@ class Gpu:
 
 
 def count_gpus() -> int:
-    """How many devices torch sees."""
+    """Return the number of devices that torch sees."""
     return torch.cuda.device_count()
 
 
 def find_gpus() -> list[Gpu]:
-    """Every device that torch sees."""
-    found = []
+    """Return every device that torch sees."""
+    gpus = []
     for number in range(count_gpus()):
         device = Platform("cuda", torch.device("cuda", number), "nccl", torch.bfloat16)
         properties = torch.cuda.get_device_properties(number)
         bf16 = properties.major >= 8
-        found.append(Gpu(properties.name, device.memory_total(), bf16, device.peak_flops()))
-    return found
+        gpus.append(Gpu(properties.name, device.memory_total(), bf16, device.peak_flops()))
+    return gpus
 
 
 def nccl_version() -> str | None:
-    """The version of NCCL that torch was built with; None for a build without it."""
+    """Return the NCCL version of this build of torch, or None if it has no NCCL."""
     if not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))

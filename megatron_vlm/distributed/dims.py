@@ -1,4 +1,4 @@
-"""Degrees of parallelism, the order of ranks, and which layers a stage holds."""
+"""Degrees of parallelism, the order of ranks, and the layers of each stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from megatron_vlm.errors import ConfigError
 class ParallelDims:
     """Degrees of parallelism and the decoder layers of each pipeline stage.
 
-    With interleaved stages a stage holds several chunks of the model, its virtual stages:
-    `layers_per_stage` then has an entry for each chunk, in the order of the pipeline, which goes
-    through all stages with their chunk 0, then through all with their chunk 1, and so on.
+    With interleaved stages a stage holds several chunks of the model, its virtual stages.
+    `layers_per_stage` then has an entry for each chunk, in the order of the pipeline: chunk 0 of
+    all stages, then chunk 1 of all stages, and so on.
     """
 
     tp: int
@@ -26,7 +26,7 @@ class ParallelDims:
 
     @staticmethod
     def create(cfg: ParallelConfig, world_size: int, num_layers: int) -> "ParallelDims":
-        """Derive DP from the world size and lay the decoder layers out over the stages."""
+        """Derive DP from the world size and divide the decoder layers among the stages."""
         for name in ("tp", "pp", "ep", "virtual_stages"):
             if (degree := getattr(cfg, name)) < 1:
                 raise ConfigError(
@@ -61,33 +61,33 @@ class ParallelDims:
         return sum(self.layers_per_stage)
 
     def place_of(self, stage: int, chunk: int) -> int:
-        """The place of a chunk in the pipeline, from 0."""
+        """Return the place of a chunk in the pipeline, from 0."""
         return chunk * self.pp + stage
 
     def is_last(self, place: int) -> bool:
-        """Whether the head is at this place."""
+        """Return whether this place in the pipeline has the head."""
         return place == len(self.layers_per_stage) - 1
 
     def layers_of(self, stage: int, chunk: int = 0) -> range:
-        """Global numbers, from 0, of the decoder layers in a chunk of a stage."""
+        """Return the global numbers, from 0, of the decoder layers in a chunk of a stage."""
         ends = [0, *accumulate(self.layers_per_stage)]
         place = self.place_of(stage, chunk)
         return range(ends[place], ends[place + 1])
 
     def features_after(self, place: int, features: int) -> int:
-        """Of so many DeepStack features, which one layer after the other adds, those that the
-        layers up to the end of a place in the pipeline leave."""
+        """Return how many DeepStack features are left after a place in the pipeline. Each layer
+        adds one of the `features`."""
         return max(features - sum(self.layers_per_stage[: place + 1]), 0)
 
     def megatron_layout(self) -> list[list[str]]:
-        """The layout as TransformerConfig.pipeline_model_parallel_layout takes it."""
+        """Return the layout in the form of TransformerConfig.pipeline_model_parallel_layout."""
         stages = [["decoder"] * count for count in self.layers_per_stage]
         stages[0].insert(0, "embedding")
         stages[-1].append("loss")
         return stages
 
     def check_divides(self, heads: int, kv_heads: int, intermediate: int) -> None:
-        """TP cuts attention by heads and the MLP by width: both must divide."""
+        """Refuse a TP that does not divide the attention heads and the width of the MLP."""
         for name, count in (
             ("num_attention_heads", heads),
             ("num_key_value_heads", kv_heads),
@@ -102,43 +102,44 @@ class ParallelDims:
                 )
 
     def padded_vocab(self, vocab: int) -> int:
-        """The vocabulary rounded up to a multiple of TP, and no further.
+        """Return the vocabulary rounded up to the next multiple of TP.
 
         The extra rows exist only in memory: model/log_probs.py keeps them out of the softmax and
         hf/weight_map.py out of checkpoints.
         """
         return -(-vocab // self.tp) * self.tp
 
-    # The order of ranks, Megatron's: over tp first, then dp, then pp.
+    # The order of ranks is Megatron's: tp first, then dp, then pp.
 
     def tp_rank_of(self, rank: int) -> int:
-        """The place of a rank among those that share its layers."""
+        """Return the tensor parallel rank: the place among the ranks that share its layers."""
         return rank % self.tp
 
     def replica_of(self, rank: int) -> int:
-        """The data parallel replica of a rank."""
+        """Return the data parallel replica of a rank."""
         return rank // self.tp % self.dp
 
     def stage_of(self, rank: int) -> int:
-        """The pipeline stage of a rank."""
+        """Return the pipeline stage of a rank."""
         return rank // (self.tp * self.dp)
 
     def leader_of(self, replica: int) -> int:
-        """The first rank of a replica: it loads the replica's data and answers for it."""
+        """Return the first rank of a replica, which loads the replica's data and reports its
+        results."""
         return replica * self.tp
 
 
 def loads_data(parallel: ParallelConfig, rank: int, world: int) -> bool:
-    """Whether a rank leads its replica, asked before there is a `ParallelDims`."""
+    """Return whether a rank leads its replica. It is needed before there is a `ParallelDims`."""
     return rank % parallel.tp == 0 and rank < world // parallel.pp
 
 
 def _stages(
     asked: list[int] | str | None, pp: int, virtual: int, num_layers: int
 ) -> tuple[int, ...]:
-    """The layout asked for, checked; or an even one, its remainder on the middle stages, because
-    the first also has the vision tower and the last the head. The planner replaces "auto" before
-    the model is built; until then it is even."""
+    """Return the layout of the configuration after checks, or an even one. The remainder of an even
+    layout is on the middle stages, because the first also has the vision tower and the last the
+    head. "auto" is even until the planner replaces it, before the model is built."""
     count = pp * virtual
     if virtual > 1 and pp == 1:
         raise ConfigError(
@@ -153,7 +154,7 @@ def _stages(
     if asked is None or isinstance(asked, str):
         if num_layers < count:
             remedy = "lower it"
-            if num_layers == count - 1:  # the first may hold the tower alone
+            if num_layers == count - 1:  # the first stage may hold only the tower
                 remedy += f", or set parallel.layers_per_stage={[0] + [1] * num_layers}"
             raise ConfigError(
                 f"{factor}is more than the model's {num_layers} layers",
@@ -161,10 +162,10 @@ def _stages(
                 found=pp,
                 remedy=remedy,
             )
-        base, extra = divmod(num_layers, count)
+        quotient, remainder = divmod(num_layers, count)
         order = [*range(1, count - 1), count - 1, 0]
-        more = {order[i % len(order)] for i in range(extra)} if count > 1 else set()
-        return tuple(base + (stage in more) for stage in range(count))
+        larger = {order[i % len(order)] for i in range(remainder)} if count > 1 else set()
+        return tuple(quotient + (stage in larger) for stage in range(count))
     _check_entries(asked, kind, f"parallel.pp={pp} {factor}".strip(), count, num_layers)
     return tuple(asked)
 
@@ -172,7 +173,7 @@ def _stages(
 def _check_entries(
     asked: Sequence[int], kind: str, product: str, count: int, num_layers: int
 ) -> None:
-    """Refuse entries of parallel.layers_per_stage that do not lay out the model."""
+    """Refuse entries of parallel.layers_per_stage that do not fit the model."""
     if len(asked) != count:
         auto = ", or auto" if kind == "stage" else ""
         raise ConfigError(

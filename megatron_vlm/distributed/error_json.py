@@ -1,4 +1,4 @@
-"""The fields of an error as JSON, for another process to raise the same error. Needs no torch."""
+"""Fields of an error as JSON, so that another process can raise the same error. No torch."""
 
 from typing import Any
 
@@ -6,30 +6,30 @@ from megatron_vlm.errors import NOT_GIVEN, MegatronVLMError, show_choices, show_
 
 
 class ShownValue(str):
-    """A value of which only the text that a message shows has arrived."""
+    """Value of which only the text of a message has arrived."""
 
     def __repr__(self) -> str:
-        return str(self)  # a message shows it again as it is
+        return str(self)  # a message shows the text unchanged
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:
-    """The fields, for `error_from_json`; of an error of another kind, its text. What JSON cannot
-    hold is sent as a message shows it."""
+    """Return the fields for `error_from_json`, or only the text of an error that is not a
+    MegatronVLMError. Values that JSON cannot hold are sent as a message shows them."""
     if not isinstance(error, MegatronVLMError):
         return {"problem": str(error)}
     fields = error.fields()
-    found, allowed = fields.pop("found"), fields["allowed"]
-    if isinstance(found, ShownValue) or not _is_plain(found):
-        fields |= {} if found is NOT_GIVEN else {"shown": show_value(found)}
+    value, choices = fields.pop("found"), fields["allowed"]
+    if isinstance(value, ShownValue) or not _is_plain(value):
+        fields |= {} if value is NOT_GIVEN else {"shown": show_value(value)}
     else:
-        fields["found"] = found
-    if not _is_plain(allowed):
-        fields["allowed"] = show_choices(allowed)
+        fields["found"] = value
+    if not _is_plain(choices):
+        fields["allowed"] = show_choices(choices)
     return fields
 
 
 def error_from_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of an error that has the same message."""
+    """Return the keyword arguments of an error that has the same message."""
     arguments = dict(fields)
     if "shown" in arguments:
         arguments["found"] = ShownValue(arguments.pop("shown"))
@@ -37,7 +37,7 @@ def error_from_json(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON returns a value that a message shows in the same way."""
+    """Return whether a message shows the value in the same way after JSON."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

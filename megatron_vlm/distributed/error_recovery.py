@@ -1,4 +1,4 @@
-"""After an error within a task of all ranks: whether they stand at one place, and can go on."""
+"""Recovery after an error within a task of all ranks, if all are at the same collective."""
 
 import json
 import time
@@ -10,34 +10,39 @@ from megatron_vlm.distributed.agreement import job_store
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.job_store import SignedStore
 
-PATIENCE_S = 10.0  # until the slowest rank has raised its error, too
+PATIENCE_S = 10.0  # time for the slowest rank to raise its error, too
 
 
 def failed_alike(task: str, grid: RankGroups) -> bool:
-    """Whether every rank has raised an error in this task, after as many collectives as the others
-    of each of its groups: then nobody waits in one for anybody. Called by the ranks that have.
-    False after some seconds where another rank has not. Each `task` has a name of its own."""
+    """Return whether every rank has raised an error in this task, after equally many collectives of
+    each of its groups. Then no rank waits for another in a collective.
+
+    The ranks that have raised an error call it. It returns False after some seconds if another rank
+    has not. Each `task` has its own name.
+    """
     board = job_store()
     if board is None:
         return True
     if grid.pp.size > 1:
-        return False  # what a stage has sent may not have been received
+        return False  # a message of a stage may not have been received
     board.write(f"{task}/{grid.rank}", json.dumps(_collectives(grid)))
     if grid.rank > 0:
         return _awaited(board, task, time.monotonic() + 2 * PATIENCE_S) == "alike"
-    ends = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     ranks = range(dist.get_world_size())
-    said = [_awaited(board, f"{task}/{rank}", ends) for rank in ranks]
-    alike = _at_one_place([json.loads(each) for each in said if each is not None], len(said))
+    messages = [_awaited(board, f"{task}/{rank}", deadline) for rank in ranks]
+    alike = _at_one_place(
+        [json.loads(each) for each in messages if each is not None], len(messages)
+    )
     board.write(task, "alike" if alike else "apart")
     return alike
 
 
-Counts = list[tuple[str, list[int], int]]  # of each group its name, its ranks, and the collectives
+Counts = list[tuple[str, list[int], int]]  # name, ranks, and number of collectives of each group
 
 
 def _collectives(grid: RankGroups) -> Counts:
-    """How many this rank has entered."""
+    """Return the number of collectives of each group that this rank has entered."""
     axes = {"tp": grid.tp, "dp": grid.dp, "replica": grid.replica, "ep": grid.ep, "edp": grid.edp}
     groups: dict[str, Any] = {n: axis.group for n, axis in axes.items() if axis.size > 1}
     groups["all"] = dist.group.WORLD
@@ -48,11 +53,11 @@ def _collectives(grid: RankGroups) -> Counts:
 
 
 def _at_one_place(counts: list[Counts], ranks: int) -> bool:
-    found: dict[tuple[str, tuple[int, ...]], set[int]] = {}
-    for of_rank in counts:
-        for name, group, entered in of_rank:
-            found.setdefault((name, tuple(group)), set()).add(entered)
-    return len(counts) == ranks and all(len(entered) == 1 for entered in found.values())
+    entered_by_group: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+    for groups_of_rank in counts:
+        for name, group, entered in groups_of_rank:
+            entered_by_group.setdefault((name, tuple(group)), set()).add(entered)
+    return len(counts) == ranks and all(len(entered) == 1 for entered in entered_by_group.values())
 
 
 def _awaited(board: SignedStore, key: str, ends: float) -> str | None:

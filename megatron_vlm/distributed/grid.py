@@ -1,4 +1,4 @@
-"""Where this process stands among all ranks. Nothing else reads Megatron's parallel_state."""
+"""Place of this process among all ranks. Nothing else reads Megatron's parallel_state."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,12 +11,12 @@ from torch import Tensor
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 
-CutGroup = Literal["tp", "ep"]  # over which a parameter can be cut
+CutGroup = Literal["tp", "ep"]  # groups over which a parameter can be cut
 
 
 @dataclass(frozen=True)
 class GroupAxis:
-    """This process among those that it shares one kind of work with."""
+    """Rank of this process in a group of processes that share one kind of work."""
 
     rank: int
     size: int
@@ -25,21 +25,21 @@ class GroupAxis:
 
 @dataclass(frozen=True)
 class RankGroups:
-    """The layout and this process's place in it; `Grid.create` builds the process groups."""
+    """Layout and the place of this process in it. `create` builds the process groups."""
 
     dims: ParallelDims
-    rank: int  # of the whole job
+    rank: int  # rank in the whole job
     tp: GroupAxis
     pp: GroupAxis  # its rank is the pipeline stage
     dp: GroupAxis  # its rank is the data parallel replica
     replica: GroupAxis  # the TP x PP ranks of one replica; the first of them loads its data
-    ep: GroupAxis  # the replicas that share out the experts of this stage
-    edp: GroupAxis  # those that hold the same experts
+    ep: GroupAxis  # the replicas that divide the experts of this stage
+    edp: GroupAxis  # the replicas that hold the same experts
 
     @staticmethod
     def create(dims: ParallelDims, seed: int, timeout_minutes: float) -> "RankGroups":
-        """Megatron's process groups over an initialised torch.distributed world. Groups that this
-        process already has, from another worker, must have the same layout."""
+        """Create Megatron's process groups in an initialised torch.distributed world. If another
+        worker of this process has created groups already, they must have the same layout."""
         if parallel_state.model_parallel_is_initialized():
             _check_same_groups(dims)
         else:
@@ -70,34 +70,35 @@ class RankGroups:
 
     @property
     def first(self) -> bool:
-        """Whether this is the first pipeline stage, which has the vision tower."""
+        """True for the first pipeline stage, which has the vision tower."""
         return self.pp.rank == 0
 
     @property
     def last(self) -> bool:
-        """Whether this is the last pipeline stage, which has the head."""
+        """True for the last pipeline stage, which has the head."""
         return self.pp.rank == self.pp.size - 1
 
     @property
     def leads(self) -> bool:
-        """Whether this process loads the data of its replica and answers for it."""
+        """True if this process loads the data of its replica and reports its results."""
         return self.replica.rank == 0
 
     def along(self, cut: CutGroup | None) -> tuple[int, int]:
-        """(rank, size) among the processes that a parameter is cut over; (0, 1) for a whole one."""
+        """Return (rank, size) among the processes that a parameter is cut over; (0, 1) for a whole
+        one."""
         axis = self.axis_of(cut)
         return (0, 1) if axis is None else (axis.rank, axis.size)
 
     def axis_of(self, cut: CutGroup | None) -> GroupAxis | None:
-        """The processes that a parameter is cut over; None for a whole one."""
+        """Return the processes that a parameter is cut over, or None for a whole one."""
         return {None: None, "tp": self.tp, "ep": self.ep}[cut]
 
     def copies_of(self, cut: CutGroup | None) -> GroupAxis:
-        """The replicas that hold the same part of a parameter."""
+        """Return the replicas that hold the same part of a parameter."""
         return self.edp if cut == "ep" else self.dp
 
     def gather(self, cut: CutGroup | None, mine: Tensor) -> list[Tensor]:
-        """The parts of a parameter from all processes that it is cut over. A collective."""
+        """Gather the parts of a parameter from all processes that it is cut over. A collective."""
         if (axis := self.axis_of(cut)) is None:
             return [mine]
         parts = [mine.new_empty(mine.shape) for _ in range(axis.size)]
@@ -117,7 +118,7 @@ class RankGroups:
 
     @property
     def leader(self) -> int:
-        """The rank, of the whole job, that leads this replica."""
+        """Rank in the whole job that leads this replica."""
         return dist.get_process_group_ranks(self.replica.group)[0]
 
 
@@ -126,29 +127,29 @@ def _axis(group: dist.ProcessGroup) -> GroupAxis:
 
 
 def _check_same_groups(dims: ParallelDims) -> None:
-    asked = (dims.tp, dims.pp, dims.ep, dims.virtual_stages)
-    there = (
+    degrees_wanted = (dims.tp, dims.pp, dims.ep, dims.virtual_stages)
+    degrees_present = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
     )
-    if there != asked:
+    if degrees_present != degrees_wanted:
         names = ("tp", "pp", "ep", "virtual_stages")
-        ours, theirs = (
+        layout, present = (
             ", ".join(f"{name}={degree}" for name, degree in zip(names, degrees, strict=True))
-            for degrees in (asked, there)
+            for degrees in (degrees_wanted, degrees_present)
         )
-        place = next(i for i, degree in enumerate(asked) if degree != there[i])
+        place = next(i for i, degree in enumerate(degrees_wanted) if degree != degrees_present[i])
         raise ConfigError(
-            f": the layout is {ours}, but this process has a worker with {theirs}, and all "
+            f": the layout is {layout}, but this process has a worker with {present}, and all "
             "workers of a process share its groups",
             key=f"parallel.{names[place]}",
-            found=asked[place],
+            found=degrees_wanted[place],
             remedy="give both one layout, or start the second in processes of its own",
         )
 
 
 def _virtual(dims: ParallelDims) -> int | None:
-    """The number of chunks of a stage, as Megatron takes it."""
+    """Return the number of chunks of a stage in Megatron's form."""
     return dims.virtual_stages if dims.virtual_stages > 1 else None

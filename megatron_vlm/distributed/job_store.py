@@ -1,8 +1,9 @@
-"""The store of a job: where it listens, and what ranks write to it that nobody else could.
+"""Store of a job: its address, and messages of ranks that nobody else can forge.
 
-torch's store listens at every address, and whoever connects to it can list, read and write all
-keys. So that of one machine listens on loopback; and what ends a job or lets it go on is sealed
-with the job's secret, which the launcher gives to the ranks in their environment.
+torch's store listens at every address, and anyone who connects to it can list, read and write all
+keys. So the store of a single machine listens on loopback. A message that ends a job or lets it
+continue is signed with the job's secret, which the launcher passes to the ranks in their
+environment.
 """
 
 import datetime
@@ -25,27 +26,28 @@ _SEAL_BYTES = 2 * hashlib.sha256().digest_size
 
 
 class StoreError(MegatronVLMError):
-    """The store cannot listen where it should."""
+    """The store cannot listen at its address."""
 
 
 def stay_on_this_machine() -> bool:
-    """Whether all ranks run here, as far as the launcher's variables tell; then gloo and NCCL use
-    loopback, unless the user has named other interfaces."""
+    """Return whether all ranks run on this machine, by the launcher's variables. In that case gloo
+    and NCCL use loopback, unless the user has named other interfaces."""
     world, master = os.environ.get("WORLD_SIZE", "1"), os.environ.get("MASTER_ADDR", "")
-    here = world in ("1", os.environ.get("LOCAL_WORLD_SIZE")) or is_loopback(master)
-    if here:
+    is_local = world in ("1", os.environ.get("LOCAL_WORLD_SIZE")) or is_loopback(master)
+    if is_local:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, _INTERFACE)
-    return here
+    return is_local
 
 
 def is_loopback(host: str) -> bool:
-    """By its name alone: many machines resolve their own name to a loopback address, too."""
+    """Return whether a host is loopback, by its name alone: many machines resolve their own name to
+    a loopback address, too."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def listen_at(host: str, port: int, timeout: datetime.timedelta = _PATIENCE) -> dist.TCPStore:
-    """A store that listens at this address of the machine and no other; port 0 takes a free one."""
+    """Open a store that listens only at this address of the machine. Port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
@@ -67,24 +69,25 @@ def listen_at(host: str, port: int, timeout: datetime.timedelta = _PATIENCE) -> 
 
 
 def part_of_job(store: Any) -> Any:
-    """The keys of this job in a store that others may use, too. Their names do not tell the
+    """Return the keys of this job in a store that others may use, too. The names do not reveal the
     secret."""
     return dist.PrefixStore(f"megatron-vlm-{_digest(b'keys')[:16]}", store)
 
 
 class SignedStore:
-    """What ranks tell each other through the store, each text under a seal. Others can remove it or
-    overwrite it, but nothing that they write is read."""
+    """Messages of ranks through the store, each with a signature. Others can remove or overwrite a
+    message, but nothing that they write is accepted."""
 
     def __init__(self, store: Any):
         self.store = store
 
     def write(self, key: str, text: str) -> None:
-        """In place of what the key had."""
+        """Write the text of a key, in place of the previous one."""
         self.store.set(key, self._seal(key, text.encode()) + text.encode())
 
     def read(self, key: str) -> str | None:
-        """None if a rank has not written it, or somebody else has overwritten it."""
+        """Read a key. Return None if no rank has written it, or if somebody else has overwritten
+        it."""
         if not self.store.check([key]):
             return None
         value = self.store.get(key)
@@ -97,6 +100,6 @@ class SignedStore:
 
 
 def _digest(words: bytes) -> str:
-    """Only who has the secret can make it."""
+    """Return a digest that only an owner of the secret can make."""
     secret = os.environ.get(SECRET, "").encode()
     return hmac.new(secret, words, hashlib.sha256).hexdigest()

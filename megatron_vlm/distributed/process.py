@@ -1,4 +1,4 @@
-"""One process of a job: its exit status, its errors in one sentence, how often it was restarted."""
+"""Process of a job: its exit status, its errors in one sentence, and its number of restarts."""
 
 import contextlib
 import hashlib
@@ -14,30 +14,30 @@ from types import FrameType
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentence, show_value
 from megatron_vlm.io.printable import visible
 
-# Exit statuses of a process, and of the job that it belongs to.
+# Exit statuses of a process, and of its job.
 FAILED = 1
-MISTAKE = 2  # by the user, explained in one sentence: restarting would not help
-UNLIKE = 3  # `agree` has found that engine and trainer differ: the command ends with 1
-STUCK = 70  # a rank stopped making progress
+MISTAKE = 2  # mistake of the user, explained in one sentence: a restart would not help
+UNLIKE = 3  # `agree` found that engine and trainer differ: the command ends with 1
+STUCK = 70  # a rank made no progress any more
 PREEMPTED = 75  # saved after a signal: start again to resume
 INTERRUPTED = 130  # Ctrl-C twice: nothing was saved
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # they ask to save and stop
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # requests to save and stop
 STOPPED_EARLY = "stopped by a signal: there is nothing to save"
 
 DEBUG = "MEGATRON_VLM_DEBUG"  # when set, errors keep their traceback
-RESTART = "MEGATRON_VLM_RESTART"  # how often our own launchers restarted the job
-SAID = "MEGATRON_VLM_SAID"  # a folder with a file for each error that a rank has said
-SECRET = "MEGATRON_VLM_SECRET"  # of the job: without it seals only tell what was overwritten
-LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # the process id of the launcher, if it is ours
+RESTART = "MEGATRON_VLM_RESTART"  # number of restarts by our own launchers
+SAID = "MEGATRON_VLM_SAID"  # folder with a file for each error that a rank has reported
+SECRET = "MEGATRON_VLM_SECRET"  # secret of the job; without it signatures only detect overwrites
+LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # process id of our own launcher, if it started this process
 
-# Variables in which a launcher speaks to one rank, and the beginnings of others.
+# Variables of a launcher for one rank, and prefixes of others.
 _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", SECRET)
 _JOB = ("TORCHELASTIC_", "MASTER_", "GLOO_", "NCCL_ASYNC")
 
 
 def without_job() -> dict[str, str]:
-    """The environment for a process that is no rank: without what a launcher tells this one."""
+    """Return the environment of a process that is no rank, without the variables of a launcher."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -46,8 +46,9 @@ def without_job() -> dict[str, str]:
 
 
 def under_launcher() -> bool:
-    """Whether torchrun (or Slurm, or Ray) started this process as one rank of a job. Variables
-    that do not fit together are refused: alone, a rank would take its part for the whole."""
+    """Return whether torchrun (or Slurm, or Ray) started this process as a rank of a job. Variables
+    that contradict each other are refused, because a rank on its own would take its part for the
+    whole."""
     rank, world = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
     if rank is None and world in (None, "1"):
         return False
@@ -62,27 +63,27 @@ def under_launcher() -> bool:
 
 
 def rank_of_process() -> int:
-    """The rank of this process, as its launcher says; 0 for one that is alone."""
+    """Return the rank of this process by its launcher's variables; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_of_process() -> int:
-    """How many ranks its job has; 1 for one that is alone."""
+    """Return the number of ranks of the job; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def new_secret() -> str:
-    """For the ranks of one job."""
+    """Return a new secret for the ranks of one job."""
     return secrets.token_hex(16)
 
 
 def restarts() -> int:
-    """How often this job was restarted after a failure, by us or by torchrun."""
+    """Return the number of restarts of this job after a failure, by us or by torchrun."""
     return int(os.environ.get(RESTART) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def run_process(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run the command as one process of a job; return its exit status."""
+    """Run the command as one process of a job, and return its exit status."""
     with ended_by_signals():
         status = guarded(command, arguments)
         if status not in (FAILED, MISTAKE) and "torch.distributed" in sys.modules:
@@ -95,8 +96,8 @@ def run_process(command: Callable[[Sequence[str]], int], arguments: Sequence[str
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """In the body, signals that ask to stop end the process at once, with PREEMPTED, as there is
-    nothing to save: not yet, or no more. Whoever can save handles them himself meanwhile."""
+    """End the process at once, with PREEMPTED, if a signal asks it to stop during the body: there
+    is nothing to save yet, or no longer. Code that can save sets its own handlers meanwhile."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, _end_early) for number in STOP_SIGNALS}
@@ -108,14 +109,15 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _end_early(_: int, __: FrameType | None) -> None:
-    """Without SystemExit: raised amid imports, it is often caught or ignored by others' code."""
+    """End the process without SystemExit, which the code of others often catches or ignores when it
+    is raised during imports."""
     if _is_first_to_say(STOPPED_EARLY):
         say(STOPPED_EARLY)
     os._exit(PREEMPTED)
 
 
 def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """The command's exit status; a user's mistake is reported in one sentence."""
+    """Return the command's exit status. A user's mistake is reported in one sentence."""
     try:
         return command(arguments)
     except (MegatronVLMError, OSError) as error:
@@ -131,8 +133,8 @@ def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
 
 
 def _is_first_to_say(text: str) -> bool:
-    """Whether no other rank of this attempt and machine has said the same. What differs is always
-    said, and so is everything where the launcher has given no folder to tell."""
+    """Return whether no other rank of this attempt on this machine has reported the same text. It
+    is also true if the launcher has set no folder for this."""
     folder = _folder_of_attempt()
     if folder is None:
         return True
@@ -146,13 +148,14 @@ def _is_first_to_say(text: str) -> bool:
 
 
 def _folder_of_attempt() -> Path | None:
-    """Our launcher's, or that in which torchrun gives each rank a folder of its own."""
-    if (ours := os.environ.get(SAID)) is not None:
-        return Path(ours)
+    """Return our launcher's folder, or the one in which torchrun has a folder for each rank."""
+    if (folder := os.environ.get(SAID)) is not None:
+        return Path(folder)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return None if error_file is None else Path(error_file).parents[1]
 
 
 def say(text: str) -> None:
-    """Tell the user, on stderr. A message may quote paths and records, which others wrote."""
+    """Print a message to the user on stderr. It may quote paths and records, which are
+    untrusted."""
     print(f"megatron-vlm: {visible(text)}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Rank 0 leads: it alone hears from outside, and all ranks do what it tells them."""
+"""Commands from rank 0: it alone has contact with the outside, and all ranks follow it."""
 
 import threading
 import time
@@ -13,12 +13,12 @@ from megatron_vlm.distributed.agreement import Signals, Vote, all_reduce_max
 from megatron_vlm.distributed.collectives import broadcast_bytes, broadcast_json
 from megatron_vlm.distributed.watchdog import Watchdog
 
-EVERY_S = 2.0  # that the others hear of rank 0 where it only waits
+EVERY_S = 2.0  # interval of rank 0's messages to the others while it only waits
 
 
 class CommandChannel:
-    """On every rank. All meet before each order, so that whoever was told to stop stops all of
-    them, and none that waits is taken for stuck."""
+    """Channel of commands from rank 0, on every rank. All ranks meet before each command. A signal
+    to one of them thus stops all, and a rank that waits is not taken for stuck."""
 
     def __init__(self, watchdog: Watchdog, signals: Signals, device: torch.device):
         self.watchdog, self.signals, self.device = watchdog, signals, device
@@ -27,18 +27,18 @@ class CommandChannel:
 
     @property
     def is_silent(self) -> bool:
-        """On rank 0: whether the others have not heard of it for long."""
+        """True on rank 0 if the others have received nothing from it for EVERY_S."""
         return time.monotonic() - self.last >= EVERY_S
 
     def meet(self) -> bool:
-        """A collective: whether any rank was told to stop."""
+        """Meet the other ranks, and return whether any of them received a signal. A collective."""
         self.last = time.monotonic()
         self.watchdog.alive()
         vote = Vote.OK if self.signals.received is None else Vote.STOP
         return all_reduce_max(vote, self.device) == Vote.STOP
 
     def tell(self, order: Mapping[str, Any], contents: Sequence[bytes] = ()) -> None:
-        """On rank 0, after all have met."""
+        """Send a command to the others, on rank 0, after all have met."""
         if self.alone:
             return
         broadcast_json({**order, "contents": len(contents)}, 0, None, self.device)
@@ -46,25 +46,26 @@ class CommandChannel:
             broadcast_bytes(content, 0, None, self.device)
 
     def hear(self) -> tuple[dict[str, Any], list[bytes]]:
-        """On the others, after all have met: the order and its contents."""
+        """Return the next command and its contents, on the others, after all have met."""
         order = broadcast_json(None, 0, None, self.device)
         count = order.pop("contents")
         return order, [broadcast_bytes(None, 0, None, self.device) for _ in range(count)]
 
 
-# Long work beside the ranks', of which the others hear meanwhile: they would take it for stuck.
+# Rank 0 may have long work that the other ranks do not share. It keeps contact with them meanwhile,
+# because they would take it for stuck.
 
 T = TypeVar("T")
 POLL_S = 0.5
 
 
 def result_of(work: "Future[T]", meanwhile: Callable[[], None], every_s: float = POLL_S) -> T:
-    """Its result; `meanwhile` is called until then."""
+    """Return the result of a future, and call `meanwhile` until it is done."""
     while True:
         try:
             return work.result(every_s)
         except TimeoutError:
-            if work.done():  # the work's own error, or it has just ended
+            if work.done():  # either the work raised it, or the work has just ended
                 return work.result()
             meanwhile()
 
@@ -72,15 +73,15 @@ def result_of(work: "Future[T]", meanwhile: Callable[[], None], every_s: float =
 def run_in_thread(
     work: Callable[[], T], meanwhile: Callable[[], None], every_s: float = POLL_S
 ) -> T:
-    """What `work` returns, done in a thread. What `meanwhile` raises is raised at once, and the
-    work is left to itself: the process is about to end."""
-    done: Future[T] = Future()
+    """Run `work` in a thread and return its result. An error of `meanwhile` is raised at once, and
+    the work is abandoned: the process is about to end."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            done.set_result(work())
+            future.set_result(work())
         except BaseException as error:
-            done.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="beside").start()
-    return result_of(done, meanwhile, every_s)
+    return result_of(future, meanwhile, every_s)

@@ -1,4 +1,4 @@
-"""Ranks as actors of a Ray cluster: where they run, and how they find each other."""
+"""Ranks as actors of a Ray cluster: their placement, and the store through which they meet."""
 
 import os
 from typing import Any, NamedTuple
@@ -13,14 +13,14 @@ from megatron_vlm.distributed.job_store import listen_at
 from megatron_vlm.distributed.process import SECRET, new_secret
 from megatron_vlm.errors import ConfigError
 
-PLACE_S = 60.0  # the cluster has this long to find room
+PLACE_S = 60.0  # time for the cluster to find room
 
 
 def place_ranks(
     processes: int, tp: int, cpus: float, gpus: float
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Reserve room: a placement group, and the options of each rank's actor. The TP ranks of one
-    stage share a node."""
+    """Reserve room in the cluster. Return a placement group and the options of each rank's actor.
+    The TP ranks of one stage share a node."""
     if processes < 1 or processes % tp:
         raise ConfigError(
             f"does not divide the {processes} processes",
@@ -29,11 +29,11 @@ def place_ranks(
             remedy=f"start a multiple of {tp}",
         )
     bundle = {key: tp * each for key, each in (("CPU", cpus), ("GPU", gpus)) if each}
-    place = placement_group([bundle] * (processes // tp))
+    group = placement_group([bundle] * (processes // tp))
     try:
-        ray.get(place.ready(), timeout=PLACE_S)
+        ray.get(group.ready(), timeout=PLACE_S)
     except GetTimeoutError:
-        remove_placement_group(place)
+        remove_placement_group(group)
         raise ConfigError(
             f"no room in {PLACE_S:.0f} s for {processes // tp} times {bundle} among "
             f"{ray.cluster_resources()}",
@@ -44,31 +44,33 @@ def place_ranks(
         {
             "num_cpus": cpus,
             "num_gpus": gpus,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(place, rank // tp),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank // tp),
         }
         for rank in range(processes)
     ]
-    return place, options
+    return group, options
 
 
 def gpus_of_rank(platform: str) -> float:
-    """One where the cluster has any: without it, an actor sees none and would take the CPU."""
+    """Return 1 if the cluster has any GPU: an actor without one sees none and would use the CPU."""
     return float(platform != "cpu" and ray.cluster_resources().get("GPU", 0) > 0)
 
 
 def room_for(cpus: float, gpus: float) -> int:
-    """How many ranks fit on the nodes that are alive."""
+    """Return the number of ranks that fit on the nodes that are alive."""
     count = 0
     for node in ray.nodes():
         if node["Alive"]:
-            has = node["Resources"]
-            fits = [has.get(key, 0) / each for key, each in (("CPU", cpus), ("GPU", gpus)) if each]
-            count += int(min(fits))
+            resources = node["Resources"]
+            counts = [
+                resources.get(key, 0) / each for key, each in (("CPU", cpus), ("GPU", gpus)) if each
+            ]
+            count += int(min(counts))
     return count
 
 
 class StoreAddress(NamedTuple):
-    """How the ranks of a job find its store, and the secret that they share."""
+    """Address of a job's store, with the secret of the ranks."""
 
     host: str
     port: int
@@ -76,27 +78,28 @@ class StoreAddress(NamedTuple):
 
 
 class RankActor:
-    """The process of one rank: a base for actors."""
+    """Process of one rank: a base class of actors."""
 
     def __init__(self, rank: int, world: int):
         self.rank = rank
         self.store: dist.TCPStore | None = None
-        # As torchrun sets them. With GPUs, Ray shows each actor only its own, as the first.
+        # torchrun sets the same variables. With GPUs, Ray shows each actor only its own, as the
+        # first.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
 
     def __repr__(self) -> str:
-        return f"rank {self.rank}"  # what Ray puts before each line
+        return f"rank {self.rank}"  # Ray prints it before each line
 
     def open_store(self) -> StoreAddress:
-        """On rank 0: open the store through which the ranks find each other. It listens from now
-        on, at the address that other nodes know, and there alone: a port that is merely free may
-        be taken later, as Ray opens many."""
+        """Open, on rank 0, the store through which the ranks meet. It listens from now on, and only
+        at the address that other nodes know. A port that is only free might be taken later, as Ray
+        opens many."""
         host: str = ray.util.get_node_ip_address()
         self.store = listen_at(host, 0)
         return StoreAddress(host, self.store.port, new_secret())
 
     def use_store(self, store: StoreAddress) -> None:
-        """Have torch use this store instead of opening one, as under torchrun."""
+        """Make torch use this store instead of opening one, as under torchrun."""
         os.environ.update(
             {
                 "MASTER_ADDR": store.host,

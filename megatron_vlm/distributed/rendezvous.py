@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other, also after a restart."""
+"""Rendezvous of the ranks of a job, also after a restart."""
 
 import datetime
 import os
@@ -23,7 +23,7 @@ from megatron_vlm.errors import MegatronVLMError
 
 _POLL_S = 0.01
 _LAST_WORDS_S = 0.5
-_WORLD, _PLACE = "megatron-vlm-world", "megatron-vlm-rank"  # keys of every job, whatever its secret
+_WORLD, _PLACE = "megatron-vlm-world", "megatron-vlm-rank"  # keys independent of the job's secret
 T = TypeVar("T")
 
 
@@ -32,8 +32,8 @@ class MeetingError(MegatronVLMError):
 
 
 def join_world(platform: Platform, minutes: float) -> None:
-    """Join torch.distributed as torchrun's variables say, or alone where there are none. No
-    collective, nor the wait for other ranks, lasts longer than `minutes`."""
+    """Join torch.distributed by torchrun's variables, or alone without them. No collective, nor the
+    wait for other ranks, lasts longer than `minutes`."""
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(minutes=minutes)
@@ -53,9 +53,9 @@ def _join(
     platform: Platform, rank: int, world: int, minutes: float, timeout: datetime.timedelta
 ) -> None:
     store: Any = dist.HashStore()
-    here = stay_on_this_machine()
+    is_local = stay_on_this_machine()
     if world > 1:
-        store = _within(minutes, lambda: _open_store(rank, here, timeout))
+        store = _within(minutes, lambda: _open_store(rank, is_local, timeout))
         store.set_timeout(timeout)
         if not _launcher_has_store():
             _take_place(store, rank, world)
@@ -71,7 +71,7 @@ def _join(
 
 
 def _open_store(rank: int, here: bool, timeout: datetime.timedelta) -> Any:
-    """The launcher's store if it has one, or one that rank 0 opens."""
+    """Return the launcher's store, or one that rank 0 opens."""
     port = int(os.environ.get("MASTER_PORT", "0"))
     if not here or not port or _launcher_has_store():
         return next(dist.rendezvous("env://", timeout=timeout))[0]
@@ -85,13 +85,13 @@ def _launcher_has_store() -> bool:
 
 
 def _take_place(store: Any, rank: int, world: int) -> None:
-    """Be the only process with this rank at a store that lives as long as rank 0. One that is not
-    belongs to another job, whose own rank 0 could not listen: nobody would ever answer it."""
+    """Claim this rank at a store that lives as long as rank 0. A second process with the same rank
+    belongs to another job, whose own rank 0 could not listen and would never reply."""
     if rank == 0:
         store.set(_WORLD, str(world))
-    theirs = store.get(_WORLD)
-    if theirs.isdigit() and rank >= int(theirs):
-        raise _disagree(rank, world, 0, int(theirs))
+    world_of_rank0 = store.get(_WORLD)
+    if world_of_rank0.isdigit() and rank >= int(world_of_rank0):
+        raise _disagree(rank, world, 0, int(world_of_rank0))
     if store.add(f"{_PLACE}-{rank}", 1) > 1:
         raise MeetingError(
             f"is taken in the job{meeting_place()}, so this is another job, or both processes "
@@ -103,81 +103,81 @@ def _take_place(store: Any, rank: int, world: int) -> None:
 
 
 def _within(minutes: float, join: Callable[[], T]) -> T:
-    """What `join` returns. torch's time-outs do not cover an address that accepts a connection and
-    says nothing (seen with torch 2.13); a thread that waits there is left behind."""
-    found: list[T] = []
-    failed: list[Exception] = []
+    """Return the result of `join`. torch's time-outs do not cover an address that accepts a
+    connection and sends nothing (seen with torch 2.13). A thread that waits there is abandoned."""
+    results: list[T] = []
+    errors: list[Exception] = []
 
     def run() -> None:
         try:
-            found.append(join())
+            results.append(join())
         except Exception as error:
-            failed.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(60 * minutes)
-    if failed:
-        raise failed[0]
-    if not found:
+    if errors:
+        raise errors[0]
+    if not results:
         raise MeetingError(
             f"it has not answered{meeting_place()} in {minutes:g} minutes",
             place="rank 0",
             remedy="check that it is there, and that no other program has this port",
         )
-    return found[0]
+    return results[0]
 
 
 def meeting_place() -> str:
-    """Where the ranks meet, for messages; empty for a rank that is alone."""
+    """Return the address where the ranks meet, for messages; an empty text for a rank alone."""
     names = ("MASTER_ADDR", "MASTER_PORT")
     return " at {}:{}".format(*map(os.environ.get, names)) if "RANK" in os.environ else ""
 
 
 def of_this_attempt(store: Any, rank: int, world: int) -> Any:
-    """A part of the store that no earlier attempt of the job has written to.
+    """Return a part of the store that no earlier attempt of the job has written to.
 
     torchrun keeps one store for all attempts, in which torch reads addresses of processes that no
     longer exist: every restart fails (pytorch issues 135712 and 167288; seen with torch 2.13 and
     gloo). torchrun's own count of restarts does not tell attempts apart, as each machine counts for
-    itself. So rank 0 names the attempt, and tells the ranks that are there now.
+    itself. So rank 0 names the attempt and sends the name to the ranks that are present.
     """
-    board, until = SignedStore(store), time.monotonic() + store.timeout.total_seconds()
+    board, deadline = SignedStore(store), time.monotonic() + store.timeout.total_seconds()
     if rank == 0:
         attempt = uuid.uuid4().hex
         for other in range(1, world):
-            _tell(board, other, attempt, until, world)
+            _tell(board, other, attempt, deadline, world)
     else:
-        me = uuid.uuid4().hex
-        board.write(f"joined/{rank}", me)
-        attempt, _, theirs = _hear(board, f"attempt-of/{me}", until).partition(" ")
+        token = uuid.uuid4().hex
+        board.write(f"joined/{rank}", token)
+        attempt, _, world_of_rank0 = _hear(board, f"attempt-of/{token}", deadline).partition(" ")
         board.write(f"told/{attempt}/{rank}", str(world))
-        if int(theirs) != world:
-            raise _disagree(rank, world, 0, int(theirs))
+        if int(world_of_rank0) != world:
+            raise _disagree(rank, world, 0, int(world_of_rank0))
     return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
 def _tell(board: SignedStore, other: int, attempt: str, until: float, world: int) -> None:
-    """Repeat it until it is acknowledged: the first to join may have been a process of the attempt
-    before."""
-    while (theirs := board.read(f"told/{attempt}/{other}")) is None:
-        if (joined := board.read(f"joined/{other}")) is not None:
-            board.write(f"attempt-of/{joined}", f"{attempt} {world}")
+    """Send the attempt until it is acknowledged: the first process to join may belong to the
+    previous attempt."""
+    while (world_of_other := board.read(f"told/{attempt}/{other}")) is None:
+        if (token := board.read(f"joined/{other}")) is not None:
+            board.write(f"attempt-of/{token}", f"{attempt} {world}")
         if time.monotonic() > until:
             raise _missing(other)
         time.sleep(_POLL_S)
-    if int(theirs) != world:
-        time.sleep(_LAST_WORDS_S)  # the store may end with this process, and the other reads there
-        raise _disagree(0, world, other, int(theirs))
+    if int(world_of_other) != world:
+        time.sleep(_LAST_WORDS_S)  # the store may end with this process before the other rank reads
+        raise _disagree(0, world, other, int(world_of_other))
 
 
 def _hear(board: SignedStore, key: str, until: float) -> str:
-    """What rank 0 writes there. Many ranks wait for it, so the store tells them when it is there;
-    what somebody else wrote meanwhile is waited out."""
+    """Return the text that rank 0 writes to a key. Many ranks wait for it, so the store notifies
+    them. Values that somebody else wrote meanwhile are ignored."""
     while True:
-        left = datetime.timedelta(seconds=max(_POLL_S, until - time.monotonic()))
+        remaining = datetime.timedelta(seconds=max(_POLL_S, until - time.monotonic()))
         try:
-            board.store.wait([key], left)
+            board.store.wait([key], remaining)
         except dist.DistStoreError:
             raise _missing(0) from None
         if (text := board.read(key)) is not None:

@@ -1,9 +1,9 @@
-"""The process beside a rank that ends it when the rank can no longer do so itself.
+"""Process next to a rank that ends it when the rank can no longer do so itself.
 
-The watchdog is a thread of the rank: it does not run while the rank is stopped (SIGSTOP), nor while
-code in C keeps Python's lock, such as a read from a mapped file on a file system that has gone.
-The rank writes a line whenever its watchdog has looked; after a long silence it is killed. The
-sentinel ends with the rank, since the pipe between them closes then.
+The watchdog is a thread of the rank. It does not run while the rank is stopped (SIGSTOP), nor while
+code in C keeps Python's lock, such as a read from a mapped file on a lost file system. The rank
+writes a line whenever its watchdog has checked it, and after a long silence it is killed. This
+process ends with the rank, since the pipe between them closes then.
 
     python watchdog_process.py FD RANK EVERY_S TIMEOUT_S
 """
@@ -18,13 +18,13 @@ from typing import IO
 
 
 class WatchdogProcess:
-    """A rank's end of it."""
+    """Handle of the process, in the rank."""
 
     def __init__(self, rank: int, every_s: float, timeout_s: float):
         reading, self.writing = os.pipe()
         os.set_blocking(self.writing, False)
         words = [str(reading), str(rank), str(every_s), str(timeout_s)]
-        # Of Python only what this file needs: it starts in milliseconds and takes 8 MB.
+        # The process loads only what this file needs: it starts in milliseconds and takes 8 MB.
         self.process: subprocess.Popen[bytes] = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *words],
             stdin=subprocess.DEVNULL,
@@ -34,22 +34,23 @@ class WatchdogProcess:
         os.close(reading)
 
     def tell(self, where: str) -> None:
-        """The rank is alive and knows where it is."""
-        with contextlib.suppress(OSError):  # it was killed, or stopped and the pipe is full
+        """Report that the rank is alive, and where it is."""
+        with contextlib.suppress(OSError):  # it was killed, or it is stopped and the pipe is full
             os.write(self.writing, f"{where}\n".encode())
 
     def close(self) -> None:
-        """End the sentinel."""
+        """End the process."""
         os.close(self.writing)
         self.process.wait()
 
 
 def stand(pipe: IO[bytes], rank: int, every_s: float, timeout_s: float) -> None:
-    """Until the pipe closes, or the rank has been silent for the time-out and is killed."""
+    """Wait until the pipe closes. Kill the rank if it is silent for the time-out."""
     parent, silent, where = os.getppid(), 0, "start"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are for the rank
-    # Counted rather than measured: while both are stopped, as by Ctrl-Z, no time passes.
+        signal.signal(number, signal.SIG_IGN)  # these signals are for the rank
+    # Intervals are counted, not measured: no time passes while both processes are stopped, as by
+    # Ctrl-Z.
     while silent * every_s <= timeout_s:
         if not select.select([pipe], [], [], every_s)[0]:
             silent += 1

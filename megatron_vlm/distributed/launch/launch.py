@@ -1,4 +1,4 @@
-"""Start the processes of a command, unless torchrun, Slurm or Ray has already started them."""
+"""Start of a command's processes, unless torchrun, Slurm or Ray has already started them."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ from megatron_vlm.distributed.launch.local_launcher import run_job
 from megatron_vlm.distributed.process import run_process, under_launcher
 from megatron_vlm.errors import ConfigError
 
-_RAY_ROOM = 36  # bytes of TMPDIR: what Ray adds for its sockets takes 71, and Linux allows 107
+_RAY_ROOM = 36  # bytes of TMPDIR: Ray adds 71 for its sockets, and Linux allows 107
 
 
 def check_ray() -> None:
@@ -26,14 +26,14 @@ def check_ray() -> None:
 
 
 def ray_address(cfg: Config) -> str:
-    """Of the cluster to use; "local" for a new one. Such a one stays on loopback."""
+    """Return the address of the cluster; "local" for a new one, which stays on loopback."""
     address = cfg.launch.ray_address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
-        # Ray reads it when it is imported. It is for laptops, where Ray takes loopback as the
-        # address of a node; without it, Ray listens at every address, whatever it is told.
+        # Ray reads the variable when it is imported. It is for laptops, where Ray uses loopback as
+        # the address of a node. Without it, Ray listens at every address, even if told otherwise.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         if len(os.fsencode(tempfile.gettempdir())) > _RAY_ROOM:
-            os.environ.setdefault("RAY_TMPDIR", "/tmp")  # as where there is no TMPDIR
+            os.environ.setdefault("RAY_TMPDIR", "/tmp")  # Ray's default without TMPDIR
     return address
 
 
@@ -53,13 +53,13 @@ def launch(
         return run_ray_job(cfg, arguments, address, (command.__module__, command.__name__))
     gpus = 0
     if cfg.platform != "cpu":
-        from megatron_vlm.distributed.device import count_gpus  # it imports torch
+        from megatron_vlm.distributed.device import count_gpus  # the module imports torch
 
         gpus = count_gpus()
     count = processes_for(cfg, gpus)
     if not gpus:
         # Each process would start a thread for every core, and they would slow each other down.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    if count == 1 and not cfg.launch.max_restarts:  # which another process would have to do
+    if count == 1 and not cfg.launch.max_restarts:  # a restart needs another process
         return run_process(command, arguments)
     return run_job(module, arguments, count, cfg.launch.max_restarts)

@@ -1,10 +1,10 @@
-"""The processes of a job on this machine: started together, ended together, restarted together.
+"""Processes of a job on this machine: started together, ended together, restarted together.
 
-torch's elastic launcher would not do (measured with torch 2.13, with `signals_to_handle` and a long
-`shutdown_timeout`): after a signal it reports none of the ranks' exit statuses, so that "saved,
-start me again" is lost; a second Ctrl-C does not reach the ranks, and when a rank fails the others
-get SIGTERM at once, which tells them to save. It also restarts after a user's mistake, and its
-ranks outlive a launcher that was killed.
+torch's elastic launcher is not sufficient (measured with torch 2.13, with `signals_to_handle` and a
+long `shutdown_timeout`). After a signal it reports none of the ranks' exit statuses, so that
+"saved, start me again" is lost. A second Ctrl-C does not reach the ranks. When a rank fails, the
+others receive SIGTERM at once, which makes them save. It also restarts after a user's mistake, and
+its ranks outlive a launcher that was killed.
 """
 
 import contextlib
@@ -39,17 +39,18 @@ from megatron_vlm.distributed.process import (
 from megatron_vlm.io.parent_death import signal_when_parent_dies
 from megatron_vlm.io.scratch import scratch_folder
 
-STOP_S = 5.0  # for the ranks to end after a second Ctrl-C, and after they were killed
+STOP_S = 5.0  # time for the ranks to end after a second Ctrl-C, and after they were killed
 
 
 def run_job(module: str, arguments: Sequence[str], count: int, max_restarts: int = 0) -> int:
-    """`python -m module arguments` on `count` ranks, again after a failure; the exit status."""
+    """Run `python -m module arguments` on `count` ranks, again after a failure. Return the exit
+    status."""
     command = [sys.executable, "-m", module, *arguments]
     return run_with_restarts(lambda restart: _run_once(command, count, restart), max_restarts)
 
 
 def variables_of(count: int, restart: int, port: int) -> dict[str, str]:
-    """What the ranks of one attempt have in common, in their environment."""
+    """Return the environment variables that the ranks of one attempt share."""
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -70,13 +71,13 @@ def _run_at(port: int, command: Sequence[str], count: int, restart: int) -> Endi
     shared = variables_of(count, restart, port) | {SAID: tempfile.mkdtemp(dir=scratch_folder())}
     processes: list[subprocess.Popen[bytes]] = []
     running: dict[int, subprocess.Popen[bytes]] = {}
-    interrupts: list[float] = []  # when Ctrl-C came
+    interrupts: list[float] = []  # times of Ctrl-C
     received: list[int] = []
 
     def ended() -> list[Ending]:
         time.sleep(0.05)
         if len(interrupts) > 1 and time.monotonic() > interrupts[1] + STOP_S:
-            _kill(processes)  # one that hangs in a collective does not hear the second Ctrl-C
+            _kill(processes)  # a rank that hangs in a collective does not notice the second Ctrl-C
         done = [rank for rank, process in running.items() if process.poll() is not None]
         return [_ending(rank, running.pop(rank).returncode, received) for rank in done]
 
@@ -92,7 +93,7 @@ def _run_at(port: int, command: Sequence[str], count: int, restart: int) -> Endi
         with signals_sent_to(send):
             for rank in range(count):
                 processes.append(_start(command, shared, rank))
-            if received:  # while they were started, so that some of them may not have got it
+            if received:  # it came during the start, so that some ranks may have missed it
                 say(STOPPED_EARLY)
                 return Ending(PREEMPTED, stopped=True)
             running.update(enumerate(processes))
@@ -110,7 +111,7 @@ def _start(
     return subprocess.Popen(
         command,
         env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        start_new_session=True,  # Ctrl-C comes through us, once
+        start_new_session=True,  # Ctrl-C comes through the launcher, once
         preexec_fn=lambda: _end_with_launcher(launcher),
     )
 
@@ -131,30 +132,30 @@ def _kill(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def _ending(rank: int, status: int, received: Sequence[int]) -> Ending:
-    if -status in received:  # a rank that has nothing to save yet may not handle what we sent it
+    if -status in received:  # a rank with nothing to save yet may not handle the forwarded signal
         return Ending(PREEMPTED)
-    if status < 0:  # the signal that killed it
+    if status < 0:  # number of the signal that killed it
         name = signal.Signals(-status).name
         return Ending(128 - status, f"rank {rank} was killed by {name}")
     return Ending(status, f"rank {rank} ended with exit status {status}")
 
 
 def _end_with_launcher(launcher: int) -> None:
-    """In a new process: a launcher that dies cannot forward a signal; Linux sends SIGTERM in its
-    place, and the rank saves and ends. One that cannot is ended by its watchdog."""
+    """Make Linux send SIGTERM to this new process when its launcher dies and can no longer forward
+    signals. The rank then saves and ends. If it cannot, its watchdog ends it."""
     signal_when_parent_dies(signal.SIGTERM)
-    if os.getppid() != launcher:  # it was gone before we asked
+    if os.getppid() != launcher:  # the launcher had died before the call
         os._exit(FAILED)
 
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A port that the kernel gives to nobody else, and at which rank 0 can listen: of two sockets
-    with SO_REUSEADDR one may listen where the other is only bound."""
+    """Reserve a port that the kernel gives to no other program and at which rank 0 can listen: of
+    two sockets with SO_REUSEADDR one may listen while the other is only bound."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         port = int(holder.getsockname()[1])
-        if sys.platform != "linux":  # where a socket that is bound is in the way
+        if sys.platform != "linux":  # elsewhere a bound socket blocks the port
             holder.close()
         yield port

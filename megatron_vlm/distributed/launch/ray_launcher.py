@@ -1,7 +1,7 @@
-"""`launch=ray`: training, or learning from samples, with an actor of a Ray cluster for each rank.
+"""`launch=ray`: training or reinforcement learning, with an actor of a Ray cluster for each rank.
 
-What a rank prints, Ray shows on the driver after the rank's name. If a rank or a node is lost, the
-job starts again from its last complete checkpoint, on as many nodes as are left.
+Ray shows the output of a rank on the driver, after the rank's name. If a rank or a node is lost,
+the job starts again from its last complete checkpoint, on the remaining nodes.
 """
 
 import importlib
@@ -33,15 +33,16 @@ from megatron_vlm.distributed.ray_cluster import (
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.untrusted import UntrustedFile
 
-Command = tuple[str, str]  # the module and the function that each rank runs
+Command = tuple[str, str]  # module and function that each rank runs
 TRAIN = ("megatron_vlm.train", "run_train")
-_SETTLE_S = 20.0  # before a restart: the cluster needs it to notice that a node is gone
+_SETTLE_S = 20.0  # time before a restart for the cluster to notice that a node is gone
 
 
 def run_ray_job(
     cfg: Config, arguments: Sequence[str], address: str, command: Command = TRAIN
 ) -> int:
-    """Run a command in the cluster at this address, again after a failure; the exit status."""
+    """Run a command in the cluster at this address, again after a failure. Return the exit
+    status."""
     started = not ray.is_initialized()
     if started:
         _start_ray(address)
@@ -55,16 +56,16 @@ def run_ray_job(
 
 
 def _start_ray(address: str) -> None:
-    """ConfigError where it does not start; of a time-out Ray raises Exception itself."""
+    """Start Ray, or raise ConfigError. Ray itself raises Exception after a time-out."""
     remedy = "see that its cluster runs, or for a new one that memory and /tmp/ray have room"
-    place = UntrustedFile(f"launch.ray_address={address}", ConfigError, remedy)
+    untrusted = UntrustedFile(f"launch.ray_address={address}", ConfigError, remedy)
     dashboard = False if address == "local" else None
-    with place.border("Ray does not start"):
+    with untrusted.border("Ray does not start"):
         ray.init(address=address, log_to_driver=True, include_dashboard=dashboard)
 
 
 class TrainActor(RankActor):
-    """One rank. It trains in one thread; another takes the driver's signals."""
+    """Actor of one rank. It trains in one thread, and another receives the driver's signals."""
 
     def __init__(self, rank: int, world: int, restart: int):
         super().__init__(rank, world)
@@ -72,7 +73,7 @@ class TrainActor(RankActor):
         os.environ[RESTART] = str(restart)
 
     def run(self, arguments: Sequence[str], store: StoreAddress, command: Command = TRAIN) -> int:
-        """The exit status of this rank."""
+        """Return the exit status of this rank."""
         from megatron_vlm.distributed.agreement import Signals
 
         module, function = command
@@ -92,7 +93,7 @@ def _run_once(cfg: Config, arguments: Sequence[str], restart: int, command: Comm
         time.sleep(_SETTLE_S)
     resources = _resources_of_rank(cfg)
     world = world_size(cfg, room_for(*resources), restart)
-    place, options = place_ranks(world, cfg.parallel.tp, *resources)
+    group, options = place_ranks(world, cfg.parallel.tp, *resources)
     make = ray.remote(TrainActor)
     actors: list[Any] = [
         make.options(max_concurrency=2, **own).remote(rank, world, restart)
@@ -110,7 +111,7 @@ def _run_once(cfg: Config, arguments: Sequence[str], restart: int, command: Comm
     finally:
         for actor in actors:
             ray.kill(actor)
-        remove_placement_group(place)
+        remove_placement_group(group)
 
 
 def _train(actors: Sequence[Any], arguments: list[str], minutes: float, command: Command) -> Ending:
@@ -131,17 +132,17 @@ def _train(actors: Sequence[Any], arguments: list[str], minutes: float, command:
 
 
 def world_size(cfg: Config, room: int, restart: int) -> int:
-    """launch.processes, or all that the cluster has room for; after a failure, no more than
-    that."""
-    least = cfg.parallel.tp * cfg.parallel.pp
-    asked = cfg.launch.processes
-    if asked is not None and (not restart or asked <= room):
-        count = asked
+    """Return launch.processes, or as many as the cluster has room for. After a failure, return at
+    most the latter."""
+    degree = cfg.parallel.tp * cfg.parallel.pp
+    processes = cfg.launch.processes
+    if processes is not None and (not restart or processes <= room):
+        count = processes
     else:
-        count = room // least * least
-    if count < least or count % least:
+        count = room // degree * degree
+    if count < degree or count % degree:
         raise ConfigError(
-            f"is not a multiple of parallel.tp x parallel.pp = {least}, in a Ray cluster that has "
+            f"is not a multiple of parallel.tp x parallel.pp = {degree}, in a Ray cluster that has "
             f"room for {room} ranks",
             key="launch.processes",
             found=count or room,
@@ -151,12 +152,12 @@ def world_size(cfg: Config, room: int, restart: int) -> int:
 
 
 def _resources_of_rank(cfg: Config) -> tuple[float, float]:
-    """CPUs and GPUs."""
+    """Return the CPUs and GPUs of a rank."""
     return cfg.launch.cpus_per_rank, gpus_of_rank(cfg.platform)
 
 
 def _status(ref: Any, rank: int) -> int:
-    """The exit status that a rank returned; why it has none is reported at once, as the other
+    """Return the exit status of a rank. If it has none, the reason is printed at once, as the other
     ranks may follow."""
     try:
         return int(ray.get(ref))

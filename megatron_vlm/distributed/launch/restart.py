@@ -1,4 +1,4 @@
-"""One attempt after another at a job: waiting for its ranks, stopping them, starting them again."""
+"""Attempts at a job: waiting for its ranks, stopping them, starting them again."""
 
 import contextlib
 import signal
@@ -9,27 +9,27 @@ from types import FrameType
 
 from megatron_vlm.distributed.process import MISTAKE, PREEMPTED, STOP_SIGNALS, STUCK, UNLIKE, say
 
-GRACE_S = 10.0  # for the other ranks to say why they end too, once one has failed
-LAST_S = 120.0  # for the other ranks to end, once one is done: they finish together
+GRACE_S = 10.0  # time for the other ranks to report why they end too, once one has failed
+LAST_S = 120.0  # time for the other ranks to end, once one is done: they finish together
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a job ended: with the first rank that failed, if any did."""
+    """End of a job, with the first rank that failed, if any did."""
 
     status: int
     reason: str = ""
-    stopped: bool = False  # after a signal to the launcher
+    stopped: bool = False  # the launcher received a signal
 
     @property
     def failed(self) -> bool:
-        """Whether another attempt may help."""
+        """True if another attempt may help."""
         return not self.stopped and self.status not in (0, MISTAKE, UNLIKE, PREEMPTED)
 
 
 def run_with_restarts(attempt: Callable[[int], Ending], max_restarts: int) -> int:
-    """Call `attempt` with the number of restarts so far, again after each failure, at most
-    `max_restarts` times; the exit status of the job."""
+    """Call `attempt` with the number of restarts so far, and again after each failure, at most
+    `max_restarts` times. Return the exit status of the job."""
     for restart in range(max_restarts + 1):
         ending = attempt(restart)
         if not ending.failed:
@@ -43,7 +43,8 @@ def run_with_restarts(attempt: Callable[[int], Ending], max_restarts: int) -> in
 
 @contextlib.contextmanager
 def signals_sent_to(send: Callable[[int], None]) -> Iterator[list[int]]:
-    """In the body, signals that ask to stop are passed to `send`; yields those that came."""
+    """Pass signals that ask to stop to `send` during the body. Yield a list of the signals that
+    came."""
     received: list[int] = []
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -60,16 +61,16 @@ def signals_sent_to(send: Callable[[int], None]) -> Iterator[list[int]]:
 
 def wait_for_ranks(count: int, ended: Callable[[], Iterable[Ending]]) -> Ending:
     """Wait until all ranks have ended, or until GRACE_S after the first failure, or LAST_S after
-    the first that is done. `ended` waits a moment, and returns the ranks that ended since it was
-    last called."""
+    the first rank is done. `ended` waits a moment and returns the ranks that ended since its last
+    call."""
     failure: Ending | None = None
-    until = float("inf")
-    while count and time.monotonic() < until:
+    deadline = float("inf")
+    while count and time.monotonic() < deadline:
         for ending in ended():
             count -= 1
-            until = min(until, time.monotonic() + LAST_S)
+            deadline = min(deadline, time.monotonic() + LAST_S)
             if ending.status and failure is None:
-                failure, until = ending, time.monotonic() + GRACE_S
+                failure, deadline = ending, time.monotonic() + GRACE_S
     if count and failure is None:
         return Ending(
             STUCK, f"{count} of the ranks did not end in {LAST_S:.0f} s after another had"
