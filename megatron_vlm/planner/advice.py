@@ -1,4 +1,4 @@
-"""What to change where no layout fits, each remedy with its numbers."""
+"""Advice where no layout fits: changes to make, each with its numbers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,33 +16,34 @@ _MOST_GPUS = 512
 def advice(
     cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster, leanest: Candidate
 ) -> tuple[str, str]:
-    """Explain what the leanest layout needs, and which changes would fit: problem and remedy."""
+    """Return the problem, what the leanest layout needs, and the remedy, the changes that would
+    fit."""
     parts = max(leanest.memory, key=lambda stage: stage.total)
     usable = USABLE * cluster.memory
-    there = f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)} of {_gib(cluster.memory)}"
+    devices = f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)} of {_gib(cluster.memory)}"
     remedies = list(_remedies(cfg, sizes, mix, cluster))
     problem = (
-        f"does not fit on {there}: the leanest layout, "
+        f"does not fit on {devices}: the leanest layout, "
         f"{_degrees(leanest)} with model.recompute={leanest.cfg.model.recompute}, needs "
         f"{_gib(leanest.need)} on its fullest rank, and {_gib(usable)} can be used (weights "
         f"{_gib(parts.weights)}, gradients {_gib(parts.gradients)}, optimizer "
         f"{_gib(parts.optimizer)}, activations {_gib(parts.activations + parts.working)})"
     )
-    fits = "what fits: " + "; ".join(remedies) if remedies else "no single change makes it fit"
-    return problem, fits
+    remedy = "what fits: " + "; ".join(remedies) if remedies else "no single change makes it fit"
+    return problem, remedy
 
 
 def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Iterator[str]:
-    """More GPUs, frozen parts, shorter rows, larger GPUs: those of them that fit."""
+    """Yield those of these changes that fit: more GPUs, frozen parts, shorter rows, larger GPUs."""
     count = cluster.gpus
     while (count := 2 * count) <= _MOST_GPUS:
-        # A replica needs a row of each step.
+        # Each replica needs a row in each step.
         rows = max(cfg.train.global_batch_size, count)
-        more = replace(cfg, train=replace(cfg.train, global_batch_size=rows))
-        if need := _need(more, sizes, mix, replace(cluster, gpus=count)):
+        scaled = replace(cfg, train=replace(cfg.train, global_batch_size=rows))
+        if need := _need(scaled, sizes, mix, replace(cluster, gpus=count)):
             yield f"{count} such GPUs ({need})"
             break
-    if not cfg.lora.rank:  # adapters keep all else as it is already
+    if not cfg.lora.rank:  # with adapters everything else is frozen already
         yield from _trained_less(cfg, sizes, mix, cluster)
     longest = max(row.tokens for row in mix.rows)
     for tokens in (longest // 2, longest // 4):
@@ -60,7 +61,7 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) 
 def _trained_less(
     cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster
 ) -> Iterator[str]:
-    """Adapters alone, or fewer parts."""
+    """Yield the changes that fit among adapters alone, and fewer trained parts."""
     model = cfg.model
     if need := _need(replace(cfg, lora=USUAL), sizes, mix, cluster):
         yield f"adapters alone trained, with lora=default ({need})"
@@ -75,11 +76,11 @@ def _trained_less(
 
 
 def _need(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> str | None:
-    """What the fastest layout of this needs; None where none fits."""
-    found = search(cfg, sizes, mix, cluster).fitting
-    if not found:
+    """Return what the fastest layout of this configuration needs, or None if none fits."""
+    fitting = search(cfg, sizes, mix, cluster).fitting
+    if not fitting:
         return None
-    return f"{_degrees(found[0])}, {_gib(found[0].need)}"
+    return f"{_degrees(fitting[0])}, {_gib(fitting[0].need)}"
 
 
 def _degrees(found: Candidate) -> str:

@@ -1,4 +1,4 @@
-"""`parallel.layers_per_stage=auto`: the layers of each stage, decided before the model is built."""
+"""Layers of each stage for `parallel.layers_per_stage=auto`, before the model is built."""
 
 from dataclasses import dataclass, replace
 
@@ -23,24 +23,24 @@ _UNKNOWN_GPU = "H100"
 
 @dataclass(frozen=True)
 class Decision:
-    """What auto stands for, and why."""
+    """Value of auto, and the reason."""
 
     layers: tuple[int, ...]
     text: str
 
 
 def needs_auto_split(cfg: Config) -> bool:
-    """Whether the planner has the layers to decide."""
+    """Return whether the planner has to choose the layers."""
     return cfg.parallel.layers_per_stage == "auto"
 
 
 def with_layers(cfg: Config, layers: tuple[int, ...]) -> Config:
-    """The configuration with these layers in place of auto."""
+    """Return the configuration with these layers in place of auto."""
     return replace(cfg, parallel=replace(cfg.parallel, layers_per_stage=list(layers)))
 
 
 def settle_layers(cfg: Config, sizes: ModelSizes, world: int, platform: Platform) -> Config:
-    """For a worker without a run, which has no data to look at: auto means assumed rows."""
+    """Replace auto for a worker without a run. Such a worker has no data, so rows are assumed."""
     if not needs_auto_split(cfg):
         return cfg
     mix = assumed_mix(sizes, cfg.data.max_tokens)
@@ -50,19 +50,19 @@ def settle_layers(cfg: Config, sizes: ModelSizes, world: int, platform: Platform
 def decide(
     cfg: Config, sizes: ModelSizes, world: int, platform: Platform, mix: RowSample
 ) -> Decision:
-    """The split with the fastest steps on rows like these. A pure function of its arguments and of
-    the kind of device."""
+    """Return the split with the fastest steps on rows like these. It is a pure function of its
+    arguments and of the kind of device."""
     dims = ParallelDims.create(cfg.parallel, world, sizes.text.layers)
     even = even_split(dims.pp, sizes.text.layers)
     steps, machine = mix.steps(cfg.train, sizes, dims.dp), machine_of(platform)
     limit = USABLE * platform.memory_total() if platform.is_cuda else None
     itemsize = compute_dtype(cfg, platform).itemsize
-    most = most_layers(cfg, sizes, dims, heaviest_share(steps), itemsize, limit)
-    fits = most is not None
-    if most is None:  # it will run out of memory however it is split
-        most = (sizes.text.layers,) * dims.pp
+    max_layers = most_layers(cfg, sizes, dims, heaviest_share(steps), itemsize, limit)
+    fits = max_layers is not None
+    if max_layers is None:  # no split avoids running out of memory
+        max_layers = (sizes.text.layers,) * dims.pp
     replicas = replicas_of(cfg, sizes, dims, steps, machine, itemsize)
-    layers = choose_layer_split(replicas, most, even)
+    layers = choose_layer_split(replicas, max_layers, even)
     gain = step_seconds(replicas, even) / step_seconds(replicas, layers)
     text = (
         f"parallel.layers_per_stage=auto is {list(layers)}, by rows ({mix.origin}): predicted "
@@ -72,7 +72,7 @@ def decide(
 
 
 def machine_of(platform: Platform) -> Machine:
-    """The assumed speeds of the device that this process has."""
+    """Return the assumed speeds of the device of this process."""
     if not platform.is_cuda:
         return CPU
     peak = platform.peak_flops() or peak_of(_UNKNOWN_GPU)

@@ -1,4 +1,4 @@
-"""Which stage gets how many decoder layers: the fastest split that fits into memory."""
+"""Number of decoder layers on each stage: the fastest split that fits into memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ _ROUNDS = 100
 
 
 def step_seconds(replicas: Sequence[Sequence[ReplicaCosts]], split: Split) -> float:
-    """The pipeline's time, summed over steps; each step waits for its slowest replica."""
+    """Return the pipeline's time, summed over steps. Each step waits for its slowest replica."""
     return sum(max(replica.stages(split).seconds for replica in step) for step in replicas)
 
 
@@ -27,12 +27,12 @@ def replicas_of(
     machine: Machine,
     itemsize: int,
 ) -> list[list[ReplicaCosts]]:
-    """Each step's replicas that have anything to do; those that share experts as one."""
-    found = []
+    """Return the replicas with work for each step. Replicas that share experts count as one."""
+    replicas = []
     for step in steps:
         groups = [step[first : first + dims.ep] for first in range(0, len(step), dims.ep)]
         shares = [[share for share in group if share] for group in groups]
-        found.append(
+        replicas.append(
             [
                 ReplicaCosts.together(
                     [ReplicaCosts.of(cfg, sizes, dims, each, machine, itemsize) for each in group]
@@ -41,27 +41,27 @@ def replicas_of(
                 if group
             ]
         )
-    return found
+    return replicas
 
 
 def choose_layer_split(
     replicas: Sequence[Sequence[ReplicaCosts]], most: Split, even: Split
 ) -> Split:
-    """The split with the fastest steps, of those with at most `most` layers on each stage. Never
-    slower than the even one, where that fits."""
+    """Return the split with the fastest steps among those with at most `most` layers on each stage.
+    It is never slower than the even split, if that fits."""
     fits = all(count <= limit for count, limit in zip(even, most, strict=True))
     candidates = [level_layers(replicas, most, sum(even)), *([even] if fits else [])]
     best, seconds = _fastest(replicas, candidates)
-    for _ in range(_ROUNDS):  # one layer from one stage to another, as long as that gains
-        tried, faster = _fastest(replicas, list(_neighbours(best, most)) or [best])
-        if faster >= seconds * (1 - 1e-9):
+    for _ in range(_ROUNDS):  # move one layer from one stage to another, as long as that is faster
+        candidate, candidate_s = _fastest(replicas, list(_neighbours(best, most)) or [best])
+        if candidate_s >= seconds * (1 - 1e-9):
             break
-        best, seconds = tried, faster
+        best, seconds = candidate, candidate_s
     return best
 
 
 def even_split(pp: int, layers: int) -> Split:
-    """What a run without parallel.layers_per_stage has."""
+    """Return the split of a run without parallel.layers_per_stage."""
     return ParallelDims.create(ParallelConfig(pp=pp), pp, layers).layers_per_stage
 
 
@@ -73,8 +73,8 @@ def most_layers(
     itemsize: int,
     limit: float | None,
 ) -> Split | None:
-    """How many layers each stage has memory for at these degrees; None where that is too few for
-    the model."""
+    """Return how many layers each stage has memory for at these degrees, or None if that is too few
+    for the model."""
     pp, layers = dims.pp, sizes.text.layers
     if limit is None:
         return (layers,) * pp
@@ -83,19 +83,20 @@ def most_layers(
         split = [0] * pp
         split[stage] = count
         split[stage - 1] += layers - count  # so that features arrive as they would
-        tried = replace(dims, layers_per_stage=tuple(split))
-        return stage_memory(cfg, sizes, tried, stage, batches, itemsize).total
+        trial = replace(dims, layers_per_stage=tuple(split))
+        return stage_memory(cfg, sizes, trial, stage, batches, itemsize).total
 
-    found = tuple(
+    max_layers = tuple(
         _largest(lambda count: need(stage, count) <= limit, layers)  # noqa: B023 - called at once
         for stage in range(pp)
     )
-    enough = sum(found) >= layers and min(found) >= 0 and all(found[1:])
-    return found if enough else None
+    is_enough = sum(max_layers) >= layers and min(max_layers) >= 0 and all(max_layers[1:])
+    return max_layers if is_enough else None
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits; -1 where none does. What fits once fits below."""
+    """Return the largest number up to `most` that fits, or -1 if none does. If a number fits, all
+    smaller ones do."""
     low, high = -1, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -104,11 +105,11 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
 
 
 def level_layers(replicas: Sequence[Sequence[ReplicaCosts]], most: Split, layers: int) -> Split:
-    """The slowest stage as fast as can be, over all micro-batches: each layer goes where the time
-    is then least."""
-    everyone = [replica for step in replicas for replica in step]
+    """Return the split whose slowest stage is fastest over all micro-batches. Each layer is added
+    to the stage that then takes the least time."""
+    all_replicas = [replica for step in replicas for replica in step]
     layer, first, last = (
-        sum(float(getattr(replica, f"{part}_G2").sum()) for replica in everyone)
+        sum(float(getattr(replica, f"{part}_G2").sum()) for replica in all_replicas)
         for part in ("layer", "first", "last")
     )
     times = [0.0] * len(most)
@@ -117,22 +118,22 @@ def level_layers(replicas: Sequence[Sequence[ReplicaCosts]], most: Split, layers
     split = [int(stage > 0) for stage in range(len(most))] if len(most) > 1 else [0]
     for _ in range(layers - sum(split)):
         open_stages = [stage for stage, count in enumerate(split) if count < most[stage]]
-        least = min(open_stages, key=lambda s: (times[s] + (split[s] + 1) * layer, s))
-        split[least] += 1
+        fastest = min(open_stages, key=lambda s: (times[s] + (split[s] + 1) * layer, s))
+        split[fastest] += 1
     return tuple(split)
 
 
 def _neighbours(split: Split, most: Split) -> list[Split]:
-    found = []
-    for giver in range(len(split)):
-        if split[giver] <= int(giver > 0):
+    splits = []
+    for source in range(len(split)):
+        if split[source] <= int(source > 0):
             continue
-        for taker in range(len(split)):
-            if taker != giver and split[taker] < most[taker]:
-                moved = list(split)
-                moved[giver], moved[taker] = moved[giver] - 1, moved[taker] + 1
-                found.append(tuple(moved))
-    return found
+        for target in range(len(split)):
+            if target != source and split[target] < most[target]:
+                neighbour = list(split)
+                neighbour[source], neighbour[target] = neighbour[source] - 1, neighbour[target] + 1
+                splits.append(tuple(neighbour))
+    return splits
 
 
 def _fastest(

@@ -1,7 +1,7 @@
-"""How much memory a rank of each stage needs, before anything is loaded.
+"""Memory that a rank of each stage needs, before anything is loaded.
 
-Weights, gradients and optimizer state are exact. Activations are what autograd keeps, counted per
-token, patch and supervised position; the counts are checked against a real forward in
+Weights, gradients and optimizer state are exact. Activations are the tensors that autograd keeps,
+counted per token, patch and supervised position. The counts are checked against a real forward in
 tests/test_planner_memory.py.
 """
 
@@ -18,7 +18,7 @@ from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.row_sizes import BatchSizes
 
-USABLE = 0.9  # of a device's memory: the rest is for kernels' workspaces and what fragments
+USABLE = 0.9  # fraction of a device's memory; the rest is for kernels' workspaces and fragmentation
 _FP32 = 4
 
 
@@ -29,8 +29,8 @@ class StageMemory:
     weights: int
     gradients: int
     optimizer: int
-    activations: int  # kept for the backward of all micro-batches that are under way
-    working: int = 0  # comes and goes within one of them
+    activations: int  # kept for the backward of all micro-batches in flight
+    working: int = 0  # temporary within one micro-batch
 
     @property
     def total(self) -> int:
@@ -38,7 +38,7 @@ class StageMemory:
 
     @property
     def fixed(self) -> int:
-        """What does not depend on the data."""
+        """Bytes that do not depend on the data."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -49,8 +49,8 @@ def estimate(
     batches: Sequence[BatchSizes],
     itemsize: int,
 ) -> list[StageMemory]:
-    """One estimate per stage. `batches`: the micro-batches of a step on one replica; `itemsize`:
-    bytes of a weight."""
+    """Return an estimate for each stage. `batches` are the micro-batches of a step on one replica,
+    and `itemsize` is the bytes of a weight."""
     return [stage_memory(cfg, sizes, dims, stage, batches, itemsize) for stage in range(dims.pp)]
 
 
@@ -62,32 +62,35 @@ def stage_memory(
     batches: Sequence[BatchSizes],
     itemsize: int,
 ) -> StageMemory:
-    """The estimate of one stage."""
+    """Return the estimate of one stage."""
     counts = count(cfg, sizes, dims, stage)
-    # Adam's moments, and fp32 main weights where the model's are not fp32.
+    # Adam has two moments, and fp32 main weights where the model's weights are not fp32.
     copies = 2 if itemsize == _FP32 else 3
-    trained, kept, working = as_trained(cfg, sizes), [], []
+    effective, kept_by_chunk, working = as_trained(cfg, sizes), [], []
     for chunk in range(dims.virtual_stages):
         place = dims.place_of(stage, chunk)
-        of_chunk = [activations(trained, sizes, dims, place, each, itemsize) for each in batches]
-        kept.append(sorted(of_chunk, reverse=True))
-        working += [_working(trained, sizes, dims, place, each, itemsize) for each in batches]
-    under_way = max(
-        sum(sum(each[:number]) for each, number in zip(kept, numbers, strict=True))
+        chunk_bytes = [
+            activations(effective, sizes, dims, place, each, itemsize) for each in batches
+        ]
+        kept_by_chunk.append(sorted(chunk_bytes, reverse=True))
+        working += [_working(effective, sizes, dims, place, each, itemsize) for each in batches]
+    peak_activations = max(
+        sum(sum(each[:number]) for each, number in zip(kept_by_chunk, numbers, strict=True))
         for numbers in in_flight(dims, stage, len(batches))
     )
     return StageMemory(
         itemsize * counts.held,
         _FP32 * counts.gradients,
         _FP32 * copies * counts.optimized,
-        under_way,
+        peak_activations,
         max(working, default=0),
     )
 
 
 def as_trained(cfg: Config, sizes: ModelSizes) -> Config:
-    """With the freeze_* of the model that say what is kept for the backward: a part with adapters
-    keeps what goes into its layers, as one that is trained whole does."""
+    """Return the configuration with the freeze_* of the model that decide what is kept for the
+    backward. A part with adapters keeps the inputs of its layers, as one that is trained in full
+    does."""
     parts = _with_adapters(cfg, sizes).parts
     vision, merger, language = (not (learns(cfg, each) or each in parts) for each in SWITCHES)
     model = replace(cfg.model, freeze_vision=vision, freeze_merger=merger, freeze_language=language)
@@ -96,9 +99,9 @@ def as_trained(cfg: Config, sizes: ModelSizes) -> Config:
 
 @dataclass(frozen=True)
 class _Adapted:
-    """What has adapters."""
+    """Parts of the model that have adapters."""
 
-    parts: frozenset[str] = frozenset()  # of the tower, the projectors and the decoder
+    parts: frozenset[str] = frozenset()  # among the tower, the projectors and the decoder
     experts: bool = False
     head: bool = False
 
@@ -110,26 +113,28 @@ def _with_adapters(cfg: Config, sizes: ModelSizes) -> _Adapted:
 @lru_cache(maxsize=8)
 def _adapted_by(sizes: ModelSizes, targets: tuple[str, ...]) -> _Adapted:
     weights = adapted(sizes.with_head, targets)
-    before = [weight for weight in weights if weight.part is not Part.head]
-    parts = frozenset(weight.part.switch for weight in before)
-    return _Adapted(parts, any(map(is_of_experts, weights)), len(before) < len(weights))
+    without_head = [weight for weight in weights if weight.part is not Part.head]
+    parts = frozenset(weight.part.switch for weight in without_head)
+    return _Adapted(parts, any(map(is_of_experts, weights)), len(without_head) < len(weights))
 
 
 def in_flight(dims: ParallelDims, stage: int, batches: int) -> set[tuple[int, ...]]:
-    """How many micro-batches the chunks of a stage keep at once, whenever Megatron's schedule turns
-    from a forward to a backward."""
+    """Return the numbers of micro-batches that the chunks of a stage keep at once, at each point
+    where Megatron's schedule turns from a forward to a backward."""
     pp, chunks = dims.pp, dims.virtual_stages
-    # Groups of pp micro-batches, each through all chunks; fillers complete the last group.
+    # Groups of pp micro-batches each pass all chunks. Fillers complete the last group.
     order = [chunk for _ in range(-(-batches // pp)) for chunk in range(chunks) for _ in range(pp)]
     back = [chunks - 1 - chunk for chunk in order]
     ahead = pp - stage - 1  # forwards before the first backward
     if chunks > 1:
         ahead = 2 * ahead + (chunks - 1) * pp
-    found = set()
+    in_flight_by_point = set()
     for done in range(max(min(len(order) - ahead, 2 * pp * chunks), 1)):
-        begun, ended = order[: ahead + done + 1], back[:done]
-        found.add(tuple(begun.count(chunk) - ended.count(chunk) for chunk in range(chunks)))
-    return found
+        started, finished = order[: ahead + done + 1], back[:done]
+        in_flight_by_point.add(
+            tuple(started.count(chunk) - finished.count(chunk) for chunk in range(chunks))
+        )
+    return in_flight_by_point
 
 
 def activations(
@@ -140,12 +145,12 @@ def activations(
     batch: BatchSizes,
     itemsize: int,
 ) -> int:
-    """Bytes that a stage, or its chunk at this place in the pipeline, keeps of a micro-batch for
-    its backward."""
+    """Return the bytes that a stage, or its chunk at this place in the pipeline, keeps of a
+    micro-batch for its backward."""
     text, vision = sizes.text, sizes.vision
     layers, tokens = dims.layers_per_stage[place], batch.padded_tokens
     frozen = all(getattr(cfg.model, f"freeze_{part}") for part in SWITCHES)
-    if place == 0 and frozen:  # adapters of the head alone: nothing before it has a gradient
+    if place == 0 and frozen:  # only the head has adapters: nothing before it has a gradient
         return _kept_of_head(cfg, sizes, batch) * itemsize if dims.is_last(place) else 0
     values = tokens * layers * layer_values(cfg, sizes, dims.tp)
     # Features that have not been added yet arrive with the hidden states.
@@ -162,7 +167,7 @@ def activations(
 
 
 def _kept_of_head(cfg: Config, sizes: ModelSizes, batch: BatchSizes) -> int:
-    """Numbers: what goes into the head, and what its adapter's A makes of that."""
+    """Return the number of values: the input of the head, and the output of its adapter's A."""
     low = cfg.lora.rank if _with_adapters(cfg, sizes).head else 0
     return batch.supervised * (sizes.text.hidden + low)
 
@@ -175,55 +180,55 @@ def _working(
     batch: BatchSizes,
     itemsize: int,
 ) -> int:
-    """The most of what comes and goes: a recomputed layer or block, features on their way into the
-    sequence, logits."""
+    """Return the maximum of temporary bytes: a recomputed layer or block, features before they
+    enter the sequence, or logits."""
     text, tokens = sizes.text, batch.padded_tokens
-    found = [0]
+    temporaries = [0]
     if dims.layers_per_stage[place] and cfg.model.recompute == "full":
-        found.append(tokens * kept_of_layer(cfg, sizes, dims.tp) * itemsize)
+        temporaries.append(tokens * kept_of_layer(cfg, sizes, dims.tp) * itemsize)
     if place == 0 and batch.patches:
-        found.append(tokens * text.hidden * sizes.vision.levels * itemsize)
+        temporaries.append(tokens * text.hidden * sizes.vision.levels * itemsize)
         if cfg.model.recompute_vision and not cfg.model.freeze_vision:
             patches = batch.patches_of_rank(dims.tp, cfg.model.share_images)
-            found.append(patches * block_values(sizes) * itemsize)
+            temporaries.append(patches * block_values(sizes) * itemsize)
     if dims.is_last(place):
-        # Logits, their fp32 copy and the gradient of one of them.
+        # Logits, their fp32 copy and the gradient of one of the two exist together.
         logits = batch.supervised * dims.padded_vocab(text.vocab) // dims.tp
-        found.append(min(logits, LOGITS_AT_ONCE) * (itemsize + 2 * _FP32))
-    return max(found)
+        temporaries.append(min(logits, LOGITS_AT_ONCE) * (itemsize + 2 * _FP32))
+    return max(temporaries)
 
 
 def layer_values(cfg: Config, sizes: ModelSizes, tp: int) -> int:
-    """Numbers that one decoder layer keeps per token for its backward."""
+    """Return the number of values per token that one decoder layer keeps for its backward."""
     return sizes.text.hidden if cfg.model.recompute == "full" else kept_of_layer(cfg, sizes, tp)
 
 
 def kept_of_layer(cfg: Config, sizes: ModelSizes, tp: int) -> int:
-    """The same where nothing is recomputed."""
+    """Return the number of values per token that a layer keeps if nothing is recomputed."""
     text = sizes.text
     learning = learns(cfg, "language")
-    # What goes into a frozen linear layer or norm is not needed again.
+    # The input of a frozen linear layer or norm is not needed again.
     if cfg.model.freeze_language:
-        whole, cut, mlp = 2 * text.hidden, 4 * text.query + 4 * text.kv, 3 * text.ffn
-    elif not learning:  # beside adapters: norms are frozen
-        whole, cut, mlp = 4 * text.hidden, 4 * text.query + 4 * text.kv, 4 * text.ffn
+        uncut, cut, mlp = 2 * text.hidden, 4 * text.query + 4 * text.kv, 3 * text.ffn
+    elif not learning:  # next to adapters, norms are frozen
+        uncut, cut, mlp = 4 * text.hidden, 4 * text.query + 4 * text.kv, 4 * text.ffn
     else:
-        whole, cut, mlp = 6 * text.hidden, 5 * text.query + 5 * text.kv, 4 * text.ffn
+        uncut, cut, mlp = 6 * text.hidden, 5 * text.query + 5 * text.kv, 4 * text.ffn
     mlp //= tp
-    if text.experts is not None:  # the mean layer; each token goes to several experts
+    if text.experts is not None:  # the mean layer; each token is sent to several experts
         share = len(text.experts.layers) / text.layers
-        # What goes into their layers is needed for the gradient of weights, and of adapters.
+        # The gradients of weights and of adapters need the inputs of their layers.
         inputs = learning or _with_adapters(cfg, sizes).experts
         rows = (2 if inputs else 1) * text.hidden + (4 if inputs else 3) * text.experts.ffn
         sparse = text.experts.top_k * rows + text.hidden + 3 * text.experts.count
         mlp = round(share * sparse + (1 - share) * mlp)
-    # recompute=selective saves nothing: torch's attention keeps no matrix of scores, and its output
-    # is what the next layer keeps anyway.
-    return whole + cut // tp + mlp
+    # recompute=selective saves nothing: torch's attention keeps no matrix of scores, and the next
+    # layer keeps its output anyway.
+    return uncut + cut // tp + mlp
 
 
 def patch_values(cfg: Config, sizes: ModelSizes) -> int:
-    """Numbers that the vision tower keeps per patch for its backward."""
+    """Return the number of values per patch that the vision tower keeps for its backward."""
     vision = sizes.vision
     merger = vision.levels * (3 * vision.hidden + vision.out_hidden // vision.merge**2)
     if cfg.model.freeze_vision:  # nothing before the mergers has a gradient
@@ -233,5 +238,5 @@ def patch_values(cfg: Config, sizes: ModelSizes) -> int:
 
 
 def block_values(sizes: ModelSizes) -> int:
-    """Numbers that one block of the tower keeps per patch."""
+    """Return the number of values per patch that one block of the tower keeps."""
     return 2 * sizes.vision.ffn + 9 * sizes.vision.hidden

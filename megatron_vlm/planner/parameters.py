@@ -1,4 +1,4 @@
-"""The parameters that a rank of each stage holds, and what its optimizer keeps of them."""
+"""Parameters that a rank of each stage holds, and the optimizer state of its share."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,8 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes, Part, TextSizes
 from megatron_vlm.lora.targets import adapted, module_of
 
-# megatron-core 0.16.1, _ParamAndGradBuffer and DistributedDataParallel.
+# These constants are those of megatron-core 0.16.1, _ParamAndGradBuffer and
+# DistributedDataParallel.
 _PARAM_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
 _LEAST_BUCKET = 40_000_000
@@ -23,28 +24,29 @@ _CUT_COLUMNS = ("o_proj", "down_proj")
 
 @dataclass(frozen=True)
 class RankParam:
-    """One parameter of a rank."""
+    """Parameter of a rank."""
 
     values: int
     trained: bool
-    shared: bool = False  # the tied embedding, where the first and the last stage have it
-    expert: bool = False  # of experts that the replicas share out
+    shared: bool = False  # the tied embedding, if both the first and the last stage have it
+    expert: bool = False  # belongs to experts that the replicas divide
 
 
 @dataclass(frozen=True)
 class ParamCounts:
-    """Values on one rank of a stage; of what DP shares out, on the rank that has most."""
+    """Number of values on one rank of a stage. For what DP shards, it is the rank with the most."""
 
     held: int
     trained: int
-    gradients: int  # of the buffer that gradients are summed in, alignment included
-    optimized: int  # whose moments this rank keeps
-    of_experts: int = 0  # of the gradients, those that are summed over DP / EP ranks alone
+    gradients: int  # size of the gradient buffer, alignment included
+    optimized: int  # values whose moments this rank keeps
+    of_experts: int = 0  # the part of the gradients that is summed only over DP / EP ranks
 
 
 def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> ParamCounts:
-    """The values of each kind on a rank of a stage: of all its chunks."""
-    # Only what the numbers depend on: a search meets the same chunks again and again.
+    """Count the values of each kind on a rank of a stage, over all its chunks."""
+    # The arguments are reduced to what the numbers depend on, because a search meets the same
+    # chunks again and again.
     freeze, optimizer = [f"freeze_{part}" for part in SWITCHES], ["overlap_grad_reduce"]
     optimizer += ["distributed_optimizer"]
     model = ModelConfig(path="", **{key: getattr(cfg.model, key) for key in freeze})
@@ -58,13 +60,16 @@ def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> Par
 def _shortest(
     cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int
 ) -> tuple[ParallelDims, int]:
-    """The shortest pipeline that has a chunk like the one at this place, and its place there."""
+    """Return the shortest pipeline that has a chunk like the one at this place, and its place
+    there."""
     layers, experts = dims.layers_per_stage, sizes.text.experts
-    alike = not cfg.lora.rank and (experts is None or len(experts.layers) == sizes.text.layers)
-    before = [0 if alike else sum(layers[:place])] * (place > 0)
+    layers_are_alike = not cfg.lora.rank and (
+        experts is None or len(experts.layers) == sizes.text.layers
+    )
+    before = [0 if layers_are_alike else sum(layers[:place])] * (place > 0)
     short = (*before, layers[place], *[0] * (not dims.is_last(place)))
-    found = replace(dims, pp=len(short), layers_per_stage=short, virtual_stages=1)
-    return found, len(before)
+    shortest = replace(dims, pp=len(short), layers_per_stage=short, virtual_stages=1)
+    return shortest, len(before)
 
 
 @lru_cache(maxsize=8192)
@@ -89,15 +94,15 @@ def _of_chunk(
         bucket = max(_LEAST_BUCKET, _BUCKET_OF_RANK * dims.dp)
     dense = _shards([param for param in trained if not param.expert], dims.dp, bucket)
     experts = _shards([param for param in trained if param.expert], dims.dp // dims.ep, bucket)
-    summed, kept = (a + b for a, b in zip(dense, experts, strict=True))
-    return ParamCounts(held, values, summed, kept, experts[0])
+    buffer, optimized = (a + b for a, b in zip(dense, experts, strict=True))
+    return ParamCounts(held, values, buffer, optimized, experts[0])
 
 
 def chunk_params(
     cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int
 ) -> Iterator[RankParam]:
-    """Every parameter of one rank in the chunk at a place in the pipeline, in the order of the
-    built module."""
+    """Yield every parameter of one rank in the chunk at a place in the pipeline, in the order of
+    the built module."""
     text, tp, language = sizes.text, dims.tp, learns(cfg, "language")
     first, last = place == 0, dims.is_last(place)
     adapters = _adapters(cfg, sizes, dims)
@@ -126,8 +131,8 @@ def chunk_params(
 def _layer(
     text: TextSizes, dims: ParallelDims, number: int
 ) -> Iterator[tuple[int, tuple[str, ...], bool]]:
-    """The values of each parameter of a decoder layer on one rank, which of Hugging Face's linear
-    layers are in it, and whether it is of experts that the replicas share out."""
+    """Yield the values of each parameter of a decoder layer on one rank, the Hugging Face linear
+    layers in it, and whether it belongs to experts that the replicas divide."""
     tp, qkv = dims.tp, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     yield text.hidden, (), False
     yield text.hidden * text.query // tp, ("self_attn.o_proj",), False
@@ -139,8 +144,8 @@ def _layer(
         yield text.hidden * text.ffn // tp, ("mlp.down_proj",), False
         return
     yield text.experts.count * text.hidden, (), False  # the router
-    mine = text.experts.count // dims.ep * text.experts.ffn * text.hidden
-    for values, module in ((2 * mine, "gate_up_proj"), (mine, "down_proj")):
+    expert_values = text.experts.count // dims.ep * text.experts.ffn * text.hidden
+    for values, module in ((2 * expert_values, "gate_up_proj"), (expert_values, "down_proj")):
         yield values, (f"mlp.experts.{module}",), dims.ep > 1
 
 
@@ -150,16 +155,17 @@ def _tower(
     for tensor in sizes.tensors:
         if tensor.part in (Part.vision, Part.merger):
             yield RankParam(tensor.num_values, learns(cfg, tensor.part.switch))
-            if tensor.name.endswith(".bias"):  # adapters come after their layer's own
+            if tensor.name.endswith(".bias"):  # adapters follow their layer's own parameters
                 yield from adapters.get(tensor.name.removesuffix(".bias"), ())
 
 
 def _adapters(
     cfg: Config, sizes: ModelSizes, dims: ParallelDims
 ) -> dict[str, tuple[RankParam, RankParam]]:
-    """A and B on one rank, by the module: a decoder's begins with `layers`. Where the weight's rows
-    are cut over TP, B's are, and where its columns are, A's; the replicas share out experts'."""
-    found, rank = {}, cfg.lora.rank
+    """Return A and B on one rank by module. The names of the decoder's modules begin with `layers`.
+    TP cuts B where it cuts the weight's rows, and A where it cuts the columns. The replicas divide
+    the adapters of experts."""
+    adapters, rank = {}, cfg.lora.rank
     for weight in adapted(sizes.with_head, cfg.lora.targets) if cfg.lora.rank else ():
         *count, rows, columns = weight.shape
         name = module_of(weight)
@@ -173,17 +179,17 @@ def _adapters(
             rows = dims.padded_vocab(rows) // dims.tp
         experts = prod(count) // dims.ep if count else 1
         shared = bool(count) and dims.ep > 1
-        found[name] = (
+        adapters[name] = (
             RankParam(experts * rank * columns, True, expert=shared),
             RankParam(experts * rank * rows, True, expert=shared),
         )
-    return found
+    return adapters
 
 
 def _shards(params: Sequence[RankParam], ranks: int, bucket_size: int | None) -> tuple[int, int]:
-    """Values of the gradient buffer, and those of parameters in the fullest rank's share of it:
-    each bucket is cut into equal shares."""
-    start, kept = 0, [0] * ranks
+    """Return the values of the gradient buffer, and those of parameters in the fullest rank's share
+    of it. Each bucket is cut into equal shares."""
+    start, values_by_rank = 0, [0] * ranks
     for _, bucket in groupby(_buckets(params, bucket_size), key=lambda placed: placed[0]):
         spans = [(first, param.values) for _, first, param in bucket]
         size = _up(sum(spans[-1]), math.lcm(ranks, _BUCKET_ALIGNMENT))
@@ -191,14 +197,14 @@ def _shards(params: Sequence[RankParam], ranks: int, bucket_size: int | None) ->
         for first, values in spans:
             for rank in range(first // share, (first + values - 1) // share + 1):
                 low, high = rank * share, (rank + 1) * share
-                kept[rank] += min(first + values, high) - max(first, low)
+                values_by_rank[rank] += min(first + values, high) - max(first, low)
         start += size
-    return start, max(kept)
+    return start, max(values_by_rank)
 
 
 def _buckets(params: Sequence[RankParam], size: int | None) -> Iterator[tuple[int, int, RankParam]]:
-    """Each parameter with its bucket and its place there, in the order of the buffer: the last
-    comes first. The shared embedding has a bucket of its own."""
+    """Yield each parameter with its bucket and its place in it, in the order of the buffer, which
+    is reversed. The shared embedding has its own bucket."""
     number = place = 0
     for param in reversed(params):
         place = _up(place, _PARAM_ALIGNMENT)

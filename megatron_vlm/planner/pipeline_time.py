@@ -1,4 +1,4 @@
-"""Seconds of every stage for every micro-batch, for any split of the layers.
+"""Seconds of each stage for each micro-batch, for any split of the layers.
 
 Suffixes: G micro-batches, S pipeline stages.
 """
@@ -19,14 +19,13 @@ from megatron_vlm.planner.hardware import Machine
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.row_sizes import BatchSizes
 
-# Megatron's 1F1B, event by event: when each stage does what, and how long it waits.
-#
-# Suffixes: G micro-batches, S pipeline stages.
+# Megatron's 1F1B is simulated event by event: the time of each task of a stage, and the waits
+# between. Suffixes: G micro-batches, S pipeline stages.
 
 
 @dataclass(frozen=True)
 class Task:
-    """A forward or a backward of one micro-batch on one stage; times are seconds."""
+    """Forward or backward of one micro-batch on one stage. Times are seconds."""
 
     stage: int
     forward: bool
@@ -37,7 +36,7 @@ class Task:
 
 @cache
 def schedule(stage: int, stages: int, count: int) -> tuple[tuple[bool, int], ...]:
-    """The tasks of a stage in Megatron's 1F1B: (is it a forward, which micro-batch)."""
+    """Return the tasks of a stage in Megatron's 1F1B: (is it a forward, which micro-batch)."""
     warm_up = min(stages - 1 - stage, count)
     steady = [((True, warm_up + i), (False, i)) for i in range(count - warm_up)]
     return (
@@ -50,52 +49,53 @@ def schedule(stage: int, stages: int, count: int) -> tuple[tuple[bool, int], ...
 def timeline(
     forward_GS: np.ndarray, backward_GS: np.ndarray, sent_GS: np.ndarray | None = None
 ) -> list[Task]:
-    """Every task: a stage starts the next one in its order as soon as it is free and its neighbour
-    has sent the input. `sent_GS`: seconds from a stage to the next one, and back."""
-    found = _ends(forward_GS, backward_GS, sent_GS).items()
+    """Return every task. A stage starts the next task in its order as soon as it is free and its
+    neighbour has sent the input. `sent_GS` is the seconds from a stage to the next one, and
+    back."""
+    task_ends = _ends(forward_GS, backward_GS, sent_GS).items()
     seconds = {True: forward_GS.tolist(), False: backward_GS.tolist()}
     return [
         Task(stage, forward, micro, end - seconds[forward][micro][stage], end)
-        for (forward, micro, stage), end in found
+        for (forward, micro, stage), end in task_ends
     ]
 
 
 def _ends(
     forward_GS: np.ndarray, backward_GS: np.ndarray, sent_GS: np.ndarray | None
 ) -> dict[tuple[bool, int, int], float]:
-    """When each task ends: (is it a forward, which micro-batch, which stage)."""
+    """Return the end of each task by (is it a forward, which micro-batch, which stage)."""
     count, stages = forward_GS.shape
     seconds = {True: forward_GS.tolist(), False: backward_GS.tolist()}
     sent = np.zeros((count, stages)).tolist() if sent_GS is None else sent_GS.tolist()
-    done: dict[tuple[bool, int, int], float] = {}
+    ends: dict[tuple[bool, int, int], float] = {}
     orders = [schedule(stage, stages, count) for stage in range(stages)]
     places, clocks = [0] * stages, [0.0] * stages
-    while len(done) < 2 * count * stages:
+    while len(ends) < 2 * count * stages:
         for stage, order in enumerate(orders):
             while places[stage] < len(order):
                 forward, micro = order[places[stage]]
                 neighbour = stage - 1 if forward else stage + 1
                 start = clocks[stage]
                 if 0 <= neighbour < stages:
-                    if (forward, micro, neighbour) not in done:
+                    if (forward, micro, neighbour) not in ends:
                         break
-                    arrives = done[forward, micro, neighbour] + sent[micro][min(stage, neighbour)]
+                    arrives = ends[forward, micro, neighbour] + sent[micro][min(stage, neighbour)]
                     start = max(start, arrives)
                 clocks[stage] = start + seconds[forward][micro][stage]
-                done[forward, micro, stage] = clocks[stage]
+                ends[forward, micro, stage] = clocks[stage]
                 places[stage] += 1
-    return done
+    return ends
 
 
 def one_f_one_b(
     forward_GS: np.ndarray, backward_GS: np.ndarray, sent_GS: np.ndarray | None = None
 ) -> float:
-    """Seconds until the last backward."""
+    """Return the seconds until the last backward ends."""
     return max(_ends(forward_GS, backward_GS, sent_GS).values())
 
 
 def idle_share(tasks: Sequence[Task]) -> float:
-    """The share of all stages' time in which they wait: the bubble."""
+    """Return the bubble: the fraction of all stages' time in which they wait."""
     stages, end = 1 + max(task.stage for task in tasks), max(task.end for task in tasks)
     return 1 - sum(task.end - task.start for task in tasks) / (stages * end)
 
@@ -113,12 +113,12 @@ class Stages:
 
     @property
     def tasks(self) -> list[Task]:
-        """Every forward and backward as 1F1B orders them."""
+        """Forwards and backwards in the order of 1F1B."""
         return timeline(self.forward_GS, self.backward_GS, self.sent_GS)
 
     @property
     def seconds(self) -> float:
-        """Until the last backward ends."""
+        """Seconds until the last backward ends."""
         if self.forward_GS.shape[1] == 1:
             return float(self.forward_GS.sum() + self.backward_GS.sum())
         return one_f_one_b(self.forward_GS, self.backward_GS, self.sent_GS)
@@ -126,8 +126,9 @@ class Stages:
 
 @dataclass(frozen=True)
 class ReplicaCosts:
-    """One replica's micro-batches: seconds of a layer, and of what the first and the last stage do
-    besides, forward and backward [G, 2]; bytes of hidden states and sets of features [G]."""
+    """Costs of one replica's micro-batches, forward and backward [G, 2]: seconds of a layer, and of
+    the other work of the first and the last stage. Also bytes of hidden states and sets of features
+    [G]."""
 
     layer_G2: np.ndarray
     first_G2: np.ndarray
@@ -145,7 +146,8 @@ class ReplicaCosts:
         machine: Machine,
         itemsize: int,
     ) -> "ReplicaCosts":
-        """At these degrees, whatever layers `dims` has on its stages."""
+        """Return the costs at these degrees. The layers that `dims` has on its stages do not
+        matter."""
         works = [micro_work(cfg, sizes, dims.tp, batch, itemsize) for batch in batches]
         layer, first, last = (
             StepCost(OpCount(), accumulate(values, itemsize))
@@ -168,41 +170,41 @@ class ReplicaCosts:
 
     @staticmethod
     def together(replicas: "Sequence[ReplicaCosts]") -> "ReplicaCosts":
-        """Of replicas that share experts: in each layer of a micro-batch they wait for each other,
-        and one that has fewer micro-batches takes part with fillers."""
+        """Combine replicas that share experts. In each layer of a micro-batch they wait for each
+        other, and a replica with fewer micro-batches takes part with fillers."""
 
         def longest(name: str) -> np.ndarray:
             parts = [getattr(replica, name) for replica in replicas]
-            most = np.zeros((max(map(len, parts)), *parts[0].shape[1:]))
+            maximum = np.zeros((max(map(len, parts)), *parts[0].shape[1:]))
             for part in parts:
-                most[: len(part)] = np.maximum(most[: len(part)], part)
-            return most
+                maximum[: len(part)] = np.maximum(maximum[: len(part)], part)
+            return maximum
 
         names = ("layer_G2", "first_G2", "last_G2", "hidden_G", "features_G")
-        found: Any = {name: longest(name) for name in names}
-        return replace(replicas[0], **found)
+        costs: Any = {name: longest(name) for name in names}
+        return replace(replicas[0], **costs)
 
     def stages(self, split: Split) -> Stages:
-        """With this many layers on each stage."""
+        """Return the seconds with this many layers on each stage."""
         layers_S = np.array(split)
-        found = [self.layer_G2[:, part, None] * layers_S for part in (0, 1)]
+        seconds = [self.layer_G2[:, part, None] * layers_S for part in (0, 1)]
         for part in (0, 1):
-            found[part][:, 0] += self.first_G2[:, part]
-            found[part][:, -1] += self.last_G2[:, part]
-        # Features that no layer has added yet travel with the hidden states.
+            seconds[part][:, 0] += self.first_G2[:, part]
+            seconds[part][:, -1] += self.last_G2[:, part]
+        # Features that no layer has added yet are sent with the hidden states.
         left_GS = np.maximum(0, self.features_G[:, None] - layers_S.cumsum())
         sent_GS = self.hidden_G[:, None] * (1 + left_GS) / self.bandwidth
-        return Stages(found[0], found[1], sent_GS)
+        return Stages(seconds[0], seconds[1], sent_GS)
 
 
 def trained(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> tuple[int, int, int]:
-    """Values that learn on one rank: in the mean decoder layer, and besides the layers on the first
-    and on the last stage."""
+    """Return the number of values that learn on one rank: in the mean decoder layer, and besides
+    the layers on the first and on the last stage."""
     pp, layers = dims.pp, sizes.text.layers
 
     def of(split: Split, stage: int) -> int:
         return count(cfg, sizes, replace(dims, layers_per_stage=split), stage).trained
 
-    none = (0,) * pp
-    first, last = of(none, 0), of(none, pp - 1) if pp > 1 else 0
-    return (of((layers, *none[1:]), 0) - first) // layers, first, last
+    no_layers = (0,) * pp
+    first, last = of(no_layers, 0), of(no_layers, pp - 1) if pp > 1 else 0
+    return (of((layers, *no_layers[1:]), 0) - first) // layers, first, last

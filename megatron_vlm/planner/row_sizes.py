@@ -1,4 +1,4 @@
-"""The sizes of rows and micro-batches, which is all that the planner knows of data."""
+"""Sizes of rows and micro-batches, which are all that the planner knows about the data."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,32 +17,33 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.io.untrusted import home_path
 
-_MOST_ROWS = 256  # of a step that is planned
+_MOST_ROWS = 256  # maximum rows of a step that is planned
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The sizes of a micro-batch."""
+    """Sizes of a micro-batch."""
 
     rows: int
-    tokens: int  # of its longest row
+    tokens: int  # tokens of its longest row
     supervised: int
     patches: int
-    largest_image: int  # in patches
-    patch_pairs: int = 0  # within frames, summed over all of them
+    largest_image: int  # patches
+    patch_pairs: int = 0  # pairs within frames, summed over all frames
 
     @property
     def padded_tokens(self) -> int:
         return self.rows * self.tokens
 
     def patches_of_rank(self, tp: int, shared: bool) -> int:
-        """Of the TP rank that has most, where the images are shared out, or each has all."""
+        """Return the patches of the TP rank with the most. The ranks divide the images if they are
+        shared, or each rank has all."""
         ranks = tp if shared else 1
         return max(-(-self.patches // ranks), self.largest_image if ranks > 1 else 0)
 
     @staticmethod
     def of(rows: Sequence["BatchSizes"]) -> "BatchSizes":
-        """Of rows that go together."""
+        """Return the sizes of the micro-batch of these rows."""
         return BatchSizes(
             rows=sum(row.rows for row in rows),
             tokens=max(row.tokens for row in rows),
@@ -53,28 +54,28 @@ class BatchSizes:
         )
 
 
-Step = list[list[BatchSizes]]  # the micro-batches of each replica
+Step = list[list[BatchSizes]]  # micro-batches of each replica
 
 
 @dataclass(frozen=True)
 class RowSample:
-    """Rows that stand for a data set, each as a micro-batch of its own, and where they are from."""
+    """Sample of a data set's rows, each as its own micro-batch, and its origin."""
 
     rows: tuple[BatchSizes, ...]
     origin: str
 
     def steps(self, train: TrainConfig, sizes: ModelSizes, dp: int) -> list[Step]:
-        """Steps that use every row at least once, planned as the run plans them. Where a step has
-        more rows than these, some of its replicas stand for all."""
-        wanted, replicas = train.global_batch_size, dp
-        if wanted > (most := max(_MOST_ROWS, len(self.rows))):
-            replicas = max(1, dp * most // wanted)
-            wanted = max(replicas, wanted * replicas // dp)
-        count = max(1, len(self.rows) // wanted)
+        """Return steps that use every row at least once, planned as the run plans them. If a step
+        has more rows than the sample, some of its replicas represent all of them."""
+        rows_per_step, replicas = train.global_batch_size, dp
+        if rows_per_step > (max_rows := max(_MOST_ROWS, len(self.rows))):
+            replicas = max(1, dp * max_rows // rows_per_step)
+            rows_per_step = max(replicas, rows_per_step * replicas // dp)
+        count = max(1, len(self.rows) // rows_per_step)
         work, limits = WorkModel.of(sizes), Limits.of(train)
-        found = []
+        steps = []
         for step in range(count):
-            places = range(step * wanted, (step + 1) * wanted)
+            places = range(step * rows_per_step, (step + 1) * rows_per_step)
             rows = [self.rows[place % len(self.rows)] for place in places]
             costs = [
                 work.row_size(row.tokens, row.supervised, row.patches, row.patch_pairs)
@@ -82,48 +83,48 @@ class RowSample:
             ]
             plan = plan_batch(costs, replicas, limits)
             share = [[BatchSizes.of([rows[r] for r in group]) for group in g] for g in plan]
-            found.append(share)
-        return found
+            steps.append(share)
+        return steps
 
     @property
     def tokens(self) -> float:
-        """The mean row's."""
+        """Mean number of tokens of a row."""
         return sum(row.tokens for row in self.rows) / len(self.rows)
 
 
 def heaviest_share(steps: Sequence[Step]) -> list[BatchSizes]:
-    """The micro-batches of the replica with most tokens: sooner or later its largest are under way
-    together."""
+    """Return the micro-batches of the replica with the most tokens: sooner or later its largest
+    ones are in flight together."""
     shares = [share for step in steps for share in step]
     return max(shares, key=lambda share: sum(batch.padded_tokens for batch in share))
 
 
 def assumed_mix(sizes: ModelSizes, max_tokens: int) -> RowSample:
-    """Where there is no data: two rows of three have one picture of a megapixel, the others are
-    text; a third of the text is trained."""
+    """Return rows to assume without data. Two rows of three have one picture of a megapixel, and
+    the others are text. A third of the text is trained."""
     pixels_of_patch = math.prod((16, 16))
     patches = 2**20 // pixels_of_patch
-    seen = patches // sizes.vision.merge**2
-    text, alone = 512, 1024
+    image_tokens = patches // sizes.vision.merge**2
+    text, plain_tokens = 512, 1024
     picture = BatchSizes(
-        1, min(max_tokens, seen + text), text // 3, patches, patches, patch_pairs=patches**2
+        1, min(max_tokens, image_tokens + text), text // 3, patches, patches, patch_pairs=patches**2
     )
-    plain = BatchSizes(1, min(max_tokens, alone), alone // 3, 0, 0)
+    plain = BatchSizes(1, min(max_tokens, plain_tokens), plain_tokens // 3, 0, 0)
     origin = (
         f"assumed, two of three with a picture of 1024 x 1024 and {text} tokens of text, one of "
-        f"{alone} tokens of text; a third of the text is trained"
+        f"{plain_tokens} tokens of text; a third of the text is trained"
     )
     return RowSample((picture, picture, plain) * 32, origin)
 
 
-# What rows of data.train are like, from a few hundred of its records.
+# Rows of data.train are estimated from a few hundred of its records.
 
 _RECORDS = 256
 
 
 def mix_of(cfg: Config, sizes: ModelSizes) -> RowSample:
-    """Records of data.train evenly spaced over its first epoch; assumed rows where there is none,
-    or a stream, of which nobody knows what comes."""
+    """Return the rows of records that are evenly spaced over the first epoch of data.train. Without
+    data.train, or for a stream, whose records are unknown, return assumed rows."""
     specs = cfg.data.train
     if not specs or any(spec.streaming for spec in specs):
         mix = assumed_mix(sizes, cfg.data.max_tokens)
@@ -143,7 +144,7 @@ def mix_of(cfg: Config, sizes: ModelSizes) -> RowSample:
             source = sources[number]
             try:
                 yield readers[number].encode(source[record], source.where(record))
-            except (RecordDropped, DataError):  # the run itself says which, and whether it matters
+            except (RecordDropped, DataError):  # the run reports them, and whether they matter
                 continue
 
     rows = tuple(map(sizes_of_sample, samples()))
@@ -157,7 +158,7 @@ def mix_of(cfg: Config, sizes: ModelSizes) -> RowSample:
 
 
 def sizes_of_sample(sample: Sample) -> BatchSizes:
-    """A sample as a micro-batch of its own."""
+    """Return the sizes of a sample as its own micro-batch."""
     grids = (*sample.image_grids, *sample.video_grids)
     return BatchSizes(
         rows=1,

@@ -1,4 +1,4 @@
-"""Every layout of a number of GPUs: does it fit, and how long is a step."""
+"""Search over all layouts of a number of GPUs: whether each fits, and the time of a step."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from megatron_vlm.planner.pipeline_time import ReplicaCosts, Stages, trained
 from megatron_vlm.planner.row_sizes import RowSample, Step, heaviest_share
 
 _MICRO_TOKENS = (2048, 4096, 8192, 16384)
-# The cheapest in time first: the first that fits is the fastest that fits.
+# The cheapest in time is first, so the first that fits is the fastest that fits.
 _RECOMPUTES: tuple[tuple[Literal["none", "full"], bool], ...] = (
     ("none", False),
     ("none", True),
@@ -31,28 +31,28 @@ _RECOMPUTES: tuple[tuple[Literal["none", "full"], bool], ...] = (
     ("full", True),
 )
 _FP32 = 4
-ITEMSIZE = {"bf16": 2, "fp32": 4, "auto": 2}  # of a weight on a GPU
+ITEMSIZE = {"bf16": 2, "fp32": 4, "auto": 2}  # bytes of a weight on a GPU
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What there is to train on."""
+    """GPUs to train on."""
 
     gpus: int
-    memory: float  # bytes of each
+    memory: float  # bytes of each GPU
     machine: Machine
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout as the keys of a configuration, with what is predicted of it."""
+    """Layout as the keys of a configuration, with its predicted cost."""
 
     cfg: Config
     dims: ParallelDims
     memory: tuple[StageMemory, ...]
-    stages: Stages | None  # of the slowest replica of the first step; None where it does not fit
-    step_s: float  # the mean step, optimizer included
-    tokens: float  # of the mean step
+    stages: Stages | None  # slowest replica of the first step; None if it does not fit
+    step_s: float  # mean step, optimizer included
+    tokens: float  # tokens of the mean step
     bubble: float
 
     @property
@@ -66,13 +66,13 @@ class Candidate:
 
     @property
     def overrides(self) -> list[str]:
-        """The keys that make a run of it."""
-        dims, model, given = self.dims, self.cfg.model, self.cfg.parallel
+        """Keys for a run with this layout."""
+        dims, model, parallel = self.dims, self.cfg.model, self.cfg.parallel
         keys: dict[str, object] = {"parallel.tp": dims.tp, "parallel.pp": dims.pp}
-        if dims.ep > 1 or given.ep > 1:
+        if dims.ep > 1 or parallel.ep > 1:
             keys["parallel.ep"] = dims.ep
         is_even = dims.layers_per_stage == even_split(dims.pp, dims.num_layers)
-        if not is_even or given.layers_per_stage is not None:
+        if not is_even or parallel.layers_per_stage is not None:
             layers = ",".join(map(str, dims.layers_per_stage))
             keys["parallel.layers_per_stage"] = f"[{layers}]"
         keys["train.micro_batch_tokens"] = self.cfg.train.micro_batch_tokens
@@ -84,34 +84,34 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has to say."""
+    """Result of a search."""
 
-    fitting: tuple[Candidate, ...]  # the fastest first
-    leanest: Candidate | None  # the one that needs least, where none fits
+    fitting: tuple[Candidate, ...]  # fastest first
+    leanest: Candidate | None  # candidate with the least need, if none fits
 
 
 def search(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Found:
-    """All layouts, ranked by predicted tokens per second."""
+    """Search all layouts, and rank them by predicted tokens per second."""
     fitting: list[Candidate] = []
     leanest: Candidate | None = None
     for dims, tokens in _options(cfg, sizes, mix, cluster):
-        tried = replace(cfg, train=replace(cfg.train, micro_batch_tokens=tokens))
-        steps = mix.steps(tried.train, sizes, dims.dp)
-        for candidate in _modes(tried, sizes, dims, steps, cluster):
+        trial = replace(cfg, train=replace(cfg.train, micro_batch_tokens=tokens))
+        steps = mix.steps(trial.train, sizes, dims.dp)
+        for candidate in _modes(trial, sizes, dims, steps, cluster):
             if candidate.stages is not None:
                 fitting.append(candidate)
             elif leanest is None or candidate.need < leanest.need:
                 leanest = candidate
     fitting.sort(key=lambda found: (-found.tokens_per_s, found.cfg.train.micro_batch_tokens))
-    # A larger limit that changes no micro-batch is no other layout.
-    alike = {(found.dims, found.cfg.model, found.step_s): found for found in reversed(fitting)}
-    return Found(tuple(reversed(alike.values())), None if fitting else leanest)
+    # A larger limit that changes no micro-batch is the same layout.
+    distinct = {(each.dims, each.cfg.model, each.step_s): each for each in reversed(fitting)}
+    return Found(tuple(reversed(distinct.values())), None if fitting else leanest)
 
 
 def _options(
     cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster
 ) -> Iterator[tuple[ParallelDims, int]]:
-    """The degrees, with layers spread evenly, and train.micro_batch_tokens."""
+    """Yield the degrees, with layers spread evenly, and train.micro_batch_tokens."""
     text, gpus = sizes.text, cluster.gpus
     limits = {tokens for tokens in _MICRO_TOKENS if tokens >= mix.tokens}
     limits |= {cfg.train.micro_batch_tokens or _MICRO_TOKENS[-1]}
@@ -140,15 +140,16 @@ def _modes(
     steps: Sequence[Step],
     cluster: Cluster,
 ) -> Iterator[Candidate]:
-    """With the least recomputation that fits; without a time, those that do not fit."""
+    """Yield candidates up to the least recomputation that fits. A candidate that does not fit has
+    no time."""
     for recompute, vision in _RECOMPUTES:
         if vision and as_trained(cfg, sizes).model.freeze_vision:
             continue
         model = replace(cfg.model, recompute=recompute, recompute_vision=vision)
-        tried = replace(cfg, model=model)
-        found = _candidate(tried, sizes, dims, steps, cluster)
-        yield found
-        if found.stages is not None:
+        trial = replace(cfg, model=model)
+        candidate = _candidate(trial, sizes, dims, steps, cluster)
+        yield candidate
+        if candidate.stages is not None:
             return
 
 
@@ -161,12 +162,12 @@ def _candidate(
 ) -> Candidate:
     itemsize, heaviest = ITEMSIZE[cfg.train.precision], heaviest_share(steps)
     limit, replicas = USABLE * cluster.memory, []
-    most = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
-    if most is not None:
+    max_layers = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
+    if max_layers is not None:
         replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
-        dims = replace(dims, layers_per_stage=level_layers(replicas, most, sizes.text.layers))
+        dims = replace(dims, layers_per_stage=level_layers(replicas, max_layers, sizes.text.layers))
     memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
-    if most is None or max(stage.total for stage in memory) > limit:
+    if max_layers is None or max(stage.total for stage in memory) > limit:
         return Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0)
     return _timed(
         Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0), sizes, replicas, steps, cluster
@@ -176,19 +177,19 @@ def _candidate(
 def polished(
     candidate: Candidate, sizes: ModelSizes, mix: RowSample, cluster: Cluster
 ) -> Candidate:
-    """The same with the best split of its layers, which takes longer to find."""
+    """Return the candidate with the best split of its layers, which takes longer to find."""
     cfg, dims = candidate.cfg, candidate.dims
     itemsize = ITEMSIZE[cfg.train.precision]
     steps = mix.steps(cfg.train, sizes, dims.dp)
     heaviest, limit = heaviest_share(steps), USABLE * cluster.memory
-    most = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
-    assert most is not None
+    max_layers = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
+    assert max_layers is not None
     replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
-    split = choose_layer_split(replicas, most, even_split(dims.pp, dims.num_layers))
+    split = choose_layer_split(replicas, max_layers, even_split(dims.pp, dims.num_layers))
     dims = replace(dims, layers_per_stage=split)
     memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
-    found = replace(candidate, dims=dims, memory=memory)
-    return _timed(found, sizes, replicas, steps, cluster)
+    best = replace(candidate, dims=dims, memory=memory)
+    return _timed(best, sizes, replicas, steps, cluster)
 
 
 def _timed(
@@ -206,7 +207,7 @@ def _timed(
     pipeline = sum(stages.seconds for stages in slowest) / len(slowest)
     after = max(_after(cfg, sizes, dims, stage, cluster.machine) for stage in range(dims.pp))
     rows = [row for step in steps for share in step for row in share]
-    # Where replicas stand for others, they all have as many tokens.
+    # If some replicas represent others, all have equally many tokens.
     planned = sum(share != [] for share in steps[0]) or 1
     tokens = sum(row.padded_tokens for row in rows) / len(steps) * max(1.0, dims.dp / planned)
     busy = sum(float(s.forward_GS.sum() + s.backward_GS.sum()) for s in slowest)
@@ -219,20 +220,20 @@ def _timed(
 def _after(
     cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int, machine: Machine
 ) -> float:
-    """Seconds after the last backward: gradients over DP, AdamW, weights over DP."""
+    """Return the seconds after the last backward: gradients over DP, AdamW, weights over DP."""
     counts, itemsize = count(cfg, sizes, dims, stage), ITEMSIZE[cfg.train.precision]
-    found = machine.seconds(update(counts))
+    seconds = machine.seconds(update(counts))
     link = machine.between(dims.tp * dims.dp)
-    sent = (_FP32 + itemsize) / 2 if cfg.parallel.distributed_optimizer else _FP32
+    bytes_per_value = (_FP32 + itemsize) / 2 if cfg.parallel.distributed_optimizer else _FP32
     rest = counts.gradients - counts.of_experts
     for ranks, values in ((dims.dp, rest), (dims.dp // dims.ep, counts.of_experts)):
-        found += ring(ranks) * sent * values / link
+        seconds += ring(ranks) * bytes_per_value * values / link
     if stage == 0 and cfg.model.share_images:
         tower = trained(_tower_alone(cfg), sizes, dims)[1]
-        found += ring(dims.tp) * _FP32 * tower / machine.link
-    return found
+        seconds += ring(dims.tp) * _FP32 * tower / machine.link
+    return seconds
 
 
 def _tower_alone(cfg: Config) -> Config:
-    """With a decoder that does not learn: what remains is the tower."""
+    """Return the configuration with a frozen decoder, so that only the tower remains."""
     return replace(cfg, model=replace(cfg.model, freeze_language=True))

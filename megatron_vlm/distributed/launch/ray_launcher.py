@@ -73,7 +73,7 @@ class TrainActor(RankActor):
         os.environ[RESTART] = str(restart)
 
     def run(self, arguments: Sequence[str], store: StoreAddress, command: Command = TRAIN) -> int:
-        """Return the exit status of this rank."""
+        """Run the command on this rank, and return its exit status."""
         from megatron_vlm.distributed.agreement import Signals
 
         module, function = command
