@@ -1,7 +1,7 @@
 """megatron_vlm: fine-tune Qwen3-VL on Megatron-Core, equal to Hugging Face at every layout.
 
-The names in `__all__` are the public ones. Each is imported from its module when it is first used,
-so `import megatron_vlm` loads neither torch nor Megatron.
+The names in `__all__` are the public ones. Each is imported from its module at its first use, so
+`import megatron_vlm` loads neither torch nor Megatron.
 """
 
 import importlib
@@ -97,7 +97,7 @@ __all__ = [
     "write_shapes",
     "write_tiny",
 ]
-# Module of each public name, as in the imports above.
+# Each public name belongs to the module of its import above.
 _MODULES = {
     "config": ("Config", "load_config"),
     "data.tokens.row": ("Row",),
@@ -129,8 +129,8 @@ _MODULES = {
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
-# What megatron-core 0.16.1 says on import and while it builds, and torch of how it is called:
-# nothing a user of this package could act on. Other warnings pass.
+# megatron-core 0.16.1 warns on import and while it builds, and torch warns about the way it is
+# called. A user of this package can do nothing about these warnings. Other warnings pass.
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
@@ -157,5 +157,5 @@ if not TYPE_CHECKING:  # mypy would take a module with __getattr__ to have every
 
 
 def __dir__() -> list[str]:
-    """List the public names beside those that are loaded already."""
+    """List the public names and the names that are loaded already."""
     return sorted({*globals(), *__all__})

@@ -1,5 +1,5 @@
-"""The errors that a user can cause. An error holds its facts in fields, and `render` alone turns
-them into a sentence, so that all messages have one form and tests can ask for the facts."""
+"""Errors that a user can cause. An error holds its facts in fields, and only `render` turns them
+into a sentence, so that all messages have one form and tests can check the facts."""
 
 import errno
 import os
@@ -28,10 +28,10 @@ _QUOTED.maxlevel = 2
 
 
 class MegatronVLMError(ValueError):
-    """Base class: catch it to catch everything that a user can put right.
+    """Base class of all errors that a user can correct.
 
     problem: predicate of the subject, such as "exceeds train.steps=5"; with a leading colon it is
-        a clause of its own, such as ": the model has no experts"
+        a complete clause, such as ": the model has no experts"
     place: record, file or call where it happened, such as "train.jsonl line 3" or "optim_step"
     key: configuration key, or field at that place, such as "parallel.tp" or "messages[0].role"
     found: value that the key has
@@ -54,18 +54,18 @@ class MegatronVLMError(ValueError):
         super().__init__(render(**self.fields()))
 
     def fields(self) -> dict[str, Any]:
-        """The keyword arguments that make an equal error."""
+        """Return the keyword arguments that make an equal error."""
         names = ("problem", "place", "key", "found", "allowed", "remedy")
         return {name: vars(self)[name] for name in names}
 
     def within(self, place: str) -> Self:
-        """The same error, at a place that contains the former one."""
+        """Return the same error, at a place that contains its place."""
         inner = self.place and f": {self.place}"
         return type(self)(**self.fields() | {"place": place + inner})
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = self.fields()
-        if self.found is NOT_GIVEN:  # pickle would copy the mark, which is known by identity
+        if self.found is NOT_GIVEN:  # pickle would copy the marker, which is compared by identity
             del fields["found"]
         return _make, (type(self), fields)
 
@@ -75,7 +75,7 @@ def _make(kind: type[MegatronVLMError], fields: dict[str, Any]) -> MegatronVLMEr
 
 
 class ConfigError(MegatronVLMError):
-    """A configuration that cannot work, found before any weight is read."""
+    """A configuration that cannot work. It is detected before any weight is read."""
 
 
 class DataError(MegatronVLMError):
@@ -104,7 +104,8 @@ def render(
     allowed: Any = None,
     remedy: str = "",
 ) -> str:
-    """The sentence `PLACE: KEY=FOUND PROBLEM; REMEDY`, without the parts that are not given."""
+    """Return the sentence `PLACE: KEY=FOUND PROBLEM; REMEDY`, without the parts that are
+    missing."""
     subject = key if found is NOT_GIVEN else f"{key}={show_value(found)}" if key else ""
     if subject and problem:
         subject += problem if problem.startswith(":") else f" {problem}"
@@ -115,7 +116,8 @@ def render(
 
 
 def show_value(value: Any) -> str:
-    """A value as a configuration writes it; text of several words is quoted and shortened."""
+    """Return a value as a configuration writes it. Text of several words is quoted and
+    shortened."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, str):
@@ -128,7 +130,7 @@ def show_value(value: Any) -> str:
 
 
 def show_choices(allowed: Any) -> str:
-    """Choices as a phrase: `1, 2 or 4`, or `from 1 to 8` for a range."""
+    """Return choices as a phrase: `1, 2 or 4`, or `from 1 to 8` for a range."""
     if isinstance(allowed, range):
         return f"from {allowed[0]} to {allowed[-1]}"
     if isinstance(allowed, str) or not isinstance(allowed, Iterable):
@@ -138,7 +140,7 @@ def show_choices(allowed: Any) -> str:
     return " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
 
 
-# What a disk or its owner refuses, wherever it meets us: no mistake of ours.
+# The disk or its owner can refuse any access. These errors are no faults of the program.
 _REFUSALS = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there, or have the quota raised",
@@ -154,7 +156,8 @@ _REFUSALS = {
 
 
 def sentence(error: Exception) -> str | None:
-    """The message that a user gets in place of a traceback, or None for a fault of the program."""
+    """Return the message that a user gets in place of a traceback, or None for a fault of the
+    program."""
     if isinstance(error, MegatronVLMError):
         return str(error)
     if isinstance(error, OSError) and (remedy := _REFUSALS.get(error.errno or 0)) is not None:

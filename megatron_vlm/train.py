@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 
 def train(cfg: Config, signals: "Signals | None" = None) -> int:
-    """Train to the last step; the exit status of this rank. `signals`: for a caller that asks the
-    run to stop by other means than signals of the operating system."""
+    """Train to the last step, and return the exit status of this rank. `signals` is for a caller
+    that stops the run by other means than signals of the operating system."""
     with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         return _train(cfg, watchdog, signals)
 
 
 def _train(cfg: Config, watchdog: Watchdog, signals: "Signals | None") -> int:
     if cfg.data.num_workers and loads_data(cfg.parallel, rank_of_process(), world_of_process()):
-        start_server()  # it imports at the same time as we do
+        start_server()  # it imports while this process imports, too
     from megatron_vlm.run.run import Run
 
     with Run.open(cfg, watchdog, signals) as run:
@@ -50,7 +50,7 @@ def _train(cfg: Config, watchdog: Watchdog, signals: "Signals | None") -> int:
 
 
 def train_step(run: "Run", step: int) -> None:
-    """Data, gradients, weights, figures."""
+    """Run one step: data, gradients, weights, metrics."""
     worker = run.worker
     run.profiler.at(step)
     run.at(step, "data")
@@ -63,14 +63,14 @@ def train_step(run: "Run", step: int) -> None:
 
 
 def run_train(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
-    """Compose the configuration and train, on one rank; its exit status."""
+    """Compose the configuration, train on one rank, and return its exit status."""
     return train(composed("megatron_vlm.train", arguments), signals)
 
 
 def composed(
     module: str, arguments: Sequence[str], check: Callable[[Config], None] = check_training
 ) -> Config:
-    """The configuration of a rank that runs this module, checked."""
+    """Return the checked configuration of a rank that runs this module."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", allow_abbrev=False)
     add_overrides(parser)
     args = parse_arguments(parser, arguments)

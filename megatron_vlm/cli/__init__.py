@@ -1,4 +1,4 @@
-"""The `megatron-vlm` command, from its first moment on: whatever takes long is imported inside."""
+"""The `megatron-vlm` command. Slow imports are inside functions."""
 
 import os
 import sys
@@ -6,15 +6,15 @@ import sys
 from megatron_vlm.distributed.process import DEBUG, ended_by_signals, say
 from megatron_vlm.errors import MegatronVLMError, sentence
 
-_RUNS = ("train", "rl", "eval", "serve")  # the commands that schedulers stop and start again
+_RUNS = ("train", "rl", "eval", "serve")  # commands that schedulers stop and start again
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse and run; the exit status. Errors that a user can put right end with one sentence and
-    without a traceback."""
-    given = sys.argv[1:] if argv is None else argv
-    words = [word for word in given if word != "--debug"]  # wherever it stands
-    if debug := len(words) < len(given):
+    """Parse the arguments and run the command; return the exit status. Errors that a user can
+    correct end with one sentence and without a traceback."""
+    arguments = sys.argv[1:] if argv is None else argv
+    words = [word for word in arguments if word != "--debug"]  # the option may be anywhere
+    if debug := len(words) < len(arguments):
         os.environ[DEBUG] = "1"  # for the processes that a command starts
     try:
         if words[:1] and words[0] in _RUNS:

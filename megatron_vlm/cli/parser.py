@@ -1,4 +1,4 @@
-"""The commands of `megatron-vlm`: their arguments, and which room answers them."""
+"""Commands of `megatron-vlm`: their arguments, and the functions that run them."""
 
 import argparse
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from megatron_vlm.training.preflight import check_records, check_run
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All commands with their options."""
+    """Return the parser of all commands with their options."""
     parser = argparse.ArgumentParser(
         prog="megatron-vlm",
         allow_abbrev=False,
@@ -70,8 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
 def _command(
     commands: Any, run: Callable[[argparse.Namespace], int | None], **more: Any
 ) -> argparse.ArgumentParser:
-    """A command with the name of its function. The paragraphs of the function's docstring are its
-    line in the list of commands, the description, and the text below the options."""
+    """Add a command with the name of its function. The paragraphs of the function's docstring are
+    its line in the list of commands, the description, and the text below the options."""
     line, description, *rest = (run.__doc__ or "\n\n").split("\n\n")
     texts = {"help": line, "description": description, "epilog": rest[0] if rest else None}
     name = run.__name__.strip("_").replace("_", "-")
@@ -97,14 +97,14 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(args: argparse.Namespace) -> int:
     """fine-tune a checkpoint on a data set
 
-    Fine-tune a Qwen3-VL checkpoint. Starts the processes on this machine itself, unless torchrun
-    already started them (launch.processes: one per GPU, or parallel.tp x parallel.pp on the CPU).
-    Started again with the same run=, it resumes from the newest complete checkpoint. What the
-    keys below mean: docs/configuration.md.
+    Fine-tune a Qwen3-VL checkpoint. The command starts the processes on this machine itself, unless
+    torchrun has already started them (launch.processes: one per GPU, or parallel.tp x parallel.pp
+    on the CPU). If it is started again with the same run=, it resumes from the newest complete
+    checkpoint. docs/configuration.md explains the keys below.
 
-    example: megatron-vlm train model=qwen3_vl_2b model.path=Qwen/Qwen3-VL-2B-Instruct
-    parallel.pp=2 data.train=chats.jsonl train.steps=1000 run=runs/first. Writes into run=:
-    metrics.jsonl, checkpoints/, report.html and export/, which transformers loads.
+    example: megatron-vlm train model=qwen3_vl_2b model.path=Qwen/Qwen3-VL-2B-Instruct parallel.pp=2
+    data.train=chats.jsonl train.steps=1000 run=runs/first. It writes into run=: metrics.jsonl,
+    checkpoints/, report.html and export/, which transformers loads.
     """
     from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.checks import check_training
@@ -131,13 +131,13 @@ def _train(args: argparse.Namespace) -> int:
 def _eval(args: argparse.Namespace) -> int:
     """score a checkpoint on held-out sets
 
-    Loss and token accuracy of each set in data.eval; exact match of generated answers with
-    eval.generate=true; with eval.candidates, how often the right one of them is the likeliest.
-    Prints one line of JSON per set.
+    Measure the loss and token accuracy of each set in data.eval, and the exact match of generated
+    answers with eval.generate=true. With eval.candidates, also measure how often the right
+    candidate is the most likely one. Print one line of JSON per set.
 
     example: megatron-vlm eval runs/first data.eval=chats.jsonl eval.generate=true. A run and its
-    checkpoints bring their configuration: single keys can be changed (parallel.pp=1), but not
-    recipes. A Hugging Face folder brings none: give recipes and keys.
+    checkpoints have their configuration: single keys can be changed (parallel.pp=1), but not
+    recipes. A Hugging Face folder has none: give recipes and keys.
     """
     file, arguments = configured(args)
     with held_in_place(args.where) as where:
@@ -165,7 +165,7 @@ def _export(args: argparse.Namespace) -> None:
     """write a checkpoint of a run as a Hugging Face folder
 
     Write a folder that transformers loads, from a checkpoint of a run: its weights, and every other
-    file of the folder that was trained. Needs no GPU, and memory for one file of weights.
+    file of the folder that was trained. This needs no GPU, and memory for one file of weights.
 
     example: megatron-vlm export runs/first/checkpoints/step-00001000 tuned. Training does this
     itself at its end, to run=/export.
@@ -184,9 +184,9 @@ def _push_arguments(parser: argparse.ArgumentParser) -> None:
 def _push(args: argparse.Namespace) -> None:
     """upload an export to the Hugging Face Hub
 
-    Upload an export, with its model card, as one commit. A new repository is private; one that is
-    there stays as it is, and its weights are replaced. The token comes from HF_TOKEN or
-    `hf auth login`.
+    Upload an export, with its model card, as one commit. A new repository is private. An existing
+    one stays as it is, and its weights are replaced. The token comes from HF_TOKEN or `hf auth
+    login`.
 
     example: megatron-vlm push runs/first/export ORG/NAME. Training does this itself at its end with
     checkpoint.push=ORG/NAME.
@@ -198,7 +198,7 @@ def _push(args: argparse.Namespace) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    """ask a checkpoint in the terminal, with pictures
+    """chat with a checkpoint in the terminal, with pictures
 
     Load an exported checkpoint, on a GPU if there is one, and answer what is typed. /image PATH and
     /video PATH show something with the next question, /reset begins again, /quit or Ctrl-D ends,
@@ -222,10 +222,10 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 def _report(args: argparse.Namespace) -> None:
     """write the page of a run, or of several to compare them
 
-    Curves, scores, example answers, history and configuration of a run, also of one that is still
-    training, as one file that needs no network. Several runs share one page: their curves together,
-    a table of results, and the keys in which they differ. Training writes the page of its run at
-    its end.
+    Write curves, scores, example answers, history and configuration of a run, also of one that is
+    still training, as one file that needs no network. Several runs share one page: their curves
+    together, a table of results, and the keys in which they differ. Training writes the page of its
+    run at its end.
 
     example: megatron-vlm report runs/first runs/second --out comparison.html
     """
@@ -240,10 +240,10 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    """what this machine can run, and what is missing
+    """check what this machine can run, and what is missing
 
-    Check Python, packages, GPUs, NCCL, gloo, the C compiler, shared memory and disks, and say how
-    to get what is missing. The exit status is 1 where training cannot run.
+    Check Python, packages, GPUs, NCCL, gloo, the C compiler, shared memory and disks, and explain
+    how to get what is missing. The exit status is 1 where training cannot run.
 
     example: megatron-vlm doctor model.path=Qwen/Qwen3-VL-2B-Instruct
     """
@@ -253,12 +253,12 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    """which layout of a number of GPUs fits and is the fastest
+    """find the fastest layout that fits on a number of GPUs
 
     Rank the layouts (TP x PP x DP, layers of each stage, micro-batches, recomputation) by predicted
     tokens per second, with the memory of the fullest rank and the bubble, and draw the pipeline.
-    Rows are like those of data.train, or assumed where that is not given. Needs no GPU and reads no
-    weights; what it assumes, it says.
+    Rows are like those of data.train, or assumed without it. The command needs no GPU, reads no
+    weights, and prints its assumptions.
 
     example: megatron-vlm plan model.path=DIR data.train=chats.jsonl train.global_batch_size=64
     --gpus 8 --memory 80GiB --html plan.html
@@ -287,8 +287,8 @@ def _inspect(args: argparse.Namespace) -> None:
     """print what the model will see of a data set
 
     Print rendered turns with the trained tokens coloured, sizes over the set, what was dropped and
-    why, and the padding and balance of its batches. Reads the tokenizer and image processor of
-    model.path, no weights.
+    why, and the padding and balance of its batches. This reads the tokenizer and image processor of
+    model.path, but no weights.
 
     example: megatron-vlm inspect data.train=chats.jsonl model.path=DIR --html a.html
     """
