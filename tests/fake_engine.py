@@ -1,5 +1,5 @@
 """An engine without a model, for tests of what surrounds one. It is started as the real one is,
-after its own path: `python stand_in_engine.py SERVE SOCKET BUFFER`, and uses the link beside SERVE.
+after its own path: `python fake_engine.py SERVE SOCKET BUFFER`, and uses the link beside SERVE.
 
 An answer's ids are its seed, the engine's version and its process, its log-prob the number of the
 weights that it was given last, and with them of the adapter that it names. With the option `vocab`

@@ -1,4 +1,4 @@
-"""stand_in_service.py RUN PORT: a front with an engine without a model, until it is killed."""
+"""fake_service.py RUN PORT: a front with an engine without a model, until it is killed."""
 
 import sys
 import time
