@@ -74,7 +74,7 @@ def test_it_trains(seen):
 
 def test_what_is_wrong_is_told_and_the_model_goes_on(seen):
     for name, said in (
-        ("bad_loss", 'loss_fn_config_v2["beta"] is nan'),
+        ("bad_loss", 'loss_fn_config_v2["beta"]=nan'),
         ("bad_step", "adam_params.learning_rate: Input should be greater than or equal to 0"),
         ("bad_name", "path: the name 'a/b' must be 1 to 128 letters"),
     ):

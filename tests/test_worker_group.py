@@ -277,7 +277,7 @@ def test_errors_are_the_workers_own_with_the_rank(pool, tiny):
     assert found[0][3].startswith("DataError: rank 0: row 0: advantages ")
     assert found[0][4].startswith("DataError: rank 1: prompt 1: pixel_values has 16 patches")
     assert found[0][5].startswith("CheckpointError: rank 0: ")
-    assert found[0][6].startswith("ConfigError: rank 0: sampling: n=0 must be")
+    assert found[0][6].startswith("ConfigError: rank 0: sampling: n=0; give at least 1")
 
 
 def broken(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
