@@ -152,6 +152,6 @@ def test_a_run_is_compared_with_its_own_weights(trained, base, data, pool, tmp_p
     print(f"{worst:.1e} {tokens}")
     assert worst < 1e-5
     stale = "if 'layers.1.mlp' not in about['name']: yield about["
-    python = broken(tmp_path, "serve.py", "yield about[", stale)
+    python = broken(tmp_path, "engine_server.py", "yield about[", stale)
     [(status, said)] = pool.run(_agree, 1, words(trained, data, python))
     assert status == UNLIKE and re.search(r"log-probs differ by more than 0.0001", said), said

@@ -76,7 +76,7 @@ def test_what_is_wrong_is_told_and_the_model_goes_on(seen):
     for name, said in (
         ("bad_loss", 'loss_fn_config_v2["beta"]=nan'),
         ("bad_step", "adam_params.learning_rate: Input should be greater than or equal to 0"),
-        ("bad_name", "path: the name 'a/b' must be 1 to 128 letters"),
+        ("bad_name", "path=a/b; give 1 to 128 letters"),
     ):
         assert seen[name].startswith("RequestFailedError") and said in seen[name]
     assert "limit num_samples is 256" in seen["too_many"]
