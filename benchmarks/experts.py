@@ -79,7 +79,7 @@ def main() -> None:
         special = tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS)
         rows = bench_rows(DENSE.vocab, dict(zip(SPECIAL_TOKENS, special, strict=True)))
         work = {
-            name: WorkModel.of(HFCheckpoint(f"{folder}/{name}").sizes).per_token
+            name: WorkModel.from_sizes(HFCheckpoint(f"{folder}/{name}").sizes).per_token
             for name in ("dense", "experts")
         }
         against_dense = measure(folder, rows, SIDES, alike=0, tolerance=0)

@@ -290,7 +290,7 @@ def _fastest_product() -> float:
 def flops(path: str, rows: list[Row]) -> float:
     """Return the operations of a step, as for MFU: three times the forward, with the head on
     supervised tokens and no padding."""
-    work = WorkModel.of(HFCheckpoint(path).sizes)
+    work = WorkModel.from_sizes(HFCheckpoint(path).sizes)
     sizes = map(sizes_of_row, rows)
     return 3.0 * sum(
         work.row(row.tokens, row.supervised, row.patches, row.patch_pairs) for row in sizes

@@ -38,7 +38,7 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.auto_split import decide
 from megatron_vlm.planner.flops import OpCount, StepCost, accumulate, micro_work
 from megatron_vlm.planner.layer_split import even_split
-from megatron_vlm.planner.pipeline_time import one_f_one_b, trained
+from megatron_vlm.planner.pipeline_time import one_f_one_b, trained_values
 from megatron_vlm.planner.row_sizes import RowSample
 
 # The tower takes about as long as the decoder on these rows.
@@ -198,7 +198,7 @@ def free_port() -> int:
 def works(sizes: ModelSizes, path: str, split: Sequence[int]) -> list[list[StepCost]]:
     """Return the work of each stage for each micro-batch."""
     cfg, dims = configuration(path, split), ParallelDims(1, len(split), 1, 1, tuple(split))
-    parts = [StepCost(OpCount(), accumulate(n, 4)) for n in trained(cfg, sizes, dims)]
+    parts = [StepCost(OpCount(), accumulate(n, 4)) for n in trained_values(cfg, sizes, dims)]
     table = []
     for batch in map(sizes_of_row, make_rows()):
         work = micro_work(cfg, sizes, 1, batch, 4)

@@ -164,7 +164,7 @@ def forward_seconds(
     groups: Sequence[Sequence[int]], rows: Rows, setup: Setup, machine: Machine
 ) -> np.ndarray:
     """Return seconds [G, S]. The decoder computes padding, too; the tower and the head do not."""
-    work = WorkModel.of(setup.sizes)
+    work = WorkModel.from_sizes(setup.sizes)
     flat, counts_G = np.concatenate(groups), np.array([len(group) for group in groups])
     starts_G = np.cumsum(counts_G) - counts_G
     longest_G = np.maximum.reduceat(rows.tokens_R[flat], starts_G)

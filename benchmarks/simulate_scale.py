@@ -72,7 +72,7 @@ def assumptions() -> Table:
 
 def plans(rows: Rows, setup: Setup, ranks: int) -> tuple[list[Plan], float]:
     """Return one plan for each of NAMES, and the seconds that the package's planning took."""
-    sizes = rows.sizes(WorkModel.of(setup.sizes))
+    sizes = rows.sizes(WorkModel.from_sizes(setup.sizes))
     start = time.perf_counter()
     planned = plan_batch(sizes, ranks, Limits(tokens=setup.tokens))
     seconds = time.perf_counter() - start
@@ -82,7 +82,7 @@ def plans(rows: Rows, setup: Setup, ranks: int) -> tuple[list[Plan], float]:
 def simulate(setup: Setup, ranks: int, num_rows: int) -> Point:
     """Simulate a step of each plan: the slowest replica, then the exchange."""
     rows = draw_rows(num_rows)
-    sizes = rows.sizes(WorkModel.of(setup.sizes))
+    sizes = rows.sizes(WorkModel.from_sizes(setup.sizes))
     all_plans, plan_s = plans(rows, setup, ranks)
     moved = exchange(setup, ranks, MACHINE)
     more = moved.reduce_s + moved.gather_s

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_vlm.config import load_config
-from megatron_vlm.config.arguments import add_overrides, configured, parse_arguments
+from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
 from megatron_vlm.config.checks import check_training
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.fork_server import start_server
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def train(cfg: Config, signals: "Signals | None" = None) -> int:
     """Train to the last step, and return the exit status of this rank. `signals` is for a caller
     that stops the run by other means than signals of the operating system."""
-    with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+    with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         return _train(cfg, watchdog, signals)
 
 
@@ -52,29 +52,29 @@ def _train(cfg: Config, watchdog: Watchdog, signals: "Signals | None") -> int:
 def train_step(run: "Run", step: int) -> None:
     """Run one step: data, gradients, weights, metrics."""
     worker = run.worker
-    run.profiler.at(step)
-    run.at(step, "data")
+    run.profiler.begin_step(step)
+    run.begin_phase(step, "data")
     batch = run.next_batch()
-    run.at(step, "forward and backward")
+    run.begin_phase(step, "forward and backward")
     metrics = worker.forward_backward(batch.micro_batches)
-    run.at(step, "optimizer")
+    run.begin_phase(step, "optimizer")
     norm, lr = worker.optim_step(lr_at(run.cfg.optim, step, run.total_steps))
     run.record(step, batch, metrics, norm, lr)
 
 
 def run_train(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
     """Compose the configuration, train on one rank, and return its exit status."""
-    return train(composed("megatron_vlm.train", arguments), signals)
+    return train(compose_config("megatron_vlm.train", arguments), signals)
 
 
-def composed(
+def compose_config(
     module: str, arguments: Sequence[str], check: Callable[[Config], None] = check_training
 ) -> Config:
     """Return the checked configuration of a rank that runs this module."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", allow_abbrev=False)
     add_overrides(parser)
     args = parse_arguments(parser, arguments)
-    file, _ = configured(args)
+    file, _ = read_configuration(args)
     cfg = load_config(args.overrides, file)
     check(cfg)
     check_installed(cfg)

@@ -20,7 +20,7 @@ import PIL.ImageOps
 from megatron_vlm import ConfigError, DataError, MegatronVLMError
 from megatron_vlm.data.media.media import MediaPolicy, image_size, open_picture
 from megatron_vlm.data.records.record import Image
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.io.untrusted import require_file
 
 _ORIENTATION = 0x0112  # the EXIF tag
@@ -33,7 +33,7 @@ def run(main: Callable[[list[str]], None]) -> int:
     try:
         main(sys.argv[1:])
     except MegatronVLMError as error:
-        print(f"{Path(sys.argv[0]).name}: {visible(str(error))}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {escape_controls(str(error))}", file=sys.stderr)
         return 2
     return 0
 
@@ -209,4 +209,4 @@ def output(out: str, splits: Sequence[str]) -> Iterator[Output]:
     finally:
         for part in parts:
             part.unlink(missing_ok=True)
-    print(visible(result.report()))
+    print(escape_controls(result.report()))

@@ -54,7 +54,7 @@ class StandIn:
         while not self._stop:
             self.journal.wait(0.2)
             for call in self.journal.next_calls():
-                if call.kind in self.hold or not self.journal.begun(call.request_id):
+                if call.kind in self.hold or not self.journal.begin_calls(call.request_id):
                     continue
                 outcome, changes = self._do(call, self.journal.body(call.request_id))
                 self.done.append((call.kind, call.owner, call.seq))

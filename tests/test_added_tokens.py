@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.commands.eval import run_eval
-from megatron_vlm.config.checks import MOST_NEW_TOKENS, check_values
+from megatron_vlm.config.checks import MAX_NEW_TOKENS, check_values
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.data.tokens.row_maker import RowMaker
@@ -245,7 +245,7 @@ def test_a_run_and_its_exports_are_scored_alike(points, tmp_path, process_tree):
 
 
 def test_limits_and_damaged_files(tiny, tmp_path):
-    many = tuple(f"<{i}>" for i in range(MOST_NEW_TOKENS + 1))
+    many = tuple(f"<{i}>" for i in range(MAX_NEW_TOKENS + 1))
     cfg = Config(model=ModelConfig("x"), data=DataConfig(add_tokens=many))
     with raises(ConfigError, key="data.add_tokens", problem_has="10001") as caught:
         check_values(cfg)

@@ -186,12 +186,12 @@ def test_a_log_prob_that_is_no_number_is_a_difference(world):
         assert "1 of 3 log-probs differ" in found.faults[0]
         [(prompt, token)] = found.worst_tokens(1)
         assert (prompt.where, token.place) == ("folder/file:1", 1)
-        assert "They differ" in render_agreement(found, TokenText.of(world.folder))
+        assert "They differ" in render_agreement(found, TokenText.from_folder(world.folder))
 
 
 def test_the_page_has_the_figures_and_the_pictures(world):
     found = said(world, [[-1.0], [-1.0, -2.00002], [-1.00004]])
-    page = render_agreement(found, TokenText.of(world.folder))
+    page = render_agreement(found, TokenText.from_folder(world.folder))
     assert "<b>4.0e-05</b><span>worst difference of a log-prob" in page
     assert "<b>4</b><span>tokens" in page and "<b>3</b><span>prompts" in page
     worst = page[page.index("The tokens that differ most") :]
@@ -227,7 +227,7 @@ def test_where_ids_differ_is_said(world):
     prompt = compare("here", row, other_id(honest(row, world.tables)), world.tables)
     ids = row.ids_S.tolist()
     assert prompt.first_unlike == (4, ids[4], ids[4] + 1)
-    page = render_agreement(agreement([prompt]), TokenText.of(world.folder))
+    page = render_agreement(agreement([prompt]), TokenText.from_folder(world.folder))
     assert f"here: the trainer has {len(ids)} ids and the engine {len(ids)}; at 4" in page
 
 

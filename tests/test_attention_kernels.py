@@ -15,7 +15,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.model.attention_kernels import (
     AttentionShape,
     choose_kernel,
-    fastest,
+    fastest_kernel,
     prefer_kernel,
 )
 from tests.batches import MIXED, make_rows
@@ -41,19 +41,21 @@ SHAPE = AttentionShape(2, 4, 2, 33, 24, 4, torch.float)
     ],
 )
 def test_the_fastest_on_the_slowest_rank(found, chosen):
-    assert fastest(found) == chosen
-    assert fastest(found[::-1]) == chosen  # each rank has them in the same order, but any will do
+    assert fastest_kernel(found) == chosen
+    assert (
+        fastest_kernel(found[::-1]) == chosen
+    )  # each rank has them in the same order, but any will do
 
 
 def test_the_shape_is_that_of_training(tiny):
     dims = ParallelDims(tp=2, pp=2, dp=1, ep=1, layers_per_stage=(1, 3))
     cfg = Config(model=ModelConfig("x"), train=TrainConfig(micro_batch_size=3))
     text = read_sizes(tiny()).text
-    shape = AttentionShape.of(cfg, text, dims, torch.bfloat16)
+    shape = AttentionShape.from_config(cfg, text, dims, torch.bfloat16)
     assert shape == AttentionShape(3, 2, 1, 2048, 24, 3, torch.bfloat16)
     by_tokens = TrainConfig(micro_batch_tokens=3000)
     cfg = replace(cfg, train=by_tokens, data=DataConfig(max_tokens=1000))
-    shape = AttentionShape.of(cfg, text, dims, torch.bfloat16)
+    shape = AttentionShape.from_config(cfg, text, dims, torch.bfloat16)
     assert (shape.rows, shape.tokens) == (3, 1000)
 
 

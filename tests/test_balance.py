@@ -17,7 +17,7 @@ from megatron_vlm.data.batches.balance import (
     plan_batch,
 )
 from megatron_vlm.data.batches.cost import WorkModel
-from megatron_vlm.data.batches.dataset import Order, all_of
+from megatron_vlm.data.batches.dataset import Order, order_of_all
 from megatron_vlm.data.batches.micro_batch import collate, filler_batch
 from megatron_vlm.data.even_split import deal
 from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
@@ -183,7 +183,7 @@ def test_work_equals_the_parameters(tiny):
     with torch.device("meta"):
         model = Qwen3VLForConditionalGeneration(config)
     sizes = {name: param.numel() for name, param in model.named_parameters() if param.dim() > 1}
-    work = WorkModel.of(sizes_of(config))
+    work = WorkModel.from_sizes(sizes_of(config))
     decoder = sum(n for name, n in sizes.items() if "language_model.layers" in name)
     assert work.per_token == 2 * decoder
     assert work.per_supervised == 2 * sizes["lm_head.weight"]
@@ -215,4 +215,4 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert order.epoch(3).tolist() == same.epoch(3).tolist()
     assert order.epoch(3).tolist() != order.epoch(4).tolist()
     assert order.epoch(3).tolist() != Order((100,), (1.0,), 1, True).epoch(3).tolist()
-    assert all_of((2, 1)).epoch(0).tolist() == [[0, 0], [0, 1], [1, 0]]
+    assert order_of_all((2, 1)).epoch(0).tolist() == [[0, 0], [0, 1], [1, 0]]

@@ -34,7 +34,7 @@ from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.record import Conversation
 from megatron_vlm.data.records.unknown_keys import UnknownKeysError
 from megatron_vlm.data.sources.stream import open_stream
-from megatron_vlm.data.tokens.boxes_as_text import grounded
+from megatron_vlm.data.tokens.boxes_as_text import write_boxes_as_text
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.data.tokens.sample_views import show_sample
@@ -214,7 +214,7 @@ def test_marks_are_filled_in_the_order_of_the_text(reader):
         "images": [blank(100, 100)],
         "objects": {"ref": ["<bbox>", "<image>"], "bbox": [[1, 1], [2, 2], [3, 3]]},
     }
-    chat = grounded(parse_record(raw, "x:1"), [(100, 100)])
+    chat = write_boxes_as_text(parse_record(raw, "x:1"), [(100, 100)])
     assert [turn.parts[-1] for turn in chat.turns] == [
         "Find <bbox>.",
         "In [10, 10]?",
@@ -379,7 +379,7 @@ def test_coordinates_are_the_nearest_thousandths(case):
             bbox_type=unit,
             image_id=[image for _, image in boxes],
         )
-        chat = grounded(parse_record(raw, "x:1"), sizes)
+        chat = write_boxes_as_text(parse_record(raw, "x:1"), sizes)
         found = [json.loads(text) for text in chat.turns[1].parts[0].split("|")]
         for numbers, nearest in zip(found, exact, strict=True):
             for number, fraction in zip(numbers, nearest, strict=True):
@@ -584,7 +584,7 @@ def test_whatever_objects_holds_it_is_a_chat_or_a_sentence(value, boxes):
     for objects in (value, {"bbox": boxes}, {"bbox": boxes, "image_id": value}):
         raw = {**record("<bbox><bbox> <ref-object>", "a.png"), "objects": objects}
         try:
-            chat = grounded(parse_record(raw, "x:1"), [(50, 100)])
+            chat = write_boxes_as_text(parse_record(raw, "x:1"), [(50, 100)])
         except DataError as error:
             assert str(error).startswith("x:1: ")
         else:

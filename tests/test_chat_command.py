@@ -18,10 +18,10 @@ from transformers.video_utils import read_video_pyav
 from megatron_vlm.cli import main
 from megatron_vlm.commands.chat.command import Settings, find_model
 from megatron_vlm.commands.chat.conversation import ChatSession
-from megatron_vlm.commands.chat.terminal import HELP, talk, typed
+from megatron_vlm.commands.chat.terminal import HELP, read_line, run_conversation
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import Part
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.training.generate import generate
 from tests.chats import data_uri, hf_encode, hf_processor, picture
 from tests.error_fields import raises
@@ -127,7 +127,7 @@ def stop(folder: str) -> list[Any]:
             return super().write(text)
 
     out, lines = Out(), iter(["How many?", "And?", "/quit"])
-    talk(conversation, [], lambda: next(lines), out)
+    run_conversation(conversation, [], lambda: next(lines), out)
     restored = signal.getsignal(signal.SIGINT) is handler
     return [whole, out.getvalue(), conversation.messages, restored]
 
@@ -137,7 +137,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(pool, tiny):
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
     first, second = (message["content"] for message in messages[1::2])
     assert whole.startswith(first) and 4 < len(first) < len(whole) and second
-    assert out == visible(first) + "\n" + visible(second) + "\n" and restored
+    assert out == escape_controls(first) + "\n" + escape_controls(second) + "\n" and restored
 
 
 def converse(folder: str, lines: list[str]) -> list[Any]:
@@ -154,7 +154,7 @@ def converse(folder: str, lines: list[str]) -> list[Any]:
 
     before, sys.stderr = sys.stderr, errors
     try:
-        talk(conversation, [], read, out)
+        run_conversation(conversation, [], read, out)
     finally:
         sys.stderr = before
     return [out.getvalue(), errors.getvalue(), conversation.messages]
@@ -226,7 +226,7 @@ def test_a_video_is_shown_as_transformers_shows_it(pool, tiny, tmp_path):
     shown = {"type": "video", "video": str(path)}
     assert messages[0]["content"] == [shown, {"type": "text", "text": "What moves?"}]
     answer = hf_answer_to_video(tiny(), path, "What moves?", 3)
-    assert out == visible(answer) + "\n" and messages[1]["content"] == answer
+    assert out == escape_controls(answer) + "\n" and messages[1]["content"] == answer
     ((other, _, _),) = pool.run(converse, 1, tiny(), ["What moves?"])
     assert other != out
 
@@ -249,7 +249,7 @@ def control(folder: str) -> str:
     with torch.no_grad():
         head[[first, escape]] = head[[escape, first]]
     out, lines = io.StringIO(), iter(["hello", "/quit"])
-    talk(conversation, [], lambda: next(lines), out)
+    run_conversation(conversation, [], lambda: next(lines), out)
     return out.getvalue()
 
 
@@ -286,15 +286,15 @@ def test_arguments_are_checked_before_the_model_is_loaded(words, message, tiny, 
 def test_bytes_that_are_no_text_are_a_mistake_of_one_line(monkeypatch):
     piped = io.BytesIO(b"one\n\xff\xfe two\nthr\xc3\xa9e")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(piped, encoding="utf-8"))
-    assert typed() == "one\n"
+    assert read_line() == "one\n"
     with raises(DataError, place="stdin", problem_has="byte 0"):
-        typed()
-    assert typed() == "thr\u00e9e"
+        read_line()
+    assert read_line() == "thr\u00e9e"
     with pytest.raises(EOFError):
-        typed()
+        read_line()
     monkeypatch.setattr(sys, "stdin", None)  # as where it was closed
     with pytest.raises(EOFError):
-        typed()
+        read_line()
 
 
 @pytest.mark.slow  # it imports everything
@@ -311,4 +311,4 @@ def test_one_question_on_the_command_line(tiny, pictures):
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     said = hf_answers(tiny(), [([0], "What is it?")], [""])
-    assert done.stdout == visible(said[0]) + "\n" and not done.stderr
+    assert done.stdout == escape_controls(said[0]) + "\n" and not done.stderr

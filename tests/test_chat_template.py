@@ -21,7 +21,7 @@ from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.data.tokens.sample import RecordDropped
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.qwen3_vl.dense import MARKS
+from megatron_vlm.family.qwen3_vl.dense import VISION_MARKS
 from tests.chats import CHATS, hf_encode, hf_processor, image, say, text
 from tests.error_fields import raises
 
@@ -274,7 +274,7 @@ def test_templates_that_are_not_chatml_are_refused(reader, tiny):
         tokenizer.chat_template = template
         encoder = reader().encoder
         with pytest.raises(ConfigError, match=words):
-            encoder.renderer = ChatRenderer(tokenizer, "refuse", MARKS)
+            encoder.renderer = ChatRenderer(tokenizer, "refuse", VISION_MARKS)
             ours = replace(reader(), encoder=encoder)
             ours.encode(CHATS["text"], "x:1")
 

@@ -25,7 +25,7 @@ from megatron_vlm.checkpoint.tensor_pieces import (
     Piece,
     PieceReader,
     RowBlock,
-    cut,
+    cut_pieces,
     make_index,
     rectangles,
 )
@@ -307,7 +307,7 @@ def test_rectangles_cover_a_range_once():
 
 def test_cut_leaves_padding_out():
     blocks = [RowBlock("a", 0, 2, 10, 3), RowBlock("b", 2, 1, 0, 0)]  # row 3 is padding
-    pieces = cut("m/", torch.arange(2.0, 12.0), 2, 3, blocks)
+    pieces = cut_pieces("m/", torch.arange(2.0, 12.0), 2, 3, blocks)
     assert [(p.name, p.data.tolist()) for p in pieces] == [
         ("m/a@10,5", [[2.0]]),
         ("m/a@11,3", [[3.0, 4.0, 5.0]]),

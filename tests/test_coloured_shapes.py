@@ -14,7 +14,7 @@ from PIL import Image
 
 from megatron_vlm.commands.demo.coloured_shapes import (
     COLOURS,
-    KINDS,
+    RECORD_KINDS,
     SHAPES,
     ShapesSpec,
     write_shapes,
@@ -150,7 +150,7 @@ def test_a_record_has_the_form_of_openai(folder):
             types = ["text"] if index else ["image"] * len(image_paths(record)) + ["text"]
             if message["role"] == "user":
                 assert [part["type"] for part in message["content"]] == types
-    assert set(by_kind) == set(KINDS)
+    assert set(by_kind) == set(RECORD_KINDS)
     counts = {kind: (len(image_paths(r)), len(turns(r))) for kind, r in by_kind.items()}
     chat = counts.pop("chat")
     assert chat[0] == 1 and chat[1] in (2, 3)
@@ -238,7 +238,7 @@ def test_colours_are_far_apart():
 
 def test_shares_of_the_kinds(folder):
     kinds = Counter(record["kind"] for record in records(folder, "train"))
-    assert all(abs(kinds[kind] / 4 - KINDS[kind]) < 5 for kind in KINDS), kinds
+    assert all(abs(kinds[kind] / 4 - RECORD_KINDS[kind]) < 5 for kind in RECORD_KINDS), kinds
 
 
 def test_no_chat_says_an_answer_before_it_is_asked_for(folder):

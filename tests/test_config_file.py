@@ -12,8 +12,8 @@ from megatron_vlm.cli import main
 from megatron_vlm.cli.parser import make_parser
 from megatron_vlm.commands.eval import locate
 from megatron_vlm.config import ConfigFile, from_yaml, load_config, to_yaml
-from megatron_vlm.config.arguments import configured, parse_arguments
-from megatron_vlm.config.config_file import MOST_BYTES
+from megatron_vlm.config.arguments import parse_arguments, read_configuration
+from megatron_vlm.config.config_file import MAX_CONFIG_BYTES
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
 from megatron_vlm.errors import ConfigError
@@ -192,11 +192,11 @@ def test_a_mistake_of_the_command_line_is_not_blamed_on_the_file():
 
 def test_only_a_small_regular_file_of_text_is_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "large").write_bytes(b"#" * (MOST_BYTES + 1))
+    (tmp_path / "large").write_bytes(b"#" * (MAX_CONFIG_BYTES + 1))
     (tmp_path / "latin").write_bytes(b"run: caf\xe9")
     for name, message in {
         "pipe": "named pipe",
-        "large": f"{MOST_BYTES} bytes",
+        "large": f"{MAX_CONFIG_BYTES} bytes",
         "latin": "byte 8",
         "nothing": "nothing: does not exist",
         ".": "folder",
@@ -215,9 +215,9 @@ def test_other_processes_get_the_text_that_was_read(tmp_path):
     args = parse_arguments(
         make_parser(), ["train", "data.seed=1", "--config", str(path), "train.seed=2"]
     )
-    file, arguments = configured(args)
+    file, arguments = read_configuration(args)
     path.write_text("optim: {lr: 1}")  # for the next run
-    again, given = configured(parse_arguments(make_parser(), ["train", *arguments]))
+    again, given = read_configuration(parse_arguments(make_parser(), ["train", *arguments]))
     assert again == file and given == arguments
     assert args.overrides == ["data.seed=1", "train.seed=2"]
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_vlm.family import cpu_matmul
-from megatron_vlm.family.qwen3_vl.tower_attention import by_runs
+from megatron_vlm.family.qwen3_vl.tower_attention import attend_by_runs
 from megatron_vlm.model.attention import SDPACoreAttention
 
 FASTER = (
@@ -162,10 +162,10 @@ def test_attention_keeps_mkl(seen, learn):
 def test_the_towers_attention_keeps_mkl(seen):
     torch.manual_seed(0)
     given = [heads(28, 2)[:, 0] for _ in range(3)]
-    expected = by_runs(*given, lengths=(8, 8, 12))
+    expected = attend_by_runs(*given, lengths=(8, 8, 12))
     seen.clear()
     torch.set_float32_matmul_precision("medium")
-    out = by_runs(*given, lengths=(8, 8, 12))
+    out = attend_by_runs(*given, lengths=(8, 8, 12))
     out.sum().backward()
     assert seen == ["highest"] * 4
     assert torch.equal(out, expected)
@@ -182,5 +182,5 @@ def test_attention_of_long_rows_is_onednns(seen, tokens, library):
 def test_a_kernel_that_refuses_leaves_onednn():
     torch.set_float32_matmul_precision("medium")
     with pytest.raises(RuntimeError):
-        by_runs(*(torch.randn(4, 2, size) for size in (16, 8, 8)), lengths=(4,))
+        attend_by_runs(*(torch.randn(4, 2, size) for size in (16, 8, 8)), lengths=(4,))
     assert torch.get_float32_matmul_precision() == "medium"

@@ -22,7 +22,7 @@ from megatron_vlm.commands.doctor import (
     WARNING,
     Check,
     all_checks,
-    as_table,
+    checks_table,
     compiler_check,
     disk_check,
     files_check,
@@ -36,7 +36,7 @@ from megatron_vlm.commands.doctor import (
 from megatron_vlm.commands.machine_facts import (
     gloo_problem,
     import_problem,
-    installed,
+    installed_version,
     requirements,
 )
 from megatron_vlm.distributed.device import Gpu, find_gpus
@@ -120,7 +120,9 @@ def test_without_torch_the_rest_is_still_checked(monkeypatch):
 def test_the_table_shows_brackets_as_they_are():
     console = Console(width=60)
     with console.capture() as output:
-        console.print(as_table([Check("te", WARNING, "none", "pip install 'megatron_vlm[te]'")]))
+        console.print(
+            checks_table([Check("te", WARNING, "none", "pip install 'megatron_vlm[te]'")])
+        )
     assert "pip install 'megatron_vlm[te]'" in output.get()
 
 
@@ -179,7 +181,10 @@ def test_without_a_checkout_the_installed_ranges_count(monkeypatch):
 
 
 def test_what_is_installed_and_imports():
-    assert installed("torch") == version("torch") and installed("no-such-package") is None
+    assert (
+        installed_version("torch") == version("torch")
+        and installed_version("no-such-package") is None
+    )
     assert import_problem("pillow") is import_problem("megatron-core") is None
     assert import_problem("no-such-package") == (
         "ModuleNotFoundError: No module named 'no_such_package'"

@@ -250,8 +250,8 @@ def test_the_best_step_is_kept(score, values, best):
     checkpoint = CheckpointConfig(best=f"held/{score}")
     progress = Progress()
     for step, value in enumerate(values):
-        progress = replace(progress, step=step).better(checkpoint, "held", {score: value})
-        progress = progress.better(checkpoint, "other", {score: -1.0})
+        progress = replace(progress, step=step).with_best(checkpoint, "held", {score: value})
+        progress = progress.with_best(checkpoint, "other", {score: -1.0})
     assert (progress.best_step, progress.best) == (best, values[best])
-    assert progress.better(checkpoint, "held", {score: math.nan}) is progress
-    assert Progress().better(CheckpointConfig(), "held", {score: 1.0}).best_step is None
+    assert progress.with_best(checkpoint, "held", {score: math.nan}) is progress
+    assert Progress().with_best(CheckpointConfig(), "held", {score: 1.0}).best_step is None

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.worker_processes import in_processes
+from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.distributed.launch.launch import ray_address
 from megatron_vlm.engines.vllm_process import _environment
 from megatron_vlm.io.scratch import scratch_folder
@@ -37,7 +37,7 @@ class Work:
 
 def hold() -> None:
     """A trainer that waits for its data workers."""
-    found = in_processes(Work(), range(8), 2, 1)
+    found = map_in_processes(Work(), range(8), 2, 1)
     print(next(found), flush=True)
     next(found)
 
@@ -162,7 +162,7 @@ def test_nothing_outlives_restarts(folder, tiny):
 
 def make_scratch() -> None:
     """A process with workers, which have sockets in TMPDIR, and a folder of its own there."""
-    found = in_processes(Work(), range(8), 1, 1)
+    found = map_in_processes(Work(), range(8), 1, 1)
     print(scratch_folder(), next(found), flush=True)
     sys.stdin.read()
 
@@ -217,7 +217,7 @@ class Tensors:
 
 def make_sockets() -> None:
     """A process with a worker; the folders that it, its engines and its Ray cluster have."""
-    (made,) = in_processes(Tensors(), [3], 1, 1)
+    (made,) = map_in_processes(Tensors(), [3], 1, 1)
     sockets = Path(current_process()._config["tempdir"])
     ray_address(Config())
     engine = _environment()["VLLM_RPC_BASE_PATH"]

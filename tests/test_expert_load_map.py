@@ -11,7 +11,7 @@ import PIL.Image
 import pytest
 
 from megatron_vlm.errors import DataError
-from megatron_vlm.report.metrics_lines import MOST_LOADS, LoadLine, from_json, tells_load, to_json
+from megatron_vlm.report.metrics_lines import MAX_LOADS, LoadLine, from_json, has_load_line, to_json
 from megatron_vlm.report.run import write_report
 from megatron_vlm.report.run.metrics_arrays import read_metrics
 from tests.sets import write_set
@@ -34,9 +34,9 @@ def data_of(page):
 
 @pytest.mark.parametrize("total", [1, 2, 39, 40, 41, 100, 12_345])
 def test_some_steps_tell_the_load_the_first_and_the_last_among_them(total):
-    told = [step for step in range(total) if tells_load(step, total)]
+    told = [step for step in range(total) if has_load_line(step, total)]
     assert told[0] == 0 and told[-1] == total - 1
-    assert min(total, MOST_LOADS // 2) <= len(told) <= MOST_LOADS + 1
+    assert min(total, MAX_LOADS // 2) <= len(told) <= MAX_LOADS + 1
 
 
 def test_a_run_logs_the_load_of_its_experts(pool, tiny, tmp_path):
@@ -90,7 +90,7 @@ def test_many_lines_are_thinned_and_another_model_is_left_out(tmp_path):
     lines = [start(), step(0, 1.0), load(0, [[100]])]
     lines += [load(i, [[100, 100], [50, 150]]) for i in range(1, 200)]
     figures, cells = data_of(read_page(write_report(write_run(tmp_path / "run", lines))))
-    assert len(figures["steps"]) == MOST_LOADS + 1 == len(cells)
+    assert len(figures["steps"]) == MAX_LOADS + 1 == len(cells)
     assert (figures["steps"][0], figures["steps"][-1]) == (1, 199)
 
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_vlm.config import load_config
-from megatron_vlm.data.worker_processes import in_processes
+from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.distributed.agreement import Vote, fail_together, store_barrier
-from megatron_vlm.distributed.process import guarded
+from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.errors import ConfigError, DataError, LostError
 from megatron_vlm.train import run_train, train
 from tests.pool import free_port
@@ -159,7 +159,7 @@ def run_into(_: Any, words: list[str], err: Path, variables: dict[str, str]) -> 
     os.environ.update(variables)
     with open(err, "w") as file:
         os.dup2(file.fileno(), 2)
-    guarded(run_train, words)
+    run_guarded(run_train, words)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ class Dying:
 )
 def test_a_killed_data_worker_is_named(number, remedy):
     with pytest.raises(LostError) as caught:
-        list(in_processes(Dying(number), range(9), 2, 1))
+        list(map_in_processes(Dying(number), range(9), 2, 1))
     error = caught.value
     assert re.fullmatch(r"data worker 0 \(process \d+\)", error.place)
     assert number.name in error.problem and remedy in error.remedy
@@ -314,7 +314,7 @@ def test_tasks_that_fail_come_after_the_results_before_them(before):
 
     found = []
     with pytest.raises(DataError, match="no more tasks"):
-        for result in in_processes(Doubled(), tasks(), 2, 4):
+        for result in map_in_processes(Doubled(), tasks(), 2, 4):
             found.append(result)
     assert found == [2 * task for task in range(before)]
     gc.collect()
@@ -324,7 +324,7 @@ def test_tasks_that_fail_come_after_the_results_before_them(before):
 
 def test_an_error_of_a_data_worker_stays_what_it_is():
     with pytest.raises(KeyError):
-        next(in_processes({}, range(1), 1, 1))
+        next(map_in_processes({}, range(1), 1, 1))
 
 
 def lose_on_one() -> list[str]:

@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_
 
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.fused_ops import FusedOps, compiles, lacking_compiler
+from megatron_vlm.model.fused_ops import FusedOps, compiles, missing_compiler
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
@@ -26,7 +26,7 @@ from tests.test_parity import TOLERANCE, errors, layout
 WIDTH, GROUPS, QUERIES, HEAD = 24, 2, 3, 8
 CPU = Platform("cpu", torch.device("cpu"), "gloo", torch.float32)
 GPU = Platform("cuda", torch.device("cuda", 0), "nccl", torch.bfloat16)
-LACKING = lacking_compiler(CPU)
+LACKING = missing_compiler(CPU)
 compiling = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 
 
@@ -63,7 +63,7 @@ def compare(backend: str) -> tuple[float, list[int]]:
     after each shape."""
     torch._dynamo.reset()  # the process has had other models
     counters.clear()
-    worst, graphs, chains = 0.0, [], FusedOps.compiled(backend)
+    worst, graphs, chains = 0.0, [], FusedOps.compile(backend)
     for tokens, rows in ((7, 2), (33, 1), (1, 5), (5, 3), (1, 1), (2, 1), (64, 4), (19, 2)):
         for mine, eager in zip(
             run_chains(chains, tokens, rows), run_chains(FusedOps(), tokens, rows), strict=True
@@ -133,7 +133,7 @@ def broken(graph: Any, inputs: Any) -> Any:
 
 def fails() -> ConfigError:
     with pytest.raises(ConfigError) as raised:
-        FusedOps.compiled(broken).swiglu(torch.ones(2, 1, 4))
+        FusedOps.compile(broken).swiglu(torch.ones(2, 1, 4))
     return raised.value
 
 
@@ -145,14 +145,14 @@ def test_a_compiler_that_fails_is_a_configuration_error(pool):
 
 def test_what_is_lacking_is_said(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "no C++ compiler (no-such-compiler)" in str(lacking_compiler(CPU))
+    assert "no C++ compiler (no-such-compiler)" in str(missing_compiler(CPU))
     with raises(ConfigError, key="model.compile", found=True, problem_has="C++"):
         compiles(True, CPU)
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert r"no C++ compiler (g++, clang++, gcc, clang)" in str(lacking_compiler(CPU))
+    assert r"no C++ compiler (g++, clang++, gcc, clang)" in str(missing_compiler(CPU))
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert "Triton is not installed" in str(lacking_compiler(GPU))
+    assert "Triton is not installed" in str(missing_compiler(GPU))
 
 
 def test_nothing_is_compiled_on_the_cpu_unless_asked(monkeypatch):
@@ -161,7 +161,7 @@ def test_nothing_is_compiled_on_the_cpu_unless_asked(monkeypatch):
     assert not compiles(False, CPU) and not compiles(False, GPU)
     monkeypatch.setenv("CXX", "true")
     monkeypatch.setattr("sysconfig.get_path", lambda name: SimpleNamespace(name=name).name)
-    assert "include/Python.h is missing" in str(lacking_compiler(CPU))
+    assert "include/Python.h is missing" in str(missing_compiler(CPU))
 
 
 def counted(path: str, case: Case) -> tuple[list[int], list[float]]:

@@ -450,7 +450,7 @@ def test_what_is_not_finite_is_not_loaded(value, pool, tiny, tmp_path):
 
 def diverged(worker: MegatronWorker, out: str) -> str:
     """What each rank says where one weight of the last stage is no number."""
-    if worker.grid.last:
+    if worker.grid.is_last_stage:
         next(reversed(worker.held.values())).data.view(-1)[3] = torch.nan
     with pytest.raises(CheckpointError) as caught:
         worker.export_hf(out)

@@ -26,7 +26,7 @@ from megatron_vlm.data.media.media import MediaPolicy, image_size, read_image
 from megatron_vlm.data.media.video_file import iter_frames, probe_video
 from megatron_vlm.data.records.record import Image
 from megatron_vlm.data.sources.source import open_source
-from megatron_vlm.distributed.process import guarded
+from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.run.log import RunLog
 from tests.single_process import run_alone
@@ -265,7 +265,7 @@ def test_errors_show_escapes_as_text(tmp_path, capsys):
     path = tmp_path / f"{EVIL}.txt"
     path.write_text("")
     assert main(["inspect", f"data.train='{path}'", f"model.path={tmp_path}"]) == 2
-    assert guarded(lambda _: read_all_or_raise(str(path)), []) == 2
+    assert run_guarded(lambda _: read_all_or_raise(str(path)), []) == 2
     said = capsys.readouterr().err
     assert not set("\x1b\x07\x9b\u202e") & set(said)
     assert said.count(SHOWN) >= 1

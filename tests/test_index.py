@@ -208,11 +208,11 @@ def test_keys_that_are_passed_over_are_counted(tiny, tmp_path, small_chunks):
     for _ in range(2):
         data = open_set(path, tiny(), tmp_path / "cache", on_error="skip")
         cfg = data_config(None)
-        found = Remarks.of(data, "data.train", cfg)
+        found = Remarks.from_data(data, "data.train", cfg)
         assert (found.dropped, found.wrong) == (1, 2)
         assert len(found.lines) == 3 and "'meta' (10)" in found.lines[-1]
         assert "2 of 12 records wrong and skipped, the first: " in found.lines[1]
-        quiet = Remarks.of(data, "data.train", replace(cfg, unknown_keys="ignore"))
+        quiet = Remarks.from_data(data, "data.train", replace(cfg, unknown_keys="ignore"))
         assert quiet.lines == found.lines[:-1]
 
 
@@ -318,7 +318,7 @@ def test_a_flipped_bit_in_the_cache_changes_no_sample(tiny, tmp_path, caplog):
         mask = 1 << place % 8
         flipped.unlink(missing_ok=True)  # what is mapped must not change
         flipped.write_bytes(content[:place] + bytes([content[place] ^ mask]) + content[place + 1 :])
-        if (kept := indexing._kept(flipped)) is None:
+        if (kept := indexing._open_cached(flipped)) is None:
             outcomes["made again"] += 1
             continue
         index = indexing.Index(source, [kept])

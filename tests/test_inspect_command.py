@@ -33,8 +33,8 @@ from megatron_vlm.data.tokens.chat_template import START
 from megatron_vlm.data.tokens.sample_views import unpatch
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.qwen3_vl.dense import MARKS
-from megatron_vlm.io.printable import visible
+from megatron_vlm.family.qwen3_vl.dense import VISION_MARKS
+from megatron_vlm.io.printable import escape_controls
 from tests.chats import CHATS, data_uri, image, picture, say, text
 
 PINK, TEAL = (200, 30, 120), (20, 140, 130)
@@ -191,7 +191,11 @@ def test_shown_text_is_all_of_the_tokens(name, seen):
         for piece in turn.pieces:
             written = piece.text
             if piece.view is not None:
-                pad = MARKS.video if piece.view.label.startswith("video") else MARKS.image
+                pad = (
+                    VISION_MARKS.video
+                    if piece.view.label.startswith("video")
+                    else VISION_MARKS.image
+                )
                 written = pad * piece.view.num_tokens
             whole += written
             trained += written if piece.trained else ""
@@ -293,7 +297,7 @@ def test_padding_and_balance_by_hand(look, ranks):
 
 
 def test_only_the_first_steps_of_a_long_epoch_are_planned(look, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.commands.inspect.statistics.MOST_STEPS", 2)
+    monkeypatch.setattr("megatron_vlm.commands.inspect.statistics.MAX_STEPS", 2)
     _, inspection = look("train.global_batch_size=4")
     assert (inspection.batching.steps, inspection.batching.measured) == (4, 2)
     assert "the first 2 of 4 steps" in inspection.batching.caption
@@ -322,7 +326,7 @@ def test_plain_order_has_as_many_micro_batches_as_token_limits_make(look, folder
 def test_unpatch_undoes_patches(height, width, merge):
     pixels = np.asarray(picture(width, height))
     settings = ImageSettings(merge_size=merge, min_pixels=1)
-    assert settings.resized(height, width) == (height, width)
+    assert settings.resized_size(height, width) == (height, width)
     grid = (1, height // 16, width // 16)
     patches = image_patches(PIL.Image.fromarray(pixels), settings)
     assert np.array_equal(unpatch(patches, grid, 16, merge)[0, 0], pixels)
@@ -390,7 +394,7 @@ def test_budgets_of_videos_are_named_and_followed(look):
 
 
 def test_a_long_video_gets_pictures_of_its_beginning(look, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.data.tokens.sample_views.MOST_FRAMES", 2)
+    monkeypatch.setattr("megatron_vlm.data.tokens.sample_views.MAX_SHOWN_FRAMES", 2)
     _, inspection = look(pictures=True)
     page = render_inspection(replace(inspection, shown=(shown(inspection, "video"),)))
     assert page.count("<img") == 4 and page.count("<figcaption") == 2
@@ -459,7 +463,9 @@ def test_tags_escape_names_and_values():
 
 
 def test_visible_spells_what_could_steer_a_terminal():
-    assert visible("a\x1b[2J\r\n\t\u202e\ud800\x9b") == "a\\x1b[2J\\r\n\t\\u202e\\ud800\\x9b"
+    assert (
+        escape_controls("a\x1b[2J\r\n\t\u202e\ud800\x9b") == "a\\x1b[2J\\r\n\t\\u202e\\ud800\\x9b"
+    )
 
 
 def test_bins():

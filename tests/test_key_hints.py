@@ -9,7 +9,14 @@ import pytest
 
 from megatron_vlm.cli import main
 from megatron_vlm.config import config_dir, known_keys, load_config
-from megatron_vlm.config.key_hints import _OTHER, _SAME, hint, hint_sentence, meant, refused_option
+from megatron_vlm.config.key_hints import (
+    _OTHER,
+    _SAME,
+    hint,
+    hint_sentence,
+    option_error,
+    similar_keys,
+)
 from megatron_vlm.config.schema import leaves
 from megatron_vlm.errors import ConfigError
 from tests.error_fields import raises
@@ -149,7 +156,7 @@ def test_answered_with_what_there_is(wrong):
 
 @pytest.mark.parametrize("wrong", NOTHING)
 def test_nothing_is_suggested_where_nothing_is_near(wrong):
-    assert meant(wrong) == [] and hint_sentence(wrong) is None
+    assert similar_keys(wrong) == [] and hint_sentence(wrong) is None
     assert NOTHING[wrong] in hint(wrong)
 
 
@@ -179,7 +186,7 @@ def test_every_name_of_others_leads_to_a_key_that_takes_its_value(key):
     for name in _SAME[key].split():
         said = [hint(written) for written in spellings(name)]
         assert said == [f"did you mean {key!r}?"] * 3
-        assert refused_option(f"--{name}", values[0]).remedy == f"write {key}={values[0]}"
+        assert option_error(f"--{name}", values[0]).remedy == f"write {key}={values[0]}"
     for value in values:
         accepted(f"{key}={value}")
 

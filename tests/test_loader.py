@@ -16,7 +16,7 @@ from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.loader import Loader, Replica
 from megatron_vlm.data.tokens import reader as reading
-from megatron_vlm.data.worker_processes import in_processes
+from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.training.broadcast import share_batch
 from megatron_vlm.training.data_feed import SharedBatches
@@ -62,7 +62,7 @@ class Standing:
 
 
 def test_data_workers_leave_the_cores_to_the_step():
-    (found,) = in_processes(Standing(), range(1), 1, 1)
+    (found,) = map_in_processes(Standing(), range(1), 1, 1)
     assert found == (min(19, os.nice(0) + 10), 1)
 
 

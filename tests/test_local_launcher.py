@@ -16,7 +16,7 @@ import pytest
 from megatron_vlm.config.schema import Config, LaunchConfig, ParallelConfig
 from megatron_vlm.distributed.launch.launch import launch, processes_for
 from megatron_vlm.distributed.launch.local_launcher import run_job
-from megatron_vlm.distributed.process import under_launcher
+from megatron_vlm.distributed.process import is_under_launcher
 from megatron_vlm.errors import ConfigError
 from tests.error_fields import raises
 
@@ -66,7 +66,7 @@ sys.exit(5)
 
 
 def test_the_first_failure_counts_and_ends_the_others(job, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.distributed.launch.restart.GRACE_S", 0.5)
+    monkeypatch.setattr("megatron_vlm.distributed.launch.restart.RANK_GRACE_S", 0.5)
     start = time.monotonic()
     assert job("time.sleep(60) if rank == 0 else sys.exit(7)") == 7
     assert time.monotonic() - start < 30
@@ -77,7 +77,7 @@ def test_the_first_failure_counts_and_ends_the_others(job, tmp_path, capfd, monk
 
 
 def test_a_killed_rank_is_named(job, capfd, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.distributed.launch.restart.GRACE_S", 0.5)
+    monkeypatch.setattr("megatron_vlm.distributed.launch.restart.RANK_GRACE_S", 0.5)
     assert job("rank or os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)") == 137
     assert "rank 0 was killed by SIGKILL" in capfd.readouterr().err
 
@@ -248,15 +248,15 @@ def test_variables_of_a_launcher_that_do_not_fit_together_are_refused(variables,
     """A rank that is alone would take its part of the model and of the data for the whole."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert not under_launcher()
+    assert not is_under_launcher()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with raises(ConfigError, key="RANK", found=variables.get("RANK")) as caught:
-        under_launcher()
+        is_under_launcher()
     assert f"WORLD_SIZE={variables.get('WORLD_SIZE', 'null')}" in caught.value.problem
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert under_launcher()
+    assert is_under_launcher()
 
 
 @pytest.fixture
@@ -265,11 +265,11 @@ def mistaken(tmp_path, monkeypatch):
     path = tmp_path / "mistaken.py"
     path.write_text(
         "import os, sys, time\n"
-        "from megatron_vlm.distributed.process import guarded\n"
+        "from megatron_vlm.distributed.process import run_guarded\n"
         "from megatron_vlm.errors import ConfigError\n"
         "def fail(_):\n"
         "    raise ConfigError('alone' if os.environ['RANK'] == '1' else 'the same')\n"
-        "status = guarded(fail, [])\n"
+        "status = run_guarded(fail, [])\n"
         "time.sleep(1)\n"  # whoever launched the ranks ends all when the first ends
         "sys.exit(status)\n"
     )

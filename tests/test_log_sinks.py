@@ -132,7 +132,7 @@ def test_a_trace_has_the_chosen_steps_of_the_chosen_ranks(tmp_path):
     sizes = (11, 12, 13, 14)
     for step, size in enumerate(sizes):
         for profiler in profilers.values():
-            profiler.at(step)
+            profiler.begin_step(step)
         torch.zeros(size, size) @ torch.zeros(size, size)
     for profiler in profilers.values():
         profiler.close()

@@ -7,10 +7,10 @@ from megatron_vlm.config import from_yaml, load_config, to_yaml
 from megatron_vlm.config.trainable import exports, learns, scale_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.lora.targets import adapted, module_of
+from megatron_vlm.lora.targets import adapted_specs, module_of
 from megatron_vlm.lora.weights import adapted_weights
 from megatron_vlm.model.constraints import check_supported
-from megatron_vlm.rl.vllm_engines import in_tower
+from megatron_vlm.rl.vllm_engines import has_tower_weights
 from tests.error_fields import raises
 
 HAS = ["model.path=x", "lora=default"]
@@ -85,7 +85,7 @@ def test_targets_are_parts_names_and_patterns(tiny):
     tensors = read_sizes(tiny()).tensors
 
     def names(*targets: str) -> list[str]:
-        return [module_of(each) for each in adapted(tensors, targets)]
+        return [module_of(each) for each in adapted_specs(tensors, targets)]
 
     assert len(names("attention")) == 4 * 4 and len(names("mlp")) == 4 * 3
     assert {name.rpartition(".")[2] for name in names("vision_attention")} == {"qkv", "proj"}
@@ -118,7 +118,7 @@ def test_the_head_is_adapted_where_it_is_named(tied, tiny):
         assert "lm_head" not in map(module_of, adapted_weights(cfg, sizes))
     assert "lm_head" in names("*")
     for targets, told in (("head", False), ("mlp", False), ("merger", True), ("vision_mlp", True)):
-        assert in_tower(adapted(sizes.with_head, (targets,))) == told  # vLLM
+        assert has_tower_weights(adapted_specs(sizes.with_head, (targets,))) == told  # vLLM
     for more, key in (
         (["lora.train=[language]", "checkpoint.export=merged"], "lora.targets"),
         (["model.freeze_language=true"], "model.freeze_language"),
@@ -134,7 +134,7 @@ def test_experts_are_of_the_mlp_and_routers_get_no_adapters(tiny):
 
     def names(*targets: str) -> list[str]:
         prefix = "model.language_model.layers."
-        return [module_of(each).removeprefix(prefix) for each in adapted(tensors, targets)]
+        return [module_of(each).removeprefix(prefix) for each in adapted_specs(tensors, targets)]
 
     both = [f"{n}.mlp.experts.{end}" for n in (1, 2) for end in ("gate_up_proj", "down_proj")]
     dense = [f"0.mlp.{end}_proj" for end in ("gate", "up", "down")]

@@ -26,7 +26,7 @@ from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.lora.peft_folder import base_of, lora_of
-from megatron_vlm.lora.targets import adapted
+from megatron_vlm.lora.targets import adapted_specs
 from megatron_vlm.lora.weights import adapted_weights, serving_remark
 from megatron_vlm.report.layout_table import short_name
 from megatron_vlm.training.worker import MegatronWorker
@@ -381,7 +381,7 @@ def test_a_dry_run_shows_what_is_trained_and_refuses_what_cannot_be(a_run, tiny,
     words = ["train", *words, "data.cache_dir=null", "lora=all", "--dry-run"]
     assert main(words) == 0
     sizes = read_sizes(tiny())
-    chosen = adapted(
+    chosen = adapted_specs(
         sizes.tensors, ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
     )
     trained = sum(16 * sum(weight.shape) for weight in chosen)

@@ -310,14 +310,14 @@ def unscaled() -> Iterator[None]:
 
 @contextmanager
 def not_summed_over_tp() -> Iterator[None]:
-    right = _Gradients.whole
+    right = _Gradients.reduce
 
     def wrong(self: _Gradients, group: Any) -> Any:
         if self.input_NI.shape[1] == ALONE.rank:
             return self.grad_NI, self.grad_VI
         return right(self, group)
 
-    with mock.patch.object(_Gradients, "whole", wrong):
+    with mock.patch.object(_Gradients, "reduce", wrong):
         yield
 
 

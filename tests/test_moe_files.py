@@ -235,8 +235,8 @@ def test_layouts_without_meaning_are_refused(case, words, pool, tiny):
 
 def test_a_token_works_in_its_own_experts_alone(tiny):
     """Of 8 experts with 3 x 40 x 64 numbers a token goes to 2, in each of the 3 layers."""
-    some = WorkModel.of(read_sizes(tiny(**{**TINY, "experts": 8}))).per_token
-    every = WorkModel.of(read_sizes(tiny(**{**TINY, "experts": 8, "top_k": 8}))).per_token
+    some = WorkModel.from_sizes(read_sizes(tiny(**{**TINY, "experts": 8}))).per_token
+    every = WorkModel.from_sizes(read_sizes(tiny(**{**TINY, "experts": 8, "top_k": 8}))).per_token
     assert every - some == 2 * 3 * (8 - 2) * 3 * 40 * 64
 
 
@@ -255,7 +255,7 @@ def test_the_work_that_mfu_is_of_is_what_runs(pool, tiny):
     """By the products that a step really does: of 8 experts, 2 for each token."""
     path = tiny(**{**TINY, "experts": 8})
     [(done, tokens, supervised)] = pool.run(call, 1, path, layout(), products)
-    work = WorkModel.of(read_sizes(path))
+    work = WorkModel.from_sizes(read_sizes(path))
     said = work.row(tokens, supervised, 0, 0) - work.per_token_pair * tokens * (tokens + 1) // 2
     assert done == said
 
@@ -301,7 +301,7 @@ def test_released_models_are_accepted(name, tmp_path):
     assert sizes.text.experts.layers == frozenset(range(layers))
     assert sum(each.num_values for each in sizes.tensors) == pytest.approx(values, rel=0.01)
     vocabulary = 2 * 151936 * hidden
-    assert WorkModel.of(sizes).per_token / 2 + vocabulary == pytest.approx(active, rel=0.05)
+    assert WorkModel.from_sizes(sizes).per_token / 2 + vocabulary == pytest.approx(active, rel=0.05)
 
 
 RECIPES = {

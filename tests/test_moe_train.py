@@ -227,7 +227,7 @@ def score_with_nothing(worker: MegatronWorker) -> list[list[torch.Tensor]]:
     """The second replica scores one time more than the first, which joins in with nothing."""
     rows, second = make_rows(MIXED), worker.grid.dp.rank == 1
     mine = [rows[:2], rows[2:3]] if second else [rows[4:8]]
-    more = worker.stage.most(len(mine)) - len(mine)
+    more = worker.stage.global_max(len(mine)) - len(mine)
     found = [worker.forward(part) for part in mine]
     for _ in range(more):
         assert worker.stage.score([]) == []
@@ -457,7 +457,7 @@ def patched_route(change: Callable[[Any, Any], Any]) -> Any:
 
 
 def gate_and_up_swapped() -> Any:
-    right = experts.feed
+    right = experts.apply_experts
 
     def wrong(x, gate_up, *more):
         def swapped(rows, counts):
@@ -465,7 +465,7 @@ def gate_and_up_swapped() -> Any:
 
         return right(x, swapped, *more)
 
-    return mock.patch.object(experts, "feed", wrong)
+    return mock.patch.object(experts, "apply_experts", wrong)
 
 
 def not_normalised() -> Any:

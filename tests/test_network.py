@@ -36,7 +36,7 @@ def be_rank(connection: Connection, variables: dict[str, str]) -> None:
     time.sleep(dist.get_rank() * TIMEOUT_S / 8)  # so that each sees what the other has not renewed
     watchdog = Watchdog(dist.get_rank(), TIMEOUT_S)
     watchdog.join(job_store(), WORLD)
-    watchdog.at(0, "waiting")
+    watchdog.begin_phase(0, "waiting")
     connection.send([os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")])
     while True:
         while not connection.poll(TIMEOUT_S / 8):

@@ -23,7 +23,7 @@ from megatron_vlm.planner.hardware import Machine, gpu
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.pipeline_time import Stages
 from megatron_vlm.planner.row_sizes import assumed_mix
-from megatron_vlm.planner.search import Cluster, polished, search
+from megatron_vlm.planner.search import Cluster, refine_split, search
 from tests.sets import write_set
 
 GIB = 2**30
@@ -67,7 +67,7 @@ def test_layouts_use_all_gpus_fit_and_come_fastest_first(eight):
     keys = [(each.dims, each.cfg.model, each.step_s) for each in result.fitting]
     assert len(set(keys)) == len(keys)
     piped = next(each for each in result.fitting if each.dims.pp > 1)
-    assert polished(piped, sizes, mix, cluster).tokens_per_s >= 0.999 * piped.tokens_per_s
+    assert refine_split(piped, sizes, mix, cluster).tokens_per_s >= 0.999 * piped.tokens_per_s
 
 
 def test_predictions_move_as_they_should(eight):
@@ -92,7 +92,7 @@ def test_seconds_of_work_by_hand():
     assert machine.seconds(OpCount(matmul=20, reduced=8, layers=2)) == 6 + 2  # kernels start late
     one_by_one = replace(machine, starts_ahead=False)  # a CPU
     assert one_by_one.seconds(OpCount(matmul=20, reduced=8, layers=2)) == 2 + 2 + 6
-    assert machine.between(8) == 4 and machine.between(9) == 1
+    assert machine.bandwidth_between(8) == 4 and machine.bandwidth_between(9) == 1
     assert gpu("L40S", 1e14).link < gpu("H100", 1e14).link
 
 

@@ -26,7 +26,7 @@ from megatron_vlm.planner.memory import USABLE, stage_memory
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.pipeline_time import ReplicaCosts
 from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, assumed_mix
-from megatron_vlm.planner.search import Cluster, Found, _after, search
+from megatron_vlm.planner.search import Cluster, Found, _step_end_seconds, search
 from tests.test_moe_files import released_sizes
 from tests.test_parity import layout
 
@@ -113,13 +113,15 @@ def test_the_time_of_a_layer_has_the_all_to_all(tiny):
     cfg, sizes, batch = layout().config(path), read_sizes(path), BatchSizes(1, 100, 20, 0, 0)
     work = micro_work(cfg, sizes, 1, batch, 2)
     alone, shared = (
-        ReplicaCosts.of(cfg, sizes, dims_with(dp=8, ep=ep), [batch], BY_HAND, 2).layer_G2[0]
+        ReplicaCosts.at_degrees(cfg, sizes, dims_with(dp=8, ep=ep), [batch], BY_HAND, 2).layer_G2[0]
         for ep in (1, 8)
     )
     fewer = (  # and fewer experts, whose gradients are added up
         BY_HAND.seconds(OpCount(moved=moved(cfg, sizes, ep=1) - moved(cfg, sizes, ep=4)))
     )
-    four = ReplicaCosts.of(cfg, sizes, dims_with(dp=8, ep=4), [batch], BY_HAND, 2).layer_G2[0]
+    four = ReplicaCosts.at_degrees(cfg, sizes, dims_with(dp=8, ep=4), [batch], BY_HAND, 2).layer_G2[
+        0
+    ]
     sent = BY_HAND.exchange(work.layer.forward.exchanged, 4)
     assert four[0] - alone[0] == pytest.approx(sent)
     assert four[1] - alone[1] == pytest.approx(sent - fewer)
@@ -171,7 +173,7 @@ def test_gradients_of_experts_travel_between_the_ranks_that_hold_them(tiny):
         counts = count(cfg, sizes, dims, 0)
         assert counts.of_experts == 4 * 3 * 64 * 40 * 12 // ep
         rest = counts.gradients - counts.of_experts
-        assert _after(cfg, sizes, dims, 0, machine) == pytest.approx(
+        assert _step_end_seconds(cfg, sizes, dims, 0, machine) == pytest.approx(
             4 * (1.5 * rest + factor * counts.of_experts) / 4
         )
 

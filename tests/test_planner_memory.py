@@ -14,9 +14,9 @@ from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
 from megatron_vlm.planner.memory import (
     StageMemory,
     activations,
-    as_trained,
+    config_as_trained,
     estimate,
-    in_flight,
+    micro_batches_in_flight,
     stage_memory,
 )
 from megatron_vlm.planner.parameters import ParamCounts, RankParam, _shards, count
@@ -186,7 +186,7 @@ def test_memory_is_that_of_the_built_worker(name, tiny, pool):
         counts = count(cfg, sizes, dims, stage)
         assert counts == replace(of_stage[0][0], optimized=most)
         kept = max(kept for _, kept in of_stage)
-        expected = activations(as_trained(cfg, sizes), sizes, dims, stage, batch, itemsize)
+        expected = activations(config_as_trained(cfg, sizes), sizes, dims, stage, batch, itemsize)
         if itemsize == 4:  # in bf16 the CPU's norms keep fp32 copies, which no GPU does
             # Beside adapters, layers without one keep less than is counted.
             largest = 1.2 if cfg.lora.rank else 1 + TOLERANCE
@@ -205,7 +205,7 @@ def test_what_the_heads_adapter_keeps_goes_with_its_rank(tiny):
 
     def kept(*targets: str, rank: int) -> int:
         case = replace(layout(), lora=dict(rank=rank, targets=targets))
-        return activations(as_trained(case.config(path), sizes), sizes, dims, 0, batch, 4)
+        return activations(config_as_trained(case.config(path), sizes), sizes, dims, 0, batch, 4)
 
     assert kept("head", rank=8) == 4 * batch.supervised * (128 + 8)
     assert kept("mlp", "head", rank=8) - kept("mlp", rank=8) == 4 * batch.supervised * 8
@@ -264,9 +264,16 @@ def test_what_each_chunk_keeps_at_once():
     """As Megatron's schedules count: PP=2, two chunks, four micro-batches."""
     dims = ParallelDims(1, 2, 1, 1, (1, 1, 1, 1), 2)
     # Forward 0 0 1 1 0, a backward of 1, a forward of 0, a backward of 1, a forward of 1 ...
-    assert in_flight(dims, 0, 4) == {(3, 2), (4, 1)}
-    assert in_flight(dims, 1, 4) == {(2, 1), (3, 0)}
-    assert in_flight(dims, 0, 1) == {(2, 2)}  # a group with a filler: no backward before the end
+    assert micro_batches_in_flight(dims, 0, 4) == {(3, 2), (4, 1)}
+    assert micro_batches_in_flight(dims, 1, 4) == {(2, 1), (3, 0)}
+    assert micro_batches_in_flight(dims, 0, 1) == {
+        (2, 2)
+    }  # a group with a filler: no backward before the end
     plain = ParallelDims(1, 4, 1, 1, (1, 1, 1, 1))
-    assert [in_flight(plain, stage, 8) for stage in range(4)] == [{(4,)}, {(3,)}, {(2,)}, {(1,)}]
-    assert in_flight(plain, 0, 0) == {(0,)}
+    assert [micro_batches_in_flight(plain, stage, 8) for stage in range(4)] == [
+        {(4,)},
+        {(3,)},
+        {(2,)},
+        {(1,)},
+    ]
+    assert micro_batches_in_flight(plain, 0, 0) == {(0,)}

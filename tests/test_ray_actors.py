@@ -215,7 +215,7 @@ def test_actors_get_a_gpu_where_there_are_some():
 
 def test_a_process_that_dies_ends_the_group(group, monkeypatch):
     """The last test of this group."""
-    monkeypatch.setattr(ray_actors, "GRACE_S", 1.0)
+    monkeypatch.setattr(ray_actors, "RAY_GRACE_S", 1.0)
     ray.kill(group.ranks.crew.actors[3])
     for future in (group.forward(ODD), group.optim_step()):
         with raises(WorkerError, place="the group has ended: rank 3"):

@@ -22,7 +22,7 @@ import pytest
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.rl.environment import EnvStep
 from megatron_vlm.rl.rewards.pool import JudgeSettings, RewardPool
-from megatron_vlm.rl.rewards.serialize import PackingError, repacked
+from megatron_vlm.rl.rewards.serialize import PackingError, pack_and_unpack
 from tests.error_fields import raises
 from tests.exit_cases import END_S, Marked
 from tests.test_train import outside_of_jobs
@@ -473,7 +473,7 @@ def test_an_environment_sees_and_shows_pictures(judging, tmp_path):
 def test_pictures_of_every_mode_travel(mode):
     image = picture("L").convert("I").convert(mode) if mode == "I;16" else picture(mode)
     image.info["exif"] = b"Exif"
-    found = repacked({"pictures": [b"before", image]})["pictures"][1]
+    found = pack_and_unpack({"pictures": [b"before", image]})["pictures"][1]
     assert (found.mode, found.size, found.info) == (mode, image.size, {"exif": b"Exif"})
     assert found.tobytes() == image.tobytes()
     assert found.getpalette() == image.getpalette()
@@ -482,7 +482,7 @@ def test_pictures_of_every_mode_travel(mode):
 def test_transparency_of_a_palette_travels():
     image = picture("P")
     image.info["transparency"] = 3
-    assert repacked(image).convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
+    assert pack_and_unpack(image).convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
 
 
 VALUES = {
@@ -502,17 +502,17 @@ VALUES = {
 
 @pytest.mark.parametrize("name", VALUES)
 def test_values_travel(name):
-    assert repr(repacked({"v": VALUES[name], "raw": b"x"})["v"]) == repr(VALUES[name])
+    assert repr(pack_and_unpack({"v": VALUES[name], "raw": b"x"})["v"]) == repr(VALUES[name])
 
 
 def test_values_of_numpy_travel_as_pythons():
-    found = repacked([np.float32(0.5), np.bool_(True), np.arange(3), (1, 2), Path("a/b")])
+    found = pack_and_unpack([np.float32(0.5), np.bool_(True), np.arange(3), (1, 2), Path("a/b")])
     assert repr(found) == "[0.5, True, [0, 1, 2], [1, 2], 'a/b']"
 
 
 def test_what_cannot_travel_is_named(judging):
     with pytest.raises(PackingError, match=r"^a\.b\[1\] is of type set$"):
-        repacked({"a": {"b": [1, {2}]}})
+        pack_and_unpack({"a": {"b": [1, {2}]}})
     judges = judging("def score(record, answer): return 1", "rewards.py:score")
     [error] = rewards(answers(judges, "x", record={"label": {2}}))
     assert "data.jsonl:0: " in error and "cannot be given it: record.label is of type set" in error

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from megatron_vlm.distributed.agreement import Signals
-from megatron_vlm.distributed.process import PREEMPTED, guarded
+from megatron_vlm.distributed.process import PREEMPTED, run_guarded
 from megatron_vlm.rl.rl_train import run_rl
 from tests.sets import write_set
 
@@ -82,7 +82,7 @@ def words(folder: Path, model: str, run: str, *more: str) -> list[str]:
 
 def run_rank(given: list[str]) -> tuple[int, str, str]:
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
-        status = guarded(run_rl, given)
+        status = run_guarded(run_rl, given)
     return status, out.getvalue(), err.getvalue()
 
 

@@ -283,13 +283,13 @@ def test_what_is_too_long_is_left_out(report, monkeypatch):
     page = report(rl(2), samples=samples)
     assert [number for number, _, _ in steps_of(page)] == ["2", "0"]
     assert "1 line of samples.jsonl cannot" in note_of(page) and "longer" not in note_of(page)
-    monkeypatch.setattr(rl_sample_lines, "_MOST_LINES", 2)
+    monkeypatch.setattr(rl_sample_lines, "_MAX_LINES", 2)
     page = report(rl(2), samples=samples)
     assert [number for number, _, _ in steps_of(page)] == ["0"]
     told = "It is longer than a page reads: what comes later is left out."
     assert note_of(page).endswith(told)
     monkeypatch.undo()
-    monkeypatch.setattr(rl_sample_lines, "_MOST_BYTES", len(json.dumps(prompt(0))))
+    monkeypatch.setattr(rl_sample_lines, "_MAX_BYTES", len(json.dumps(prompt(0))))
     page = report(rl(2), samples=samples)
     assert [number for number, _, _ in steps_of(page)] == ["0"] and told in note_of(page)
 

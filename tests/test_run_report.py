@@ -21,7 +21,7 @@ import pytest
 
 from megatron_vlm.cli import main
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.numbers_as_text import COLUMNS, number, smooth, thin, time_spent
+from megatron_vlm.io.numbers_as_text import CURVE_COLUMNS, number, smooth, thin_out, time_spent
 from megatron_vlm.report.charts import chart_scripts
 from megatron_vlm.report.example_lines import Example, Examples
 from megatron_vlm.report.html import document, tag
@@ -352,10 +352,10 @@ def test_two_hundred_thousand_steps_are_thinned_and_keep_their_extremes(report):
     assert time.process_time() - begun < 30  # measured: 3
     assert len(page.text) < 500_000  # measured: 230,000, of which uPlot has 53,000
     (_, x, y), (_, _, mean) = page.curves("Loss")
-    assert 1000 < len(x) <= 2 * COLUMNS + 2
+    assert 1000 < len(x) <= 2 * CURVE_COLUMNS + 2
     assert x[np.argmax(y)] == 80_001 and max(y) == 9
     assert x[np.argmin(y)] == 140_003 and min(y) == 0.5
-    assert len(mean) == COLUMNS and np.abs(np.array(mean) - 2).max() < 0.05
+    assert len(mean) == CURVE_COLUMNS and np.abs(np.array(mean) - 2).max() < 0.05
     assert page.tiles["best loss, step 140,003"] == "0.5"
     assert "highest 9 at step 80,001" in page.figure("Loss")
 
@@ -596,8 +596,8 @@ def test_means_are_those_around_each_point():
 
 def test_few_points_are_not_thinned():
     x = np.arange(10)
-    assert thin(x, x, columns=5)[0] is x
-    assert thin(x, np.full(10, math.nan), columns=2)[0].tolist() == [0, 5, 9]
+    assert thin_out(x, x, columns=5)[0] is x
+    assert thin_out(x, np.full(10, math.nan), columns=2)[0].tolist() == [0, 5, 9]
 
 
 def test_numbers_and_durations():

@@ -183,7 +183,7 @@ ANY = st.text(max_size=60) | st.text("\u1112\u1161\u11ab\u03b1\u0313\u0301 \n", 
 @given(words=ANY)
 def test_no_text_has_fewer_tokens_than_its_least(words, escaping):
     renderer = escaping.encoder.renderer
-    assert renderer.least_tokens(words * 9) <= len(renderer.tokenizer(words * 9)["input_ids"])
+    assert renderer.min_tokens_of(words * 9) <= len(renderer.tokenizer(words * 9)["input_ids"])
 
 
 UNLIMITED = {"max_tokens": 99999, "max_images": None, "truncation": "error"}
@@ -245,7 +245,7 @@ def test_sizes_equal_hugging_face(height, width):
     if max(height, width) > 200 * min(height, width):
         return
     expected = smart_resize(height, width, 32, SETTINGS.min_pixels, SETTINGS.max_pixels)
-    assert SETTINGS.resized(height, width) == expected
+    assert SETTINGS.resized_size(height, width) == expected
 
 
 @settings(max_examples=40, deadline=None)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from megatron_vlm.data.tokens.row import continued
+from megatron_vlm.data.tokens.row import continue_row
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.kv_cache import COLUMNS, KVCache
+from megatron_vlm.model.kv_cache import CACHE_BLOCK, KVCache
 from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.continuous_batching import Decoder
 from megatron_vlm.training.generation_batch import DecodePass
@@ -41,7 +41,7 @@ def worst_log_prob(worker: MegatronWorker) -> float:
     pairs = [
         (prompt, each) for prompt, answers in zip(prompts, found, strict=True) for each in answers
     ]
-    scored = worker.forward([continued(prompt, each.ids) for prompt, each in pairs])
+    scored = worker.forward([continue_row(prompt, each.ids) for prompt, each in pairs])
     lengths = {len(each.ids) for _, each in pairs}
     assert len(lengths) > 2 and all(len(each.ids) == len(each.log_probs) for _, each in pairs)
     assert all((each.ids[-1] in STOP_IDS) == (each.ended == "stop") for _, each in pairs)
@@ -77,7 +77,7 @@ def routed(worker: MegatronWorker) -> tuple[bool, float]:
     answered, samples = [], []
     for prompt, answers in zip(prompts, found, strict=True):
         for each in answers:
-            row = continued(prompt, each.ids)
+            row = continue_row(prompt, each.ids)
             answered.append(replace(row, routing_SLK=each.routing_SLK))
             samples.append(each)
     free = worker.routing([replace(row, routing_SLK=None) for row in answered])
@@ -517,5 +517,5 @@ def test_a_cache_holds_what_its_rows_were_given():
         assert torch.equal(value_BTGD, -key_BTGD) and key_BTGD.isfinite().all()
         most = max(most, *map(len, rows))
         held = cache.layers[1][0]
-        assert held.shape[0] <= most_rows and held.shape[1] < most + COLUMNS
-    assert most > 2 * COLUMNS
+        assert held.shape[0] <= most_rows and held.shape[1] < most + CACHE_BLOCK
+    assert most > 2 * CACHE_BLOCK

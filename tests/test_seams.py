@@ -21,7 +21,7 @@ from megatron_vlm.checkpoint.tensor_pieces import (
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.hf.export_weights import gather_tensors
 from megatron_vlm.hf.load_weights import held_params, load_hf
-from megatron_vlm.hf.weight_map import WHOLE, Entry, Origin, columns, exported
+from megatron_vlm.hf.weight_map import WHOLE, Entry, Origin, columns, exported_names
 from megatron_vlm.training.worker import MegatronWorker
 from tests.runs import call
 from tests.test_parity import layout
@@ -73,7 +73,7 @@ def write(worker: MegatronWorker, folder: Path) -> tuple[list[str], list[str]]:
     if rank == 0:
         (folder / "shapes.json").write_text(json.dumps(shapes_of(extended)))
     named = list(gather_tensors(extended.held, extended.table, extended.grid))
-    return [name for name, _ in named], exported(extended.table)
+    return [name for name, _ in named], exported_names(extended.table)
 
 
 def read(worker: MegatronWorker, folder: Path) -> list[list[float]]:

@@ -36,7 +36,7 @@ from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.checkpoint.tensor_pieces import PieceReader
 from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.process import guarded
+from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.io.atomic import MARK
 from tests.chats import say, text
@@ -119,7 +119,7 @@ def play(cfg: Config, stride: int, stop_at: int | None, kill_at: int | None) -> 
             for name, function in saved.items():
                 setattr(os, name, mortal(function, count))
         with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
-            status = guarded(lambda _: train.train(cfg, signals), [])
+            status = run_guarded(lambda _: train.train(cfg, signals), [])
     finally:
         train.train_step = real_step
         for name, function in saved.items():
@@ -469,7 +469,7 @@ def read(folder: Path) -> tuple[str, int, int]:
     names = [name for name in reader.index if not name.startswith("exp_avg")]
     if step == 0:
         return id_, 0, 0  # weights as they came
-    return id_, step, value_of({name: reader.whole(name) for name in names})
+    return id_, step, value_of({name: reader.read_tensor(name) for name in names})
 
 
 def exported(folder: Path) -> tuple[int, str, int] | None:

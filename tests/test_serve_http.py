@@ -191,7 +191,7 @@ def test_the_same_call_sent_by_many_at_once_is_one(tmp_path):
             p["sample_sequence_ids"] == [f"{p['request_id']}:{i}" for i in range(3)]
             for p in samples
         )
-        assert len(service.journal.waiting()) == 5
+        assert len(service.journal.open_calls()) == 5
 
 
 def test_a_result_comes_as_soon_as_it_is_there(tmp_path):
@@ -502,7 +502,7 @@ def test_who_asks_while_it_stops_does_not_wait(tmp_path):
         waiters = ResultWaiters(journal)
         waiters.close()
         started = time.monotonic()
-        assert asyncio.run(waiters.until("x", lambda: None, 30)) is None
+        assert asyncio.run(waiters.wait_until("x", lambda: None, 30)) is None
         assert time.monotonic() - started < 5
 
 
@@ -582,7 +582,7 @@ def test_what_belongs_to_another_key_is_not_there(keyed):
         assert service.get(listed, **alice)["cursor"]["total_count"] == 1
     assert model not in service.http.get("/", **bob).text
     assert model in service.http.get("/", **alice).text
-    assert service.journal.checkpoint(path) is not None and service.journal.waiting() == []
+    assert service.journal.checkpoint(path) is not None and service.journal.open_calls() == []
 
 
 def test_a_key_is_written_as_its_digest_and_known_at_once(keyed):
@@ -767,7 +767,7 @@ def test_bodies_that_are_too_large(small, announced, path, limit, times):
         assert times == 3000  # far above the limit the connection may end before all was sent
     else:
         assert answer.status_code == 413 and f"more than {limit} bytes" in answer.json()["error"]
-    assert small.journal.waiting() == []
+    assert small.journal.open_calls() == []
     _until(lambda: "bodies_bytes 0" in small.http.get("/metrics").text)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.serve.journal.accept import Bounds
-from megatron_vlm.serve.journal.calls import MOST_ATTEMPTS
+from megatron_vlm.serve.journal.calls import MAX_ATTEMPTS
 from megatron_vlm.serve.journal.cleanup import RetentionPolicy
 from megatron_vlm.serve.journal.database import Store
 from megatron_vlm.serve.journal.journal import Journal
@@ -71,7 +71,7 @@ def do_all(journal):
     done = []
     while calls := journal.next_calls():
         for call in calls:
-            assert journal.begun(call.request_id) == [call.request_id]
+            assert journal.begin_calls(call.request_id) == [call.request_id]
             done.append((call.owner, call.seq))
             assert journal.finish(call.request_id, Outcome(journal.body(call.request_id)))
     return done
@@ -94,7 +94,7 @@ def test_the_calls_of_a_model_wait_for_the_ones_before_them(tmp_path):
         assert seqs(journal.next_calls()) == [("optim_step", 1)]
         assert seqs(journal.next_calls(ahead=8)) == [("optim_step", s) for s in (1, 2, 3)]
         assert [seq for _, seq in do_all(journal)] == [1, 2, 3]
-        assert journal.next_calls() == [] and seqs(journal.waiting()) == [("optim_step", 5)]
+        assert journal.next_calls() == [] and seqs(journal.open_calls()) == [("optim_step", 5)]
         journal.accept(a_step(model, 4))
         assert [seq for _, seq in do_all(journal)] == [4, 5]
 
@@ -212,7 +212,7 @@ def test_a_result_is_written_once(tmp_path):
         assert not journal.finish(call, Outcome(b"second"), late)
         assert journal.result(call).outcome == Outcome(b"first")
         assert journal.model(model).state == "ready"
-        assert journal.begun(call) == [] and heard == [(call, True)]
+        assert journal.begin_calls(call) == [] and heard == [(call, True)]
 
 
 def test_replay_is_what_the_durable_state_lacks(tmp_path):
@@ -226,14 +226,14 @@ def test_replay_is_what_the_durable_state_lacks(tmp_path):
             (call,) = journal.next_calls()
             journal.finish(call.request_id, Failure("x") if seq == 5 else DONE)
         assert [call.seq for call in journal.replay(model)] == [1, 2, 3, 6]
-        journal.saved(model, 2, folder(journal, "state-2"))
+        journal.record_saved(model, 2, folder(journal, "state-2"))
         assert [call.seq for call in journal.replay(model)] == [3, 6]
     with opened(tmp_path) as journal:
         assert [journal.body(c.request_id) for c in journal.replay(model)] == [b"3", b"6"]
         found = journal.model(model)
         assert (found.saved, found.folder) == (2, tmp_path / "state-2")
         # An older state that is told of late changes nothing.
-        journal.saved(model, 1, folder(journal, "state-1"))
+        journal.record_saved(model, 1, folder(journal, "state-1"))
         assert journal.model(model).folder == tmp_path / "state-2"
 
 
@@ -253,7 +253,7 @@ def test_bodies_go_when_nothing_needs_them(tmp_path):
         assert _bodies(tmp_path) == [b"k"]
         assert journal.body(kept) == b"k"
         journal.accept(a_step(model, 4, b"waits"))
-        journal.saved(model, 4, folder(journal, "state"))  # too early
+        journal.record_saved(model, 4, folder(journal, "state"))  # too early
         assert _bodies(tmp_path) == [b"waits"]
 
 
@@ -274,7 +274,7 @@ def test_a_creation_that_fails_takes_the_calls_of_its_model_along(tmp_path):
         journal.listen(lambda kept: heard.extend(k.request_id for k in kept))
         journal.finish(made.request_id, Failure("no room", "server"))
         assert heard == [made.request_id, waiting]
-        assert journal.model(model.id).state == "failed" and journal.waiting() == []
+        assert journal.model(model.id).state == "failed" and journal.open_calls() == []
         late = journal.accept(a_step(model.id, 1))
         assert "could not be made" in journal.result(late.request_id).outcome.text
 
@@ -283,7 +283,7 @@ def test_an_unloaded_model_is_done_with(tmp_path):
     with opened(tmp_path, keep=AT_ONCE) as journal:
         _, model = a_model(journal)
         state = folder(journal, "state")
-        journal.saved(model, 0, state)
+        journal.record_saved(model, 0, state)
         waiting = journal.accept(a_step(model, 2)).request_id
         unload = journal.accept(NewCall("unload_model", f"{model}:unload", 0, "k", b"{}"))
         assert seqs(journal.next_calls()) == [("unload_model", 0)]
@@ -295,7 +295,7 @@ def test_an_unloaded_model_is_done_with(tmp_path):
 
 
 def test_a_call_that_the_process_dies_of_three_times_is_not_tried_again(tmp_path):
-    for attempt in range(MOST_ATTEMPTS):
+    for attempt in range(MAX_ATTEMPTS):
         with opened(tmp_path) as journal:
             if attempt == 0:
                 _, model = a_model(journal)
@@ -303,10 +303,10 @@ def test_a_call_that_the_process_dies_of_three_times_is_not_tried_again(tmp_path
                 journal.accept(a_step(model, 2))
             (call,) = journal.next_calls()
             assert (call.request_id, call.attempts) == (poison, attempt)
-            journal.begun(poison)
+            journal.begin_calls(poison)
             if attempt == 1:  # a stop in good order is no death
-                journal.given_back(poison)
-                journal.begun(poison)
+                journal.undo_attempts(poison)
+                journal.begin_calls(poison)
     with opened(tmp_path) as journal:
         outcome = journal.result(poison).outcome
         assert outcome.category == "server" and "3 times" in outcome.text
@@ -319,7 +319,7 @@ def test_a_cancelled_sample_is_not_begun_and_a_begun_one_not_cancelled(tmp_path)
         listed = [call.request_id for call in journal.next_calls()]
         assert not journal.cancel(one, "another key")
         assert journal.cancel(one, "k") and not journal.cancel(one, "k")
-        assert journal.begun(*listed) == [two]
+        assert journal.begin_calls(*listed) == [two]
         assert not journal.cancel(two, "k")
         assert journal.finish(two, DONE) and journal.result(one).outcome.category == "user"
 
@@ -375,7 +375,7 @@ def test_models_of_silent_clients_are_not_counted(tmp_path):
         ready = ModelChange(f"{here}:train:0", state="ready")
         journal.finish(promise.request_id, DONE, Changes(models=(ready,)))
         pass_time(journal, 200)
-        journal.heard(here)
+        journal.touch_session(here)
         journal.sweep()
         assert journal.live_models() == {f"{here}:train:0"}
         waiting = journal.accept(a_step(f"{silent}:train:0", 1)).request_id
@@ -414,10 +414,10 @@ def test_checkpoints_are_named_replaced_and_let_go_of_when_nothing_needs_them(tm
         journal.sweep()
         assert second.exists() and journal.checkpoints() == []  # the model's durable state
         _, other = a_model(journal, source=second)
-        journal.saved(model, 2, folder(journal, "c/3"))
+        journal.record_saved(model, 2, folder(journal, "c/3"))
         journal.sweep()
         assert second.exists()  # the other model begins there
-        journal.saved(other, 0, folder(journal, "c/4"))
+        journal.record_saved(other, 0, folder(journal, "c/4"))
         journal.sweep()
         assert not second.exists()
         assert (tmp_path / "c/3").exists() and (tmp_path / "c/4").exists()
@@ -446,14 +446,14 @@ def test_nothing_outside_the_run_is_removed(tmp_path):
         _, model = a_model(journal)
         for wrong in (outside, run, run / "a/../..", Path("../outside")):
             with pytest.raises(AssertionError, match="is not inside"):
-                journal.saved(model, 0, wrong)
+                journal.record_saved(model, 0, wrong)
         link = run / "link"
         link.symlink_to(outside)
         inner = folder(journal, "a/b")
-        journal.saved(model, 0, link)
-        journal.saved(model, 0, link / "sub")
-        journal.saved(model, 0, run / "a")
-        journal.saved(model, 0, inner)
+        journal.record_saved(model, 0, link)
+        journal.record_saved(model, 0, link / "sub")
+        journal.record_saved(model, 0, run / "a")
+        journal.record_saved(model, 0, inner)
         journal.sweep()
         assert (outside / "sub" / "file").exists() and link.is_symlink()
         assert inner.exists()  # it is inside of a folder that was let go of
@@ -471,7 +471,7 @@ def test_results_stay_until_some_time_after_they_were_fetched(tmp_path):
         one = journal.accept(a_step(model, 1)).request_id
         two = journal.accept(a_sample("s", 1)).request_id
         do_all(journal)
-        journal.fetched(one)
+        journal.touch_result(one)
         journal.sweep()
         assert journal.result(one).outcome is not None
         time.sleep(0.06)
@@ -509,7 +509,7 @@ def test_calls_that_wait_for_what_was_never_sent_end_with_their_session(tmp_path
         journal.listen(lambda kept: heard.extend(k.request_id for k in kept))
         journal.sweep()
         assert heard == [gap] and "call 1, which was never sent" in journal.result(gap).outcome.text
-        assert [call.owner for call in journal.waiting()] == [other]
+        assert [call.owner for call in journal.open_calls()] == [other]
 
 
 def test_models_end_with_their_session_and_their_checkpoints_stay(tmp_path):
@@ -517,7 +517,7 @@ def test_models_end_with_their_session_and_their_checkpoints_stay(tmp_path):
         session, model = a_model(journal)
         _, other = a_model(journal)
         state, named = folder(journal, "states/1"), folder(journal, "weights/1")
-        journal.saved(model, 0, state)
+        journal.record_saved(model, 0, state)
         made = NewCheckpoint(model, "sampler", "a", named, 1)
         call = journal.accept(NewCall("save_weights_for_sampler", model, 1, "k", b"{}"))
         journal.finish(call.request_id, DONE, Changes(checkpoints=(made,)))
@@ -542,7 +542,7 @@ def test_sessions_that_were_not_heard_of_end(tmp_path):
             journal.create_sampler(NewSampler(f"{session}:sample:0", session, None, "other"))
         journal.accept(a_sample(f"{quiet}:sample:0", 1))
         time.sleep(0.25)
-        journal.heard(heard)
+        journal.touch_session(heard)
         journal.sweep()
         assert len(journal.samplers("k")) == 2  # a sample of the quiet one waits
         do_all(journal)
@@ -647,7 +647,7 @@ for seq in range(start, start + 100000):
     print("promised", seq, promise.request_id, flush=True)
     if seq % 3 == 0:
         for call in journal.next_calls():
-            journal.begun(call.request_id)
+            journal.begin_calls(call.request_id)
             if journal.finish(call.request_id, Outcome(b"%d" % call.seq)):
                 print("done", call.seq, call.request_id, flush=True)
 """
@@ -678,7 +678,7 @@ def test_a_process_that_is_killed_loses_no_promise_and_does_nothing_twice(tmp_pa
             for seq, name in done.items():
                 assert journal.result(name).outcome == Outcome(b"%d" % seq)
             # One more may be there that was promised and not heard of any more.
-            waiting = [call.seq for call in journal.waiting()]
+            waiting = [call.seq for call in journal.open_calls()]
             assert waiting == sorted(waiting)
             assert len(journal.replay(model)) in (len(done), len(done) + 1)
             for seq in range(len(promised) + 1, max([len(promised), *waiting]) + 1):

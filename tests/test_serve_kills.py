@@ -99,7 +99,7 @@ def test_no_kill_loses_a_call_or_does_one_twice(tmp_path):
         server.kill()
     assert under_load == KILLS
     with opened(tmp_path) as journal:
-        assert journal.waiting() == [] and journal.contradictions == 0
+        assert journal.open_calls() == [] and journal.contradictions == 0
         assert len(journal.models()) == CLIENTS
         for model, promises, results in found:
             # Each is there once: what would be replayed is all of them, in order.

@@ -164,7 +164,7 @@ def of_request(worker: MegatronWorker, bodies: list[bytes]) -> list[Any]:
         asked = dict(loss=batch.loss, divisor=1.0, return_per_token_outputs=True)
         done = group.forward_backward(batch.rows, **asked, **batch.options).result()
         alone = metrics_of(batch, group.forward(batch.rows).result())
-        ordered = batch.in_order(done.log_probs)
+        ordered = batch.in_datum_order(done.log_probs)
         found.append((done.loss, ordered, collect_grads(worker), alone, done.means))
     return found
 

@@ -50,10 +50,10 @@ def in_memory(journal: Journal, residents: ModelCache) -> tuple[str, str]:
     """A session, and a model of it that has done a step."""
     session, model = a_model(journal)
     call = journal.accept(a_step(model, 1)).request_id
-    facts = ModelChange(model, facts={"form": FORM.plain()})
+    facts = ModelChange(model, facts={"form": FORM.as_json()})
     journal.finish(call, DONE, Changes(models=(facts,)))
     residents.create(model, FORM)
-    residents.models[model].changed(1)
+    residents.models[model].record_change(1)
     return session, model
 
 
@@ -69,7 +69,7 @@ def test_models_of_silent_clients_wait_on_disk(tmp_path):
         gone, unloaded = in_memory(journal, residents)
         closed, ending = in_memory(journal, residents)
         pass_time(journal, 1000)
-        journal.heard(session)
+        journal.touch_session(session)
         for each in (gone, closed):
             journal.finish_session(each, "success")
         journal.sweep()
@@ -82,7 +82,7 @@ def test_models_of_silent_clients_wait_on_disk(tmp_path):
         assert saved.saved == 1 and states(journal) == {saved.folder}
         assert residents.model(silent).applied == 1 and ranks.there == [here, ending, silent]
         ranks.full = True  # a disk that is full loses nothing: it stays in memory
-        residents.models[silent].changed(2)
+        residents.models[silent].record_change(2)
         with pytest.raises(CheckpointError):
             residents.put_away_silent()
         assert list(residents.models) == [here, ending, silent]
@@ -97,7 +97,7 @@ def test_folders_that_no_row_names_are_removed(tmp_path):
         for left in ("states/a", "weights/b", "weights/c.partial"):
             (journal.run / left / "inner").mkdir(parents=True)
         ranks.full = True
-        residents.models[model].changed(2)
+        residents.models[model].record_change(2)
         with pytest.raises(CheckpointError):
             residents.keep(residents.models[model])
         assert len(states(journal)) == 4  # a save that fails leaves nothing

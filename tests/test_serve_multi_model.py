@@ -17,7 +17,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import DataError
 from megatron_vlm.serve.call_batching import FULL, CallBatcher
 from megatron_vlm.serve.journal.journal_records import Call, Changes, Failure, Outcome
-from megatron_vlm.serve.loop import finished_by
+from megatron_vlm.serve.loop import run_each
 from tests.pool import free_port
 from tests.serve_client import (
     Client,
@@ -77,23 +77,23 @@ def test_small_calls_fill_the_pipeline():
     reads = {"a": rows(3), "b": rows(ROOM - 6), "c": rows(4), "d": rows(2), "e": rows(1)}
     calls = [call(name, f"model {name}") for name in reads]
     # Two micro-batches of a and all but three of b leave one: not for c, but for d, and then none.
-    assert names(grouping(reads).of(calls[0], calls)) == ["a", "b", "d"]
-    assert names(grouping(reads, dp=2).of(calls[0], calls)) == ["a", "b", "c", "d", "e"]
-    assert names(grouping(reads, pp=4).of(calls[3], calls)) == ["d", "a", "b", "c", "e"]
+    assert names(grouping(reads).batch_with(calls[0], calls)) == ["a", "b", "d"]
+    assert names(grouping(reads, dp=2).batch_with(calls[0], calls)) == ["a", "b", "c", "d", "e"]
+    assert names(grouping(reads, pp=4).batch_with(calls[3], calls)) == ["d", "a", "b", "c", "e"]
 
 
 def test_a_large_call_fills_it_alone():
     reads = {"a": rows(ROOM), "b": rows(1)}
     calls = [call(name, f"model {name}") for name in reads]
-    assert names(grouping(reads).of(calls[0], calls)) == ["a"]
-    assert names(grouping(reads).of(calls[1], calls)) == ["b"]
+    assert names(grouping(reads).batch_with(calls[0], calls)) == ["a"]
+    assert names(grouping(reads).batch_with(calls[1], calls)) == ["b"]
 
 
 @pytest.mark.parametrize("more", [dict(pp=1), dict(overlap_grad_reduce=True, dp=2)])
 def test_where_a_pass_cannot_be_shared_each_is_alone(more):
     reads: dict[str, Read | None] = {"a": rows(1), "b": rows(1)}
     calls = [call(name, name) for name in reads]
-    assert names(grouping(reads, **more).of(calls[0], calls)) == ["a"]
+    assert names(grouping(reads, **more).batch_with(calls[0], calls)) == ["a"]
 
 
 def test_what_goes_with_no_other():
@@ -213,7 +213,7 @@ class PickyCalls:
 def test_one_that_is_refused_takes_no_others_along():
     picky = PickyCalls([])
     read = [(call("a", "fine"), None), (call("b", "bad"), None), (call("c", "good"), None)]
-    found = finished_by(picky.forward_backward, read)
+    found = run_each(picky.forward_backward, read)
     assert [each.request_id for each in found] == ["a", "b", "c"]
     assert [each.outcome for each in found] == [
         Outcome(b"fine"),

@@ -82,7 +82,7 @@ def frames_of(error: BaseException | None) -> list[Any]:
 def test_pixels_of_a_request_are_counted_before_one_is_decoded(reader):
     inputs = {"target_tokens": [0] * 66}
     data = [(around(cut(picture(256, 256, seed))), inputs) for seed in range(3)]
-    few = RowReader.within(reader, lambda pixels: None)
+    few = RowReader.for_request(reader, lambda pixels: None)
     few.most_pixels = 2 * PIXELS
     said = f"{3 * PIXELS} pixels, and limit pixels is {2 * PIXELS}"
     with raises(RequestError, key="data[2].model_input", problem_has=said):
@@ -138,11 +138,11 @@ def test_a_process_that_dies_of_what_it_reads_has_made_an_attempt(tmp_path):
     for seq in range(2):
         journal.accept(asample(seq, [picture(32, 32, 1)]))
     deadly, other = journal.next_calls()
-    with journal.reads.of(other.request_id):
+    with journal.reads.record_attempt(other.request_id):
         pass
     died: list[Any] = []  # so that none is ended
     for attempts in (1, 2, 3):
-        died.append(journal.reads.of(deadly.request_id))
+        died.append(journal.reads.record_attempt(deadly.request_id))
         died[-1].__enter__()
         journal.close()
         journal = Journal(tmp_path)

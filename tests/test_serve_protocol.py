@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vlm.serve.protocol.answers import write_forward_backward, write_samples
-from megatron_vlm.serve.protocol.compression import MOST_FRAMES, MOST_WINDOW, decompress
+from megatron_vlm.serve.protocol.compression import MAX_WINDOW, MAX_ZSTD_FRAMES, decompress
 from megatron_vlm.serve.protocol.payloads import Picture, RequestError, Sampled, Samples, Text, TopK
 from megatron_vlm.serve.protocol.prompt_targets import read_prompt_targets
-from megatron_vlm.serve.protocol.protobuf import MOST_FIELDS, message, parsed
-from megatron_vlm.serve.protocol.requests import MOST_DENSE, read_forward_backward, read_prompt
+from megatron_vlm.serve.protocol.protobuf import MAX_FIELDS, message, parse_message
+from megatron_vlm.serve.protocol.requests import MAX_DENSE_CELLS, read_forward_backward, read_prompt
 from tests.error_fields import raises
 from tests.mutation import mutate_bytes, mutate_json
 
@@ -448,7 +448,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], dict[str, Any]]] = {
         dict(
             key='data[1].loss_fn_inputs["weights"].shape',
             found=[8192, 16384],
-            problem_has=f"{2**27} entries, above {MOST_DENSE}",
+            problem_has=f"{2**27} entries, above {MAX_DENSE_CELLS}",
         ),
     ),
     "too large together": (
@@ -550,7 +550,7 @@ def test_bytes_that_are_no_protobuf(name):
 )
 def test_many_fields_in_few_bytes(body):
     begun = time.monotonic()
-    with raises(RequestError, place="the body", problem_has=f"{MOST_FIELDS} fields"):
+    with raises(RequestError, place="the body", problem_has=f"{MAX_FIELDS} fields"):
         read_forward_backward(body)
     assert time.monotonic() - begun < 10  # 0.5 s on an idle machine
 
@@ -731,7 +731,7 @@ def test_loss_outputs_are_written_in_records_of_one_form():
     body = write_forward_backward(
         [output(2), output(3), output(2, 2), output(1)], {"loss:sum": 0.5}
     )
-    found = parsed("ForwardBackwardOutput", body)
+    found = parse_message("ForwardBackwardOutput", body)
     assert found.loss_fn_output_type == "ArrayRecord"
     assert [each.num_datums for each in found.loss_fn_outputs] == [2, 1, 1]
     first, second, _ = (each.fields[0].value for each in found.loss_fn_outputs)
@@ -773,7 +773,7 @@ def test_samples_are_written():
         np.array([np.nan, -2.0], np.float32),
         target_prompt_log_probs=np.ones((1, 3), np.float32),
     )
-    found = parsed("SampleResponse", write_samples(samples))
+    found = parse_message("SampleResponse", write_samples(samples))
     first, second = found.sequences
     assert (first.stop_reason, second.stop_reason) == (0, 1)
     assert first.tokens == tokens.tobytes()
@@ -801,7 +801,9 @@ def test_chosen_tokens_are_read():
     assert dense.answer(log_probs) is log_probs
     answer = found.answer(log_probs)
     assert answer.values.tolist() == [0.0, 2.0, 3.0] and answer.shape == (3, 9)
-    written = parsed("SampleResponse", write_samples(Samples((), target_prompt_log_probs=answer)))
+    written = parse_message(
+        "SampleResponse", write_samples(Samples((), target_prompt_log_probs=answer))
+    )
     tensor = written.target_prompt_logprobs
     assert np.frombuffer(tensor.sparse_csr.crow_indices, "<i8").tolist() == [0, 1, 3, 3]
     assert np.frombuffer(tensor.sparse_csr.col_indices, "<i8").tolist() == [8, 0, 1]
@@ -928,10 +930,10 @@ REFUSED_PACKED = {
         packed(write_checksum=True)[:-1] + b"\x55",
         dict(problem_has="no zstd frame"),
     ),
-    "frames of nothing": (packed(b"") * (MOST_FRAMES + 1), dict(problem_has=MOST_FRAMES)),
+    "frames of nothing": (packed(b"") * (MAX_ZSTD_FRAMES + 1), dict(problem_has=MAX_ZSTD_FRAMES)),
     "a wide window": (
         in_pieces(compression_params=zstandard.ZstdCompressionParameters(window_log=24)),
-        dict(remedy_has=MOST_WINDOW),
+        dict(remedy_has=MAX_WINDOW),
     ),
 }
 

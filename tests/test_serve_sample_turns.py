@@ -40,7 +40,7 @@ class Ranks:
         chosen = self.turns.next(calls, owner_of)
         seconds = self.cost(chosen)
         self.now += seconds
-        self.turns.worked(chosen, chosen.owner, seconds)
+        self.turns.record_work(chosen, chosen.owner, seconds)
         self.keys[chosen.key] += seconds
         self.models[f"{chosen.key}/{chosen.owner}"] += seconds
         return chosen
@@ -161,7 +161,7 @@ def test_work_for_several_keys_counts_for_each():
     ranks = Ranks(lambda asked: 1.0)
     a, b, c = call("a"), call("b"), call("c")
     assert ranks.turn([a, b, c]) is a
-    ranks.turns.worked(b, b.owner, 1.0)
+    ranks.turns.record_work(b, b.owner, 1.0)
     assert ranks.turn([a, b, c]) is c
 
 
@@ -176,7 +176,7 @@ def test_what_is_long_gone_is_forgotten():
     for place in range(3 * MANY):
         asked = call(f"key {place}", f"model {place}")
         ranks.turn([asked])
-        ranks.turns.worked(asked, "weights that another key has asked for", 0.1)
+        ranks.turns.record_work(asked, "weights that another key has asked for", 0.1)
     ranks.now += 2 * FORGOTTEN_S
     ranks.turn([call("a", "x")])
     assert size(ranks.turns) <= 8
@@ -210,6 +210,6 @@ def test_who_has_to_be_brought_into_memory_waits_for_a_while(keys):
         swaps += chosen.owner != there
         there = chosen.owner
         had[there] += 0.1
-        turns.worked(chosen, there, 0.1)
+        turns.record_work(chosen, there, 0.1)
     assert 11 <= swaps <= 15  # from 4 seconds behind to 4 ahead, not at every call
     assert abs(had["x"] - had["y"]) <= 8.2

@@ -42,9 +42,9 @@ from megatron_vlm.serve.protocol.protobuf import message
 from megatron_vlm.serve.rank_models import ModelForm
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
-from megatron_vlm.serve.sample_calls import SampleBounds, StopWords, _spread
+from megatron_vlm.serve.sample_calls import SampleBounds, StopWords, _spread_seed
 from megatron_vlm.serve.vllm_admission import Admission
-from megatron_vlm.serve.vllm_samples import LEAST_TEMPERATURE, EngineSampling
+from megatron_vlm.serve.vllm_samples import MIN_TEMPERATURE, EngineSampling
 from megatron_vlm.serve.vllm_weights import FORM, SampleWeights
 from tests.fake_engine import DEADLY, HELD, SLOW, contents, ids_of, number_of
 from tests.pool import free_port
@@ -105,7 +105,7 @@ class Desk:
             snapshot = self.run / "weights" / name
             (snapshot / FORM).mkdir(parents=True, exist_ok=True)
             (snapshot / FORM / "x.safetensors").write_text(name)
-        facts = {"form": ModelForm(rank, 0).plain()}
+        facts = {"form": ModelForm(rank, 0).as_json()}
         id = f"{self.session}:sample:{next(self.numbers)}"
         new = NewSampler(id, self.session, None, "tiny", snapshot, facts=facts)
         self.journal.create_sampler(new)
@@ -168,7 +168,7 @@ def open_desk(folder: str, run: Path, opened: ExitStack, adapters: int = 2, **mo
     opened.callback(journal.close)
     reader = RowReader(load_config([f"model.path={folder}"]), folder, read_sizes(folder))
     stops = StopWords((), {}.get)
-    bounds = SampleBounds(4, 64, "the engine", LEAST_TEMPERATURE)
+    bounds = SampleBounds(4, 64, "the engine", MIN_TEMPERATURE)
     readings = RequestPrefetcher(journal, reader, stops, bounds, 1)
     engines = Engines()
     opened.callback(engines.close)
@@ -185,7 +185,7 @@ def open_desk(folder: str, run: Path, opened: ExitStack, adapters: int = 2, **mo
 
 def drawn_by(seed: int, n: int = 1, weights: int = 0) -> list[list[int]]:
     """What the stand-in answers."""
-    return [[(_spread(seed) + k) % VOCAB, *ids_of(weights, VOCAB)] for k in range(n)]
+    return [[(_spread_seed(seed) + k) % VOCAB, *ids_of(weights, VOCAB)] for k in range(n)]
 
 
 def adapter(desk: Desk, name: str) -> int:
@@ -389,7 +389,7 @@ def test_what_was_under_way_is_drawn_by_the_next_service(tiny, tmp_path):
         with ExitStack() as opened:
             desk = open_desk(tiny(), tmp_path, opened)
             until(lambda desk=desk, again=again: len(desk.asked) == 2 * (again + 2))
-            assert [call.attempts for call in desk.journal.waiting()] == [0, 0]
+            assert [call.attempts for call in desk.journal.open_calls()] == [0, 0]
     with ExitStack() as opened:
         desk = open_desk(tiny(), tmp_path, opened)
         desk.release()
@@ -562,7 +562,7 @@ SHORT = dict(seed=3, max_tokens=4)
 def weights_of(answer: Any) -> int:
     """The number of the weights that the stand-in had, of which it says three ids."""
     [[seed, *ids]] = tokens_of(answer)
-    assert seed == _spread(3) % VOCAB and len(ids) == 3
+    assert seed == _spread_seed(3) % VOCAB and len(ids) == 3
     return sum(id * VOCAB**place for place, id in enumerate(ids))
 
 

@@ -67,7 +67,7 @@ NO_FLOOR = Machine(peak_flops=1e12, utilisation=0.5, layer_s=0.0)
 
 
 def test_work_goes_to_its_stage_and_padding_costs():
-    work, speed = WorkModel.of(sizes_of(EIGHT.config)), 0.5e12 * 2
+    work, speed = WorkModel.from_sizes(sizes_of(EIGHT.config)), 0.5e12 * 2
     uneven = dataclasses.replace(EIGHT, layers_S=(0, 12, 12, 12))
     seconds_S = forward_seconds([[0, 2]], ROWS, uneven, NO_FLOOR)[0] * speed
     decoder = 2 * (work.per_token * 100 + work.per_token_pair * 5050)
@@ -86,7 +86,7 @@ def test_a_layer_takes_its_least_time():
 def test_a_replica_is_the_sum_of_its_micro_batches_and_may_have_none():
     one = Setup("8B", EIGHT.config, 2, (36,), 8192)
     seconds = replica_seconds([[[0], [1]], [], [[2]]], ROWS, one, NO_FLOOR)
-    work = WorkModel.of(sizes_of(one.config))
+    work = WorkModel.from_sizes(sizes_of(one.config))
     rows = zip(
         *(column.tolist() for column in dataclasses.astuple(ROWS)), strict=True
     )  # tokens, supervised, patches, pairs
@@ -142,7 +142,7 @@ def test_ranks_that_share_experts_wait_for_the_longest_by_hand():
 
 def test_compute_of_experts_is_of_those_that_a_token_goes_to():
     dense = make_setup("dense", (6, 2048, 8 * 768, 32), 1, 2, 8192)  # with 8 key/value heads, not 4
-    work, of_dense = (WorkModel.of(setup.sizes).per_token for setup in (MOE, dense))
+    work, of_dense = (WorkModel.from_sizes(setup.sizes).per_token for setup in (MOE, dense))
     assert work - of_dense == 2 * 6 * (128 * 2048 - 2 * 2048 * 4 * 128)  # a router more
 
 

@@ -56,7 +56,7 @@ def seen(tmp_path_factory):
             server.stop()
         found["sessions_there"] = [(s.key, s.finished) for s in journal.sessions()]
         found["done"] = engine.done
-        found["waiting"] = journal.waiting()
+        found["waiting"] = journal.open_calls()
         found["contradictions"] = journal.contradictions
     return found
 

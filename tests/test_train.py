@@ -21,7 +21,7 @@ from transformers import Qwen3VLForConditionalGeneration
 from megatron_vlm.checkpoint.manifest import read_manifest, write_file, write_manifest
 from megatron_vlm.config import load_config
 from megatron_vlm.distributed.agreement import Signals
-from megatron_vlm.distributed.process import guarded
+from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.run.config_changes import check_unnamed
 from megatron_vlm.train import run_train
 from tests.chats import picture, say, text
@@ -64,7 +64,7 @@ def outside_of_jobs() -> dict[str, str]:
 def run_rank(words: list[str]) -> tuple[int, str, str]:
     """The same in a process that has imported all there is: what one rank does and says."""
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
-        status = guarded(run_train, words)
+        status = run_guarded(run_train, words)
     return status, out.getvalue(), err.getvalue()
 
 

@@ -230,7 +230,7 @@ def test_what_is_asked_together_does_not_depend_on_how_long_rewards_take():
         assert not desk.all_wait.is_set()
         desk.leave()  # the third has ended without a question
         assert desk.all_wait.is_set()
-        [asked] = desk.taken()
+        [asked] = desk.next_prompts_to_answer()
         assert asked.prompt is row and asked.seeds == [6, 7]
         for answer, value in zip(asked.answers, "ab", strict=True):
             answer.set_result(value)

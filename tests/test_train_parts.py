@@ -18,7 +18,7 @@ from megatron_vlm.errors import ConfigError, TrainError
 from megatron_vlm.report.metrics_lines import StepLine
 from megatron_vlm.run.log import RunLog, duration, step_line
 from megatron_vlm.run.throughput import NonFiniteGuard
-from megatron_vlm.training.lr_schedule import announced, lr_at, warmup_of
+from megatron_vlm.training.lr_schedule import describe_run_length, lr_at, warmup_of
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
@@ -64,14 +64,14 @@ def test_a_run_that_would_end_within_its_warm_up_is_refused():
     cfg = replace(cfg, optim=OptimConfig(warmup_steps=7))
     steps = "7 steps (200 samples"
     with raises(ConfigError, key="optim.warmup_steps", found=7, problem_has=steps):
-        announced(cfg, 200)
-    assert announced(cfg, 250) == "250 samples, 8 steps of 64, 7 of them warm-up"
+        describe_run_length(cfg, 200)
+    assert describe_run_length(cfg, 250) == "250 samples, 8 steps of 64, 7 of them warm-up"
     recipe = replace(cfg, optim=OptimConfig(warmup_ratio=0.03))
-    assert announced(recipe, 200) == "200 samples, 7 steps of 64, 1 of them warm-up"
+    assert describe_run_length(recipe, 200) == "200 samples, 7 steps of 64, 1 of them warm-up"
     streamed = replace(recipe, train=replace(cfg.train, steps=1000))
-    assert announced(streamed, None) == "a stream, 1,000 steps of 64, 30 of them warm-up"
+    assert describe_run_length(streamed, None) == "a stream, 1,000 steps of 64, 30 of them warm-up"
     once = Config(train=TrainConfig(global_batch_size=2, steps=1))
-    assert announced(once, 9) == "9 samples, 1 step of 2, 0 of them warm-up"
+    assert describe_run_length(once, 9) == "9 samples, 1 step of 2, 0 of them warm-up"
 
 
 def _groups(worker: MegatronWorker) -> dict[str, tuple[float, float]]:
@@ -227,7 +227,7 @@ def test_figures_of_a_batch():
     from megatron_vlm.data.batches.balance import RowSize
 
     sizes = [RowSize(10, 1.0, images=2), RowSize(6, 2.0), RowSize(4, 3.0, images=1)]
-    batch = BatchFigures.of(sizes, [[[0, 1]], [[2]]])
+    batch = BatchFigures.from_plan(sizes, [[[0, 1]], [[2]]])
     assert batch == BatchFigures(samples=3, tokens=20, padded=24, images=3, work=6.0)
 
 

@@ -25,10 +25,16 @@ from megatron_vlm.data.tokens.reader import make_encoder
 from megatron_vlm.data.tokens.tokenizer import stop_ids
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.hf.companion_files import is_own
+from megatron_vlm.hf.companion_files import is_regular_file
 from megatron_vlm.hf.digest import settings_digests
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.io.untrusted import MOST_DEPTH, JsonField, UntrustedFile, home_path, is_too_deep
+from megatron_vlm.io.untrusted import (
+    MAX_JSON_DEPTH,
+    JsonField,
+    UntrustedFile,
+    home_path,
+    is_too_deep,
+)
 from megatron_vlm.report.run import write_report
 from megatron_vlm.run.evaluation.evaluate import read_candidates
 from tests.error_fields import raises
@@ -111,7 +117,7 @@ def test_only_regular_files_are_opened(name, place, tiny, tmp_path):
 
 def test_a_loop_of_links_in_a_model_is_left_out_of_its_export(tmp_path):
     loop(tmp_path / "notes.txt")
-    assert not is_own(tmp_path / "notes.txt")
+    assert not is_regular_file(tmp_path / "notes.txt")
 
 
 @pytest.mark.parametrize("words", [["export", "OLD", "new"], ["chat", "OLD"]], ids=lambda w: w[0])
@@ -174,28 +180,28 @@ def test_a_value_that_is_missing_is_named_by_its_path():
 )
 def test_json_that_is_refused(text, said):
     with pytest.raises(ConfigError) as caught:
-        FILE.parsed(text)
+        FILE.parse(text)
     assert said in str(caught.value) and "a.json: " in str(caught.value)
 
 
 def test_depth_is_counted():
-    assert not is_too_deep(nested(MOST_DEPTH)) and is_too_deep(nested(MOST_DEPTH + 1))
+    assert not is_too_deep(nested(MAX_JSON_DEPTH)) and is_too_deep(nested(MAX_JSON_DEPTH + 1))
     twice: list[Any] = []
     twice += [twice, twice]  # 2**100 paths lead through it
     assert is_too_deep(twice)
     with pytest.raises(DataError, match="a:1: has JSON that is nested too deeply"):
-        parse_record({"messages": nested(MOST_DEPTH + 1)}, "a:1")
+        parse_record({"messages": nested(MAX_JSON_DEPTH + 1)}, "a:1")
     with pytest.raises(DataError, match=r"a:1: is not a line of JSON: 'a' occurs twice"):
         parse_json('{"a": 1, "a": 2}', "a:1")
 
 
 def test_errors_of_libraries_become_ours_and_ours_stay():
     message = r"^a\.json: cannot be read: KeyError: 'x'; mend it$"
-    with pytest.raises(ConfigError, match=message), FILE.border("cannot be read"):
+    with pytest.raises(ConfigError, match=message), FILE.wrap_errors("cannot be read"):
         raise KeyError("x")
-    with pytest.raises(DataError, match=r"^mine$"), FILE.border("cannot be read"):
+    with pytest.raises(DataError, match=r"^mine$"), FILE.wrap_errors("cannot be read"):
         raise DataError("mine")
-    with pytest.raises(KeyboardInterrupt), FILE.border("cannot be read"):
+    with pytest.raises(KeyboardInterrupt), FILE.wrap_errors("cannot be read"):
         raise KeyboardInterrupt
 
 

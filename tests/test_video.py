@@ -28,7 +28,7 @@ from megatron_vlm.data.media.video import (
 )
 from megatron_vlm.data.media.video_file import iter_frames, probe_video
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.qwen3_vl.dense import MARKS
+from megatron_vlm.family.qwen3_vl.dense import VISION_MARKS
 from tests.error_fields import raises
 from tests.videos import (
     END,
@@ -160,7 +160,7 @@ def test_plans_equal_hugging_face(count, fps, height, width, ours, cap, sample):
         metadata.frames_indices = indices
         inputs = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [metadata]}
         text = hf_processor(oracle).replace_video_token(inputs, 0)
-        assert video_text(plan, 2, MARKS) == text
+        assert video_text(plan, 2, VISION_MARKS) == text
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_plans_equal_hugging_face(count, fps, height, width, ours, cap, sample):
 def test_tokens_of_ten_seconds_in_720p(ours, grid, tokens):
     plan = plan_video(VideoInfo(300, 30.0, 720, 1280), ours)
     assert plan.grid_thw == grid
-    assert video_text(plan, 2, MARKS).count(PAD) == tokens
+    assert video_text(plan, 2, VISION_MARKS).count(PAD) == tokens
 
 
 def test_text_of_an_odd_count_of_frames():
@@ -185,7 +185,7 @@ def test_text_of_an_odd_count_of_frames():
     assert plan.timestamps == (0.25, 1.25, 2.25, 3.0)
     assert plan.grid_thw == (4, 4, 6)
     frame = START + 6 * PAD + END
-    assert video_text(plan, 2, MARKS) == (
+    assert video_text(plan, 2, VISION_MARKS) == (
         f"<0.2 seconds>{frame}<1.2 seconds>{frame}<2.2 seconds>{frame}<3.0 seconds>{frame}"
     )
 
@@ -297,7 +297,7 @@ def test_a_file_equals_hugging_face_from_end_to_end(tmp_path):
     patches = video_patches(iter_frames(path, plan.indices), plan, SMALL)
     assert len(plan.indices) == 6 and list(plan.indices) == metadata.frames_indices.tolist()
     assert torch.equal(pixel_values(patches, SMALL), theirs["pixel_values_videos"])
-    assert video_text(plan, 2, MARKS) == hf_processor(oracle).replace_video_token(theirs, 0)
+    assert video_text(plan, 2, VISION_MARKS) == hf_processor(oracle).replace_video_token(theirs, 0)
 
 
 def test_a_clip_cut_without_encoding(tmp_path):

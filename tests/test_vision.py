@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_vlm.data.even_split import deal
 from megatron_vlm.family.qwen3_vl.dense import LinearPatchEmbed
-from megatron_vlm.family.qwen3_vl.tower_attention import at_once, by_runs
+from megatron_vlm.family.qwen3_vl.tower_attention import attend_at_once, attend_by_runs
 from megatron_vlm.model.vision import ImageShare, image_cost
 from tests import varlen
 
@@ -68,7 +68,11 @@ def test_patches_attend_within_their_image(way):
     weights = torch.randn(sum(LENGTHS), 3, 8)
     expected = one_by_one(*given).transpose(0, 1)
     wanted = torch.autograd.grad((expected * weights).sum(), given)
-    found = by_runs(*given, LENGTHS) if way == "by runs" else at_once(*given, LENGTHS, STARTS)
+    found = (
+        attend_by_runs(*given, LENGTHS)
+        if way == "by runs"
+        else attend_at_once(*given, LENGTHS, STARTS)
+    )
     grads = torch.autograd.grad((found * weights).sum(), given)
     for mine, theirs in zip([found, *grads], [expected, *wanted], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
@@ -79,7 +83,7 @@ def test_images_of_one_size_in_a_row_take_one_call():
     with mock.patch.object(
         F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention
     ) as calls:
-        by_runs(*given, LENGTHS)
+        attend_by_runs(*given, LENGTHS)
     assert [tuple(call.args[0].shape) for call in calls.call_args_list] == [
         (3, 3, 12, 8),
         (1, 3, 20, 8),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_vlm.data.media.images import ImageSettings, expand_patches, normalisation_table
-from megatron_vlm.data.tokens.row import IGNORE, Row, continued
+from megatron_vlm.data.tokens.row import IGNORE, Row, continue_row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from tests.batches import PATCH_VALUES, token_ids
 from tests.chats import picture, say, text
@@ -62,7 +62,7 @@ class Prompt:
     def served(self, answer: list[int] = [], files: bool = False) -> dict[str, Any]:  # noqa: B006
         """As vLLM takes it, with an answer."""
         pictures = self.files if files else self.seen
-        return as_prompt(continued(self.row, answer), token_ids().image, pictures)
+        return as_prompt(continue_row(self.row, answer), token_ids().image, pictures)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,7 +134,7 @@ def answers(engine, prompts) -> list[dict[str, Any]]:
 
 def supervised(prompt: Prompt, answer: list[int]) -> Row:
     """The row with its answer; every token counts but the first and placeholders."""
-    row = continued(prompt.row, answer)
+    row = continue_row(prompt.row, answer)
     labels_S = row.ids_S.masked_fill(row.ids_S == token_ids().image, IGNORE)
     labels_S[0] = IGNORE
     return replace(row, labels_S=labels_S)
@@ -199,7 +199,7 @@ def test_greedy_answers_are_ours(case, pool, export, prompts, answers, settings)
     model, other = load_reference(export).eval(), []
     for prompt, mine, each in zip(prompts, ours, answers, strict=True):
         if mine != each["ids"]:
-            row = as_floats(continued(prompt.row, each["ids"]), settings)
+            row = as_floats(continue_row(prompt.row, each["ids"]), settings)
             other.append(behind(model, row, NEW_TOKENS))
     # None was seen to differ; a tie closer than the log-probs agree may fall either way.
     assert len(other) <= 2 and max(other, default=0.0) < 2 * TOLERANCE
@@ -208,7 +208,7 @@ def test_greedy_answers_are_ours(case, pool, export, prompts, answers, settings)
 def test_greedy_answers_are_hugging_faces(export, prompts, answers, settings):
     model = load_reference(export).eval()
     for prompt, each in zip(prompts, answers, strict=True):
-        row = as_floats(continued(prompt.row, each["ids"]), settings)
+        row = as_floats(continue_row(prompt.row, each["ids"]), settings)
         assert behind(model, row, NEW_TOKENS) < 2 * TOLERANCE
 
 
@@ -243,7 +243,7 @@ def test_files_of_pictures_are_resized_by_another_filter(
     answers = engine.ask("generate", prompts=served, max_new_tokens=NEW_TOKENS)
     for prompt, each in zip(prompts, answers, strict=True):
         assert each["prompt"] == prompt.row.ids_S.tolist()
-        row = as_floats(continued(prompt.row, each["ids"]), settings)
+        row = as_floats(continue_row(prompt.row, each["ids"]), settings)
         assert behind(model, row, NEW_TOKENS) < (RESIZE_MARGIN if prompt.files else 2 * TOLERANCE)
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from megatron_vlm.data.tokens.row import Row, continued
+from megatron_vlm.data.tokens.row import Row, continue_row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.engines import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
 from megatron_vlm.errors import ConfigError
@@ -136,7 +136,7 @@ def flat(found: list[list[Completion]]) -> list[Completion]:
 def answered(prompts: list[Row], found: list[list[Completion]]) -> list[Row]:
     """Each prompt with each of its answers, whose tokens are supervised."""
     pairs = zip(prompts, found, strict=True)
-    return [continued(prompt, each.ids) for prompt, samples in pairs for each in samples]
+    return [continue_row(prompt, each.ids) for prompt, samples in pairs for each in samples]
 
 
 def worst(ours: list[Tensor], found: list[list[Completion]]) -> float:
@@ -372,7 +372,7 @@ def test_weights_are_streamed_from_every_rank(pool, base, prompts, tmp_path):
     """After a step at TP2 x PP2 the engine's log-probs are the new model's, and those of a load of
     its export to the last digit. Measured: 2e-6."""
     case, some = layout(tp=2, pp=2), prompts[:16]
-    rows = [continued(each, [7, 8, 9]) for each in prompts[16:24]]
+    rows = [continue_row(each, [7, 8, 9]) for each in prompts[16:24]]
     args = rows, some, engine(base), str(tmp_path / "out")
     found, scores = pool.run(call, 4, base, case, _Stream(*args))[0]
     before, after, loaded = found

@@ -17,7 +17,7 @@ START = """
 import ctypes, os, sys, time
 from megatron_vlm.distributed.watchdog import Watchdog
 watchdog = Watchdog(3, float(sys.argv.pop(1)))
-watchdog.at(5, "data")
+watchdog.begin_phase(5, "data")
 print("ready", flush=True)
 """
 FOR_EVER = "while True: watchdog.alive(); time.sleep(0.05)"
@@ -103,7 +103,7 @@ watchdog.stop()
 """
 
 
-@pytest.mark.parametrize(("began", "status"), [("", 0), ("watchdog.at(5, 'data')", 70)])
+@pytest.mark.parametrize(("began", "status"), [("", 0), ("watchdog.begin_phase(5, 'data')", 70)])
 def test_work_is_progress_at_the_start(began, status):
     """Imports read little where libraries are mapped, and take long on a machine under load."""
     with process(began + IMPORTING, "4", start=START.replace("watchdog.at", "# ")) as importing:
@@ -121,7 +121,7 @@ for _ in range(30):
 @pytest.mark.parametrize(("files", "status"), [(True, 0), (False, 70)])
 def test_bytes_that_move_are_progress_where_files_are_read(files, status, tmp_path):
     (tmp_path / "file").write_bytes(bytes(2**17))
-    body = f"watchdog.at(5, 'opening', files={files})" + READING + "watchdog.stop()"
+    body = f"watchdog.begin_phase(5, 'opening', files={files})" + READING + "watchdog.stop()"
     with process(body, str(tmp_path / "file")) as reading:
         reading.communicate(timeout=30)
     assert reading.returncode == status
@@ -147,7 +147,7 @@ watchdog.stop()
 
 def test_bytes_that_data_workers_move_are_progress(tmp_path):
     (tmp_path / "file").write_bytes(bytes(2**17))
-    body = "watchdog.at(5, 'opening', files=True)" + WORKER
+    body = "watchdog.begin_phase(5, 'opening', files=True)" + WORKER
     with process(body, str(tmp_path / "file"), timeout_s=1.5) as reading:
         _, err = reading.communicate(timeout=30)
     assert reading.returncode == 0, err

@@ -175,7 +175,7 @@ def test_parts_have_patches_without_values():
     whole = batch_of(ODD)
     first = even_parts(ODD, 2)[0]
     assert first.batch["pixel_values"].shapes == ((24, 0), (28, 0), (0, 0))
-    assert first.whole()["pixel_values"] == whole["pixel_values"][:3]
+    assert first.all_fields()["pixel_values"] == whole["pixel_values"][:3]
     bare = TensorBatch.from_bytes(first.batch.to_bytes())
     assert bare["pixel_values"].shapes[0] == (24, 0)
     prompts = prompt_parts(whole.without("labels"), 4)

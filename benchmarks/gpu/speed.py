@@ -111,14 +111,16 @@ def image_by_image(
     """Compute the tower's attention as transformers does: one call for each image or frame."""
     split = (x.split(list(lengths)) for x in (query, key, value))
     parts = zip(*split, lengths, strict=True)
-    return torch.cat([tower_attention.by_runs(q, k, v, [length]) for q, k, v, length in parts])
+    return torch.cat(
+        [tower_attention.attend_by_runs(q, k, v, [length]) for q, k, v, length in parts]
+    )
 
 
 def run_by_run(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor
 ) -> Tensor:
     """Compute the tower's attention with one call for each run of images of equal size."""
-    return tower_attention.by_runs(query, key, value, lengths)
+    return tower_attention.attend_by_runs(query, key, value, lengths)
 
 
 def variants(

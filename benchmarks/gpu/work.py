@@ -87,7 +87,7 @@ def needs(work: Work, recompute: str) -> int:
     sizes = sizes_of(tiny_config(work.spec, train_tokenizer(512)))
     cfg = Config(model=ModelConfig(path="", recompute=recompute))  # type: ignore[arg-type]
     dims = ParallelDims.create(cfg.parallel, 1, sizes.text.layers)
-    batch = BatchSizes.of([work.row] * work.rows)
+    batch = BatchSizes.from_rows([work.row] * work.rows)
     return stage_memory(cfg, sizes, dims, 0, [batch], BF16).total
 
 
@@ -144,6 +144,6 @@ def flops(work: Work, path: Path) -> float:
     tokens and tower. Recomputation and padding are not counted."""
     from transformers import AutoConfig
 
-    model, row = WorkModel.of(sizes_of(AutoConfig.from_pretrained(path))), work.row
+    model, row = WorkModel.from_sizes(sizes_of(AutoConfig.from_pretrained(path))), work.row
     of_row = model.row(row.tokens, row.supervised, row.patches, row.patch_pairs)
     return 3.0 * work.rows * of_row

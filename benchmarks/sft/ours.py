@@ -38,7 +38,7 @@ def main() -> None:
     )
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # only answers go to standard output
-    with Watchdog.over(0, 60) as watchdog, Run.open(cfg, watchdog) as run:
+    with Watchdog.watch_rank(0, 60) as watchdog, Run.open(cfg, watchdog) as run:
         for step in range(run.total_steps):
             if not sys.stdin.readline():
                 break

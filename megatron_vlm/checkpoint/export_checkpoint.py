@@ -24,21 +24,21 @@ from megatron_vlm.hf.export_weights import write_folder
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.hf.model_card import TrainingSummary
-from megatron_vlm.hf.weight_map import Entry, exported, name_table
+from megatron_vlm.hf.weight_map import Entry, exported_names, name_table
 from megatron_vlm.io.untrusted import JsonField
 from megatron_vlm.lora.export_adapter import TrainedAdapter, write
 from megatron_vlm.lora.weights import adapted_linears, adapted_weights, adapter_entries
 
 
 def export_checkpoint(
-    given: str, out: str, model_path: str | None = None, kind: Exported | None = None
+    folder_or_run: str, out: str, model_path: str | None = None, kind: Exported | None = None
 ) -> Path:
     """Write `out` from a checkpoint, or from the newest one of a run, and return the checkpoint's
     folder. Everything but the weights comes from the Hugging Face folder that was trained, or from
     `model_path`. `kind` is the form in which adapters are exported; the default is
     checkpoint.export of the run."""
     check_replaceable(Path(out), None)
-    with held_checkpoint(Path(given)) as folder:
+    with held_checkpoint(Path(folder_or_run)) as folder:
         _export(folder, out, model_path, kind)
     return folder
 
@@ -64,7 +64,7 @@ def _export(folder: Path, out: str, model_path: str | None, kind: Exported | Non
                 remedy=f"leave out --as {kind}",
             )
         tensors = _tensors(reader, table, source)
-        write_folder(source, exported(table), tensors, out, mark=mark, done=done)
+        write_folder(source, exported_names(table), tensors, out, mark=mark, done=done)
         return
     weights = adapted_weights(cfg, source.sizes)
     state = outside_file(folder / "state.json").json()
@@ -81,7 +81,7 @@ def _tensors(
     shapes = {tensor.name: tensor.shape for entry in entries for tensor in entry.theirs}
     remedy = f"{source.path} is another one: give the folder that was trained with --model"
     reader.check(shapes, shapes, remedy)
-    return ((name, reader.whole(name)) for name in shapes)
+    return ((name, reader.read_tensor(name)) for name in shapes)
 
 
 def training_of(folder: Path) -> TrainingSummary | None:

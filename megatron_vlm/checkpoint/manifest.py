@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
         "has changed since it was written", place=str(path), remedy="use another checkpoint"
     )
     try:
-        manifest = _parse(JsonField(file.parsed(text), "", file))
+        manifest = _parse(JsonField(file.parse(text), "", file))
     except CheckpointError as error:
         raise changed from error
     if _render(manifest).encode() != text:

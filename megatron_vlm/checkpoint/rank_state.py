@@ -15,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_vlm.checkpoint.tensor_pieces import Piece, TensorShape, blocks_of, cut
+from megatron_vlm.checkpoint.tensor_pieces import Piece, TensorShape, blocks_of, cut_pieces
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.hf.weight_map import Entry, Origin
@@ -66,10 +66,10 @@ def _tensors(inner: torch.optim.Optimizer, main: Tensor) -> dict[str, Tensor]:
     for key in MOMENTS:
         if key not in state:
             state[key] = torch.zeros_like(main, requires_grad=False)
-    return {"": _flat(main)} | {f"{key}/": _flat(state[key]) for key in MOMENTS}
+    return {"": _flatten(main)} | {f"{key}/": _flatten(state[key]) for key in MOMENTS}
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _flatten(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)
 
 
@@ -101,7 +101,7 @@ def held_pieces(worker: MegatronWorker, writing: bool, moments: bool = True) -> 
             continue
         tensors: list[tuple[str, Tensor, int]] = []
         if not writing or not param.requires_grad:
-            tensors.append(("", _flat(param), 0))
+            tensors.append(("", _flatten(param), 0))
         if part is not None:
             tensors += [
                 (prefix, flat, part.start)
@@ -111,7 +111,7 @@ def held_pieces(worker: MegatronWorker, writing: bool, moments: bool = True) -> 
         blocks = blocks_of(entry, *worker.grid.along(entry.layout.cut))
         width = param.numel() // len(param)
         for prefix, flat, start in tensors:
-            yield from cut(prefix, flat, start, width, blocks)
+            yield from cut_pieces(prefix, flat, start, width, blocks)
 
 
 def _writes(grid: RankGroups, entry: Entry, sharded: bool, turn: int) -> bool:

@@ -14,12 +14,12 @@ from megatron_vlm.io.atomic import try_lock
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[bool]:
+def hold_for_reading(folder: Path) -> Iterator[bool]:
     """Keep a checkpoint in place; yield False if it is gone or being removed."""
     path = Path(folder) / COMPLETE
     with ExitStack() as opened:
         try:
-            handle = _opened(path, os.O_RDONLY, opened)
+            handle = _open_file(path, os.O_RDONLY, opened)
             # Another checkpoint may have taken its name before the lock was there.
             is_held = try_lock(handle, shared=True) and _is_at(path, handle)
         except OSError:
@@ -28,19 +28,19 @@ def held(folder: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def free(folder: Path) -> Iterator[bool]:
+def hold_for_removal(folder: Path) -> Iterator[bool]:
     """Keep readers away from a checkpoint that is to be removed; yield False while it has a
     reader."""
     with ExitStack() as opened:
         try:
             # Over NFS an exclusive lock needs a writable file.
-            is_free = try_lock(_opened(Path(folder) / COMPLETE, os.O_RDWR, opened))
+            is_free = try_lock(_open_file(Path(folder) / COMPLETE, os.O_RDWR, opened))
         except OSError:  # an unlockable file may still be removable
             is_free = True
         yield is_free
 
 
-def _opened(path: Path, flags: int, opened: ExitStack) -> int:
+def _open_file(path: Path, flags: int, opened: ExitStack) -> int:
     handle = os.open(path, flags | os.O_NONBLOCK)
     opened.callback(os.close, handle)
     return handle

@@ -28,7 +28,7 @@ from megatron_vlm.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from megatron_vlm.checkpoint.read_lock import free, held
+from megatron_vlm.checkpoint.read_lock import hold_for_reading, hold_for_removal
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.io.atomic import (
     check_partial,
@@ -62,7 +62,7 @@ def commit(
     """
     manifest = Manifest(tuple(records))
     if run is not None:
-        manifest = _numbered(manifest.files, run, parent, folder.parent)
+        manifest = _make_manifest(manifest.files, run, parent, folder.parent)
     write_manifest(partial_of(folder), manifest)
     aside = put_in_place(folder)
     if aside is not None:
@@ -76,7 +76,7 @@ def commit(
     return manifest
 
 
-def _numbered(
+def _make_manifest(
     files: tuple[FileRecord, ...], run: str, parent: Manifest | None, run_folder: Path
 ) -> Manifest:
     """Return a manifest with the checkpoint's place among the checkpoints of the run."""
@@ -107,29 +107,29 @@ def find_latest(run_folder: Path) -> Path | None:
         return _hold_latest(run_folder, reading)
 
 
-def find_checkpoint(given: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """Return the folder itself, or the newest complete one of a run (or of its folder of
     checkpoints)."""
-    with held_checkpoint(given) as folder:
+    with held_checkpoint(path) as folder:
         return folder
 
 
 @contextmanager
-def held_checkpoint(given: Path) -> Iterator[Path]:
+def held_checkpoint(path: Path) -> Iterator[Path]:
     """Yield the folder of `find_checkpoint` and keep it in place until the end, even while a run
     trains and removes checkpoints."""
     with ExitStack() as reading:
-        if (given / COMPLETE).is_file():
-            reading.enter_context(held(given))
-            yield given
+        if (path / COMPLETE).is_file():
+            reading.enter_context(hold_for_reading(path))
+            yield path
             return
-        for folder in (given / "checkpoints", given):
+        for folder in (path / "checkpoints", path):
             if folder.is_dir() and (latest := _hold_latest(folder, reading)) is not None:
                 yield latest
                 return
         raise CheckpointError(
             "is neither a complete checkpoint nor a run that has one",
-            place=str(given),
+            place=str(path),
             remedy="give RUN or RUN/checkpoints/step-...",
         )
 
@@ -140,7 +140,7 @@ def _hold_latest(run_folder: Path, reading: ExitStack) -> Path | None:
         has_changed = False
         for folder in complete_checkpoints(run_folder):
             with ExitStack() as lock:
-                if not lock.enter_context(held(folder)):
+                if not lock.enter_context(hold_for_reading(folder)):
                     has_changed = True
                     continue
                 try:
@@ -244,7 +244,7 @@ def _retire(folder: Path, run: str | None) -> bool:
         check_partial(doomed, run)
         if doomed.exists():
             discard(doomed)
-        with free(folder) as nobody_reads:
+        with hold_for_removal(folder) as nobody_reads:
             if not nobody_reads:
                 _log.info("%s is being read, and is removed later", folder)
                 return False

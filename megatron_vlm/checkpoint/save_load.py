@@ -29,7 +29,7 @@ from megatron_vlm.checkpoint.rank_state import (
     set_step,
     shapes_of,
 )
-from megatron_vlm.checkpoint.read_lock import held
+from megatron_vlm.checkpoint.read_lock import hold_for_reading
 from megatron_vlm.checkpoint.tensor_pieces import (
     PieceReader,
     Rectangle,
@@ -201,7 +201,7 @@ def load(
     """
     device = worker.platform.device
     folder = Path(broadcast_json(str(folder), 0, None, device))
-    with held(folder):
+    with hold_for_reading(folder):
         return _load(worker, folder, verified, moments)
 
 

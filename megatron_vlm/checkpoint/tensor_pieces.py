@@ -111,7 +111,7 @@ def rectangles(start: int, end: int, width: int) -> Iterator[Rectangle]:
         start += rows * cols
 
 
-def cut(
+def cut_pieces(
     prefix: str, flat: Tensor, start: int, width: int, blocks: Iterable[RowBlock]
 ) -> list[Piece]:
     """Return the pieces of the flattened part of a parameter that begins at `start`."""
@@ -223,7 +223,7 @@ class PieceReader:
             left, right = max(col, at_col), min(col + cols, at_col + num_cols)
             if top >= bottom or left >= right:
                 continue
-            with outside_file(self.folder / rank_file(rank)).border(f"of {piece.key}"):
+            with outside_file(self.folder / rank_file(rank)).wrap_errors(f"of {piece.key}"):
                 stored = self._file(rank).get_slice(_piece_name(piece.key, at_row, at_col))
                 values = stored[top - at_row : bottom - at_row, left - at_col : right - at_col]
                 piece.data[top - row : bottom - row, left - col : right - col].copy_(values)
@@ -233,11 +233,11 @@ class PieceReader:
                 f"of {piece.key}, {missing} values are in none of its pieces, or in several"
             )
 
-    def whole(self, key: str) -> Tensor:
+    def read_tensor(self, key: str) -> Tensor:
         """Return a tensor in its own shape, in fp32, which holds the values of all stored dtypes
         exactly."""
         shape = self.index[key]["shape"]
-        with outside_file(self.folder / "index.json").border(f"{key} has the shape {shape}"):
+        with outside_file(self.folder / "index.json").wrap_errors(f"{key} has the shape {shape}"):
             tensor = torch.empty(shape, dtype=torch.float32)
         self.fill(Piece(key, 0, 0, tensor.view(shape[0], -1)))
         return tensor

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from megatron_vlm.distributed.process import DEBUG, ended_by_signals, say
+from megatron_vlm.distributed.process import DEBUG, ended_by_signals, print_to_user
 from megatron_vlm.errors import MegatronVLMError, sentence
 
 _RUNS = ("train", "rl", "eval", "serve")  # commands that schedulers stop and start again
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     except (MegatronVLMError, OSError) as error:
         if (text := sentence(error)) is None or debug:
             raise
-        say(text)
+        print_to_user(text)
         return 2
 
 

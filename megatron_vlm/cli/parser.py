@@ -24,9 +24,9 @@ from megatron_vlm.commands.serve import (
     serve,
     serve_key,
 )
-from megatron_vlm.config.arguments import add_overrides, configured
+from megatron_vlm.config.arguments import add_overrides, read_configuration
 from megatron_vlm.config.listing import ListingFormatter, listing
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.run.config_changes import check_unnamed
 from megatron_vlm.run.resolve_model import with_commit, with_model
@@ -109,7 +109,7 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.checks import check_training
 
-    file, arguments = configured(args)
+    file, arguments = read_configuration(args)
     cfg = load_config(args.overrides, file)
     if args.cfg:
         print(to_yaml(cfg), end="")
@@ -139,7 +139,7 @@ def _eval(args: argparse.Namespace) -> int:
     checkpoints have their configuration: single keys can be changed (parallel.pp=1), but not
     recipes. A Hugging Face folder has none: give recipes and keys.
     """
-    file, arguments = configured(args)
+    file, arguments = read_configuration(args)
     with held_in_place(args.where) as where:
         cfg, _ = locate(where, args.overrides, file)
         check_run(cfg)
@@ -173,7 +173,7 @@ def _export(args: argparse.Namespace) -> None:
     from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 
     folder = export_checkpoint(args.checkpoint, args.out, args.model, args.kind)
-    print(visible(f"wrote {args.out} from {folder}"))
+    print(escape_controls(f"wrote {args.out} from {folder}"))
 
 
 def _push_arguments(parser: argparse.ArgumentParser) -> None:
@@ -194,7 +194,7 @@ def _push(args: argparse.Namespace) -> None:
     from megatron_vlm.hf.push import check_push, push
 
     check_push(args.repo, "repo")
-    print(visible(f"uploaded to {push(args.folder, args.repo)}"))
+    print(escape_controls(f"uploaded to {push(args.folder, args.repo)}"))
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -231,7 +231,7 @@ def _report(args: argparse.Namespace) -> None:
     """
     from megatron_vlm.report.run import write_report
 
-    print(visible(f"wrote {write_report(*args.runs, out=args.out)}"))
+    print(escape_controls(f"wrote {write_report(*args.runs, out=args.out)}"))
 
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -265,7 +265,7 @@ def _plan(args: argparse.Namespace) -> None:
     """
     from megatron_vlm.config import load_config
 
-    file, _ = configured(args)
+    file, _ = read_configuration(args)
     cfg = load_config(args.overrides, file)
     check_supported(cfg)
     check_records(cfg)
@@ -295,7 +295,7 @@ def _inspect(args: argparse.Namespace) -> None:
     from megatron_vlm.config import load_config
     from megatron_vlm.config.checks import require
 
-    file, _ = configured(args)
+    file, _ = read_configuration(args)
     cfg = load_config(args.overrides, file)
     require(cfg, "data.train")
     check_records(cfg)

@@ -24,7 +24,7 @@ from megatron_vlm.commands import machine_facts
 from megatron_vlm.errors import ConfigError, DataError, show_value
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import folder_of, pin
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report.terminal import plain_table
 from megatron_vlm.training.preflight import check_model
 
@@ -71,7 +71,7 @@ def run_doctor(model: str | None = None) -> int:
         if path:
             checks.append(model_check(path))
     missing = [check.name for check in checks if check.status == MISSING]
-    console.print(as_table(checks))
+    console.print(checks_table(checks))
     if missing:
         console.print(f"Training cannot run here. Missing: {', '.join(missing)}.", markup=False)
         return 1
@@ -79,13 +79,13 @@ def run_doctor(model: str | None = None) -> int:
     return 0
 
 
-def as_table(checks: Sequence[Check]) -> Table:
+def checks_table(checks: Sequence[Check]) -> Table:
     """Return a table with one line per check, with its advice below."""
     table = plain_table()
     for column in ("status", "what", "found"):
         table.add_column(column, overflow="fold")
     for check in checks:
-        detail = Text(visible(check.found))
+        detail = Text(escape_controls(check.found))
         if check.advice:
             detail.append(f"\n{check.advice}", "dim")
         table.add_row(Text(check.status, _COLOURS[check.status]), Text(check.name), detail)
@@ -96,15 +96,20 @@ def all_checks() -> Iterator[Check]:
     """Yield the checks of this machine, in the order in which one would fix them."""
     yield python_check(platform.python_version(), machine_facts.python_range())
     for extra, requirement in machine_facts.requirements(EXTRAS):
-        version = machine_facts.installed(requirement.name)
+        version = machine_facts.installed_version(requirement.name)
         problem = None if version is None else machine_facts.import_problem(requirement.name)
         yield package_check(extra, requirement, version, problem)
     if machine_facts.import_problem("torch") is None:
-        from megatron_vlm.distributed.device import find_gpus, nccl_version, unseen_gpu, why_unseen
+        from megatron_vlm.distributed.device import (
+            find_gpus,
+            find_unseen_gpu,
+            nccl_version,
+            why_unseen,
+        )
 
         gpus = find_gpus()
         driver = machine_facts.driver_version()
-        if (sign := None if gpus else unseen_gpu()) is None:
+        if (sign := None if gpus else find_unseen_gpu()) is None:
             yield from gpu_checks(gpus, driver, nccl_version())
         else:
             yield unseen_gpu_check(sign, driver, why_unseen())
@@ -133,20 +138,20 @@ def python_check(version: str, allowed: SpecifierSet) -> Check:
 
 
 def package_check(
-    extra: str, requirement: Requirement, found: str | None, problem: str | None
+    extra: str, requirement: Requirement, installed: str | None, problem: str | None
 ) -> Check:
     """Check that a package is installed, has a version in the range, and can be imported. `extra`
     is empty for packages that every run needs; packages of extras are never missing."""
     get = f"pip install 'megatron_vlm[{extra}]'" if extra else f"pip install '{requirement}'"
     advice = f"{EXTRAS[extra]}: {get}" if extra else get
-    if found is None:
+    if installed is None:
         fault = "not installed"
-    elif not requirement.specifier.contains(found, prereleases=True):
-        fault = f"{found}, outside {requirement.specifier}"
+    elif not requirement.specifier.contains(installed, prereleases=True):
+        fault = f"{installed}, outside {requirement.specifier}"
     elif problem is not None:
-        fault = f"{found}, but its import fails: {problem}"
+        fault = f"{installed}, but its import fails: {problem}"
     else:
-        return Check(requirement.name, OK, found)
+        return Check(requirement.name, OK, installed)
     return Check(requirement.name, WARNING if extra else MISSING, fault, advice)
 
 

@@ -24,7 +24,7 @@ from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.hf.push import check_push
 from megatron_vlm.hf.weight_map import name_table
 from megatron_vlm.io.hub import hub_name
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.lora.weights import adapted_linears, adapted_weights, adapter_entries
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_config
@@ -34,7 +34,7 @@ from megatron_vlm.planner.row_sizes import BatchSizes, mix_of
 from megatron_vlm.report.layout_table import layout_table, stage_reports
 from megatron_vlm.report.terminal import plain_table
 from megatron_vlm.run.resolve_model import with_model
-from megatron_vlm.training.lr_schedule import announced
+from megatron_vlm.training.lr_schedule import describe_run_length
 
 SHOWN_STEPS = 2
 MEASURED_STEPS = 50  # the largest step among these decides the memory of activations
@@ -69,9 +69,9 @@ def dry_run(cfg: Config) -> int:
     where = f"{platform.name}, {dtype}"
     console.print(layout_table(cfg, dims, where, stage_reports(cfg, dims, table)))
     data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, source.sizes)
-    remarks = Remarks.of(data, "data.train", cfg.data)
-    for line in (announced(cfg, data.length), *remarks.lines):
-        console.print(visible(line), markup=False, soft_wrap=True)
+    remarks = Remarks.from_data(data, "data.train", cfg.data)
+    for line in (describe_run_length(cfg, data.length), *remarks.lines):
+        console.print(escape_controls(line), markup=False, soft_wrap=True)
     steps = list(islice(plan_steps(data, cfg, dims), MEASURED_STEPS))
     if steps:
         console.print("First batches: rows x tokens of each micro-batch (patches of its images)")
@@ -97,7 +97,7 @@ def plan_steps(
     for a stream, whose sizes are not known in advance."""
     if not isinstance(data, DataSet):
         return
-    limits = Limits.of(cfg.train)
+    limits = Limits.from_config(cfg.train)
     epoch = data.epoch(Position())
     while part := list(islice(epoch, cfg.train.global_batch_size)):
         handles = [handle for handle, _, _ in part]

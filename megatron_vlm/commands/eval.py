@@ -10,15 +10,15 @@ from pathlib import Path
 
 from megatron_vlm.checkpoint.retention import find_checkpoint, held_checkpoint
 from megatron_vlm.config import ConfigFile, load_config, read_saved
-from megatron_vlm.config.arguments import add_overrides, configured, parse_arguments
+from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
 from megatron_vlm.config.checks import require
 from megatron_vlm.config.schema import CheckpointConfig, Config
 from megatron_vlm.data.fork_server import start_server
 from megatron_vlm.distributed.dims import loads_data
 from megatron_vlm.distributed.process import (
+    print_to_user,
     rank_of_process,
     run_process,
-    say,
     world_of_process,
 )
 from megatron_vlm.distributed.watchdog import Watchdog
@@ -89,9 +89,9 @@ def run_eval(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser)
     args = parse_arguments(parser, arguments)
-    file, _ = configured(args)
+    file, _ = read_configuration(args)
     cfg, checkpoint = locate(args.where, args.overrides, file)
-    with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+    with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         _evaluate(cfg, checkpoint, args.predictions, watchdog)
     return 0
 
@@ -109,14 +109,14 @@ def _evaluate(
 
     worker = MegatronWorker(cfg, training=False, watchdog=watchdog)
     if checkpoint is not None:
-        watchdog.at(0, "loading the checkpoint", files=True)
+        watchdog.begin_phase(0, "loading the checkpoint", files=True)
         load(worker, checkpoint)
     examiner = Evaluator(worker, cfg)
     if dist.get_rank() == 0:
         for held_out in examiner.sets:
             for line in held_out.remarks.lines:
-                say(line)
-    watchdog.at(0, "evaluation")
+                print_to_user(line)
+    watchdog.begin_phase(0, "evaluation")
     for done in examiner.examine():
         if dist.get_rank() == 0:
             print(json.dumps({"name": done.name, **done.scores}), flush=True)

@@ -69,7 +69,7 @@ def _extra_of(requirement: Requirement) -> str:
     return match[1] if match else ""
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the installed version of a distribution."""
     try:
         return importlib.metadata.version(name)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron_vlm.config.arguments import add_overrides, configured
+from megatron_vlm.config.arguments import add_overrides, read_configuration
 from megatron_vlm.run.config_changes import check_unnamed
 from megatron_vlm.run.resolve_model import with_commit, with_model
 from megatron_vlm.training.preflight import check_run
@@ -30,7 +30,7 @@ def rl(args: argparse.Namespace) -> int:
     from megatron_vlm.distributed.launch.launch import launch
     from megatron_vlm.rl.rl_train import run_rl
 
-    file, arguments = configured(args)
+    file, arguments = read_configuration(args)
     cfg = load_config(args.overrides, file)
     check_rl(cfg)
     check_run(cfg)

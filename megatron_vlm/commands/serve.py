@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from megatron_vlm.config.arguments import add_overrides, configured
+from megatron_vlm.config.arguments import add_overrides, read_configuration
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.run.resolve_model import with_commit, with_model
 from megatron_vlm.training.preflight import check_run
@@ -36,7 +36,7 @@ def serve(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"needs {name}", place="serve", remedy="run pip install 'megatron_vlm[serve]'"
             )
-    file, arguments = configured(args)
+    file, arguments = read_configuration(args)
     cfg = load_config(args.overrides, file)
     check_serve(cfg)
     check_run(cfg)

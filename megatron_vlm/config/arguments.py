@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from megatron_vlm.config.config_file import ConfigFile, add_config_option, chosen_file
-from megatron_vlm.config.key_hints import refused_option
+from megatron_vlm.config.key_hints import option_error
 from megatron_vlm.errors import ConfigError
 
 
@@ -28,19 +28,19 @@ def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> ar
         parser.error(f"unrecognized arguments: {ascii(' '.join(rest))[1:-1]}")
     for word in rest:
         if re.match(r"--?\w", word):
-            raise _refused_option(word, words)
+            raise _option_error(word, words)
     args.overrides += rest
     return args
 
 
-def configured(args: argparse.Namespace) -> tuple[ConfigFile | None, list[str]]:
+def read_configuration(args: argparse.Namespace) -> tuple[ConfigFile | None, list[str]]:
     """Return the file of --config, and the arguments that give other processes the same
     configuration."""
     file = chosen_file(args)
     return file, [*(file.words if file else []), *args.overrides]
 
 
-def _refused_option(option: str, words: Sequence[str]) -> ConfigError:
+def _option_error(option: str, words: Sequence[str]) -> ConfigError:
     known = ["--config", "--dry-run", "--cfg", "--debug", "--html", "--predictions"]
     known += ["--gpus", "--memory", "--efficiency", "--engine", "--bound"]
     name = option.partition("=")[0].replace("_", "-")
@@ -49,4 +49,4 @@ def _refused_option(option: str, words: Sequence[str]) -> ConfigError:
         return ConfigError("is not an option", key=option, remedy=f"did you mean {near[0]}?")
     after = words[list(words).index(option) + 1 :][:1]
     value = after[0] if after and re.match(r"[^-+~]|-[0-9.]", after[0]) else None
-    return refused_option(option, None if value and "=" in value else value)
+    return option_error(option, None if value and "=" in value else value)

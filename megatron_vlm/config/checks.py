@@ -21,7 +21,7 @@ TEMPLATE_ARGUMENTS = frozenset(
 WARMUP_REMEDY = (
     "give optim.warmup_steps=0 optim.warmup_ratio=0.03, a part of all steps, or train for longer"
 )
-MOST_NEW_TOKENS = 10_000  # maximum length of data.add_tokens
+MAX_NEW_TOKENS = 10_000  # maximum length of data.add_tokens
 
 
 def check_values(cfg: Config) -> None:
@@ -88,20 +88,20 @@ def processes_for(cfg: Config, gpus: int) -> int:
     return count
 
 
-def _check_layers(given: Any, virtual_stages: int) -> None:
-    listed = isinstance(given, list) and all(type(count) is int for count in given)
-    if not (listed or given in (None, "auto")):
+def _check_layers(layers: Any, virtual_stages: int) -> None:
+    listed = isinstance(layers, list) and all(type(count) is int for count in layers)
+    if not (listed or layers in (None, "auto")):
         raise ConfigError(
             key="parallel.layers_per_stage",
-            found=given,
+            found=layers,
             allowed="auto, or a list with one whole number for each stage, such as [0,12,12,12]",
         )
-    if given == "auto" and virtual_stages > 1:
+    if layers == "auto" and virtual_stages > 1:
         raise ConfigError(
             "chooses the layers of stages, not of the chunks that "
             f"parallel.virtual_stages={virtual_stages} makes of them",
             key="parallel.layers_per_stage",
-            found=given,
+            found=layers,
             allowed="a list, or null",
         )
 
@@ -146,9 +146,9 @@ def _check_lists(cfg: Config) -> None:
 
 def _check_new_tokens(cfg: Config) -> None:
     names = cfg.data.add_tokens
-    if len(names) > MOST_NEW_TOKENS:
+    if len(names) > MAX_NEW_TOKENS:
         raise ConfigError(
-            f"has {len(names)} entries, and the maximum is {MOST_NEW_TOKENS}",
+            f"has {len(names)} entries, and the maximum is {MAX_NEW_TOKENS}",
             key="data.add_tokens",
             allowed="fewer, or a checkpoint whose tokenizer was trained for such texts",
         )

@@ -120,7 +120,7 @@ def check_serve(cfg: Config) -> None:
 
 # Checks of the keys of engines, which `rl` and `serve` both have.
 
-MOST_LORA_RANK = 512  # maximum that vLLM accepts
+MAX_LORA_RANK = 512  # maximum that vLLM accepts
 
 
 def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
@@ -151,13 +151,13 @@ def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
     rank, key = cfg.serve.max_rank, "serve.max_rank"
     if group == "rl":
         rank, key = cfg.lora.rank, "lora.rank"
-    if keys.sampler == "vllm" and rank > MOST_LORA_RANK:
+    if keys.sampler == "vllm" and rank > MAX_LORA_RANK:
         raise ConfigError(
             f"exceeds the rank that vLLM takes, with {group}.sampler=vllm",
             key=key,
             found=rank,
-            allowed=range(1, MOST_LORA_RANK + 1),
-            remedy=f"give at most {MOST_LORA_RANK}, or choose {group}.sampler=own",
+            allowed=range(1, MAX_LORA_RANK + 1),
+            remedy=f"give at most {MAX_LORA_RANK}, or choose {group}.sampler=own",
         )
 
 

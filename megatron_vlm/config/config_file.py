@@ -22,7 +22,7 @@ from megatron_vlm.config.yaml_nodes import YamlText
 from megatron_vlm.errors import ConfigError, DataError, show_value
 from megatron_vlm.io.untrusted import home_path, require_file
 
-MOST_BYTES = 2**16
+MAX_CONFIG_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class ConfigFile:
         """Read the file at this path."""
         try:
             with open(require_file(home_path(path)), "rb") as file:
-                content = file.read(MOST_BYTES + 1)
-            if len(content) > MOST_BYTES:
+                content = file.read(MAX_CONFIG_BYTES + 1)
+            if len(content) > MAX_CONFIG_BYTES:
                 raise ConfigError(
-                    f"has more than {MOST_BYTES} bytes, so it is no configuration",
+                    f"has more than {MAX_CONFIG_BYTES} bytes, so it is no configuration",
                     key="--config",
                     found=path,
                 )
@@ -103,7 +103,7 @@ class ConfigFile:
         """Arguments that give another process the same file."""
         return [f"--config={self.name}", f"--config-text={self.text}"]
 
-    def nested(self) -> dict[str, Any]:
+    def values_by_group(self) -> dict[str, Any]:
         """Return the values in their groups."""
         tree: dict[str, Any] = {}
         for key, value in self.values.items():

@@ -80,7 +80,10 @@ def parse_sets(value: Any) -> tuple[EvalSource, ...]:
     """Return the sets of data.eval. Each source is a set, named as in {name: SOURCE} or after its
     file."""
     if isinstance(value, dict) and "path" not in value:
-        return tuple(EvalSource(str(name), _only(name, entry)) for name, entry in value.items())
+        return tuple(
+            EvalSource(str(name), _parse_single_source(name, entry))
+            for name, entry in value.items()
+        )
     specs = parse_sources(value, "data.eval")
     names = [Path(spec.path.removeprefix(HUB)).name.split(".")[0] for spec in specs]
     return tuple(
@@ -89,7 +92,7 @@ def parse_sets(value: Any) -> tuple[EvalSource, ...]:
     )
 
 
-def _only(name: Any, entry: Any) -> SourceSpec:
+def _parse_single_source(name: Any, entry: Any) -> SourceSpec:
     specs = parse_sources(entry, key := f"data.eval.{name}")
     if len(specs) != 1:
         raise ConfigError(f"has {len(specs)} sources", key=key, remedy="give each set exactly one")

@@ -162,7 +162,7 @@ _SENTENCES = {name: text for text, names in _OTHER.items() for name in names.spl
 
 def hint(wrong: str) -> str:
     """Return the remedy for "WRONG is not a configuration key"."""
-    if keys := meant(wrong):
+    if keys := similar_keys(wrong):
         return f"did you mean {' or '.join(map(repr, keys))}?"
     if text := hint_sentence(wrong):
         return text
@@ -173,7 +173,7 @@ def hint(wrong: str) -> str:
     return f"the groups of keys are {', '.join(groups)}: see megatron-vlm train --help"
 
 
-def meant(wrong: str) -> Sequence[str]:
+def similar_keys(wrong: str) -> Sequence[str]:
     """Return the keys that were most likely meant, or an empty sequence if nothing is near."""
     wrong = wrong.replace("-", "_")
     if wrong in leaves():
@@ -207,14 +207,14 @@ def hint_sentence(wrong: str) -> str | None:
     return next((_SENTENCES[name] for name in names if name in _SENTENCES), None)
 
 
-def refused_option(option: str, value: str | None) -> ConfigError:
+def option_error(option: str, value: str | None) -> ConfigError:
     """Return an error on an unknown option, such as `--lr 1e-5`, with what to write instead."""
     option, _, joined = option.partition("=")
     name, value = option.lstrip("-"), joined or value
     remedy, problem = hint(name), ": settings are given as KEY=VALUE"
     if is_dataclass(key_types().get(name)):
         remedy = f"{name}=NAME chooses a recipe, {name}.KEY=VALUE sets a value"
-    elif len(keys := meant(name)) == 1:
+    elif len(keys := similar_keys(name)) == 1:
         remedy = f"write {keys[0]}={value or 'VALUE'}"
     elif not keys and not hint_sentence(name):
         problem = "is not an option"

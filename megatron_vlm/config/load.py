@@ -20,12 +20,12 @@ from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.data_sources import parse_sets, parse_sources, plain_sets, plain_sources
 from megatron_vlm.config.key_hints import hint
 from megatron_vlm.config.schema import Config, Export, Layers, get, key_types
-from megatron_vlm.config.yaml_nodes import MOST_DEPTH
+from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_choices, show_value
 from megatron_vlm.io.untrusted import UntrustedFile
 
 _PRIMARY = "train"  # configs/train.yaml
-_MOST_SAVED = 2**20  # maximum bytes of a config.yaml
+_MAX_SAVED_BYTES = 2**20  # maximum bytes of a config.yaml
 
 
 def config_dir() -> Path:
@@ -41,19 +41,21 @@ def load_config(overrides: Sequence[str], file: ConfigFile | None = None) -> Con
     _check_keys(overrides)
     if file is not None and file.is_complete:
         _refuse_recipes(overrides)
-    ConfigStore.instance().store(name="schema", node=_composable(Config))
-    composed = [*_recipes_of(file), *map(_plain, overrides)]
+    ConfigStore.instance().store(name="schema", node=_as_omegaconf_class(Config))
+    composed = [*_recipes_of(file), *map(_plain_override, overrides)]
     GlobalHydra.instance().clear()
-    with _explained(file, overrides):
+    with _explain_errors(file, overrides):
         name = _PRIMARY
         if file is not None:
-            name, values = "own_file", file.nested()
-            OmegaConf.merge(OmegaConf.structured(_composable(Config)), values)  # checks the types
+            name, values = "own_file", file.values_by_group()
+            OmegaConf.merge(
+                OmegaConf.structured(_as_omegaconf_class(Config)), values
+            )  # checks the types
             ConfigStore.instance().store(
                 name=name, node={"defaults": [_PRIMARY, "_self_"], **values}
             )
         with initialize_config_dir(str(config_dir().resolve()), version_base="1.3"):
-            return _typed(compose(name, overrides=composed))
+            return _build_config(compose(name, overrides=composed))
 
 
 def to_yaml(cfg: Config) -> str:
@@ -69,11 +71,11 @@ def from_yaml(text: str, overrides: Sequence[str] = (), file: ConfigFile | None 
     _check_keys(overrides)
     _refuse_recipes([*_recipes_of(file), *overrides])
     _refuse_variables(text, "config.yaml")
-    with _explained(file, overrides):
-        changes = OmegaConf.from_dotlist([_plain(override) for override in overrides])
-        schema = OmegaConf.structured(_composable(Config))
-        values = {} if file is None else file.nested()
-        return _typed(OmegaConf.merge(schema, OmegaConf.create(text), values, changes))
+    with _explain_errors(file, overrides):
+        changes = OmegaConf.from_dotlist([_plain_override(override) for override in overrides])
+        schema = OmegaConf.structured(_as_omegaconf_class(Config))
+        values = {} if file is None else file.values_by_group()
+        return _build_config(OmegaConf.merge(schema, OmegaConf.create(text), values, changes))
 
 
 def read_saved(
@@ -84,8 +86,8 @@ def read_saved(
     saved = UntrustedFile(
         str(folder / "config.yaml"), ConfigError, "give a run or a checkpoint of this version"
     )
-    text = saved.text(_MOST_SAVED)
-    with saved.border("not a configuration"):
+    text = saved.text(_MAX_SAVED_BYTES)
+    with saved.wrap_errors("not a configuration"):
         try:
             cfg = from_yaml(text)
         except ConfigError as error:
@@ -113,7 +115,7 @@ def _recipes_of(file: ConfigFile | None) -> list[str]:
 
 
 @contextmanager
-def _explained(file: ConfigFile | None, overrides: Sequence[str]) -> Iterator[None]:
+def _explain_errors(file: ConfigFile | None, overrides: Sequence[str]) -> Iterator[None]:
     """Raise errors in one sentence, with the line of the file that caused them."""
     try:
         yield
@@ -126,7 +128,7 @@ def _explained(file: ConfigFile | None, overrides: Sequence[str]) -> Iterator[No
         raise (file.blame(explained, overrides) if file else explained) from error
 
 
-def _composable(cls: Any) -> Any:
+def _as_omegaconf_class(cls: Any) -> Any:
     """Return a class of the schema in a form that OmegaConf can fill. OmegaConf has no Literal, so
     such a field becomes a string. A tuple is a value that YAML spells in several ways, so it
     becomes Any."""
@@ -136,7 +138,7 @@ def _composable(cls: Any) -> Any:
         default: Any = None if item.default == () else item.default
         with_default: Any = field(default=default, default_factory=item.default_factory)
         if is_dataclass(kind):
-            kind = _composable(kind)
+            kind = _as_omegaconf_class(kind)
             with_default = field(default_factory=kind)
         elif kind in (Layers, Export) or any(
             get_origin(part) is tuple for part in (kind, *get_args(kind))
@@ -150,7 +152,7 @@ def _composable(cls: Any) -> Any:
     return make_dataclass(cls.__name__, composable_fields)
 
 
-def _typed(composed: Any) -> Config:
+def _build_config(composed: Any) -> Config:
     values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     data, evaluation = values["data"], values["eval"]
     data["train"] = parse_sources(data["train"], "data.train")
@@ -196,7 +198,7 @@ def given_keys(overrides: Sequence[str], file: ConfigFile | None = None) -> set[
     return {*map(_key, overrides), *(file.values if file is not None else ())}
 
 
-def _plain(override: str) -> str:
+def _plain_override(override: str) -> str:
     """Return an override as KEY=VALUE. Every key exists, so +key=value equals key=value, and ~key
     restores the default. Hydra handles groups."""
     key = _key(override)
@@ -204,7 +206,7 @@ def _plain(override: str) -> str:
         return override
     if override[0] == "+":
         return override.lstrip("+")
-    default = get(_composable(Config)(), key)
+    default = get(_as_omegaconf_class(Config)(), key)
     if isinstance(default, tuple):
         default = list(default)
     return f"{key}={'null' if default is None else default}"
@@ -234,8 +236,10 @@ def _check_text(override: str, key: str) -> None:
     for character in override:
         depth += (character in "[{(") - (character in "]})")
         deepest = max(deepest, depth)
-    if deepest > MOST_DEPTH:
-        raise ConfigError(f"is nested deeper than {MOST_DEPTH} levels, so it is no value", key=key)
+    if deepest > MAX_YAML_DEPTH:
+        raise ConfigError(
+            f"is nested deeper than {MAX_YAML_DEPTH} levels, so it is no value", key=key
+        )
 
 
 def _refuse_variables(text: str, place: str = "", key: str = "") -> None:

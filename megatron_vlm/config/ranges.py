@@ -8,7 +8,7 @@ from typing import Any, get_args
 from megatron_vlm.config.schema import Config, get, key_types
 from megatron_vlm.errors import ConfigError
 
-_MOST = 2**31 - 1  # counts fit into 32 bits everywhere
+_MAX_INT32 = 2**31 - 1  # counts fit into 32 bits everywhere
 _YEAR = 365 * 24 * 60  # minutes
 
 
@@ -17,7 +17,7 @@ class Range:
     """Range from `least` to `most`. An open end is itself not allowed."""
 
     least: float
-    most: float = _MOST
+    most: float = _MAX_INT32
     open_least: bool = False
     open_most: bool = False
 
@@ -28,7 +28,7 @@ class Range:
 
     def __str__(self) -> str:
         lower = f"more than {self.least}" if self.open_least else f"{self.least}"
-        if self.most == _MOST:
+        if self.most == _MAX_INT32:
             return lower if self.open_least else f"at least {self.least}"
         if math.isinf(self.most):
             return f"a finite number, {lower}" + " or more" * (not self.open_least)

@@ -13,8 +13,8 @@ import yaml  # type: ignore[import-untyped]
 
 from megatron_vlm.errors import ConfigError, show_value
 
-_MOST_VALUES = 10_000
-MOST_DEPTH = 32
+_MAX_VALUES = 10_000
+MAX_YAML_DEPTH = 32
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {
     "null": r"~|null|Null|NULL|",
@@ -38,7 +38,7 @@ class YamlText:
     """Document with the number of values that may still be read."""
 
     name: str
-    left: int = _MOST_VALUES
+    left: int = _MAX_VALUES
 
     def root(self, text: str) -> Any:
         """Return the node of the whole document."""
@@ -52,7 +52,7 @@ class YamlText:
                 f"is not YAML: {problem}", place=where, remedy="correct the file"
             ) from error
         except RecursionError as error:
-            raise self._too_deep() from error
+            raise self._depth_error() from error
 
     def pairs(self, node: Any) -> Iterator[tuple[Any, Any]]:
         """Yield the nodes of the keys and of the values of a mapping."""
@@ -77,12 +77,12 @@ class YamlText:
         self.left -= 1
         if self.left < 0:
             raise ConfigError(
-                f"has more than {_MOST_VALUES} values, counting each alias, so it is no "
+                f"has more than {_MAX_VALUES} values, counting each alias, so it is no "
                 "configuration",
                 place=self.name,
             )
-        if depth > MOST_DEPTH:
-            raise self._too_deep()
+        if depth > MAX_YAML_DEPTH:
+            raise self._depth_error()
         if node.tag == _TAG + "map":
             pairs = self.pairs(node)
             return {key.value: self.value(each, False, depth + 1) for key, each in pairs}
@@ -124,7 +124,8 @@ class YamlText:
             remedy="write text, a number, true, false, null, a list or a mapping",
         )
 
-    def _too_deep(self) -> ConfigError:
+    def _depth_error(self) -> ConfigError:
         return ConfigError(
-            f"is nested deeper than {MOST_DEPTH} levels, so it is no configuration", place=self.name
+            f"is nested deeper than {MAX_YAML_DEPTH} levels, so it is no configuration",
+            place=self.name,
         )

@@ -27,11 +27,13 @@ class SampleRequest:
     seed: int
 
     @staticmethod
-    def of(said: Mapping[str, Any]) -> "SampleRequest":
+    def from_json(fields: Mapping[str, Any]) -> "SampleRequest":
         """Build a request from the JSON form of `plain`."""
-        return SampleRequest(**{**said, "settings": SamplingSettings.of(said["settings"])})
+        return SampleRequest(
+            **{**fields, "settings": SamplingSettings.from_json(fields["settings"])}
+        )
 
-    def plain(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the request in a form that JSON can hold."""
         return asdict(self)
 
@@ -47,15 +49,15 @@ class SampleProgress:
     refused: str | None = None  # reason why the request did not join
 
     @staticmethod
-    def of(said: Sequence[Any]) -> "SampleProgress":
+    def from_json(values: Sequence[Any]) -> "SampleProgress":
         """Build the progress from the JSON form of `plain`."""
-        number, tokens, left, answers, refused = said
-        completions = None if answers is None else [Completion.of(each) for each in answers]
+        number, tokens, left, answers, refused = values
+        completions = None if answers is None else [Completion.from_json(each) for each in answers]
         return SampleProgress(number, tokens, left, completions, refused)
 
-    def plain(self) -> list[Any]:
+    def as_json(self) -> list[Any]:
         """Return the progress in a form that JSON can hold."""
-        answers = None if self.answers is None else [each.plain() for each in self.answers]
+        answers = None if self.answers is None else [each.as_json() for each in self.answers]
         return [self.number, self.tokens, self.left, answers, self.refused]
 
 
@@ -66,7 +68,7 @@ class GroupDecoder:
     def __init__(self, group: WorkerGroup, batch_rows: int):
         self._work_with(group)
         worker = self.member.worker
-        self.decoder = Decoder(worker.stage, batch_rows, on_token=worker.hear)
+        self.decoder = Decoder(worker.stage, batch_rows, on_token=worker.report_token)
 
     def _work_with(self, group: WorkerGroup) -> None:
         assert isinstance(group.ranks, LocalTransport), "the others' processes are elsewhere"
@@ -91,7 +93,7 @@ class GroupDecoder:
         part = None
         if prompts is not None:
             replicas = [request.replica for request in requests]
-            part = self.ranks.mine_of(dealt_parts(prompts, replicas, dims.dp))
+            part = self.ranks.local_part(dealt_parts(prompts, replicas, dims.dp))
         local_requests = [
             request for request in requests if request.replica == self.ranks.grid.dp.rank
         ]
@@ -99,14 +101,14 @@ class GroupDecoder:
         def work() -> list[Any]:
             try:
                 return [
-                    request.plain()
+                    request.as_json()
                     for request in self._advance(part, local_requests, leave, rounds)
                 ]
             except Exception as error:
                 raise with_rank(error, self.member.worker.grid.rank) from error
 
         results = self.ranks.answers(work)
-        return [SampleProgress.of(request) for rows in results for request in rows]
+        return [SampleProgress.from_json(request) for rows in results for request in rows]
 
     def _advance(
         self,
@@ -119,7 +121,7 @@ class GroupDecoder:
         joining: list[Prompt] = []
         if any(request.settings.stop_strings for request in requests):
             decoder.texts = self.member.texts
-        rows = [] if part is None else rows_of(part.whole())
+        rows = [] if part is None else rows_of(part.all_fields())
         for row, request in zip(rows, requests, strict=True):
             try:
                 prompt = decoder.prompt(

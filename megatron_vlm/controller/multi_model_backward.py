@@ -28,42 +28,43 @@ class SummedLoss:
         return LossCall(True, self.loss, 1.0, True, self.options)
 
 
-def backward_together(asked: Sequence[SummedLoss]) -> list[StepMetrics]:
+def backward_together(requests: Sequence[SummedLoss]) -> list[StepMetrics]:
     """Run forward_backward for each request, and return the results with the log-probs. The groups
     hold different models that share one base, and all ranks make the same call. After an error
     every model has the gradients that it had before."""
-    transports = [_local(request.group) for request in asked]
+    transports = [_local_transport(request.group) for request in requests]
     parts = [
-        _mine(request, transport) for request, transport in zip(asked, transports, strict=True)
+        _local_part(request, transport)
+        for request, transport in zip(requests, transports, strict=True)
     ]
     members = [transport.member for transport in transports]
-    results = transports[0].answers(partial(_run, members, parts, asked))
+    results = transports[0].answers(partial(_run, members, parts, requests))
     return [
-        _joined([metrics[position] for metrics in results], len(request.batch))
-        for position, request in enumerate(asked)
+        _join_metrics([metrics[position] for metrics in results], len(request.batch))
+        for position, request in enumerate(requests)
     ]
 
 
 def _run(
-    members: Sequence[RankWorker], parts: Sequence[ReplicaBatch], asked: Sequence[SummedLoss]
+    members: Sequence[RankWorker], parts: Sequence[ReplicaBatch], requests: Sequence[SummedLoss]
 ) -> list[StepMetrics]:
     """Run the requests on this rank."""
     try:
-        return backward_of(members, parts, [request.call for request in asked])
+        return backward_of(members, parts, [request.call for request in requests])
     except Exception as error:
         raise with_rank(error, members[0].worker.grid.rank) from error
 
 
-def _local(group: WorkerGroup) -> LocalTransport:
+def _local_transport(group: WorkerGroup) -> LocalTransport:
     assert isinstance(group.ranks, LocalTransport), "the others' processes are elsewhere"
     return group.ranks
 
 
-def _mine(asked: SummedLoss, ranks: LocalTransport) -> ReplicaBatch:
-    names = Objective.create(asked.loss, asked.options).value_names
-    return ranks.mine_of(even_parts(asked.batch, ranks.dims.dp, names))
+def _local_part(request: SummedLoss, ranks: LocalTransport) -> ReplicaBatch:
+    names = Objective.create(request.loss, request.options).value_names
+    return ranks.local_part(even_parts(request.batch, ranks.dims.dp, names))
 
 
-def _joined(of_replicas: Sequence[StepMetrics], rows: int) -> StepMetrics:
+def _join_metrics(of_replicas: Sequence[StepMetrics], rows: int) -> StepMetrics:
     log_probs = [row for metrics in of_replicas for row in metrics.log_probs or []]
     return replace(of_replicas[0], log_probs=log_probs[:rows])

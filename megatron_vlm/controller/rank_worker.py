@@ -55,16 +55,16 @@ class RankWorker:
     def routing(self, part: ReplicaBatch) -> list[Tensor]:
         return self.worker.routing(self._prepare(part))
 
-    def forward_backward(self, part: ReplicaBatch, asked: LossCall) -> StepMetrics:
-        [metrics] = backward_of([self], [part], [asked])
+    def forward_backward(self, part: ReplicaBatch, call: LossCall) -> StepMetrics:
+        [metrics] = backward_of([self], [part], [call])
         return metrics
 
-    def backward(self, part: ReplicaBatch, asked: LossCall) -> Backward:
+    def backward(self, part: ReplicaBatch, call: LossCall) -> Backward:
         """Prepare a forward_backward without running it."""
-        if not asked.accumulate:  # also when the rows are refused
+        if not call.accumulate:  # also when the rows are refused
             self._forget()
-        batches = self._prepare(part, Objective.create(asked.loss, asked.options).value_names)
-        return self.worker.backward(batches, asked)
+        batches = self._prepare(part, Objective.create(call.loss, call.options).value_names)
+        return self.worker.backward(batches, call)
 
     def optim_step(self, lr: float | None, adam: AdamStep | None) -> tuple[float, float]:
         if not self.has_gradients and not (adam and adam.without_gradients):
@@ -88,7 +88,7 @@ class RankWorker:
         seed: int | Sequence[int],
         batch_rows: int,
     ) -> list[list[Completion]]:
-        prompts = rows_of(part.whole())
+        prompts = rows_of(part.all_fields())
         numbers = range(part.first_row, part.first_row + len(prompts))
         if isinstance(seed, int):
             # The seed follows from the answer's number in the whole call, so that no two answers
@@ -132,7 +132,7 @@ class RankWorker:
         device = self.worker.platform.device
         try:
             with fail_together(device, FailedElsewhereError, message):
-                return self.worker.micro_batches(part.whole(), value_names, part.first_row)
+                return self.worker.micro_batches(part.all_fields(), value_names, part.first_row)
         except MegatronVLMError:
             raise
         except Exception as error:  # the other ranks know of it, and continue
@@ -140,10 +140,10 @@ class RankWorker:
 
 
 def backward_of(
-    members: Sequence[RankWorker], parts: Sequence[ReplicaBatch], asked: Sequence[LossCall]
+    members: Sequence[RankWorker], parts: Sequence[ReplicaBatch], loss_calls: Sequence[LossCall]
 ) -> list[StepMetrics]:
     """Run forward_backward of different models on this rank, in one pass through the pipeline."""
-    calls = zip(members, parts, asked, strict=True)
+    calls = zip(members, parts, loss_calls, strict=True)
     metrics = run_backward([member.backward(part, call) for member, part, call in calls])
     for member in members:
         member.has_gradients = True

@@ -27,8 +27,8 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.training.worker import MegatronWorker
 
-GRACE_S = 20.0  # seconds that the other ranks have to end their call once one has failed
-POLL_S = 0.2  # seconds between two checks that Ray still runs, while a result is pending
+RAY_GRACE_S = 20.0  # seconds that the other ranks have to end their call once one has failed
+RAY_POLL_S = 0.2  # seconds between two checks that Ray still runs, while a result is pending
 
 
 def start_ray_group(
@@ -70,7 +70,7 @@ class WorkerActor(RankActor):
     def start(self, cfg: Config, training: bool) -> tuple[int, ParallelDims]:
         """Make a worker, and return its number in this process and its layout."""
         try:
-            with Watchdog.over(self.rank, cfg.launch.timeout_minutes) as watchdog:
+            with Watchdog.watch_rank(self.rank, cfg.launch.timeout_minutes) as watchdog:
                 worker = MegatronWorker(cfg, training, watchdog)
         except Exception as error:
             raise with_rank(error, self.rank) from error
@@ -120,7 +120,7 @@ class ActorPool:
             if before is not None:
                 before.join()  # in order, so that the first failure is the reason of the end
             try:
-                future.set_result(join(self._all_of(results)))
+                future.set_result(join(self._collect_results(results)))
             except Exception as error:
                 future.set_exception(error)
 
@@ -130,16 +130,16 @@ class ActorPool:
 
     def gather(self, refs: Sequence[Any]) -> list[Any]:
         """Wait for the results of all ranks, and return them."""
-        return self._all_of([ref.future() for ref in refs])
+        return self._collect_results([ref.future() for ref in refs])
 
-    def _all_of(self, results: Sequence[Future[Any]]) -> list[Any]:
+    def _collect_results(self, results: Sequence[Future[Any]]) -> list[Any]:
         """Return the results of all ranks. The first error is raised once all ranks have ended
         their call. If a rank has died, or others do not return in time, all processes are ended."""
         outcomes: dict[Future[Any], Any] = {}
         errors: list[Exception] = []
         pending = set(results)
         while pending:
-            completed = _some_of(pending, GRACE_S if errors else None)
+            completed = _some_of(pending, RAY_GRACE_S if errors else None)
             if not completed:
                 break
             pending -= completed
@@ -151,7 +151,7 @@ class ActorPool:
         error = first_failure(errors)
         if pending or any(isinstance(outcome, ActorDiedError) for outcome in errors):
             self.close(error)
-            raise _ended(self.ended) from error
+            raise _group_ended_error(self.ended) from error
         raise error
 
     def close(self, why: Exception | str = "it was closed") -> None:
@@ -179,7 +179,7 @@ class RayTransport:
         else:
             refs = self._send(method, parts, args)
         leaders = [self.dims.leader_of(replica) for replica in range(self.dims.dp)]
-        return self.crew.promise(refs, lambda found: join([found[rank] for rank in leaders]))
+        return self.crew.promise(refs, lambda results: join([results[rank] for rank in leaders]))
 
     def _send(self, method: str, parts: Sequence[ReplicaBatch], args: Sequence[Any]) -> list[Any]:
         stored = [(_store(part.batch), _store(part.pixels), part.first_row) for part in parts]
@@ -210,14 +210,14 @@ def _some_of(going: set[Future[Any]], timeout: float | None) -> set[Future[Any]]
     would start a new Ray."""
     started = time.monotonic()
     while timeout is None or time.monotonic() < started + timeout:
-        if done := wait(going, POLL_S, FIRST_COMPLETED).done:
+        if done := wait(going, RAY_POLL_S, FIRST_COMPLETED).done:
             return done
         if not ray.is_initialized():
-            raise _ended("Ray was shut down")
+            raise _group_ended_error("Ray was shut down")
     return set()
 
 
-def _ended(why: Exception | str | None) -> WorkerError:
+def _group_ended_error(why: Exception | str | None) -> WorkerError:
     """Return the error of a call after the end of the group."""
     fields = why.fields() if isinstance(why, MegatronVLMError) else {"problem": str(why)}
     return WorkerError(**fields).within("the group has ended")

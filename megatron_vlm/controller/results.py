@@ -52,7 +52,7 @@ def result_to_bytes(answer: Any) -> bytes:
         meta, rows = {"kind": "rows"}, answer
     elif isinstance(answer, list) and answer and _are_samples(answer[0]):
         samples = [item for completions in answer for item in completions]
-        figures = [item.plain() for item in samples]
+        figures = [item.as_json() for item in samples]
         meta = {"kind": "samples", "counts": list(map(len, answer)), "figures": figures}
     elif isinstance(answer, tuple):
         meta = {"kind": "tuple", "value": answer}
@@ -75,7 +75,7 @@ def result_from_bytes(data: bytes) -> Any:
     if kind == "rows":
         return rows
     if kind == "samples":
-        samples = map(Completion.of, meta["figures"])
+        samples = map(Completion.from_json, meta["figures"])
         return [list(islice(samples, count)) for count in meta["counts"]]
     return tuple(meta["value"]) if kind == "tuple" else meta["value"]
 

@@ -26,7 +26,7 @@ class ReplicaBatch:
     pixels: TensorBatch | None
     first_row: int  # number of the part's first row in the whole batch
 
-    def whole(self) -> TensorBatch:
+    def all_fields(self) -> TensorBatch:
         """Return all fields, with the patch values if this rank has them."""
         return self.batch if self.pixels is None else self.batch.with_fields(**self.pixels.fields)
 
@@ -34,16 +34,16 @@ class ReplicaBatch:
 def even_parts(rows: BatchLike, count: int, value_names: Sequence[str] = ()) -> list[ReplicaBatch]:
     """Split rows into parts of equal length. Rows without images and loss fill up the last
     parts."""
-    batch = as_batch(rows, (*FIELDS, MASK, *value_names))
+    batch = select_fields(rows, (*FIELDS, MASK, *value_names))
     if not len(batch):
         raise DataError("there are no rows", place="the batch", remedy="give at least one row")
-    return _cut(_filled(batch, -len(batch) % count), count)
+    return _cut_batch(_fill_batch(batch, -len(batch) % count), count)
 
 
 def prompt_parts(rows: BatchLike, count: int) -> list[ReplicaBatch]:
     """Split prompts into parts as even as the number of rows allows; some may be empty. Labels and
     targets are ignored."""
-    return _cut(_prompts(rows), count)
+    return _cut_batch(_prompts(rows), count)
 
 
 def dealt_parts(rows: BatchLike, replicas: Sequence[int], count: int) -> list[ReplicaBatch]:
@@ -51,17 +51,17 @@ def dealt_parts(rows: BatchLike, replicas: Sequence[int], count: int) -> list[Re
     batch, parts = _prompts(rows), []
     for replica in range(count):
         places = [place for place, owner in enumerate(replicas) if owner == replica]
-        parts += _cut(batch[places], 1)
+        parts += _cut_batch(batch[places], 1)
     return parts
 
 
 def _prompts(rows: BatchLike) -> TensorBatch:
-    batch = as_batch(rows, (name for name in FIELDS if name not in ("labels", "targets")))
+    batch = select_fields(rows, (name for name in FIELDS if name not in ("labels", "targets")))
     labels = TensorList([torch.full_like(ids_S, IGNORE) for ids_S in _rows(batch["ids"])])
     return batch.with_fields(labels=labels)
 
 
-def as_batch(rows: BatchLike, names: Iterable[str]) -> TensorBatch:
+def select_fields(rows: BatchLike, names: Iterable[str]) -> TensorBatch:
     """Return the named fields. The other fields of a controller's batch are left out."""
     batch = rows if isinstance(rows, TensorBatch) else batch_of(rows)
     if "ids" not in batch:
@@ -71,7 +71,7 @@ def as_batch(rows: BatchLike, names: Iterable[str]) -> TensorBatch:
     return batch.select(name for name in dict.fromkeys(names) if name in batch)
 
 
-def _filled(batch: TensorBatch, missing: int) -> TensorBatch:
+def _fill_batch(batch: TensorBatch, missing: int) -> TensorBatch:
     if not missing:
         return batch
     filler = {"ids": torch.zeros(1), "labels": torch.full((1,), IGNORE), MASK: torch.zeros(1)}
@@ -82,7 +82,7 @@ def _filled(batch: TensorBatch, missing: int) -> TensorBatch:
     return TensorBatch(fields, batch.meta)
 
 
-def _cut(batch: TensorBatch, count: int) -> list[ReplicaBatch]:
+def _cut_batch(batch: TensorBatch, count: int) -> list[ReplicaBatch]:
     parts, first_row = [], 0
     for chunk in batch.chunk(count):
         names = [name for name in PIXEL_FIELDS if name in chunk]

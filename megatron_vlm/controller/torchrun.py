@@ -34,7 +34,7 @@ class LocalTransport:
 
     def call(self, join: Join[T], method: str, parts: Parts, *args: Any) -> Future[T]:
         if parts is not None:
-            args = (self.mine_of(parts), *args)
+            args = (self.local_part(parts), *args)
         future: Future[T] = Future()
         try:
             future.set_result(join(self.answers(partial(self.member.call, method, *args))))
@@ -45,7 +45,7 @@ class LocalTransport:
             future.set_exception(error)
         return future
 
-    def mine_of(self, parts: Sequence[ReplicaBatch]) -> ReplicaBatch:
+    def local_part(self, parts: Sequence[ReplicaBatch]) -> ReplicaBatch:
         """Return the part of this rank's replica."""
         part = parts[self.grid.dp.rank]
         return part if self.grid.first else replace(part, pixels=None)

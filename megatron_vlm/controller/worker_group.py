@@ -49,8 +49,8 @@ class WorkerGroup:
         """Return the log-probs of each row's supervised tokens, as MegatronWorker.forward does."""
         parts = even_parts(batch, self.dims.dp)
 
-        def join(found: list[list[Tensor]]) -> list[Tensor]:
-            return _in_order(found)[: len(batch)]
+        def join(results: list[list[Tensor]]) -> list[Tensor]:
+            return _concatenate(results)[: len(batch)]
 
         return self.ranks.call(join, "forward", parts, temperature)
 
@@ -61,8 +61,8 @@ class WorkerGroup:
         MegatronWorker does."""
         parts = even_parts(batch, self.dims.dp)
 
-        def join(found: list[list[Tensor]]) -> list[Tensor]:
-            return _in_order(found)[: len(batch)]
+        def join(results: list[list[Tensor]]) -> list[Tensor]:
+            return _concatenate(results)[: len(batch)]
 
         return self.ranks.call(join, "likeliest", parts, count, temperature)
 
@@ -71,8 +71,8 @@ class WorkerGroup:
         field `routing` of a batch they route its tokens to the same experts again."""
         parts = even_parts(batch, self.dims.dp)
 
-        def join(found: list[list[Tensor]]) -> TensorList:
-            return TensorList(_in_order(found)[: len(batch)])
+        def join(results: list[list[Tensor]]) -> TensorList:
+            return TensorList(_concatenate(results)[: len(batch)])
 
         return self.ranks.call(join, "routing", parts)
 
@@ -93,11 +93,11 @@ class WorkerGroup:
         value_names = Objective.create(loss, options).value_names
         parts = even_parts(batch, self.dims.dp, value_names)
 
-        def join(found: list[StepMetrics]) -> StepMetrics:
+        def join(results: list[StepMetrics]) -> StepMetrics:
             if not return_per_token_outputs:
-                return found[0]
-            log_probs = _in_order([metrics.log_probs for metrics in found])[: len(batch)]
-            return replace(found[0], log_probs=log_probs)
+                return results[0]
+            log_probs = _concatenate([metrics.log_probs for metrics in results])[: len(batch)]
+            return replace(results[0], log_probs=log_probs)
 
         call = LossCall(return_per_token_outputs, loss, divisor, accumulate, options)
         return self.ranks.call(join, "forward_backward", parts, call)
@@ -107,7 +107,7 @@ class WorkerGroup:
     ) -> Future[tuple[float, float]]:
         """Clip and apply the gradients. Return the norm before clipping and the learning rate.
         `adam` replaces the configured settings for this step."""
-        return self.ranks.call(_first, "optim_step", None, lr, adam)
+        return self.ranks.call(_first_result, "optim_step", None, lr, adam)
 
     def sample(
         self,
@@ -124,7 +124,7 @@ class WorkerGroup:
         needs another seed. With a seed for each prompt, answer k depends on its seed + k alone.
         """
         args = (settings, n, seed, batch_rows)
-        return self.ranks.call(_in_order, "sample", prompt_parts(prompts, self.dims.dp), *args)
+        return self.ranks.call(_concatenate, "sample", prompt_parts(prompts, self.dims.dp), *args)
 
     def generate(
         self,
@@ -139,32 +139,32 @@ class WorkerGroup:
         those of `sample`."""
         settings = SamplingSettings(max_new_tokens, temperature, stop_ids=tuple(stop_ids))
 
-        def join(found: list[Any]) -> list[list[int]]:
-            return [settings.without_stop(each.ids) for (each,) in _in_order(found)]
+        def join(results: list[Any]) -> list[list[int]]:
+            return [settings.without_stop(each.ids) for (each,) in _concatenate(results)]
 
         args = (settings, 1, seed, batch_rows)
         return self.ranks.call(join, "sample", prompt_parts(prompts, self.dims.dp), *args)
 
     def save(self, folder: str, progress: dict[str, Any] | None = None) -> Future[None]:
         """Write a checkpoint. `progress` is plain JSON, which `load` returns."""
-        return self.ranks.call(_first, "save", None, str(folder), progress or {})
+        return self.ranks.call(_first_result, "save", None, str(folder), progress or {})
 
     def load(self, folder: str) -> Future[dict[str, Any]]:
         """Load a checkpoint of any layout into the workers, and return its `progress`."""
-        return self.ranks.call(_first, "load", None, str(folder))
+        return self.ranks.call(_first_result, "load", None, str(folder))
 
     def export(self, folder: str) -> Future[None]:
         """Write a Hugging Face checkpoint."""
-        return self.ranks.call(_first, "export", None, str(folder))
+        return self.ranks.call(_first_result, "export", None, str(folder))
 
     def close(self) -> None:
         """End the processes that the group started."""
         self.ranks.close()
 
 
-def _first(found: Sequence[Any]) -> Any:
-    return found[0]
+def _first_result(results: Sequence[Any]) -> Any:
+    return results[0]
 
 
-def _in_order(found: Sequence[Any]) -> list[Any]:
-    return [row for rows in found for row in rows]
+def _concatenate(results: Sequence[Any]) -> list[Any]:
+    return [row for rows in results for row in rows]

@@ -34,7 +34,7 @@ _SIGNALS = {
 }
 
 
-def in_processes(
+def map_in_processes(
     work: Any, tasks: Iterable[Any] | None, processes: int, prefetch: int
 ) -> Iterator[Any]:
     """Yield work[task] for each task or, with `tasks` None, all items of the IterableDataset
@@ -48,13 +48,13 @@ def in_processes(
         sampler=drawn,  # type: ignore[arg-type]
         batch_size=None,
         # The default turns tuples into lists, and arrays into tensors.
-        collate_fn=_unchanged,
+        collate_fn=_identity,
         num_workers=processes,
         prefetch_factor=prefetch if processes else None,
         multiprocessing_context="forkserver" if processes else None,
         worker_init_fn=_stand_back,
     )
-    return _finished(_watched(iter(loader)) if processes else iter(loader), drawn)
+    return _raise_at_end(_watch_workers(iter(loader)) if processes else iter(loader), drawn)
 
 
 class _Tasks:
@@ -73,13 +73,13 @@ class _Tasks:
             self.error = error
 
 
-def _finished(results: Iterator[Any], drawn: _Tasks | None) -> Iterator[Any]:
+def _raise_at_end(results: Iterator[Any], drawn: _Tasks | None) -> Iterator[Any]:
     yield from results
     if drawn is not None and drawn.error is not None:
         raise drawn.error
 
 
-def _watched(results: Any) -> Iterator[Any]:
+def _watch_workers(results: Any) -> Iterator[Any]:
     """Yield the results until a process that makes them is gone. The error then names the process
     and the cause."""
     try:
@@ -98,14 +98,14 @@ def _next(results: Any) -> Any:
     except Exception as error:
         # torch reports only that the process ended, or the error of reading half a result.
         until = time.monotonic() + _GONE_S
-        while (lost := _lost(results)) is None and time.monotonic() < until:
+        while (lost := _lost_worker_error(results)) is None and time.monotonic() < until:
             time.sleep(0.05)
         if lost is None:
             raise
         raise lost from error
 
 
-def _lost(results: Any) -> LostError | None:
+def _lost_worker_error(results: Any) -> LostError | None:
     """Make the error of the first worker process that failed."""
     for number, worker in enumerate(results._workers):
         if worker.exitcode is not None and worker.exitcode != 0:
@@ -139,5 +139,5 @@ def _let_server_end() -> None:
         server._forkserver_alive_fd = None
 
 
-def _unchanged(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value

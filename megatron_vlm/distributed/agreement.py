@@ -18,7 +18,7 @@ from megatron_vlm.config.schema import Config, get, leaves
 from megatron_vlm.distributed.collectives import all_gather_bytes, all_gather_json
 from megatron_vlm.distributed.error_json import ShownValue, error_from_json, error_to_json
 from megatron_vlm.distributed.job_store import SignedStore
-from megatron_vlm.distributed.process import PREEMPTED, STOP_SIGNALS, say
+from megatron_vlm.distributed.process import PREEMPTED, STOP_SIGNALS, print_to_user
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError
 
 
@@ -54,7 +54,7 @@ class Signals:
             raise KeyboardInterrupt
         self.received = number
         if not self.can_save:
-            say("stopped by a signal before the first step: there is nothing to save")
+            print_to_user("stopped by a signal before the first step: there is nothing to save")
             raise SystemExit(PREEMPTED)
 
     def restore(self) -> None:
@@ -86,9 +86,9 @@ def store_barrier(name: str) -> None:
         board.write(key, "all are here")
 
 
-def all_reduce_max(mine: int, device: torch.device) -> int:
+def all_reduce_max(value: int, device: torch.device) -> int:
     """Return the highest number of all ranks. A collective."""
-    number = torch.full((1,), mine, dtype=torch.int32, device=device)
+    number = torch.full((1,), value, dtype=torch.int32, device=device)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     return int(number)
 
@@ -137,7 +137,7 @@ _SHOWN = 5  # differences in a message
 _LOCAL = ("model.path", "data.cache_dir")
 
 
-def compared(cfg: Config) -> dict[str, str]:
+def compared_keys(cfg: Config) -> dict[str, str]:
     """Return the keys whose values must be the same on all ranks."""
     return {key: repr(get(cfg, key)) for key in leaves() if key not in _LOCAL}
 

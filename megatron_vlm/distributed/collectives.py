@@ -17,54 +17,58 @@ from megatron_vlm.distributed.device import to_device
 Group = dist.ProcessGroup | None  # None: all ranks
 
 
-def broadcast_bytes(mine: bytes | None, source: int, group: Group, device: torch.device) -> bytes:
+def broadcast_bytes(
+    message: bytes | None, source: int, group: Group, device: torch.device
+) -> bytes:
     """Return the bytes of rank `source` on every rank of the group. `source` is a rank of the whole
     job."""
-    content = mine if dist.get_rank() == source else None
+    content = message if dist.get_rank() == source else None
     assert content is not None or dist.get_rank() != source
     size = _number(0 if content is None else len(content), device)
     dist.broadcast(size, source, group=group)
     count = int(size) if content is None else len(content)
     if not count:
         return b""
-    data = _empty(count, device) if content is None else _packed(content, device)
+    data = _empty_bytes(count, device) if content is None else _pack_bytes(content, device)
     dist.broadcast(data, source, group=group)
-    return _unpacked(data)
+    return _unpack_bytes(data)
 
 
-def broadcast_json(mine: Any, source: int, group: Group, device: torch.device) -> Any:
+def broadcast_json(value: Any, source: int, group: Group, device: torch.device) -> Any:
     """Return the JSON value of rank `source` on every rank of the group. Tuples become lists, also
     on rank `source`."""
-    text = json.dumps(mine).encode() if dist.get_rank() == source else None
+    text = json.dumps(value).encode() if dist.get_rank() == source else None
     return json.loads(broadcast_bytes(text, source, group, device))
 
 
-def all_gather_bytes(mine: bytes, group: Group, device: torch.device) -> list[bytes]:
+def all_gather_bytes(message: bytes, group: Group, device: torch.device) -> list[bytes]:
     """Return the bytes of each rank of the group, in the order of the ranks, on all of them."""
-    sizes, padded = _sized(mine, group, device)
+    sizes, padded = _gather_sizes(message, group, device)
     buffers = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(buffers, padded, group=group)
-    return [_unpacked(data[:size]) for data, size in zip(buffers, sizes, strict=True)]
+    return [_unpack_bytes(data[:size]) for data, size in zip(buffers, sizes, strict=True)]
 
 
-def all_gather_json(mine: Any, group: Group, device: torch.device) -> list[Any]:
+def all_gather_json(value: Any, group: Group, device: torch.device) -> list[Any]:
     """Return the JSON value of each rank of the group, in the order of the ranks, on all of
     them."""
-    return [json.loads(text) for text in all_gather_bytes(json.dumps(mine).encode(), group, device)]
+    return [
+        json.loads(text) for text in all_gather_bytes(json.dumps(value).encode(), group, device)
+    ]
 
 
-def gather_json(mine: Any, device: torch.device) -> list[Any]:
+def gather_json(value: Any, device: torch.device) -> list[Any]:
     """Return the value of each rank of the job on rank 0, and an empty list on the others."""
-    sizes, padded = _sized(json.dumps(mine).encode(), None, device)
+    sizes, padded = _gather_sizes(json.dumps(value).encode(), None, device)
     buffers = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
     dist.gather(padded, buffers, dst=0)
     pairs = zip(buffers or [], sizes, strict=False)
-    return [json.loads(_unpacked(data[:size])) for data, size in pairs]
+    return [json.loads(_unpack_bytes(data[:size])) for data, size in pairs]
 
 
 def send_json(value: Any, to: int, group: Group, device: torch.device) -> None:
     """Send a value to one rank (of the whole job), which calls `receive_json`."""
-    data = _packed(json.dumps(value).encode(), device)
+    data = _pack_bytes(json.dumps(value).encode(), device)
     dist.send(_number(len(data), device), to, group=group)
     dist.send(data, to, group=group)
 
@@ -73,19 +77,19 @@ def receive_json(source: int, group: Group, device: torch.device) -> Any:
     """Receive the value that rank `source` (of the whole job) sends."""
     size = _number(0, device)
     dist.recv(size, source, group=group)
-    data = _empty(int(size), device)
+    data = _empty_bytes(int(size), device)
     dist.recv(data, source, group=group)
-    return json.loads(_unpacked(data))
+    return json.loads(_unpack_bytes(data))
 
 
-def _sized(mine: bytes, group: Group, device: torch.device) -> tuple[list[int], Tensor]:
+def _gather_sizes(message: bytes, group: Group, device: torch.device) -> tuple[list[int], Tensor]:
     """Return the size of every rank's message, and this rank's message padded to the longest."""
-    size = _number(len(mine), device)
+    size = _number(len(message), device)
     all_sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(all_sizes, size, group=group)
     sizes = [int(each) for each in all_sizes]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-    padded[: len(mine)] = _packed(mine, device)
+    padded[: len(message)] = _pack_bytes(message, device)
     return sizes, padded
 
 
@@ -94,14 +98,14 @@ def _number(value: int, device: torch.device) -> Tensor:
     return torch.full((1,), value, device=device)
 
 
-def _packed(data: bytes | None, device: torch.device) -> Tensor:
+def _pack_bytes(data: bytes | None, device: torch.device) -> Tensor:
     assert data, "an empty message"
     return to_device(torch.frombuffer(bytearray(data), dtype=torch.uint8), device)
 
 
-def _empty(size: int, device: torch.device) -> Tensor:
+def _empty_bytes(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def _unpacked(data: Tensor) -> bytes:
+def _unpack_bytes(data: Tensor) -> bytes:
     return data.cpu().numpy().tobytes()

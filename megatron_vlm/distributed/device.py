@@ -102,9 +102,9 @@ class Platform:
             return None
         return peak_of(torch.cuda.get_device_name(self.device))
 
-    def remark(self, asked: str, parameters: int) -> str | None:
+    def remark(self, device: str, parameters: int) -> str | None:
         """Return a warning about a model of real size on a CPU that nobody chose, or None."""
-        if self.is_cuda or asked != "auto" or parameters < _MANY_PARAMETERS:
+        if self.is_cuda or device != "auto" or parameters < _MANY_PARAMETERS:
             return None
         return (
             f"there is no GPU here, so a model of {parameters:,} parameters is computed on the "
@@ -151,7 +151,7 @@ def pick_platform(name: str = "auto") -> Platform:
     return Platform("cpu", torch.device("cpu"), "gloo", torch.float32)
 
 
-def unseen_gpu() -> str | None:
+def find_unseen_gpu() -> str | None:
     """Return evidence that this machine has a GPU although torch sees none, such as a driver file;
     None without evidence."""
     files = (path for pattern in _DRIVER_FILES for path in sorted(glob(pattern)))
@@ -171,7 +171,7 @@ def why_unseen() -> str:
 
 def _refuse_unseen_gpu() -> None:
     """Refuse to use the CPU by default on a machine with a GPU that torch does not see."""
-    if (evidence := unseen_gpu()) is not None:
+    if (evidence := find_unseen_gpu()) is not None:
         raise ConfigError(
             f": torch {torch.__version__} sees no GPU, though {evidence} is there",
             key="platform",

@@ -135,7 +135,7 @@ def loads_data(parallel: ParallelConfig, rank: int, world: int) -> bool:
 
 
 def _stages(
-    asked: list[int] | str | None, pp: int, virtual: int, num_layers: int
+    layout: list[int] | str | None, pp: int, virtual: int, num_layers: int
 ) -> tuple[int, ...]:
     """Return the layout of the configuration after checks, or an even one. The remainder of an even
     layout is on the middle stages, because the first also has the vision tower and the last the
@@ -151,7 +151,7 @@ def _stages(
     kind, factor = "stage", ""
     if virtual > 1:
         kind, factor = "chunk", f"x parallel.virtual_stages={virtual} = {count} "
-    if asked is None or isinstance(asked, str):
+    if layout is None or isinstance(layout, str):
         if num_layers < count:
             remedy = "lower it"
             if num_layers == count - 1:  # the first stage may hold only the tower
@@ -166,33 +166,33 @@ def _stages(
         order = [*range(1, count - 1), count - 1, 0]
         larger = {order[i % len(order)] for i in range(remainder)} if count > 1 else set()
         return tuple(quotient + (stage in larger) for stage in range(count))
-    _check_entries(asked, kind, f"parallel.pp={pp} {factor}".strip(), count, num_layers)
-    return tuple(asked)
+    _check_entries(layout, kind, f"parallel.pp={pp} {factor}".strip(), count, num_layers)
+    return tuple(layout)
 
 
 def _check_entries(
-    asked: Sequence[int], kind: str, product: str, count: int, num_layers: int
+    layers: Sequence[int], kind: str, product: str, count: int, num_layers: int
 ) -> None:
     """Refuse entries of parallel.layers_per_stage that do not fit the model."""
-    if len(asked) != count:
+    if len(layers) != count:
         auto = ", or auto" if kind == "stage" else ""
         raise ConfigError(
-            f"has {len(asked)} entries for {product} {kind}s",
+            f"has {len(layers)} entries for {product} {kind}s",
             key="parallel.layers_per_stage",
-            found=list(asked),
+            found=list(layers),
             remedy=f"give one number for each {kind}, in the order of the pipeline{auto}",
         )
-    if min(asked) < 0 or sum(asked) != num_layers:
+    if min(layers) < 0 or sum(layers) != num_layers:
         raise ConfigError(
-            f"adds up to {sum(asked)}, but the model has {num_layers} layers",
+            f"adds up to {sum(layers)}, but the model has {num_layers} layers",
             key="parallel.layers_per_stage",
-            found=list(asked),
+            found=list(layers),
             remedy=f"give entries >= 0 that add up to {num_layers}",
         )
-    if count > 1 and 0 in asked[1:]:
+    if count > 1 and 0 in layers[1:]:
         raise ConfigError(
-            f"leaves {kind} {asked.index(0, 1)} empty",
+            f"leaves {kind} {layers.index(0, 1)} empty",
             key="parallel.layers_per_stage",
-            found=list(asked),
+            found=list(layers),
             remedy=f"give 0 layers to no {kind} but {kind} 0, which has the vision tower",
         )

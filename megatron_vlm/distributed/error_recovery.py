@@ -13,7 +13,7 @@ from megatron_vlm.distributed.job_store import SignedStore
 PATIENCE_S = 10.0  # time for the slowest rank to raise its error, too
 
 
-def failed_alike(task: str, grid: RankGroups) -> bool:
+def have_all_failed(task: str, grid: RankGroups) -> bool:
     """Return whether every rank has raised an error in this task, after equally many collectives of
     each of its groups. Then no rank waits for another in a collective.
 
@@ -27,10 +27,10 @@ def failed_alike(task: str, grid: RankGroups) -> bool:
         return False  # a message of a stage may not have been received
     board.write(f"{task}/{grid.rank}", json.dumps(_collectives(grid)))
     if grid.rank > 0:
-        return _awaited(board, task, time.monotonic() + 2 * PATIENCE_S) == "alike"
+        return _wait_for_key(board, task, time.monotonic() + 2 * PATIENCE_S) == "alike"
     deadline = time.monotonic() + PATIENCE_S
     ranks = range(dist.get_world_size())
-    messages = [_awaited(board, f"{task}/{rank}", deadline) for rank in ranks]
+    messages = [_wait_for_key(board, f"{task}/{rank}", deadline) for rank in ranks]
     alike = _at_one_place(
         [json.loads(each) for each in messages if each is not None], len(messages)
     )
@@ -60,7 +60,7 @@ def _at_one_place(counts: list[Counts], ranks: int) -> bool:
     return len(counts) == ranks and all(len(entered) == 1 for entered in entered_by_group.values())
 
 
-def _awaited(board: SignedStore, key: str, ends: float) -> str | None:
+def _wait_for_key(board: SignedStore, key: str, ends: float) -> str | None:
     while (text := board.read(key)) is None and time.monotonic() < ends:
         time.sleep(0.02)
     return text

@@ -74,7 +74,7 @@ class RankGroups:
         return self.pp.rank == 0
 
     @property
-    def last(self) -> bool:
+    def is_last_stage(self) -> bool:
         """True for the last pipeline stage, which has the head."""
         return self.pp.rank == self.pp.size - 1
 
@@ -97,12 +97,12 @@ class RankGroups:
         """Return the replicas that hold the same part of a parameter."""
         return self.edp if cut == "ep" else self.dp
 
-    def gather(self, cut: CutGroup | None, mine: Tensor) -> list[Tensor]:
+    def gather(self, cut: CutGroup | None, local: Tensor) -> list[Tensor]:
         """Gather the parts of a parameter from all processes that it is cut over. A collective."""
         if (axis := self.axis_of(cut)) is None:
-            return [mine]
-        parts = [mine.new_empty(mine.shape) for _ in range(axis.size)]
-        dist.all_gather(parts, mine, group=axis.group)
+            return [local]
+        parts = [local.new_empty(local.shape) for _ in range(axis.size)]
+        dist.all_gather(parts, local, group=axis.group)
         return parts
 
     def from_last_stage(self, tensor: Tensor) -> None:
@@ -110,7 +110,7 @@ class RankGroups:
         source = dist.get_process_group_ranks(self.pp.group)[-1]
         dist.broadcast(tensor, source, group=self.pp.group)
 
-    def from_head(self, tensor: Tensor) -> None:
+    def broadcast_from_head(self, tensor: Tensor) -> None:
         """Broadcast the values of the first rank of the last stage to the replica, in place."""
         ranks = dist.get_process_group_ranks(self.replica.group)
         source = next(rank for rank in ranks if self.dims.stage_of(rank) == self.pp.size - 1)

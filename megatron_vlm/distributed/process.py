@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentence, show_value
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 
 # Exit statuses of a process, and of its job.
 FAILED = 1
@@ -27,7 +27,7 @@ STOPPED_EARLY = "stopped by a signal: there is nothing to save"
 
 DEBUG = "MEGATRON_VLM_DEBUG"  # when set, errors keep their traceback
 RESTART = "MEGATRON_VLM_RESTART"  # number of restarts by our own launchers
-SAID = "MEGATRON_VLM_SAID"  # folder with a file for each error that a rank has reported
+ERRORS_FOLDER = "MEGATRON_VLM_SAID"  # folder with a file for each error that a rank has reported
 SECRET = "MEGATRON_VLM_SECRET"  # secret of the job; without it signatures only detect overwrites
 LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # process id of our own launcher, if it started this process
 
@@ -45,7 +45,7 @@ def without_job() -> dict[str, str]:
     }
 
 
-def under_launcher() -> bool:
+def is_under_launcher() -> bool:
     """Return whether torchrun (or Slurm, or Ray) started this process as a rank of a job. Variables
     that contradict each other are refused, because a rank on its own would take its part for the
     whole."""
@@ -85,7 +85,7 @@ def restarts() -> int:
 def run_process(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run the command as one process of a job, and return its exit status."""
     with ended_by_signals():
-        status = guarded(command, arguments)
+        status = run_guarded(command, arguments)
         if status not in (FAILED, MISTAKE) and "torch.distributed" in sys.modules:
             import torch.distributed as dist
 
@@ -112,11 +112,11 @@ def _end_early(_: int, __: FrameType | None) -> None:
     """End the process without SystemExit, which the code of others often catches or ignores when it
     is raised during imports."""
     if _is_first_to_say(STOPPED_EARLY):
-        say(STOPPED_EARLY)
+        print_to_user(STOPPED_EARLY)
     os._exit(PREEMPTED)
 
 
-def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+def run_guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Return the command's exit status. A user's mistake is reported in one sentence."""
     try:
         return command(arguments)
@@ -125,10 +125,10 @@ def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
         if text is None or os.environ.get(DEBUG):
             raise
         if _is_first_to_say(text):
-            say(f"rank {os.environ.get('RANK', '0')}: {text}")
+            print_to_user(f"rank {os.environ.get('RANK', '0')}: {text}")
         return FAILED if isinstance(error, LostError) else MISTAKE
     except KeyboardInterrupt:
-        say("stopped at once, nothing was saved")
+        print_to_user("stopped at once, nothing was saved")
         return INTERRUPTED
 
 
@@ -149,13 +149,13 @@ def _is_first_to_say(text: str) -> bool:
 
 def _folder_of_attempt() -> Path | None:
     """Return our launcher's folder, or the one in which torchrun has a folder for each rank."""
-    if (folder := os.environ.get(SAID)) is not None:
+    if (folder := os.environ.get(ERRORS_FOLDER)) is not None:
         return Path(folder)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return None if error_file is None else Path(error_file).parents[1]
 
 
-def say(text: str) -> None:
+def print_to_user(text: str) -> None:
     """Print a message to the user on stderr. It may quote paths and records, which are
     untrusted."""
-    print(f"megatron-vlm: {visible(text)}", file=sys.stderr, flush=True)
+    print(f"megatron-vlm: {escape_controls(text)}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from megatron_vlm.distributed.agreement import Signals, Vote, all_reduce_max
 from megatron_vlm.distributed.collectives import broadcast_bytes, broadcast_json
 from megatron_vlm.distributed.watchdog import Watchdog
 
-EVERY_S = 2.0  # interval of rank 0's messages to the others while it only waits
+HEARTBEAT_S = 2.0  # interval of rank 0's messages to the others while it only waits
 
 
 class CommandChannel:
@@ -27,8 +27,8 @@ class CommandChannel:
 
     @property
     def is_silent(self) -> bool:
-        """True on rank 0 if the others have received nothing from it for EVERY_S."""
-        return time.monotonic() - self.last >= EVERY_S
+        """True on rank 0 if the others have received nothing from it for HEARTBEAT_S."""
+        return time.monotonic() - self.last >= HEARTBEAT_S
 
     def meet(self) -> bool:
         """Meet the other ranks, and return whether any of them received a signal. A collective."""
@@ -37,7 +37,7 @@ class CommandChannel:
         vote = Vote.OK if self.signals.received is None else Vote.STOP
         return all_reduce_max(vote, self.device) == Vote.STOP
 
-    def tell(self, order: Mapping[str, Any], contents: Sequence[bytes] = ()) -> None:
+    def send(self, order: Mapping[str, Any], contents: Sequence[bytes] = ()) -> None:
         """Send a command to the others, on rank 0, after all have met."""
         if self.alone:
             return
@@ -45,7 +45,7 @@ class CommandChannel:
         for content in contents:
             broadcast_bytes(content, 0, None, self.device)
 
-    def hear(self) -> tuple[dict[str, Any], list[bytes]]:
+    def receive(self) -> tuple[dict[str, Any], list[bytes]]:
         """Return the next command and its contents, on the others, after all have met."""
         order = broadcast_json(None, 0, None, self.device)
         count = order.pop("contents")
@@ -56,10 +56,12 @@ class CommandChannel:
 # because they would take it for stuck.
 
 T = TypeVar("T")
-POLL_S = 0.5
+SIGNAL_POLL_S = 0.5
 
 
-def result_of(work: "Future[T]", meanwhile: Callable[[], None], every_s: float = POLL_S) -> T:
+def result_of(
+    work: "Future[T]", meanwhile: Callable[[], None], every_s: float = SIGNAL_POLL_S
+) -> T:
     """Return the result of a future, and call `meanwhile` until it is done."""
     while True:
         try:
@@ -71,7 +73,7 @@ def result_of(work: "Future[T]", meanwhile: Callable[[], None], every_s: float =
 
 
 def run_in_thread(
-    work: Callable[[], T], meanwhile: Callable[[], None], every_s: float = POLL_S
+    work: Callable[[], T], meanwhile: Callable[[], None], every_s: float = SIGNAL_POLL_S
 ) -> T:
     """Run `work` in a thread and return its result. An error of `meanwhile` is raised at once, and
     the work is abandoned: the process is about to end."""

@@ -55,7 +55,7 @@ def _join(
     store: Any = dist.HashStore()
     is_local = stay_on_this_machine()
     if world > 1:
-        store = _within(minutes, lambda: _open_store(rank, is_local, timeout))
+        store = _join_in_time(minutes, lambda: _open_store(rank, is_local, timeout))
         store.set_timeout(timeout)
         if not _launcher_has_store():
             _take_place(store, rank, world)
@@ -102,7 +102,7 @@ def _take_place(store: Any, rank: int, world: int) -> None:
         )
 
 
-def _within(minutes: float, join: Callable[[], T]) -> T:
+def _join_in_time(minutes: float, join: Callable[[], T]) -> T:
     """Return the result of `join`. torch's time-outs do not cover an address that accepts a
     connection and sends nothing (seen with torch 2.13). A thread that waits there is abandoned."""
     results: list[T] = []
@@ -146,32 +146,36 @@ def of_this_attempt(store: Any, rank: int, world: int) -> Any:
     if rank == 0:
         attempt = uuid.uuid4().hex
         for other in range(1, world):
-            _tell(board, other, attempt, deadline, world)
+            _write_until_acknowledged(board, other, attempt, deadline, world)
     else:
         token = uuid.uuid4().hex
         board.write(f"joined/{rank}", token)
-        attempt, _, world_of_rank0 = _hear(board, f"attempt-of/{token}", deadline).partition(" ")
+        attempt, _, world_of_rank0 = _wait_for_value(
+            board, f"attempt-of/{token}", deadline
+        ).partition(" ")
         board.write(f"told/{attempt}/{rank}", str(world))
         if int(world_of_rank0) != world:
             raise _disagree(rank, world, 0, int(world_of_rank0))
     return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
-def _tell(board: SignedStore, other: int, attempt: str, until: float, world: int) -> None:
+def _write_until_acknowledged(
+    board: SignedStore, other: int, attempt: str, until: float, world: int
+) -> None:
     """Send the attempt until it is acknowledged: the first process to join may belong to the
     previous attempt."""
     while (world_of_other := board.read(f"told/{attempt}/{other}")) is None:
         if (token := board.read(f"joined/{other}")) is not None:
             board.write(f"attempt-of/{token}", f"{attempt} {world}")
         if time.monotonic() > until:
-            raise _missing(other)
+            raise _missing_rank_error(other)
         time.sleep(_POLL_S)
     if int(world_of_other) != world:
         time.sleep(_LAST_WORDS_S)  # the store may end with this process before the other rank reads
         raise _disagree(0, world, other, int(world_of_other))
 
 
-def _hear(board: SignedStore, key: str, until: float) -> str:
+def _wait_for_value(board: SignedStore, key: str, until: float) -> str:
     """Return the text that rank 0 writes to a key. Many ranks wait for it, so the store notifies
     them. Values that somebody else wrote meanwhile are ignored."""
     while True:
@@ -179,15 +183,15 @@ def _hear(board: SignedStore, key: str, until: float) -> str:
         try:
             board.store.wait([key], remaining)
         except dist.DistStoreError:
-            raise _missing(0) from None
+            raise _missing_rank_error(0) from None
         if (text := board.read(key)) is not None:
             return text
         if time.monotonic() > until:
-            raise _missing(0)
+            raise _missing_rank_error(0)
         time.sleep(_POLL_S)
 
 
-def _missing(rank: int) -> MeetingError:
+def _missing_rank_error(rank: int) -> MeetingError:
     return MeetingError(
         f"it did not join{meeting_place()}",
         place=f"rank {rank}",
@@ -195,10 +199,10 @@ def _missing(rank: int) -> MeetingError:
     )
 
 
-def _disagree(mine: int, my_world: int, other: int, their_world: int) -> MeetingError:
+def _disagree(local: int, my_world: int, other: int, their_world: int) -> MeetingError:
     return MeetingError(
         f"differs from the {their_world} of rank {other}, which it met{meeting_place()}",
-        place=f"rank {mine}",
+        place=f"rank {local}",
         key="WORLD_SIZE",
         found=my_world,
         remedy="start all ranks of a job with the same number, and give each job a MASTER_PORT of "

@@ -21,7 +21,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_vlm.distributed.process import LAUNCHER, STUCK, say
+from megatron_vlm.distributed.process import LAUNCHER, STUCK, print_to_user
 from megatron_vlm.distributed.watchdog_process import WatchdogProcess
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Watchdog:
 
     @staticmethod
     @contextlib.contextmanager
-    def over(rank: int, timeout_minutes: float) -> Iterator["Watchdog"]:
+    def watch_rank(rank: int, timeout_minutes: float) -> Iterator["Watchdog"]:
         """Create a watchdog for the body."""
         watchdog = Watchdog(rank, 60 * timeout_minutes)
         try:
@@ -89,13 +89,13 @@ class Watchdog:
             work = partial(self._exchange, board, world)
             threading.Thread(target=work, daemon=True, name=_NAME).start()
 
-    def at(self, step: int, phase: str, files: bool = False) -> None:
+    def begin_phase(self, step: int, phase: str, files: bool = False) -> None:
         """Start a phase of this rank. A phase that reads or writes `files` may take any time as
         long as bytes move. Others make progress only by `alive` and `busy`."""
         self.phases, self.signs_of_life = self.phases + 1, 0
         self.step, self.phase, self.files = step, phase, files
         self.since = self.clock
-        self._tell()
+        self._report_place()
 
     def alive(self) -> None:
         """Report progress of a phase, which all ranks report equally often: a rank with fewer
@@ -128,7 +128,7 @@ class Watchdog:
             elapsed, last = min(now - last, 2 * self.every_s), now
             self.clock += elapsed
             orphan_s += elapsed if lost_launcher() else 0.0
-            self._tell()
+            self._report_place()
             if self.files and (moved := bytes_moved()) >= self.moved + _MOVED:
                 self.moved, self.since = moved, self.clock
             if self._works(elapsed) and not self.phases:
@@ -144,7 +144,7 @@ class Watchdog:
             self.worked = 0.0 if self.cpu_clock is None else time.clock_gettime(self.cpu_clock)
         return self.worked - before >= _WORKED * passed > 0
 
-    def _tell(self) -> None:
+    def _report_place(self) -> None:
         if self.sentinel is not None:
             self.sentinel.tell(self.where)
 
@@ -220,7 +220,7 @@ def _data_workers() -> list[str]:
 
 def end(text: str) -> None:
     """Print the text and end this process, even if nobody reads the output."""
-    printer = threading.Thread(target=say, args=(text,), daemon=True, name=_NAME)
+    printer = threading.Thread(target=print_to_user, args=(text,), daemon=True, name=_NAME)
     printer.start()
     printer.join(_SAY_S)
     os._exit(STUCK)

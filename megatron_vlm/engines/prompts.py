@@ -97,11 +97,11 @@ class Prompts:
                 "fewer tokens, or shorten the prompt",
             )
 
-    def _check_count(self, grid_I3: Tensor | None, name: str, most: int) -> None:
+    def _check_count(self, grid_I3: Tensor | None, name: str, max_count: int) -> None:
         count = 0 if grid_I3 is None else len(grid_I3)
-        if count > most:
+        if count > max_count:
             raise ConfigError(
-                f"is more than the {most} that the engine was started for",
+                f"is more than the {max_count} that the engine was started for",
                 place="the prompt",
                 key=name,
                 found=count,
@@ -185,15 +185,17 @@ class Folding:
         return folded
 
     @staticmethod
-    def _first_time(ids: list[int], run: PlaceholderRun, least: int) -> int:
+    def _first_time(ids: list[int], run: PlaceholderRun, min_frames: int) -> int:
         """Return the place where the time of a video's first frame begins, which is after the
         bracket that opens the whole video."""
         inner = run.start - 1
-        places = (i for i in range(inner - 1, least - 1, -1) if ids[i] == ids[inner])
+        places = (i for i in range(inner - 1, min_frames - 1, -1) if ids[i] == ids[inner])
         return next(places, inner) + 1
 
-    def _times(self, ids: list[int], group: Sequence[PlaceholderRun], least: int) -> Iterator[int]:
-        start = self._first_time(ids, group[0], least)
+    def _times(
+        self, ids: list[int], group: Sequence[PlaceholderRun], min_frames: int
+    ) -> Iterator[int]:
+        start = self._first_time(ids, group[0], min_frames)
         for run in group:
             text = str(self._tokenizer.decode(ids[start : max(start, run.start - 1)]))
             if (time := _TIME.fullmatch(text)) is None:

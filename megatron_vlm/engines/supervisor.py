@@ -25,21 +25,21 @@ class EngineReplica:
         self.given_up: Exception | None = None
         self.mending: asyncio.Task[None] | None = None
 
-    def answered(self) -> None:
+    def reset_deaths(self) -> None:
         self.deaths = 0
 
-    def lost(self, engine: Engine, died: EngineDiedError) -> None:
+    def replace_engine(self, engine: Engine, died: EngineDiedError) -> None:
         """Start another engine, once, after this one has died. Many requests may report its
         death."""
         if self.engine is not engine:
             return
         engine.close()
         self.engine = None
-        self._died(died)
+        self._record_death(died)
         if self.given_up is None:
             self.mending = asyncio.create_task(self._mend())
 
-    def _died(self, died: EngineDiedError) -> None:
+    def _record_death(self, died: EngineDiedError) -> None:
         self.deaths += 1
         if self.deaths >= DEATHS:
             self.given_up = SamplerError(
@@ -53,7 +53,7 @@ class EngineReplica:
             try:
                 engine = await self.start(self.environment)
             except SamplerError as error:
-                self._died(EngineDiedError(str(error)))
+                self._record_death(EngineDiedError(str(error)))
                 continue
             except Exception as error:  # a mistake, which another start would not correct
                 self.given_up = error
@@ -63,7 +63,7 @@ class EngineReplica:
                 return
             except EngineDiedError as died:
                 engine.close()
-                self._died(died)
+                self._record_death(died)
             except BaseException as error:
                 engine.close()
                 if not isinstance(error, Exception):

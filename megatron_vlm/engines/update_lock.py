@@ -15,7 +15,7 @@ class UpdateLock:
         self.changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def among_others(self) -> AsyncIterator[None]:
+    async def shared_with_requests(self) -> AsyncIterator[None]:
         async with self.changed:
             await self.changed.wait_for(lambda: not self.closed)
             self.inside += 1
@@ -23,10 +23,10 @@ class UpdateLock:
             yield
         finally:
             self.inside -= 1
-            await asyncio.shield(self._tell())
+            await asyncio.shield(self._notify())
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
+    async def exclusive(self) -> AsyncIterator[None]:
         async with self.changed:
             await self.changed.wait_for(lambda: not self.closed)
             self.closed = True
@@ -36,8 +36,8 @@ class UpdateLock:
             yield
         finally:
             self.closed = False
-            await asyncio.shield(self._tell())
+            await asyncio.shield(self._notify())
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self.changed:
             self.changed.notify_all()

@@ -20,13 +20,13 @@ from typing import Any, BinaryIO
 
 from megatron_vlm.distributed.process import without_job
 from megatron_vlm.engines.sampler import SamplerError
-from megatron_vlm.engines.server.frames import HEADER, Message, head, parse, sizes
+from megatron_vlm.engines.server.frames import FRAME_HEADER, Message, head, parse, sizes
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.scratch import socket_folder
 
 SERVER = Path(__file__).parent / "server" / "engine_server.py"
-_OURS = ("PYTHON", "OMP_")  # variables of this process that do not fit the engine's
-_SAID = 4000  # characters of the engine's last output in a message
+_TRAINER_VARIABLES = ("PYTHON", "OMP_")  # variables of this process that do not fit the engine's
+_OUTPUT_CHARACTERS = 4000  # characters of the engine's last output in a message
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EngineSettings:
     start_s: float = 1800.0  # seconds that the engine may take to load
 
     @property
-    def most_adapters(self) -> int:
+    def max_adapters(self) -> int:
         """Maximum number of adapters in use: `adapters`, unless the options replace it."""
         return int(self.options.get("max_loras", self.adapters))
 
@@ -147,7 +147,7 @@ class Engine:
         """Deliver answers until the process has ended."""
         try:
             while True:
-                text, size = sizes(await self.reader.readexactly(HEADER.size))
+                text, size = sizes(await self.reader.readexactly(FRAME_HEADER.size))
                 answer = parse(await self.reader.readexactly(text))
                 if size:
                     answer["answer"]["body"] = await self.reader.readexactly(size)
@@ -163,7 +163,7 @@ class Engine:
     @staticmethod
     def _settle(future: "Future[Any]", answer: Message) -> None:
         if "error" in answer:
-            future.set_exception(_explained(answer["error"]))
+            future.set_exception(_explain_failure(answer["error"]))
         else:
             future.set_result(answer["answer"])
 
@@ -176,7 +176,7 @@ class Engine:
         if self.said.closed:
             return "it was closed"
         self.said.seek(0, os.SEEK_END)
-        self.said.seek(max(0, self.said.tell() - _SAID))
+        self.said.seek(max(0, self.said.tell() - _OUTPUT_CHARACTERS))
         return self.said.read().decode(errors="replace").strip()
 
     def _end(self) -> None:
@@ -198,18 +198,24 @@ class Engine:
 
 
 def _environment() -> dict[str, str]:
-    inherited = {name: value for name, value in without_job().items() if not name.startswith(_OURS)}
+    inherited = {
+        name: value
+        for name, value in without_job().items()
+        if not name.startswith(_TRAINER_VARIABLES)
+    }
     # vLLM's own processes meet in this folder. By default they use TMPDIR, whose name may be too
     # long for sockets.
     return {"VLLM_RPC_BASE_PATH": str(socket_folder()), **inherited}
 
 
-def _explained(said: str) -> Exception:
+def _explain_failure(output: str) -> Exception:
     """Turn vLLM's traceback into an error for the user."""
-    last = said.strip().splitlines()[-1]
+    last = output.strip().splitlines()[-1]
     if last.startswith("PromptError: "):
         return DataError(last.removeprefix("PromptError: "))
-    return SamplerError(f"vLLM has failed: {last}\n{said[-_SAID:]}", place="the engine")
+    return SamplerError(
+        f"vLLM has failed: {last}\n{output[-_OUTPUT_CHARACTERS:]}", place="the engine"
+    )
 
 
 def _of_start(error: BaseException, words: str, settings: EngineSettings) -> Exception | None:

@@ -24,7 +24,7 @@ from megatron_vlm.engines.weight_stream import (
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.training.completions import Completion, SamplingSettings
 
-ASKED = 3  # attempts for a request whose engines die
+MAX_TRIES = 3  # attempts for a request whose engines die
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class VllmSampler:
         if not seeds:
             return []
         adapter_field = {} if adapter is None else {"adapter": adapter.folder}
-        async with self.gate.among_others():
+        async with self.gate.shared_with_requests():
             fields = {**request.fields, **adapter_field}
             answer = await self._ask("sample", fields, request.pixels, len(seeds))
         return [
@@ -116,45 +116,46 @@ class VllmSampler:
         mm_processor_cache_gb=0."""
         request = self.prompts.request(prompt, SamplingSettings(1), [])
         fields = {name: request.fields[name] for name in ("prompt", "pictures", "videos")}
-        async with self.gate.among_others():
+        async with self.gate.shared_with_requests():
             return seen_of(await self._ask("inspect", fields, request.pixels, 1))
 
     async def _ask(
         self, do: str, fields: Mapping[str, Any], pixels: Sequence[bytes], samples: int
     ) -> dict[str, Any]:
         died: EngineDiedError | None = None
-        for attempt in range(ASKED):
+        for attempt in range(MAX_TRIES):
             # In the last attempt, requests whose engines have died run one by one: if a prompt
             # kills engines, it does not affect the other requests.
-            async with self.suspects if attempt == ASKED - 1 else nullcontext():
-                replica, engine = await self._idlest()
+            async with self.suspects if attempt == MAX_TRIES - 1 else nullcontext():
+                replica, engine = await self._wait_for_idlest()
                 replica.in_flight += samples
                 try:
                     answer: dict[str, Any] = await engine.ask(do, body=pixels, **fields)
-                    replica.answered()
+                    replica.reset_deaths()
                     return answer
                 except EngineDiedError as error:
                     died = error
-                    replica.lost(engine, error)
+                    replica.replace_engine(engine, error)
                 finally:
                     replica.in_flight -= samples
         length = len(fields.get("expected", fields["prompt"]))
         raise SamplerError(
-            f"the engine died each of the {ASKED} times that it was asked; its last words:\n{died}",
+            f"the engine died each of the {MAX_TRIES} times that it was asked; its last "
+            f"words:\n{died}",
             place=f"a prompt of {length} tokens",
         ) from died
 
-    async def _idlest(self) -> tuple[EngineReplica, Engine]:
+    async def _wait_for_idlest(self) -> tuple[EngineReplica, Engine]:
         """Return the replica with the fewest samples in progress, once there is one."""
         while True:
-            if live := self._live():
+            if live := self._live_engines():
                 return min(live, key=lambda pair: pair[0].in_flight)
             mending = [replica.mending for replica in self.replicas if not replica.given_up]
             if not mending:
                 raise next(replica.given_up for replica in self.replicas if replica.given_up)
             await asyncio.wait(filter(None, mending), return_when=asyncio.FIRST_COMPLETED)
 
-    def _live(self) -> list[tuple[EngineReplica, Engine]]:
+    def _live_engines(self) -> list[tuple[EngineReplica, Engine]]:
         return [(each, each.engine) for each in self.replicas if each.engine is not None]
 
     async def update(self, weights: Weights, version: int) -> None:
@@ -162,12 +163,12 @@ class VllmSampler:
         samples have the former weights. An iterable of tensors is read to its end in any case: on
         other ranks that may be part of collectives."""
         if isinstance(weights, Checkpoint | Adapter):
-            async with self.gate.alone(), self.renewing:
+            async with self.gate.exclusive(), self.renewing:
                 await self._update(weights, version)
             return
         tensors = iter(weights)
         try:
-            async with self.gate.alone(), self.renewing:
+            async with self.gate.exclusive(), self.renewing:
                 await self._update(tensors, version)
         finally:
             for _ in tensors:
@@ -180,18 +181,18 @@ class VllmSampler:
             newest = replace(self.newest, version=version, adapter=weights)
         else:
             newest = EngineState(version, self.kept)
-            weights = self.kept.through(complete_weights(weights, self.names))
-        live = self._live()
+            weights = self.kept.write_through(complete_weights(weights, self.names))
+        live = self._live_engines()
         try:
             died = await self._give(weights, [engine for _, engine in live], version)
         except BaseException as error:
             for replica, engine in live:  # its weights are unknown now
-                replica.lost(engine, EngineDiedError(f"an update has failed: {error}"))
+                replica.replace_engine(engine, EngineDiedError(f"an update has failed: {error}"))
             raise
         self.newest = newest
         for replica, engine in live:
             if engine in died:
-                replica.lost(engine, died[engine])
+                replica.replace_engine(engine, died[engine])
 
     async def _give(
         self, weights: Weights, engines: Sequence[Engine], version: int

@@ -143,7 +143,7 @@ class WeightCache:
         self.folder = tempfile.TemporaryDirectory(prefix="megatron-vlm-weights-", dir=parent)
         self.index: list[dict[str, Any]] = []
 
-    def through(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def write_through(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same tensors, and write each one to disk. After the last one, they replace the
         former tensors."""
         index: list[dict[str, Any]] = []

@@ -39,7 +39,7 @@ def read_config(folder: str | Path) -> "PretrainedConfig":
     from transformers import AutoConfig
 
     require_files_in(folder)  # transformers opens every file whose name it knows
-    with fields.file.border("transformers cannot read it"):
+    with fields.file.wrap_errors("transformers cannot read it"):
         # The folder's code is never run, and transformers does not ask for permission to run it.
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return config

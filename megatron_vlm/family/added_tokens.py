@@ -17,7 +17,7 @@ from megatron_vlm.io.untrusted import UntrustedFile, what_is_at
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-MOST_BYTES = 2**27  # limit of tokenizer.json, the largest of its files; Qwen's has 11 MB
+MAX_TOKENIZER_BYTES = 2**27  # limit of tokenizer.json, the largest of its files; Qwen's has 11 MB
 _TOKENIZER, _SETTINGS, _OLDER = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 # Qwen adds its own ordinary tokens, such as <tool_call>, in this way: they match the text as it was
 # written.
@@ -88,8 +88,8 @@ def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None
     outside = UntrustedFile(
         str(file), ConfigError, "data.add_tokens needs the checkpoint's own file"
     )
-    text = outside.text(MOST_BYTES)
-    with outside.border("cannot be read"):
+    text = outside.text(MAX_TOKENIZER_BYTES)
+    with outside.wrap_errors("cannot be read"):
         tokenizer = Tokenizer.from_str(text)
     added = tokenizer.get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]

@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.field_rules import KnownFields, ModelFields, other_model, refused
+from megatron_vlm.family.field_rules import (
+    KnownFields,
+    ModelFields,
+    other_model,
+    unsupported_fields,
+)
 from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS
 from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile, what_is_at
 
-_MOST_BYTES = 2**20
+_MAX_BYTES = 2**20
 _FIELDS = {"qwen3_vl": QWEN3_VL_FIELDS, "qwen3_vl_moe": QWEN3_VL_MOE_FIELDS}
 
 
@@ -52,7 +57,7 @@ def read_fields(folder: str | Path) -> JsonField:
     file = UntrustedFile(
         str(Path(folder) / "config.json"), ConfigError, "give a folder of a Qwen3-VL checkpoint"
     )
-    config = file.json(_MOST_BYTES)
+    config = file.json(_MAX_BYTES)
     config.object()
     return config
 
@@ -100,13 +105,15 @@ def _problems(config: dict[str, Any], known: ModelFields) -> Iterator[str]:
     yield from _other_values("vision_config.rope_parameters.", rope, known.vision_rope)
 
 
-def _other_values(part: str, given: dict[str, Any], known: KnownFields) -> Iterator[str]:
+def _other_values(part: str, settings: dict[str, Any], known: KnownFields) -> Iterator[str]:
     """Yield the fields that have one meaning here and another value in the file. transformers sets
     the model types of the parts itself, and replaces null by its own value."""
     names = (known.fixed.keys() | known.carried_out.keys()) - {"model_type"}
-    values = {name: given[name] for name in names & given.keys()}
+    values = {name: settings[name] for name in names & settings.keys()}
     null = {name for name, value in values.items() if value is None and name in known.carried_out}
-    yield from refused(part, {name: values[name] for name in values.keys() - null}, known)
+    yield from unsupported_fields(
+        part, {name: values[name] for name in values.keys() - null}, known
+    )
 
 
 def _counts(text: dict[str, Any], vision: dict[str, Any]) -> Counts | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 VENDOR = "AuthenticAMD"
-LEAST_WIDTH = 256  # width from which a decoder gains
+MIN_WIDTH = 256  # width from which a decoder gains
 LARGE_BLOCKS = 768  # number of queries from which torch's kernel takes blocks of 256, not 32 or 64
 SIZE = 256  # size of the test product; torch keeps products of a few thousand operations for MKL
 
@@ -30,7 +30,7 @@ def enable_onednn(width: int, has_experts: bool) -> None:
     decides."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or _vendor() != VENDOR:
         return
-    gains = width >= LEAST_WIDTH and not has_experts
+    gains = width >= MIN_WIDTH and not has_experts
     torch.set_float32_matmul_precision("medium" if gains else "highest")
     if not has_fp32_products():
         torch.set_float32_matmul_precision("highest")

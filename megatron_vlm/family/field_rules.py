@@ -19,12 +19,12 @@ class Rule:
     fits: Callable[[Any], bool]
 
 
-def whole(least: int, most: int) -> Rule:
+def whole_number(minimum: int, maximum: int) -> Rule:
     """Return a rule for whole numbers. The bounds are far beyond any model: they keep nonsense from
     taking hours and memory."""
     return Rule(
-        f"a whole number from {least} to {most}",
-        lambda value: type(value) is int and least <= value <= most,
+        f"a whole number from {minimum} to {maximum}",
+        lambda value: type(value) is int and minimum <= value <= maximum,
     )
 
 
@@ -49,7 +49,7 @@ POSITIVE_OR_0 = Rule(
 )
 SWITCH = Rule("true or false", lambda value: type(value) is bool)
 OBJECT = Rule("an object", lambda value: isinstance(value, Mapping))
-TEXT = Rule("text", lambda value: isinstance(value, str))
+TEXT_RULE = Rule("text", lambda value: isinstance(value, str))
 LIST = Rule("a list", lambda value: isinstance(value, list | tuple))
 
 
@@ -83,10 +83,10 @@ def other_model(folder: str, problems: Sequence[str]) -> ConfigError:
     )
 
 
-def refused(part: str, given: Mapping[str, Any], known: KnownFields) -> Iterator[str]:
+def unsupported_fields(part: str, values: Mapping[str, Any], known: KnownFields) -> Iterator[str]:
     """Yield the fields that are not supported, with the reason. `part` is a prefix of their
     names."""
-    for field, value in sorted(given.items()):
+    for field, value in sorted(values.items()):
         if field in known.idle:
             continue
         text = f"{part}{field.removeprefix('_')}={reprlib.repr(value)}"

@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-from megatron_vlm.distributed.process import say
+from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.hf.hf_checkpoint import INDEX
 from megatron_vlm.io.untrusted import real_path
 
@@ -36,19 +36,19 @@ def copy_files(source: Path, target: Path) -> None:
     left = []
     for file in sorted(source.iterdir()):
         listed = file.name in SETTINGS or _PAPERS.fullmatch(file.name)
-        if listed and is_own(file):
+        if listed and is_regular_file(file):
             shutil.copyfile(file, target / file.name)
         elif not (_WEIGHTS.fullmatch(file.name) or file.name in (INDEX, "README.md")):
             left.append(repr(file.name))
     if left:
         more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
-        say(
+        print_to_user(
             f"the export leaves out {', '.join(left[:_SHOWN])}{more} of {source}: it takes the "
             "files that transformers and vLLM read and the licence, and writes a model card"
         )
 
 
-def is_own(file: Path) -> bool:
+def is_regular_file(file: Path) -> bool:
     """Return whether a file is regular, or a link that only points to where such a file is stored.
     The cache of the hub stores files in models--NAME/blobs, and a folder of links keeps their
     names. Any other link could publish a file that its owner never meant to publish; config.json is

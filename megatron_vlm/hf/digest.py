@@ -38,19 +38,22 @@ def settings_digests(folder: Path) -> dict[str, str]:
     """Return a digest of config.json and of each file that determines how a record becomes tokens
     and patches."""
     return {
-        name: hashlib.sha256(_outside(folder / name).content()).hexdigest()
+        name: hashlib.sha256(_untrusted_file(folder / name).content()).hexdigest()
         for name in SETTINGS
         if os.path.lexists(folder / name)
     }
 
 
-def _outside(file: Path) -> UntrustedFile:
+def _untrusted_file(file: Path) -> UntrustedFile:
     return UntrustedFile(str(file), CheckpointError, "download the checkpoint again")
 
 
 def _of_weights(file: Path) -> str:
     header = read_header(file)
-    with _outside(file).border("cannot be read"), open(file, "rb", buffering=0) as opened:
+    with (
+        _untrusted_file(file).wrap_errors("cannot be read"),
+        open(file, "rb", buffering=0) as opened,
+    ):
         descriptor = opened.fileno()
         size = os.fstat(descriptor).st_size
         hasher = hashlib.sha256(repr((size, sorted(header.items()))).encode())

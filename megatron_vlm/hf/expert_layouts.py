@@ -50,7 +50,9 @@ class ExpertLayout:
         parts = _parts(name)
         part_shape = (rows // len(parts), columns)
         return {
-            _single(name, expert, part): part_shape for expert in range(count) for part in parts
+            _name_of_expert(name, expert, part): part_shape
+            for expert in range(count)
+            for part in parts
         }
 
     def split(self, name: str, tensor: Tensor) -> list[Tensor]:
@@ -73,7 +75,7 @@ class ExpertLayout:
         if self.form is ExpertStorage.in_out:
             return read(name, spans).transpose(1, 2)
         experts = [
-            torch.cat([read(_single(name, expert, part), ()) for part in _parts(name)])
+            torch.cat([read(_name_of_expert(name, expert, part), ()) for part in _parts(name)])
             for expert in range(*span)
         ]
         return torch.stack(experts)
@@ -83,23 +85,23 @@ def _parts(name: str) -> tuple[str, ...]:
     return ("gate_proj", "up_proj") if name.endswith(_GATE_UP) else (_DOWN,)
 
 
-def _single(name: str, expert: int, part: str) -> str:
+def _name_of_expert(name: str, expert: int, part: str) -> str:
     return f"{name.partition(OF_EXPERTS)[0]}{OF_EXPERTS}{expert}.{part}.weight"
 
 
-def find_form(path: str, found: Mapping[str, Shape], sizes: ModelSizes) -> ExpertLayout:
+def find_form(path: str, present: Mapping[str, Shape], sizes: ModelSizes) -> ExpertLayout:
     """Return the layout of the tensors in a checkpoint. Two forms differ only in their shapes;
     where one matrix of an expert is square, the other one decides."""
     shapes = {name: shape for name, shape in sizes.shapes.items() if OF_EXPERTS in name}
-    if any(OF_EXPERTS in name and name.endswith(".weight") for name in found):
+    if any(OF_EXPERTS in name and name.endswith(".weight") for name in present):
         return ExpertLayout(ExpertStorage.single)
     transposed: list[str] = []
     untransposed: list[str] = []
     square: list[str] = []
     for name, shape in shapes.items():
-        if found.get(name) == shape:
+        if present.get(name) == shape:
             (square if shape[1] == shape[2] else untransposed).append(name)
-        elif found.get(name) == (shape[0], shape[2], shape[1]):
+        elif present.get(name) == (shape[0], shape[2], shape[1]):
             transposed.append(name)
     if not transposed or untransposed:  # if both, `check_tensors` lists the differences
         return ExpertLayout(ExpertStorage.out_in)

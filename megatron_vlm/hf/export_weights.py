@@ -22,9 +22,9 @@ from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.companion_files import copy_files
 from megatron_vlm.hf.export_folder import ExportMark, check_replaceable, finish_mark, is_replaceable
-from megatron_vlm.hf.hf_checkpoint import FLOATS, INDEX, WEIGHTS, HFCheckpoint
+from megatron_vlm.hf.hf_checkpoint import FLOATS, INDEX, WEIGHTS_FILE, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
-from megatron_vlm.hf.weight_map import Entry, Origin, exported
+from megatron_vlm.hf.weight_map import Entry, Origin, exported_names
 from megatron_vlm.io.atomic import MARK, asides_of, begin, discard, put_in_place, sync
 
 _DTYPE_OF = {str(dtype): dtype for dtype in FLOATS.values()}
@@ -69,7 +69,7 @@ def stored_tensors(
     named = gather_tensors(held, table, grid) if grid.edp.rank == 0 else iter(())
     for name, tensor in named:
         if tensor is not None and grid.dp.rank == 0:
-            for stored_name, value in _stored(name, tensor, source):
+            for stored_name, value in _as_stored(name, tensor, source):
                 yield stored_name, value.to(FLOATS[source.tensors[stored_name].dtype])
 
 
@@ -110,7 +110,7 @@ def export_hf(
     with fail_together(device, CheckpointError):
         try:
             if grid.dp.rank == 0 and grid.leads:
-                write_folder(source, exported(table), named, out, max_shard_bytes, mark, done)
+                write_folder(source, exported_names(table), named, out, max_shard_bytes, mark, done)
         finally:
             for _ in named:  # the other ranks send their tensors even if writing the files failed
                 pass
@@ -194,7 +194,7 @@ class _ShardWriter:
         self.held: dict[str, dict[str, Tensor]] = {shard: {} for shard in self.left}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        for stored_name, value in _stored(name, tensor, self.source):
+        for stored_name, value in _as_stored(name, tensor, self.source):
             dtype = FLOATS[self.source.tensors[stored_name].dtype]
             shard = self.shard_of[stored_name]
             self.held[shard][stored_name] = value.to(dtype, copy=True).contiguous()
@@ -237,7 +237,7 @@ def _names_of(name: str, source: HFCheckpoint) -> list[str]:
     return list(source.experts.stored(name, source.sizes.shapes[name]))
 
 
-def _stored(name: str, tensor: Tensor, source: HFCheckpoint) -> Iterator[tuple[str, Tensor]]:
+def _as_stored(name: str, tensor: Tensor, source: HFCheckpoint) -> Iterator[tuple[str, Tensor]]:
     """Return a tensor under the names and in the form in which the source stores it."""
     names, values = _names_of(name, source), source.experts.split(name, tensor)
     return zip(names, values * (len(names) // len(values)), strict=True)
@@ -260,7 +260,7 @@ def plan_shards(
         total += size
     count = number + 1
     if count == 1:
-        return dict.fromkeys(numbers, WEIGHTS), total
+        return dict.fromkeys(numbers, WEIGHTS_FILE), total
     shard = {name: f"model-{n + 1:05d}-of-{count:05d}.safetensors" for name, n in numbers.items()}
     return shard, total
 

@@ -20,9 +20,9 @@ from megatron_vlm.hf.expert_layouts import ExpertLayout, ExpertStorage, find_for
 from megatron_vlm.io.hub import folder_of, pin
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile, what_is_at
 
-WEIGHTS = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_MOST_HEADER = 2**28  # maximum number of bytes; safetensors itself accepts 100 MB
+_MAX_HEADER_BYTES = 2**28  # maximum number of bytes; safetensors itself accepts 100 MB
 # Dtypes of trainable weights, by safetensors' names.
 FLOATS = {
     "F64": torch.float64,
@@ -79,18 +79,18 @@ class HFCheckpoint:
             shapes = {name: info.shape for name, info in self.tensors.items()}
             self.experts = find_form(str(self.path), shapes, self.sizes)
 
-    def stored_as(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Return the tensor that has a weight's values: the embedding for a tied head."""
         names = self.family.names
         return names.embedding if self.sizes.tied and name == names.head else name
 
-    def untied(self) -> "HFCheckpoint":
+    def without_tied_head(self) -> "HFCheckpoint":
         """Return the same checkpoint with a separate head, in the embedding's dtype. It serves the
         export of a tied model whose head is now a different matrix from the embedding."""
         checkpoint = copy(self)
         checkpoint.sizes = replace(self.sizes, tied=False, tensors=self.sizes.with_head)
         head = self.family.names.head
-        checkpoint.tensors = {**self.tensors, head: self.tensors[self.stored_as(head)]}
+        checkpoint.tensors = {**self.tensors, head: self.tensors[self.stored_name(head)]}
         checkpoint.is_untied = True
         return checkpoint
 
@@ -103,7 +103,7 @@ class HFCheckpoint:
 
     def _read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
         file = self.tensors[name].file
-        with _outside(file).border(f"{name} cannot be read"):
+        with _untrusted_file(file).wrap_errors(f"{name} cannot be read"):
             if file not in self._open_files:
                 self._open_files[file] = safe_open(file, framework="pt")
             piece = self._open_files[file].get_slice(name)
@@ -155,23 +155,23 @@ def weight_files(folder: Path) -> list[Path]:
             remedy="to continue from it, give its base model as model.path and the adapter as "
             "lora.path",
         )
-    if os.path.lexists(folder / WEIGHTS):
-        return [folder / WEIGHTS]
+    if os.path.lexists(folder / WEIGHTS_FILE):
+        return [folder / WEIGHTS_FILE]
     if not os.path.lexists(folder / INDEX):
         files = sorted(f.name for end in ("safetensors", "bin") for f in folder.glob(f"*.{end}"))
         raise CheckpointError(
-            f"the folder has no {WEIGHTS} and no {INDEX}, but "
+            f"the folder has no {WEIGHTS_FILE} and no {INDEX}, but "
             f"{', '.join(files) or 'no weights at all'}",
             place=str(folder),
             found=files,
             remedy="give a folder as save_pretrained or `hf download` writes it",
         )
-    return [folder / name for name in sorted(set(_indexed(folder / INDEX)))]
+    return [folder / name for name in sorted(set(_files_of_index(folder / INDEX)))]
 
 
-def _indexed(index: Path) -> Iterator[str]:
+def _files_of_index(index: Path) -> Iterator[str]:
     """Yield the files that an index names; they must be inside the index's folder."""
-    for field in _outside(index).json()["weight_map"].object().values():
+    for field in _untrusted_file(index).json()["weight_map"].object().values():
         path = PurePosixPath(field.value) if isinstance(field.value, str) else PurePosixPath("/")
         if path.is_absolute() or ".." in path.parts:
             raise CheckpointError(
@@ -182,7 +182,7 @@ def _indexed(index: Path) -> Iterator[str]:
                 remedy="download the checkpoint again, or move the file there and name it so",
             )
         file = index.parent / path
-        with _outside(index).border(f"it names {reprlib.repr(field.value)}"):
+        with _untrusted_file(index).wrap_errors(f"it names {reprlib.repr(field.value)}"):
             kind = what_is_at(file)
         if kind != "a file":
             instead = "missing" if kind == "nothing" else kind
@@ -195,20 +195,20 @@ def _indexed(index: Path) -> Iterator[str]:
 def read_header(file: Path) -> dict[str, Any]:
     """Return the JSON header of a safetensors file, without its metadata: the dtype, shape and
     data_offsets of each tensor. The offsets are checked to be inside the file."""
-    with _outside(file).border("cannot be read"):
+    with _untrusted_file(file).wrap_errors("cannot be read"):
         kind = what_is_at(file)
     if kind != "a file":
-        raise _outside(file).error(f"there is {kind} in its place")
-    with _outside(file).border("cannot be read"), open(file, "rb") as stream:
+        raise _untrusted_file(file).error(f"there is {kind} in its place")
+    with _untrusted_file(file).wrap_errors("cannot be read"), open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = os.fstat(stream.fileno()).st_size
-        if not 0 < length <= min(size - 8, _MOST_HEADER):
+        if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
             raise CheckpointError(
                 f"the header has {length} bytes in a file of {size}", place=str(file)
             )
         text = stream.read(length)
-    outside = _outside(f"{file}: its header is damaged")
-    tensors = JsonField(outside.parsed(text), "", outside).object()
+    outside = _untrusted_file(f"{file}: its header is damaged")
+    tensors = JsonField(outside.parse(text), "", outside).object()
     tensors.pop("__metadata__", None)
     end = 0
     for tensor in tensors.values():
@@ -227,5 +227,5 @@ def read_header(file: Path) -> dict[str, Any]:
     return {name: tensor.value for name, tensor in tensors.items()}
 
 
-def _outside(file: Path | str) -> UntrustedFile:
+def _untrusted_file(file: Path | str) -> UntrustedFile:
     return UntrustedFile(str(file), CheckpointError, "download it again")

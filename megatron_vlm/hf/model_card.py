@@ -20,11 +20,11 @@ from megatron_vlm.config.data_sources import HUB, SourceSpec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.companion_files import is_own
+from megatron_vlm.hf.companion_files import is_regular_file
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.io.hub import hub_name
 from megatron_vlm.io.numbers_as_text import number
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.io.untrusted import UntrustedFile
 
 CARD = "README.md"
@@ -80,10 +80,10 @@ def _head(
 
 def _license_of(card: Path) -> dict[str, str]:
     """Return the licence fields of the base model's card."""
-    if not card.is_file() or not is_own(card):
+    if not card.is_file() or not is_regular_file(card):
         return {}
     file = UntrustedFile(str(card), CheckpointError, "remove it, or download it again")
-    head = _HEAD.match(file.beginning(_READ).decode("utf-8-sig", "replace"))
+    head = _HEAD.match(file.read_beginning(_READ).decode("utf-8-sig", "replace"))
     try:
         fields = yaml.safe_load(head[1]) if head else None
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -127,10 +127,10 @@ def _data(done: TrainingSummary) -> Iterator[str]:
     yield from ("", "## Data", "")
     for spec in done.cfg.data.train:
         weight = "" if spec.weight == 1 else f", weight {spec.weight:g}"
-        yield f"- {code(_shown(spec))}{weight}"
+        yield f"- {code(_source_name(spec))}{weight}"
 
 
-def _shown(spec: SourceSpec) -> str:
+def _source_name(spec: SourceSpec) -> str:
     if spec.path.startswith(HUB):
         return spec.path.removeprefix(HUB)
     return Path(spec.path).name
@@ -177,7 +177,7 @@ def _settings(cfg: Config) -> Iterator[str]:
 
 def _line(text: str) -> str:
     """Return the text in one line: the beginning of a line could end the YAML of the card."""
-    return " ".join(visible(text).split())
+    return " ".join(escape_controls(text).split())
 
 
 def code(text: str) -> str:

@@ -22,7 +22,7 @@ def check_push(repo: str, key: str = "checkpoint.push") -> None:
         raise ConfigError(
             "is not the name of a model on the Hub", key=key, found=repo, allowed="ORG/NAME"
         )
-    who = _asked(repo, key, lambda api: api.whoami())
+    who = _ask_hub(repo, key, lambda api: api.whoami())
     token = (who.get("auth") or {}).get("accessToken") or {}
     scopes = str((token.get("fineGrained") or {}).get("scoped"))
     role = token.get("role")
@@ -66,7 +66,7 @@ def push(folder: Path, repo: str) -> str:
         return str(done.commit_url)
 
     remedy = f"{folder} is whole: try again with {command(folder, repo)}"
-    return _asked(repo, "repo", upload, remedy)
+    return _ask_hub(repo, "repo", upload, remedy)
 
 
 class Upload:
@@ -102,7 +102,7 @@ def command(folder: Path, repo: str) -> str:
     return f"megatron-vlm push {folder} {repo}"
 
 
-def _asked(repo: str, key: str, ask: Callable[[Any], Any], remedy: str = "") -> Any:
+def _ask_hub(repo: str, key: str, ask: Callable[[Any], Any], remedy: str = "") -> Any:
     """Call the Hub and return its answer; raise ConfigError if the call fails."""
     from huggingface_hub import HfApi
 

@@ -74,7 +74,7 @@ class Entry:
         return sum(tensor.num_values for tensor in self.theirs)
 
 
-def exported(table: Sequence[Entry]) -> list[str]:
+def exported_names(table: Sequence[Entry]) -> list[str]:
     """Return the names of the tensors in a Hugging Face checkpoint, in the order of the table."""
     return [name for entry in table if entry.origin is Origin.hub for name in entry.names]
 
@@ -213,16 +213,16 @@ def name_table(family: Family, sizes: ModelSizes, backend: str, dims: ParallelDi
     vocab = vocab_rows(sizes.text.vocab)
 
     def entry(
-        ours: str,
-        theirs: Sequence[str],
+        our_name: str,
+        hf_names: Sequence[str],
         layout: Layout,
         place: tuple[int, int],  # stage and chunk
         origin: Origin = Origin.hub,
     ) -> Entry:
-        tensors = tuple(specs[name] for name in theirs)
+        tensors = tuple(specs[name] for name in hf_names)
         part = Part.head if origin is Origin.copy else tensors[0].part
         stage, chunk = place
-        return Entry(ours, tensors, layout, stage, part, chunk, origin)
+        return Entry(our_name, tensors, layout, stage, part, chunk, origin)
 
     entries = [
         entry(f"vision_model.{name.removeprefix(names.vision)}", [name], WHOLE, (0, 0))

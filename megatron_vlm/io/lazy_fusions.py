@@ -16,11 +16,11 @@ def compile_as_called() -> None:
     """Replace the module in which Megatron chooses its compiler. This has no effect where Megatron
     has been imported already."""
     jit: Any = ModuleType("megatron.core.jit")
-    jit.jit_fuser = _fused
+    jit.jit_fuser = _compile_lazily
     sys.modules.setdefault("megatron.core.jit", jit)
 
 
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_lazily(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function, compiled at its first call. Within another compiled function it is a
     part of that one."""
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-COLUMNS = 600  # width of a thinned curve
+CURVE_COLUMNS = 600  # width of a thinned curve
 
 
 def number(value: float, percent: bool = False) -> str:
@@ -29,7 +29,9 @@ def time_spent(seconds: float) -> str:
     return f"{whole // 86400} d {whole // 3600 % 24} h"
 
 
-def thin(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
+def thin_out(
+    x: np.ndarray, y: np.ndarray, columns: int = CURVE_COLUMNS
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the first and the last point, and the lowest and the highest one of each column."""
     if len(x) <= 2 * columns:
         return x, y
@@ -52,7 +54,7 @@ def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     x, y = x[finite].astype(float), y[finite]
     if not len(x):
         return x, y
-    starts = np.unique(np.linspace(0, len(x), COLUMNS, endpoint=False).astype(np.int64))
+    starts = np.unique(np.linspace(0, len(x), CURVE_COLUMNS, endpoint=False).astype(np.int64))
     counts = np.diff([*starts, len(x)])
     window = np.ones(2 * (len(starts) // 80) + 1)
     sums, total = (np.convolve(v, window, "same") for v in (np.add.reduceat(y, starts), counts))

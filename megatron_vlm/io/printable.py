@@ -9,6 +9,6 @@ _UNSAFE = re.compile(
 )
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return the text with its control characters spelled out."""
     return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)

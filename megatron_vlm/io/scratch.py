@@ -67,7 +67,7 @@ def _folder_of(_: int, parent: str) -> Path:
     handle = os.open(folder / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     with contextlib.suppress(OSError):  # a file system without locks, where the folder stays
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(handle, _here())
+        os.write(handle, _host_name())
     # Python's own folder of sockets is removed likewise: after everything in it was closed.
     util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)
     return folder
@@ -82,11 +82,11 @@ def remove_left(parent: str) -> None:
             handle = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.read(handle, 1024) == _here():
+                if os.read(handle, 1024) == _host_name():
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
 
 
-def _here() -> bytes:
+def _host_name() -> bytes:
     return socket.gethostname().encode()

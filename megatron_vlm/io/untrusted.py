@@ -19,11 +19,11 @@ from typing import Any
 
 from megatron_vlm.errors import DataError, MegatronVLMError
 
-MOST_BYTES = 2**28  # limit for a file that is read at once
+MAX_FILE_BYTES = 2**28  # limit for a file that is read at once
 # A value of JSON takes up to 200 bytes of memory, and may take only 3 bytes of the file.
-MOST_VALUES = 2**22
+MAX_JSON_VALUES = 2**22
 # Deeper values end in RecursionError somewhere, in code that walks through them.
-MOST_DEPTH = 100
+MAX_JSON_DEPTH = 100
 _NESTING = (Mapping, list, tuple)
 _LONGEST = 300  # characters of a reason
 _PANIC = "PanicException"  # raised by libraries in Rust; not an Exception
@@ -43,7 +43,7 @@ class UntrustedFile:
         return self.kind(problem, **{"place": self.name, "remedy": self.remedy} | fields)
 
     @contextmanager
-    def border(self, doing: str = "") -> Iterator[None]:
+    def wrap_errors(self, doing: str = "") -> Iterator[None]:
         """Turn any error of a library that reads the file into an error of this kind. `doing`
         begins the reason."""
         try:
@@ -55,7 +55,7 @@ class UntrustedFile:
                 raise
             raise self.error(f"{doing}: {reason(error)}" if doing else reason(error)) from error
 
-    def regular(self) -> Path:
+    def regular_path(self) -> Path:
         """Return the path of the regular file with this name."""
         try:
             return require_file(self.name)
@@ -63,33 +63,33 @@ class UntrustedFile:
             remedy = self.remedy or error.remedy
             raise self.kind(**error.fields() | {"remedy": remedy}) from error
 
-    def content(self, most: int = MOST_BYTES) -> bytes:
+    def content(self, max_bytes: int = MAX_FILE_BYTES) -> bytes:
         """Return the content of the regular file with this name."""
-        data = self.beginning(most + 1)
-        if len(data) > most:
-            raise self.error(f"has more than {most:,} bytes, which cannot be right")
+        data = self.read_beginning(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise self.error(f"has more than {max_bytes:,} bytes, which cannot be right")
         return data
 
-    def beginning(self, most: int) -> bytes:
+    def read_beginning(self, max_bytes: int) -> bytes:
         """Return the first bytes of the regular file with this name."""
-        path = self.regular()
-        with self.border("cannot be read"), path.open("rb") as file:
+        path = self.regular_path()
+        with self.wrap_errors("cannot be read"), path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            return file.read(min(size + 1, most))  # read allocates as much as it may return
+            return file.read(min(size + 1, max_bytes))  # read allocates as much as it may return
 
-    def text(self, most: int = MOST_BYTES) -> str:
+    def text(self, max_bytes: int = MAX_FILE_BYTES) -> str:
         """Return the text of the file, which is UTF-8."""
         try:
-            return self.content(most).decode("utf-8-sig")
+            return self.content(max_bytes).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise self.error(f"is not UTF-8 text, at byte {error.start}") from error
 
-    def json(self, most: int = MOST_BYTES) -> "JsonField":
+    def json(self, max_bytes: int = MAX_FILE_BYTES) -> "JsonField":
         """Parse the JSON in the file."""
-        return JsonField(self.parsed(self.content(most)), "", self)
+        return JsonField(self.parse(self.content(max_bytes)), "", self)
 
-    def parsed(
-        self, text: str | bytes, fault: str = "is not JSON", most_values: int = MOST_VALUES
+    def parse(
+        self, text: str | bytes, fault: str = "is not JSON", most_values: int = MAX_JSON_VALUES
     ) -> Any:
         """Parse a JSON text. A name that occurs twice in an object is refused: one of its values
         would be left out. `fault`: the problem of a text that is not JSON."""
@@ -100,18 +100,20 @@ class UntrustedFile:
                 f"has about {values} values in one record, above the limit of {most_values}"
             )
         try:
-            value = json.loads(text, object_pairs_hook=_once)
+            value = json.loads(text, object_pairs_hook=_unique_pairs)
         except ValueError as error:
-            raise self.error(f"{fault}: {_short(str(error))}") from error
+            raise self.error(f"{fault}: {_shorten(str(error))}") from error
         except RecursionError:
-            raise self.too_deep() from None
-        if opened > MOST_DEPTH and is_too_deep(value):
-            raise self.too_deep()
+            raise self.depth_error() from None
+        if opened > MAX_JSON_DEPTH and is_too_deep(value):
+            raise self.depth_error()
         return value
 
-    def too_deep(self) -> MegatronVLMError:
+    def depth_error(self) -> MegatronVLMError:
         """Make the error of a value with too many levels."""
-        return self.error(f"has JSON that is nested too deeply, in more than {MOST_DEPTH} levels")
+        return self.error(
+            f"has JSON that is nested too deeply, in more than {MAX_JSON_DEPTH} levels"
+        )
 
 
 @dataclass(frozen=True)
@@ -155,17 +157,19 @@ class JsonField:
             JsonField(value, f"{self.name}[{i}]", self.file) for i, value in enumerate(self.value)
         ]
 
-    def whole(self, least: int = 0, most: int = 2**63 - 1) -> int:
+    def whole(self, minimum: int = 0, maximum: int = 2**63 - 1) -> int:
         """Return a whole number; true and 1.0 are refused."""
-        if type(self.value) is not int or not least <= self.value <= most:
-            raise self.error(f"a whole number from {least} to {most}")
+        if type(self.value) is not int or not minimum <= self.value <= maximum:
+            raise self.error(f"a whole number from {minimum} to {maximum}")
         return int(self.value)
 
-    def number(self, least: float = -math.inf, most: float = math.inf) -> float:
+    def number(self, minimum: float = -math.inf, maximum: float = math.inf) -> float:
         """Return a finite number, whole or not, just as it was written."""
         value = self.value
-        if type(value) not in (int, float) or not (abs(value) < 1e308 and least <= value <= most):
-            bounds = "" if least == -math.inf else f" from {least:g} to {most:g}"
+        if type(value) not in (int, float) or not (
+            abs(value) < 1e308 and minimum <= value <= maximum
+        ):
+            bounds = "" if minimum == -math.inf else f" from {minimum:g} to {maximum:g}"
             raise self.error(f"a finite number{bounds}")
         return value
 
@@ -180,27 +184,29 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     message = " ".join(str(error).split())
-    return _short(f"{type(error).__name__}: {message}" if message else type(error).__name__)
+    return _shorten(f"{type(error).__name__}: {message}" if message else type(error).__name__)
 
 
-def _short(said: str) -> str:
-    return said if len(said) <= _LONGEST else said[:_LONGEST] + "..."
+def _shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
 def is_too_deep(value: Any) -> bool:
-    """Return whether lists and objects are nested in more than MOST_DEPTH levels."""
+    """Return whether lists and objects are nested in more than MAX_JSON_DEPTH levels."""
     level: list[Any] = [[value]]
-    for _ in range(MOST_DEPTH + 1):
-        inner = (each for outer in level for each in _inside(outer) if isinstance(each, _NESTING))
+    for _ in range(MAX_JSON_DEPTH + 1):
+        inner = (
+            each for outer in level for each in _values_of(outer) if isinstance(each, _NESTING)
+        )
         level = list({id(each): each for each in inner}.values())  # no value twice
     return bool(level)
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _values_of(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, Mapping) else value
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object, without a name twice: the last of its values would win in silence."""
     fields = dict(pairs)
     if len(fields) < len(pairs):

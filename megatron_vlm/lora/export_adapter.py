@@ -26,9 +26,9 @@ from megatron_vlm.hf.export_weights import (
 )
 from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
-from megatron_vlm.hf.weight_map import Entry, exported
+from megatron_vlm.hf.weight_map import Entry, exported_names
 from megatron_vlm.io.hub import hub_name
-from megatron_vlm.lora.peft_folder import CONFIG, WEIGHTS, merged, saved_whole
+from megatron_vlm.lora.peft_folder import ADAPTER_FILE, CONFIG, merge_adapter, tensors_saved_whole
 from megatron_vlm.lora.peft_tensors import file_tensors, parameters
 from megatron_vlm.lora.targets import PREFIX, is_of_experts, module_of, tensors_of
 
@@ -44,13 +44,13 @@ class TrainedAdapter:
 
     def pair(self, weight: TensorSpec) -> tuple[Tensor, Tensor]:
         """Return A and B of a weight, in the dtype in which the weight is stored."""
-        name = self.source.stored_as(weight.name)
+        name = self.source.stored_name(weight.name)
         first, *_ = self.source.experts.stored(name, weight.shape)
         dtype = FLOATS[self.source.tensors[first].dtype]
         down, up = (self.tensors[tensor.name] for tensor in tensors_of(weight, self.lora.rank))
         return down.to(dtype), up.to(dtype)
 
-    def in_file(self) -> dict[str, Tensor]:
+    def tensors_in_file(self) -> dict[str, Tensor]:
         """Return the adapters of all weights, in the form of PEFT's files."""
         forms = file_tensors(self.weights, self.lora.rank)
         pairs = chain.from_iterable(map(self.pair, self.weights))
@@ -96,21 +96,21 @@ def write(
     """Write the folder as an adapter or as a merged model."""
     lora, source = adapter.lora, adapter.source
     if kind == "merged":
-        names, head = exported(table), source.sizes.head
+        names, head = exported_names(table), source.sizes.head
         if source.sizes.tied and head in adapter.weights:
-            names, source = [*names, head.name], source.untied()
+            names, source = [*names, head.name], source.without_tied_head()
         named = merged_tensors(adapter, names)
         write_folder(source, names, named, out, mark=mark, done=done)
         return
     _check_fits(lora)
-    tensors = adapter.in_file()
-    for tensor in saved_whole(source.sizes.tensors, lora):
+    tensors = adapter.tensors_in_file()
+    for tensor in tensors_saved_whole(source.sizes.tensors, lora):
         dtype = FLOATS[source.tensors[tensor.name].dtype]
         tensors[PREFIX + tensor.name] = adapter.tensors[tensor.name].to(dtype).contiguous()
     for name, value in tensors.items():
         check_finite(name, value, out)
     with new_export(out, mark) as partial:
-        write_tensors(partial / WEIGHTS, dict(sorted(tensors.items())))
+        write_tensors(partial / ADAPTER_FILE, dict(sorted(tensors.items())))
         config = _render_config(lora, adapter.weights, source)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         card = model_card(source, done, is_adapter=True)
@@ -122,7 +122,7 @@ def _render_config(
 ) -> dict[str, Any]:
     """Return the adapter_config.json of the trained adapter."""
     base = hub_name(source.name)
-    modules = sorted({_module_to_save(t) for t in saved_whole(source.sizes.tensors, lora)})
+    modules = sorted({_module_to_save(t) for t in tensors_saved_whole(source.sizes.tensors, lora)})
     linears = [weight for weight in weights if not is_of_experts(weight)]
     return {
         "peft_type": "LORA",
@@ -139,7 +139,7 @@ def _render_config(
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "target_modules": _shortest(linears, source.sizes.with_head),
+        "target_modules": _shortest_names(linears, source.sizes.with_head),
         "target_parameters": parameters(weights, source.sizes.tensors) or None,
         "modules_to_save": modules or None,
         "layers_to_transform": None,
@@ -155,7 +155,7 @@ def _module_to_save(tensor: TensorSpec) -> str:
     return module_of(tensor).split(".linear_fc")[0].split(".norm")[0]
 
 
-def _shortest(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]) -> list[str]:
+def _shortest_names(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]) -> list[str]:
     """Return target_modules. PEFT adapts every module with one of these names, or whose name ends
     with one after a dot. The names are shortened to their last parts if those match no other
     module."""
@@ -186,10 +186,10 @@ def merged_tensors(adapter: TrainedAdapter, names: Sequence[str]) -> Iterator[tu
         if name in adapter.tensors:
             yield name, adapter.tensors[name]
             continue
-        stored = source.read(source.stored_as(name), [(0, shapes[name][0])])
+        stored = source.read(source.stored_name(name), [(0, shapes[name][0])])
         if name in with_adapter:
             down, up = adapter.pair(with_adapter[name])
             with torch.no_grad():
-                stored = merged(stored, down, up, adapter.lora)
+                stored = merge_adapter(stored, down, up, adapter.lora)
         yield name, stored
     source.close()

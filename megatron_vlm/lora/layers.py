@@ -66,31 +66,34 @@ class Adapters(nn.ModuleDict):
     def forward(self, x: Tensor) -> Tensor:
         """Return the adapters' addition to the output [..., O] for the layer's input [..., I]."""
         slots = [slot for slot in self.plan.slots if slot.adapted]
-        low = torch.cat([F.linear(self._dropped(x, slot), self._of(slot).A) for slot in slots], -1)
+        low = torch.cat(
+            [F.linear(self._apply_dropout(x, slot), self._low_rank(slot).A) for slot in slots], -1
+        )
         if self.plan.cut == 0:
             low = copy_to_tensor_model_parallel_region(low, group=self.tp)
         elif self.plan.cut == 1:
             low = reduce_from_tensor_model_parallel_region(low, group=self.tp)
         parts = (low * self.scale).chunk(len(slots), dim=-1)
         added = {
-            slot: F.linear(part, self._of(slot).B) for slot, part in zip(slots, parts, strict=True)
+            slot: F.linear(part, self._low_rank(slot).B)
+            for slot, part in zip(slots, parts, strict=True)
         }
-        return self._joined(added)
+        return self._join_outputs(added)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the addition of `forward` as two factors, the second transposed. The head needs
         this: it never has all its outputs at once, and it sums the first factor's gradient over the
         ranks itself."""
         (slot,) = self.plan.slots
-        low_rank = self._of(slot)
-        return F.linear(self._dropped(x, slot), low_rank.A) * self.scale, low_rank.B
+        low_rank = self._low_rank(slot)
+        return F.linear(self._apply_dropout(x, slot), low_rank.A) * self.scale, low_rank.B
 
-    def _of(self, slot: HFLinear) -> LowRank:
+    def _low_rank(self, slot: HFLinear) -> LowRank:
         adapter = self[slot.leaf]
         assert isinstance(adapter, LowRank)
         return adapter
 
-    def _joined(self, added: dict[HFLinear, Tensor]) -> Tensor:
+    def _join_outputs(self, added: dict[HFLinear, Tensor]) -> Tensor:
         """Join the slots' outputs in the layer's order: group by group, each with a part of every
         slot. A slot without an adapter adds zeros."""
         like = next(iter(added.values()))
@@ -104,7 +107,7 @@ class Adapters(nn.ModuleDict):
             -2
         )
 
-    def _dropped(self, x: Tensor, slot: HFLinear) -> Tensor:
+    def _apply_dropout(self, x: Tensor, slot: HFLinear) -> Tensor:
         """Apply dropout. The mask is drawn for the whole input on every rank, so that ranks that
         share the input, or have a part of it each, agree."""
         if not (self.training and self.dropout):

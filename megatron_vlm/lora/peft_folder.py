@@ -23,7 +23,7 @@ from megatron_vlm.lora.peft_tensors import file_tensors, is_of_linear, of_parame
 from megatron_vlm.lora.targets import PREFIX, is_of_experts, module_of
 
 CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 _BASE = ".base_layer.weight"
 _ROWS = 2**14  # number of rows to compare at a time
 _SHOWN = 5  # maximum number of names in an error
@@ -52,7 +52,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
-def saved_whole(sizes: Sequence[TensorSpec], lora: LoraConfig) -> list[TensorSpec]:
+def tensors_saved_whole(sizes: Sequence[TensorSpec], lora: LoraConfig) -> list[TensorSpec]:
     """Return the tensors that lora.train trains whole and PEFT's files have a place for: the
     mergers."""
     return [each for each in sizes if each.part is Part.merger and "merger" in lora.train]
@@ -66,7 +66,7 @@ class AdapterFolder:
     ):
         """Read and check the folder. `weights` are the weights that get an adapter."""
         self.folder = Path(folder)
-        self.file = self.folder / WEIGHTS
+        self.file = self.folder / ADAPTER_FILE
         self.place = f"lora.path={folder}"
         config = read_adapter_config(self.folder)
         differences = _differences(config, lora), _other_experts(config, weights, source)
@@ -84,12 +84,12 @@ class AdapterFolder:
                     allowed=tuple(FLOATS),
                 )
         self.shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
-        whole_tensors = saved_whole(source.sizes.tensors, lora)
+        whole_tensors = tensors_saved_whole(source.sizes.tensors, lora)
         self.tensors = {tensor.ours.name: tensor for tensor in file_tensors(weights, lora.rank)}
         expected = {tensor.name: tensor.shape for tensor in self.tensors.values()}
         expected |= {PREFIX + tensor.name: tensor.shape for tensor in whole_tensors}
         head = next((weight for weight in weights if weight.part is Part.head), None)
-        if head is not None and (copied := _copied(head)) in self.shapes:
+        if head is not None and (copied := _base_copy_name(head)) in self.shapes:
             self._check_copied(copied, source)
             del self.shapes[copied]
         for error in self._errors(expected, lora):
@@ -121,12 +121,12 @@ class AdapterFolder:
         """Check the copy of the head's own weight that PEFT writes next to the head's adapter."""
         head, shape = source.sizes.head, self.shapes[name]
         same = shape == head.shape
-        with self._border(), safe_open(self.file, framework="pt") as opened:
+        with self._untrusted_errors(), safe_open(self.file, framework="pt") as opened:
             copied = opened.get_slice(name)
             for start in range(0, head.shape[0] if same else 0, _ROWS):
                 rows = start, min(start + _ROWS, head.shape[0])
                 copied_rows = copied[slice(*rows)]
-                own_rows = source.read(source.stored_as(head.name), [rows])
+                own_rows = source.read(source.stored_name(head.name), [rows])
                 same = same and torch.equal(own_rows.to(copied_rows.dtype), copied_rows)
         if not same:
             raise CheckpointError(
@@ -137,9 +137,9 @@ class AdapterFolder:
                 remedy="give the model that the adapter was trained on",
             )
 
-    def _border(self) -> AbstractContextManager[None]:
+    def _untrusted_errors(self) -> AbstractContextManager[None]:
         outside = UntrustedFile(str(self.file), CheckpointError, "use another adapter")
-        return outside.border("unreadable")
+        return outside.wrap_errors("unreadable")
 
     def _errors(
         self, expected: dict[str, tuple[int, ...]], lora: LoraConfig
@@ -173,7 +173,7 @@ class AdapterFolder:
         stored = name if form is None else form.name
         if stored not in self.shapes:
             return None
-        with self._border(), safe_open(self.file, framework="pt") as opened:
+        with self._untrusted_errors(), safe_open(self.file, framework="pt") as opened:
             value: Tensor = opened.get_tensor(stored)
         if not torch.isfinite(value.float()).all():
             raise CheckpointError(
@@ -229,7 +229,7 @@ def lora_of(folder: Path) -> LoraConfig:
     """Return the configuration that continues the training of an adapter, from the adapter's
     files."""
     config = read_adapter_config(folder)
-    names = sorted(read_header(folder / WEIGHTS))
+    names = sorted(read_header(folder / ADAPTER_FILE))
     ending = ".lora_A.weight"
     linears = [name for name in names if name.endswith(ending) and is_of_linear(name)]
     targets = [name.removeprefix(PREFIX).removesuffix(ending) for name in linears]
@@ -251,7 +251,7 @@ def _is_whole(name: str) -> bool:
     return ".lora_" not in name and not name.endswith(_BASE)
 
 
-def _copied(weight: TensorSpec) -> str:
+def _base_copy_name(weight: TensorSpec) -> str:
     """Return PEFT's name of its copy of a weight with an adapter."""
     return f"{PREFIX}{module_of(weight)}{_BASE}"
 
@@ -302,11 +302,11 @@ def _differences(config: JsonField, lora: LoraConfig) -> Iterator[CheckpointErro
             )
 
 
-def is_of(kind: Exported, folder: Path) -> bool:
+def is_kind(kind: Exported, folder: Path) -> bool:
     """Return whether an export is of this kind: an adapter or not."""
     return (folder / CONFIG).is_file() == (kind == "adapter")
 
 
-def merged(weight: Tensor, down: Tensor, up: Tensor, lora: LoraConfig) -> Tensor:
+def merge_adapter(weight: Tensor, down: Tensor, up: Tensor, lora: LoraConfig) -> Tensor:
     """Return the weight merged with its adapter, in fp32."""
     return weight.float() + scale_of(lora) * (up.float() @ down.float())

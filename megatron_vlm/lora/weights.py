@@ -31,7 +31,7 @@ from megatron_vlm.lora.targets import (
     PREFIX,
     AdaptedLinear,
     HFLinear,
-    adapted,
+    adapted_specs,
     check_parts,
     is_of_experts,
     seed_from,
@@ -44,7 +44,7 @@ def adapted_weights(cfg: Config, sizes: ModelSizes) -> list[TensorSpec]:
     impossible."""
     if not cfg.lora.rank:
         return []
-    chosen = adapted(sizes.with_head, cfg.lora.targets)
+    chosen = adapted_specs(sizes.with_head, cfg.lora.targets)
     frozen = [part for part in SWITCHES if getattr(cfg.model, f"freeze_{part}")]
     check_parts(chosen, cfg.lora.train, frozen)
     if cfg.lora.dropout and any(map(is_of_experts, chosen)):

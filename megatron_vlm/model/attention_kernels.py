@@ -14,7 +14,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.distributed.process import say
+from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import TextSizes
 
@@ -27,7 +27,7 @@ KERNELS = {
 }
 MEASURED = ("flash", "efficient", "cudnn")  # math is left out: it stores a matrix of scores
 LENGTHS = 3  # number of lengths to try; each is new, as a micro-batch's length is
-MOST_TOKENS = 2048  # maximum length of a row to try
+MAX_TRIED_TOKENS = 2048  # maximum length of a row to try
 GAIN = 0.05  # minimum gain as a share of the time; below it torch's own choice stays
 
 
@@ -44,11 +44,11 @@ class AttentionShape:
     dtype: torch.dtype
 
     @staticmethod
-    def of(
+    def from_config(
         cfg: Config, text: TextSizes, dims: ParallelDims, dtype: torch.dtype
     ) -> "AttentionShape":
         """Return the shape that training will have, for rows of a usual length."""
-        tokens = min(cfg.data.max_tokens, MOST_TOKENS)
+        tokens = min(cfg.data.max_tokens, MAX_TRIED_TOKENS)
         rows, max_batch_tokens = cfg.train.micro_batch_size, cfg.train.micro_batch_tokens
         if max_batch_tokens is not None:
             rows = max(1, max_batch_tokens // tokens)
@@ -66,39 +66,41 @@ def prefer_kernel(kernel: str) -> AbstractContextManager[None]:
     return sdpa_kernel(order, set_priority=True)
 
 
-def choose_kernel(asked: str, shape: AttentionShape, platform: Platform) -> str:
+def choose_kernel(setting: str, shape: AttentionShape, platform: Platform) -> str:
     """Return one of KERNELS or TORCH. `auto` on CUDA is a collective."""
-    if asked != "auto":
-        if isinstance(seconds := _try(asked, shape, platform), str):
+    if setting != "auto":
+        if isinstance(seconds := _try(setting, shape, platform), str):
             raise ConfigError(
                 f": torch {torch.__version__} cannot compute it on {platform.name} in "
                 f"{shape.dtype} ({seconds})",
                 key="model.attention",
-                found=asked,
+                found=setting,
                 remedy="set model.attention=auto",
             )
-        return asked
+        return setting
     if not platform.is_cuda:
         return TORCH
     tried = {kernel: _try(kernel, shape, platform) for kernel in (TORCH, *MEASURED)}
     local_times = {kernel: result for kernel, result in tried.items() if isinstance(result, float)}
     rank_times = all_gather_json(local_times, None, platform.device)
-    chosen = fastest(rank_times)
+    chosen = fastest_kernel(rank_times)
     if torch.distributed.get_rank() == 0:
         times = ", ".join(
             f"{kernel} {1e3 * rank_times[0][kernel]:.2f} ms" for kernel in rank_times[0]
         )
-        say(f"model.attention=auto is {chosen} (a stage's layers, by new lengths: {times})")
+        print_to_user(
+            f"model.attention=auto is {chosen} (a stage's layers, by new lengths: {times})"
+        )
     return chosen
 
 
-def fastest(found: Sequence[Mapping[str, float]]) -> str:
+def fastest_kernel(seconds_of_ranks: Sequence[Mapping[str, float]]) -> str:
     """Return the kernel whose slowest rank is the fastest, among the kernels that every rank has
     seconds for. Torch's own choice stays unless that kernel gains something."""
     slowest = {
-        kernel: max(times[kernel] for times in found)
-        for kernel in found[0]
-        if all(kernel in times for times in found)
+        kernel: max(times[kernel] for times in seconds_of_ranks)
+        for kernel in seconds_of_ranks[0]
+        if all(kernel in times for times in seconds_of_ranks)
     }
     best = min(slowest, key=lambda kernel: slowest[kernel], default=TORCH)
     gains = TORCH not in slowest or slowest[best] < (1 - GAIN) * slowest[TORCH]

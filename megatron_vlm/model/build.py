@@ -124,10 +124,10 @@ def build_chunks(
     config = transformer_config(cfg, sizes.text, dims, platform, compiled)
     if others is not None:
         config.use_cpu_initialization = True  # allocates no memory before something is written
-    chains = FusedOps.compiled() if compiled else FusedOps()
+    chains = FusedOps.compile() if compiled else FusedOps()
     backend, kernel = cfg.model.backend, TORCH
     if backend == "torch":
-        shape = AttentionShape.of(cfg, sizes.text, dims, config.params_dtype)
+        shape = AttentionShape.from_config(cfg, sizes.text, dims, config.params_dtype)
         kernel = choose_kernel(cfg.model.attention, shape, platform)
     sparse = sizes.text.experts.layers if sizes.text.experts else frozenset()
     # Megatron reads only these attributes of a ModuleSpec. A real ModuleSpec would make it warn
@@ -152,7 +152,7 @@ def build_chunks(
                 expert_mlp,
             ),
             tower=tower,
-            last=grid.last and chunk == dims.virtual_stages - 1,
+            last=grid.is_last_stage and chunk == dims.virtual_stages - 1,
             share_images=cfg.model.share_images,
             rotary=_rotary(cfg, sizes.text, config, platform.device),
             chunk=chunk if dims.virtual_stages > 1 else None,

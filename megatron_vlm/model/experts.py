@@ -105,7 +105,7 @@ class ExpertMLP(MegatronModule):
         by_rank = [ranks[first : first + num_local] for ranks in counts]  # rows for my experts
         totals = [sum(expert) for expert in zip(*by_rank, strict=True)]
         if len(counts) == 1:
-            return feed(sent_MH, self.gate_up, self.down, totals, self.swiglu)
+            return apply_experts(sent_MH, self.gate_up, self.down, totals, self.swiglu)
         local_counts = counts[self.rank]
         send = [
             sum(local_counts[start : start + num_local])
@@ -116,7 +116,7 @@ class ExpertMLP(MegatronModule):
         order_M = to_device(_by_expert(by_rank), sent_MH.device)
         back_M = order_M.argsort()
         by_expert_MH = _Take.apply(by_rank_MH, order_M, back_M)
-        done_MH = feed(by_expert_MH, self.gate_up, self.down, totals, self.swiglu)
+        done_MH = apply_experts(by_expert_MH, self.gate_up, self.down, totals, self.swiglu)
         done_by_rank_MH = _Take.apply(done_MH, back_M, order_M)
         out_MH: Tensor = _Exchange.apply(done_by_rank_MH, receive, send, self.group)
         return out_MH
@@ -129,7 +129,7 @@ def expert_mlps(chunks: Sequence[Any]) -> Iterator[ExpertMLP]:
             yield layer.mlp
 
 
-def feed(
+def apply_experts(
     x_MH: Tensor,
     gate_up: ExpertLinear,
     down: ExpertLinear,

@@ -24,16 +24,16 @@ def add_product(given_TI: Tensor, grad_TO: Tensor, total_OI: Tensor) -> None:
         total_OI.addmm_(grad_TO.float().t(), given_TI.float())
 
 
-def accumulates_fp32(asked: bool | None, dtype: torch.dtype, platform: Platform) -> bool:
+def accumulates_fp32(setting: bool | None, dtype: torch.dtype, platform: Platform) -> bool:
     """Return whether Megatron should add products to its buffers (`model.fp32_weight_gradients`),
     and make it able to. This is a collective on CUDA in bf16: all replicas must accumulate the same
     gradients."""
-    if dtype is torch.float32 or asked is False or (asked is None and not platform.is_cuda):
+    if dtype is torch.float32 or setting is False or (setting is None and not platform.is_cuda):
         return False
     failure = None
     if not layers._grad_accum_fusion_available:
         failure = _failure(dtype, platform)
-    if asked and failure:
+    if setting and failure:
         raise ConfigError(
             f": torch {torch.__version__} cannot add a product of {dtype} to fp32 here ({failure})",
             key="model.fp32_weight_gradients",

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from megatron_vlm.distributed.agreement import all_reduce_max
 from megatron_vlm.distributed.device import Platform
-from megatron_vlm.distributed.process import say
+from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import TowerHeads
 
@@ -98,12 +98,12 @@ class FusedOps:
     tower_heads: TowerHeads = tower_heads
 
     @staticmethod
-    def compiled(backend: str = "inductor") -> "FusedOps":
+    def compile(backend: str = "inductor") -> "FusedOps":
         """Return chains that torch compiles at their first call, once for any number of tokens."""
-        return FusedOps(*(_compiled(chain, backend) for chain in CHAINS))
+        return FusedOps(*(_compile_chain(chain, backend) for chain in CHAINS))
 
 
-def _compiled(chain: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def _compile_chain(chain: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """Compile a chain over [T] in place of [S, B]. Only one size changes instead of two; one of
     them, B, is often 1, and torch compiles a size of 1 separately. The rows of experts are [M]
     already."""
@@ -116,7 +116,7 @@ def _compiled(chain: Callable[..., Any], backend: str) -> Callable[..., Any]:
         if rows.numel() < 2:  # one generated token of a single row
             return chain(*given)
         try:
-            out_T = fast(*map(_flat, given))
+            out_T = fast(*map(_flatten_tokens, given))
             return tree_map(lambda made: made.unflatten(0, rows), out_T)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = next(iter(str(getattr(error, "inner_exception", error)).splitlines()), "")
@@ -129,12 +129,12 @@ def _compiled(chain: Callable[..., Any], backend: str) -> Callable[..., Any]:
     return call
 
 
-def _flat(given: Any) -> Any:
+def _flatten_tokens(value: Any) -> Any:
     """Return a tensor with rows flattened to one dynamic number of tokens, and a weight as it
     is."""
-    if not isinstance(given, Tensor) or given.dim() < 2:
-        return given
-    flat = given.flatten(0, -2)
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return value
+    flat = value.flatten(0, -2)
     torch._dynamo.maybe_mark_dynamic(flat, 0)
     return flat
 
@@ -151,13 +151,13 @@ class Norm(nn.Module):
         return self.chains.norm(x_SBH, self.weight, self.eps)
 
 
-def compiles(asked: bool | None, platform: Platform) -> bool:
+def compiles(setting: bool | None, platform: Platform) -> bool:
     """Return whether layers should use compiled chains: `model.compile`. This is a collective on
     CUDA: ranks that share a layer compute the same."""
     lacking = None
-    if asked or (asked is None and platform.is_cuda):
-        lacking = lacking_compiler(platform)
-    if asked and lacking:
+    if setting or (setting is None and platform.is_cuda):
+        lacking = missing_compiler(platform)
+    if setting and lacking:
         raise ConfigError(
             f": {lacking}",
             key="model.compile",
@@ -165,14 +165,14 @@ def compiles(asked: bool | None, platform: Platform) -> bool:
             remedy="install it, or set model.compile=false, which gives the same numbers with more "
             "passes over memory",
         )
-    if asked is not None or not platform.is_cuda:
-        return bool(asked)
+    if setting is not None or not platform.is_cuda:
+        return bool(setting)
     if lacking:
-        say(f"model.compile is off: {lacking}; layers run slower, with the same results")
+        print_to_user(f"model.compile is off: {lacking}; layers run slower, with the same results")
     return not all_reduce_max(int(lacking is not None), platform.device)
 
 
-def lacking_compiler(platform: Platform) -> str | None:
+def missing_compiler(platform: Platform) -> str | None:
     """Return what torch needs to compile and is missing here, or None where nothing is missing."""
     if platform.is_cuda and importlib.util.find_spec("triton") is None:
         return "Triton is not installed, with which torch makes kernels"

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_vlm.distributed.device import to_device
 
 # A cache grows by this number of columns, so it is copied once in this number of tokens.
-COLUMNS = 64
+CACHE_BLOCK = 64
 
 
 class KVCache:
@@ -20,7 +20,7 @@ class KVCache:
 
     Column t of a row holds its token t, so rows of different lengths need no common start. Columns
     to the right of a row's tokens are masked, and overwritten as the row grows. The number of
-    columns is that of the longest row, rounded up to a multiple of COLUMNS.
+    columns is that of the longest row, rounded up to a multiple of CACHE_BLOCK.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device):
@@ -90,7 +90,10 @@ class KVCache:
         longest = max(self.lengths)
         if rows >= len(self.lengths) and columns >= longest:
             return held_BTGD
-        rows, columns = max(rows, len(self.lengths)), max(columns, -(-longest // COLUMNS) * COLUMNS)
+        rows, columns = (
+            max(rows, len(self.lengths)),
+            max(columns, -(-longest // CACHE_BLOCK) * CACHE_BLOCK),
+        )
         # Filled with zeros: a masked column has weight 0, but 0 x NaN of unset memory would be NaN.
         wider_BTGD = held_BTGD.new_zeros(rows, columns, *head)
         wider_BTGD[: len(held_BTGD), : held_BTGD.shape[1]] = held_BTGD

@@ -87,16 +87,16 @@ class VocabShard:
 
     def pick(self, logits_Nv: Tensor, start: int, before_M: Tensor) -> Tensor:
         """Return the targets' logits; a target outside this slice keeps its value in `before`."""
-        inside_M, place_M = self._within(logits_Nv, start)
+        inside_M, place_M = self._targets_in_slice(logits_Nv, start)
         return torch.where(inside_M, logits_Nv.flatten()[place_M], before_M)
 
     def add(self, slope_Nv: Tensor, start: int, values_M: Tensor) -> Tensor:
         """Add each target's value to its logit in place, where the target is in this slice."""
-        inside_M, place_M = self._within(slope_Nv, start)
+        inside_M, place_M = self._targets_in_slice(slope_Nv, start)
         slope_Nv.view(-1).index_add_(0, place_M, values_M * inside_M)
         return slope_Nv
 
-    def _within(self, slice_Nv: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    def _targets_in_slice(self, slice_Nv: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Return a mask of the targets in the slice, and a place in the flattened slice for every
         target."""
         width, column_M = slice_Nv.shape[1], self.column_M - start
@@ -196,7 +196,7 @@ class _Predict(torch.autograd.Function):
         temperature: float,
         *given: Tensor,
     ) -> Tensor:
-        products, places = _paired(given), len(given[0])
+        products, places = _pairs_of(given), len(given[0])
         softmax = _Softmax(columns, places, also)
         ctx.slices = list(slices(places, valid))
         ctx.group, ctx.also, ctx.columns = group, also, columns
@@ -226,12 +226,12 @@ class _Predict(torch.autograd.Function):
         """Compute the gradient. With p = softmax(logits): d log p_t = [v = t] - p_v; dH = -p_v (log
         p_v + H)."""
         log_sum_N, entropy_N, probs_Nv, *inputs = ctx.saved_tensors
-        products = _paired(inputs)
+        products = _pairs_of(inputs)
         log_prob_grad_M = grads[0] if ctx.also is None else grads[0][0]
         log_prob_grad_N = ctx.columns.per_place(log_prob_grad_M, len(log_sum_N))
         sums = [
             _Gradients(*factors, *needed)
-            for factors, needed in zip(products, _paired(ctx.needs_input_grad[5:]), strict=True)
+            for factors, needed in zip(products, _pairs_of(ctx.needs_input_grad[5:]), strict=True)
         ]
         for start, end in ctx.slices:
             if probs_Nv is None:
@@ -239,11 +239,11 @@ class _Predict(torch.autograd.Function):
             else:
                 probs = probs_Nv
             entropy_grad_N = grads[0][1] if ctx.also == "entropy" else None
-            slope_Nv = _slope(probs, log_prob_grad_N, entropy_N, entropy_grad_N)
+            slope_Nv = _logits_gradient(probs, log_prob_grad_N, entropy_N, entropy_grad_N)
             slope_Nv = ctx.columns.add(slope_Nv, start, log_prob_grad_M).to(inputs[0].dtype)
             for part in sums:
                 part.add(slope_Nv, start, end)
-        input_grads = [grad for of_product in sums for grad in of_product.whole(ctx.group)]
+        input_grads = [grad for of_product in sums for grad in of_product.reduce(ctx.group)]
         return None, None, None, None, None, *input_grads
 
 
@@ -262,7 +262,7 @@ class _Gradients:
         if self.grad_VI is not None:
             torch.mm(slope_Nv.T, self.input_NI, out=self.grad_VI[start:end])
 
-    def whole(self, group: dist.ProcessGroup) -> tuple[Tensor | None, Tensor | None]:
+    def reduce(self, group: dist.ProcessGroup) -> tuple[Tensor | None, Tensor | None]:
         """Return both gradients. The input's is summed over all ranks, as each has only its part of
         the weight."""
         if self.grad_NI is None:
@@ -271,11 +271,11 @@ class _Gradients:
         return self.grad_NI.to(self.input_NI.dtype), self.grad_VI
 
 
-def _paired(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+def _pairs_of(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _slope(
+def _logits_gradient(
     probs_Nv: Tensor, of_log_prob_N: Tensor, entropy_N: Tensor, of_entropy_N: Tensor | None
 ) -> Tensor:
     """Return the gradient of a slice's logits, without the extra term of the targets' own logits.

@@ -35,7 +35,7 @@ def likeliest_tokens(
         total_N = torch.logaddexp(total_N, logits_Nv.logsumexp(dim=1))
         ids_v = torch.arange(first + start, first + end, device=ids_Nk.device)
         slice_top_Nk = logits_Nv.topk(min(count, end - start), dim=1)
-        logits_Nk, ids_Nk = _best(
+        logits_Nk, ids_Nk = _top_logits(
             torch.cat([logits_Nk, slice_top_Nk.values], dim=1),
             torch.cat([ids_Nk, ids_v[slice_top_Nk.indices]], dim=1),
             count,
@@ -44,11 +44,11 @@ def likeliest_tokens(
     rank_tops = [torch.empty_like(local_top) for _ in range(dist.get_world_size(tp_group))]
     dist.all_gather(rank_tops, local_top, group=tp_group)
     logits, ids, totals = torch.stack(rank_tops, dim=1).split([count, count, 1], dim=2)
-    best_Nk, best_ids_Nk = _best(logits.flatten(1), ids.flatten(1), count)
+    best_Nk, best_ids_Nk = _top_logits(logits.flatten(1), ids.flatten(1), count)
     log_probs_Nk = best_Nk - totals[..., 0].logsumexp(dim=1, keepdim=True)
     return torch.stack([best_ids_Nk, log_probs_Nk], dim=-1)
 
 
-def _best(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _top_logits(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
     best = logits.topk(count, dim=1)
     return best.values, ids.gather(1, best.indices)

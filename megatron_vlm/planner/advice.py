@@ -10,7 +10,7 @@ from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.row_sizes import RowSample
 from megatron_vlm.planner.search import Candidate, Cluster, search
 
-_MOST_GPUS = 512
+_MAX_GPUS = 512
 
 
 def advice(
@@ -36,7 +36,7 @@ def advice(
 def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Iterator[str]:
     """Yield those of these changes that fit: more GPUs, frozen parts, shorter rows, larger GPUs."""
     count = cluster.gpus
-    while (count := 2 * count) <= _MOST_GPUS:
+    while (count := 2 * count) <= _MAX_GPUS:
         # Each replica needs a row in each step.
         rows = max(cfg.train.global_batch_size, count)
         scaled = replace(cfg, train=replace(cfg.train, global_batch_size=rows))
@@ -83,8 +83,8 @@ def _need(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> s
     return f"{_degrees(fitting[0])}, {_gib(fitting[0].need)}"
 
 
-def _degrees(found: Candidate) -> str:
-    dims = found.dims
+def _degrees(candidate: Candidate) -> str:
+    dims = candidate.dims
     experts = f" parallel.ep={dims.ep}" if dims.ep > 1 else ""
     return f"parallel.tp={dims.tp} parallel.pp={dims.pp}{experts}"
 

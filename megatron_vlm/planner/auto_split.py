@@ -16,7 +16,7 @@ from megatron_vlm.planner.layer_split import (
     step_seconds,
 )
 from megatron_vlm.planner.memory import USABLE
-from megatron_vlm.planner.row_sizes import RowSample, assumed_mix, heaviest_share
+from megatron_vlm.planner.row_sizes import RowSample, assumed_mix, heaviest_micro_batches
 
 _UNKNOWN_GPU = "H100"
 
@@ -57,7 +57,7 @@ def decide(
     steps, machine = mix.steps(cfg.train, sizes, dims.dp), machine_of(platform)
     limit = USABLE * platform.memory_total() if platform.is_cuda else None
     itemsize = compute_dtype(cfg, platform).itemsize
-    max_layers = most_layers(cfg, sizes, dims, heaviest_share(steps), itemsize, limit)
+    max_layers = most_layers(cfg, sizes, dims, heaviest_micro_batches(steps), itemsize, limit)
     fits = max_layers is not None
     if max_layers is None:  # no split avoids running out of memory
         max_layers = (sizes.text.layers,) * dims.pp

@@ -10,7 +10,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import learns
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.planner.memory import as_trained, block_values, kept_of_layer
+from megatron_vlm.planner.memory import block_values, config_as_trained, kept_of_layer
 from megatron_vlm.planner.parameters import ParamCounts
 from megatron_vlm.planner.row_sizes import BatchSizes
 
@@ -73,9 +73,9 @@ def micro_work(
     cfg: Config, sizes: ModelSizes, tp: int, batch: BatchSizes, itemsize: int
 ) -> MicroWork:
     """Return the parts of a micro-batch's work on one of `tp` ranks."""
-    work, text = WorkModel.of(sizes), sizes.text
+    work, text = WorkModel.from_sizes(sizes), sizes.text
     hidden = batch.padded_tokens * text.hidden * itemsize
-    trained = as_trained(cfg, sizes)
+    trained = config_as_trained(cfg, sizes)
     return MicroWork(
         _layer(trained, sizes, work, tp, batch, itemsize),
         _first(trained, sizes, work, tp, batch, itemsize),

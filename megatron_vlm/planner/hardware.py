@@ -34,7 +34,7 @@ class Machine:
         inside, outside = all_to_all(size, ranks, self.devices)
         return max(inside / self.link, outside / self.network)
 
-    def between(self, ranks: int) -> float:
+    def bandwidth_between(self, ranks: int) -> float:
         """Return the bytes per second from one rank to another in a group of this many
         neighbours."""
         return self.link if ranks <= self.devices else self.network

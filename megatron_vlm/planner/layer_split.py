@@ -35,7 +35,10 @@ def replicas_of(
         replicas.append(
             [
                 ReplicaCosts.together(
-                    [ReplicaCosts.of(cfg, sizes, dims, each, machine, itemsize) for each in group]
+                    [
+                        ReplicaCosts.at_degrees(cfg, sizes, dims, each, machine, itemsize)
+                        for each in group
+                    ]
                 )
                 for group in shares
                 if group
@@ -45,15 +48,17 @@ def replicas_of(
 
 
 def choose_layer_split(
-    replicas: Sequence[Sequence[ReplicaCosts]], most: Split, even: Split
+    replicas: Sequence[Sequence[ReplicaCosts]], max_layers_split: Split, even: Split
 ) -> Split:
-    """Return the split with the fastest steps among those with at most `most` layers on each stage.
-    It is never slower than the even split, if that fits."""
-    fits = all(count <= limit for count, limit in zip(even, most, strict=True))
-    candidates = [level_layers(replicas, most, sum(even)), *([even] if fits else [])]
-    best, seconds = _fastest(replicas, candidates)
+    """Return the split with the fastest steps among those with at most `max_layers_split` layers on
+    each stage. It is never slower than the even split, if that fits."""
+    fits = all(count <= limit for count, limit in zip(even, max_layers_split, strict=True))
+    candidates = [level_layers(replicas, max_layers_split, sum(even)), *([even] if fits else [])]
+    best, seconds = _fastest_split(replicas, candidates)
     for _ in range(_ROUNDS):  # move one layer from one stage to another, as long as that is faster
-        candidate, candidate_s = _fastest(replicas, list(_neighbours(best, most)) or [best])
+        candidate, candidate_s = _fastest_split(
+            replicas, list(_neighbours(best, max_layers_split)) or [best]
+        )
         if candidate_s >= seconds * (1 - 1e-9):
             break
         best, seconds = candidate, candidate_s
@@ -87,24 +92,26 @@ def most_layers(
         return stage_memory(cfg, sizes, trial, stage, batches, itemsize).total
 
     max_layers = tuple(
-        _largest(lambda count: need(stage, count) <= limit, layers)  # noqa: B023 - called at once
+        _largest_fitting(lambda count: need(stage, count) <= limit, layers)  # noqa: B023 - called at once
         for stage in range(pp)
     )
     is_enough = sum(max_layers) >= layers and min(max_layers) >= 0 and all(max_layers[1:])
     return max_layers if is_enough else None
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` that fits, or -1 if none does. If a number fits, all
-    smaller ones do."""
-    low, high = -1, most
+def _largest_fitting(fits: Callable[[int], bool], maximum: int) -> int:
+    """Return the largest number up to `maximum` that fits, or -1 if none does. If a number fits,
+    all smaller ones do."""
+    low, high = -1, maximum
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
 
 
-def level_layers(replicas: Sequence[Sequence[ReplicaCosts]], most: Split, layers: int) -> Split:
+def level_layers(
+    replicas: Sequence[Sequence[ReplicaCosts]], max_layers_split: Split, layers: int
+) -> Split:
     """Return the split whose slowest stage is fastest over all micro-batches. Each layer is added
     to the stage that then takes the least time."""
     all_replicas = [replica for step in replicas for replica in step]
@@ -112,31 +119,37 @@ def level_layers(replicas: Sequence[Sequence[ReplicaCosts]], most: Split, layers
         sum(float(getattr(replica, f"{part}_G2").sum()) for replica in all_replicas)
         for part in ("layer", "first", "last")
     )
-    times = [0.0] * len(most)
+    times = [0.0] * len(max_layers_split)
     times[0] += first
     times[-1] += last
-    split = [int(stage > 0) for stage in range(len(most))] if len(most) > 1 else [0]
+    split = (
+        [int(stage > 0) for stage in range(len(max_layers_split))]
+        if len(max_layers_split) > 1
+        else [0]
+    )
     for _ in range(layers - sum(split)):
-        open_stages = [stage for stage, count in enumerate(split) if count < most[stage]]
+        open_stages = [
+            stage for stage, count in enumerate(split) if count < max_layers_split[stage]
+        ]
         fastest = min(open_stages, key=lambda s: (times[s] + (split[s] + 1) * layer, s))
         split[fastest] += 1
     return tuple(split)
 
 
-def _neighbours(split: Split, most: Split) -> list[Split]:
+def _neighbours(split: Split, max_layers_split: Split) -> list[Split]:
     splits = []
     for source in range(len(split)):
         if split[source] <= int(source > 0):
             continue
         for target in range(len(split)):
-            if target != source and split[target] < most[target]:
+            if target != source and split[target] < max_layers_split[target]:
                 neighbour = list(split)
                 neighbour[source], neighbour[target] = neighbour[source] - 1, neighbour[target] + 1
                 splits.append(tuple(neighbour))
     return splits
 
 
-def _fastest(
+def _fastest_split(
     replicas: Sequence[Sequence[ReplicaCosts]], splits: Sequence[Split]
 ) -> tuple[Split, float]:
     seconds = [(step_seconds(replicas, split), split) for split in splits]

@@ -13,7 +13,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes, Part
-from megatron_vlm.lora.targets import adapted, is_of_experts
+from megatron_vlm.lora.targets import adapted_specs, is_of_experts
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.row_sizes import BatchSizes
@@ -66,17 +66,19 @@ def stage_memory(
     counts = count(cfg, sizes, dims, stage)
     # Adam has two moments, and fp32 main weights where the model's weights are not fp32.
     copies = 2 if itemsize == _FP32 else 3
-    effective, kept_by_chunk, working = as_trained(cfg, sizes), [], []
+    effective, kept_by_chunk, working = config_as_trained(cfg, sizes), [], []
     for chunk in range(dims.virtual_stages):
         place = dims.place_of(stage, chunk)
         chunk_bytes = [
             activations(effective, sizes, dims, place, each, itemsize) for each in batches
         ]
         kept_by_chunk.append(sorted(chunk_bytes, reverse=True))
-        working += [_working(effective, sizes, dims, place, each, itemsize) for each in batches]
+        working += [
+            _working_bytes(effective, sizes, dims, place, each, itemsize) for each in batches
+        ]
     peak_activations = max(
         sum(sum(each[:number]) for each, number in zip(kept_by_chunk, numbers, strict=True))
-        for numbers in in_flight(dims, stage, len(batches))
+        for numbers in micro_batches_in_flight(dims, stage, len(batches))
     )
     return StageMemory(
         itemsize * counts.held,
@@ -87,7 +89,7 @@ def stage_memory(
     )
 
 
-def as_trained(cfg: Config, sizes: ModelSizes) -> Config:
+def config_as_trained(cfg: Config, sizes: ModelSizes) -> Config:
     """Return the configuration with the freeze_* of the model that decide what is kept for the
     backward. A part with adapters keeps the inputs of its layers, as one that is trained in full
     does."""
@@ -112,13 +114,13 @@ def _with_adapters(cfg: Config, sizes: ModelSizes) -> _Adapted:
 
 @lru_cache(maxsize=8)
 def _adapted_by(sizes: ModelSizes, targets: tuple[str, ...]) -> _Adapted:
-    weights = adapted(sizes.with_head, targets)
+    weights = adapted_specs(sizes.with_head, targets)
     without_head = [weight for weight in weights if weight.part is not Part.head]
     parts = frozenset(weight.part.switch for weight in without_head)
     return _Adapted(parts, any(map(is_of_experts, weights)), len(without_head) < len(weights))
 
 
-def in_flight(dims: ParallelDims, stage: int, batches: int) -> set[tuple[int, ...]]:
+def micro_batches_in_flight(dims: ParallelDims, stage: int, batches: int) -> set[tuple[int, ...]]:
     """Return the numbers of micro-batches that the chunks of a stage keep at once, at each point
     where Megatron's schedule turns from a forward to a backward."""
     pp, chunks = dims.pp, dims.virtual_stages
@@ -172,7 +174,7 @@ def _kept_of_head(cfg: Config, sizes: ModelSizes, batch: BatchSizes) -> int:
     return batch.supervised * (sizes.text.hidden + low)
 
 
-def _working(
+def _working_bytes(
     cfg: Config,
     sizes: ModelSizes,
     dims: ParallelDims,

@@ -11,13 +11,13 @@ from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, Parallel
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes, Part, TextSizes
-from megatron_vlm.lora.targets import adapted, module_of
+from megatron_vlm.lora.targets import adapted_specs, module_of
 
 # These constants are those of megatron-core 0.16.1, _ParamAndGradBuffer and
 # DistributedDataParallel.
 _PARAM_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
-_LEAST_BUCKET = 40_000_000
+_MIN_BUCKET = 40_000_000
 _BUCKET_OF_RANK = 1_000_000
 _CUT_COLUMNS = ("o_proj", "down_proj")
 
@@ -52,12 +52,12 @@ def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> Par
     model = ModelConfig(path="", **{key: getattr(cfg.model, key) for key in freeze})
     parallel = ParallelConfig(**{key: getattr(cfg.parallel, key) for key in optimizer})
     places = [dims.place_of(stage, chunk) for chunk in range(dims.virtual_stages)]
-    short = [_shortest(cfg, sizes, dims, place) for place in places]
+    short = [_shortest_pipeline(cfg, sizes, dims, place) for place in places]
     chunks = [astuple(_of_chunk(model, cfg.lora, parallel, sizes, *each)) for each in short]
     return ParamCounts(*map(sum, zip(*chunks, strict=True)))
 
 
-def _shortest(
+def _shortest_pipeline(
     cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int
 ) -> tuple[ParallelDims, int]:
     """Return the shortest pipeline that has a chunk like the one at this place, and its place
@@ -91,7 +91,7 @@ def _of_chunk(
         return ParamCounts(held, values, values, values, shared)
     bucket = None  # megatron cuts the buffer only for what is reduced early, on the first stage
     if cfg.parallel.overlap_grad_reduce and place == 0:
-        bucket = max(_LEAST_BUCKET, _BUCKET_OF_RANK * dims.dp)
+        bucket = max(_MIN_BUCKET, _BUCKET_OF_RANK * dims.dp)
     dense = _shards([param for param in trained if not param.expert], dims.dp, bucket)
     experts = _shards([param for param in trained if param.expert], dims.dp // dims.ep, bucket)
     buffer, optimized = (a + b for a, b in zip(dense, experts, strict=True))
@@ -166,7 +166,7 @@ def _adapters(
     TP cuts B where it cuts the weight's rows, and A where it cuts the columns. The replicas divide
     the adapters of experts."""
     adapters, rank = {}, cfg.lora.rank
-    for weight in adapted(sizes.with_head, cfg.lora.targets) if cfg.lora.rank else ():
+    for weight in adapted_specs(sizes.with_head, cfg.lora.targets) if cfg.lora.rank else ():
         *count, rows, columns = weight.shape
         name = module_of(weight)
         if weight.part is Part.decoder:
@@ -192,7 +192,7 @@ def _shards(params: Sequence[RankParam], ranks: int, bucket_size: int | None) ->
     start, values_by_rank = 0, [0] * ranks
     for _, bucket in groupby(_buckets(params, bucket_size), key=lambda placed: placed[0]):
         spans = [(first, param.values) for _, first, param in bucket]
-        size = _up(sum(spans[-1]), math.lcm(ranks, _BUCKET_ALIGNMENT))
+        size = _round_up(sum(spans[-1]), math.lcm(ranks, _BUCKET_ALIGNMENT))
         share = size // ranks
         for first, values in spans:
             for rank in range(first // share, (first + values - 1) // share + 1):
@@ -207,7 +207,7 @@ def _buckets(params: Sequence[RankParam], size: int | None) -> Iterator[tuple[in
     is reversed. The shared embedding has its own bucket."""
     number = place = 0
     for param in reversed(params):
-        place = _up(place, _PARAM_ALIGNMENT)
+        place = _round_up(place, _PARAM_ALIGNMENT)
         if param.shared and place:
             number, place = number + 1, 0
         yield number, place, param
@@ -216,5 +216,5 @@ def _buckets(params: Sequence[RankParam], size: int | None) -> Iterator[tuple[in
             number, place = number + 1, 0
 
 
-def _up(value: int, unit: int) -> int:
+def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit

@@ -138,7 +138,7 @@ class ReplicaCosts:
     bandwidth: float  # between stages
 
     @staticmethod
-    def of(
+    def at_degrees(
         cfg: Config,
         sizes: ModelSizes,
         dims: ParallelDims,
@@ -151,7 +151,7 @@ class ReplicaCosts:
         works = [micro_work(cfg, sizes, dims.tp, batch, itemsize) for batch in batches]
         layer, first, last = (
             StepCost(OpCount(), accumulate(values, itemsize))
-            for values in trained(cfg, sizes, dims)
+            for values in trained_values(cfg, sizes, dims)
         )
 
         def seconds(part: StepCost) -> tuple[float, float]:
@@ -163,7 +163,7 @@ class ReplicaCosts:
             np.array([seconds(work.last + last) for work in works]),
             np.array([work.hidden for work in works]),
             np.array([work.features for work in works]),
-            machine.between(
+            machine.bandwidth_between(
                 dims.tp * dims.dp + 1
             ),  # the next stage begins after all ranks of this one
         )
@@ -197,7 +197,7 @@ class ReplicaCosts:
         return Stages(seconds[0], seconds[1], sent_GS)
 
 
-def trained(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> tuple[int, int, int]:
+def trained_values(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> tuple[int, int, int]:
     """Return the number of values that learn on one rank: in the mean decoder layer, and besides
     the layers on the first and on the last stage."""
     pp, layers = dims.pp, sizes.text.layers

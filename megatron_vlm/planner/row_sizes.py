@@ -17,7 +17,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.io.untrusted import home_path
 
-_MOST_ROWS = 256  # maximum rows of a step that is planned
+_MAX_ROWS = 256  # maximum rows of a step that is planned
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class BatchSizes:
         return max(-(-self.patches // ranks), self.largest_image if ranks > 1 else 0)
 
     @staticmethod
-    def of(rows: Sequence["BatchSizes"]) -> "BatchSizes":
+    def from_rows(rows: Sequence["BatchSizes"]) -> "BatchSizes":
         """Return the sizes of the micro-batch of these rows."""
         return BatchSizes(
             rows=sum(row.rows for row in rows),
@@ -68,11 +68,11 @@ class RowSample:
         """Return steps that use every row at least once, planned as the run plans them. If a step
         has more rows than the sample, some of its replicas represent all of them."""
         rows_per_step, replicas = train.global_batch_size, dp
-        if rows_per_step > (max_rows := max(_MOST_ROWS, len(self.rows))):
+        if rows_per_step > (max_rows := max(_MAX_ROWS, len(self.rows))):
             replicas = max(1, dp * max_rows // rows_per_step)
             rows_per_step = max(replicas, rows_per_step * replicas // dp)
         count = max(1, len(self.rows) // rows_per_step)
-        work, limits = WorkModel.of(sizes), Limits.of(train)
+        work, limits = WorkModel.from_sizes(sizes), Limits.from_config(train)
         steps = []
         for step in range(count):
             places = range(step * rows_per_step, (step + 1) * rows_per_step)
@@ -82,7 +82,7 @@ class RowSample:
                 for row in rows
             ]
             plan = plan_batch(costs, replicas, limits)
-            share = [[BatchSizes.of([rows[r] for r in group]) for group in g] for g in plan]
+            share = [[BatchSizes.from_rows([rows[r] for r in group]) for group in g] for g in plan]
             steps.append(share)
         return steps
 
@@ -92,7 +92,7 @@ class RowSample:
         return sum(row.tokens for row in self.rows) / len(self.rows)
 
 
-def heaviest_share(steps: Sequence[Step]) -> list[BatchSizes]:
+def heaviest_micro_batches(steps: Sequence[Step]) -> list[BatchSizes]:
     """Return the micro-batches of the replica with the most tokens: sooner or later its largest
     ones are in flight together."""
     shares = [share for step in steps for share in step]

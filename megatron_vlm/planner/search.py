@@ -17,10 +17,10 @@ from megatron_vlm.planner.layer_split import (
     most_layers,
     replicas_of,
 )
-from megatron_vlm.planner.memory import USABLE, StageMemory, as_trained, estimate
+from megatron_vlm.planner.memory import USABLE, StageMemory, config_as_trained, estimate
 from megatron_vlm.planner.parameters import count
-from megatron_vlm.planner.pipeline_time import ReplicaCosts, Stages, trained
-from megatron_vlm.planner.row_sizes import RowSample, Step, heaviest_share
+from megatron_vlm.planner.pipeline_time import ReplicaCosts, Stages, trained_values
+from megatron_vlm.planner.row_sizes import RowSample, Step, heaviest_micro_batches
 
 _MICRO_TOKENS = (2048, 4096, 8192, 16384)
 # The cheapest in time is first, so the first that fits is the fastest that fits.
@@ -102,7 +102,9 @@ def search(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> 
                 fitting.append(candidate)
             elif leanest is None or candidate.need < leanest.need:
                 leanest = candidate
-    fitting.sort(key=lambda found: (-found.tokens_per_s, found.cfg.train.micro_batch_tokens))
+    fitting.sort(
+        key=lambda candidate: (-candidate.tokens_per_s, candidate.cfg.train.micro_batch_tokens)
+    )
     # A larger limit that changes no micro-batch is the same layout.
     distinct = {(each.dims, each.cfg.model, each.step_s): each for each in reversed(fitting)}
     return Found(tuple(reversed(distinct.values())), None if fitting else leanest)
@@ -143,7 +145,7 @@ def _modes(
     """Yield candidates up to the least recomputation that fits. A candidate that does not fit has
     no time."""
     for recompute, vision in _RECOMPUTES:
-        if vision and as_trained(cfg, sizes).model.freeze_vision:
+        if vision and config_as_trained(cfg, sizes).model.freeze_vision:
             continue
         model = replace(cfg.model, recompute=recompute, recompute_vision=vision)
         trial = replace(cfg, model=model)
@@ -160,7 +162,7 @@ def _candidate(
     steps: Sequence[Step],
     cluster: Cluster,
 ) -> Candidate:
-    itemsize, heaviest = ITEMSIZE[cfg.train.precision], heaviest_share(steps)
+    itemsize, heaviest = ITEMSIZE[cfg.train.precision], heaviest_micro_batches(steps)
     limit, replicas = USABLE * cluster.memory, []
     max_layers = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
     if max_layers is not None:
@@ -169,19 +171,19 @@ def _candidate(
     memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
     if max_layers is None or max(stage.total for stage in memory) > limit:
         return Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0)
-    return _timed(
+    return _time_candidate(
         Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0), sizes, replicas, steps, cluster
     )
 
 
-def polished(
+def refine_split(
     candidate: Candidate, sizes: ModelSizes, mix: RowSample, cluster: Cluster
 ) -> Candidate:
     """Return the candidate with the best split of its layers, which takes longer to find."""
     cfg, dims = candidate.cfg, candidate.dims
     itemsize = ITEMSIZE[cfg.train.precision]
     steps = mix.steps(cfg.train, sizes, dims.dp)
-    heaviest, limit = heaviest_share(steps), USABLE * cluster.memory
+    heaviest, limit = heaviest_micro_batches(steps), USABLE * cluster.memory
     max_layers = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
     assert max_layers is not None
     replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
@@ -189,10 +191,10 @@ def polished(
     dims = replace(dims, layers_per_stage=split)
     memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
     best = replace(candidate, dims=dims, memory=memory)
-    return _timed(best, sizes, replicas, steps, cluster)
+    return _time_candidate(best, sizes, replicas, steps, cluster)
 
 
-def _timed(
+def _time_candidate(
     candidate: Candidate,
     sizes: ModelSizes,
     replicas: Sequence[Sequence[ReplicaCosts]],
@@ -201,11 +203,15 @@ def _timed(
 ) -> Candidate:
     dims, cfg = candidate.dims, candidate.cfg
     slowest = [
-        max((each.stages(dims.layers_per_stage) for each in step), key=lambda found: found.seconds)
+        max(
+            (each.stages(dims.layers_per_stage) for each in step), key=lambda stages: stages.seconds
+        )
         for step in replicas
     ]
     pipeline = sum(stages.seconds for stages in slowest) / len(slowest)
-    after = max(_after(cfg, sizes, dims, stage, cluster.machine) for stage in range(dims.pp))
+    after = max(
+        _step_end_seconds(cfg, sizes, dims, stage, cluster.machine) for stage in range(dims.pp)
+    )
     rows = [row for step in steps for share in step for row in share]
     # If some replicas represent others, all have equally many tokens.
     planned = sum(share != [] for share in steps[0]) or 1
@@ -217,19 +223,19 @@ def _timed(
     )
 
 
-def _after(
+def _step_end_seconds(
     cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int, machine: Machine
 ) -> float:
     """Return the seconds after the last backward: gradients over DP, AdamW, weights over DP."""
     counts, itemsize = count(cfg, sizes, dims, stage), ITEMSIZE[cfg.train.precision]
     seconds = machine.seconds(update(counts))
-    link = machine.between(dims.tp * dims.dp)
+    link = machine.bandwidth_between(dims.tp * dims.dp)
     bytes_per_value = (_FP32 + itemsize) / 2 if cfg.parallel.distributed_optimizer else _FP32
     rest = counts.gradients - counts.of_experts
     for ranks, values in ((dims.dp, rest), (dims.dp // dims.ep, counts.of_experts)):
         seconds += ring(ranks) * bytes_per_value * values / link
     if stage == 0 and cfg.model.share_images:
-        tower = trained(_tower_alone(cfg), sizes, dims)[1]
+        tower = trained_values(_tower_alone(cfg), sizes, dims)[1]
         seconds += ring(dims.tp) * _FP32 * tower / machine.link
     return seconds
 

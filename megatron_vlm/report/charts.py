@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.io.numbers_as_text import COLUMNS, number, thin
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.numbers_as_text import CURVE_COLUMNS, number, thin_out
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report.html import Html, json_block, tag
 
 _HERE = Path(__file__).parent
 _COLOURS = 6  # in charts.css
-_MOST_DOTS = 80
+_MAX_DOTS = 80
 _LOG_FROM = 30  # a chart whose values span this ratio begins with a logarithmic scale
 
 
@@ -35,15 +35,15 @@ class Curve:
 
     def data(self) -> dict[str, Any]:
         """Return the curve as charts.js reads it."""
-        x, y = thin(self.x, self.y)
+        x, y = thin_out(self.x, self.y)
         return {
-            "name": visible(self.name),
+            "name": escape_controls(self.name),
             "x": [round(float(v), 1) for v in x],
             "y": [float(f"{v:.6g}") if np.isfinite(v) else None for v in y],
             "colour": f"c{self.colour % _COLOURS}",
             "dash": self.colour >= _COLOURS,
             "faint": self.faint,
-            "dots": self.dots and len(x) <= _MOST_DOTS,
+            "dots": self.dots and len(x) <= _MAX_DOTS,
             "run": self.run,
             "legend": self.in_legend,
         }
@@ -84,7 +84,9 @@ def chart_figure(chart: Chart, first: float, last: float) -> Html:
         return tag("figure", tag("b", chart.title), nothing, class_="card chart")
     summarized = [curve for curve in shown if curve.faint] or shown
     summary = [_summary(curve, chart.percent) for curve in summarized]
-    labels = [f"{visible(c.name)}: {text}" for c, text in zip(summarized, summary, strict=True)]
+    labels = [
+        f"{escape_controls(c.name)}: {text}" for c, text in zip(summarized, summary, strict=True)
+    ]
     plot = tag("div", class_="plot", role="img", aria_label=f"{chart.title}: {'; '.join(labels)}")
     title = tag("div", tag("b", chart.title), " ", tag("span", chart.unit, class_="quiet"))
     # A mark has one entry in the legend, however many runs have it.
@@ -123,7 +125,7 @@ def _data(chart: Chart, shown: list[Curve], first: float, last: float) -> dict[s
     values = values[np.isfinite(values)]
     low, high = float(values.min()), float(values.max())
     first, last = (first, last) if last > first else (first - 1, first + 1)
-    columns = (last - first) / COLUMNS
+    columns = (last - first) / CURVE_COLUMNS
     return {
         "percent": chart.percent,
         "positive": low > 0,

@@ -19,7 +19,7 @@ class Example:
     images: tuple[str, ...] = ()  # data URIs
 
     @property
-    def right(self) -> bool:
+    def is_right(self) -> bool:
         return self.prediction.strip() == self.answer.strip()
 
 

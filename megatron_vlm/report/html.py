@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.io.untrusted import home_path
 
 _VOID = frozenset(("meta", "img", "input", "rect", "line", "path"))
@@ -39,9 +39,9 @@ class Html(str):
 
 def tag(name: str, /, *content: str, **attributes: object) -> Html:
     """Return an element; `class_` is its class."""
-    inner = "".join(c if isinstance(c, Html) else escape(visible(c)) for c in content)
+    inner = "".join(c if isinstance(c, Html) else escape(escape_controls(c)) for c in content)
     rendered = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(visible(str(value)))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{escape(escape_controls(str(value)))}"'
         for key, value in attributes.items()
     )
     if name in _VOID:

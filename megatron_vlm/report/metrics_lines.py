@@ -13,7 +13,7 @@ from typing import Any
 from megatron_vlm.io.untrusted import UntrustedFile
 
 SAMPLES = "samples.jsonl"  # next to metrics.jsonl: the samples of some steps of `megatron-vlm rl`
-MOST_LOADS = 40  # load lines of a run, in addition to that of its last step
+MAX_LOADS = 40  # load lines of a run, in addition to that of its last step
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,10 @@ _KINDS: dict[str, type[Line]] = {
 }
 
 
-def tells_load(step: int, total_steps: int) -> bool:
+def has_load_line(step: int, total_steps: int) -> bool:
     """Return whether a step has a LoadLine. The line has many numbers, so only some steps and the
     last one have it."""
-    return step % -(-total_steps // MOST_LOADS) == 0 or step + 1 == total_steps
+    return step % -(-total_steps // MAX_LOADS) == 0 or step + 1 == total_steps
 
 
 def to_json(line: Line) -> str:
@@ -151,22 +151,24 @@ def to_json(line: Line) -> str:
     and value are None is left out."""
     kind = next(name for name, kind in _KINDS.items() if type(line) is kind)
     absent = {f.name for f in fields(line) if f.default is None and getattr(line, f.name) is None}
-    values = {key: _finite(value) for key, value in vars(line).items() if key not in absent}
+    values = {
+        key: _null_if_not_finite(value) for key, value in vars(line).items() if key not in absent
+    }
     return json.dumps({"kind": kind, **values})
 
 
 def from_json(text: str) -> Line | None:
     """Parse a line; return None for an unknown kind and raise DataError for malformed text."""
     line = UntrustedFile("a line of metrics.jsonl")
-    raw = line.parsed(text)
-    with line.border("not as it was written"):
+    raw = line.parse(text)
+    with line.wrap_errors("not as it was written"):
         if (kind := _KINDS.get(raw["kind"])) is None:
             return None
         readers = _READERS[kind]
         return kind(**{key: readers[key](value) for key, value in raw.items() if key in readers})
 
 
-def _finite(value: Any) -> Any:
+def _null_if_not_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -175,14 +177,14 @@ def _figure(value: float | None) -> float:
     return float(value) if value is not None and math.isfinite(value) else math.nan
 
 
-def _whole(value: Any) -> int:
+def _clamp_integer(value: Any) -> int:
     return min(max(int(value), -(2**53)), 2**53)  # a float represents no larger integer exactly
 
 
 _PLAIN: dict[Any, Callable[[Any], Any]] = {
-    int: _whole,
-    list[int]: lambda values: [_whole(value) for value in values],
-    list[list[int]]: lambda rows: [[_whole(value) for value in row] for row in rows],
+    int: _clamp_integer,
+    list[int]: lambda values: [_clamp_integer(value) for value in values],
+    list[list[int]]: lambda rows: [[_clamp_integer(value) for value in row] for row in rows],
     str: str,
     bool: bool,
     dict[str, int]: dict,

@@ -12,7 +12,7 @@ Advantage = Literal["grpo", "rloo", "dr_grpo"]
 Aggregate = Literal["tokens", "sequences", "constant"]
 
 STD_FLOOR = 1e-4  # added to a group's standard deviation, as in TRL
-MOST_LOG = 700.0  # exp of a larger number may overflow float64
+MAX_LOG = 700.0  # exp of a larger number may overflow float64
 
 
 def group_advantages(rewards: Sequence[float], kind: Advantage) -> list[float]:
@@ -55,16 +55,16 @@ def divisor_of(lengths: Sequence[int], aggregate: Aggregate, max_tokens: int) ->
 
 
 def importance_weights(
-    old_log_probs: Sequence[float], sampler_log_probs: Sequence[float], most: float | None
+    old_log_probs: Sequence[float], sampler_log_probs: Sequence[float], max_weight: float | None
 ) -> list[float]:
     """Return the weight of each token for truncated importance sampling: the ratio of the trainer's
-    to the sampler's probability, at most `most`. If `most` is None, all weights are 1. Multiply the
-    token's advantage by its weight: a weight of the loss would enter the divisor and the KL term,
-    too."""
+    to the sampler's probability, at most `max_weight`. If `max_weight` is None, all weights are 1.
+    Multiply the token's advantage by its weight: a weight of the loss would enter the divisor and
+    the KL term, too."""
     assert len(old_log_probs) == len(sampler_log_probs)
-    if most is None:
+    if max_weight is None:
         return [1.0] * len(old_log_probs)
-    assert most > 0, most
+    assert max_weight > 0, max_weight
     log_ratio = np.subtract(old_log_probs, sampler_log_probs, dtype=np.float64)
-    weights: list[float] = np.minimum(np.exp(np.minimum(log_ratio, MOST_LOG)), most).tolist()
+    weights: list[float] = np.minimum(np.exp(np.minimum(log_ratio, MAX_LOG)), max_weight).tolist()
     return weights

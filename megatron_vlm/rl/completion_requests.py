@@ -61,7 +61,7 @@ class LockstepQueue:
         if len(self.waiting) == self.playing:
             self.all_wait.set()
 
-    def taken(self) -> list[AskedPrompt]:
+    def next_prompts_to_answer(self) -> list[AskedPrompt]:
         """Take the pending requests, one per prompt, in the order of seeds."""
         assert len(self.waiting) == self.playing
         self.all_wait.clear()

@@ -35,7 +35,7 @@ class Episode:
     figures: dict[str, float] = field(default_factory=dict)
     cut: bool = False  # the last answer, or the episode, has reached its maximum length
 
-    def hear(self, row: Row, end_id: int) -> None:
+    def add_observation(self, row: Row, end_id: int) -> None:
         """Add the prompt, or messages of the environment. An answer that was cut at its maximum
         length is closed with the end token, which was not drawn."""
         if self.cut:
@@ -45,7 +45,7 @@ class Episode:
         self.ids += row.ids_S.tolist()
         self.log_probs += [None] * len(row.ids_S)
 
-    def say(self, answer: Completion, text: str) -> None:
+    def add_completion(self, answer: Completion, text: str) -> None:
         """Add an answer and its text."""
         self.ids += answer.ids
         self.log_probs += answer.log_probs

@@ -110,7 +110,7 @@ class EpisodeRunner:
         for episode, first in zip(episodes, firsts, strict=True):
             where = f"{episode.where}: what rl.environment says first"
             opening = row if first is None else dialogue.opening(first, where)
-            episode.hear(opening, dialogue.end_id)
+            episode.add_observation(opening, dialogue.end_id)
         same_opening = firsts.count(None)
         sharers = [same_opening if first is None else 1 for first in firsts]
         playing = [
@@ -132,7 +132,7 @@ class EpisodeRunner:
         for turn in range(rl.turns):
             seed = seed_of(self.cfg.train.seed, step, episode, turn)
             answer = await desk.ask(episode.prompt(), seed, 1 if turn else sharers)
-            episode.say(answer, self.text(answer.ids))
+            episode.add_completion(answer, self.text(answer.ids))
             response = await asyncio.wrap_future(
                 self.judges.step(episode.number, episode.answers[-1])
             )
@@ -145,7 +145,7 @@ class EpisodeRunner:
             if turn + 1 == rl.turns or longest > rl.max_tokens:
                 episode.cut = True
                 break
-            episode.hear(reply, dialogue.end_id)
+            episode.add_observation(reply, dialogue.end_id)
         self.judges.end(episode.number)
         desk.leave()
 

@@ -57,7 +57,7 @@ class PolicyUpdater:
     ) -> StepMetrics:
         """Compute the gradients of an update, in place of earlier gradients. This is a
         collective."""
-        placed = {n: self._row(n, rows[n], values) for n in self._mine(update)}
+        placed = {n: self._row(n, rows[n], values) for n in self._local_numbers(update)}
         batches = self._batches(update, placed, self.names)
         loss, divisor = self.cfg.rl.loss, update.divisor
         return self.worker.forward_backward(
@@ -82,23 +82,23 @@ class PolicyUpdater:
         old: dict[int, Tensor] = {}
         weights: dict[int, Tensor] = {}
         if rl.sampler != "own":  # log-probs of the own decoder are the trainer's already
-            old = self._scored(self.worker, lesson, rows)
+            old = self._log_probs_of_rows(self.worker, lesson, rows)
             for number, train_row in rows.items():
                 log_probs = old[number].tolist(), train_row.sampler_log_probs_S.tolist()
                 weights[number] = torch.tensor(importance_weights(*log_probs, rl.max_weight))
         reference = {}
         if rl.kl_coef is not None:
-            reference = self._scored(self.reference, lesson, rows)
+            reference = self._log_probs_of_rows(self.reference, lesson, rows)
         return Values(old, weights, reference)
 
-    def _scored(
+    def _log_probs_of_rows(
         self, worker: MegatronWorker, lesson: TrainBatch, rows: Mapping[int, TrainRow]
     ) -> dict[int, Tensor]:
         """Return the log-probs of this replica's rows under a model."""
         log_probs: dict[int, Tensor] = {}
         plain = {number: each.row for number, each in rows.items()}
         for update in lesson.updates:
-            numbers = sorted(self._mine(update))
+            numbers = sorted(self._local_numbers(update))
             scored = worker.forward(self._batches(update, plain))
             log_probs |= zip(numbers, scored, strict=True)
         return log_probs
@@ -115,15 +115,15 @@ class PolicyUpdater:
             batches.append(collate(placed, share, names))
         return batches or [filler_batch()]
 
-    def _mine(self, update: Update) -> list[int]:
+    def _local_numbers(self, update: Update) -> list[int]:
         return [number for share in update.plan[self.worker.grid.dp.rank] for number in share]
 
-    def mine(self, lesson: TrainBatch) -> dict[int, TrainRow]:
+    def local_rows(self, lesson: TrainBatch) -> dict[int, TrainRow]:
         """Return the rows of this replica, by their numbers in the train batch."""
-        numbers = (number for update in lesson.updates for number in self._mine(update))
+        numbers = (number for update in lesson.updates for number in self._local_numbers(update))
         return {number: lesson.rows[number] for number in numbers}
 
-    def apart(self, rows: Mapping[int, TrainRow], values: "Values") -> LogProbGap | None:
+    def log_prob_gap(self, rows: Mapping[int, TrainRow], values: "Values") -> LogProbGap | None:
         """Return the gap between the log-probs of sampler and trainer; None where the trainer's own
         decoder has drawn the answers. This is a collective."""
         if self.cfg.rl.sampler == "own":
@@ -153,7 +153,7 @@ class Values:
     reference: Mapping[int, Tensor]  # log-probs under the reference model
 
 
-def joined(parts: Sequence[StepMetrics]) -> StepMetrics:
+def join_metrics(parts: Sequence[StepMetrics]) -> StepMetrics:
     """Combine the metrics of several updates into those of the step."""
     names = list(dict.fromkeys(name for each in parts for name in each.means))
     means = {

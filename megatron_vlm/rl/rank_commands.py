@@ -35,20 +35,20 @@ class RankCommands:
             self._give({"do": "wait"})
 
     def draw(
-        self, asked: Sequence[AskedPrompt], settings: SamplingSettings
+        self, prompts: Sequence[AskedPrompt], settings: SamplingSettings
     ) -> list[list[Completion]]:
         """Draw answers with the trainer's own decoder on all ranks. Call it on rank 0."""
         by_place: dict[int, list[Completion]] = {}
-        for n in sorted({len(each.seeds) for each in asked}):
-            places = [place for place, each in enumerate(asked) if len(each.seeds) == n]
-            seeds = [asked[place].seeds[0] for place in places]
-            rows = [asked[place].prompt for place in places]
+        for n in sorted({len(each.seeds) for each in prompts}):
+            places = [place for place, each in enumerate(prompts) if len(each.seeds) == n]
+            seeds = [prompts[place].seeds[0] for place in places]
+            rows = [prompts[place].prompt for place in places]
             order = {"do": "draw", "settings": asdict(settings), "n": n, "seeds": seeds}
             self._give(order, batch_of(rows).to_bytes())
             by_place |= zip(places, self._draw(rows, settings, n, seeds), strict=True)
-        return [by_place[place] for place in range(len(asked))]
+        return [by_place[place] for place in range(len(prompts))]
 
-    def tell(self, content: bytes, facts: dict[str, Any]) -> None:
+    def end_wait(self, content: bytes, facts: dict[str, Any]) -> None:
         """Send the result that the other ranks wait for. Call it on rank 0."""
         self._give({"do": "go on", "facts": facts}, content)
 
@@ -63,10 +63,12 @@ class RankCommands:
         the other ranks."""
         while True:
             self._meet()
-            order, contents = self.lead.hear()
+            order, contents = self.lead.receive()
             if order["do"] == "draw":
                 rows = rows_of(TensorBatch.from_bytes(contents[0]))
-                self._draw(rows, SamplingSettings.of(order["settings"]), order["n"], order["seeds"])
+                self._draw(
+                    rows, SamplingSettings.from_json(order["settings"]), order["n"], order["seeds"]
+                )
             elif order["do"] == "fail":
                 kind = DataError if order["data"] else SamplerError
                 raise kind(**error_from_json(order["fields"]))
@@ -75,7 +77,7 @@ class RankCommands:
 
     def _give(self, order: dict[str, Any], *contents: bytes) -> None:
         self._meet()
-        self.lead.tell(order, contents)
+        self.lead.send(order, contents)
 
     def _meet(self) -> None:
         if self.lead.meet():
@@ -95,13 +97,13 @@ class RankCommands:
             self.rows,
         )
         local_completions = (
-            [[each.plain() for each in answers] for answers in completions] if grid.leads else []
+            [[each.as_json() for each in answers] for answers in completions] if grid.leads else []
         )
         by_rank = all_gather_json(local_completions, None, self.lead.device)
         by_replica = [by_rank[dims.leader_of(replica)] for replica in range(grid.dp.size)]
         return [
             [
-                Completion.of(each)
+                Completion.from_json(each)
                 for each in by_replica[place % grid.dp.size][place // grid.dp.size]
             ]
             for place in range(len(rows))

@@ -10,7 +10,7 @@ from megatron_vlm.config.command_checks import check_rl
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.train import composed
+from megatron_vlm.train import compose_config
 from megatron_vlm.training.lr_schedule import lr_at
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def learn(cfg: Config, signals: "Signals | None" = None) -> int:
     """Train to the last step, and return the exit status of this rank. `signals`: as for
     `train`."""
-    with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+    with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         from megatron_vlm.rl.trainer import RlTrainer
         from megatron_vlm.run.run import Run
 
@@ -32,22 +32,22 @@ def learn(cfg: Config, signals: "Signals | None" = None) -> int:
 def learn_step(school: "RlTrainer", step: int) -> None:
     """Run a step: sample, compute the gradients, update the weights, and record the metrics."""
     run, learner = school.run, school.learner
-    run.profiler.at(step)
-    run.at(step, "samples")
+    run.profiler.begin_step(step)
+    run.begin_phase(step, "samples")
     batch, after = school.lesson(step)
-    rows = learner.mine(batch)
-    run.at(step, "scoring")
+    rows = learner.local_rows(batch)
+    run.begin_phase(step, "scoring")
     values = learner.values(batch, rows)
     metrics = []
     for update in batch.updates:
-        run.at(step, "forward and backward")
+        run.begin_phase(step, "forward and backward")
         metrics.append(learner.gradients(update, rows, values))
-        run.at(step, "optimizer")
+        run.begin_phase(step, "optimizer")
         applied = run.worker.optim_step(lr_at(run.cfg.optim, step, run.total_steps))
     school.renew(step + 1)
-    school.record(step, batch, after, metrics, applied, learner.apart(rows, values))
+    school.record(step, batch, after, metrics, applied, learner.log_prob_gap(rows, values))
 
 
 def run_rl(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
     """Compose the configuration, train on this rank, and return its exit status."""
-    return learn(composed("megatron_vlm.rl", arguments, check_rl), signals)
+    return learn(compose_config("megatron_vlm.rl", arguments, check_rl), signals)

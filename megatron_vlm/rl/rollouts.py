@@ -10,7 +10,7 @@ from typing import Protocol
 
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, Handle
-from megatron_vlm.distributed.rank0 import EVERY_S, result_of
+from megatron_vlm.distributed.rank0 import HEARTBEAT_S, result_of
 from megatron_vlm.engines.engine_thread import Engines
 from megatron_vlm.rl.completion_requests import CompletionQueue, EngineQueue, LockstepQueue
 from megatron_vlm.rl.episode import Group
@@ -103,7 +103,7 @@ class OwnRollouts:
                     self._answer(queue)
                 waiting = asyncio.create_task(queue.all_wait.wait())
                 await asyncio.wait(
-                    [collecting, waiting], timeout=EVERY_S, return_when=asyncio.FIRST_COMPLETED
+                    [collecting, waiting], timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 waiting.cancel()
                 self.orders.wait()
@@ -112,7 +112,7 @@ class OwnRollouts:
         return await collecting
 
     def _answer(self, desk: LockstepQueue) -> None:
-        requests = desk.taken()
+        requests = desk.next_prompts_to_answer()
         for request, completions in zip(
             requests, self.orders.draw(requests, self.table.settings), strict=True
         ):

@@ -51,15 +51,15 @@ def rl_line(step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | 
     )
 
 
-def _means(found: list[dict[str, float]]) -> dict[str, float]:
+def _means(figures: list[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the episodes that have it."""
-    names = dict.fromkeys(name for each in found for name in each)
-    return {name: fmean(each[name] for each in found if name in each) for name in names}
+    names = dict.fromkeys(name for each in figures for name in each)
+    return {name: fmean(each[name] for each in figures if name in each) for name in names}
 
 
 # The next part writes readable samples to RUN/samples.jsonl, which the report shows.
 
-_MOST = 32  # maximum episodes of a prompt
+_MAX_EPISODES = 32  # maximum episodes of a prompt
 
 
 def write_sample_lines(run: Path, step: int, groups: Sequence[Group], table: EpisodeRunner) -> None:
@@ -80,7 +80,7 @@ def _line(step: int, group: Group, table: EpisodeRunner) -> dict[str, Any]:
         "where": first.where,
         "question": group.question,
         "images": _images(first.shown[0], table),
-        "episodes": [_episode(each, table) for each in group.episodes[:_MOST]],
+        "episodes": [_episode(each, table) for each in group.episodes[:_MAX_EPISODES]],
     }
 
 

@@ -61,8 +61,8 @@ def lesson_of(groups: Sequence[Group], cfg: Config, work: WorkModel, replicas: i
         rows += _rows(update_groups, cfg)
         lengths = [each.trained for group in update_groups for each in group.episodes]
         sizes = [_size(each.row, work) for each in rows[first:]]
-        plan = plan_batch(sizes, replicas, Limits.of(cfg.train))
-        figures = BatchFigures.of(sizes, plan)
+        plan = plan_batch(sizes, replicas, Limits.from_config(cfg.train))
+        figures = BatchFigures.from_plan(sizes, plan)
         plan = [[[first + row for row in batch] for batch in share] for share in plan]
         divisor = divisor_of(lengths, cfg.rl.aggregate, cfg.rl.max_new_tokens)
         updates.append(Update(plan, divisor, figures))
@@ -76,7 +76,7 @@ def _rows(groups: Sequence[Group], cfg: Config) -> list[TrainRow]:
         each for group in groups for each in group_advantages(group.rewards, cfg.rl.advantage)
     ]
     return [
-        TrainRow(_row(episode), _drawn(episode), advantage, weight)
+        TrainRow(_row(episode), _sampled_log_probs(episode), advantage, weight)
         for episode, advantage, weight in zip(episodes, advantages, weights, strict=True)
     ]
 
@@ -88,7 +88,7 @@ def _row(episode: Episode) -> Row:
     return Row(ids_S, labels_S, **pictures_of(episode.shown))
 
 
-def _drawn(episode: Episode) -> Tensor:
+def _sampled_log_probs(episode: Episode) -> Tensor:
     return torch.tensor([0.0 if each is None else each for each in episode.log_probs])
 
 

@@ -12,9 +12,9 @@ from megatron_vlm.data.batches.loader import BatchFigures
 from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.engines.engine_thread import Engines
 from megatron_vlm.errors import ConfigError, MegatronVLMError
-from megatron_vlm.report.metrics_lines import tells_load
+from megatron_vlm.report.metrics_lines import has_load_line
 from megatron_vlm.rl.episode_runner import EpisodeRunner
-from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, joined
+from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, join_metrics
 from megatron_vlm.rl.rank_commands import RankCommands
 from megatron_vlm.rl.rewards.pool import JudgeSettings, RewardPool
 from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollouts
@@ -41,13 +41,13 @@ class RlTrainer:
         self.cfg, self.leads = run.cfg, run.worker.grid.rank == 0
         self.learner = PolicyUpdater(run.worker)
         if self.cfg.rl.kl_coef is not None:
-            run.at(run.progress.step, "loading the initial model", files=True)
+            run.begin_phase(run.progress.step, "loading the initial model", files=True)
             assert self.learner.reference
         self.orders = RankCommands(run.worker, run.signals)
         self.engines: Engines | None = None
         self.rollouts: Rollouts | None = None
         self.last: Rollout | None = None  # set on rank 0 only
-        run.at(run.progress.step, "starting rewards and engines", files=True)
+        run.begin_phase(run.progress.step, "starting rewards and engines", files=True)
         with fail_together(run.worker.platform.device, ConfigError):
             if self.leads:
                 self._start_judges()
@@ -110,13 +110,13 @@ class RlTrainer:
         except MegatronVLMError as error:
             self.orders.fail(error)
             raise
-        self.orders.tell(content, facts)
+        self.orders.end_wait(content, facts)
         return content, facts
 
     def renew(self, step: int) -> None:
         """Send the current weights to the engines, if there are any. This is a collective."""
         if self.cfg.rl.sampler == "vllm" and step < self.run.total_steps:
-            self.run.at(step, "weights of the engines")
+            self.run.begin_phase(step, "weights of the engines")
             self._renew(step)
 
     def _renew(self, version: int) -> None:
@@ -135,10 +135,10 @@ class RlTrainer:
         rate."""
         figures = [astuple(update.figures) for update in lesson.updates]
         total = BatchFigures(*(sum(column) for column in zip(*figures, strict=True)))
-        whole = joined(metrics)
+        whole = join_metrics(metrics)
         self.run.record(step, StepData([], after, total), whole, *applied)
         if self.leads:
             assert self.last is not None
             self.run.log.samples(rl_line(step, self.last, whole, apart))
-            if tells_load(step, self.run.total_steps):
+            if has_load_line(step, self.run.total_steps):
                 write_sample_lines(Path(self.cfg.run), step, self.last.groups, self.table)

@@ -24,7 +24,7 @@ class TurnEncoder:
         self.end_id = reader.encoder.renderer.end_id
         before = self._row(_BEFORE, "the chat template").ids_S.tolist()
         # The tokens after the end of the answer are left out: they would open another answer.
-        self.before = before[: _last(before, self.end_id) + 1]
+        self.before = before[: _last_place(before, self.end_id) + 1]
 
     def opening(self, messages: Sequence[Mapping[str, Any]], where: str) -> Row:
         """Encode the messages as the beginning of an episode, up to the start of the answer."""
@@ -51,5 +51,5 @@ class TurnEncoder:
         return self.reader.row(record, where, sample).row
 
 
-def _last(ids: Sequence[int], wanted: int) -> int:
-    return max(place for place, token in enumerate(ids) if token == wanted)
+def _last_place(ids: Sequence[int], token_id: int) -> int:
+    return max(place for place, token in enumerate(ids) if token == token_id)

@@ -28,12 +28,12 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
         pictures=rl.engine_pictures or max(1, max_images + more_images),
         videos=rl.engine_videos,
         lora_rank=cfg.lora.rank,
-        lora_vision=in_tower(worker.adapted),
+        lora_vision=has_tower_weights(worker.adapted),
         options=side_by_side(rl.engine_gpus) | rl.engine_options,
     )
 
 
-def in_tower(weights: Sequence[TensorSpec]) -> bool:
+def has_tower_weights(weights: Sequence[TensorSpec]) -> bool:
     """Return whether some weights are in the vision tower or its mergers. vLLM serves adapters
     there only if it was started with that setting."""
     return any(weight.part in (Part.vision, Part.merger) for weight in weights)

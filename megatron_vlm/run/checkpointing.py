@@ -41,7 +41,7 @@ class Progress:
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # by set, last evaluation
     scored_step: int | None = None
 
-    def better(
+    def with_best(
         self, checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]
     ) -> "Progress":
         """Return the progress with these scores of a set, if they are the best so far by
@@ -57,7 +57,7 @@ class Progress:
             return self
         return replace(self, best_of=checkpoint.best, best=scores[score], best_step=self.step)
 
-    def scored(self, name: str, scores: Mapping[str, float]) -> "Progress":
+    def with_scores(self, name: str, scores: Mapping[str, float]) -> "Progress":
         """Return the progress with these scores of a set. Scores of an earlier step are dropped."""
         other_scores = self.scores if self.scored_step == self.step else {}
         set_scores = {key: value for key, value in scores.items() if key != "seconds"}
@@ -161,13 +161,13 @@ class CheckpointManager:
     def poll(self) -> None:
         """Complete the checkpoint in progress if every rank has finished writing. A collective."""
         if self.pending is not None and self.pending.finish(blocking=False):
-            self._completed(self.pending)
+            self._record_completed(self.pending)
 
     def finish(self) -> None:
         """Wait until the checkpoint in progress is complete. A collective."""
         if self.pending is not None:
             self.pending.finish()
-            self._completed(self.pending)
+            self._record_completed(self.pending)
 
     def export_mark(self) -> ExportMark | None:
         """Return the mark of an export of the current weights, on rank 0."""
@@ -179,7 +179,7 @@ class CheckpointManager:
         """Return the training summary for the model card of an export, on rank 0."""
         return None if self.newest is None else training_of(self.newest)
 
-    def _completed(self, saved: PendingSave) -> None:
+    def _record_completed(self, saved: PendingSave) -> None:
         self.pending = None
         if saved.manifest is not None:  # on rank 0
             self.head, self.newest, rules = saved.manifest, saved.folder, self.cfg.checkpoint

@@ -37,19 +37,19 @@ def changes(before: Config, now: Config) -> dict[str, str]:
     differences = {}
     for key in leaves():
         if key != "run" and (values := [get(cfg, key) for cfg in (now, before)])[0] != values[1]:
-            shown = [repr(_PLAIN.get(key, _same)(value))[:_LONGEST] for value in values]
+            shown = [repr(_PLAIN.get(key, _identity)(value))[:_LONGEST] for value in values]
             differences[key] = f"{key}={shown[0]}, was {shown[1]}"
     return differences
 
 
-def changed_since(checkpoint: Path, cfg: Config, said: Collection[str]) -> Iterator[str]:
+def changed_since(checkpoint: Path, cfg: Config, reported: Collection[str]) -> Iterator[str]:
     """Yield a line with every key that differs between a resumed run and its checkpoint, except for
     those that are reported already."""
     try:
         before = read_saved(checkpoint)
     except ConfigError:  # The checkpoint is of another version.
         return
-    texts = [text for text in changes(before, cfg).values() if text not in said]
+    texts = [text for text in changes(before, cfg).values() if text not in reported]
     if texts:
         yield f"settings changed since {checkpoint.name}: {'; '.join(texts)}"
 
@@ -77,12 +77,12 @@ def check_unnamed(cfg: Config, overrides: Sequence[str], file: ConfigFile | None
         )
 
 
-def _is_same_model(pinned: str, given: str) -> bool:
+def _is_same_model(pinned: str, path: str) -> bool:
     """Return whether the Hub name that a run began with has the same repository as the current
     one."""
-    before, now = hub_name(pinned), hub_name(given)
+    before, now = hub_name(pinned), hub_name(path)
     return before is not None and now is not None and before.repo == now.repo
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report.metrics_lines import (
     EvalLine,
     EventLine,
@@ -108,7 +108,7 @@ class RunLog:
     def say(self, text: str | Table) -> None:
         """Print to the terminal only."""
         if self.speaks:
-            shown = visible(text) if isinstance(text, str) else text
+            shown = escape_controls(text) if isinstance(text, str) else text
             self.console.print(shown, markup=False, soft_wrap=True)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ class Profiler:
         self.platform = platform
         self.running: Any = None
 
-    def at(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Start or stop the trace if this step is the first or comes after the last."""
         if step == self.last:
             self.close()

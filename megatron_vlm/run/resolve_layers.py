@@ -27,7 +27,7 @@ def resolve_layers(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
     if not needs_auto_split(cfg):
         return cfg, ""
     platform, remark = pick_platform(cfg.platform), ""
-    watchdog.at(0, "planning the stages", files=True)
+    watchdog.begin_phase(0, "planning the stages", files=True)
     join_world(platform, PATIENCE * cfg.launch.timeout_minutes)
     failure: MegatronVLMError | None = None
     layers: tuple[int, ...] = ()

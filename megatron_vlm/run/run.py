@@ -15,10 +15,10 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.export_folder import changed_file, read_export_mark
 from megatron_vlm.hf.model_card import versions
 from megatron_vlm.hf.push import Upload
-from megatron_vlm.lora.peft_folder import is_of
+from megatron_vlm.lora.peft_folder import is_kind
 from megatron_vlm.lora.weights import serving_remark
 from megatron_vlm.report.layout_table import layout_table, stage_reports
-from megatron_vlm.report.metrics_lines import tells_load
+from megatron_vlm.report.metrics_lines import has_load_line
 from megatron_vlm.report.run import write_report
 from megatron_vlm.run.checkpointing import CheckpointManager
 from megatron_vlm.run.evaluation.evaluate import Evaluator, write_examples, write_predictions
@@ -29,7 +29,7 @@ from megatron_vlm.run.run_folder import export_folders, held_folder
 from megatron_vlm.run.throughput import Meter, NonFiniteGuard
 from megatron_vlm.training.data_feed import Feeder, StepData
 from megatron_vlm.training.expert_routing import percent_of_mean
-from megatron_vlm.training.lr_schedule import announced, total_steps
+from megatron_vlm.training.lr_schedule import describe_run_length, total_steps
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 
@@ -53,11 +53,11 @@ class Run:
         self.feeder = Feeder(cfg, worker.source.sizes, grid, platform.device, watchdog, asks)
         self.examiner = Evaluator(worker, cfg)
         self.total_steps = total_steps(cfg.train, self.feeder.length)
-        self.at(0, "resuming", files=True)
+        self.begin_phase(0, "resuming", files=True)
         self.saver = CheckpointManager(cfg, worker, self.feeder.fingerprint, claim)
         self.progress = self.saver.resume()
         self.resumed_step = self.progress.step  # 0 for a new run
-        length = "" if self.resumed_step else announced(cfg, self.feeder.length)
+        length = "" if self.resumed_step else describe_run_length(cfg, self.feeder.length)
         if not asks:
             self.feeder.start(self.progress.position)
         self.log = RunLog(cfg, grid.rank == 0, self.total_steps, self.resumed_step)
@@ -118,9 +118,9 @@ class Run:
             for line in remarks.lines:
                 self.log.event(self.progress.step, line)
 
-    def at(self, step: int, phase: str, files: bool = False) -> None:
+    def begin_phase(self, step: int, phase: str, files: bool = False) -> None:
         """Report the step and the phase to the watchdog."""
-        self.watchdog.at(step, phase, files)
+        self.watchdog.begin_phase(step, phase, files)
 
     def next_batch(self) -> StepData:
         """Return the next step's data. All ranks continue together or stop together."""
@@ -135,7 +135,7 @@ class Run:
         self.progress = replace(self.progress, step=step + 1, position=batch.after, tokens=tokens)
         figures = self.meter.read(step, batch.after.epoch, metrics, lr, norm, batch.figures)
         self.log.step(figures)
-        if metrics.expert_load_LE is not None and tells_load(step, self.total_steps):
+        if metrics.expert_load_LE is not None and has_load_line(step, self.total_steps):
             text = self.worker.source.sizes.text
             assert text.experts is not None
             layers, load = sorted(text.experts.layers), percent_of_mean(metrics.expert_load_LE)
@@ -153,21 +153,21 @@ class Run:
     def evaluate(self) -> None:
         """Score every held-out set. The result may be the best so far."""
         step = self.progress.step
-        self.at(step, "evaluation")
+        self.begin_phase(step, "evaluation")
         for place, done in enumerate(self.examiner.examine()):
             self.log.evaluation(step, done.name, done.scores)
-            self.progress = self.progress.scored(done.name, done.scores)
+            self.progress = self.progress.with_scores(done.name, done.scores)
             if done.predictions:
                 write_predictions(Path(self.cfg.run) / "predictions", done, step=step)
                 if place == 0:
                     write_examples(Path(self.cfg.run), step, done)
-            self.progress = self.progress.better(self.cfg.checkpoint, done.name, done.scores)
+            self.progress = self.progress.with_best(self.cfg.checkpoint, done.name, done.scores)
         self.meter.skip()
 
     def save_if_due(self) -> None:
         """Complete the checkpoint in progress, if it is written, and start a new one if that is
         due."""
-        self.at(self.progress.step, "checkpoint", files=True)
+        self.begin_phase(self.progress.step, "checkpoint", files=True)
         self.saver.poll()
         every, step = self.cfg.checkpoint.every, self.progress.step
         if (every is not None and step % every == 0) or self.progress.best_step == step:
@@ -176,7 +176,7 @@ class Run:
 
     def stop_early(self) -> None:
         """Save after a signal, and log how to resume."""
-        self.at(self.progress.step, "checkpoint", files=True)
+        self.begin_phase(self.progress.step, "checkpoint", files=True)
         self.saver.save(self.progress)
         self.saver.finish()
         resume = self.cfg.checkpoint.resume
@@ -193,7 +193,7 @@ class Run:
         if step == self.resumed_step:
             beyond = f", more than the {self.total_steps} asked for" * (step > self.total_steps)
             self.log.event(step, f"nothing was left to train: {step} steps are done{beyond}")
-        self.at(step, "checkpoint", files=True)
+        self.begin_phase(step, "checkpoint", files=True)
         self.saver.save(self.progress)
         self.saver.finish()
         for kind, target in export_folders(self.cfg).items():
@@ -208,14 +208,14 @@ class Run:
 
     def _export(self, kind: Exported, target: Path) -> None:
         """Export the weights, unless the same export is already there and unchanged."""
-        is_current = self.log.speaks and self._is_current(target) and is_of(kind, target)
+        is_current = self.log.speaks and self._is_current(target) and is_kind(kind, target)
         if is_current and (name := changed_file(target)) is not None:
             self.log.say(f"{target / name} has changed since it was written: exporting again")
             is_current = False
         if all_reduce_max(int(is_current), self.worker.platform.device):
             self.log.say(f"{target} is of step {self.progress.step} already")
             return
-        self.at(self.progress.step, "export", files=True)
+        self.begin_phase(self.progress.step, "export", files=True)
         mark, done = self.saver.export_mark(), self.saver.training()
         self.worker.export_hf(str(target), mark, done, kind)
         self.log.say(f"exported to {target}, of step {self.progress.step}")
@@ -235,7 +235,7 @@ class Run:
         step, repo = self.progress.step, self.cfg.checkpoint.push
         if repo is None:
             return 0
-        self.at(step, "upload")
+        self.begin_phase(step, "upload")
         upload = Upload(target, repo) if self.log.speaks else None
         ending = 0
         while not ending:

@@ -35,7 +35,7 @@ from megatron_vlm.report.metrics_lines import SAMPLES
 LOCK = "job.lock"  # names the job that writes the run, or was the last to do so
 # Files that a run overwrites or appends to.
 _FILES = ("config.yaml", "metrics.jsonl", SAMPLES, "examples.json", "report.html")
-_OURS = (*_FILES, "predictions")
+_RUN_FILES = (*_FILES, "predictions")
 _PATIENCE_S = 5  # for an earlier job of the run to release the folder
 _PATIENCE_AFTER_RESTART_S = 60  # A file server releases a dead machine's locks late.
 
@@ -89,7 +89,7 @@ def export_folders(cfg: Config) -> dict[Exported, Path]:
 
 def _check_free(folder: Path) -> None:
     """Refuse a folder that is not the folder of a run and has files that a run would overwrite."""
-    taken = [name for name in (*_OURS, MARK) if (folder / name).exists()]
+    taken = [name for name in (*_RUN_FILES, MARK) if (folder / name).exists()]
     if taken and _run_mark(folder) is None:
         raise ConfigError(
             f"is not the folder of a run, and has {taken[0]}, which a run would overwrite",

@@ -37,7 +37,7 @@ class CallBatcher:
         self.micro_batches = FULL * dims.pp if shared else 0
         self.rows = dims.dp * cfg.train.micro_batch_size
 
-    def more_come(self, call: Call, ready: Sequence[Call]) -> bool:
+    def expects_more(self, call: Call, ready: Sequence[Call]) -> bool:
         """Return whether more samples with the same weights are about to arrive. Samples arrive one
         by one, and drawing them together takes much less time."""
         if call.kind != SAMPLE or call.attempts:
@@ -47,7 +47,7 @@ class CallBatcher:
         now = time.time()
         return now - max(accepted_at) < GATHER_S and now - min(accepted_at) < 10 * GATHER_S
 
-    def of(self, call: Call, ready: Sequence[Call]) -> list[Call]:
+    def batch_with(self, call: Call, ready: Sequence[Call]) -> list[Call]:
         """Return the call whose turn it is, and the calls that are best batched with it."""
         if call.attempts:  # the process has died during this call before: it runs alone
             return [call]
@@ -59,7 +59,7 @@ class CallBatcher:
         if call.kind == SAMPLE:
             return self._samples(call, candidates)
         if call.kind == "forward_backward":
-            return self._filling(call, candidates)
+            return self._fill_pipeline(call, candidates)
         return [call]
 
     def sizes(self, together: Sequence[Call]) -> dict[str, float]:
@@ -85,7 +85,7 @@ class CallBatcher:
                 samples += other_ask.n
         return batch
 
-    def _filling(self, call: Call, others: Sequence[Call]) -> list[Call]:
+    def _fill_pipeline(self, call: Call, others: Sequence[Call]) -> list[Call]:
         """Return the gradient calls of as many models as fill the pipeline. A large call fills it
         alone."""
         batch, room = [call], self.micro_batches - self._micro_batches(call)

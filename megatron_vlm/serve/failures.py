@@ -10,9 +10,9 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from megatron_vlm.controller.rank_worker import WorkerError
-from megatron_vlm.distributed.process import say
+from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.serve.journal.journal_records import Failure
 from megatron_vlm.serve.protocol.payloads import RequestError
 
@@ -44,7 +44,7 @@ def failure_of(error: Exception) -> Failure:
         where = ".".join(map(str, first["loc"]))
         return Failure(f"{where}: {first['msg']}", "user")
     if not isinstance(error, MegatronVLMError):
-        return Failure(_told(error), "server")
+        return Failure(_client_message(error), "server")
     user = isinstance(error, USERS) and not isinstance(error, CheckpointError)
     return Failure(str(error), "user" if user else "server")
 
@@ -73,17 +73,17 @@ class Trouble:
     in_collective: bool
 
     @staticmethod
-    def of(error: BaseException) -> "Trouble":
+    def from_error(error: BaseException) -> "Trouble":
         """Record the error, and print it for the operator of the service."""
         _show(error)
-        return Trouble(_told(error), _is_of_collective(error))
+        return Trouble(_client_message(error), _is_of_collective(error))
 
 
 def bare(error: Exception) -> Exception:
     """Return the error without its traceback, whose frames hold what was read, such as decoded
     pictures. Return a CallFailedError for an unexpected error."""
     if not isinstance(error, MegatronVLMError | ValidationError):
-        return CallFailedError(Trouble.of(error).told)
+        return CallFailedError(Trouble.from_error(error).told)
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
@@ -92,14 +92,14 @@ def _show(error: BaseException) -> None:
     """Print the error for the operator of the service. The traceback is included, unless memory has
     run out or the operating system has raised the error."""
     if _lacks_memory(error) or isinstance(error, OSError):
-        say(f"a call failed: {type(error).__name__}: {error}")
+        print_to_user(f"a call failed: {type(error).__name__}: {error}")
     else:
-        say("a call failed by an error of this program; please report it:")
+        print_to_user("a call failed by an error of this program; please report it:")
         for line in "".join(traceback.format_exception(error)).splitlines():
-            print(visible(line), file=sys.stderr, flush=True)
+            print(escape_controls(line), file=sys.stderr, flush=True)
 
 
-def _told(error: BaseException) -> str:
+def _client_message(error: BaseException) -> str:
     """Return the message for the client, which contains no paths of this machine."""
     if _lacks_memory(error):
         return _NO_MEMORY

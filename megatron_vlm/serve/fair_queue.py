@@ -43,18 +43,18 @@ class FairQueue:
             key: {name: delay_of(call) for name, call in tenants.items()}
             for key, tenants in first.items()
         }
-        key = self._least(
+        key = self._least_served(
             "", {f"/{key}": min(tenants.values()) for key, tenants in delays.items()}
         )[1:]
-        return first[key][self._least(key, delays[key])]
+        return first[key][self._least_served(key, delays[key])]
 
-    def worked(self, call: Call, tenant: str, seconds: float) -> None:
+    def record_work(self, call: Call, tenant: str, seconds: float) -> None:
         """Count the seconds of a call, or of its share of a batch."""
         for name in (f"/{call.key}", f"{call.key}/{tenant}"):
             self.had[name] = self.had.get(name, 0.0) + seconds
             self.seen[name] = self.clock()
 
-    def _least(self, group: str, delays: Mapping[str, float]) -> str:
+    def _least_served(self, group: str, delays: Mapping[str, float]) -> str:
         now, floor = self.clock(), self.floor.get(group, 0.0)
         for name in delays:
             # A name whose calls have been pending all the time is at the floor or above it already.

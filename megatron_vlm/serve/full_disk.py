@@ -2,21 +2,23 @@
 
 import time
 
-from megatron_vlm.distributed.process import say
+from megatron_vlm.distributed.process import print_to_user
 
 PAUSE_S = 0.5
-EVERY_S = 60.0  # seconds between two warnings
+REPEAT_WARNING_S = 60.0  # seconds between two warnings
 
 
 class FullDisk:
     """Pause between attempts to write the journal, with a warning from time to time."""
 
     def __init__(self) -> None:
-        self.said = -EVERY_S
+        self.said = -REPEAT_WARNING_S
 
     def wait(self, error: Exception) -> None:
         """Wait a moment before the next attempt."""
-        if time.monotonic() - self.said >= EVERY_S:
+        if time.monotonic() - self.said >= REPEAT_WARNING_S:
             self.said = time.monotonic()
-            say(f"the journal cannot be written: {error}; free space there: work waits until then")
+            print_to_user(
+                f"the journal cannot be written: {error}; free space there: work waits until then"
+            )
         time.sleep(PAUSE_S)

@@ -14,8 +14,8 @@ from typing import Any, cast
 from megatron_vlm.config.schema import Config
 from megatron_vlm.controller.rank_worker import BrokenError
 from megatron_vlm.distributed.agreement import Stopped
-from megatron_vlm.distributed.process import say
-from megatron_vlm.distributed.rank0 import EVERY_S
+from megatron_vlm.distributed.process import print_to_user
+from megatron_vlm.distributed.rank0 import HEARTBEAT_S
 from megatron_vlm.serve.call_batching import GATHER_S, CallBatcher
 from megatron_vlm.serve.failures import REFUSALS, bare, ended_session, failure_of
 from megatron_vlm.serve.fair_queue import PER_SWAP, FairQueue
@@ -40,7 +40,7 @@ from megatron_vlm.serve.training_calls import ModelCalls
 from megatron_vlm.serve.vllm_samples import EngineSampling
 
 TIDY_S = 15.0
-AHEAD = 4  # calls per model that are read while other calls run
+PREFETCHED_CALLS = 4  # calls per model that are read while other calls run
 
 
 class Service:
@@ -60,11 +60,11 @@ class Service:
         self.residents = ModelCache(cfg.serve, orders, journal, self._redo)
         self.training = ModelCalls(orders, self.residents, journal)
         self.grouping = CallBatcher(
-            cfg, orders.models.base.dims, readings, self._tenant, self.residents.has
+            cfg, orders.models.base.dims, readings, self._tenant, self.residents.is_loaded
         )
         self.disk = FullDisk()
         self.sample_turns = SampleTurns(
-            orders, journal, readings, self._answered, self._finish, cfg.serve.sampling_seconds
+            orders, journal, readings, self._answer_each, self._finish, cfg.serve.sampling_seconds
         )
         self.turns, self.progress = FairQueue(), ProgressLine()
         self.tenants: dict[str, str] = {}  # by sampling session, whose weights never change
@@ -84,14 +84,14 @@ class Service:
     def _look_around(self) -> None:
         """Run a turn if calls are pending, and otherwise pause."""
         calls = self._next()
-        self.progress.tell(self.gauges, len(calls))
+        self.progress.update(self.gauges, len(calls))
         self.readings.begin(calls)
         ready = [call for call in calls if self._is_first(call, calls)]
         if not ready:
-            self.journal.wait(EVERY_S / 2)
+            self.journal.wait(HEARTBEAT_S / 2)
             return
         call = self.turns.next(ready, self._tenant, self._delay)
-        if self.drawer is None and self.grouping.more_come(call, ready):
+        if self.drawer is None and self.grouping.expects_more(call, ready):
             self.journal.wait(GATHER_S)
             return
         self.turn(call, ready)
@@ -107,36 +107,43 @@ class Service:
         except (BrokenError, Stopped):
             raise
         except Exception as error:  # the model stays in memory
-            say(f"a model that waits for its client could not be kept on disk: {bare(error)}")
+            print_to_user(
+                f"a model that waits for its client could not be kept on disk: {bare(error)}"
+            )
 
     def _next(self) -> Sequence[Call]:
         """Return the calls for the ranks. Where an engine draws the samples, only those that it
         leaves to the ranks are among them."""
         if self.drawer is None:
-            return self.journal.next_calls(AHEAD)
+            return self.journal.next_calls(PREFETCHED_CALLS)
         self.drawer.check()
         self._count()
         drawn = list(self.drawer.drawn.values())
         for call, ask in drawn:
             self.readings.put(call, ask)
-        return [*self.journal.next_calls(AHEAD, samples=False), *(call for call, _ in drawn)]
+        return [
+            *self.journal.next_calls(PREFETCHED_CALLS, samples=False),
+            *(call for call, _ in drawn),
+        ]
 
     def turn(self, call: Call, ready: Sequence[Call]) -> None:
         """Run a call, together with the calls that are best batched with it."""
-        together = self.grouping.of(call, ready)
+        together = self.grouping.batch_with(call, ready)
         sizes = self.grouping.sizes(together)
         started = time.monotonic()
         together = self._do(together)
         seconds = time.monotonic() - started
         sizes |= self.sample_turns.sizes(together)
-        self.progress.worked(sum(not self.sample_turns.has(each) for each in together), seconds)
+        self.progress.record_work(
+            sum(not self.sample_turns.is_in_progress(each) for each in together), seconds
+        )
         self._count()
         size = sum(sizes[each.request_id] for each in together)
         for member in together:
             share = seconds * sizes[member.request_id] / size
-            if not self.sample_turns.has(member):
+            if not self.sample_turns.is_in_progress(member):
                 self.readings.drop(member)
-            self.turns.worked(member, self._tenant(member), share)
+            self.turns.record_work(member, self._tenant(member), share)
             if member.changes_state:
                 self._keep_if_due(member.owner, share)
 
@@ -153,7 +160,9 @@ class Service:
                 raise
             except Exception as error:  # no client waits for this save, and nothing is lost
                 resident.unsaved_s = 0.0
-                say(f"the state of {model} could not be kept, and the journal grows: {bare(error)}")
+                print_to_user(
+                    f"the state of {model} could not be kept, and the journal grows: {bare(error)}"
+                )
 
     def _do(self, together: Sequence[Call]) -> list[Call]:
         """Run the calls. Return those that have ended, with or without success, and the samples
@@ -167,16 +176,16 @@ class Service:
         except Exception as error:
             self._fail(together, error)
             return list(together)
-        started = set(self.journal.begun(*(each.request_id for each in together)))
+        started = set(self.journal.begin_calls(*(each.request_id for each in together)))
         together = [each for each in together if each.request_id in started]
         try:
             if together:
-                together = self._attempt(together)
+                together = self._run_calls(together)
         except BrokenError:
             raise  # the state of the other ranks is unknown: only a new process can go on
         except Stopped:
             with suppress(sqlite3.Error):
-                self.journal.given_back(*started)
+                self.journal.undo_attempts(*started)
             raise
         except Exception as error:  # it concerns these calls only: the service goes on
             if together[0].kind == SAMPLE and isinstance(error, sqlite3.Error):
@@ -187,14 +196,14 @@ class Service:
             self._fail(together, error)
         return together
 
-    def _attempt(self, together: list[Call]) -> list[Call]:
+    def _run_calls(self, together: list[Call]) -> list[Call]:
         call = together[0]
         if call.kind == SAMPLE:
             return self._draw(together)
         if call.kind == "forward_backward":
             self._learn(together)
         else:
-            outcome, changes = self._done(call)
+            outcome, changes = self._run_call(call)
             self._finish([Finished(call.request_id, outcome, changes)], together)
         return together
 
@@ -226,7 +235,7 @@ class Service:
         failure = failure_of(bare(error))
         self._finish([Finished(each.request_id, failure) for each in together], together)
 
-    def _done(self, call: Call) -> Any:
+    def _run_call(self, call: Call) -> Any:
         if call.kind in ("optim_step", "load_weights"):
             self.sample_turns.move(call.owner, self._snapshot)
         method: Callable[..., Any] = getattr(self.training, call.kind)
@@ -248,7 +257,7 @@ class Service:
             except REFUSALS as error:
                 finished.append(Finished(call.request_id, failure_of(error)))
         if read:
-            finished += finished_by(self.training.forward_backward, read)
+            finished += run_each(self.training.forward_backward, read)
         self._finish(finished, together)
 
     # -- samples
@@ -272,11 +281,13 @@ class Service:
         calls = [call for call, name in named if name == weights]
         # Their sessions have the same weights under another name, because the model that these
         # weights were taken from has changed since.
-        self.journal.given_back(*(call.request_id for call, name in named if name != weights))
+        self.journal.undo_attempts(*(call.request_id for call, name in named if name != weights))
         if self.drawer is not None:
             self._complete(weights, calls)
             return list(together)
-        self.sample_turns.turn(weights, calls, partial(self._arriving, self._tenant(calls[0])))
+        self.sample_turns.turn(
+            weights, calls, partial(self._arriving_samples, self._tenant(calls[0]))
+        )
         return [call for call, _ in self.sample_turns.used.values()]
 
     def _snapshot(self, call: Call) -> str | None:
@@ -285,9 +296,9 @@ class Service:
         sampler = self.journal.sampler(call.owner)
         return None if sampler is None else self.residents.snapshot(sampler)
 
-    def _arriving(self, tenant: str) -> list[Call]:
+    def _arriving_samples(self, tenant: str) -> list[Call]:
         """Return the samples that may join those in progress."""
-        calls = self.journal.next_calls(AHEAD)
+        calls = self.journal.next_calls(PREFETCHED_CALLS)
         self.readings.begin(calls)
         samples = [call for call in calls if call.kind == SAMPLE and not call.attempts]
         return [call for call in samples if self._tenant(call) == tenant]
@@ -296,21 +307,21 @@ class Service:
         """Complete samples that an engine has drawn."""
         requests = [(call, self.readings.take(call)) for call in calls]
 
-        def tempered(asked: Sequence[tuple[Call, SampleAsk]]) -> list[tuple[Outcome, Changes]]:
-            asks = at_temperature(self.orders, weights, [ask for _, ask in asked])
-            named = [(call, ask) for (call, _), ask in zip(asked, asks, strict=True)]
+        def tempered(pairs: Sequence[tuple[Call, SampleAsk]]) -> list[tuple[Outcome, Changes]]:
+            asks = at_temperature(self.orders, weights, [ask for _, ask in pairs])
+            named = [(call, ask) for (call, _), ask in zip(pairs, asks, strict=True)]
             return self._answers(weights, named)
 
-        self._finish(finished_by(tempered, requests), calls)
+        self._finish(run_each(tempered, requests), calls)
 
-    def _answered(self, weights: str, asked: Sequence[tuple[Call, SampleAsk]]) -> list[Finished]:
-        return finished_by(partial(self._answers, weights), asked)
+    def _answer_each(self, weights: str, pairs: Sequence[tuple[Call, SampleAsk]]) -> list[Finished]:
+        return run_each(partial(self._answers, weights), pairs)
 
     def _answers(
-        self, weights: str, asked: Sequence[tuple[Call, SampleAsk]]
+        self, weights: str, pairs: Sequence[tuple[Call, SampleAsk]]
     ) -> list[tuple[Outcome, Changes]]:
-        answers = complete(self.orders, weights, [ask for _, ask in asked])
-        self.samples += sum(ask.n for _, ask in asked)
+        answers = complete(self.orders, weights, [ask for _, ask in pairs])
+        self.samples += sum(ask.n for _, ask in pairs)
         return [(Outcome(answer, "protobuf"), Changes()) for answer in answers]
 
     def _tenant(self, call: Call) -> str:
@@ -328,7 +339,9 @@ class Service:
     def _delay(self, call: Call) -> float:
         """Return the delay of a call in seconds. Models in memory have none, so that most of the
         time is not spent on swapping."""
-        in_memory = call.kind not in (SAMPLE, *TRAINING) or self.residents.has(self._tenant(call))
+        in_memory = call.kind not in (SAMPLE, *TRAINING) or self.residents.is_loaded(
+            self._tenant(call)
+        )
         return 0.0 if in_memory else PER_SWAP * self.residents.swap_s
 
     def _is_first(self, call: Call, calls: Sequence[Call]) -> bool:
@@ -354,7 +367,7 @@ class Service:
         self.gauges["snapshots_in_memory"] = float(len(self.residents.snapshots))
 
 
-def finished_by(
+def run_each(
     do: Callable[[Sequence[tuple[Call, Any]]], list[tuple[Outcome, Changes]]],
     calls: Sequence[tuple[Call, Any]],
 ) -> list[Finished]:
@@ -374,4 +387,4 @@ def finished_by(
         ]
     if len(calls) == 1:
         return [Finished(calls[0][0].request_id, failure)]
-    return [finished for each in calls for finished in finished_by(do, [each])]
+    return [finished for each in calls for finished in run_each(do, [each])]

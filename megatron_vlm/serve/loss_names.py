@@ -56,13 +56,13 @@ def form_of(name: str) -> LossForm:
     return FORMS[name]
 
 
-def options_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
+def options_of(name: str, loss_config: Mapping[str, float | str]) -> dict[str, float]:
     """Return the options of this package's loss for the options that the client has set."""
     form = form_of(name)
     options = dict(form.options)
     if form.clips is not None:
         options |= {_LOW: form.clips[0], _HIGH: form.clips[1]}
-    for key, value in given.items():
+    for key, value in loss_config.items():
         key_name = entry(_CONFIG, key)
         if key not in options:
             raise RequestError(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from megatron_vlm import __version__
 from megatron_vlm.config import load_config
-from megatron_vlm.config.arguments import add_overrides, configured, parse_arguments
+from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
 from megatron_vlm.config.command_checks import check_serve
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.process import FAILED, PREEMPTED, rank_of_process, say
+from megatron_vlm.distributed.process import FAILED, PREEMPTED, print_to_user, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.run.resolve_model import with_model
 from megatron_vlm.run.run_folder import held_folder
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
     """Serve until a signal arrives, and return the exit status of this rank."""
-    with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+    with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         from megatron_vlm.controller.rank_worker import BrokenError
         from megatron_vlm.distributed.agreement import Signals
         from megatron_vlm.serve.model_commands import ModelCommands
@@ -45,7 +45,7 @@ def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
                 else:
                     commands.follow()
             except BrokenError as error:  # not an error of the user: a restart helps
-                say(f"rank {rank_of_process()}: {error}")
+                print_to_user(f"rank {rank_of_process()}: {error}")
                 return FAILED
     return PREEMPTED
 
@@ -61,14 +61,16 @@ def _lead(cfg: Config, orders: "ModelCommands", opened: ExitStack) -> None:
         orders.end()
         return
     dims = orders.models.base.dims
-    say(
+    print_to_user(
         f"{__version__} serves {cfg.model.path} at {server.address} (tp={dims.tp} pp={dims.pp} "
         f"dp={dims.dp}). Clients set TINKER_BASE_URL={server.address}"
     )
     try:
         server.service.run()
     except Stopped:
-        say("stopping: what is in memory is kept, and what waits is done when it starts again")
+        print_to_user(
+            "stopping: what is in memory is kept, and what waits is done when it starts again"
+        )
         server.front.stop()
         server.service.close()
         orders.end()
@@ -79,7 +81,7 @@ def run_serve(arguments: Sequence[str], signals: "Signals | None" = None) -> int
     parser = argparse.ArgumentParser("python -m megatron_vlm.serve", allow_abbrev=False)
     add_overrides(parser)
     args = parse_arguments(parser, arguments)
-    cfg = load_config(args.overrides, configured(args)[0])
+    cfg = load_config(args.overrides, read_configuration(args)[0])
     check_serve(cfg)
     check_run(cfg)
     return serve_on_rank(with_model(cfg), signals)

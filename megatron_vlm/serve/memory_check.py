@@ -26,7 +26,7 @@ def check_fits(
     longest row. `itemsize`: bytes of a weight; `memory`: bytes of a device."""
     local_rows, batch_rows = rows[: -(-len(rows) // dims.dp)], cfg.train.micro_batch_size
     batches = [
-        BatchSizes.of([_size(row) for row in local_rows[first : first + batch_rows]])
+        BatchSizes.from_rows([_size(row) for row in local_rows[first : first + batch_rows]])
         for first in range(0, len(local_rows), batch_rows)
     ]
     needed = max(stage.total for stage in estimate(cfg, sizes, dims, batches, itemsize))

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_vlm.config.schema import ServeConfig
 from megatron_vlm.controller.rank_worker import BrokenError
 from megatron_vlm.distributed.agreement import Stopped
-from megatron_vlm.distributed.process import say
+from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.atomic import partial_of
 from megatron_vlm.serve.journal.journal import Journal
@@ -39,7 +39,7 @@ class LoadedModel:
     version: int = 0  # version of its weights, counted while the model is in memory
     unsaved_s: float = 0.0  # seconds of work that its checkpoint does not contain
 
-    def changed(self, seq: int) -> None:
+    def record_change(self, seq: int) -> None:
         """Record that this call has changed the weights."""
         self.applied, self.version = seq, self.version + 1
 
@@ -54,14 +54,14 @@ class ModelCache:
         self.fresh: dict[str, tuple[str, int]] = {}  # {folder: (model, version) with these weights}
         self.swap_s = 0.0  # moving average of the seconds that loading into memory takes
 
-    def has(self, name: str) -> bool:
+    def is_loaded(self, name: str) -> bool:
         """Return whether a model, or the weights in a folder, are in memory."""
         id, version = self.fresh.get(name, (name, None))
         if id in self.models and version in (None, self.models[id].version):
             return True
         return name in self.snapshots or name == "None"  # the base model
 
-    def _swapped(self, started: float) -> None:
+    def _record_swap(self, started: float) -> None:
         self.swap_s += 0.3 * (time.monotonic() - started - self.swap_s)
 
     def new_folder(self, kind: str) -> Path:
@@ -107,8 +107,8 @@ class ModelCache:
         started = time.monotonic()
         record = self.journal.model(id)
         assert record is not None and record.state == "ready", f"{id} is not there"
-        form = ModelForm.of(record.facts["form"])
-        source, moments = (record.folder, True) if record.folder else _beginning(record)
+        form = ModelForm.from_json(record.facts["form"])
+        source, moments = (record.folder, True) if record.folder else _initial_state(record)
         self.create(id, form, source, moments)
         resident = self.models[id]
         resident.applied = resident.saved = record.saved
@@ -120,12 +120,12 @@ class ModelCache:
         except Exception:
             self.forget(id)  # a model must not be used with only some of its calls
             raise
-        self._swapped(started)
+        self._record_swap(started)
 
     def _make_room(self, form: ModelForm) -> None:
         capacity = self.serve.adapters if form.rank else self.serve.full_models
         forms = {id: each.form for id, each in self.models.items()}
-        for id in _oldest(forms, form, capacity):
+        for id in _oldest_surplus(forms, form, capacity):
             self.offload(id)
 
     def offload(self, id: str) -> None:
@@ -164,7 +164,7 @@ class ModelCache:
             folder = self.new_folder("states")
             try:
                 self.orders.save(resident.id, str(folder), True)
-                self.journal.saved(resident.id, resident.applied, folder)
+                self.journal.record_saved(resident.id, resident.applied, folder)
             except (BrokenError, Stopped):
                 raise
             except Exception:  # its disk space is needed
@@ -184,7 +184,9 @@ class ModelCache:
             except (BrokenError, Stopped):
                 raise
             except Exception as error:
-                say(f"the state of {resident.id} could not be kept, and is made again: {error}")
+                print_to_user(
+                    f"the state of {resident.id} could not be kept, and is made again: {error}"
+                )
 
     def weights(self, sampler: SamplingSession) -> str:
         """Return the ranks' name for the weights that this session samples from."""
@@ -201,20 +203,20 @@ class ModelCache:
         folder = str(sampler.folder)
         if folder not in self.snapshots:
             started = time.monotonic()
-            form = ModelForm.of(sampler.facts["form"])
+            form = ModelForm.from_json(sampler.facts["form"])
             capacity = self.serve.snapshots if form.rank else self.serve.full_snapshots
             # Weights with samples in progress are evicted last: these samples would be drawn again.
             in_progress = self.orders.models.decoders
             idle_first = dict(
                 sorted(self.snapshots.items(), key=lambda each: each[0] in in_progress)
             )
-            for name in _oldest(idle_first, form, capacity):
+            for name in _oldest_surplus(idle_first, form, capacity):
                 self.snapshots.pop(name)
                 self.orders.drop(name)
                 gc.collect()
             self.orders.make(folder, form, False, folder, False)
             self.snapshots[folder] = form
-            self._swapped(started)
+            self._record_swap(started)
         self.snapshots.move_to_end(folder)
         return folder
 
@@ -231,13 +233,13 @@ class ModelCache:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _beginning(model: Model) -> tuple[Path | None, bool]:
+def _initial_state(model: Model) -> tuple[Path | None, bool]:
     """Return the checkpoint that a model without a saved state starts from, and whether it includes
     the optimizer's moments."""
     return model.source, bool(model.facts.get("moments", True))
 
 
-def _oldest(forms: Mapping[str, ModelForm], new: ModelForm, most: int) -> list[str]:
+def _oldest_surplus(forms: Mapping[str, ModelForm], new: ModelForm, max_count: int) -> list[str]:
     """Return the names to evict to make room for a new model of this kind, the oldest first."""
     same_kind = [name for name, form in forms.items() if bool(form.rank) == bool(new.rank)]
-    return same_kind[: max(0, len(same_kind) - most + 1)]
+    return same_kind[: max(0, len(same_kind) - max_count + 1)]

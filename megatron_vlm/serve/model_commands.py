@@ -13,7 +13,7 @@ from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.agreement import Signals, Stopped
-from megatron_vlm.distributed.error_recovery import failed_alike
+from megatron_vlm.distributed.error_recovery import have_all_failed
 from megatron_vlm.distributed.rank0 import CommandChannel
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.serve.failures import CallFailedError, Trouble
@@ -42,7 +42,7 @@ class ModelCommands:
     def make(
         self, name: str, form: ModelForm, training: bool, folder: str | None, moments: bool
     ) -> None:
-        order = {"name": name, "form": form.plain(), "training": training}
+        order = {"name": name, "form": form.as_json(), "training": training}
         self._give({"do": "make", **order, "folder": folder, "moments": moments})
 
     def drop(self, name: str) -> None:
@@ -88,7 +88,7 @@ class ModelCommands:
         rounds: int,
     ) -> list[SampleProgress]:
         order = {"do": "draw", "name": name, "leave": list(leave), "rounds": rounds}
-        message = {**order, "requests": [each.plain() for each in requests]}
+        message = {**order, "requests": [each.as_json() for each in requests]}
         progress: list[SampleProgress] = self._give(message, *([rows] if rows else []))
         return progress
 
@@ -104,11 +104,11 @@ class ModelCommands:
         # alone.
         batches = [batch_of(each) for each in rows]
         contents = [] if self.lead.alone else [each.to_bytes() for each in batches]
-        if not self._told(order, contents):
+        if not self._send_order(order, contents):
             raise Stopped
-        return self._performed(order, batches)
+        return self._run_command(order, batches)
 
-    def _told(self, order: dict[str, Any], contents: Sequence[bytes]) -> bool:
+    def _send_order(self, order: dict[str, Any], contents: Sequence[bytes]) -> bool:
         """Send a command to the other ranks. Return False where they receive the order to stop
         instead."""
         try:
@@ -116,9 +116,9 @@ class ModelCommands:
                 # The other ranks are waiting for a command. After this one, only the commands of
                 # the shutdown follow.
                 self.stopping = True
-                self.lead.tell({"do": "wait"})
+                self.lead.send({"do": "wait"})
                 return False
-            self.lead.tell(order, contents)
+            self.lead.send(order, contents)
         except Exception as error:
             raise BrokenError(
                 f"the other ranks cannot receive this call: {error}", place=order["do"]
@@ -131,11 +131,11 @@ class ModelCommands:
         """Run the commands of rank 0 until the service ends."""
         while True:
             self.lead.meet()
-            order, contents = self.lead.hear()
+            order, contents = self.lead.receive()
             if order["do"] == "end":
                 return
             try:
-                self._performed(order, list(map(TensorBatch.from_bytes, contents)))
+                self._run_command(order, list(map(TensorBatch.from_bytes, contents)))
             except BrokenError:
                 raise
             except MegatronVLMError:
@@ -143,25 +143,25 @@ class ModelCommands:
 
     # -- all
 
-    def _performed(self, order: dict[str, Any], batches: Sequence[TensorBatch]) -> Any:
+    def _run_command(self, order: dict[str, Any], batches: Sequence[TensorBatch]) -> Any:
         """Run a command and return its result. After an unexpected error all ranks go on if all
         have met it at the same place. Otherwise raise BrokenError, which ends the job."""
         self.performed += 1
         try:
             return _perform(self.models, order, batches)
         except BrokenError as error:
-            trouble = Trouble.of(error.__cause__ or error)
+            trouble = Trouble.from_error(error.__cause__ or error)
         except MegatronVLMError:
             raise
         except Exception as error:
-            trouble = Trouble.of(error)
+            trouble = Trouble.from_error(error)
         # The error is freed by now, and with its traceback the tensors of the computation.
-        raise self._after(order["do"], trouble)
+        raise self._error_after(order["do"], trouble)
 
-    def _after(self, call: str, trouble: Trouble) -> Exception:
+    def _error_after(self, call: str, trouble: Trouble) -> Exception:
         base = self.models.base
         together = self.lead.alone or (
-            not trouble.in_collective and failed_alike(f"failed/{self.performed}", base.grid)
+            not trouble.in_collective and have_all_failed(f"failed/{self.performed}", base.grid)
         )
         if not together:
             text = f"not all ranks have met this error: {trouble.told}"
@@ -182,17 +182,17 @@ def _perform(models: Models, order: dict[str, Any], batches: Sequence[TensorBatc
         return None
     names = [arguments.pop("name")] if "name" in arguments else []
     if do == "make":
-        arguments["form"] = ModelForm.of(arguments["form"])
+        arguments["form"] = ModelForm.from_json(arguments["form"])
     elif do == "forward_backward":
         arguments["losses"] = [Loss(**each) for each in arguments["losses"]]
     elif do == "optim_step":
         arguments["adam"] = AdamStep(**arguments["adam"])
     elif do == "draw":
-        arguments["requests"] = [SampleRequest.of(each) for each in arguments["requests"]]
+        arguments["requests"] = [SampleRequest.from_json(each) for each in arguments["requests"]]
     targets = ", ".join(names or [each.model for each in arguments["losses"]])
-    models.watchdog.at(0, f"{do} of {targets}", files=do in ("make", "save", "load"))
+    models.watchdog.begin_phase(0, f"{do} of {targets}", files=do in ("make", "save", "load"))
     call: Callable[..., Any] = getattr(models, do)
     try:
         return call(*names, *batches, **arguments)
     finally:
-        models.watchdog.at(0, "waiting for calls")
+        models.watchdog.begin_phase(0, "waiting for calls")

@@ -31,11 +31,11 @@ class ModelForm:
     targets: tuple[str, ...] = ("attention", "mlp")
 
     @staticmethod
-    def of(said: Mapping[str, Any]) -> "ModelForm":
+    def from_json(fields: Mapping[str, Any]) -> "ModelForm":
         """Create the settings from the result of `plain`."""
-        return ModelForm(said["rank"], said["seed"], tuple(said["targets"]))
+        return ModelForm(fields["rank"], fields["seed"], tuple(fields["targets"]))
 
-    def plain(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the settings as a dictionary for JSON."""
         return asdict(self)
 

@@ -10,9 +10,9 @@ from megatron_vlm.serve.journal.journal_records import SAMPLE, Call
 from megatron_vlm.serve.requests_as_rows import Batch, NoRoomError, RowReader, read_batch
 from megatron_vlm.serve.sample_calls import SampleAsk, SampleBounds, StopWords, read_ask
 
-MOST_WAITING = 2**31  # maximum pixels of prefetched requests
-MOST_CALLS = 256  # maximum number of prefetched calls
-MOST_BYTES = 256 * 2**20  # maximum bytes of their bodies
+MAX_WAITING_PIXELS = 2**31  # maximum pixels of prefetched requests
+MAX_PREFETCHED_CALLS = 256  # maximum number of prefetched calls
+MAX_PREFETCH_BYTES = 256 * 2**20  # maximum bytes of their bodies
 _READ = ("forward_backward", SAMPLE)  # kinds to prefetch; other requests are small
 
 
@@ -26,7 +26,7 @@ class RequestPrefetcher:
         stops: StopWords,
         bounds: SampleBounds,
         replicas: int,
-        most_pixels: int = MOST_WAITING,
+        most_pixels: int = MAX_WAITING_PIXELS,
     ):
         self.journal, self.reader, self.stops = journal, reader, stops
         self.bounds, self.replicas, self.most_pixels = bounds, replicas, most_pixels
@@ -36,24 +36,24 @@ class RequestPrefetcher:
 
     def begin(self, calls: Sequence[Call]) -> None:
         """Start to read the first of these calls, unless they are being read already."""
-        if len(self.futures) > 2 * MOST_CALLS:  # some calls were cancelled meanwhile
+        if len(self.futures) > 2 * MAX_PREFETCHED_CALLS:  # some calls were cancelled meanwhile
             current = {call.request_id for call in calls}
             self._keep(lambda name, _: name in current)
         if not self.pixels:  # requests that were put off may have room now
             self._keep(lambda _, each: not (each.done() and _is_put_off(each)))
         size = 0
-        for call in calls[:MOST_CALLS]:
+        for call in calls[:MAX_PREFETCHED_CALLS]:
             size += call.size
-            if size > MOST_BYTES:
+            if size > MAX_PREFETCH_BYTES:
                 break
             # A call with attempts may have killed the process before: it is read in its own turn.
             ahead = call.kind in _READ and not call.attempts
             if ahead and call.request_id not in self.futures:
-                self.futures[call.request_id] = self.pool.submit(self._ahead, call)
+                self.futures[call.request_id] = self.pool.submit(self._read_ahead, call)
 
     def take(self, call: Call) -> Any:
         """Return the Batch or SampleAsk of a call, and forget it."""
-        future = self._wanted(call)
+        future = self._future_of(call)
         self.drop(call)
         return future.result()
 
@@ -62,7 +62,9 @@ class RequestPrefetcher:
         read, or has to wait for its turn."""
         future = self.futures.get(call.request_id)
         if future is None or future.cancel():
-            future = self.futures[call.request_id] = _settled(lambda: self._ahead(call))
+            future = self.futures[call.request_id] = _completed_future(
+                lambda: self._read_ahead(call)
+            )
         return None if future.exception() else future.result()
 
     def is_ready(self, call: Call) -> bool:
@@ -79,8 +81,8 @@ class RequestPrefetcher:
         self.futures.pop(call.request_id, None)
         self.pixels.pop(call.request_id, None)
 
-    def _keep(self, wanted: Callable[[str, "Future[Any]"], bool]) -> None:
-        self.futures = {name: each for name, each in self.futures.items() if wanted(name, each)}
+    def _keep(self, is_needed: Callable[[str, "Future[Any]"], bool]) -> None:
+        self.futures = {name: each for name, each in self.futures.items() if is_needed(name, each)}
         for name in self.pixels.keys() - self.futures.keys():
             self.pixels.pop(name, None)
 
@@ -88,11 +90,11 @@ class RequestPrefetcher:
         """Stop reading."""
         self.pool.shutdown(cancel_futures=True)
 
-    def _wanted(self, call: Call) -> "Future[Any]":
+    def _future_of(self, call: Call) -> "Future[Any]":
         future = self.futures.get(call.request_id)
         # The call's turn has come, so it is read here and not behind the others.
         if future is None or future.cancel() or _is_put_off(future):
-            future = self.futures[call.request_id] = _settled(lambda: self._read(call))
+            future = self.futures[call.request_id] = _completed_future(lambda: self._read(call))
         return future
 
     def sample(self, call: Call) -> SampleAsk:
@@ -104,9 +106,9 @@ class RequestPrefetcher:
     def put(self, call: Call, ask: SampleAsk) -> None:
         """Store the request of a sample that was read elsewhere."""
         if call.request_id not in self.futures:
-            self.futures[call.request_id] = _settled(lambda: ask)
+            self.futures[call.request_id] = _completed_future(lambda: ask)
 
-    def _ahead(self, call: Call) -> Batch | SampleAsk | None:
+    def _read_ahead(self, call: Call) -> Batch | SampleAsk | None:
         """Read a request ahead. Return None where its pictures have to wait until other requests
         are done."""
 
@@ -126,9 +128,9 @@ class RequestPrefetcher:
     def _read(self, call: Call, room: Callable[[int], None] | None = None) -> Batch | SampleAsk:
         """Read a request. An error is stored until the call's turn, so it is raised without its
         traceback, which would keep decoded pictures in memory."""
-        reader = self.reader if room is None else self.reader.within(room)
+        reader = self.reader if room is None else self.reader.for_request(room)
         try:
-            with self.journal.reads.of(call.request_id):
+            with self.journal.reads.record_attempt(call.request_id):
                 return self._read_by(reader, call)
         except Exception as error:
             failure = bare(error)
@@ -145,7 +147,7 @@ def _is_put_off(future: "Future[Any]") -> bool:
     return future.exception() is None and future.result() is None
 
 
-def _settled(work: Callable[[], Any]) -> "Future[Any]":
+def _completed_future(work: Callable[[], Any]) -> "Future[Any]":
     future: Future[Any] = Future()
     try:
         future.set_result(work())

@@ -26,7 +26,7 @@ from megatron_vlm.serve.protocol.requests import read_forward_backward
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.worker import StepMetrics
 
-MOST_PIXELS = 2**30  # maximum pixels in the pictures of a request
+MAX_REQUEST_PIXELS = 2**30  # maximum pixels in the pictures of a request
 SEQUENCES = "sequences"  # name of the value that holds the number of a token's datum
 
 
@@ -40,7 +40,9 @@ class RowReader:
     resized as the checkpoint's image processor does. The headers of all pictures of a request are
     checked for pixels and tokens before the first one is decoded."""
 
-    def __init__(self, cfg: Config, folder: str, sizes: ModelSizes, most_pixels: int = MOST_PIXELS):
+    def __init__(
+        self, cfg: Config, folder: str, sizes: ModelSizes, most_pixels: int = MAX_REQUEST_PIXELS
+    ):
         self.settings = ImageSettings.from_checkpoint(
             folder, cfg.data.min_pixels, cfg.data.max_pixels
         )
@@ -49,7 +51,7 @@ class RowReader:
         self.most_pixels = most_pixels
         self.room: Callable[[int], None] | None = None
 
-    def within(self, room: Callable[[int], None]) -> "RowReader":
+    def for_request(self, room: Callable[[int], None]) -> "RowReader":
         """Return a copy of the reader for a single request. It calls `room` with the pixels of the
         request, and `room` may raise an error."""
         reader = copy(self)
@@ -66,7 +68,7 @@ class RowReader:
         with its name for errors."""
         pixels = 0
         for chunks, where in prompts:
-            pixels += self._measured(chunks, where)
+            pixels += self._count_pixels(chunks, where)
             if pixels > self.most_pixels:
                 raise RequestError(
                     f": with its pictures the request has {pixels} pixels, and limit pixels is "
@@ -77,7 +79,7 @@ class RowReader:
         if self.room is not None:
             self.room(pixels)
 
-    def _measured(self, chunks: Sequence[Chunk], where: str) -> int:
+    def _count_pixels(self, chunks: Sequence[Chunk], where: str) -> int:
         """Check a prompt, and return its pixels."""
         tokens = pixels = 0
         for number, chunk in enumerate(chunks):
@@ -96,7 +98,7 @@ class RowReader:
                     "as it is sent",
                 )
             tokens += count
-            pixels += max(height * width, math.prod(self.settings.resized(height, width)))
+            pixels += max(height * width, math.prod(self.settings.resized_size(height, width)))
         if tokens > self.longest:
             raise RequestError(
                 f"has {tokens} tokens with those of its pictures, and the model takes "
@@ -164,15 +166,15 @@ class RowReader:
         return row
 
 
-def _per_place(given: np.ndarray, name: str, length: int, where: str) -> Tensor:
+def _per_place(values: np.ndarray, name: str, length: int, where: str) -> Tensor:
     """Return an input of shape [S] or [S, J] as a tensor [S, J]."""
-    if len(given) != length:
+    if len(values) != length:
         raise RequestError(
-            f"has {len(given)} entries, and model_input has {length} tokens",
+            f"has {len(values)} entries, and model_input has {length} tokens",
             key=entry(f"{where}.loss_fn_inputs", name),
             allowed="one for each, also for those of pictures",
         )
-    return torch.from_numpy(given.reshape(length, -1))
+    return torch.from_numpy(values.reshape(length, -1))
 
 
 def _check_inputs(inputs: Mapping[str, np.ndarray], form: LossForm, where: str) -> None:
@@ -208,7 +210,7 @@ class Batch:
     def tokens(self) -> int:
         return sum(len(row.ids_S) for row in self.rows)
 
-    def in_order(self, log_probs: Sequence[Tensor]) -> list[np.ndarray]:
+    def in_datum_order(self, log_probs: Sequence[Tensor]) -> list[np.ndarray]:
         """Return the log-probs of the rows in the order of the datums, in the shapes of their
         targets."""
         by_datum: list[np.ndarray] = [np.empty(0)] * len(self.order)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, continued
+from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, continue_row
 from megatron_vlm.family.spec import Tokens
 from megatron_vlm.serve.http import schemas
 from megatron_vlm.serve.model_commands import ModelCommands
@@ -68,7 +68,9 @@ class StopWords:
     ends: tuple[int, ...]  # ids of the default stop tokens
     special: Callable[[str], int | None]  # returns the id of a special token
 
-    def of(self, stop: str | list[str] | list[int] | None) -> tuple[list[int], list[str]]:
+    def ids_and_texts(
+        self, stop: str | list[str] | list[int] | None
+    ) -> tuple[list[int], list[str]]:
         """Return stop ids and stop texts. Decoding skips special tokens, so a special token's text
         becomes its id."""
         if stop is None:
@@ -112,7 +114,7 @@ def read_ask(
             found=params.temperature,
             allowed="0, which takes the most likely token, or more",
         )
-    ids, texts = stops.of(params.stop)
+    ids, texts = stops.ids_and_texts(params.stop)
     settings = SamplingSettings(
         min(params.max_tokens or bounds.most_tokens, room),
         params.temperature,
@@ -135,30 +137,30 @@ def read_ask(
         prompt,
         settings,
         form.num_samples,
-        _spread(drawn_seed if params.seed is None else params.seed),
+        _spread_seed(drawn_seed if params.seed is None else params.seed),
         bool(form.prompt_logprobs),
         form.topk_prompt_logprobs,
         form.topk_sample_logprobs,
         None if targets is None else _targets(targets, length, reader.tokens),
-        _hidden(length, form.prompt_logprobs_last_n),
+        _hidden_mask(length, form.prompt_logprobs_last_n),
     )
 
 
 def complete(orders: ModelCommands, weights: str, asks: Sequence[SampleAsk]) -> list[bytes]:
     """Return the responses to requests whose answers are drawn. `weights` is the ranks' name for
     the model or weights that have drawn them."""
-    scored = _scored(orders, weights, asks)
+    scored = _score_prompts(orders, weights, asks)
     return [
         write_samples(_samples(orders, weights, ask, ask.answers or (), log_probs))
         for ask, log_probs in zip(asks, scored, strict=True)
     ]
 
 
-def written(ask: SampleAsk) -> bytes:
+def answers_to_bytes(ask: SampleAsk) -> bytes:
     """Return the response to a request that needs nothing but an engine's answers."""
     assert ask.answers is not None and not ask.needs_ranks
     return write_samples(
-        Samples(_sampled(ask.answers, [None] * len(ask.answers)), None, None, None)
+        Samples(_as_sampled(ask.answers, [None] * len(ask.answers)), None, None, None)
     )
 
 
@@ -174,7 +176,7 @@ def at_temperature(
         pairs = [
             (asks[place].prompt, each) for place in places for each in asks[place].answers or ()
         ]
-        rows = [replace(continued(prompt, each.ids), values_S={}) for prompt, each in pairs]
+        rows = [replace(continue_row(prompt, each.ids), values_S={}) for prompt, each in pairs]
         scored = iter(orders.forward(weights, rows, temperature))
         for place in places:
             answers = tuple(
@@ -185,7 +187,7 @@ def at_temperature(
     return tempered
 
 
-def _scored(
+def _score_prompts(
     orders: ModelCommands, weights: str, asks: Sequence[SampleAsk]
 ) -> list[dict[str, np.ndarray]]:
     """Compute the log-probs of the prompts, for all requests that need them, in one pass."""
@@ -227,10 +229,10 @@ def _samples(
     if ask.targets is not None:
         targets = ask.targets.answer(scored["targets"][:-1].astype(np.float32))
     tops = _tops(orders, weights, ask, answers)
-    return Samples(_sampled(answers, tops), prompt_log_probs, top_prompt, targets)
+    return Samples(_as_sampled(answers, tops), prompt_log_probs, top_prompt, targets)
 
 
-def _sampled(answers: Sequence[Completion], tops: Sequence[TopK | None]) -> tuple[Sampled, ...]:
+def _as_sampled(answers: Sequence[Completion], tops: Sequence[TopK | None]) -> tuple[Sampled, ...]:
     return tuple(
         Sampled(
             np.array(answer.ids, dtype=np.int32),
@@ -250,7 +252,7 @@ def _tops(
         return [None] * len(answers)
     length, rows = len(ask.prompt.ids_S), []
     for answer in answers:
-        row = continued(ask.prompt, answer.ids)
+        row = continue_row(ask.prompt, answer.ids)
         targets_S = torch.full_like(row.ids_S, IGNORE)
         targets_S[length - 1 : -1] = 0
         labels_S = torch.full_like(row.ids_S, IGNORE)
@@ -269,12 +271,12 @@ def _next_tokens(prompt: Row) -> Tensor:
     return torch.cat([prompt.ids_S[1:], torch.full((1,), IGNORE)])
 
 
-def _hidden(length: int, last_n: int | None) -> np.ndarray:
+def _hidden_mask(length: int, last_n: int | None) -> np.ndarray:
     return np.arange(length) < max(1, 0 if last_n is None else length - last_n)
 
 
-def _targets(asked: Mapping[str, object], length: int, tokens: Tokens) -> PromptTargets:
-    targets = read_prompt_targets(asked, length)
+def _targets(fields: Mapping[str, object], length: int, tokens: Tokens) -> PromptTargets:
+    targets = read_prompt_targets(fields, length)
     target_ids = targets.ids_RJ[targets.ids_RJ != NOTHING]
     check_ids(target_ids, tokens, "target_prompt_logprobs")  # other requests share its pass
     return targets
@@ -286,7 +288,7 @@ def _rows_of(targets: PromptTargets) -> Tensor:
     return torch.from_numpy(np.pad(ids_RJ, ((0, 1), (0, 0)), constant_values=IGNORE))
 
 
-def _spread(seed: int) -> int:
+def _spread_seed(seed: int) -> int:
     """Return a number that is far from those of neighbouring seeds, since answer k of a request is
     drawn with this number + k."""
     digest = hashlib.blake2b(f"{seed}".encode(), digest_size=8).digest()

@@ -18,9 +18,9 @@ from megatron_vlm.serve.model_commands import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.sample_calls import SampleAsk
 
-EVERY_S = 0.1  # seconds of decoding before finished and new requests are handled
-MOST_ROUNDS = 64  # maximum rounds of decoding in that time
-AHEAD = 1.25  # samples on the ranks per decoder row
+SAMPLE_TURN_S = 0.1  # seconds of decoding before finished and new requests are handled
+MAX_ROUNDS = 64  # maximum rounds of decoding in that time
+SAMPLES_AHEAD_PER_ROW = 1.25  # samples on the ranks per decoder row
 SUSPENDED = 4  # maximum sets of weights with samples in progress between turns
 
 Answer = Callable[[str, Sequence[tuple[Call, SampleAsk]]], list[Finished]]
@@ -79,7 +79,7 @@ class SampleTurns:
         self.answer, self.finish, self.seconds = answer, finish, seconds
         models = orders.models
         self.replicas = models.base.dims.dp
-        self.room = AHEAD * models.cfg.serve.sampler_rows * models.base.dims.pp
+        self.room = SAMPLES_AHEAD_PER_ROW * models.cfg.serve.sampler_rows * models.base.dims.pp
         self.batches: dict[str, SampleBatch] = {}
         self.numbers = count()
         self.rounds = 1
@@ -97,7 +97,7 @@ class SampleTurns:
                 return batch.weights
         return None
 
-    def has(self, call: Call) -> bool:
+    def is_in_progress(self, call: Call) -> bool:
         """Return whether a request is in progress."""
         return self.weights_of(call) is not None
 
@@ -140,7 +140,7 @@ class SampleTurns:
         turn = SampleTurn(batch, waiting, {call.request_id for call in calls})
         self.used = turn.used
         suspended = inside - turn.begun
-        started = set(self.journal.begun(*suspended))
+        started = set(self.journal.begin_calls(*suspended))
         leave = [
             n for n, each in batch.inside.items() if each.call.request_id in suspended - started
         ]
@@ -150,17 +150,17 @@ class SampleTurns:
         try:
             self._draw(turn, leave, arriving)
         except Stopped:  # the caller undoes the attempts of its own calls
-            self.journal.given_back(*turn.begun - {call.request_id for call in calls})
+            self.journal.undo_attempts(*turn.begun - {call.request_id for call in calls})
             raise
         if turn.begun:
-            self.journal.given_back(*turn.begun)
+            self.journal.undo_attempts(*turn.begun)
         if not batch.inside:
             self.batches.pop(batch.weights, None)
 
     def _draw(self, turn: SampleTurn, leave: Collection[int], arriving: Arriving) -> None:
         batch, ends = turn.batch, time.monotonic() + self.seconds
         while True:
-            joining = self._joining(turn)
+            joining = self._choose_joining(turn)
             if batch.inside or leave:
                 self._advance(turn, joining, leave)
                 leave = ()
@@ -181,7 +181,7 @@ class SampleTurns:
     def _is_alone(self, call: Call) -> bool:
         return bool(call.attempts) or call.request_id in self.alone
 
-    def _joining(self, turn: SampleTurn) -> list[UnderWay]:
+    def _choose_joining(self, turn: SampleTurn) -> list[UnderWay]:
         """Return the waiting requests that the ranks have rows for. Requests of the key with the
         fewest rows come first."""
         batch, joining = turn.batch, []
@@ -217,7 +217,7 @@ class SampleTurns:
     def _read(self, turn: SampleTurn, call: Call) -> SampleAsk | None:
         """Return the request of a call; None where nothing has to be drawn."""
         if call.request_id not in turn.begun:
-            if not self.journal.begun(call.request_id):
+            if not self.journal.begin_calls(call.request_id):
                 return None
             turn.begun.add(call.request_id)
         turn.used.setdefault(call.request_id, (call, 0))
@@ -240,18 +240,18 @@ class SampleTurns:
         except BrokenError:
             raise
         except MegatronVLMError as error:
-            self._failed(turn, error)
+            self._record_failure(turn, error)
             return
         batch.decoder = self.orders.models.decoders.get(batch.weights)
-        rounds = int(self.rounds * EVERY_S / max(time.monotonic() - started, 1e-3))
-        self.rounds = max(1, min(rounds, 2 * self.rounds, MOST_ROUNDS))
+        rounds = int(self.rounds * SAMPLE_TURN_S / max(time.monotonic() - started, 1e-3))
+        self.rounds = max(1, min(rounds, 2 * self.rounds, MAX_ROUNDS))
         self._take(turn, progress)
 
-    def _take(self, turn: SampleTurn, found: Sequence[SampleProgress]) -> None:
+    def _take(self, turn: SampleTurn, progress_of_samples: Sequence[SampleProgress]) -> None:
         """Record the progress of each request, and complete the finished ones."""
         batch, finished = turn.batch, []
         answered: list[tuple[Call, SampleAsk]] = []
-        for progress in found:
+        for progress in progress_of_samples:
             entry = batch.inside[progress.number]
             call, used = entry.call, turn.used.get(entry.call.request_id, (entry.call, 0))[1]
             turn.used[call.request_id] = call, used + progress.tokens - entry.tokens
@@ -271,7 +271,7 @@ class SampleTurns:
             results += self.answer(batch.weights, answered)
         self._finish(turn, results, [call for call, _ in (*finished, *answered)])
 
-    def _failed(self, turn: SampleTurn, error: MegatronVLMError) -> None:
+    def _record_failure(self, turn: SampleTurn, error: MegatronVLMError) -> None:
         """Handle an error of the whole batch. Where it has several requests, each will be drawn
         alone."""
         inside, turn.batch.inside = list(turn.batch.inside.values()), {}

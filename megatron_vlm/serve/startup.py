@@ -29,7 +29,7 @@ from megatron_vlm.serve.model_commands import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.sample_calls import SampleBounds, StopWords
-from megatron_vlm.serve.vllm_samples import LEAST_TEMPERATURE, EngineSampling
+from megatron_vlm.serve.vllm_samples import MIN_TEMPERATURE, EngineSampling
 from megatron_vlm.training.completions import COLDEST
 
 # Maximum tokens of an engine, unless serve.engine_max_len sets another number or the model's own
@@ -65,7 +65,7 @@ def open_service(cfg: Config, orders: ModelCommands, opened: ExitStack) -> Opene
         engines = Engines()
         opened.callback(engines.close)
         engines.start(settings, cfg.serve.engine_gpus, orders.wait)
-        engine_sampling = EngineSampling(engines, journal, prefetcher, settings.most_adapters)
+        engine_sampling = EngineSampling(engines, journal, prefetcher, settings.max_adapters)
         engine_sampling.start()
     service = Service(cfg, orders, journal, prefetcher, engine_sampling)
     service.residents.delete_orphan_folders()
@@ -77,16 +77,16 @@ def open_service(cfg: Config, orders: ModelCommands, opened: ExitStack) -> Opene
     return Opened(service, server, cfg.serve.url or f"http://{host}:{port}")
 
 
-def limits_of(given: Mapping[str, Any]) -> RequestLimits:
+def limits_of(limits: Mapping[str, Any]) -> RequestLimits:
     """Return the default limits with the changes of serve.limits."""
     defaults = RequestLimits()
     types = {each.name: type(getattr(defaults, each.name)) for each in fields(defaults)}
-    for name, value in given.items():
+    for name, value in limits.items():
         if name not in types:
             raise ConfigError("is not a limit", key=f"serve.limits.{name}", allowed=tuple(types))
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ConfigError(key=f"serve.limits.{name}", found=value, allowed="a number above 0")
-    return replace(defaults, **{name: types[name](value) for name, value in given.items()})
+    return replace(defaults, **{name: types[name](value) for name, value in limits.items()})
 
 
 def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
@@ -94,7 +94,7 @@ def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
         return SampleBounds(limits.max_tokens, longest, least_temperature=COLDEST)
     longest = min(longest, cfg.serve.engine_max_len or ENGINE_MAX_LEN)
     whose = "the engine (serve.engine_max_len)"
-    return SampleBounds(limits.max_tokens, longest, whose, LEAST_TEMPERATURE)
+    return SampleBounds(limits.max_tokens, longest, whose, MIN_TEMPERATURE)
 
 
 def engine_settings(

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable, Mapping
 
-from megatron_vlm.distributed.process import say
+from megatron_vlm.distributed.process import print_to_user
 
-EVERY_S = 10.0
+STATUS_EVERY_S = 10.0
 
 
 class ProgressLine:
@@ -16,18 +16,18 @@ class ProgressLine:
         self.calls, self.busy_s = 0, 0.0
         self.before: dict[str, float] = {}
 
-    def worked(self, calls: int, seconds: float) -> None:
+    def record_work(self, calls: int, seconds: float) -> None:
         """Count calls that were done."""
         self.calls += calls
         self.busy_s += seconds
 
-    def tell(self, gauges: Mapping[str, float], waiting: int) -> None:
+    def update(self, gauges: Mapping[str, float], waiting: int) -> None:
         """Print the line when it is due; call this often."""
         seconds = self.clock() - self.last
-        if seconds < EVERY_S:
+        if seconds < STATUS_EVERY_S:
             return
         if self.calls:
-            say(self._line(gauges, waiting, seconds))
+            print_to_user(self._line(gauges, waiting, seconds))
         self.last, self.calls, self.busy_s = self.clock(), 0, 0.0
         self.before = dict(gauges)
 

@@ -76,35 +76,35 @@ class ModelCalls:
         made = ModelForm(lora.rank, seed % 2**31, targets if lora.rank else ())
         id = model_id(call.owner, form.model_seq_id)
         self.residents.create(id, made)
-        return self._created(id, "create_model", made)
+        return self._creation_result(id, "create_model", made)
 
     def load_model(self, call: Call, body: bytes) -> Done:
         form = schemas.LoadModel.model_validate_json(body)
         id = model_id(call.owner, form.model_seq_id)
-        made, folder = self._stored(form.path)
+        made, folder = self._find_stored(form.path)
         self.residents.create(id, made, folder, form.optimizer)
-        return self._created(id, "load_weights", made, form.optimizer, path=form.path)
+        return self._creation_result(id, "load_weights", made, form.optimizer, path=form.path)
 
-    def _created(
+    def _creation_result(
         self, id: str, kind: str, made: ModelForm, moments: bool = True, **more: str
     ) -> Done:
-        facts: dict[str, Any] = {"form": made.plain(), "moments": moments}
+        facts: dict[str, Any] = {"form": made.as_json(), "moments": moments}
         if made.rank:  # weights_info returns these
             facts |= {flag: part in made.targets for flag, part in _PARTS.items()}
         change = ModelChange(id, state="ready", facts=facts)
         return _json({"model_id": id, "type": kind, **more}), Changes(models=(change,))
 
-    def _stored(self, path: str) -> tuple[ModelForm, Path]:
+    def _find_stored(self, path: str) -> tuple[ModelForm, Path]:
         checkpoint = self.journal.checkpoint(path)
         if checkpoint is None:
             raise RequestError(
                 ": the checkpoint was deleted or has expired", key="path", found=path
             )
-        return ModelForm.of(checkpoint.facts["form"]), checkpoint.folder
+        return ModelForm.from_json(checkpoint.facts["form"]), checkpoint.folder
 
     def load_weights(self, call: Call, body: bytes) -> Done:
         form = schemas.LoadWeights.model_validate_json(body)
-        made, folder = self._stored(form.path)
+        made, folder = self._find_stored(form.path)
         resident = self.residents.model(call.owner)
         if made.rank != resident.form.rank or made.targets != resident.form.targets:
             raise RequestError(
@@ -113,9 +113,9 @@ class ModelCalls:
                 found=form.path,
                 remedy="load it as a new model",
             )
-        with self._whole(resident):
+        with self._undo_on_error(resident):
             self.orders.load(resident.id, str(folder), form.optimizer)
-            resident.changed(call.seq)
+            resident.record_change(call.seq)
             saved = self.residents.new_folder("states")
             self.orders.save(resident.id, str(saved), True)
         resident.saved = call.seq
@@ -163,7 +163,7 @@ class ModelCalls:
             raise
 
     @contextmanager
-    def _whole(self, resident: LoadedModel) -> Iterator[None]:
+    def _undo_on_error(self, resident: LoadedModel) -> Iterator[None]:
         """Forget the model if the body raises an error, so that no partial change remains. The
         model is then restored from disk."""
         try:
@@ -177,18 +177,18 @@ class ModelCalls:
     def _answers(
         self,
         batches: Sequence[Batch],
-        found: Sequence[tuple[Sequence[Tensor], Mapping[str, float]]],
+        results: Sequence[tuple[Sequence[Tensor], Mapping[str, float]]],
     ) -> list[Done]:
         return [
             (self._answer(batch, *result), Changes())
-            for batch, result in zip(batches, found, strict=True)
+            for batch, result in zip(batches, results, strict=True)
         ]
 
     def _answer(
         self, batch: Batch, log_probs: Sequence[Tensor], metrics: Mapping[str, float]
     ) -> Outcome:
         self.gauges["trained_tokens_total"] += batch.tokens
-        outputs = [{"logprobs": each} for each in batch.in_order(log_probs)]
+        outputs = [{"logprobs": each} for each in batch.in_datum_order(log_probs)]
         return Outcome(write_forward_backward(outputs, metrics), "protobuf")
 
     def _gradients(
@@ -213,18 +213,18 @@ class ModelCalls:
         change = ModelChange(call.owner, figures={"steps": steps, **metrics})
         return _json({"metrics": metrics}), Changes(models=(change,))
 
-    def _step(self, resident: LoadedModel, seq: int, asked: schemas.AdamParams) -> float:
+    def _step(self, resident: LoadedModel, seq: int, params: schemas.AdamParams) -> float:
         adam = AdamStep(
-            asked.beta1,
-            asked.beta2,
-            asked.eps,
-            asked.weight_decay,
-            max(asked.grad_clip_norm, 0.0),
+            params.beta1,
+            params.beta2,
+            params.eps,
+            params.weight_decay,
+            max(params.grad_clip_norm, 0.0),
             without_gradients=True,
         )
-        with self._whole(resident):
-            norm, _ = self.orders.optim_step(resident.id, asked.learning_rate, adam)
-        resident.changed(seq)
+        with self._undo_on_error(resident):
+            norm, _ = self.orders.optim_step(resident.id, params.learning_rate, adam)
+        resident.record_change(seq)
         self.gauges["optimizer_steps_total"] += 1
         return norm
 
@@ -248,7 +248,7 @@ class ModelCalls:
                 allowed="another name, or overwrite=True",
             )
         resident = self.residents.model(call.owner)
-        folder, made = self._written(resident, "training", form, moments=True)
+        folder, made = self._write_weights(resident, "training", form, moments=True)
         resident.saved, resident.unsaved_s = resident.applied, 0.0
         saved = Saved(call.owner, resident.applied, folder)
         answer = _json({"path": path, "type": "save_weights"})
@@ -259,7 +259,7 @@ class ModelCalls:
         resident = self.residents.model(call.owner)
         if form.path is not None:
             named = schemas.Named.model_validate_json(body)
-            folder, made = self._written(resident, "sampler", named, moments=False)
+            folder, made = self._write_weights(resident, "sampler", named, moments=False)
             self.residents.fresh[str(folder)] = resident.id, resident.version
             path = tinker_path(call.owner, "sampler", form.path)
             answer = _json({"path": path, "type": "save_weights_for_sampler"})
@@ -280,7 +280,7 @@ class ModelCalls:
             model.id,
             model.base_model,
             folder,
-            facts={"form": resident.form.plain()},
+            facts={"form": resident.form.as_json()},
         )
         answer = _json({"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"})
         return answer, Changes(samplers=(sampler,))
@@ -288,7 +288,7 @@ class ModelCalls:
     def save_weights_external(self, call: Call, body: bytes) -> Done:
         form = schemas.SaveWeightsExternal.model_validate_json(body)
         resident = self.residents.model(call.owner)
-        _, made = self._written(resident, "external", form, moments=False)
+        _, made = self._write_weights(resident, "external", form, moments=False)
         path = tinker_path(call.owner, "external", form.path)
         return _json({"path": path, "type": "save_weights_external"}), Changes(checkpoints=(made,))
 
@@ -298,22 +298,22 @@ class ModelCalls:
         change = ModelChange(id, state="unloaded")
         return _json({"model_id": id, "type": "unload_model"}), Changes(models=(change,))
 
-    def _written(
+    def _write_weights(
         self, resident: LoadedModel, kind: CheckpointKind, form: schemas.Named, moments: bool
     ) -> tuple[Path, NewCheckpoint]:
         """Save the model's weights in a new folder, and return the folder and its checkpoint."""
         folder = self.residents.new_folder("weights")
         self.orders.save(resident.id, str(folder), moments)
         if kind == "external":
-            folder = self._exported(folder, resident.form)
+            folder = self._export(folder, resident.form)
         size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
         expires = None if form.ttl_seconds is None else time.time() + form.ttl_seconds
-        facts = {"form": resident.form.plain(), "moments": moments}
+        facts = {"form": resident.form.as_json(), "moments": moments}
         return folder, NewCheckpoint(
             resident.id, kind, form.path, folder, size, expires, form.user_metadata or {}, facts
         )
 
-    def _exported(self, folder: Path, made: ModelForm) -> Path:
+    def _export(self, folder: Path, made: ModelForm) -> Path:
         """Replace the checkpoint by an export that other programs can read."""
         out = folder.with_name(f"{folder.name}-export")
         kind: Exported | None = "adapter" if made.rank else None

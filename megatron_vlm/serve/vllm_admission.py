@@ -17,7 +17,7 @@ from megatron_vlm.serve.journal.journal_records import Call
 from megatron_vlm.serve.vllm_weights import SampleWeights
 
 AT_ONCE = 512  # maximum calls in progress per engine: more than it draws at a time
-MOST_BYTES = 256 * 2**20  # maximum bytes of their bodies; a single call may have more
+MAX_ADMITTED_BYTES = 256 * 2**20  # maximum bytes of their bodies; a single call may have more
 ENTRY_S = 1e-3  # seconds that a call counts at its start, so that keys take turns
 
 Asked = tuple[Call, SampleWeights]
@@ -48,10 +48,10 @@ class Admission:
         self.size = 0  # bytes of the bodies of calls in progress
         self.closed = False
 
-    def wait(self, call: Call, wanted: SampleWeights) -> None:
+    def wait(self, call: Call, weights: SampleWeights) -> None:
         """Add a call to the queue. Calls must be added in their order."""
-        self.wants[call.request_id] = wanted
-        self.queues.setdefault((call.key, wanted), {})[call.request_id] = call
+        self.wants[call.request_id] = weights
+        self.queues.setdefault((call.key, weights), {})[call.request_id] = call
 
     def forget(self, request_id: str) -> None:
         """Remove a call from the queue, if it is there."""
@@ -62,9 +62,9 @@ class Admission:
             if not self.queues[queue]:
                 del self.queues[queue]
 
-    def all_of(self, wanted: SampleWeights) -> list[Call]:
+    def all_of(self, weights: SampleWeights) -> list[Call]:
         """Return the calls that wait for these weights."""
-        queues = [calls for (_, other), calls in self.queues.items() if other == wanted]
+        queues = [calls for (_, other), calls in self.queues.items() if other == weights]
         return [call for calls in queues for call in calls.values()]
 
     def next(self, whole: Path | None, swap_s: float) -> Asked | None:
@@ -83,20 +83,20 @@ class Admission:
         heads = [next(iter(queue.values())) for queue in self.queues.values()]
         call = self.turns.next(heads, tenant, delay)
         weights = self.wants[call.request_id]
-        return (call, weights) if self._fits(call, weights, whole) else None
+        return (call, weights) if self._has_room(call, weights, whole) else None
 
     def close(self) -> None:
         """Stop admitting calls."""
         self.closed = True
 
-    def enter(self, call: Call, wanted: SampleWeights) -> None:
+    def enter(self, call: Call, weights: SampleWeights) -> None:
         """Move a call from the queue to the calls in progress."""
         self.forget(call.request_id)
-        self.inside[call.request_id] = InFlight(call, wanted, self.clock())
+        self.inside[call.request_id] = InFlight(call, weights, self.clock())
         self.size += call.size
-        if wanted.adapter is not None:
-            self.active[wanted.adapter] += 1
-        self.turns.worked(call, f"{wanted}", ENTRY_S)
+        if weights.adapter is not None:
+            self.active[weights.adapter] += 1
+        self.turns.record_work(call, f"{weights}", ENTRY_S)
 
     def leave(self, call: Call) -> None:
         """Remove a call from the calls in progress."""
@@ -109,14 +109,14 @@ class Admission:
             if not self.active[flight.wanted.adapter]:
                 del self.active[flight.wanted.adapter]
 
-    def _fits(self, call: Call, wanted: SampleWeights, whole: Path | None) -> bool:
+    def _has_room(self, call: Call, weights: SampleWeights, whole: Path | None) -> bool:
         if not self.inside:
             return True
-        if len(self.inside) >= self.most or self.size + call.size > MOST_BYTES:
+        if len(self.inside) >= self.most or self.size + call.size > MAX_ADMITTED_BYTES:
             return False
-        if wanted.whole != whole:
+        if weights.whole != whole:
             return False
-        new = wanted.adapter is not None and wanted.adapter not in self.active
+        new = weights.adapter is not None and weights.adapter not in self.active
         return not new or len(self.active) < self.adapters
 
     def count(self) -> None:
@@ -128,5 +128,5 @@ class Admission:
     def _charge(self, one: InFlight, now: float) -> None:
         """Charge a call its share of the time since the last charge. All calls in progress have
         equal shares."""
-        self.turns.worked(one.call, f"{one.wanted}", (now - one.since) / len(self.inside))
+        self.turns.record_work(one.call, f"{one.wanted}", (now - one.since) / len(self.inside))
         one.since = now

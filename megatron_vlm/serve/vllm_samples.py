@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_vlm.distributed.process import say
+from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.engines.engine_thread import Engines
 from megatron_vlm.engines.sampler import Adapter
 from megatron_vlm.errors import MegatronVLMError
@@ -36,11 +36,11 @@ from megatron_vlm.serve.journal.journal_records import (
     Outcome,
 )
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
-from megatron_vlm.serve.sample_calls import SampleAsk, written
+from megatron_vlm.serve.sample_calls import SampleAsk, answers_to_bytes
 from megatron_vlm.serve.vllm_admission import Admission
 from megatron_vlm.serve.vllm_weights import EngineWeights, SampleWeights
 
-LEAST_TEMPERATURE = 0.01  # lowest temperature above 0; vLLM raises lower ones to this
+MIN_TEMPERATURE = 0.01  # lowest temperature above 0; vLLM raises lower ones to this
 SESSIONS = 10_000  # maximum number of sessions whose weights are remembered
 
 
@@ -73,8 +73,8 @@ class EngineSampling:
     def start(self) -> None:
         """Start to draw the pending samples."""
         self.running = self.engines.submit(self._run())
-        self.journal.when_rung(lambda: self._tell(self.news.set))
-        self.journal.listen(self._hear)
+        self.journal.add_ringer(lambda: self._run_in_loop(self.news.set))
+        self.journal.listen(self._forget_completed)
 
     def check(self) -> None:
         """Raise the error that has stopped the sampling, since the service would wait forever."""
@@ -90,13 +90,13 @@ class EngineSampling:
 
     # -- any thread
 
-    def _hear(self, kept: Sequence[CompletedCall]) -> None:
+    def _forget_completed(self, completed: Sequence[CompletedCall]) -> None:
         """Handle calls that have results: from here, from the ranks, or by cancellation."""
-        ids = [each.request_id for each in kept if each.kind == SAMPLE]
+        ids = [each.request_id for each in completed if each.kind == SAMPLE]
         if ids:
-            self._tell(self._over, ids)
+            self._run_in_loop(self._cancel_tasks, ids)
 
-    def _tell(self, what: Any, *values: Any) -> None:
+    def _run_in_loop(self, what: Any, *values: Any) -> None:
         with suppress(RuntimeError):  # the loop has ended, so no task needs the notice
             self.engines.loop.call_soon_threadsafe(what, *values)
 
@@ -122,7 +122,7 @@ class EngineSampling:
             self.sessions.clear()
         for owner in {call.owner for call in calls} - self.sessions.keys():
             sampler = self.journal.sampler(owner)
-            self.sessions[owner] = None if sampler is None else SampleWeights.of(sampler)
+            self.sessions[owner] = None if sampler is None else SampleWeights.from_sampler(sampler)
         return [(call, self.sessions[call.owner]) for call in calls]
 
     def _begin(self) -> None:
@@ -135,14 +135,14 @@ class EngineSampling:
             call, weights = admitted
             if weights.whole != self.weights.whole:
                 self.switching = asyncio.create_task(self._switch(weights))
-                self.switching.add_done_callback(self._switched)
+                self.switching.add_done_callback(self._end_switch)
                 return
             self.admission.enter(call, weights)
             task = asyncio.create_task(self._draw(call, weights))
             self.tasks[call.request_id] = task
-            task.add_done_callback(partial(self._left, call))
+            task.add_done_callback(partial(self._end_task, call))
 
-    async def _draw(self, call: Call, wanted: SampleWeights) -> None:
+    async def _draw(self, call: Call, weights: SampleWeights) -> None:
         try:
             ask = await asyncio.to_thread(self.readings.sample, call)
         except (MegatronVLMError, ValidationError) as error:
@@ -150,8 +150,8 @@ class EngineSampling:
             return
         try:
             adapter = None
-            if wanted.adapter is not None:
-                adapter = Adapter(await self.weights.folder(wanted.adapter, True))
+            if weights.adapter is not None:
+                adapter = Adapter(await self.weights.folder(weights.adapter, True))
             seeds = range(ask.seed, ask.seed + ask.n)
             sampler = self.engines.sampler
             answers = await sampler.sample(ask.prompt, ask.settings, seeds, adapter)
@@ -164,34 +164,34 @@ class EngineSampling:
             self.journal.ring()
             return
         self.samples += ask.n
-        self._finish(call, Outcome(written(ask), "protobuf"))
+        self._finish(call, Outcome(answers_to_bytes(ask), "protobuf"))
 
-    async def _switch(self, wanted: SampleWeights) -> None:
+    async def _switch(self, weights: SampleWeights) -> None:
         """Give the engine other full weights. No call is in progress."""
         try:
-            await self.weights.switch(wanted.whole)
+            await self.weights.switch(weights.whole)
         except Exception as error:
             failure = self._failure(error)
-            for call in self.admission.all_of(wanted):
+            for call in self.admission.all_of(weights):
                 self.admission.forget(call.request_id)
                 self._finish(call, failure)
 
-    def _switched(self, task: "asyncio.Task[None]") -> None:
+    def _end_switch(self, task: "asyncio.Task[None]") -> None:
         self.switching = None
         if not task.cancelled():
             self._begin()
 
-    def _left(self, call: Call, task: "asyncio.Task[None]") -> None:
+    def _end_task(self, call: Call, task: "asyncio.Task[None]") -> None:
         del self.tasks[call.request_id]
         self.admission.leave(call)
         if not task.cancelled() and (error := task.exception()) is not None:
             record = self.journal.result(call.request_id)
             # A call without a result was not cancelled, so the error is this program's.
             if record is not None and record.outcome is None:
-                self._broke(error)
+                self._record_break(error)
         self._begin()
 
-    def _broke(self, error: BaseException) -> None:
+    def _record_break(self, error: BaseException) -> None:
         self.broken = error
         self.journal.ring()
 
@@ -201,7 +201,7 @@ class EngineSampling:
         expected = isinstance(error, MegatronVLMError)
         failure = Failure(str(error) if expected else f"{type(error).__name__}: {error}", "server")
         if failure != self.said:  # all samples fail alike once the engine has failed for good
-            say(f"samples have failed: {failure.text}")
+            print_to_user(f"samples have failed: {failure.text}")
             self.said = failure
         return failure
 
@@ -218,11 +218,11 @@ class EngineSampling:
                 batch, self.finished = self.finished, []
                 await asyncio.to_thread(self.journal.finish_all, batch)
         except Exception as error:
-            self._broke(error)
+            self._record_break(error)
         finally:
             self.writing = None
 
-    def _over(self, ids: Sequence[str]) -> None:
+    def _cancel_tasks(self, ids: Sequence[str]) -> None:
         """Drop calls that have results."""
         for request_id in ids:
             self.drawn.pop(request_id, None)

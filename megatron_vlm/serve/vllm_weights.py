@@ -32,11 +32,11 @@ class SampleWeights:
     adapter: Path | None = None
 
     @staticmethod
-    def of(sampler: SamplingSession) -> "SampleWeights":
+    def from_sampler(sampler: SamplingSession) -> "SampleWeights":
         """Return the weights of a session, which never change."""
         if sampler.folder is None:
             return SampleWeights()
-        if ModelForm.of(sampler.facts["form"]).rank:
+        if ModelForm.from_json(sampler.facts["form"]).rank:
             return SampleWeights(adapter=sampler.folder)
         return SampleWeights(whole=sampler.folder)
 
@@ -80,12 +80,12 @@ class EngineWeights:
             if snapshot not in self.writing:
                 task = asyncio.create_task(_write(snapshot, folder, adapter))
                 self.writing[snapshot] = task
-                task.add_done_callback(lambda task: self._written(snapshot, task))
+                task.add_done_callback(lambda task: self._end_writing(snapshot, task))
             # This waiter may be cancelled while others wait for the same task.
             await asyncio.shield(self.writing[snapshot])
         return str(folder)
 
-    def _written(self, snapshot: Path, task: "asyncio.Task[None]") -> None:
+    def _end_writing(self, snapshot: Path, task: "asyncio.Task[None]") -> None:
         del self.writing[snapshot]
         if not task.cancelled():
             task.exception()  # marks it as retrieved: waiters raise it, if there are any

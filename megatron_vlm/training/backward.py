@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.model.router import RouterLosses
-from megatron_vlm.training.expert_routing import busiest, take_expert_load
+from megatron_vlm.training.expert_routing import busiest_expert_ratio, take_expert_load
 from megatron_vlm.training.losses import LossFunction, Objective, totals
 from megatron_vlm.training.multi_model import run_together
 from megatron_vlm.training.pipeline import ForwardStep, Stage
@@ -42,7 +42,7 @@ class Gradients:
         `add` also those of earlier calls. After an error they hold the gradients of the earlier
         calls with `add`, and are empty without it."""
         add = add and self.some
-        earlier = [part.clone() for part in self._finished()] if add else []
+        earlier = [part.clone() for part in self._reduced_parts()] if add else []
         earlier_micro_batches = self.micro_batches
         self.clear()
         if add:
@@ -51,16 +51,16 @@ class Gradients:
             yield
         except BaseException:
             self.clear()
-            for part, earlier_part in zip(self._finished(), earlier, strict=add):
+            for part, earlier_part in zip(self._reduced_parts(), earlier, strict=add):
                 part.copy_(earlier_part)
             self.some, self.micro_batches = add, earlier_micro_batches if add else 0
             raise
-        for part, earlier_part in zip(self._finished(), earlier, strict=add):
+        for part, earlier_part in zip(self._reduced_parts(), earlier, strict=add):
             part.add_(earlier_part)
         self.some = self.some or add
         self.calls += 1
 
-    def took(self, micro_batches: int, supervised: int) -> None:
+    def record_backward(self, micro_batches: int, supervised: int) -> None:
         """Record a completed backward, with the number of this replica's micro-batches and of the
         supervised tokens in the global batch."""
         self.micro_batches += micro_batches
@@ -82,7 +82,7 @@ class Gradients:
         """Mark the gradients as spent or useless: the next call starts without them."""
         self.some, self.micro_batches = False, 0
 
-    def _finished(self) -> list[Tensor]:
+    def _reduced_parts(self) -> list[Tensor]:
         """Return the parts of the buffers that are reduced over the replicas: all parts, or this
         replica's share of each bucket if the optimizer is sharded."""
         return [
@@ -151,54 +151,56 @@ class Backward:
         divided_by = self.asked.divisor or weight or 1.0
         if count not in (0, divided_by):  # Megatron has divided by the count
             self.gradients.scale(count / divided_by)
-        self.gradients.took(len(self.batches), count)
+        self.gradients.record_backward(len(self.batches), count)
         return loss_sum / divided_by, count, means
 
     def metrics(
         self,
         outputs: Sequence[Any],
-        found: tuple[float, int, dict[str, float]],
+        sums: tuple[float, int, dict[str, float]],
         losses: RouterLosses | None,
     ) -> StepMetrics:
         """Return the metrics for the caller."""
-        loss, count, means = found
+        loss, count, means = sums
         log_probs = None
         if self.asked.per_token:
             pieces = [out["log_probs_N"] for out in outputs]
-            log_probs = self.stage.per_row(self.batches, pieces)
+            log_probs = self.stage.gather_by_row(self.batches, pieces)
         stage = self.stage
         load_LE = take_expert_load(stage.chunks, stage.sizes.text, stage.device)
-        means |= values_of(losses) | ({} if load_LE is None else {"expert_load": busiest(load_LE)})
+        means |= values_of(losses) | (
+            {} if load_LE is None else {"expert_load": busiest_expert_ratio(load_LE)}
+        )
         return StepMetrics(loss, count, log_probs, means, load_LE)
 
 
-def run_backward(asked: Sequence[Backward]) -> list[StepMetrics]:
+def run_backward(requests: Sequence[Backward]) -> list[StepMetrics]:
     """Run the requests, of different models with one layout, in one pass through the pipeline. A
     collective. After an error all gradients are those of the earlier calls."""
     with ExitStack() as calls:
-        for request in asked:
+        for request in requests:
             request.stage.train(True)
             calls.enter_context(request.gradients.of_call(request.asked.accumulate))
         losses = [
             router_losses(
                 request.model, request.stage, request.batches, request.step, request.asked.divisor
             )
-            for request in asked
+            for request in requests
         ]
         steps = [
             with_losses(request.step, router_loss)
-            for request, router_loss in zip(asked, losses, strict=True)
+            for request, router_loss in zip(requests, losses, strict=True)
         ]
-        if len(asked) == 1:
-            outputs = [asked[0].stage.run(asked[0].batches, steps[0], forward_only=False)]
+        if len(requests) == 1:
+            outputs = [requests[0].stage.run(requests[0].batches, steps[0], forward_only=False)]
         else:
             stages, batches = (
-                [request.stage for request in asked],
-                [request.batches for request in asked],
+                [request.stage for request in requests],
+                [request.batches for request in requests],
             )
             outputs = run_together(stages, batches, steps)
-        sums = [request.totals(output) for request, output in zip(asked, outputs, strict=True)]
-        results = zip(asked, outputs, sums, losses, strict=True)
+        sums = [request.totals(output) for request, output in zip(requests, outputs, strict=True)]
+        results = zip(requests, outputs, sums, losses, strict=True)
         return [
             request.metrics(output, own_sums, router_loss)
             for request, output, own_sums, router_loss in results

@@ -25,31 +25,31 @@ _PATCHES = ("pixel_values_PC", "pixel_values_videos_PC")
 _FACTS = ("lengths", "rows", "value_names")
 
 
-def share_json(mine: Any, grid: RankGroups, device: torch.device) -> Any:
+def share_json(value: Any, grid: RankGroups, device: torch.device) -> Any:
     """Send the loading rank's JSON value, or its DataError, to every rank of the replica. A
     collective."""
-    failed = isinstance(mine, DataError)
-    message = {"error": str(mine)} if failed else {"value": mine}
+    failed = isinstance(value, DataError)
+    message = {"error": str(value)} if failed else {"value": value}
     received = broadcast_json(message, grid.leader, grid.replica.group, device)
     if "error" in received:
-        raise mine if failed else DataError(received["error"])
+        raise value if failed else DataError(received["error"])
     return received["value"]
 
 
-def share_bytes(mine: bytes | None, grid: RankGroups, device: torch.device) -> bytes:
+def share_bytes(data: bytes | None, grid: RankGroups, device: torch.device) -> bytes:
     """Send the bytes of the loading rank to every rank of the replica. A collective."""
-    return broadcast_bytes(mine, grid.leader, grid.replica.group, device)
+    return broadcast_bytes(data, grid.leader, grid.replica.group, device)
 
 
 def share_batch(
-    mine: tuple[list[MicroBatch], Any] | None, grid: RankGroups, device: torch.device
+    local_batch: tuple[list[MicroBatch], Any] | None, grid: RankGroups, device: torch.device
 ) -> tuple[list[MicroBatch], Any]:
     """Send the loading rank's micro-batches, and a JSON value with them, to every rank of the
     replica. A collective."""
     if grid.replica.size == 1:
-        assert mine is not None
-        return mine
-    packed = None if mine is None else _pack(*mine)
+        assert local_batch is not None
+        return local_batch
+    packed = None if local_batch is None else _pack(*local_batch)
     fields, meta = unpack(share_bytes(packed, grid, device))
     received = []
     for number, frame in enumerate(meta["frames"]):
@@ -57,7 +57,7 @@ def share_batch(
         for name in _ON_HOST:
             _, tensors = fields.get(f"{number} {name}", (False, [None]))
             parts[name] = tensors[0]
-        batch = None if mine is None else mine[0][number]
+        batch = None if local_batch is None else local_batch[0][number]
         for name in _PATCHES if grid.first else ():
             local_patches = None if batch is None else getattr(batch, name)
             parts[name] = _share_patches(frame[name], local_patches, grid, device)
@@ -87,15 +87,18 @@ def _pack(batches: Sequence[MicroBatch], extra: Any) -> bytes:
 
 
 def _share_patches(
-    said: tuple[list[int], str] | None, mine: Tensor | None, grid: RankGroups, device: torch.device
+    shape_and_dtype: tuple[list[int], str] | None,
+    local: Tensor | None,
+    grid: RankGroups,
+    device: torch.device,
 ) -> Tensor | None:
     """Send patches to all ranks of the first stage, which the loading rank belongs to."""
-    if said is None or grid.tp.size == 1:
-        return mine
-    shape, dtype = said
-    if mine is None:
+    if shape_and_dtype is None or grid.tp.size == 1:
+        return local
+    shape, dtype = shape_and_dtype
+    if local is None:
         patches = torch.empty(shape, dtype=DTYPES[dtype], device=device)
     else:
-        patches = to_device(mine, device)
+        patches = to_device(local, device)
     dist.broadcast(patches, grid.leader, group=grid.tp.group)
     return patches

@@ -55,11 +55,11 @@ class SamplingSettings:
         return self.temperature, self.top_k, self.top_p, self.tempered
 
     @staticmethod
-    def of(said: Mapping[str, Any]) -> "SamplingSettings":
+    def from_json(fields: Mapping[str, Any]) -> "SamplingSettings":
         """Build settings from the JSON form of `dataclasses.asdict`, with lists in place of
         tuples."""
-        lists = {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
-        return SamplingSettings(**{**said, **lists})
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return SamplingSettings(**{**fields, **lists})
 
     def without_stop(self, ids: Sequence[int]) -> list[int]:
         """Return an answer's ids without the stop id that ended it. A stop string stays."""
@@ -81,12 +81,12 @@ class Completion:
     # nothing was sampled after it.
     routing_SLK: Tensor | None = None
 
-    def plain(self) -> list[Any]:
+    def as_json(self) -> list[Any]:
         """Return the answer in a form that JSON can hold, without the routing."""
         return [self.ids, self.log_probs, self.ended, self.version]
 
     @staticmethod
-    def of(said: Sequence[Any]) -> "Completion":
+    def from_json(values: Sequence[Any]) -> "Completion":
         """Build an answer from the JSON form of `plain`."""
-        ids, log_probs, ended, version = said
+        ids, log_probs, ended, version = values
         return Completion(tuple(ids), tuple(log_probs), ended, version)

@@ -79,7 +79,7 @@ class Decoder:
                 found=settings.stop_strings,
                 remedy="give texts, such as those that a tokenizer decodes",
             )
-        placed = place_row(_unlabelled(row), self.stage.sizes.tokens, f"prompt {number}")
+        placed = place_row(_without_labels(row), self.stage.sizes.tokens, f"prompt {number}")
         position = int(placed.tokens_S5[:, 2:].max()) + 1
         draws = [ActiveSample(number, settings, seed + k, position) for k in range(n)]
         if self.texts is not None and settings.stop_strings:
@@ -111,23 +111,23 @@ class Decoder:
                     for lane in self.lanes
                     for decode_pass in lane.passes(self.waiting)
                 ]
-                if not self.stage.most(len(passes)):
+                if not self.stage.global_max(len(passes)):
                     break
                 _run(self.stage, [decode_pass for _, decode_pass in passes], self.routing)
                 for lane, decode_pass in passes:
-                    lane.settle(decode_pass, self._hear)
+                    lane.settle(decode_pass, self._record_token)
                 rounds = None if rounds is None else rounds - 1
         ended = [prompt for prompt in self.prompts.values() if not prompt.left]
         for prompt in ended:
             del self.prompts[prompt.number]
         return ended
 
-    def _hear(self, draw: ActiveSample) -> None:
+    def _record_token(self, draw: ActiveSample) -> None:
         if self.on_token is not None and draw.ids[-1] not in draw.settings.stop_ids:
             self.on_token(draw.prompt, draw.ids[-1])
 
 
-def _unlabelled(row: Row) -> Row:
+def _without_labels(row: Row) -> Row:
     none_S = torch.full_like(row.ids_S, IGNORE)
     return replace(row, labels_S=none_S, values_S={}, loss_weights_S=None, targets=None)
 
@@ -145,10 +145,10 @@ def _run(stage: Stage, passes: Sequence[DecodePass], routing: bool) -> None:
     )
     counts = [len(decode_pass.draws) for decode_pass in passes]
     picked_N2 = torch.empty(sum(counts), 2, dtype=torch.double, device=stage.device)
-    if stage.grid.last and outputs:
+    if stage.grid.is_last_stage and outputs:
         picked_N2 = torch.cat(outputs)
     # Every rank needs the tokens: the first stage to continue, all to know which rows have ended.
-    stage.grid.from_head(picked_N2)
+    stage.grid.broadcast_from_head(picked_N2)
     results = iter(picked_N2.tolist())
     for decode_pass in passes:
         for draw in decode_pass.draws:

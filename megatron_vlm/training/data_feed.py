@@ -78,7 +78,7 @@ class Feeder:
             share = (grid.dp.rank, grid.dp.size)
             specs, path = cfg.data.train, cfg.model.path
             data = open_data(specs, "data.train", cfg.data, path, sizes, share, asks=asks)
-            remarks = asdict(Remarks.of(data, "data.train", cfg.data))
+            remarks = asdict(Remarks.from_data(data, "data.train", cfg.data))
             return data, (data.length, fingerprint(data, cfg).to_json(), remarks)
 
         self.data, (self.length, saved, remarks) = open_together(
@@ -100,7 +100,7 @@ class Feeder:
 
     def start(self, position: Position) -> None:
         """Load batches from this position on."""
-        size, limits = self.cfg.train.global_batch_size, Limits.of(self.cfg.train)
+        size, limits = self.cfg.train.global_batch_size, Limits.from_config(self.cfg.train)
         if self.data is not None:
             data = self.cfg.data
             self.loader = Loader(self.data, data, size, limits, self.replica, position)
@@ -124,13 +124,13 @@ def open_together(
     data: T | None = None
     opened: Any = None
     failure: MegatronVLMError | None = None
-    watchdog.at(0, f"opening {name}", files=True)
+    watchdog.begin_phase(0, f"opening {name}", files=True)
     if grid.leads:
         try:
             data, opened = opening()
         except MegatronVLMError as error:
             failure = error
-    watchdog.at(0, f"waiting until all ranks have opened {name}")
+    watchdog.begin_phase(0, f"waiting until all ranks have opened {name}")
     store_barrier(name)
     with fail_together(device, DataError, _ELSEWHERE):
         if failure is not None:
@@ -138,9 +138,9 @@ def open_together(
     return data, share_json(opened, grid, device)
 
 
-def _check_same(mine: Fingerprint, device: torch.device) -> None:
+def _check_same(local: Fingerprint, device: torch.device) -> None:
     fingerprints = [
-        Fingerprint.from_json(item) for item in all_gather_json(mine.to_json(), None, device)
+        Fingerprint.from_json(item) for item in all_gather_json(local.to_json(), None, device)
     ]
     for rank, other in enumerate(fingerprints):
         differences = [*fingerprints[0].changed_order(other), *fingerprints[0].changed_rows(other)]

@@ -129,7 +129,7 @@ def begin_count(chunks: Sequence[StageModel]) -> None:
         mlp.load = [0] * mlp.experts
 
 
-def busiest(load_LE: Tensor) -> float:
+def busiest_expert_ratio(load_LE: Tensor) -> float:
     """Return the tokens of the busiest expert over the mean, in the layer with the highest ratio. 1
     is perfect balance."""
     return float((load_LE.amax(1) / load_LE.mean(1)).amax())

@@ -4,7 +4,7 @@ training."""
 from collections.abc import Collection, Sequence
 
 from megatron_vlm.data.batches.micro_batch import cut_micro_batches
-from megatron_vlm.data.tokens.row import Row, continued
+from megatron_vlm.data.tokens.row import Row, continue_row
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.continuous_batching import Decoder, Hear
@@ -84,6 +84,6 @@ def candidate_log_probs(
                 place=f"candidate {place} of {len(candidates)}",
                 remedy="give at least one, such as the end of the turn",
             )
-    rows = [continued(prompt, candidate) for candidate in candidates]
+    rows = [continue_row(prompt, candidate) for candidate in candidates]
     batches = cut_micro_batches(rows, batch_rows, stage.sizes.tokens)
     return [float(log_probs_S.double().sum()) for log_probs_S in stage.score(batches)]

@@ -112,7 +112,7 @@ class GenerationBatch:
         if self.draws:
             self.cache.advance()
             rows = range(len(self.draws))
-            passes.append(DecodePass(_newest(self.draws), self.cache, self.draws, rows))
+            passes.append(DecodePass(_newest_tokens(self.draws), self.cache, self.draws, rows))
         prompts, free = [], self.size - len(self.draws)
         while waiting and free > 0:
             prompts.append(waiting.popleft())
@@ -121,11 +121,11 @@ class GenerationBatch:
             passes.append(prefill(prompts, self.device))
         return passes
 
-    def settle(self, done: DecodePass, heard: Callable[[ActiveSample], None]) -> None:
+    def settle(self, done: DecodePass, report: Callable[[ActiveSample], None]) -> None:
         """Finish a pass whose draws have their next tokens. The draws that have not ended
         continue."""
         for draw in done.draws:
-            heard(draw)
+            report(draw)
             draw.ended = draw.end()
         unfinished = [place for place, draw in enumerate(done.draws) if draw.ended is None]
         if done.cache is self.cache:
@@ -169,7 +169,7 @@ def filler(device: torch.device) -> DecodePass:
     return DecodePass(batch, KVCache(batch.lengths, device))
 
 
-def _newest(draws: Sequence[ActiveSample]) -> MicroBatch:
+def _newest_tokens(draws: Sequence[ActiveSample]) -> MicroBatch:
     tokens_B5 = torch.tensor(
         [[draw.ids[-1], IGNORE, *[draw.position + len(draw.ids) - 1] * 3] for draw in draws],
         dtype=torch.int32,

@@ -135,13 +135,13 @@ class Objective:
         return replace(objective, metrics=tuple(report))
 
     @property
-    def also(self) -> ExtraOutput | None:
+    def extra_output(self) -> ExtraOutput | None:
         """Values that the model must return in addition to the log-probs."""
         return None if self.entropy_coef is None else "entropy"
 
     def check_targets(self, batches: Sequence[MicroBatch]) -> None:
         """Refuse such values if places have several targets, which would have to share them."""
-        if self.also is not None and any(batch.of_M is not None for batch in batches):
+        if self.extra_output is not None and any(batch.of_M is not None for batch in batches):
             raise ConfigError(
                 ": an entropy belongs to a token, but rows have several targets at one place",
                 key="entropy_coef",
@@ -195,7 +195,7 @@ def loss_of(
     the count of the global batch. backward.py changes that to a division by the sum of the weights,
     if there are any, or by the divisor of the call.
     """
-    log_probs_N, entropy_N = (output, None) if objective.also is None else output
+    log_probs_N, entropy_N = (output, None) if objective.extra_output is None else output
     values_N = batch.values_M(objective.value_names)
     loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N)
     loss_sum = (loss_N if batch.weights_M is None else loss_N * batch.weights_M).sum()
@@ -217,7 +217,7 @@ def totals(
     the last stage. A collective."""
     names = ("loss_sum", *objective.metrics)
     total = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
-    if grid.last:
+    if grid.is_last_stage:
         counts = (sum(batch.num_supervised for batch in batches), sum(b.weight for b in batches))
         total[:2] = to_device(torch.tensor(counts, dtype=torch.float64), device)
         for place, name in enumerate(names, start=2):

@@ -23,7 +23,7 @@ def warmup_of(optim: OptimConfig, total: int) -> int:
     return optim.warmup_steps or min(part, total - 1)
 
 
-def announced(cfg: Config, samples: int | None) -> str:
+def describe_run_length(cfg: Config, samples: int | None) -> str:
     """Describe the length of a run in a line. Raise a ConfigError if the run would end before it
     reaches lr."""
     total, train = total_steps(cfg.train, samples), cfg.train

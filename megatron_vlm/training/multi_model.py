@@ -37,7 +37,7 @@ class MultiModelChunk(nn.Module):
         """Store the input from the previous stage. The micro-batch decides which model gets it."""
         self.arrived = arrived
 
-    def of(self, model: int) -> Any:
+    def select_model(self, model: int) -> Any:
         """Return this model's chunk, which takes the stored input."""
         stage = self.stages[model]
         stage.chunks[self.place].set_input_tensor(self.arrived)
@@ -66,7 +66,7 @@ def run_together(
 
     def step(data: Iterator[tuple[int, Any]], chunk: MultiModelChunk) -> tuple[Tensor, Any]:
         model, batch = next(data)
-        output, read = steps[model](iter([batch]), chunk.of(model))
+        output, read = steps[model](iter([batch]), chunk.select_model(model))
 
         def counting(output: Tensor) -> Any:
             loss, count, report = read(output)
@@ -105,7 +105,7 @@ def _in_a_row(
     for model, (stage, local_batches) in enumerate(zip(stages, batches, strict=True)):
         begins.append(len(items))
         fillers = [
-            filler_batch() for _ in range(stage.most(len(local_batches)) - len(local_batches))
+            filler_batch() for _ in range(stage.global_max(len(local_batches)) - len(local_batches))
         ]
         items += [(model, batch) for batch in (*local_batches, *fillers)]
     return items, begins

@@ -43,7 +43,7 @@ class AdamStep:
     without_gradients: bool = False
 
     @staticmethod
-    def configured(optim: OptimConfig) -> "AdamStep":
+    def from_config(optim: OptimConfig) -> "AdamStep":
         """Return the configured settings, which apply to steps without settings of their own."""
         return AdamStep(optim.beta1, optim.beta2, optim.eps, optim.weight_decay, optim.clip_grad)
 
@@ -78,7 +78,7 @@ def shards_optimizer(cfg: Config, grid: RankGroups) -> bool:
     return cfg.parallel.distributed_optimizer and grid.dp.size > 1
 
 
-def gathers_behind(cfg: Config, grid: RankGroups) -> bool:
+def is_gather_overlapped(cfg: Config, grid: RankGroups) -> bool:
     """Return whether new weights are gathered while other work runs."""
     return cfg.parallel.overlap_param_gather and shards_optimizer(cfg, grid)
 
@@ -94,7 +94,7 @@ def wrap_data_parallel(
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
-                overlap_param_gather=gathers_behind(cfg, grid),
+                overlap_param_gather=is_gather_overlapped(cfg, grid),
                 use_distributed_optimizer=shards_optimizer(cfg, grid),
             ),
             module=chunk,
@@ -165,13 +165,13 @@ def build_optimizer(
         bf16=model_config.bf16,
         params_dtype=model_config.params_dtype,
         use_distributed_optimizer=shards_optimizer(cfg, grid),
-        overlap_param_gather=gathers_behind(cfg, grid),
+        overlap_param_gather=is_gather_overlapped(cfg, grid),
     )
     overrides = {**get_standard_config_overrides(config), **_part_overrides(optim, parts)}
     optimizer = get_megatron_optimizer(
         config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
     )
-    set_adam(optimizer, AdamStep.configured(optim))
+    set_adam(optimizer, AdamStep.from_config(optim))
     for group in optimizer.param_groups:
         if "foreach" in group:  # torch's AdamW: neither TE nor Apex provides a fused one
             group["fused"] = True
@@ -243,7 +243,7 @@ def gradient_norm(optimizer: MegatronOptimizer, grid: RankGroups, device: torch.
     of each tensor, one after the other; here the host waits once."""
     parts = optimizer.chained_optimizers
     if grid.ep.size == 1:
-        squared, group = _squared(parts, device), optimizer.get_grad_stats_parallel_group()
+        squared, group = _sum_of_squares(parts, device), optimizer.get_grad_stats_parallel_group()
     else:
         # Experts and other parameters have different numbers of copies, and a stage may have no
         # experts. So all ranks add up what they hold, divided by the number of copies.
@@ -251,12 +251,12 @@ def gradient_norm(optimizer: MegatronOptimizer, grid: RankGroups, device: torch.
         for part in parts:
             sharded = isinstance(part, DistributedOptimizer)
             copies = 1 if sharded else (grid.edp if _has_experts(part) else grid.dp).size
-            squared += _squared([part], device) / copies
+            squared += _sum_of_squares([part], device) / copies
     dist.all_reduce(squared, group=group)
     return float(squared) ** 0.5
 
 
-def _squared(parts: Sequence[MegatronOptimizer], device: torch.device) -> Tensor:
+def _sum_of_squares(parts: Sequence[MegatronOptimizer], device: torch.device) -> Tensor:
     """Return the sum of the squares of this rank's gradients."""
     grads = [grad for part in parts for grad in part.get_main_grads_for_grad_norm()]
     if not grads:

@@ -65,7 +65,7 @@ class Stage:
         the same number of items: `filler` makes those that are missing.
         """
         dims, config, num_items = self.grid.dims, self.chunks[0].config, len(items)
-        count = self.most(num_items)
+        count = self.global_max(num_items)
         if dims.virtual_stages > 1:
             count += -count % dims.pp if count else dims.pp
         items = [*items, *(filler() for _ in range(count - num_items))]
@@ -88,7 +88,7 @@ class Stage:
         )
         return outputs[:num_items]
 
-    def most(self, count: int) -> int:
+    def global_max(self, count: int) -> int:
         """Return the largest count among the replicas that share experts with this one, because
         each of them takes part in every pass of the others. A collective of these replicas, if
         there are any."""
@@ -144,7 +144,7 @@ class Stage:
 
         with self.evaluating():
             outputs = self.run(batches, step, forward_only=True)
-        return self.per_row(batches, outputs)
+        return self.gather_by_row(batches, outputs)
 
     def likeliest(
         self, batches: Sequence[MicroBatch], count: int, temperature: float
@@ -187,7 +187,9 @@ class Stage:
         tables = routing_tables(batches, chosen, self.sizes.text, self.grid, self.device)
         return routing_of_rows(batches, tables)
 
-    def per_row(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> list[Tensor]:
+    def gather_by_row(
+        self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Return the last stage's log-probs [M] of each micro-batch, by row, on every rank."""
         counts = [batch.num_supervised for batch in batches]
         pieces = self._from_last(outputs, counts, torch.empty(0))
@@ -200,7 +202,7 @@ class Stage:
         the numbers of entries of each micro-batch; `like` has their dtype and their other
         dimensions."""
         flat = torch.empty(sum(sizes), *like.shape[1:], dtype=like.dtype, device=self.device)
-        if self.grid.last and sizes:
+        if self.grid.is_last_stage and sizes:
             flat.copy_(torch.cat(list(outputs)))
         self.grid.from_last_stage(flat)
         return flat.cpu().split(list(sizes))

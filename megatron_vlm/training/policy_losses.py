@@ -38,7 +38,7 @@ def ppo(
     A clip_high above clip_low is DAPO's clip-higher."""
     _check_clips("ppo", clip_low, clip_high)
     ratio_N = (log_probs_N - old_log_probs_N).exp()
-    loss_N, clipped = _clipped(ratio_N, advantages_N, clip_low, clip_high)
+    loss_N, clipped = _clipped_losses(ratio_N, advantages_N, clip_low, clip_high)
     return loss_N, clipped | _drift(log_probs_N, old_log_probs_N)
 
 
@@ -58,7 +58,7 @@ def gspo(
     _check_clips("gspo", clip_low, clip_high)
     log_ratio_N = log_probs_N - old_log_probs_N
     ratio_N = _means_of_sequences(log_ratio_N, sequences_N).exp()
-    loss_N, clipped = _clipped(ratio_N, advantages_N, clip_low, clip_high)
+    loss_N, clipped = _clipped_losses(ratio_N, advantages_N, clip_low, clip_high)
     return loss_N, clipped | _drift(log_probs_N, old_log_probs_N)
 
 
@@ -81,7 +81,7 @@ def gspo_token(
     mask_N = (sequence_mask_N != 0).to(log_ratio_N.dtype)
     whole_N = _means_of_sequences(log_ratio_N, sequences_N, mask_N).exp()
     ratio_N = whole_N * (log_probs_N - log_probs_N.detach()).exp()
-    loss_N, clipped = _clipped(ratio_N, advantages_N, clip_low, clip_high)
+    loss_N, clipped = _clipped_losses(ratio_N, advantages_N, clip_low, clip_high)
     return loss_N, clipped | _drift(log_probs_N, old_log_probs_N)
 
 
@@ -98,7 +98,7 @@ def cispo(
     clip_low=1 only ratios above 1 + clip_high are clipped."""
     _check_clips("cispo", clip_low, clip_high)
     ratio_N = (log_probs_N.detach() - old_log_probs_N).exp()
-    weight_N = _within(ratio_N, clip_low, clip_high)
+    weight_N = _clip_ratio(ratio_N, clip_low, clip_high)
     report = {"clip_fraction": (weight_N != ratio_N).float()}
     loss_N = -weight_N * advantages_N * log_probs_N
     return loss_N, report | _drift(log_probs_N, old_log_probs_N)
@@ -139,16 +139,18 @@ def _check_clips(name: str, clip_low: float, clip_high: float) -> None:
             )
 
 
-def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> Losses:
+def _clipped_losses(
+    ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float
+) -> Losses:
     """Return PPO's pessimistic bound, which is the larger loss of the two ratios, and report where
     the clipped ratio had the larger loss."""
     plain_N = ratio_N * advantages_N
-    clipped_N = _within(ratio_N, clip_low, clip_high) * advantages_N
+    clipped_N = _clip_ratio(ratio_N, clip_low, clip_high) * advantages_N
     report = {"clip_fraction": (clipped_N < plain_N).float()}
     return -torch.minimum(plain_N, clipped_N), report
 
 
-def _within(ratio_N: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def _clip_ratio(ratio_N: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Clip the ratio to [1 - clip_low, 1 + clip_high]. An upper bound that its dtype cannot hold is
     no bound, whether it is infinite or the largest float64, which torch's clamp refuses."""
     high = 1 + clip_high

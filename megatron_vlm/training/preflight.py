@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_vlm.config.checks import processes_for
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.distributed.process import under_launcher
+from megatron_vlm.distributed.process import is_under_launcher
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.added_tokens import find_new_tokens
 from megatron_vlm.family.config_json import Counts, no_config_json, read_counts
@@ -29,7 +29,7 @@ def check_run(cfg: Config) -> None:
     # Only torch knows the number of GPUs, and only Ray's cluster knows its own.
     processes = cfg.launch.processes if cfg.launch.backend == "local" else None
     world = processes_for(cfg, 0) if processes else cfg.parallel.tp * cfg.parallel.pp
-    if under_launcher():
+    if is_under_launcher():
         world = int(os.environ["WORLD_SIZE"])
     if counts is not None:
         check_layout(counts, ParallelDims.create(cfg.parallel, world, counts.layers))
@@ -38,7 +38,7 @@ def check_run(cfg: Config) -> None:
     check_data(cfg, "data.train")
     check_data(cfg, "data.eval")
     names = cfg.eval.candidates
-    if isinstance(names, str) and _at(names) == "nothing":
+    if isinstance(names, str) and _kind_of_path(names) == "nothing":
         raise ConfigError(
             ": there is no such file", key="eval.candidates", found=names, allowed="a text file"
         )
@@ -55,8 +55,8 @@ def check_records(cfg: Config) -> None:
 def check_model(path: str) -> Counts | None:
     """Refuse a model.path without a config.json of Qwen3-VL. Return None if JSON alone cannot
     decide."""
-    if _at(str(Path(path) / "config.json")) == "nothing":
-        if _NAME.fullmatch(path) and "/" in path and _at(path) == "nothing":
+    if _kind_of_path(str(Path(path) / "config.json")) == "nothing":
+        if _NAME.fullmatch(path) and "/" in path and _kind_of_path(path) == "nothing":
             return None
         raise no_config_json(path)
     return read_counts(path)
@@ -64,7 +64,7 @@ def check_model(path: str) -> Counts | None:
 
 def check_new_tokens(cfg: Config) -> None:
     """Refuse tokens of data.add_tokens that the tokenizer of a folder already has."""
-    if _at(str(Path(cfg.model.path) / "config.json")) == "a file":
+    if _kind_of_path(str(Path(cfg.model.path) / "config.json")) == "a file":
         find_new_tokens(cfg.model.path, cfg.data.add_tokens)
 
 
@@ -74,9 +74,14 @@ def check_data(cfg: Config, key: str) -> None:
     for spec in cfg.data.train if key == "data.train" else held_out:
         path = spec.path
         name = _NAME.fullmatch(path) and not Path(path).suffix
-        if not name and not glob.has_magic(path) and ":" not in path and _at(path) == "nothing":
+        if (
+            not name
+            and not glob.has_magic(path)
+            and ":" not in path
+            and _kind_of_path(path) == "nothing"
+        ):
             raise ConfigError(": there is no such file or folder", key=key, found=path)
-        if (root := spec.image_root or cfg.data.image_root) and _at(root) == "nothing":
+        if (root := spec.image_root or cfg.data.image_root) and _kind_of_path(root) == "nothing":
             raise ConfigError(
                 ": there is no such folder",
                 key="data.image_root",
@@ -86,7 +91,7 @@ def check_data(cfg: Config, key: str) -> None:
             )
 
 
-def _at(path: str) -> str:
+def _kind_of_path(path: str) -> str:
     try:
         return what_is_at(os.path.expanduser(path))
     except (OSError, ValueError):

@@ -24,11 +24,11 @@ from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.distributed.agreement import check_same, compared, fail_together, job_store
+from megatron_vlm.distributed.agreement import check_same, compared_keys, fail_together, job_store
 from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import RankGroups
-from megatron_vlm.distributed.process import rank_of_process, say, under_launcher
+from megatron_vlm.distributed.process import is_under_launcher, print_to_user, rank_of_process
 from megatron_vlm.distributed.rendezvous import join_world, meeting_place
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import CheckpointError, ConfigError
@@ -70,7 +70,7 @@ from megatron_vlm.training.optimizer import (
     apply_gradients,
     build_optimizer,
     check_lr,
-    gathers_behind,
+    is_gather_overlapped,
     set_adam,
     set_lr,
     wrap_data_parallel,
@@ -109,7 +109,7 @@ class MegatronWorker:
         )
         sizes = self.source.sizes
         self._remark(sizes.num_values)
-        world_size = int(os.environ["WORLD_SIZE"]) if under_launcher() else 1
+        world_size = int(os.environ["WORLD_SIZE"]) if is_under_launcher() else 1
         self.cfg = cfg = settle_layers(cfg, sizes, world_size, self.platform)
         # Everything that can be refused is refused here, before a process group or any weight
         # exists.
@@ -121,19 +121,19 @@ class MegatronWorker:
         check_tied(self.source)
         own_digests = digests(self.source) if world_size > 1 and base is None else {}
         patience = PATIENCE * cfg.launch.timeout_minutes
-        watchdog.at(0, f"meeting the other ranks{meeting_place()}")
+        watchdog.begin_phase(0, f"meeting the other ranks{meeting_place()}")
         join_world(self.platform, patience)
         watchdog.join(job_store(), world_size)
         if world_size > 1:
-            check_same(compared(cfg), own_digests, self.platform.device)
+            check_same(compared_keys(cfg), own_digests, self.platform.device)
         self.grid = RankGroups.create(self.dims, cfg.train.seed, patience)
-        watchdog.at(0, "building the model")
+        watchdog.begin_phase(0, "building the model")
         self._build()
         self.gather = WeightGather([])
         self._held = held_params(self.chunks, self.table, self.grid.pp.rank)
-        watchdog.at(0, "loading the weights", files=True)
+        watchdog.begin_phase(0, "loading the weights", files=True)
         self._load()
-        watchdog.at(0, "building the optimizer")
+        watchdog.begin_phase(0, "building the optimizer")
         wrapped: list[Any] = list(self.chunks)
         self.optimizer: MegatronOptimizer | None = None
         self.gradients: Gradients | None = None
@@ -142,7 +142,7 @@ class MegatronWorker:
             parts = {param: entry.part for entry, param in self.held.items()}
             self.optimizer = build_optimizer(cfg, wrapped, parts, self.grid)
             self.gradients = Gradients(wrapped, self.optimizer)
-            if gathers_behind(cfg, self.grid):
+            if is_gather_overlapped(cfg, self.grid):
                 self.gather = WeightGather(wrapped)
         pixels = PixelTables(str(self.source.path), self.platform.device)
         self.stage = Stage(self.chunks, wrapped, self.grid, pixels)
@@ -154,7 +154,7 @@ class MegatronWorker:
         """Report, once in a job, what users may not expect of the platform."""
         remark = self.platform.remark(self.cfg.platform, parameters)
         if remark is not None and self.base is None and rank_of_process() == 0:
-            say(remark)
+            print_to_user(remark)
 
     def _build(self) -> None:
         """Build the table of parameters, and this stage's chunks of the model with their
@@ -246,13 +246,13 @@ class MegatronWorker:
         if routing:
             self._check_experts()
         arguments = n, seeds, batch_rows, texts
-        completions = sample(self.stage, prompts, settings, *arguments, self.hear, routing)
+        completions = sample(self.stage, prompts, settings, *arguments, self.report_token, routing)
         return [
             [replace(completion, version=self.steps) for completion in answers]
             for answers in completions
         ]
 
-    def hear(self, prompt: int, token: int) -> None:
+    def report_token(self, prompt: int, token: int) -> None:
         """Tell the watchdog that a token was sampled."""
         self.watchdog.busy()  # many long answers take a long time
 
@@ -277,18 +277,18 @@ class MegatronWorker:
         [metrics] = run_backward([self.backward(batch, call)])
         return metrics
 
-    def backward(self, batch: Batch, asked: LossCall) -> Backward:
+    def backward(self, batch: Batch, call: LossCall) -> Backward:
         """Check and prepare a forward_backward for run_backward, which can also run those of other
         workers with the same base."""
         assert self.gradients is not None, "made without training"
-        check_divisor(asked.divisor)
-        objective = Objective.create(asked.loss, asked.options)
+        check_divisor(call.divisor)
+        objective = Objective.create(call.loss, call.options)
         batches = self.micro_batches(batch, objective.value_names)
         objective.check_targets(batches)
         check_built(self.chunks[0].config, self.dims)
         step = partial(self._loss_step, objective)
         model = self.stage, self.gradients, self.cfg.model
-        return Backward(*model, batches, step, objective, asked)
+        return Backward(*model, batches, step, objective, call)
 
     def optim_step(
         self, lr: float | None = None, adam: AdamStep | None = None
@@ -300,7 +300,7 @@ class MegatronWorker:
         assert self.optimizer is not None and self.gradients is not None, "made without training"
         check_lr(lr)
         self.lr = self.lr if lr is None else lr
-        adam = adam or AdamStep.configured(self.cfg.optim)
+        adam = adam or AdamStep.from_config(self.cfg.optim)
         if not self.gradients.some:
             if not adam.without_gradients:
                 return 0.0, self.lr
@@ -356,13 +356,13 @@ class MegatronWorker:
             planned: Sequence[MicroBatch] = batch  # type: ignore[assignment]
             for place, micro_batch in enumerate(planned):
                 micro_batch.check_values(value_names, f"micro-batch {place}")
-            return self._checked(planned)
+            return self._check_batches(planned)
         rows: Sequence[Row] = batch  # type: ignore[assignment]
         size = self.cfg.train.micro_batch_size
         tokens = self.source.sizes.tokens
-        return self._checked(cut_micro_batches(rows, size, tokens, value_names, first_row))
+        return self._check_batches(cut_micro_batches(rows, size, tokens, value_names, first_row))
 
-    def _checked(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def _check_batches(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         check_routing(batches, self.source.sizes.text)
         return list(batches)
 
@@ -375,5 +375,5 @@ class MegatronWorker:
         number = self.gradients.micro_batches + batch.number  # among all micro-batches of the step
         where = self.cfg.train.seed, self.steps, self.grid.dp.rank, number
         with dropout_rng(*where):
-            output = self.stage.predict(chunk, batch, objective.also)
+            output = self.stage.predict(chunk, batch, objective.extra_output)
         return output, partial(loss_of, objective, batch)

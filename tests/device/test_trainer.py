@@ -55,7 +55,7 @@ def with_cuda() -> None:
     """Workers of this process compute on the emulated device, over gloo."""
     platform = Platform("cuda", CUDA, "gloo", torch.bfloat16)
     megatron_vlm.training.worker.pick_platform = lambda name: platform
-    fused_ops.lacking_compiler = lambda platform: None  # which runs eagerly within the emulator
+    fused_ops.missing_compiler = lambda platform: None  # which runs eagerly within the emulator
 
 
 def second_step(path: str, case: Case) -> Watched:

@@ -9,24 +9,28 @@ from dataclasses import replace
 from rich.console import Console
 
 from megatron_vlm.checkpoint.save_load import load
-from megatron_vlm.commands.agree.agree_settings import AgreeSettings, add_agree_arguments, located
+from megatron_vlm.commands.agree.agree_settings import (
+    AgreeSettings,
+    add_agree_arguments,
+    locate_checkpoint,
+)
 from megatron_vlm.commands.agree.ask_engine import AnsweredPrompt, Asking
 from megatron_vlm.commands.agree.compare import BOUNDS, Agreement, ComparedPrompt, token_pairs
 from megatron_vlm.commands.agree.page import render_agreement
 from megatron_vlm.commands.agree.terminal import print_agreement
 from megatron_vlm.commands.agree.token_text import TokenText
-from megatron_vlm.config.arguments import configured, parse_arguments
+from megatron_vlm.config.arguments import parse_arguments, read_configuration
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
-from megatron_vlm.data.tokens.row import IGNORE, Row, continued
+from megatron_vlm.data.tokens.row import IGNORE, Row, continue_row
 from megatron_vlm.distributed.agreement import fail_together, store_barrier
 from megatron_vlm.distributed.collectives import all_gather_json, broadcast_bytes, broadcast_json
 from megatron_vlm.distributed.process import UNLIKE, rank_of_process, run_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.engines import SamplerError
 from megatron_vlm.errors import MegatronVLMError
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.report.html import save_page
 from megatron_vlm.training.worker import MegatronWorker
@@ -37,17 +41,19 @@ def run_agree(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_agree_arguments(parser)
     args = parse_arguments(parser, arguments)
-    settings = AgreeSettings.of(args)
-    file, _ = configured(args)
-    cfg, checkpoint = located(args.where, args.overrides, file)
-    with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+    settings = AgreeSettings.from_arguments(args)
+    file, _ = read_configuration(args)
+    cfg, checkpoint = locate_checkpoint(args.where, args.overrides, file)
+    with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         worker = MegatronWorker(cfg, training=False, watchdog=watchdog)
         if checkpoint is not None:
-            watchdog.at(0, "loading the checkpoint", files=True)
+            watchdog.begin_phase(0, "loading the checkpoint", files=True)
             load(worker, checkpoint)
         agreement = compare_all(worker, cfg, settings, streams=checkpoint is not None)
         if agreement is not None:
-            _say(agreement, TokenText.of(str(worker.source.path)), settings.html)
+            _report_agreement(
+                agreement, TokenText.from_folder(str(worker.source.path)), settings.html
+            )
         agrees = agreement is not None and not agreement.faults
         device = worker.platform.device
         return 0 if broadcast_json(agrees, 0, None, device) else UNLIKE
@@ -63,16 +69,16 @@ def compare_all(
         dtype = str(compute_dtype(cfg, worker.platform)).removeprefix("torch.")
         asking = Asking(worker, cfg, settings, dtype)
     try:
-        _alone(worker, "opening the prompts", asking, Asking.open)
-        _alone(worker, "starting the engine", asking, Asking.start)
+        _run_on_rank0(worker, "opening the prompts", asking, Asking.open)
+        _run_on_rank0(worker, "starting the engine", asking, Asking.start)
         if streams:
             _stream(worker, asking)
-        _alone(worker, "asking the engine", asking, Asking.ask)
+        _run_on_rank0(worker, "asking the engine", asking, Asking.ask)
     finally:
         if asking is not None:
             asking.close()
     answered = [] if asking is None else asking.asked
-    rows = [continued(each.prompt.prompt, each.answer.ids) for each in answered if each.answer]
+    rows = [continue_row(each.prompt.prompt, each.answer.ids) for each in answered if each.answer]
     scores = iter(_scores(worker, rows))
     if asking is None:
         return None
@@ -88,20 +94,20 @@ def compare_all(
     )
 
 
-def _with_scores(asked: AnsweredPrompt, scores: Iterator[list[float]]) -> ComparedPrompt:
-    if asked.answer is None:
-        return asked.prompt
-    tokens = token_pairs(asked.answer.ids, asked.answer.log_probs, next(scores))
-    return replace(asked.prompt, tokens=tokens)
+def _with_scores(answered: AnsweredPrompt, scores: Iterator[list[float]]) -> ComparedPrompt:
+    if answered.answer is None:
+        return answered.prompt
+    tokens = token_pairs(answered.answer.ids, answered.answer.log_probs, next(scores))
+    return replace(answered.prompt, tokens=tokens)
 
 
-def _alone(
+def _run_on_rank0(
     worker: MegatronWorker, name: str, asking: Asking | None, action: Callable[[Asking], None]
 ) -> None:
     """Run an action of rank 0 while the other ranks wait, however long it takes. All ranks raise
     its error."""
     failure: MegatronVLMError | None = None
-    worker.watchdog.at(0, name, files=True)
+    worker.watchdog.begin_phase(0, name, files=True)
     if asking is not None:
         try:
             action(asking)
@@ -114,7 +120,7 @@ def _alone(
 
 
 def _stream(worker: MegatronWorker, asking: Asking | None) -> None:
-    worker.watchdog.at(0, "streaming the weights")
+    worker.watchdog.begin_phase(0, "streaming the weights")
     with fail_together(worker.platform.device, SamplerError):
         if asking is not None:
             asking.update(worker.named_weights())
@@ -127,7 +133,7 @@ def _scores(worker: MegatronWorker, rows: list[Row]) -> list[list[float]]:
     """Return the trainer's log-prob of each supervised token of rank 0's rows, on rank 0. A
     collective."""
     device, dp = worker.platform.device, worker.grid.dp
-    worker.watchdog.at(0, "scoring the answers")
+    worker.watchdog.begin_phase(0, "scoring the answers")
     count = broadcast_json(len(rows), 0, None, device)
     if not count:
         return []
@@ -141,12 +147,12 @@ def _scores(worker: MegatronWorker, rows: list[Row]) -> list[list[float]]:
     return [scores[place % dp.size][place // dp.size] for place in range(count)]
 
 
-def _say(found: Agreement, words: TokenText, html: str | None) -> None:
+def _report_agreement(agreement: Agreement, words: TokenText, html: str | None) -> None:
     console = Console(highlight=False)
-    print_agreement(found, words, console)
+    print_agreement(agreement, words, console)
     if html is not None:
-        save_page(html, render_agreement(found, words))
-        console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)
+        save_page(html, render_agreement(agreement, words))
+        console.print(escape_controls(f"wrote {html}"), markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class AgreeSettings:
     html: str | None = None
 
     @staticmethod
-    def of(args: argparse.Namespace) -> "AgreeSettings":
+    def from_arguments(args: argparse.Namespace) -> "AgreeSettings":
         """Read the settings from the command line; raise ConfigError for impossible numbers."""
         if args.engine is None:
             raise ConfigError(
@@ -79,7 +79,7 @@ class AgreeSettings:
         return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
-def located(
+def locate_checkpoint(
     where: str, overrides: Sequence[str], file: ConfigFile | None
 ) -> tuple[Config, Path | None]:
     """Return the configuration and the checkpoint to load, which is None for a Hugging Face folder.

@@ -13,35 +13,35 @@ PROMPTS = ("prompt", "tokens", "shows", "ids", "grids", "patches", "answer", "wo
 _UNLIKE = 3  # prompts with different ids whose first difference is shown
 
 
-def agree_figures(found: Agreement) -> list[tuple[str, str]]:
+def agree_figures(agreement: Agreement) -> list[tuple[str, str]]:
     """Return the main figures: (figure, its meaning)."""
     return [
-        (small(found.worst), "worst difference of a log-prob"),
-        (small(found.mean), "mean difference"),
-        (f"{len(found.differences):,}", "tokens"),
-        (f"{len(found.prompts):,}", "prompts"),
-        (small(found.patches), "largest difference of patches"),
+        (small_number(agreement.worst), "worst difference of a log-prob"),
+        (small_number(agreement.mean), "mean difference"),
+        (f"{len(agreement.differences):,}", "tokens"),
+        (f"{len(agreement.prompts):,}", "prompts"),
+        (small_number(agreement.patches), "largest difference of patches"),
     ]
 
 
-def verdict(found: Agreement) -> str:
+def verdict_sentence(agreement: Agreement) -> str:
     """Return the result of the comparison in one sentence."""
-    if found.faults:
-        return f"They differ: {'; '.join(found.faults)}."
+    if agreement.faults:
+        return f"They differ: {'; '.join(agreement.faults)}."
     return (
-        f"They agree: ids and grids are equal, and log-probs differ by {small(found.worst)} at "
-        f"most, within {found.bound:g}."
+        "They agree: ids and grids are equal, and log-probs differ by "
+        f"{small_number(agreement.worst)} at most, within {agreement.bound:g}."
     )
 
 
-def settings(found: Agreement) -> str:
+def settings(agreement: Agreement) -> str:
     """Describe the engine, the trainer and the sampling that were compared."""
-    heat = f"at temperature {found.temperature:g}"
-    if found.temperature == 0:
+    heat = f"at temperature {agreement.temperature:g}"
+    if agreement.temperature == 0:
         heat = "greedily"
     return (
-        f"{found.engine} and the trainer at {found.layout}, both in {found.precision}; answers "
-        f"drawn {heat} by the engine"
+        f"{agreement.engine} and the trainer at {agreement.layout}, both in {agreement.precision}; "
+        f"answers drawn {heat} by the engine"
     )
 
 
@@ -56,10 +56,10 @@ def prompt_cells(prompt: ComparedPrompt) -> tuple[str, ...]:
         _shows(prompt),
         "equal" if prompt.ids else "differ",
         "-" if not has_media else "equal" if prompt.grids else "differ",
-        small(prompt.patches) if has_media else "-",
+        small_number(prompt.patches) if has_media else "-",
         f"{len(prompt.tokens):,}",
-        small(prompt.worst),
-        small(mean),
+        small_number(prompt.worst),
+        small_number(mean),
     )
 
 
@@ -82,10 +82,10 @@ def _sizes(images: Sequence[Sequence[int]], videos: Sequence[Sequence[int]]) -> 
     return ", ".join(words) or "text"
 
 
-def unlike_ids(found: Agreement, words: TokenText) -> list[str]:
+def unlike_ids(agreement: Agreement, words: TokenText) -> list[str]:
     """Describe in sentences where the ids of the first few prompts differ."""
     sentences = []
-    for prompt in [each for each in found.prompts if not each.ids][:_UNLIKE]:
+    for prompt in [each for each in agreement.prompts if not each.ids][:_UNLIKE]:
         place, our_id, engine_id = prompt.first_unlike
         sentences.append(
             f"{prompt.where}: the trainer has {len(prompt.prompt.ids_S):,} ids and the engine "
@@ -99,7 +99,7 @@ def _token(id: int | None, words: TokenText) -> str:
     return "nothing" if id is None else f"{id} ({words.tokenizer.decode([id])!r})"
 
 
-def small(value: float) -> str:
+def small_number(value: float) -> str:
     """Format a number with two digits."""
     if value == math.inf:
         return "other shape"

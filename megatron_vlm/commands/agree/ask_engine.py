@@ -78,7 +78,9 @@ class Asking:
         )
         devices = self.settings.devices
         variables = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        self.sampler = self.runner.run(self._beating(VllmSampler.start(engine, [variables])))
+        self.sampler = self.runner.run(
+            self._run_with_heartbeat(VllmSampler.start(engine, [variables]))
+        )
 
     def update(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Give the trainer's weights to the engine."""
@@ -87,9 +89,9 @@ class Asking:
 
     def ask(self) -> None:
         """Request the answers to all prompts at the same time."""
-        self.asked = self.runner.run(self._ask())
+        self.asked = self.runner.run(self._ask_all())
 
-    async def _ask(self) -> list[AnsweredPrompt]:
+    async def _ask_all(self) -> list[AnsweredPrompt]:
         tables = PixelTables(str(self.worker.source.path), torch.device("cpu"))
         requests = (
             self._ask_one(seed, where, row, tables)
@@ -113,7 +115,7 @@ class Asking:
         self.worker.watchdog.busy()
         return AnsweredPrompt(prompt, answers[0])
 
-    async def _beating(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _run_with_heartbeat(self, work: Coroutine[Any, Any, T]) -> T:
         async def beat() -> None:
             while True:
                 self.worker.watchdog.busy()

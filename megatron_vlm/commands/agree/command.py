@@ -2,9 +2,9 @@
 
 import argparse
 
-from megatron_vlm.commands.agree.agree_settings import AgreeSettings, located
+from megatron_vlm.commands.agree.agree_settings import AgreeSettings, locate_checkpoint
 from megatron_vlm.commands.eval import held_in_place
-from megatron_vlm.config.arguments import configured
+from megatron_vlm.config.arguments import read_configuration
 from megatron_vlm.distributed.process import FAILED, UNLIKE
 from megatron_vlm.run.resolve_model import with_commit
 from megatron_vlm.training.preflight import check_run
@@ -21,10 +21,10 @@ def agree(args: argparse.Namespace) -> int:
     parallel.pp=2 --html agree.html. A run and its checkpoints bring their configuration, and the
     trainer gives their weights to the engine; the engine itself loads a Hugging Face folder.
     """
-    settings = AgreeSettings.of(args)
-    file, arguments = configured(args)
+    settings = AgreeSettings.from_arguments(args)
+    file, arguments = read_configuration(args)
     with held_in_place(args.where) as where:
-        cfg, _ = located(where, args.overrides, file)
+        cfg, _ = locate_checkpoint(where, args.overrides, file)
         check_run(cfg)
         from megatron_vlm.commands.agree.agree_ranks import run_agree
         from megatron_vlm.distributed.launch.launch import launch

@@ -120,7 +120,7 @@ class Agreement:
             )
         return sentences
 
-    def worst_tokens(self, most: int) -> list[tuple[ComparedPrompt, TokenPair]]:
+    def worst_tokens(self, max_count: int) -> list[tuple[ComparedPrompt, TokenPair]]:
         """Return the tokens that differ most; those whose difference is nan come first."""
         pairs = [(prompt, token) for prompt in self.prompts for token in prompt.tokens]
 
@@ -128,26 +128,30 @@ class Agreement:
             difference = pair[1].difference
             return -math.inf if math.isnan(difference) else -difference
 
-        return sorted(pairs, key=rank)[:most]
+        return sorted(pairs, key=rank)[:max_count]
 
 
-def compare(where: str, prompt: Row, seen: EngineView, tables: PixelTables) -> ComparedPrompt:
+def compare(where: str, prompt: Row, view: EngineView, tables: PixelTables) -> ComparedPrompt:
     """Compare the trainer's encoding of a prompt with the engine's."""
-    images = zip_longest(_media(prompt, tables, "image"), seen.images)
-    videos = zip_longest(_media(prompt, tables, "video"), seen.videos)
+    images = zip_longest(_media(prompt, tables, "image"), view.images)
+    videos = zip_longest(_media(prompt, tables, "video"), view.videos)
     pairs = [*images, *videos]
     grids = all(a is not None and b is not None and a.grid == b.grid for a, b in pairs)
     patches = [patch_difference(a, b) for a, b in pairs]
-    return ComparedPrompt(where, prompt, seen, grids, float(np.max(patches)) if patches else 0.0)
+    return ComparedPrompt(where, prompt, view, grids, float(np.max(patches)) if patches else 0.0)
 
 
-def patch_difference(ours: EngineMedia | None, theirs: EngineMedia | None) -> float:
+def patch_difference(trainer_media: EngineMedia | None, engine_media: EngineMedia | None) -> float:
     """Return the largest difference between the patches of two pictures, in the engine's type; inf
     if their shapes differ."""
-    if ours is None or theirs is None or ours.patches_PC.shape != theirs.patches_PC.shape:
+    if (
+        trainer_media is None
+        or engine_media is None
+        or trainer_media.patches_PC.shape != engine_media.patches_PC.shape
+    ):
         return math.inf
-    our_patches_PC = ours.patches_PC.to(theirs.patches_PC.dtype).float()
-    return float((our_patches_PC - theirs.patches_PC.float()).abs().max())
+    our_patches_PC = trainer_media.patches_PC.to(engine_media.patches_PC.dtype).float()
+    return float((our_patches_PC - engine_media.patches_PC.float()).abs().max())
 
 
 def token_pairs(

@@ -13,37 +13,37 @@ from megatron_vlm.report.html import Html, document, table, tag, tiles
 _WORST = 8  # tokens that are shown
 
 
-def render_agreement(found: Agreement, words: TokenText) -> str:
+def render_agreement(agreement: Agreement, words: TokenText) -> str:
     """Return the whole page."""
     css = Path(__file__).with_name("agreement.css").read_text()
-    return document("Engine and trainer", css, _body(found, words))
+    return document("Engine and trainer", css, _body(agreement, words))
 
 
-def _body(found: Agreement, words: TokenText) -> Iterator[Html]:
-    yield tag("h1", "They differ" if found.faults else "Engine and trainer agree")
-    yield tag("p", found.model, class_="quiet")
-    yield tag("p", f"{agree_tables.settings(found)}.", class_="quiet")
-    yield tiles(agree_tables.agree_figures(found))
-    kind = "alarm" if found.faults else "right"
-    yield tag("p", agree_tables.verdict(found), class_=f"verdict {kind}")
-    for sentence in agree_tables.unlike_ids(found, words):
+def _body(agreement: Agreement, words: TokenText) -> Iterator[Html]:
+    yield tag("h1", "They differ" if agreement.faults else "Engine and trainer agree")
+    yield tag("p", agreement.model, class_="quiet")
+    yield tag("p", f"{agree_tables.settings(agreement)}.", class_="quiet")
+    yield tiles(agree_tables.agree_figures(agreement))
+    kind = "alarm" if agreement.faults else "right"
+    yield tag("p", agree_tables.verdict_sentence(agreement), class_=f"verdict {kind}")
+    for sentence in agree_tables.unlike_ids(agreement, words):
         yield tag("p", sentence, class_="alarm")
-    if len(found.differences):
+    if len(agreement.differences):
         yield tag("h2", "Log-probs of the tokens that were drawn")
-        yield plots(found)
+        yield plots(agreement)
     yield tag("h2", "Prompts")
     caption = (
         "Shows: sizes of pictures in patches. Patches: the largest difference of normalised values "
         "as the vision tower gets them; two bytes that follow each other are 0.0078 apart."
     )
-    yield table(agree_tables.PROMPTS, map(agree_tables.prompt_cells, found.prompts), caption)
-    if worst := found.worst_tokens(_WORST):
+    yield table(agree_tables.PROMPTS, map(agree_tables.prompt_cells, agreement.prompts), caption)
+    if worst := agreement.worst_tokens(_WORST):
         yield tag("h2", "The tokens that differ most")
         yield tag("div", *(_card(*each, words) for each in worst), class_="tokens")
 
 
 def _card(prompt: ComparedPrompt, token: TokenPair, words: TokenText) -> Html:
-    before, text, after = words.around(prompt, token)
+    before, text, after = words.split_around(prompt, token)
     pictures = [tag("img", src=data_uri(p), alt="") for p in words.pictures(prompt.prompt)]
     where = f"{prompt.where}, token {token.place} of the answer"
     details = (
@@ -54,7 +54,7 @@ def _card(prompt: ComparedPrompt, token: TokenPair, words: TokenText) -> Html:
         "article",
         tag(
             "p",
-            tag("b", agree_tables.small(token.difference)),
+            tag("b", agree_tables.small_number(token.difference)),
             " ",
             tag("span", where, class_="quiet"),
         ),

@@ -8,27 +8,27 @@ import numpy as np
 from megatron_vlm.commands.agree.compare import Agreement
 from megatron_vlm.report.html import Html, tag
 
-_MOST = 4000  # points; the largest differences are always among them
+_MAX_POINTS = 4000  # points; the largest differences are always among them
 _WIDE, _HIGH = 480, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 468, 14, 280
 
 
-def plots(found: Agreement) -> Html:
+def plots(agreement: Agreement) -> Html:
     """Return both plots, next to each other."""
-    points = _points(found)
-    return tag("div", _against(points), _differences(points, found.bound), class_="charts")
+    points = _points(agreement)
+    return tag("div", _against(points), _differences(points, agreement.bound), class_="charts")
 
 
-def _points(found: Agreement) -> np.ndarray:
+def _points(agreement: Agreement) -> np.ndarray:
     """Return finite values [tokens, 3]: the trainer's log-prob, the engine's, their difference."""
-    tokens = [token for prompt in found.prompts for token in prompt.tokens]
+    tokens = [token for prompt in agreement.prompts for token in prompt.tokens]
     points = np.array([(t.trainer, t.engine, t.difference) for t in tokens]).reshape(-1, 3)
     points = points[np.isfinite(points).all(axis=1)]
     points = points[np.argsort(-points[:, 2], kind="stable")]
-    if len(points) <= _MOST:
+    if len(points) <= _MAX_POINTS:
         return points
-    rest = np.linspace(_MOST // 2, len(points) - 1, _MOST // 2).astype(int)
-    return np.concatenate([points[: _MOST // 2], points[rest]])
+    rest = np.linspace(_MAX_POINTS // 2, len(points) - 1, _MAX_POINTS // 2).astype(int)
+    return np.concatenate([points[: _MAX_POINTS // 2], points[rest]])
 
 
 def _against(points: np.ndarray) -> Html:
@@ -82,8 +82,8 @@ def _figure(title: str, parts: Sequence[Html], words: str) -> Html:
     return tag("figure", tag("b", title), svg, class_="card")
 
 
-def _dot(x: float, y: float, ours: float, theirs: float, difference: float) -> Html:
-    label = f"trainer {ours:.4f}, engine {theirs:.4f}, difference {difference:.1e}"
+def _dot(x: float, y: float, trainer_value: float, engine_value: float, difference: float) -> Html:
+    label = f"trainer {trainer_value:.4f}, engine {engine_value:.4f}, difference {difference:.1e}"
     return tag("circle", tag("title", label), cx=f"{x:.1f}", cy=f"{y:.1f}", r=2.5)
 
 

@@ -30,7 +30,7 @@ class TokenText:
     tokens: Tokens
 
     @staticmethod
-    def of(folder: str) -> "TokenText":
+    def from_folder(folder: str) -> "TokenText":
         """Read the tokenizer and the settings of a checkpoint's folder."""
         tokens = read_sizes(folder).tokens
         return TokenText(read_tokenizer(folder), ImageSettings.from_checkpoint(folder), tokens)
@@ -46,7 +46,7 @@ class TokenText:
             text = f"[{name}: {len(part):,} tokens]" if name else self.tokenizer.decode(part)
             yield str(text)
 
-    def around(self, prompt: ComparedPrompt, token: TokenPair) -> tuple[str, str, str]:
+    def split_around(self, prompt: ComparedPrompt, token: TokenPair) -> tuple[str, str, str]:
         """Return the text before a token of an answer, the text of the token, and the text after
         it."""
         answer = [each.id for each in prompt.tokens]
@@ -60,9 +60,9 @@ class TokenText:
         images = seen_by_trainer(row, self.images)
         for frames in seen_videos(row, self.images):
             images += list(frames[:: math.ceil(len(frames) / _FRAMES)])
-        return [_smaller(pixels) for pixels in images]
+        return [_shrink(pixels) for pixels in images]
 
 
-def _smaller(pixels: np.ndarray) -> np.ndarray:
+def _shrink(pixels: np.ndarray) -> np.ndarray:
     step = math.ceil(max(pixels.shape[:2]) / _SIDE)
     return np.ascontiguousarray(pixels[::step, ::step])

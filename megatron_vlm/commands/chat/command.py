@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from megatron_vlm.commands.chat.chat_settings import PLATFORMS, Settings
-from megatron_vlm.distributed.process import under_launcher
+from megatron_vlm.distributed.process import is_under_launcher
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.untrusted import home_path, require_file
 from megatron_vlm.training.preflight import check_model
@@ -37,7 +37,7 @@ def start_chat(args: argparse.Namespace) -> int:
     folder, adapter = find_model(args.where)
     for path in (*args.image, *args.video):
         require_file(home_path(path))
-    if under_launcher():
+    if is_under_launcher():
         raise ConfigError(
             "runs in one process",
             key="megatron-vlm chat",
@@ -48,10 +48,10 @@ def start_chat(args: argparse.Namespace) -> int:
     return run_chat(folder, adapter, args.image, args.video, args.prompt, settings)
 
 
-def find_model(given: str) -> tuple[str, Path | None]:
+def find_model(path: str) -> tuple[str, Path | None]:
     """Return the folder itself or the export of a run. If that is an adapter, return the model that
     it was trained on, and the adapter. Check both as far as is possible without torch."""
-    folder = home_path(given)
+    folder = home_path(path)
     model_dir = folder
     if not any((folder / name).is_file() for name in _CONFIGS):
         if any((folder / "export" / name).is_file() for name in _CONFIGS):
@@ -59,8 +59,8 @@ def find_model(given: str) -> tuple[str, Path | None]:
         elif (folder / "checkpoints").is_dir() or (folder / "complete.json").is_file():
             raise ConfigError(
                 "has no export to chat with",
-                place=given,
-                remedy=f"write one: megatron-vlm export {given} DIR",
+                place=path,
+                remedy=f"write one: megatron-vlm export {path} DIR",
             )
     if (model_dir / "config.json").is_file() or not (model_dir / "adapter_config.json").is_file():
         check_model(str(model_dir))

@@ -51,12 +51,12 @@ class ChatSession:
         self.worker = MegatronWorker(cfg, training=False)
         self.messages: list[dict[str, Any]] = []
 
-    def medium(self, kind: str, given: str) -> dict[str, str]:
+    def medium(self, kind: str, name: str) -> dict[str, str]:
         """Return the part of a message that shows a picture or a video of the disk; raise DataError
         if it cannot be opened."""
-        path = str(real_path(require_file(home_path(given))))
+        path = str(real_path(require_file(home_path(name))))
         if kind == "image":
-            image_size(Image(path), self.rows.reader.policy, given)
+            image_size(Image(path), self.rows.reader.policy, name)
         else:
             probe_video(Path(path))
         return {"type": kind, kind: path}

@@ -15,9 +15,9 @@ from torch import OutOfMemoryError
 
 from megatron_vlm.commands.chat.chat_settings import Settings
 from megatron_vlm.commands.chat.conversation import AnswerStopped, ChatSession
-from megatron_vlm.distributed.process import INTERRUPTED, say
+from megatron_vlm.distributed.process import INTERRUPTED, print_to_user
 from megatron_vlm.errors import DataError, MegatronVLMError
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 
 HELP = (
     "/image PATH or /video PATH shows one with the next question, /reset forgets what was said, "
@@ -41,14 +41,14 @@ def run_chat(
         if prompt is not None:
             _answer(conversation, prompt, media, sys.stdout)
         else:
-            say(f"{adapter or folder} on {conversation.worker.platform.name}. {HELP}.")
-            talk(conversation, media, typed, sys.stdout)
+            print_to_user(f"{adapter or folder} on {conversation.worker.platform.name}. {HELP}.")
+            run_conversation(conversation, media, read_line, sys.stdout)
     except KeyboardInterrupt:  # a second Ctrl-C, or one while a question is encoded
         return INTERRUPTED
     return 0
 
 
-def talk(
+def run_conversation(
     conversation: ChatSession,
     media: list[dict[str, str]],
     read: Callable[[], str],
@@ -65,11 +65,13 @@ def talk(
         except EOFError:
             return
         except KeyboardInterrupt:
-            say("/quit or Ctrl-D ends")
+            print_to_user("/quit or Ctrl-D ends")
         except MegatronVLMError as error:
-            say(str(error))
+            print_to_user(str(error))
         except OutOfMemoryError:
-            say("there is not enough memory for this conversation; /reset begins a new one")
+            print_to_user(
+                "there is not enough memory for this conversation; /reset begins a new one"
+            )
 
 
 def _take(line: str, conversation: ChatSession, media: list[dict[str, str]], out: TextIO) -> None:
@@ -81,7 +83,7 @@ def _take(line: str, conversation: ChatSession, media: list[dict[str, str]], out
     elif command in ("/image", "/video"):
         media.append(conversation.medium(command[1:], rest.strip()))
     elif re.fullmatch(r"/\w*", command):
-        say(HELP)
+        print_to_user(HELP)
     elif line:
         shown = list(media)
         media.clear()  # a medium that cannot be decoded is not shown again
@@ -95,7 +97,7 @@ def _answer(
     with _interrupts() as received:
 
         def hear(piece: str) -> None:
-            out.write(visible(piece))
+            out.write(escape_controls(piece))
             out.flush()
             if received:
                 received.clear()  # the rest is only flushed
@@ -126,7 +128,7 @@ def _interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def typed() -> str:
+def read_line() -> str:
     """Read a line of stdin; at a terminal, people can edit it. Raise DataError if the line is not
     text; the next call reads the line after it."""
     if sys.stdin is None:  # it was closed before the program started

@@ -29,7 +29,7 @@ SHAPES = ("circle", "square", "triangle", "star")
 ABOUT_ONE_PICTURE = {"colour": 10, "shape": 14, "count": 14, "position": 16}
 # Shares in per cent. A chat has two or three of the questions above about one picture. A pair has a
 # question about one of two pictures, and a text has no picture.
-KINDS = {**ABOUT_ONE_PICTURE, "chat": 38, "pair": 5, "text": 3}
+RECORD_KINDS = {**ABOUT_ONE_PICTURE, "chat": 38, "pair": 5, "text": 3}
 _FACTS = {
     "What colour is a ripe tomato?": "red",
     "What colour is grass?": "green",
@@ -54,7 +54,7 @@ class ShapesSpec:
     eval: int = 200
     easy: int = 0  # records to start with: one shape, and its name
     seed: int = 0
-    kinds: tuple[str, ...] = tuple(KINDS)
+    kinds: tuple[str, ...] = tuple(RECORD_KINDS)
     max_shapes: int = 3
     # Share of the pictures with several shapes, apart from those for counting. A tiny model learns
     # to distinguish several shapes long after it has learned everything about one.
@@ -183,19 +183,19 @@ class _Maker:
 
     def record(self) -> dict[str, Any]:
         """Return the next record, and save its pictures."""
-        kind = self.rng.choices(self.spec.kinds, [KINDS[k] for k in self.spec.kinds])[0]
+        kind = self.rng.choices(self.spec.kinds, [RECORD_KINDS[k] for k in self.spec.kinds])[0]
         topics = [k for k in self.spec.kinds if k in ABOUT_ONE_PICTURE]
         # A picture for counting has several shapes, so a chat begins with another question if
         # possible.
         first = [k for k in topics if k != "count"] or topics
         opening = self.rng.choice(first) if kind == "chat" else kind
-        scenes, question = self._rarest(self._askable(opening))
+        scenes, question = self._rarest_candidate(self._askable(opening))
         turns = [question]
         for _ in range(self.rng.choice((1, 2)) if kind == "chat" else 0):
             earlier = " ".join(turn.text + turn.answer for turn in turns)
             left = [q for q in questions(scenes[0]) if q.kind in topics and q.answer not in earlier]
             rare = [(scenes, q) for q in left if not self._comes_often(q)]
-            turns += [self._rarest(rare)[1]] if rare else []
+            turns += [self._rarest_candidate(rare)[1]] if rare else []
         content = [{"type": "image", "image": self._save(scene)} for scene in scenes]
         messages: list[dict[str, Any]] = []
         for turn in turns:
@@ -230,7 +230,7 @@ class _Maker:
             remedy=f"lower train and eval={self.spec.eval}, or widen sides={self.spec.sides}",
         )
 
-    def _rarest(self, candidates: list[_Asked]) -> _Asked:
+    def _rarest_candidate(self, candidates: list[_Asked]) -> _Asked:
         times = [self.given[question.form, question.answer] for _, question in candidates]
         rarest = [c for c, count in zip(candidates, times, strict=True) if count == min(times)]
         scenes, question = self.rng.choice(rarest)
@@ -265,12 +265,12 @@ class _Maker:
         shapes = []
         for place in rng.sample(range(columns * rows), count):
             size = rng.choice(spec.sizes)
-            left = self._within(width, columns, place % columns, size)
-            top = self._within(height, rows, place // columns, size)
+            left = self._place_in_part(width, columns, place % columns, size)
+            top = self._place_in_part(height, rows, place // columns, size)
             shapes.append(Shape(rng.choice(SHAPES), rng.choice(palette), left, top, size))
         return Scene(width, height, tuple(sorted(shapes)))
 
-    def _within(self, length: int, parts: int, part: int, size: int) -> int:
+    def _place_in_part(self, length: int, parts: int, part: int, size: int) -> int:
         """Return a random start for an item of this size, in one of the equal parts of a length."""
         start, end = part * length // parts + _MARGIN, (part + 1) * length // parts - _MARGIN
         return self.rng.randrange(start, end - size + 1, self.spec.step)
@@ -284,12 +284,16 @@ class _Maker:
 
 def _check(spec: ShapesSpec) -> None:
     topics = [kind for kind in spec.kinds if kind in ABOUT_ONE_PICTURE]
-    if not spec.kinds or not set(spec.kinds) <= set(KINDS) or ("chat" in spec.kinds and not topics):
+    if (
+        not spec.kinds
+        or not set(spec.kinds) <= set(RECORD_KINDS)
+        or ("chat" in spec.kinds and not topics)
+    ):
         raise ConfigError(
             key="kinds",
             found=spec.kinds,
-            allowed=KINDS,
-            remedy=f"choose from {', '.join(KINDS)}; a chat also needs one of "
+            allowed=RECORD_KINDS,
+            remedy=f"choose from {', '.join(RECORD_KINDS)}; a chat also needs one of "
             f"{', '.join(ABOUT_ONE_PICTURE)}",
         )
     for key in ("train", "eval", "easy"):

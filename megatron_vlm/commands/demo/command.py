@@ -5,7 +5,7 @@ import argparse
 from dataclasses import fields
 
 from megatron_vlm.commands.demo.tiny_spec import TinySpec
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 
 
 def add_shapes_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def shapes(args: argparse.Namespace) -> None:
     from megatron_vlm.commands.demo.coloured_shapes import ShapesSpec, write_shapes
 
     write_shapes(args.out, ShapesSpec(args.train, args.eval, args.easy, args.seed))
-    print(visible(f"wrote {args.out}"))
+    print(escape_controls(f"wrote {args.out}"))
 
 
 def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,4 +54,4 @@ def tiny(args: argparse.Namespace) -> None:
 
     spec = TinySpec(**{item.name: getattr(args, item.name) for item in fields(TinySpec)})
     write_tiny(args.out, spec, args.dtype)
-    print(visible(f"wrote {args.out}"))
+    print(escape_controls(f"wrote {args.out}"))

@@ -49,7 +49,7 @@ def write_tiny(out: str | Path, spec: TinySpec = TinySpec(), dtype: str = "float
     torch.manual_seed(spec.seed)
     logging.disable_progress_bar()
     model = Qwen3VLMoeForConditionalGeneration(config) if spec.experts else Qwen3VL(config)
-    _spread(model, spec.seed)
+    _randomise_vectors(model, spec.seed)
     if spec.from_scratch:
         _show_positions(model, spec.seed)
     model = model.to(getattr(torch, dtype))
@@ -63,7 +63,7 @@ def write_tiny(out: str | Path, spec: TinySpec = TinySpec(), dtype: str = "float
     write_processor(out, spec)
 
 
-def _spread(model: torch.nn.Module, seed: int) -> None:
+def _randomise_vectors(model: torch.nn.Module, seed: int) -> None:
     """Add noise to all biases and norms. Fresh models have zero biases and unit norms, which would
     hide a swapped tensor."""
     generator = torch.Generator().manual_seed(seed)

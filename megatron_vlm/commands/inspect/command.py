@@ -13,7 +13,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report.html import save_page
 from megatron_vlm.run.resolve_model import with_model
 
@@ -53,7 +53,7 @@ def run_inspect(
     print_inspection(inspection, console)
     if html is not None:
         save_page(html, render_inspection(inspection))
-        console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)
+        console.print(escape_controls(f"wrote {html}"), markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from megatron_vlm.commands.inspect.statistics import Column, Inspection, column_
 from megatron_vlm.data.media.media import data_uri
 from megatron_vlm.data.tokens.boxes_as_text import Outline
 from megatron_vlm.data.tokens.sample_views import ShownSample, ShownTurn, TextPiece, View
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report.html import Html, contents, document, table, tag, tiles
 
-_MOST_ERRORS = 50
-_MOST_BARS = 24
-_MOST_OUTLINES = 200  # outlines on a picture
+_MAX_ERRORS = 50
+_MAX_BARS = 24
+_MAX_OUTLINES = 200  # outlines on a picture
 _COLOURS = 6  # colours of boxes, in inspection.css
 
 
@@ -97,32 +97,32 @@ def _piece(piece: TextPiece) -> Html:
     if piece.special:
         return tag("span", piece.text, class_="special")
     if not piece.trained:
-        return Html(escape(visible(piece.text)))
+        return Html(escape(escape_controls(piece.text)))
     # A trained newline would be invisible otherwise. The sign is not copied with the text.
     newline = tag("span", class_="newline") + "\n"
-    return Html(newline.join(escape(visible(line)) for line in piece.text.split("\n")))
+    return Html(newline.join(escape(escape_controls(line)) for line in piece.text.split("\n")))
 
 
 def _view(view: View) -> Html:
     """Return an image, or the frames of a temporal patch; a cell of the grid is one token."""
     merge = math.isqrt(view.height * view.width // view.num_tokens)
     cell = f"--cell:{100 * merge / view.width:.4f}% {100 * merge / view.height:.4f}%"
-    outlines = [tag("i", *map(_outline, itertools.count(), view.outlines[:_MOST_OUTLINES]))]
+    outlines = [tag("i", *map(_outline, itertools.count(), view.outlines[:_MAX_OUTLINES]))]
     overlay = outlines if view.outlines else []
     pictures = (tag("span", _image(pixels), *overlay, style=cell) for pixels in view.pictures)
     height, width = view.pictures[0].shape[:2]
     words = [view.label, f"{width} x {height}", view.name]
-    words += [_counted(view.outlines)] if view.outlines else []
+    words += [_count_outlines(view.outlines)] if view.outlines else []
     caption = tag("figcaption", " \u00b7 ".join(words))
     return tag("figure", tag("div", *pictures), caption)
 
 
-def _counted(outlines: Sequence[Outline]) -> str:
+def _count_outlines(outlines: Sequence[Outline]) -> str:
     points = sum(len(outline.numbers) == 2 for outline in outlines)
     kinds = ((len(outlines) - points, "box", "boxes"), (points, "point", "points"))
     words = [f"{count:,} {one if count == 1 else many}" for count, one, many in kinds if count]
     return ", ".join(
-        [*words, *[f"the first {_MOST_OUTLINES} drawn"] * (len(outlines) > _MOST_OUTLINES)]
+        [*words, *[f"the first {_MAX_OUTLINES} drawn"] * (len(outlines) > _MAX_OUTLINES)]
     )
 
 
@@ -164,7 +164,7 @@ def _faults(inspection: Inspection) -> Iterator[Html]:
         yield tag("p", inspection.passed)
     if not inspection.errors:
         return
-    messages = [tag("li", message) for message in inspection.errors[:_MOST_ERRORS]]
+    messages = [tag("li", message) for message in inspection.errors[:_MAX_ERRORS]]
     title = f"Wrong records: {len(inspection.errors):,}"
     if len(inspection.errors) > len(messages):
         title += f", the first {len(messages)}"
@@ -200,7 +200,7 @@ def bins(values: np.ndarray) -> tuple[int, int, list[int]]:
     """Return the start of the first bin, the width of the bins (1, 2 or 5 times a power of ten),
     and the number of values in each bin."""
     low, high = int(values.min()), int(values.max())
-    min_step = math.ceil((high - low + 1) / _MOST_BARS)
+    min_step = math.ceil((high - low + 1) / _MAX_BARS)
     step = next(m * 10**k for k in range(20) for m in (1, 2, 5) if m * 10**k >= min_step)
     start = low // step * step
     counts: list[int] = np.bincount((values - start) // step).tolist()

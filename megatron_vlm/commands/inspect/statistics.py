@@ -21,12 +21,12 @@ from megatron_vlm.data.batches.balance import (
     plan_batch,
 )
 from megatron_vlm.data.batches.data_position import Position
-from megatron_vlm.data.batches.data_warnings import passed_over
+from megatron_vlm.data.batches.data_warnings import unused_key_warnings
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.media.video import CHOSEN
 from megatron_vlm.data.tokens.sample_views import ShownSample
 
-MOST_STEPS = 500  # steps to measure, because planning a whole large epoch would take minutes
+MAX_STEPS = 500  # steps to measure, because planning a whole large epoch would take minutes
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def collect_statistics(
         columns,
         tuple(entry for fault in faults for entry in fault.dropped),
         tuple(message for fault in faults for message in fault.errors),
-        next(passed_over("data.train", data, cfg.data), ""),
+        next(unused_key_warnings("data.train", data, cfg.data), ""),
         measure_batching(cfg, data, ranks),
     )
 
@@ -158,8 +158,8 @@ def measure_batching(cfg: Config, data: DataSet, ranks: int) -> Batching:
     """Measure padding and balance over the steps of the first epoch, once as the loader plans them,
     and once in plain order with the same number of rows in each micro-batch."""
     batch_size = cfg.train.global_batch_size
-    limits = Limits.of(cfg.train)
-    epoch = itertools.islice(data.epoch(Position()), MOST_STEPS * batch_size)
+    limits = Limits.from_config(cfg.train)
+    epoch = itertools.islice(data.epoch(Position()), MAX_STEPS * batch_size)
     sizes = [size for _, size, _ in epoch]
     steps = [sizes[start : start + batch_size] for start in range(0, len(sizes), batch_size)]
     planned, naive = [], []

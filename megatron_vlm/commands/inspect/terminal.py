@@ -14,14 +14,14 @@ from rich.text import Text
 from megatron_vlm.commands.inspect import inspect_tables
 from megatron_vlm.commands.inspect.statistics import Inspection
 from megatron_vlm.data.tokens.sample_views import ShownSample, ShownTurn, TextPiece
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report.terminal import plain_table
 
 TRAINED = "black on green"
 VIEW = "cyan"
 SPECIAL = "dim"
 WEIGHT = "bold magenta"
-_MOST_ERRORS = 5
+_MAX_ERRORS = 5
 
 
 def print_inspection(inspection: Inspection, console: Console) -> None:
@@ -50,7 +50,7 @@ def turn_text(turn: ShownTurn, coloured: bool) -> Text:
         for piece in pieces:
             # A trained newline would be invisible otherwise.
             shown = piece.text.replace("\n", "\u21b5\n") if trained else piece.text
-            text.append(visible(shown), TRAINED if trained else _style(piece))
+            text.append(escape_controls(shown), TRAINED if trained else _style(piece))
         text.append(brackets[1])
     return text
 
@@ -63,20 +63,20 @@ def _style(piece: TextPiece) -> str:
 
 def _print_sample(shown: ShownSample, total: int, console: Console, coloured: bool) -> None:
     title = (f"sample {shown.number} of {total:,}", "bold")
-    where = f"  {visible(shown.where)}\n"
+    where = f"  {escape_controls(shown.where)}\n"
     console.print(Text.assemble(title, where, (shown.figures, SPECIAL)))
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for turn in shown.turns:
-        grid.add_row(Text(visible(turn.role)), turn_text(turn, coloured))
+        grid.add_row(Text(escape_controls(turn.role)), turn_text(turn, coloured))
     console.print(grid)
     for view in (piece.view for turn in shown.turns for piece in turn.pieces if piece.view):
         if view.outlines:
             outlines = "; ".join(outline.text for outline in view.outlines)
-            console.print(Text(visible(f"{view.label}: {outlines}"), VIEW))
+            console.print(Text(escape_controls(f"{view.label}: {outlines}"), VIEW))
     if shown.problem is not None:
-        console.print(Text(visible(shown.problem), "red"))
+        console.print(Text(escape_controls(shown.problem), "red"))
     console.print()
 
 
@@ -84,13 +84,13 @@ def _print_faults(inspection: Inspection, console: Console) -> None:
     if inspection.dropped:
         console.print(_table(*inspect_tables.dropped_table(inspection)))
     if inspection.passed:
-        console.print(Text(visible(inspection.passed)), "\n", sep="", soft_wrap=True)
+        console.print(Text(escape_controls(inspection.passed)), "\n", sep="", soft_wrap=True)
     if not inspection.errors:
         return
     console.print(Text(f"wrong records: {len(inspection.errors):,}", "bold"))
-    for message in inspection.errors[:_MOST_ERRORS]:
-        console.print(Text(f"  {visible(message)}"), soft_wrap=True)
-    if (more := len(inspection.errors) - _MOST_ERRORS) > 0:
+    for message in inspection.errors[:_MAX_ERRORS]:
+        console.print(Text(f"  {escape_controls(message)}"), soft_wrap=True)
+    if (more := len(inspection.errors) - _MAX_ERRORS) > 0:
         console.print(Text(f"  and {more:,} more", SPECIAL))
     console.print()
 
@@ -101,5 +101,5 @@ def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], caption: st
         first = name == header[0]
         table.add_column(name, overflow="fold", justify="left" if first else "right")
     for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
+        table.add_row(*(Text(escape_controls(cell)) for cell in row))
     return table

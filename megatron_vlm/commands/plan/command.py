@@ -12,11 +12,11 @@ from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, peak_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.planner.advice import advice
 from megatron_vlm.planner.hardware import gpu
 from megatron_vlm.planner.row_sizes import mix_of
-from megatron_vlm.planner.search import Cluster, polished, search
+from megatron_vlm.planner.search import Cluster, refine_split, search
 from megatron_vlm.report.html import save_page
 from megatron_vlm.run.resolve_model import with_model
 
@@ -52,7 +52,7 @@ def run_plan(
             found=gpus,
             remedy="raise that key, or give fewer GPUs",
         )
-    best = [polished(each, sizes, mix, cluster) for each in results.fitting[:_POLISHED]]
+    best = [refine_split(each, sizes, mix, cluster) for each in results.fitting[:_POLISHED]]
     ranked = sorted([*best, *results.fitting[_POLISHED:]], key=lambda each: -each.tokens_per_s)
     shown = ranked[:SHOWN]
     if not any(each.dims.pp > 1 for each in shown):  # add one layout with a pipeline, to compare
@@ -63,7 +63,7 @@ def run_plan(
     print_plan(plan, console)
     if html is not None:
         save_page(html, render_plan(plan))
-        console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)
+        console.print(escape_controls(f"wrote {html}"), markup=False, soft_wrap=True)
 
 
 def _cluster(gpus: int, memory: str, name: str, efficiency: float) -> Cluster:

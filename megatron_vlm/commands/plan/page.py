@@ -10,7 +10,7 @@ from megatron_vlm.planner.search import Candidate
 from megatron_vlm.report.html import Html, document, table, tag, tiles
 
 _WIDE, _LEFT, _ROW, _TOP = 1000, 66, 30, 8
-_LEAST_NUMBERED = 15  # units of width that a number needs
+_MIN_NUMBERED_WIDTH = 15  # units of width that a number needs
 
 
 def render_plan(plan: Plan) -> str:
@@ -93,7 +93,7 @@ def _box(task: Task, scale: float) -> Html:
     box = {"x": left, "y": top, "width": wide - gap, "height": _ROW - 6}
     rect = tag("rect", **{k: f"{v:.2f}" for k, v in box.items()}, class_=kind[0])
     number = []
-    if wide >= _LEAST_NUMBERED:
+    if wide >= _MIN_NUMBERED_WIDTH:
         middle = f"{left + wide / 2:.2f}"
         number.append(tag("text", str(task.micro), x=middle, y=top + 16, text_anchor="middle"))
     return tag("g", tag("title", label), rect, *number)

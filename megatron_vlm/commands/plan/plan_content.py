@@ -7,7 +7,7 @@ from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.row_sizes import RowSample
 from megatron_vlm.planner.search import Candidate, Cluster
 
-COLUMNS = (
+PLAN_COLUMNS = (
     "tokens/s",
     "s/step",
     "tp",
@@ -23,17 +23,17 @@ COLUMNS = (
 MEMORY = ("stage", "layers", "weights", "gradients", "optimizer", "activations", "working", "GiB")
 
 
-def cells(found: Candidate) -> tuple[str, ...]:
+def cells(candidate: Candidate) -> tuple[str, ...]:
     """Return the cells of a layout."""
-    dims, cfg = found.dims, found.cfg
+    dims, cfg = candidate.dims, candidate.cfg
     split = dims.layers_per_stage
     layers = " ".join(map(str, split))
     if dims.pp > 4:
         layers = f"{split[0]}, {min(split[1:-1])}-{max(split[1:-1])}, {split[-1]}"
     recompute = cfg.model.recompute + ", vision" * cfg.model.recompute_vision
     return (
-        f"{found.tokens_per_s:,.0f}",
-        f"{found.step_s:.2f}",
+        f"{candidate.tokens_per_s:,.0f}",
+        f"{candidate.step_s:.2f}",
         str(dims.tp),
         str(dims.pp),
         str(dims.ep),
@@ -41,24 +41,24 @@ def cells(found: Candidate) -> tuple[str, ...]:
         layers,
         f"{cfg.train.micro_batch_tokens:,}",
         recompute,
-        f"{found.need / 2**30:.1f}",
-        f"{found.bubble:.0%}",
+        f"{candidate.need / 2**30:.1f}",
+        f"{candidate.bubble:.0%}",
     )
 
 
-def memory_cells(found: Candidate) -> list[tuple[str, ...]]:
+def memory_cells(candidate: Candidate) -> list[tuple[str, ...]]:
     """Return the memory of each stage of a layout, in GiB."""
     rows = []
-    for stage, memory in enumerate(found.memory):
+    for stage, memory in enumerate(candidate.memory):
         parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
         sizes = [f"{size / 2**30:.1f}" for size in (*parts, memory.working, memory.total)]
-        rows.append((str(stage), str(found.dims.layers_per_stage[stage]), *sizes))
+        rows.append((str(stage), str(candidate.dims.layers_per_stage[stage]), *sizes))
     return rows
 
 
-def degrees(found: Candidate) -> str:
+def degrees(candidate: Candidate) -> str:
     """Format a layout as the pictures of a pipeline name it."""
-    dims = found.dims
+    dims = candidate.dims
     return f"tp={dims.tp} pp={dims.pp} {f'ep={dims.ep} ' * (dims.ep > 1)}dp={dims.dp}"
 
 
@@ -76,8 +76,8 @@ class Plan:
     @property
     def layouts(self) -> list[tuple[str, ...]]:
         """The names of the columns, then a line for each layout. Either TP or EP is always 1."""
-        place = COLUMNS.index("tp" if self.has_experts else "ep")
-        lines = [COLUMNS, *map(cells, self.candidates)]
+        place = PLAN_COLUMNS.index("tp" if self.has_experts else "ep")
+        lines = [PLAN_COLUMNS, *map(cells, self.candidates)]
         return [(*line[:place], *line[place + 1 :]) for line in lines]
 
     @property

@@ -34,7 +34,7 @@ class Limits:
     tokens: int | None = None
 
     @staticmethod
-    def of(train: TrainConfig) -> "Limits":
+    def from_config(train: TrainConfig) -> "Limits":
         """Return the limits that the configuration sets."""
         return Limits(train.micro_batch_size, train.micro_batch_tokens)
 
@@ -108,7 +108,7 @@ def _fill_groups(
         fits = groups and (
             longest * (len(groups[-1]) + 1) <= tokens
             and cost + size.cost <= max_cost
-            and longest - size.tokens <= _MOST_PADDING * longest
+            and longest - size.tokens <= _MAX_PADDING * longest
         )
         if not fits:
             groups.append([])
@@ -119,7 +119,7 @@ def _fill_groups(
 
 
 _PIECES_PER_RANK = 4
-_MOST_PADDING = 0.06  # share of the longest row; the mean over a group is then about half
+_MAX_PADDING = 0.06  # share of the longest row; the mean over a group is then about half
 
 
 def group_cost(rows: Sequence[RowSize]) -> float:

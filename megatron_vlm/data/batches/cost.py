@@ -23,7 +23,7 @@ class WorkModel:
 
     @staticmethod
     @lru_cache(maxsize=8)
-    def of(sizes: ModelSizes) -> "WorkModel":
+    def from_sizes(sizes: ModelSizes) -> "WorkModel":
         """Return the work of a model of these sizes."""
         text, vision = sizes.text, sizes.vision
         tower, mergers = _matrices(sizes, Part.vision), _matrices(sizes, Part.merger)

@@ -8,7 +8,7 @@ from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.stream_set import StreamSet
 
-_MOST_KEYS = 100
+_MAX_KEYS = 100
 _CUT = ("nothing left to learn after the cut", "above data.max_tokens or data.max_images")
 
 
@@ -21,7 +21,7 @@ class Remarks:
     wrong: int = 0  # records that data.on_error=skip left out
 
     @staticmethod
-    def of(data: DataSet | StreamSet, key: str, cfg: DataConfig) -> "Remarks":
+    def from_data(data: DataSet | StreamSet, key: str, cfg: DataConfig) -> "Remarks":
         if isinstance(data, StreamSet):
             return Remarks()
         dropped, errors = data.faults()
@@ -36,20 +36,18 @@ def _lines(data: DataSet, key: str, cfg: DataConfig) -> Iterator[str]:
         yield f"{key}: {count:,} {records} dropped: {rule}{advice}"
     if errors:
         yield f"{key}: {len(errors):,} {records} wrong and skipped, the first: {errors[0]}"
-    yield from passed_over(key, data, cfg)
+    yield from unused_key_warnings(key, data, cfg)
 
 
-def passed_over(key: str, data: DataSet, cfg: DataConfig) -> Iterator[str]:
+def unused_key_warnings(key: str, data: DataSet, cfg: DataConfig) -> Iterator[str]:
     """Yield a warning that names the unused keys of records, if there are any and data.unknown_keys
     is warn."""
     counts = sum((Counter(index.faults.passed) for index in data.indexes), Counter[str]())
     if not counts or cfg.unknown_keys != "warn":
         return
     names = [f"{name[:80]!r} ({count:,})" for name, count in counts.items()]
-    num_hidden = len(names) - _MOST_KEYS
-    listing = ", ".join(names[:_MOST_KEYS]) + (
-        f" and {num_hidden:,} more" if num_hidden > 0 else ""
-    )
+    num_hidden = len(names) - _MAX_KEYS
+    listing = ", ".join(names[:_MAX_KEYS]) + (f" and {num_hidden:,} more" if num_hidden > 0 else "")
     yield (
         f"{key}: the model does not see these keys of records, whose meaning is not known here: "
         f"{listing}; data.unknown_keys=refuse makes them errors, ignore says nothing of them"

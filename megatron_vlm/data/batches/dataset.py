@@ -24,7 +24,7 @@ from megatron_vlm.data.tokens.row import PlacedRow
 from megatron_vlm.data.tokens.sample_views import ShownSample, show_sample
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.io.scratch import scratch_folder
 from megatron_vlm.io.untrusted import home_path
 
@@ -76,7 +76,7 @@ class Order:
         return np.random.default_rng([self.seed, *place]).permutation(length)
 
 
-def all_of(lengths: Sequence[int]) -> Order:
+def order_of_all(lengths: Sequence[int]) -> Order:
     """Return the order for evaluation: every sample once, not shuffled."""
     return Order(tuple(lengths), (1.0,) * len(lengths), seed=0, shuffle=False)
 
@@ -172,7 +172,7 @@ def open_data(
         assert all(spec.streaming for spec in specs)
         stream = open_stream(specs, cfg, train)
         reader = make_reader(encoder, cfg, sizes, stream.root)
-        return StreamSet(stream, reader, cfg, WorkModel.of(sizes))
+        return StreamSet(stream, reader, cfg, WorkModel.from_sizes(sizes))
     sources = tuple(open_source(spec, cfg.image_root, cache) for spec in specs)
     readers = tuple(make_reader(encoder, cfg, sizes, source.root, asks) for source in sources)
     scratch = Path(tempfile.mkdtemp(dir=scratch_folder()))
@@ -181,15 +181,15 @@ def open_data(
         for source, reader in zip(sources, readers, strict=True)
     )
     lengths = tuple(len(index) for index in indexes)
-    order = all_of(lengths)
+    order = order_of_all(lengths)
     if train:
         order = Order(lengths, tuple(spec.weight for spec in specs), cfg.seed, cfg.shuffle)
-    data = DataSet(sources, readers, indexes, order, WorkModel.of(sizes))
+    data = DataSet(sources, readers, indexes, order, WorkModel.from_sizes(sizes))
     for index in indexes:
         for where, rule in index.faults.dropped:
-            log.info("dropped %s: %s", visible(where), rule)
+            log.info("dropped %s: %s", escape_controls(where), rule)
         for error in index.faults.errors:
-            log.warning("skipped %s", visible(error))
+            log.warning("skipped %s", escape_controls(error))
     check_errors(data.faults()[1], cfg)
     if not len(order):
         dropped, errors = data.faults()

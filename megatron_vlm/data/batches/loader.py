@@ -17,9 +17,9 @@ from megatron_vlm.data.batches.balance import Limits, Plan, RowSize, padded_toke
 from megatron_vlm.data.batches.data_position import Position, SampleSource
 from megatron_vlm.data.batches.micro_batch import MicroBatch, collate, filler_batch
 from megatron_vlm.data.tokens.index import check_errors
-from megatron_vlm.data.worker_processes import in_processes
+from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 
 log = logging.getLogger("megatron_vlm.data")
 
@@ -49,7 +49,7 @@ class BatchFigures:
     work: float  # operations of its forward
 
     @staticmethod
-    def of(sizes: list[RowSize], plan: Plan) -> "BatchFigures":
+    def from_plan(sizes: list[RowSize], plan: Plan) -> "BatchFigures":
         return BatchFigures(
             samples=len(sizes),
             tokens=sum(size.tokens for size in sizes),
@@ -129,13 +129,15 @@ class Loader:
         skipped: tuple[str, ...] = ()
         tasks = self.tasks()
         if cfg.num_workers and self.batch_size >= PLANNED_APART and self.data.known_ahead:
-            tasks = in_processes(_Planned(self), None, 1, _TASKS_AHEAD)
-        for task, outcome, errors in in_processes(decoded, tasks, cfg.num_workers, cfg.prefetch):
+            tasks = map_in_processes(_Planned(self), None, 1, _TASKS_AHEAD)
+        for task, outcome, errors in map_in_processes(
+            decoded, tasks, cfg.num_workers, cfg.prefetch
+        ):
             if isinstance(outcome, DataError):
                 raise outcome
             self.errors += errors
             for error in errors:
-                log.warning("skipped %s", visible(error))
+                log.warning("skipped %s", escape_controls(error))
             check_errors([*self.data.faults()[1], *self.errors], cfg)
             micro_batches.append(outcome)
             skipped += errors
@@ -160,7 +162,7 @@ class Loader:
     def _step(self, batch: list[tuple[Any, RowSize]], after: Position) -> Iterator[_Task]:
         sizes = [size for _, size in batch]
         plan = plan_batch(sizes, self.replica.count, self.limits)
-        figures, groups = BatchFigures.of(sizes, plan), plan[self.replica.rank]
+        figures, groups = BatchFigures.from_plan(sizes, plan), plan[self.replica.rank]
         for number, group in enumerate(groups or [[]]):
             handles = tuple(batch[row][0] for row in group)
             last = number + 1 >= len(groups)

@@ -71,7 +71,7 @@ class MicroBatch:
         return row_N, column_N
 
     @cached_property
-    def several(self) -> tuple[Tensor, Tensor] | None:
+    def target_positions(self) -> tuple[Tensor, Tensor] | None:
         """Two numbers for each target [M]: its position among the N, and its place among the
         targets of that position. None if each position has one target."""
         if self.targets_BSJ is None:
@@ -82,19 +82,21 @@ class MicroBatch:
     @property
     def of_M(self) -> Tensor | None:
         """The position of each target, if positions have several."""
-        return None if self.several is None else self.several[0]
+        return None if self.target_positions is None else self.target_positions[0]
 
     @property
     def num_supervised(self) -> int:
         """Number of targets of all rows."""
-        return len(self.supervised[0] if self.several is None else self.several[0])
+        return len(
+            self.supervised[0] if self.target_positions is None else self.target_positions[0]
+        )
 
     @property
     def targets_M(self) -> Tensor:
         """Targets of the supervised positions."""
-        if self.targets_BSJ is None or self.several is None:
+        if self.targets_BSJ is None or self.target_positions is None:
             return self.targets_BS[self.supervised]
-        return self.targets_BSJ[self.supervised][self.several]
+        return self.targets_BSJ[self.supervised][self.target_positions]
 
     @property
     def weights_M(self) -> Tensor | None:
@@ -107,8 +109,8 @@ class MicroBatch:
     @property
     def values_MF(self) -> Tensor | None:
         """Values of the targets that a loss reads."""
-        if self.values_BSJF is not None and self.several is not None:
-            return self.values_BSJF[self.supervised][self.several]
+        if self.values_BSJF is not None and self.target_positions is not None:
+            return self.values_BSJF[self.supervised][self.target_positions]
         return None if self.values_BSF is None else self.values_BSF[self.supervised]
 
     @cached_property
@@ -136,10 +138,10 @@ class MicroBatch:
         width = 1 if self.targets_BSJ is None else self.targets_BSJ.shape[2]
         spread_BSJ = log_probs_M.new_zeros(rows, longest, width)
         row_N, column_N = self.supervised
-        if self.several is None:
+        if self.target_positions is None:
             spread_BSJ[row_N, column_N, 0] = log_probs_M
         else:
-            of_M, which_M = self.several
+            of_M, which_M = self.target_positions
             spread_BSJ[row_N[of_M], column_N[of_M], which_M] = log_probs_M
         shapes = self.target_shapes or (None,) * rows
         return [
@@ -189,7 +191,7 @@ def collate(
             for row, length in zip(rows, lengths, strict=True)
         ]
         optional["weights_BS"] = pad_sequence(weights, batch_first=True)
-    optional["routing_TLK"] = _routing([row.row.routing_SLK for row in rows], lengths)
+    optional["routing_TLK"] = _concatenate_routing([row.row.routing_SLK for row in rows], lengths)
     return MicroBatch(tokens_BS5, lengths, tuple(places), **optional)
 
 
@@ -241,9 +243,11 @@ def _as_given(spread_SJ: Tensor, shape: tuple[int, ...] | None) -> Tensor:
     return spread_SJ[:, : shape[0]].clone() if shape else spread_SJ[:, 0].clone()
 
 
-def _routing(given: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
+def _concatenate_routing(
+    routing_of_rows: Sequence[Tensor | None], lengths: Sequence[int]
+) -> Tensor | None:
     """Concatenate the experts of all tokens. Routers choose for rows without routing."""
-    shapes = {tuple(each.shape[1:]) for each in given if each is not None}
+    shapes = {tuple(each.shape[1:]) for each in routing_of_rows if each is not None}
     if not shapes:
         return None
     if len(shapes) > 1 or len(shape := shapes.pop()) != 2:
@@ -254,7 +258,7 @@ def _routing(given: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor |
         )
     pieces = [
         torch.full((length, *shape), -1) if each is None else each
-        for each, length in zip(given, lengths, strict=True)
+        for each, length in zip(routing_of_rows, lengths, strict=True)
     ]
     return torch.cat([piece.to(torch.int32) for piece in pieces])
 

@@ -18,9 +18,9 @@ from megatron_vlm.data.tokens.index import check_errors
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import PlacedRow
 from megatron_vlm.data.tokens.sample import RecordDropped, Sample
-from megatron_vlm.data.worker_processes import in_processes
+from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 
 log = logging.getLogger("megatron_vlm.data")
 
@@ -64,15 +64,17 @@ class StreamSet:
         taken = start.taken
         records = _EncodedRecords(self.stream, self.reader, start)
         # At most one process reads: with more, the order would depend on their number.
-        for where, state, outcome in in_processes(records, None, min(self.cfg.num_workers, 1), 64):
+        for where, state, outcome in map_in_processes(
+            records, None, min(self.cfg.num_workers, 1), 64
+        ):
             if isinstance(outcome, RecordDropped):
                 self.dropped[str(outcome)] += 1
-                log.info("dropped %s: %s", visible(where), outcome)
+                log.info("dropped %s: %s", escape_controls(where), outcome)
             elif isinstance(outcome, DataError):
                 if self.cfg.on_error == "raise" or not state:
                     raise outcome
                 self.errors.append(str(outcome))
-                log.warning("skipped %s", visible(str(outcome)))
+                log.warning("skipped %s", escape_controls(str(outcome)))
                 check_errors(self.errors, self.cfg)
             else:
                 taken += 1
@@ -94,8 +96,8 @@ class StreamSet:
             log.warning(
                 "%s: the model does not see %s: its meaning is not known here; "
                 "data.unknown_keys=refuse makes it an error, ignore says nothing of it",
-                visible(item.where),
-                visible(names),
+                escape_controls(item.where),
+                escape_controls(names),
             )
         self.passed.update(new_keys)
 
@@ -137,9 +139,9 @@ class _EncodedRecords(IterableDataset[Outcome]):
                 yield where, {}, error if isinstance(error, DataError) else broken
                 return
             where = record.where
-            yield where, record.state, self._encoded(record)
+            yield where, record.state, self._encode(record)
 
-    def _encoded(self, record: StreamRecord) -> Item | RecordDropped | DataError:
+    def _encode(self, record: StreamRecord) -> Item | RecordDropped | DataError:
         try:
             raw = record.raw()
             passed = Counter[str]()

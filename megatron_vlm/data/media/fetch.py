@@ -43,10 +43,10 @@ _UNICAST = ipaddress.IPv6Network("2000::/3")  # the range that IANA assigns for 
 
 def is_public(address: str) -> bool:
     """Return whether the address, and each address in it, belongs to the public internet."""
-    return all(map(_is_public, _unwrapped(ipaddress.ip_address(address))))
+    return all(map(_is_public, _unwrap_address(ipaddress.ip_address(address))))
 
 
-def _unwrapped(address: _Address) -> list[_Address]:
+def _unwrap_address(address: _Address) -> list[_Address]:
     """Return the addresses that packets to this one may go to."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
@@ -73,7 +73,7 @@ def fetch(url: str, where: str, allowed: Callable[[str], bool] = is_public) -> b
     deadline = _Deadline()
     try:
         with deadline.running(TOTAL_S):
-            body = _followed(url, where, allowed, deadline)
+            body = _follow_redirects(url, where, allowed, deadline)
     except Exception as error:  # sockets, ssl, httpx and its dependencies raise many kinds
         if isinstance(error, DataError):
             raise
@@ -117,7 +117,9 @@ class _Deadline:
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
-def _followed(url: str, where: str, allowed: Callable[[str], bool], deadline: _Deadline) -> bytes:
+def _follow_redirects(
+    url: str, where: str, allowed: Callable[[str], bool], deadline: _Deadline
+) -> bytes:
     for _ in range(MAX_REDIRECTS + 1):
         body, location = _request(url, where, allowed, deadline)
         if location is None:

@@ -73,7 +73,9 @@ class ImageSettings:
             )
         return settings
 
-    def within(self, min_pixels: int | None, max_pixels: int | None, where: str) -> "ImageSettings":
+    def with_bounds(
+        self, min_pixels: int | None, max_pixels: int | None, where: str
+    ) -> "ImageSettings":
         """Return the settings of an image whose record bounds its pixels."""
         if min_pixels is None and max_pixels is None:
             return self
@@ -89,19 +91,25 @@ class ImageSettings:
             )
         return replace(self, min_pixels=lower, max_pixels=upper)
 
-    def resized(self, height: int, width: int) -> tuple[int, int]:
+    def resized_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the size to which the picture is resized."""
         side = self.patch_size * self.merge_size
         return smart_resize(height, width, side, self.min_pixels, self.max_pixels)
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
         """Return the image_grid_thw of a picture of this size."""
-        new_h, new_w = self.resized(height, width)
+        new_h, new_w = self.resized_size(height, width)
         return (1, new_h // self.patch_size, new_w // self.patch_size)
 
 
 def smart_resize(
-    height: int, width: int, side: int, least: int, most: int, count: int = 1, span: int = 1
+    height: int,
+    width: int,
+    side: int,
+    min_pixels: int,
+    max_pixels: int,
+    count: int = 1,
+    span: int = 1,
 ) -> tuple[int, int]:
     """Return the new height and width, as Hugging Face's smart_resize does. Sides are multiples of
     a token's side. The pixels of all `count` frames are in bounds; a patch spans `span` frames in
@@ -109,12 +117,12 @@ def smart_resize(
     new_h, new_w = round(height / side) * side, round(width / side) * side
     # The rounded count of frames decides whether to resize; the true one, by how much.
     total = round(count / span) * span * new_h * new_w
-    if total > most:
-        shrink = math.sqrt(count * height * width / most)
+    if total > max_pixels:
+        shrink = math.sqrt(count * height * width / max_pixels)
         new_h = max(side, math.floor(height / shrink / side) * side)
         new_w = max(side, math.floor(width / shrink / side) * side)
-    elif total < least:
-        grow = math.sqrt(least / (count * height * width))
+    elif total < min_pixels:
+        grow = math.sqrt(min_pixels / (count * height * width))
         new_h = math.ceil(height * grow / side) * side
         new_w = math.ceil(width * grow / side) * side
     return new_h, new_w
@@ -122,7 +130,7 @@ def smart_resize(
 
 def image_patches(image: PIL.Image.Image, settings: ImageSettings) -> np.ndarray:
     """Return the patches [P, C] of an RGB picture as bytes, of a single frame."""
-    height, width = settings.resized(image.height, image.width)
+    height, width = settings.resized_size(image.height, image.width)
     if (width, height) != image.size:
         image = image.resize((width, height), resample=settings.resample)
     patch, merge = settings.patch_size, settings.merge_size

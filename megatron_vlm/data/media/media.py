@@ -73,7 +73,7 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
 
 def image_size(image: Image, policy: MediaPolicy, where: str) -> tuple[int, int]:
     """Return the (height, width) of the picture once decoded, from its header alone."""
-    with _opened(image, policy, where) as opened:
+    with _open_image(image, policy, where) as opened:
         width, height = opened.size
         # Pillow would decode a PNG to look for EXIF after its pixels: only EXIF before them counts.
         # Pillow always turns a TIFF, and has already swapped its size.
@@ -89,14 +89,14 @@ def _is_turned(exif: PIL.Image.Exif) -> bool:
 
 def read_image(image: Image, policy: MediaPolicy, where: str) -> PIL.Image.Image:
     """Return the picture in RGB. Corrupt and truncated files are refused."""
-    with _opened(image, policy, where) as opened:
+    with _open_image(image, policy, where) as opened:
         turned = PIL.ImageOps.exif_transpose(opened) if policy.exif_orientation else opened
         turned.load()
         return turned if turned.mode == "RGB" else turned.convert("RGB")
 
 
 @contextmanager
-def _opened(image: Image, policy: MediaPolicy, where: str) -> Iterator[PIL.Image.Image]:
+def _open_image(image: Image, policy: MediaPolicy, where: str) -> Iterator[PIL.Image.Image]:
     """Open the picture and close it again; Pillow's errors in between are raised with its name."""
     try:
         opened = _open(image, policy, where)

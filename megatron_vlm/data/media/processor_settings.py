@@ -8,28 +8,28 @@ from typing import Any
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 
-_MOST_FILE = 2**20  # bytes
-_MOST_PIXELS = 2**40  # bounds are often set far beyond any picture
+_MAX_FILE_BYTES = 2**20  # bytes
+_MAX_PIXELS = 2**40  # bounds are often set far beyond any picture
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Read the settings in a file."""
-    return checked(_file(path))
+    return check_settings(_file(path))
 
 
 def read_part(path: Path, name: str) -> dict[str, Any] | None:
     """Read the settings of one processor in a file of several. Return None where it has none."""
     part = _file(path).get(name)
-    return checked(part) or None if part is not None else None
+    return check_settings(part) or None if part is not None else None
 
 
 def _file(path: Path) -> JsonField:
     return UntrustedFile(str(path), ConfigError, "give the file as the checkpoint has it").json(
-        _MOST_FILE
+        _MAX_FILE_BYTES
     )
 
 
-def checked(settings: JsonField) -> dict[str, Any]:
+def check_settings(settings: JsonField) -> dict[str, Any]:
     """Return the settings as plain values; any of them may be null."""
     for key, field in settings.object().items():
         if key in _CHECKS and field.value is not None:
@@ -42,13 +42,13 @@ def _side(field: JsonField) -> None:
 
 
 def _pixels(field: JsonField) -> None:
-    field.whole(0, _MOST_PIXELS)
+    field.whole(0, _MAX_PIXELS)
 
 
 def _size(field: JsonField) -> None:
     for key in ("shortest_edge", "longest_edge"):
         if (edge := field.get(key)) is not None:
-            edge.whole(1, _MOST_PIXELS)
+            edge.whole(1, _MAX_PIXELS)
 
 
 def _colours(field: JsonField) -> None:

@@ -162,7 +162,7 @@ def plan_video(
     times += times[-1:] * (-count % span)
     # A timestamp is midway between the first and the last frame of its temporal patch.
     timestamps = tuple((times[i] + times[i + span - 1]) / 2 for i in range(0, len(times), span))
-    height, width = _resized(count, info, settings, options, where)
+    height, width = _resized_size(count, info, settings, options, where)
     grid = (len(timestamps), height // settings.patch_size, width // settings.patch_size)
     return VideoPlan(tuple(indices), timestamps, grid, height, width)
 
@@ -254,7 +254,7 @@ def _bounds(
     return lower, upper
 
 
-def _resized(
+def _resized_size(
     count: int, info: VideoInfo, settings: VideoSettings, options: VideoOptions, where: str
 ) -> tuple[int, int]:
     """Return the size of the resized frames, as Hugging Face's video processor chooses it."""

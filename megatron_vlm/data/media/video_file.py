@@ -38,7 +38,7 @@ def probe_video(path: str | Path) -> VideoInfo:
             place=str(path),
             remedy=_REMEDY,
         )
-    frames = _decoded(path)
+    frames = _decode_frames(path)
     first = next(frames, None)
     if first is None:
         raise DataError("has no frames", place=str(path), remedy="drop it")
@@ -60,7 +60,7 @@ def iter_frames(path: str | Path, indices: Sequence[int]) -> Iterator[np.ndarray
     assert list(indices) == sorted(set(indices)), "indices must ascend"
     waiting = deque(indices)
     count = 0
-    for count, frame in enumerate(_decoded(path), start=1):
+    for count, frame in enumerate(_decode_frames(path), start=1):
         if waiting and count - 1 == waiting[0]:
             waiting.popleft()
             upright = np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
@@ -74,7 +74,7 @@ def iter_frames(path: str | Path, indices: Sequence[int]) -> Iterator[np.ndarray
     )
 
 
-def _decoded(path: str | Path) -> Iterator[Any]:
+def _decode_frames(path: str | Path) -> Iterator[Any]:
     with _open_video(path) as (container, stream):
         yield from container.decode(stream)
 

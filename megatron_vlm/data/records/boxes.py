@@ -16,10 +16,10 @@ from megatron_vlm.data.records.record_values import is_empty, is_list, kind_of, 
 from megatron_vlm.errors import DataError
 
 REF, BOX = "<ref-object>", "<bbox>"
-MARKS = re.compile(f"{REF}|{BOX}")
+BOX_MARKS = re.compile(f"{REF}|{BOX}")
 # Coordinates count pixels, parts of the picture's sides, or thousandths of them.
 UNITS = ("real", "norm1", "norm1000")
-_MOST = 1e9  # more pixels than any picture has
+_MAX_COORDINATE = 1e9  # more pixels than any picture has
 
 
 def parse_objects(value: Any, turns: Sequence[ChatMessage], keys: Keys) -> Objects | None:
@@ -100,13 +100,13 @@ def _coordinates(value: Any, key: str, where: str) -> tuple[float, ...]:
             f"is {actual}", place=where, key=key, allowed="[x1, y1, x2, y2], or [x, y] for a point"
         )
     for number in value:
-        if type(number) not in (int, float) or not -_MOST <= number <= _MOST:
+        if type(number) not in (int, float) or not -_MAX_COORDINATE <= number <= _MAX_COORDINATE:
             actual = f"{number}" if type(number) is float else kind_of(number)
             raise DataError(
                 f"has a coordinate that is {actual}",
                 place=where,
                 key=key,
-                allowed=f"numbers of at most {_MOST:g}",
+                allowed=f"numbers of at most {_MAX_COORDINATE:g}",
             )
     if len(value) == 4 and (value[0] > value[2] or value[1] > value[3]):
         raise DataError(
@@ -130,7 +130,7 @@ def _check_marks(objects: Objects, turns: Sequence[ChatMessage], where: str) -> 
                 remedy="write the coordinates themselves, 0 to 1000",
             )
         for text in (turn.reasoning, *(part for part in turn.parts if isinstance(part, str))):
-            counts.update(MARKS.findall(text))
+            counts.update(BOX_MARKS.findall(text))
     for mark, name, values in ((REF, "ref", objects.refs), (BOX, "bbox", objects.boxes)):
         if counts[mark] != len(values):
             raise DataError(
@@ -143,7 +143,7 @@ def _check_marks(objects: Objects, turns: Sequence[ChatMessage], where: str) -> 
 
 def _has_mark(value: Any) -> bool:
     if isinstance(value, str):
-        return MARKS.search(value) is not None
+        return BOX_MARKS.search(value) is not None
     if isinstance(value, Mapping):
         return any(_has_mark(part) for pair in value.items() for part in pair)
     return is_list(value) and any(map(_has_mark, value))

@@ -17,11 +17,11 @@ from megatron_vlm.data.records.record_values import (
     dicts,
     is_list,
     kind_of,
-    only,
+    single_value,
     text_of,
     weight_of,
 )
-from megatron_vlm.data.records.unknown_keys import slip_of
+from megatron_vlm.data.records.unknown_keys import misspelled_key
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile, is_too_deep
 
@@ -55,7 +55,7 @@ def parse_record(
     if not isinstance(raw, Mapping):
         raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
     if is_too_deep(raw):
-        raise UntrustedFile(where, remedy="mend the record or drop it").too_deep()
+        raise UntrustedFile(where, remedy="mend the record or drop it").depth_error()
     keys = Keys(where, ignore_keys, strict)
     raw = keys.record(raw)
     encoded = "chunks" in raw or "model_input" in raw
@@ -73,7 +73,7 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys) -> Conversation:
     names = next((names for names in _FORMATS if all(name in raw for name in names)), None)
     if names is None:
         key_names = sorted(map(str, raw))
-        slips = [(key, slip_of(key, _NAMING)) for key in key_names if key not in _NAMING]
+        slips = [(key, misspelled_key(key, _NAMING)) for key in key_names if key not in _NAMING]
         likely = [f"{key!r} is most likely {near!r}" for key, near in slips if near]
         raise DataError(
             f": the keys {key_names} match no known format",
@@ -149,13 +149,13 @@ def parse_chunks(raw: Mapping[str, Any], keys: Keys) -> EncodedRecord:
     """Parse a raw dict that has `chunks` or `model_input`."""
     where = keys.where
     raw = keys.read(raw, {"chunks", "model_input", *_MASKS}, where)
-    chunks: Any = only(raw, ("chunks", "model_input"), where)
+    chunks: Any = single_value(raw, ("chunks", "model_input"), where)
     if isinstance(chunks, Mapping):
         chunks = keys.read(chunks, {"chunks"}, f"{where}: model_input").get("chunks")
     if not is_list(chunks) or not len(chunks):
         raise DataError("must be a list with at least one chunk", place=where, key="chunks")
     parsed = tuple(_parse_chunk(c, f"{where}: chunk {i}", keys) for i, c in enumerate(chunks))
-    mask = only(raw, _MASKS, where)
+    mask = single_value(raw, _MASKS, where)
     if mask is not None:
         if not is_list(mask):
             raise DataError(
@@ -178,7 +178,7 @@ def _parse_chunk(chunk: Any, where: str, keys: Keys) -> tuple[int, ...] | ImageC
         return tuple(tokens)
     # The bytes of a picture tell its format.
     chunk = keys.read(chunk, {"type", *_SOURCES, "format", "expected_tokens"}, where)
-    source = only(chunk, _SOURCES, where)
+    source = single_value(chunk, _SOURCES, where)
     if source is None:
         raise DataError(
             f"has neither tokens nor an image; its keys are {sorted(chunk)}", place=where

@@ -11,8 +11,8 @@ from megatron_vlm.data.records.unknown_keys import (
     Unknown,
     UnknownKeysError,
     looks_like_media,
+    misspelled_key,
     remedy,
-    slip_of,
 )
 from megatron_vlm.errors import DataError
 
@@ -62,7 +62,7 @@ class Keys:
         is_media = key not in MEANT and looks_like_media(key, value)
         if is_media:
             self.media.add(key)
-        near = "" if key in MEANT or is_media else slip_of(key, known)
+        near = "" if key in MEANT or is_media else misspelled_key(key, known)
         if key in MEANT or is_media or near or self.strict:
             self.unknown[key] = Unknown(near=near)
         else:
@@ -78,8 +78,8 @@ class Keys:
         marks = sorted(filled & _PREFERENCE) or ["label"] * isinstance(fields.get("label"), bool)
         if marks:
             raise DataError(
-                f": this is preference data, by {_listed(marks)}: it says how good answers are, as "
-                "for DPO or KTO, and training here is supervised and learns every answer",
+                f": this is preference data, by {_join_names(marks)}: it says how good answers "
+                "are, as for DPO or KTO, and training here is supervised and learns every answer",
                 place=self.where,
                 key=marks[0],
                 remedy="make records of the good answers alone, as messages; or, if all the other "
@@ -87,8 +87,8 @@ class Keys:
             )
         if marks := sorted(filled & _AUDIO):
             raise DataError(
-                f": there is sound, by {_listed(marks)}, and Qwen3-VL takes no sound: the marks "
-                "would be learnt as text",
+                f": there is sound, by {_join_names(marks)}, and Qwen3-VL takes no sound: the "
+                "marks would be learnt as text",
                 place=self.where,
                 key=marks[0],
                 remedy="leave such records out; or, if they make sense without the sound, "
@@ -103,8 +103,8 @@ class Keys:
         if not (record.media(Image) or record.media(Video)):
             for key in self.media:
                 self.unknown[key] = Unknown(is_media=True)
-        raise UnknownKeysError.of(self.where, self.unknown, self.ignored)
+        raise UnknownKeysError.from_keys(self.where, self.unknown, self.ignored)
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return " and ".join(map(repr, names))

@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_vlm.data.records.record import VideoOptions
-from megatron_vlm.data.records.record_values import is_empty, is_list, kind_of, only
+from megatron_vlm.data.records.record_values import is_empty, is_list, kind_of, single_value
 from megatron_vlm.errors import DataError
 
-_MOST = 2**31 - 1  # the largest count
-_LEAST_RATE, _MOST_SECONDS = 1e-9, 1e9
+_MAX_INT32 = 2**31 - 1  # the largest count
+_MIN_RATE, _MAX_SECONDS = 1e-9, 1e9
 _SECONDS = "seconds, at least 0"
 _RESIZED = (
     "sizes are chosen as Hugging Face's processor does, by bounds: give min_pixels and max_pixels"
@@ -29,7 +29,7 @@ IMAGE_OPTIONS = frozenset({"min_pixels", "max_pixels", "resized_height", "resize
 VIDEO_OPTIONS = frozenset({"fps", *_COUNTS, *_NOT_CARRIED_OUT, *_OF_FILES, *_OF_LISTS})
 
 
-def joined_options(
+def join_options(
     held: Mapping[str, Any], beside: Mapping[str, Any], names: frozenset[str], where: str
 ) -> dict[str, Any]:
     """Join the options in the object that holds a medium with the options next to it in its
@@ -43,27 +43,33 @@ def joined_options(
     return {key: value for key, value in (held | beside).items() if not is_empty(value)}
 
 
-def image_options(given: Mapping[str, Any], where: str) -> dict[str, int | None]:
+def image_options(raw_options: Mapping[str, Any], where: str) -> dict[str, int | None]:
     """Return the bounds of an image's pixels."""
-    _refuse(given, _NOT_CARRIED_OUT, where)
-    bounds = {key: _count(given.get(key), key, 1, where) for key in ("min_pixels", "max_pixels")}
+    _refuse(raw_options, _NOT_CARRIED_OUT, where)
+    bounds = {
+        key: _count(raw_options.get(key), key, 1, where) for key in ("min_pixels", "max_pixels")
+    }
     _check_order(bounds, "min_pixels", "max_pixels", where)
     return bounds
 
 
-def video_options(given: Mapping[str, Any], num_frames: int | None, where: str) -> VideoOptions:
+def video_options(
+    raw_options: Mapping[str, Any], num_frames: int | None, where: str
+) -> VideoOptions:
     """Return the options of a list of `num_frames` frames or, where that is None, of a file."""
-    _refuse(given, _NOT_CARRIED_OUT, where)
+    _refuse(raw_options, _NOT_CARRIED_OUT, where)
     if num_frames is None:
         _refuse(
-            given, dict.fromkeys(_OF_LISTS, "it is for a list of frames, not for a file"), where
+            raw_options,
+            dict.fromkeys(_OF_LISTS, "it is for a list of frames, not for a file"),
+            where,
         )
     else:
-        _refuse(given, dict.fromkeys(_OF_FILES, "all frames of a list are taken"), where)
-    nframes = only(given, ("nframes", "num_frames"), where)
-    fps = only(given, ("fps", "sample_fps"), where)
-    times = only(given, ("times", "timestamps"), where)
-    if nframes is not None and given.keys() & {"fps", "min_frames", "max_frames"}:
+        _refuse(raw_options, dict.fromkeys(_OF_FILES, "all frames of a list are taken"), where)
+    nframes = single_value(raw_options, ("nframes", "num_frames"), where)
+    fps = single_value(raw_options, ("fps", "sample_fps"), where)
+    times = single_value(raw_options, ("times", "timestamps"), where)
+    if nframes is not None and raw_options.keys() & {"fps", "min_frames", "max_frames"}:
         raise DataError(
             "sets the number of frames",
             place=where,
@@ -79,10 +85,10 @@ def video_options(given: Mapping[str, Any], num_frames: int | None, where: str) 
             remedy="give one of them",
         )
     options: dict[str, Any] = {
-        key: _count(given.get(key), key, minimum, where) for key, minimum in _COUNTS.items()
+        key: _count(raw_options.get(key), key, minimum, where) for key, minimum in _COUNTS.items()
     }
     for key in ("video_start", "video_end"):
-        options[key] = _seconds(given.get(key), key, where)
+        options[key] = _seconds(raw_options.get(key), key, where)
     for min_key, max_key in (
         ("min_frames", "max_frames"),
         ("min_pixels", "max_pixels"),
@@ -97,8 +103,8 @@ def video_options(given: Mapping[str, Any], num_frames: int | None, where: str) 
     )
 
 
-def _refuse(given: Mapping[str, Any], reasons: Mapping[str, str], where: str) -> None:
-    for key in given:
+def _refuse(options: Mapping[str, Any], reasons: Mapping[str, str], where: str) -> None:
+    for key in options:
         if key in reasons:
             raise DataError(
                 f"is not supported here: {reasons[key]}",
@@ -108,23 +114,25 @@ def _refuse(given: Mapping[str, Any], reasons: Mapping[str, str], where: str) ->
             )
 
 
-def _count(value: Any, key: str, least: int, where: str) -> int | None:
+def _count(value: Any, key: str, minimum: int, where: str) -> int | None:
     """Return a whole number. Tables with gaps hold it as a float."""
-    if value is None or (_is_number(value) and least <= value <= _MOST and value == int(value)):
+    if value is None or (
+        _is_number(value) and minimum <= value <= _MAX_INT32 and value == int(value)
+    ):
         return value if value is None else int(value)
-    allowed = f"a whole number, at least {least}"
+    allowed = f"a whole number, at least {minimum}"
     raise DataError(place=where, key=key, found=value, allowed=allowed)
 
 
 def _rate(value: Any, where: str) -> float | None:
-    if value is None or (_is_number(value) and _LEAST_RATE <= value <= 1 / _LEAST_RATE):
+    if value is None or (_is_number(value) and _MIN_RATE <= value <= 1 / _MIN_RATE):
         return None if value is None else float(value)
     allowed = "frames per second, above 0"
     raise DataError(place=where, key="fps", found=value, allowed=allowed)
 
 
 def _seconds(value: Any, key: str, where: str) -> float | None:
-    if value is None or (_is_number(value) and 0 <= value <= _MOST_SECONDS):
+    if value is None or (_is_number(value) and 0 <= value <= _MAX_SECONDS):
         return None if value is None else float(value)
     raise DataError(place=where, key=key, found=value, allowed=_SECONDS)
 
@@ -157,11 +165,11 @@ def _times(value: Any, num_frames: int, where: str) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
-def _check_order(found: Mapping[str, Any], least: str, most: str, where: str) -> None:
-    low, high = found[least], found[most]
+def _check_order(options: Mapping[str, Any], min_name: str, max_name: str, where: str) -> None:
+    low, high = options[min_name], options[max_name]
     if low is not None and high is not None and low > high:
         raise DataError(
-            f"is above {most}={high}", place=where, key=least, found=low, remedy="change one"
+            f"is above {max_name}={high}", place=where, key=min_name, found=low, remedy="change one"
         )
 
 

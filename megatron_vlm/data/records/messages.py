@@ -11,7 +11,7 @@ from megatron_vlm.data.records.media_options import (
     IMAGE_OPTIONS,
     VIDEO_OPTIONS,
     image_options,
-    joined_options,
+    join_options,
     video_options,
 )
 from megatron_vlm.data.records.placeholders import AWAITED_IMAGE, AWAITED_VIDEO
@@ -21,8 +21,8 @@ from megatron_vlm.data.records.record_values import (
     is_empty,
     is_list,
     kind_of,
-    only,
     parse_text,
+    single_value,
     text_of,
     weight_of,
 )
@@ -60,9 +60,7 @@ def image_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _N
             f": an image must be a path, URL, bytes or PIL image, not {kind_of(source)}",
             place=where,
         )
-    return Image(
-        source, **image_options(joined_options(fields, beside, IMAGE_OPTIONS, where), where)
-    )
+    return Image(source, **image_options(join_options(fields, beside, IMAGE_OPTIONS, where), where))
 
 
 def video_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _NOTHING) -> Video:
@@ -71,8 +69,8 @@ def video_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _N
     fields: Mapping[str, Any] = _NOTHING
     if isinstance(source, Mapping):
         fields = keys.read(source, {"path", "url", "video", *VIDEO_OPTIONS}, where)
-        source = only(fields, ("path", "url", "video"), where)
-    options = joined_options(fields, beside, VIDEO_OPTIONS, where)
+        source = single_value(fields, ("path", "url", "video"), where)
+    options = join_options(fields, beside, VIDEO_OPTIONS, where)
     if is_list(source):
         frames = tuple(image_of(f, f"{where}, frame {i}", keys) for i, f in enumerate(source))
         if not frames:
@@ -137,12 +135,12 @@ def _parse_message(message: Any, where: str, keys: Keys) -> ChatMessage:
     if role is None:
         raise DataError(place=where, key="role", found=speaker, allowed=tuple(_ROLE_NAMES))
     message = keys.read(message, _MESSAGE | (_ANSWER if role == "tool" else set()), where)
-    content = only(message, ("content", "value"), where)
+    content = single_value(message, ("content", "value"), where)
     calls = dicts(message.get("tool_calls") or (), "tool_calls", where)
     if speaker == "function_call":
         calls, content = dicts(content, "function_call", where), None
     by_kind = _parse_content(content, where, keys)
-    thoughts = only(message, _REASONING, where)
+    thoughts = single_value(message, _REASONING, where)
     texts = [*by_kind["reasoning"], *([] if is_empty(thoughts) else [thoughts])]
     reasoning = "".join(text_of(text, "reasoning", where) for text in texts)
     calls += by_kind["tool_call"]
@@ -154,7 +152,7 @@ def _parse_message(message: Any, where: str, keys: Keys) -> ChatMessage:
         )
     if not by_kind["parts"] and not calls and role != "system":
         raise DataError(f"is empty in a message of role {role}", place=where, key="content")
-    weight = only(message, _WEIGHTS, where)
+    weight = single_value(message, _WEIGHTS, where)
     return ChatMessage(
         role,
         tuple(by_kind["parts"]),
@@ -209,7 +207,7 @@ def _parse_part(part: Any, where: str, keys: Keys) -> tuple[str, Part | Any]:
         raise DataError(place=where, key="type", found=type_name, allowed=tuple(_KINDS))
     more = _MORE.get(kind, frozenset())
     part = keys.read(part, {"type", *_PARTS[kind], *more}, where)
-    value = only(part, _PARTS[kind], where)
+    value = single_value(part, _PARTS[kind], where)
     if kind in ("text", "reasoning"):
         return kind, text_of(value, kind, where)
     if kind == "image" and value is None and "base64" in part:

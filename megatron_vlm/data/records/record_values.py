@@ -7,7 +7,7 @@ from typing import Any
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile
 
-_LEAST, _MOST = 1e-20, 1e20  # float32 holds these weights and sums of their losses
+_MIN_WEIGHT, _MAX_WEIGHT = 1e-20, 1e20  # float32 holds these weights and sums of their losses
 
 
 def dicts(value: Any, key: str, where: str) -> list[dict[str, Any]]:
@@ -26,7 +26,7 @@ def dicts(value: Any, key: str, where: str) -> list[dict[str, Any]]:
 def parse_text(text: str, key: str, where: str) -> Any:
     """Parse the JSON text at this key."""
     try:
-        return UntrustedFile(where).parsed(text, "is a string that is not JSON")
+        return UntrustedFile(where).parse(text, "is a string that is not JSON")
     except DataError as error:
         raise DataError(**error.fields() | {"key": key}) from error
 
@@ -40,13 +40,15 @@ def text_of(value: Any, name: str, where: str) -> str:
 
 def weight_of(value: Any, key: str, where: str) -> float:
     """Return a loss weight, of a message or a token. True is 1, and false is 0."""
-    if isinstance(value, bool | int | float) and (not value or _LEAST <= value <= _MOST):
+    if isinstance(value, bool | int | float) and (not value or _MIN_WEIGHT <= value <= _MAX_WEIGHT):
         return float(value)
-    weights = f"0 (or false), 1 (or true), or another weight from {_LEAST:g} to {_MOST:g}"
+    weights = (
+        f"0 (or false), 1 (or true), or another weight from {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}"
+    )
     raise DataError(place=where, key=key, found=value, allowed=weights)
 
 
-def only(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
+def single_value(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
     """Return the value at one of these keys, which all mean the same; None if all are absent."""
     values = {name: raw[name] for name in names if raw.get(name) is not None}
     filled = {name: value for name, value in values.items() if not is_empty(value)}

@@ -34,7 +34,7 @@ _MEDIA_FILE = re.compile(
     r".*\.(png|jpe?g|webp|gif|bmp|tiff?|avif|mp4|m4v|avi|mov|mkv|webm|wav|mp3|flac|ogg)",
     re.I | re.S,
 )
-_MOST_SHOWN = 20
+_MAX_SHOWN = 20
 _LONGEST = 80  # letters; longer names are not examined
 _PLAIN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 
@@ -59,7 +59,9 @@ class UnknownKeysError(DataError):
         self.keys = dict(keys or {})
 
     @staticmethod
-    def of(where: str, keys: dict[str, Unknown], ignored: Collection[str]) -> "UnknownKeysError":
+    def from_keys(
+        where: str, keys: dict[str, Unknown], ignored: Collection[str]
+    ) -> "UnknownKeysError":
         return UnknownKeysError(**unknown_keys_problem(where, keys, ignored), keys=keys)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -74,21 +76,23 @@ def unknown_keys_problem(
 ) -> dict[str, str]:
     """Return the fields of an error about these keys, with the setting that ignores them where that
     may be right. `counts`: the number of records that have each key."""
-    shown = {name: _shown(name, why, (counts or {}).get(name, "")) for name, why in keys.items()}
+    shown = {
+        name: _describe_key(name, why, (counts or {}).get(name, "")) for name, why in keys.items()
+    }
     media = [name for name, why in keys.items() if why.is_media]
     problems, remedies = [], []
     if media:
         one = len(media) == 1
         problems.append(
-            f"{_listed(shown[name] for name in media)} look{'s' * one} like pictures, videos or "
-            "sound, and the record has no others"
+            f"{_list_names(shown[name] for name in media)} look{'s' * one} like pictures, videos "
+            "or sound, and the record has no others"
         )
         remedies.append(
             f"name {'it' if one else 'them'} image, images, video or videos, so that they are seen"
         )
     if others := [name for name in keys if name not in media]:
         problems.append(
-            f"the meaning of {_listed(shown[name] for name in others)} is not known, or not "
+            f"the meaning of {_list_names(shown[name] for name in others)} is not known, or not "
             "supported here"
         )
         remedies.append(f"see docs/data.md. If training may ignore it, {remedy(others, ignored)}")
@@ -98,7 +102,7 @@ def unknown_keys_problem(
 
 def remedy(names: Iterable[str], ignored: Collection[str]) -> str:
     """Return the setting that ignores these keys, too, as if they were absent."""
-    ignorable = sorted({*ignored, *names})[:_MOST_SHOWN]
+    ignorable = sorted({*ignored, *names})[:_MAX_SHOWN]
     spelled = [name if _PLAIN.fullmatch(name) else repr(name[:80]) for name in ignorable]
     return f"set data.ignore_keys=[{','.join(spelled)}]"
 
@@ -118,14 +122,14 @@ def looks_like_media(key: str, value: Any) -> bool:
     return bool(_MEDIA_NAME.fullmatch(name) or (is_file and _FILE_NAME.fullmatch(name)))
 
 
-def slip_of(key: str, known: Iterable[str]) -> str:
+def misspelled_key(key: str, known: Iterable[str]) -> str:
     """Return the known key that differs from this one by one or two letters; empty if there is
     none."""
-    return _nearest(key, frozenset(known)) if len(key) <= _LONGEST else ""
+    return _nearest_key(key, frozenset(known)) if len(key) <= _LONGEST else ""
 
 
 @lru_cache(maxsize=4096)  # the records of a file have the same keys
-def _nearest(key: str, known: frozenset[str]) -> str:
+def _nearest_key(key: str, known: frozenset[str]) -> str:
     max_distance = 2 if len(key) > 5 else 1
     near = {other: _distance(key.lower(), other) for other in sorted(known)}
     nearest = min(near, key=lambda other: (near[other], abs(len(other) - len(key))), default="")
@@ -146,13 +150,13 @@ def _distance(one: str, other: str) -> int:
     return row[-1]
 
 
-def _shown(name: str, why: Unknown, count: str) -> str:
+def _describe_key(name: str, why: Unknown, count: str) -> str:
     more = [why.place, why.near and f"most likely {why.near!r}", count]
     details = "; ".join(filter(None, more))
     return f"{name[:80]!r}" + (f" ({details})" if details else "")
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     names = list(names)
-    more = len(names) - _MOST_SHOWN
-    return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MAX_SHOWN
+    return ", ".join(names[:_MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")

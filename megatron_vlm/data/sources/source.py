@@ -23,7 +23,7 @@ from megatron_vlm.data.sources.text_files import check_size, parse_json, scan_li
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.untrusted import UntrustedFile, real_path, require_file, require_files_in
 
-_MOST_LIST = 2**36  # bytes
+_MAX_LIST_BYTES = 2**36  # bytes
 _NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # a data set on the Hub
 
 
@@ -127,7 +127,7 @@ class ListSource:
         for path in paths:
             file = UntrustedFile(path, remedy="JSON lines are named .jsonl")
             # A list may be as large as memory. JSON lines serve for larger data.
-            content = file.parsed(file.content(_MOST_LIST), most_values=_MOST_LIST)
+            content = file.parse(file.content(_MAX_LIST_BYTES), most_values=_MAX_LIST_BYTES)
             if not isinstance(content, list):
                 raise file.error("must hold one list of records")
             self.records += [(f"{path}: record {i}", record) for i, record in enumerate(content)]

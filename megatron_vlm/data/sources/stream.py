@@ -21,7 +21,7 @@ from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.sources.source import folder_of_source, paths_of
 from megatron_vlm.data.sources.tables import load_by_name, root_cause, table_row
 from megatron_vlm.data.sources.tar import TarSource, join_members
-from megatron_vlm.data.sources.text_files import content_of, iter_lines, parse_json, too_large
+from megatron_vlm.data.sources.text_files import content_of, iter_lines, parse_json, too_large_error
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.untrusted import UntrustedFile, require_file, require_files_in
 
@@ -48,7 +48,7 @@ class StreamRecord:
             return raw
         members = {member["name"]: member["content"] for member in raw.get(_CONTENT, ())}
         if not members:
-            raise too_large(self.where)
+            raise too_large_error(self.where)
         line = members.get(_LINE)
         return join_members(members, self.where) if line is None else parse_json(line, self.where)
 
@@ -78,7 +78,7 @@ class Stream:
             order = generator.permutation(len(tables)) if self.shuffle else np.arange(len(tables))
             for count, index in enumerate(order.tolist()):
                 if count >= used:
-                    where = _where(tables[index])
+                    where = _record_place(tables[index])
                     where = where or f"{self.name}: record {window * self.window + index}"
                     after = {"window": window, "used": count + 1, "state": read}
                     yield StreamRecord(tables[index], where, after)
@@ -88,7 +88,9 @@ class Stream:
     def _window(self, records: Iterator[Any]) -> list[Any]:
         """Return the records of the next window, fewer at the end."""
         # Damage in a Parquet or Arrow file shows only as it is read.
-        with UntrustedFile(self.name, remedy="download it again").border("cannot be read further"):
+        with UntrustedFile(self.name, remedy="download it again").wrap_errors(
+            "cannot be read further"
+        ):
             return list(itertools.islice(records, self.window))
 
 
@@ -152,7 +154,7 @@ def _open(spec: SourceSpec) -> Any:
         raise DataError(f"cannot be streamed: {root_cause(error)}", place=spec.path) from error
 
 
-def _where(table: Any) -> str | None:
+def _record_place(table: Any) -> str | None:
     """Return the place of a record that was read here, or None if `datasets` read it."""
     known = _WHERE in table.column_names
     return table[_WHERE][0].as_py() if known else None

@@ -23,7 +23,7 @@ class TableSource:
     """A table of Hugging Face `datasets`: Parquet, Arrow, save_to_disk, or from the Hub."""
 
     def __init__(self, dataset: Any, name: str, root: str):
-        with _named(name, "the schema is damaged"):
+        with _name_errors(name, "the schema is damaged"):
             # Values stay in Arrow format: `datasets` would decode images without our limits.
             self.dataset = dataset.with_format("arrow")
         self.name, self.root = name, root
@@ -40,7 +40,7 @@ class TableSource:
     def __getitem__(self, index: int) -> Any:
         where = self.where(index)
         self._check_sizes()
-        with _named(where, "the record is damaged"):
+        with _name_errors(where, "the record is damaged"):
             table = self.dataset[int(index)]
         return table_row(table, where)
 
@@ -62,19 +62,21 @@ class TableSource:
 
 def table_row(table: Any, where: str) -> dict[str, Any]:
     """Return the only row of an Arrow table, as plain values."""
-    with _named(where, "the record is damaged"):
+    with _name_errors(where, "the record is damaged"):
         for column in table.columns:
             for chunk in column.chunks:
                 _check(chunk)
         values = table.to_pylist()[0].values()
         row = zip(table.schema.names, table.schema.types, values, strict=True)
-        return {name: _plain(value, kind) for name, kind, value in row if value is not None}
+        return {name: _plain_value(value, kind) for name, kind, value in row if value is not None}
 
 
 @contextmanager
-def _named(where: str, damaged: str) -> Iterator[None]:
+def _name_errors(where: str, damaged: str) -> Iterator[None]:
     """Raise Arrow's errors with the name of the damaged file or record."""
-    with UntrustedFile(where, remedy="download the file again, or make it again").border(damaged):
+    with UntrustedFile(where, remedy="download the file again, or make it again").wrap_errors(
+        damaged
+    ):
         yield
 
 
@@ -97,19 +99,19 @@ def _check(array: Any) -> None:
         array.validate(full=True)
 
 
-def _plain(value: Any, kind: Any) -> Any:
+def _plain_value(value: Any, kind: Any) -> Any:
     """Convert a value of Arrow to a plain one. Arrow gives every struct the fields of all others,
     as nulls: these are left out. `datasets` keeps values of mixed types as JSON: these are parsed,
     and their nulls kept."""
     if value is None:
         return None
     if isinstance(kind, pyarrow.JsonType):
-        return UntrustedFile("a column of JSON").parsed(value)
+        return UntrustedFile("a column of JSON").parse(value)
     if pyarrow.types.is_struct(kind):
         present = (field for field in kind if value[field.name] is not None)
-        return {field.name: _plain(value[field.name], field.type) for field in present}
+        return {field.name: _plain_value(value[field.name], field.type) for field in present}
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
-        return [_plain(item, kind.value_type) for item in value]
+        return [_plain_value(item, kind.value_type) for item in value]
     return value
 
 
@@ -160,7 +162,7 @@ def _refuse_addresses(folder: Path) -> None:
         file = UntrustedFile(str(path), remedy="mend it")
         text = file.content().decode(errors="replace") if os.path.lexists(path) else ""
         head = _README.match(text) if path.suffix == ".md" else None
-        with file.border("its YAML cannot be read"):
+        with file.wrap_errors("its YAML cannot be read"):
             settings = yaml.safe_load(head[1] if head else "" if path.suffix == ".md" else text)
         configs = settings.get("configs") if isinstance(settings, dict) else None
         if address := re.search(r"[\w+.]+://[^'\"\s]*|::", str(configs or "")):

@@ -117,16 +117,16 @@ _IS_BLANK = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
 def parse_json(text: str | bytes, where: str, what: str = "a line of JSON") -> Any:
     """Parse a JSON text. Raise a DataError at `where` if it is not JSON, or exceeds a limit."""
     check_size(len(text), where)
-    return UntrustedFile(where, remedy="mend the record or drop it").parsed(text, f"is not {what}")
+    return UntrustedFile(where, remedy="mend the record or drop it").parse(text, f"is not {what}")
 
 
 def check_size(size: int, where: str) -> None:
     """Refuse a record of more than MAX_RECORD bytes."""
     if size > MAX_RECORD:
-        raise too_large(where)
+        raise too_large_error(where)
 
 
-def too_large(where: str) -> DataError:
+def too_large_error(where: str) -> DataError:
     """Make the error of a record that is too large."""
     return DataError(
         f"is larger than {MAX_RECORD // 2**20} MiB",

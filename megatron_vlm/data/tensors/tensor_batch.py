@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.data.tensors import tensor_list as lists
-from megatron_vlm.data.tensors.tensor_bytes import dtype_name, not_ours, pack, unpack
+from megatron_vlm.data.tensors.tensor_bytes import dtype_name, foreign_bytes_error, pack, unpack
 from megatron_vlm.data.tensors.tensor_list import Places, Target, TensorList
 from megatron_vlm.errors import DataError
 
@@ -103,7 +103,7 @@ class TensorBatch:
     @property
     def device(self) -> torch.device | None:
         """The device that all fields share; None without fields or rows."""
-        return lists.one_device(
+        return lists.common_device(
             (f"{name}" + f"[{place}]" * isinstance(value, TensorList), part)
             for name, value in self.items()
             for place, part in enumerate([value] if isinstance(value, Tensor) else value)
@@ -187,7 +187,7 @@ class TensorBatch:
             }
             return TensorBatch(values, meta)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise not_ours(buffer, error) from error
+            raise foreign_bytes_error(buffer, error) from error
 
     def _map(self, change: Callable[[Value], Value]) -> "TensorBatch":
         return TensorBatch({name: change(value) for name, value in self.items()}, self.meta)

@@ -50,7 +50,7 @@ def unpack(buffer: bytes | bytearray | memoryview) -> tuple[dict[str, Field], di
         if view[: len(_MAGIC)] != _MAGIC or end % _ALIGN:
             raise ValueError(f"they do not begin with {_MAGIC!r} and the length of a header")
         header = json.loads(bytes(view[_PREAMBLE:end]))
-        flat = _over(view)
+        flat = _tensor_over(view)
         for name, entry in header["fields"].items():
             dtype, sizes = DTYPES[entry["dtype"]], [math.prod(shape) for shape in entry["shapes"]]
             size = sum(sizes) * dtype.itemsize
@@ -62,10 +62,10 @@ def unpack(buffer: bytes | bytearray | memoryview) -> tuple[dict[str, Field], di
             raise ValueError(f"the header asks for {end}")
         return fields, header["meta"]
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise not_ours(view, e) from e
+        raise foreign_bytes_error(view, e) from e
 
 
-def not_ours(buffer: bytes | bytearray | memoryview, why: Exception) -> DataError:
+def foreign_bytes_error(buffer: bytes | bytearray | memoryview, why: Exception) -> DataError:
     """Return the error for bytes that pack did not write."""
     return DataError(
         f": {memoryview(buffer).nbytes} bytes are not what TensorBatch.to_bytes wrote: {why}",
@@ -94,7 +94,7 @@ def _raw(name: str, row: Tensor) -> np.ndarray:
     return host.as_strided((host.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def _over(view: memoryview) -> Tensor:
+def _tensor_over(view: memoryview) -> Tensor:
     """Return the buffer's own memory, or a copy if it is read-only (a tensor is always writable) or
     not aligned for floats."""
     flat = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)

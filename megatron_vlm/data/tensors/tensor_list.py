@@ -158,7 +158,7 @@ class TensorList:
     @property
     def device(self) -> torch.device | None:
         """The device that all rows share; None without rows."""
-        return one_device((f"rows[{place}]", row) for place, row in enumerate(self.rows))
+        return common_device((f"rows[{place}]", row) for place, row in enumerate(self.rows))
 
     @staticmethod
     def cat(lists: Sequence["TensorList"]) -> "TensorList":
@@ -197,7 +197,7 @@ def row_places(index: Places, length: int) -> Sequence[int]:
     return [range(length)[int(place)] for place in table.tolist()]
 
 
-def one_device(named: Iterable[tuple[str, Tensor]]) -> torch.device | None:
+def common_device(named: Iterable[tuple[str, Tensor]]) -> torch.device | None:
     first: tuple[str, torch.device] | None = None
     for name, tensor in named:
         first = first or (name, tensor.device)

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_vlm.data.records.boxes import MARKS, REF
+from megatron_vlm.data.records.boxes import BOX_MARKS, REF
 from megatron_vlm.data.records.record import Box, Conversation, Record
 from megatron_vlm.errors import DataError
 
 Size = tuple[int, int]  # height and width of a picture in pixels
-_MOST = 1e9  # largest coordinate that is drawn
+_MAX_COORDINATE = 1e9  # largest coordinate that is drawn
 _FLAT_JSON = re.compile(r"\{[^{}]*_2d[^{}]*\}")
 
 
@@ -34,16 +34,16 @@ class Outline:
         return f"{self.label} {list(self.numbers)}".strip()
 
 
-def grounded(chat: Conversation, sizes: Sequence[Size]) -> Conversation:
+def write_boxes_as_text(chat: Conversation, sizes: Sequence[Size]) -> Conversation:
     """Return the chat with texts in place of the marks `<ref-object>` and `<bbox>`. `sizes` are the
     sizes of its pictures."""
     if chat.objects is None:
         return chat
     refs = iter(chat.objects.refs)
-    boxes = iter([str(list(numbers)) for numbers in _placed(chat, sizes)])
+    boxes = iter([str(list(numbers)) for numbers in _scaled_boxes(chat, sizes)])
 
     def fill(text: str) -> str:
-        return MARKS.sub(lambda mark: next(refs if mark[0] == REF else boxes), text)
+        return BOX_MARKS.sub(lambda mark: next(refs if mark[0] == REF else boxes), text)
 
     turns = tuple(
         replace(  # The template shows the fields in this order.
@@ -96,21 +96,21 @@ def outlines_of(record: Record, sizes: Sequence[Size], images: int) -> list[list
     outlines: list[list[Outline]] = [[] for _ in range(images)]
     if not isinstance(record, Conversation):
         return outlines
-    text_outlines = list(_written(grounded(record, sizes)))
+    text_outlines = list(_outlines_in_texts(write_boxes_as_text(record, sizes)))
     if record.objects is None:
         if images == 1:
             outlines[0] += text_outlines
         return outlines
     refs, boxes = record.objects.refs, record.objects.boxes
     labels = {outline.numbers: outline.label for outline in text_outlines}
-    for place, (box, numbers) in enumerate(zip(boxes, _placed(record, sizes), strict=True)):
+    for place, (box, numbers) in enumerate(zip(boxes, _scaled_boxes(record, sizes), strict=True)):
         # References and boxes are separate lists. They are pairs if both have the same length.
         name = refs[place] if len(refs) == len(boxes) else refs[0] if len(refs) == 1 else ""
         outlines[box.image].append(Outline(labels.get(numbers) or name, numbers))
     return outlines
 
 
-def _placed(chat: Conversation, sizes: Sequence[Size]) -> list[tuple[int, ...]]:
+def _scaled_boxes(chat: Conversation, sizes: Sequence[Size]) -> list[tuple[int, ...]]:
     assert chat.objects is not None
     return [
         thousandths(box, sizes[box.image], f"{chat.where}: objects", f"bbox[{place}]")
@@ -118,7 +118,7 @@ def _placed(chat: Conversation, sizes: Sequence[Size]) -> list[tuple[int, ...]]:
     ]
 
 
-def _written(chat: Conversation) -> Iterator[Outline]:
+def _outlines_in_texts(chat: Conversation) -> Iterator[Outline]:
     """Yield the boxes and points that the texts hold: {"bbox_2d": [...], "label": ...},
     "point_2d"."""
     for part in itertools.chain.from_iterable(turn.parts for turn in chat.turns):
@@ -132,5 +132,8 @@ def _written(chat: Conversation) -> Iterator[Outline]:
                 numbers = value.get(name)
                 if not isinstance(numbers, list) or len(numbers) != count:
                     continue
-                if all(type(n) in (int, float) and -_MOST <= n <= _MOST for n in numbers):
+                if all(
+                    type(n) in (int, float) and -_MAX_COORDINATE <= n <= _MAX_COORDINATE
+                    for n in numbers
+                ):
                     yield Outline(label if isinstance(label, str) else "", tuple(numbers))

@@ -24,7 +24,7 @@ from megatron_vlm.data.tokens.loss_spans import (
     take_turns,
     weight_of_message,
 )
-from megatron_vlm.data.tokens.template_timeout import at_most
+from megatron_vlm.data.tokens.template_timeout import time_limit
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import VisionMarks
 from megatron_vlm.io.untrusted import UntrustedFile, reason
@@ -77,7 +77,7 @@ class ChatRenderer:
                 )
         self.special_tokens, self.marks = special_tokens, marks
         names = (START, END, marks.image, marks.video, marks.start, marks.end)
-        with self.outside.border("cannot look up its tokens"):
+        with self.outside.wrap_errors("cannot look up its tokens"):
             ids = tokenizer.convert_tokens_to_ids(list(names))
             known = [None if id is None else tokenizer.convert_ids_to_tokens(id) for id in ids]
         for name, known_name in zip(names, known, strict=True):
@@ -136,7 +136,7 @@ class ChatRenderer:
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Return the text that the template renders."""
         options |= self.variables
-        with at_most(_PATIENCE_S):
+        with time_limit(_PATIENCE_S):
             text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         return text
 
@@ -147,28 +147,28 @@ class ChatRenderer:
         answer = {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT}
         return _THOUGHT in self._apply([{"role": "user", "content": "a"}, answer])
 
-    def least_tokens(self, text: str) -> int:
+    def min_tokens_of(self, text: str) -> int:
         """Return a lower bound of the number of tokens of the text, from the length of the longest
         token."""
-        bound = len(text.encode()) // self._longest
+        bound = len(text.encode()) // self._longest_token
         if not bound:
             return 0
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         text = re.sub(_CUTS, "", text)  # These characters do not become tokens.
         text = normalizer.normalize_str(text) if normalizer else text
-        return len(text.encode()) // self._longest
+        return len(text.encode()) // self._longest_token
 
     @cached_property
-    def _longest(self) -> int:
+    def _longest_token(self) -> int:
         """Bytes of the longest token. The vocabulary has one character for each byte."""
         added = (token.content for token in self.tokenizer.added_tokens_decoder.values())
         return max(map(len, [*self.tokenizer.get_vocab(), *(text.encode() for text in added)]))
 
-    def shortened(self, text: str, tokens: int) -> str:
+    def shorten(self, text: str, tokens: int) -> str:
         """Shorten a rendered text. At least its first `tokens` tokens stay the same. The rest is
         reduced to turns without text, images and videos."""
-        end = tokens * self._longest
-        while self.least_tokens(text[:end]) < tokens + _SPARE and end < len(text):
+        end = tokens * self._longest_token
+        while self.min_tokens_of(text[:end]) < tokens + _SPARE and end < len(text):
             end *= 2
         space = re.compile(r"\s").search(text, end, end + _LONG_WORD)  # Words are cut there anyway.
         end = space.start() if space else end
@@ -180,17 +180,17 @@ class ChatRenderer:
                 end = min(end, mark.start())
         return text[:end] + "".join(marks)
 
-    def opened(self, rendered: Rendered) -> Rendered:
+    def open_answer(self, rendered: Rendered) -> Rendered:
         """Return the chat followed by the tokens that open an answer."""
-        ids_U = np.concatenate([rendered.ids_U, self._opening])
-        weights_U = np.pad(rendered.weights_U, (0, len(self._opening)))
+        ids_U = np.concatenate([rendered.ids_U, self._opening_tokens])
+        weights_U = np.pad(rendered.weights_U, (0, len(self._opening_tokens)))
         return replace(rendered, ids_U=ids_U, weights_U=weights_U)
 
     @cached_property
-    def _opening(self) -> np.ndarray:
+    def _opening_tokens(self) -> np.ndarray:
         """Tokens that the template adds when an answer is to follow."""
         chat = [{"role": "user", "content": ""}]
-        with self.outside.border("its chat template cannot open an answer"):
+        with self.outside.wrap_errors("its chat template cannot open an answer"):
             closed, opened = (
                 self._apply(chat, add_generation_prompt=opens) for opens in (False, True)
             )
@@ -199,7 +199,7 @@ class ChatRenderer:
     def _tokenize(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return ids, and the character at which each token starts. Pieces are tokenized
         separately: a special token that was cut in two is plain text in both pieces."""
-        with self.outside.border("cannot encode text"):
+        with self.outside.wrap_errors("cannot encode text"):
             encoded = self.tokenizer(
                 pieces,
                 add_special_tokens=False,

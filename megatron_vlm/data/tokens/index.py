@@ -25,14 +25,14 @@ from megatron_vlm.data.sources.source import Source
 from megatron_vlm.data.tokens.index_file import Chunk, ChunkFile
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.sample import RecordDropped, Sample
-from megatron_vlm.data.worker_processes import in_processes
+from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import home_path
 
 _log = logging.getLogger("megatron_vlm.data")
 
 CHUNK = 512  # records
-_MOST_SURVEYED = 5000  # records that are read again to name all their unknown keys at once
+_MAX_SURVEYED = 5000  # records that are read again to name all their unknown keys at once
 _VERSION = 6  # version of the files; raise it when the meaning of their content changes
 # These settings decide the content of a sample.
 _DECIDING = [
@@ -112,14 +112,14 @@ def build_index(
         """Yield missing chunks late, one by one, so that chunks that other processes have finished
         by then are skipped."""
         for chunk in turn:
-            if (file := _kept(folder / names[chunk])) is None:
+            if (file := _open_cached(folder / names[chunk])) is None:
                 yield chunk
             else:
                 cached[chunk] = file
 
     workers = cfg.num_workers if len(names) > 2 * cfg.num_workers else 0
     scratch_paths: dict[int, Path] = {}
-    for chunk, content in in_processes(_Chunks(source, reader, cfg), missing(), workers, 2):
+    for chunk, content in map_in_processes(_Chunks(source, reader, cfg), missing(), workers, 2):
         if isinstance(content, UnknownKeysError):
             raise _all_unknown(source, reader, content)
         if isinstance(content, DataError):
@@ -135,7 +135,7 @@ def build_index(
     return index
 
 
-def _kept(path: Path) -> ChunkFile | None:
+def _open_cached(path: Path) -> ChunkFile | None:
     """Open a chunk of the cache, or return None. A damaged file is deleted."""
     if not os.path.lexists(path):
         return None
@@ -174,7 +174,7 @@ def _all_unknown(source: Source, reader: Reader, first: UnknownKeysError) -> Dat
     """Return an error that names all keys for which records of the source are refused, so that
     users do not correct them one after the other."""
     keys, counts = dict(first.keys), Counter[str]()
-    surveyed = min(len(source), _MOST_SURVEYED)
+    surveyed = min(len(source), _MAX_SURVEYED)
     for number in range(surveyed):
         try:
             reader.parse(source[number], source.where(number))

@@ -18,13 +18,13 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from megatron_vlm.data.tokens.sample import Sample, uneven
+from megatron_vlm.data.tokens.sample import Sample, uneven_weights
 from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
 REMEDY = "delete data.cache_dir and start again"
 _SIZES = ("supervised", "patches", "patch_pairs", "images")
 _COLUMNS = ("records", *_SIZES, "checksums", "token_ends", "image_ends", "video_ends")
-_TOLD = ("dropped", "errors", "passed")
+_METADATA_KEYS = ("dropped", "errors", "passed")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Chunk:
         """Write under a temporary name first, so that readers see the complete file or no file."""
         tensors = self._tensors()
         values = (self.dropped, self.faults, self.passed)
-        metadata = dict(zip(_TOLD, map(json.dumps, values), strict=True))
+        metadata = dict(zip(_METADATA_KEYS, map(json.dumps, values), strict=True))
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         checksum = {"checksum": _checksum(shapes, tensors, metadata)}
         handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
@@ -93,13 +93,13 @@ class ChunkFile:
         """Open a file. Raise a DataError if it is not as it was written."""
         outside = UntrustedFile(str(path), remedy=remedy)
         require_file(path)
-        with outside.border("the cache is damaged"), safe_open(path, "np") as file:
+        with outside.wrap_errors("the cache is damaged"), safe_open(path, "np") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             columns = {name: file.get_tensor(name) for name in _COLUMNS}
-            metadata = {name: file.metadata()[name] for name in _TOLD}
+            metadata = {name: file.metadata()[name] for name in _METADATA_KEYS}
             if file.metadata()["checksum"] != _checksum(shapes, columns, metadata):
                 raise ValueError("its checksum is another than when it was written")
-            dropped, errors, passed = (outside.parsed(metadata[name]) for name in _TOLD)
+            dropped, errors, passed = (outside.parse(metadata[name]) for name in _METADATA_KEYS)
         return ChunkFile(path, columns, dropped, errors, passed, "weights" in shapes)
 
     def sample(self, place: int) -> Sample:
@@ -111,10 +111,10 @@ class ChunkFile:
 
         tokens, images, videos = span("token_ends"), span("image_ends"), span("video_ends")
         outside = UntrustedFile(str(self.path), remedy=REMEDY)
-        with outside.border("the cache is damaged"), safe_open(self.path, "np") as file:
+        with outside.wrap_errors("the cache is damaged"), safe_open(self.path, "np") as file:
             ids_S, trained_S = (file.get_slice(name)[tokens] for name in ("ids", "trained"))
             grids = _grids(file, "image_grids", images), _grids(file, "video_grids", videos)
-            weights_S = uneven(file.get_slice("weights")[tokens]) if self.weighted else None
+            weights_S = uneven_weights(file.get_slice("weights")[tokens]) if self.weighted else None
             sample = Sample(ids_S, trained_S, *grids, weights_S)
             if _checksum_of_sample(sample) != self.columns["checksums"][place]:
                 raise ValueError(f"the checksum of sample {place} is another than when written")
@@ -122,10 +122,12 @@ class ChunkFile:
 
 
 def _checksum(
-    shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, np.ndarray], told: dict[str, str]
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, np.ndarray],
+    metadata: dict[str, str],
 ) -> str:
     """Return a checksum of everything that the samples' own checksums do not cover."""
-    described = repr((sorted(shapes.items()), sorted(told.items()))).encode()
+    described = repr((sorted(shapes.items()), sorted(metadata.items()))).encode()
     return str(_sum([tensors[name] for name in _COLUMNS], zlib.crc32(described)))
 
 

@@ -67,7 +67,7 @@ class Reader:
 
     def picture(self, image: Image, where: str) -> Tensor:
         """Decode an image, resize it and cut it into patches: bytes [P, C]."""
-        settings = self.encoder.images.within(image.min_pixels, image.max_pixels, where)
+        settings = self.encoder.images.with_bounds(image.min_pixels, image.max_pixels, where)
         return torch.from_numpy(image_patches(read_image(image, self.policy, where), settings))
 
     def _video(self, video: Video, where: str) -> Tensor:

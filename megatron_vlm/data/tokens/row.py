@@ -215,7 +215,7 @@ def _values(row: Row, targets: np.ndarray, names: Sequence[str], where: str) -> 
     return values
 
 
-def continued(prompt: Row, ids: Sequence[int], **values: float) -> Row:
+def continue_row(prompt: Row, ids: Sequence[int], **values: float) -> Row:
     """Return the prompt followed by supervised tokens, each of which gets these values."""
     answer_S = torch.tensor(ids, dtype=torch.long)
     ids_S = torch.cat([prompt.ids_S, answer_S])

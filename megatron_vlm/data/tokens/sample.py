@@ -30,7 +30,7 @@ from megatron_vlm.data.records.record import (
     Record,
     Video,
 )
-from megatron_vlm.data.tokens.boxes_as_text import Size, grounded
+from megatron_vlm.data.tokens.boxes_as_text import Size, write_boxes_as_text
 from megatron_vlm.data.tokens.chat_template import ChatRenderer, Rendered
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import VisionMarks
@@ -94,10 +94,10 @@ class Encoder:
                 _one_pad_a_frame(plan, self.videos.merge_size, self.renderer.marks)
                 for plan in plans
             ]
-            bounded = partial(self._bounded, where=record.where)
-            chat = grounded(record, sizes)
+            bounded = partial(self._shorten_long_text, where=record.where)
+            chat = write_boxes_as_text(record, sizes)
             rendered = self.renderer.render(chat, texts, self.cfg.train_on, bounded)
-            rendered = self.renderer.opened(rendered) if prompt else rendered
+            rendered = self.renderer.open_answer(rendered) if prompt else rendered
         else:
             rendered = self._read_chunks(record, image_grids)
         whole, spans = self._expand(record, rendered, image_grids, plans)
@@ -113,7 +113,7 @@ class Encoder:
 
     def image_grid(self, image: Image, size: Size, where: str) -> Grid:
         """Return the grid of patches of an image with this height and width."""
-        return self.images.within(image.min_pixels, image.max_pixels, where).grid(*size)
+        return self.images.with_bounds(image.min_pixels, image.max_pixels, where).grid(*size)
 
     def video_plan(self, video: Video, policy: MediaPolicy, where: str) -> VideoPlan:
         """Choose the frames of a video that the model sees, and their size."""
@@ -218,7 +218,7 @@ class Encoder:
             )
         ids_S, weights_S = np.repeat(ids_U, repeats_U), np.repeat(weights_U, repeats_U)
         grids = tuple(image_grids), video_grids
-        return Sample(ids_S, weights_S > 0, *grids, uneven(weights_S)), token_spans
+        return Sample(ids_S, weights_S > 0, *grids, uneven_weights(weights_S)), token_spans
 
     def _with_brackets(self, ids_U: np.ndarray, first: int, last: int) -> tuple[int, int]:
         """Extend [first, last] by the <|vision_start|> before it and the <|vision_end|> after
@@ -229,14 +229,14 @@ class Encoder:
             last += 1
         return first, last
 
-    def _bounded(self, text: str, where: str) -> str:
+    def _shorten_long_text(self, text: str, where: str) -> str:
         """Apply data.truncation to a text that is certainly longer than data.max_tokens. The tokens
         of megabytes of text would take gigabytes of memory."""
-        cfg, min_tokens = self.cfg, self.renderer.least_tokens(text)
+        cfg, min_tokens = self.cfg, self.renderer.min_tokens_of(text)
         if min_tokens <= cfg.max_tokens:
             return text
         if cfg.truncation == "image_safe":
-            return self.renderer.shortened(text, cfg.max_tokens)
+            return self.renderer.shorten(text, cfg.max_tokens)
         raise self._too_long({"max_tokens": f"{min_tokens} tokens or more"}, where)
 
     def _too_long(
@@ -309,11 +309,11 @@ def cut_sample(
         sample.trained_S[:end],
         sample.image_grids[: kinds.count("image")],
         sample.video_grids[: kinds.count("video")],
-        None if sample.weights_S is None else uneven(sample.weights_S[:end]),
+        None if sample.weights_S is None else uneven_weights(sample.weights_S[:end]),
     )
 
 
-def uneven(weights_S: np.ndarray) -> np.ndarray | None:
+def uneven_weights(weights_S: np.ndarray) -> np.ndarray | None:
     """Return the weights, or None if each is 0 or 1: the flags of trained tokens are enough
     then."""
     return None if np.isin(weights_S, (0, 1)).all() else weights_S

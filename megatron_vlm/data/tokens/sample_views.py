@@ -23,7 +23,7 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.sample import Encoder, Sample, image_sizes
 from megatron_vlm.errors import DataError
 
-MOST_FRAMES = 16  # temporal patches of a video that get pictures
+MAX_SHOWN_FRAMES = 16  # temporal patches of a video that get pictures
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ def _with_pictures(views: Sequence[View], row: Row, sample: Sample, encoder: Enc
         parts = () if patches is None else patches.split([math.prod(grid) for grid in grids])
         for part, grid in zip(parts, grids, strict=True):
             frames = unpatch(part.numpy(), grid, settings.patch_size, settings.merge_size)
-            pictures += [tuple(shown) for shown in frames[:MOST_FRAMES]]
-            pictures += [()] * (len(frames) - MOST_FRAMES)
+            pictures += [tuple(shown) for shown in frames[:MAX_SHOWN_FRAMES]]
+            pictures += [()] * (len(frames) - MAX_SHOWN_FRAMES)
     return [replace(view, pictures=p) for view, p in zip(views, pictures, strict=True)]
 
 
@@ -184,7 +184,7 @@ def _turns(
     tokenizer = renderer.tokenizer
     special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
     kind_S = np.isin(sample.ids_S, special).astype(np.int64)  # 0: text, 1: special, below 0: a view
-    placed_views = list(_placed(sample, reader, views, where))
+    placed_views = list(_views_in_order(sample, reader, views, where))
     for number, (start, view) in enumerate(placed_views):
         kind_S[start : start + view.num_tokens] = -1 - number
     turn_S = np.cumsum(sample.ids_S == renderer.start_id)
@@ -204,10 +204,10 @@ def _turns(
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             piece = TextPiece(text, trained, special=kind == 1, weight=weight)
         turns.setdefault(int(turn_S[start]), []).append(piece)
-    return tuple(map(_framed, turns.values()))
+    return tuple(map(_without_frame, turns.values()))
 
 
-def _placed(
+def _views_in_order(
     sample: Sample, reader: Reader, views: Sequence[View], where: str
 ) -> Iterator[tuple[int, View]]:
     """Yield the views in the order of their tokens, each with the position of its first token."""
@@ -223,7 +223,7 @@ def _placed(
         yield run.start, next(remaining[int(ids_S[run.start])])
 
 
-def _framed(pieces: list[TextPiece]) -> ShownTurn:
+def _without_frame(pieces: list[TextPiece]) -> ShownTurn:
     """Return the pieces of a turn without its frame, unless the frame is trained."""
     role = ""
     if len(pieces) > 1 and pieces[0].text == START and not (pieces[0].trained or pieces[1].trained):

@@ -16,7 +16,7 @@ class TemplateTimeout(Exception):  # noqa: N818 - its text ends a sentence
 
 
 @contextmanager
-def at_most(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Raise TemplateTimeout in the current thread once the code has run for `seconds`. Code that is
     not Python must return first."""
     here = ctypes.c_ulong(threading.get_ident())

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.added_tokens import MOST_BYTES, add_to
+from megatron_vlm.family.added_tokens import MAX_TOKENIZER_BYTES, add_to
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.io.untrusted import UntrustedFile, require_files_in
 
@@ -24,8 +24,14 @@ def read_tokenizer(model_path: str, add_tokens: Sequence[str] = ()) -> PreTraine
     for name in (*_JSON, *_TEXT):
         if os.path.lexists(folder / name):
             file = UntrustedFile(str(folder / name), ConfigError, _REMEDY)
-            _ = file.json(MOST_BYTES).object() if name in _JSON else file.text(MOST_BYTES)
-    with UntrustedFile(f"the tokenizer in {folder}", ConfigError, _REMEDY).border("cannot be read"):
+            _ = (
+                file.json(MAX_TOKENIZER_BYTES).object()
+                if name in _JSON
+                else file.text(MAX_TOKENIZER_BYTES)
+            )
+    with UntrustedFile(f"the tokenizer in {folder}", ConfigError, _REMEDY).wrap_errors(
+        "cannot be read"
+    ):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False
         )

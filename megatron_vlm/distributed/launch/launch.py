@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from megatron_vlm.config.checks import processes_for
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.launch.local_launcher import run_job
-from megatron_vlm.distributed.process import run_process, under_launcher
+from megatron_vlm.distributed.process import is_under_launcher, run_process
 from megatron_vlm.errors import ConfigError
 
 _RAY_ROOM = 36  # bytes of TMPDIR: Ray adds 71 for its sockets, and Linux allows 107
@@ -43,7 +43,7 @@ def launch(
     """Run `command(arguments)` in as many processes as the layout needs, and return the exit
     status. Processes that are started here run `python -m module arguments`, which does the
     same."""
-    if under_launcher():
+    if is_under_launcher():
         return run_process(command, arguments)
     if cfg.launch.backend == "ray" and command.__name__ in ("run_train", "run_rl", "run_serve"):
         check_ray()

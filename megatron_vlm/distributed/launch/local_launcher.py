@@ -25,16 +25,16 @@ from megatron_vlm.distributed.launch.restart import (
     wait_for_ranks,
 )
 from megatron_vlm.distributed.process import (
+    ERRORS_FOLDER,
     FAILED,
     INTERRUPTED,
     LAUNCHER,
     PREEMPTED,
     RESTART,
-    SAID,
     SECRET,
     STOPPED_EARLY,
     new_secret,
-    say,
+    print_to_user,
 )
 from megatron_vlm.io.parent_death import signal_when_parent_dies
 from megatron_vlm.io.scratch import scratch_folder
@@ -68,7 +68,9 @@ def _run_once(command: Sequence[str], count: int, restart: int) -> Ending:
 
 
 def _run_at(port: int, command: Sequence[str], count: int, restart: int) -> Ending:
-    shared = variables_of(count, restart, port) | {SAID: tempfile.mkdtemp(dir=scratch_folder())}
+    shared = variables_of(count, restart, port) | {
+        ERRORS_FOLDER: tempfile.mkdtemp(dir=scratch_folder())
+    }
     processes: list[subprocess.Popen[bytes]] = []
     running: dict[int, subprocess.Popen[bytes]] = {}
     interrupts: list[float] = []  # times of Ctrl-C
@@ -94,7 +96,7 @@ def _run_at(port: int, command: Sequence[str], count: int, restart: int) -> Endi
             for rank in range(count):
                 processes.append(_start(command, shared, rank))
             if received:  # it came during the start, so that some ranks may have missed it
-                say(STOPPED_EARLY)
+                print_to_user(STOPPED_EARLY)
                 return Ending(PREEMPTED, stopped=True)
             running.update(enumerate(processes))
             ending = wait_for_ranks(count, ended)
@@ -122,7 +124,9 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            say(f"rank {rank}, process {process.pid}, waits for a device and cannot be killed")
+            print_to_user(
+                f"rank {rank}, process {process.pid}, waits for a device and cannot be killed"
+            )
 
 
 def _kill(processes: Sequence["subprocess.Popen[bytes]"]) -> None:

@@ -22,7 +22,7 @@ from megatron_vlm.distributed.launch.restart import (
     signals_sent_to,
     wait_for_ranks,
 )
-from megatron_vlm.distributed.process import FAILED, RESTART, STUCK, guarded, say
+from megatron_vlm.distributed.process import FAILED, RESTART, STUCK, print_to_user, run_guarded
 from megatron_vlm.distributed.ray_cluster import (
     RankActor,
     StoreAddress,
@@ -60,7 +60,7 @@ def _start_ray(address: str) -> None:
     remedy = "see that its cluster runs, or for a new one that memory and /tmp/ray have room"
     untrusted = UntrustedFile(f"launch.ray_address={address}", ConfigError, remedy)
     dashboard = False if address == "local" else None
-    with untrusted.border("Ray does not start"):
+    with untrusted.wrap_errors("Ray does not start"):
         ray.init(address=address, log_to_driver=True, include_dashboard=dashboard)
 
 
@@ -80,7 +80,7 @@ class TrainActor(RankActor):
         run = getattr(importlib.import_module(module), function)
         self.use_store(store)
         self.signals = Signals()
-        return guarded(lambda given: run(given, self.signals), arguments)
+        return run_guarded(lambda arguments: run(arguments, self.signals), arguments)
 
     def stop(self, number: int) -> None:
         """Save and stop after this step."""
@@ -162,7 +162,7 @@ def _status(ref: Any, rank: int) -> int:
     try:
         return int(ray.get(ref))
     except RayActorError:
-        say(f"rank {rank} was lost: its process or its node is gone")
+        print_to_user(f"rank {rank} was lost: its process or its node is gone")
     except RayTaskError as error:
-        say(f"rank {rank}: {error.cause if error.cause is not None else error}")
+        print_to_user(f"rank {rank}: {error.cause if error.cause is not None else error}")
     return FAILED

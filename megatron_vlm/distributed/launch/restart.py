@@ -7,9 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from megatron_vlm.distributed.process import MISTAKE, PREEMPTED, STOP_SIGNALS, STUCK, UNLIKE, say
+from megatron_vlm.distributed.process import (
+    MISTAKE,
+    PREEMPTED,
+    STOP_SIGNALS,
+    STUCK,
+    UNLIKE,
+    print_to_user,
+)
 
-GRACE_S = 10.0  # time for the other ranks to report why they end too, once one has failed
+RANK_GRACE_S = 10.0  # time for the other ranks to report why they end too, once one has failed
 LAST_S = 120.0  # time for the other ranks to end, once one is done: they finish together
 
 
@@ -22,7 +29,7 @@ class Ending:
     stopped: bool = False  # the launcher received a signal
 
     @property
-    def failed(self) -> bool:
+    def may_retry(self) -> bool:
         """True if another attempt may help."""
         return not self.stopped and self.status not in (0, MISTAKE, UNLIKE, PREEMPTED)
 
@@ -32,12 +39,14 @@ def run_with_restarts(attempt: Callable[[int], Ending], max_restarts: int) -> in
     `max_restarts` times. Return the exit status of the job."""
     for restart in range(max_restarts + 1):
         ending = attempt(restart)
-        if not ending.failed:
+        if not ending.may_retry:
             break
         if ending.reason:
-            say(ending.reason)
+            print_to_user(ending.reason)
         if restart < max_restarts:
-            say(f"starting again, restart {restart + 1} of launch.max_restarts={max_restarts}")
+            print_to_user(
+                f"starting again, restart {restart + 1} of launch.max_restarts={max_restarts}"
+            )
     return ending.status
 
 
@@ -60,9 +69,9 @@ def signals_sent_to(send: Callable[[int], None]) -> Iterator[list[int]]:
 
 
 def wait_for_ranks(count: int, ended: Callable[[], Iterable[Ending]]) -> Ending:
-    """Wait until all ranks have ended, or until GRACE_S after the first failure, or LAST_S after
-    the first rank is done. `ended` waits a moment and returns the ranks that ended since its last
-    call."""
+    """Wait until all ranks have ended, or until RANK_GRACE_S after the first failure, or LAST_S
+    after the first rank is done. `ended` waits a moment and returns the ranks that ended since its
+    last call."""
     failure: Ending | None = None
     deadline = float("inf")
     while count and time.monotonic() < deadline:
@@ -70,7 +79,7 @@ def wait_for_ranks(count: int, ended: Callable[[], Iterable[Ending]]) -> Ending:
             count -= 1
             deadline = min(deadline, time.monotonic() + LAST_S)
             if ending.status and failure is None:
-                failure, deadline = ending, time.monotonic() + GRACE_S
+                failure, deadline = ending, time.monotonic() + RANK_GRACE_S
     if count and failure is None:
         return Ending(
             STUCK, f"{count} of the ranks did not end in {LAST_S:.0f} s after another had"

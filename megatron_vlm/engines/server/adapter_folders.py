@@ -36,7 +36,7 @@ class NamedAdapters:
         engine.add_lora(request)
         return request
 
-    def of(self, engine: Any, folder: str) -> Any:
+    def request_for(self, engine: Any, folder: str) -> Any:
         """Return the same LoRA request for all requests that name the folder."""
         if folder not in self.known:
             self.known[folder] = self.new(engine, folder)

@@ -21,7 +21,7 @@ from typing import Any
 from adapter_folders import NamedAdapters, rank_for, write_nothing
 from channel import ParentChannel
 from frames import Message
-from vllm_prompt import given, seen
+from vllm_prompt import inspect_request, to_vllm_prompt
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -151,12 +151,12 @@ class Server:
         adapter that this request uses instead of the one of `adapt`."""
         request = self.asked[number] = Asked(expected, [None] * len(seeds))
         try:
-            inputs = given(**prompt)
+            inputs = to_vllm_prompt(**prompt)
             adapter_folder = adapter or (self.nothing if self.adapter is None else None)
             lora = (
                 self.adapter
                 if adapter_folder is None
-                else self.adapters.of(self.engine, adapter_folder)
+                else self.adapters.request_for(self.engine, adapter_folder)
             )
             for place, seed in enumerate(seeds):
                 params = sampling_params(settings, never, seed, self.special)
@@ -179,11 +179,11 @@ class Server:
             raise ValueError("to look at prompts, start an engine of one process")
         request = self.engine.input_processor.process_inputs(
             "inspected",
-            given(**prompt),
+            to_vllm_prompt(**prompt),
             SamplingParams(max_tokens=1),
             supported_tasks=self.engine.get_supported_tasks(),
         )
-        [(about, values)] = self.engine.apply_model(lambda model: seen(request, model))
+        [(about, values)] = self.engine.apply_model(lambda model: inspect_request(request, model))
         return {**about, "vllm": str(vllm.__version__)}, values
 
     def _take(self, output: Any) -> None:
@@ -192,7 +192,7 @@ class Server:
         request = self.asked[number]
         if output.prompt_token_ids != request.expected:
             self._forget_request(number)
-            self.link.refuse(number, _unlike(output.prompt_token_ids, request.expected))
+            self.link.refuse(number, _unlike_ids_message(output.prompt_token_ids, request.expected))
             return
         request.samples[place] = answer_of(output)
         if None not in request.samples:
@@ -214,7 +214,7 @@ class Server:
                 "tensors are streamed to an engine of one process, and this one has more; update "
                 "it from the folder of an export"
             )
-        self._reload({"weights_iterator": self._arriving()}, version)
+        self._reload({"weights_iterator": self._arriving_tensors()}, version)
 
     def adapt(self, folder: str, version: int) -> None:
         """Load an adapter's folder for all later requests."""
@@ -241,7 +241,7 @@ class Server:
         self.engine.reset_encoder_cache()
         self.version = version
 
-    def _arriving(self) -> Iterator[tuple[str, Any]]:
+    def _arriving_tensors(self) -> Iterator[tuple[str, Any]]:
         import torch
 
         while (tensor := self.link.next_tensor()) is not None:
@@ -304,8 +304,8 @@ def answer_of(output: Any) -> Message:
     return {"ids": ids, "log_probs": log_probs, "ended": completion.finish_reason}
 
 
-def _unlike(found: list[int], expected: list[int]) -> str:
-    return f"PromptError: vLLM made {len(found)} ids of the prompt, not its {len(expected)}"
+def _unlike_ids_message(ids: list[int], expected: list[int]) -> str:
+    return f"PromptError: vLLM made {len(ids)} ids of the prompt, not its {len(expected)}"
 
 
 if __name__ == "__main__":

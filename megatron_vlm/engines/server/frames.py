@@ -7,8 +7,8 @@ import json
 import struct
 from typing import Any, BinaryIO
 
-HEADER = struct.Struct("!IQ")  # bytes of the JSON, bytes of the raw part
-MOST_BYTES = 1 << 34  # maximum of a frame; anything larger is not a frame of this protocol
+FRAME_HEADER = struct.Struct("!IQ")  # bytes of the JSON, bytes of the raw part
+MAX_FRAME_BYTES = 1 << 34  # maximum of a frame; anything larger is not a frame of this protocol
 
 Message = dict[str, Any]
 
@@ -20,14 +20,16 @@ class WireError(Exception):
 def head(message: Message, body_bytes: int = 0) -> bytes:
     """Return a frame without its raw bytes."""
     text = json.dumps(message, separators=(",", ":")).encode()
-    return HEADER.pack(len(text), body_bytes) + text
+    return FRAME_HEADER.pack(len(text), body_bytes) + text
 
 
 def sizes(header: bytes) -> tuple[int, int]:
     """Return the sizes of a frame's JSON and of its raw bytes."""
-    text, body = HEADER.unpack(header)
-    if text + body > MOST_BYTES:
-        raise WireError(f"a frame of {text} + {body} bytes; at most {MOST_BYTES} are one of ours")
+    text, body = FRAME_HEADER.unpack(header)
+    if text + body > MAX_FRAME_BYTES:
+        raise WireError(
+            f"a frame of {text} + {body} bytes; at most {MAX_FRAME_BYTES} are one of ours"
+        )
     return text, body
 
 
@@ -44,15 +46,15 @@ def parse(text: bytes) -> Message:
 
 def read_frame(stream: BinaryIO) -> tuple[Message, bytes] | None:
     """Read the next frame of a blocking stream. Return None if the other end has closed it."""
-    header = stream.read(HEADER.size)
+    header = stream.read(FRAME_HEADER.size)
     if not header:
         return None
-    text_bytes, body_bytes = sizes(_whole(header, HEADER.size))
-    message = parse(_whole(stream.read(text_bytes), text_bytes))
-    return message, _whole(stream.read(body_bytes), body_bytes)
+    text_bytes, body_bytes = sizes(_check_complete(header, FRAME_HEADER.size))
+    message = parse(_check_complete(stream.read(text_bytes), text_bytes))
+    return message, _check_complete(stream.read(body_bytes), body_bytes)
 
 
-def _whole(found: bytes, size: int) -> bytes:
-    if len(found) < size:
-        raise WireError(f"a frame was cut off: {len(found)} of {size} bytes")
-    return found
+def _check_complete(data: bytes, size: int) -> bytes:
+    if len(data) < size:
+        raise WireError(f"a frame was cut off: {len(data)} of {size} bytes")
+    return data

@@ -7,7 +7,9 @@ from frames import Message
 _FPS = 10.0  # frames are numbered in tenths of a second, like the times in prompts
 
 
-def given(prompt: list[int], pictures: list[list[int]], videos: list[Message], body: bytes) -> Any:
+def to_vllm_prompt(
+    prompt: list[int], pictures: list[list[int]], videos: list[Message], body: bytes
+) -> Any:
     """Return vLLM's form of a prompt, which has one placeholder for each picture and each video.
     `pictures` are heights and widths. The body has the RGB pixels, already in the trainer's
     sizes."""
@@ -48,7 +50,7 @@ def _video(video: Message, pixels: bytes) -> tuple[Any, Message]:
     return np.frombuffer(pixels, np.uint8).reshape(frames, high, wide, 3), about
 
 
-def seen(request: Any, model: Any) -> tuple[Message, bytes]:
+def inspect_request(request: Any, model: Any) -> tuple[Message, bytes]:
     """Return the ids of vLLM's own request, and the grids, types and shapes of its patches. The
     values follow as fp32: first those of all pictures, then those of all videos."""
     import torch
@@ -58,7 +60,7 @@ def seen(request: Any, model: Any) -> tuple[Message, bytes]:
     names = {"image": "pixel_values", "video": "pixel_values_videos"}
     for feature in request.mm_features or []:
         kind, data = feature.modality, feature.data.get_data()
-        patches = normalised(data[names[kind]], model.visual)
+        patches = normalise_patches(data[names[kind]], model.visual)
         about[kind].append(
             {
                 "grid": data[f"{kind}_grid_thw"].flatten().tolist(),
@@ -70,7 +72,7 @@ def seen(request: Any, model: Any) -> tuple[Message, bytes]:
     return about, b"".join([*values["image"], *values["video"]])
 
 
-def normalised(patches: Any, tower: Any) -> Any:
+def normalise_patches(patches: Any, tower: Any) -> Any:
     """Return patches as the tower's first layer receives them. vLLM may pass bytes to the tower,
     which normalises them itself (0.32 does)."""
     norm = getattr(tower, "input_norm", None)

@@ -19,7 +19,13 @@ from transformers.vision_utils import (
 )
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.field_rules import OBJECT, KnownFields, ModelFields, other_model, refused
+from megatron_vlm.family.field_rules import (
+    OBJECT,
+    KnownFields,
+    ModelFields,
+    other_model,
+    unsupported_fields,
+)
 from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS
 from megatron_vlm.family.qwen3_vl.tower_attention import PackedAttention
 from megatron_vlm.family.spec import (
@@ -39,7 +45,7 @@ from megatron_vlm.family.spec import (
 )
 from megatron_vlm.io.untrusted import UntrustedFile
 
-NAMES = HFNames("model.language_model.", "model.visual.", "lm_head.weight")
+HF_NAMES = HFNames("model.language_model.", "model.visual.", "lm_head.weight")
 _MROPE_SECTION = (24, 20, 20)  # transformers' default
 
 
@@ -59,18 +65,18 @@ def _unknown(config: PretrainedConfig, known: ModelFields) -> Iterator[str]:
     # Some tools repeat a field of the text at the top, where nothing reads it.
     repeated = {name for name in top if name in text and top[name] == text[name]}
     read = top.keys() - (repeated - known.top.fixed.keys())
-    yield from refused("", {name: top[name] for name in read}, known.top)
-    yield from refused("text_config.", text, known.text)
+    yield from unsupported_fields("", {name: top[name] for name in read}, known.top)
+    yield from unsupported_fields("text_config.", text, known.text)
     rope = text["rope_parameters"]
     yield from _unknown_of("text_config.rope_parameters.", rope, known.text_rope)
-    yield from refused("vision_config.", vision, known.vision)
+    yield from unsupported_fields("vision_config.", vision, known.vision)
     rope = vision["rope_parameters"]
     yield from _unknown_of("vision_config.rope_parameters.", rope, known.vision_rope)
 
 
-def _unknown_of(part: str, given: Any, known: KnownFields) -> Iterator[str]:
+def _unknown_of(part: str, value: Any, known: KnownFields) -> Iterator[str]:
     # The rules of the part that holds this field refuse any other type.
-    yield from refused(part, given, known) if OBJECT.fits(given) else ()
+    yield from unsupported_fields(part, value, known) if OBJECT.fits(value) else ()
 
 
 def _fields(part: PretrainedConfig) -> dict[str, Any]:
@@ -173,7 +179,7 @@ def make_sizes(config: PretrainedConfig, experts: ExpertSizes | None = None) -> 
     )
     tensors = [*_vision_tensors(config), *_text_tensors(text_sizes)]
     tied = bool(config.tie_word_embeddings)
-    head = TensorSpec(NAMES.head, (text_sizes.vocab, text_sizes.hidden), Part.head)
+    head = TensorSpec(HF_NAMES.head, (text_sizes.vocab, text_sizes.hidden), Part.head)
     if not tied:
         tensors.append(head)
     return ModelSizes(text_sizes, vision_sizes, tokens, tied, tuple(tensors), head)
@@ -183,7 +189,7 @@ def _vision_tensors(config: PretrainedConfig) -> Iterator[TensorSpec]:
     """Yield the tensors of Hugging Face's own module, without allocating its weights."""
     for name, param in _empty_tower(config, torch.device("meta")).named_parameters():
         part = Part.merger if "merger" in name else Part.vision
-        yield TensorSpec(NAMES.vision + name, tuple(param.shape), part)
+        yield TensorSpec(HF_NAMES.vision + name, tuple(param.shape), part)
 
 
 def _text_tensors(text: TextSizes) -> Iterator[TensorSpec]:
@@ -210,12 +216,12 @@ def _text_tensors(text: TextSizes) -> Iterator[TensorSpec]:
             "mlp.experts.gate_up_proj": (experts.count, 2 * experts.ffn, hidden),
             "mlp.experts.down_proj": (experts.count, hidden, experts.ffn),
         }
-    yield TensorSpec(NAMES.embedding, (text.vocab, hidden), Part.embed)
+    yield TensorSpec(HF_NAMES.embedding, (text.vocab, hidden), Part.embed)
     for number in range(text.layers):
         has_experts = experts is not None and number in experts.layers
         for name, shape in (layer | (sparse if has_experts else dense)).items():
-            yield TensorSpec(NAMES.layer(number) + name, shape, Part.decoder)
-    yield TensorSpec(NAMES.final_norm, (hidden,), Part.decoder)
+            yield TensorSpec(HF_NAMES.layer(number) + name, shape, Part.decoder)
+    yield TensorSpec(HF_NAMES.final_norm, (hidden,), Part.decoder)
 
 
 class LinearPatchEmbed(nn.Module):
@@ -234,7 +240,7 @@ class LinearPatchEmbed(nn.Module):
 def _empty_tower(config: PretrainedConfig, device: torch.device) -> Qwen3VLVisionModel:
     config.vision_config._attn_implementation = "sdpa"  # overrides the choice in config.json
     file = UntrustedFile(f"the config.json of {config.name_or_path}", ConfigError)
-    border = file.border("transformers cannot make its vision tower")
+    border = file.wrap_errors("transformers cannot make its vision tower")
     with border, no_init_weights(), device:
         return Qwen3VLVisionModel(config.vision_config)
 
@@ -295,5 +301,5 @@ def mrope_positions(length: int, runs: Sequence[PlaceholderRun]) -> Tensor:
     return positions_3S
 
 
-MARKS = VisionMarks("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-QWEN3_VL = Family("qwen3_vl", NAMES, MARKS, sizes_of, build_tower)
+VISION_MARKS = VisionMarks("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+QWEN3_VL = Family("qwen3_vl", HF_NAMES, VISION_MARKS, sizes_of, build_tower)

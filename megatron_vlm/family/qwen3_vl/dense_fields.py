@@ -11,9 +11,9 @@ from megatron_vlm.family.field_rules import (
     ModelFields,
     list_of,
     or_null,
-    whole,
+    whole_number,
 )
-from megatron_vlm.family.field_rules import TEXT as STRING
+from megatron_vlm.family.field_rules import TEXT_RULE as STRING
 
 # Fields of every part, as transformers holds them: the names with an underscore are its own.
 _IDLE = {
@@ -25,11 +25,11 @@ _IDLE = {
 _OUTPUTS = {"output_hidden_states", "_output_attentions"}
 _FIXED: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,), "return_dict": (True,)}
 
-_WIDTH = whole(1, 2**20)
-_COUNT = whole(1, 2**10)
-_ID = whole(0, 2**31 - 1)
+_WIDTH = whole_number(1, 2**20)
+_COUNT = whole_number(1, 2**10)
+_ID = whole_number(0, 2**31 - 1)
 
-TOP = KnownFields(
+DENSE_TOP = KnownFields(
     {
         "text_config": OBJECT,
         "vision_config": OBJECT,
@@ -40,16 +40,16 @@ TOP = KnownFields(
     {*_IDLE, *_OUTPUTS, "vision_start_token_id", "vision_end_token_id", "pad_token_id"},
     {**_FIXED, "model_type": ("qwen3_vl",), "quantization_config": (None,)},
 )
-TEXT = KnownFields(
+DENSE_TEXT = KnownFields(
     {
-        "vocab_size": whole(1, 2**26),
+        "vocab_size": whole_number(1, 2**26),
         "hidden_size": _WIDTH,
         "intermediate_size": _WIDTH,
         "num_hidden_layers": _COUNT,
         "head_dim": _COUNT,
         "num_attention_heads": _COUNT,
         "num_key_value_heads": or_null(_COUNT),
-        "max_position_embeddings": whole(1, 2**31 - 1),
+        "max_position_embeddings": whole_number(1, 2**31 - 1),
         "rms_norm_eps": POSITIVE,
         "rope_parameters": OBJECT,
         "pad_token_id": or_null(_ID),
@@ -70,7 +70,7 @@ TEXT = KnownFields(
     },
 )
 TEXT_ROPE = KnownFields(
-    {"rope_theta": POSITIVE, "mrope_section": list_of(whole(0, 2**10))},
+    {"rope_theta": POSITIVE, "mrope_section": list_of(whole_number(0, 2**10))},
     set(),
     {
         "rope_type": ("default",),
@@ -80,7 +80,7 @@ TEXT_ROPE = KnownFields(
     },
 )
 # The tower is transformers' own module, made from this part of the config.
-VISION = KnownFields(
+DENSE_VISION = KnownFields(
     {
         "depth": _COUNT,
         "hidden_size": _WIDTH,
@@ -93,7 +93,7 @@ VISION = KnownFields(
         "temporal_patch_size": _COUNT,
         "out_hidden_size": _WIDTH,
         "num_position_embeddings": _WIDTH,
-        "deepstack_visual_indexes": list_of(whole(0, 2**10)),
+        "deepstack_visual_indexes": list_of(whole_number(0, 2**10)),
         "rope_parameters": OBJECT,
     },
     _IDLE,
@@ -105,4 +105,4 @@ VISION = KnownFields(
     },
 )
 VISION_ROPE = KnownFields({"rope_theta": POSITIVE}, set(), {"rope_type": ("axial",)})
-QWEN3_VL_FIELDS = ModelFields(TOP, TEXT, TEXT_ROPE, VISION, VISION_ROPE)
+QWEN3_VL_FIELDS = ModelFields(DENSE_TOP, DENSE_TEXT, TEXT_ROPE, DENSE_VISION, VISION_ROPE)

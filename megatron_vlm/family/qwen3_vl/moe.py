@@ -5,7 +5,13 @@ from collections.abc import Iterator
 from transformers import PretrainedConfig
 
 from megatron_vlm.family.field_rules import other_model
-from megatron_vlm.family.qwen3_vl.dense import MARKS, NAMES, build_tower, check_fields, make_sizes
+from megatron_vlm.family.qwen3_vl.dense import (
+    HF_NAMES,
+    VISION_MARKS,
+    build_tower,
+    check_fields,
+    make_sizes,
+)
 from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS
 from megatron_vlm.family.spec import ExpertSizes, Family, ModelSizes
 
@@ -40,4 +46,4 @@ def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
     )
 
 
-QWEN3_VL_MOE = Family("qwen3_vl_moe", NAMES, MARKS, moe_sizes_of, build_tower)
+QWEN3_VL_MOE = Family("qwen3_vl_moe", HF_NAMES, VISION_MARKS, moe_sizes_of, build_tower)

@@ -7,15 +7,15 @@ from megatron_vlm.family.field_rules import (
     list_of,
     or_null,
 )
-from megatron_vlm.family.field_rules import whole as _whole
+from megatron_vlm.family.field_rules import whole_number as _whole
 from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS as DENSE
 
 _EXPERTS = _whole(1, 2**12)
 
-TOP = KnownFields(
+MOE_TOP = KnownFields(
     DENSE.top.carried_out, DENSE.top.idle, {**DENSE.top.fixed, "model_type": ("qwen3_vl_moe",)}
 )
-TEXT = KnownFields(
+MOE_TEXT = KnownFields(
     {
         **DENSE.text.carried_out,
         # One field has two names: the first in the released checkpoints, the second in
@@ -38,9 +38,9 @@ TEXT = KnownFields(
         "output_router_logits": (False,),
     },
 )
-VISION = KnownFields(
+MOE_VISION = KnownFields(
     DENSE.vision.carried_out,
     DENSE.vision.idle,
     {**DENSE.vision.fixed, "model_type": ("qwen3_vl_moe_vision",)},
 )
-QWEN3_VL_MOE_FIELDS = ModelFields(TOP, TEXT, DENSE.text_rope, VISION, DENSE.vision_rope)
+QWEN3_VL_MOE_FIELDS = ModelFields(MOE_TOP, MOE_TEXT, DENSE.text_rope, MOE_VISION, DENSE.vision_rope)

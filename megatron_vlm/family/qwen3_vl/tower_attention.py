@@ -47,11 +47,11 @@ def attend(
     """Return [P, N, D]: each patch attends to the patches of its image or frame."""
     is_flash = query_PND.is_cuda and query_PND.dtype is torch.bfloat16
     if is_flash and query_PND.shape[-1] % 8 == 0:
-        return at_once(query_PND, key_PND, value_PND, lengths, starts)
-    return by_runs(query_PND, key_PND, value_PND, lengths)
+        return attend_at_once(query_PND, key_PND, value_PND, lengths, starts)
+    return attend_by_runs(query_PND, key_PND, value_PND, lengths)
 
 
-def at_once(
+def attend_at_once(
     query_PND: Tensor, key_PND: Tensor, value_PND: Tensor, lengths: Sequence[int], starts: Tensor
 ) -> Tensor:
     """Attend with one call of torch's kernel for sequences of any lengths."""
@@ -63,7 +63,7 @@ def at_once(
     return out_PND
 
 
-def by_runs(
+def attend_by_runs(
     query_PND: Tensor, key_PND: Tensor, value_PND: Tensor, lengths: Sequence[int]
 ) -> Tensor:
     """Attend with one call for each run of equal lengths, such as the frames of a video."""

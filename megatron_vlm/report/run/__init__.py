@@ -13,7 +13,7 @@ from megatron_vlm.report.run.comparison import comparison_page
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, read_metrics
 from megatron_vlm.report.run.page import run_page
 
-_MOST_CONFIG = 2**20
+_MAX_CONFIG_BYTES = 2**20
 
 
 def write_report(*folders: Path, out: Path | None = None) -> Path:
@@ -55,5 +55,5 @@ def _read(folder: Path, name: str) -> LoggedRun:
     config = folder / "config.yaml"
     text = ""
     if os.path.lexists(config):
-        text = UntrustedFile(str(config)).content(_MOST_CONFIG).decode(errors="replace")
+        text = UntrustedFile(str(config)).content(_MAX_CONFIG_BYTES).decode(errors="replace")
     return LoggedRun(name, read_metrics(folder / "metrics.jsonl"), text)

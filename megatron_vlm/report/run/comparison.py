@@ -10,12 +10,12 @@ from omegaconf import OmegaConf
 from megatron_vlm.io.numbers_as_text import number, time_spent
 from megatron_vlm.report.charts import run_switches
 from megatron_vlm.report.html import Html, contents, table, tag, tiles
-from megatron_vlm.report.run.curves import NAMES, curve_section, score_section, score_text
+from megatron_vlm.report.run.curves import CURVE_NAMES, curve_section, score_section, score_text
 from megatron_vlm.report.run.metrics_arrays import SCORES, LoggedRun, best_of
 from megatron_vlm.report.run.page import layout_text
 from megatron_vlm.report.run.rl_curves import sample_curves
 
-_MOST_TILES = 8
+_MAX_TILES = 8
 
 
 def comparison_page(runs: Sequence[LoggedRun]) -> Iterator[Html]:
@@ -28,7 +28,7 @@ def comparison_page(runs: Sequence[LoggedRun]) -> Iterator[Html]:
     if any(run.metrics.evaluations for run in runs):
         links.append(("evaluation", "Evaluation"))
     yield contents(links)
-    yield tiles([*_tiles(runs)][:_MOST_TILES])
+    yield tiles([*_tiles(runs)][:_MAX_TILES])
     yield tag("h2", "Runs", id="runs")
     scores = _scores(runs)
     columns = (
@@ -37,7 +37,7 @@ def comparison_page(runs: Sequence[LoggedRun]) -> Iterator[Html]:
         "last loss",
         "best loss",
         *(["last mean reward", "best mean reward"] * rewarded),
-        *(f"best {s} {NAMES[k]}" for s, k in scores),
+        *(f"best {s} {CURVE_NAMES[k]}" for s, k in scores),
     )
     header = (*columns, "tokens per second", "time in steps", "layout", "started")
     caption = "Best values name their step."
@@ -59,14 +59,14 @@ def comparison_page(runs: Sequence[LoggedRun]) -> Iterator[Html]:
 def differences(configs: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yield the keys whose values are not equal in all config.yaml, with their values. The folder
     of the run is not among them."""
-    flat = [dict(_flat(config)) for config in configs]
+    flat = [dict(_flatten_config(config)) for config in configs]
     for key in dict.fromkeys(key for values in flat for key in values):
         values = tuple(of_run.get(key, "-") for of_run in flat)
         if len(set(values)) > 1 and key != "run":
             yield key, *values
 
 
-def _flat(config: str) -> Iterator[tuple[str, str]]:
+def _flatten_config(config: str) -> Iterator[tuple[str, str]]:
     try:
         tree = OmegaConf.to_container(OmegaConf.create(config))
     except Exception as error:  # the errors of YAML and OmegaConf have no common base class
@@ -87,7 +87,7 @@ def _scores(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
     return [
         (name, score)
         for name in sets
-        for score in NAMES
+        for score in CURVE_NAMES
         if any(best_of(run.metrics.sets().get(name, []), score) for run in runs)
     ]
 
@@ -108,7 +108,7 @@ def _tiles(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, str]]:
         value, best, run = SCORES[score](
             ((e.score(score), e, run) for e, run in results if e is not None), key=lambda f: f[0]
         )
-        what = f"best {name} {NAMES[score]}: {run.name}, step {best.step:,}"
+        what = f"best {name} {CURVE_NAMES[score]}: {run.name}, step {best.step:,}"
         yield score_text(score, value), what
     fast = [run for run in runs if math.isfinite(run.metrics.tokens_per_s)]
     if fast:
@@ -120,16 +120,16 @@ def _row(run: LoggedRun, scores: Sequence[tuple[str, str]], rewarded: bool) -> t
     metrics, start = run.metrics, run.metrics.last_start
     losses, sets = metrics.losses(), metrics.sets()
     last = number(losses["last"][0]) if losses else "-"
-    best = _at(number(losses["best"][0]), losses["best"][1]) if losses else "-"
+    best = _value_at_step(number(losses["best"][0]), losses["best"][1]) if losses else "-"
     rewards = metrics.rewards()
-    means = [_at(number(mean), step) for mean, _, step in rewards.values()] or ["-", "-"]
+    means = [_value_at_step(number(mean), step) for mean, _, step in rewards.values()] or ["-", "-"]
     cells = means * rewarded
     for name, score in scores:
         best_line = best_of(sets.get(name, []), score)
         cells.append(
             "-"
             if best_line is None
-            else _at(score_text(score, best_line.score(score)), best_line.step)
+            else _value_at_step(score_text(score, best_line.score(score)), best_line.step)
         )
     total = f"/{start.total_steps:,}" if start is not None else ""
     return (
@@ -145,5 +145,5 @@ def _row(run: LoggedRun, scores: Sequence[tuple[str, str]], rewarded: bool) -> t
     )
 
 
-def _at(value: str, step: int) -> str:
+def _value_at_step(value: str, step: int) -> str:
     return f"{value} at {step:,}"

@@ -15,9 +15,9 @@ from megatron_vlm.report.html import Html, table, tag
 from megatron_vlm.report.metrics_lines import EvalLine
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of
 
-_MOST_ROWS = 200  # rows of the table of evaluations
+_MAX_ROWS = 200  # rows of the table of evaluations
 _SMOOTH_FROM = 80  # steps
-NAMES = {
+CURVE_NAMES = {
     "loss": "loss",
     "token_accuracy": "token accuracy",
     "exact_match": "exact match",
@@ -89,13 +89,13 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
         return
     yield tag("h2", "Evaluation", id="evaluation")
     charts = []
-    for score, name in NAMES.items():
+    for score, name in CURVE_NAMES.items():
         if curves := _score_curves(runs, score):
             chart = Chart(name.capitalize(), curves, percent=score != "loss")
             charts.append(chart_figure(chart, *steps_span(runs)))
     yield tag("div", *charts, class_="charts")
-    scores = [s for s in NAMES if any(math.isfinite(e.score(s)) for e in all_evaluations)]
-    max_rows = max(3, _MOST_ROWS // sum(len(run.metrics.sets()) for run in runs))
+    scores = [s for s in CURVE_NAMES if any(math.isfinite(e.score(s)) for e in all_evaluations)]
+    max_rows = max(3, _MAX_ROWS // sum(len(run.metrics.sets()) for run in runs))
     rows = [
         (run.name, *row) if len(runs) > 1 else row
         for run in runs
@@ -105,7 +105,7 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
     caption = "* the best of its set."
     if len(rows) < len(all_evaluations):
         caption += f" Of each set, the best and the last {max_rows:,}."
-    columns = ("set", "step", *map(NAMES.__getitem__, scores), "samples", "seconds")
+    columns = ("set", "step", *map(CURVE_NAMES.__getitem__, scores), "samples", "seconds")
     yield table(("run", *columns) if len(runs) > 1 else columns, rows, caption)
 
 
@@ -172,12 +172,12 @@ def _marks(runs: Sequence[LoggedRun], first: float, last: float) -> Iterator[Ste
 
 
 def _rows(
-    evaluations: list[EvalLine], scores: Sequence[str], most: int
+    evaluations: list[EvalLine], scores: Sequence[str], max_rows: int
 ) -> Iterator[tuple[str, ...]]:
     best = {score: best_of(evaluations, score) for score in scores}
     for i, e in enumerate(evaluations):
         stars = {score: "\u00a0*" if e is best[score] else "" for score in scores}
-        if i >= len(evaluations) - most or any(stars.values()):
+        if i >= len(evaluations) - max_rows or any(stars.values()):
             texts = (score_text(key, e.score(key)) + stars[key] for key in scores)
             yield (e.name, f"{e.step:,}", *texts, f"{e.samples:,}", number(e.seconds))
 

@@ -9,7 +9,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.report.example_lines import Example, Examples
 from megatron_vlm.report.html import Html, tag
 
-_MOST_TEXT = 1500  # characters of a prompt or an answer
+_MAX_TEXT = 1500  # characters of a prompt or an answer
 _PADS = re.compile(r"(<\|(?:image|video)_pad\|>)\1+")
 # These formats hold pixels and nothing else.
 _PICTURE = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=]+")
@@ -26,7 +26,7 @@ def example_section(path: Path) -> Iterator[Html]:
         problem = f"{path.name} cannot be read: {error}"
         yield tag("p", problem, class_="alarm")
         return
-    right = sum(example.right for example in examples.examples)
+    right = sum(example.is_right for example in examples.examples)
     title = (
         f"{examples.name}, after {examples.step:,} steps: {right} of {len(examples.examples)} right"
     )
@@ -35,20 +35,22 @@ def example_section(path: Path) -> Iterator[Html]:
 
 
 def _card(example: Example) -> Html:
-    name, verdict = ("right", "\u2713 right") if example.right else ("wrong", "\u2717 wrong")
+    name, verdict = ("right", "\u2713 right") if example.is_right else ("wrong", "\u2717 wrong")
     images = [picture(uri) for uri in example.images]
     return tag(
         "article",
         tag("p", tag("b", verdict), " ", tag("span", example.where, class_="quiet")),
         *([tag("div", *images, class_="pictures")] if images else []),
-        tag("p", shortened(example.prompt), class_="said"),
-        tag("dl", *_said("answer", example.answer), *_said("model", example.prediction)),
+        tag("p", shorten_text(example.prompt), class_="said"),
+        tag(
+            "dl", *_quote_html("answer", example.answer), *_quote_html("model", example.prediction)
+        ),
         class_=f"card {name}",
     )
 
 
-def _said(who: str, text: str) -> tuple[Html, Html]:
-    return tag("dt", who, class_="quiet"), tag("dd", shortened(text), class_="said")
+def _quote_html(who: str, text: str) -> tuple[Html, Html]:
+    return tag("dt", who, class_="quiet"), tag("dd", shorten_text(text), class_="said")
 
 
 def picture(uri: str) -> Html:
@@ -56,11 +58,11 @@ def picture(uri: str) -> Html:
     return tag("img", src=uri, alt="") if _PICTURE.fullmatch(uri) else tag("span", "[no picture]")
 
 
-def shortened(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Shorten a text: repeated placeholders of an image become one, and a long text loses its
     middle."""
     text = _PADS.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1]):,} ", text)
-    if len(text) <= _MOST_TEXT:
+    if len(text) <= _MAX_TEXT:
         return text
-    half = _MOST_TEXT // 2
+    half = _MAX_TEXT // 2
     return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"

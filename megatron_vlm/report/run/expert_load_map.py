@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_vlm.report.heat import HeatMap, heat_figure
 from megatron_vlm.report.html import Html, tag
-from megatron_vlm.report.metrics_lines import MOST_LOADS, LoadLine
+from megatron_vlm.report.metrics_lines import MAX_LOADS, LoadLine
 from megatron_vlm.report.run.metrics_arrays import RunMetrics
 
 _PERCENT = 100
@@ -16,7 +16,7 @@ def expert_section(metrics: RunMetrics) -> Iterator[Html]:
     """Yield the load of each expert of each layer; nothing for a model without experts."""
     if not metrics.loads:
         return
-    loads = _alike(metrics.loads)
+    loads = _comparable_loads(metrics.loads)
     yield tag("h2", "Load of experts", id="experts")
     layers = loads[-1].layers
     cells_TRC = np.array([load.load for load in loads]) / _PERCENT
@@ -24,7 +24,7 @@ def expert_section(metrics: RunMetrics) -> Iterator[Html]:
     yield heat_figure(HeatMap("Tokens of experts", steps, "layer", layers, "expert", cells_TRC))
 
 
-def _alike(loads: tuple[LoadLine, ...]) -> list[LoadLine]:
+def _comparable_loads(loads: tuple[LoadLine, ...]) -> list[LoadLine]:
     """Return the loads whose layers and experts are those of the last load. If they are too many,
     return an evenly spaced choice."""
 
@@ -32,6 +32,6 @@ def _alike(loads: tuple[LoadLine, ...]) -> list[LoadLine]:
         return line.layers, len(line.load[0])
 
     alike = [line for line in loads if shape(line) == shape(loads[-1])]
-    if len(alike) <= MOST_LOADS + 1:
+    if len(alike) <= MAX_LOADS + 1:
         return alike
-    return [alike[place] for place in np.linspace(0, len(alike) - 1, MOST_LOADS + 1).astype(int)]
+    return [alike[place] for place in np.linspace(0, len(alike) - 1, MAX_LOADS + 1).astype(int)]

@@ -119,8 +119,8 @@ def read_metrics(path: Path) -> RunMetrics:
     """Read all lines of the file. Lines of an unknown kind are skipped."""
     reading = _Reading()
     file = UntrustedFile(str(path), remedy="give the folder of a run")
-    file.regular()
-    with file.border("cannot be read"), path.open(encoding="utf-8", errors="replace") as lines:
+    file.regular_path()
+    with file.wrap_errors("cannot be read"), path.open(encoding="utf-8", errors="replace") as lines:
         while line := lines.readline(_LONGEST):
             reading.take(line)
     return reading.metrics()
@@ -168,7 +168,7 @@ class _Reading:
 
     def metrics(self) -> RunMetrics:
         rows = np.array(self.rows).reshape(-1, len(_ROW))
-        live_rows = rows[list(self._kept(rows[:, 0].astype(np.int64)))]
+        live_rows = rows[list(self._current_rows(rows[:, 0].astype(np.int64)))]
         columns = dict(zip(_ROW, live_rows.T, strict=True))
         return RunMetrics(
             history=tuple(self.history),
@@ -185,7 +185,7 @@ class _Reading:
             unreadable=self.unreadable,
         )
 
-    def _kept(self, steps: np.ndarray) -> Iterator[int]:
+    def _current_rows(self, steps: np.ndarray) -> Iterator[int]:
         """Yield the rows of the run as it is now: the last one of each step, without those that a
         resume dropped."""
         alive = np.ones(len(steps), dtype=bool)

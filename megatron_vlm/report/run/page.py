@@ -8,16 +8,16 @@ import numpy as np
 from megatron_vlm.io.numbers_as_text import number, time_spent
 from megatron_vlm.report.html import Html, contents, table, tag, tiles
 from megatron_vlm.report.metrics_lines import EventLine, StartLine
-from megatron_vlm.report.run.curves import NAMES, curve_section, score_section, score_text
+from megatron_vlm.report.run.curves import CURVE_NAMES, curve_section, score_section, score_text
 from megatron_vlm.report.run.examples import example_section
 from megatron_vlm.report.run.expert_load_map import expert_section
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of
 from megatron_vlm.report.run.rl_curves import sample_curves, sample_tiles
 from megatron_vlm.report.run.rl_samples import sample_cards
 
-_MOST_EVENTS = 200
-_MOST_SKIPPED = 20
-_MOST_SCORES = 6  # among the tiles
+_MAX_EVENTS = 200
+_MAX_SKIPPED = 20
+_MAX_SCORES = 6  # among the tiles
 
 
 def run_page(run: LoggedRun, folder: Path) -> Iterator[Html]:
@@ -70,9 +70,9 @@ def _score_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
         strict = next((score for score in answers if best_of(evaluations, score)), "loss")
         for score in dict.fromkeys(("loss", strict)):
             if (best := best_of(evaluations, score)) is not None:
-                what = f"best {name} {NAMES[score]}, step {best.step:,}"
+                what = f"best {name} {CURVE_NAMES[score]}, step {best.step:,}"
                 scores.append((score_text(score, best.score(score)), what))
-    yield from scores[:_MOST_SCORES]
+    yield from scores[:_MAX_SCORES]
 
 
 def _run_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
@@ -96,7 +96,7 @@ def _history(metrics: RunMetrics) -> Iterator[Html]:
     yield from _not_applied(metrics, "loss or gradient was not finite", metrics.skipped_N)
     yield from _not_applied(metrics, "no token of their batch was trained", metrics.empty_N)
     rows = [(_event(line), f"{line.step:,}") for line in metrics.history]
-    notes = [f"The last {_MOST_EVENTS:,} of {len(rows):,}."] * (len(rows) > _MOST_EVENTS)
+    notes = [f"The last {_MAX_EVENTS:,} of {len(rows):,}."] * (len(rows) > _MAX_EVENTS)
     if metrics.unreadable:
         lines = f"{metrics.unreadable:,} line{'s' if metrics.unreadable > 1 else ''}"
         notes.append(
@@ -104,15 +104,15 @@ def _history(metrics: RunMetrics) -> Iterator[Html]:
         )
     if not rows:
         rows = [("nothing was logged", "-")]
-    yield table(("event", "step"), rows[-_MOST_EVENTS:], " ".join(notes))
+    yield table(("event", "step"), rows[-_MAX_EVENTS:], " ".join(notes))
 
 
 def _not_applied(metrics: RunMetrics, why: str, which_N: np.ndarray) -> Iterator[Html]:
     steps = metrics.steps_N[which_N]
     if len(steps):
         text = f"Steps not applied because {why}: {len(steps):,}. Step "
-        text += ", ".join(f"{step:,}" for step in steps[:_MOST_SKIPPED].tolist())
-        yield tag("p", text + " ..." * (len(steps) > _MOST_SKIPPED), class_="alarm note")
+        text += ", ".join(f"{step:,}" for step in steps[:_MAX_SKIPPED].tolist())
+        yield tag("p", text + " ..." * (len(steps) > _MAX_SKIPPED), class_="alarm note")
 
 
 def _configuration(run: LoggedRun) -> Iterator[Html]:

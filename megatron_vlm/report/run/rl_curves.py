@@ -13,8 +13,8 @@ from megatron_vlm.report.html import Html, tag
 from megatron_vlm.report.run.curves import chart_notes, of_step, step_curves, steps_span
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics
 
-_MOST_FIGURES = 12
-_MOST_NAME = 60  # characters
+_MAX_FIGURES = 12
+_MAX_NAME_LENGTH = 60  # characters
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ def sample_curves(runs: Sequence[LoggedRun]) -> Iterator[Html]:
     names = dict.fromkeys(
         name for run in runs for line in run.metrics.samples for name in line.figures
     )
-    small = [_chart(runs, _SPREAD), *(_figure(runs, name) for name in [*names][:_MOST_FIGURES])]
+    small = [_chart(runs, _SPREAD), *(_figure(runs, name) for name in [*names][:_MAX_FIGURES])]
     small += [_chart(runs, plan) for plan in _CHARTS]
     shown = [chart_figure(chart, *span) for chart in small if chart is not None]
     yield tag("div", *shown, class_="charts")
-    if len(names) > _MOST_FIGURES:
-        text = f"The first {_MOST_FIGURES} of {len(names):,} figures of rewards are shown."
+    if len(names) > _MAX_FIGURES:
+        text = f"The first {_MAX_FIGURES} of {len(names):,} figures of rewards are shown."
         yield tag("p", text, class_="quiet")
 
 
@@ -99,7 +99,7 @@ def _chart(runs: Sequence[LoggedRun], plan: SampleChart) -> Chart | None:
 
 def _figure(runs: Sequence[LoggedRun], name: str) -> Chart:
     curves = step_curves(runs, {"mean": name}, _of_figure)
-    short = name if len(name) <= _MOST_NAME else f"{name[:_MOST_NAME]}..."
+    short = name if len(name) <= _MAX_NAME_LENGTH else f"{name[:_MAX_NAME_LENGTH]}..."
     return Chart(short, curves, "mean over episodes")
 
 

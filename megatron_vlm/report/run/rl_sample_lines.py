@@ -15,10 +15,10 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 
 _LONGEST = 2**26  # bytes of a line
-_MOST_LINES = 10_000
-_MOST_BYTES = 2**31
-_MOST_STEPS = 6  # steps that a page shows
-_MOST_PROMPTS = 8  # prompts of a step
+_MAX_LINES = 10_000
+_MAX_BYTES = 2**31
+_MAX_STEPS = 6  # steps that a page shows
+_MAX_PROMPTS = 8  # prompts of a step
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ShownPrompt:
     episodes: tuple[ShownEpisode, ...]
 
     @staticmethod
-    def of(line: JsonField) -> "ShownPrompt":
+    def from_line(line: JsonField) -> "ShownPrompt":
         """Parse a line; raise DataError if it is malformed."""
         return ShownPrompt(
             step=line["step"].whole(),
@@ -69,13 +69,13 @@ class SampleLines:
 def read_samples(path: Path, last_step: int) -> SampleLines:
     """Read samples of steps up to `last_step`: the first, the last and a few between them."""
     file = UntrustedFile(str(path))
-    file.regular()
-    with file.border("cannot be read"), path.open("rb") as opened:
+    file.regular_path()
+    with file.wrap_errors("cannot be read"), path.open("rb") as opened:
         index = _Index(opened, file)
         logged = [step for step in index.places if step <= last_step]
-        chosen = np.linspace(0, len(logged) - 1, min(len(logged), _MOST_STEPS)).round().astype(int)
+        chosen = np.linspace(0, len(logged) - 1, min(len(logged), _MAX_STEPS)).round().astype(int)
         steps = {
-            logged[place]: [*map(index.read, index.places[logged[place]][:_MOST_PROMPTS])]
+            logged[place]: [*map(index.read, index.places[logged[place]][:_MAX_PROMPTS])]
             for place in chosen
         }
     return SampleLines(steps, len(logged), index.unreadable, index.whole)
@@ -93,7 +93,7 @@ class _Index:
         self.whole = True
         for place, line in self._lines():
             try:
-                prompt = self._parsed(line)
+                prompt = self._parse(line)
             except DataError:
                 self.unreadable += 1
             else:
@@ -101,24 +101,24 @@ class _Index:
 
     def read(self, place: int) -> ShownPrompt:
         self.opened.seek(place)
-        return self._parsed(self.opened.readline(_LONGEST))
+        return self._parse(self.opened.readline(_LONGEST))
 
-    def _parsed(self, line: bytes) -> ShownPrompt:
-        return ShownPrompt.of(JsonField(self.file.parsed(line), "", self.file))
+    def _parse(self, line: bytes) -> ShownPrompt:
+        return ShownPrompt.from_line(JsonField(self.file.parse(line), "", self.file))
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield the place and the content of each line. A line that is too long is cut off and thus
         is not JSON."""
         place = 0
-        for _ in range(_MOST_LINES):
+        for _ in range(_MAX_LINES):
             line = part = self.opened.readline(_LONGEST)
             begin, place = place, place + len(line)
-            while part and not part.endswith(b"\n") and place < _MOST_BYTES:
+            while part and not part.endswith(b"\n") and place < _MAX_BYTES:
                 part = self.opened.readline(_LONGEST)
                 place += len(part)
             if line.strip():
                 yield begin, line
-            if not part or place >= _MOST_BYTES:
+            if not part or place >= _MAX_BYTES:
                 break
         self.whole = not self.opened.read(1)
 

@@ -11,7 +11,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.io.numbers_as_text import number
 from megatron_vlm.report.html import Html, tag
 from megatron_vlm.report.metrics_lines import SAMPLES
-from megatron_vlm.report.run.examples import picture, shortened
+from megatron_vlm.report.run.examples import picture, shorten_text
 from megatron_vlm.report.run.metrics_arrays import RunMetrics
 from megatron_vlm.report.run.rl_sample_lines import (
     SampleLines,
@@ -20,10 +20,10 @@ from megatron_vlm.report.run.rl_sample_lines import (
     read_samples,
 )
 
-_MOST_EPISODES = 8  # episodes of a prompt
-_MOST_ANSWERS = 6  # answers of an episode
-_MOST_IMAGES = 8  # images of a prompt, or in one place of an episode
-_MOST_FIGURES = 8  # figures of an episode
+_MAX_EPISODES = 8  # episodes of a prompt
+_MAX_ANSWERS = 6  # answers of an episode
+_MAX_IMAGES = 8  # images of a prompt, or in one place of an episode
+_MAX_FIGURES = 8  # figures of an episode
 _PICTURE_BYTES = 6 * 2**20  # bytes of all pictures of a page
 
 
@@ -48,18 +48,22 @@ def sample_cards(metrics: RunMetrics, folder: Path) -> Iterator[Html]:
     yield from (cards_by_step[step] for step in sorted(cards_by_step, reverse=True))
 
 
-def _notes(found: SampleLines) -> Iterator[Html]:
+def _notes(sample_lines: SampleLines) -> Iterator[Html]:
     notes = []
-    if found.steps:
-        steps = "1 step" if found.told == 1 else f"{found.told:,} steps"
-        some = f", {len(found.steps)} of them here" if len(found.steps) < found.told else ""
+    if sample_lines.steps:
+        steps = "1 step" if sample_lines.told == 1 else f"{sample_lines.told:,} steps"
+        some = (
+            f", {len(sample_lines.steps)} of them here"
+            if len(sample_lines.steps) < sample_lines.told
+            else ""
+        )
         notes.append(f"{SAMPLES} has samples of {steps}{some}. The best are first.")
-    if found.unreadable:
-        lines = "1 line" if found.unreadable == 1 else f"{found.unreadable:,} lines"
+    if sample_lines.unreadable:
+        lines = "1 line" if sample_lines.unreadable == 1 else f"{sample_lines.unreadable:,} lines"
         notes.append(
             f"{lines} of {SAMPLES} cannot be read: a run that is killed cuts off its last one."
         )
-    if not found.whole:
+    if not sample_lines.whole:
         notes.append("It is longer than a page reads: what comes later is left out.")
     if notes:
         yield tag("p", " ".join(notes), class_="quiet note")
@@ -82,29 +86,29 @@ class _Cards:
 
     def _prompt(self, prompt: ShownPrompt) -> Html:
         ranked = sorted(prompt.episodes, key=lambda each: -each.reward)
-        shown = np.linspace(0, len(ranked) - 1, min(len(ranked), _MOST_EPISODES)).astype(int)
+        shown = np.linspace(0, len(ranked) - 1, min(len(ranked), _MAX_EPISODES)).astype(int)
         count = f"{len(shown)} of {len(ranked):,}" if len(shown) < len(ranked) else f"{len(shown)}"
         mean = _mean([each.reward for each in ranked])
-        facts = f"{shortened(prompt.where)} \u00b7 {count} episodes, mean reward {mean}"
+        facts = f"{shorten_text(prompt.where)} \u00b7 {count} episodes, mean reward {mean}"
         return tag(
             "article",
             tag("p", facts, class_="quiet"),
             *self._pictures(prompt.images),
-            tag("p", shortened(prompt.question), class_="said"),
+            tag("p", shorten_text(prompt.question), class_="said"),
             tag("div", *(self._episode(ranked[place]) for place in shown), class_="episodes"),
             class_="card",
         )
 
     def _episode(self, episode: ShownEpisode) -> Html:
         parts: list[Html] = []
-        for place, answer in enumerate(episode.answers[:_MOST_ANSWERS]):
+        for place, answer in enumerate(episode.answers[:_MAX_ANSWERS]):
             nothing = tag("span", "(nothing)", class_="quiet")
-            parts.append(tag("p", shortened(answer) if answer else nothing, class_="said"))
-            if place < min(len(episode.heard), _MOST_ANSWERS - 1):
+            parts.append(tag("p", shorten_text(answer) if answer else nothing, class_="said"))
+            if place < min(len(episode.heard), _MAX_ANSWERS - 1):
                 text, images = episode.heard[place]
-                observation = tag("p", shortened(text), class_="said quiet")
+                observation = tag("p", shorten_text(text), class_="said quiet")
                 parts.append(tag("div", observation, *self._pictures(images), class_="heard"))
-        if (more := len(episode.answers) - _MOST_ANSWERS) > 0:
+        if (more := len(episode.answers) - _MAX_ANSWERS) > 0:
             parts.append(tag("p", f"[... {more:,} more answers]", class_="quiet"))
         foot = tag("p", " \u00b7 ".join(_facts(episode)), class_="quiet")
         return tag("div", self._reward(episode.reward), tag("div", *parts, foot), class_="episode")
@@ -117,11 +121,11 @@ class _Cards:
 
     def _pictures(self, images: Sequence[str]) -> list[Html]:
         shown = []
-        for uri in images[:_MOST_IMAGES]:
+        for uri in images[:_MAX_IMAGES]:
             fits = len(uri) <= self.room
             self.room -= len(uri) * fits
             shown.append(picture(uri) if fits else tag("span", "[no room for the picture]"))
-        if (more := len(images) - _MOST_IMAGES) > 0:
+        if (more := len(images) - _MAX_IMAGES) > 0:
             shown.append(tag("span", f"[{more:,} more]"))
         return [tag("div", *shown, class_="pictures")] if shown else []
 
@@ -130,8 +134,8 @@ def _facts(episode: ShownEpisode) -> Iterator[str]:
     yield "1 token" if episode.tokens == 1 else f"{episode.tokens:,} tokens"
     if episode.cut:
         yield "cut by its length"
-    for name in [*episode.figures][:_MOST_FIGURES]:
-        yield f"{shortened(name)} {number(episode.figures[name])}"
+    for name in [*episode.figures][:_MAX_FIGURES]:
+        yield f"{shorten_text(name)} {number(episode.figures[name])}"
 
 
 def _mean(rewards: Sequence[float]) -> str:

@@ -23,8 +23,8 @@ from megatron_vlm.rl.rewards.reward_process import (
 )
 from megatron_vlm.rl.rewards.serialize import PackingError
 
-_MOST_DEATHS = 3  # maximum deaths of processes while they run a call
-_MOST_LOST = 10  # maximum attempts of a call whose processes die, whichever call is at fault
+_MAX_DEATHS = 3  # maximum deaths of processes while they run a call
+_MAX_LOST = 10  # maximum attempts of a call whose processes die, whichever call is at fault
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ class RewardPool:
         if self.kind == "reward":
             return None
         async with episode.lock:
-            return await self._answered(episode, _beginning(episode), "reset")
+            return await self._ask_or_fail(episode, _begin_request(episode), "reset")
 
     async def _step(self, number: int, answer: str) -> EnvStep:
         episode = self._episodes[number]
@@ -169,7 +169,7 @@ class RewardPool:
                 request = {"do": "step", "episode": number, "answer": answer}
                 if self.kind == "reward":
                     request |= {"do": "reward", "record": episode.record}
-                response = await self._answered(episode, request, "step")
+                response = await self._ask_or_fail(episode, request, "step")
             if episode.failed:
                 assert self.settings.failed_reward is not None
                 return EnvStep(self.settings.failed_reward, (), {"failed": 1.0})
@@ -182,13 +182,13 @@ class RewardPool:
         async with episode.lock:
             episode.judge.episodes -= 1
             if episode.life is not None:
-                episode.life.tell({"do": "end", "episode": number})
+                episode.life.send({"do": "end", "episode": number})
 
-    async def _answered(self, episode: _Episode, request: Mapping[str, Any], method: str) -> Any:
+    async def _ask_or_fail(self, episode: _Episode, request: Mapping[str, Any], method: str) -> Any:
         """Return the response to a request. If there is none, return None where rl.failed_reward is
         set, and otherwise raise an error that names the record."""
         try:
-            return await self._asked(episode, request)
+            return await self._ask_processes(episode, request)
         except (RewardCallError, PackingError) as error:
             if self.settings.failed_reward is not None:
                 episode.failed = True
@@ -203,7 +203,7 @@ class RewardPool:
                 remedy="mend it, or set rl.failed_reward=0 to give such answers this reward",
             ) from None
 
-    async def _asked(self, episode: _Episode, request: Mapping[str, Any]) -> Any:
+    async def _ask_processes(self, episode: _Episode, request: Mapping[str, Any]) -> Any:
         """Return the response to a request, and repeat it on a new process where one dies."""
         lost, deaths, suspected = 0, 0, False
         while True:
@@ -219,8 +219,8 @@ class RewardPool:
                 lost += 1
                 deaths += error.suspects > 0
                 suspected = suspected or error.suspects > 1
-                if deaths >= _MOST_DEATHS or lost >= _MOST_LOST:
-                    times = deaths if deaths >= _MOST_DEATHS else lost
+                if deaths >= _MAX_DEATHS or lost >= _MAX_LOST:
+                    times = deaths if deaths >= _MAX_DEATHS else lost
                     raise RewardCallError(
                         f"was asked {times} times, and its process {error}"
                     ) from None
@@ -228,11 +228,11 @@ class RewardPool:
     async def _restore(self, episode: _Episode, life: RewardProcess) -> None:
         """Rebuild the environment in a new process, with the same record and answers."""
         if episode.life is not life:
-            await life.ask(_beginning(episode))
+            await life.ask(_begin_request(episode))
             for answer in episode.answers:
                 await life.ask({"do": "step", "episode": episode.number, "answer": answer})
             episode.life = life
 
 
-def _beginning(episode: _Episode) -> dict[str, Any]:
+def _begin_request(episode: _Episode) -> dict[str, Any]:
     return {"do": "begin", "episode": episode.number, "record": episode.record}

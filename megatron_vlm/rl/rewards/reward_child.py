@@ -27,18 +27,24 @@ from megatron_vlm.data.records.messages import parse_messages
 from megatron_vlm.distributed.error_json import error_to_json
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.io.parent_death import signal_when_parent_dies
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.rl.environment import Environment, EnvStep
-from megatron_vlm.rl.rewards.serialize import HEADER, PackingError, deserialize, repacked, serialize
-from megatron_vlm.rl.rewards.user_code import load_user_code, place_of_function, said
+from megatron_vlm.rl.rewards.serialize import (
+    MESSAGE_HEADER,
+    PackingError,
+    deserialize,
+    pack_and_unpack,
+    serialize,
+)
+from megatron_vlm.rl.rewards.user_code import error_in_one_line, load_user_code, place_of_function
 
 Request = dict[str, Any]
-_MOST_SHOWN = 200  # maximum characters of a wrong result
-_MOST_TRACED = 4000  # maximum characters of either end of a traceback
+_MAX_SHOWN = 200  # maximum characters of a wrong result
+_MAX_TRACED = 4000  # maximum characters of either end of a traceback
 _LONGEST_NAME = 100  # maximum characters of a figure's name
 # Maximum absolute values. The trainer sums the squares of a step's rewards and averages its
 # figures, which would overflow far beyond these bounds.
-_MOST_REWARD, _MOST_FIGURE = 1e6, 1e100
+_MAX_REWARD, _MAX_FIGURE = 1e6, 1e100
 
 
 class _WrongError(Exception):
@@ -59,8 +65,8 @@ class _Link:
     def listen(self, take: Callable[[Request], object]) -> None:
         """Pass on every request, and end the process after the last."""
         with contextlib.suppress(OSError):
-            while header := self.reading.read(HEADER.size):
-                text, body = HEADER.unpack(header)
+            while header := self.reading.read(MESSAGE_HEADER.size):
+                text, body = MESSAGE_HEADER.unpack(header)
                 take(deserialize(self.reading.read(text), self.reading.read(body)))
         os._exit(0)  # the trainer is gone
 
@@ -68,8 +74,8 @@ class _Link:
 class _Bench:
     """User's function or class, and the episodes in progress in this process."""
 
-    def __init__(self, found: Callable[..., Any], home: Path, timeout_s: float):
-        self.found, self.home, self.timeout_s = found, home, timeout_s
+    def __init__(self, target: Callable[..., Any], home: Path, timeout_s: float):
+        self.found, self.home, self.timeout_s = target, home, timeout_s
         self.episodes: dict[int, Environment] = {}
         self.shown: set[str] = set()  # places in the code whose errors were printed
 
@@ -78,18 +84,18 @@ class _Bench:
         episode = request["episode"]
         if request["do"] == "reward":
             record, answer = request["record"], request["answer"]
-            return _of_reward(await self._within(lambda: self.found(record, answer)))
+            return _of_reward(await self._call_in_time(lambda: self.found(record, answer)))
         if request["do"] == "begin":
 
             def begin() -> Any:
                 self.episodes[episode] = self.found()
                 return self.episodes[episode].reset(request["record"])
 
-            return _opening(await self._within(begin))
+            return _opening_messages(await self._call_in_time(begin))
         environment = self.episodes[episode]
-        return _of_step(await self._within(lambda: environment.step(request["answer"])))
+        return _of_step(await self._call_in_time(lambda: environment.step(request["answer"])))
 
-    async def _within(self, call: Callable[[], Any]) -> Any:
+    async def _call_in_time(self, call: Callable[[], Any]) -> Any:
         """Return the result of a call, if it returns in time."""
         began = time.monotonic()
         try:
@@ -99,7 +105,9 @@ class _Bench:
                     result = await result
         except BaseException as error:  # users' code may also raise SystemExit
             if not limit.expired():
-                raise _WrongError(f"raised {said(error)}{self._place(error)}") from None
+                raise _WrongError(
+                    f"raised {error_in_one_line(error)}{self._place(error)}"
+                ) from None
         # A plain function cannot be cancelled, and a coroutine may refuse to be.
         if limit.expired() or time.monotonic() - began > self.timeout_s:
             raise _WrongError(f"took longer than rl.timeout={self.timeout_s:g} seconds")
@@ -117,28 +125,28 @@ class _Bench:
 def _traceback(error: BaseException) -> str:
     """Return the traceback as Python prints it, but without control characters and in bounded
     length: a long one is cut in the middle."""
-    text = visible("".join(traceback.format_exception(error)).rstrip("\n"))
-    if len(text) <= 2 * _MOST_TRACED:
+    text = escape_controls("".join(traceback.format_exception(error)).rstrip("\n"))
+    if len(text) <= 2 * _MAX_TRACED:
         return text
-    return f"{text[:_MOST_TRACED]}\n...\n{text[-_MOST_TRACED:]}"
+    return f"{text[:_MAX_TRACED]}\n...\n{text[-_MAX_TRACED:]}"
 
 
 def _of_reward(result: Any) -> Request:
     """Convert the result of a reward function into the step that ends an episode."""
     if not isinstance(result, Mapping):
-        return _step(_number(result, "returned", _MOST_REWARD), {}, [])
+        return _step(_number(result, "returned", _MAX_REWARD), {}, [])
     if "reward" not in result:
-        raise _WrongError(f'returned a mapping without "reward": {_shown(result)}')
+        raise _WrongError(f'returned a mapping without "reward": {_quote(result)}')
     return _step(result["reward"], {k: v for k, v in result.items() if k != "reward"}, [])
 
 
 def _of_step(result: Any) -> Request:
     if not isinstance(result, EnvStep):
-        raise _WrongError(f"returned {_shown(result)}, not an EnvStep")
+        raise _WrongError(f"returned {_quote(result)}, not an EnvStep")
     return _step(result.reward, result.figures, _messages(result.messages))
 
 
-def _opening(result: Any) -> Any:
+def _opening_messages(result: Any) -> Any:
     if result is None:
         return None
     if messages := _messages(result):
@@ -148,21 +156,23 @@ def _opening(result: Any) -> Any:
 
 def _step(reward: Any, figures: Any, messages: Any) -> Request:
     if not isinstance(figures, Mapping) or not all(isinstance(name, str) for name in figures):
-        raise _WrongError(f"gave as figures {_shown(figures)}, not numbers by name")
-    if not all(0 < len(name) <= _LONGEST_NAME and name == visible(name) for name in figures):
+        raise _WrongError(f"gave as figures {_quote(figures)}, not numbers by name")
+    if not all(
+        0 < len(name) <= _LONGEST_NAME and name == escape_controls(name) for name in figures
+    ):
         raise _WrongError(
-            f"gave as figures {_shown(figures)}, of which one has a name that is not a text of "
+            f"gave as figures {_quote(figures)}, of which one has a name that is not a text of "
             f"1 to {_LONGEST_NAME} characters"
         )
     checked = {
-        name: _number(value, f"gave as figure {name!r}", _MOST_FIGURE)
+        name: _number(value, f"gave as figure {name!r}", _MAX_FIGURE)
         for name, value in figures.items()
     }
-    reward = _number(reward, "gave as reward", _MOST_REWARD)
+    reward = _number(reward, "gave as reward", _MAX_REWARD)
     return {"reward": reward, "figures": checked, "messages": messages}
 
 
-def _number(value: Any, doing: str, most: float) -> float:
+def _number(value: Any, doing: str, maximum: float) -> float:
     """Return a finite float from a number of Python or numpy, or from a tensor without dimensions.
     Raise _WrongError for other values."""
     number = math.nan
@@ -170,34 +180,36 @@ def _number(value: Any, doing: str, most: float) -> float:
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(value)
     if not math.isfinite(number):
-        raise _WrongError(f"{doing} {_shown(value)}, not a finite number")
-    if abs(number) > most:
-        raise _WrongError(f"{doing} {_shown(value)}, which is beyond {-most:g} to {most:g}")
+        raise _WrongError(f"{doing} {_quote(value)}, not a finite number")
+    if abs(number) > maximum:
+        raise _WrongError(f"{doing} {_quote(value)}, which is beyond {-maximum:g} to {maximum:g}")
     return number
 
 
 def _messages(value: Any) -> Any:
     """Return the messages as they arrive in the trainer, if it can read them."""
     if not isinstance(value, list | tuple):
-        raise _WrongError(f"gave as messages {_shown(value)}, not a list of messages")
+        raise _WrongError(f"gave as messages {_quote(value)}, not a list of messages")
     try:
-        arriving = repacked(value)
+        arriving = pack_and_unpack(value)
         parse_messages(arriving, "what it says", Keys("", ()))
     except PackingError as error:
         raise _WrongError(f"gave messages that cannot be sent: {error}") from None
     except DataError as error:
         raise _WrongError(f"gave messages that cannot be read: {error}") from None
     except Exception as error:  # from users' objects, or from too deep nesting
-        raise _WrongError(f"gave messages that cannot be sent: {said(error)}") from None
+        raise _WrongError(
+            f"gave messages that cannot be sent: {error_in_one_line(error)}"
+        ) from None
     return arriving
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     try:
         text = " ".join(repr(value).split())
     except Exception:
         text = "a value"
-    text = text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+    text = text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
     return f"{text} ({type(value).__name__})"
 
 
@@ -214,7 +226,9 @@ async def _serve(link: _Link, bench: _Bench) -> None:
         except _WrongError as error:
             link.send({"id": number, "wrong": str(error)})
         except Exception as error:  # a user's value may fail when it is inspected
-            link.send({"id": number, "wrong": f"returned what cannot be read: {said(error)}"})
+            link.send(
+                {"id": number, "wrong": f"returned what cannot be read: {error_in_one_line(error)}"}
+            )
 
     def take(request: Request) -> None:
         if request["do"] == "end":

@@ -21,7 +21,7 @@ from typing import Any
 from megatron_vlm.distributed.error_json import error_from_json
 from megatron_vlm.distributed.process import without_job
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.rl.rewards.serialize import HEADER, deserialize, serialize
+from megatron_vlm.rl.rewards.serialize import MESSAGE_HEADER, deserialize, serialize
 
 _GRACE_S = 3.0  # seconds after a timeout to cancel the coroutine; at most the timeout itself
 _START_S = 600.0  # seconds to import a user's file
@@ -123,7 +123,7 @@ class RewardProcess:
             self.calls.pop(number, None)
             call.answered.cancel()
 
-    def tell(self, request: Mapping[str, Any]) -> None:
+    def send(self, request: Mapping[str, Any]) -> None:
         """Send a request that needs no answer."""
         if not self.ended:
             self.writer.write(serialize(request))
@@ -155,14 +155,18 @@ class RewardProcess:
         busy = self._busy()
         for call in self.calls.values():
             if not call.answered.done():
-                lost = RewardProcessDiedError(_ending(status), busy if call.begun.is_set() else 0)
+                lost = RewardProcessDiedError(
+                    _describe_exit(status), busy if call.begun.is_set() else 0
+                )
                 call.answered.set_exception(lost)
                 call.begun.set()
 
     async def _listen(self) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while True:
-                text, body = HEADER.unpack(await self.reader.readexactly(HEADER.size))
+                text, body = MESSAGE_HEADER.unpack(
+                    await self.reader.readexactly(MESSAGE_HEADER.size)
+                )
                 self._take(
                     deserialize(
                         await self.reader.readexactly(text), await self.reader.readexactly(body)
@@ -235,7 +239,7 @@ def _of_start(error: BaseException, key: str, target: str) -> ConfigError | None
     return None
 
 
-def _ending(status: int) -> str:
+def _describe_exit(status: int) -> str:
     if status >= 0:
         return f"ended with exit status {status}"
     name = signal.Signals(-status).name

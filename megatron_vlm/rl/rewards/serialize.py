@@ -15,7 +15,7 @@ from typing import Any
 
 import PIL.Image
 
-HEADER = struct.Struct("!QQ")  # sizes of the JSON and of the raw bytes
+MESSAGE_HEADER = struct.Struct("!QQ")  # sizes of the JSON and of the raw bytes
 _MARK = "\0"
 # Values from tables that JSON has no form for are sent as text. `datetime` comes before `date`,
 # because it is a subclass of it.
@@ -26,7 +26,7 @@ _TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "decimal": (Decimal, str, Decimal),
     "path": (PurePath, str, str),
 }
-_KEPT = ("exif", "icc_profile", "transparency")  # metadata of a picture that is sent
+_PICTURE_METADATA = ("exif", "icc_profile", "transparency")  # metadata of a picture that is sent
 
 
 class PackingError(TypeError):
@@ -36,67 +36,67 @@ class PackingError(TypeError):
 def serialize(value: Any) -> bytes:
     """Return the frame of a value. Raise PackingError if it cannot be sent."""
     body: list[bytes] = []
-    text = json.dumps(_packed(value, body, ""), separators=(",", ":")).encode()
-    return b"".join((HEADER.pack(len(text), sum(map(len, body))), text, *body))
+    text = json.dumps(_pack_value(value, body, ""), separators=(",", ":")).encode()
+    return b"".join((MESSAGE_HEADER.pack(len(text), sum(map(len, body))), text, *body))
 
 
 def deserialize(text: bytes, body: bytes) -> Any:
     """Return the value from the two parts of a frame."""
-    return _unpacked(json.loads(text), memoryview(body))
+    return _unpack_value(json.loads(text), memoryview(body))
 
 
-def repacked(value: Any) -> Any:
+def pack_and_unpack(value: Any) -> Any:
     """Return the value as it arrives at the other end."""
     frame = serialize(value)
-    middle = HEADER.size + HEADER.unpack_from(frame)[0]
-    return deserialize(frame[HEADER.size : middle], frame[middle:])
+    middle = MESSAGE_HEADER.size + MESSAGE_HEADER.unpack_from(frame)[0]
+    return deserialize(frame[MESSAGE_HEADER.size : middle], frame[middle:])
 
 
-def _packed(value: Any, body: list[bytes], place: str) -> Any:
+def _pack_value(value: Any, body: list[bytes], place: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return _packed_mapping(value, body, place)
+        return _pack_mapping(value, body, place)
     if isinstance(value, list | tuple):
-        return [_packed(each, body, f"{place}[{i}]") for i, each in enumerate(value)]
+        return [_pack_value(each, body, f"{place}[{i}]") for i, each in enumerate(value)]
     if isinstance(value, bytes | bytearray | memoryview):
         return {_MARK: "bytes", "at": _append(body, bytes(value))}
     if isinstance(value, PIL.Image.Image):
-        return _packed_picture(value, body, place)
+        return _pack_picture(value, body, place)
     for name, (kind, to_text, _) in _TEXTS.items():
         if isinstance(value, kind):
             return {_MARK: name, "text": to_text(value)}
     if isinstance(value, datetime.timedelta):
         return {_MARK: "span", "parts": [value.days, value.seconds, value.microseconds]}
     if hasattr(value, "tolist"):  # numpy's numbers and arrays
-        return _packed(value.tolist(), body, place)
+        return _pack_value(value.tolist(), body, place)
     raise PackingError(f"{place.lstrip('.') or 'it'} is of type {type(value).__name__}")
 
 
-def _packed_mapping(value: Mapping[Any, Any], body: list[bytes], place: str) -> dict[str, Any]:
+def _pack_mapping(value: Mapping[Any, Any], body: list[bytes], place: str) -> dict[str, Any]:
     if all(type(key) is str for key in value) and _MARK not in value:
-        return {key: _packed(each, body, f"{place}.{key}") for key, each in value.items()}
+        return {key: _pack_value(each, body, f"{place}.{key}") for key, each in value.items()}
     pairs = [
-        [_packed(key, body, place), _packed(each, body, f"{place}.{key}")]
+        [_pack_value(key, body, place), _pack_value(each, body, f"{place}.{key}")]
         for key, each in value.items()
     ]
     return {_MARK: "pairs", "pairs": pairs}
 
 
-def _packed_picture(image: PIL.Image.Image, body: list[bytes], place: str) -> dict[str, Any]:
+def _pack_picture(image: PIL.Image.Image, body: list[bytes], place: str) -> dict[str, Any]:
     try:
         image.load()
     except Exception as error:  # an opened picture may have damaged data
         raise PackingError(f"{place.lstrip('.')} cannot be decoded: {error}") from error
     palette = None if image.palette is None else image.palette.mode
-    metadata = {name: image.info[name] for name in _KEPT if name in image.info}
+    metadata = {name: image.info[name] for name in _PICTURE_METADATA if name in image.info}
     return {
         _MARK: "picture",
         "mode": image.mode,
         "size": image.size,
         "palette": palette,
         "colours": None if palette is None else image.getpalette(palette),
-        "said": _packed(metadata, body, "info"),
+        "said": _pack_value(metadata, body, "info"),
         "at": _append(body, image.tobytes()),
     }
 
@@ -107,16 +107,16 @@ def _append(body: list[bytes], raw: bytes) -> list[int]:
     return [start, start + len(raw)]
 
 
-def _unpacked(value: Any, body: memoryview) -> Any:
+def _unpack_value(value: Any, body: memoryview) -> Any:
     if isinstance(value, list):
-        return [_unpacked(each, body) for each in value]
+        return [_unpack_value(each, body) for each in value]
     if not isinstance(value, dict):
         return value
     kind = value.get(_MARK)
     if kind is None:
-        return {key: _unpacked(each, body) for key, each in value.items()}
+        return {key: _unpack_value(each, body) for key, each in value.items()}
     if kind == "pairs":
-        return {_unpacked(key, body): _unpacked(each, body) for key, each in value["pairs"]}
+        return {_unpack_value(key, body): _unpack_value(each, body) for key, each in value["pairs"]}
     if kind == "bytes":
         return bytes(body[slice(*value["at"])])
     if kind == "picture":
@@ -131,5 +131,5 @@ def _unpacked_picture(value: Mapping[str, Any], body: memoryview) -> PIL.Image.I
     image = PIL.Image.frombytes(value["mode"], tuple(value["size"]), pixels)
     if value["palette"] is not None:
         image.putpalette(value["colours"], value["palette"])
-    image.info.update(_unpacked(value["said"], body))
+    image.info.update(_unpack_value(value["said"], body))
     return image

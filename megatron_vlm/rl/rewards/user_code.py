@@ -38,7 +38,7 @@ def load_user_code(kind: str, target: str) -> tuple[Callable[..., Any], Path]:
     module, home = _module(kind, target, place)
     target_object = getattr(module, name, None)
     if target_object is None:
-        none, remedy = _near(module, name)
+        none, remedy = _suggest_name(module, name)
         raise ConfigError(
             f": {place} has no {name!r}{none}", key=f"rl.{kind}", found=target, remedy=remedy
         )
@@ -46,7 +46,7 @@ def load_user_code(kind: str, target: str) -> tuple[Callable[..., Any], Path]:
     return target_object, home
 
 
-def said(error: BaseException) -> str:
+def error_in_one_line(error: BaseException) -> str:
     """Return the type and the text of an exception in a single line."""
     text = " ".join(traceback.format_exception_only(error)[-1].split())
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
@@ -85,7 +85,7 @@ def _module(kind: str, target: str, place: str) -> tuple[ModuleType, Path]:
     except BaseException as error:  # SystemExit as well
         where = place_of_function(error, home)
         raise ConfigError(
-            f"cannot be imported: {said(error)}{where}", key=f"rl.{kind}", found=target
+            f"cannot be imported: {error_in_one_line(error)}{where}", key=f"rl.{kind}", found=target
         ) from error
     file = getattr(module, "__file__", None)
     return module, home if file is None else real_path(file).parent
@@ -102,7 +102,7 @@ def _of_file(path: Path) -> ModuleType:
     return module
 
 
-def _near(module: ModuleType, name: str) -> tuple[str, str]:
+def _suggest_name(module: ModuleType, name: str) -> tuple[str, str]:
     """Return the end of the problem's text, and the remedy."""
     names = [
         each
@@ -114,24 +114,24 @@ def _near(module: ModuleType, name: str) -> tuple[str, str]:
     return ("", f"give one of {', '.join(names)}") if names else (", nor any function or class", "")
 
 
-def _check(kind: str, target: str, found: Any) -> None:
-    is_class = isinstance(found, type)
+def _check(kind: str, target: str, imported: Any) -> None:
+    is_class = isinstance(imported, type)
     if kind == "environment" and not is_class:
         raise ConfigError(
-            f"is a {type(found).__name__}",
+            f"is a {type(imported).__name__}",
             key="rl.environment",
             found=target,
             remedy="give a class with `reset` and `step`, or give a function of a record and an "
             "answer as rl.reward",
         )
-    if kind == "reward" and (is_class or not callable(found)):
+    if kind == "reward" and (is_class or not callable(imported)):
         remedy = "give a function of a record and an answer"
         if is_class:
             remedy += ", or give a class with `reset` and `step` as rl.environment"
-        what = "class" if is_class else type(found).__name__
+        what = "class" if is_class else type(imported).__name__
         raise ConfigError(f"is a {what}", key="rl.reward", found=target, remedy=remedy)
     for method, arguments, expected in _CALLS[kind]:
-        called = getattr(found, method, None) if method else found
+        called = getattr(imported, method, None) if method else imported
         if not callable(called):
             raise ConfigError(
                 f"has no method {method}{expected}", key="rl.environment", found=target

@@ -27,7 +27,7 @@ from megatron_vlm.run.evaluation.scores import (
     Answer,
     AnswerDecoder,
     exact_match,
-    ranking,
+    rank_answers,
     token_scores,
 )
 from megatron_vlm.training.worker import MegatronWorker
@@ -58,7 +58,7 @@ class Evaluator:
     @cached_property
     def voice(self) -> AnswerDecoder:
         """The decoder of answers, which is read once and only if there are answers to decode."""
-        return AnswerDecoder.of(self.cfg)
+        return AnswerDecoder.from_config(self.cfg)
 
     def examine(self) -> Iterator[Evaluation]:
         """Yield the evaluation of every set in turn."""
@@ -71,17 +71,17 @@ class Evaluator:
         scores = token_scores(held_out, alive)
         answers: list[Answer] = []
         if self.candidates is not None:
-            result = ranking(held_out, self.voice, self.candidates, alive)
+            result = rank_answers(held_out, self.voice, self.candidates, alive)
             scores["ranking"], answers = result
         if self.cfg.eval.generate:
             scores["exact_match"], answers = exact_match(held_out, self.voice, alive)
         scores |= {"samples": held_out.samples, "seconds": time.perf_counter() - start}
         worker = held_out.worker
-        answers = _gathered(answers, worker.grid.dp, worker.platform.device)
+        answers = _gather_answers(answers, worker.grid.dp, worker.platform.device)
         data = held_out.data
         if data is None or worker.grid.rank != 0:
             return Evaluation(held_out.name, scores, [], [])
-        few = _few(answers, self.cfg.eval.examples)
+        few = _choose_answers(answers, self.cfg.eval.examples)
         return Evaluation(
             held_out.name,
             scores,
@@ -114,7 +114,7 @@ def write_examples(run: Path, step: int, evaluation: Evaluation) -> None:
     Examples(evaluation.name, step, tuple(evaluation.examples)).write(run)
 
 
-def _gathered(answers: Sequence[Answer], dp: GroupAxis, device: torch.device) -> list[Answer]:
+def _gather_answers(answers: Sequence[Answer], dp: GroupAxis, device: torch.device) -> list[Answer]:
     """Gather the answers of all replicas, in the order in which the questions were distributed."""
     answer_lists = all_gather_json([astuple(answer) for answer in answers], dp.group, device)
     turns = itertools.zip_longest(*answer_lists)
@@ -129,11 +129,11 @@ def _prediction(data: DataSet, answer: Answer) -> dict[str, str]:
     return {"where": where, "answer": answer.right, "prediction": answer.said}
 
 
-def _few(answers: Sequence[Answer], most: int) -> list[Answer]:
-    """Select at most `most` answers. Wrong answers come first, since they teach more, but leave
-    room for right ones."""
-    wrong = [answer for answer in answers if not answer.is_right][: most - most // 3]
-    right = [answer for answer in answers if answer.is_right][: most - len(wrong)]
+def _choose_answers(answers: Sequence[Answer], max_count: int) -> list[Answer]:
+    """Select at most `max_count` answers. Wrong answers come first, since they teach more, but
+    leave room for right ones."""
+    wrong = [answer for answer in answers if not answer.is_right][: max_count - max_count // 3]
+    right = [answer for answer in answers if answer.is_right][: max_count - len(wrong)]
     return [*wrong, *right]
 
 

@@ -11,7 +11,7 @@ from megatron_vlm.config.data_sources import EvalSource
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_warnings import Remarks
-from megatron_vlm.data.batches.dataset import DataSet, Handle, Order, all_of, open_data
+from megatron_vlm.data.batches.dataset import DataSet, Handle, Order, open_data, order_of_all
 from megatron_vlm.data.batches.loader import Loader, Replica
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
@@ -56,7 +56,7 @@ class EvalSet:
             path, specs = cfg.model.path, (entry.source,)
             data = open_data(specs, "data.eval", cfg.data, path, sizes, share, train=False)
             assert isinstance(data, DataSet)
-            remarks = asdict(Remarks.of(data, name, cfg.data))
+            remarks = asdict(Remarks.from_data(data, name, cfg.data))
             data = first_samples(data, cfg.eval.samples)
             return data, (len(data.order), remarks)
 
@@ -69,7 +69,9 @@ class EvalSet:
         loader = None
         if self.data is not None:
             replica = Replica(grid.dp.rank, grid.dp.size)
-            loader = Loader(self.data, cfg.data, size, Limits.of(cfg.train), replica, epochs=1)
+            loader = Loader(
+                self.data, cfg.data, size, Limits.from_config(cfg.train), replica, epochs=1
+            )
         batches = SharedBatches(loader, grid, self.worker.platform.device)
         for _ in range(-(-self.samples // size)):
             yield batches.next().micro_batches
@@ -81,7 +83,7 @@ class EvalSet:
             max_samples, dp = self.cfg.eval.answer_samples, self.worker.grid.dp
             data = self.data if max_samples is None else first_samples(self.data, max_samples)
             local_handles = data.order.epoch(0)[dp.rank :: dp.size].tolist()
-        return [(source, index) for source, index in self._shared(local_handles)]
+        return [(source, index) for source, index in self._share(local_handles)]
 
     def ask(self, handles: Sequence[Handle]) -> list[Question]:
         """Return these samples as questions, on every rank of the replica."""
@@ -95,7 +97,7 @@ class EvalSet:
                     if self.cfg.data.on_error == "raise":
                         failure = error
                         break
-        facts = self._shared(failure or [(each.handle, each.answer_ids) for each in questions])
+        facts = self._share(failure or [(each.handle, each.answer_ids) for each in questions])
         if not facts:
             return []
         prompts = (
@@ -108,8 +110,8 @@ class EvalSet:
             for ((source, index), answer_ids), row in zip(facts, rows, strict=True)
         ]
 
-    def _shared(self, mine: Any) -> Any:
-        return share_json(mine, self.worker.grid, self.worker.platform.device)
+    def _share(self, value: Any) -> Any:
+        return share_json(value, self.worker.grid, self.worker.platform.device)
 
 
 def first_samples(data: DataSet, samples: int | None) -> DataSet:
@@ -118,7 +120,7 @@ def first_samples(data: DataSet, samples: int | None) -> DataSet:
     in their order."""
     length = len(data.indexes[0])
     if samples is None or samples >= length:
-        return replace(data, order=all_of((length,)))
+        return replace(data, order=order_of_all((length,)))
     return replace(data, order=Order((length,), (samples / length,), seed=0, shuffle=True))
 
 

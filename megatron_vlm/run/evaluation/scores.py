@@ -70,7 +70,7 @@ def exact_match(
     return _answers(held_out, voice, answer, alive)
 
 
-def ranking(
+def rank_answers(
     held_out: EvalSet, voice: "AnswerDecoder", candidates: Sequence[str], alive: Callable[[], None]
 ) -> tuple[float, list[Answer]]:
     """Return the share of questions whose right answer has the highest log-prob of all candidates,
@@ -82,7 +82,7 @@ def ranking(
 
     def answer(questions: Sequence[Question]) -> list[str]:
         choices = []
-        missing = stage.most(len(questions)) - len(questions)
+        missing = stage.global_max(len(questions)) - len(questions)
         for question in questions:
             alive()
             if (right := voice.text(question.answer_ids)) not in stripped:
@@ -110,7 +110,7 @@ class AnswerDecoder:
     prefill_ids: tuple[int, ...]
 
     @staticmethod
-    def of(cfg: Config) -> "AnswerDecoder":
+    def from_config(cfg: Config) -> "AnswerDecoder":
         tokenizer = read_tokenizer(cfg.model.path, cfg.data.add_tokens)
         # A space belongs to the token of the word after it.
         prefill = cfg.eval.prefill.rstrip()
@@ -135,7 +135,7 @@ def _answers(
 ) -> tuple[float, list[Answer]]:
     handles, stage = held_out.handles(), held_out.worker.stage
     answers: list[Answer] = []
-    for start in range(0, stage.most(len(handles)), BLOCK):
+    for start in range(0, stage.global_max(len(handles)), BLOCK):
         alive()
         questions = held_out.ask(handles[start : start + BLOCK])
         for question, prediction in zip(questions, answer(questions), strict=True):
@@ -152,7 +152,7 @@ def _count_tokens(stage: Stage, batches: Sequence[MicroBatch]) -> Tensor:
     with stage.evaluating():
         outputs = stage.run(batches, partial(_forward_step, stage), forward_only=True)
     totals = torch.zeros(4, dtype=torch.float64, device=stage.device)
-    if stage.grid.last:
+    if stage.grid.is_last_stage:
         totals = torch.stack(outputs).sum(0)
     stage.grid.from_last_stage(totals)
     return totals

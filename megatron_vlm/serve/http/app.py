@@ -40,7 +40,7 @@ def make_app(
     read whenever a client requests the metrics. Without keys, everybody who reaches the server may
     do everything; FrontServer then accepts only loopback addresses."""
     metrics = Metrics()
-    journal.listen(metrics.kept)
+    journal.listen(metrics.count_completed)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.desk = AppContext(
         *(journal, limits, keys, facts, Bodies(limits), metrics),
@@ -89,7 +89,7 @@ async def figures(desk: Context, key: Key) -> PlainTextResponse:
     """Return the metrics for Prometheus, which sends the key as the password of basic
     authentication."""
     now = time.time()
-    waiting = desk.journal.waiting()
+    waiting = desk.journal.open_calls()
     gauges = {
         "open_calls": len(waiting),
         "oldest_open_call_seconds": max((now - call.accepted for call in waiting), default=0.0),

@@ -7,7 +7,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from megatron_vlm.serve.http.request_limits import RequestLimits
 from megatron_vlm.serve.http.responses import HttpError
-from megatron_vlm.serve.protocol.compression import MOST_WINDOW, decompress
+from megatron_vlm.serve.protocol.compression import MAX_WINDOW, decompress
 from megatron_vlm.serve.protocol.payloads import RequestError
 
 _HEAD = 4096
@@ -64,27 +64,29 @@ class Bodies:
             return bytes(body)
         # Most requests have one limit, compressed or not. A batch compresses well, so its
         # decompressed body has a limit of its own.
-        return await self._unpacked(
+        return await self._decompress(
             bytes(body), self._limits.unpacked_bytes if limit == "body_bytes" else max_bytes
         )
 
-    async def _receive(self, request: Request, body: bytearray, most: int) -> bool:
+    async def _receive(self, request: Request, body: bytearray, max_bytes: int) -> bool:
         """Receive the body up to the limit and return whether that was all of it. As many bytes
         again are read and discarded: a client that gets its response in the middle of its body
         takes that for a lost connection and sends the body again."""
         discarded = 0
         announced = request.headers.get("content-length", "0")
-        is_too_long = not announced.isascii() or len(announced) > 15 or int(announced) > 2 * most
+        is_too_long = (
+            not announced.isascii() or len(announced) > 15 or int(announced) > 2 * max_bytes
+        )
         async for chunk in request.stream():
             self.received += len(chunk)
-            if len(body) <= most:
+            if len(body) <= max_bytes:
                 self._hold(len(chunk))
                 body += chunk
             else:
                 discarded += len(chunk)
-            if discarded > most or (is_too_long and len(body) >= min(_HEAD, most)):
+            if discarded > max_bytes or (is_too_long and len(body) >= min(_HEAD, max_bytes)):
                 return False
-        return len(body) <= most
+        return len(body) <= max_bytes
 
     def _hold(self, size: int) -> None:
         if self.held + size > self._limits.bodies_bytes:
@@ -95,11 +97,11 @@ class Bodies:
             )
         self.held += size
 
-    async def _unpacked(self, body: bytes, most: int) -> bytes:
+    async def _decompress(self, body: bytes, max_bytes: int) -> bytes:
         try:
             if len(body) < BACKGROUND:
-                return decompress(body, most)
-            return await asyncio.to_thread(decompress, body, most)
+                return decompress(body, max_bytes)
+            return await asyncio.to_thread(decompress, body, max_bytes)
         except RequestError as error:
             raise Unreadable(422, str(error), _head(body)) from error
 
@@ -107,7 +109,7 @@ class Bodies:
 def _head(body: bytes | bytearray) -> bytes:
     """Return the first bytes of a compressed body, decompressed, or no bytes if they cannot be
     read."""
-    decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
     try:
         return decompressor.stream_reader(body).read(_HEAD)
     except zstandard.ZstdError:

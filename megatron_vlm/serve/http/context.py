@@ -94,7 +94,7 @@ class AppContext:
         if isinstance(promise, QuotaExceeded):
             raise HttpError(429 if promise.passing else 422, promise.text)
         if promise.new:
-            self.metrics.accepted(new.kind)
+            self.metrics.count_accepted(new.kind)
         return promise.request_id
 
 
@@ -139,9 +139,9 @@ class ResultWaiters:
         self._lock = threading.Lock()
         self._of: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._closed = False
-        journal.listen(self._kept)
+        journal.listen(self._wake_waiters)
 
-    async def until(
+    async def wait_until(
         self, request_id: str, there: Callable[[], T | None], seconds: float
     ) -> T | None:
         """Return the value of `there` as soon as it is not None, or None after `seconds`."""
@@ -167,7 +167,7 @@ class ResultWaiters:
             woken = [future for futures in self._of.values() for future in futures]
         self._wake(woken)
 
-    def _kept(self, promises: Sequence[CompletedCall]) -> None:
+    def _wake_waiters(self, promises: Sequence[CompletedCall]) -> None:
         with self._lock:
             woken = [f for call in promises for f in self._of.get(call.request_id, ())]
         self._wake(woken)
@@ -192,7 +192,7 @@ def complaints(error: ValidationError) -> str:
         what = one["msg"].removeprefix("Value error, ")
         # The package's own errors name the field and its value themselves.
         has_field = what.startswith(f"{where}=")
-        descriptions.append(what if has_field else f"{where}: {what}{_given(one['input'])}")
+        descriptions.append(what if has_field else f"{where}: {what}{_quote_value(one['input'])}")
     return "; ".join(descriptions)
 
 
@@ -205,7 +205,7 @@ def parsed_object(body: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _given(value: Any) -> str:
+def _quote_value(value: Any) -> str:
     small = isinstance(value, float | None) or (isinstance(value, int) and abs(value) < 2**64)
     if small or (isinstance(value, str) and len(value) <= 80):
         return f" (given: {value!r})"

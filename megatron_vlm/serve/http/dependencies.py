@@ -29,7 +29,7 @@ Key = Annotated[str, Depends(_key)]
 Answer = dict[str, Any]
 
 
-def own_session(desk: AppContext, key: str, session: str) -> Session:
+def require_session(desk: AppContext, key: str, session: str) -> Session:
     """Return the session. A session of another key raises 404, as a missing one does."""
     record = desk.journal.session(session)
     if record is None or record.key != key:
@@ -39,13 +39,13 @@ def own_session(desk: AppContext, key: str, session: str) -> Session:
 
 def open_session(desk: AppContext, key: str, session: str) -> Session:
     """Return a session that is not finished."""
-    record = own_session(desk, key, session)
+    record = require_session(desk, key, session)
     if record.finished is not None:
         raise HttpError(410, f"session_id: session {session} was finished; make a new client")
     return record
 
 
-def own_model(desk: AppContext, key: str, model: str, usable: bool = False) -> Model:
+def require_model(desk: AppContext, key: str, model: str, usable: bool = False) -> Model:
     """Return the model. A model of another key raises 404, as a missing one does."""
     record = desk.journal.model(model)
     if record is None or record.key != key:
@@ -58,7 +58,7 @@ def own_model(desk: AppContext, key: str, model: str, usable: bool = False) -> M
     return record
 
 
-def own_sampler(desk: AppContext, key: str, sampler: str) -> SamplingSession:
+def require_sampler(desk: AppContext, key: str, sampler: str) -> SamplingSession:
     """Return the sampling session. One of another key raises 404, as a missing one does."""
     record = desk.journal.sampler(sampler)
     if record is None or record.key != key:

@@ -54,7 +54,7 @@ class FrontServer:
     def start(self) -> int:
         """Start the server and return its port."""
         assert self._thread is None, "a server is started once"
-        self._socket = _bound(self._host, self._port)
+        self._socket = _bind_socket(self._host, self._port)
         self._thread = threading.Thread(target=self._run, name="front", daemon=True)
         started = threading.Event()
         self._thread.start()
@@ -80,7 +80,7 @@ class FrontServer:
         asyncio.run(self._server._serve([self._socket] if self._socket else None))
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bind_socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # If the protocol of the socket is TCP, asyncio sends small responses at once. Otherwise each
     # takes 40 ms.

@@ -10,7 +10,7 @@ from megatron_vlm.serve.http.context import ServerFacts
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Model, NamedCheckpoint
 
-_MOST = 200  # maximum rows of a table
+_MAX_ROWS = 200  # maximum rows of a table
 _FIGURES = 4
 
 
@@ -21,7 +21,7 @@ def service_page(journal: Journal, facts: ServerFacts, key: str) -> str:
 
 def _body(journal: Journal, facts: ServerFacts, key: str) -> Iterator[Html]:
     models, checkpoints = journal.models(key), journal.checkpoints(key)
-    waiting = [call for call in journal.waiting() if call.key == key]
+    waiting = [call for call in journal.open_calls() if call.key == key]
     yield tag("h1", facts.base_models[0])
     about = [facts.layout, f"version {facts.version}" if facts.version else "", f"key {key}"]
     yield tag("p", " \u00b7 ".join(part for part in about if part), class_="quiet")
@@ -38,60 +38,67 @@ def _body(journal: Journal, facts: ServerFacts, key: str) -> Iterator[Html]:
     )
     yield from _runs(models)
     yield from _checkpoints(checkpoints)
-    yield from _waiting(waiting)
+    yield from _waiting_section(waiting)
 
 
 def _runs(models: list[Model]) -> Iterator[Html]:
     yield tag("h2", "Runs", id="runs")
     rows = [
         (
-            _named(model),
+            _model_label(model),
             model.state,
             "full" if model.lora_rank == 0 else f"LoRA {model.lora_rank}",
             f"{model.next_seq - 1:,}",
             ", ".join(f"{k} {number(v)}" for k, v in [*model.figures.items()][:_FIGURES]) or "-",
-            _ago(model.used),
+            _age_text(model.used),
         )
-        for model in models[:_MOST]
+        for model in models[:_MAX_ROWS]
     ]
     header = ("run", "state", "weights", "calls done", "last figures", "used")
-    yield table(header, rows, _rest(len(models), "There is none yet."))
+    yield table(header, rows, _count_remark(len(models), "There is none yet."))
 
 
 def _checkpoints(checkpoints: list[NamedCheckpoint]) -> Iterator[Html]:
     yield tag("h2", "Checkpoints", id="checkpoints")
     rows = [
-        (c.path, c.kind, _size(c.size), _ago(c.created), _expiry(c.expires))
-        for c in checkpoints[:_MOST]
+        (c.path, c.kind, _size(c.size), _age_text(c.created), _expiry(c.expires))
+        for c in checkpoints[:_MAX_ROWS]
     ]
     header = ("path", "kind", "size", "made", "expires")
-    yield table(header, rows, _rest(len(checkpoints), "There is none yet."))
+    yield table(header, rows, _count_remark(len(checkpoints), "There is none yet."))
 
 
-def _waiting(waiting: list[Call]) -> Iterator[Html]:
+def _waiting_section(waiting: list[Call]) -> Iterator[Html]:
     yield tag("h2", "Waiting", id="waiting")
     counts = Counter(call.kind for call in waiting)
     oldest = {call.kind: call.accepted for call in reversed(waiting)}
     rows = [
-        (kind, f"{count:,}", _size(sum(c.size for c in waiting if c.kind == kind)), _ago(since))
+        (
+            kind,
+            f"{count:,}",
+            _size(sum(c.size for c in waiting if c.kind == kind)),
+            _age_text(since),
+        )
         for kind, count in counts.most_common()
         for since in [oldest[kind]]
     ]
-    yield table(("call", "count", "size", "oldest"), rows, _rest(len(rows), "No call waits."))
+    yield table(
+        ("call", "count", "size", "oldest"), rows, _count_remark(len(rows), "No call waits.")
+    )
 
 
-def _named(model: Model) -> str:
+def _model_label(model: Model) -> str:
     name = model.user_metadata.get("name")
     return model.id if name is None else f"{model.id} ({name})"
 
 
-def _rest(count: int, none: str) -> str:
+def _count_remark(count: int, none: str) -> str:
     if count == 0:
         return none
-    return f"The newest {_MOST:,} of {count:,}." if count > _MOST else ""
+    return f"The newest {_MAX_ROWS:,} of {count:,}." if count > _MAX_ROWS else ""
 
 
-def _ago(when: float) -> str:
+def _age_text(when: float) -> str:
     return f"{time_spent(max(time.time() - when, 0.0))} ago"
 
 

@@ -21,12 +21,12 @@ class Metrics:
         self._buckets: dict[str, list[int]] = defaultdict(lambda: [0] * len(BUCKETS))
         self._seconds: dict[str, float] = defaultdict(float)
 
-    def accepted(self, kind: str) -> None:
+    def count_accepted(self, kind: str) -> None:
         """Count a call that was accepted."""
         with self._lock:
             self._accepted[kind] += 1
 
-    def kept(self, promises: Sequence[CompletedCall]) -> None:
+    def count_completed(self, promises: Sequence[CompletedCall]) -> None:
         """Count calls that were completed."""
         with self._lock:
             for call in promises:

@@ -7,7 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from megatron_vlm.io.printable import visible
+from megatron_vlm.io.printable import escape_controls
 
 _log = logging.getLogger(__name__)
 
@@ -25,11 +25,11 @@ def refusal(status: int, text: str, headers: dict[str, str] | None = None) -> JS
     """Return an error response. `error` and `detail` hold what happened and what to do; `category`
     is "server" from status 500 on, otherwise "user"."""
     kind = "server" if status >= 500 else "user"
-    body = {"error": visible(text), "detail": visible(text), "category": kind}
+    body = {"error": escape_controls(text), "detail": escape_controls(text), "category": kind}
     return JSONResponse(body, status, headers)
 
 
-def not_supported(path: str) -> str:
+def unsupported_path(path: str) -> str:
     """Return the message for a path that no route has."""
     return (
         f"{path[:200]} is not supported by this service; docs/serve.md lists what is, and a newer "
@@ -48,7 +48,7 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         text = f"{request.method} {request.url.path}"
-        known = {404: not_supported(text), 405: not_supported(text)}
+        known = {404: unsupported_path(text), 405: unsupported_path(text)}
         headers = dict(error.headers or {})
         return refusal(error.status_code, known.get(error.status_code, str(error.detail)), headers)
 

@@ -17,7 +17,7 @@ from megatron_vlm.serve.http.dependencies import (
     Key,
     moment,
     own_checkpoint,
-    own_model,
+    require_model,
     texts,
 )
 from megatron_vlm.serve.http.responses import HttpError
@@ -44,14 +44,14 @@ async def training_runs(desk: Context, key: Key, limit: int = 20, offset: int = 
 @router.get(_RUN)
 async def training_run(run: str, desk: Context, key: Key) -> Answer:
     """Return one training run."""
-    return _run(desk, own_model(desk, key, run))
+    return _run(desk, require_model(desk, key, run))
 
 
 @router.get(_RUN + "/checkpoints")
 async def checkpoints_of(run: str, desk: Context, key: Key) -> Answer:
     """List the checkpoints of one training run."""
-    own_model(desk, key, run)
-    return {"checkpoints": [_shown(c) for c in desk.journal.checkpoints(key, run)]}
+    require_model(desk, key, run)
+    return {"checkpoints": [_checkpoint_answer(c) for c in desk.journal.checkpoints(key, run)]}
 
 
 @router.get("/checkpoints")
@@ -60,7 +60,7 @@ async def checkpoints(desk: Context, key: Key, limit: int = 100, offset: int = 0
     limit, offset = bounded_page(limit, offset)
     records = desk.journal.checkpoints(key)
     return {
-        "checkpoints": [_shown(c) for c in records[offset : offset + limit]],
+        "checkpoints": [_checkpoint_answer(c) for c in records[offset : offset + limit]],
         "cursor": {"offset": offset, "limit": limit, "total_count": len(records)},
     }
 
@@ -70,7 +70,7 @@ async def weights_info(request: Request, desk: Context, key: Key) -> Answer:
     """Return the facts that a client needs to load a checkpoint."""
     form = await desk.form(request, schemas.PathForm)
     checkpoint = own_checkpoint(desk, key, form.tinker_path)
-    model = own_model(desk, key, checkpoint.model)
+    model = require_model(desk, key, checkpoint.model)
     lora = {name: model.facts.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
     return {
         "base_model": model.base_model,
@@ -170,7 +170,10 @@ def _checkpoint(desk: AppContext, key: str, run: str, kind: str, name: str) -> N
 
 def _run(desk: AppContext, model: Model) -> Answer:
     records = desk.journal.checkpoints(model.key, model.id)
-    last = {kind: next((_shown(c) for c in records if c.kind == kind), None) for kind in _KINDS}
+    last = {
+        kind: next((_checkpoint_answer(c) for c in records if c.kind == kind), None)
+        for kind in _KINDS
+    }
     return {
         "training_run_id": model.id,
         "base_model": model.base_model,
@@ -188,7 +191,7 @@ def _run(desk: AppContext, model: Model) -> Answer:
 _KINDS = ("training", "sampler")
 
 
-def _shown(checkpoint: NamedCheckpoint) -> Answer:
+def _checkpoint_answer(checkpoint: NamedCheckpoint) -> Answer:
     return {
         "checkpoint_id": checkpoint.id,
         "checkpoint_type": checkpoint.kind,

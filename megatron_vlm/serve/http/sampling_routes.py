@@ -16,8 +16,8 @@ from megatron_vlm.serve.http.dependencies import (
     Key,
     open_session,
     own_checkpoint,
-    own_model,
-    own_sampler,
+    require_model,
+    require_sampler,
 )
 from megatron_vlm.serve.http.request_limits import RequestLimits, check_chunks
 from megatron_vlm.serve.http.responses import HttpError, refusal
@@ -43,7 +43,7 @@ async def create_sampling_session(request: Request, desk: Context, key: Key) -> 
                 f"model_path: {form.model_path} was made to be downloaded; sample from weights or "
                 "sampler_weights",
             )
-        base = own_model(desk, key, checkpoint.model).base_model
+        base = require_model(desk, key, checkpoint.model).base_model
         new = NewSampler(
             *(sampler, session.id, checkpoint.model, base, checkpoint.folder, checkpoint.path),
             facts=checkpoint.facts,
@@ -63,7 +63,7 @@ async def create_sampling_session(request: Request, desk: Context, key: Key) -> 
 @router.get("/samplers/{sampler}")
 async def sampler(sampler: str, desk: Context, key: Key) -> Answer:
     """Return the model that a sampling session samples from."""
-    record = own_sampler(desk, key, sampler)
+    record = require_sampler(desk, key, sampler)
     return {"sampler_id": record.id, "base_model": record.base_model, "model_path": record.path}
 
 
@@ -72,7 +72,7 @@ async def join(request: Request, desk: Context, key: Key) -> Answer:
     """Return a number for another client of a sampling session. Its seq_ids begin from this
     number."""
     form = await desk.form(request, schemas.SamplerIdForm)
-    record = own_sampler(desk, key, form.sampling_session_id)
+    record = require_sampler(desk, key, form.sampling_session_id)
     number = await desk.write(desk.journal.join_sampler, record.id)
     return {"type": "join_sampling_session", "client_counter": number}
 
@@ -91,7 +91,7 @@ async def asample(request: Request, desk: Context, key: Key) -> Answer:
             schemas.check_top_k(form, desk.facts.vocabulary)
     except RequestError as error:
         raise HttpError(422, str(error)) from error
-    own_sampler(desk, key, form.sampling_session_id)
+    require_sampler(desk, key, form.sampling_session_id)
     new = NewCall(SAMPLE, form.sampling_session_id, form.seq_id, key, body)
     request_id = await desk.promise(new)
     ids = [f"{request_id}:{i}" for i in range(form.num_samples)]
@@ -119,12 +119,12 @@ async def retrieve(request: Request, desk: Context, key: Key) -> Response:
             now = desk.journal.result(name)
             return now if now is None or now.outcome or now.dropped else None
 
-        result = await desk.waiters.until(name, done, desk.limits.poll_seconds)
+        result = await desk.waiters.wait_until(name, done, desk.limits.poll_seconds)
     if result is None:
         return JSONResponse({"queue_state": "active", "request_id": name}, 408)
     if result.outcome is None:
         return _unknown(name)
-    desk.journal.fetched(name)
+    desk.journal.touch_result(name)
     return _answer(desk, request, result)
 
 

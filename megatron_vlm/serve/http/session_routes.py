@@ -8,7 +8,7 @@ from megatron_vlm.serve.http.dependencies import (
     Context,
     Key,
     open_session,
-    own_session,
+    require_session,
     texts,
 )
 from megatron_vlm.serve.http.responses import HttpError
@@ -97,7 +97,7 @@ async def create_session(request: Request, desk: Context, key: Key) -> Answer:
 async def heartbeat(request: Request, desk: Context, key: Key) -> Answer:
     """Record that a client is still active. A 410 ends its heartbeats."""
     form = await desk.form(request, SessionIdForm)
-    desk.journal.heard(open_session(desk, key, form.session_id).id)
+    desk.journal.touch_session(open_session(desk, key, form.session_id).id)
     return {"type": "session_heartbeat"}
 
 
@@ -106,7 +106,7 @@ async def finish(session_id: str, request: Request, desk: Context, key: Key) -> 
     """Finish a session. Objects that only this session uses are released some minutes later."""
     body = await desk.body(request)
     form = desk.read(body, Finish)
-    session = own_session(desk, key, session_id)
+    session = require_session(desk, key, session_id)
     reason = str(form.reason.get("type", parsed_object(body).get("type", "")))[:100]
     await desk.write(desk.journal.finish_session, session.id, reason)
     return {"status": "finished"}
@@ -123,7 +123,7 @@ async def sessions(desk: Context, key: Key, limit: int = 20, offset: int = 0) ->
 @router.get("/sessions/{session_id}")
 async def session(session_id: str, desk: Context, key: Key) -> Answer:
     """Return the training runs and sampling sessions that a session created."""
-    record = own_session(desk, key, session_id)
+    record = require_session(desk, key, session_id)
     models = [m.id for m in desk.journal.models(key) if m.session == record.id]
     samplers = [s.id for s in desk.journal.samplers(key) if s.session == record.id]
     return {

@@ -15,7 +15,7 @@ from megatron_vlm.serve.http.dependencies import (
     Key,
     open_session,
     own_checkpoint,
-    own_model,
+    require_model,
 )
 from megatron_vlm.serve.http.request_limits import check_datums
 from megatron_vlm.serve.http.responses import HttpError
@@ -45,13 +45,15 @@ async def load_weights(request: Request, desk: Context, key: Key) -> Answer:
     """Create a model from a checkpoint or, in the older form, load one into an existing model."""
     body = await desk.body(request)
     if parsed_object(body).get("session_id") is None:
-        return await _training(desk, key, "load_weights", schemas.LoadWeights, body, True)
+        return await _queue_training_call(
+            desk, key, "load_weights", schemas.LoadWeights, body, True
+        )
     form = desk.read(body, schemas.LoadModel)
     session = open_session(desk, key, form.session_id)
     checkpoint = _training_checkpoint(desk, key, form.path)
     if form.base_model is not None:
         _check_base(desk, form.base_model)
-    origin = own_model(desk, key, checkpoint.model)
+    origin = require_model(desk, key, checkpoint.model)
     model = NewModel(
         id=model_id(session.id, form.model_seq_id),
         session=session.id,
@@ -75,10 +77,10 @@ async def forward_backward(request: Request, desk: Context, key: Key) -> Answer:
         place = place_of(error.head)
         if place is None:
             raise HttpError(error.status, error.text) from error
-        own_model(desk, key, place[0], usable=True)
+        require_model(desk, key, place[0], usable=True)
         failure = Failure(error.text, "user")
         return await _promise(desk, NewCall("forward_backward", *place, key, b"", failure=failure))
-    own_model(desk, key, model, usable=True)
+    require_model(desk, key, model, usable=True)
     return await _promise(
         desk, NewCall("forward_backward", model, seq, key, body, changes_state=not forward_only)
     )
@@ -88,14 +90,14 @@ async def forward_backward(request: Request, desk: Context, key: Key) -> Answer:
 async def optim_step(request: Request, desk: Context, key: Key) -> Answer:
     """Queue a step of AdamW with the accumulated gradients."""
     body = await desk.body(request)
-    return await _training(desk, key, "optim_step", schemas.OptimStep, body, True)
+    return await _queue_training_call(desk, key, "optim_step", schemas.OptimStep, body, True)
 
 
 @router.post("/save_weights")
 async def save_weights(request: Request, desk: Context, key: Key) -> Answer:
     """Save weights and optimizer under a name."""
     body = await desk.body(request)
-    return await _training(desk, key, "save_weights", schemas.SaveWeights, body)
+    return await _queue_training_call(desk, key, "save_weights", schemas.SaveWeights, body)
 
 
 @router.post("/save_weights_for_sampler")
@@ -103,14 +105,16 @@ async def save_weights_for_sampler(request: Request, desk: Context, key: Key) ->
     """Save weights to sample from, under a name or for one sampling session."""
     body = await desk.body(request)
     form = schemas.SaveWeightsForSampler
-    return await _training(desk, key, "save_weights_for_sampler", form, body)
+    return await _queue_training_call(desk, key, "save_weights_for_sampler", form, body)
 
 
 @router.post("/save_weights_external")
 async def save_weights_external(request: Request, desk: Context, key: Key) -> Answer:
     """Save weights for download, as a folder that other programs read."""
     body = await desk.body(request)
-    return await _training(desk, key, "save_weights_external", schemas.SaveWeightsExternal, body)
+    return await _queue_training_call(
+        desk, key, "save_weights_external", schemas.SaveWeightsExternal, body
+    )
 
 
 @router.post("/unload_model")
@@ -118,7 +122,7 @@ async def unload_model(request: Request, desk: Context, key: Key) -> Answer:
     """Unload a model that is no longer needed. Its checkpoints stay."""
     body = await desk.body(request)
     form = desk.read(body, schemas.ModelIdForm)
-    own_model(desk, key, form.model_id)
+    require_model(desk, key, form.model_id)
     # The call needs no seq_id because a model is unloaded only once.
     return await _promise(desk, NewCall("unload_model", f"{form.model_id}:unload", 0, key, body))
 
@@ -127,7 +131,7 @@ async def unload_model(request: Request, desk: Context, key: Key) -> Answer:
 async def get_info(request: Request, desk: Context, key: Key) -> Answer:
     """Return the facts about a model."""
     form = await desk.form(request, schemas.ModelIdForm)
-    model = own_model(desk, key, form.model_id)
+    model = require_model(desk, key, form.model_id)
     return {
         "type": "get_info",
         "model_id": model.id,
@@ -152,7 +156,7 @@ def _read(desk: AppContext, body: bytes) -> tuple[str, int, bool]:
     return request.model_id, request.seq_id, request.forward_only
 
 
-async def _training(
+async def _queue_training_call(
     desk: AppContext,
     key: str,
     kind: str,
@@ -167,14 +171,14 @@ async def _training(
         form = of.model_validate_json(body or b"{}")
         model, seq = form.model_id, form.seq_id
         if isinstance(form, schemas.LoadWeights):
-            own_model(desk, key, model, usable=True)
+            require_model(desk, key, model, usable=True)
             failure = _refusal(desk, key, form.path)
     except ValidationError as error:
         place = _place(parsed_object(body))
         if place is None:
             raise HttpError(422, complaints(error)) from error
         (model, seq), failure = place, Failure(complaints(error), "user")
-    own_model(desk, key, model, usable=True)
+    require_model(desk, key, model, usable=True)
     return await _promise(
         desk, NewCall(kind, model, seq, key, body, changes_state, failure=failure)
     )

@@ -58,11 +58,11 @@ def accept(store: Store, db: sqlite3.Connection, new: NewCall, bounds: Bounds) -
         )
     if known is not None:
         return Accepted(known["request_id"], new=False)
-    full = _full(db, new, bounds)
+    full = _check_quota(db, new, bounds)
     return Accepted(_insert(store, db, new, digest)) if full is None else full
 
 
-def _full(db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> QuotaExceeded | None:
+def _check_quota(db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> QuotaExceeded | None:
     if new.failure is not None:
         return None
     if new.model is not None:
@@ -114,7 +114,7 @@ def _insert(store: Store, db: sqlite3.Connection, new: NewCall, digest: bytes) -
             *(len(new.body), digest, new.changes_state, seed, now),
         ),
     )
-    failure = new.failure or _ended(db, new)
+    failure = new.failure or _model_failure(db, new)
     if failure is not None:
         fail(db, request_id, failure, now)
         if new.kind in TRAINING:
@@ -128,16 +128,16 @@ def _insert(store: Store, db: sqlite3.Connection, new: NewCall, digest: bytes) -
     return request_id
 
 
-def _ended(db: sqlite3.Connection, new: NewCall) -> Failure | None:
+def _model_failure(db: sqlite3.Connection, new: NewCall) -> Failure | None:
     """Return why the model of this call can no longer be used, or None."""
     if new.kind not in TRAINING:
         return None
     row = db.execute("SELECT state FROM models WHERE id = ?", (new.owner,)).fetchone()
     assert row is not None, f"model {new.owner} is not in the journal"
-    return ended(new.owner, row["state"])
+    return failure_of_state(new.owner, row["state"])
 
 
-def ended(model: str, state: str) -> Failure | None:
+def failure_of_state(model: str, state: str) -> Failure | None:
     """Return the failure of all calls to a model in this state, or None if the model is usable."""
     what = {"failed": "could not be made", "unloaded": "was unloaded"}.get(state)
     return None if what is None else Failure(f"model {model} {what}", "user")
@@ -153,7 +153,7 @@ def _insert_model(
         (
             *(model.id, model.session, new.key, now, now, model.base_model, model.lora_rank),
             *(json.dumps(dict(model.user_metadata)), new.kind, new.body, seed),
-            None if model.source is None else store.kept(model.source),
+            None if model.source is None else store.relative_folder(model.source),
         ),
     )
 

@@ -16,7 +16,7 @@ class Reads:
     def __init__(self, run: Path):
         self.folder = run / FOLDER
 
-    def left(self) -> list[str]:
+    def interrupted_calls(self) -> list[str]:
         """Return the calls that were being read when the previous process died."""
         if not self.folder.is_dir():
             return []
@@ -27,7 +27,7 @@ class Reads:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextmanager
-    def of(self, request_id: str) -> Iterator[None]:
+    def record_attempt(self, request_id: str) -> Iterator[None]:
         """Record that this call is being read. A full disk does not prevent the reading."""
         path = self.folder / request_id
         with suppress(OSError):

@@ -20,7 +20,7 @@ from megatron_vlm.serve.journal.journal_records import (
     Result,
 )
 
-MOST_ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 _CALL = (
     "request_id, number, kind, owner, seq, calls.key, calls.seed, attempts, accepted, size,"
     " changes_state"
@@ -68,7 +68,7 @@ def samples(db: sqlite3.Connection, after: int) -> list[Call]:
     return [_call(row) for row in rows]
 
 
-def waiting(db: sqlite3.Connection) -> list[Call]:
+def select_open_calls(db: sqlite3.Connection) -> list[Call]:
     """Return all calls that are not done, in the order of acceptance."""
     rows = db.execute(f"SELECT {_CALL} FROM calls WHERE done IS NULL ORDER BY number")
     return [_call(row) for row in rows]
@@ -157,7 +157,7 @@ def sampler_id(session: str, seq: int) -> str:
     return f"{session}:sample:{seq}"
 
 
-def kept(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[CompletedCall]:
+def select_completed(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[CompletedCall]:
     """Return a record of each of these calls that is done."""
     completed = []
     for request_id in request_ids:
@@ -177,7 +177,7 @@ def over_attempt_limit(db: sqlite3.Connection) -> list[str]:
     """Return the calls during which the process ended too often."""
     rows = db.execute(
         "SELECT request_id FROM calls WHERE done IS NULL AND attempts >= ? ORDER BY number",
-        (MOST_ATTEMPTS,),
+        (MAX_ATTEMPTS,),
     )
     return [row["request_id"] for row in rows]
 

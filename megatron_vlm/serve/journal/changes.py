@@ -3,7 +3,7 @@
 import json
 import sqlite3
 
-from megatron_vlm.serve.journal.accept import ended, fail
+from megatron_vlm.serve.journal.accept import fail, failure_of_state
 from megatron_vlm.serve.journal.database import Store
 from megatron_vlm.serve.journal.journal_records import (
     Changes,
@@ -36,7 +36,7 @@ def end_model(db: sqlite3.Connection, model: str, now: float) -> list[str]:
     """Fail all waiting calls of a model that has failed or was unloaded, and return their ids. What
     the model would need to continue is released."""
     row = db.execute("SELECT state FROM models WHERE id = ?", (model,)).fetchone()
-    failure = ended(model, row["state"])
+    failure = failure_of_state(model, row["state"])
     assert failure is not None, f"model {model} is {row['state']}"
     waiting = [
         row["request_id"]
@@ -70,7 +70,7 @@ def _change_model(db: sqlite3.Connection, change: ModelChange) -> None:
 
 
 def _put_checkpoint(store: Store, db: sqlite3.Connection, new: NewCheckpoint, now: float) -> None:
-    path, folder = tinker_path(new.model, new.kind, new.name), store.kept(new.folder)
+    path, folder = tinker_path(new.model, new.kind, new.name), store.relative_folder(new.folder)
     release(db, now, "SELECT folder FROM checkpoints WHERE path = ?", path)
     cursor = db.execute(
         "INSERT OR REPLACE INTO checkpoints (path, model, key, kind, name, folder, size, created,"
@@ -93,7 +93,7 @@ def put_sampler(store: Store, db: sqlite3.Connection, new: NewSampler, now: floa
         " WHERE id = ?",
         (
             *(new.id, now, now, new.base_model, new.model, new.path),
-            None if new.folder is None else store.kept(new.folder),
+            None if new.folder is None else store.relative_folder(new.folder),
             *(json.dumps(dict(new.facts)), new.session),
         ),
     )
@@ -102,7 +102,7 @@ def put_sampler(store: Store, db: sqlite3.Connection, new: NewSampler, now: floa
 def record_checkpoint(store: Store, db: sqlite3.Connection, saved: Saved, now: float) -> None:
     """Record the durable state of a model. Bodies of the calls that it includes are no longer
     needed."""
-    folder = store.kept(saved.folder)
+    folder = store.relative_folder(saved.folder)
     for column in ("folder", "source"):
         release(db, now, f"SELECT {column} AS folder FROM models WHERE id = ?", saved.model)
     db.execute(

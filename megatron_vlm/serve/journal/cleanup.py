@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.serve.journal.accept import fail
-from megatron_vlm.serve.journal.calls import kept
+from megatron_vlm.serve.journal.calls import select_completed
 from megatron_vlm.serve.journal.changes import apply, release
 from megatron_vlm.serve.journal.database import Store
 from megatron_vlm.serve.journal.journal_records import (
@@ -49,7 +49,9 @@ def sweep(store: Store, keep: RetentionPolicy) -> list[CompletedCall]:
         _drop_results(db, keep, now)
         _expire(db, now)
         _end_superseded(db, now, now - keep.superseded)
-        ended = kept(db, [*_end_sessions(db, keep, now), *_unload(store, db, keep, now)])
+        ended = select_completed(
+            db, [*_end_sessions(db, keep, now), *_unload(store, db, keep, now)]
+        )
         db.execute("PRAGMA incremental_vacuum(2000)").fetchall()
     _remove_released(store, now - keep.released)
     return ended

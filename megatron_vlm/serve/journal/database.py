@@ -22,7 +22,7 @@ class Store:
         self.run = run.resolve()
         self.run.mkdir(parents=True, exist_ok=True)
         _keep_private(self.run)
-        self._held = _held(self.run)
+        self._held = _lock_journal(self.run)
         self._lock = threading.Lock()
         try:
             self._writer = _open(self.run / FILE)
@@ -65,7 +65,7 @@ class Store:
             finally:
                 self._readers.append(reader)
 
-    def kept(self, folder: Path) -> str:
+    def relative_folder(self, folder: Path) -> str:
         """Return the folder as the tables name it: relative to the run, so that the run may be
         moved."""
         full = Path(os.path.normpath(self.run / folder))
@@ -118,7 +118,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def _held(run: Path) -> int:
+def _lock_journal(run: Path) -> int:
     """Lock the journal and return the handle of the lock. Two servers with one journal would do
     each call twice, so the second server is refused. The lock ends with the process, however that
     ends."""

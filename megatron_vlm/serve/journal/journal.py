@@ -3,7 +3,7 @@
     journal = Journal(run)
     while journal.wait(seconds=1.0):                       # the engine's thread
         for call in journal.next_calls():
-            journal.begun(call.request_id)
+            journal.begin_calls(call.request_id)
             outcome = do(call, journal.body(call.request_id))
             journal.finish(call.request_id, outcome, Changes(...))
 
@@ -49,7 +49,7 @@ from megatron_vlm.serve.journal.journal_records import (
 from megatron_vlm.serve.journal.notifier import Listener, Notifier
 
 _POISON = Failure(
-    f"the server ended {calls.MOST_ATTEMPTS} times while it did this call, and does not try again"
+    f"the server ended {calls.MAX_ATTEMPTS} times while it did this call, and does not try again"
 )
 
 
@@ -65,7 +65,7 @@ class Journal:
         self._touched = DeferredWrites()
         self.contradictions = 0  # calls whose number belongs to another call
         self.reads = Reads(self.run)
-        self.begun(*self.reads.left())
+        self.begin_calls(*self.reads.interrupted_calls())
         self.reads.forget()
         self.finish_all([Finished(r, _POISON) for r in self._read(calls.over_attempt_limit)])
         self._bell.ring()
@@ -87,8 +87,8 @@ class Journal:
         with self._store.write() as db:
             promises = [accept(self._store, db, call, self._bounds) for call in new]
             new_ids = [p.request_id for p in promises if isinstance(p, Accepted) and p.new]
-            completed = calls.kept(db, new_ids)
-        self._bell.kept(completed)
+            completed = calls.select_completed(db, new_ids)
+        self._bell.notify_completed(completed)
         self.contradictions += sum(isinstance(promise, Conflict) for promise in promises)
         self._bell.ring()
         return promises
@@ -97,7 +97,7 @@ class Journal:
         """Return the state of a promise, or None if it is unknown or no longer known."""
         return self._read(calls.result, request_id)
 
-    def fetched(self, request_id: str) -> None:
+    def touch_result(self, request_id: str) -> None:
         """Record that the result was sent. It is kept for some minutes more."""
         self._touched.call(request_id)
 
@@ -116,13 +116,13 @@ class Journal:
             ).fetchone()
             failure = Failure("the client cancelled it", "user")
             done = calls.finish_call(self._store, db, Finished(request_id, failure)) if row else []
-            completed = calls.kept(db, done)
-        self._bell.kept(completed)
+            completed = calls.select_completed(db, done)
+        self._bell.notify_completed(completed)
         return bool(done)
 
-    def when_rung(self, ringer: Callable[[], None]) -> None:
+    def add_ringer(self, ringer: Callable[[], None]) -> None:
         """Register `ringer`, which is called in any thread when there may be a call to do."""
-        self._bell.when_rung(ringer)
+        self._bell.add_ringer(ringer)
 
     # -- the engine: calls
 
@@ -153,14 +153,14 @@ class Journal:
         """Return the decompressed body of a call: protobuf for forward_backward, otherwise JSON."""
         return self._read(calls.body, request_id)
 
-    def begun(self, *request_ids: str) -> list[str]:
+    def begin_calls(self, *request_ids: str) -> list[str]:
         """Record that these calls are about to be done. Return those that still have to be; the
         others were cancelled. A call that starts three times and never finishes is not tried
         again."""
         with self._store.write(on_disk=False) as db:  # survives a crash of the process
             return calls.mark_started(db, request_ids)
 
-    def given_back(self, *request_ids: str) -> None:
+    def undo_attempts(self, *request_ids: str) -> None:
         """Record that this process ends in good order without doing these calls, which it had
         started."""
         with self._store.write() as db:
@@ -180,8 +180,10 @@ class Journal:
             return []
         with self._store.write() as db:
             done = [calls.finish_call(self._store, db, one) for one in finished]
-            completed = calls.kept(db, [request_id for ids in done for request_id in ids])
-        self._bell.kept(completed)
+            completed = calls.select_completed(
+                db, [request_id for ids in done for request_id in ids]
+            )
+        self._bell.notify_completed(completed)
         self._bell.ring()
         return [bool(ids) for ids in done]
 
@@ -191,7 +193,7 @@ class Journal:
         do them again, but do not finish them."""
         return self._read(calls.replay, model)
 
-    def saved(self, model: str, seq: int, folder: Path) -> None:
+    def record_saved(self, model: str, seq: int, folder: Path) -> None:
         """Record a complete folder inside the run with the state of the model and its optimizer
         after call `seq`. The previous folder is removed when nothing else needs it. `Changes.saved`
         does the same together with a result."""
@@ -208,7 +210,7 @@ class Journal:
     def model(self, model: str) -> Model | None:
         """Return the model with this id."""
         with self._store.read() as db:
-            return _only(queries.models(self._store, db, "id = ?", (model,)))
+            return _first_or_none(queries.models(self._store, db, "id = ?", (model,)))
 
     def live_models(self) -> set[str]:
         """Return the ids of models whose client is active or waits for one of their calls."""
@@ -223,7 +225,7 @@ class Journal:
     def sampler(self, sampler: str) -> SamplingSession | None:
         """Return the sampling session with this id, if it has not ended."""
         with self._store.read() as db:
-            return _only(queries.samplers(self._store, db, "id = ?", (sampler,)))
+            return _first_or_none(queries.samplers(self._store, db, "id = ?", (sampler,)))
 
     def checkpoints(
         self, key: str | None = None, model: str | None = None
@@ -243,7 +245,9 @@ class Journal:
         """Return the checkpoint with this tinker path, if it has not expired."""
         with self._store.read() as db:
             where = "path = ? AND coalesce(expires > ?, 1)"
-            return _only(queries.read_checkpoints(self._store, db, where, (path, time.time())))
+            return _first_or_none(
+                queries.read_checkpoints(self._store, db, where, (path, time.time()))
+            )
 
     def folders(self) -> set[Path]:
         """Return every folder that a row names."""
@@ -258,7 +262,7 @@ class Journal:
     def session(self, session: str) -> Session | None:
         """Return the session with this id."""
         with self._store.read() as db:
-            return _only(queries.read_sessions(db, "id = ?", (session,)))
+            return _first_or_none(queries.read_sessions(db, "id = ?", (session,)))
 
     def active_sessions(self, key: str | None, seconds: float) -> int:
         """Count the sessions that are not finished and were active within the last `seconds`."""
@@ -284,7 +288,7 @@ class Journal:
             )
         return session
 
-    def heard(self, session: str) -> None:
+    def touch_session(self, session: str) -> None:
         """Record that the client of the session is active."""
         self._touched.session(session)
 
@@ -321,15 +325,15 @@ class Journal:
         with self._store.write() as db:
             db.execute("UPDATE checkpoints SET expires = ? WHERE path = ?", (expires, path))
 
-    def waiting(self) -> list[Call]:
+    def open_calls(self) -> list[Call]:
         """Return all calls that are not done, including those that wait for others."""
-        return self._read(calls.waiting)
+        return self._read(calls.select_open_calls)
 
     def sweep(self) -> None:
         """Remove what is no longer needed."""
         with self._store.write() as db:
             self._touched.write(db)
-        self._bell.kept(sweep(self._store, self._keep))
+        self._bell.notify_completed(sweep(self._store, self._keep))
         self._bell.ring()
 
     def close(self) -> None:
@@ -343,5 +347,5 @@ class Journal:
             return function(db, *values)
 
 
-def _only(found: list[Any]) -> Any:
-    return found[0] if found else None
+def _first_or_none(rows: list[Any]) -> Any:
+    return rows[0] if rows else None

@@ -21,7 +21,7 @@ TRAINING = (
 )
 SAMPLE = "asample"
 UNLOAD = "unload_model"
-KINDS = (*CREATION, *TRAINING, SAMPLE, UNLOAD)
+CALL_KINDS = (*CREATION, *TRAINING, SAMPLE, UNLOAD)
 
 Category = Literal["user", "server"]
 CheckpointKind = Literal["training", "sampler", "external"]

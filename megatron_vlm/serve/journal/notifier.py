@@ -27,7 +27,7 @@ class Notifier:
         for ringer in ringers:
             ringer()
 
-    def when_rung(self, ringer: Callable[[], None]) -> None:
+    def add_ringer(self, ringer: Callable[[], None]) -> None:
         """Register `ringer`, which is called at each ring in the ringing thread. It is for threads
         that do not wait here. It must be quick and must not raise."""
         with self._condition:
@@ -47,7 +47,7 @@ class Notifier:
         with self._condition:
             self._listeners.append(listener)
 
-    def kept(self, promises: Sequence[CompletedCall]) -> None:
+    def notify_completed(self, promises: Sequence[CompletedCall]) -> None:
         """Pass these completed calls to the listeners."""
         if not promises:
             return

@@ -23,7 +23,9 @@ def read_sessions(db: sqlite3.Connection, where: str, values: Sequence[Any]) -> 
 def models(store: Store, db: sqlite3.Connection, where: str, values: Sequence[Any]) -> list[Model]:
     """Return models, newest first."""
     rows = _rows(db, "models", where, values)
-    return [Model(**_placed(store, _fields(Model, row), "folder", "source")) for row in rows]
+    return [
+        Model(**_with_full_paths(store, _fields(Model, row), "folder", "source")) for row in rows
+    ]
 
 
 def samplers(
@@ -32,7 +34,8 @@ def samplers(
     """Return sampling sessions that have not ended, newest first."""
     rows = _rows(db, "samplers", f"ended IS NULL AND {where}", values)
     return [
-        SamplingSession(**_placed(store, _fields(SamplingSession, row), "folder")) for row in rows
+        SamplingSession(**_with_full_paths(store, _fields(SamplingSession, row), "folder"))
+        for row in rows
     ]
 
 
@@ -42,7 +45,8 @@ def read_checkpoints(
     """Return checkpoints, newest first."""
     rows = _rows(db, "checkpoints", where, values)
     return [
-        NamedCheckpoint(**_placed(store, _fields(NamedCheckpoint, row), "folder")) for row in rows
+        NamedCheckpoint(**_with_full_paths(store, _fields(NamedCheckpoint, row), "folder"))
+        for row in rows
     ]
 
 
@@ -63,5 +67,5 @@ def _fields(of: type, row: sqlite3.Row) -> dict[str, Any]:
     return values
 
 
-def _placed(store: Store, fields: dict[str, Any], *names: str) -> dict[str, Any]:
+def _with_full_paths(store: Store, fields: dict[str, Any], *names: str) -> dict[str, Any]:
     return {**fields, **{name: store.folder(fields[name]) for name in names}}

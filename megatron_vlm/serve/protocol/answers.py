@@ -60,15 +60,15 @@ def write_samples(samples: Samples) -> bytes:
     return answer.SerializeToString()
 
 
-def _write_targets(written: Any, found: np.ndarray | SparseLogProbs) -> None:
+def _write_targets(written: Any, log_probs: np.ndarray | SparseLogProbs) -> None:
     written.dtype = FLOAT32
-    written.shape.extend(found.shape)
-    if isinstance(found, SparseLogProbs):
-        written.sparse_csr.values = _float32(found.values)
-        written.sparse_csr.crow_indices = found.crow.astype("<i8").tobytes()
-        written.sparse_csr.col_indices = found.column.astype("<i8").tobytes()
+    written.shape.extend(log_probs.shape)
+    if isinstance(log_probs, SparseLogProbs):
+        written.sparse_csr.values = _float32(log_probs.values)
+        written.sparse_csr.crow_indices = log_probs.crow.astype("<i8").tobytes()
+        written.sparse_csr.col_indices = log_probs.column.astype("<i8").tobytes()
     else:
-        written.dense = _float32(found)
+        written.dense = _float32(log_probs)
 
 
 def _form(output: Output) -> dict[str, Any]:

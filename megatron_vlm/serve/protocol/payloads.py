@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_vlm.errors import MegatronVLMError
 
-MOST_TOKEN = 2**31 - 1  # tokens are sent as int32
+MAX_TOKEN_ID = 2**31 - 1  # tokens are sent as int32
 NO_TOKEN, NO_LOG_PROB = 0, -99999.0  # an absent entry of a TopK
 _LONGEST_NAME = 80  # characters of a name that a message repeats
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.serve.protocol.payloads import MOST_TOKEN, Chunk, Picture, RequestError, Text
+from megatron_vlm.serve.protocol.payloads import MAX_TOKEN_ID, Chunk, Picture, RequestError, Text
 
 _HEADS = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}  # first bytes of the files
 _FORMATS = tuple(_HEADS)
-_MOST_SIDE = 2**16  # maximum side of a JPEG
+_MAX_SIDE = 2**16  # maximum side of a JPEG
 _KINDS = ("encoded_text", "image")
-_TOKEN = f"a whole number from 0 to {MOST_TOKEN}"
+_TOKEN = f"a whole number from 0 to {MAX_TOKEN_ID}"
 
 
 def read_chunks(messages: Sequence[Any], where: str) -> tuple[Chunk, ...]:
     """Read the chunks of a datum's model_input."""
-    return _something(
+    return _check_not_empty(
         tuple(_of_message(each, f"{where}[{i}]") for i, each in enumerate(messages)), where
     )
 
@@ -28,13 +28,13 @@ def read_prompt(value: Any, where: str) -> tuple[Chunk, ...]:
     chunks = value.get("chunks") if isinstance(value, dict) else None
     if not isinstance(chunks, list):
         raise RequestError(key=where, found=value, allowed="an object with the list chunks")
-    return _something(
+    return _check_not_empty(
         tuple(_of_json(each, f"{where}.chunks[{i}]") for i, each in enumerate(chunks)),
         f"{where}.chunks",
     )
 
 
-def _something(chunks: tuple[Chunk, ...], where: str) -> tuple[Chunk, ...]:
+def _check_not_empty(chunks: tuple[Chunk, ...], where: str) -> tuple[Chunk, ...]:
     if not any(isinstance(each, Picture) or len(each.tokens) for each in chunks):
         raise RequestError(
             f": its {len(chunks)} chunks have no token and no picture",
@@ -98,7 +98,7 @@ def _whole_numbers(tokens: Any, where: str) -> np.ndarray:
     if not isinstance(tokens, list):
         raise RequestError(key=f"{where}.tokens", found=tokens, allowed="a list of tokens")
     for i, token in enumerate(tokens):
-        if type(token) is not int or not 0 <= token <= MOST_TOKEN:
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             raise RequestError(key=f"{where}.tokens[{i}]", found=token, allowed=_TOKEN)
     return np.array(tokens, np.int32)
 
@@ -125,17 +125,17 @@ def _json_picture(chunk: dict[str, Any], where: str) -> Picture:
         sides = override if isinstance(override, dict) else {}
         within = f"{where}.override_dimensions"
         size = (
-            _whole(sides.get("width"), f"{within}.width"),
-            _whole(sides.get("height"), f"{within}.height"),
+            _check_whole_number(sides.get("width"), f"{within}.width"),
+            _check_whole_number(sides.get("height"), f"{within}.height"),
         )
     if expected is not None:
-        expected = _whole(expected, f"{where}.expected_tokens")
+        expected = _check_whole_number(expected, f"{where}.expected_tokens")
     return Picture(content, chunk.get("format", ""), expected, size)
 
 
-def _whole(value: Any, where: str) -> int:
-    if type(value) is not int or not -MOST_TOKEN <= value <= MOST_TOKEN:
-        raise RequestError(key=where, found=value, allowed=f"a whole number up to {MOST_TOKEN}")
+def _check_whole_number(value: Any, where: str) -> int:
+    if type(value) is not int or not -MAX_TOKEN_ID <= value <= MAX_TOKEN_ID:
+        raise RequestError(key=where, found=value, allowed=f"a whole number up to {MAX_TOKEN_ID}")
     return int(value)
 
 
@@ -149,17 +149,17 @@ def _picture(picture: Picture, where: str) -> Picture:
             "is not supported", key=f"{where}.format", found=picture.format, allowed=_FORMATS
         )
     expected = picture.expected_tokens
-    if expected is not None and not 1 <= expected <= MOST_TOKEN:
+    if expected is not None and not 1 <= expected <= MAX_TOKEN_ID:
         raise RequestError(
-            f": a picture takes from 1 to {MOST_TOKEN} tokens",
+            f": a picture takes from 1 to {MAX_TOKEN_ID} tokens",
             key=f"{where}.expected_tokens",
             found=expected,
             remedy="give the number that the processor counts, or leave it out",
         )
     for side, length in zip(("width", "height"), picture.size or (), strict=False):
-        if not 1 <= length <= _MOST_SIDE:
+        if not 1 <= length <= _MAX_SIDE:
             raise RequestError(
-                f": a side has from 1 to {_MOST_SIDE} pixels",
+                f": a side has from 1 to {_MAX_SIDE} pixels",
                 key=f"{where}.override_dimensions.{side}",
                 found=length,
                 remedy="leave override_dimensions out to take the picture's own",

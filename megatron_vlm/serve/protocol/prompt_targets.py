@@ -17,7 +17,7 @@ WHERE = "target_prompt_logprobs"
 NOTHING = -1  # a cell that requests nothing
 # Maximum cells after every place is padded to the largest count. An int64 array of them takes 512
 # MiB.
-MOST_CELLS = 2**26
+MAX_CELLS = 2**26
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,21 +34,21 @@ class PromptTargets:
         """Return the log-probs of `ids_RJ` in the layout of the request."""
         if self.crow is None or self.column_C is None:
             return log_probs_RJ
-        values_C = log_probs_RJ[_listed(self.crow, log_probs_RJ.shape[1])]
+        values_C = log_probs_RJ[_listed_cells(self.crow, log_probs_RJ.shape[1])]
         return SparseLogProbs(values_C, self.crow, self.column_C, self.shape)
 
 
-def read_prompt_targets(said: Mapping[str, Any], length: int) -> PromptTargets:
+def read_prompt_targets(fields: Mapping[str, Any], length: int) -> PromptTargets:
     """Read the targets of a prompt with `length` tokens. An error names the field."""
-    crow, column = said.get("sparse_crow_indices"), said.get("sparse_col_indices")
+    crow, column = fields.get("sparse_crow_indices"), fields.get("sparse_col_indices")
     if (crow is None) != (column is None):
         raise RequestError(
             "has only one of sparse_crow_indices and sparse_col_indices",
             key=WHERE,
             remedy="give both",
         )
-    data = _numbers(said, "data")
-    shape = tuple(_numbers(said, "shape").tolist())
+    data = _numbers(fields, "data")
+    shape = tuple(_numbers(fields, "shape").tolist())
     if len(shape) != 2 or shape[0] != length - 1 or shape[1] < 1:
         raise RequestError(
             f": the prompt has {length} tokens",
@@ -57,7 +57,10 @@ def read_prompt_targets(said: Mapping[str, Any], length: int) -> PromptTargets:
             allowed=f"[{length - 1}, K]",
         )
     if crow is not None:
-        crow, column_C = _numbers(said, "sparse_crow_indices"), _numbers(said, "sparse_col_indices")
+        crow, column_C = (
+            _numbers(fields, "sparse_crow_indices"),
+            _numbers(fields, "sparse_col_indices"),
+        )
         check_csr(crow, column_C, len(data), shape, f"{WHERE}.sparse_")
         return PromptTargets(_compact(data, crow), shape, crow, column_C)
     if len(data) != shape[0] * shape[1]:
@@ -70,38 +73,38 @@ def read_prompt_targets(said: Mapping[str, Any], length: int) -> PromptTargets:
     return PromptTargets(data.reshape(shape), shape)
 
 
-def _numbers(said: Mapping[str, Any], name: str) -> np.ndarray:
+def _numbers(fields: Mapping[str, Any], name: str) -> np.ndarray:
     try:
-        values = np.array(said[name])
+        values = np.array(fields[name])
         whole = np.array(values, dtype=np.int64)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _no_numbers(said, name) from error
+        raise _no_numbers(fields, name) from error
     if whole.ndim != 1 or (whole != values).any():
-        raise _no_numbers(said, name)
+        raise _no_numbers(fields, name)
     return whole
 
 
-def _no_numbers(said: Mapping[str, Any], name: str) -> RequestError:
+def _no_numbers(fields: Mapping[str, Any], name: str) -> RequestError:
     return RequestError(
-        key=f"{WHERE}.{name}", found=said.get(name), allowed="a list of whole numbers"
+        key=f"{WHERE}.{name}", found=fields.get(name), allowed="a list of whole numbers"
     )
 
 
 def _compact(data_C: np.ndarray, crow: np.ndarray) -> np.ndarray:
     counts = np.diff(crow)
     width = max(int(counts.max(initial=0)), 1)
-    if width * len(counts) > MOST_CELLS:
+    if width * len(counts) > MAX_CELLS:
         raise RequestError(
             f"has up to {width} tokens at one of {len(counts)} places",
             key=WHERE,
             remedy="send prompts with many tokens at a place by themselves",
         )
     ids_RJ = np.full((len(counts), width), NOTHING)
-    ids_RJ[_listed(crow, width)] = data_C
+    ids_RJ[_listed_cells(crow, width)] = data_C
     return ids_RJ
 
 
-def _listed(crow: np.ndarray, most: int) -> np.ndarray:
+def _listed_cells(crow: np.ndarray, max_cells: int) -> np.ndarray:
     """Return which cells of the compact array are listed, row by row in their order."""
-    listed_RJ: np.ndarray = np.arange(most) < np.diff(crow)[:, None]
+    listed_RJ: np.ndarray = np.arange(max_cells) < np.diff(crow)[:, None]
     return listed_RJ

@@ -15,7 +15,7 @@ from megatron_vlm.serve.protocol.payloads import RequestError
 
 # Maximum fields of a request; a thousand datums have about 30,000. A field that takes two bytes in
 # the body may take a hundred once it is parsed.
-MOST_FIELDS = 2**19
+MAX_FIELDS = 2**19
 
 _PACKAGE = "megatron_vlm.service"
 # Each field is "number name type". A * means repeated; a ? means that absence can be detected.
@@ -55,19 +55,19 @@ def message(name: str) -> Any:
     return _CLASSES[name]()
 
 
-def parsed(name: str, body: bytes) -> Any:
+def parse_message(name: str, body: bytes) -> Any:
     """Parse the message in `body`, which may be any bytes."""
     _check_fields(name, body)
     result = message(name)
     what = UntrustedFile(
         f"the body as {name}", RequestError, "send the protobuf message of that name"
     )
-    with what.border("is not readable"):
+    with what.wrap_errors("is not readable"):
         result.ParseFromString(body)
     return result
 
 
-def _made() -> tuple[dict[str, Any], dict[str, dict[int, str]]]:
+def _make_classes() -> tuple[dict[str, Any], dict[str, dict[int, str]]]:
     """Create the classes, and for each class the types of its fields by number."""
     file = descriptor_pb2.FileDescriptorProto(
         name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto3"
@@ -105,7 +105,7 @@ def _describe(described: Any, fields: str) -> dict[int, str]:
     return types
 
 
-_CLASSES, _TYPES = _made()
+_CLASSES, _TYPES = _make_classes()
 
 
 def _check_fields(name: str, body: bytes) -> None:
@@ -123,9 +123,9 @@ def _check_fields(name: str, body: bytes) -> None:
                 pending.append((kind, start, after))
             elif start is not None and kind == "int64":
                 count += after - start  # repeated numbers, packed
-            if count > MOST_FIELDS:
+            if count > MAX_FIELDS:
                 raise RequestError(
-                    f"has more than {MOST_FIELDS} fields in {len(body)} bytes",
+                    f"has more than {MAX_FIELDS} fields in {len(body)} bytes",
                     place="the body",
                     remedy="send fewer datums in a request, or longer chunks",
                 )

@@ -16,7 +16,7 @@ _DTYPES = {
     3: ("int32", "<i4"),
     4: ("bfloat16", "<u2"),
 }
-_MOST_DIMENSION = 2**31 - 1
+_MAX_DIMENSION = 2**31 - 1
 
 
 def read_tensor(tensor: Any, where: str) -> np.ndarray:
@@ -66,9 +66,9 @@ def _shape(tensor: Any, where: str) -> list[int]:
             allowed="one value for each target",
         )
     for dimension in tensor.shape:
-        if not 0 <= dimension <= _MOST_DIMENSION:
+        if not 0 <= dimension <= _MAX_DIMENSION:
             raise RequestError(
-                f": each dimension must be from 0 to {_MOST_DIMENSION}",
+                f": each dimension must be from 0 to {_MAX_DIMENSION}",
                 key=f"{where}.shape",
                 found=list(tensor.shape),
                 allowed="the sizes of the array",

@@ -8,27 +8,27 @@ from typing import Any
 import numpy as np
 
 from megatron_vlm.serve.protocol.payloads import (
-    MOST_TOKEN,
+    MAX_TOKEN_ID,
     Datum,
     ForwardBackward,
     RequestError,
     entry,
 )
 from megatron_vlm.serve.protocol.prompt_chunks import read_chunks, read_prompt
-from megatron_vlm.serve.protocol.protobuf import parsed
+from megatron_vlm.serve.protocol.protobuf import parse_message
 from megatron_vlm.serve.protocol.request_tensors import dense_entries, place, read_tensor
 
-__all__ = ["MOST_DENSE", "read_forward_backward", "read_prompt"]
+__all__ = ["MAX_DENSE_CELLS", "read_forward_backward", "read_prompt"]
 
 # Maximum entries of all sparse tensors of a request once they are dense: 512 MiB of int64.
-MOST_DENSE = 2**26
+MAX_DENSE_CELLS = 2**26
 # Inputs that have one value for each target.
 _PER_TARGET = ("weights", "logprobs", "advantages", "sequence_ratio_mask")
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
     """Parse the ForwardBackwardRequest in `body`."""
-    request = parsed("ForwardBackwardRequest", body)
+    request = parse_message("ForwardBackwardRequest", body)
     if not request.model_id:
         raise RequestError("is empty", key="model_id", allowed="what create_model has returned")
     if request.seq_id < 1:
@@ -59,10 +59,12 @@ def _options(request: Any) -> dict[str, float | str]:
     """Return the options of the loss. Old clients fill the first map, today's clients the second or
     both."""
     if not request.loss_fn_config_v2:
-        old = _named(request.loss_fn_config, "loss_fn_config")
+        old = _entries_by_name(request.loss_fn_config, "loss_fn_config")
         return {name: _number(value, where) for name, (value, where) in old.items()}
     options: dict[str, float | str] = {}
-    for name, (value, where) in _named(request.loss_fn_config_v2, "loss_fn_config_v2").items():
+    for name, (value, where) in _entries_by_name(
+        request.loss_fn_config_v2, "loss_fn_config_v2"
+    ).items():
         number, text = value.HasField("number"), value.HasField("text")
         if number == text:
             has = "both a number and a text" if text else "neither a number nor a text"
@@ -79,7 +81,7 @@ def _number(value: float, where: str) -> float:
     return value
 
 
-def _named(entries: Iterable[Any], where: str) -> dict[str, tuple[Any, str]]:
+def _entries_by_name(entries: Iterable[Any], where: str) -> dict[str, tuple[Any, str]]:
     """Return the values of a map, each with its name in messages."""
     values: dict[str, tuple[Any, str]] = {}
     for item in entries:
@@ -98,10 +100,10 @@ def _check_dense_entries(data: Iterable[Any]) -> None:
         for item in datum.loss_fn_inputs:
             where = entry(f"data[{i}].loss_fn_inputs", item.key)
             total += dense_entries(item.value, where)
-            if total > MOST_DENSE:
+            if total > MAX_DENSE_CELLS:
                 raise RequestError(
                     f"brings the sparse tensors of this request to {total} entries, above "
-                    f"{MOST_DENSE}",
+                    f"{MAX_DENSE_CELLS}",
                     key=f"{where}.shape",
                     found=list(item.value.shape),
                     remedy="send fewer datums in a request, or fewer columns",
@@ -110,7 +112,7 @@ def _check_dense_entries(data: Iterable[Any]) -> None:
 
 def _datum(datum: Any, where: str) -> Datum:
     chunks = read_chunks(datum.model_input, f"{where}.model_input")
-    named = _named(datum.loss_fn_inputs, f"{where}.loss_fn_inputs")
+    named = _entries_by_name(datum.loss_fn_inputs, f"{where}.loss_fn_inputs")
     inputs = {name: read_tensor(tensor, label) for name, (tensor, label) in named.items()}
     for name, (_, label) in named.items():
         _check_finite(inputs[name], label)
@@ -141,12 +143,12 @@ def _check_targets(inputs: Mapping[str, np.ndarray], where: str) -> None:
         raise RequestError(
             key=f"{label}.shape", found=list(targets.shape), allowed="1 target or more"
         )
-    wrong = (targets < 0) | (targets > MOST_TOKEN)
+    wrong = (targets < 0) | (targets > MAX_TOKEN_ID)
     if wrong.any():
         raise RequestError(
             key=f"{label}{place(wrong)}",
             found=int(targets[wrong][0]),
-            allowed=f"tokens from 0 to {MOST_TOKEN}, and weight 0 to those that are not to be "
+            allowed=f"tokens from 0 to {MAX_TOKEN_ID}, and weight 0 to those that are not to be "
             "learned",
         )
     for name in _PER_TARGET:
