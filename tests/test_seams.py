@@ -128,11 +128,30 @@ def test_loading_leaves_what_is_ours_alone(pool, tiny):
     assert pool.run(call, 1, tiny(), case, loads_around_adapters) == [ADAPTER.flatten().tolist()]
 
 
+# Modules that are what their folder is for: `commands.plan.page`.
+OF_EACH_FOLDER = {"__init__", "__main__", "command", "page", "terminal"}
+
+
 def test_one_name_means_one_thing():
-    """No two classes of the package share a name."""
-    classes = defaultdict(set)
+    """No two modules, and no two public classes, functions or constants of modules, have one
+    name."""
+    modules, names = defaultdict(set), defaultdict(set)
     for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                classes[node.name].add(str(file.relative_to(PACKAGE)))
-    assert {name: files for name, files in classes.items() if len(files) > 1} == {}
+        where = str(file.relative_to(PACKAGE))
+        if file.stem not in OF_EACH_FOLDER:
+            modules[file.stem].add(where)
+        for node in ast.parse(file.read_text()).body:
+            for name in defined(node):
+                if not name.startswith("_") and len(name) > 1:
+                    names[name].add(where)
+    for table in (modules, names):
+        assert {name: files for name, files in table.items() if len(files) > 1} == {}
+
+
+def defined(node: ast.stmt) -> list[str]:
+    """The names of a class, of a function, or of the constants that are assigned."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in names if name.isupper()]
