@@ -116,9 +116,9 @@ def test_what_goes_with_no_other():
         call("also fine", "7"),
     ]
     group = grouping(reads)
-    assert names(group.of(calls[0], calls)) == ["fine", "also fine"]
+    assert names(group.batch_with(calls[0], calls)) == ["fine", "also fine"]
     for alone in calls[1:-1]:
-        assert names(group.of(alone, calls)) == [alone.request_id]
+        assert names(group.batch_with(alone, calls)) == [alone.request_id]
 
 
 def test_time_is_shared_by_tokens():

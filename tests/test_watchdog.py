@@ -53,7 +53,7 @@ def process(
 )
 def test_no_progress_ends_it(body, where, tmp_path):
     os.mkfifo(tmp_path / "fifo")  # opening it waits for a writer
-    start = START if "data" in where else START.replace("watchdog.at", "# ")
+    start = START if "data" in where else START.replace("watchdog.begin_phase", "# ")
     with process(body, str(tmp_path / "fifo"), start=start) as stuck:
         _, err = stuck.communicate(timeout=30)
     assert stuck.returncode == 70
@@ -106,7 +106,7 @@ watchdog.stop()
 @pytest.mark.parametrize(("began", "status"), [("", 0), ("watchdog.begin_phase(5, 'data')", 70)])
 def test_work_is_progress_at_the_start(began, status):
     """Imports read little where libraries are mapped, and take long on a machine under load."""
-    with process(began + IMPORTING, "4", start=START.replace("watchdog.at", "# ")) as importing:
+    with process(began + IMPORTING, "4", start=START.replace("watchdog.begin_phase", "# ")) as importing:
         _, err = importing.communicate(timeout=120)
     assert importing.returncode == status, err
 
