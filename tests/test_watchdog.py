@@ -106,7 +106,9 @@ watchdog.stop()
 @pytest.mark.parametrize(("began", "status"), [("", 0), ("watchdog.begin_phase(5, 'data')", 70)])
 def test_work_is_progress_at_the_start(began, status):
     """Imports read little where libraries are mapped, and take long on a machine under load."""
-    with process(began + IMPORTING, "4", start=START.replace("watchdog.begin_phase", "# ")) as importing:
+    with process(
+        began + IMPORTING, "4", start=START.replace("watchdog.begin_phase", "# ")
+    ) as importing:
         _, err = importing.communicate(timeout=120)
     assert importing.returncode == status, err
 
