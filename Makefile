@@ -2,21 +2,22 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM = false
-# Every process that a test starts would compile all modules again.
+# pip would compile every module of every package, which takes as long as the rest. The first
+# process compiles what it imports, and every process that a test starts needs it.
 unexport PYTHONDONTWRITEBYTECODE
 
 # What another version of transformers would change: configs, processors, templates, generation.
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat_template.py sample.py \
 	row_maker.py hf.py tiny_model.py)
 
-.PHONY: setup trl-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-lora reinforce test test-slow test-newest test-torch test-parity lint format docs bench scale clean
+.PHONY: setup trl-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-lora reinforce test test-slow test-long test-newest test-torch test-parity lint format docs bench scale clean
 
 setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"needs Python 3.11, this is {sys.version}"'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 demo: setup
@@ -37,17 +38,14 @@ reinforce: setup
 test: setup
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
-# SEQUENCES=N plays N random sequences of commands in each of five parts, not 100. What starts jobs
-# and kills them runs alone.
-SIDE_BY_SIDE := $(addprefix tests/test_,agree_vllm.py fuzz.py sequences.py fused_ops.py what_fits.py lora.py \
-	lora_checkpoint.py lora_files.py rl_engine.py trl_losses.py moe.py moe_balance.py moe_train.py plan_experts.py \
-	vllm.py vllm_sampler.py wheel.py simulate_scale.py full_disk.py hub.py log_sinks.py hostile.py \
-	prompt_targets.py top_log_probs.py shared_weights.py serve_losses.py tinker_converters.py tinker_client.py \
-	multi_model.py lora_head.py lora_head_files.py lora_head_vllm.py serve_unembed.py serve_vllm.py \
-	agree_command.py golden.py rl.py loader.py prepare.py run_report.py preflight.py) tests/device
+# Each commit plays a part of the long random runs and of the layouts with engines: see
+# tests/random_runs.py. `make test-long` plays all of them, which takes hours.
+SLOW := $(BIN)/python -m pytest -m slow -n 3 --dist loadgroup
 test-slow: setup
-	$(BIN)/python -m pytest -m slow -n 2 $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))
+	$(SLOW)
+
+test-long: setup
+	LONG=1 $(SLOW)
 
 # The newest versions that pyproject.toml allows. All quick tests: make test-newest NEWEST=tests
 test-newest: .venv-newest/ready
@@ -55,7 +53,7 @@ test-newest: .venv-newest/ready
 
 .venv-newest/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable '.[dev]'
+	.venv-newest/bin/pip install --quiet --no-compile --upgrade --upgrade-strategy eager --editable '.[dev]'
 	touch $@
 
 # The quick tests with another torch that pyproject.toml allows, such as that of a machine with GPUs.
@@ -68,9 +66,9 @@ test-torch: .venv-torch-$(TORCH)/ready
 
 .venv-torch-$(TORCH)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-torch-$(TORCH)
-	.venv-torch-$(TORCH)/bin/pip install --quiet torch==$(TORCH)
+	.venv-torch-$(TORCH)/bin/pip install --quiet --no-compile torch==$(TORCH)
 	grep -v '^torch==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
-	.venv-torch-$(TORCH)/bin/pip install --quiet --constraint .venv-torch-$(TORCH)/constraints.txt --editable '.[dev]'
+	.venv-torch-$(TORCH)/bin/pip install --quiet --no-compile --constraint .venv-torch-$(TORCH)/constraints.txt --editable '.[dev]'
 	touch $@
 
 test-parity: setup
@@ -89,7 +87,7 @@ docs: .venv-docs/ready
 
 .venv-docs/ready: constraints.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/pip install --quiet --constraint constraints.txt mkdocs-material
+	.venv-docs/bin/pip install --quiet --no-compile --constraint constraints.txt mkdocs-material
 	touch $@
 
 format: setup
@@ -114,9 +112,9 @@ trl-env: .venv-trl/ready
 
 .venv-trl/ready:
 	$(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/pip install --quiet torch==2.13.0
-	.venv-trl/bin/pip install --quiet trl==1.16.0 transformers==5.17.0 accelerate datasets pillow
-	.venv-trl/bin/pip install --quiet --no-deps torchvision==0.28.0
+	.venv-trl/bin/pip install --quiet --no-compile torch==2.13.0
+	.venv-trl/bin/pip install --quiet --no-compile trl==1.16.0 transformers==5.17.0 accelerate datasets pillow
+	.venv-trl/bin/pip install --quiet --no-compile --no-deps torchvision==0.28.0
 	touch $@
 
 # vLLM, for tests/test_vllm.py, and what lets it import torchvision.
@@ -126,8 +124,8 @@ VLLM := tests/vllm_engine
 .venv-vllm/ready: $(VLLM)/requirements.txt $(VLLM)/torchvision_operators.py $(VLLM)/torchvision_operators.pth
 	rm -rf .venv-vllm
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet --constraint $(VLLM)/requirements.txt torch==2.13.0
-	.venv-vllm/bin/pip install --quiet --no-deps --requirement $(VLLM)/requirements.txt
+	.venv-vllm/bin/pip install --quiet --no-compile --constraint $(VLLM)/requirements.txt torch==2.13.0
+	.venv-vllm/bin/pip install --quiet --no-compile --no-deps --requirement $(VLLM)/requirements.txt
 	cp $(VLLM)/torchvision_operators.* .venv-vllm/lib/python3*/site-packages
 	.venv-vllm/bin/python -c 'import torchvision'
 	touch $@
@@ -139,8 +137,8 @@ TINKER := tests/tinker_client
 .venv-tinker/ready: $(TINKER)/requirements.txt
 	rm -rf .venv-tinker
 	$(PYTHON) -m venv .venv-tinker
-	.venv-tinker/bin/pip install --quiet --constraint $(TINKER)/requirements.txt torch==2.13.0
-	.venv-tinker/bin/pip install --quiet --no-deps --requirement $(TINKER)/requirements.txt
+	.venv-tinker/bin/pip install --quiet --no-compile --constraint $(TINKER)/requirements.txt torch==2.13.0
+	.venv-tinker/bin/pip install --quiet --no-compile --no-deps --requirement $(TINKER)/requirements.txt
 	touch $@
 
 # The public client and the recipes of its cookbook against our service.

@@ -120,13 +120,18 @@ def line(name: str, kind: str, count: int) -> str:
     return f"| {name}, {count} GPU{'s' * (count > 1)}, {kind} | {' | '.join(cells)} |"
 
 
+def configurations(name: str) -> list[tuple[str, str, int]]:
+    """Return the arguments of `line` for each line of a model's table."""
+    counts = COUNTS_OF_EXPERTS if name in WITH_EXPERTS else COUNTS
+    return [(name, kind, count) for kind in KINDS for count in counts]
+
+
 def tables() -> str:
     """Return a table for each model."""
     parts = []
     for name in (*MODELS, *WITH_EXPERTS):
-        counts = COUNTS_OF_EXPERTS if name in WITH_EXPERTS else COUNTS
         lines = [f"| {name} | {' | '.join(f'{card} GiB' for card in CARDS)} |", "|---" * 5 + "|"]
-        lines += [line(name, kind, count) for kind in KINDS for count in counts]
+        lines += [line(*configuration) for configuration in configurations(name)]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 

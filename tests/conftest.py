@@ -9,9 +9,19 @@ from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 from megatron_vlm.distributed.device import install_cpu_stand_in
 from tests.pool import Pool
 from tests.process_tree import ProcessTree
+from tests.random_runs import not_played
 
 # Digits depend on the number of threads, and a launcher takes it from the machine's cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the cases that other commits play, and begin with the groups that start engines."""
+    others = not_played(items)
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+    if config.getoption("dist", "no") == "loadgroup":
+        items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from tests.videos import make_video
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
+    pytest.mark.xdist_group("agree_vllm"),
     pytest.mark.skipif(not READY, reason=MISSING),
 ]
 
@@ -72,6 +73,7 @@ def figures(said: str) -> tuple[float, int, int, float]:
     return float(found[1]), int(found[2]), int(found[3]), float(found[4])
 
 
+@pytest.mark.rotate(1)
 @pytest.mark.parametrize("keys", [{}, TP2_PP2, LARGE | TP2_PP2], ids=["1x1x1", "tp2-pp2", "large"])
 def test_vllm_and_the_trainer_agree(keys, base, data, pool):
     """Measured: log-probs 1.9e-6, patches 1.2e-7."""
@@ -124,6 +126,7 @@ def broken(folder: Path, file: str, there: str, instead: str) -> str:
     return str(python)
 
 
+@pytest.mark.rotate(1)
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_is_found(name, base, data, pool, tmp_path):
     file, there, instead, fault = BROKEN[name]

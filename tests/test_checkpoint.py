@@ -36,6 +36,7 @@ from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
 from tests.limits import files_of_at_most
 from tests.process_tree import ProcessTree
+from tests.random_runs import LONG
 from tests.runs import Case, my_rows
 from tests.test_parity import layout
 
@@ -358,7 +359,7 @@ def train_in_fork(
                 return
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, pytest.param(40 if LONG else 12, marks=pytest.mark.slow)])
 def test_killed_run_ends_as_the_run_without_a_break(kills, tiny, tmp_path, process_tree):
     """Killed at random moments of its saves, again and again, and resumed in a new process."""
     steps, cut_short, rng = 2 * kills + 1, 0, random.Random(0)

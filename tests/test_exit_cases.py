@@ -102,6 +102,7 @@ class PipedJob:
 
 
 @pytest.mark.slow
+@pytest.mark.rotate(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nothing_outlives_a_killed_rank(rank, folder, tiny):
     job = PipedJob(folder, tiny(), f"rank-{rank}")

@@ -367,6 +367,7 @@ def data_workers(pid: int) -> list[int]:
 
 
 @pytest.mark.slow  # test_a_killed_data_worker_is_named has the sentence
+@pytest.mark.rotate(1)
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_job_whose_data_worker_is_killed(restarts, folder, tiny):
     """It says so in one sentence, and starts again where it may."""

@@ -70,6 +70,7 @@ def undisturbed(tiny, tmp_path_factory) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_namespaces(), reason="unshare cannot make a disk of memory here")
+@pytest.mark.rotate(2)
 @pytest.mark.parametrize(
     "room",
     [

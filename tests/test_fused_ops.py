@@ -178,6 +178,7 @@ def counted(path: str, case: Case) -> tuple[list[int], list[float]]:
 
 @pytest.mark.slow
 @compiling
+@pytest.mark.rotate(1)
 @pytest.mark.parametrize("name", ["1x1x1", "tp2-recompute", "experts-ep2"])
 def test_a_compiled_model_equals_hugging_face(name, pool, tiny):
     case, path = {

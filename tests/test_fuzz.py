@@ -1,14 +1,14 @@
 # .venv/bin/python -m pytest tests/test_fuzz.py
 """About 21,000 mutated files of every kind (see fuzz.py): none ends in a traceback, a hang or
-gigabytes of memory."""
+gigabytes of memory. Each commit plays a quarter of them, `make test-long` plays all."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import fuzz
+from tests.random_runs import window
 from tests.single_process import run_alone
 
 # Inputs of each kind in the slow tests; those that take long to read are fewer.
@@ -77,15 +77,7 @@ def test_some_mutated_files(group, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", fuzz.KINDS)
 def test_mutated_files(kind, tmp_path):
-    """Half of them in each of two processes."""
-    half = SLOW.get(kind, COUNT) // 2
-    folders = [tmp_path / name for name in ("a", "b")]
-    for folder in folders:
-        folder.mkdir()
-    with ThreadPoolExecutor(2) as pool:
-        halves = [
-            pool.submit(run_alone, fuzz.run, kind, str(folder), place * half, half)
-            for place, folder in enumerate(folders)
-        ]
-    for each in halves:
-        check(each.result().result, half)
+    total = SLOW.get(kind, COUNT)
+    numbers = window(total, total // 4)
+    found = run_alone(fuzz.run, kind, str(tmp_path), numbers.start, len(numbers)).result
+    check(found, len(numbers))

@@ -20,6 +20,7 @@ from tests.test_vllm import Prompt, ask_about, reference_scores, supervised, wor
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
+    pytest.mark.xdist_group("lora_head_vllm"),
     pytest.mark.skipif(not READY, reason=MISSING),
     *warned,
 ]
@@ -68,6 +69,7 @@ def adapter_of(base, pool, tmp_path_factory) -> Callable[[str], Path]:
     return made.__getitem__
 
 
+@pytest.mark.rotate(1)
 def test_it_is_served(base, prompts, adapter_of, record_property):
     rows, served = [supervised(each, []) for each in prompts], [each.served() for each in prompts]
     settings = ImageSettings.from_checkpoint(base)
@@ -94,6 +96,7 @@ def test_it_is_served(base, prompts, adapter_of, record_property):
     assert worst(plain, after, rows) > 0.1
 
 
+@pytest.mark.rotate(1)
 def test_merged_it_is_served(base, prompts, adapter_of, record_property):
     rows, served = [supervised(each, []) for each in prompts], [each.served() for each in prompts]
     settings, adapter = ImageSettings.from_checkpoint(base), adapter_of("ours")

@@ -22,7 +22,10 @@ from tests.test_rl import furthest, learnt, samples, words
 from tests.test_train import command, go_pooled, outside_of_jobs, steps_of, values
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
-pytestmark = pytest.mark.slow  # minutes: Ray and the actors import everything again
+pytestmark = [
+    pytest.mark.slow,  # minutes: Ray and the actors import everything again
+    pytest.mark.xdist_group("ray"),  # one cluster at a time on a machine
+]
 STEPS = 12
 
 

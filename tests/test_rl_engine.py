@@ -12,6 +12,7 @@ from tests.test_rl import learnt, lines, samples
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
+    pytest.mark.xdist_group("rl_engine"),
     pytest.mark.skipif(not READY, reason=MISSING),
 ]
 
@@ -48,6 +49,7 @@ def check(run: Path, steps: int, behind: int = 0) -> None:
         assert (line["weights_cut"] == 0) or late
 
 
+@pytest.mark.rotate(1)
 @pytest.mark.parametrize("layout", ["parallel.tp=1", "parallel.pp=2"])
 def test_an_engine_says_what_the_trainer_says(pool, folder, model, layout):
     world = int(layout[-1])
@@ -56,6 +58,7 @@ def test_an_engine_says_what_the_trainer_says(pool, folder, model, layout):
     assert all(len(each["episodes"]) == 4 for each in samples(run))
 
 
+@pytest.mark.rotate(1)
 @pytest.mark.parametrize("parts", ["attention,mlp", "attention,head"])
 def test_so_does_one_that_gets_adapters_alone(parts, pool, folder, model):
     lora = ["lora=default", f"lora.targets=[{parts}]", "optim.lr=1e-2"]

@@ -1,9 +1,8 @@
-# KILLS=40 .venv/bin/python -m pytest tests/test_serve_faults.py
+# LONG=1 .venv/bin/python -m pytest tests/test_serve_faults.py
 """A service that is killed again and again, at any moment, under the load of several clients:
 nothing that was promised is lost or done twice, and every number is that of a service which nobody
 has killed. One that is told to stop keeps what it has and goes on when it starts again."""
 
-import os
 import random
 import threading
 import time
@@ -14,10 +13,11 @@ import numpy as np
 import pytest
 
 from tests.pool import free_port
+from tests.random_runs import LONG
 from tests.serve_client import Client, Running, log_probs_of, served, start, tokens_of
 from tests.test_serve import PROMPTS, STEPS, VOCAB, data_of
 
-KILLS = int(os.environ.get("KILLS", "8"))
+KILLS = 40 if LONG else 4
 # Of log-probs of prompts and samples, which share their passes with those of whoever asks at the
 # same time; what is trained is equal. Measured worst: 0.
 TOLERANCE = 5e-6
@@ -97,6 +97,7 @@ class Killer:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.rotate(1)
 @pytest.mark.parametrize("layout", ["parallel.pp=1", "parallel.pp=2"])
 def test_a_service_that_is_killed_loses_nothing(layout, tiny, tmp_path, record_property):
     if layout != "parallel.pp=1" and KILLS > 20:

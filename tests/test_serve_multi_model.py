@@ -241,6 +241,7 @@ def done_at(run: Path, promise: str) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.rotate(1)
 @pytest.mark.parametrize(
     "layout",
     [(), ("parallel.pp=2",), ("launch.processes=2",)],

@@ -217,6 +217,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.rotate(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_agree(place: Place, base: str, layout: str, record_property):
     """The run of the service goes on at another layout, and recipes find the same."""

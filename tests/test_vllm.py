@@ -31,6 +31,7 @@ from tests.test_train import go_pooled
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
+    pytest.mark.xdist_group("vllm"),
     pytest.mark.skipif(not READY, reason=MISSING),
 ]
 
@@ -334,6 +335,7 @@ def reference_scores(
     return found
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("writer", ["peft", "ours"])
 @pytest.mark.parametrize("targets", TARGETS)
 def test_an_adapter_is_served(writer, targets, adapted, base, prompts, settings, adapter_of):

@@ -85,6 +85,7 @@ def test_it_is_imported_from_the_wheel(installed, tmp_path):
     assert str(ROOT) not in paths
 
 
+@pytest.mark.rotate(1, group="walks of the quickstart")
 @pytest.mark.timeout(1800)  # two minutes on a machine that has nothing else to do
 def test_the_quickstart_runs(installed, tmp_path):
     """Ten commands, each of which imports everything; and the examples of rl.md."""
@@ -102,6 +103,7 @@ def shell(line):
 """
 
 
+@pytest.mark.rotate(1, group="walks of the quickstart")
 @pytest.mark.timeout(1800)
 def test_the_notebook_runs(installed, tmp_path):
     """Its cells in one process, as a kernel does: a line that begins with ! goes to the shell."""
