@@ -50,6 +50,7 @@ def _serve(connection: Connection) -> None:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
         gc.collect()  # a worker is a cycle, and each of its process groups has three threads
+        gc.freeze()  # what is left stays, and need not be looked through after the next case
         connection.send(answer)
 
 
