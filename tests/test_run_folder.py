@@ -80,12 +80,12 @@ def test_an_export_is_of_the_last_checkpoint(folder):
     folder.check_export(3)
     modes = {path.stat().st_mode for path in (folder.run / "export").iterdir()}
     assert len(modes) == 1  # safetensors would hide its files from other users
-    assert "export is still of step 3" in folder.train(6, checkpoint__export="false")
+    assert "export still holds step 3" in folder.train(6, checkpoint__export="false")
     assert folder.exported()[0] == 3
     said = folder.train(6)
     assert "nothing was left to train: 6 steps are done" in said and "of step 6" in said
     folder.check_export(6)
-    assert "export is of step 6 already" in folder.train(6)
+    assert "export already holds step 6" in folder.train(6)
     # One that has lost a file is no export.
     (folder.run / "export" / "config.json").unlink()
     folder.train(6)
@@ -107,7 +107,7 @@ def test_a_damaged_export_is_not_current(folder):
     (folder.root / "copy").rename(folder.run / "export.copy")
     shutil.rmtree(folder.run / "export")
     (folder.run / "export.copy").rename(folder.run / "export")
-    assert "export is of step 3 already" in folder.train(3)
+    assert "export already holds step 3" in folder.train(3)
     damaged = bytearray(before)
     damaged[-1] ^= 1
     weights.write_bytes(damaged)
@@ -124,7 +124,7 @@ def test_a_damaged_export_is_not_current(folder):
     mark.write_text(
         json.dumps({k: v for k, v in json.loads(mark.read_text()).items() if k != "digests"})
     )
-    assert "export is of step 3 already" in folder.train(3)
+    assert "export already holds step 3" in folder.train(3)
     weights.write_bytes(damaged[:-1])
     assert re.search(r"run/export: .* model\.safetensors ", folder.train(3, status=2))
 

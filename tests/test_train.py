@@ -98,7 +98,7 @@ def whole(tiny, tmp_path_factory):
 def test_a_run_says_what_it_does(whole):
     folder, out = whole
     assert "The vision tower sits on stage 0" in out
-    assert f"step {STEPS}/{STEPS}  loss " in out and "exported to" in out
+    assert f"step {STEPS}/{STEPS}  loss " in out and f"exported step {STEPS} to" in out
     steps = steps_of(folder / "whole")
     assert [step["step"] for step in steps] == list(range(STEPS))
     assert steps[-1]["loss"] < steps[0]["loss"]

@@ -71,7 +71,7 @@ def commit(
         if old is not None and same and _is_all_ours(aside, old, run):
             discard(aside)
         else:
-            _log.warning("%s held something else before; that is in %s now", folder, aside.name)
+            _log.warning("moved the former content of %s to %s", folder, aside.name)
     discard_partials(folder.parent.glob(_PARTIAL), run)
     return manifest
 

@@ -128,7 +128,7 @@ def run_guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str
             print_to_user(f"rank {os.environ.get('RANK', '0')}: {text}")
         return FAILED if isinstance(error, LostError) else MISTAKE
     except KeyboardInterrupt:
-        print_to_user("stopped at once, nothing was saved")
+        print_to_user("stopped at once; nothing was saved")
         return INTERRUPTED
 
 

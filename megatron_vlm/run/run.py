@@ -213,12 +213,12 @@ class Run:
             self.log.say(f"{target / name} has changed since it was written: exporting again")
             is_current = False
         if all_reduce_max(int(is_current), self.worker.platform.device):
-            self.log.say(f"{target} is of step {self.progress.step} already")
+            self.log.say(f"{target} already holds step {self.progress.step}")
             return
         self.begin_phase(self.progress.step, "export", files=True)
         mark, done = self.saver.export_mark(), self.saver.training()
         self.worker.export_hf(str(target), mark, done, kind)
-        self.log.say(f"exported to {target}, of step {self.progress.step}")
+        self.log.say(f"exported step {self.progress.step} to {target}")
 
     def _is_current(self, target: Path) -> bool:
         mark = read_export_mark(target)
@@ -227,7 +227,7 @@ class Run:
     def _say_outdated(self, target: Path) -> None:
         mark = read_export_mark(target)
         if mark is not None and not self._is_current(target):
-            self.log.say(f"{target} is still of step {mark.step}: checkpoint.export=false")
+            self.log.say(f"{target} still holds step {mark.step}: checkpoint.export=false")
 
     def _push(self, target: Path) -> int:
         """Upload the export, if checkpoint.push is set. One thread of rank 0 uploads while all

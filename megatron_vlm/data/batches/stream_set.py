@@ -95,7 +95,7 @@ class StreamSet:
             names = ", ".join(repr(key[:80]) for key in new_keys)
             log.warning(
                 "%s: the model does not see %s: its meaning is not known here; "
-                "data.unknown_keys=refuse makes it an error, ignore says nothing of it",
+                "data.unknown_keys=refuse makes it an error, ignore silences this warning",
                 escape_controls(item.where),
                 escape_controls(names),
             )

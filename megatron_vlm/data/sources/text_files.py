@@ -58,7 +58,7 @@ def unpacked_path(path: str, cache: Path | None) -> str:
     try:
         return _unpack(path, target)
     except OSError as error:
-        _log.warning("data.cache_dir is done without: %s cannot be written: %s", target, error)
+        _log.warning("continuing without data.cache_dir: %s cannot be written: %s", target, error)
     target = scratch_folder() / target.name
     try:
         return _unpack(path, target)

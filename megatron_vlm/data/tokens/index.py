@@ -154,7 +154,7 @@ def _keep(content: Chunk, path: Path, quiet: bool) -> bool:
         content.save(path)
     except (OSError, SafetensorError) as error:
         if not quiet:
-            _log.warning("data.cache_dir is done without: %s cannot be written: %s", path, error)
+            _log.warning("continuing without data.cache_dir: %s cannot be written: %s", path, error)
         return False
     return True
 

@@ -125,7 +125,7 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             print_to_user(
-                f"rank {rank}, process {process.pid}, waits for a device and cannot be killed"
+                f"rank {rank}, process {process.pid}, is waiting for a device and cannot be killed"
             )
 
 

@@ -132,4 +132,4 @@ async def _sweep(journal: Journal) -> None:
         try:
             await asyncio.to_thread(journal.sweep)
         except (sqlite3.Error, OSError) as error:
-            _log.warning("what is no longer needed could not be removed: %s", error)
+            _log.warning("data that is no longer needed could not be removed: %s", error)
