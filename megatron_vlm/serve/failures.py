@@ -3,13 +3,16 @@
 import os
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
-from megatron_vlm.controller.rank_worker import WorkerError
+from megatron_vlm.controller.rank_worker import BrokenError, WorkerError
+from megatron_vlm.distributed.agreement import Stopped
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
 from megatron_vlm.io.printable import escape_controls
@@ -29,6 +32,33 @@ class CallFailedError(WorkerError):
 
 # Errors that reading a request may raise.
 REFUSALS = (*USERS, CallFailedError)
+
+
+# Exceptions that end the service. Its next start repeats what they interrupted from the journal.
+ENDS_SERVICE = (BrokenError, Stopped)
+
+
+@contextmanager
+def undo_on_error(undo: Callable[[], None]) -> Iterator[None]:
+    """Call `undo` if the body raises an error after which the service goes on, and raise it."""
+    try:
+        yield
+    except ENDS_SERVICE:
+        raise
+    except Exception:
+        undo()
+        raise
+
+
+@contextmanager
+def catch_error(report: Callable[[Exception], None]) -> Iterator[None]:
+    """Give the body's error to `report`, and go on. Errors that end the service are raised."""
+    try:
+        yield
+    except ENDS_SERVICE:
+        raise
+    except Exception as error:
+        report(error)
 
 
 def ended_session() -> Failure:

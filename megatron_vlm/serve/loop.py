@@ -17,7 +17,14 @@ from megatron_vlm.distributed.agreement import Stopped
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.distributed.rank0 import HEARTBEAT_S
 from megatron_vlm.serve.call_batching import GATHER_S, CallBatcher
-from megatron_vlm.serve.failures import REFUSALS, bare, ended_session, failure_of
+from megatron_vlm.serve.failures import (
+    ENDS_SERVICE,
+    REFUSALS,
+    bare,
+    catch_error,
+    ended_session,
+    failure_of,
+)
 from megatron_vlm.serve.fair_queue import PER_SWAP, FairQueue
 from megatron_vlm.serve.full_disk import FullDisk
 from megatron_vlm.serve.journal.journal import Journal
@@ -26,6 +33,7 @@ from megatron_vlm.serve.journal.journal_records import (
     TRAINING,
     Call,
     Changes,
+    Failure,
     Finished,
     Outcome,
     SamplingSession,
@@ -102,14 +110,12 @@ class Service:
             return
         self.tidy_at = time.monotonic() + TIDY_S
         self.residents.delete_orphan_folders()
-        try:
-            self.residents.put_away_silent()
-        except (BrokenError, Stopped):
-            raise
-        except Exception as error:  # the model stays in memory
-            print_to_user(
-                f"a model that waits for its client could not be kept on disk: {bare(error)}"
+        with catch_error(  # the model stays in memory
+            lambda error: print_to_user(
+                f"a model that waits for its client could not be moved to disk: {bare(error)}"
             )
+        ):
+            self.residents.put_away_silent()
 
     def _next(self) -> Sequence[Call]:
         """Return the calls for the ranks. Where an engine draws the samples, only those that it
@@ -154,15 +160,15 @@ class Service:
             return
         resident.unsaved_s += seconds
         if resident.unsaved_s > self.cfg.serve.save_seconds:
-            try:
-                self.residents.keep(resident)
-            except (BrokenError, Stopped):
-                raise
-            except Exception as error:  # no client waits for this save, and nothing is lost
+
+            def report(error: Exception) -> None:  # no client waits for this save
                 resident.unsaved_s = 0.0
                 print_to_user(
-                    f"the state of {model} could not be kept, and the journal grows: {bare(error)}"
+                    f"the state of {model} could not be saved, and the journal grows: {bare(error)}"
                 )
+
+            with catch_error(report):
+                self.residents.keep(resident)
 
     def _do(self, together: Sequence[Call]) -> list[Call]:
         """Run the calls. Return those that have ended, with or without success, and the samples
@@ -171,7 +177,7 @@ class Service:
             # This happens before the calls are marked as started: a model may take long to load,
             # and a service that is stopped meanwhile does not show that a call is at fault.
             self._bring(together[0])
-        except (BrokenError, Stopped, sqlite3.Error):
+        except (*ENDS_SERVICE, sqlite3.Error):
             raise
         except Exception as error:
             self._fail(together, error)
@@ -373,18 +379,15 @@ def run_each(
 ) -> list[Finished]:
     """Run calls together, each with its request, and return their results. Where one of several
     calls fails, run each alone."""
-    try:
+    failures: list[Failure] = []
+    with catch_error(lambda error: failures.append(failure_of(bare(error)))):
         results = do(calls)
-    except (BrokenError, Stopped):
-        raise
-    except Exception as error:
-        failure = failure_of(bare(error))
-    else:
+    if not failures:
         pairs = zip(calls, results, strict=True)
         return [
             Finished(call.request_id, *outcome_and_changes)
             for (call, _), outcome_and_changes in pairs
         ]
     if len(calls) == 1:
-        return [Finished(calls[0][0].request_id, failure)]
+        return [Finished(calls[0][0].request_id, failures[0])]
     return [finished for each in calls for finished in run_each(do, [each])]

@@ -12,14 +12,14 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_vlm.config.schema import ServeConfig
-from megatron_vlm.controller.rank_worker import BrokenError
-from megatron_vlm.distributed.agreement import Stopped
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.atomic import partial_of
+from megatron_vlm.serve.failures import catch_error, undo_on_error
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Model, SamplingSession
 from megatron_vlm.serve.model_commands import ModelCommands
@@ -112,14 +112,10 @@ class ModelCache:
         self.create(id, form, source, moments)
         resident = self.models[id]
         resident.applied = resident.saved = record.saved
-        try:
+        # A model must not be used with only some of its calls.
+        with undo_on_error(lambda: self.forget(id)):
             for call in self.journal.replay(id):
                 self.redo(resident, call)
-        except (BrokenError, Stopped):
-            raise
-        except Exception:
-            self.forget(id)  # a model must not be used with only some of its calls
-            raise
         self._record_swap(started)
 
     def _make_room(self, form: ModelForm) -> None:
@@ -162,15 +158,14 @@ class ModelCache:
         journal has their calls."""
         if resident.applied > resident.saved:
             folder = self.new_folder("states")
-            try:
-                self.orders.save(resident.id, str(folder), True)
-                self.journal.record_saved(resident.id, resident.applied, folder)
-            except (BrokenError, Stopped):
-                raise
-            except Exception:  # its disk space is needed
+
+            def free_disk_space() -> None:
                 for leftover in (folder, partial_of(folder)):
                     shutil.rmtree(leftover, ignore_errors=True)
-                raise
+
+            with undo_on_error(free_disk_space):
+                self.orders.save(resident.id, str(folder), True)
+                self.journal.record_saved(resident.id, resident.applied, folder)
             resident.saved = resident.applied
         resident.unsaved_s = 0.0
 
@@ -178,15 +173,9 @@ class ModelCache:
         """Save all models before the service stops. A model that cannot be saved is rebuilt from
         the journal."""
         for resident in self.models.values():
-            try:
+            with catch_error(partial(_report_unsaved, resident.id)):
                 if self._is_wanted(resident.id):
                     self.keep(resident)
-            except (BrokenError, Stopped):
-                raise
-            except Exception as error:
-                print_to_user(
-                    f"the state of {resident.id} could not be kept, and is made again: {error}"
-                )
 
     def weights(self, sampler: SamplingSession) -> str:
         """Return the ranks' name for the weights that this session samples from."""
@@ -243,3 +232,7 @@ def _oldest_surplus(forms: Mapping[str, ModelForm], new: ModelForm, max_count: i
     """Return the names to evict to make room for a new model of this kind, the oldest first."""
     same_kind = [name for name, form in forms.items() if bool(form.rank) == bool(new.rank)]
     return same_kind[: max(0, len(same_kind) - max_count + 1)]
+
+
+def _report_unsaved(model: str, error: Exception) -> None:
+    print_to_user(f"the state of {model} could not be saved; the journal rebuilds it: {error}")

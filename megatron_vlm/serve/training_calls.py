@@ -5,8 +5,8 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.config.trainable import Exported
-from megatron_vlm.controller.rank_worker import BrokenError
-from megatron_vlm.distributed.agreement import Stopped
 from megatron_vlm.distributed.rank0 import run_in_thread
 from megatron_vlm.errors import show_value
+from megatron_vlm.serve.failures import undo_on_error
 from megatron_vlm.serve.http import schemas
 from megatron_vlm.serve.journal.calls import model_id, sampler_id
 from megatron_vlm.serve.journal.journal import Journal
@@ -147,32 +146,22 @@ class ModelCalls:
         memory = worker.platform.memory_total()
         check_fits(batch.rows, worker.cfg, worker.source.sizes, worker.dims, itemsize, memory)
 
-    @contextmanager
-    def _added_or_not(self, residents: Sequence[LoadedModel]) -> Iterator[None]:
+    def _added_or_not(self, residents: Sequence[LoadedModel]) -> AbstractContextManager[None]:
         """Preserve the gradients if the body raises an error. Models that have received new
         gradients are forgotten, so that they are restored from disk."""
         before = [self.orders.models.backwards_of(each.id) for each in residents]
-        try:
-            yield
-        except (BrokenError, Stopped):
-            raise
-        except Exception:
+
+        def forget_changed() -> None:
             for resident, count in zip(residents, before, strict=True):
                 if self.orders.models.backwards_of(resident.id) != count:
                     self.residents.forget(resident.id)
-            raise
 
-    @contextmanager
-    def _undo_on_error(self, resident: LoadedModel) -> Iterator[None]:
+        return undo_on_error(forget_changed)
+
+    def _undo_on_error(self, resident: LoadedModel) -> AbstractContextManager[None]:
         """Forget the model if the body raises an error, so that no partial change remains. The
         model is then restored from disk."""
-        try:
-            yield
-        except (BrokenError, Stopped):
-            raise
-        except Exception:
-            self.residents.forget(resident.id)
-            raise
+        return undo_on_error(lambda: self.residents.forget(resident.id))
 
     def _answers(
         self,
