@@ -14,12 +14,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import zstandard
+from fastapi import FastAPI
 from pydantic import ValidationError
 
 from megatron_vlm.config import load_config
@@ -32,6 +34,7 @@ from megatron_vlm.serve.http.bodies import place_of
 from megatron_vlm.serve.http.context import ResultWaiters, ServerFacts
 from megatron_vlm.serve.http.http_server import FrontServer
 from megatron_vlm.serve.http.request_limits import RequestLimits
+from megatron_vlm.serve.http.responses import add_handlers
 from megatron_vlm.serve.http.schemas import AdamParams
 from megatron_vlm.serve.journal.accept import Bounds
 from megatron_vlm.serve.journal.cleanup import RetentionPolicy
@@ -967,6 +970,26 @@ def test_heads_that_say_nothing():
         b"\x0a\x01a\x10" + b"\xff" * 10,
     ):
         assert place_of(head) is None, head
+
+
+def test_an_error_of_the_disk_is_sent_again_and_shows_no_path():
+    """/dev/full fails as a disk without room does."""
+    app = FastAPI()
+    add_handlers(app)
+
+    @app.post("/write")
+    def write() -> None:
+        Path("/dev/full").write_text("a result")
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            return await client.post("/write")
+
+    answer = asyncio.run(ask())
+    error = "/write: the server cannot read or write a file: No space left on device"
+    assert answer.status_code == 503
+    assert answer.json() == {"error": error, "detail": error, "category": "server"}
 
 
 def test_a_disk_that_is_full_is_asked_again_later(tmp_path):

@@ -57,6 +57,13 @@ def add_handlers(app: FastAPI) -> None:
         _log.error("the journal cannot be written: %s", error)
         return refusal(503, f"the journal cannot be written: {error}")
 
+    @app.exception_handler(OSError)
+    async def operating_system(request: Request, error: OSError) -> JSONResponse:
+        # The operator sees the path. The client sends the request again.
+        _log.error("%s: %s", request.url.path, error)
+        reason = error.strerror or type(error).__name__
+        return refusal(503, f"{request.url.path}: the server cannot read or write a file: {reason}")
+
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         # The server logs the traceback; a client need not see the server's files.
