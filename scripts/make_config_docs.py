@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import MISSING
@@ -47,10 +47,10 @@ def key_tables() -> str:
         about = "" if not prefix else f"{inspect.getdoc(cls)}\n\n"
         rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
         defaults = cls()
-        for item in fields(cls):
-            if not is_dataclass(item.type):
-                default, comment = getattr(defaults, item.name), comments[cls.__name__, item.name]
-                cells = (f"`{prefix}{item.name}`", _type(item.type), _value(default), comment)
+        for name, kind in get_type_hints(cls).items():
+            if not is_dataclass(kind):
+                default, comment = getattr(defaults, name), comments[cls.__name__, name]
+                cells = (f"`{prefix}{name}`", _type(kind), _value(default), comment)
                 rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         tables.append(f"### {title}\n\n{about}" + "\n".join(rows) + "\n")
     return "\n".join(tables)

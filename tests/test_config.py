@@ -4,15 +4,15 @@
 import math
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, replace
-from typing import Any, get_args
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from megatron_vlm.config import config_dir, from_yaml, known_keys, load_config, to_yaml
+from megatron_vlm.config.bounds import check_bounds, ranges_of
 from megatron_vlm.config.checks import check_training, require
 from megatron_vlm.config.data_sources import SourceSpec, parse_sets, parse_sources
-from megatron_vlm.config.ranges import RANGES, check_ranges, numeric_keys
 from megatron_vlm.config.schema import Config, key_types
 from megatron_vlm.errors import NOT_GIVEN, ConfigError
 from tests.error_fields import raises
@@ -265,8 +265,22 @@ def test_keys_that_people_bring_from_other_trainers_exist():
     assert {"parallel.cp", "parallel.sequence_parallel", "train.packing"} <= set(known_keys())
 
 
+GROUPS = {item.name: item.type for item in fields(Config) if is_dataclass(item.type)}
+RANGES = {
+    f"{group}.{name}": allowed
+    for group, cls in GROUPS.items()
+    for name, kind in get_type_hints(cls, include_extras=True).items()
+    for allowed in ranges_of(kind)
+}
+
+
+def _parts(kind: Any) -> set[Any]:
+    return {kind}.union(*map(_parts, get_args(kind)))
+
+
 def test_every_number_has_a_range():
-    assert set(RANGES) == set(numeric_keys())
+    numbers = {key for key, kind in key_types().items() if _parts(kind) & {int, float}}
+    assert set(RANGES) == numbers
 
 
 @pytest.mark.parametrize("key", RANGES)
@@ -281,7 +295,7 @@ def test_what_is_out_of_range_is_refused_and_the_ends_are_not(key):
         number: Any = int(value) if whole else value
         number = [number] if listed else number
         cfg = Config()
-        check_ranges(replace(cfg, **{group: replace(getattr(cfg, group), **{name: number})}))
+        check_bounds(replace(cfg, **{group: replace(getattr(cfg, group), **{name: number})}))
 
     outside = [allowed.least - 1, allowed.most + 1, -1e9]
     outside += [] if whole else [math.inf, -math.inf, math.nan]

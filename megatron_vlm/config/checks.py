@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
-from megatron_vlm.config.ranges import check_ranges
-from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get, key_types
+from megatron_vlm.config.bounds import check_bounds
+from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get
 from megatron_vlm.config.trainable import check_lora, learns
 from megatron_vlm.errors import ConfigError
 
@@ -26,11 +26,8 @@ MAX_NEW_TOKENS = 10_000  # maximum length of data.add_tokens
 
 def check_values(cfg: Config) -> None:
     """Refuse values that cannot work, alone or together."""
-    for key, kind in key_types().items():
-        if get_origin(kind) is Literal and get(cfg, key) not in get_args(kind):
-            raise ConfigError(key=key, found=get(cfg, key), allowed=get_args(kind))
     _check_layers(cfg.parallel.layers_per_stage, cfg.parallel.virtual_stages)
-    check_ranges(cfg)
+    check_bounds(cfg)
     check_lora(cfg)
     _check_lists(cfg)
     _check_sources(cfg.data)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -19,7 +19,7 @@ from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.data_sources import parse_sets, parse_sources, plain_sets, plain_sources
 from megatron_vlm.config.key_hints import hint
-from megatron_vlm.config.schema import Config, Export, Layers, get, key_types
+from megatron_vlm.config.schema import Config, get, key_types
 from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_choices, show_value
 from megatron_vlm.io.untrusted import UntrustedFile
@@ -133,21 +133,20 @@ def _as_omegaconf_class(cls: Any) -> Any:
     such a field becomes a string. A tuple is a value that YAML spells in several ways, so it
     becomes Any."""
     composable_fields: list[Any] = []
+    kinds = get_type_hints(cls)  # without bounds
     for item in fields(cls):
-        kind: Any = item.type
+        kind: Any = kinds[item.name]
         default: Any = None if item.default == () else item.default
         with_default: Any = field(default=default, default_factory=item.default_factory)
         if is_dataclass(kind):
             kind = _as_omegaconf_class(kind)
             with_default = field(default_factory=kind)
-        elif kind in (Layers, Export) or any(
-            get_origin(part) is tuple for part in (kind, *get_args(kind))
-        ):
+        elif get_origin(kind) is Literal:
+            kind = str
+        elif any(get_origin(part) in (tuple, Literal) for part in (kind, *get_args(kind))):
             kind = Any
         elif get_origin(kind) is dict:  # a dict with any keys may have no default in Hydra
             kind, with_default = Any, field(default=None)
-        elif get_origin(kind) is Literal:
-            kind = str
         composable_fields.append((item.name, kind, with_default))
     return make_dataclass(cls.__name__, composable_fields)
 

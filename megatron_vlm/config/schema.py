@@ -3,15 +3,32 @@
 The comment after a key is its description in docs/configuration.md (scripts/make_config_docs.py).
 """
 
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
+from typing import Any, Literal, get_type_hints
 
 from omegaconf import MISSING
 
+from megatron_vlm.config.bounds import (
+    AboveZero,
+    AboveZero32,
+    Count,
+    Decay,
+    FailedReward,
+    FrameCount,
+    Minutes,
+    Natural,
+    NonNegative,
+    Port,
+    Seed,
+    Share,
+    ShareAboveZero,
+    ZeroOrOne,
+)
 from megatron_vlm.config.data_sources import EvalSource, SourceSpec
 
 Role = Literal["system", "user", "assistant", "tool"]
-Layers = list[int] | Literal["auto"] | None
+Layers = list[Count] | Literal["auto"] | None
 AttentionKernel = Literal["auto", "flash", "efficient", "cudnn", "math"]
 Export = bool | Literal["adapter", "merged", "both"]
 PolicyLoss = Literal["ppo", "importance_sampling", "gspo", "cispo"]
@@ -31,8 +48,8 @@ class ModelConfig:
     recompute: Literal["none", "selective", "full"] = "none"  # decoder layers; full saves the most
     recompute_vision: bool = False  # recompute each block of the vision tower
     share_images: bool = True  # TP ranks divide the images among them; false: each encodes all
-    router_balance_loss: float = 0.0  # coefficient of the loss that balances experts; 0: off
-    router_z_loss: float = 0.0  # coefficient of the loss that keeps router logits small; 0: off
+    router_balance_loss: NonNegative = 0.0  # coefficient of the loss that balances experts; 0: off
+    router_z_loss: NonNegative = 0.0  # coefficient of a loss that keeps router logits small; 0: off
     freeze_vision: bool = False  # freeze the vision tower without its mergers
     freeze_merger: bool = False  # freeze the projector and the DeepStack projectors
     freeze_language: bool = False  # freeze embedding, decoder and head
@@ -42,10 +59,10 @@ class ModelConfig:
 class LoraConfig:
     """Adapters: small trainable matrices next to frozen weights. See docs/lora.md."""
 
-    rank: int = 0  # rank of the adapters; 0: no adapters, the weights themselves are trained
-    alpha: float = 16.0  # the output of adapters is scaled by alpha / rank
+    rank: Count = 0  # rank of the adapters; 0: no adapters, the weights themselves are trained
+    alpha: AboveZero = 16.0  # the output of adapters is scaled by alpha / rank
     rslora: bool = False  # scale by alpha / sqrt(rank) instead
-    dropout: float = 0.0  # dropout rate on the input of the adapters
+    dropout: Decay = 0.0  # dropout rate on the input of the adapters
     targets: tuple[str, ...] = ("attention", "mlp")  # parts, or names or patterns of linear layers
     train: tuple[str, ...] = ()  # parts trained in full: any of merger, vision, language
     init: Literal["kaiming", "gaussian"] = "kaiming"  # initial A, as in PEFT; B starts at zero
@@ -56,12 +73,12 @@ class LoraConfig:
 class ParallelConfig:
     """Degrees of parallelism. The data parallel degree is the world size / (tp x pp)."""
 
-    tp: int = 1  # tensor parallel: ranks that share each layer
-    pp: int = 1  # pipeline parallel: number of stages
-    ep: int = 1  # expert parallel: replicas that divide the experts of each layer
-    cp: int = 1  # context parallel; must be 1: see docs/parallelism.md
+    tp: Natural = 1  # tensor parallel: ranks that share each layer
+    pp: Natural = 1  # pipeline parallel: number of stages
+    ep: Natural = 1  # expert parallel: replicas that divide the experts of each layer
+    cp: Natural = 1  # context parallel; must be 1: see docs/parallelism.md
     sequence_parallel: bool = False  # must be false: see docs/parallelism.md
-    virtual_stages: int = 1  # model chunks on each stage of an interleaved pipeline
+    virtual_stages: Natural = 1  # model chunks on each stage of an interleaved pipeline
     layers_per_stage: Layers = None  # e.g. [0, 12, 12, 12]; auto: the fastest; null: even
     distributed_optimizer: bool = True  # shard the optimizer state over the DP ranks
     overlap_grad_reduce: bool = False  # reduce gradients while the last backward pass still runs
@@ -77,15 +94,15 @@ class DataConfig:
     image_root: str | None = None  # folder of the images; null: folder of the file of records
     allow_http: bool = False  # fetch http(s) images, from public addresses only
     exif_orientation: bool = True  # rotate images by their EXIF orientation
-    min_pixels: int | None = None  # minimum pixels of a resized image; null: as in the checkpoint
-    max_pixels: int | None = None  # maximum pixels of a resized image; null: as in the checkpoint
-    video_fps: float | None = None  # frames sampled per second; null: as in the checkpoint
-    video_min_frames: int | None = None  # minimum frames of a video; null: as in the checkpoint
-    video_max_frames: int | None = None  # maximum frames of a video; null: as in the checkpoint
-    video_min_pixels: int | None = None  # minimum over all resized frames; null: as in checkpoint
-    video_max_pixels: int | None = None  # maximum over all resized frames; null: as in checkpoint
-    max_images: int | None = None  # maximum images of one record; null: no limit
-    max_tokens: int = 8192  # maximum tokens of one record, images included
+    min_pixels: Natural | None = None  # minimum pixels of a resized image; null: as in checkpoint
+    max_pixels: Natural | None = None  # maximum pixels of a resized image; null: as in checkpoint
+    video_fps: AboveZero32 | None = None  # frames sampled per second; null: as in the checkpoint
+    video_min_frames: Natural | None = None  # minimum frames of a video; null: as in the checkpoint
+    video_max_frames: FrameCount | None = None  # maximum frames of a video; null: as in checkpoint
+    video_min_pixels: Natural | None = None  # minimum over resized frames; null: as in checkpoint
+    video_max_pixels: Natural | None = None  # maximum over resized frames; null: as in checkpoint
+    max_images: Natural | None = None  # maximum images of one record; null: no limit
+    max_tokens: Natural = 8192  # maximum tokens of one record, images included
     truncation: Literal["error", "drop", "image_safe"] = "error"  # action for records above a limit
     train_on: TrainScope | tuple[Role, ...] = "all_assistant"  # messages that the loss covers
     special_tokens: Literal["refuse", "escape"] = "refuse"  # text that spells a special token
@@ -95,49 +112,49 @@ class DataConfig:
     lone_marks: Literal["refuse", "text"] = "refuse"  # <image> without an image in its record
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     on_error: Literal["raise", "skip"] = "raise"  # action for an invalid record
-    max_errors: int = 100  # records that may be skipped; one more stops the run
+    max_errors: Count = 100  # records that may be skipped; one more stops the run
     cache_dir: str | None = "~/.cache/megatron_vlm"  # folder of encoded text; null: no cache
-    num_workers: int = 2  # worker processes of each replica that decode ahead of the step
-    prefetch: int = 2  # batches that each worker process keeps ready
+    num_workers: Count = 2  # worker processes of each replica that decode ahead of the step
+    prefetch: Natural = 2  # batches that each worker process keeps ready
     shuffle: bool = True  # false: keep the order of the files
-    shuffle_window: int = 1000  # records of a stream that are shuffled together
-    seed: int = 0  # seed of the order of records
+    shuffle_window: Natural = 1000  # records of a stream that are shuffled together
+    seed: Seed = 0  # seed of the order of records
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """AdamW and its learning rate schedule."""
 
-    lr: float = 1e-5  # peak learning rate, after warm-up
-    vision_lr: float | None = None  # learning rate of the vision tower without mergers; null: lr
-    merger_lr: float | None = None  # learning rate of the projectors; null: lr
-    beta1: float = 0.9  # decay of the first moment
-    beta2: float = 0.999  # decay of the second moment
-    eps: float = 1e-8  # added to the root of the second moment
-    weight_decay: float = 0.0  # not applied to norms and biases
-    vision_weight_decay: float | None = None  # null: weight_decay
-    merger_weight_decay: float | None = None  # null: weight_decay
-    clip_grad: float = 1.0  # maximum global norm of the gradients; 0: no clipping
+    lr: NonNegative = 1e-5  # peak learning rate, after warm-up
+    vision_lr: NonNegative | None = None  # learning rate of the vision tower, no mergers; null: lr
+    merger_lr: NonNegative | None = None  # learning rate of the projectors; null: lr
+    beta1: Decay = 0.9  # decay of the first moment
+    beta2: Decay = 0.999  # decay of the second moment
+    eps: ShareAboveZero = 1e-8  # added to the root of the second moment
+    weight_decay: NonNegative = 0.0  # not applied to norms and biases
+    vision_weight_decay: NonNegative | None = None  # null: weight_decay
+    merger_weight_decay: NonNegative | None = None  # null: weight_decay
+    clip_grad: NonNegative = 1.0  # maximum global norm of the gradients; 0: no clipping
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"  # wsd: warmup-stable-decay
-    warmup_steps: int = 0  # steps of linear warm-up, from 0 to lr
-    warmup_ratio: float | None = None  # used if warmup_steps is 0: fraction of all steps
-    min_lr_ratio: float = 0.0  # final learning rate as a fraction of lr
-    decay_ratio: float = 0.1  # fraction of all steps over which wsd decays
+    warmup_steps: Count = 0  # steps of linear warm-up, from 0 to lr
+    warmup_ratio: Decay | None = None  # used if warmup_steps is 0: fraction of all steps
+    min_lr_ratio: Share = 0.0  # final learning rate as a fraction of lr
+    decay_ratio: Share = 0.1  # fraction of all steps over which wsd decays
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Length of training, and how a batch becomes a step."""
 
-    steps: int | None = None  # optimizer steps; null: from train.epochs
-    epochs: float = 1.0  # passes over the data; used if steps is null
-    global_batch_size: int = 8  # samples of one step, over all data parallel ranks
-    micro_batch_size: int = 1  # rows of one micro-batch
-    micro_batch_tokens: int | None = None  # instead: as many rows as fit, padding included
+    steps: Natural | None = None  # optimizer steps; null: from train.epochs
+    epochs: AboveZero32 = 1.0  # passes over the data; used if steps is null
+    global_batch_size: Natural = 8  # samples of one step, over all data parallel ranks
+    micro_batch_size: Natural = 1  # rows of one micro-batch
+    micro_batch_tokens: Natural | None = None  # instead: as many rows as fit, padding included
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on cuda, fp32 on cpu
-    seed: int = 0  # seed of the ranks' random generators; it has no effect without dropout
+    seed: Seed = 0  # seed of the ranks' random generators; it has no effect without dropout
     on_nonfinite: Literal["skip", "stop"] = "skip"  # action if a loss or gradient is not finite
-    max_nonfinite: int = 10  # steps that may be skipped in a row; one more stops the run
+    max_nonfinite: Count = 10  # steps that may be skipped in a row; one more stops the run
     packing: bool = False  # must be false: see docs/parallelism.md
 
 
@@ -145,25 +162,25 @@ class TrainConfig:
 class EvalConfig:
     """Scores that are measured on data.eval during training."""
 
-    every: int | None = None  # steps between evaluations; null: only at the end
-    batch_size: int = 8  # samples of one forward pass, over all data parallel ranks
-    samples: int | None = None  # samples of each set; null: all
+    every: Natural | None = None  # steps between evaluations; null: only at the end
+    batch_size: Natural = 8  # samples of one forward pass, over all data parallel ranks
+    samples: Natural | None = None  # samples of each set; null: all
     generate: bool = False  # also measure the exact match of greedily generated answers
     candidates: str | tuple[str, ...] | None = None  # answers to rank, or a file with one per line
-    answer_samples: int | None = None  # samples of each set to generate or rank; null: eval.samples
+    answer_samples: Natural | None = None  # samples per set to generate or rank; null: eval.samples
     prefill: str = ""  # beginning of every answer; generation continues from there
-    max_new_tokens: int = 32  # maximum tokens of one generated answer
-    examples: int = 12  # predictions shown in the report
+    max_new_tokens: Natural = 32  # maximum tokens of one generated answer
+    examples: Count = 12  # predictions shown in the report
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints and exports of a run, and where it resumes."""
 
-    every: int | None = None  # steps between checkpoints; null: only at the end
+    every: Natural | None = None  # steps between checkpoints; null: only at the end
     resume: str = "auto"  # auto (the last complete one of this run) | never | a folder
-    keep_last: int = 2  # number of newest checkpoints to keep
-    keep_every: int | None = None  # steps; checkpoints at its multiples are never deleted
+    keep_last: Natural = 2  # number of newest checkpoints to keep
+    keep_every: Natural | None = None  # steps; checkpoints at its multiples are never deleted
     best: str | None = None  # SET/SCORE of an evaluation, e.g. eval/loss; the best is also kept
     async_save: bool = True  # write while training continues
     export: Export = True  # Hugging Face folder at the end; for adapters: adapter, merged or both
@@ -174,12 +191,12 @@ class CheckpointConfig:
 class LogConfig:
     """Outputs for people. metrics.jsonl is always written."""
 
-    every: int = 1  # steps between two printed lines
+    every: Natural = 1  # steps between two printed lines
     tensorboard: bool = False  # write events to RUN/tensorboard
     wandb: str | None = None  # name of a Weights & Biases project
     report: bool = True  # write report.html at the end
-    profile_steps: list[int] | None = None  # [first, last): write a torch.profiler trace
-    profile_ranks: list[int] = field(default_factory=lambda: [0])  # ranks that write a trace
+    profile_steps: list[Count] | None = None  # [first, last): write a torch.profiler trace
+    profile_ranks: list[Count] = field(default_factory=lambda: [0])  # ranks that write a trace
 
 
 @dataclass(frozen=True)
@@ -188,37 +205,37 @@ class RlConfig:
 
     reward: str | None = None  # FILE.py:NAME or MODULE:NAME: a function of a record and an answer
     environment: str | None = None  # instead: the class of an episode with several turns
-    turns: int = 8  # maximum answers in an episode of an environment
-    processes: int = 2  # processes that run rewards and environments
-    timeout: float = 60.0  # maximum seconds of one call of a reward or environment
-    failed_reward: float | None = None  # reward of a failed or late call; null: stop the run
-    samples: int = 8  # answers to each prompt; train.global_batch_size counts prompts
-    max_new_tokens: int = 512  # maximum tokens of one answer
-    max_tokens: int = 16384  # maximum tokens of an episode; it has no further turn beyond them
-    temperature: float = 1.0  # sampling temperature
-    top_k: int = 0  # sample among this many most likely tokens; 0: among all
-    top_p: float = 1.0  # sample among the most likely tokens whose probabilities sum to this
+    turns: Natural = 8  # maximum answers in an episode of an environment
+    processes: Natural = 2  # processes that run rewards and environments
+    timeout: AboveZero = 60.0  # maximum seconds of one call of a reward or environment
+    failed_reward: FailedReward | None = None  # reward of a failed or late call; null: stop the run
+    samples: Natural = 8  # answers to each prompt; train.global_batch_size counts prompts
+    max_new_tokens: Natural = 512  # maximum tokens of one answer
+    max_tokens: Natural = 16384  # maximum tokens of an episode; it has no further turn beyond them
+    temperature: NonNegative = 1.0  # sampling temperature
+    top_k: Count = 0  # sample among this many most likely tokens; 0: among all
+    top_p: ShareAboveZero = 1.0  # sample among the likeliest tokens whose probabilities sum to this
     loss: PolicyLoss = "ppo"  # policy loss; with one update on own samples all but gspo are equal
-    clip_low: float | None = None  # the ratio is clipped at 1 - clip_low; null: set by rl.loss
-    clip_high: float | None = None  # the ratio is clipped at 1 + clip_high; null: set by rl.loss
+    clip_low: ShareAboveZero | None = None  # the ratio is clipped at 1 - clip_low; null: by rl.loss
+    clip_high: AboveZero | None = None  # the ratio is clipped at 1 + clip_high; null: by rl.loss
     advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"  # estimator of the advantages
     aggregate: Literal["tokens", "sequences", "constant"] = "tokens"  # averaging of the loss
-    kl_coef: float | None = None  # coefficient of the KL to the initial model; null: not computed
-    entropy_coef: float | None = None  # coefficient of the entropy; null: not computed
+    kl_coef: NonNegative | None = None  # coefficient of KL to the initial model; null: not computed
+    entropy_coef: NonNegative | None = None  # coefficient of the entropy; null: not computed
     dynamic_sampling: bool = False  # replace prompts whose answers all got the same reward
-    max_rounds: int = 8  # maximum rounds of replacement; then the step has fewer prompts
-    updates: int = 1  # optimizer steps among which the samples of a step are divided
+    max_rounds: Natural = 8  # maximum rounds of replacement; then the step has fewer prompts
+    updates: Natural = 1  # optimizer steps among which the samples of a step are divided
     sampler: Literal["own", "vllm"] = "own"  # the trainer's own decoder, or separate vLLM engines
-    sampler_rows: int = 64  # rows per pass of the own sampler, in each replica
-    max_weight: float = 2.0  # maximum importance weight of an engine's token; see docs/rl.md
-    off_policy_steps: int = 0  # 1: engines draw the next step's samples during a step
+    sampler_rows: Natural = 64  # rows per pass of the own sampler, in each replica
+    max_weight: AboveZero = 2.0  # maximum importance weight of an engine's token; see docs/rl.md
+    off_policy_steps: ZeroOrOne = 0  # 1: engines draw the next step's samples during a step
     engine: str | None = None  # Python of the environment that has vLLM
     engine_gpus: tuple[str, ...] = ()  # GPUs of each engine, such as "6" or "4,5"; (): one engine
-    engine_max_len: int | None = None  # tokens of a row; null: data.max_tokens + max_new_tokens
-    engine_pictures: int | None = None  # maximum images per row; null: as in the prompt, + 1 a turn
-    engine_videos: int = 0  # maximum videos of a row
+    engine_max_len: Natural | None = None  # tokens of a row; null: data.max_tokens + max_new_tokens
+    engine_pictures: Natural | None = None  # maximum images per row; null: as in prompt, + 1 a turn
+    engine_videos: Count = 0  # maximum videos of a row
     engine_options: dict[str, Any] = field(default_factory=dict)  # other EngineArgs of vLLM
-    shown: int = 4  # prompts of a step that samples.jsonl and the report show
+    shown: Count = 4  # prompts of a step that samples.jsonl and the report show
 
 
 @dataclass(frozen=True)
@@ -226,23 +243,23 @@ class ServeConfig:
     """Service for the Tinker client: `megatron-vlm serve`. See docs/serve.md."""
 
     host: str = "127.0.0.1"  # address to listen at; any but loopback needs serve.keys
-    port: int = 8000  # port to listen at; 0: a free one
+    port: Port = 8000  # port to listen at; 0: a free one
     keys: str | None = None  # file of API keys, from megatron-vlm serve-key; null: loopback only
     name: str | None = None  # name of the model for clients; null: model.path
     url: str | None = None  # URL of the service for downloads; null: its address
-    lora_alpha: float = 32.0  # adapters of clients are scaled by lora_alpha / rank
-    max_rank: int = 128  # maximum rank of a client's adapter
-    adapters: int = 8  # models with adapters in memory; others wait on disk
-    full_models: int = 1  # models in memory that are trained in full; 0: clients get only adapters
-    snapshots: int = 8  # adapters in memory for sampling
-    full_snapshots: int = 1  # whole models in memory for sampling
-    save_seconds: float = 300.0  # maximum seconds of work that a killed service has to repeat
+    lora_alpha: AboveZero = 32.0  # adapters of clients are scaled by lora_alpha / rank
+    max_rank: Natural = 128  # maximum rank of a client's adapter
+    adapters: Natural = 8  # models with adapters in memory; others wait on disk
+    full_models: Count = 1  # fully trained models in memory; 0: clients get only adapters
+    snapshots: Natural = 8  # adapters in memory for sampling
+    full_snapshots: Natural = 1  # whole models in memory for sampling
+    save_seconds: AboveZero = 300.0  # maximum seconds of work that a killed service has to repeat
     sampler: Literal["own", "vllm"] = "own"  # the trainer's own decoder, or separate vLLM engines
-    sampler_rows: int = 64  # samples per pass of the own sampler, in each replica
-    sampling_seconds: float = 2.0  # seconds per turn of the own sampler; the next one continues
+    sampler_rows: Natural = 64  # samples per pass of the own sampler, in each replica
+    sampling_seconds: AboveZero = 2.0  # seconds per turn of the own sampler; the next one continues
     engine: str | None = None  # Python of the environment that has vLLM
     engine_gpus: tuple[str, ...] = ()  # GPUs of each engine, such as "6" or "4,5"; (): one engine
-    engine_max_len: int | None = None  # tokens of a prompt and its answer; null: at most 32768
+    engine_max_len: Natural | None = None  # tokens of a prompt and its answer; null: at most 32768
     engine_options: dict[str, Any] = field(default_factory=dict)  # other EngineArgs of vLLM
     limits: dict[str, Any] = field(default_factory=dict)  # limits of requests: see docs/serve.md
 
@@ -252,11 +269,11 @@ class LaunchConfig:
     """Processes to start where torchrun has not started any."""
 
     backend: Literal["local", "ray"] = "local"  # processes of this machine, or actors of a cluster
-    processes: int | None = None  # null: one per GPU, or tp x pp on the CPU; ray: all that fit
+    processes: Natural | None = None  # null: one per GPU, or tp x pp on the CPU; ray: all that fit
     ray_address: str | None = None  # host:port or auto; null: RAY_ADDRESS, or a new cluster
-    cpus_per_rank: float = 1.0  # CPUs that Ray reserves for each rank
-    max_restarts: int = 0  # restarts after a failure, from the last complete checkpoint
-    timeout_minutes: float = 10.0  # a rank that makes no progress for longer ends the job
+    cpus_per_rank: NonNegative = 1.0  # CPUs that Ray reserves for each rank
+    max_restarts: Count = 0  # restarts after a failure, from the last complete checkpoint
+    timeout_minutes: Minutes = 10.0  # a rank that makes no progress for longer ends the job
 
 
 @dataclass(frozen=True)
@@ -279,13 +296,14 @@ class Config:
     platform: PlatformName = "auto"  # auto: cuda, or the CPU if there is no GPU
 
 
+@cache
 def key_types(node: Any = Config, prefix: str = "") -> dict[str, Any]:
-    """Return every key in dotted form, groups included, with its type."""
+    """Return every key in dotted form, groups included, with its type, which is without bounds."""
     types = {}
-    for item in fields(node):
-        types[prefix + item.name] = item.type
-        if is_dataclass(item.type):
-            types |= key_types(item.type, f"{prefix}{item.name}.")
+    for name, kind in get_type_hints(node).items():
+        types[prefix + name] = kind
+        if is_dataclass(kind):
+            types |= key_types(kind, f"{prefix}{name}.")
     return types
 
 

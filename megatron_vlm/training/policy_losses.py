@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_vlm.config.bounds import AboveZero, ShareAboveZero, ranges_of
 from megatron_vlm.errors import ConfigError
 
 Losses = tuple[Tensor, dict[str, Tensor]]  # loss of each token, and reported values of each token
@@ -125,18 +126,19 @@ def kl_k3(log_probs_N: Tensor, other_log_probs_N: Tensor) -> Tensor:
 
 
 def _check_clips(name: str, clip_low: float, clip_high: float) -> None:
-    for key, value, good, allowed in (
-        ("clip_low", clip_low, 0 < clip_low <= 1, "a number above 0 and at most 1"),
-        ("clip_high", clip_high, clip_high > 0, "a number above 0"),
+    for key, value, kind in (
+        ("clip_low", clip_low, ShareAboveZero),
+        ("clip_high", clip_high, AboveZero),
     ):
-        if not good:
-            raise ConfigError(
-                ": the ratio is clipped to [1 - clip_low, 1 + clip_high]",
-                place=f"loss {name}",
-                key=key,
-                found=value,
-                allowed=allowed,
-            )
+        for allowed in ranges_of(kind):
+            if value not in allowed:
+                raise ConfigError(
+                    ": the ratio is clipped to [1 - clip_low, 1 + clip_high]",
+                    place=f"loss {name}",
+                    key=key,
+                    found=value,
+                    allowed=str(allowed),
+                )
 
 
 def _clipped_losses(
@@ -152,7 +154,7 @@ def _clipped_losses(
 
 def _clip_ratio(ratio_N: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Clip the ratio to [1 - clip_low, 1 + clip_high]. An upper bound that its dtype cannot hold is
-    no bound, whether it is infinite or the largest float64, which torch's clamp refuses."""
+    no bound, such as the largest float64, which torch's clamp refuses."""
     high = 1 + clip_high
     if high > torch.finfo(ratio_N.dtype).max:
         high = math.inf

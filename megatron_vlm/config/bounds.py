@@ -1,0 +1,82 @@
+"""Bounds of numbers, as parts of their types: `Annotated[int, Range(1)]`. One function reads them
+from the fields of a dataclass."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from megatron_vlm.errors import ConfigError
+
+_MAX_INT32 = 2**31 - 1  # counts fit into 32 bits everywhere
+_YEAR = 365 * 24 * 60  # minutes
+
+
+@dataclass(frozen=True)
+class Range:
+    """Range from `least` to `most`. An open end is itself not allowed."""
+
+    least: float
+    most: float = _MAX_INT32
+    open_least: bool = False
+    open_most: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.least if self.open_least else value >= self.least
+        below = value < self.most if self.open_most else value <= self.most
+        return above and below  # nan fails both
+
+    def __str__(self) -> str:
+        lower = f"more than {self.least}" if self.open_least else f"{self.least}"
+        if self.most == _MAX_INT32:
+            return lower if self.open_least else f"at least {self.least}"
+        if math.isinf(self.most):
+            return f"a finite number, {lower}" + " or more" * (not self.open_least)
+        return f"{lower} to {'less than ' * self.open_most}{self.most}"
+
+
+Count = Annotated[int, Range(0)]
+Natural = Annotated[int, Range(1)]
+Seed = Annotated[int, Range(0, 2**32 - 1)]
+Port = Annotated[int, Range(0, 65535)]
+ZeroOrOne = Annotated[int, Range(0, 1)]
+FrameCount = Annotated[int, Range(2)]  # a patch covers two frames
+NonNegative = Annotated[float, Range(0, math.inf, open_most=True)]
+AboveZero = Annotated[float, Range(0, math.inf, open_least=True, open_most=True)]
+AboveZero32 = Annotated[float, Range(0, open_least=True)]
+Share = Annotated[float, Range(0, 1)]
+Decay = Annotated[float, Range(0, 1, open_most=True)]
+ShareAboveZero = Annotated[float, Range(0, 1, open_least=True)]
+Minutes = Annotated[float, Range(0, _YEAR, open_least=True)]
+FailedReward = Annotated[float, Range(-1e6, 1e6)]
+
+
+def check_bounds(settings: Any, prefix: str = "") -> None:
+    """Refuse a value of a dataclass that its type does not allow: a number that is out of its
+    range, or a text that is none of several choices. Null is left to the other checks."""
+    for name, kind in get_type_hints(type(settings), include_extras=True).items():
+        key, value = prefix + name, getattr(settings, name)
+        if is_dataclass(kind):
+            check_bounds(value, f"{key}.")
+        elif get_origin(kind) is Literal and value not in get_args(kind):
+            raise ConfigError(key=key, found=value, allowed=get_args(kind))
+        for allowed in ranges_of(kind):
+            if any(number not in allowed for number in _numbers(value)):
+                raise ConfigError(key=key, found=value, allowed=str(allowed))
+
+
+def ranges_of(kind: Any) -> Iterator[Range]:
+    """Yield the ranges in a type, those of its parts included."""
+    if isinstance(kind, Range):
+        yield kind
+    for part in get_args(kind):
+        yield from ranges_of(part)
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield the numbers of a value."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _numbers(item)
+    elif value is not None and not isinstance(value, str):
+        yield value
