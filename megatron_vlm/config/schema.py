@@ -214,7 +214,7 @@ class RlConfig:
     max_tokens: Natural = 16384  # maximum tokens of an episode; it has no further turn beyond them
     temperature: NonNegative = 1.0  # sampling temperature
     top_k: Count = 0  # sample among this many most likely tokens; 0: among all
-    top_p: ShareAboveZero = 1.0  # sample among the likeliest tokens whose probabilities sum to this
+    top_p: ShareAboveZero = 1.0  # sample among the most likely tokens, up to this total probability
     loss: PolicyLoss = "ppo"  # policy loss; with one update on own samples all but gspo are equal
     clip_low: ShareAboveZero | None = None  # the ratio is clipped at 1 - clip_low; null: by rl.loss
     clip_high: AboveZero | None = None  # the ratio is clipped at 1 + clip_high; null: by rl.loss
@@ -299,8 +299,9 @@ class Config:
 @cache
 def key_types(node: Any = Config, prefix: str = "") -> dict[str, Any]:
     """Return every key in dotted form, groups included, with its type, which is without bounds."""
-    types = {}
-    for name, kind in get_type_hints(node).items():
+    types: dict[str, Any] = {}
+    kinds: dict[str, type] = get_type_hints(node)
+    for name, kind in kinds.items():
         types[prefix + name] = kind
         if is_dataclass(kind):
             types |= key_types(kind, f"{prefix}{name}.")
