@@ -11,7 +11,7 @@ import rich
 import rich.table
 
 from megatron_vlm.data.batches.balance import Balance
-from megatron_vlm.report.html import Html, tag
+from megatron_vlm.report.markup import Html, tag
 
 NAMES = ("rows in order, 4 each", "rows in order, 1 each", "our plan")
 

@@ -19,6 +19,7 @@ import torch
 
 from megatron_vlm.cli import main
 from megatron_vlm.commands.agree.agree_ranks import run_agree
+from megatron_vlm.commands.agree.agreement_report import agreement_report
 from megatron_vlm.commands.agree.compare import (
     Agreement,
     ComparedPrompt,
@@ -26,8 +27,6 @@ from megatron_vlm.commands.agree.compare import (
     compare,
     token_pairs,
 )
-from megatron_vlm.commands.agree.page import render_agreement
-from megatron_vlm.commands.agree.plots import plots
 from megatron_vlm.commands.agree.token_text import TokenText
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tokens.row import Row
@@ -35,9 +34,12 @@ from megatron_vlm.distributed.process import UNLIKE
 from megatron_vlm.engines.inspection import EngineMedia, EngineView
 from megatron_vlm.engines.prompts import Prompts
 from megatron_vlm.engines.vllm_process import EngineSettings
+from megatron_vlm.report.sections import Card, Pictures, Scatter
+from megatron_vlm.report.svg import scatter_svg
 from megatron_vlm.run.evaluation.held_out_sets import question_of
 from megatron_vlm.training.completions import Completion, SamplingSettings
 from tests.fake_engine import REPLAYS, replay_of
+from tests.report_facts import Facts, Page
 from tests.runs import call
 from tests.sets import open_set, write_set
 from tests.test_parity import layout
@@ -186,40 +188,40 @@ def test_a_log_prob_that_is_no_number_is_a_difference(world):
         assert "1 of 3 log-probs differ" in found.faults[0]
         [(prompt, token)] = found.worst_tokens(1)
         assert (prompt.where, token.place) == ("folder/file:1", 1)
-        assert "They differ" in render_agreement(found, TokenText.from_folder(world.folder))
+        assert facts_of(found, world).report.title == "They differ"
 
 
-def test_the_page_has_the_figures_and_the_pictures(world):
-    found = said(world, [[-1.0], [-1.0, -2.00002], [-1.00004]])
-    page = render_agreement(found, TokenText.from_folder(world.folder))
-    assert "<b>4.0e-05</b><span>worst difference of a log-prob" in page
-    assert "<b>4</b><span>tokens" in page and "<b>3</b><span>prompts" in page
-    worst = page[page.index("The tokens that differ most") :]
-    first, second, *_ = re.findall(r"<article.*?</article>", worst, re.DOTALL)
-    assert "<b>4.0e-05</b>" in first and "folder/file:2, token 0 of the answer" in first
-    assert first.count("<img") == 2 and second.count("<img") == 1
-    assert "engine -1.000040" in first and "trainer -1.000000" in first
-    cells = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>.*?</tr>", page)][1:]
-    assert [row[0] for row in cells] == ["file:0", "file:1", "file:2"]
-    assert [row[3] for row in cells] == ["equal"] * 3
-    assert [row[-2] for row in cells] == ["0", "2.0e-05", "4.0e-05"]
+def facts_of(found: Agreement, world: World) -> Facts:
+    return Facts(agreement_report(found, TokenText.from_folder(world.folder)))
+
+
+def test_the_report_has_the_figures_and_the_pictures(world):
+    facts = facts_of(said(world, [[-1.0], [-1.0, -2.00002], [-1.00004]]), world)
+    assert facts.tiles["worst difference of a log-prob"] == "4.0e-05"
+    assert (facts.tiles["tokens"], facts.tiles["prompts"]) == ("4", "3")
+    first = facts.of(Card)[0]
+    assert (first.title, first.where) == ("4.0e-05", "folder/file:2, token 0 of the answer")
+    counts = [len(each.pictures) for each in facts.of(Pictures)]
+    assert counts[:2] == [2, 1]
+    assert facts.page().text.count("<img") == sum(counts)
+    assert first.sections[-1].text.startswith("engine -1.000040 \u00b7 trainer -1.000000")
+    assert [row[0] for row in facts.rows] == ["file:0", "file:1", "file:2"]
+    assert [row[3] for row in facts.rows] == ["equal"] * 3
+    assert [row[-2] for row in facts.rows] == ["0", "2.0e-05", "4.0e-05"]
 
 
 def test_every_token_is_a_point_where_it_belongs(world):
     """Differences are on a logarithmic scale; those that are 0 lie on its lowest line."""
-    found = said(world, [[-1.0, -2.001], [-1.00001]])
-    against, differences = re.findall(r"<svg.*?</svg>", plots(found), re.DOTALL)
-    for drawn in (against, differences):
-        assert drawn.count("<circle") == 3
-    places = [
-        (float(y), title)
-        for y, title in re.findall(r'cy="([\d.]+)" r="2.5"><title>(.*?)</title>', differences)
+    against, differences = facts_of(said(world, [[-1.0, -2.001], [-1.00001]]), world).of(Scatter)
+    assert sorted(against.points) == [(-2.0, -2.001), (-1.0, -1.00001), (-1.0, -1.0)]
+    assert [label.rpartition(" ")[2] for label in differences.labels] == [
+        *("1.0e-03", "1.0e-05", "0.0e+00")
     ]
-    assert len(places) == 3
-    ordered = [title.rpartition(" ")[2] for _, title in sorted(places)]
-    assert ordered == ["1.0e-03", "1.0e-05", "0.0e+00"]
-    [bound] = re.findall(r'y1="([\d.]+)"[^>]*class="bound"', differences)
-    assert sorted(places)[0][0] < float(bound) < sorted(places)[1][0]
+    assert Page(scatter_svg(against)).text.count("<circle") == 3
+    drawn = Page(scatter_svg(differences))
+    heights = [float(circle["cy"]) for circle in drawn.all("circle")]
+    [bound] = [float(a["y1"]) for a in drawn.all("line") if a.get("class") == "bound"]
+    assert heights[0] < bound < heights[1] < heights[2] == 280
 
 
 def test_where_ids_differ_is_said(world):
@@ -227,8 +229,8 @@ def test_where_ids_differ_is_said(world):
     prompt = compare("here", row, other_id(honest(row, world.tables)), world.tables)
     ids = row.ids_S.tolist()
     assert prompt.first_unlike == (4, ids[4], ids[4] + 1)
-    page = render_agreement(agreement([prompt]), TokenText.from_folder(world.folder))
-    assert f"here: the trainer has {len(ids)} ids and the engine {len(ids)}; at 4" in page
+    told = f"here: the trainer has {len(ids)} ids and the engine {len(ids)}; at 4"
+    assert told in facts_of(agreement([prompt]), world).text
 
 
 # The whole command.

@@ -5,10 +5,7 @@ import functools
 import io
 import json
 import math
-import os
 import re
-import shutil
-import subprocess
 import tarfile
 from dataclasses import replace
 from fractions import Fraction
@@ -23,9 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_vlm.commands.inspect.page import render_inspection
+from megatron_vlm.commands.inspect.inspection_report import inspection_report
 from megatron_vlm.commands.inspect.statistics import collect_statistics
-from megatron_vlm.commands.inspect.terminal import print_inspection
 from megatron_vlm.config import load_config
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
@@ -40,8 +36,11 @@ from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.data.tokens.sample_views import show_sample
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.report.html import render_page
+from megatron_vlm.report.terminal import print_report
 from tests.chats import say
 from tests.error_fields import raises
+from tests.report_facts import browse, in_a_browser
 from tests.sets import open_set
 
 
@@ -660,9 +659,15 @@ def look(tiny, tmp_path):
     return make
 
 
+def rendered(inspection):
+    return render_page(inspection_report(inspection))
+
+
 def drawn(inspection):
     """Of each figure of the page: its boxes and points with style and label, and its caption."""
-    figures = re.findall(r"<figure>(.*?)</figure>", render_inspection(inspection), re.DOTALL)
+    figures = re.findall(
+        r'<figure class="outlined">(.*?)</figure>', rendered(inspection), re.DOTALL
+    )
     shape = re.compile(
         r'<u class="(\w+) c\d( right)?" style="(.*?)" title="(.*?)">(?:<b>(.*?)</b>)?'
     )
@@ -671,7 +676,7 @@ def drawn(inspection):
 
 def printed(inspection):
     console = Console(file=io.StringIO(), width=400, highlight=False)
-    print_inspection(inspection, console)
+    print_report(inspection_report(inspection), console)
     return console.file.getvalue()
 
 
@@ -694,8 +699,8 @@ def test_inspect_draws_boxes_on_their_images(look, tmp_path):
         ([point, other], "image 1 \u00b7 96 x 384 \u00b7 b.png \u00b7 1 box, 1 point"),
     ]
     lines = printed(inspection)
-    assert "image 0: a <b> [100, 300, 500, 600]\n" in lines
-    assert "image 1: [500, 750]; [0, 0, 990, 1000]\n" in lines
+    assert "image 0: a <b> [100, 300, 500, 600] " in lines
+    assert "image 1: [500, 750]; [0, 0, 990, 1000] " in lines
 
 
 def labels(inspection):
@@ -740,7 +745,7 @@ def test_pixels_in_the_text_are_told(look, tmp_path):
     (tmp_path / "a.png").write_bytes(blank(640, 480))
     found = look(record('{\n"bbox_2d": [135, 114, 1016, 672]\n}', "a.png"))
     told = f"{tmp_path}/look.jsonl:1: a box in the text has 1016, above 1000"
-    assert told in printed(found) and told in render_inspection(found)
+    assert told in printed(found) and told in rendered(found)
 
 
 def test_boxes_of_images_that_were_cut_off_are_not_drawn_elsewhere(reader):
@@ -769,19 +774,13 @@ def test_a_picture_that_has_gone_is_told(reader):
     assert shown.problem.startswith("x:1: image 0: no file gone.png")
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not on PATH")
+@in_a_browser
 def test_a_browser_draws_the_box_where_it_is(look, tmp_path):
     PIL.Image.new("RGB", (256, 256), (1, 2, 3)).save(tmp_path / "a.png")
     found = look(record("<bbox>", "a.png", bbox=[[0.25, 0.5, 0.75, 0.9]], bbox_type="norm1"))
     page, shot = tmp_path / "page.html", tmp_path / "shot.png"
-    page.write_text(render_inspection(found), encoding="utf-8")
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    command += ["--force-device-scale-factor=1", "--force-color-profile=srgb"]
-    command += ["--window-size=900,1500", f"--user-data-dir={tmp_path / 'profile'}"]
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    home = os.environ | {"HOME": str(tmp_path)}
-    command += [f"--screenshot={shot}", page.as_uri()]
-    subprocess.run(command, check=True, timeout=120, env=home, **quiet)
+    page.write_text(rendered(found), encoding="utf-8")
+    browse(page, "--window-size=900,1500", f"--screenshot={shot}")
     with PIL.Image.open(shot) as opened:
         pixels = np.asarray(opened.convert("RGB"))
 

@@ -11,12 +11,14 @@ import PIL.Image
 import pytest
 
 from megatron_vlm.errors import DataError
+from megatron_vlm.report.heat import HeatMap
 from megatron_vlm.report.metrics_lines import MAX_LOADS, LoadLine, from_json, has_load_line, to_json
-from megatron_vlm.report.run import write_report
+from megatron_vlm.report.run import read_report, write_report
 from megatron_vlm.report.run.metrics_arrays import read_metrics
+from tests.report_facts import Facts, browse, colour, in_a_browser
 from tests.sets import write_set
 from tests.test_moe import EXPERTS
-from tests.test_run_report import browse, colour, in_a_browser, read_page, start, step, write_run
+from tests.test_run_report import start, step, write_run
 from tests.test_train import go_pooled
 
 
@@ -25,11 +27,9 @@ def load(number, table, layers=None):
     return {"kind": "load", "step": number, "layers": layers, "load": table}
 
 
-def data_of(page):
-    """What the script of the map is given, its cells as an array [times, layers, experts]."""
-    found = json.loads(re.search(r'<script[^>]*>(\{"steps".*?)</script>', page.text)[1])
-    cells = np.frombuffer(base64.b64decode(found["cells"]), np.uint8) / found["unit"]
-    return found, cells.reshape(len(found["steps"]), len(found["rows"]), found["columns"])
+def map_of(run):
+    [heat] = Facts(read_report(run)).of(HeatMap)
+    return heat
 
 
 @pytest.mark.parametrize("total", [1, 2, 39, 40, 41, 100, 12_345])
@@ -52,10 +52,10 @@ def test_a_run_logs_the_load_of_its_experts(pool, tiny, tmp_path):
         assert line.layers == [1, 2, 3] and np.shape(line.load) == (3, 8)
         assert np.mean(line.load, axis=1) == pytest.approx(100, abs=1)
         assert np.max(line.load) > 110
-    figures, cells = data_of(read_page(tmp_path / "run" / "report.html"))
-    assert figures["steps"] == [0, 1] and figures["rows"] == [1, 2, 3]
-    want = [line.load for line in loads]
-    assert cells == pytest.approx(np.array(want) / 100, abs=0.5 / 32 + 1e-9)
+    heat = map_of(tmp_path / "run")
+    assert heat.steps == [0, 1] and heat.rows == [1, 2, 3]
+    assert np.array_equal(heat.cells_TRC, np.array([line.load for line in loads]) / 100)
+    assert 'class="card heat"' in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_line_comes_back_as_it_was_and_no_other_table_does():
@@ -74,24 +74,29 @@ def test_the_page_has_what_was_logged_and_says_the_busiest(tmp_path):
     lines = [start(), *(step(i, 1.0) for i in range(4))]
     lines += [load(i, [[100, 100], [40 * i, 200 - 40 * i]], [2, 5]) for i in range(4)]
     lines += [start(2), step(2, 1.0), load(2, [[100, 100], [0, 200]], [2, 5])]
-    page = read_page(write_report(write_run(tmp_path / "run", lines)))
-    figures, cells = data_of(page)
-    assert figures["steps"] == [0, 1, 2] and figures["rows"] == [2, 5]
-    assert cells[:, 1, 0].tolist() == pytest.approx([0, 0.4, 0], abs=0.02)
+    facts = Facts(read_report(write_run(tmp_path / "run", lines)))
+    [heat] = facts.of(HeatMap)
+    assert heat.steps == [0, 1, 2] and heat.rows == [2, 5]
+    assert heat.cells_TRC[:, 1, 0].tolist() == [0, 0.4, 0]
+    page = facts.page()
+    data = json.loads(re.search(r'<script[^>]*>(\{"steps".*?)</script>', page.text)[1])
+    drawn = np.frombuffer(base64.b64decode(data["cells"]), np.uint8) / data["unit"]
+    assert drawn == pytest.approx(heat.cells_TRC.ravel(), abs=0.5 / 32 + 1e-9)
+    assert (data["steps"], data["rows"], data["columns"]) == ([0, 1, 2], [2, 5], 2)
     said = "Rows are layers 2 to 5, columns experts 0 to 1. At step 2 the most is 2.00 times the "
     said += "mean, of expert 1 in layer 5; 1 of 4 have nothing."
     assert said in page.words
-    assert 'href="#experts"' in page.text and "Load of experts" in page.words
-    dense = read_page(write_report(write_run(tmp_path / "dense", lines[:2])))
-    assert "<canvas" not in dense.text and 'href="#experts"' not in dense.text
+    assert "Experts" in facts.names and "Load of experts" in facts.words
+    dense = Facts(read_report(write_run(tmp_path / "dense", lines[:2])))
+    assert not dense.of(HeatMap) and "Experts" not in dense.names
 
 
 def test_many_lines_are_thinned_and_another_model_is_left_out(tmp_path):
     lines = [start(), step(0, 1.0), load(0, [[100]])]
     lines += [load(i, [[100, 100], [50, 150]]) for i in range(1, 200)]
-    figures, cells = data_of(read_page(write_report(write_run(tmp_path / "run", lines))))
-    assert len(figures["steps"]) == MAX_LOADS + 1 == len(cells)
-    assert (figures["steps"][0], figures["steps"][-1]) == (1, 199)
+    heat = map_of(write_run(tmp_path / "run", lines))
+    assert len(heat.steps) == MAX_LOADS + 1 == len(heat.cells_TRC)
+    assert (heat.steps[0], heat.steps[-1]) == (1, 199)
 
 
 @in_a_browser
@@ -101,8 +106,11 @@ def test_a_browser_draws_the_map_in_light_and_dark(tmp_path):
     path = write_report(write_run(tmp_path / "run", lines))
     for scheme, more, less in ((1, "c05a12", "2f6ba8"), (0, "f29a5c", "7db1e6")):
         shot = tmp_path / f"{scheme}.png"
-        options = ["--hide-scrollbars", "--force-color-profile=srgb", "--window-size=1100,3400"]
-        options += [f"--blink-settings=preferredColorScheme={scheme}", f"--screenshot={shot}"]
+        options = [
+            "--window-size=1100,3400",
+            f"--blink-settings=preferredColorScheme={scheme}",
+            f"--screenshot={shot}",
+        ]
         browse(path, *options)
         with PIL.Image.open(shot) as opened:
             pixels = np.asarray(opened.convert("RGB")).astype(int)

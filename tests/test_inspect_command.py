@@ -5,15 +5,11 @@ import base64
 import io
 import json
 import math
-import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
 from dataclasses import replace
-from html import unescape
-from html.parser import HTMLParser
 
 import numpy as np
 import PIL.Image
@@ -21,9 +17,8 @@ import pytest
 from rich.console import Console
 
 from megatron_vlm.commands.inspect.command import run_inspect
-from megatron_vlm.commands.inspect.page import bins, render_inspection, tag
+from megatron_vlm.commands.inspect.inspection_report import inspection_report
 from megatron_vlm.commands.inspect.statistics import collect_statistics, column_figure
-from megatron_vlm.commands.inspect.terminal import print_inspection
 from megatron_vlm.config import load_config
 from megatron_vlm.data.batches.balance import Limits, group_cost, plan_batch
 from megatron_vlm.data.batches.dataset import open_data
@@ -35,7 +30,12 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.qwen3_vl.dense import VISION_MARKS
 from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.report.markup import tag
+from megatron_vlm.report.sections import Listing, Marked, OutlinedPictures, Styled
+from megatron_vlm.report.svg import bins
+from megatron_vlm.report.terminal import print_report
 from tests.chats import CHATS, data_uri, image, picture, say, text
+from tests.report_facts import Facts, browse, check_self_contained, colour, in_a_browser
 
 PINK, TEAL = (200, 30, 120), (20, 140, 130)
 LIGHT_MARK, DARK_MARK, LIGHT_PAPER, DARK_PAPER = "ffedb3", "574615", "f7f6f3", "15171b"
@@ -109,11 +109,10 @@ def look(overrides, tiny):
 def test_keys_that_are_passed_over_are_shown(look, folder):
     records = [{"prompt": "a", "completion": "b", "score": 1, "meta": {}}] * 2
     (folder / "more.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    console = Console(file=io.StringIO(), width=80)
     _, inspection = look(train=folder / "more.jsonl")
-    print_inspection(inspection, console)
-    for shown in (console.file.getvalue(), unescape(render_inspection(inspection))):
-        assert "the model does not see these keys of records" in shown and "'score' (2);" in shown
+    facts = Facts(inspection_report(inspection))
+    for words in (facts.text, printed(inspection), "".join(facts.page().words)):
+        assert "the model does not see these keys of records" in words and "'score' (2);" in words
     _, quiet = look("data.unknown_keys=ignore", train=folder / "more.jsonl")
     assert quiet.passed == ""
 
@@ -124,8 +123,13 @@ def seen(look):
 
 
 @pytest.fixture(scope="module")
-def page(seen):
-    return render_inspection(seen[1])
+def facts(seen):
+    return Facts(inspection_report(seen[1]))
+
+
+@pytest.fixture(scope="module")
+def page(facts):
+    return facts.page()
 
 
 def shown(inspection, name):
@@ -134,7 +138,7 @@ def shown(inspection, name):
 
 def printed(inspection, **options) -> str:
     console = Console(file=io.StringIO(), width=400, highlight=False, **options)
-    print_inspection(inspection, console)
+    print_report(inspection_report(inspection), console)
     return console.file.getvalue()
 
 
@@ -165,7 +169,7 @@ def test_the_terminal_shows_turns_and_collapsed_placeholders(seen):
 def test_the_terminal_names_the_place_and_sizes(seen, folder):
     sizes = len(shown(seen[1], "image").sample.ids_S)
     assert (
-        f"sample 1 of {len(SHOWN)}  {folder}/mixed.jsonl:2\n{sizes} tokens, 5 trained, 1 image, "
+        f"Sample 1 of {len(SHOWN)}  {folder}/mixed.jsonl:2\n{sizes} tokens, 5 trained, 1 image, "
         "24 patches\n"
     ) in printed(seen[1])
 
@@ -175,7 +179,7 @@ def test_trained_text_is_coloured_in_the_terminal(seen):
     output = printed(only, force_terminal=True, color_system="standard")
     black_on_green = "\x1b[30;42m"
     coloured = "".join(re.findall(r"\x1b\[30;42m(.*?)\x1b\[0m", output))
-    assert coloured == "Red.<|im_end|>" + "trained"
+    assert coloured == "trained" + "Red.<|im_end|>"
     assert "{+" not in output and black_on_green in output
     assert "\x1b[36m[image 0: 4x6 patches, 6 tokens]\x1b[0m" in output
 
@@ -254,8 +258,8 @@ def test_sources_and_faults(look, folder):
     assert f"{second}  1  1  1  0  0  1\n" in lines
     first = f"{folder}/mixed.jsonl:{total - 2}"
     assert f"above data.max_tokens or data.max_images  1  {first}\n" in lines
-    assert f"wrong records: 2\n{folder}/mixed.jsonl:{total - 1}: message 0: role=judge; " in lines
-    assert f"sample {total - 3} of {total - 2}  {second}:1\n" in lines
+    assert f"Wrong records: 2\n{folder}/mixed.jsonl:{total - 1}: message 0: role=judge; " in lines
+    assert f"Sample {total - 3} of {total - 2}  {second}:1\n" in lines
 
 
 def padding(groups, tokens):
@@ -337,37 +341,11 @@ def test_unpatch_undoes_patches(height, width, merge):
     assert np.array_equal(found.reshape(4, height, width, 3), [*frames, frames[2]])
 
 
-class Page(HTMLParser):
-    """Elements and text of a page; asserts that what is opened is closed."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.found, self.words = [], [], ""
-        self.feed(page)
-        assert not self.open
-
-    def handle_starttag(self, name, attributes):
-        self.found.append((name, dict(attributes)))
-        if name not in ("meta", "img"):
-            self.open.append(name)
-
-    def handle_startendtag(self, name, attributes):
-        self.found.append((name, dict(attributes)))
-
-    def handle_endtag(self, name):
-        assert self.open.pop() == name
-
-    def handle_data(self, data):
-        self.words += data if self.open and self.open[-1] != "style" else ""
+def pictures_of(facts):
+    return [pixels for shown in facts.of(OutlinedPictures) for pixels in shown.pictures]
 
 
-def test_pictures_of_the_page_are_those_the_model_gets(page):
-    images = [attributes for name, attributes in Page(page).found if name == "img"]
-    found = [
-        np.asarray(PIL.Image.open(io.BytesIO(base64.b64decode(image["src"].split(",")[1]))))
-        for image in images
-    ]
-
+def test_pictures_of_the_report_are_those_the_model_gets(facts, page):
     def resized(size, *given):
         return np.asarray(picture(*given).resize(size, PIL.Image.Resampling.BICUBIC))
 
@@ -379,67 +357,70 @@ def test_pictures_of_the_page_are_those_the_model_gets(page):
     expected += [np.full((64, 96, 3), PINK, np.uint8)]
     expected += [np.asarray(picture(64, 64, 10 + number)) for number in (0, 1, 2, 3, 4, 4)]
     expected += [small, resized((32, 96), 40, 90, 3)]  # chunks
-    assert len(found) == len(expected) == 18
-    for ours, theirs, attributes in zip(found, expected, images, strict=True):
+    for ours, theirs in zip(pictures_of(facts), expected, strict=True):
         assert np.array_equal(ours, theirs)
-        assert (attributes["height"], attributes["width"]) == tuple(map(str, theirs.shape[:2]))
+    for shown_image, theirs in zip(page.all("img"), expected, strict=True):  # and so are the page's
+        file = io.BytesIO(base64.b64decode(shown_image["src"].split(",")[1]))
+        assert np.array_equal(np.asarray(PIL.Image.open(file)), theirs)
+        assert (shown_image["height"], shown_image["width"]) == tuple(map(str, theirs.shape[:2]))
 
 
 def test_budgets_of_videos_are_named_and_followed(look):
-    _, inspection = look("data.video_max_pixels=6000", pictures=True)
-    assert ("data.video_max_pixels", "6000") in inspection.settings
-    page = render_inspection(replace(inspection, shown=(shown(inspection, "video"),)))
-    assert "data.video_max_pixels=6000" in page
-    assert "[video 0, frame 2: 2x2 patches, 1 tokens]" in page
+    facts = Facts(inspection_report(look("data.video_max_pixels=6000", pictures=True)[1]))
+    assert "data.video_max_pixels=6000" in facts.report.lead[0]
+    assert "[video 0, frame 2: 2x2 patches, 1 tokens]" in facts.words
 
 
 def test_a_long_video_gets_pictures_of_its_beginning(look, monkeypatch):
     monkeypatch.setattr("megatron_vlm.data.tokens.sample_views.MAX_SHOWN_FRAMES", 2)
-    _, inspection = look(pictures=True)
-    page = render_inspection(replace(inspection, shown=(shown(inspection, "video"),)))
-    assert page.count("<img") == 4 and page.count("<figcaption") == 2
-    assert "[video 0, frame 2: 4x4 patches, 4 tokens]" in page
+    inspection = look(pictures=True)[1]
+    only = replace(inspection, shown=(shown(inspection, "video"),))
+    facts = Facts(inspection_report(only))
+    assert [len(each.pictures) for each in facts.of(OutlinedPictures)] == [2, 2, 0]
+    assert len(facts.page().all("figcaption")) == 2
+    assert "[video 0, frame 2: 4x4 patches, 4 tokens]" in facts.words
 
 
-def test_the_page_needs_nothing_else(page):
-    assert "http://" not in page and "https://" not in page and "<script" not in page
-    assert "url(" not in page and "@import" not in page
-    for name, attributes in Page(page).found:
-        assert name not in ("script", "link", "iframe", "object", "base", "form", "foreignobject")
-        assert attributes.get("src", "data:image/png;").startswith("data:image/png;")
-        assert attributes.get("href", "#").startswith("#")
-        assert not [key for key in attributes if key.startswith("on")]
-    assert "default-src &#x27;none&#x27;" in page
-
-
-def test_text_of_records_stays_text(page, folder):
-    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; caf\u00e9 \u4e09 \U0001f642 [bold]" in page
-    words = Page(page).words
+def test_the_page_needs_nothing_else_and_text_of_records_stays_text(page, folder):
+    check_self_contained(page)
+    text, words = page.text, "".join(page.words)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; caf\u00e9 \u4e09 \U0001f642 [bold]" in text
     assert words.count("<script>alert(1)</script> & caf\u00e9 \u4e09") == 2
-    assert "\x1b" not in page and "\u202e" not in page and "\\x1b[2J\\u202e" in words
+    assert "\x1b" not in text and "\u202e" not in text and "\\x1b[2J\\u202e" in words
     assert "tools is a string that is not JSON" in words and f"{folder}/mixed.jsonl:2" in words
 
 
-def test_the_page_says_what_the_terminal_says(page, seen):
-    words = Page(page).words
-    for piece in (
-        "[image 0: 4x6 patches, 6 tokens]",
-        "[video 0, frame 2: 4x4 patches, 4 tokens]",
-        "above data.max_tokens or data.max_images1",
-        "Wrong records: 2",
-        *("".join(map(column_figure, column.summary)) for column in seen[1].columns),
-        seen[1].batching.caption,
-    ):
-        assert piece in words
+def test_page_and_terminal_say_what_the_report_says(facts, page, seen):
+    terminal = squeezed(printed(seen[1]))
+    words = "".join(page.words)
+    rows = ["above data.max_tokens or data.max_images", "1"]
+    rows += [column_figure(each) for column in seen[1].columns for each in column.summary]
+    batches = seen[1].batching.caption
+    for piece in ("[image 0: 4x6 patches, 6 tokens]", "Wrong records: 2", *rows, batches):
+        assert piece in words and piece in " ".join(terminal.split()) and piece in facts.text
 
 
-def test_trained_spans_are_marked_on_the_page(page, seen):
-    marks = re.findall(r"<mark>(.*?)</mark>", page, re.DOTALL)
-    unmarked = [re.sub(r"<.*?>", "", mark, flags=re.DOTALL) for mark in marks]
-    assert unmarked.count("Red.&lt;|im_end|&gt;") == 1
-    assert unmarked.count("\n\nfour\n&lt;|im_end|&gt;") == 1
+def test_trained_spans_are_marked(facts, page, seen):
+    marks = [
+        "".join(p if isinstance(p, str) else p.text for p in mark.pieces)
+        for mark in facts.of(Marked)
+    ]
+    assert marks.count("Red.<|im_end|>") == 1 and marks.count("\n\nfour\n<|im_end|>") == 1
     trained = sum(any(p.trained for p in turn.pieces) for s in seen[1].shown for turn in s.turns)
-    assert len(marks) == 1 + trained  # the legend's
+    assert len(marks) == 1 + trained == len(page.all("mark"))  # the legend's
+    newlines = sum(mark.count("\n") for mark in marks)
+    assert [a.get("class") for a in page.all("span")].count("newline") == newlines
+
+
+def test_many_wrong_records_are_told_in_part(seen):
+    """A page tells more of them than a terminal."""
+    wrong = replace(seen[1], errors=tuple(f"wrong {i}." for i in range(60)))
+    facts = Facts(inspection_report(wrong))
+    assert len(facts.of(Listing)[0].sentences) == 60
+    page = facts.page()
+    assert len(page.all("li")) == 50 and "Wrong records: 60, the first 50" in page.words
+    terminal = printed(wrong)
+    assert "wrong 4." in terminal and "wrong 5." not in terminal and "and 55 more" in terminal
 
 
 def test_weights_are_shown(look, folder):
@@ -451,9 +432,10 @@ def test_weights_are_shown(look, folder):
     lines = squeezed(printed(inspection))
     assert "assistant  (x0.5){+half<|im_end|>+}\n" in lines
     assert "assistant  {+whole<|im_end|>+}\n" in lines
-    page = render_inspection(inspection)
-    assert re.findall(r'class="weight"[^>]*>(x[^<]*)</span>\s*<mark>half', page) == ["x0.5"]
-    assert page.count('class="weight"') == 2  # the other is the legend's
+    facts = Facts(inspection_report(inspection))
+    weights = [each.text for each in facts.of(Styled) if each.kind == "weight"]
+    assert weights == ["x0.5", "x0.5"]  # the first is the legend's
+    assert re.search(r'class="weight">x0.5</span>\s*<mark>half', facts.page().text)
 
 
 def test_tags_escape_names_and_values():
@@ -486,9 +468,9 @@ def test_a_picture_that_cannot_be_decoded_is_named(look, folder):
     for pictures in (True, False):
         _, inspection = look(train=broken, pictures=pictures)
         problem = f"{broken}:1: image 0: cut.png: cannot be decoded"
-        assert (problem in Page(render_inspection(inspection)).words) == pictures
-        assert (problem in printed(inspection)) == pictures
-        assert "[image 0: 4x4 patches, 4 tokens]" in Page(render_inspection(inspection)).words
+        facts = Facts(inspection_report(inspection))
+        assert (problem in facts.text) == (problem in printed(inspection)) == pictures
+        assert "[image 0: 4x4 patches, 4 tokens]" in facts.words and not pictures_of(facts)
 
 
 @pytest.mark.parametrize(
@@ -513,13 +495,12 @@ def test_what_cannot_be_shown_is_refused(options, error, words, overrides):
 def test_the_command_shows_what_is_asked_for(overrides, capsys, tmp_path):
     run_inspect(load_config(overrides()), str(tmp_path / "out.html"), samples=3, sample=2, ranks=1)
     output = capsys.readouterr().out
-    assert re.findall(r"^sample \d+", output, re.MULTILINE) == ["sample 2"]
+    assert re.findall(r"^Sample \d+", output, re.MULTILINE) == ["Sample 2"]
     assert "Answer with a single word." in output and "wrote " in output
-    page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
-    assert [name for name, _ in page.found].count("article") == 1
+    assert (tmp_path / "out.html").read_text(encoding="utf-8").count("<article") == 1
     run_inspect(load_config(overrides()), None, samples=2, sample=None, ranks=1)
     output = capsys.readouterr().out
-    assert re.findall(r"^sample \d+", output, re.MULTILINE) == ["sample 0", "sample 1"]
+    assert re.findall(r"^Sample \d+", output, re.MULTILINE) == ["Sample 0", "Sample 1"]
 
 
 def test_warnings_of_the_data_stand_in_the_report_alone(overrides, folder, caplog):
@@ -538,11 +519,7 @@ def test_megatron_is_not_imported():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def colour(code):
-    return tuple(bytes.fromhex(code))
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not on PATH")
+@in_a_browser
 @pytest.mark.parametrize(
     ("width", "scheme", "mark", "paper"),
     [(1200, 1, LIGHT_MARK, LIGHT_PAPER), (480, 0, DARK_MARK, DARK_PAPER)],
@@ -551,15 +528,9 @@ def test_a_browser_shows_highlights_and_pictures(width, scheme, mark, paper, see
     names = ("image", "solid", "script", "video")
     inspection = replace(seen[1], shown=tuple(shown(seen[1], name) for name in names))
     page, shot = tmp_path / "page.html", tmp_path / "shot.png"
-    page.write_text(render_inspection(inspection), encoding="utf-8")
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    command += ["--force-device-scale-factor=1", "--force-color-profile=srgb"]
-    command += [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},2800"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={shot}", page.as_uri()]
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    subprocess.run(
-        command, check=True, timeout=120, env=os.environ | {"HOME": str(tmp_path)}, **quiet
-    )
+    page.write_text(Facts(inspection_report(inspection)).page().text, encoding="utf-8")
+    scheme = f"--blink-settings=preferredColorScheme={scheme}"
+    browse(page, scheme, f"--window-size={width},3200", f"--screenshot={shot}")
     with PIL.Image.open(shot) as opened:
         pixels = np.asarray(opened.convert("RGB"))
     assert pixels.shape[1] == width

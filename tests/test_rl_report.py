@@ -3,7 +3,6 @@
 with their pictures, however the files came about; TensorBoard has the same figures."""
 
 import json
-import re
 import shutil
 
 import numpy as np
@@ -11,18 +10,25 @@ import PIL.Image
 import pytest
 
 from megatron_vlm.config.schema import Config, LogConfig
+from megatron_vlm.report.charts import chart_scripts
 from megatron_vlm.report.metrics_lines import RlLine, from_json, to_json
-from megatron_vlm.report.run import rl_sample_lines, write_report
+from megatron_vlm.report.run import read_report, rl_sample_lines, write_report
 from megatron_vlm.report.run.metrics_arrays import read_metrics
+from megatron_vlm.report.sections import (
+    Card,
+    Fold,
+    Labelled,
+    Note,
+    Pictures,
+    Said,
+    is_picture_uri,
+)
 from megatron_vlm.run.log import RunLog
+from tests.report_facts import Facts, browse, check_self_contained, in_a_browser, walk
 from tests.test_run_report import (
     HOSTILE,
-    browse,
-    check_self_contained,
     data_uri,
     evaluation,
-    in_a_browser,
-    read_page,
     start,
     step,
     write_run,
@@ -51,7 +57,7 @@ def prompt(number, *episodes, where="a.jsonl:1", **more):
 
 @pytest.fixture
 def report(tmp_path):
-    """report(lines..., samples=..., tail=...) -> the page of a run with these."""
+    """report(lines..., samples=..., tail=...) -> the facts of a run with these."""
 
     def make(*lines, samples=None, tail=""):
         run = write_run(tmp_path / "my run", lines)
@@ -59,30 +65,29 @@ def report(tmp_path):
         if samples is not None:
             text = "".join(json.dumps(line) + "\n" for line in samples)
             (run / "samples.jsonl").write_text(text + tail)
-        return read_page(write_report(run))
+        return Facts(read_report(run))
 
     return make
 
 
-def steps_of(page):
+def steps_of(facts):
     """Of each step that is shown: its number, what is said of it, and whether it is open."""
-    pattern = (
-        r'<details class="samples"( open="")?><summary><b>Step ([\d,]+)</b> <span.*?>(.*?)</span>'
-    )
-    return [(n, said, bool(is_open)) for is_open, n, said in re.findall(pattern, page.text)]
+    folds = [fold for fold in facts.of(Fold) if fold.title.startswith("Step ")]
+    return [(fold.title[5:], fold.remark, fold.is_open) for fold in folds]
 
 
-def rewards_of(page):
-    """(colour in percent, reward) of each episode, as they come."""
-    return re.findall(r'<b class="reward" style="--share: (.*?)%">(.*?)</b>', page.text)
+def rewards_of(facts):
+    """(place between the worst and the best, reward) of each episode, as they come."""
+    return [(each.score, each.label) for each in facts.of(Labelled)]
 
 
-def pictures_of(page):
-    return [attributes["src"] for name, attributes in page.found if name == "img"]
+def pictures_of(facts):
+    """Pictures, and the texts in place of others."""
+    return [each for group in facts.of(Pictures) for each in group.pictures]
 
 
-def note_of(page):
-    [note] = [word for word in page.words if "samples.jsonl" in word]
+def note_of(facts):
+    [note] = [word for word in facts.words if "samples.jsonl" in word]
     return note
 
 
@@ -96,7 +101,7 @@ EVERY = {
 
 
 def test_only_figures_that_the_run_has_are_curves(report):
-    assert report(step(0, 1.0), rl(0), step(1, 1.0), rl(1)).charts == [
+    assert report(step(0, 1.0), rl(0), step(1, 1.0), rl(1)).titles == [
         *SOON,
         "Sampling time",
         *TRAIN,
@@ -106,7 +111,7 @@ def test_only_figures_that_the_run_has_are_curves(report):
         rl(0, figures={"exact": 0.5}, turns=2.0),
         rl(1, -1.5, figures={"exact": 0.25, "form": 1.0}, sampling_s=0.3, **EVERY),
     )
-    assert page.charts == [
+    assert page.titles == [
         *SOON[:2],
         *("exact", "form", "Tokens of an episode", "Answers of an episode"),
         *SOON[3:],
@@ -132,10 +137,11 @@ def test_only_figures_that_the_run_has_are_curves(report):
     assert page.chart("Agreement of sampler and trainer")["log"]
     seconds = [("sampling", [0, 1], [0.2, 0.3]), ("step", [0, 1], [0.5, 1.5])]
     assert page.curves("Sampling time") == seconds
-    percents = [title for title in page.charts if page.chart(title)["percent"]]
+    percents = [title for title in page.titles if page.chart(title)["percent"]]
     shares = ["Episodes cut", "Prompts alike", "Clip fraction", "Weights cut", "Padding"]
     assert percents == shares
-    assert page.text.count("Drag over a chart") == page.text.count("<noscript>") == 1
+    drawn = page.page().text
+    assert drawn.count("Drag over a chart") == drawn.count("<noscript>") == 1
 
 
 def test_tiles_are_means_of_ten_steps(report):
@@ -159,17 +165,18 @@ def test_tiles_are_means_of_ten_steps(report):
     tiles = report(rl(4, 0.25), rl(5, 0.75)).tiles
     assert tiles["best mean reward, steps 4 to 5"] == "0.5"
     page = report(rl(4, None))
-    assert "no number was logged" in page.figure("Reward")
+    assert page.summary("Reward") == {}
     assert not [name for name in page.tiles if "reward" in name]
 
 
 def test_a_run_without_samples_has_no_such_section(report):
     page = report(step(0, 1.0), samples=[prompt(0)])
-    assert page.charts == TRAIN and "samples" not in page.text.split("</style>")[1]
+    assert page.titles == TRAIN and "Samples" not in page.names
     assert page.tiles["last loss, step 0"] == "1"
     page = report(step(0, 1.0), rl(0))  # the file is missing
-    assert "samples.jsonl" not in page.text and page.charts[0] == "Reward"
-    assert [a["href"] for name, a in page.found if name == "a"][:2] == ["#samples", "#curves"]
+    assert "samples.jsonl" not in page.text and page.titles[0] == "Reward"
+    assert page.names[:2] == ["Samples", "Curves"]
+    assert [a["href"] for a in page.page().all("a")][:2] == ["#samples", "#curves"]
 
 
 def test_a_sample_has_its_pictures_answers_and_rewards(report):
@@ -193,26 +200,25 @@ def test_a_sample_has_its_pictures_answers_and_rewards(report):
     assert steps_of(page) == [("0", "1 prompt, mean reward 0.3333", True)]
     assert "a.jsonl:7 \u00b7 3 episodes, mean reward 0.3333" in page.words
     assert "user\nWhat colour?" in page.words
-    assert rewards_of(page) == [("100", "0.75"), ("75", "0.5"), ("0", "-0.25")]
+    assert rewards_of(page) == [(1, "0.75"), (0.75, "0.5"), (0, "-0.25")]
     assert pictures_of(page) == [asked, seen, other]
-    best, _, worst = page.text.split('<div class="episode">')[1:]
-    images = f'<img src="{seen}" alt=""/><img src="{other}" alt=""/>'
-    assert best == (
-        '<b class="reward" style="--share: 100%">0.75</b><div><p class="said">left</p>'
-        '<div class="heard"><p class="said quiet">user\nAnd now?</p>'
-        f'<div class="pictures">{images}</div></div><p class="said">blue</p>'
-        '<p class="quiet">3 tokens \u00b7 found 1 \u00b7 form 0.5</p></div></div>'
-    )
-    assert worst.startswith(
-        '<b class="reward" style="--share: 0%">-0.25</b>'
-        '<div><p class="said"><span class="quiet">(nothing)</span></p>'
-        '<p class="quiet">1 token \u00b7 cut by its length</p></div></div></div></article>'
-    )
+    best, _, worst = page.of(Labelled)
+    heard = [Said(["user\nAnd now?"], "quiet"), Pictures([seen, other])]
+    foot = Note("3 tokens \u00b7 found 1 \u00b7 form 0.5", "quiet")
+    assert best.sections == [Said(["left"]), *heard, Said(["blue"]), foot]
+    cut = Note("1 token \u00b7 cut by its length", "quiet")
+    assert worst.sections == [Note("(nothing)", "quiet"), cut]
+    drawn = page.page()
+    assert [image["src"] for image in drawn.all("img")] == [asked, seen, other]
+    assert [b["style"] for b in drawn.all("b") if b.get("class") == "score"] == [
+        *("--share: 100%", "--share: 75%", "--share: 0%")
+    ]
+    assert [each.get("open") for each in drawn.all("details")][:1] == [""]
 
 
 def test_rewards_that_are_alike_have_the_colour_between(report):
     page = report(rl(0), samples=[prompt(0, episode(2.0), episode(2.0))])
-    assert rewards_of(page) == [("50", "2"), ("50", "2")]
+    assert rewards_of(page) == [(0.5, "2"), (0.5, "2")]
 
 
 def test_of_many_steps_the_first_the_last_and_some_between_are_shown(report):
@@ -310,22 +316,24 @@ def test_a_page_stays_small_whatever_the_file_has(report):
         *(prompt(2, where=str(i)) for i in range(6, 20)),
     ]
     page = report(*lines, samples=samples)
-    assert len(page.text) < 14_000_000  # measured: 8,990,000
-    assert sum(len(uri) for uri in pictures_of(page)) <= 6 * 2**20
-    assert pictures_of(page).count(uri) == 11
-    last, between, first = page.text.split("<details")[1:4]
-    assert last.count("<img") == 11 and "<img" not in between
-    assert first.count("<img") == 5 * 8  # smaller ones, which find room
+    assert len(page.page().text) < 14_000_000  # measured: 8,990,000
+    shown = [each for each in pictures_of(page) if is_picture_uri(each)]
+    assert sum(map(len, shown)) <= 6 * 2**20 and shown.count(uri) == 11
+    last, between, first = ([*walk(fold)] for fold in page.of(Fold)[:3])
+    assert last.count(uri) == 11 and uri not in between
+    assert first.count(uri[:5000]) == 5 * 8  # smaller ones, which find room
     assert between.count("[no room for the picture]") == 1
     assert first.count("[22 more]") == 5 and first.count("[... 24 more answers]") == 1
-    assert "8 prompts, mean" in last and last.count("<article") == 8
-    assert "8 of 19 episodes, mean reward 10" in last
+    cards = [each for each in last if isinstance(each, Card)]
+    assert len(cards) == 8 and steps_of(page)[0][1].startswith("8 prompts, mean")
+    assert "8 of 19 episodes, mean reward 10" in cards[0].where
     ranks = [reward for _, reward in rewards_of(page)][:8]
     assert ranks == ["19", "17", "14", "12", "9", "7", "4", "1"]
     assert "The first 12 of 100 figures of rewards are shown." in page.words
-    assert len([title for title in page.charts if title.endswith("fff...")]) == 12
-    assert last.count("[... 3,500 characters ...]") == 6 * 8 * 6  # answers of episodes of prompts
-    assert last.count("[... 3,501 characters ...]") == 6 * 8 * 8  # their figures
+    assert len([title for title in page.titles if title.endswith("fff...")]) == 12
+    text = "".join(each for each in last if isinstance(each, str))
+    assert text.count("[... 3,500 characters ...]") == 6 * 8 * 6  # answers of episodes of prompts
+    assert text.count("[... 3,501 characters ...]") == 6 * 8 * 8  # their figures
 
 
 def test_text_stays_text(tmp_path):
@@ -352,15 +360,16 @@ def test_text_stays_text(tmp_path):
     run = write_run(tmp_path / "run", lines)
     text = "".join(json.dumps(line) + "\n" for line in samples)
     (run / "samples.jsonl").write_text(text)
-    page = read_page(write_report(run))
-    check_self_contained(page)
-    assert not pictures_of(page) and page.words.count("[no picture]") == 4
+    facts = Facts(read_report(run))
+    page = facts.page()
+    check_self_contained(page, chart_scripts())
+    assert not page.all("img") and page.words.count("[no picture]") == 4
     assert "<script>alert" not in page.text and "</script><!--" not in page.text
     assert "\x1b" not in page.text and "\u202e" not in page.text and "\x00" not in page.text
     spelled = "&lt;script&gt;alert(1)&lt;/script&gt; &amp; \u4e09 \\x1b[2J\\u202e&lt;/script&gt;"
     spelled += "&lt;img src=x onerror=alert(1)&gt;\\x00\\ud800"
     assert page.text.count(spelled) == 6  # where, question, two answers, heard, figure
-    assert [share for share, _ in rewards_of(page)] == ["50"] * 4  # their range is no number
+    assert [share for share, _ in rewards_of(facts)] == [0.5] * 4  # their range is no number
 
 
 def two_runs(tmp_path):
@@ -371,8 +380,8 @@ def two_runs(tmp_path):
 
 
 def test_rewards_of_several_runs_are_compared(tmp_path):
-    page = read_page(write_report(*two_runs(tmp_path)))
-    check_self_contained(page)
+    page = Facts(read_report(*two_runs(tmp_path)))
+    check_self_contained(page.page(), chart_scripts())
     assert page.tiles == {
         "best mean reward: second, steps 0 to 1": "4.5",
         "best loss: third, step 0": "2",  # of samples it says nothing
@@ -396,9 +405,9 @@ def test_rewards_of_several_runs_are_compared(tmp_path):
     assert page.chart("Reward")["span"] == page.chart("Loss")["span"] == [0, 19]
     assert [c["name"] for c in page.chart("form")["curves"]] == ["second"]
     assert [c["name"] for c in page.chart("Sampling time")["curves"]] == ["first", "second"]
-    assert page.text.count("Drag over a chart") == 1
-    page = read_page(write_report(tmp_path / "third", write_run(tmp_path / "4", [step(0, 1.0)])))
-    assert "reward" not in "".join(page.words) and 'id="samples"' not in page.text
+    assert page.page().text.count("Drag over a chart") == 1
+    page = Facts(read_report(tmp_path / "third", write_run(tmp_path / "4", [step(0, 1.0)])))
+    assert "reward" not in "".join(page.words) and "Samples" not in page.names
 
 
 def test_a_line_is_read_as_it_was_written(tmp_path):
@@ -442,13 +451,13 @@ def test_a_browser_draws_the_samples(width, scheme, report, tmp_path):
             prompt(2, episode(1.0, "a", "b", heard=heard), images=[data_uri(PLUM)]),
         ],
     )
-    drawn = browse(tmp_path / "my run" / "report.html", "--dump-dom")
-    assert drawn.count("<canvas") == len(page.charts)
+    path = write_report(tmp_path / "my run")
+    drawn = browse(path, "--dump-dom")
+    assert drawn.count("<canvas") == len(page.titles)
     shutil.rmtree(tmp_path / "my run" / "profile", ignore_errors=True)
     shot = tmp_path / "shot.png"
-    options = ["--hide-scrollbars", "--force-device-scale-factor=1", "--force-color-profile=srgb"]
-    options += [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},9000"]
-    browse(tmp_path / "my run" / "report.html", *options, f"--screenshot={shot}")
+    options = [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},9000"]
+    browse(path, *options, f"--screenshot={shot}")
     with PIL.Image.open(shot) as opened:
         pixels = np.asarray(opened.convert("RGB"))
 

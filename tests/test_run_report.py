@@ -3,17 +3,13 @@
 the page of several runs says in what they differ."""
 
 import base64
-import hashlib
 import io
 import json
 import math
-import os
-import re
-import shutil
 import subprocess
 import sys
 import time
-from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -24,7 +20,8 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.numbers_as_text import CURVE_COLUMNS, number, smooth, thin_out, time_spent
 from megatron_vlm.report.charts import chart_scripts
 from megatron_vlm.report.example_lines import Example, Examples
-from megatron_vlm.report.html import document, tag
+from megatron_vlm.report.html import document
+from megatron_vlm.report.markup import tag
 from megatron_vlm.report.metrics_lines import (
     EvalLine,
     EventLine,
@@ -33,10 +30,11 @@ from megatron_vlm.report.metrics_lines import (
     from_json,
     to_json,
 )
-from megatron_vlm.report.run import write_report
+from megatron_vlm.report.run import read_report, write_report
 from megatron_vlm.report.run.comparison import differences
 from megatron_vlm.report.run.metrics_arrays import read_metrics
 from tests.error_fields import raises
+from tests.report_facts import Facts, browse, check_self_contained, colour, in_a_browser
 
 TEAL = (20, 140, 130)
 HOSTILE = "<script>alert(1)</script> & \u4e09 \x1b[2J\u202e"
@@ -80,61 +78,6 @@ def example(answer="red", prediction="red", **more):
     return {"where": "eval.jsonl:3", "images": [data_uri()], **said, **more}
 
 
-class Page(HTMLParser):
-    """Elements, and the text in them; asserts that what is opened is closed."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.text, self.open, self.found, self.words, self.scripts = page, [], [], [], []
-        self.feed(page)
-        assert not self.open
-
-    def handle_starttag(self, name, attributes):
-        self.found.append((name, dict(attributes)))
-        self.open.append(name)
-
-    def handle_startendtag(self, name, attributes):
-        self.found.append((name, dict(attributes)))
-
-    def handle_endtag(self, name):
-        assert self.open.pop() == name
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] == "script":
-            if "type" not in self.found[-1][1]:
-                self.scripts.append(data)
-        elif self.open and self.open[-1] != "style":
-            self.words.append(data)
-
-    @property
-    def tiles(self):
-        """What it is: the figure."""
-        pairs = re.findall(r'<div class="card"><b>(.*?)</b><span>(.*?)</span></div>', self.text)
-        return {name: figure for figure, name in pairs}
-
-    @property
-    def rows(self):
-        cells = re.findall(r"<tr>(.*?)</tr>", self.text)
-        return [tuple(re.findall(r"<td>(.*?)</td>", row)) for row in cells]
-
-    def figure(self, title):
-        """The markup of the chart with this title."""
-        figures = re.findall(r"<figure.*?</figure>", self.text)
-        return next(figure for figure in figures if f"<b>{title}</b>" in figure)
-
-    def chart(self, title):
-        """What its script is given."""
-        return json.loads(re.search(r"<script[^>]*>(.*?)</script>", self.figure(title))[1])
-
-    def curves(self, title):
-        """[name, x, y] of each curve."""
-        return [(c["name"], c["x"], c["y"]) for c in self.chart(title)["curves"]]
-
-    @property
-    def charts(self):
-        return re.findall(r"<figure.*?<b>(.*?)</b>", self.text)
-
-
 def write_run(run, lines, tail="", examples=None, config=None):
     """A run's folder with these."""
     run.mkdir(parents=True, exist_ok=True)
@@ -148,19 +91,12 @@ def write_run(run, lines, tail="", examples=None, config=None):
     return run
 
 
-def read_page(path):
-    return Page(path.read_text(encoding="utf-8"))
-
-
 @pytest.fixture
 def report(tmp_path):
-    """report(lines..., tail=..., examples=..., config=...) -> the page of a run with these."""
+    """report(lines..., tail=..., examples=..., config=...) -> the facts of a run with these."""
 
     def make(*lines, **more):
-        run = write_run(tmp_path / "my run", lines, **more)
-        path = write_report(run)
-        assert path == run / "report.html"
-        return read_page(path)
+        return Facts(read_report(write_run(tmp_path / "my run", lines, **more)))
 
     return make
 
@@ -312,7 +248,8 @@ def test_steps_without_a_trained_token_are_counted_and_marked(report):
 
 def test_nothing_finite_is_no_curve(report):
     page = report(step(0, None))
-    assert page.tiles["loss"] == "-" and "no number was logged" in page.figure("Loss")
+    assert page.tiles["loss"] == "-" and page.summary("Loss") == {}
+    assert "no number was logged" in page.page().words
     page = report()
     assert page.tiles == {
         **{"loss": "-", "steps": "0", "tokens per second, median": "-"},
@@ -320,7 +257,7 @@ def test_nothing_finite_is_no_curve(report):
     }
     assert "No step was logged." in page.words
     page = report(evaluation(0, 1.5))
-    assert page.charts == ["Loss", "Token accuracy"]
+    assert page.titles == ["Loss", "Token accuracy"]
 
 
 def test_a_chart_holds_its_values_and_says_them_in_words(report):
@@ -329,8 +266,10 @@ def test_a_chart_holds_its_values_and_says_them_in_words(report):
     assert page.curves("Loss") == [("training", [0, 1, 2], [4, 1, 3])]
     assert loss["span"] == [0, 2] and loss["positive"] and not loss["log"]
     caption = "last 3 at step 2, lowest 1 at step 1, highest 4 at step 0"
-    assert f"<figcaption>{caption}</figcaption>" in page.figure("Loss")
-    assert f'role="img" aria-label="Loss: training: {caption}"' in page.figure("Loss")
+    assert page.summary("Loss") == {"training": caption}
+    drawn = page.page()
+    assert caption in drawn.words
+    assert f"Loss: training: {caption}" in [a.get("aria-label") for a in drawn.all("div")]
 
 
 def test_losses_far_apart_begin_with_a_log_scale(report):
@@ -350,24 +289,24 @@ def test_two_hundred_thousand_steps_are_thinned_and_keep_their_extremes(report):
     begun = time.process_time()
     page = report(start(), tail="".join(lines))
     assert time.process_time() - begun < 30  # measured: 3
-    assert len(page.text) < 500_000  # measured: 230,000, of which uPlot has 53,000
+    assert len(page.page().text) < 500_000  # measured: 230,000, of which uPlot has 53,000
     (_, x, y), (_, _, mean) = page.curves("Loss")
     assert 1000 < len(x) <= 2 * CURVE_COLUMNS + 2
     assert x[np.argmax(y)] == 80_001 and max(y) == 9
     assert x[np.argmin(y)] == 140_003 and min(y) == 0.5
     assert len(mean) == CURVE_COLUMNS and np.abs(np.array(mean) - 2).max() < 0.05
     assert page.tiles["best loss, step 140,003"] == "0.5"
-    assert "highest 9 at step 80,001" in page.figure("Loss")
+    assert "highest 9 at step 80,001" in page.summary("Loss")["each step"]
 
 
 def test_curves_that_have_nothing_to_say_are_left_out(report):
     every = ["Loss", "Learning rate", "Gradient norm", "Tokens", "Images", "Step time"]
     every += ["Padding", "MFU", "Memory"]
     without = [name for name in every if name not in ("MFU", "Images")]
-    assert report(step(0, 1.0, mfu=0.4), step(1, 1.0)).charts == every
-    assert report(step(0, 1.0, images_per_s=0)).charts == without
+    assert report(step(0, 1.0, mfu=0.4), step(1, 1.0)).titles == every
+    assert report(step(0, 1.0, images_per_s=0)).titles == without
     page = report(step(0, 1.0, mfu=0.41), step(1, 1.0, mfu=0.43))
-    assert "last 43.0% at step 1, lowest 41.0% at step 0" in page.figure("MFU")
+    assert "last 43.0% at step 1, lowest 41.0% at step 0" in page.summary("MFU")["MFU"]
     assert [name for name, _, _ in page.curves("Tokens")] == ["all", "trained"]
 
 
@@ -383,7 +322,7 @@ def test_evaluations_have_rows_and_curves_of_each_set(report):
         ("a", "20", "0.625", "75.0%\u00a0*", "10.0%", "200", "3.2"),
         ("b", "10", "0.75\u00a0*", "-", "-", "200", "3.2"),
     ]
-    assert page.charts[-3:] == ["Loss", "Token accuracy", "Exact match"]
+    assert page.titles[-3:] == ["Loss", "Token accuracy", "Exact match"]
     assert page.curves("Exact match") == [("a", [10, 20], [0.1, 0.1])]
     of_sets = [("a", [10, 20], [0.5, 0.625]), ("b", [10], [0.75])]
     assert page.curves("Loss")[1:] == of_sets
@@ -404,8 +343,7 @@ def test_examples_are_shown_with_their_pictures(report):
             example("a" * 5000, "<|image_pad|>" * 64 + "!"),
         ],
     )
-    images = [attributes["src"] for name, attributes in page.found if name == "img"]
-    assert images == [*pictures, data_uri()]
+    assert [image["src"] for image in page.page().all("img")] == [*pictures, data_uri()]
     assert "eval, after 100 steps: 1 of 3 right" in page.words
     assert page.words.count("\u2713 right") == 1 and page.words.count("\u2717 wrong") == 2
     assert page.words.count("[no picture]") == 2
@@ -427,28 +365,6 @@ def test_examples_are_read_as_they_were_written(tmp_path, report):
     assert Examples.read(tmp_path / "examples.json") == shown
 
 
-def check_self_contained(page):
-    """The page loads nothing, and runs the scripts that its policy names by their digests."""
-    for name, attributes in page.found:
-        assert name not in ("link", "iframe", "object", "base", "form", "foreignobject")
-        assert attributes.get("src", "data:image/png;").startswith("data:image/png;")
-        assert attributes.get("href", "#").startswith("#")
-        assert not [key for key in attributes if key.startswith("on")]
-        if name == "script":
-            assert attributes in ({}, {"type": "application/json"})
-    assert page.scripts == [*chart_scripts()]
-    digests = [hashlib.sha256(script.encode()).digest() for script in page.scripts]
-    allowed = " ".join(f"'sha256-{base64.b64encode(d).decode()}'" for d in digests)
-    [policy] = [a["content"] for _, a in page.found if "http-equiv" in a]
-    style = "style-src 'unsafe-inline'"
-    assert policy == f"default-src 'none'; img-src data:; {style}; script-src {allowed}"
-    assert "url(" not in page.text and "@import" not in page.text
-    without_library = page.text.replace(chart_scripts()[0], "")
-    assert "http://" not in without_library and "https://" not in without_library
-    anchors = {attributes["id"] for _, attributes in page.found if "id" in attributes}
-    assert {a["href"][1:] for name, a in page.found if name == "a"} == anchors
-
-
 def hostile_run(folder, text=HOSTILE):
     return write_run(
         folder,
@@ -464,14 +380,15 @@ def hostile_run(folder, text=HOSTILE):
 
 
 def test_text_stays_text_and_the_page_needs_no_network(tmp_path):
-    page = read_page(write_report(hostile_run(tmp_path / "run")))
-    check_self_contained(page)
+    facts = Facts(read_report(hostile_run(tmp_path / "run")))
+    page = facts.page()
+    check_self_contained(page, chart_scripts())
     assert "<script>alert" not in page.text and "</script><!--" not in page.text
     assert "\x1b" not in page.text and "\u202e" not in page.text
     assert page.text.count("&lt;script&gt;alert(1)&lt;/script&gt; &amp; \u4e09 \\x1b[2J") >= 12
-    names = [name for name, _, _ in page.curves("Loss")]
+    names = [name for name, _, _ in facts.curves("Loss")]
     assert "<script>alert(1)</script> & \u4e09 \\x1b[2J\\u202e" in names
-    assert re.search(r"<details.*?<summary>config.yaml</summary><pre>model: ", page.text)
+    assert f"model: {json.dumps(HOSTILE)}\n" in facts.words and "config.yaml" in facts.words
 
 
 def test_a_page_without_scripts_allows_none():
@@ -500,10 +417,10 @@ def two_runs(tmp_path):
 
 def test_several_runs_share_a_page(tmp_path):
     first, second = two_runs(tmp_path)
-    path = write_report(first, second)
-    assert path == first / "comparison.html" and not (first / "report.html").exists()
-    page = read_page(path)
-    check_self_contained(page)
+    page = Facts(read_report(first, second))
+    drawn = page.page()
+    check_self_contained(drawn, chart_scripts())
+    assert [a.get("aria-pressed") for a in drawn.all("button")] == ["true"] * 2
     assert page.tiles == {
         "best loss: second, step 19": "1.05",
         "best eval loss: second, step 20": "1",
@@ -532,15 +449,14 @@ def test_several_runs_share_a_page(tmp_path):
     assert page.chart("Loss")["span"] == [0, 20] and len(page.curves("Tokens")) == 2
     marks = [(m["kind"], m["run"]) for m in page.chart("Loss")["marks"] if m["x"]]
     assert marks == [("tall", 1)]
-    assert page.text.count('aria-pressed="true"') == 2
 
 
 def test_runs_are_told_apart_and_given_once(tmp_path):
     folders = [write_run(tmp_path / name / "run", [step(0, 1.0)]) for name in "ab"]
-    page = read_page(write_report(*folders, out=tmp_path / "page.html"))
+    page = Facts(read_report(*folders))
     assert "a/run \u00b7 b/run" in page.words
     with raises(ConfigError, place="report", problem_has="2 runs were given, 1 of"):
-        write_report(folders[0], tmp_path / "a" / ".." / "a" / "run")
+        read_report(folders[0], tmp_path / "a" / ".." / "a" / "run")
 
 
 def test_a_configuration_that_cannot_be_read_is_told():
@@ -554,6 +470,7 @@ def test_a_configuration_that_cannot_be_read_is_told():
 
 def test_the_command_writes_where_it_is_told(tmp_path, capsys):
     first, second = map(str, two_runs(tmp_path))
+    assert write_report(Path(first), Path(second)) == Path(first) / "comparison.html"
     assert main(["report", first]) == 0
     assert main(["report", first, second, "--out", str(tmp_path / "both.html")]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -609,41 +526,21 @@ def test_numbers_and_durations():
     assert [time_spent(s) for s in seconds] == expected
 
 
-def colour(code):
-    return tuple(bytes.fromhex(code))
-
-
-def browse(path, *options):
-    """What Chromium prints for a page whose scripts have run."""
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *options]
-    command += [f"--user-data-dir={path.parent / 'profile'}", path.as_uri()]
-    env = os.environ | {"HOME": str(path.parent)}
-    done = subprocess.run(command, check=True, timeout=120, env=env, capture_output=True, text=True)
-    return done.stdout
-
-
-in_a_browser = pytest.mark.skipif(
-    shutil.which("chromium") is None, reason="chromium is not on PATH"
-)
-
-
 @in_a_browser
 @pytest.mark.parametrize(
     ("width", "scheme", "curve", "dot", "paper"),
     [(1200, 1, "2f6ba8", "c05a12", "f7f6f3"), (480, 0, "7db1e6", "f29a5c", "15171b")],
 )
 def test_a_browser_draws_the_curves(width, scheme, curve, dot, paper, report, tmp_path):
-    page = report(
+    report(
         start(),
         *(step(i, 3 / (1 + i / 20)) for i in range(200)),
         *(evaluation(i, 3 / (1 + i / 20)) for i in range(20, 201, 20)),
         examples=[example()],
     )
-    assert page.charts
-    shot = tmp_path / "shot.png"
-    options = ["--hide-scrollbars", "--force-device-scale-factor=1", "--force-color-profile=srgb"]
-    options += [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},5600"]
-    browse(tmp_path / "my run" / "report.html", *options, f"--screenshot={shot}")
+    path, shot = write_report(tmp_path / "my run"), tmp_path / "shot.png"
+    options = [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},5600"]
+    browse(path, *options, f"--screenshot={shot}")
     with PIL.Image.open(shot) as opened:
         pixels = np.asarray(opened.convert("RGB"))
     assert pixels.shape[1] == width
@@ -664,14 +561,15 @@ def test_a_browser_draws_the_curves(width, scheme, curve, dot, paper, report, tm
 @in_a_browser
 def test_a_browser_runs_our_scripts_and_no_other(tmp_path):
     text = "<img src=x onerror=document.title='stolen'>"
-    path = write_report(hostile_run(tmp_path / "a", text), two_runs(tmp_path)[0])
+    runs = (hostile_run(tmp_path / "a", text), two_runs(tmp_path)[0])
+    path, charts = write_report(*runs), Facts(read_report(*runs)).titles
     page = path.read_text(encoding="utf-8")
     # Should the escapes ever fail: markup that a record brought into the page.
     foreign = f"<script>document.title='stolen'</script>{text}</body>"
     path.write_text(page.replace("</body>", foreign), encoding="utf-8")
     drawn = browse(path, "--dump-dom")
     assert "<title>2 runs compared</title>" in drawn
-    assert drawn.count("<canvas") == len(Page(page).charts)
-    assert drawn.count('class="u-legend') == len(Page(page).charts)
+    assert drawn.count("<canvas") == len(charts)
+    assert drawn.count('class="u-legend') == len(charts)
     assert drawn.count(">linear</button>") + drawn.count(">log</button>") > 5
     assert "&lt;img src=x onerror=" in drawn.split("</table>", 1)[1]

@@ -3,6 +3,7 @@
 Python decides what is drawn: thinned points, marks, a summary in words. charts.js decides how.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import numpy as np
 
 from megatron_vlm.io.numbers_as_text import CURVE_COLUMNS, number, thin_out
 from megatron_vlm.io.printable import escape_controls
-from megatron_vlm.report.html import Html, json_block, tag
+from megatron_vlm.report.markup import Html, json_block, tag
+from megatron_vlm.report.sections import Section
 
 _HERE = Path(__file__).parent
-_COLOURS = 6  # in charts.css
+CURVE_COLOURS = 6  # in charts.css
 _MAX_DOTS = 80
 _LOG_FROM = 30  # a chart whose values span this ratio begins with a logarithmic scale
 
@@ -40,8 +42,8 @@ class Curve:
             "name": escape_controls(self.name),
             "x": [round(float(v), 1) for v in x],
             "y": [float(f"{v:.6g}") if np.isfinite(v) else None for v in y],
-            "colour": f"c{self.colour % _COLOURS}",
-            "dash": self.colour >= _COLOURS,
+            "colour": f"c{self.colour % CURVE_COLOURS}",
+            "dash": self.colour >= CURVE_COLOURS,
             "faint": self.faint,
             "dots": self.dots and len(x) <= _MAX_DOTS,
             "run": self.run,
@@ -75,38 +77,58 @@ class Chart:
     marks: tuple[StepMarks, ...] = ()
     height: int = 150
 
+    @property
+    def shown(self) -> list[Curve]:
+        """The curves that have a number."""
+        return [curve for curve in self.curves if np.isfinite(curve.y).any()]
+
+
+@dataclass(frozen=True)
+class Charts(Section):
+    """Charts over the steps from `first` to `last`, next to each other."""
+
+    charts: Sequence[Chart]
+    first: float
+    last: float
+
+
+@dataclass(frozen=True)
+class RunSwitches(Section):
+    """Legend of all charts of a page, whose buttons show or hide the curves of a run."""
+
+    names: Sequence[str]
+
 
 def chart_figure(chart: Chart, first: float, last: float) -> Html:
     """Return the figure of a chart over the steps from `first` to `last`."""
-    shown = [curve for curve in chart.curves if np.isfinite(curve.y).any()]
-    if not shown:
+    if not chart.shown:
         nothing = tag("p", "no number was logged", class_="quiet")
         return tag("figure", tag("b", chart.title), nothing, class_="card chart")
-    summarized = [curve for curve in shown if curve.faint] or shown
-    summary = [_summary(curve, chart.percent) for curve in summarized]
-    labels = [
-        f"{escape_controls(c.name)}: {text}" for c, text in zip(summarized, summary, strict=True)
-    ]
-    plot = tag("div", class_="plot", role="img", aria_label=f"{chart.title}: {'; '.join(labels)}")
+    summary = [*curve_summaries(chart)]
+    words = "; ".join(f"{name}: {text}" for name, text in summary)
+    plot = tag("div", class_="plot", role="img", aria_label=f"{chart.title}: {words}")
     title = tag("div", tag("b", chart.title), " ", tag("span", chart.unit, class_="quiet"))
     # A mark has one entry in the legend, however many runs have it.
     marks = {m.name: tag("span", tag("i", class_=m.kind), m.name) for m in chart.marks if len(m.x)}
     keys = tag("div", *marks.values(), class_="keys quiet")
-    caption = [tag("figcaption", summary[0])] if len({c.run for c in shown}) == 1 else []
-    data = json_block(_data(chart, shown, first, last))
+    is_alone = len({curve.run for curve in chart.shown}) == 1
+    caption = [tag("figcaption", summary[0][1])] if is_alone else []
+    data = json_block(chart_data(chart, first, last))
     return tag("figure", title, keys, plot, *caption, data, class_="card chart")
 
 
-def run_switches(names: list[str]) -> Html:
-    """Return the legend of all charts of a page. A button shows or hides the curves of a run."""
-    return tag(
-        "div",
-        *(
-            tag("button", tag("i"), name, class_=f"c{run % _COLOURS}", aria_pressed="true")
-            for run, name in enumerate(names)
-        ),
-        class_="runs card",
-    )
+def curve_summaries(chart: Chart) -> Iterator[tuple[str, str]]:
+    """Yield the name of each curve, with its last, lowest and highest value in words; of smoothed
+    curves, those of their raw values."""
+    for curve in [each for each in chart.shown if each.faint] or chart.shown:
+        finite = np.isfinite(curve.y)
+        steps, values = curve.x[finite], curve.y[finite]
+        places = {"last": -1, "lowest": int(values.argmin()), "highest": int(values.argmax())}
+        words = (
+            f"{word} {number(float(values[i]), chart.percent)} at step {steps[i]:,.0f}"
+            for word, i in places.items()
+        )
+        yield curve.name, ", ".join(words)
 
 
 def chart_scripts() -> tuple[str, str]:
@@ -120,8 +142,9 @@ def chart_css() -> str:
     return (_HERE / "uplot" / "uPlot.min.css").read_text() + (_HERE / "charts.css").read_text()
 
 
-def _data(chart: Chart, shown: list[Curve], first: float, last: float) -> dict[str, Any]:
-    values = np.concatenate([curve.y for curve in shown])
+def chart_data(chart: Chart, first: float, last: float) -> dict[str, Any]:
+    """Return a chart with a number as charts.js reads it."""
+    values = np.concatenate([curve.y for curve in chart.shown])
     values = values[np.isfinite(values)]
     low, high = float(values.min()), float(values.max())
     first, last = (first, last) if last > first else (first - 1, first + 1)
@@ -132,7 +155,7 @@ def _data(chart: Chart, shown: list[Curve], first: float, last: float) -> dict[s
         "log": chart.may_log and low > 0 and high >= _LOG_FROM * low,
         "span": [first, last],
         "height": chart.height,
-        "curves": [curve.data() for curve in shown],
+        "curves": [curve.data() for curve in chart.shown],
         "marks": [
             {
                 "kind": m.kind,
@@ -142,14 +165,3 @@ def _data(chart: Chart, shown: list[Curve], first: float, last: float) -> dict[s
             for m in chart.marks
         ],
     }
-
-
-def _summary(curve: Curve, percent: bool) -> str:
-    """Describe the last, the lowest and the highest value of a curve, with their steps."""
-    finite = np.isfinite(curve.y)
-    steps, values = curve.x[finite], curve.y[finite]
-    places = {"last": -1, "lowest": int(values.argmin()), "highest": int(values.argmax())}
-    return ", ".join(
-        f"{word} {number(float(values[i]), percent)} at step {steps[i]:,.0f}"
-        for word, i in places.items()
-    )

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_vlm.report.html import Html, json_block, tag
+from megatron_vlm.report.markup import Html, json_block, tag
+from megatron_vlm.report.sections import Section
 
 _HERE = Path(__file__).parent
 UNIT = 32  # a cell of the page is a byte, in which this value is the mean
 
 
 @dataclass(frozen=True)
-class HeatMap:
+class HeatMap(Section):
     """Map whose `cells_TRC` are multiples of the mean of their row."""
 
     title: str

@@ -1,58 +1,45 @@
-"""Pages that need no other file and no network.
-
-`tag` escapes every string that is not itself markup, so text of a record stays text.
-"""
+"""A report as a page that needs no other file and no network."""
 
 import base64
 import hashlib
-import json
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.data.media.media import data_uri
+from megatron_vlm.data.tokens.boxes_as_text import Outline
 from megatron_vlm.io.printable import escape_controls
-from megatron_vlm.io.untrusted import home_path
+from megatron_vlm.report import sections
+from megatron_vlm.report.charts import (
+    CURVE_COLOURS,
+    Charts,
+    RunSwitches,
+    chart_css,
+    chart_figure,
+    chart_scripts,
+)
+from megatron_vlm.report.heat import HeatMap, heat_css, heat_figure, heat_script
+from megatron_vlm.report.markup import Html, tag
+from megatron_vlm.report.sections import Marked, PictureSource, Report, Section, Styled
+from megatron_vlm.report.svg import bars_svg, scatter_svg, timeline_svg
 
-_VOID = frozenset(("meta", "img", "input", "rect", "line", "path"))
 # Should any text of a record become markup after all, it still loads nothing and runs nothing.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_MAX_SENTENCES = 50
+_MAX_OUTLINES = 200  # outlines on a picture
 
 
-def save_page(path: str, page: str) -> None:
-    """Write the page that a command's --html names."""
-    try:
-        home_path(path).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot be written: {error.strerror}", key="--html", found=path
-        ) from error
-
-
-class Html(str):
-    """Markup. Any other string is text."""
-
-    __slots__ = ()
-
-
-def tag(name: str, /, *content: str, **attributes: object) -> Html:
-    """Return an element; `class_` is its class."""
-    inner = "".join(c if isinstance(c, Html) else escape(escape_controls(c)) for c in content)
-    rendered = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(escape_controls(str(value)))}"'
-        for key, value in attributes.items()
-    )
-    if name in _VOID:
-        return Html(f"<{name}{rendered}/>")
-    return Html(f"<{name}{rendered}>{inner}</{name}>")
-
-
-def json_block(value: Any) -> Html:
-    """Return data for a script of the page. Nothing in it can end the element or run."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return tag("script", Html(text), type="application/json")
+def render_page(report: Report) -> str:
+    """Return the whole page. It has the scripts and styles that its charts need."""
+    css, scripts = "", []
+    if any(isinstance(part, Charts) for part in report.sections):
+        css, scripts = chart_css(), [*chart_scripts()]
+    if any(isinstance(part, HeatMap) for part in report.sections):
+        css, scripts = css + heat_css(), [*scripts, heat_script()]
+    return document(report.tab, css, _body(report), scripts)
 
 
 def document(title: str, css: str, body: Iterable[Html], scripts: Sequence[str] = ()) -> str:
@@ -74,21 +61,195 @@ def document(title: str, css: str, body: Iterable[Html], scripts: Sequence[str] 
     return f"<!doctype html>\n{tag('html', head, tag('body', *body, *last), lang='en')}\n"
 
 
-def contents(links: Iterable[tuple[str, str]]) -> Html:
-    """Return links to parts of the page; an item is (id, text)."""
-    return tag("nav", *(tag("a", text, href=f"#{name}") for name, text in links))
+def _body(report: Report) -> Iterator[Html]:
+    yield tag("h1", report.title)
+    yield from (tag("p", line, class_="quiet") for line in report.lead)
+    names = [part.name for part in report.sections if isinstance(part, sections.Heading)]
+    links = [tag("a", name, href=f"#{_anchor(name)}") for name in names if name]
+    if links:
+        yield tag("nav", *links)
+    yield from map(_draw, report.summary)
+    needs_help = True
+    for part in report.sections:
+        if needs_help and isinstance(part, Charts):
+            yield from _chart_help()
+            needs_help = False
+        yield _draw(part)
 
 
-def tiles(items: Iterable[tuple[str, str]]) -> Html:
-    """Return the figures that a reader looks for first; an item is (figure, its meaning)."""
-    cards = (tag("div", tag("b", value), tag("span", name), class_="card") for value, name in items)
-    return tag("div", *cards, class_="tiles")
+def _anchor(name: str) -> str:
+    return name.lower().replace(" ", "-")
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Html:
-    """Return a table with names on the left and figures on the right. A table that is too wide
-    scrolls by itself."""
-    lines = [tag("tr", *(tag("th", name) for name in header))]
-    lines += [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
-    named = [tag("caption", caption)] if caption else []
-    return tag("div", tag("table", *named, *lines), class_="card scroll")
+def _chart_help() -> Iterator[Html]:
+    off = "The curves are drawn by JavaScript, which is off. Nothing else here needs it."
+    yield tag("noscript", tag("p", off, class_="alarm"))
+    zoom = "Drag over a chart to zoom in on steps, double-click to zoom out."
+    yield tag("p", zoom, class_="quiet note")
+
+
+def _draw(part: Section) -> Html:
+    """Return the element of a section."""
+    match part:
+        case sections.Heading(text, name):
+            return tag("h2", text, id=_anchor(name) or None)
+        case sections.Note(text, tone):
+            return tag("p", text, class_=f"note {tone}")
+        case sections.Said(pieces, tone):
+            return tag("p", *map(_piece, pieces), class_=f"said {tone}")
+        case sections.Code(text):
+            return tag("pre", text)
+        case sections.Tiles(items):
+            cards = (tag("div", tag("b", v), tag("span", name), class_="card") for v, name in items)
+            return tag("div", *cards, class_="tiles")
+        case sections.Table():
+            return _table(part)
+        case sections.Listing():
+            return _listing(part)
+        case _:
+            return _draw_group(part)
+
+
+def _draw_group(part: Section) -> Html:
+    """Return the element of a section that holds others."""
+    match part:
+        case sections.SideBySide(parts):
+            return tag("div", *map(_draw, parts), class_="beside")
+        case sections.Card(title, where, parts, tone):
+            head = [tag("b", title), " "] if title else []
+            first = tag("p", *head, tag("span", where, class_="quiet"))
+            return tag("article", first, *map(_draw, parts), class_=f"card {tone}")
+        case sections.Labelled(label, parts, score):
+            style = None if score is None else f"--share: {100 * score:.0f}%"
+            name = tag("b", label, class_="score" if style else None, style=style)
+            return tag("div", name, tag("div", *map(_draw, parts)), class_="labelled")
+        case sections.Fold(title, remark, parts, is_open):
+            summary = tag("summary", tag("b", title), " ", tag("span", remark, class_="quiet"))
+            return tag("details", summary, *map(_draw, parts), open="" if is_open else None)
+        case Charts(charts, first_step, last_step):
+            figures = (chart_figure(chart, first_step, last_step) for chart in charts)
+            return tag("div", *figures, class_="beside")
+        case _:
+            return _draw_picture(part)
+
+
+def _draw_picture(part: Section) -> Html:
+    """Return the element of a section that is a picture, or its legend."""
+    match part:
+        case sections.Pictures(pictures):
+            shown = map(_picture, pictures)
+            return tag("div", *shown, class_="pictures") if pictures else Html()
+        case sections.OutlinedPictures():
+            return _outlined(part) if part.pictures else Html()
+        case sections.Bars(name):
+            return tag("figure", tag("span", name), bars_svg(part), class_="card")
+        case sections.Scatter(title):
+            return tag("figure", tag("b", title), scatter_svg(part), class_="card")
+        case sections.Timeline():
+            return _timeline(part)
+        case HeatMap():
+            return heat_figure(part)
+        case RunSwitches(names):
+            buttons = (
+                tag("button", tag("i"), name, class_=f"c{run % CURVE_COLOURS}", aria_pressed="true")
+                for run, name in enumerate(names)
+            )
+            return tag("div", *buttons, class_="runs card")
+        case _:
+            raise TypeError(type(part).__name__)
+
+
+def _table(table: sections.Table) -> Html:
+    """Return a table that scrolls by itself if it is too wide."""
+    lines = [tag("tr", *(tag("th", name) for name in table.header))]
+    lines += [tag("tr", *(tag("td", cell) for cell in row)) for row in table.rows]
+    caption = [tag("caption", table.caption)] if table.caption else []
+    return tag("div", tag("table", *caption, *lines), class_="card scroll")
+
+
+def _listing(listing: sections.Listing) -> Html:
+    count, shown = len(listing.sentences), listing.sentences[:_MAX_SENTENCES]
+    title = listing.title + f", the first {len(shown)}" * (count > len(shown))
+    items = (tag("li", sentence) for sentence in shown)
+    return tag("div", tag("p", title), tag("ol", *items, class_=listing.tone), class_="card")
+
+
+def _piece(piece: str | Styled | Marked) -> Html:
+    if isinstance(piece, Marked):
+        return tag("mark", *(_marked(each) for each in piece.pieces))
+    if isinstance(piece, Styled):
+        return tag("span", piece.text, class_=piece.kind)
+    return _escaped(piece)
+
+
+def _marked(piece: str | Styled) -> Html:
+    """Return a piece whose newlines, invisible otherwise, have a sign that is not copied."""
+    if isinstance(piece, Styled):
+        return _piece(piece)
+    newline = tag("span", class_="newline") + "\n"
+    return Html(newline.join(map(_escaped, piece.split("\n"))))
+
+
+def _escaped(text: str) -> Html:
+    return Html(escape(escape_controls(text)))
+
+
+def _picture(source: PictureSource) -> Html:
+    if not isinstance(source, str):
+        height, width = source.shape[:2]
+        return tag("img", src=data_uri(source), width=width, height=height, alt="")
+    if sections.is_picture_uri(source):
+        return tag("img", src=source, alt="")
+    return tag("span", source)
+
+
+def _outlined(part: sections.OutlinedPictures) -> Html:
+    """Return the pictures; a cell of their grid is what one token sees."""
+    drawn = part.outlines[:_MAX_OUTLINES]
+    overlay = [tag("i", *map(_outline, itertools.count(), drawn))] if drawn else []
+    cell = " ".join(f"{100 * share:.4f}%" for share in part.cell)
+    frames = (
+        tag("span", _picture(pixels), *overlay, style=f"--cell:{cell}") for pixels in part.pictures
+    )
+    caption = " \u00b7 ".join([part.caption, *_count_outlines(part.outlines)])
+    return tag("figure", tag("div", *frames), tag("figcaption", caption), class_="outlined")
+
+
+def _count_outlines(outlines: Sequence[Outline]) -> Iterator[str]:
+    """Yield the numbers of boxes and points, if there are any."""
+    counts = Counter("point" if len(each.numbers) == 2 else "box" for each in outlines)
+    plurals = {"box": "boxes", "point": "points"}
+    words = [
+        f"{count:,} {kind if count == 1 else many}"
+        for kind, many in plurals.items()
+        if (count := counts[kind])
+    ]
+    if len(outlines) > _MAX_OUTLINES:
+        words.append(f"the first {_MAX_OUTLINES} drawn")
+    if words:
+        yield ", ".join(words)
+
+
+def _outline(place: int, outline: Outline) -> Html:
+    """Return a frame around a box, or a ring around a point, with the label on the side that has
+    more room."""
+    x1, y1, x2, y2 = (outline.numbers * 2)[:4]  # both corners of a point are the same
+    sides = {"left": x1, "top": y1, "width": x2 - x1, "height": y2 - y1}
+    style = ";".join(f"{name}:{value / 10:.2f}%" for name, value in sides.items())
+    kind = "point" if len(outline.numbers) == 2 else "box"
+    turned = " right" if x1 + x2 > 1000 else ""
+    label = [tag("b", outline.label)] if outline.label else []
+    known = {
+        "class_": f"{kind} c{place % CURVE_COLOURS}{turned}",
+        "style": style,
+        "title": outline.text,
+    }
+    return tag("u", *label, **known)
+
+
+def _timeline(timeline: sections.Timeline) -> Html:
+    kinds = ("forward", "backward", "waiting")
+    keys = (tag("span", tag("i", class_=kind[0]), kind) for kind in kinds)
+    legend = tag("div", *keys, class_="legend quiet")
+    caption = tag("figcaption", timeline.words)
+    return tag("figure", legend, timeline_svg(timeline), caption, class_="card scroll")

@@ -1,11 +1,136 @@
-"""The style of tables in the terminal."""
+"""A report in the terminal. Without colours, marked text is in {+ +}, as in a word diff. A loss
+weight other than 1 precedes it, such as (x0.5).
 
+All text is `Text`, never rich's markup, with control characters spelled out. What only a page can
+draw, such as pictures and charts, is left out.
+"""
+
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import rich.table
 from rich import box
-from rich.table import Table
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.report import sections
+from megatron_vlm.report.sections import Section
+
+TRAINED = "black on green"
+STYLES = {"special": "dim", "view": "cyan", "weight": "bold magenta"}
+TONES = {"": "", "quiet": "dim", "alarm": "red", "good": "green"}
+_MAX_SENTENCES = 5
+_TIMELINE_WIDTH = 72
+_IDLE = "."
 
 
-def plain_table(**more: Any) -> Table:
+def plain_table(**more: Any) -> rich.table.Table:
     """Return a table with nothing but a line under its head. `more`: arguments of rich's Table."""
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), **more)
+    return rich.table.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), **more)
+
+
+def print_report(report: sections.Report, console: Console) -> None:
+    """Print the title, the sections, then the summary."""
+    console.print(_text(report.title, "bold"))
+    coloured = console.color_system is not None and not console.no_color
+    lead = [sections.Note(line) for line in report.lead]
+    for shown in _all([*lead, *report.sections, *report.summary], coloured):
+        console.print(shown, soft_wrap=isinstance(shown, Text))
+
+
+def _all(parts: Iterable[Section], coloured: bool) -> Iterator[RenderableType]:
+    for part in parts:
+        yield from _show(part, coloured)
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(escape_controls(text), style)
+
+
+def _show(part: Section, coloured: bool) -> Iterator[RenderableType]:
+    """Yield what a section is in the terminal."""
+    match part:
+        case sections.Note(text, tone):
+            yield _text(text, TONES[tone])
+        case sections.Said():
+            yield _said(part, coloured)
+        case sections.Tiles(items):
+            yield _text(", ".join(f"{meaning}: {figure}" for figure, meaning in items))
+        case sections.Table():
+            yield _table(part)
+        case sections.Listing():
+            yield from _listing(part)
+        case sections.OutlinedPictures():
+            if part.outlines:
+                outlines = "; ".join(outline.text for outline in part.outlines)
+                yield _text(f"{part.name}: {outlines}", STYLES["view"])
+        case sections.Timeline(words):
+            yield _text(f"{words} Digits are forwards, letters backwards, dots wait.")
+            yield _text(timeline_text(part))
+        case _:
+            yield from _show_group(part, coloured)
+
+
+def _show_group(part: Section, coloured: bool) -> Iterator[RenderableType]:
+    match part:
+        case sections.Labelled(label, parts):
+            grid = rich.table.Table.grid(padding=(0, 2, 0, 0))
+            grid.add_column(style="bold", no_wrap=True, min_width=9)  # "assistant"
+            grid.add_column(overflow="fold")
+            grid.add_row(_text(label), Group(*_all(parts, coloured)))
+            yield grid
+        case sections.Card(title, where, parts):
+            yield Text.assemble((escape_controls(title), "bold"), f"  {escape_controls(where)}")
+            yield from _all(parts, coloured)
+            yield Text()
+        case sections.SideBySide(parts):
+            has_cards = any(isinstance(each, sections.Card) for each in parts)
+            yield from _all(parts[:1] if has_cards else parts, coloured)
+
+
+def _table(part: sections.Table) -> rich.table.Table:
+    table = plain_table(caption=part.caption or None, caption_justify="left")
+    for place, name in enumerate(part.header):
+        table.add_column(name, overflow="fold", justify="right" if place else "left")
+    for row in part.rows:
+        table.add_row(*map(_text, row))
+    return table
+
+
+def _listing(part: sections.Listing) -> Iterator[Text]:
+    yield _text(part.title, "bold")
+    yield from (_text(f"  {each}") for each in part.sentences[:_MAX_SENTENCES])
+    if (more := len(part.sentences) - _MAX_SENTENCES) > 0:
+        yield _text(f"  and {more:,} more", "dim")
+    yield Text()
+
+
+def _said(part: sections.Said, coloured: bool) -> Text:
+    text = Text(overflow="fold")
+    for piece in part.pieces:
+        if isinstance(piece, sections.Marked):
+            brackets = ("", "") if coloured else ("{+", "+}")
+            text.append(brackets[0])
+            for each in piece.pieces:
+                # A marked newline would be invisible otherwise.
+                written = each if isinstance(each, str) else each.text
+                text.append(escape_controls(written.replace("\n", "\u21b5\n")), TRAINED)
+            text.append(brackets[1])
+        elif isinstance(piece, sections.Styled):
+            written = f"({piece.text})" if piece.kind == "weight" else piece.text
+            text.append(escape_controls(written), STYLES[piece.kind])
+        else:
+            text.append(escape_controls(piece))
+    return text
+
+
+def timeline_text(timeline: sections.Timeline, width: int = _TIMELINE_WIDTH) -> str:
+    """Return a line for each stage. Micro-batch 0 is 0 in forward and a in backward; micro-batch 10
+    is 0 and a again."""
+    lines = [[_IDLE] * width for _ in range(timeline.rows)]
+    for each in timeline.boxes:
+        sign = chr(ord("0" if each.is_forward else "a") + each.number % 10)
+        first, last = (round(width * time / timeline.end) for time in (each.start, each.end))
+        lines[each.row][first:last] = sign * (last - first)
+    return "\n".join(f"stage {row}  {''.join(line)}" for row, line in enumerate(lines))

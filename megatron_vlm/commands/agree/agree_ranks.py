@@ -6,18 +6,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from rich.console import Console
-
 from megatron_vlm.checkpoint.save_load import load
 from megatron_vlm.commands.agree.agree_settings import (
     AgreeSettings,
     add_agree_arguments,
     locate_checkpoint,
 )
+from megatron_vlm.commands.agree.agreement_report import agreement_report
 from megatron_vlm.commands.agree.ask_engine import AnsweredPrompt, Asking
 from megatron_vlm.commands.agree.compare import BOUNDS, Agreement, ComparedPrompt, token_pairs
-from megatron_vlm.commands.agree.page import render_agreement
-from megatron_vlm.commands.agree.terminal import print_agreement
 from megatron_vlm.commands.agree.token_text import TokenText
 from megatron_vlm.config.arguments import parse_arguments, read_configuration
 from megatron_vlm.config.schema import Config
@@ -30,9 +27,8 @@ from megatron_vlm.distributed.process import UNLIKE, rank_of_process, run_proces
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.engines import SamplerError
 from megatron_vlm.errors import MegatronVLMError
-from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.model.build import compute_dtype
-from megatron_vlm.report.html import save_page
+from megatron_vlm.report.show_report import show_report
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -51,9 +47,8 @@ def run_agree(arguments: Sequence[str]) -> int:
             load(worker, checkpoint)
         agreement = compare_all(worker, cfg, settings, streams=checkpoint is not None)
         if agreement is not None:
-            _report_agreement(
-                agreement, TokenText.from_folder(str(worker.source.path)), settings.html
-            )
+            words = TokenText.from_folder(str(worker.source.path))
+            show_report(agreement_report(agreement, words), settings.html)
         agrees = agreement is not None and not agreement.faults
         device = worker.platform.device
         return 0 if broadcast_json(agrees, 0, None, device) else UNLIKE
@@ -145,14 +140,6 @@ def _scores(worker: MegatronWorker, rows: list[Row]) -> list[list[float]]:
     local_scores = [log_probs_S[row.labels_S != IGNORE].tolist() for log_probs_S, row in pairs]
     scores = all_gather_json(local_scores, dp.group, device)
     return [scores[place % dp.size][place // dp.size] for place in range(count)]
-
-
-def _report_agreement(agreement: Agreement, words: TokenText, html: str | None) -> None:
-    console = Console(highlight=False)
-    print_agreement(agreement, words, console)
-    if html is not None:
-        save_page(html, render_agreement(agreement, words))
-        console.print(escape_controls(f"wrote {html}"), markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

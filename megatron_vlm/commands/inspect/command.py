@@ -4,17 +4,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-
-from megatron_vlm.commands.inspect.page import render_inspection
+from megatron_vlm.commands.inspect.inspection_report import inspection_report
 from megatron_vlm.commands.inspect.statistics import collect_statistics
-from megatron_vlm.commands.inspect.terminal import print_inspection
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.io.printable import escape_controls
-from megatron_vlm.report.html import save_page
+from megatron_vlm.report.show_report import show_report
 from megatron_vlm.run.resolve_model import with_model
 
 
@@ -49,11 +45,7 @@ def run_inspect(
             raise ConfigError(problem, key="--sample", found=sample, allowed=allowed)
         numbers = range(min(samples, count)) if sample is None else [sample]
         inspection = collect_statistics(cfg, data, numbers, ranks, pictures=html is not None)
-    console = Console(highlight=False)
-    print_inspection(inspection, console)
-    if html is not None:
-        save_page(html, render_inspection(inspection))
-        console.print(escape_controls(f"wrote {html}"), markup=False, soft_wrap=True)
+    show_report(inspection_report(inspection), html)
 
 
 @contextmanager

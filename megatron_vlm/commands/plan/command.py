@@ -2,22 +2,17 @@
 
 import re
 
-from rich.console import Console
-
-from megatron_vlm.commands.plan.page import render_plan
-from megatron_vlm.commands.plan.plan_content import Plan
-from megatron_vlm.commands.plan.terminal import print_plan
+from megatron_vlm.commands.plan.plan_report import Plan, plan_report
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, peak_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.planner.advice import advice
 from megatron_vlm.planner.hardware import gpu
 from megatron_vlm.planner.row_sizes import mix_of
 from megatron_vlm.planner.search import Cluster, refine_split, search
-from megatron_vlm.report.html import save_page
+from megatron_vlm.report.show_report import show_report
 from megatron_vlm.run.resolve_model import with_model
 
 SHOWN = 8
@@ -59,11 +54,7 @@ def run_plan(
         shown += [each for each in ranked[SHOWN:] if each.dims.pp > 1][:1]
     has_experts = sizes.text.experts is not None
     plan = Plan(cfg, mix, cluster, tuple(shown), len(ranked), has_experts)
-    console = Console(highlight=False)
-    print_plan(plan, console)
-    if html is not None:
-        save_page(html, render_plan(plan))
-        console.print(escape_controls(f"wrote {html}"), markup=False, soft_wrap=True)
+    show_report(plan_report(plan), html)
 
 
 def _cluster(gpus: int, memory: str, name: str, efficiency: float) -> Cluster:

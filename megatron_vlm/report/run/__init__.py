@@ -6,12 +6,11 @@ from pathlib import Path
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.untrusted import UntrustedFile, real_path
-from megatron_vlm.report.charts import chart_css, chart_scripts
-from megatron_vlm.report.heat import heat_css, heat_script
-from megatron_vlm.report.html import document
-from megatron_vlm.report.run.comparison import comparison_page
+from megatron_vlm.report.html import render_page
+from megatron_vlm.report.run.comparison import comparison_report
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, read_metrics
-from megatron_vlm.report.run.page import run_page
+from megatron_vlm.report.run.page import run_report
+from megatron_vlm.report.sections import Report
 
 _MAX_CONFIG_BYTES = 2**20
 
@@ -19,21 +18,19 @@ _MAX_CONFIG_BYTES = 2**20
 def write_report(*folders: Path, out: Path | None = None) -> Path:
     """Write the page of the lines that these runs have logged so far, and return its path. Without
     `out` it is RUN/report.html, and FIRST_RUN/comparison.html for several runs."""
-    runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-    if len(runs) == 1:
-        [run], [folder] = runs, folders
-        title, body = f"{run.name}: training report", run_page(run, folder)
-    else:
-        title, body = f"{len(runs)} runs compared", comparison_page(runs)
-    has_map = len(runs) == 1 and runs[0].metrics.loads
-    scripts = (*chart_scripts(), *[heat_script()] * bool(has_map))
-    css = chart_css() + heat_css() + Path(__file__).with_name("report.css").read_text()
-    path = out or folders[0] / ("report.html" if len(runs) == 1 else "comparison.html")
+    page = render_page(read_report(*folders))
+    path = out or folders[0] / ("report.html" if len(folders) == 1 else "comparison.html")
     try:
-        path.write_text(document(title, css, body, scripts), encoding="utf-8")
+        path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", place=str(path)) from error
     return path
+
+
+def read_report(*folders: Path) -> Report:
+    """Return the report of one run, or of several that are compared."""
+    runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    return run_report(runs[0], folders[0]) if len(runs) == 1 else comparison_report(runs)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

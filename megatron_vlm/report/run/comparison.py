@@ -8,52 +8,56 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megatron_vlm.io.numbers_as_text import number, time_spent
-from megatron_vlm.report.charts import run_switches
-from megatron_vlm.report.html import Html, contents, table, tag, tiles
-from megatron_vlm.report.run.curves import CURVE_NAMES, curve_section, score_section, score_text
+from megatron_vlm.report.charts import RunSwitches
+from megatron_vlm.report.run.curves import (
+    CURVE_NAMES,
+    curve_section,
+    sample_section,
+    score_section,
+    score_text,
+)
 from megatron_vlm.report.run.metrics_arrays import SCORES, LoggedRun, best_of
 from megatron_vlm.report.run.page import layout_text
-from megatron_vlm.report.run.rl_curves import sample_curves
+from megatron_vlm.report.sections import Heading, Note, Report, Section, Table, Tiles
 
 _MAX_TILES = 8
 
 
-def comparison_page(runs: Sequence[LoggedRun]) -> Iterator[Html]:
-    """Yield the body of the page."""
-    yield tag("h1", f"{len(runs)} runs compared")
-    yield tag("p", " \u00b7 ".join(run.name for run in runs), class_="quiet")
-    links = [("runs", "Runs"), ("differences", "Differences")]
-    rewarded = any(run.metrics.samples for run in runs)
-    links += [("samples", "Samples")] * rewarded + [("curves", "Curves")]
-    if any(run.metrics.evaluations for run in runs):
-        links.append(("evaluation", "Evaluation"))
-    yield contents(links)
-    yield tiles([*_tiles(runs)][:_MAX_TILES])
-    yield tag("h2", "Runs", id="runs")
-    scores = _scores(runs)
-    columns = (
-        "run",
-        "steps",
-        "last loss",
-        "best loss",
+def comparison_report(runs: Sequence[LoggedRun]) -> Report:
+    """Return the report of these runs."""
+    title = f"{len(runs)} runs compared"
+    names = " \u00b7 ".join(run.name for run in runs)
+    tiles = Tiles([*_tiles(runs)][:_MAX_TILES])
+    return Report(title, title, [names], [tiles], [*_sections(runs)])
+
+
+def _sections(runs: Sequence[LoggedRun]) -> Iterator[Section]:
+    yield Heading("Runs", "Runs")
+    yield _run_table(runs)
+    yield Heading("Differences of configuration", "Differences")
+    rows = [*differences([run.config for run in runs])]
+    if rows:
+        yield Table(("key", *(run.name for run in runs)), rows)
+    else:
+        yield Note("None but the folder.", "quiet")
+    yield RunSwitches([run.name for run in runs])
+    yield from sample_section(runs)
+    yield from curve_section(runs)
+    yield from score_section(runs)
+
+
+def _run_table(runs: Sequence[LoggedRun]) -> Table:
+    rewarded, scores = any(run.metrics.samples for run in runs), _scores(runs)
+    header = (
+        *("run", "steps", "last loss", "best loss"),
         *(["last mean reward", "best mean reward"] * rewarded),
         *(f"best {s} {CURVE_NAMES[k]}" for s, k in scores),
+        *("tokens per second", "time in steps", "layout", "started"),
     )
-    header = (*columns, "tokens per second", "time in steps", "layout", "started")
     caption = "Best values name their step."
     if rewarded:
         caption += " Rewards are means of 10 steps, of which the last is named."
-    yield table(header, [_row(run, scores, rewarded) for run in runs], caption)
-    yield tag("h2", "Differences of configuration", id="differences")
-    rows = [*differences([run.config for run in runs])]
-    if rows:
-        yield table(("key", *(run.name for run in runs)), rows)
-    else:
-        yield tag("p", "None but the folder.", class_="quiet")
-    yield run_switches([run.name for run in runs])
-    yield from sample_curves(runs)
-    yield from curve_section(runs)
-    yield from score_section(runs)
+    return Table(header, [_row(run, scores, rewarded) for run in runs], caption)
 
 
 def differences(configs: Sequence[str]) -> Iterator[tuple[str, ...]]:

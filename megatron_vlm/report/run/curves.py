@@ -1,22 +1,25 @@
-"""The charts of a page: the loss first, then figures that explain it, costs and scores.
+"""The charts of a run or of several: rewards of samples, the loss, figures that explain them, costs
+and scores.
 
 On the page of one run, each set has a colour; on the page of several runs, each run has one.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_vlm.io.numbers_as_text import number, smooth
-from megatron_vlm.report.charts import Chart, Curve, StepMarks, chart_figure
-from megatron_vlm.report.html import Html, table, tag
+from megatron_vlm.report.charts import Chart, Charts, Curve, StepMarks
 from megatron_vlm.report.metrics_lines import EvalLine
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of
+from megatron_vlm.report.sections import Heading, Note, Section, Table
 
 _MAX_ROWS = 200  # rows of the table of evaluations
 _SMOOTH_FROM = 80  # steps
+_MAX_FIGURES = 12  # figures of rewards
+_MAX_NAME_LENGTH = 60  # characters
 CURVE_NAMES = {
     "loss": "loss",
     "token_accuracy": "token accuracy",
@@ -26,8 +29,8 @@ CURVE_NAMES = {
 
 
 @dataclass(frozen=True)
-class StepChart:
-    """Chart of figures that every step logs. `keys`: a field of StepLine for each curve."""
+class ChartPlan:
+    """Chart of figures of each step. `keys`: a field of StepLine or RlLine for each curve."""
 
     title: str
     keys: dict[str, str]  # name of the curve: field
@@ -35,65 +38,95 @@ class StepChart:
     percent: bool = False
     may_log: bool = False
     steady: bool = False  # needs no smoothing
-    optional: bool = False  # left out if no value is above 0
+    above: float | None = None  # the chart is left out if no value is above it
 
 
+_REWARD = ChartPlan("Reward", {"reward": "reward"}, "mean over episodes")
+_SAMPLE_CHARTS = (
+    ChartPlan("Spread of rewards", {"spread": "reward_std"}, "standard deviation"),
+    ChartPlan("Tokens of an episode", {"mean": "answer_tokens", "longest": "longest_answer"}),
+    ChartPlan("Answers of an episode", {"answers": "turns"}, "mean", above=1),
+    ChartPlan("Episodes cut", {"cut": "cut"}, "by a limit of length", percent=True),
+    ChartPlan("Prompts alike", {"alike": "alike"}, "all got one reward", percent=True),
+    ChartPlan("KL", {"KL": "kl"}, "to the initial model"),
+    ChartPlan("Drift", {"drift": "drift"}, "KL from the policy that drew"),
+    ChartPlan("Entropy", {"entropy": "entropy"}, "of a token"),
+    ChartPlan("Ratio", {"ratio": "ratio"}, "of probabilities, new to old"),
+    ChartPlan("Clip fraction", {"clipped": "clip_fraction"}, "of tokens", percent=True),
+    ChartPlan(
+        "Agreement of sampler and trainer",
+        {"largest": "apart", "mean": "apart_mean"},
+        "difference of log-probs",
+        may_log=True,
+    ),
+    ChartPlan("Weights cut", {"cut": "weights_cut"}, "of tokens", percent=True),
+    ChartPlan("Behind", {"behind": "behind"}, "optimizer steps, weights that drew"),
+    ChartPlan("Sampling time", {"sampling": "sampling_s", "step": "seconds"}, "seconds"),
+)
 _STEP_CHARTS = (
-    StepChart("Learning rate", {"learning rate": "lr"}, steady=True),
-    StepChart("Gradient norm", {"norm": "grad_norm"}, may_log=True),
-    StepChart("Tokens", {"all": "tokens_per_s", "trained": "trained_tokens_per_s"}, "per second"),
-    StepChart("Images", {"images": "images_per_s"}, "per second", optional=True),
-    StepChart("Step time", {"time": "seconds"}, "seconds", may_log=True),
-    StepChart("Padding", {"padding": "padding"}, "of all positions", percent=True),
-    StepChart("MFU", {"MFU": "mfu"}, "of peak FLOP/s", percent=True, optional=True),
-    StepChart("Busiest expert", {"busiest": "expert_load"}, "times the mean", optional=True),
-    StepChart("Balancing loss", {"balance": "balance_loss"}, optional=True),
-    StepChart("Router z loss", {"z": "z_loss"}, may_log=True, optional=True),
-    StepChart("Memory", {"memory": "memory_gb"}, "GB", steady=True),
+    ChartPlan("Learning rate", {"learning rate": "lr"}, steady=True),
+    ChartPlan("Gradient norm", {"norm": "grad_norm"}, may_log=True),
+    ChartPlan("Tokens", {"all": "tokens_per_s", "trained": "trained_tokens_per_s"}, "per second"),
+    ChartPlan("Images", {"images": "images_per_s"}, "per second", above=0),
+    ChartPlan("Step time", {"time": "seconds"}, "seconds", may_log=True),
+    ChartPlan("Padding", {"padding": "padding"}, "of all positions", percent=True),
+    ChartPlan("MFU", {"MFU": "mfu"}, "of peak FLOP/s", percent=True, above=0),
+    ChartPlan("Busiest expert", {"busiest": "expert_load"}, "times the mean", above=0),
+    ChartPlan("Balancing loss", {"balance": "balance_loss"}, above=0),
+    ChartPlan("Router z loss", {"z": "z_loss"}, may_log=True, above=0),
+    ChartPlan("Memory", {"memory": "memory_gb"}, "GB", steady=True),
 )
 
 
-def curve_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
-    """Yield the curves of the figures that are logged with each step."""
-    yield tag("h2", "Curves over steps", id="curves")
-    if not any(len(run.metrics.steps_N) for run in runs):
-        yield tag("p", "No step was logged.", class_="quiet")
+def sample_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
+    """Yield the curves of the runs that learn from samples; nothing if there is no such run."""
+    if not any(run.metrics.samples for run in runs):
         return
-    if not any(run.metrics.samples for run in runs):  # sample_curves has yielded the notes above
-        yield from chart_notes()
+    yield Heading("Samples", "Samples")
     span = steps_span(runs)
-    losses = step_curves(runs, {"training": "loss"}, of_step) + _score_curves(runs, "loss")
+    reward = Chart(_REWARD.title, _curves(runs, _REWARD), _REWARD.unit, height=300)
+    yield Charts([reward], *span)
+    names = dict.fromkeys(
+        name for run in runs for line in run.metrics.samples for name in line.figures
+    )
+    figures = []
+    for name in [*names][:_MAX_FIGURES]:
+        short = name if len(name) <= _MAX_NAME_LENGTH else f"{name[:_MAX_NAME_LENGTH]}..."
+        curves = _curves(runs, ChartPlan(short, {"mean": name}), of_rewards=True)
+        figures.append(Chart(short, curves, "mean over episodes"))
+    first, *others = _SAMPLE_CHARTS
+    known = -math.inf  # without a number, a chart is left out
+    charts = [*_charts(runs, [first], known), *figures, *_charts(runs, others, known)]
+    yield Charts(charts, *span)
+    if len(names) > _MAX_FIGURES:
+        text = f"The first {_MAX_FIGURES} of {len(names):,} figures of rewards are shown."
+        yield Note(text, "quiet")
+
+
+def curve_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
+    """Yield the curves of the figures that are logged with each step."""
+    yield Heading("Curves over steps", "Curves")
+    if not any(len(run.metrics.steps_N) for run in runs):
+        yield Note("No step was logged.", "quiet")
+        return
+    span = steps_span(runs)
+    losses = _curves(runs, ChartPlan("Loss", {"training": "loss"})) + _score_curves(runs, "loss")
     loss = Chart("Loss", losses, may_log=True, marks=tuple(_marks(runs, *span)), height=300)
-    yield chart_figure(loss, *span)
-    small = []
-    for plan in _STEP_CHARTS:
-        curves = step_curves(runs, plan.keys, of_step, plan.steady)
-        if plan.optional and not any(np.nanmax(c.y, initial=0) > 0 for c in curves):
-            continue
-        small.append(Chart(plan.title, curves, plan.unit, plan.percent, plan.may_log))
-    yield tag("div", *(chart_figure(chart, *span) for chart in small), class_="charts")
+    yield Charts([loss], *span)
+    yield Charts([*_charts(runs, _STEP_CHARTS)], *span)
 
 
-def chart_notes() -> Iterator[Html]:
-    """Yield the notes that a page has once, above its first chart."""
-    script = "The curves are drawn by JavaScript, which is off. Nothing else here needs it."
-    yield tag("noscript", tag("p", script, class_="alarm"))
-    help_ = "Drag over a chart to zoom in on steps, double-click to zoom out."
-    yield tag("p", help_, class_="quiet note")
-
-
-def score_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
+def score_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     """Yield charts and a table of each set; nothing if there was no evaluation."""
     all_evaluations = [e for run in runs for e in run.metrics.evaluations]
     if not all_evaluations:
         return
-    yield tag("h2", "Evaluation", id="evaluation")
+    yield Heading("Evaluation", "Evaluation")
     charts = []
     for score, name in CURVE_NAMES.items():
         if curves := _score_curves(runs, score):
-            chart = Chart(name.capitalize(), curves, percent=score != "loss")
-            charts.append(chart_figure(chart, *steps_span(runs)))
-    yield tag("div", *charts, class_="charts")
+            charts.append(Chart(name.capitalize(), curves, percent=score != "loss"))
+    yield Charts(charts, *steps_span(runs))
     scores = [s for s in CURVE_NAMES if any(math.isfinite(e.score(s)) for e in all_evaluations)]
     max_rows = max(3, _MAX_ROWS // sum(len(run.metrics.sets()) for run in runs))
     rows = [
@@ -106,7 +139,7 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
     if len(rows) < len(all_evaluations):
         caption += f" Of each set, the best and the last {max_rows:,}."
     columns = ("set", "step", *map(CURVE_NAMES.__getitem__, scores), "samples", "seconds")
-    yield table(("run", *columns) if len(runs) > 1 else columns, rows, caption)
+    yield Table(("run", *columns) if len(runs) > 1 else columns, rows, caption)
 
 
 def score_text(score: str, value: float) -> str:
@@ -114,36 +147,55 @@ def score_text(score: str, value: float) -> str:
     return number(value, percent=score != "loss")
 
 
-def of_step(metrics: RunMetrics, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and a field of their StepLines."""
-    return metrics.steps_N, metrics.figures[key]
+def _charts(
+    runs: Sequence[LoggedRun], plans: Sequence[ChartPlan], least: float | None = None
+) -> Iterator[Chart]:
+    """Yield the planned charts, without those that have no value above `least`."""
+    for plan in plans:
+        curves, above = _curves(runs, plan), least if plan.above is None else plan.above
+        if above is None or any((curve.y > above).any() for curve in curves):
+            yield Chart(plan.title, curves, plan.unit, plan.percent, plan.may_log)
 
 
-def step_curves(
-    runs: Sequence[LoggedRun],
-    keys: dict[str, str],
-    read: Callable[[RunMetrics, str], tuple[np.ndarray, np.ndarray]],
-    steady: bool = False,
+def _curves(
+    runs: Sequence[LoggedRun], plan: ChartPlan, of_rewards: bool = False
 ) -> tuple[Curve, ...]:
     """Return the curve of each run and, if it has enough steps, the smoothed curve over it. A
-    comparison shows only the first key. `read` returns steps and values of a key."""
+    comparison shows only the first key, which is a figure of rewards with `of_rewards`."""
     curves = []
     alone = len(runs) == 1
     for place, run in enumerate(runs):
-        for colour, (name, key) in enumerate(keys.items()):
-            x_N, y_N = read(run.metrics, key)
+        for colour, (name, key) in enumerate(plan.keys.items()):
+            x_N, y_N = _rewards(run.metrics, key) if of_rewards else _logged(run.metrics, key)
             if not alone:
                 colour, name = place, run.name
-            if steady or len(x_N) < _SMOOTH_FROM:
+            if plan.steady or len(x_N) < _SMOOTH_FROM:
                 curves.append(Curve(name, x_N, y_N, colour, run=place))
             else:
-                raw = name if not alone else f"{name}, each step" if len(keys) > 1 else "each step"
+                several = len(plan.keys) > 1
+                raw = name if not alone else f"{name}, each step" if several else "each step"
                 curves.append(Curve(raw, x_N, y_N, colour, faint=True, run=place, in_legend=alone))
-                mean = name if len(keys) > 1 or not alone else "smoothed"
+                mean = name if several or not alone else "smoothed"
                 curves.append(Curve(mean, *smooth(x_N, y_N), colour, run=place))
             if not alone:
                 break
     return tuple(curves)
+
+
+def _logged(metrics: RunMetrics, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return steps and the values of a field of StepLine or, if that has none, of RlLine."""
+    if key in metrics.figures:
+        return metrics.steps_N, metrics.figures[key]
+    return _column(metrics, [getattr(line, key) for line in metrics.samples])
+
+
+def _rewards(metrics: RunMetrics, name: str) -> tuple[np.ndarray, np.ndarray]:
+    return _column(metrics, [line.figures.get(name) for line in metrics.samples])
+
+
+def _column(metrics: RunMetrics, values: list[float | None]) -> tuple[np.ndarray, np.ndarray]:
+    steps_N = np.array([line.step for line in metrics.samples])
+    return steps_N, np.array([math.nan if each is None else each for each in values], dtype=float)
 
 
 def _score_curves(runs: Sequence[LoggedRun], score: str) -> tuple[Curve, ...]:

@@ -6,56 +6,49 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vlm.errors import DataError
+from megatron_vlm.report import sections
 from megatron_vlm.report.example_lines import Example, Examples
-from megatron_vlm.report.html import Html, tag
 
 _MAX_TEXT = 1500  # characters of a prompt or an answer
 _PADS = re.compile(r"(<\|(?:image|video)_pad\|>)\1+")
-# These formats hold pixels and nothing else.
-_PICTURE = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=]+")
 
 
-def example_section(path: Path) -> Iterator[Html]:
+def example_section(path: Path) -> Iterator[sections.Section]:
     """Yield a card for each example, right or wrong; nothing if the run has no examples."""
     if not os.path.lexists(path):
         return
-    yield tag("h2", "Examples", id="examples")
+    yield sections.Heading("Examples", "Examples")
     try:
         examples = Examples.read(path)
     except DataError as error:
-        problem = f"{path.name} cannot be read: {error}"
-        yield tag("p", problem, class_="alarm")
+        yield sections.Note(f"{path.name} cannot be read: {error}", "alarm")
         return
     right = sum(example.is_right for example in examples.examples)
     title = (
         f"{examples.name}, after {examples.step:,} steps: {right} of {len(examples.examples)} right"
     )
-    yield tag("p", title, class_="quiet")
-    yield tag("div", *map(_card, examples.examples), class_="examples")
+    yield sections.Note(title, "quiet")
+    yield sections.SideBySide([*map(_card, examples.examples)])
 
 
-def _card(example: Example) -> Html:
-    name, verdict = ("right", "\u2713 right") if example.is_right else ("wrong", "\u2717 wrong")
-    images = [picture(uri) for uri in example.images]
-    return tag(
-        "article",
-        tag("p", tag("b", verdict), " ", tag("span", example.where, class_="quiet")),
-        *([tag("div", *images, class_="pictures")] if images else []),
-        tag("p", shorten_text(example.prompt), class_="said"),
-        tag(
-            "dl", *_quote_html("answer", example.answer), *_quote_html("model", example.prediction)
+def _card(example: Example) -> sections.Card:
+    quotes = {"answer": example.answer, "model": example.prediction}
+    parts = [
+        sections.Pictures([*map(known_picture, example.images)]),
+        sections.Said([shorten_text(example.prompt)]),
+        *(
+            sections.Labelled(who, [sections.Said([shorten_text(text)])])
+            for who, text in quotes.items()
         ),
-        class_=f"card {name}",
-    )
+    ]
+    if example.is_right:
+        return sections.Card("\u2713 right", example.where, parts, "good")
+    return sections.Card("\u2717 wrong", example.where, parts, "alarm")
 
 
-def _quote_html(who: str, text: str) -> tuple[Html, Html]:
-    return tag("dt", who, class_="quiet"), tag("dd", shorten_text(text), class_="said")
-
-
-def picture(uri: str) -> Html:
-    """Return the picture of a data URI; nothing else is loaded."""
-    return tag("img", src=uri, alt="") if _PICTURE.fullmatch(uri) else tag("span", "[no picture]")
+def known_picture(uri: str) -> str:
+    """Return the data URI of a picture as it is, and a text in place of anything else."""
+    return uri if sections.is_picture_uri(uri) else "[no picture]"
 
 
 def shorten_text(text: str) -> str:

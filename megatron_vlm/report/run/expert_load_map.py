@@ -4,24 +4,24 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_vlm.report.heat import HeatMap, heat_figure
-from megatron_vlm.report.html import Html, tag
+from megatron_vlm.report.heat import HeatMap
 from megatron_vlm.report.metrics_lines import MAX_LOADS, LoadLine
 from megatron_vlm.report.run.metrics_arrays import RunMetrics
+from megatron_vlm.report.sections import Heading, Section
 
 _PERCENT = 100
 
 
-def expert_section(metrics: RunMetrics) -> Iterator[Html]:
+def expert_section(metrics: RunMetrics) -> Iterator[Section]:
     """Yield the load of each expert of each layer; nothing for a model without experts."""
     if not metrics.loads:
         return
     loads = _comparable_loads(metrics.loads)
-    yield tag("h2", "Load of experts", id="experts")
+    yield Heading("Load of experts", "Experts")
     layers = loads[-1].layers
     cells_TRC = np.array([load.load for load in loads]) / _PERCENT
     steps = [load.step for load in loads]
-    yield heat_figure(HeatMap("Tokens of experts", steps, "layer", layers, "expert", cells_TRC))
+    yield HeatMap("Tokens of experts", steps, "layer", layers, "expert", cells_TRC)
 
 
 def _comparable_loads(loads: tuple[LoadLine, ...]) -> list[LoadLine]:

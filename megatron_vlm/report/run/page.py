@@ -1,57 +1,75 @@
 """The page of one run: its figures, samples, curves, scores, examples, history, configuration."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from megatron_vlm.io.numbers_as_text import number, time_spent
-from megatron_vlm.report.html import Html, contents, table, tag, tiles
 from megatron_vlm.report.metrics_lines import EventLine, StartLine
-from megatron_vlm.report.run.curves import CURVE_NAMES, curve_section, score_section, score_text
+from megatron_vlm.report.run.curves import (
+    CURVE_NAMES,
+    curve_section,
+    sample_section,
+    score_section,
+    score_text,
+)
 from megatron_vlm.report.run.examples import example_section
 from megatron_vlm.report.run.expert_load_map import expert_section
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of
-from megatron_vlm.report.run.rl_curves import sample_curves, sample_tiles
 from megatron_vlm.report.run.rl_samples import sample_cards
+from megatron_vlm.report.sections import Code, Fold, Heading, Note, Report, Section, Table, Tiles
 
 _MAX_EVENTS = 200
 _MAX_SKIPPED = 20
 _MAX_SCORES = 6  # among the tiles
 
 
-def run_page(run: LoggedRun, folder: Path) -> Iterator[Html]:
-    """Yield the body of the page."""
-    examples = [*example_section(folder / "examples.json")]
-    yield from _header(run, bool(examples))
-    yield from sample_curves([run])
-    yield from sample_cards(run.metrics, folder)
-    yield from curve_section([run])
-    yield from expert_section(run.metrics)
-    yield from score_section([run])
-    yield from examples
-    yield from _history(run.metrics)
-    yield from _configuration(run)
-
-
-def _header(run: LoggedRun, examples: bool) -> Iterator[Html]:
+def run_report(run: LoggedRun, folder: Path) -> Report:
+    """Return the report of a run, whose examples and samples are in its folder."""
     metrics, start = run.metrics, run.metrics.last_start
-    yield tag("h1", run.name)
-    if start is not None:
-        facts = [start.model, "a stream" if start.samples is None else f"{start.samples:,} samples"]
-        trained = f"{start.trainable / 1e6:,.4g}M of them trained"
-        facts.append(f"{start.parameters / 1e6:,.4g}M parameters, {trained}")
-        facts.append(f"started {_time(metrics.starts[0])}")
-        yield tag("p", " \u00b7 ".join(facts), class_="quiet")
-    links = [("samples", "Samples")] if metrics.samples else []
-    links += [("curves", "Curves")]
-    links += [("experts", "Experts")] if metrics.loads else []
-    links += [("evaluation", "Evaluation")] if metrics.evaluations else []
-    links += [("examples", "Examples")] if examples else []
-    yield contents([*links, ("history", "History"), ("configuration", "Configuration")])
+    lead = [] if start is None else [_facts(start, metrics.starts[0])]
     # The loss of samples does not measure progress: it is about 0 from the first step on.
-    learnt = sample_tiles(metrics) if metrics.samples else _loss_tiles(metrics)
-    yield tiles([*learnt, *_score_tiles(metrics), *_run_tiles(metrics)])
+    learnt = _sample_tiles(metrics) if metrics.samples else _loss_tiles(metrics)
+    tiles = Tiles([*learnt, *_score_tiles(metrics), *_run_tiles(metrics)])
+    sections = [
+        *sample_section([run]),
+        *sample_cards(metrics, folder),
+        *curve_section([run]),
+        *expert_section(metrics),
+        *score_section([run]),
+        *example_section(folder / "examples.json"),
+        *_history(metrics),
+        *_configuration(run),
+    ]
+    return Report(f"{run.name}: training report", run.name, lead, [tiles], sections)
+
+
+def _facts(start: StartLine, first: StartLine) -> str:
+    samples = "a stream" if start.samples is None else f"{start.samples:,} samples"
+    parameters = f"{start.parameters / 1e6:,.4g}M parameters"
+    trained = f"{start.trainable / 1e6:,.4g}M of them trained"
+    facts = (start.model, samples, f"{parameters}, {trained}", f"started {_time(first)}")
+    return " \u00b7 ".join(facts)
+
+
+def _sample_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
+    """Yield the results of learning from samples."""
+    for name, (reward, first, last) in metrics.rewards().items():
+        steps = f"steps {first:,} to {last:,}" if last > first else f"step {last:,}"
+        yield number(reward), f"{name} mean reward, {steps}"
+    if kl := _known((line.kl, line.step) for line in metrics.samples):
+        value, step = kl[-1]
+        yield number(value), f"KL to the initial model, step {step:,}"
+    if apart := _known((line.apart, line.step) for line in metrics.samples):
+        value, step = max(apart, key=lambda found: found[0])
+        what = "largest difference of log-probs, sampler and trainer"
+        yield number(value), f"{what}, step {step:,}"
+
+
+def _known(values: Iterable[tuple[float | None, int]]) -> list[tuple[float, int]]:
+    return [(v, step) for v, step in values if v is not None and math.isfinite(v)]
 
 
 def _loss_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
@@ -91,8 +109,8 @@ def _run_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
         yield layout_text(start), _processes(start)
 
 
-def _history(metrics: RunMetrics) -> Iterator[Html]:
-    yield tag("h2", "History", id="history")
+def _history(metrics: RunMetrics) -> Iterator[Section]:
+    yield Heading("History", "History")
     yield from _not_applied(metrics, "loss or gradient was not finite", metrics.skipped_N)
     yield from _not_applied(metrics, "no token of their batch was trained", metrics.empty_N)
     rows = [(_event(line), f"{line.step:,}") for line in metrics.history]
@@ -104,24 +122,24 @@ def _history(metrics: RunMetrics) -> Iterator[Html]:
         )
     if not rows:
         rows = [("nothing was logged", "-")]
-    yield table(("event", "step"), rows[-_MAX_EVENTS:], " ".join(notes))
+    yield Table(("event", "step"), rows[-_MAX_EVENTS:], " ".join(notes))
 
 
-def _not_applied(metrics: RunMetrics, why: str, which_N: np.ndarray) -> Iterator[Html]:
+def _not_applied(metrics: RunMetrics, why: str, which_N: np.ndarray) -> Iterator[Section]:
     steps = metrics.steps_N[which_N]
     if len(steps):
         text = f"Steps not applied because {why}: {len(steps):,}. Step "
         text += ", ".join(f"{step:,}" for step in steps[:_MAX_SKIPPED].tolist())
-        yield tag("p", text + " ..." * (len(steps) > _MAX_SKIPPED), class_="alarm note")
+        yield Note(text + " ..." * (len(steps) > _MAX_SKIPPED), "alarm")
 
 
-def _configuration(run: LoggedRun) -> Iterator[Html]:
-    yield tag("h2", "Configuration", id="configuration")
+def _configuration(run: LoggedRun) -> Iterator[Section]:
+    yield Heading("Configuration", "Configuration")
     if run.metrics.last_start is not None:
         versions = run.metrics.last_start.versions
-        yield table(("package", "version"), [(str(k), str(v)) for k, v in versions.items()])
+        yield Table(("package", "version"), [(str(k), str(v)) for k, v in versions.items()])
     if run.config:
-        yield tag("details", tag("summary", "config.yaml"), tag("pre", run.config), class_="card")
+        yield Fold("config.yaml", "", [Code(run.config)])
 
 
 def _event(line: StartLine | EventLine) -> str:

@@ -9,9 +9,9 @@ import numpy as np
 
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.numbers_as_text import number
-from megatron_vlm.report.html import Html, tag
+from megatron_vlm.report import sections
 from megatron_vlm.report.metrics_lines import SAMPLES
-from megatron_vlm.report.run.examples import picture, shorten_text
+from megatron_vlm.report.run.examples import known_picture, shorten_text
 from megatron_vlm.report.run.metrics_arrays import RunMetrics
 from megatron_vlm.report.run.rl_sample_lines import (
     SampleLines,
@@ -27,7 +27,7 @@ _MAX_FIGURES = 8  # figures of an episode
 _PICTURE_BYTES = 6 * 2**20  # bytes of all pictures of a page
 
 
-def sample_cards(metrics: RunMetrics, folder: Path) -> Iterator[Html]:
+def sample_cards(metrics: RunMetrics, folder: Path) -> Iterator[sections.Section]:
     """Yield the samples of the last step that has them, of the first and of some between; nothing
     if the run logged no samples."""
     path = folder / SAMPLES
@@ -36,7 +36,7 @@ def sample_cards(metrics: RunMetrics, folder: Path) -> Iterator[Html]:
     try:
         samples = read_samples(path, metrics.samples[-1].step)
     except DataError as error:
-        yield tag("p", f"{SAMPLES} cannot be read: {error}", class_="alarm note")
+        yield sections.Note(f"{SAMPLES} cannot be read: {error}", "alarm")
         return
     yield from _notes(samples)
     all_prompts = [prompt for prompts in samples.steps.values() for prompt in prompts]
@@ -48,7 +48,7 @@ def sample_cards(metrics: RunMetrics, folder: Path) -> Iterator[Html]:
     yield from (cards_by_step[step] for step in sorted(cards_by_step, reverse=True))
 
 
-def _notes(sample_lines: SampleLines) -> Iterator[Html]:
+def _notes(sample_lines: SampleLines) -> Iterator[sections.Section]:
     notes = []
     if sample_lines.steps:
         steps = "1 step" if sample_lines.told == 1 else f"{sample_lines.told:,} steps"
@@ -66,7 +66,7 @@ def _notes(sample_lines: SampleLines) -> Iterator[Html]:
     if not sample_lines.whole:
         notes.append("It is longer than a page reads: what comes later is left out.")
     if notes:
-        yield tag("p", " ".join(notes), class_="quiet note")
+        yield sections.Note(" ".join(notes), "quiet")
 
 
 @dataclass
@@ -76,58 +76,51 @@ class _Cards:
     rewards: list[float]  # rewards of all samples shown, which set the scale of the colours
     room: int = _PICTURE_BYTES
 
-    def step(self, step: int, prompts: Sequence[ShownPrompt], is_open: bool) -> Html:
+    def step(self, step: int, prompts: Sequence[ShownPrompt], is_open: bool) -> sections.Fold:
         rewards = [each.reward for prompt in prompts for each in prompt.episodes]
         count = "1 prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
-        mean = f"{count}, mean reward {_mean(rewards)}"
-        summary = tag("summary", tag("b", f"Step {step:,}"), " ", tag("span", mean, class_="quiet"))
-        more = {"open": ""} if is_open else {}
-        return tag("details", summary, *map(self._prompt, prompts), class_="samples", **more)
+        remark = f"{count}, mean reward {_mean(rewards)}"
+        return sections.Fold(f"Step {step:,}", remark, [*map(self._prompt, prompts)], is_open)
 
-    def _prompt(self, prompt: ShownPrompt) -> Html:
+    def _prompt(self, prompt: ShownPrompt) -> sections.Card:
         ranked = sorted(prompt.episodes, key=lambda each: -each.reward)
         shown = np.linspace(0, len(ranked) - 1, min(len(ranked), _MAX_EPISODES)).astype(int)
         count = f"{len(shown)} of {len(ranked):,}" if len(shown) < len(ranked) else f"{len(shown)}"
         mean = _mean([each.reward for each in ranked])
         facts = f"{shorten_text(prompt.where)} \u00b7 {count} episodes, mean reward {mean}"
-        return tag(
-            "article",
-            tag("p", facts, class_="quiet"),
-            *self._pictures(prompt.images),
-            tag("p", shorten_text(prompt.question), class_="said"),
-            tag("div", *(self._episode(ranked[place]) for place in shown), class_="episodes"),
-            class_="card",
-        )
+        question = [self._pictures(prompt.images), sections.Said([shorten_text(prompt.question)])]
+        episodes = sections.SideBySide([self._episode(ranked[place]) for place in shown])
+        return sections.Card("", facts, [*question, episodes])
 
-    def _episode(self, episode: ShownEpisode) -> Html:
-        parts: list[Html] = []
+    def _episode(self, episode: ShownEpisode) -> sections.Labelled:
+        parts: list[sections.Section] = []
         for place, answer in enumerate(episode.answers[:_MAX_ANSWERS]):
-            nothing = tag("span", "(nothing)", class_="quiet")
-            parts.append(tag("p", shorten_text(answer) if answer else nothing, class_="said"))
+            parts.append(
+                sections.Said([shorten_text(answer)])
+                if answer
+                else sections.Note("(nothing)", "quiet")
+            )
             if place < min(len(episode.heard), _MAX_ANSWERS - 1):
                 text, images = episode.heard[place]
-                observation = tag("p", shorten_text(text), class_="said quiet")
-                parts.append(tag("div", observation, *self._pictures(images), class_="heard"))
+                parts += [sections.Said([shorten_text(text)], "quiet"), self._pictures(images)]
         if (more := len(episode.answers) - _MAX_ANSWERS) > 0:
-            parts.append(tag("p", f"[... {more:,} more answers]", class_="quiet"))
-        foot = tag("p", " \u00b7 ".join(_facts(episode)), class_="quiet")
-        return tag("div", self._reward(episode.reward), tag("div", *parts, foot), class_="episode")
+            parts.append(sections.Note(f"[... {more:,} more answers]", "quiet"))
+        parts.append(sections.Note(" \u00b7 ".join(_facts(episode)), "quiet"))
+        return sections.Labelled(number(episode.reward), parts, self._score(episode.reward))
 
-    def _reward(self, reward: float) -> Html:
+    def _score(self, reward: float) -> float:
         low, high = min(self.rewards), max(self.rewards)
-        within = 0 < high - low < float("inf")
-        share = (reward - low) / (high - low) if within else 0.5
-        return tag("b", number(reward), class_="reward", style=f"--share: {100 * share:.0f}%")
+        return (reward - low) / (high - low) if 0 < high - low < float("inf") else 0.5
 
-    def _pictures(self, images: Sequence[str]) -> list[Html]:
+    def _pictures(self, images: Sequence[str]) -> sections.Pictures:
         shown = []
         for uri in images[:_MAX_IMAGES]:
             fits = len(uri) <= self.room
             self.room -= len(uri) * fits
-            shown.append(picture(uri) if fits else tag("span", "[no room for the picture]"))
+            shown.append(known_picture(uri) if fits else "[no room for the picture]")
         if (more := len(images) - _MAX_IMAGES) > 0:
-            shown.append(tag("span", f"[{more:,} more]"))
-        return [tag("div", *shown, class_="pictures")] if shown else []
+            shown.append(f"[{more:,} more]")
+        return sections.Pictures(shown)
 
 
 def _facts(episode: ShownEpisode) -> Iterator[str]:

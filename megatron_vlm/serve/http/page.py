@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from megatron_vlm.io.numbers_as_text import number, time_spent
-from megatron_vlm.report.html import Html, contents, document, table, tag, tiles
+from megatron_vlm.report.html import render_page
+from megatron_vlm.report.sections import Heading, Report, Section, Table, Tiles
 from megatron_vlm.serve.http.context import ServerFacts
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Model, NamedCheckpoint
@@ -16,33 +17,25 @@ _FIGURES = 4
 
 def service_page(journal: Journal, facts: ServerFacts, key: str) -> str:
     """Render the page of the objects that belong to this key."""
-    return document(f"{facts.base_models[0]} - service", "", _body(journal, facts, key))
-
-
-def _body(journal: Journal, facts: ServerFacts, key: str) -> Iterator[Html]:
     models, checkpoints = journal.models(key), journal.checkpoints(key)
     waiting = [call for call in journal.open_calls() if call.key == key]
-    yield tag("h1", facts.base_models[0])
     about = [facts.layout, f"version {facts.version}" if facts.version else "", f"key {key}"]
-    yield tag("p", " \u00b7 ".join(part for part in about if part), class_="quiet")
-    yield contents([("runs", "Runs"), ("checkpoints", "Checkpoints"), ("waiting", "Waiting")])
     ready = sum(model.state == "ready" for model in models)
-    yield tiles(
-        [
-            (f"{ready:,}", "models ready"),
-            (f"{len(checkpoints):,}", "checkpoints"),
-            (_size(sum(c.size for c in checkpoints)), "on the disk"),
-            (f"{len(journal.samplers(key)):,}", "sampling sessions"),
-            (f"{len(waiting):,}", "calls waiting"),
-        ]
-    )
-    yield from _runs(models)
-    yield from _checkpoints(checkpoints)
-    yield from _waiting_section(waiting)
+    tiles = [
+        (f"{ready:,}", "models ready"),
+        (f"{len(checkpoints):,}", "checkpoints"),
+        (_size(sum(c.size for c in checkpoints)), "on the disk"),
+        (f"{len(journal.samplers(key)):,}", "sampling sessions"),
+        (f"{len(waiting):,}", "calls waiting"),
+    ]
+    lead = " \u00b7 ".join(part for part in about if part)
+    sections = [*_runs(models), *_checkpoints(checkpoints), *_waiting_section(waiting)]
+    name = facts.base_models[0]
+    return render_page(Report(f"{name} - service", name, [lead], [Tiles(tiles)], sections))
 
 
-def _runs(models: list[Model]) -> Iterator[Html]:
-    yield tag("h2", "Runs", id="runs")
+def _runs(models: list[Model]) -> Iterator[Section]:
+    yield Heading("Runs", "Runs")
     rows = [
         (
             _model_label(model),
@@ -55,21 +48,21 @@ def _runs(models: list[Model]) -> Iterator[Html]:
         for model in models[:_MAX_ROWS]
     ]
     header = ("run", "state", "weights", "calls done", "last figures", "used")
-    yield table(header, rows, _count_remark(len(models), "There is none yet."))
+    yield Table(header, rows, _count_remark(len(models), "There is none yet."))
 
 
-def _checkpoints(checkpoints: list[NamedCheckpoint]) -> Iterator[Html]:
-    yield tag("h2", "Checkpoints", id="checkpoints")
+def _checkpoints(checkpoints: list[NamedCheckpoint]) -> Iterator[Section]:
+    yield Heading("Checkpoints", "Checkpoints")
     rows = [
         (c.path, c.kind, _size(c.size), _age_text(c.created), _expiry(c.expires))
         for c in checkpoints[:_MAX_ROWS]
     ]
     header = ("path", "kind", "size", "made", "expires")
-    yield table(header, rows, _count_remark(len(checkpoints), "There is none yet."))
+    yield Table(header, rows, _count_remark(len(checkpoints), "There is none yet."))
 
 
-def _waiting_section(waiting: list[Call]) -> Iterator[Html]:
-    yield tag("h2", "Waiting", id="waiting")
+def _waiting_section(waiting: list[Call]) -> Iterator[Section]:
+    yield Heading("Waiting", "Waiting")
     counts = Counter(call.kind for call in waiting)
     oldest = {call.kind: call.accepted for call in reversed(waiting)}
     rows = [
@@ -82,7 +75,7 @@ def _waiting_section(waiting: list[Call]) -> Iterator[Html]:
         for kind, count in counts.most_common()
         for since in [oldest[kind]]
     ]
-    yield table(
+    yield Table(
         ("call", "count", "size", "oldest"), rows, _count_remark(len(rows), "No call waits.")
     )
 
