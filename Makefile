@@ -40,7 +40,7 @@ test: setup
 
 # Each commit plays a part of the long random runs and of the layouts with engines: see
 # tests/random_runs.py. `make test-long` plays all of them, which takes hours.
-SLOW := $(BIN)/python -m pytest -m slow -n 3 --dist loadgroup
+SLOW := $(BIN)/python -m pytest -m slow -n 3 --dist loadfile
 test-slow: setup
 	$(SLOW)
 

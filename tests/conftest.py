@@ -1,7 +1,10 @@
 """Shared: the pool of processes, tiny checkpoints and the Hugging Face results, made once."""
 
+import fcntl
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,13 +18,26 @@ from tests.random_runs import not_played
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+# A worker takes a file at a time. These take minutes: no worker is to be left with one at the end.
+LONGEST = ("serve_vllm", "tinker_recipes", "exit_cases", "serve", "wheel", "fuzz", "serve_faults")
+LONGEST += ("rl_engine", "agree_vllm", "ray_launcher", "elastic", "faults", "vllm_sampler", "vllm")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the cases that other commits play, and begin with the groups that start engines."""
+    """Deselect the cases that other commits play, and begin with the longest files."""
     others = not_played(items)
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
-    if config.getoption("dist", "no") == "loadgroup":
-        items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    first = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.path.name, len(first)))
+
+
+@pytest.fixture(scope="module")
+def ray_lock() -> Iterator[None]:
+    """Wait until no other test of this machine has a Ray cluster, and keep others from one."""
+    with open(Path(tempfile.gettempdir()) / "megatron-vlm-ray.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ from tests.videos import make_video
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
-    pytest.mark.xdist_group("agree_vllm"),
     pytest.mark.skipif(not READY, reason=MISSING),
 ]
 

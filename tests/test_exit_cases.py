@@ -121,17 +121,17 @@ def test_nothing_outlives_a_killed_launcher(folder, tiny):
 def test_nothing_outlives_a_killed_launcher_of_ranks_that_hang(folder, tiny):
     """They cannot save: one of them is stopped, and the other waits for it. Who ends whom depends
     on who is first to notice."""
-    job = PipedJob(folder, tiny(), "hanging", "launch.timeout_minutes=0.2")
+    job = PipedJob(folder, tiny(), "hanging", "launch.timeout_minutes=0.5")
     os.kill(job.marked.pid_of(1), signal.SIGSTOP)
     os.kill(job.pid_of_launcher(), signal.SIGKILL)
-    assert "the run resumes from its last complete checkpoint" in job.check_end(100)
+    assert "the run resumes from its last complete checkpoint" in job.check_end(200)
 
 
 @pytest.mark.slow
 def test_nothing_outlives_a_job_that_was_stuck(folder, tiny):
-    job = PipedJob(folder, tiny(), "stuck", "launch.timeout_minutes=0.2")
+    job = PipedJob(folder, tiny(), "stuck", "launch.timeout_minutes=0.5")
     os.kill(job.marked.pid_of(1), signal.SIGSTOP)
-    out = job.check_end(100)
+    out = job.check_end(200)
     assert "rank 0: rank 1 has not been heard from for" in out
     assert "rank 0 ended with exit status 70" in out
 

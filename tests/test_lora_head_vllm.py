@@ -20,7 +20,6 @@ from tests.test_vllm import Prompt, ask_about, reference_scores, supervised, wor
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
-    pytest.mark.xdist_group("lora_head_vllm"),
     pytest.mark.skipif(not READY, reason=MISSING),
     *warned,
 ]

@@ -33,7 +33,7 @@ with warnings.catch_warnings():
 # Of Ray and what it imports; not ours to fix.
 pytestmark = [
     pytest.mark.slow,  # starting Ray and its actors takes most of a minute
-    pytest.mark.xdist_group("ray"),  # one cluster at a time on a machine
+    pytest.mark.usefixtures("ray_lock"),
     pytest.mark.filterwarnings(
         "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
     ),

@@ -24,7 +24,7 @@ from tests.test_train import command, go_pooled, outside_of_jobs, steps_of, valu
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = [
     pytest.mark.slow,  # minutes: Ray and the actors import everything again
-    pytest.mark.xdist_group("ray"),  # one cluster at a time on a machine
+    pytest.mark.usefixtures("ray_lock"),
 ]
 STEPS = 12
 

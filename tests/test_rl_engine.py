@@ -12,7 +12,6 @@ from tests.test_rl import learnt, lines, samples
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
-    pytest.mark.xdist_group("rl_engine"),
     pytest.mark.skipif(not READY, reason=MISSING),
 ]
 

@@ -24,7 +24,6 @@ from tests.test_tinker_recipes import ROWS, SHORT, check_sums
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
-    pytest.mark.xdist_group("serve_vllm"),
     pytest.mark.skipif(not READY, reason=MISSING),
 ]
 

@@ -31,7 +31,6 @@ from tests.test_train import go_pooled
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
-    pytest.mark.xdist_group("vllm"),
     pytest.mark.skipif(not READY, reason=MISSING),
 ]
 

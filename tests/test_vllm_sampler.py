@@ -39,7 +39,6 @@ from tests.test_parity import layout
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
-    pytest.mark.xdist_group("vllm_sampler"),
     pytest.mark.skipif(not READY, reason=MISSING),
 ]
 
