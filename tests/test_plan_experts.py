@@ -227,7 +227,7 @@ def test_the_command_shows_ep_and_says_what_is_assumed(tmp_path, capsys):
     assert re.search(r"tokens/s +s/step +pp +ep +dp +layers", out)
     assert re.search(r"The fastest: parallel.tp=1 parallel.pp=\d+ parallel.ep=\d+ ", out)
     assert "Experts: all have equally many tokens; replicas that share them wait" in out
-    assert re.search(r"Pipeline of tp=1 pp=\d+ ep=\d+ dp=\d+, one step", out)
+    assert re.search(r"tp=1 pp=\d+ ep=\d+ dp=\d+, layers .*: one step of one replica", out)
     assert "<th>ep</th>" in page.read_text() and "<th>tp</th>" not in page.read_text()
 
 

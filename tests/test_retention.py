@@ -183,7 +183,7 @@ def test_only_what_belongs_to_no_run_is_replaced_by_something_else(writer, tmp_p
         assert steps(tmp_path) == [2]
     else:
         assert (tmp_path / "step-00000002.aside1" / "state.json").exists()
-        assert "step-00000002.aside1 now" in caplog.text
+        assert "step-00000002.aside1\n" in caplog.text
     # What is none of ours stays, too, whoever writes.
     (folder / "thesis.txt").write_text("mine")
     make(tmp_path, 2, {"newer": b"newer"}, writer=writer)

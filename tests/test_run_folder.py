@@ -83,7 +83,7 @@ def test_an_export_is_of_the_last_checkpoint(folder):
     assert "export still holds step 3" in folder.train(6, checkpoint__export="false")
     assert folder.exported()[0] == 3
     said = folder.train(6)
-    assert "nothing was left to train: 6 steps are done" in said and "of step 6" in said
+    assert "nothing was left to train: 6 steps are done" in said and "exported step 6" in said
     folder.check_export(6)
     assert "export already holds step 6" in folder.train(6)
     # One that has lost a file is no export.

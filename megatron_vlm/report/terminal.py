@@ -51,6 +51,8 @@ def _text(text: str, style: str = "") -> Text:
 def _show(part: Section, coloured: bool) -> Iterator[RenderableType]:
     """Yield what a section is in the terminal."""
     match part:
+        case sections.Heading(text):
+            yield _text(f"\n{text}", "bold")
         case sections.Note(text, tone):
             yield _text(text, TONES[tone])
         case sections.Said():
