@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_config.py
-"""The configuration: recipes, overrides, and keys that do not exist."""
+"""Tests of the configuration: recipes, overrides and keys that do not exist."""
 
 import math
 import subprocess
@@ -39,7 +39,7 @@ def test_every_recipe_composes(recipe):
 
 
 def test_no_recipe_recomputes_what_saves_nothing():
-    """Attention alone: see test_planner_memory.py, where `selective` keeps what `none` keeps."""
+    """`selective` on attention alone keeps what `none` keeps (see test_planner_memory.py)."""
     for recipe in config_dir().glob("*/*.yaml"):
         assert "selective" not in recipe.read_text(), recipe
 
@@ -59,10 +59,10 @@ def test_a_recipe_sets_what_belongs_together_and_an_override_wins():
     ],
 )
 def test_the_resolved_configuration_reads_back(train, held_out):
-    given = [f"data.train={train}", f"data.eval={held_out}", "eval.candidates=[cat,dog]"]
-    given.append("data.ignore_keys=[reward,'my score, new']")
-    given.append("data.template_kwargs={enable_thinking: false}")
-    cfg = load_config(["model=tiny_cpu", "model.path=x", "data.train_on=[user]", *given])
+    overrides = [f"data.train={train}", f"data.eval={held_out}", "eval.candidates=[cat,dog]"]
+    overrides.append("data.ignore_keys=[reward,'my score, new']")
+    overrides.append("data.template_kwargs={enable_thinking: false}")
+    cfg = load_config(["model=tiny_cpu", "model.path=x", "data.train_on=[user]", *overrides])
     assert from_yaml(to_yaml(cfg)) == cfg
     assert cfg.data.train_on == ("user",) and cfg.eval.candidates == ("cat", "dog")
     assert cfg.data.ignore_keys == ("reward", "my score, new")
@@ -75,11 +75,11 @@ def test_sources_are_written_as_people_write_them():
 
 
 def test_a_plus_sets_a_key_and_a_tilde_restores_its_default():
-    given = ["+optim.lr=2", "+run=there", "~data.train", "~log.profile_ranks"]
-    cfg = load_config(["model.path=x", "data=shapes", "log.profile_ranks=[1]", *given])
+    overrides = ["+optim.lr=2", "+run=there", "~data.train", "~log.profile_ranks"]
+    cfg = load_config(["model.path=x", "data=shapes", "log.profile_ranks=[1]", *overrides])
     assert (cfg.optim.lr, cfg.run, cfg.data.train, cfg.log.profile_ranks) == (2, "there", (), [0])
     text = to_yaml(load_config(["model.path=x", "data=shapes", "log.profile_ranks=[1]"]))
-    assert from_yaml(text, given).data.train == () and from_yaml(text, given).optim.lr == 2
+    assert from_yaml(text, overrides).data.train == () and from_yaml(text, overrides).optim.lr == 2
 
 
 def test_a_complete_configuration_takes_no_recipe():
@@ -170,8 +170,8 @@ def test_training_is_refused_before_anything_heavy_is_imported(given, fields):
 
 def test_what_training_accepts():
     stream = "data.train={path: a, streaming: true}"
-    for given in ([stream, "train.steps=3"], ["data=shapes", "checkpoint.best=eval/loss"]):
-        check_training(load_config(["model.path=x", *given]))
+    for overrides in ([stream, "train.steps=3"], ["data=shapes", "checkpoint.best=eval/loss"]):
+        check_training(load_config(["model.path=x", *overrides]))
 
 
 def test_an_evaluation_needs_sets():

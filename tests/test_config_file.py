@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_config_file.py
-"""`--config my.yaml`: what it sets, what wins over it, and files that nobody should believe."""
+"""`--config my.yaml`: the keys that it sets, what overrides it, and files that are refused."""
 
 import os
 from pathlib import Path
@@ -36,8 +36,8 @@ log:
 
 
 def test_recipes_then_the_file_then_the_command_line():
-    mine = ConfigFile.parse(MINE, "my.yaml")
-    cfg = load_config(["optim.weight_decay=0.25", "data.seed=7"], mine)
+    config_file = ConfigFile.parse(MINE, "my.yaml")
+    cfg = load_config(["optim.weight_decay=0.25", "data.seed=7"], config_file)
     assert (cfg.parallel.tp, cfg.parallel.pp, cfg.data.max_tokens) == (2, 2, 8192)  # recipes
     assert (cfg.optim.lr, cfg.optim.warmup_ratio) == (3e-6, 0.03)
     assert (cfg.optim.weight_decay, cfg.data.seed) == (0.25, 7)
@@ -49,11 +49,11 @@ def test_recipes_then_the_file_then_the_command_line():
 
 
 def test_a_recipe_of_the_command_line_replaces_that_of_the_file():
-    mine = ConfigFile.parse(MINE, "my.yaml")
-    cfg = load_config(["model=qwen3_vl_32b"], mine)
+    config_file = ConfigFile.parse(MINE, "my.yaml")
+    cfg = load_config(["model=qwen3_vl_32b"], config_file)
     assert (cfg.parallel.tp, cfg.optim.lr) == (2, 3e-6)  # parallel=tp2_pp2 is still the later group
-    assert load_config(["model=qwen3_vl_32b", "parallel=default"], mine).parallel.tp == 8
-    assert load_config(["~parallel"], mine).parallel.tp == 1
+    assert load_config(["model=qwen3_vl_32b", "parallel=default"], config_file).parallel.tp == 8
+    assert load_config(["~parallel"], config_file).parallel.tp == 1
 
 
 def test_the_configuration_of_a_run_is_such_a_file():
@@ -61,11 +61,11 @@ def test_the_configuration_of_a_run_is_such_a_file():
         ["optim.beta1=0.5", "eval.candidates=[yes,no]", 'eval.prefill="a: "'],
         ConfigFile.parse(MINE, "my.yaml"),
     )
-    again = ConfigFile.parse(to_yaml(cfg), "runs/first/config.yaml")
-    assert load_config([], again) == cfg
-    assert load_config(["train.steps=30"], again).train.steps == 30
+    run_file = ConfigFile.parse(to_yaml(cfg), "runs/first/config.yaml")
+    assert load_config([], run_file) == cfg
+    assert load_config(["train.steps=30"], run_file).train.steps == 30
     with pytest.raises(ConfigError, match=r"complete, so recipes cannot be chosen; .*model\.KEY"):
-        load_config(["model=qwen3_vl_8b"], again)
+        load_config(["model=qwen3_vl_8b"], run_file)
 
 
 def test_a_run_is_evaluated_with_the_keys_of_a_file():
@@ -86,7 +86,7 @@ def test_a_folder_is_evaluated_with_the_keys_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("written", "key", "value"),
     [
-        ("optim: {lr: 1e-5}", "optim.lr", 1e-5),  # text to YAML 1.1
+        ("optim: {lr: 1e-5}", "optim.lr", 1e-5),  # a string in YAML 1.1
         ("optim.lr: 1E+2", "optim.lr", 100.0),
         ("optim: {lr: 1}", "optim.lr", 1.0),
         ("data: {train: {path: a, weight: 5e-1}}", "data.train", (SourceSpec("a", 0.5),)),
@@ -112,7 +112,7 @@ def test_values_are_read_as_they_are_meant(written, key, value):
     assert cfg == value and type(cfg) is type(value)
 
 
-# PyYAML writes these three as they are, and YAML reads them as the end of a line.
+# PyYAML writes these three unescaped, and YAML reads each as the end of a line.
 BREAKS = "\x85\u2028\u2029"
 ANY_TEXT = st.text(st.characters(codec="utf-8", exclude_characters=BREAKS), max_size=20)
 
@@ -216,9 +216,11 @@ def test_other_processes_get_the_text_that_was_read(tmp_path):
         make_parser(), ["train", "data.seed=1", "--config", str(path), "train.seed=2"]
     )
     file, arguments = read_configuration(args)
-    path.write_text("optim: {lr: 1}")  # for the next run
-    again, given = read_configuration(parse_arguments(make_parser(), ["train", *arguments]))
-    assert again == file and given == arguments
+    path.write_text("optim: {lr: 1}")  # a change for the next run only
+    second_file, second_arguments = read_configuration(
+        parse_arguments(make_parser(), ["train", *arguments])
+    )
+    assert second_file == file and second_arguments == arguments
     assert args.overrides == ["data.seed=1", "train.seed=2"]
 
 
@@ -242,6 +244,6 @@ def test_every_command_with_keys_takes_it(command, tmp_path: Path, capfd):
 def test_cfg_shows_what_the_file_resolves_to(tmp_path, capfd):
     (tmp_path / "my.yaml").write_text(MINE)
     assert main(["train", "--cfg", "job", "--config", str(tmp_path / "my.yaml"), "run=r"]) == 0
-    shown = capfd.readouterr().out
+    output = capfd.readouterr().out
     cfg = load_config(["run=r"], ConfigFile.parse(MINE, "my.yaml"))
-    assert from_yaml(shown) == cfg
+    assert from_yaml(output) == cfg

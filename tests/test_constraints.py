@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_constraints.py
-"""Each refusal, in the configuration and on the built model."""
+"""Refusals in the configuration and on the built model."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -95,7 +95,7 @@ def test_too_few_layers_for_deepstack(tiny):
 
 
 def test_refused_before_any_weight_is_read(tiny, tmp_path):
-    """A folder with a config.json and no weights: the refusal comes first."""
+    """The folder has a config.json and no weights, and the refusal comes first."""
     AutoConfig.from_pretrained(tiny()).save_pretrained(tmp_path)
     cfg = Config(model=ModelConfig(str(tmp_path)), train=TrainConfig(packing=True))
     with raises(ConfigError, key="train.packing", found=True):
@@ -135,7 +135,7 @@ def test_refused_on_the_built_model(name):
 
 
 def test_packed_rows_and_left_padding_are_refused_by_the_model():
-    """The built model's own forward, whatever the configuration said."""
+    """The model's own forward refuses them, independent of the configuration."""
     model = SimpleNamespace(pre_process=True)
     ids = torch.zeros(2, 3, dtype=torch.long)
     with raises(ConfigError, key="packed_seq_params"):

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_cpu_matmul.py
-"""Which library multiplies fp32 matrices on the CPU."""
+"""The choice of the library that multiplies fp32 matrices on the CPU."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ torch.randn(400, 384) @ torch.randn(384, 512)
 
 @pytest.fixture(autouse=True)
 def same_after() -> Iterator[None]:
-    """The setting is the process's."""
+    """Restore the setting, which holds for the whole process."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -39,7 +39,7 @@ def same_after() -> Iterator[None]:
 def amd(monkeypatch) -> None:
     monkeypatch.setattr(cpu_matmul, "_vendor", lambda: "AuthenticAMD")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    # They have no AMX, by which oneDNN would round the factors; this machine may have it.
+    # Such a processor has no AMX, with which oneDNN would round the factors; this one may have it.
     monkeypatch.setattr(cpu_matmul, "has_fp32_products", lambda: True)
 
 
@@ -81,7 +81,7 @@ def test_a_product_that_rounds_is_noticed():
 
 
 def test_products_stay_fp32_here():
-    """Whatever this processor is: against float64, by the size of the sums."""
+    """Products on this processor differ from those in float64 by less than 3e-6, relatively."""
     cpu_matmul.enable_onednn(384, False)
     generator = torch.Generator().manual_seed(0)
     for rows, inner, columns in ((1, 384, 1152), (37, 384, 1152), (400, 1152, 384), (64, 4096, 64)):
@@ -93,20 +93,22 @@ def test_products_stay_fp32_here():
 
 @pytest.mark.skipif(not FASTER, reason="for AMD's processors with AVX-512, by /proc/cpuinfo")
 def test_onednn_multiplies_without_amx():
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", MULTIPLY],
         env={**os.environ, "ONEDNN_VERBOSE": "1"},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    ours = [line for line in said.splitlines() if ",exec," in line and "400x384:384x512" in line]
-    assert len(ours) == 1, said
-    assert "avx512_core" in ours[0] and "amx" not in ours[0], ours
+    matches = [
+        line for line in output.splitlines() if ",exec," in line and "400x384:384x512" in line
+    ]
+    assert len(matches) == 1, output
+    assert "avx512_core" in matches[0] and "amx" not in matches[0], matches
 
 
 class Seen(torch.autograd.Function):
-    """The identity, which notes how products are made when it runs, forward and backward."""
+    """The identity, which records the matmul precision when it runs forward and backward."""
 
     @staticmethod
     def forward(ctx, x, seen):
@@ -122,14 +124,14 @@ class Seen(torch.autograd.Function):
 
 @pytest.fixture
 def seen(monkeypatch) -> list[str]:
-    """How products are made within attention, in the order of calls."""
-    kernel, found = F.scaled_dot_product_attention, []
+    """Return the matmul precisions within attention, in the order of the calls."""
+    kernel, precisions = F.scaled_dot_product_attention, []
     monkeypatch.setattr(
         F,
         "scaled_dot_product_attention",
-        lambda query, *args, **how: kernel(Seen.apply(query, found), *args, **how),
+        lambda query, *args, **how: kernel(Seen.apply(query, precisions), *args, **how),
     )
-    return found
+    return precisions
 
 
 def heads(tokens: int, count: int, learns: bool = True) -> torch.Tensor:
@@ -139,36 +141,36 @@ def heads(tokens: int, count: int, learns: bool = True) -> torch.Tensor:
 @pytest.mark.parametrize("learn", [(True, True, True), (True, False, True), (False, False, True)])
 def test_attention_keeps_mkl(seen, learn):
     torch.manual_seed(0)
-    given = [heads(33, count, does) for count, does in zip((4, 2, 2), learn, strict=True)]
-    wanted = [x for x in given if x.requires_grad]
+    inputs = [heads(33, count, does) for count, does in zip((4, 2, 2), learn, strict=True)]
+    leaves = [x for x in inputs if x.requires_grad]
     attention = SDPACoreAttention(SimpleNamespace())
-    expected = attention(*given)
+    expected = attention(*inputs)
     gradient = torch.randn_like(expected)
-    expected_gradients = torch.autograd.grad(expected, wanted, gradient)
+    expected_gradients = torch.autograd.grad(expected, leaves, gradient)
     seen.clear()
 
     torch.set_float32_matmul_precision("medium")
-    out = attention(*given)
-    gradients = torch.autograd.grad(out, wanted, gradient)
+    actual = attention(*inputs)
+    actual_gradients = torch.autograd.grad(actual, leaves, gradient)
     assert seen == ["highest"] * (2 if learn[0] else 1)
     assert torch.get_float32_matmul_precision() == "medium"
-    assert torch.equal(out, expected)
-    assert all(map(torch.equal, gradients, expected_gradients))
+    assert torch.equal(actual, expected)
+    assert all(map(torch.equal, actual_gradients, expected_gradients))
     with torch.no_grad():
-        assert torch.equal(attention(*given), expected)
+        assert torch.equal(attention(*inputs), expected)
     assert seen[-1] == "highest" and torch.get_float32_matmul_precision() == "medium"
 
 
 def test_the_towers_attention_keeps_mkl(seen):
     torch.manual_seed(0)
-    given = [heads(28, 2)[:, 0] for _ in range(3)]
-    expected = attend_by_runs(*given, lengths=(8, 8, 12))
+    inputs = [heads(28, 2)[:, 0] for _ in range(3)]
+    expected = attend_by_runs(*inputs, lengths=(8, 8, 12))
     seen.clear()
     torch.set_float32_matmul_precision("medium")
-    out = attend_by_runs(*given, lengths=(8, 8, 12))
-    out.sum().backward()
+    actual = attend_by_runs(*inputs, lengths=(8, 8, 12))
+    actual.sum().backward()
     assert seen == ["highest"] * 4
-    assert torch.equal(out, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(("tokens", "library"), [(767, "highest"), (768, "medium")])

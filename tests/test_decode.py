@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_decode.py
-"""Greedy generation gives Hugging Face's tokens at each layout; candidates get its log-probs."""
+"""Greedy generation gives Hugging Face's tokens at each layout, candidates its log-probs."""
 
 import shutil
 from collections.abc import Callable, Collection
@@ -28,8 +28,8 @@ from tests.runs import Case, call, my_rows
 from tests.test_parity import TOLERANCE, layout
 
 NEW_TOKENS = 10
-# A near-tie would make a test a toss-up: between the first and the second choice of every reference
-# lie at least 1e-4 in log-prob (asserted), a hundred times what our log-probs differ.
+# A near-tie would make a test a toss-up. The first and the second choice of every reference differ
+# by at least 1e-4 in log-prob (asserted), a hundred times the error of our log-probs.
 MIN_MARGIN = 1e-4
 # bf16 at TP2 x PP2 differs from Hugging Face in bf16 by up to 2.5e-3 (tests/test_properties.py).
 BF16_MARGIN = 0.01
@@ -38,7 +38,7 @@ BF16_MARGIN = 0.01
 @dataclass(frozen=True)
 class Continuation:
     ids: list[int]
-    margins: list[float]  # log-prob of the first choice minus that of the second, each step
+    margins: list[float]  # log-prob of the first choice minus that of the second, at each step
 
 
 def continue_row(
@@ -47,7 +47,7 @@ def continue_row(
     count: int = NEW_TOKENS,
     stop_ids: Collection[int] = (),
 ) -> Continuation:
-    """Hugging Face's own greedy generation of one row."""
+    """Return Hugging Face's own greedy generation of one row."""
     model.eval()
     model.generation_config.eos_token_id = None
     out = model.generate(
@@ -67,15 +67,15 @@ def continue_row(
 
 
 def continue_rows(path: str, rows: list[Row], **options: Any) -> list[list[int]]:
-    """The tokens, of which no choice was close."""
+    """Return the tokens after a check that no choice was close."""
     model = load_reference(path)
-    found = [continue_row(model, row, **options) for row in rows]
-    assert min(min(row.margins) for row in found) > MIN_MARGIN
-    return [row.ids for row in found]
+    continuations = [continue_row(model, row, **options) for row in rows]
+    assert min(min(row.margins) for row in continuations) > MIN_MARGIN
+    return [row.ids for row in continuations]
 
 
 def edited(source: str, out: Path, change: Callable[[torch.nn.Module], None]) -> str:
-    """A checkpoint with other weights."""
+    """Write a checkpoint with changed weights and return its path."""
     shutil.copytree(source, out)
     model = load_reference(source)
     with torch.no_grad():
@@ -85,8 +85,8 @@ def edited(source: str, out: Path, change: Callable[[torch.nn.Module], None]) ->
 
 
 def turn_away(model: torch.nn.Module) -> None:
-    """A random model with a tied head repeats its last token, whatever went before: the head is
-    the embedding. With random signs in the norm before it, it says something else."""
+    """Give random signs to the norm before the head, so that the answers differ. A random model
+    with a tied head repeats its last token after any prompt, since the head is the embedding."""
     weight = model.model.language_model.norm.weight
     weight *= torch.randn(weight.shape, generator=torch.Generator().manual_seed(6)).sign()
 
@@ -104,14 +104,14 @@ def checkpoint(tiny, tmp_path_factory) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def reference(checkpoint) -> Callable[..., list[list[int]]]:
-    """What Hugging Face says to the mixed rows."""
+    """Return a function that gives Hugging Face's answers to the mixed rows."""
 
     @cache
     def compute(**sizes: Any) -> list[list[int]]:
         rows = make_rows(MIXED, sizes.get("vocab", 512))
-        found = continue_rows(checkpoint(**sizes), rows)
-        assert len({tuple(row) for row in found}) == len(rows)
-        return found
+        answers = continue_rows(checkpoint(**sizes), rows)
+        assert len({tuple(row) for row in answers}) == len(rows)
+        return answers
 
     return compute
 
@@ -119,7 +119,7 @@ def reference(checkpoint) -> Callable[..., list[list[int]]]:
 def answer(
     path: str, case: Case, requests: list[dict[str, Any]], split: bool = False
 ) -> list[list[list[int]]]:
-    """One worker's answers to several requests, each a dict of generate's arguments."""
+    """Return one worker's answers to several requests, each a dict of generate's arguments."""
     worker = MegatronWorker(case.config(path))
     if split:
         requests = [{**request, "prompts": my_rows(request["prompts"])} for request in requests]
@@ -153,8 +153,8 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_hugging_face(name, pool, checkpoint, reference):
-    """Eight mixed rows in batches of 3, 3 and 2, of which PP has several under way; then some of
-    them again, so that nothing may stay behind."""
+    """Eight mixed rows run in batches of 3, 3 and 2, several at a time with PP. Some of them run
+    again, so that any state left behind would show."""
     case, sizes = CASES[name]
     rows, expected = make_rows(MIXED, sizes.get("vocab", 512)), reference(**sizes)
     requests = [ask(rows), ask(rows[:3])]
@@ -199,22 +199,24 @@ def test_rows_stop_at_different_times(name, pool, tiny, reference):
 
 
 def test_a_generated_placeholder_is_a_token_like_any_other(pool, tiny, reference, tmp_path):
-    one, other = token_ids().image, reference()[0][1]
+    image_id, generated_id = token_ids().image, reference()[0][1]
 
     def swap_in_head(model: torch.nn.Module) -> None:
-        model.lm_head.weight[[one, other]] = model.lm_head.weight[[other, one]]
+        model.lm_head.weight[[image_id, generated_id]] = model.lm_head.weight[
+            [generated_id, image_id]
+        ]
 
     path = edited(tiny(), tmp_path / "swapped", swap_in_head)
     rows = make_rows(MIXED[:3])
     expected = continue_rows(path, rows)
-    assert one in expected[0]
+    assert image_id in expected[0]
     for case in (layout(), layout(pp=2)):
         assert pool.run(answer, case.world, path, case, [ask(rows)])[0] == [expected]
 
 
 @torch.no_grad()
 def continue_by_whole_forwards(path: str, row: Row, count: int) -> list[int]:
-    """Hugging Face's forward over the whole row for each new token, without its generate."""
+    """Continue a row by Hugging Face's forward over the whole row for each new token."""
     model = load_reference(path).eval()
     length = len(row.ids_S)
     for _ in range(count):
@@ -225,8 +227,9 @@ def continue_by_whole_forwards(path: str, row: Row, count: int) -> list[int]:
 
 
 def test_a_prompt_may_end_in_an_image(pool, tiny):
-    """There transformers 5.17 contradicts itself: its generate counts each axis on from the last
-    patch, its forward (and so training) from the longer side. We do as forward does."""
+    """transformers 5.17 contradicts itself after an image: its generate counts each axis on from
+    the last patch, its forward (and so training) from the longer side. Our generation follows the
+    latter."""
     rows = []
     for row in make_rows((RowSpec(9, images=((2, 8),)), RowSpec(12, images=((8, 2),)))):
         end = int((row.ids_S == token_ids().image).nonzero().max()) + 1
@@ -253,27 +256,29 @@ def test_bytes_are_normalised_as_floats_are(pool, tiny):
 
 
 def test_bf16_at_tp2_pp2(pool, tiny, record_property):
-    """Each row until Hugging Face's own choice is close."""
+    """Rows are compared until Hugging Face's own choice is close."""
     path, case = tiny(dtype="bfloat16"), layout(tp=2, pp=2)
     case = replace(case, train={"precision": "bf16"})
     rows = make_rows(MIXED)
     model = load_reference(path, torch.bfloat16)
-    ours = pool.run(answer, case.world, path, case, [ask(rows)])[0][0]
+    actual = pool.run(answer, case.world, path, case, [ask(rows)])[0][0]
     compared = 0
-    for row, ids in zip(rows, ours, strict=True):
-        theirs = continue_row(model, row)
-        for mine, token, margin in zip(ids, theirs.ids, theirs.margins, strict=True):
+    for row, actual_ids in zip(rows, actual, strict=True):
+        expected = continue_row(model, row)
+        for actual_id, expected_id, margin in zip(
+            actual_ids, expected.ids, expected.margins, strict=True
+        ):
             if margin < BF16_MARGIN:
                 break
-            assert mine == token
+            assert actual_id == expected_id
             compared += 1
     record_property("compared", compared)
     assert compared >= 20
 
 
 def compare_with_whole_forward(worker: MegatronWorker) -> float:
-    """The largest relative difference of the logits that follow each token, fed one by one and at
-    once. Rows of unlike lengths; the longest leaves half-way."""
+    """Return the largest relative difference between logits of tokens fed one by one and those of
+    the whole rows at once. The rows differ in length, and the longest leaves half-way."""
     generator = torch.Generator().manual_seed(1)
     ids_BS = torch.randint(0, 250, (3, 24), generator=generator)
     lengths, steps, worst = [5, 16, 9], 8, 0.0
@@ -296,11 +301,13 @@ def compare_with_whole_forward(worker: MegatronWorker) -> float:
         rows = [0, 1, 2]
         for step in range(steps):
             ends = torch.tensor([lengths[row] + step for row in rows])
-            wanted_BV = whole_BSV[rows, ends - 1]
-            worst = max(worst, float((logits_BV - wanted_BV).abs().max() / wanted_BV.abs().max()))
-            kept = [0, 2] if step == steps // 2 else list(range(len(rows)))
-            rows, ends = [rows[place] for place in kept], ends[kept]
-            cache.keep(kept)
+            expected_BV = whole_BSV[rows, ends - 1]
+            worst = max(
+                worst, float((logits_BV - expected_BV).abs().max() / expected_BV.abs().max())
+            )
+            remaining = [0, 2] if step == steps // 2 else list(range(len(rows)))
+            rows, ends = [rows[place] for place in remaining], ends[remaining]
+            cache.keep(remaining)
             cache.advance()
             logits_BV = worker.chunks[0](
                 ids_BS[rows, ends][:, None], position_ids(ends[:, None]), cache=cache
@@ -309,7 +316,7 @@ def compare_with_whole_forward(worker: MegatronWorker) -> float:
 
 
 def compare_with_megatrons_attention(worker: MegatronWorker) -> float:
-    """The cache stands around any backend's core attention: here Megatron's own, unfused."""
+    """Compare with Megatron's own unfused core attention: the cache works with any backend."""
     for layer in worker.chunks[0].decoder.layers:
         attention = layer.self_attention.core_attention
         attention.backend = DotProductAttention(
@@ -326,9 +333,9 @@ def test_the_cache_gives_the_logits_of_a_whole_forward(compare, pool, tiny, reco
 
 
 def _logits() -> Tensor:
-    """Rows of 509 real ids and a padded one, cut over two ranks at 255."""
+    """Return rows of 509 real ids and a padded one, cut over two ranks at 255."""
     logits = torch.randn(6, 510, generator=torch.Generator().manual_seed(0))
-    logits[0, [7, 400]] = 9  # equal on both ranks: the lowest id
+    logits[0, [7, 400]] = 9  # equal on both ranks, and the lowest id wins
     logits[1, [300, 301, 508]] = 9
     logits[2, 509] = 9  # padding is the largest
     logits[3] = 0
@@ -340,11 +347,11 @@ def _logits() -> Tensor:
 def _pick(worker: MegatronWorker) -> list[list[int]]:
     part = slice(0, 255) if torch.distributed.get_rank() == 0 else slice(255, 510)
     vocab, greedy = worker.source.sizes.text.vocab, SamplingSettings(1, temperature=0)
-    found = []
+    picks = []
     for logits in (_logits(), _logits().bfloat16()):
         whole_BV = whole_logits(logits[:, part], vocab, worker.grid.tp)
-        found.append(pick(whole_BV, greedy, (), ())[:, 0].long().tolist())
-    return found
+        picks.append(pick(whole_BV, greedy, (), ())[:, 0].long().tolist())
+    return picks
 
 
 def test_picks_as_argmax_over_the_whole_row_without_padding(pool, tiny):
@@ -368,14 +375,14 @@ def test_candidates_get_hugging_faces_log_probs(name, pool, tiny, record_propert
     answers = pool.run(call, case.world, tiny(), case, _rank)
     assert all(each == answers[0] for each in answers)
     worst = 0.0
-    for place, found in zip((0, 2, 5), answers[0], strict=True):
+    for place, log_probs in zip((0, 2, 5), answers[0], strict=True):
         prompt = make_rows(MIXED)[place]
-        for candidate, ours in zip(CANDIDATES, found, strict=True):
+        for candidate, actual in zip(CANDIDATES, log_probs, strict=True):
             ids_S = torch.cat([prompt.ids_S, torch.tensor(candidate)])
             with torch.no_grad():
                 log_probs_S = row_log_probs(model, replace(prompt, ids_S=ids_S, labels_S=ids_S))
-            theirs = float(log_probs_S[len(prompt.ids_S) :].double().sum())
-            worst = max(worst, abs(ours / theirs - 1))
+            expected = float(log_probs_S[len(prompt.ids_S) :].double().sum())
+            worst = max(worst, abs(actual / expected - 1))
     record_property("log_probs", worst)
     assert worst <= TOLERANCE
 
@@ -389,7 +396,7 @@ def train_around(path: str, case: Case, with_evaluation: bool) -> list[tuple[flo
             generate(worker.stage, rows, 3, (), batch_rows=2)
             candidate_log_probs(worker.stage, rows[0], [[1, 2], [3]], 2)
         loss = worker.forward_backward(rows).loss
-        if with_evaluation:  # gradients wait for their step meanwhile
+        if with_evaluation:  # while the gradients wait for their step
             generate(worker.stage, rows[:2], 2, ())
         steps.append((loss, worker.optim_step(lr=1e-3)[0]))
     return steps
