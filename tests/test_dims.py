@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_dims.py
-"""The grid of ranks: layouts, and messages with both numbers."""
+"""The grid of ranks: its layouts, and refusals that name both numbers."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from tests.error_fields import raises
         (2, 28, (14, 14)),
         (2, 5, (2, 3)),  # stage 0 has the vision tower
         (4, 28, (7, 7, 7, 7)),
-        (4, 30, (7, 8, 8, 7)),  # the middle before the ends
+        (4, 30, (7, 8, 8, 7)),  # middle stages come before the ends
         (4, 31, (7, 8, 8, 8)),
         (8, 36, (4, 5, 5, 5, 5, 4, 4, 4)),
     ],
@@ -39,8 +39,8 @@ def test_balanced_stages(pp, layers, stages):
 def test_balanced_chunks(pp, virtual, layers, chunks):
     dims = ParallelDims.create(ParallelConfig(pp=pp, virtual_stages=virtual), pp, layers)
     assert dims.layers_per_stage == chunks
-    found = [dims.layers_of(stage, chunk) for chunk in range(virtual) for stage in range(pp)]
-    assert [layer for part in found for layer in part] == list(range(layers))
+    parts = [dims.layers_of(stage, chunk) for chunk in range(virtual) for stage in range(pp)]
+    assert [layer for part in parts for layer in part] == list(range(layers))
 
 
 def test_chunks_are_in_the_order_of_the_pipeline():

@@ -1,13 +1,14 @@
 # .venv/bin/python -m pytest tests/test_docs.py
-"""The docs say what is so: links lead somewhere, messages are the program's, commands are taken,
-and the quickstart is run (by tests/test_wheel.py).
+"""Checks of the docs: links resolve, messages are those of the program, commands are accepted, and
+the quickstart is run (by tests/test_wheel.py).
 
-Blocks of README.md and docs/*.md, by what stands behind the fence:
+Kinds of the blocks of README.md and docs/*.md, by the words after the fence:
 
     bash            commands whose words must be known to the program
-    bash test       run, too, in order; `# writes PATH ...` names what must be there afterwards
-    python test     run among them
-    text            messages of the program, a blank line between two
+    bash test       commands that are also run, in order; `# writes PATH ...` names files that must
+                    exist afterwards
+    python test     code that is run among them
+    text            messages of the program, separated by blank lines
 """
 
 import ast
@@ -33,7 +34,7 @@ from tests import error_messages
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# What is not ours, and is taken as it stands.
+# Programs of other packages, whose words are not checked.
 FOREIGN = {"ray", "docker", "hf", "make", "pip", "rsync", "source", "vllm"}
 
 
@@ -50,17 +51,17 @@ class Block:
 
 
 def blocks(*kinds: str) -> list[Block]:
-    found = []
+    all_blocks = []
     for page in PAGES:
         content = page.read_text()
         for match in FENCE.finditer(content):
             line = content.count("\n", 0, match.start()) + 1
-            found.append(Block(page, line, match[1], match[2]))
-    return [block for block in found if not kinds or block.kind in kinds]
+            all_blocks.append(Block(page, line, match[1], match[2]))
+    return [block for block in all_blocks if not kinds or block.kind in kinds]
 
 
 def notebook_cells(kind: str) -> list[str]:
-    """What the cells of the notebook hold, commands in one line."""
+    """Return the cells of one kind of the notebook, with each command in one line."""
     cells = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())["cells"]
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == kind]
     return [text.replace("\\\n", " ") for text in texts]
@@ -77,7 +78,7 @@ def test_every_block_is_of_a_known_kind():
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the page's headings, as GitHub makes them."""
+    """Return the anchors of the page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -101,7 +102,7 @@ def test_links_of_the_notebook_resolve():
 
 
 def test_paths_in_code_exist():
-    """`tests/x.py`, `scripts/y.sh` and the like, wherever they are named."""
+    """Paths such as `tests/x.py` and `scripts/y.sh` exist wherever the pages name them."""
     folders = "|".join(("benchmarks", "configs", "docs", "megatron_vlm", "scripts", "tests"))
     path = re.compile(rf"`((?:{folders})/[\w./-]+)`")
     for page in PAGES:
@@ -112,13 +113,14 @@ def test_paths_in_code_exist():
 # Messages.
 
 
-Parts = list[str | None]  # the literal parts of a string, None for what is put in between
+Parts = list[str | None]  # literal parts of a string, with None for each inserted value
 
 
 @cache
 def templates() -> list[re.Pattern[str]]:
-    """Every string of the package that is long enough to be a message, {...} matching anything."""
-    found = []
+    """Return a pattern for each string of the package that is long enough to be a message, in which
+    {...} matches anything."""
+    patterns = []
     for file in sorted((ROOT / "megatron_vlm").rglob("*.py")):
         tree = ast.parse(file.read_text())
         for scope in (tree, *(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))):
@@ -127,34 +129,34 @@ def templates() -> list[re.Pattern[str]]:
                 parts = strings_in(node, named)
                 if sum(len(part) for part in parts if part is not None) >= 12:
                     text = "\0".join(_joined(parts))
-                    found.append(_pattern(text))
+                    patterns.append(_pattern(text))
     modules = error_messages.trees()
     classes = error_messages.error_classes(modules)
     for tree in modules.values():
         for _, _, call in error_messages.calls(tree, classes):
             text = _without_braces(error_messages.message(call))
             if len(text) - text.count("\0") >= 12:
-                found.append(_pattern(text))
-    return found
+                patterns.append(_pattern(text))
+    return patterns
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    """What matches a text that has a null character where anything may stand."""
+    """Return a pattern that matches the text with anything in place of each null character."""
     words = [re.escape(part) for part in " ".join(text.split()).split("\0")]
     return re.compile(".+".join(words), re.DOTALL)
 
 
 def _without_braces(text: str) -> str:
-    """The text with a null character in place of each `{expression}`."""
-    found, depth = "", 0
+    """Return the text with a null character in place of each `{expression}`."""
+    result, depth = "", 0
     for sign in text:
-        found += "\0" * (sign == "{" and not depth) + sign * (sign not in "{}" and not depth)
+        result += "\0" * (sign == "{" and not depth) + sign * (sign not in "{}" and not depth)
         depth += (sign == "{") - (sign == "}")
-    return found
+    return result
 
 
 def _joined(parts: Parts) -> list[str]:
-    """Literal parts with something in between each two."""
+    """Join the literal parts that have no inserted value between them."""
     joined = [""]
     for part in parts:
         joined[-1] += part or ""
@@ -164,7 +166,7 @@ def _joined(parts: Parts) -> list[str]:
 
 
 def names_in(scope: ast.AST) -> dict[str, Parts]:
-    """Strings with a name of their own in a function, by that name."""
+    """Return the strings that a function assigns to names, by name."""
     named: dict[str, Parts] = {}
     if isinstance(scope, ast.FunctionDef):
         for node in ast.walk(scope):
@@ -174,7 +176,7 @@ def names_in(scope: ast.AST) -> dict[str, Parts]:
 
 
 def strings_in(node: ast.AST, named: dict[str, Parts]) -> Parts:
-    """A string's parts; nothing for other nodes."""
+    """Return the parts of a string, and nothing for other nodes."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [node.value]
     if isinstance(node, ast.JoinedStr):
@@ -188,8 +190,8 @@ def strings_in(node: ast.AST, named: dict[str, Parts]) -> Parts:
 
 
 def is_said(message: str) -> bool:
-    """Whether the program can say this, in one piece or put together of pieces that it says: a
-    refusal is KEY=VALUE: reason; way out."""
+    """Return whether the program can print the message, in one piece or joined from pieces that it
+    prints: a refusal is KEY=VALUE: reason; remedy."""
     if any(template.fullmatch(message) for template in templates()):
         return True
     if re.fullmatch(r"[\w.]+=\S+|ranks? [\d-]+", message):
@@ -208,9 +210,9 @@ def messages() -> Iterator[tuple[str, str]]:
 
 
 def test_messages_are_the_programs():
-    found = list(messages())
-    assert len(found) > 20
-    wrong = [f"{where}: {message}" for where, message in found if not is_said(message)]
+    entries = list(messages())
+    assert len(entries) > 20
+    wrong = [f"{where}: {message}" for where, message in entries if not is_said(message)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -228,7 +230,7 @@ def test_a_message_that_nobody_says_is_found():
 
 
 def command_lines(text: str) -> Iterator[list[str]]:
-    """The words of each command, without comments and environment variables in front."""
+    """Yield the words of each command, without comments and leading environment variables."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -238,16 +240,16 @@ def command_lines(text: str) -> Iterator[list[str]]:
 
 
 def check_train(words: list[str]) -> None:
-    given = any(word.startswith("model.path=") for word in words)
-    load_config([*words, *([] if given else ["model.path=x"])])
+    has_path = any(word.startswith("model.path=") for word in words)
+    load_config([*words, *([] if has_path else ["model.path=x"])])
 
 
 def check_megatron_vlm(words: list[str]) -> None:
-    args = parse_arguments(make_parser(), words)  # SystemExit where an option is unknown
+    args = parse_arguments(make_parser(), words)  # raises SystemExit for an unknown option
     overrides = getattr(args, "overrides", [])
     if not hasattr(args, "where"):
         check_train(overrides)
-    elif args.where.startswith("runs/") or "/step-" in args.where:  # brings its configuration
+    elif args.where.startswith("runs/") or "/step-" in args.where:  # has its own configuration
         base = to_yaml(load_config(["model.path=x", "data.eval=x"]))
         from_yaml(base, overrides)
     else:
@@ -319,7 +321,7 @@ def test_make_targets_exist():
 
 
 def test_the_tables_of_the_configuration_are_up_to_date(monkeypatch):
-    """Else: python scripts/make_config_docs.py"""
+    """Outdated tables are rewritten by: python scripts/make_config_docs.py"""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     maker = importlib.import_module("make_config_docs")
     page = maker.PAGE.read_text()
@@ -327,7 +329,7 @@ def test_the_tables_of_the_configuration_are_up_to_date(monkeypatch):
 
 
 def test_recipes_of_the_docs_compose(tmp_path, monkeypatch):
-    """Each is what its first line says, beside the ones there are."""
+    """Each block is the recipe that its first line names, and composes with the existing ones."""
     written = []
     for block in blocks("yaml"):
         if block.text.startswith("# my.yaml"):
@@ -357,17 +359,17 @@ def test_the_file_of_the_docs_is_read():
     assert (cfg.data.max_tokens, len(cfg.data.train), cfg.run) == (8192, 2, "runs/receipts")
 
 
-# The quickstart, for real: see test_wheel.py.
+# Execution of the quickstart: see test_wheel.py.
 
 
 def run_block(block: Block, folder: Path, python: Path) -> str:
-    """As a user does, who has activated the environment that `python` is in. What it says."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")
-    env = {k: v for k, v in os.environ.items() if k not in ours}
+    """Return the output of the block, run by a user in the environment of `python`."""
+    job_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")
+    env = {k: v for k, v in os.environ.items() if k not in job_variables}
     env |= {
         "PATH": f"{python.parent}:{env['PATH']}",
         "HF_HUB_OFFLINE": "1",
-        "HOME": str(folder),  # of data.cache_dir
+        "HOME": str(folder),  # data.cache_dir lies in it
     }
     words = ["bash", "-euo", "pipefail", "-c", block.text]
     if block.kind == "python test":

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_doctor.py
-"""`doctor` tells what runs here from what does not, and says how to get the rest."""
+"""`doctor` separates what runs here from what does not, and names the remedy for the rest."""
 
 import io
 import resource
@@ -50,7 +50,7 @@ TE = Requirement("transformer-engine[pytorch]>=2.9")
 
 @pytest.fixture(scope="module")
 def real_run():
-    """(exit status, what was printed, the checks) of a real run, in 80 columns."""
+    """Return (exit status, output, checks) of a real run in 80 columns."""
     checks = []
 
     def recorded():
@@ -67,12 +67,12 @@ def real_run():
 
 @pytest.fixture(scope="module")
 def here(real_run):
-    """The checks of this machine by their names."""
+    """Return the checks of this machine by name."""
     return {check.name: check for check in real_run[2]}
 
 
 def test_this_machine_can_train(here):
-    """It runs these tests, so nothing that a run needs can be missing."""
+    """This machine runs these tests, so no requirement of a run can be missing."""
     assert [check for check in here.values() if check.status == MISSING] == []
     assert here["torch"] == Check("torch", OK, version("torch"))
     assert here["gloo"].found == "two processes can communicate"
@@ -111,10 +111,10 @@ def test_without_torch_the_rest_is_still_checked(monkeypatch):
         return "ImportError: libcudart.so.12: cannot open" if name == "torch" else None
 
     monkeypatch.setattr(machine_facts, "import_problem", fails)
-    found = {check.name: check for check in all_checks()}
-    assert found["torch"].status == found["GPU and gloo"].status == MISSING
-    assert "libcudart" in found["torch"].found
-    assert found["transformers"].status == OK and "gloo" not in found and "open files" in found
+    checks = {check.name: check for check in all_checks()}
+    assert checks["torch"].status == checks["GPU and gloo"].status == MISSING
+    assert "libcudart" in checks["torch"].found
+    assert checks["transformers"].status == OK and "gloo" not in checks and "open files" in checks
 
 
 def test_the_table_shows_brackets_as_they_are():
@@ -163,20 +163,20 @@ def test_packages(extra, requirement, found, problem, status, says):
 
 def test_ranges_are_those_of_pyproject():
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
-    found = requirements(EXTRAS)
-    required = [str(requirement) for extra, requirement in found if not extra]
+    pairs = requirements(EXTRAS)
+    required = [str(requirement) for extra, requirement in pairs if not extra]
     assert required == [str(Requirement(t)) for t in project["project"]["dependencies"]]
-    assert [r.name for extra, r in found if extra] == ["transformer-engine", "ray", "av"]
+    assert [r.name for extra, r in pairs if extra] == ["transformer-engine", "ray", "av"]
     assert [r.name for extra, r in requirements(()) if extra] == []
     assert str(machine_facts.python_range()) == project["project"]["requires-python"]
 
 
 def test_without_a_checkout_the_installed_ranges_count(monkeypatch):
     monkeypatch.setattr(machine_facts, "__file__", "/no/such/folder/machine.py")
-    found = requirements(EXTRAS)
-    assert ("", "megatron-core") in [(extra, r.name) for extra, r in found]
-    assert ("ray", "ray") in [(extra, r.name) for extra, r in found]
-    assert "pytest" not in [r.name for _, r in found]
+    pairs = requirements(EXTRAS)
+    assert ("", "megatron-core") in [(extra, r.name) for extra, r in pairs]
+    assert ("ray", "ray") in [(extra, r.name) for extra, r in pairs]
+    assert "pytest" not in [r.name for _, r in pairs]
     assert machine_facts.python_range() == SpecifierSet(">=3.11")
 
 
@@ -192,16 +192,16 @@ def test_what_is_installed_and_imports():
 
 
 def test_gpus_and_what_they_compute_in():
-    found = {check.name: check for check in gpu_checks([H100] * 8, "550.54", "2.27.5")}
-    assert {check.status for check in found.values()} == {OK}
-    assert found["GPU"].found == "8 x NVIDIA H100 80GB HBM3, 80 GiB; driver 550.54"
-    assert found["NCCL"].found == "2.27.5" and found["peak FLOP/s"].found == "989 TFLOP/s"
-    found = {check.name: check for check in gpu_checks([H100, T4], None, None)}
-    assert found["GPU"].found.endswith("1 x Tesla T4, 15 GiB; driver unknown")
-    statuses = {name: check.status for name, check in found.items()}
+    checks = {check.name: check for check in gpu_checks([H100] * 8, "550.54", "2.27.5")}
+    assert {check.status for check in checks.values()} == {OK}
+    assert checks["GPU"].found == "8 x NVIDIA H100 80GB HBM3, 80 GiB; driver 550.54"
+    assert checks["NCCL"].found == "2.27.5" and checks["peak FLOP/s"].found == "989 TFLOP/s"
+    checks = {check.name: check for check in gpu_checks([H100, T4], None, None)}
+    assert checks["GPU"].found.endswith("1 x Tesla T4, 15 GiB; driver unknown")
+    statuses = {name: check.status for name, check in checks.items()}
     assert statuses == {"GPU": OK, "NCCL": MISSING, "bf16": WARNING, "peak FLOP/s": WARNING}
-    assert found["bf16"].found == "not in the hardware of Tesla T4"
-    assert "PEAK_FLOPS_BF16" in found["peak FLOP/s"].advice
+    assert checks["bf16"].found == "not in the hardware of Tesla T4"
+    assert "PEAK_FLOPS_BF16" in checks["peak FLOP/s"].advice
 
 
 def test_no_gpu_is_fine_and_one_that_torch_does_not_see_is_not(tmp_path, monkeypatch):
@@ -215,10 +215,10 @@ def test_no_gpu_is_fine_and_one_that_torch_does_not_see_is_not(tmp_path, monkeyp
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(machine_facts, "requirements", lambda extras: [])
     monkeypatch.setattr(machine_facts, "gloo_problem", lambda: None)
-    found = {check.name: check for check in all_checks()}
-    assert found["GPU"].status == MISSING and "NCCL" not in found
-    assert found["GPU"].found == f"torch sees none, though {program} is there; driver 550.54"
-    assert found["GPU"].advice.endswith("; on the CPU: platform=cpu")
+    checks = {check.name: check for check in all_checks()}
+    assert checks["GPU"].status == MISSING and "NCCL" not in checks
+    assert checks["GPU"].found == f"torch sees none, though {program} is there; driver 550.54"
+    assert checks["GPU"].advice.endswith("; on the CPU: platform=cpu")
 
 
 @pytest.mark.gpu
@@ -233,10 +233,10 @@ def test_the_devices_of_this_machine(here):
 def test_the_driver_is_what_nvidia_smi_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert machine_facts.driver_version() is None
-    for script, found in (("echo 550.54; echo 550.54", "550.54"), ("echo no; exit 9", None)):
+    for script, expected in (("echo 550.54; echo 550.54", "550.54"), ("echo no; exit 9", None)):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-        assert machine_facts.driver_version() == found
+        assert machine_facts.driver_version() == expected
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_the_driver_is_what_nvidia_smi_says(tmp_path, monkeypatch):
     [
         ("pass", None),
         ("raise SystemExit('gloo: no interface')", "gloo: no interface"),
-        ("import sys; sys.exit(int(sys.argv[2]))", "no message"),  # one of the two
+        ("import sys; sys.exit(int(sys.argv[2]))", "no message"),  # one of the two processes
         ("import time; time.sleep(60)", "no answer within 0.5 s"),
     ],
 )
@@ -273,7 +273,7 @@ def test_a_compiler_is_needed_on_gpus():
 
 def test_shared_memory():
     assert shm_check(8 * GIB) == Check("/dev/shm", OK, "8.0 GiB free")
-    check = shm_check(64 * 2**20)  # as docker gives it
+    check = shm_check(64 * 2**20)  # Docker's default
     assert (check.status, check.found) == (WARNING, "0.1 GiB free")
     assert "--shm-size" in check.advice and shm_check(None).status == WARNING
 

@@ -34,15 +34,15 @@ def test_planned_batches_are_those_of_the_loader(tiny, tmp_path):
     for rank in range(2):
         loader = Loader(data, cfg.data, 7, Limits(1, 400), Replica(rank, 2), epochs=1)
         for step, shares in zip(loader, planned, strict=True):
-            found = [
+            actual = [
                 (len(batch.lengths), max(batch.lengths), batch.num_supervised)
                 for batch in step.micro_batches
             ]
-            assert found == [(b.rows, b.tokens, b.supervised) for b in shares[rank]]
+            assert actual == [(b.rows, b.tokens, b.supervised) for b in shares[rank]]
 
 
 def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
-    """config.json and the tokenizer are enough; nothing is written."""
+    """config.json and the tokenizer are enough, and nothing is written."""
     folder = tmp_path / "bare"
     shutil.copytree(tiny(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     file = write_set(tmp_path)
@@ -75,7 +75,7 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
 
 
 def test_a_real_model_that_does_not_fit_is_said(tiny, tmp_path, capsys):
-    """Sizes of Qwen3-VL 32B, on this machine's memory."""
+    """The sizes are those of Qwen3-VL 32B, the memory is that of this machine."""
     folder = tmp_path / "large"
     shutil.copytree(tiny(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())

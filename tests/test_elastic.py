@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_elastic.py
-"""torchrun starts a job again: after a killed rank, without a lost machine, and with it when it is
-back; each time the run resumes from its last checkpoint with the same losses."""
+"""Restarts by torchrun: after a killed rank, without a lost machine, and with it when it is back.
+Each time the run resumes from its last checkpoint with the same losses."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def arguments(*more: str) -> list[str]:
 
 
 def start(launcher: list[str], folder: Path, model: str, run: str, *more: str, **env: str):
-    """A launcher, followed by the arguments of a run, in a process group of its own."""
+    """Start a launcher with the arguments of a run, in a process group of its own."""
     train = command(folder, model, run, *arguments(*more))[4:]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.Popen(
@@ -54,17 +54,17 @@ def wait(jobs: list[subprocess.Popen], ready) -> None:
 
 
 def ranks_below(job: subprocess.Popen) -> dict[int, int]:
-    """Process ids of the ranks that a launcher has started."""
+    """Return the process ids of the ranks that a launcher has started."""
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    found = {}
+    pids = {}
     for pid in map(int, children):
         environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        found |= {int(each[5:]): pid for each in environ if each.startswith(b"RANK=")}
-    return found
+        pids |= {int(each[5:]): pid for each in environ if each.startswith(b"RANK=")}
+    return pids
 
 
 def last_values(run: Path) -> list[tuple]:
-    """Of each step, as it was last done."""
+    """Return the values of each step as it was last done."""
     return values(list({step["step"]: step for step in steps_of(run)}.values()))
 
 
@@ -85,8 +85,8 @@ def test_a_killed_rank_starts_the_job_again(folder, tiny, pool):
 
 
 def test_a_lost_machine_leaves_fewer_replicas_until_it_is_back(folder, tiny, pool):
-    """Two machines, each with one rank: two launchers here, as the script starts them. One replica
-    rounds differently from two: a small learning rate keeps that from growing over the steps."""
+    """Two launchers represent two machines with one rank each, as the script starts them. One
+    replica rounds differently from two; a small learning rate keeps that from growing."""
     run, slow = folder / "machines", ("parallel.pp=1", "optim.lr=1e-5")
     settings = {"NODES": "2", "LEAST": "1", "MASTER": "127.0.0.1", "PORT": "29533"}
     settings |= {"PROCESSES": "1", "RESTARTS": "3"}
@@ -113,23 +113,23 @@ def test_a_lost_machine_leaves_fewer_replicas_until_it_is_back(folder, tiny, poo
         for job in jobs:
             job.terminate()
         print(layouts(), *(job.communicate()[1] for job in jobs))
-    found = last_values(run)
-    assert [step for step, *_ in found] == list(range(len(found)))
-    given = arguments(*slow, f"train.steps={len(found)}")
-    status, _, err = go_pooled(pool, 2, folder, tiny(), "two-replicas", *given)
+    actual = last_values(run)
+    assert [step for step, *_ in actual] == list(range(len(actual)))
+    overrides = arguments(*slow, f"train.steps={len(actual)}")
+    status, _, err = go_pooled(pool, 2, folder, tiny(), "two-replicas", *overrides)
     assert status == 0, err
     expected = values(steps_of(folder / "two-replicas"))
     worst = max(
-        abs(mine - theirs) / theirs
-        for step, other in zip(found, expected, strict=True)
-        for mine, theirs in zip(step[1:3], other[1:3], strict=True)
+        abs(value - reference) / reference
+        for step, other in zip(actual, expected, strict=True)
+        for value, reference in zip(step[1:3], other[1:3], strict=True)
     )
-    print(f"{len(found)} steps, worst relative difference {worst:.1e}")
+    print(f"{len(actual)} steps, worst relative difference {worst:.1e}")
     assert worst <= TOLERANCE
 
 
 def lines(run: Path) -> list[dict]:
-    """Of metrics.jsonl, whose last line may be incomplete."""
+    """Return the lines of metrics.jsonl, whose last line may be incomplete."""
     path = run / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

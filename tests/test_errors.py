@@ -50,10 +50,10 @@ def test_fields_become_a_sentence(fields, sentence):
 
 def test_an_error_is_the_same_in_another_process():
     error = ConfigError("is large", key="train.steps", found=7, allowed=range(1, 5))
-    for given in (error, ConfigError("is not set", key="run")):
-        copy = pickle.loads(pickle.dumps(given))
-        assert type(copy) is ConfigError and copy.fields() == given.fields()
-        assert str(copy) == str(given)
+    for original in (error, ConfigError("is not set", key="run")):
+        copy = pickle.loads(pickle.dumps(original))
+        assert type(copy) is ConfigError and copy.fields() == original.fields()
+        assert str(copy) == str(original)
 
 
 def test_a_wider_place_stands_before_the_narrow_one():
@@ -62,13 +62,12 @@ def test_a_wider_place_stands_before_the_narrow_one():
 
 
 def test_messages_are_those_that_were_read():
-    """Where a message is meant to change: `.venv/bin/python -m tests.error_messages`, and read the
-    difference."""
+    """Accept a change by `.venv/bin/python -m tests.error_messages`, and read the difference."""
     assert all_messages() == GOLDEN.read_text()
 
 
 def test_every_message_names_its_place():
-    """Whoever gets an error can ask it for the key or the place."""
+    """Callers can read the key or the place of every error."""
     modules = trees()
     classes = error_classes(modules)
     bare = {

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_evaluation.py
-"""Held-out sets score what Hugging Face's model gives for the same records, at each layout."""
+"""Scores of held-out sets equal those of Hugging Face's model at each layout."""
 
 import json
 import math
@@ -43,7 +43,8 @@ LAYOUTS = {
 
 
 def hf_row(row: Row, pixels: PixelTables) -> Row:
-    """With floats in place of bytes, as the image processor makes them (tests/test_media.py)."""
+    """Return the row with floats in place of bytes, as the image processor makes them
+    (tests/test_media.py)."""
     return replace(row, pixel_values_PC=pixels.images(row.pixel_values_PC))
 
 
@@ -53,7 +54,8 @@ def logits_of(model: Any, row: Row) -> torch.Tensor:
 
 
 def prompt_and_answer(row: Row) -> tuple[Row, list[int]]:
-    """The set has one answer a record; its end of the turn is trained, the newline behind not."""
+    """Split a row into its prompt and its one answer, whose end of the turn is trained and the
+    newline behind it not."""
     trained = (row.labels_S != IGNORE).nonzero()[:, 0]
     start, end = int(trained[0]), int(trained[-1]) + 1
     ids_S = row.ids_S[:start]
@@ -63,7 +65,7 @@ def prompt_and_answer(row: Row) -> tuple[Row, list[int]]:
 
 @pytest.fixture(scope="module")
 def asked(tiny, tmp_path_factory) -> dict[str, Any]:
-    """A set whose every other answer is what the model says, and what Hugging Face makes of it."""
+    """Return a set, every other answer of which is the model's own, and Hugging Face's results."""
     path, folder = tiny(), tmp_path_factory.mktemp("asked")
     file = Path(write_set(folder, ROWS))
     model, tokenizer = load_reference(path).eval(), AutoTokenizer.from_pretrained(path)
@@ -71,9 +73,11 @@ def asked(tiny, tmp_path_factory) -> dict[str, Any]:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     records = [json.loads(line) for line in file.read_text().splitlines()]
     rows = rows_in(str(file), path, pixels)
-    said = [continue_row(model, prompt_and_answer(row)[0], NEW_TOKENS, [end]) for row in rows]
-    assert min(min(each.margins) for each in said) > MARGIN
-    texts = [tokenizer.decode(each.ids).strip() for each in said]
+    continuations = [
+        continue_row(model, prompt_and_answer(row)[0], NEW_TOKENS, [end]) for row in rows
+    ]
+    assert min(min(each.margins) for each in continuations) > MARGIN
+    texts = [tokenizer.decode(each.ids).strip() for each in continuations]
     special = set(tokenizer.all_special_tokens)
     for record, text in list(zip(records, texts, strict=True))[::2]:
         if text and not any(token in text for token in special):
@@ -81,11 +85,11 @@ def asked(tiny, tmp_path_factory) -> dict[str, Any]:
     for record in records[::3]:
         record["messages"][-1]["weight"] = 0.3
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    right = [record["messages"][-1]["content"].strip() for record in records]
+    answers = [record["messages"][-1]["content"].strip() for record in records]
     return {
         "file": str(file),
-        "candidates": list(dict.fromkeys(right)),
-        "exact_match": sum(a == b for a, b in zip(texts, right, strict=True)) / ROWS,
+        "candidates": list(dict.fromkeys(answers)),
+        "exact_match": sum(a == b for a, b in zip(texts, answers, strict=True)) / ROWS,
         "rows": rows_in(str(file), path, pixels),
         "model": model,
         "tokenizer": tokenizer,
@@ -100,7 +104,7 @@ def rows_in(file: str, path: str, pixels: PixelTables) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def expected(asked) -> dict[str, float]:
-    """Loss, token accuracy and the rank of candidates, by Hugging Face's logits."""
+    """Return the loss, the token accuracy and the ranking score by Hugging Face's logits."""
     model, tokenizer = asked["model"], asked["tokenizer"]
     total, right, count, ranked, weight = 0.0, 0, 0, 0, 0.0
     for row in asked["rows"]:
@@ -120,8 +124,8 @@ def expected(asked) -> dict[str, float]:
             tail = logits_of(model, whole)[-len(ids) - 1 : -1].log_softmax(-1)
             sums.append(float(tail[range(len(ids)), ids].sum()))
         assert sorted(sums)[-1] - sorted(sums)[-2] > MARGIN
-        said = asked["candidates"][int(np.argmax(sums))]
-        ranked += said == tokenizer.decode(answer[:-1]).strip()
+        choice = asked["candidates"][int(np.argmax(sums))]
+        ranked += choice == tokenizer.decode(answer[:-1]).strip()
     assert weight < count
     return {"loss": total / weight, "token_accuracy": right / count, "ranking": ranked / ROWS}
 
@@ -135,16 +139,16 @@ def examine(
         eval=EvalConfig(batch_size=4, **options),
     )
     worker = MegatronWorker(cfg, training=False)
-    found = Evaluator(worker, cfg).examine()
-    return [(done.name, done.scores, done.examples) for done in found]
+    results = Evaluator(worker, cfg).examine()
+    return [(done.name, done.scores, done.examples) for done in results]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_scores_are_hugging_faces(name, asked, expected, pool):
     options = {"generate": True, "max_new_tokens": NEW_TOKENS, "candidates": asked["candidates"]}
     case, sets = LAYOUTS[name], {"held out": asked["file"]}
-    found = pool.run(examine, case.world, asked["path"], case, sets, options)
-    for rank, [(title, scores, examples)] in enumerate(found):
+    results = pool.run(examine, case.world, asked["path"], case, sets, options)
+    for rank, [(title, scores, examples)] in enumerate(results):
         assert title == "held out" and scores["samples"] == ROWS
         assert scores["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
         assert scores["token_accuracy"] == pytest.approx(expected["token_accuracy"], abs=1e-12)
@@ -156,15 +160,15 @@ def test_scores_are_hugging_faces(name, asked, expected, pool):
 
 
 def test_a_prefill_begins_every_answer(asked, pool):
-    """Generation goes on from it, and it counts as part of the answer."""
+    """Generation continues from the prefill, which counts as part of the answer."""
     model, tokenizer = asked["model"], asked["tokenizer"]
     prefill = tokenizer(PREFILL)["input_ids"]
     right = 0
     for row in asked["rows"]:
         prompt, answer = prompt_and_answer(row)
-        begun = replace(prompt, ids_S=torch.cat([prompt.ids_S, torch.tensor(prefill)]))
-        said = continue_row(model, begun, NEW_TOKENS, [answer[-1]])
-        text = tokenizer.decode([*prefill, *said.ids]).strip()
+        prefilled = replace(prompt, ids_S=torch.cat([prompt.ids_S, torch.tensor(prefill)]))
+        continuation = continue_row(model, prefilled, NEW_TOKENS, [answer[-1]])
+        text = tokenizer.decode([*prefill, *continuation.ids]).strip()
         right += text == tokenizer.decode(answer[:-1]).strip()
     options = {"generate": True, "max_new_tokens": NEW_TOKENS, "prefill": PREFILL + " "}
     [[(_, scores, examples)]] = pool.run(

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_exit_cases.py
-"""However a process of ours ends, everything that it has started ends with it."""
+"""However a process ends, everything that it has started ends with it."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ from tests.test_train import command, outside_of_jobs
 
 
 class Work:
-    """The first task is done at once, the others never."""
+    """Tasks of which the first is done at once and the others never."""
 
     def __getitem__(self, task: int) -> int:
         if task:
@@ -36,16 +36,16 @@ class Work:
 
 
 def hold() -> None:
-    """A trainer that waits for its data workers."""
-    found = map_in_processes(Work(), range(8), 2, 1)
-    print(next(found), flush=True)
-    next(found)
+    """Wait for data workers, as a trainer does."""
+    results = map_in_processes(Work(), range(8), 2, 1)
+    print(next(results), flush=True)
+    next(results)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_data_workers_end_with_a_killed_trainer(number):
-    """They hold its output open, too: `train | tee log` would never end."""
+    """The workers also hold the trainer's output open, so `train | tee log` would never end."""
     marked = Marked(outside_of_jobs())
     code = "from tests.test_exit_cases import hold; hold()"
     trainer = subprocess.Popen(
@@ -58,7 +58,9 @@ def test_data_workers_end_with_a_killed_trainer(number):
     assert len(marked.alive()) == 5  # with the server of the workers and Python's own tracker
     trainer.send_signal(number)
     try:
-        trainer.communicate(timeout=END_S)  # until all that hold its output are gone
+        trainer.communicate(
+            timeout=END_S
+        )  # waits until all processes that hold its output are gone
     finally:
         marked.check_all_gone()
 
@@ -93,7 +95,7 @@ class PipedJob:
         raise AssertionError("there is no launcher")
 
     def check_end(self, seconds: float) -> str:
-        """The pipe is read to its end, and nothing is left; what was said."""
+        """Check that the pipe ends and that no process is left, and return the output."""
         try:
             out, _ = self.pipe.communicate(timeout=seconds)
         finally:
@@ -119,8 +121,8 @@ def test_nothing_outlives_a_killed_launcher(folder, tiny):
 
 @pytest.mark.slow
 def test_nothing_outlives_a_killed_launcher_of_ranks_that_hang(folder, tiny):
-    """They cannot save: one of them is stopped, and the other waits for it. Who ends whom depends
-    on who is first to notice."""
+    """The ranks cannot save: one of them is stopped, and the other waits for it. The first one to
+    notice ends the others."""
     job = PipedJob(folder, tiny(), "hanging", "launch.timeout_minutes=0.5")
     os.kill(job.marked.pid_of(1), signal.SIGSTOP)
     os.kill(job.pid_of_launcher(), signal.SIGKILL)
@@ -140,7 +142,7 @@ def test_nothing_outlives_a_job_that_was_stuck(folder, tiny):
 def test_nothing_outlives_a_second_interrupt_of_ranks_that_hang(folder, tiny):
     job = PipedJob(folder, tiny(), "interrupted")
     os.kill(job.marked.pid_of(1), signal.SIGSTOP)
-    time.sleep(1)  # the other one waits for it in a collective
+    time.sleep(1)  # until the other rank waits for it in a collective
     for _ in range(2):
         os.kill(job.pid_of_launcher(), signal.SIGINT)
         time.sleep(0.5)
@@ -153,7 +155,7 @@ def test_nothing_outlives_restarts(folder, tiny):
     killed = set()
     while len(killed) < 3:
         assert job.pipe.poll() is None
-        time.sleep(3)  # they are at different things when they are killed
+        time.sleep(3)  # the ranks are at different points when they are killed
         with contextlib.suppress(AssertionError):
             if (pid := job.marked.pid_of(0)) not in killed:
                 os.kill(pid, signal.SIGKILL)
@@ -162,9 +164,9 @@ def test_nothing_outlives_restarts(folder, tiny):
 
 
 def make_scratch() -> None:
-    """A process with workers, which have sockets in TMPDIR, and a folder of its own there."""
-    found = map_in_processes(Work(), range(8), 1, 1)
-    print(scratch_folder(), next(found), flush=True)
+    """Make a scratch folder in TMPDIR, and workers with sockets there."""
+    results = map_in_processes(Work(), range(8), 1, 1)
+    print(scratch_folder(), next(results), flush=True)
     sys.stdin.read()
 
 
@@ -181,18 +183,18 @@ def scratching(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen, 
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A folder whose name leaves room for that of a socket in it: Linux takes 107 bytes."""
+    """Yield a folder whose name leaves room for that of a socket in it: Linux allows 107 bytes."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.mark.slow  # it starts four processes, one after the other
 def test_folders_of_killed_processes_go_at_the_next_start(short_path):
-    """Nothing else does: neither what lives, nor what is not known to be ours."""
+    """Folders of live processes and folders without a known owner stay."""
     tmp_path = short_path
     marked = Marked(outside_of_jobs() | {"TMPDIR": str(tmp_path)})
-    theirs = {"no-owner": None, "of-another-machine": "elsewhere"}
-    for name, host in theirs.items():
+    owners = {"no-owner": None, "of-another-machine": "elsewhere"}
+    for name, host in owners.items():
         (tmp_path / f"megatron_vlm-{name}").mkdir()
         if host is not None:
             (tmp_path / f"megatron_vlm-{name}" / "owner.lock").write_text(host)
@@ -202,22 +204,24 @@ def test_folders_of_killed_processes_go_at_the_next_start(short_path):
     marked.check_all_gone()
     assert left.is_dir() and (left / "owner.lock").is_file()
     with scratching(marked.environment) as (_, alive), scratching(marked.environment) as other:
-        kept = {alive.name, other[1].name, *(f"megatron_vlm-{name}" for name in theirs)}
-        assert {path.name for path in tmp_path.iterdir()} - {f"torchinductor_{getuser()}"} == kept
+        expected = {alive.name, other[1].name, *(f"megatron_vlm-{name}" for name in owners)}
+        assert {path.name for path in tmp_path.iterdir()} - {
+            f"torchinductor_{getuser()}"
+        } == expected
         other[0].communicate("")
         assert not other[1].exists() and alive.exists()
     marked.check_all_gone()
 
 
 class Tensors:
-    """What a worker makes passes through a socket of the worker's own."""
+    """Tensors, each of which passes through a socket of the worker that makes it."""
 
     def __getitem__(self, task: int) -> torch.Tensor:
         return torch.full((2,), task)
 
 
 def make_sockets() -> None:
-    """A process with a worker; the folders that it, its engines and its Ray cluster have."""
+    """Print the folders that a process with a worker, its engines and its Ray cluster use."""
     (made,) = map_in_processes(Tensors(), [3], 1, 1)
     sockets = Path(current_process()._config["tempdir"])
     ray_address(Config())
@@ -227,13 +231,13 @@ def make_sockets() -> None:
 
 
 def test_sockets_have_a_folder_of_their_own_where_the_name_of_tmpdir_is_too_long(tmp_path):
-    """It is as private as that in TMPDIR, and goes with the process, too."""
+    """The other folder is as private as one in TMPDIR, and is removed with the process, too."""
     long = tmp_path / ("a-folder-of-a-job-in-a-cluster" * 4)
     long.mkdir()
     environment = outside_of_jobs() | {"TMPDIR": str(long)}
     words = [sys.executable, "-c", "from tests.test_exit_cases import make_sockets; make_sockets()"]
     out = subprocess.run(words, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    said = out.stdout.removeprefix("[3, 3] ").split()
-    assert Path(said[0]).parent == long and Path(said[1]).parent == Path("/tmp")
-    assert said[2:] == ["0o40700", said[1], "/tmp"]
-    assert not Path(said[0]).exists() and not Path(said[1]).exists()
+    folders = out.stdout.removeprefix("[3, 3] ").split()
+    assert Path(folders[0]).parent == long and Path(folders[1]).parent == Path("/tmp")
+    assert folders[2:] == ["0o40700", folders[1], "/tmp"]
+    assert not Path(folders[0]).exists() and not Path(folders[1]).exists()

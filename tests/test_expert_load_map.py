@@ -34,13 +34,13 @@ def map_of(run):
 
 @pytest.mark.parametrize("total", [1, 2, 39, 40, 41, 100, 12_345])
 def test_some_steps_tell_the_load_the_first_and_the_last_among_them(total):
-    told = [step for step in range(total) if has_load_line(step, total)]
-    assert told[0] == 0 and told[-1] == total - 1
-    assert min(total, MAX_LOADS // 2) <= len(told) <= MAX_LOADS + 1
+    steps = [step for step in range(total) if has_load_line(step, total)]
+    assert steps[0] == 0 and steps[-1] == total - 1
+    assert min(total, MAX_LOADS // 2) <= len(steps) <= MAX_LOADS + 1
 
 
 def test_a_run_logs_the_load_of_its_experts(pool, tiny, tmp_path):
-    """Of every step of a short one; and its page shows it."""
+    """A short run logs the load of every step, and its page shows it."""
     write_set(tmp_path)
     path = tiny(**EXPERTS, dense_layers=1)
     words = ["parallel.pp=1", "parallel.ep=2", "train.steps=2", "checkpoint.export=false"]
@@ -70,7 +70,7 @@ def test_a_line_comes_back_as_it_was_and_no_other_table_does():
 
 
 def test_the_page_has_what_was_logged_and_says_the_busiest(tmp_path):
-    """A resumed run does steps again; what it lost is gone."""
+    """A resumed run does steps again, and the load of the lost steps is gone."""
     lines = [start(), *(step(i, 1.0) for i in range(4))]
     lines += [load(i, [[100, 100], [40 * i, 200 - 40 * i]], [2, 5]) for i in range(4)]
     lines += [start(2), step(2, 1.0), load(2, [[100, 100], [0, 200]], [2, 5])]
@@ -83,9 +83,11 @@ def test_the_page_has_what_was_logged_and_says_the_busiest(tmp_path):
     drawn = np.frombuffer(base64.b64decode(data["cells"]), np.uint8) / data["unit"]
     assert drawn == pytest.approx(heat.cells_TRC.ravel(), abs=0.5 / 32 + 1e-9)
     assert (data["steps"], data["rows"], data["columns"]) == ([0, 1, 2], [2, 5], 2)
-    said = "Rows are layers 2 to 5, columns experts 0 to 1. At step 2 the most is 2.00 times the "
-    said += "mean, of expert 1 in layer 5; 1 of 4 have nothing."
-    assert said in page.words
+    expected = (
+        "Rows are layers 2 to 5, columns experts 0 to 1. At step 2 the most is 2.00 times the "
+    )
+    expected += "mean, of expert 1 in layer 5; 1 of 4 have nothing."
+    assert expected in page.words
     assert "Experts" in facts.names and "Load of experts" in facts.words
     dense = Facts(read_report(write_run(tmp_path / "dense", lines[:2])))
     assert not dense.of(HeatMap) and "Experts" not in dense.names
@@ -101,7 +103,7 @@ def test_many_lines_are_thinned_and_another_model_is_left_out(tmp_path):
 
 @in_a_browser
 def test_a_browser_draws_the_map_in_light_and_dark(tmp_path):
-    """Expert 0 of 8 has all tokens: one eighth of the map is one colour, the rest the other."""
+    """Expert 0 of 8 has all tokens, so one eighth of the map has one colour, the rest the other."""
     lines = [start(), step(0, 1.0), load(0, [[800] + [0] * 7] * 40)]
     path = write_report(write_run(tmp_path / "run", lines))
     for scheme, more, less in ((1, "c05a12", "2f6ba8"), (0, "f29a5c", "7db1e6")):
@@ -122,7 +124,7 @@ def test_a_browser_draws_the_map_in_light_and_dark(tmp_path):
 
 @in_a_browser
 def test_slider_and_arrow_keys_tell_a_cell(tmp_path):
-    """Keys are pressed by a script that the test puts into the page, whose policy it takes out."""
+    """A script that the test adds to the page presses the keys; the page's policy is removed."""
     lines = [start(), step(0, 1.0), *(load(i, [[50 * i, 200 - 50 * i]] * 2) for i in range(2))]
     path = write_report(write_run(tmp_path / "run", lines))
     press = """

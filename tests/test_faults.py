@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_faults.py
-"""Ranks that die or are stuck: the others end too, and the run resumes from its checkpoint.
+"""Ranks that die or hang: the others end too, and the run resumes from its checkpoint.
 test_checkpoint.py kills at random moments, test_retention.py during every write."""
 
 import contextlib
@@ -66,15 +66,15 @@ class Job:
             time.sleep(0.02)
 
     def pid_of(self, rank: int) -> int:
-        """Of the process that has this rank and trains: not its data workers."""
+        """Return the id of the process that trains as this rank, not of its data workers."""
         for entry in Path("/proc").iterdir():
             try:
                 environ = (entry / "environ").read_bytes().split(b"\0")
                 line = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            mine = b"megatron_vlm.train" in line and str(self.metrics.parent).encode() in line
-            if mine and f"RANK={rank}".encode() in environ:
+            is_trainer = b"megatron_vlm.train" in line and str(self.metrics.parent).encode() in line
+            if is_trainer and f"RANK={rank}".encode() in environ:
                 return int(entry.name)
         raise AssertionError(f"no process has rank {rank}")
 
@@ -98,7 +98,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes(folder, tiny, pool):
     assert whole == 0, err
     steps = steps_of(folder / "killed")
     again = steps[len(before) :]
-    # It lost what came after its last complete checkpoint, and no more.
+    # The run lost the steps after its last complete checkpoint, and no others.
     complete = [name for name in saved if name.count(".") == 0]
     assert again[0]["step"] == int(complete[-1].split("-")[1]) >= before[-1] - 3
     last = {step["step"]: step for step in steps}
@@ -127,7 +127,8 @@ def test_a_rank_that_is_stuck_is_named(folder, tiny):
 
 
 def watches_left(overrides: list[str]) -> int:
-    """After a run that could not be opened: a watch that is left would end the process."""
+    """Return the number of watches left by a run that could not be opened: a watch that is left
+    would end the process."""
     with pytest.raises((ConfigError, DataError), match=r"none\.jsonl|another rank"):
         train(load_config(overrides))
     watches = [thread for thread in threading.enumerate() if thread.name == "watchdog"]
@@ -137,14 +138,16 @@ def watches_left(overrides: list[str]) -> int:
 
 
 def test_a_run_that_cannot_be_opened_leaves_no_watch(folder, tiny, pool):
-    given = arguments(folder, tiny(), "unopened", f"data.train={folder}/none.jsonl")[4:]
-    assert pool.run(watches_left, 2, given) == [0, 0]
+    overrides = arguments(folder, tiny(), "unopened", f"data.train={folder}/none.jsonl")[4:]
+    assert pool.run(watches_left, 2, overrides) == [0, 0]
 
 
 @contextlib.contextmanager
 def opening_blocks(path: Path) -> Iterator[None]:
-    """As on a file system that has gone: whoever opens the file waits, here for at most 45 s."""
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # it asks us to let others open the file
+    """Make every open of the file wait for at most 45 s, as on a file system that has gone."""
+    before = signal.signal(
+        signal.SIGIO, signal.SIG_IGN
+    )  # it requests that others may open the file
     with open(path, "r+b") as file:
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         try:
@@ -155,7 +158,7 @@ def opening_blocks(path: Path) -> Iterator[None]:
 
 
 def run_into(_: Any, words: list[str], err: Path, variables: dict[str, str]) -> None:
-    """A rank whose messages go to a file."""
+    """Run a rank whose messages go to a file."""
     os.environ.update(variables)
     with open(err, "w") as file:
         os.dup2(file.fileno(), 2)
@@ -169,7 +172,7 @@ def run_into(_: Any, words: list[str], err: Path, variables: dict[str, str]) -> 
 def test_a_file_that_cannot_be_opened_ends_the_run(
     name, phase, folder, tiny, process_tree, tmp_path
 ):
-    """Before the first step, too."""
+    """The same holds before the first step."""
     model = shutil.copytree(tiny(), tmp_path / "model")
     more = ("parallel.pp=1", "launch.timeout_minutes=0.05")
     words = arguments(folder, str(model), "blocked", *more)[4:]
@@ -181,7 +184,7 @@ def test_a_file_that_cannot_be_opened_ends_the_run(
 def words_of_the_end(
     process_tree: ProcessTree, words: list[str], err: Path, **variables: str
 ) -> str:
-    """What a rank that ends itself says."""
+    """Return the messages of a rank that ends itself."""
     child = process_tree.fork(run_into, words, err, variables)
     assert child.connection.poll(40), "it still waits"
     child.kill()
@@ -204,7 +207,7 @@ def test_ranks_meet_however_late_one_is(pool):
 
 
 def arrive() -> float:
-    """Seconds that this rank waited."""
+    """Return the seconds that this rank waited."""
     if os.environ["RANK"] == "1":
         time.sleep(1.5)
     start = time.monotonic()
@@ -216,7 +219,7 @@ CPU = torch.device("cpu")
 
 
 def outcome(body: Callable[[], None], **how: Any) -> str:
-    """What a rank's call of fail_together ends in."""
+    """Return the outcome of a rank's call of fail_together."""
     try:
         with fail_together(CPU, DataError, **how):
             body()
@@ -235,7 +238,7 @@ def fail_and_vote() -> list[str]:
 
     only_rank_1 = fail if rank == 1 else fine
     vote = Vote.STOP if rank == 0 else Vote.OK
-    found = [
+    outcomes = [
         outcome(fine),
         outcome(only_rank_1),
         outcome(only_rank_1, message="see rank 1"),
@@ -243,9 +246,9 @@ def fail_and_vote() -> list[str]:
         outcome(fine, vote=vote),
         outcome(only_rank_1, vote=vote),
     ]
-    if rank == 1:  # rank 0 learns nothing of it, and waits for nothing
-        found.append(outcome(fail, catches=DataError))
-    return [*found, outcome(fine)]
+    if rank == 1:  # rank 0 is not informed, and does not wait
+        outcomes.append(outcome(fail, catches=DataError))
+    return [*outcomes, outcome(fine)]
 
 
 def test_ranks_fail_and_stop_together(pool):
@@ -253,8 +256,8 @@ def test_ranks_fail_and_stop_together(pool):
     own = "OSError: disk 1"
     stopped = "Stopped: "
     assert second == ["went on", own, own, own, stopped, own, own, "went on"]
-    told, pointed = "DataError: disk 1", "DataError: see rank 1"
-    assert first == ["went on", told, pointed, "OSError: disk 0", stopped, told, "went on"]
+    received, pointed = "DataError: disk 1", "DataError: see rank 1"
+    assert first == ["went on", received, pointed, "OSError: disk 0", stopped, received, "went on"]
 
 
 def test_an_unwritable_run_folder_is_reported(tiny, folder, pool, tmp_path):
@@ -265,7 +268,7 @@ def test_an_unwritable_run_folder_is_reported(tiny, folder, pool, tmp_path):
 
 
 class Dying:
-    """The third task ends its process by a signal, as the kernel does where memory runs out."""
+    """Tasks of which the third ends its process by a signal, as the kernel does without memory."""
 
     def __init__(self, number: int):
         self.number = number
@@ -305,18 +308,19 @@ class Doubled:
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_tasks_that_fail_come_after_the_results_before_them(before):
-    """However many are drawn ahead. No half-made DataLoader is left: once collected, it and a
-    thread of torch close the same pipes, and pytest reports what that thread says."""
+    """The results come first, with any number of tasks drawn ahead. No half-made DataLoader is
+    left: once collected, it and a thread of torch close the same pipes, and pytest reports the
+    thread's error."""
 
     def tasks() -> Iterator[int]:
         yield from range(before)
         raise DataError("no more tasks")
 
-    found = []
+    results = []
     with pytest.raises(DataError, match="no more tasks"):
         for result in map_in_processes(Doubled(), tasks(), 2, 4):
-            found.append(result)
-    assert found == [2 * task for task in range(before)]
+            results.append(result)
+    assert results == [2 * task for task in range(before)]
     gc.collect()
     time.sleep(0.5)
     assert not [thread for thread in threading.enumerate() if "Queue" in thread.name]
@@ -328,7 +332,7 @@ def test_an_error_of_a_data_worker_stays_what_it_is():
 
 
 def lose_on_one() -> list[str]:
-    """Of two ranks, the second loses a data worker, then both fail, in different ways."""
+    """Lose a data worker on the second of two ranks, then fail on both, in different ways."""
     rank = dist.get_rank()
 
     def lose() -> None:
@@ -346,7 +350,7 @@ def lose_on_one() -> list[str]:
 
 
 def test_all_ranks_end_so_that_the_job_starts_again(pool):
-    """A mistake of the user would end it for good, whichever rank is the first to end."""
+    """A mistake of the user would end the job for good, whichever rank is the first to end."""
     first, second = pool.run(lose_on_one, 2)
     assert first == ["LostError: see the other", "DataError: wrong"]
     assert second == ["LostError: killed by SIGKILL"] * 2
@@ -357,7 +361,7 @@ def children(pid: int) -> list[int]:
 
 
 def data_workers(pid: int) -> list[int]:
-    """The worker processes of a rank: those of its server."""
+    """Return the worker processes of a rank, which are those of its server."""
     servers = [
         child
         for child in children(pid)
@@ -370,21 +374,21 @@ def data_workers(pid: int) -> list[int]:
 @pytest.mark.rotate(1)
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_job_whose_data_worker_is_killed(restarts, folder, tiny):
-    """It says so in one sentence, and starts again where it may."""
+    """The job reports it in one sentence, and starts again where it may."""
     more = ("data.num_workers=1", f"launch.max_restarts={restarts}", "train.steps=40")
     job = Job(folder, tiny(), f"killed-worker-{restarts}", "checkpoint.every=100", *more)
     job.wait_for_step(2)
     (worker,) = data_workers(job.pid_of(0))
     os.kill(worker, signal.SIGKILL)
     status, err = job.end(200)
-    said = f"megatron-vlm: rank 0: data worker 0 (process {worker}): was killed by SIGKILL"
-    assert said in err and "Traceback" not in err, err
+    expected = f"megatron-vlm: rank 0: data worker 0 (process {worker}): was killed by SIGKILL"
+    assert expected in err and "Traceback" not in err, err
     assert "megatron-vlm: rank 1: another rank could not load its data" in err
     assert status == (0 if restarts else 1), err
 
 
 def test_started_ranks_that_disagree_about_their_number_end(folder, tiny, process_tree, tmp_path):
-    """As two terminals would start them."""
+    """The ranks start as from two terminals."""
     words = arguments(folder, tiny(), "disagree", "parallel.pp=1")[4:]
     port = str(free_port())
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -395,7 +399,7 @@ def test_started_ranks_that_disagree_about_their_number_end(folder, tiny, proces
     for child in ranks:
         assert child.connection.poll(60), "it still waits"
         child.kill()
-    for rank, (mine, other) in enumerate(((2, 3), (3, 2))):
+    for rank, (own_size, other_size) in enumerate(((2, 3), (3, 2))):
         err = (tmp_path / str(rank)).read_text()
-        assert f"rank {rank}: WORLD_SIZE={mine} " in err and "Traceback" not in err
-        assert f"{other} of rank {1 - rank}, " in err and f" at 127.0.0.1:{port};" in err
+        assert f"rank {rank}: WORLD_SIZE={own_size} " in err and "Traceback" not in err
+        assert f"{other_size} of rank {1 - rank}, " in err and f" at 127.0.0.1:{port};" in err

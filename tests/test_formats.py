@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_formats.py
-"""Every format of records becomes the same turns; what is wrong is refused with its place."""
+"""Every format of records becomes the same turns, and a wrong record is refused with its place."""
 
 import io
 import re
@@ -283,7 +283,7 @@ def chunks(*parts, **more):
     return {"chunks": list(parts), **more}
 
 
-# What is wrong, and the fields of the error.
+# Wrong records, and the fields of their errors.
 WRONG = {
     "not an object": ([1, 2], {"place": "a:7", "problem_has": "JSON"}),
     "a bare string": ("hello", {"place": "a:7", "problem_has": "JSON"}),
@@ -489,7 +489,7 @@ MARKED = {
 
 @pytest.mark.parametrize("name", MARKED)
 def test_marks_without_media_of_their_kind_are_refused(name):
-    """In the formats that have marks; by data.lone_marks=text they are words."""
+    """Formats that have marks refuse lone ones, and data.lone_marks=text makes words of them."""
     with raises(DataError, place="x:1", remedy_has="data.lone_marks=text") as caught:
         parse_record(MARKED[name], "x:1")
     assert re.search("1 <(image|video|audio)> mark", caught.value.problem)
@@ -507,15 +507,15 @@ MENTIONED = {
 
 @pytest.mark.parametrize("name", MENTIONED)
 def test_words_that_look_like_marks_stay_text(name):
-    """Where the format has no marks, and where the text closes them as HTML does."""
+    """Marks are text where the format has none, and where the text closes them as HTML does."""
     record = parse_record(MENTIONED[name], "x:1")
     assert len(record.turns[0].parts) == 1 and "<image>" in record.turns[0].parts[0]
 
 
 DIALOGUE = user("a")["messages"]
 PREFERENCE = "this is preference data, by "
-# Keys that no format has, or whose meaning is not carried out: named, with what to write so that
-# they are ignored.
+# Keys that no format has, or whose meaning is not supported. Each is named, with the setting that
+# ignores it.
 UNKNOWN = {
     "of other formats": (
         {"messages": DIALOGUE, "loss_mask": [1], "functions": [{"name": "f"}]},
@@ -651,7 +651,8 @@ MEDIA |= {"scan": {"bytes": b"x", "path": None}, "left": b"x", "both": [b"x"], "
 
 @pytest.mark.parametrize("key", MEDIA)
 def test_what_looks_like_media_is_not_to_be_ignored(key):
-    """Unless the record has others, or somebody says so."""
+    """The remedy offers to ignore such a key only where the record has other media. A user may
+    still ignore it."""
     raw = {**user("<image>What is it?"), key: MEDIA[key]}
     with raises(UnknownKeysError, place="x:1", problem_has=f"'{key}'") as error:
         parse_record(raw, "x:1")
@@ -672,14 +673,14 @@ def test_a_slip_of_a_format_is_answered():
 
 def test_names_of_media_are_looked_at_in_no_time():
     from megatron_vlm.data.records.unknown_keys import (
-        looks_like_media,  # as a hostile file may name them
+        looks_like_media,  # for names as in a hostile file
     )
 
     assert not any(looks_like_media(f"image{'1_' * 40}x" * n, "a") for n in range(1, 50))
 
 
 def test_only_preference_and_sound_without_a_format():
-    """As trl has them: there would be no format to speak of."""
+    """Records in trl's form match no format, and are still refused as preference data."""
     for raw in ({"prompt": "a", "chosen": "b", "rejected": "c"}, {"chosen_messages": DIALOGUE}):
         with raises(DataError, place="x:1", problem_has=PREFERENCE):
             parse_record(raw, "x:1")

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_full_disk.py
-"""A disk without room ends a run with a sentence, wherever that happens; once there is room, the
-same command ends as if nothing had been."""
+"""A disk without room ends a run with one sentence at any point. Once there is room, the same
+command ends as if nothing had happened."""
 
 import errno
 import shutil
@@ -19,7 +19,7 @@ from tests.sets import write_set
 from tests.test_serve import STEPS, VOCAB, data_of
 from tests.test_train import command, outside_of_jobs
 
-# The disk is memory in a namespace of its own: that needs no rights, and leaves nothing behind.
+# The disk is memory in a namespace of its own, which needs no privileges and leaves nothing behind.
 NAMESPACE = ["unshare", "--map-root-user", "--mount"]
 RUN = """
 mount -t tmpfs -o $1 tmpfs disk || exit 99
@@ -33,7 +33,8 @@ mv disk/run/export disk/run/report.html .
 
 
 def run_on_disk(folder: Path, model: str, room: str) -> tuple[int, str]:
-    """The exit status and the output of a run on a disk with so much room; then it is finished."""
+    """Return the exit status and the output of a run on a disk with this room, then finish the run
+    with more room."""
     write_set(folder)
     (folder / "disk").mkdir()
     words = command(
@@ -61,10 +62,10 @@ def has_namespaces() -> bool:
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny, tmp_path_factory) -> bytes:
-    """The weights of the run with room enough."""
+    """Return the weights of a run with enough room."""
     folder = tmp_path_factory.mktemp("room")
-    status, said = run_on_disk(folder, tiny(), "nr_inodes=1000")
-    assert status == 0, said
+    status, output = run_on_disk(folder, tiny(), "nr_inodes=1000")
+    assert status == 0, output
     return (folder / "export" / "model.safetensors").read_bytes()
 
 
@@ -84,9 +85,9 @@ def undisturbed(tiny, tmp_path_factory) -> bytes:
     ],
 )
 def test_a_full_disk_is_a_sentence(room, tiny, tmp_path, undisturbed):
-    status, said = run_on_disk(tmp_path, tiny(), room)
-    assert status == 2 and "Traceback" not in said, said
-    *_, last = said.splitlines()
+    status, output = run_on_disk(tmp_path, tiny(), room)
+    assert status == 2 and "Traceback" not in output, output
+    *_, last = output.splitlines()
     assert last.startswith("megatron-vlm: rank 0: ") and "No space left on device" in last
     assert (tmp_path / "export" / "model.safetensors").read_bytes() == undisturbed
     assert (tmp_path / "report.html").read_text().endswith("</html>\n")
@@ -107,7 +108,7 @@ SERVICE = 'mount -t tmpfs -o size=16m tmpfs "$1" || exit 99; shift; exec "$@"'
 
 
 def fill(disk: Path) -> Path:
-    """All the room that there is, in one file."""
+    """Fill all free room with one file, and return its path."""
     filler = disk / "filler"
     with suppress(OSError), filler.open("wb", buffering=0) as file:
         while True:
@@ -118,7 +119,8 @@ def fill(disk: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(not has_namespaces(), reason="unshare cannot make a disk of memory here")
 def test_a_service_waits_for_room_on_its_disk(tiny, tmp_path):
-    """What cannot be promised is a 503; SIGTERM ends it as ever, and nothing was lost."""
+    """A request that the service cannot store is a 503. SIGTERM ends the service as usual, and
+    nothing is lost."""
     path, port, disk = tiny(vocab=VOCAB), free_port(), tmp_path / "disk"
     disk.mkdir()
     words = [sys.executable, "-m", "megatron_vlm.cli", "serve", f"model.path={path}"]
@@ -127,13 +129,13 @@ def test_a_service_waits_for_room_on_its_disk(tiny, tmp_path):
     running = Running(subprocess.Popen(command), f"http://127.0.0.1:{port}")
     try:
         wait_for(running)
-        there = Path(f"/proc/{running.process.pid}/root{disk}")
+        mounted = Path(f"/proc/{running.process.pid}/root{disk}")
         with Client(running.url, path) as client:
             first, second = client.model(2, seed=1), client.model(2, seed=1)
             data = data_of(path, 0)
             first.gradients(data)
             second.gradients(data)
-            filler = fill(there)
+            filler = fill(mounted)
             with pytest.raises(FailedError, match="503"):
                 for _ in range(100):  # until the pages that SQLite has in reserve are full
                     first.ask_gradients(data)
@@ -141,7 +143,7 @@ def test_a_service_waits_for_room_on_its_disk(tiny, tmp_path):
             filler.unlink()
             assert second.step(**STEPS[0])["grad_norm"] > 0
             assert second.gradients(data)[0]["loss:sum"]
-            fill(there)
+            fill(mounted)
         assert running.stop() == 75
     finally:
         running.kill()

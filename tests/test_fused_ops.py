@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_fused_ops.py; the slow ones compile: -m slow
-"""The small operations of a layer, compiled and not: the same numbers, one graph for any number of
-tokens, and what is said where nothing can be compiled."""
+"""The small operations of a layer, compiled and eager: the same numbers, one graph for any number
+of tokens, and the error where nothing can be compiled."""
 
 import sys
 import warnings
@@ -31,7 +31,7 @@ compiling = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 
 
 def run_chains(chains: FusedOps, tokens: int, rows: int) -> list[Tensor]:
-    """What the chains make of random tensors, and the gradients of all that they are given."""
+    """Return the outputs of the chains for random tensors, and the gradients of all inputs."""
     generator = torch.Generator().manual_seed(tokens)
 
     def random(*shape: int) -> Tensor:
@@ -42,34 +42,34 @@ def run_chains(chains: FusedOps, tokens: int, rows: int) -> list[Tensor]:
     mixed = random(tokens, rows, GROUPS * (QUERIES + 2) * HEAD)
     weights = random(HEAD), random(HEAD)
     angles = random(tokens, rows, HEAD // 2).detach()
-    seen, turns = random(tokens, 3 * QUERIES * HEAD), random(tokens, HEAD // 2).detach()
+    tower_mixed, turns = random(tokens, 3 * QUERIES * HEAD), random(tokens, HEAD // 2).detach()
     turns = torch.cat([turns, turns], dim=-1)
-    made = [
+    outputs = [
         chains.norm(x, weight, 1e-6),
         chains.swiglu(both),
         chains.swiglu(of_experts),
         *chains.heads(mixed, angles.cos(), angles.sin(), *weights, GROUPS, 1e-6),
-        *chains.tower_heads(seen, turns.cos(), turns.sin(), QUERIES),
+        *chains.tower_heads(tower_mixed, turns.cos(), turns.sin(), QUERIES),
     ]
-    sum((each * each.detach().cos()).sum() for each in made).backward()
-    grads = [each.grad for each in (x, weight, both, of_experts, mixed, *weights, seen)]
+    sum((each * each.detach().cos()).sum() for each in outputs).backward()
+    grads = [each.grad for each in (x, weight, both, of_experts, mixed, *weights, tower_mixed)]
     with torch.no_grad():  # as in evaluation, and in the forward of a recomputed layer
         again = chains.norm(x, weight, 1e-6)
-    return [*(each.detach() for each in made), again, *grads]
+    return [*(each.detach() for each in outputs), again, *grads]
 
 
 def compare(backend: str) -> tuple[float, list[int]]:
-    """The largest difference to eager, relative to the largest value, and the number of graphs
-    after each shape."""
-    torch._dynamo.reset()  # the process has had other models
+    """Return the largest difference to eager, relative to the largest value, and the number of
+    graphs after each shape."""
+    torch._dynamo.reset()  # the process has run other models
     counters.clear()
     worst, graphs, chains = 0.0, [], FusedOps.compile(backend)
     for tokens, rows in ((7, 2), (33, 1), (1, 5), (5, 3), (1, 1), (2, 1), (64, 4), (19, 2)):
-        for mine, eager in zip(
+        for actual, expected in zip(
             run_chains(chains, tokens, rows), run_chains(FusedOps(), tokens, rows), strict=True
         ):
-            assert mine.shape == eager.shape
-            worst = max(worst, float((mine - eager).abs().max() / eager.abs().max()))
+            assert actual.shape == expected.shape
+            worst = max(worst, float((actual - expected).abs().max() / expected.abs().max()))
         graphs.append(counters["stats"]["unique_graphs"])
     assert not counters["graph_break"], counters["graph_break"]
     return worst, graphs
@@ -78,7 +78,7 @@ def compare(backend: str) -> tuple[float, list[int]]:
 def test_one_graph_serves_any_number_of_tokens(pool):
     [(worst, graphs)] = pool.run(compare, 1, "aot_eager")
     assert worst < 1e-6
-    assert graphs == [5] * 8  # four chains, and one of them without gradients
+    assert graphs == [5] * 8  # four chains, and one of them again without gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,8 +89,10 @@ def test_the_towers_heads_are_those_of_transformers(dtype):
     turns = angles.cos().to(dtype), angles.sin().to(dtype)
     query, key, value = mixed.unflatten(1, (3, QUERIES, HEAD)).unbind(1)
     expected = *apply_rotary_pos_emb_vision(query, key, *turns), value
-    made = FusedOps().tower_heads(mixed, *turns, QUERIES)
-    assert all(a.dtype is dtype and torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+    actual = FusedOps().tower_heads(mixed, *turns, QUERIES)
+    assert all(
+        a.dtype is dtype and torch.equal(a, b) for a, b in zip(actual, expected, strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -102,28 +104,28 @@ def test_what_is_compiled_computes_the_same(pool):
 
 
 def call_fusion() -> tuple[int, list[str], float]:
-    """Of a fusion of Megatron's that calls another one: its graphs, what torch says, and its
-    relative error."""
+    """Return the number of graphs of a fusion of Megatron's that calls another one, the warnings of
+    torch, and the relative error."""
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu
 
     torch._dynamo.reset()
     counters.clear()
     generator = torch.Generator().manual_seed(0)
     both, bias = torch.randn(6, 2 * WIDTH, generator=generator), torch.randn(2 * WIDTH)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         bias_swiglu(both, bias)
-        made = bias_swiglu(both, bias)
-    eager = FusedOps().swiglu(both + bias)
-    error = float((made - eager).abs().max() / eager.abs().max())
-    return counters["stats"]["unique_graphs"], [str(each.message) for each in said], error
+        actual = bias_swiglu(both, bias)
+    expected = FusedOps().swiglu(both + bias)
+    error = float((actual - expected).abs().max() / expected.abs().max())
+    return counters["stats"]["unique_graphs"], [str(each.message) for each in caught], error
 
 
 @pytest.mark.slow
 @compiling
 def test_megatrons_fusions_are_compiled_as_they_are_called(pool):
-    [(graphs, said, error)] = pool.run(call_fusion, 1)
-    assert (graphs, said) == (1, [])
+    [(graphs, messages, error)] = pool.run(call_fusion, 1)
+    assert (graphs, messages) == (1, [])
     assert error < 1e-6
 
 
@@ -165,8 +167,8 @@ def test_nothing_is_compiled_on_the_cpu_unless_asked(monkeypatch):
 
 
 def counted(path: str, case: Case) -> tuple[list[int], list[float]]:
-    """Graphs after each step of a worker, whose micro-batches have many shapes, and losses."""
-    torch._dynamo.reset()  # the process has had other models
+    """Return graphs after each step of a worker, whose micro-batches vary in shape, and losses."""
+    torch._dynamo.reset()  # the process has run other models
     counters.clear()
     worker, graphs, losses = MegatronWorker(case.config(path)), [], []
     for seed in range(3):
@@ -189,9 +191,9 @@ def test_a_compiled_model_equals_hugging_face(name, pool, tiny):
     case.model["compile"] = True
     rows = make_rows(MIXED)
     outcomes = pool.run(loss_and_grads, case.world, path, case, rows)
-    found = errors(outcomes, run_reference(path, rows), case)
-    worst = max(found, key=lambda key: found[key])
-    assert found[worst] <= TOLERANCE, f"{worst}: {found[worst]:.2e}"
+    differences = errors(outcomes, run_reference(path, rows), case)
+    worst = max(differences, key=lambda key: differences[key])
+    assert differences[worst] <= TOLERANCE, f"{worst}: {differences[worst]:.2e}"
     compiled = pool.run(counted, case.world, path, case)
     case.model["compile"] = False
     eager = pool.run(counted, case.world, path, case)

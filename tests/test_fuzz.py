@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_fuzz.py
-"""About 21,000 mutated files of every kind (see fuzz.py): none ends in a traceback, a hang or
-gigabytes of memory. Each commit plays a quarter of them, `make test-long` plays all."""
+"""About 21,000 mutated files of every kind (see fuzz.py): none causes a traceback, a hang or
+gigabytes of memory. Each commit runs a quarter of them, `make test-long` runs all."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tests import fuzz
 from tests.random_runs import window
 from tests.single_process import run_alone
 
-# Inputs of each kind in the slow tests; those that take long to read are fewer.
+# Inputs of each kind in the slow tests, with fewer of those that take long to read.
 SLOW = {
     "tokenizer.json": 500,
     "tokenizer_config.json": 500,
@@ -31,9 +31,9 @@ SLOW = {
     "records": 1500,
     "lines of JSON": 1100,
 }
-COUNT = 720  # of the others
+COUNT = 720  # inputs of each other kind
 MOST_GROWN = 700  # MiB
-# In the quick tests, a process for each of these.
+# Groups of the quick tests, with one process for each.
 GROUPS = {
     "model": list(fuzz.KINDS)[:10],
     "own": ["complete.json", "checkpoint texts", "cache", "card of the base", "metrics.jsonl"],
@@ -41,7 +41,7 @@ GROUPS = {
     "tables": ["parquet", "arrow", "save_to_disk"],
     "media": [*fuzz.PICTURES, "mp4"],
 }
-OTHERS = ("own", "data")  # of which a few take as long as of all the rest
+OTHERS = ("own", "data")  # a few inputs of these take as long as those of all the rest
 QUICK = 6
 
 
@@ -52,12 +52,12 @@ def check(found: dict[str, Any], count: int) -> None:
 
 
 def some(kinds: list[str], folder: str) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for number, kind in enumerate(kinds):
         place = Path(folder) / str(number)
         place.mkdir()
-        found.append(fuzz.run(kind, str(place), 0, QUICK))
-    return found
+        results.append(fuzz.run(kind, str(place), 0, QUICK))
+    return results
 
 
 def test_every_kind_is_in_a_group():
@@ -70,8 +70,8 @@ def test_every_kind_is_in_a_group():
     ["model", "tables", "media", *(pytest.param(g, marks=pytest.mark.slow) for g in OTHERS)],
 )
 def test_some_mutated_files(group, tmp_path):
-    for found in run_alone(some, GROUPS[group], str(tmp_path)).result:
-        check(found, QUICK)
+    for result in run_alone(some, GROUPS[group], str(tmp_path)).result:
+        check(result, QUICK)
 
 
 @pytest.mark.slow
@@ -79,5 +79,5 @@ def test_some_mutated_files(group, tmp_path):
 def test_mutated_files(kind, tmp_path):
     total = SLOW.get(kind, COUNT)
     numbers = window(total, total // 4)
-    found = run_alone(fuzz.run, kind, str(tmp_path), numbers.start, len(numbers)).result
-    check(found, len(numbers))
+    result = run_alone(fuzz.run, kind, str(tmp_path), numbers.start, len(numbers)).result
+    check(result, len(numbers))

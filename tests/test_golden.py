@@ -1,10 +1,10 @@
 # .venv/bin/python -m pytest tests/test_golden.py
-"""Twenty steps, compared digit for digit: a refactor moves none.
+"""Twenty steps, compared digit for digit: a refactoring changes none.
 
 `worker` calls MegatronWorker with random rows. `trainer` and `trainer_pp2` are whole runs of
 `megatron-vlm train`: loader, schedule, clipping and optimizer, in one process and over two stages.
 
-A change of math changes the file in the same commit and says why:
+A change of math changes the file in the same commit and gives the reason:
 .venv/bin/python -m tests.test_golden > tests/golden/losses.json
 """
 
@@ -23,7 +23,7 @@ import pytest
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
 ROOT = Path(__file__).parent.parent
 STEPS = 20
-# The same kernels on every x86-64 processor, in one thread: otherwise the last digit is the CPU's.
+# The same kernels on every x86-64 processor, in one thread; otherwise the last digit varies.
 PINNED = {
     "ATEN_CPU_CAPABILITY": "default",
     "MKL_CBWR": "COMPATIBLE",
@@ -42,7 +42,7 @@ LAYOUTS = {"trainer": [], "trainer_pp2": ["parallel.pp=2", "model.recompute=full
 
 
 def run_worker(path: str) -> list[dict[str, str]]:
-    """Loss and gradient norm of each step, every digit."""
+    """Return the loss and the gradient norm of each step with every digit."""
     from megatron_vlm.config import load_config
     from megatron_vlm.training.worker import MegatronWorker
     from tests.batches import MIXED, make_rows
@@ -56,7 +56,7 @@ def run_worker(path: str) -> list[dict[str, str]]:
 
 
 def write_chats(folder: Path) -> None:
-    """Fifty chats of one or two turns, every second one with a picture or two."""
+    """Write fifty chats of one or two turns, every second one with a picture or two."""
     generator = np.random.default_rng(7)
     lines = []
     for number in range(50):
@@ -81,7 +81,7 @@ def write_chats(folder: Path) -> None:
 
 
 def run_trainer(folder: Path, layout: list[str]) -> list[dict[str, str]]:
-    """What metrics.jsonl holds of each step."""
+    """Return the values of each step in metrics.jsonl."""
     command = [sys.executable, "-m", "megatron_vlm.cli", "train", *TRAINER.split(), *layout]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -92,7 +92,7 @@ def run_trainer(folder: Path, layout: list[str]) -> list[dict[str, str]]:
 
 
 def run(name: str) -> list[dict[str, str]]:
-    """One entry of the file."""
+    """Return one entry of the golden file."""
     from megatron_vlm.commands.demo.tiny_model import write_tiny
 
     with tempfile.TemporaryDirectory() as folder:
@@ -112,23 +112,23 @@ def test_golden_losses(name: str):
     done = subprocess.run(
         command, env={**env, **PINNED}, cwd=ROOT, capture_output=True, text=True, check=True
     )
-    said = done.stdout[done.stdout.index("{") :]  # after what torch 2.10 says of gloo
-    found, expected = json.loads(said)[name], json.loads(GOLDEN.read_text())[name]
+    output = done.stdout[done.stdout.index("{") :]  # after torch 2.10's message about gloo
+    actual, expected = json.loads(output)[name], json.loads(GOLDEN.read_text())[name]
     assert len(expected) == STEPS
-    for step, (a, b) in enumerate(zip(found, expected, strict=True)):
+    for step, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert a == b, f"step {step}"
-    assert float(expected[-1]["loss"]) < float(expected[0]["loss"]) - 1  # and it learns
+    assert float(expected[-1]["loss"]) < float(expected[0]["loss"]) - 1  # the model learns
 
 
 def test_stages_change_no_loss():
-    """Worst of 20 steps: 1.6e-7."""
+    """The largest difference in 20 steps is 1.6e-7."""
     golden = json.loads(GOLDEN.read_text())
     for one, two in zip(golden["trainer"], golden["trainer_pp2"], strict=True):
         assert one["lr"] == two["lr"]
         for key in ("loss", "grad_norm"):
             assert float(two[key]) == pytest.approx(float(one[key]), rel=1.5e-6)
     norms = [float(step["grad_norm"]) for step in golden["trainer"]]
-    assert min(norms) < 2.5 < max(norms)  # clipping was on and off
+    assert min(norms) < 2.5 < max(norms)  # clipping was active in some steps only
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_gpu_script.py
-"""What `make gpu` keeps and says. That its steps work, `make gpu-dry` shows in CI."""
+"""Files and output of `make gpu`. In CI, `make gpu-dry` shows that its steps work."""
 
 import json
 import subprocess
@@ -22,26 +22,26 @@ def run(out: Path, *options: str) -> tuple[int, str, dict[tuple[str, str], Any]]
     command = [*SCRIPT, str(out), "--wheels", str(out / "none"), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in (out / "figures.jsonl").read_text().splitlines()]
-    found = {(line["step"], line["key"]): line["value"] for line in lines}
-    return done.returncode, done.stdout, found
+    figures = {(line["step"], line["key"]): line["value"] for line in lines}
+    return done.returncode, done.stdout, figures
 
 
 def test_what_is_found_is_kept(tmp_path):
-    status, said, found = run(tmp_path, "--only", "ceilings")
+    status, output, figures = run(tmp_path, "--only", "ceilings")
     assert status == 0
-    assert found["ceilings", "status"].startswith("done, ")
-    assert found["ceilings", "copy_gb_per_s"] > 0 < found["ceilings", "gemm_bf16_tflops"]
+    assert figures["ceilings", "status"].startswith("done, ")
+    assert figures["ceilings", "copy_gb_per_s"] > 0 < figures["ceilings", "gemm_bf16_tflops"]
     table = (tmp_path / "tables.md").read_text()
-    assert "## ceilings" in table and table in said
+    assert "## ceilings" in table and table in output
     names = sorted(file.name for file in tmp_path.iterdir())
     assert names == ["figures.jsonl", "log.txt", "tables.md"]
 
 
 def test_a_run_without_time_is_no_success(tmp_path):
-    status, said, found = run(tmp_path, "--seconds", "5", "--only", "parity")
+    status, output, figures = run(tmp_path, "--seconds", "5", "--only", "parity")
     assert status == 1
-    assert found["parity", "status"] == "not begun: no time left, 0 s"
-    assert "| status | not begun: no time left, 0 s |" in said
+    assert figures["parity", "status"] == "not begun: no time left, 0 s"
+    assert "| status | not begun: no time left, 0 s |" in output
 
 
 def test_what_does_not_hold_is_said(tmp_path):
@@ -58,7 +58,7 @@ def test_what_does_not_hold_is_said(tmp_path):
 
 
 def test_the_steps_fit_one_call():
-    assert sum(step.seconds for step in STEPS) <= 840  # deadlines; all together have 540
+    assert sum(step.seconds for step in STEPS) <= 840  # deadlines; all steps together have 540
     assert len({step.name for step in STEPS}) == len(STEPS)
 
 
@@ -80,8 +80,8 @@ def test_wheels_are_unpacked(tmp_path):
     ],
 )
 def test_a_device_measures_the_largest_model_that_it_holds(gib, stack, whole):
-    found = [largest(STACKS, gib * 2**30, "none"), largest(WHOLES, gib * 2**30, "full")]
-    assert [work and work.name for work in found] == [stack, whole]
+    choices = [largest(STACKS, gib * 2**30, "none"), largest(WHOLES, gib * 2**30, "full")]
+    assert [work and work.name for work in choices] == [stack, whole]
 
 
 def test_the_models_are_listed_from_the_largest():

@@ -43,7 +43,7 @@ def reader(values: dict[str, torch.Tensor]):
 
 
 def test_qkv_is_cut_group_by_group():
-    """4 heads in 2 groups of head size 1: [q0 q1 k0 v0 | q2 q3 k1 v1]."""
+    """4 heads in 2 groups of head size 1 become [q0 q1 k0 v0 | q2 q3 k1 v1]."""
     values = {
         "q": torch.tensor([[0.0], [1.0], [2.0], [3.0]]),
         "k": torch.tensor([[10.0], [11.0]]),
@@ -105,10 +105,10 @@ def test_missing_surplus_and_misshapen_tensors_are_listed(tiny, tmp_path):
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
         check(folder)
-    found = caught.value.found
-    assert found["missing"] == ["model.language_model.norm.weight (64,)"]
-    assert found["surplus"] == ["model.language_model.layers.9.mlp.down_proj.weight (2,)"]
-    (misshapen,) = found["misshapen"]
+    problems = caught.value.found
+    assert problems["missing"] == ["model.language_model.norm.weight (64,)"]
+    assert problems["surplus"] == ["model.language_model.layers.9.mlp.down_proj.weight (2,)"]
+    (misshapen,) = problems["misshapen"]
     assert re.search(r"lm_head\.weight .*\(3, 64\).*\(512, 64\)", misshapen)
 
 
@@ -150,8 +150,8 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
 
 
 def in_shards(folder: Path, weights: dict[str, torch.Tensor], kept_twice: str = "") -> None:
-    """Two shards and their index, without model.safetensors. The tensor `kept_twice` is in both,
-    with another value in the second, though the index says that it is in the first."""
+    """Write two shards and their index in place of model.safetensors. Both hold the tensor
+    `kept_twice`, with another value in the second, though the index names the first."""
     (folder / "model.safetensors").unlink()
     names = sorted(weights)
     parts = {"model-1.safetensors": names[:9], "model-2.safetensors": names[9:]}
@@ -211,15 +211,15 @@ def test_the_weights_read_are_those_that_transformers_reads(arrange, tiny, tmp_p
     check(folder)
     source = HFCheckpoint(folder)
     source.read_headers()
-    theirs = Qwen3VLForConditionalGeneration.from_pretrained(folder).state_dict()
-    assert theirs.keys() == source.tensors.keys()
-    for name, value in theirs.items():
+    expected = Qwen3VLForConditionalGeneration.from_pretrained(folder).state_dict()
+    assert expected.keys() == source.tensors.keys()
+    for name, value in expected.items():
         assert torch.equal(source.read(name, ()), value), name
 
 
 @pytest.mark.parametrize("name", ["foo.safetensors", "pytorch_model.bin"])
 def test_weights_under_another_name_are_refused(name, tiny, tmp_path):
-    """transformers refuses the first and would read the second."""
+    """transformers refuses the first name and would read the second."""
     folder, _ = copy_of(tiny(), tmp_path)
     (folder / "model.safetensors").rename(folder / name)
     with raises(CheckpointError, place=str(folder), found=[name], problem_has=name):
@@ -227,7 +227,7 @@ def test_weights_under_another_name_are_refused(name, tiny, tmp_path):
 
 
 def test_an_adapter_is_refused(tiny, tmp_path):
-    """With peft installed, transformers would load the base model that it names."""
+    """transformers would load the base model that the adapter names, where peft is installed."""
     folder, _ = copy_of(tiny(), tmp_path)
     (folder / "adapter_config.json").write_text("{}")
     with raises(CheckpointError, place=str(folder), remedy_has="lora.path"):
@@ -276,7 +276,7 @@ def test_plain_floats_are_taken(dtype, tiny, tmp_path):
 
 
 def test_a_stored_head_that_is_not_the_embedding_is_not_tied(tiny, tmp_path):
-    """transformers would not tie it, and train two weights where config.json says one."""
+    """transformers would not tie it, and would train two weights where config.json declares one."""
     folder, weights = copy_of(tiny(tied=True), tmp_path)
     embedding = weights["model.language_model.embed_tokens.weight"]
     weights["lm_head.weight"] = embedding.clone()
@@ -305,7 +305,7 @@ def test_a_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path):
 
 
 def _values_read(worker: MegatronWorker) -> int:
-    """Load again, counting what is read."""
+    """Load the weights again, and return the number of values read."""
     from megatron_vlm.hf.load_weights import load_hf
 
     class Counting(HFCheckpoint):
@@ -325,7 +325,7 @@ def _values_read(worker: MegatronWorker) -> int:
 
 
 def test_a_rank_reads_only_what_it_holds(pool, tiny):
-    """With an even vocabulary the values read are the values held, on each rank."""
+    """The vocabulary is even, so the values read are the values held, on each rank."""
     read = pool.run(call, 4, tiny(), layout(tp=2, pp=2), _values_read)
     total = sum(
         p.numel() for p in Qwen3VLForConditionalGeneration.from_pretrained(tiny()).parameters()
@@ -349,9 +349,9 @@ def test_sharded_export_loads_in_transformers(pool, tiny):
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 3
     assert {shard.name for shard in shards} == set(index["weight_map"].values())
-    found = {name: value for shard in shards for name, value in tensors(shard).items()}
-    assert found == tensors(Path(path) / "model.safetensors")
-    assert index["metadata"]["total_size"] == sum(len(value[2]) for value in found.values())
+    exported = {name: value for shard in shards for name, value in tensors(shard).items()}
+    assert exported == tensors(Path(path) / "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(len(value[2]) for value in exported.values())
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder)
     assert model.config.text_config.vocab_size == 509
     assert AutoTokenizer.from_pretrained(folder).chat_template
@@ -370,9 +370,9 @@ def export_again(path: str, case: Case, out: str) -> None:
 
 
 def test_the_export_takes_the_files_of_a_list(pool, tiny, tmp_path):
-    """Secrets, other formats and what links lead to stay where they are."""
+    """Secrets, also behind links, and files of other formats are not exported."""
     folder, _ = copy_of(tiny(), tmp_path)
-    mine = {file.name for file in folder.iterdir()}
+    names = {file.name for file in folder.iterdir()}
     secret = tmp_path / "id_ed25519"
     secret.write_text("secret")
     blobs = tmp_path / "models--Qwen--Tiny" / "blobs"
@@ -392,7 +392,7 @@ def test_the_export_takes_the_files_of_a_list(pool, tiny, tmp_path):
     (folder / "added_tokens.json").mkdir()
     pool.run(export_again, 1, str(folder), layout(), str(tmp_path / "out"))
     out = {file.name: file for file in (tmp_path / "out").iterdir()}
-    assert out.keys() == mine | {"LICENSE", "README.md"}
+    assert out.keys() == names | {"LICENSE", "README.md"}
     assert not any(file.is_symlink() for file in out.values())
     assert all(file.read_bytes() != b"secret" for file in out.values())
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
@@ -406,8 +406,8 @@ def test_what_the_export_leaves_out_is_said(tiny, tmp_path, capsys):
     (folder / "LICENSE").symlink_to("/etc/hostname")
     (folder / "README.md").write_text("another model's")
     copy_files(folder, tmp_path)
-    said = capsys.readouterr().err
-    assert "the export leaves out '\\x1b[2Jnotes', 'LICENSE' of" in said
+    output = capsys.readouterr().err
+    assert "the export leaves out '\\x1b[2Jnotes', 'LICENSE' of" in output
     assert not (tmp_path / "README.md").exists()
 
 
@@ -436,7 +436,7 @@ def opening(path: str, case: Case) -> str:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e300])
 def test_what_is_not_finite_is_not_loaded(value, pool, tiny, tmp_path):
-    """One value of a tensor that one rank of two reads; in the type in which it is trained."""
+    """One value of a tensor that one of two ranks reads is not finite in the training dtype."""
     folder = tmp_path / "model"
     shutil.copytree(tiny(), folder)
     weights = load_file(folder / "model.safetensors")
@@ -444,12 +444,12 @@ def test_what_is_not_finite_is_not_loaded(value, pool, tiny, tmp_path):
     weights[name] = weights[name].double()
     weights[name][-1, -1] = value
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    for said in pool.run(opening, 2, str(folder), layout(pp=2)):
-        assert said.startswith(f"{folder}: {name} ")
+    for message in pool.run(opening, 2, str(folder), layout(pp=2)):
+        assert message.startswith(f"{folder}: {name} ")
 
 
 def diverged(worker: MegatronWorker, out: str) -> str:
-    """What each rank says where one weight of the last stage is no number."""
+    """Return each rank's error where one weight of the last stage is NaN."""
     if worker.grid.is_last_stage:
         next(reversed(worker.held.values())).data.view(-1)[3] = torch.nan
     with pytest.raises(CheckpointError) as caught:
@@ -458,8 +458,8 @@ def diverged(worker: MegatronWorker, out: str) -> str:
 
 
 def test_what_is_not_finite_is_not_exported(pool, tiny, tmp_path):
-    for said in pool.run(
+    for message in pool.run(
         call, 4, tiny(), layout(tp=2, pp=2), partial(diverged, out=str(tmp_path / "out"))
     ):
-        assert said.startswith(f"{tmp_path / 'out'}: lm_head.weight ") and "NaN" in said
+        assert message.startswith(f"{tmp_path / 'out'}: lm_head.weight ") and "NaN" in message
     assert list(tmp_path.iterdir()) == []

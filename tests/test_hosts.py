@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_hosts.py
-"""Two hosts with their own addresses, as network namespaces of Linux: PP=2 across them, the link
-cut in mid-run, and the run resuming when it is back."""
+"""Two hosts with their own addresses, as network namespaces of Linux: PP=2 runs across them, the
+link is cut during the run, and the run resumes when the link is back."""
 
 import shutil
 import subprocess
@@ -24,7 +24,7 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Two namespaces, each with one end of a cable."""
+    """Yield two namespaces, each with one end of a cable."""
     if shutil.which("ip") is None:
         pytest.skip("needs `ip` of iproute2")
     try:
@@ -50,7 +50,7 @@ def remove_hosts() -> None:
 
 
 def start(folder: Path, model: str, run: str) -> list[subprocess.Popen]:
-    """One rank on each host, as torchrun or Slurm would set its variables."""
+    """Start one rank on each host, with the variables that torchrun or Slurm would set."""
     train = command(folder, model, run, *overrides())[4:]
     jobs = []
     for rank, name in enumerate(HOSTS):
@@ -86,14 +86,14 @@ def test_a_cut_link_is_named_and_the_run_resumes(hosts, tiny, tmp_path, pool):
         assert all(job.poll() is None for job in jobs) and time.monotonic() < until
         time.sleep(0.05)
     ip("-n", "mvlm-b", "link", "set", "cable-b", "down")
-    said = [job.communicate(timeout=150)[1] for job in jobs]
-    assert [job.returncode for job in jobs] == [70, 70], said
-    assert "rank 0: rank 1 has not been heard from for" in said[0]
+    outputs = [job.communicate(timeout=150)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [70, 70], outputs
+    assert "rank 0: rank 1 has not been heard from for" in outputs[0]
     lost = "rank 1: rank 0, which has died or cannot be reached, has not answered for"
-    assert lost in said[1]
+    assert lost in outputs[1]
     done = len(steps_of(tmp_path / "run"))
     ip("-n", "mvlm-b", "link", "set", "cable-b", "up")
-    # Until then, and a few steps more: on the same two hosts.
+    # The run resumes on the same two hosts, and does a few steps more than before.
     jobs = start(tmp_path, tiny(), "run")
     while len(steps_of(tmp_path / "run")) < done + 12:
         assert all(job.poll() is None for job in jobs) and time.monotonic() < until + 200
