@@ -62,7 +62,7 @@ def test_a_wider_place_stands_before_the_narrow_one():
 
 
 def test_messages_are_those_that_were_read():
-    """Accept a change by `.venv/bin/python -m tests.error_messages`, and read the difference."""
+    """A change needs `.venv/bin/python -m tests.error_messages`, and a look at the difference."""
     assert all_messages() == GOLDEN.read_text()
 
 

@@ -58,9 +58,7 @@ def test_data_workers_end_with_a_killed_trainer(number):
     assert len(marked.alive()) == 5  # with the server of the workers and Python's own tracker
     trainer.send_signal(number)
     try:
-        trainer.communicate(
-            timeout=END_S
-        )  # waits until all processes that hold its output are gone
+        trainer.communicate(timeout=END_S)  # until no process holds its output open
     finally:
         marked.check_all_gone()
 

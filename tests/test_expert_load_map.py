@@ -83,11 +83,9 @@ def test_the_page_has_what_was_logged_and_says_the_busiest(tmp_path):
     drawn = np.frombuffer(base64.b64decode(data["cells"]), np.uint8) / data["unit"]
     assert drawn == pytest.approx(heat.cells_TRC.ravel(), abs=0.5 / 32 + 1e-9)
     assert (data["steps"], data["rows"], data["columns"]) == ([0, 1, 2], [2, 5], 2)
-    expected = (
-        "Rows are layers 2 to 5, columns experts 0 to 1. At step 2 the most is 2.00 times the "
-    )
-    expected += "mean, of expert 1 in layer 5; 1 of 4 have nothing."
-    assert expected in page.words
+    text = "Rows are layers 2 to 5, columns experts 0 to 1. At step 2 the most is 2.00 times the "
+    text += "mean, of expert 1 in layer 5; 1 of 4 have nothing."
+    assert text in page.words
     assert "Experts" in facts.names and "Load of experts" in facts.words
     dense = Facts(read_report(write_run(tmp_path / "dense", lines[:2])))
     assert not dense.of(HeatMap) and "Experts" not in dense.names

@@ -145,9 +145,7 @@ def test_a_run_that_cannot_be_opened_leaves_no_watch(folder, tiny, pool):
 @contextlib.contextmanager
 def opening_blocks(path: Path) -> Iterator[None]:
     """Make every open of the file wait for at most 45 s, as on a file system that has gone."""
-    before = signal.signal(
-        signal.SIGIO, signal.SIG_IGN
-    )  # it requests that others may open the file
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # it announces each open of the file
     with open(path, "r+b") as file:
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         try:
@@ -308,7 +306,7 @@ class Doubled:
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_tasks_that_fail_come_after_the_results_before_them(before):
-    """The results come first, with any number of tasks drawn ahead. No half-made DataLoader is
+    """The earlier results arrive for any number of tasks drawn ahead. No half-made DataLoader is
     left: once collected, it and a thread of torch close the same pipes, and pytest reports the
     thread's error."""
 

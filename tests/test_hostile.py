@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_hostile.py
-"""Files that are damaged or made to do harm end in one sentence that names them, within bounds of
-memory. Programs that pictures would start, and servers that drip, are in test_media.py."""
+"""Damaged and malicious files: each ends in one sentence that names the file, within bounds of
+memory. Programs that pictures would start, and servers that send slowly, are in test_media.py."""
 
 import gzip
 import io
@@ -35,7 +35,7 @@ from tests.single_process import run_alone
 
 
 def arrow_file(folder: Path) -> Path:
-    """Records with everything that data sets hold: lists in lists, structs, bytes, numbers."""
+    """Write records with all types of data sets: nested lists, structs, bytes and numbers."""
     records = [
         {
             "messages": [
@@ -48,7 +48,7 @@ def arrow_file(folder: Path) -> Path:
         }
         for i in range(30)
     ]
-    import datasets  # only in the process that reads
+    import datasets  # imported only in the process that reads
 
     datasets.disable_progress_bars()
     datasets.Dataset.from_list(records).save_to_disk(folder / "saved")
@@ -56,7 +56,7 @@ def arrow_file(folder: Path) -> Path:
 
 
 def flipped(content: bytes, number: int) -> bytes:
-    """The content with one byte changed; every tenth time, cut off."""
+    """Return the content with one byte changed, or cut off every tenth time."""
     chance = random.Random(number)
     place = chance.randrange(len(content))
     if number % 10 == 0:
@@ -66,7 +66,7 @@ def flipped(content: bytes, number: int) -> bytes:
 
 
 def read_all(path: str) -> str:
-    """What becomes of reading every record of a file."""
+    """Return the outcome of reading every record of a file."""
     try:
         source = open_source(SourceSpec(path), None, None)
         for index in range(len(source)):
@@ -86,7 +86,7 @@ def read_flipped(folder: str, start: int, count: int) -> dict[str, int]:
     path = Path(folder) / "flipped.arrow"
     outcomes: Counter[str] = Counter()
     for number in range(start, start + count):
-        path.unlink(missing_ok=True)  # what is mapped must not change
+        path.unlink(missing_ok=True)  # a mapped file must not change
         path.write_bytes(flipped(content, number))
         print("flip", number, flush=True)
         outcomes[read_all(str(path))] += 1
@@ -97,14 +97,14 @@ def read_flipped(folder: str, start: int, count: int) -> dict[str, int]:
     "count", [60, pytest.param(1500, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
 def test_a_flipped_bit_in_an_arrow_file_kills_nobody(count, tmp_path):
-    """Arrow itself looks where a damaged offset points: SIGBUS or SIGSEGV, without a name."""
+    """Arrow itself would follow a damaged offset and die of SIGBUS or SIGSEGV."""
     outcomes = run_alone(read_flipped, str(tmp_path), 0, count).result
     assert sum(outcomes.values()) == count
     assert len(outcomes) == 3, outcomes
 
 
 def read_with_offsets(folder: str, values: list[int]) -> list[str]:
-    """The second list of messages ends elsewhere."""
+    """Return the outcomes of files in which the second list of messages ends elsewhere."""
     content = bytearray(arrow_file(Path(folder)).read_bytes())
     place = content.index(np.arange(0, 62, 2, dtype=np.int32).tobytes())
     outcomes = []
@@ -116,7 +116,7 @@ def read_with_offsets(folder: str, values: list[int]) -> list[str]:
     return outcomes
 
 
-@pytest.mark.slow  # the flipped bits find such offsets, too
+@pytest.mark.slow  # the flipped bits hit such offsets, too
 def test_an_arrow_offset_outside_the_file(tmp_path):
     outcomes = run_alone(read_with_offsets, str(tmp_path), [2**30, -(2**30), -1]).result
     assert outcomes == ["a record refused"] * 3
@@ -148,20 +148,20 @@ def read_bomb(path: str, cache: str) -> str:
     ],
 )
 def test_a_packed_bomb_is_refused(packing, content, tmp_path):
-    """Of 4 GB, unpacked."""
+    """The file unpacks to 4 GB."""
     piece = content * (2**25 // len(content))
     packed = zst(piece) if packing == "zst" else gzip.compress(piece, 6)
     path = tmp_path / f"a.jsonl.{packing}"
     path.write_bytes(packed * 128)
     assert path.stat().st_size < 2**23
-    found = run_alone(read_bomb, str(path), str(tmp_path / "cache"))
-    assert found.result.startswith(f"{path}: unpacks to more than "), found
-    assert found.grown < 200
+    outcome = run_alone(read_bomb, str(path), str(tmp_path / "cache"))
+    assert outcome.result.startswith(f"{path}: unpacks to more than "), outcome
+    assert outcome.grown < 200
     assert not list((tmp_path / "cache").rglob("*.*"))
 
 
 def write_lines(path: Path) -> None:
-    """Lines that take much more memory than they take of the file, and one that is right."""
+    """Write lines that take much more memory than file space, and one that is right."""
     with path.open("wb") as file:
         file.truncate(300 * 2**20)
         file.seek(0, os.SEEK_END)
@@ -170,33 +170,33 @@ def write_lines(path: Path) -> None:
 
 def read_large(path: str) -> list[str]:
     source = open_source(SourceSpec(path), None, None)
-    found = []
+    results = []
     for index in range(len(source)):
         try:
-            found.append(json.dumps(source[index]))
+            results.append(json.dumps(source[index]))
         except MegatronVLMError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 def test_a_record_is_bounded_and_others_are_read(tmp_path):
     path = tmp_path / "a.jsonl"
     write_lines(path)
-    found = run_alone(read_large, str(path))
-    assert found.result == [
+    outcome = run_alone(read_large, str(path))
+    assert outcome.result == [
         f"{path}:1: is larger than 256 MiB; split it, or give its images as files",
         f"{path}:2: has about {2**24} values in one record, above the limit of {2**22}; mend the "
         "record or drop it",
         '{"right": 1}',
     ]
-    assert found.grown < 400
+    assert outcome.grown < 400
 
 
 # Videos.
 
 
 def write_video(path: Path, size: tuple[int, int], frames: int) -> bytes:
-    """Black frames in a transport stream, which can be put together of several."""
+    """Return black frames as a transport stream, which can be joined to others."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=25)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
@@ -220,24 +220,24 @@ def watch_all(paths: list[str]) -> list[str]:
 
 
 def test_frames_of_a_video_are_bounded(tmp_path):
-    """Also where they grow within it."""
+    """Frames that grow within a video are bounded, too."""
     small, large, growing = (tmp_path / f"{name}.ts" for name in ("small", "large", "growing"))
     large_frames = write_video(large, (4800, 4800), 2)
     growing.write_bytes(write_video(small, (64, 64), 8) + large_frames)
     assert large.stat().st_size < 2**22
-    found = run_alone(watch_all, [str(path) for path in (small, large, growing)])
-    assert found.result[0] == "8 frames"
-    for path, message in zip((large, growing), found.result[1:], strict=True):
+    outcome = run_alone(watch_all, [str(path) for path in (small, large, growing)])
+    assert outcome.result[0] == "8 frames"
+    for path, message in zip((large, growing), outcome.result[1:], strict=True):
         assert message.startswith(f"{path}: cannot be read as a video")
         assert "up to 16777216 pixels a frame): Invalid argument" in message
-    assert found.grown < 150
+    assert outcome.grown < 150
 
 
 # Text that takes gigabytes as tokens.
 
 
 def encode_word(model: str) -> str:
-    from megatron_vlm.data.tokens.row_maker import RowMaker  # with torch, which takes seconds
+    from megatron_vlm.data.tokens.row_maker import RowMaker  # imports torch, which takes seconds
 
     maker = RowMaker(model, max_tokens=512)
     word = {"role": "assistant", "content": "a" * 10**7}
@@ -250,7 +250,7 @@ def encode_word(model: str) -> str:
 
 @pytest.mark.slow
 def test_a_word_of_10_mb_is_not_tokenized(tiny):
-    """3,000 MiB where it is; 510 where not, of which 100 are for imports."""
+    """Tokenizing it takes 3,000 MiB, and refusing it 510, of which 100 are for imports."""
     assert run_alone(encode_word, tiny()).grown < 1000
 
 
@@ -261,14 +261,14 @@ SHOWN = r"a\x1b[2J\x1b]0;x\x07[red]\u202eb\x9b"
 
 
 def test_errors_show_escapes_as_text(tmp_path, capsys):
-    """Those of a command, and those of a rank."""
+    """Errors of a command and of a rank show them as text."""
     path = tmp_path / f"{EVIL}.txt"
     path.write_text("")
     assert main(["inspect", f"data.train='{path}'", f"model.path={tmp_path}"]) == 2
     assert run_guarded(lambda _: read_all_or_raise(str(path)), []) == 2
-    said = capsys.readouterr().err
-    assert not set("\x1b\x07\x9b\u202e") & set(said)
-    assert said.count(SHOWN) >= 1
+    output = capsys.readouterr().err
+    assert not set("\x1b\x07\x9b\u202e") & set(output)
+    assert output.count(SHOWN) >= 1
 
 
 def read_all_or_raise(path: str) -> int:
@@ -287,7 +287,7 @@ def test_a_run_says_escapes_and_markup_as_text():
 
 
 def tiled(side: int) -> bytes:
-    """A TIFF of 64 x 64 pixels with a single tile, packed, of `side` x `side`."""
+    """Return a TIFF of 64 x 64 pixels with a single packed tile of `side` x `side`."""
     packer = zlib.compressobj(9)
     tile = b"".join([*(packer.compress(bytes(side)) for _ in range(side)), packer.flush()])
     numbers = {256: 64, 257: 64, 322: side, 323: side, 324: 8, 325: len(tile)}
@@ -299,29 +299,29 @@ def tiled(side: int) -> bytes:
 
 
 def look(path: str) -> list[str]:
-    found = []
+    results = []
     for read in (image_size, read_image):
         try:
-            found.append(
+            results.append(
                 str(read(Image(Path(path).name), MediaPolicy(str(Path(path).parent)), "x:1"))
             )
         except MegatronVLMError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 def test_tiles_of_a_tiff_are_bounded(tmp_path):
     (tmp_path / "a.tif").write_bytes(tiled(12_000))
     (tmp_path / "b.tif").write_bytes(tiled(1024))
-    found = run_alone(look, str(tmp_path / "a.tif"))
+    outcome = run_alone(look, str(tmp_path / "a.tif"))
     assert (
-        found.result
+        outcome.result
         == [
             "x:1: a.tif: has tiles of 12000 x 12000 pixels, above the limit of 16777216 pixels; "
             "save it again"
         ]
         * 2
     )
-    assert found.grown < 100
+    assert outcome.grown < 100
     assert look(str(tmp_path / "b.tif"))[0] == "(64, 64)"
     assert "size=64x64" in look(str(tmp_path / "b.tif"))[1]

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_hub.py
-"""Names on the Hub, against a server that speaks its API, with the real client."""
+"""Names on the Hub, resolved by the real client against a server that speaks its API."""
 
 import json
 import re
@@ -44,7 +44,7 @@ LOCAL = [
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path, tiny):
-    """A server with a tiny model, and this process as its client; nothing is in the cache."""
+    """Yield a server with a tiny model, with this process as its client and an empty cache."""
     with hub_server() as server:
         server.model(NAME, tiny())
         use(monkeypatch, server.address, tmp_path / "hf")
@@ -53,7 +53,7 @@ def hub(monkeypatch, tmp_path, tiny):
 
 
 def use(monkeypatch, address: str, home: Path, offline: bool = False) -> None:
-    """What HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE do when the client is imported."""
+    """Set what HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE set when the client is imported."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", address)
@@ -76,7 +76,7 @@ def refusal(path: str, weights: bool = True) -> str:
 
 
 def test_doctor_checks_a_model_of_the_hub(hub, tiny):
-    """As it checks a folder; no weights are downloaded for that."""
+    """A model is checked like a folder, and no weights are downloaded for that."""
     commit = hub.repos[f"models/{NAME}"].branches["main"]
     check = model_check(NAME)
     assert check.status == OK and check.found.startswith(f"{NAME}@{commit}: ")
@@ -125,16 +125,16 @@ def test_only_what_is_read_is_downloaded_and_only_once(hub, tiny):
     assert all(path.is_symlink() for path in folder.iterdir())
     hub.requests.clear()
     assert folder_of(pinned, weights=True) == folder
-    assert hub.requests == []  # a commit in the cache is not asked about
+    assert hub.requests == []  # no request for a commit in the cache
 
 
 def test_a_checkpoint_on_the_hub_is_read_like_the_folder(hub, tiny):
-    ours, theirs = HFCheckpoint(NAME), HFCheckpoint(tiny())
+    actual, expected = HFCheckpoint(NAME), HFCheckpoint(tiny())
     assert "model.safetensors" not in hub.downloads()  # sizes need no weights
-    ours.read_headers()
-    theirs.read_headers()
-    assert {name: info.shape for name, info in ours.tensors.items()} == {
-        name: info.shape for name, info in theirs.tensors.items()
+    actual.read_headers()
+    expected.read_headers()
+    assert {name: info.shape for name, info in actual.tensors.items()} == {
+        name: info.shape for name, info in expected.tensors.items()
     }
     record = {"messages": [say("user", text("what?")), say("assistant", "that")]}
     rows = [RowMaker(where).row(record) for where in (NAME, tiny())]
@@ -185,10 +185,10 @@ def test_without_a_network(hub, monkeypatch, tmp_path):
     assert pin(NAME) == pin(pinned) == pinned
     assert "not all files of the model" in refusal(
         NAME
-    )  # the settings are there, the weights are not
+    )  # the settings are cached, the weights are not
     use(monkeypatch, hub.address, home)
     folder_of(pinned, weights=True)
-    use(monkeypatch, "http://127.0.0.1:1", home)  # nobody listens there
+    use(monkeypatch, "http://127.0.0.1:1", home)  # no server listens on port 1
     assert pin(NAME, weights=True) == pinned
     assert "cannot be reached" in refusal("some/other")
 
@@ -226,7 +226,7 @@ def test_a_run_stays_on_the_commit_that_it_began_with(hub, pool, tmp_path, monke
     words = launched(tmp_path)[4:]
     for status, _, err in pool.run(client_rank, 2, hub.address, home, "hf_reader", words):
         assert status == 0, err
-    assert sorted(hub.downloads()) == sorted(files)  # though both ranks asked
+    assert sorted(hub.downloads()) == sorted(files)  # once, although both ranks need them
     start = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert start["model"] == f"{NAME}@{first}"
     assert f"path: {NAME}@{first}" in (run / "config.yaml").read_text()
@@ -238,10 +238,10 @@ def test_a_run_stays_on_the_commit_that_it_began_with(hub, pool, tmp_path, monke
     assert f"path: {NAME}@{first}" in (run / "config.yaml").read_text()
     use(monkeypatch, hub.address, Path(home), offline=True)
     export_checkpoint("run", "again")
-    ours = contents(run / "export")
-    assert ours == contents(tmp_path / "again")
-    assert ours.keys() >= {"config.json", "tokenizer.json", "model.safetensors", "README.md"}
-    assert f"base_model: {NAME}\n" in ours["README.md"].decode()
+    exported = contents(run / "export")
+    assert exported == contents(tmp_path / "again")
+    assert exported.keys() >= {"config.json", "tokenizer.json", "model.safetensors", "README.md"}
+    assert f"base_model: {NAME}\n" in exported["README.md"].decode()
     assert not any(path.is_symlink() for path in (run / "export").iterdir())
 
 
@@ -273,10 +273,10 @@ def test_a_run_does_not_go_on_with_another_commit(hub, tmp_path):
     first = repo.branches["main"]
     cfg = load_config(["model=tiny_cpu", f"model.path={NAME}", f"run={tmp_path / 'run'}"])
     (tmp_path / "run").mkdir()
-    begun = with_model(cfg)
-    (tmp_path / "run" / "config.yaml").write_text(to_yaml(begun))
+    resolved = with_model(cfg)
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(resolved))
     second = repo.commit({**repo.files, "merges.txt": b"#version: 0.2\n"})
-    assert with_model(cfg).model.path == begun.model.path == f"{NAME}@{first}"
+    assert with_model(cfg).model.path == resolved.model.path == f"{NAME}@{first}"
     with raises(ConfigError, key="model.path", found=f"{NAME}@main", problem_has=first):
         with_model(replace(cfg, model=replace(cfg.model, path=f"{NAME}@main")))
     chosen = replace(cfg, model=replace(cfg.model, path=f"{NAME}@{second}"))
@@ -286,7 +286,7 @@ def test_a_run_does_not_go_on_with_another_commit(hub, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_that_torchrun_starts_download_once(tiny, tmp_path):
-    """Each resolves the name by itself, and one of them gets the files."""
+    """Each rank resolves the name by itself, and one of them downloads the files."""
     write_set(tmp_path)
     with hub_server() as hub:
         repo = hub.model(NAME, tiny())
@@ -309,7 +309,7 @@ def test_a_dry_run_needs_no_weights(hub, tmp_path, capsys):
 
 @pytest.fixture
 def sets(hub, monkeypatch, tmp_path):
-    """A data set with two revisions, beside a folder with the same name and other records."""
+    """Yield the first of two revisions of a data set on the Hub."""
     from datasets import config
     from huggingface_hub import HfFileSystem
 
@@ -362,7 +362,7 @@ def test_the_name_of_a_set_on_the_hub():
 
 
 def client_rank(address: str, home: str, token: str, words: list[str]) -> tuple[int, str, str]:
-    """One rank of a run, as a client of this server."""
+    """Run one rank as a client of this server."""
     with pytest.MonkeyPatch.context() as patch:
         use(patch, address, Path(home))
         patch.setenv("HF_TOKEN", token)
@@ -382,29 +382,29 @@ def test_the_export_is_uploaded(world, hub, pool, tiny, tmp_path, monkeypatch):
         return done[0][0], done[0][1] + done[0][2]
 
     hub.refused["POST /api/models/somebody/tuned/commit"] = 403
-    status, said = train()
+    status, output = train()
     export, target = tmp_path / "run" / "export", hub.repos["models/somebody/tuned"]
-    assert status == 2 and "step 1/1" in said
-    assert "somebody/tuned cannot be written: " in said and "(403)" in said
-    assert f"{export} is whole: try again with megatron-vlm push {export} somebody/tuned" in said
+    assert status == 2 and "step 1/1" in output
+    assert "somebody/tuned cannot be written: " in output and "(403)" in output
+    assert f"{export} is whole: try again with megatron-vlm push {export} somebody/tuned" in output
     assert target.private and target.files.keys() == {".gitattributes"}
     hub.refused.clear()
     target.commit({**target.files, "model-00001-of-00002.safetensors": b"old", "mine.txt": b"my"})
-    status, said = train()
-    assert status == 0 and f"uploaded to {hub.address}/somebody/tuned/commit/" in said
+    status, output = train()
+    assert status == 0 and f"uploaded to {hub.address}/somebody/tuned/commit/" in output
     others = {".gitattributes": b"", "mine.txt": b"my"}
     assert target.files == contents(export) | others
     assert target.messages[-1] == "Step 1, exported by megatron_vlm"
     assert {line["kind"] for line in lines_in(tmp_path / "run")} >= {"event"}
     assert "uploaded to" in lines_in(tmp_path / "run")[-1]["text"]
-    # And back again, as a model to train.
+    # The upload is read back as a model to train.
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
     back = folder_of("somebody/tuned", weights=True)
     same = contents(export).keys() & contents(back).keys()
     assert {name: contents(back)[name] for name in same} == {n: contents(export)[n] for n in same}
     assert same >= {"model.safetensors", "config.json", "README.md", "tokenizer.json"}
     HFCheckpoint("somebody/tuned").read_headers()
-    # The command makes no commit of what is there already.
+    # The command makes no commit of files that exist already.
     monkeypatch.setenv("HF_TOKEN", "hf_writer")
     assert main(["push", str(export), "somebody/tuned"]) == 0
     assert main(["push", str(export), "some-org/other"]) == 0
@@ -445,8 +445,8 @@ def test_what_could_not_be_uploaded_is_refused_before_the_first_step(hub, tmp_pa
     use(monkeypatch, "http://127.0.0.1:1", tmp_path)
     assert "http://127.0.0.1:1" in check("somebody/a").problem
     (tmp_path / "train.jsonl").write_text("{}")
-    status, _, said = run_rank(command(tmp_path, NAME, "run", "checkpoint.push=somebody/a")[4:])
-    assert status == 2 and "checkpoint.push=somebody/a " in said
+    status, _, err = run_rank(command(tmp_path, NAME, "run", "checkpoint.push=somebody/a")[4:])
+    assert status == 2 and "checkpoint.push=somebody/a " in err
     assert not (tmp_path / "run").exists()
     problem = "checkpoint.export=false"
     with raises(ConfigError, key="checkpoint.push", found="a/b", problem_has=problem):

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_index.py
-"""The cache of encoded text: right, complete, and safe with many processes at once."""
+"""The cache of encoded text: correct, complete, and safe with many processes at once."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ def small_chunks(monkeypatch):
 
 
 def samples(data):
-    """All that the index knows, by record."""
+    """Return all samples of the index by record."""
     (index,) = data.indexes
     return {
         int(record): (s.ids_S.tolist(), s.trained_S.tolist(), s.image_grids, s.video_grids)
@@ -47,10 +47,10 @@ def test_the_index_is_what_the_reader_gives(tiny, tmp_path, small_chunks):
     for place in range(23):
         record = int(index.records[place])
         expected = reader.encode(source[record], "x")
-        found = index[place]
-        assert found.ids_S.tolist() == expected.ids_S.tolist()
-        assert found.trained_S.tolist() == expected.trained_S.tolist()
-        assert found.image_grids == expected.image_grids
+        actual = index[place]
+        assert actual.ids_S.tolist() == expected.ids_S.tolist()
+        assert actual.trained_S.tolist() == expected.trained_S.tolist()
+        assert actual.image_grids == expected.image_grids
         assert index.tokens[place] == len(expected.ids_S)
         assert index.supervised[place] == expected.num_supervised
         assert index.patches[place] == expected.num_patches
@@ -59,7 +59,7 @@ def test_the_index_is_what_the_reader_gives(tiny, tmp_path, small_chunks):
 
 
 def encodes(monkeypatch):
-    """How often a record is encoded from now on."""
+    """Return a list that gets an item for each record encoded from now on."""
     calls = []
     encode = Reader.encode
     monkeypatch.setattr(Reader, "encode", lambda *args: calls.append(args[2]) or encode(*args))
@@ -107,7 +107,7 @@ def test_every_deciding_setting_makes_a_new_entry(change, tiny, tmp_path, monkey
 
 
 def test_what_is_ignored_is_part_of_the_fingerprint(tiny, tmp_path):
-    """By which a resumed run knows its data."""
+    """A resumed run recognizes its data by the fingerprint."""
     from megatron_vlm.training.data_fingerprint import fingerprint  # Megatron is slow to import
 
     data = open_set(write_set(tmp_path), tiny(), tmp_path / "cache")
@@ -193,31 +193,31 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tiny, tmp_path, small_chun
     path.write_text("\n".join(map(json.dumps, records)))
     with pytest.raises(DataError) as error:
         open_set(str(path), tiny(), tmp_path / "cache")
-    said = "'imagse' (most likely 'images'; 2 records), 'rank' (message 1; 1 record) is not known"
-    assert f"{path}:4: the meaning of {said}" in str(error.value)
+    keys = "'imagse' (most likely 'images'; 2 records), 'rank' (message 1; 1 record) is not known"
+    assert f"{path}:4: the meaning of {keys}" in str(error.value)
     assert str(error.value).endswith("set data.ignore_keys=[imagse,rank]")
     with pytest.raises(DataError, match=r"'score'.*11 records.*'imagse'"):
         open_set(str(path), tiny(), tmp_path / "cache", unknown_keys="refuse")
 
 
 def test_keys_that_are_passed_over_are_counted(tiny, tmp_path, small_chunks):
-    """Of those that the cache has, too."""
+    """Keys of cached records are counted, too."""
     path = wrong_and_dropped(tmp_path)
     content = Path(path).read_text()
     Path(path).write_text(content.replace('{"messages"', '{"meta": 1, "messages"'))
     for _ in range(2):
         data = open_set(path, tiny(), tmp_path / "cache", on_error="skip")
         cfg = data_config(None)
-        found = Remarks.from_data(data, "data.train", cfg)
-        assert (found.dropped, found.wrong) == (1, 2)
-        assert len(found.lines) == 3 and "'meta' (10)" in found.lines[-1]
-        assert "2 of 12 records wrong and skipped, the first: " in found.lines[1]
+        remarks = Remarks.from_data(data, "data.train", cfg)
+        assert (remarks.dropped, remarks.wrong) == (1, 2)
+        assert len(remarks.lines) == 3 and "'meta' (10)" in remarks.lines[-1]
+        assert "2 of 12 records wrong and skipped, the first: " in remarks.lines[1]
         quiet = Remarks.from_data(data, "data.train", replace(cfg, unknown_keys="ignore"))
-        assert quiet.lines == found.lines[:-1]
+        assert quiet.lines == remarks.lines[:-1]
 
 
 def test_a_mended_record_is_found(tiny, tmp_path, small_chunks):
-    """A missing picture is not in the file's digest: its chunk must not be cached."""
+    """A missing picture is not part of the file's digest, so its chunk must not be cached."""
     path = write_set(tmp_path, 12)
     away = tmp_path / "images" / "7-1.png"
     away.rename(tmp_path / "away.png")
@@ -249,7 +249,7 @@ def build(path, model, cache, share, results):
 
 
 def test_many_processes_at_once(tiny, tmp_path):
-    """Four build one cache together; one more is killed while it does, again and again."""
+    """Four processes build one cache together, after another one was killed while it did."""
     path, model, cache = write_set(tmp_path, 60), tiny(), tmp_path / "cache"
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
@@ -265,11 +265,11 @@ def test_many_processes_at_once(tiny, tmp_path):
     victim.join()
     for builder in builders:
         builder.start()
-    found = [results.get()[1] for _ in builders]
+    outcomes = [results.get()[1] for _ in builders]
     for builder in builders:
         builder.join()
-    assert all(one == found[0] for one in found)
-    assert len(found[0]) == 60
+    assert all(one == outcomes[0] for one in outcomes)
+    assert len(outcomes[0]) == 60
 
 
 def test_a_cached_sample_whose_image_changed_is_an_error(tiny, tmp_path):
@@ -284,29 +284,29 @@ def test_a_cached_sample_whose_image_changed_is_an_error(tiny, tmp_path):
 
 
 def test_weights_survive_the_cache(tiny, tmp_path, small_chunks):
-    """Chunks of files without weights have none, and neither have samples without."""
+    """Chunks without weights store none, and neither do samples without weights."""
 
     def record(weight):
         return {"messages": [say("user", "a"), say("assistant", "b", weight=weight)]}
 
     path = tmp_path / "weights.jsonl"
-    given = [1] * 5 + [0.25, 1, True, 2, None]
-    path.write_text("".join(json.dumps(record(weight)) + "\n" for weight in given))
+    weights = [1] * 5 + [0.25, 1, True, 2, None]
+    path.write_text("".join(json.dumps(record(weight)) + "\n" for weight in weights))
     for _ in range(2):
         (index,) = open_set(str(path), tiny(), tmp_path / "cache").indexes
         assert [file.weighted for file in index.files] == [False, True]
-        found = [index[place] for place in range(len(given))]
-        assert [sample.weights_S is None for sample in found] == [
-            weight not in (0.25, 2) for weight in given
+        encoded = [index[place] for place in range(len(weights))]
+        assert [sample.weights_S is None for sample in encoded] == [
+            weight not in (0.25, 2) for weight in weights
         ]
-        for sample, weight in zip(found, given, strict=True):
+        for sample, weight in zip(encoded, weights, strict=True):
             if sample.weights_S is not None:
                 assert (sample.weights_S[sample.trained_S] == weight).all()
                 assert not sample.weights_S[~sample.trained_S].any()
 
 
 def test_a_flipped_bit_in_the_cache_changes_no_sample(tiny, tmp_path, caplog):
-    """Wherever it is: the chunk is made again, or the sample is refused by the file's name."""
+    """After any flipped bit the chunk is made again, or the sample is refused by the file's name."""
     path = write_set(tmp_path, 4)
     data = open_set(path, tiny(), tmp_path / "cache")
     (source,), expected = data.sources, samples(data)
@@ -316,22 +316,22 @@ def test_a_flipped_bit_in_the_cache_changes_no_sample(tiny, tmp_path, caplog):
     outcomes: Counter[str] = Counter()
     for place in range(0, len(content), 5):
         mask = 1 << place % 8
-        flipped.unlink(missing_ok=True)  # what is mapped must not change
+        flipped.unlink(missing_ok=True)  # a mapped file must not change
         flipped.write_bytes(content[:place] + bytes([content[place] ^ mask]) + content[place + 1 :])
-        if (kept := indexing._open_cached(flipped)) is None:
+        if (cached := indexing._open_cached(flipped)) is None:
             outcomes["made again"] += 1
             continue
-        index = indexing.Index(source, [kept])
+        index = indexing.Index(source, [cached])
         try:
-            found = samples(replace(data, indexes=(index,)))
+            actual = samples(replace(data, indexes=(index,)))
         except DataError as error:
             assert str(error).startswith(f"{flipped}: the cache is damaged: ")
             outcomes["refused"] += 1
         else:
-            assert (found, index.faults) == (expected, data.indexes[0].faults), place
+            assert (actual, index.faults) == (expected, data.indexes[0].faults), place
             outcomes["read"] += 1
     assert outcomes["made again"] > 100 and outcomes["refused"] > 100, outcomes
-    assert outcomes["read"] < 10, outcomes  # what fills the header up
+    assert outcomes["read"] < 10, outcomes  # padding of the header
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_a_flipped_bit_in_the_cache_changes_no_sample(tiny, tmp_path, caplog):
     ],
 )
 def test_another_header_in_the_cache_is_no_other_meaning(right, wrong, tiny, tmp_path, caplog):
-    """Whatever safetensors takes."""
+    """The same holds for headers that safetensors accepts."""
     records = [[say("user", "a"), say("assistant", "b", weight=weight)] for weight in (1, 0.25, 0)]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in records))
@@ -352,16 +352,16 @@ def test_another_header_in_the_cache_is_no_other_meaning(right, wrong, tiny, tmp
     (file,) = (tmp_path / "cache" / "text").rglob("*.safetensors")
     content = file.read_bytes()
     assert right in content
-    file.unlink()  # what is mapped must not change
+    file.unlink()  # a mapped file must not change
     file.write_bytes(damaged := content.replace(right, wrong, 1))
-    again = open_set(str(path), tiny(), tmp_path / "cache")
+    reopened = open_set(str(path), tiny(), tmp_path / "cache")
     if file.read_bytes() == damaged:  # the samples are read later
         with pytest.raises(DataError, match=f"{file}: the cache is damaged"):
-            samples(again)
+            samples(reopened)
     else:
         assert "it is made again" in caplog.text
-        assert samples(again) == samples(data)
-        assert again.indexes[0].faults == data.indexes[0].faults
+        assert samples(reopened) == samples(data)
+        assert reopened.indexes[0].faults == data.indexes[0].faults
 
 
 def test_every_chat_survives_the_cache(tiny, tmp_path):
@@ -374,20 +374,20 @@ def test_every_chat_survives_the_cache(tiny, tmp_path):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_cache_that_cannot_be_written_is_done_without(packed, tiny, tmp_path, caplog):
-    """Here a file is in its place; the samples are the same, and it is said once."""
+    """The cache is a file here. The samples are the same, and each use of the cache warns once."""
     path = write_set(tmp_path)
     (tmp_path / "cache").write_text("a file")
     if packed:
         packed_path = tmp_path / "train.jsonl.gz"
         packed_path.write_bytes(gzip.compress(Path(path).read_bytes()))
         path = str(packed_path)
-    found = open_set(path, tiny(), tmp_path / "cache")
-    want = open_set(path, tiny(), tmp_path / "other")
-    assert len(found.order) == len(want.order) == 23
-    one, other = (each.indexes[0][22].ids_S for each in (found, want))
-    assert one.tolist() == other.tolist()
-    said = [each for each in caplog.messages if "continuing without data.cache_dir" in each]
-    assert len(said) == 1 + packed and str(tmp_path / "cache") in said[0]
+    actual = open_set(path, tiny(), tmp_path / "cache")
+    expected = open_set(path, tiny(), tmp_path / "other")
+    assert len(actual.order) == len(expected.order) == 23
+    actual_ids, expected_ids = (each.indexes[0][22].ids_S for each in (actual, expected))
+    assert actual_ids.tolist() == expected_ids.tolist()
+    warnings = [each for each in caplog.messages if "continuing without data.cache_dir" in each]
+    assert len(warnings) == 1 + packed and str(tmp_path / "cache") in warnings[0]
     assert (tmp_path / "cache").read_text() == "a file"
 
 

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_inspect_command.py
-"""`inspect` shows what the model gets: the tokens, the trained ones, the pictures, the figures."""
+"""`inspect` shows the input of the model: tokens, trained tokens, pictures and figures."""
 
 import base64
 import io
@@ -95,7 +95,7 @@ def overrides(folder, tiny):
 
 @pytest.fixture(scope="module")
 def look(overrides, tiny):
-    """look(overrides...) -> (data set, inspection) with every sample shown."""
+    """Return look(overrides...) -> (data set, inspection) with every sample shown."""
 
     def make(*more, ranks=1, pictures=False, train=None):
         cfg = load_config(overrides(*more, train=train))
@@ -143,7 +143,7 @@ def printed(inspection, **options) -> str:
 
 
 def squeezed(value: str) -> str:
-    """Lines without the blanks that tables fill up with."""
+    """Return the lines without the blanks that fill tables up."""
     return "\n".join(re.sub(" {2,}", "  ", line).strip() for line in value.splitlines())
 
 
@@ -218,7 +218,7 @@ def test_spelled_special_tokens_are_shown_as_text(seen):
 
 
 def p95(values):
-    """By hand: between the two values around 0.95 of the way."""
+    """Interpolate by hand between the two values around 0.95 of the way."""
     values, place = sorted(values), 0.95 * (len(values) - 1)
     low, high = values[math.floor(place)], values[math.ceil(place)]
     return low + (high - low) * (place - math.floor(place))
@@ -289,11 +289,11 @@ def test_padding_and_balance_by_hand(look, ranks):
             loads[way].append(max(costs) * ranks / sum(costs))
     batching = inspection.batching
     assert (batching.steps, batching.measured) == (len(steps), len(steps)) == (3, 3)
-    for way, found in enumerate(batching.ways):
-        assert found.padding == pytest.approx(1 - real / positions[way])
-        assert found.micro_batches == pytest.approx(micro_batches[way] / len(steps))
-        assert found.imbalance == pytest.approx(statistics.mean(loads[way]))
-        assert found.worst == pytest.approx(max(loads[way]))
+    for way, measured in enumerate(batching.ways):
+        assert measured.padding == pytest.approx(1 - real / positions[way])
+        assert measured.micro_batches == pytest.approx(micro_batches[way] / len(steps))
+        assert measured.imbalance == pytest.approx(statistics.mean(loads[way]))
+        assert measured.worst == pytest.approx(max(loads[way]))
     naive = batching.ways[1]
     row = f"in plain order  {naive.padding:.1%}  {naive.imbalance:.3f}x  {naive.worst:.3f}x"
     assert row in squeezed(printed(inspection))
@@ -308,7 +308,7 @@ def test_only_the_first_steps_of_a_long_epoch_are_planned(look, monkeypatch):
 
 
 def test_plain_order_has_as_many_micro_batches_as_token_limits_make(look, folder):
-    """Short and long rows in turn: in plain order the short ones are half padding and more."""
+    """Short and long rows alternate, so in plain order at least half of a short one is padding."""
     turns = folder / "turns.jsonl"
     lines = [
         json.dumps({"messages": [say("user", "red " * count), say("assistant", "a")]}) + "\n"
@@ -317,10 +317,10 @@ def test_plain_order_has_as_many_micro_batches_as_token_limits_make(look, folder
     turns.write_text("".join(lines))
     options = ("train.global_batch_size=32", "train.micro_batch_tokens=900", "data.shuffle=false")
     data, inspection = look(*options, train=turns, ranks=1)
-    ours, naive = inspection.batching.ways
+    planned, naive = inspection.batching.ways
     short, long = data.indexes[0].tokens[:2].tolist()
-    assert (ours.padding, ours.micro_batches) == (0, math.ceil(16 / (900 // long)) + 1)
-    rows = round(32 / ours.micro_batches)
+    assert (planned.padding, planned.micro_batches) == (0, math.ceil(16 / (900 // long)) + 1)
+    rows = round(32 / planned.micro_batches)
     assert (rows, naive.micro_batches) == (6, 6)
     assert naive.padding == pytest.approx(1 - 16 * (short + long) / (32 * long))
     assert "train.micro_batch_tokens=900" in inspection.batching.caption
@@ -337,8 +337,8 @@ def test_unpatch_undoes_patches(height, width, merge):
     frames = [np.asarray(picture(width, height, seed)) for seed in range(3)]
     plan = VideoPlan((0, 1, 2), (0.0, 1.0), (2, *grid[1:]), height, width)
     patches = video_patches(frames, plan, VideoSettings(merge_size=merge))
-    found = unpatch(patches, plan.grid_thw, 16, merge)
-    assert np.array_equal(found.reshape(4, height, width, 3), [*frames, frames[2]])
+    actual = unpatch(patches, plan.grid_thw, 16, merge)
+    assert np.array_equal(actual.reshape(4, height, width, 3), [*frames, frames[2]])
 
 
 def pictures_of(facts):
@@ -357,12 +357,13 @@ def test_pictures_of_the_report_are_those_the_model_gets(facts, page):
     expected += [np.full((64, 96, 3), PINK, np.uint8)]
     expected += [np.asarray(picture(64, 64, 10 + number)) for number in (0, 1, 2, 3, 4, 4)]
     expected += [small, resized((32, 96), 40, 90, 3)]  # chunks
-    for ours, theirs in zip(pictures_of(facts), expected, strict=True):
-        assert np.array_equal(ours, theirs)
-    for shown_image, theirs in zip(page.all("img"), expected, strict=True):  # and so are the page's
+    for actual, reference in zip(pictures_of(facts), expected, strict=True):
+        assert np.array_equal(actual, reference)
+    # The page has the same pictures.
+    for shown_image, reference in zip(page.all("img"), expected, strict=True):
         file = io.BytesIO(base64.b64decode(shown_image["src"].split(",")[1]))
-        assert np.array_equal(np.asarray(PIL.Image.open(file)), theirs)
-        assert (shown_image["height"], shown_image["width"]) == tuple(map(str, theirs.shape[:2]))
+        assert np.array_equal(np.asarray(PIL.Image.open(file)), reference)
+        assert (shown_image["height"], shown_image["width"]) == tuple(map(str, reference.shape[:2]))
 
 
 def test_budgets_of_videos_are_named_and_followed(look):
@@ -407,13 +408,13 @@ def test_trained_spans_are_marked(facts, page, seen):
     ]
     assert marks.count("Red.<|im_end|>") == 1 and marks.count("\n\nfour\n<|im_end|>") == 1
     trained = sum(any(p.trained for p in turn.pieces) for s in seen[1].shown for turn in s.turns)
-    assert len(marks) == 1 + trained == len(page.all("mark"))  # the legend's
+    assert len(marks) == 1 + trained == len(page.all("mark"))  # one is in the legend
     newlines = sum(mark.count("\n") for mark in marks)
     assert [a.get("class") for a in page.all("span")].count("newline") == newlines
 
 
 def test_many_wrong_records_are_told_in_part(seen):
-    """A page tells more of them than a terminal."""
+    """A page lists more of them than a terminal."""
     wrong = replace(seen[1], errors=tuple(f"wrong {i}." for i in range(60)))
     facts = Facts(inspection_report(wrong))
     assert len(facts.of(Listing)[0].sentences) == 60
@@ -434,7 +435,7 @@ def test_weights_are_shown(look, folder):
     assert "assistant  {+whole<|im_end|>+}\n" in lines
     facts = Facts(inspection_report(inspection))
     weights = [each.text for each in facts.of(Styled) if each.kind == "weight"]
-    assert weights == ["x0.5", "x0.5"]  # the first is the legend's
+    assert weights == ["x0.5", "x0.5"]  # the first is in the legend
     assert re.search(r'class="weight">x0.5</span>\s*<mark>half', facts.page().text)
 
 
@@ -487,9 +488,9 @@ def test_a_picture_that_cannot_be_decoded_is_named(look, folder):
 )
 def test_what_cannot_be_shown_is_refused(options, error, words, overrides):
     options = dict(html=None, samples=1, sample=None, ranks=1, more=[], train=None) | options
-    given = overrides(*options.pop("more"), train=options.pop("train"))
+    arguments = overrides(*options.pop("more"), train=options.pop("train"))
     with pytest.raises(error, match=words):
-        run_inspect(load_config(given), **options)
+        run_inspect(load_config(arguments), **options)
 
 
 def test_the_command_shows_what_is_asked_for(overrides, capsys, tmp_path):
@@ -511,7 +512,7 @@ def test_warnings_of_the_data_stand_in_the_report_alone(overrides, folder, caplo
     run_inspect(cfg, None, samples=1, sample=None, ranks=1)
     assert not warnings()
     open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, read_sizes(cfg.model.path))
-    assert warnings()  # what calls it afterwards hears them
+    assert warnings()  # later callers get the warnings
 
 
 def test_megatron_is_not_imported():
@@ -542,7 +543,7 @@ def test_a_browser_shows_highlights_and_pictures(width, scheme, mark, paper, see
     assert count(PINK) in range(96 * 64 - 30, 96 * 64 + 1)  # its corners are round
     assert count(colour(paper)) > pixels[..., 0].size // 10
     assert count(colour(paper), pixels[:, -8:]) == 8 * len(pixels)  # nothing sticks out
-    if width == 1200:  # the noise of the first picture, pixel for pixel
+    if width == 1200:  # compare the noise of the first picture, pixel for pixel
         noise = np.asarray(picture(100, 60).resize((96, 64), PIL.Image.Resampling.BICUBIC))[8:-8]
         corner = (pixels == noise[0, 8]).all(axis=-1).nonzero()
         places = zip(*corner, strict=True)

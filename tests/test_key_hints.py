@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_key_hints.py
-"""What people who come from other trainers type is answered with our key, or with what there is."""
+"""Names from other trainers are answered with our key, or with the keys that exist."""
 
 import re
 import subprocess
@@ -100,7 +100,7 @@ SENTENCES = {
     "streaming": "streaming: true",
     "stage": "supervised fine-tuning",
 }
-# What people write for these in other trainers; for all others, a whole number.
+# Values that people write for these keys in other trainers. All other keys take a whole number.
 _SWITCH, _DATA = ("true", "false", "True"), ("chats.jsonl", "[a.json,b.json]", "org/name")
 TYPICAL: dict[str, tuple[str, ...]] = {
     "model.path": ("Qwen/Qwen3-VL-2B-Instruct", "/models/base"),
@@ -120,7 +120,7 @@ TYPICAL: dict[str, tuple[str, ...]] = {
     "log.wandb": ("project",),
     "run": ("out/first",),
 }
-# Values that sentences say in words; others give settings whole: model.backend=te.
+# Values that sentences list in words. Other sentences give whole settings: model.backend=te.
 NAMED = {
     "train.precision": ("auto", "bf16", "fp32"),
     "optim.schedule": ("constant", "linear", "cosine", "wsd"),
@@ -184,8 +184,8 @@ def accepted(setting: str) -> None:
 def test_every_name_of_others_leads_to_a_key_that_takes_its_value(key):
     values = TYPICAL.get(key, ("2",))
     for name in _SAME[key].split():
-        said = [hint(written) for written in spellings(name)]
-        assert said == [f"did you mean {key!r}?"] * 3
+        hints = [hint(written) for written in spellings(name)]
+        assert hints == [f"did you mean {key!r}?"] * 3
         assert option_error(f"--{name}", values[0]).remedy == f"write {key}={values[0]}"
     for value in values:
         accepted(f"{key}={value}")
@@ -203,7 +203,7 @@ def test_every_sentence_names_keys_and_values_that_are_accepted(text):
             assert value in text
             accepted(f"{key}={value}")
     for setting in re.findall(rf"\b((?:(?:{groups})\.\w+|run)=(?:\{{.*?\}}|[\w/]+))", text):
-        if setting != "checkpoint.best=SET/SCORE":  # of a set of data.eval
+        if setting != "checkpoint.best=SET/SCORE":  # needs a set of data.eval
             accepted(setting)
     if "checkpoint.best=SET/SCORE" in text:
         load_config(["model.path=x", "checkpoint.best=held/loss", "data.eval={held: a.jsonl}"])
@@ -230,9 +230,9 @@ def test_every_sentence_names_keys_and_values_that_are_accepted(text):
 )
 def test_options_are_answered_with_what_to_write(words, answer, capfd):
     assert main(["train", *words]) == 2
-    said = capfd.readouterr().err
-    assert said.startswith("megatron-vlm: ") and len(said.splitlines()) == 1
-    assert re.search(answer, said), said
+    output = capfd.readouterr().err
+    assert output.startswith("megatron-vlm: ") and len(output.splitlines()) == 1
+    assert re.search(answer, output), output
 
 
 def test_help_names_every_key_and_recipe_and_needs_no_torch():
@@ -244,12 +244,12 @@ def test_help_names_every_key_and_recipe_and_needs_no_torch():
         "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    shown = done.stdout
-    assert shown.rstrip().endswith("set()") and shown.count("--config FILE") >= 3
-    words = shown.split()
+    output = done.stdout
+    assert output.rstrip().endswith("set()") and output.count("--config FILE") >= 3
+    words = output.split()
     for key in leaves():
         assert key.rpartition(".")[2] in words, key
     for file in config_dir().glob("*/*.yaml"):
         assert file.stem in words or file.stem == "default"
     for command in ("train", "eval", "export", "chat", "report", "doctor", "inspect"):
-        assert f"    {command}" in shown
+        assert f"    {command}" in output

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_loader.py
-"""From disk to the ranks: one order whatever the layout, exact resume, one decode a sample."""
+"""Data from disk to the ranks: one order at every layout, exact resume, one decode a sample."""
 
 import gzip
 import json
@@ -31,16 +31,16 @@ LIMITS = Limits(tokens=300)
 
 
 def rows_of(batch):
-    """The rows of a step's micro-batches as (place, ids, patches)."""
-    found = []
+    """Return the rows of a step's micro-batches as (place, tokens)."""
+    rows = []
     for part in batch.micro_batches:
         for place, length, tokens in zip(part.rows, part.lengths, part.tokens_BS5, strict=False):
-            found.append((place, tokens[:length].tolist()))
-    return sorted(found)
+            rows.append((place, tokens[:length].tolist()))
+    return sorted(rows)
 
 
 def load(path, model, cache, ranks=1, start=Position(), epochs=2, batch=8, train=True, **options):
-    """Each step's rows over all replicas, and the position after it."""
+    """Return each step's rows over all replicas, and the position after it."""
     data = open_set(path, model, cache, train=train, **options)
     cfg = data_config(cache, **options)
     loaders = [
@@ -55,15 +55,15 @@ def load(path, model, cache, ranks=1, start=Position(), epochs=2, batch=8, train
 
 
 class Standing:
-    """How a worker stands: its niceness and its threads."""
+    """The niceness and the number of threads of a worker."""
 
     def __getitem__(self, task: int) -> tuple[int, int]:
         return os.nice(0), torch.get_num_threads()
 
 
 def test_data_workers_leave_the_cores_to_the_step():
-    (found,) = map_in_processes(Standing(), range(1), 1, 1)
-    assert found == (min(19, os.nice(0) + 10), 1)
+    (standing,) = map_in_processes(Standing(), range(1), 1, 1)
+    assert standing == (min(19, os.nice(0) + 10), 1)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_steps_and_epochs(expected):
     assert [after.epoch for _, after in expected] == [0, 0, 1, 1, 1, 2]
     for epoch in (expected[:3], expected[3:]):
         ids = [str(row[1]) for rows, _ in epoch for row in rows]
-        assert len(set(ids)) == 23  # each sample once, none twice
+        assert len(set(ids)) == 23  # each sample exactly once
     assert expected[0][0] != expected[3][0]  # another order in the second epoch
 
 
@@ -96,7 +96,7 @@ def test_the_order_does_not_depend_on_worker_processes(dataset, expected, tiny):
 
 
 def test_a_large_batch_is_planned_in_another_process(dataset, expected, tiny, monkeypatch):
-    """The same steps, of which none was planned here."""
+    """The steps are the same, and none is planned in this process."""
 
     def planned_here(*_):
         raise AssertionError("planned in the process that trains")
@@ -124,17 +124,17 @@ def count_decodes(monkeypatch):
 
 
 def test_resume_decodes_nothing_that_was_consumed(dataset, expected, tiny, monkeypatch):
-    """Two steps of the second epoch are left: the pictures of their rows, and no others."""
+    """The pictures of the two steps that remain in the second epoch are decoded, and no others."""
     opened = count_decodes(monkeypatch)
     rest = load(dataset[0], tiny(), dataset[1], 1, expected[3][1])
     data = open_set(dataset[0], tiny(), dataset[1])
-    left = data.indexes[0].records[data.order.epoch(1)[8:, 1]].tolist()
-    expected_lines = sorted(line + 1 for line in left for _ in range(line % 4))
+    remaining = data.indexes[0].records[data.order.epoch(1)[8:, 1]].tolist()
+    expected_lines = sorted(line + 1 for line in remaining for _ in range(line % 4))
     assert (
         sorted(int(place.split("train.jsonl:")[1].split(":")[0]) for place in opened)
         == expected_lines
     )
-    assert sum(len(rows) for rows, _ in rest) == len(left) == 15
+    assert sum(len(rows) for rows, _ in rest) == len(remaining) == 15
 
 
 def test_evaluation_is_in_order(dataset, tiny):
@@ -143,7 +143,7 @@ def test_evaluation_is_in_order(dataset, tiny):
 
 
 def test_a_broken_picture_is_skipped_when_it_is_met(tmp_path, tiny):
-    """Its header is fine, so only decoding finds out."""
+    """The header of the picture is intact, so only decoding reveals the damage."""
     path = write_set(tmp_path, 6)
     broken = tmp_path / "images" / "3-1.png"
     broken.write_bytes(broken.read_bytes()[:-2000])
@@ -162,7 +162,7 @@ def test_a_broken_picture_is_skipped_when_it_is_met(tmp_path, tiny):
 
 
 def _shared(worker: MegatronWorker, path: str, model: str, cache) -> dict:
-    """What one rank of TP2 x PP2 opened and got."""
+    """Return the images that one rank opened, its batches and its losses."""
     opened = []
     read = reading.read_image
     reading.read_image = lambda *args: opened.append(args[2]) or read(*args)
@@ -174,11 +174,11 @@ def _shared(worker: MegatronWorker, path: str, model: str, cache) -> dict:
             data = open_set(path, model, cache)
             batches = iter(Loader(data, data_config(cache), 8, LIMITS, epochs=1))
         for _ in range(3):
-            mine = None
+            local_batch = None
             if batches is not None:
                 batch = next(batches)
-                mine = (batch.micro_batches, None)
-            shared, _ = share_batch(mine, worker.grid, device)
+                local_batch = (batch.micro_batches, None)
+            shared, _ = share_batch(local_batch, worker.grid, device)
             steps.append(
                 [(b.tokens_BS5.tolist(), b.rows, b.pixel_values_PC is not None) for b in shared]
             )
@@ -238,9 +238,9 @@ def _fails(worker: MegatronWorker) -> str:
 
 
 def test_an_error_of_the_loading_rank_is_raised_on_all(tiny, pool):
-    found = pool.run(call, 4, tiny(), layout(tp=2, pp=2), _fails)
+    errors = pool.run(call, 4, tiny(), layout(tp=2, pp=2), _fails)
     elsewhere = "another rank could not load its data; see its message"
-    assert found == ["train.jsonl:4: is broken", *[elsewhere] * 3]
+    assert errors == ["train.jsonl:4: is broken", *[elsewhere] * 3]
 
 
 class _Grouped:
@@ -254,11 +254,11 @@ class _Grouped:
         rank = parallel_state.get_data_parallel_rank()
         count = parallel_state.get_data_parallel_world_size()
         data = open_set(path, model, cache)
-        found = []
+        losses = []
         for limits in (Limits(1), Limits(3), Limits(100), Limits(tokens=300), Limits(tokens=2000)):
             loader = Loader(data, data_config(cache), 11, limits, Replica(rank, count), epochs=1)
-            found.append([worker.forward_backward(step.micro_batches).loss for step in loader])
-        return found
+            losses.append([worker.forward_backward(step.micro_batches).loss for step in loader])
+        return losses
 
 
 def test_the_loss_does_not_depend_on_the_grouping(dataset, tiny, pool):
@@ -286,15 +286,15 @@ class _Planned:
     def __call__(self, worker):
         path, model, cache = self.args
         data = open_set(path, model, cache)
-        found = []
+        log_probs = []
         for limits in (Limits(100), Limits(tokens=300)):
             (step, *_) = Loader(data, data_config(cache), 23, limits, epochs=1)
-            found.append(worker.forward(step.micro_batches))
-        return found
+            log_probs.append(worker.forward(step.micro_batches))
+        return log_probs
 
 
 def test_log_probs_come_in_the_order_of_the_batch(dataset, tiny, pool):
-    """Whatever the grouping: row i is sample i of the global batch."""
+    """Row i is sample i of the global batch under every grouping."""
     ((whole, grouped),) = pool.run(
         call, 1, tiny(), layout(), _Planned(dataset[0], tiny(), dataset[1])
     )
@@ -322,9 +322,9 @@ def stream(tmp_path_factory):
 def test_a_stream_gives_each_sample_once(stream, expected, tiny):
     steps = load(*stream_args(stream, tiny), shuffle_window=6)
     assert [len(rows) for rows, _ in steps] == [8, 8, 7, 8, 8, 7]
-    for epoch, theirs in ((steps[:3], expected[:3]), (steps[3:], expected[3:])):
-        ours = sorted(str(row[1]) for rows, _ in epoch for row in rows)
-        assert ours == sorted(str(row[1]) for rows, _ in theirs for row in rows)
+    for epoch, reference in ((steps[:3], expected[:3]), (steps[3:], expected[3:])):
+        actual = sorted(str(row[1]) for rows, _ in epoch for row in rows)
+        assert actual == sorted(str(row[1]) for rows, _ in reference for row in rows)
     assert steps[0][0] != steps[3][0]
 
 
@@ -346,7 +346,7 @@ def test_a_stream_resumes_exactly(done, stream, tiny, monkeypatch):
 
 
 def without_state(steps):
-    """`datasets` may write the same place of a stream in two ways."""
+    """Drop the state, since `datasets` may write the same place of a stream in two ways."""
     return [(rows, after.epoch, after.taken) for rows, after in steps]
 
 
@@ -361,12 +361,13 @@ def test_mixed_streams(stream, tiny):
     both = [{**spec, "weight": 3}, {**spec, "weight": 1}]
     steps = load(both, tiny(), cache, epochs=1)
     assert sum(len(rows) for rows, _ in steps) == 46
-    again = load(both, tiny(), cache, 1, steps[2][1], epochs=1)
-    assert without_state(again) == without_state(steps[3:])
+    resumed = load(both, tiny(), cache, 1, steps[2][1], epochs=1)
+    assert without_state(resumed) == without_state(steps[3:])
 
 
 def write_wrong(folder):
-    """A right record, and one of each kind of wrong ones; pictures lie beside the file."""
+    """Write a right record and one of each wrong kind, and return the patterns of their errors. The
+    pictures lie next to the file."""
     (folder / "pictures").mkdir()
     picture(40, 40).save(folder / "pictures" / "0.png")
     (folder / "pictures" / "broken.png").write_bytes(b"no picture")
@@ -400,25 +401,25 @@ def write_wrong(folder):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_every_kind_of_wrong_record_is_skipped_and_counted(name, streaming, tiny, tmp_path, caplog):
-    """As docs/troubleshooting.md says, whether files are indexed or streamed."""
+    """Indexed and streamed files behave as docs/troubleshooting.md says."""
     expected = write_wrong(tmp_path)
     spec = {"path": str(tmp_path / name), "streaming": streaming}
     options = dict(shuffle=False, epochs=1, max_tokens=2048)
     with pytest.raises(DataError, match=rf"{name}:2: is not a line of JSON"):
         load(spec, tiny(), tmp_path / "cache", **options)
-    most = len(expected)
-    steps = load(spec, tiny(), tmp_path / "cache", on_error="skip", max_errors=most, **options)
+    count = len(expected)
+    steps = load(spec, tiny(), tmp_path / "cache", on_error="skip", max_errors=count, **options)
     skipped = [m for m in caplog.messages if m.startswith("skipped")]
     assert sum(len(rows) for rows, _ in steps) == 1
-    assert len(skipped) == most
+    assert len(skipped) == count
     for place, words in enumerate(expected, 2):
         assert any(re.search(f"{name}:{place}: .*({words})", message) for message in skipped), words
-    with raises(DataError, key="data.max_errors", found=most - 1, problem_has=f" {most} "):
-        load(spec, tiny(), tmp_path / "cache", on_error="skip", max_errors=most - 1, **options)
+    with raises(DataError, key="data.max_errors", found=count - 1, problem_has=f" {count} "):
+        load(spec, tiny(), tmp_path / "cache", on_error="skip", max_errors=count - 1, **options)
 
 
 def test_a_stream_of_wrong_records_stops_at_the_limit(tiny, tmp_path):
-    """Not at its end, which may be far."""
+    """The stream stops before its end, which may be far."""
     (tmp_path / "a.jsonl").write_text("{\n" * 50)
     spec = {"path": str(tmp_path / "a.jsonl"), "streaming": True}
     with raises(DataError, key="data.max_errors", found=3, problem_has=" 4 "):
@@ -426,7 +427,7 @@ def test_a_stream_of_wrong_records_stops_at_the_limit(tiny, tmp_path):
 
 
 def test_a_stream_that_breaks_off_is_an_error(tiny, tmp_path):
-    """Nothing can follow: it is not skipped."""
+    """No record can follow, so the error is not skipped."""
     lines = [json.dumps({"prompt": str(i), "completion": "a"}) + "\n" for i in range(9)]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode())[:-9])
     spec = {"path": str(tmp_path / "a.jsonl.gz"), "streaming": True}

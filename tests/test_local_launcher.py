@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_local_launcher.py
-"""The processes of a job start and end together; its exit status says how it ended."""
+"""Processes of a job start and end together, and the exit status says how the job ended."""
 
 import importlib
 import os
@@ -29,7 +29,7 @@ open(f"{sys.argv[1]}/{restart}-{rank}", "w").write(os.environ["WORLD_SIZE"] + st
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """job(body, count): run_job on a module with this body; the exit status."""
+    """Return job(body, count), the exit status of run_job on a module with this body."""
 
     def run(body: str, count: int = 2, max_restarts: int = 0) -> int:
         (tmp_path / "job_program.py").write_text(PROGRAM + body)
@@ -50,7 +50,7 @@ def test_every_rank_is_started_once(job, tmp_path):
 
 
 def test_the_port_of_a_job_is_rank_0s_alone(job):
-    """Whoever asks the kernel for a port, or opens a connection, gets another one meanwhile."""
+    """A process that asks the kernel for a port, or opens a connection, gets another one."""
     body = """
 import socket
 address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
@@ -95,7 +95,7 @@ def test_a_restart_may_succeed(job, tmp_path):
 
 @pytest.mark.parametrize(("restarts", "status"), [(1, 0), (0, 5)])
 def test_a_single_process_is_started_again_too(restarts, status, tmp_path, monkeypatch):
-    """By a launcher, which a job that may not start again does without."""
+    """A launcher starts it again. A job that may not start again runs without a launcher."""
     body = """
     with open(f"{arguments[0]}/attempts", "a") as file:
         print(os.getpid(), file=file)
@@ -138,7 +138,7 @@ time.sleep(60)
 
 
 def test_a_rank_that_is_not_there_yet_when_a_signal_comes_has_nothing_to_save(job, tmp_path, capfd):
-    """It is killed, as Python is before it has imported what handles signals; rank 1 is further."""
+    """Rank 0 is killed, like a Python without its signal handlers yet; rank 1 is further."""
     body = """
 rank and signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 open(f"{sys.argv[1]}/ready-{rank}", "w").close()
@@ -158,7 +158,7 @@ time.sleep(60)
 
 
 def test_a_signal_while_ranks_are_started_ends_the_job(job, tmp_path, monkeypatch):
-    """None of them has been there long enough to have begun anything."""
+    """No rank has run long enough to have begun anything."""
 
     def start(*given: Any, **more: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -178,7 +178,7 @@ def interrupt_twice(folder: Path) -> None:
 
 
 def test_a_second_interrupt_ends_ranks_that_do_not_hear_it(job, tmp_path, monkeypatch):
-    """As in a collective: Python's handler does not run there."""
+    """Ranks in a collective do not hear it, since Python's handler does not run there."""
     monkeypatch.setattr("megatron_vlm.distributed.launch.local_launcher.STOP_S", 0.5)
     body = """
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -213,7 +213,7 @@ time.sleep(60)
             assert launcher.poll() is None
             time.sleep(0.02)
         pids = [int((tmp_path / name).read_text()[1:]) for name in starts(tmp_path)]
-        time.sleep(0.2)  # for the handlers
+        time.sleep(0.2)  # time to set the handlers
     finally:
         launcher.kill()
         launcher.wait()
@@ -261,7 +261,7 @@ def test_variables_of_a_launcher_that_do_not_fit_together_are_refused(variables,
 
 @pytest.fixture
 def mistaken(tmp_path, monkeypatch):
-    """A program whose rank 1 makes a mistake of its own, and all others the same one."""
+    """Return a program whose rank 1 makes a mistake of its own, and all others the same one."""
     path = tmp_path / "mistaken.py"
     path.write_text(
         "import os, sys, time\n"
@@ -270,7 +270,7 @@ def mistaken(tmp_path, monkeypatch):
         "def fail(_):\n"
         "    raise ConfigError('alone' if os.environ['RANK'] == '1' else 'the same')\n"
         "status = run_guarded(fail, [])\n"
-        "time.sleep(1)\n"  # whoever launched the ranks ends all when the first ends
+        "time.sleep(1)\n"  # the launcher ends all ranks when the first ends
         "sys.exit(status)\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
@@ -278,7 +278,7 @@ def mistaken(tmp_path, monkeypatch):
 
 
 def test_what_all_ranks_have_to_say_is_said_once(mistaken, capfd):
-    """In each attempt; and what one rank alone has to say is not lost."""
+    """Each attempt reports it once, and the message of one rank alone is not lost."""
     for _ in range(2):
         assert run_job("mistaken", [], 4) == 2
         err = capfd.readouterr().err

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_log_sinks.py
-"""TensorBoard and Weights & Biases get what metrics.jsonl gets, under the names of charts."""
+"""TensorBoard and Weights & Biases get the values of metrics.jsonl under the names of charts."""
 
 import gzip
 import importlib.util
@@ -29,7 +29,7 @@ FIGURES = StepLine(0, 0, 2.5, 1e-3, 0.5, 0.1, 1000.0, 100.0, 5.0, 0.02, None, 1.
 
 
 def write_run(run, first: int, **log):
-    """Two steps, an evaluation and an event."""
+    """Write two steps, an evaluation and an event."""
     cfg = Config(run=str(run), log=LogConfig(**log))
     run_log = RunLog(cfg, True, 10, first)
     run_log.start(
@@ -48,14 +48,14 @@ def test_tensorboard_has_the_figures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write_run(tmp_path, 0, tensorboard=True)
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    names = found.Tags()["scalars"]
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    names = accumulator.Tags()["scalars"]
     assert {"train/loss", "train/lr", "train/tokens_per_s", "held/exact_match"} <= set(names)
     assert not [name for name in names if name.endswith(("/step", "/mfu", "/ranking", "/text"))]
-    losses = [(event.step, event.value) for event in found.Scalars("train/loss")]
+    losses = [(event.step, event.value) for event in accumulator.Scalars("train/loss")]
     assert losses == [(0, 2.5), (1, 1.5)]
-    assert [(e.step, e.value) for e in found.Scalars("held/exact_match")] == [(2, 0.5)]
+    assert [(e.step, e.value) for e in accumulator.Scalars("held/exact_match")] == [(2, 0.5)]
 
 
 def test_frozen_parts_are_in_brackets_and_no_markup_is_printed(tmp_path):
@@ -69,10 +69,10 @@ def test_frozen_parts_are_in_brackets_and_no_markup_is_printed(tmp_path):
     assert row.split() == ["0", "0-1", "(80k)", "-", "-", "-", "5k", "85k", "5k"]
 
 
-@pytest.mark.slow  # W&B's own process takes its time
+@pytest.mark.slow  # W&B's own process is slow
 def test_wandb_offline_has_the_figures_and_a_resumed_run_keeps_its_id(tmp_path):
-    """In two processes, as a run and its resume are: within one, W&B's service, which knows the run
-    still, lost the second's lines on a machine under load."""
+    """The run and its resume are two processes. Within one, W&B's service, which still knows the
+    run, lost the second's lines on a machine under load."""
     code = "from tests.test_log_sinks import write_run as w; w({!r}, {}, wandb='shapes')"
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
@@ -81,12 +81,12 @@ def test_wandb_offline_has_the_figures_and_a_resumed_run_keeps_its_id(tmp_path):
         subprocess.run(command, env=environment, check=True, timeout=120)
 
     write(0)
-    kept = (tmp_path / "wandb_id").read_text()
+    run_id = (tmp_path / "wandb_id").read_text()
     write(2)
-    assert (tmp_path / "wandb_id").read_text() == kept
+    assert (tmp_path / "wandb_id").read_text() == run_id
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
-    assert folders and all(folder.name.endswith(kept) for folder in folders)
-    rows = [row for folder in folders for row in wandb_rows(folder / f"run-{kept}.wandb")]
+    assert folders and all(folder.name.endswith(run_id) for folder in folders)
+    rows = [row for folder in folders for row in wandb_rows(folder / f"run-{run_id}.wandb")]
     assert [(row["_step"], row["train/loss"]) for row in rows if "train/loss" in row] == [
         (0, 2.5),
         (1, 1.5),
@@ -97,7 +97,7 @@ def test_wandb_offline_has_the_figures_and_a_resumed_run_keeps_its_id(tmp_path):
 
 
 def wandb_rows(path):
-    """The history in a file that `wandb sync` would send: LevelDB's log format of records."""
+    """Yield the history in a file that `wandb sync` would send: records in LevelDB's log format."""
     from wandb.proto import wandb_internal_pb2
 
     data, place = path.read_bytes(), 7  # behind the header of the file
