@@ -39,7 +39,7 @@ def same_after() -> Iterator[None]:
 def amd(monkeypatch) -> None:
     monkeypatch.setattr(cpu_matmul, "_vendor", lambda: "AuthenticAMD")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    # Such a processor has no AMX, with which oneDNN would round the factors; this one may have it.
+    # Such a processor has no AMX, with which oneDNN would round the factors; this machine may.
     monkeypatch.setattr(cpu_matmul, "has_fp32_products", lambda: True)
 
 
@@ -81,7 +81,7 @@ def test_a_product_that_rounds_is_noticed():
 
 
 def test_products_stay_fp32_here():
-    """Products on this processor differ from those in float64 by less than 3e-6, relatively."""
+    """Products on this processor have a relative error below 3e-6 against float64."""
     cpu_matmul.enable_onednn(384, False)
     generator = torch.Generator().manual_seed(0)
     for rows, inner, columns in ((1, 384, 1152), (37, 384, 1152), (400, 1152, 384), (64, 4096, 64)):

@@ -37,7 +37,7 @@ def test_positions_equal_hugging_face(tiny):
 
 
 def test_positions_of_one_image_by_hand():
-    """Two words, an image of 2 x 3 tokens and one word: positions go on after the longer side."""
+    """Two words, an image of 2 x 3 tokens, one word: positions continue after the longer side."""
     ids = torch.tensor([1, 2, *[IDS.image] * 6, 3])
     row = Row(ids, ids, torch.zeros(24, 4), torch.tensor([[1, 4, 6]]))
     time, height, width = collate_rows([row]).position_ids_3BS[:, 0].tolist()
@@ -122,7 +122,7 @@ def test_mismatch_names_the_row(name):
 
 
 def test_counts_that_agree_only_in_total_are_found():
-    """5 + 2 tokens for images of 6 and 1 features have the right sum, and each image is wrong."""
+    """5 + 2 tokens for images of 6 and 1 features: the sum is right, and each image is wrong."""
     row = image_row()
     ids = row.ids_S[row.ids_S < 250].tolist()[:2]
     tokens = torch.tensor([*ids, *[IDS.image] * 5, 3, *[IDS.image] * 2])

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_decode.py
-"""Greedy generation gives Hugging Face's tokens at each layout, candidates its log-probs."""
+"""Greedy generation equals Hugging Face's at each layout, and so do log-probs of candidates."""
 
 import shutil
 from collections.abc import Callable, Collection

@@ -16,7 +16,7 @@ from tests.error_fields import raises
         (2, 28, (14, 14)),
         (2, 5, (2, 3)),  # stage 0 has the vision tower
         (4, 28, (7, 7, 7, 7)),
-        (4, 30, (7, 8, 8, 7)),  # middle stages come before the ends
+        (4, 30, (7, 8, 8, 7)),  # extra layers go to the middle stages first
         (4, 31, (7, 8, 8, 8)),
         (8, 36, (4, 5, 5, 5, 5, 4, 4, 4)),
     ],

@@ -62,7 +62,8 @@ def test_a_wider_place_stands_before_the_narrow_one():
 
 
 def test_messages_are_those_that_were_read():
-    """A change needs `.venv/bin/python -m tests.error_messages`, and a look at the difference."""
+    """After an intended change of a message, run `.venv/bin/python -m tests.error_messages` and
+    read the difference."""
     assert all_messages() == GOLDEN.read_text()
 
 

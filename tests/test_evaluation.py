@@ -54,8 +54,8 @@ def logits_of(model: Any, row: Row) -> torch.Tensor:
 
 
 def prompt_and_answer(row: Row) -> tuple[Row, list[int]]:
-    """Split a row into its prompt and its one answer, whose end of the turn is trained and the
-    newline behind it not."""
+    """Split a row into its prompt and its one answer. The end of the turn is trained, the newline
+    behind it is not."""
     trained = (row.labels_S != IGNORE).nonzero()[:, 0]
     start, end = int(trained[0]), int(trained[-1]) + 1
     ids_S = row.ids_S[:start]
@@ -65,7 +65,8 @@ def prompt_and_answer(row: Row) -> tuple[Row, list[int]]:
 
 @pytest.fixture(scope="module")
 def asked(tiny, tmp_path_factory) -> dict[str, Any]:
-    """Return a set, every other answer of which is the model's own, and Hugging Face's results."""
+    """Return a set with the model's own answer in every other record, and Hugging Face's
+    results."""
     path, folder = tiny(), tmp_path_factory.mktemp("asked")
     file = Path(write_set(folder, ROWS))
     model, tokenizer = load_reference(path).eval(), AutoTokenizer.from_pretrained(path)

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_exit_cases.py
-"""However a process ends, everything that it has started ends with it."""
+"""Ends of processes: everything that a process has started ends with it, in every case."""
 
 import contextlib
 import os

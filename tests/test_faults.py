@@ -266,7 +266,7 @@ def test_an_unwritable_run_folder_is_reported(tiny, folder, pool, tmp_path):
 
 
 class Dying:
-    """Tasks of which the third ends its process by a signal, as the kernel does without memory."""
+    """Tasks, the third of which dies of a signal, as from the kernel when memory runs out."""
 
     def __init__(self, number: int):
         self.number = number

@@ -119,7 +119,7 @@ def fill(disk: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(not has_namespaces(), reason="unshare cannot make a disk of memory here")
 def test_a_service_waits_for_room_on_its_disk(tiny, tmp_path):
-    """A request that the service cannot store is a 503. SIGTERM ends the service as usual, and
+    """A request that the service cannot store gets a 503. SIGTERM ends the service as usual, and
     nothing is lost."""
     path, port, disk = tiny(vocab=VOCAB), free_port(), tmp_path / "disk"
     disk.mkdir()

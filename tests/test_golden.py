@@ -23,7 +23,7 @@ import pytest
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
 ROOT = Path(__file__).parent.parent
 STEPS = 20
-# The same kernels on every x86-64 processor, in one thread; otherwise the last digit varies.
+# The same kernels on every x86-64 processor, in one thread; otherwise the last digit varies by CPU.
 PINNED = {
     "ATEN_CPU_CAPABILITY": "default",
     "MKL_CBWR": "COMPATIBLE",

@@ -227,7 +227,7 @@ def test_weights_under_another_name_are_refused(name, tiny, tmp_path):
 
 
 def test_an_adapter_is_refused(tiny, tmp_path):
-    """transformers would load the base model that the adapter names, where peft is installed."""
+    """transformers with peft would load the base model that the adapter names."""
     folder, _ = copy_of(tiny(), tmp_path)
     (folder / "adapter_config.json").write_text("{}")
     with raises(CheckpointError, place=str(folder), remedy_has="lora.path"):

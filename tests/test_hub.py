@@ -44,7 +44,7 @@ LOCAL = [
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path, tiny):
-    """Yield a server with a tiny model, with this process as its client and an empty cache."""
+    """Yield a server with a tiny model; this process is its client, and the cache is empty."""
     with hub_server() as server:
         server.model(NAME, tiny())
         use(monkeypatch, server.address, tmp_path / "hf")
@@ -53,7 +53,8 @@ def hub(monkeypatch, tmp_path, tiny):
 
 
 def use(monkeypatch, address: str, home: Path, offline: bool = False) -> None:
-    """Set what HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE set when the client is imported."""
+    """Set the constants that HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE set on import of the
+    client."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", address)
@@ -125,7 +126,7 @@ def test_only_what_is_read_is_downloaded_and_only_once(hub, tiny):
     assert all(path.is_symlink() for path in folder.iterdir())
     hub.requests.clear()
     assert folder_of(pinned, weights=True) == folder
-    assert hub.requests == []  # no request for a commit in the cache
+    assert hub.requests == []  # a cached commit needs no request
 
 
 def test_a_checkpoint_on_the_hub_is_read_like_the_folder(hub, tiny):

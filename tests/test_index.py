@@ -306,7 +306,7 @@ def test_weights_survive_the_cache(tiny, tmp_path, small_chunks):
 
 
 def test_a_flipped_bit_in_the_cache_changes_no_sample(tiny, tmp_path, caplog):
-    """After any flipped bit the chunk is made again, or the sample is refused by the file's name."""
+    """After a flipped bit the chunk is made again, or the sample is refused by the file's name."""
     path = write_set(tmp_path, 4)
     data = open_set(path, tiny(), tmp_path / "cache")
     (source,), expected = data.sources, samples(data)
@@ -344,7 +344,7 @@ def test_a_flipped_bit_in_the_cache_changes_no_sample(tiny, tmp_path, caplog):
     ],
 )
 def test_another_header_in_the_cache_is_no_other_meaning(right, wrong, tiny, tmp_path, caplog):
-    """The same holds for headers that safetensors accepts."""
+    """Such a header may still be valid for safetensors."""
     records = [[say("user", "a"), say("assistant", "b", weight=weight)] for weight in (1, 0.25, 0)]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in records))

@@ -50,7 +50,7 @@ def test_every_rank_is_started_once(job, tmp_path):
 
 
 def test_the_port_of_a_job_is_rank_0s_alone(job):
-    """A process that asks the kernel for a port, or opens a connection, gets another one."""
+    """Processes that bind any port or connect meanwhile get another one from the kernel."""
     body = """
 import socket
 address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
@@ -138,7 +138,7 @@ time.sleep(60)
 
 
 def test_a_rank_that_is_not_there_yet_when_a_signal_comes_has_nothing_to_save(job, tmp_path, capfd):
-    """Rank 0 is killed, like a Python without its signal handlers yet; rank 1 is further."""
+    """Rank 0 is killed, as Python is before its signal handlers are set; rank 1 has set its own."""
     body = """
 rank and signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 open(f"{sys.argv[1]}/ready-{rank}", "w").close()

@@ -155,7 +155,7 @@ def test_equals_the_softmax_in_fp64(also, tp, at_once, pool, record_property):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_slices_round_a_weights_gradient_once(tp, pool):
-    """Sums of bf16 gradients of many chunks would each be rounded; the head computes one product."""
+    """Sums of bf16 gradients of many chunks would each be rounded; the head makes one product."""
     whole = pool.run(run, tp, "entropy", 2**26, torch.bfloat16)[0]
     sliced = pool.run(run, tp, "entropy", TOKENS * 10, torch.bfloat16)[0]
     for one, many, exact in zip(whole, sliced, expected("entropy"), strict=True):
