@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_lora.py
-"""Adapters equal PEFT's on Hugging Face's model, at each layout: losses, every gradient, weights
+"""Adapters equal PEFT's on Hugging Face's model at each layout: losses, every gradient, and weights
 after three steps."""
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tests.test_parity import layout
 
 EXPERTS = dict(experts=8, layers=4)
 
-# Relative, as in test_parity.py. Measured worst case over all cases below: 2.8e-6.
+# The error is relative, as in test_parity.py. Measured worst case over all cases below: 2.8e-6.
 TOLERANCE = 5e-6
 OPTIM = dict(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
 STEPS = 3
@@ -143,7 +143,8 @@ PARAMS = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in
 
 @pytest.fixture(scope="module")
 def adapters(tiny, tmp_path_factory):
-    """The folder of PEFT's adapter, its results for a batch, and after three steps."""
+    """Return functions for the folder of PEFT's adapter, its results for a batch, and its weights
+    after three steps."""
     root = tmp_path_factory.mktemp("adapters")
 
     @cache
@@ -167,8 +168,9 @@ def adapters(tiny, tmp_path_factory):
 
 
 def in_peft(adapter):
-    """Names that end another one, as regular expressions."""
-    found = {
+    """Return the adapter with the names that end a longer name as regular expressions, as PEFT
+    takes them."""
+    patterns = {
         "q_proj": r".*\.q_proj",
         "v_proj": r".*\.v_proj",
         "up_proj": r".*\.up_proj",
@@ -176,7 +178,7 @@ def in_peft(adapter):
         "layers.0.mlp.up_proj": r".*layers\.0\.mlp\.up_proj",
         f"layers.1.{DOWN}": "no linear layer",
     }
-    return replace(adapter, targets=tuple(found.get(each, each) for each in adapter.targets))
+    return replace(adapter, targets=tuple(patterns.get(each, each) for each in adapter.targets))
 
 
 def batches(name):
@@ -192,27 +194,29 @@ def test_equals_peft(name, pool, tiny, adapters, record_property):
     expected = reference(adapter, key, batch)
     rows = make_rows(BATCHES[batch], sizes.get("vocab", 512))
     outcomes = pool.run(loss_and_grads, case.world, tiny(**sizes), case, rows)
-    found = compared(outcomes, expected, case)
-    worst = max(found, key=lambda each: found[each])
-    record_property("worst", found[worst])
-    assert found[worst] <= TOLERANCE, f"{worst}: {found[worst]:.2e} of {len(found)} compared"
+    errors = compared(outcomes, expected, case)
+    worst = max(errors, key=lambda each: errors[each])
+    record_property("worst", errors[worst])
+    assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.2e} of {len(errors)} compared"
 
 
 def compared(outcomes, expected, case) -> dict[str, float]:
-    """Relative errors."""
-    ours = outcomes[0]
-    found = {"loss": abs(ours.loss - expected.loss) / abs(expected.loss)}
+    """Return the relative errors of one run."""
+    actual = outcomes[0]
+    errors = {"loss": abs(actual.loss - expected.loss) / abs(expected.loss)}
     tp = case.parallel["tp"]
     replicas = case.world // (tp * case.parallel["pp"])
     for kind in ("log_probs", "train_log_probs"):
-        said = [row for i in range(replicas) for row in getattr(outcomes[i * tp], kind)]
-        pairs = zip(said, expected.log_probs, strict=True)
-        found[kind] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-    assert ours.grads.keys() == expected.grads.keys()
-    for tensor, want in expected.grads.items():
-        error = float((ours.grads[tensor] - want).norm())
-        found[f"grad {tensor}"] = error / float(want.norm()) if want.any() else error
-    return found
+        log_probs = [row for i in range(replicas) for row in getattr(outcomes[i * tp], kind)]
+        pairs = zip(log_probs, expected.log_probs, strict=True)
+        errors[kind] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    assert actual.grads.keys() == expected.grads.keys()
+    for tensor, expected_grad in expected.grads.items():
+        error = float((actual.grads[tensor] - expected_grad).norm())
+        errors[f"grad {tensor}"] = (
+            error / float(expected_grad.norm()) if expected_grad.any() else error
+        )
+    return errors
 
 
 STEP_CASES = [
@@ -231,7 +235,8 @@ STEP_CASES = [
         )
     ),
 ]
-# As in test_steps.py, in units of the learning rate. Measured 3.5e-5, 0.014 and 3.9e-7.
+# The tolerances are as in test_steps.py, in units of the learning rate. Measured: 3.5e-5, 0.014 and
+# 3.9e-7.
 MEAN_TOLERANCE_LR = 3e-4
 MAX_TOLERANCE_LR = 0.2
 NORM_TOLERANCE = 8e-6
@@ -243,24 +248,24 @@ def test_weights_after_three_steps(name, pool, tiny, adapters, record_property):
     folder, _, steps = adapters
     key = tuple(sorted(sizes.items()))
     case = replace(case, lora=dict(adapter.ours, path=folder(adapter, key)), optim=dict(OPTIM))
-    want_norms, want = steps(adapter, key, batch)
+    expected_norms, expected = steps(adapter, key, batch)
     _, norms, weights = pool.run(train, case.world, tiny(**sizes), case, batches(batch))[0]
-    norm_error = max(abs(a / b - 1) for a, b in zip(norms, want_norms, strict=True))
-    assert weights.keys() == want.keys()
-    mean = {n: float((weights[n] - want[n]).abs().mean()) / OPTIM["lr"] for n in weights}
-    most = {n: float((weights[n] - want[n]).abs().max()) / OPTIM["lr"] for n in weights}
+    norm_error = max(abs(a / b - 1) for a, b in zip(norms, expected_norms, strict=True))
+    assert weights.keys() == expected.keys()
+    mean = {n: float((weights[n] - expected[n]).abs().mean()) / OPTIM["lr"] for n in weights}
+    largest = {n: float((weights[n] - expected[n]).abs().max()) / OPTIM["lr"] for n in weights}
     record_property("mean", max(mean.values()))
-    record_property("max", max(most.values()))
+    record_property("max", max(largest.values()))
     record_property("norm", norm_error)
     assert norm_error <= NORM_TOLERANCE
     worst = max(mean, key=lambda n: mean[n])
     assert mean[worst] <= MEAN_TOLERANCE_LR, f"{worst}: {mean[worst]:.2e} lr on average"
-    worst = max(most, key=lambda n: most[n])
-    assert most[worst] <= MAX_TOLERANCE_LR, f"{worst}: {most[worst]:.2e} lr"
+    worst = max(largest, key=lambda n: largest[n])
+    assert largest[worst] <= MAX_TOLERANCE_LR, f"{worst}: {largest[worst]:.2e} lr"
 
 
 def gathered(worker):
-    """Every adapter's tensors, on rank 0."""
+    """Return every adapter's tensors, on rank 0."""
     named = gather_tensors(
         worker.held, worker.table, worker.grid, of=lambda entry: entry.origin is Origin.ours
     )
@@ -277,12 +282,12 @@ def gathered(worker):
 )
 def test_adapters_begin_as_peft_begins_in_every_layout(init, case, sizes, pool, tiny):
     lora, path = dict(rank=8, targets=EVERY, init=init), tiny(**sizes)
-    found = pool.run(call, 1, path, replace(layout(), lora=lora), gathered)[0]
-    again = pool.run(call, 4, path, replace(case, lora=lora), gathered)[0]
-    assert found.keys() == again.keys()
-    assert [name for name in found if not torch.equal(found[name], again[name])] == []
-    firsts = {name: value for name, value in found.items() if "lora_A" in name}
-    assert all(not value.any() for name, value in found.items() if "lora_B" in name)
+    one_rank = pool.run(call, 1, path, replace(layout(), lora=lora), gathered)[0]
+    four_ranks = pool.run(call, 4, path, replace(case, lora=lora), gathered)[0]
+    assert one_rank.keys() == four_ranks.keys()
+    assert [name for name in one_rank if not torch.equal(one_rank[name], four_ranks[name])] == []
+    firsts = {name: value for name, value in one_rank.items() if "lora_A" in name}
+    assert all(not value.any() for name, value in one_rank.items() if "lora_B" in name)
     numbers = [
         number for value in firsts.values() for number in value.flatten()[:: value.shape[-1]]
     ]
@@ -295,7 +300,7 @@ def test_adapters_begin_as_peft_begins_in_every_layout(init, case, sizes, pool, 
 
 
 def operations(worker):
-    """Of the matrix products of a step on text."""
+    """Return the number of operations in the matrix products of a step on text."""
     with FlopCounterMode(display=False) as counter:
         worker.forward_backward(make_rows(ALL_TEXT))
     return counter.get_total_flops()
@@ -311,19 +316,20 @@ def operations(worker):
     ],
 )
 def test_no_product_is_computed_for_the_gradient_of_a_frozen_weight(recompute, sizes, pool, tiny):
-    """Forward and backward of full training are 3 products for each weight; without that for the
-    weight's gradient, 2 are left, and recomputation adds one to either."""
+    """Full training takes 3 products for each weight in forward and backward. Without the product
+    for the weight's gradient 2 are left, and recomputation adds one to either."""
     case, path = layout(recompute=recompute), tiny(**sizes)
     whole = pool.run(call, 1, path, case, operations)[0]
     lora = dict(rank=1, targets=("attention", "mlp"))
-    found = pool.run(call, 1, path, replace(case, lora=lora), operations)[0]
+    adapted = pool.run(call, 1, path, replace(case, lora=lora), operations)[0]
     expected = 2 / 3 if recompute == "none" else 3 / 4
     # Nothing before the first adapters needs a gradient.
-    assert expected - 0.02 < found / whole < expected + 0.06
+    assert expected - 0.02 < adapted / whole < expected + 0.06
 
 
 def test_dropout_keeps_the_mean():
-    """Each mask is a function of where it is drawn; over many of them nothing is lost."""
+    """Each mask is a function of the place where it is drawn, and the mean over many masks is the
+    output without dropout."""
     base = TensorSpec("a.q_proj.weight", (6, 40), Part.decoder)
     plan = AdaptedLinear("a", 0, 0, (HFLinear(base, True),), None, 1)
     settings = LoraConfig(rank=4, dropout=0.25)
@@ -341,22 +347,23 @@ def test_dropout_keeps_the_mean():
             state = torch.get_rng_state()
         with dropout_rng(1, 2, 3):
             assert torch.equal(adapters(x), first)
-        seen = []
+        outputs = []
         for number in range(40):
             with dropout_rng(1, 2, number):
-                seen.append(adapters(x))
-        assert not torch.equal(seen[0], seen[1])
-    mean = torch.cat(seen).mean(0)
-    spread = torch.cat(seen).std(0)
+                outputs.append(adapters(x))
+        assert not torch.equal(outputs[0], outputs[1])
+    mean = torch.cat(outputs).mean(0)
+    spread = torch.cat(outputs).std(0)
     assert ((mean - whole[0]).abs() < 5 * spread / (50 * 40) ** 0.5).all()
-    assert not torch.equal(torch.get_rng_state(), state)  # as it was before
+    assert not torch.equal(torch.get_rng_state(), state)  # the outer generator's state is restored
 
 
 # Mutants of adapters in experts.
 
 
 def patched_adapters(change):
-    """With another product: `change` is given what the right one is given, and its module."""
+    """Patch the product of the adapters in experts. `change` gets the module and the arguments of
+    the right product."""
     return mock.patch.object(ExpertAdapters, "forward", change)
 
 
@@ -370,7 +377,7 @@ def unscaled(adapters, rows, counts):
 
 
 def b_by_expert():
-    """B read as if the columns of each expert were together, as the rows of A are."""
+    """Read B as if the columns of each expert were together, as the rows of A are."""
     right = PeftTensor.loaded
 
     def wrong(self, stored):
@@ -382,7 +389,8 @@ def b_by_expert():
 
 
 def summed_over_all_replicas():
-    """Megatron's mark of the experts is forgotten."""
+    """Remove Megatron's mark of the experts, so that their gradients are summed over all
+    replicas."""
     right = ExpertAdapters.__init__
 
     def wrong(self, *args):

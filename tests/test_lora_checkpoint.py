@@ -1,5 +1,6 @@
 # .venv/bin/python -m pytest tests/test_lora_checkpoint.py
-"""Checkpoints of adapters: only what is trained, bit for bit, at any layout; dropout in them."""
+"""Checkpoints of adapters, which hold only what is trained, bit for bit, at any layout; dropout in
+resumed runs."""
 
 import json
 import re
@@ -29,7 +30,7 @@ def with_lora(case: Case, **lora: object) -> Case:
 
 
 SAME = {
-    # Recomputation and chunks of a stage must draw the same dropout, too.
+    # Recomputation and the chunks of a stage must draw the same dropout as well.
     "tp2-pp2": with_lora(layout(tp=2, pp=2, recompute="full", recompute_vision=True), **LORA),
     "dp2-bf16": with_lora(bf16(layout(dp=2)), **LORA),
     "merger-pp2x2": with_lora(layout(pp=2, virtual_stages=2), **MERGER),
@@ -52,10 +53,10 @@ def test_resumed_is_bit_for_bit_the_run_without_a_break(name, pool, tiny, tmp_pa
     figures = pool.run(go, case.world, path, case, Part(straight, range(4), None, (2, 4)))[0]
     part = Part(resumed, range(2, 4), step_folder(straight, 2), (4,))
     assert pool.run(go, case.world, path, case, part)[0] == figures[2:]
-    ours, theirs = step_folder(resumed, 4), step_folder(straight, 4)
-    for file in [path.name for path in theirs.iterdir()]:
-        assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
-    names = {key.removeprefix("exp_avg/") for key in whole(theirs) if "exp_avg_sq" not in key}
+    actual, expected = step_folder(resumed, 4), step_folder(straight, 4)
+    for file in [path.name for path in expected.iterdir()]:
+        assert (actual / file).read_bytes() == (expected / file).read_bytes(), file
+    names = {key.removeprefix("exp_avg/") for key in whole(expected) if "exp_avg_sq" not in key}
     frozen = [tensor for tensor in names if ".lora_" not in tensor]
     if case.lora.get("train"):
         assert frozen and all("merger" in tensor for tensor in frozen)
@@ -87,9 +88,9 @@ def test_another_layout_holds_the_same_bits(first, second, pool, tiny, tmp_path)
     pool.run(go, first.world, path, first, Part(tmp_path / "a", range(1), None, (1,)))
     before = step_folder(tmp_path / "a", 1)
     pool.run(go, second.world, path, second, Part(tmp_path / "b", range(1, 1), before, (1,)))
-    found, expected = whole(step_folder(tmp_path / "b", 1)), whole(before)
-    assert found.keys() == expected.keys()
-    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    actual, expected = whole(step_folder(tmp_path / "b", 1)), whole(before)
+    assert actual.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(actual[key], expected[key])] == []
     assert sum(f.stat().st_size for f in before.iterdir()) < 2**21  # the model has 3 MB
 
 
@@ -134,7 +135,7 @@ def test_other_adapters_and_other_weights_are_refused(pool, tiny, tmp_path, save
 
 
 def test_whole_weights_beside_adapters_are_not_dropped(pool, tiny, tmp_path):
-    """Also not where nothing is trained, as in an evaluation."""
+    """They are not dropped where nothing is trained either, as in an evaluation."""
     pool.run(go, 1, tiny(), with_lora(layout(), **MERGER), Part(tmp_path, range(1), None, (1,)))
     without = with_lora(layout(), **dict(MERGER, train=()))
     for training in (True, False):
@@ -147,16 +148,17 @@ def figures(pool, path: str, case: Case, tmp_path) -> list[tuple[float, float]]:
 
 
 def test_dropout_is_the_same_whatever_the_layout_and_what_is_recomputed(pool, tiny, tmp_path):
-    """A mask that recomputation drew anew, or that TP ranks do not share, would change the norm."""
+    """A mask that recomputation drew anew, or that TP ranks did not share, would change the
+    norm."""
     language = dict(LORA, targets=("attention", "mlp"))
     plain = figures(pool, tiny(), with_lora(layout(), **language), tmp_path)
     for other in (layout(tp=2, pp=2, recompute="full"), layout(pp=2, virtual_stages=2)):
-        found = figures(pool, tiny(), with_lora(other, **language), tmp_path)
-        assert found == [pytest.approx(step, rel=2e-5) for step in plain]
+        actual = figures(pool, tiny(), with_lora(other, **language), tmp_path)
+        assert actual == [pytest.approx(step, rel=2e-5) for step in plain]
     without = figures(pool, tiny(), with_lora(layout(), **dict(language, dropout=0.0)), tmp_path)
-    # In the first step B is zero, and so is the gradient of A: dropout changes that of B.
+    # In the first step B is zero, and so is the gradient of A. Dropout changes the gradient of B.
     assert abs(without[0][1] / plain[0][1] - 1) > 1e-3
     tower = dict(LORA, targets=("merger", "vision_attention", "vision_mlp"))
-    kept = figures(pool, tiny(), with_lora(layout(), **tower), tmp_path)
+    stored = figures(pool, tiny(), with_lora(layout(), **tower), tmp_path)
     again = figures(pool, tiny(), with_lora(layout(recompute_vision=True), **tower), tmp_path)
-    assert again == [pytest.approx(step, rel=2e-5) for step in kept]
+    assert again == [pytest.approx(step, rel=2e-5) for step in stored]

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_lora_config.py
-"""The keys of `lora`: recipes, what they choose, and what is refused."""
+"""The keys of `lora`: recipes, the weights that they choose, and refused values."""
 
 import pytest
 
@@ -117,8 +117,13 @@ def test_the_head_is_adapted_where_it_is_named(tied, tiny):
         cfg = load_config(["model.path=x", f"lora={recipe}"])
         assert "lm_head" not in map(module_of, adapted_weights(cfg, sizes))
     assert "lm_head" in names("*")
-    for targets, told in (("head", False), ("mlp", False), ("merger", True), ("vision_mlp", True)):
-        assert has_tower_weights(adapted_specs(sizes.with_head, (targets,))) == told  # vLLM
+    for targets, has_tower in (
+        ("head", False),
+        ("mlp", False),
+        ("merger", True),
+        ("vision_mlp", True),
+    ):
+        assert has_tower_weights(adapted_specs(sizes.with_head, (targets,))) == has_tower  # vLLM
     for more, key in (
         (["lora.train=[language]", "checkpoint.export=merged"], "lora.targets"),
         (["model.freeze_language=true"], "model.freeze_language"),
@@ -129,7 +134,8 @@ def test_the_head_is_adapted_where_it_is_named(tied, tiny):
 
 
 def test_experts_are_of_the_mlp_and_routers_get_no_adapters(tiny):
-    """Experts are two weights to PEFT, whatever their number; routers are none of its linears."""
+    """PEFT sees experts as two weights, however many there are, and a router is not one of its
+    linear layers."""
     tensors = read_sizes(tiny(experts=4, layers=3, dense_layers=1)).tensors
 
     def names(*targets: str) -> list[str]:

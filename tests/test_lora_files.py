@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_lora_files.py
-"""Adapters in and out: PEFT loads what we write, we load what PEFT writes, and a run with adapters
-can be exported, scored and asked."""
+"""Adapters in and out: PEFT loads the exported adapters, PEFT's own adapters are loaded here, and a
+run with adapters can be exported, scored and asked."""
 
 import json
 import math
@@ -43,7 +43,7 @@ PLACES = ("adapter", "merged", "from_checkpoint", "merged_from_checkpoint")
 
 
 def train_and_export(path: str, case: Case, folder: Path) -> list[torch.Tensor]:
-    """Two steps, each export, a checkpoint; the log-probs afterwards."""
+    """Train two steps, write each export and a checkpoint, and return the log-probs afterwards."""
     worker = MegatronWorker(case.config(path))
     for seed in range(2):
         worker.forward_backward(my_rows(make_rows(MIXED, 512, seed)))
@@ -83,27 +83,27 @@ def slow(*values):
 )
 def test_peft_loads_what_is_exported(adapter, case, sizes, pool, tiny, tmp_path):
     case, tiny = replace(case, lora=adapter.ours), partial(tiny, **sizes)
-    ours = pool.run(train_and_export, case.world, tiny(), case, tmp_path)[0]
+    trained = pool.run(train_and_export, case.world, tiny(), case, tmp_path)[0]
     base = log_probs(load_reference(tiny()))
-    assert difference(ours, base) > 0.01
+    assert difference(trained, base) > 0.01
     export_checkpoint(str(step_folder(tmp_path, 2)), str(tmp_path / "from_checkpoint"))
     merged = str(tmp_path / "merged_from_checkpoint")
     export_checkpoint(str(step_folder(tmp_path, 2)), merged, kind="merged")
     for one, other in zip(PLACES[:2], PLACES[2:], strict=True):
         files = {path.name: path.read_bytes() for path in (tmp_path / one).iterdir()}
         again = {path.name: path.read_bytes() for path in (tmp_path / other).iterdir()}
-        assert files.keys() == again.keys() - {"megatron_vlm.json"}  # a checkpoint has an id
+        assert files.keys() == again.keys() - {"megatron_vlm.json"}  # only a checkpoint has an id
         assert [name for name in files if files[name] != again[name] and name != "README.md"] == []
     loaded = PeftModel.from_pretrained(load_reference(tiny()), tmp_path / "adapter")
-    assert isinstance(loaded.peft_config["default"].lora_alpha, int)  # as PEFT declares it
-    assert difference(log_probs(loaded), ours) < 5e-6
-    with loaded.disable_adapter():  # whole mergers are modules_to_save, and give way as well
+    assert isinstance(loaded.peft_config["default"].lora_alpha, int)  # the type that PEFT declares
+    assert difference(log_probs(loaded), trained) < 5e-6
+    with loaded.disable_adapter():  # whole mergers are modules_to_save, and are disabled as well
         assert difference(log_probs(loaded), base) == 0
     whole = load_reference(str(tmp_path / "merged"))
-    assert difference(log_probs(whole), ours) < 5e-6
-    theirs = dict(loaded.merge_and_unload().named_parameters())
+    assert difference(log_probs(whole), trained) < 5e-6
+    expected = dict(loaded.merge_and_unload().named_parameters())
     for name, tensor in whole.named_parameters():
-        assert torch.allclose(tensor, theirs[name], rtol=0, atol=1e-7), name
+        assert torch.allclose(tensor, expected[name], rtol=0, atol=1e-7), name
 
 
 def log_probs_here(path: str, case: Case) -> list[torch.Tensor]:
@@ -122,9 +122,9 @@ def test_an_adapter_says_how_to_go_on_from_it(adapter, sizes, pool, tiny, tmp_pa
     path = tiny(**sizes)
     model = peft_model(path, adapter)
     folder = Path(save_peft(model, tmp_path / "peft"))
-    found = lora_of(folder)
-    assert (found.rank, found.alpha, found.rslora, found.train) == (4, 12.0, False, ())
-    case = replace(layout(), lora=vars(found))
+    lora = lora_of(folder)
+    assert (lora.rank, lora.alpha, lora.rslora, lora.train) == (4, 12.0, False, ())
+    case = replace(layout(), lora=vars(lora))
     assert difference(pool.run(log_probs_here, 1, path, case)[0], log_probs(model)) < 5e-6
 
 
@@ -156,9 +156,9 @@ def test_what_does_not_fit_is_refused(pool, tiny, tmp_path):
     def tensors(change):
         def edit(folder):
             file = folder / "adapter_model.safetensors"
-            found = load_file(file)
-            change(found)
-            save_file(found, file)
+            stored = load_file(file)
+            change(stored)
+            save_file(stored, file)
 
         return edit
 
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused(pool, tiny, tmp_path):
     [
         (math.nan, torch.float32, " has values that are NaN"),
         (-math.inf, torch.bfloat16, " has values that are NaN"),
-        (1e300, torch.float64, " has values that are NaN"),  # in fp32, as it is trained
+        (1e300, torch.float64, " has values that are NaN"),  # infinite in fp32
         (1, torch.int32, ".dtype=I32 "),
         (1, torch.float8_e4m3fn, ".dtype=F8_E4M3 "),
         (1, torch.bool, ".dtype=BOOL "),
@@ -199,7 +199,8 @@ def test_what_does_not_fit_is_refused(pool, tiny, tmp_path):
     ids=str,
 )
 def test_values_that_cannot_be_trained_are_refused(value, dtype, words, pool, tiny, tmp_path):
-    """At the start, as those of a base model are; in adapters and in what is whole beside them."""
+    """They are refused at the start, as those of a base model are, both in adapters and in weights
+    that are trained whole."""
     folder = Path(save_peft(peft_model(tiny(), BESIDE_MERGER), tmp_path / "peft"))
     case = replace(layout(), lora=dict(BESIDE_MERGER.ours, path=str(folder)))
     file = folder / "adapter_model.safetensors"
@@ -209,12 +210,13 @@ def test_values_that_cannot_be_trained_are_refused(value, dtype, words, pool, ti
         changed = tensors[name].clone().to(dtype)
         changed.view(-1)[-1] = value
         save_file(tensors | {name: changed}, file)
-        said = pool.run(refused, 1, tiny(), case)[0]
-        assert f"lora.path={folder}: {name}{words}" in said
+        message = pool.run(refused, 1, tiny(), case)[0]
+        assert f"lora.path={folder}: {name}{words}" in message
 
 
 def test_adapters_of_other_experts_are_refused(pool, tiny, tmp_path):
-    """One weight's adapters have the names of the other's, and older PEFT had them turned."""
+    """Adapters of the two weights have the same names, and PEFT before 0.19.1 wrote them
+    transposed."""
     path = tiny(**EXPERTS)
     model = peft_model(path, replace(IN_EXPERTS, targets=("nothing",), parameters=(DOWN,)))
     folder = Path(save_peft(model, tmp_path / "peft"))
@@ -303,7 +305,7 @@ def test_a_run_its_adapter_and_the_merged_model_score_the_same(a_run, pool, tiny
     folder, _ = a_run
     data = [f"data.eval={folder / 'train.jsonl'}", "data.cache_dir=null", "data.num_workers=0"]
     more = ["model=tiny_cpu", *data]
-    found = [
+    losses = [
         json.loads(pool.run(score, 1, str(folder / "run" / name), words)[0])["loss"]
         for name, words in (
             ("", [*data, "parallel.pp=1"]),
@@ -311,7 +313,7 @@ def test_a_run_its_adapter_and_the_merged_model_score_the_same(a_run, pool, tiny
             ("merged", more),
         )
     ]
-    assert found == [pytest.approx(found[0], rel=1e-6)] * 3
+    assert losses == [pytest.approx(losses[0], rel=1e-6)] * 3
 
 
 def ask(given: str) -> str:
@@ -329,7 +331,7 @@ def test_an_adapter_answers_as_the_merged_model_does(a_run, pool):
 
 
 def test_a_base_that_was_replaced_in_place_is_refused(a_run, pool, tiny, tmp_path):
-    """By whoever loads the adapter of a run."""
+    """Chat and evaluation refuse it wherever they load the adapter of a run."""
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(tiny(), base)
     shutil.copytree(a_run[0] / "run" / "export", run / "export")
@@ -342,13 +344,13 @@ def test_a_base_that_was_replaced_in_place_is_refused(a_run, pool, tiny, tmp_pat
     weights["model.language_model.norm.weight"] += 1
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     words = ["model=tiny_cpu", f"data.eval={a_run[0] / 'train.jsonl'}", "data.cache_dir=null"]
-    for action, *given in (
+    for action, *args in (
         (ask, str(run)),
         (ask, str(run / "export")),
         (score, str(run / "export"), words),
     ):
         with pytest.raises(RuntimeError, match=f"lora.path=.*: model.path={base}: "):
-            pool.run(action, 1, *given)
+            pool.run(action, 1, *args)
 
 
 @pytest.mark.parametrize(
@@ -361,8 +363,8 @@ def test_a_base_that_was_replaced_in_place_is_refused(a_run, pool, tiny, tmp_pat
     ],
 )
 def test_the_base_of_an_adapter_is_of_the_revision_that_it_names(name, revision, base, tmp_path):
-    said = {"peft_type": "LORA", "base_model_name_or_path": name, "revision": revision}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    config = {"peft_type": "LORA", "base_model_name_or_path": name, "revision": revision}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     assert base_of(tmp_path) == base
 
 
@@ -370,9 +372,9 @@ def test_the_command_writes_either_form(a_run, tmp_path, capfd):
     run = a_run[0] / "run"
     assert main(["export", str(run), str(tmp_path / "a")]) == 0
     assert main(["export", str(run), str(tmp_path / "m"), "--as", "merged"]) == 0
-    for out, there, file in (("a", "export", "adapter_model"), ("m", "merged", "model")):
+    for out, source, file in (("a", "export", "adapter_model"), ("m", "merged", "model")):
         name = f"{file}.safetensors"
-        assert (tmp_path / out / name).read_bytes() == (run / there / name).read_bytes()
+        assert (tmp_path / out / name).read_bytes() == (run / source / name).read_bytes()
 
 
 def test_a_dry_run_shows_what_is_trained_and_refuses_what_cannot_be(a_run, tiny, capfd):

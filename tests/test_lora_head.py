@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_lora_head.py
 """The head's adapter equals PEFT's on Hugging Face's model, tied or not, at each layout: losses,
-every gradient, several targets a place, what is likeliest, what is generated, steps."""
+every gradient, several targets per position, the most likely tokens, generated tokens, steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ from tests.test_prompt_targets import targeted
 from tests.test_top_log_probs import asked_rows
 
 pytestmark = [
-    # PEFT's: that the head is tied, and that it writes the head's weight as well.
+    # PEFT warns that the head is tied, and that it writes the head's weight as well.
     pytest.mark.filterwarnings("ignore:Model (has|with) .tie_word_embeddings=True.:UserWarning"),
     pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.:UserWarning"),
 ]
@@ -117,7 +117,7 @@ def marked(names: Any, quick: Any = QUICK) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def folder(tiny, tmp_path_factory) -> Callable[..., str]:
-    """The folder that PEFT writes of an adapter."""
+    """Return a function for the folder that PEFT writes for an adapter."""
     root = tmp_path_factory.mktemp("adapters")
 
     @cache
@@ -146,10 +146,10 @@ def test_equals_peft(name, pool, tiny, folder, record_property):
     expected = run_peft(peft_model(tiny(**sizes), adapter), rows)
     assert all(f"base_model.model.lm_head.lora_{each}.weight" in expected.grads for each in "AB")
     outcomes = pool.run(sliced, case.world, tiny(**sizes), case, rows, logits)
-    found = compared(outcomes, expected, case)
-    worst = max(found, key=lambda each: found[each])
-    record_property("worst", found[worst])
-    assert found[worst] <= TOLERANCE, f"{worst}: {found[worst]:.2e} of {len(found)} compared"
+    errors = compared(outcomes, expected, case)
+    worst = max(errors, key=lambda each: errors[each])
+    record_property("worst", errors[worst])
+    assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.2e} of {len(errors)} compared"
 
 
 def batches() -> list[list[Row]]:
@@ -166,27 +166,27 @@ def test_weights_after_three_steps(name, pool, tiny, folder, record_property):
     case, adapter, sizes, *_ = CASES[name]
     path = folder(adapter, sizes)
     case = replace(case, lora=dict(adapter.ours, path=path), optim=dict(OPTIM))
-    want_norms, want = train_peft(peft_model(tiny(**sizes), adapter), batches(), OPTIM)
+    expected_norms, expected = train_peft(peft_model(tiny(**sizes), adapter), batches(), OPTIM)
     _, norms, weights = pool.run(train, case.world, tiny(**sizes), case, batches())[0]
-    norm_error = max(abs(a / b - 1) for a, b in zip(norms, want_norms, strict=True))
-    assert weights.keys() == want.keys()
-    mean = max(float((weights[n] - want[n]).abs().mean()) / OPTIM["lr"] for n in weights)
-    most = max(float((weights[n] - want[n]).abs().max()) / OPTIM["lr"] for n in weights)
-    record_property("worst", (norm_error, mean, most))
+    norm_error = max(abs(a / b - 1) for a, b in zip(norms, expected_norms, strict=True))
+    assert weights.keys() == expected.keys()
+    mean = max(float((weights[n] - expected[n]).abs().mean()) / OPTIM["lr"] for n in weights)
+    largest = max(float((weights[n] - expected[n]).abs().max()) / OPTIM["lr"] for n in weights)
+    record_property("worst", (norm_error, mean, largest))
     assert norm_error <= NORM_TOLERANCE
-    assert mean <= MEAN_TOLERANCE_LR and most <= MAX_TOLERANCE_LR, (mean, most)
+    assert mean <= MEAN_TOLERANCE_LR and largest <= MAX_TOLERANCE_LR, (mean, largest)
 
 
 def of_targets(worker: MegatronWorker, rows: list[Row]) -> Any:
     with at_once(SLICES):
-        done = (
+        result = (
             local_group(worker)
             .forward_backward(
                 rows, return_per_token_outputs=True, loss="weighted_cross_entropy", divisor=1.0
             )
             .result()
         )
-    return done.loss, done.log_probs, collect_grads(worker)
+    return result.loss, result.log_probs, collect_grads(worker)
 
 
 def targets_by_peft(model: Any, rows: list[Row]) -> Any:
@@ -210,11 +210,14 @@ def test_several_targets_a_place(name, pool, tiny, folder, record_property):
     rows = targeted(True)
     loss, log_probs, grads = targets_by_peft(peft_model(tiny(**sizes), adapter), rows)
     ask = partial(of_targets, rows=rows)
-    found = pool.run(call, case.world, tiny(**sizes), case, ask)[0]
-    worst = [abs(found[0] / loss - 1)]
-    worst += [float((a - b).abs().max()) for a, b in zip(found[1], log_probs, strict=True)]
-    assert found[2].keys() == grads.keys()
-    worst += [float((found[2][name] - want).norm() / want.norm()) for name, want in grads.items()]
+    actual = pool.run(call, case.world, tiny(**sizes), case, ask)[0]
+    worst = [abs(actual[0] / loss - 1)]
+    worst += [float((a - b).abs().max()) for a, b in zip(actual[1], log_probs, strict=True)]
+    assert actual[2].keys() == grads.keys()
+    worst += [
+        float((actual[2][name] - expected).norm() / expected.norm())
+        for name, expected in grads.items()
+    ]
     record_property("worst", max(worst))
     assert max(worst) <= TOLERANCE
 
@@ -233,23 +236,23 @@ def test_what_is_likeliest_and_what_is_generated(name, pool, tiny, folder, recor
     case = replace(case, lora=dict(adapter.ours, path=folder(adapter, sizes)))
     rows, model = asked_rows(), peft_model(tiny(**sizes), adapter).eval()
     ask = partial(asked, rows=rows)
-    likeliest, generated = pool.run(call, case.world, tiny(**sizes), case, ask)[0]
+    most_likely, generated = pool.run(call, case.world, tiny(**sizes), case, ask)[0]
     worst = 0.0
-    for row, ours in zip(rows, likeliest, strict=True):
+    for row, actual in zip(rows, most_likely, strict=True):
         with torch.no_grad():
             log_probs = (row_logits(model, row).float() / 0.7).log_softmax(-1)
         places = row.targets != IGNORE
-        want = log_probs.topk(5).values[places]
-        worst = max(worst, float((ours[places][..., 1] - want).abs().max()))
+        expected = log_probs.topk(5).values[places]
+        worst = max(worst, float((actual[places][..., 1] - expected).abs().max()))
     record_property("worst", worst)
     assert worst <= TOLERANCE
-    said = [continue_row(model, row, count=6) for row in rows]
-    assert min(min(each.margins) for each in said) > 1e-4
-    assert generated == [each.ids for each in said]
+    continued = [continue_row(model, row, count=6) for row in rows]
+    assert min(min(each.margins) for each in continued) > 1e-4
+    assert generated == [each.ids for each in continued]
 
 
 def both_ways(worker: MegatronWorker, rows: list[Row]) -> tuple[Tensor, Tensor]:
-    """The log-probs of targets, and what logits at their places make of them."""
+    """Return the log-probs of targets, and those computed from the logits at their places."""
     (chunk,), stage = worker.chunks, worker.stage
     [batch] = stage.arrivals(worker.micro_batches(rows), chunk)
     with stage.evaluating():
@@ -264,29 +267,31 @@ def both_ways(worker: MegatronWorker, rows: list[Row]) -> tuple[Tensor, Tensor]:
 def test_logits_are_those_that_targets_are_scored_by(
     precision, pool, tiny, folder, record_property
 ):
-    """In bf16, too, they are summed in fp32: a sample has the log-probs of the forward. Measured:
-    4.8e-7; with the sum in bf16 9.7e-4."""
+    """The logits are summed in fp32 also for bf16, so that a sample has the log-probs of the
+    forward. Measured: 4.8e-7; with the sum in bf16 9.7e-4."""
     case, adapter, sizes, *_ = CASES["tied-tp2"]
     case = replace(case, lora=dict(adapter.ours, path=folder(adapter, sizes)))
     case = replace(case, train={"precision": precision, "micro_batch_size": 5})
     ask = partial(both_ways, rows=asked_rows())
-    found = pool.run(call, 2, tiny(**sizes), case, ask)
-    worst = max(float((scored_M - of_logits_M).abs().max()) for scored_M, of_logits_M in found)
+    pairs = pool.run(call, 2, tiny(**sizes), case, ask)
+    worst = max(float((scored_M - from_logits_M).abs().max()) for scored_M, from_logits_M in pairs)
     record_property("worst", worst)
     assert worst <= 4e-6
 
 
 def waiting(worker: MegatronWorker, rows: list[Row]) -> tuple[int, int]:
-    """Weights that are still being gathered after a step, and after the forward that needs them."""
+    """Return the number of weights that are still being gathered after a step, and after the
+    forward that needs them."""
     worker.forward_backward(rows)
     worker.optim_step(lr=1e-3)
-    begun = len(worker.gather.pending)
+    after_step = len(worker.gather.pending)
     worker.forward_backward(rows)
-    return begun, len(worker.gather.pending)
+    return after_step, len(worker.gather.pending)
 
 
 def test_a_forward_waits_for_the_heads_new_weights(pool, tiny, folder):
-    """They are no part of what runs before the head, and the head's own layer is not called."""
+    """These weights are not part of what runs before the head, and the head's own layer is not
+    called."""
     case, adapter, sizes, *_ = CASES["alone-dp2-overlap"]
     case = replace(case, lora=adapter.ours)
     ask = partial(waiting, rows=make_rows(BATCHES["mixed"], VOCAB)[:2])
@@ -335,7 +340,7 @@ def only_in_the_first_slice() -> Iterator[None]:
 
 @contextmanager
 def not_in_the_logits_again() -> Iterator[None]:
-    """The backward pass makes its logits without the adapter."""
+    """Compute the logits of the backward pass without the adapter."""
     right = head._Predict.backward
 
     def wrong(ctx: Any, *grads: Tensor) -> Any:

@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/test_lora_head_files.py
-"""The head's adapter in and out: PEFT loads what we write and we what it writes; merged into a tied
-model it unties it; checkpoints hold it at any layout; a run scores the same in each form."""
+"""The head's adapter in and out: PEFT loads the exported adapter, and PEFT's own is loaded here. A
+merge into a tied model unties it. Checkpoints hold the adapter at any layout, and a run scores the
+same in each form."""
 
 import json
 import shutil
@@ -30,17 +31,17 @@ from tests.sets import write_set
 from tests.test_checkpoint import Part, bf16, go, whole
 from tests.test_lora_files import PLACES, difference, refused, score
 from tests.test_lora_head import ALONE, EVERY, LANGUAGE, ODD, TIED, VOCAB
-from tests.test_lora_head import pytestmark as pytestmark  # what PEFT warns of
+from tests.test_lora_head import pytestmark as pytestmark  # PEFT's warnings
 from tests.test_parity import layout
 from tests.test_train import go_pooled
 
 A, B = (f"base_model.model.lm_head.lora_{each}.weight" for each in "AB")
-# Relative. Measured worst: 1.6e-7.
+# Relative error. Measured worst case: 1.6e-7.
 TOLERANCE = 1.5e-6
 
 
 def train_and_export(path: str, case: Case, folder: Path) -> list[Tensor]:
-    """Two steps, each export, a checkpoint; the log-probs afterwards."""
+    """Train two steps, write each export and a checkpoint, and return the log-probs afterwards."""
     worker = MegatronWorker(case.config(path))
     for seed in range(2):
         worker.forward_backward(my_rows(make_rows(MIXED, VOCAB, seed)))
@@ -62,19 +63,19 @@ def log_probs_here(path: str, case: Case) -> list[Tensor]:
 
 
 def ties(folder: Path) -> set[bool]:
-    """What its config.json says, wherever it does."""
+    """Return the values of `tie_word_embeddings` in all parts of config.json that have it."""
     config = json.loads((folder / "config.json").read_text())
     key = "tie_word_embeddings"
     return {config[key], *(part[key] for part in [config["text_config"]] if key in part)}
 
 
 def with_a_copy(path: str, folder: Path) -> str:
-    """A tied model whose file has the head as well."""
+    """Copy a tied model, with the head stored in its file as well."""
     shutil.copytree(path, folder)
     file = folder / "model.safetensors"
-    found = load_file(file)
-    found["lm_head.weight"] = found["model.language_model.embed_tokens.weight"].clone()
-    save_file(found, file, metadata={"format": "pt"})
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
     return str(folder)
 
 
@@ -95,9 +96,9 @@ def test_peft_and_transformers_load_what_is_exported(
     path = tiny(**{key: value for key, value in sizes.items() if key != "copy"})
     if "copy" in sizes:
         path = with_a_copy(path, tmp_path / "base")
-    ours = pool.run(train_and_export, case.world, path, case, tmp_path)[0]
+    trained = pool.run(train_and_export, case.world, path, case, tmp_path)[0]
     base = log_probs(load_reference(path))
-    assert difference(ours, base) > 0.01
+    assert difference(trained, base) > 0.01
     checkpoint = str(step_folder(tmp_path, 2))
     export_checkpoint(checkpoint, str(tmp_path / "from_checkpoint"))
     export_checkpoint(checkpoint, str(tmp_path / "merged_from_checkpoint"), kind="merged")
@@ -108,25 +109,25 @@ def test_peft_and_transformers_load_what_is_exported(
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert stored[A].shape == (4, 64) and stored[B].shape == (VOCAB, 4)
     assert all(".lora_" in name for name in stored)
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert "lm_head" in said["target_modules"]
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert "lm_head" in config["target_modules"]
     loaded = PeftModel.from_pretrained(load_reference(path), tmp_path / "adapter")
     merged = load_reference(str(tmp_path / "merged"))
     again = pool.run(log_probs_here, 1, str(tmp_path / "merged"), layout())[0]
-    worst = max(difference(each, ours) for each in (log_probs(loaded), log_probs(merged), again))
+    worst = max(difference(each, trained) for each in (log_probs(loaded), log_probs(merged), again))
     record_property("worst", worst)
     assert worst <= TOLERANCE
     with loaded.disable_adapter():
         assert difference(log_probs(loaded), base) == 0
-    # The embedding is as it was, and the head is not the embedding any more.
+    # The embedding is unchanged, and the head is no longer the embedding.
     folders = Path(path), tmp_path / "merged"
     before, after = (load_file(each / "model.safetensors") for each in folders)
     embedding = "model.language_model.embed_tokens.weight"
     assert torch.equal(before[embedding], after[embedding])
     assert after.keys() == before.keys() | {"lm_head.weight"}
     head = before.get("lm_head.weight", before[embedding])
-    want = head + 3 * stored[B] @ stored[A]  # alpha 12, rank 4
-    assert torch.allclose(after["lm_head.weight"], want, rtol=0, atol=1e-7)
+    expected = head + 3 * stored[B] @ stored[A]  # alpha 12, rank 4
+    assert torch.allclose(after["lm_head.weight"], expected, rtol=0, atol=1e-7)
     assert ties(Path(path)) == {tied} and ties(tmp_path / "merged") == {False}
 
 
@@ -139,28 +140,28 @@ def test_a_model_without_it_stays_tied(pool, tiny, tmp_path):
 
 @pytest.mark.parametrize("sizes", [ODD, TIED])
 def test_what_peft_writes_is_loaded(sizes, pool, tiny, tmp_path, record_property):
-    """Beside A and B it has the head's own weight, which must be that of the model."""
+    """PEFT's file also has the head's own weight, which must be that of the model."""
     path, model = tiny(**sizes), peft_model(tiny(**sizes), LANGUAGE)
     folder = Path(save_peft(model, tmp_path / "peft"))
     copied = "base_model.model.lm_head.base_layer.weight"
     file = folder / "adapter_model.safetensors"
     stored = load_file(file)
     assert copied in stored
-    found = lora_of(folder)
-    assert found.train == () and "lm_head" in found.targets
-    case = replace(layout(), lora=vars(found))
+    lora = lora_of(folder)
+    assert lora.train == () and "lm_head" in lora.targets
+    case = replace(layout(), lora=vars(lora))
     worst = difference(pool.run(log_probs_here, 1, path, case)[0], log_probs(model))
     record_property("worst", worst)
     assert worst <= TOLERANCE
     for wrong in (stored[copied] * (1 + 1e-3), stored[copied][:-1]):
         save_file(stored | {copied: wrong.contiguous()}, file)
-        said = pool.run(refused, 1, path, case)[0]
-        assert f": model.path={path} " in said and f"{copied} [{len(wrong)}, 64]; " in said
+        message = pool.run(refused, 1, path, case)[0]
+        assert f": model.path={path} " in message and f"{copied} [{len(wrong)}, 64]; " in message
     save_file(stored | {copied: stored[copied].bfloat16()}, file)
-    assert pool.run(log_probs_here, 1, path, case)[0]  # as PEFT had loaded it
-    without = dict(vars(found), targets=tuple(t for t in found.targets if t != "lm_head"))
-    said = pool.run(refused, 1, path, replace(case, lora=without))[0]
-    assert ": lora.targets=" in said and " 3 of them" in said
+    assert pool.run(log_probs_here, 1, path, case)[0]  # PEFT may have loaded the model in bf16
+    without = dict(vars(lora), targets=tuple(t for t in lora.targets if t != "lm_head"))
+    message = pool.run(refused, 1, path, replace(case, lora=without))[0]
+    assert ": lora.targets=" in message and " 3 of them" in message
 
 
 LORA = dict(rank=4, alpha=8.0, targets=("attention", "head"), dropout=0.2)
@@ -168,7 +169,7 @@ LORA = dict(rank=4, alpha=8.0, targets=("attention", "head"), dropout=0.2)
 
 @pytest.mark.parametrize("sizes", [ODD, TIED])
 def test_checkpoints_hold_the_same_bits_at_any_layout(sizes, pool, tiny, tmp_path):
-    """TP2, then DP2, PP2, 1x1 and TP2 x PP2: values and moments."""
+    """The run moves from TP2 to DP2, PP2, 1x1 and TP2 x PP2, with its values and moments."""
     before = None
     for number, case in enumerate(
         (layout(tp=2), layout(dp=2), layout(pp=2), layout(), layout(tp=2, pp=2))
@@ -179,11 +180,11 @@ def test_checkpoints_hold_the_same_bits_at_any_layout(sizes, pool, tiny, tmp_pat
         pool.run(go, case.world, tiny(**sizes), case, part)
         folder = step_folder(run, 1)
         if before is not None:
-            found, expected = whole(folder), whole(before)
-            assert found.keys() == expected.keys()
-            assert {f"{kind}{B}" for kind in ("", "exp_avg/", "exp_avg_sq/")} < found.keys()
-            assert len(found[B]) == VOCAB
-            assert [key for key in found if not torch.equal(found[key], expected[key])] == []
+            actual, expected = whole(folder), whole(before)
+            assert actual.keys() == expected.keys()
+            assert {f"{kind}{B}" for kind in ("", "exp_avg/", "exp_avg_sq/")} < actual.keys()
+            assert len(actual[B]) == VOCAB
+            assert [key for key in actual if not torch.equal(actual[key], expected[key])] == []
         before = folder
 
 
@@ -202,8 +203,8 @@ def test_resumed_is_bit_for_bit_the_run_without_a_break(case, pool, tiny, tmp_pa
     figures = pool.run(go, case.world, path, case, part)[0]
     part = Part(resumed, range(2, 4), step_folder(straight, 2), (4,), False, VOCAB)
     assert pool.run(go, case.world, path, case, part)[0] == figures[2:]
-    found, expected = whole(step_folder(resumed, 4)), whole(step_folder(straight, 4))
-    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    actual, expected = whole(step_folder(resumed, 4)), whole(step_folder(straight, 4))
+    assert [key for key in expected if not torch.equal(actual[key], expected[key])] == []
 
 
 def test_dropout_is_the_same_whatever_the_layout(pool, tiny, tmp_path):
@@ -216,7 +217,7 @@ def test_dropout_is_the_same_whatever_the_layout(pool, tiny, tmp_path):
     for other in (layout(tp=2, pp=2), layout(pp=2, recompute="full")):
         assert figures(other) == [pytest.approx(step, rel=2e-5) for step in plain]
     without = figures(layout(), dropout=0.0)
-    # In the first step B is zero, and so is the gradient of A: dropout changes that of B.
+    # In the first step B is zero, and so is the gradient of A. Dropout changes the gradient of B.
     assert abs(without[0][1] / plain[0][1] - 1) > 1e-3
 
 
@@ -234,7 +235,7 @@ def a_run(pool, tiny, tmp_path_factory):
 def test_a_run_its_adapter_and_the_merged_model_score_the_same(a_run, pool):
     folder, _ = a_run
     data = [f"data.eval={folder / 'train.jsonl'}", "data.cache_dir=null", "data.num_workers=0"]
-    found = [
+    losses = [
         json.loads(pool.run(score, 1, str(folder / "run" / name), words)[0])["loss"]
         for name, words in (
             ("", [*data, "parallel.pp=1"]),
@@ -242,7 +243,7 @@ def test_a_run_its_adapter_and_the_merged_model_score_the_same(a_run, pool):
             ("merged", ["model=tiny_cpu", *data]),
         )
     ]
-    assert found == [pytest.approx(found[0], rel=1e-6)] * 3
+    assert losses == [pytest.approx(losses[0], rel=1e-6)] * 3
     card = (folder / "run" / "export" / "README.md").read_text()
     assert "in `attention`, `head`" in card
 

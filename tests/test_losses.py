@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_losses.py
-"""Every loss against a plain PyTorch computation on Hugging Face's model: value, what is reported,
-and all gradients, at each kind of layout. What is refused, and that the default is what it was."""
+"""Every loss against a plain PyTorch computation on Hugging Face's model: value, reported means and
+all gradients, at each kind of layout. Also the refusals, and the unchanged default."""
 
 import math
 from collections.abc import Callable
@@ -32,20 +32,22 @@ from tests.test_parity import layout
 
 TOKENS = Tokens(512, token_ids().image, token_ids().video, 2, mrope_positions)
 VOCAB = 509  # at TP2 one row of the vocabulary is padding
-# Relative, fp32 on the CPU, as in test_parity.py. Measured worst case: 1.9e-6, a gradient at TP2.
+# Relative error in fp32 on the CPU, as in test_parity.py. Measured worst case: 1.9e-6, a gradient
+# at TP2.
 TOLERANCE = 5e-6
 
 
 @register
 def weighted(log_probs_N: Tensor, weights_N: Tensor, *, power: float = 1.0) -> tuple:
-    """A user's own loss."""
+    """Compute a user's own loss."""
     weights_N = weights_N.abs() ** power
     return -weights_N * log_probs_N, {"weight": weights_N}
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A loss written out: from the tokens' log-probs, entropies and values to loss and report."""
+    """A loss written out, from the tokens' log-probs, entropies and values to the loss and its
+    report."""
 
     ours: dict[str, Any]
     theirs: Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
@@ -92,7 +94,7 @@ def plain_dro(log_probs: Tensor, entropy: Tensor, values: dict[str, Tensor]):
 
 
 def with_terms(loss_of: Callable, kl_coef: float = 0.0, entropy_coef: float = 0.0):
-    """Plus the k3 estimate to the reference, minus the entropy."""
+    """Add the k3 estimate of the KL to the reference, and subtract the entropy."""
 
     def total(log_probs: Tensor, entropy: Tensor, values: dict[str, Tensor]):
         loss, report = loss_of(log_probs, entropy, values)
@@ -134,21 +136,22 @@ class Expected:
 
 
 def with_values(rows: list[Row], log_probs: list[Tensor]) -> list[Row]:
-    """Rows with what losses read: near the policy's own log-probs, some ratios beyond any clip.
-    Where nothing is supervised stands what would spoil everything."""
+    """Return rows with the values that losses read, near the policy's own log-probs, with some
+    ratios beyond any clip. Positions without supervision hold NaN, which would spoil every result.
+    """
     generator = torch.Generator().manual_seed(5)
 
     def values(row: Row, own_S: Tensor) -> dict[str, Tensor]:
         def noise(scale: float) -> Tensor:
             return scale * torch.randn(len(own_S), generator=generator)
 
-        found = {
+        drawn = {
             "advantages": noise(1.0),
             "old_log_probs": own_S + noise(0.3),
             "ref_log_probs": own_S + noise(0.5),
             "weights": noise(1.0),
         }
-        return {k: v.where(row.labels_S != IGNORE, torch.nan) for k, v in found.items()}
+        return {k: v.where(row.labels_S != IGNORE, torch.nan) for k, v in drawn.items()}
 
     return [
         replace(row, values_S=values(row, own_S))
@@ -194,11 +197,11 @@ def expected(tiny, rl_rows) -> Callable[[str], Expected]:
 
 def run_losses(path: str, case: Case, rows: list[Row]) -> dict[str, tuple[StepMetrics, dict]]:
     worker = MegatronWorker(case.config(path))
-    found = {}
+    results = {}
     for name, plain in LOSSES.items():
         metrics = worker.forward_backward(my_rows(rows), True, **plain.ours)
-        found[name] = metrics, collect_grads(worker)
-    return found
+        results[name] = metrics, collect_grads(worker)
+    return results
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -209,23 +212,26 @@ def test_equals_plain_pytorch(name, pool, tiny, rl_rows, expected, record_proper
     for loss, (metrics, grads) in outcomes[0].items():
         for other in outcomes:  # every rank reports the same
             assert other[loss][0].loss == metrics.loss and other[loss][0].means == metrics.means
-        want = expected(loss)
-        assert metrics.means.keys() == want.means.keys()
-        found = {"loss": abs(metrics.loss - want.loss) / abs(want.loss)}
-        for key, value in want.means.items():
-            found[key] = abs(metrics.means[key] - value) / max(abs(value), 1e-2)
+        reference = expected(loss)
+        assert metrics.means.keys() == reference.means.keys()
+        errors = {"loss": abs(metrics.loss - reference.loss) / abs(reference.loss)}
+        for key, value in reference.means.items():
+            errors[key] = abs(metrics.means[key] - value) / max(abs(value), 1e-2)
         for key, grad in grads.items():
-            error = float((grad - want.grads[key]).norm())
-            found[key] = error / float(want.grads[key].norm()) if want.grads[key].any() else error
-        key = max(found, key=lambda key: found[key])
-        worst[f"{loss}: {key}"] = found[key]
+            error = float((grad - reference.grads[key]).norm())
+            errors[key] = (
+                error / float(reference.grads[key].norm()) if reference.grads[key].any() else error
+            )
+        key = max(errors, key=lambda key: errors[key])
+        worst[f"{loss}: {key}"] = errors[key]
     record_property("worst", max(worst.values()))
     assert max(worst.values()) <= TOLERANCE, worst
 
 
 def by_other_ways(worker: MegatronWorker, rows: list[Row]) -> list[float]:
-    """The loss of rows, of a batch that went through bytes, of rows whose log-probs were given as
-    the reference, and of micro-batches that one rank has and shares."""
+    """Return the losses of rows, of a batch that went through bytes and of micro-batches that one
+    rank has and shares; the ratio of rows whose log-probs were given as the reference; and the loss
+    of the rows again."""
     ppo = dict(loss="ppo", kl_coef=0.1)
     batch = TensorBatch.from_bytes(batch_of(rows).to_bytes())
     names = ("old_log_probs", "unread", "advantages", "ref_log_probs")
@@ -259,13 +265,14 @@ def test_values_go_every_way_that_rows_go(pool, tiny, rl_rows):
     assert answers[0] == answers[1]
     rows, batch, micro_batches, ratio, again = answers[0]
     assert rows == batch == again
-    assert micro_batches == pytest.approx(rows, rel=1e-6)  # cut into other micro-batches
-    assert ratio == pytest.approx(1, abs=1e-6)  # what `forward` gives is what was sampled from
+    assert micro_batches == pytest.approx(rows, rel=1e-6)  # the micro-batches are cut differently
+    assert ratio == pytest.approx(1, abs=1e-6)  # `forward` gave the old log-probs
 
 
 def weighted_sums(worker: MegatronWorker, rows: list[Row]) -> tuple[Any, ...]:
-    """Of rows of which one has weights of 0 alone: the log-probs of all targets, the gradients of
-    the sum, and without that row."""
+    """Run rows of which one has only weights of 0. Return whether the log-probs of all targets come
+    back, the loss of the sum, the loss without that row, the expected loss, and the gradients of
+    both."""
     nothing = {"weights": torch.zeros(len(rows[1].ids_S))}
     rows = [rows[0], replace(rows[1], values_S=nothing), rows[2]]
     options: dict[str, Any] = {"loss": "weighted_cross_entropy", "divisor": 1}
@@ -275,27 +282,28 @@ def weighted_sums(worker: MegatronWorker, rows: list[Row]) -> tuple[Any, ...]:
     assert done.log_probs is not None and done.num_tokens > less.num_tokens
     scored = worker.forward(rows)
     equal = all(torch.equal(a, b) for a, b in zip(done.log_probs, scored, strict=True))
-    want = -sum(
+    expected = -sum(
         float((p * r.values_S["weights"])[r.labels_S != IGNORE].sum())
         for p, r in zip(scored, rows, strict=True)
     )
-    return equal, done.loss, less.loss, want, grads, collect_grads(worker)
+    return equal, done.loss, less.loss, expected, grads, collect_grads(worker)
 
 
 def test_weights_of_any_sign_are_summed(pool, tiny, rl_rows):
-    """A weight of 0 is a target all the same, whose log-prob comes back."""
+    """A target with a weight of 0 is a target all the same, and its log-prob comes back."""
     case = layout(pp=2)
     args = (tiny(vocab=VOCAB), case, weighted_sums, rl_rows)
-    equal, loss, less, want, grads, fewer = pool.run(call_with_rows, 2, *args)[0]
+    equal, loss, less, expected, grads, fewer = pool.run(call_with_rows, 2, *args)[0]
     assert equal and loss == pytest.approx(less, rel=TOLERANCE)
-    assert loss == pytest.approx(want, rel=TOLERANCE)
+    assert loss == pytest.approx(expected, rel=TOLERANCE)
     for key, grad in fewer.items():
         assert float((grads[key] - grad).norm()) <= TOLERANCE * float(grad.norm())
 
 
 def with_weights(rows: list[Row]) -> list[Row]:
-    """Weights of a half of the rows: at DP2 each replica has other sums, and one micro-batch none.
-    Where nothing is supervised stands what would spoil everything."""
+    """Return rows of which half have weights. At DP2 the replicas have different sums, and one
+    micro-batch has no weights. Positions without supervision hold NaN, which would spoil every
+    result."""
     generator = torch.Generator().manual_seed(6)
 
     def weights(row: Row) -> Tensor:
@@ -310,7 +318,8 @@ def with_weights(rows: list[Row]) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def by_weight(tiny) -> tuple[list[Row], Expected]:
-    """Rows with weights; plain PyTorch's sum of weighted losses over the sum of weights."""
+    """Return rows with weights, and plain PyTorch's sum of weighted losses over the sum of
+    weights."""
     model = load_reference(tiny(vocab=VOCAB))
     rows = with_weights(make_rows(MIXED, VOCAB))
     losses, weights = [], []
@@ -318,8 +327,8 @@ def by_weight(tiny) -> tuple[list[Row], Expected]:
         picked = (row.labels_S[1:] != IGNORE).nonzero()[:, 0]
         log_probs = row_logits(model, row)[picked].float().log_softmax(-1)
         losses.append(-log_probs.gather(-1, row.ids_S[1 + picked, None])[:, 0])
-        given_S = row.loss_weights_S
-        weights.append(torch.ones(len(picked)) if given_S is None else given_S[1 + picked])
+        weights_S = row.loss_weights_S
+        weights.append(torch.ones(len(picked)) if weights_S is None else weights_S[1 + picked])
     loss = (torch.cat(losses) * torch.cat(weights)).sum() / torch.cat(weights).sum()
     loss.backward()
     grads = {
@@ -329,43 +338,43 @@ def by_weight(tiny) -> tuple[list[Row], Expected]:
 
 
 def run_weighted(worker: MegatronWorker, rows: list[Row]) -> dict[str, Any]:
-    """Rows with weights, the same through bytes and shared by one rank, and rows whose weights are
-    all alike."""
-    mine = my_rows(rows)
-    metrics = worker.forward_backward(mine)
-    found: dict[str, Any] = {"metrics": metrics, "grads": collect_grads(worker)}
-    batch = TensorBatch.from_bytes(batch_of(mine).to_bytes())
+    """Run rows with weights, the same rows through bytes and shared by one rank, and rows whose
+    weights are all alike."""
+    local_rows = my_rows(rows)
+    metrics = worker.forward_backward(local_rows)
+    results: dict[str, Any] = {"metrics": metrics, "grads": collect_grads(worker)}
+    batch = TensorBatch.from_bytes(batch_of(local_rows).to_bytes())
     shared = None
     if worker.grid.leads:
-        shared = cut_micro_batches(mine, 1, worker.source.sizes.tokens), None
+        shared = cut_micro_batches(local_rows, 1, worker.source.sizes.tokens), None
     micro_batches, _ = share_batch(shared, worker.grid, worker.platform.device)
-    found["ways"] = [worker.forward_backward(way).loss for way in (batch, micro_batches)]
+    results["ways"] = [worker.forward_backward(way).loss for way in (batch, micro_batches)]
     for name, value in (("alike", 2.5), ("plain", None)):
         alike = [
             replace(row, loss_weights_S=value and torch.full(row.ids_S.shape, value))
-            for row in mine
+            for row in local_rows
         ]
-        found[name] = worker.forward_backward(alike).loss, collect_grads(worker)
-    return found
+        results[name] = worker.forward_backward(alike).loss, collect_grads(worker)
+    return results
 
 
 @pytest.mark.parametrize("name", ["1x1", "pp2", "dp2"])
 def test_weights_of_tokens_equal_plain_pytorch(name, pool, tiny, by_weight, record_property):
-    rows, want = by_weight
+    rows, expected = by_weight
     case = LAYOUTS[name]
     outcomes = pool.run(call_with_rows, case.world, tiny(vocab=VOCAB), case, run_weighted, rows)
-    found = outcomes[0]
-    assert {outcome["metrics"].loss for outcome in outcomes} == {found["metrics"].loss}
-    errors = {"loss": abs(found["metrics"].loss - want.loss) / want.loss}
-    for key, grad in found["grads"].items():
-        norm = float(want.grads[key].norm()) or 1.0
-        errors[key] = float((grad - want.grads[key]).norm()) / norm
+    results = outcomes[0]
+    assert {outcome["metrics"].loss for outcome in outcomes} == {results["metrics"].loss}
+    errors = {"loss": abs(results["metrics"].loss - expected.loss) / expected.loss}
+    for key, grad in results["grads"].items():
+        norm = float(expected.grads[key].norm()) or 1.0
+        errors[key] = float((grad - expected.grads[key]).norm()) / norm
     record_property("worst", max(errors.values()))
     assert max(errors.values()) <= TOLERANCE, max(errors, key=lambda key: errors[key])
-    assert found["ways"] == pytest.approx([found["metrics"].loss] * 2, rel=1e-6)
-    alike, plain = found["alike"], found["plain"]
+    assert results["ways"] == pytest.approx([results["metrics"].loss] * 2, rel=1e-6)
+    alike, plain = results["alike"], results["plain"]
     assert alike[0] == pytest.approx(plain[0], rel=1e-6)
-    assert abs(plain[0] - want.loss) > 100 * TOLERANCE  # weights do matter
+    assert abs(plain[0] - expected.loss) > 100 * TOLERANCE  # the weights matter
     for key, grad in plain[1].items():
         assert torch.allclose(alike[1][key], grad, rtol=1e-5, atol=1e-7), key
 
@@ -403,14 +412,16 @@ def test_values_stand_under_their_own_token():
         torch.tensor([IGNORE, 6, 7]),
         values_S={"a": torch.tensor([torch.nan, 1, 2]), "b": torch.tensor([3, 4, 5]).bfloat16()},
     )
-    none = Row(torch.tensor([5, 6]), torch.tensor([5, IGNORE]))  # supervises nothing
-    batch = cut_micro_batches([none, row], 2, TOKENS, ("b", "a"))[0]
+    unsupervised = Row(
+        torch.tensor([5, 6]), torch.tensor([5, IGNORE])
+    )  # a row that supervises nothing
+    batch = cut_micro_batches([unsupervised, row], 2, TOKENS, ("b", "a"))[0]
     assert batch.values_BSF is not None and batch.values_BSF.dtype == torch.float32
-    # [row, position, value]: of the token that the position predicts
+    # [row, position, value], for the token that the position predicts
     assert batch.values_BSF.tolist() == [[[0, 0]] * 3, [[4, 1], [5, 2], [0, 0]]]
     assert batch.values_MF is not None
-    found = StageInput(batch, batch.tokens_BS5, values_MF=batch.values_MF).values_M(("a", "b"))
-    assert found["a"].tolist() == [1, 2] and found["b"].tolist() == [4, 5]
+    values = StageInput(batch, batch.tokens_BS5, values_MF=batch.values_MF).values_M(("a", "b"))
+    assert values["a"].tolist() == [1, 2] and values["b"].tolist() == [4, 5]
     assert cut_micro_batches([row], 1, TOKENS)[0].values_BSF is None  # no loss reads them
 
 
@@ -421,7 +432,7 @@ def test_rows_and_batches_of_rl():
             "ids": TensorList(ids),
             "response_mask": TensorList([torch.tensor([0, 1, 0]), torch.tensor([0, 1])]),
             "advantages": TensorList([torch.ones(3), torch.empty(0)]),
-            "rewards": torch.zeros(2),  # a controller's own
+            "rewards": torch.zeros(2),  # a field of the controller
         }
     )
     first, second = rows_of(batch)
@@ -439,7 +450,7 @@ def test_rows_and_batches_of_rl():
         batch_of([replace(first, values_S={"labels": torch.ones(3)})])
 
 
-REFUSED_ROWS = {  # the key, and parts of the message
+REFUSED_ROWS = {  # name: (values, key, parts of the message)
     "none": ({}, "advantages", ("missing", "2 tokens")),
     "too many": ({"advantages": torch.ones(3)}, "advantages", ("(3,)", "2 tokens")),
     "nan": ({"advantages": torch.tensor([0, torch.nan])}, "advantages[1]", ("=nan",)),

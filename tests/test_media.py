@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_media.py
-"""Pictures open as they do in Hugging Face; what is broken or forbidden is refused by name."""
+"""Pictures open as they do in Hugging Face, and broken or forbidden ones are refused by name."""
 
 import base64
 import contextlib
@@ -51,9 +51,9 @@ def test_every_mode_becomes_rgb_as_in_hugging_face(mode, tmp_path):
     else:
         image = noise().convert("L").convert(mode) if mode in ("I", "F") else noise().convert(mode)
     assert image.mode == mode
-    ours = read(image, MediaPolicy(str(tmp_path)))
-    assert ours.mode == "RGB"
-    assert ours.tobytes() == load_image(image).tobytes()
+    actual = read(image, MediaPolicy(str(tmp_path)))
+    assert actual.mode == "RGB"
+    assert actual.tobytes() == load_image(image).tobytes()
 
 
 def test_transparent_palette_as_in_hugging_face(tmp_path):
@@ -78,7 +78,7 @@ def test_exif_orientation_has_a_switch(orientation, tmp_path):
 
 
 def test_a_png_is_measured_without_being_decoded(tmp_path):
-    """Only its first bytes are right; with EXIF in front, its orientation counts."""
+    """The file has only its first bytes. With EXIF in front, its orientation counts."""
     exif = PIL.Image.Exif()
     exif[0x0112] = 6
     policy = MediaPolicy(str(tmp_path))
@@ -99,7 +99,7 @@ def test_all_ways_to_give_a_picture(tmp_path):
 
 
 def bomb():
-    """A PNG whose header claims 20,000 x 20,000 pixels."""
+    """Return a PNG whose header claims 20,000 x 20,000 pixels."""
     data = bytearray(encoded(noise()))
     data[16:24] = (20000).to_bytes(4, "big") * 2
     import zlib
@@ -153,11 +153,11 @@ POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 24\n%%EndComments\
 
 @pytest.mark.parametrize("form", ["bytes", "file", "data URI"])
 def test_no_picture_starts_a_program(form, tmp_path, monkeypatch):
-    """Pillow itself hands PostScript to Ghostscript, whatever the file is called."""
+    """Pillow itself hands PostScript to Ghostscript, under any file name."""
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # what it remembers of the last search
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # Pillow remembers its last search
     (tmp_path / "photo.png").write_bytes(POSTSCRIPT)
     with contextlib.suppress(OSError), PIL.Image.open(tmp_path / "photo.png") as opened:
         opened.load()
@@ -180,9 +180,10 @@ def test_the_formats_that_open(kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.filterwarnings("ignore")  # Pillow's, of TIFF and EXIF
+@pytest.mark.filterwarnings("ignore")  # Pillow warns of TIFF and EXIF
 def test_a_damaged_picture_opens_or_is_refused(kind):
-    """Each of Pillow's decoders raises errors of its own: that of AVIF, RuntimeError."""
+    """Each of Pillow's decoders raises errors of its own; the decoder of AVIF raises
+    RuntimeError."""
     whole, refused = encoded(noise(), kind), 0
     for place in range(0, len(whole), max(1, len(whole) // 150)):
         damaged = whole[:place] + bytes([whole[place] ^ 0x7F]) + whole[place + 1 :]
@@ -251,7 +252,7 @@ PUBLIC = [
     "93.184.216.34",
     "2606:4700::1111",
     "::ffff:93.184.216.34",
-    "64:ff9b::5db8:d822",  # what DNS64 makes of an IPv4 address
+    "64:ff9b::5db8:d822",  # an IPv4 address by way of DNS64
     "2002:5db8:d822::1",  # 6to4
 ]
 PRIVATE = [
@@ -267,7 +268,7 @@ PRIVATE = [
     "::ffff:224.0.0.1",
     "::ffff:0:127.0.0.1",  # IPv4-translated
     "64:ff9b::a9fe:a9fe",
-    "64:ff9b:1::7f00:1",  # of a local NAT64
+    "64:ff9b:1::7f00:1",  # a local NAT64
     "2002:7f00:1::",
     "2002:a00:1::1",
     "2001:0:5db8:d822:0:0:f5ff:fffe",  # Teredo: a public server, and 10.0.0.1 inverted
@@ -374,7 +375,7 @@ def test_packed_content_is_refused(encoding, server):
 
 @pytest.fixture(params=["headers", "body", "TLS handshake", "nothing"])
 def dripping(request):
-    """The address of a server that sends a byte every 50 ms, without end."""
+    """Yield the address of a server that sends a byte every 50 ms, without end."""
     stopped = threading.Event()
 
     def drip(connection):

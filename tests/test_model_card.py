@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_model_card.py
-"""The model card of an export: true, the same from training and from the command, and plain text
-whatever names are in it."""
+"""Model cards of exports, which are true, the same from training and from the command, and plain
+text with any names in them."""
 
 import json
 import shutil
@@ -113,7 +113,8 @@ def test_a_link_to_a_card_elsewhere_is_not_read(tiny, tmp_path):
 @example("\nlicense: mit\n---\n- [x](y)", " ")
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_names_stay_text(tiny, data, name):
-    """Parsed as YAML and as Markdown, no name becomes a key, a heading, a link or HTML."""
+    """No name becomes a key, a heading, a link or HTML when the card is parsed as YAML and as
+    Markdown."""
     scores = {name: {"loss": 1.0}}
     training = done(f"/a/{data}", f"hub:{data}", base=f"/b/{name}", scores=scores, scored_step=1)
     source = SOURCES.get("tiny") or SOURCES.setdefault("tiny", HFCheckpoint(tiny()))
@@ -134,7 +135,7 @@ def test_names_stay_text(tiny, data, name):
 
 
 def test_training_and_the_command_write_the_same_card(pool, tiny, tmp_path):
-    """Scores and counts come from the checkpoint, also where it lies somewhere else."""
+    """Scores and counts come from the checkpoint, also when it lies in another folder."""
     held = tmp_path / "held.jsonl"
     folder = Folder(tmp_path, pool, tiny())
     held.write_text("".join(Path(write_set(tmp_path)).read_text().splitlines(True)[::4]))
@@ -162,11 +163,11 @@ def steps(folder: Folder) -> list[dict]:
 
 
 def test_versions_where_only_the_checkout_is(tmp_path, monkeypatch):
-    """Nothing is installed but what is beneath."""
+    """Only the packages that are linked here are installed."""
     before = versions()
     for name in ("torch", "megatron-core", "transformers"):
-        found = Path(str(metadata.distribution(name).locate_file("")))
-        folder = next(found.glob(f"{name.replace('-', '_')}-*.dist-info"))
+        site = Path(str(metadata.distribution(name).locate_file("")))
+        folder = next(site.glob(f"{name.replace('-', '_')}-*.dist-info"))
         (tmp_path / folder.name).symlink_to(folder)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(metadata.PackageNotFoundError):

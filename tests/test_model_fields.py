@@ -22,7 +22,7 @@ from tests.reference import load_reference, row_log_probs, run_reference
 from tests.runs import Case, loss_and_grads
 from tests.test_parity import layout
 
-# Relative, as in test_parity.py. Measured worst case over all cases: 2.9e-7.
+# The error is relative, as in test_parity.py. Measured worst case over all cases: 2.9e-7.
 TOLERANCE = 2e-6
 TINY = dict(layers=2, vision_depth=2, deepstack=1)
 
@@ -75,7 +75,7 @@ IDLE: dict[str, Any] = {
     "text_config.use_cache": False,
     "vision_start_token_id": 3,
     "vision_end_token_id": 4,
-    # Not declared by transformers' classes; it or other tools write them.
+    # The classes of transformers do not declare these. It or other tools write them.
     "use_cache": False,
     "pad_token_id": 3,
     "bos_token_id": 3,
@@ -94,7 +94,7 @@ IDLE: dict[str, Any] = {
     "text_config.rope_parameters.type": "mrope",
     "quantization_config": None,
 }  # fmt: skip
-# Values that are refused: of declared fields, and of others that transformers acts upon.
+# Refused values of declared fields, and of others that transformers acts upon.
 REFUSED: dict[str, Any] = {
     "is_encoder_decoder": True,
     "model_type": "qwen2_vl",
@@ -109,7 +109,7 @@ REFUSED: dict[str, Any] = {
     "text_config.hidden_act": "gelu",
     "text_config.attention_bias": True,
     "text_config.attention_dropout": 0.1,
-    "text_config.tie_word_embeddings": True,  # and not at the top level
+    "text_config.tie_word_embeddings": True,  # but not at the top level
     "text_config.sliding_window": 8,
     "text_config.use_sliding_window": True,
     "text_config.layer_types": ["full_attention", "sliding_attention"],
@@ -118,7 +118,7 @@ REFUSED: dict[str, Any] = {
     "text_config.per_layer_config": {"1": {"rms_norm_eps": 0.1}},
     "text_config.partial_rotary_factor": 0.5,
     "text_config.num_experts": 8,
-    "text_config.scale_embeddings": True,  # whatever it may mean
+    "text_config.scale_embeddings": True,  # a field of unknown meaning
     "text_config.num_attention_heads": 3,
     "text_config.num_key_value_heads": 3,
     "text_config.head_dim": 23,
@@ -142,10 +142,10 @@ REFUSED: dict[str, Any] = {
     "vision_config.deepstack_visual_indexes": [0, 0],
     "vision_config.rope_parameters.rope_type": "linear",
     "vision_config.rope_parameters.partial_rotary_factor": 0.5,
-    "image_token_id": 474,  # that of videos
+    "image_token_id": 474,  # the id of videos
     "video_token_id": 512,
 }
-# One of each kind of RoPE that transformers has, as a config.json would ask for it.
+# One setting for each kind of RoPE in transformers, as a config.json asks for it.
 ROPE: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
@@ -155,7 +155,7 @@ ROPE: dict[str, dict[str, Any]] = {
         "attention_factor": 1.5,
         "beta_fast": 16.0,
         "beta_slow": 2.0,
-        "mscale": 1.0,  # declared by newer versions, as are the next two
+        "mscale": 1.0,  # newer versions declare this and the next two
         "mscale_all_dim": 1.0,
         "truncate": False,
     },
@@ -176,7 +176,8 @@ ROPE: dict[str, dict[str, Any]] = {
 
 
 def test_every_field_of_transformers_is_in_these_tables():
-    """Fails when transformers adds a field: decide what it does, and add it to a table."""
+    """This test fails when transformers adds a field: decide what it does, and add it to a
+    table."""
     parts = {"": Qwen3VLConfig} | {f"{k}.": v for k, v in Qwen3VLConfig.sub_configs.items()}
     declared = {f"{part}{item.name}" for part, cls in parts.items() for item in fields(cls)}
     tables = {*CARRIED, *IDLE, *REFUSED}
@@ -188,7 +189,7 @@ def test_every_field_of_transformers_is_in_these_tables():
 
 
 def changed(path: str, folder: Path, changes: dict[str, Any]) -> Path:
-    """A copy of the checkpoint's config.json with other values, in a folder of its own."""
+    """Write a copy of the checkpoint's config.json with other values to a folder of its own."""
     config = json.loads((Path(path) / "config.json").read_text())
     for key, value in changes.items():
         *parts, name = key.split(".")
@@ -213,7 +214,7 @@ def test_refused_by_name(field, tiny, tmp_path):
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("kind", ROPE)
 def test_other_kinds_of_rope_are_refused(kind, older, tiny, tmp_path):
-    """Both as transformers 5 writes them and as older files have them."""
+    """They are refused both as transformers 5 writes them and as older files have them."""
     text = json.loads((Path(tiny(**TINY)) / "config.json").read_text())["text_config"]
     rope = text["rope_parameters"] | {"rope_type": kind} | ROPE[kind]
     key = "rope_scaling" if older else "rope_parameters"
@@ -235,7 +236,7 @@ def test_refused_before_a_process_group_is_made(tiny, tmp_path):
 
 
 def make_row(config: Any, seed: int) -> Row:
-    """Text around one image of 4 x 2 merged patches, as this config has them."""
+    """Return text around one image of 4 x 2 merged patches, in the shapes of this config."""
     generator = torch.Generator().manual_seed(seed)
     vision = config.vision_config
     merge, values = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size
@@ -249,34 +250,34 @@ def make_row(config: Any, seed: int) -> Row:
 
 
 def write_weights(folder: Path) -> None:
-    """Random weights of the shapes that config.json asks for, large enough that all count."""
+    """Write random weights of the shapes that config.json asks for, large enough that all count."""
     torch.manual_seed(0)
     model = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(folder))
     with torch.no_grad():
         for param in model.parameters():
             param.copy_((param.dim() == 1) + 0.2 * torch.randn_like(param))
-    tensors = dict(model.named_parameters())  # a tied head is not among them
+    tensors = dict(model.named_parameters())  # without a tied head
     save_file(
         {name: value.detach() for name, value in tensors.items()}, folder / "model.safetensors"
     )
 
 
 def compare(folder: str) -> float:
-    """The largest relative difference of log-probs from those of transformers."""
+    """Return the largest relative difference of log-probs from those of transformers."""
     write_weights(Path(folder))
     model = load_reference(folder).eval()
     rows = [make_row(model.config, seed) for seed in (0, 1)]
     with torch.no_grad():
-        theirs = [row_log_probs(model, row) for row in rows]
-    ours = MegatronWorker(Case().config(folder), training=False).forward(rows)
+        expected = [row_log_probs(model, row) for row in rows]
+    actual = MegatronWorker(Case().config(folder), training=False).forward(rows)
     return max(
-        float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True)
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(actual, expected, strict=True)
     )
 
 
 @pytest.mark.parametrize("part", ["idle", "top", "text_config", "vision_config"])
 def test_carried_out_as_by_transformers(part, pool, tiny, tmp_path):
-    """All fields of a part at once: one that is not carried out is enough to differ."""
+    """All fields of a part change at once: one that is not carried out is enough to differ."""
     changes = {name: value for name, value in CARRIED.items() if name.startswith(part)}
     if part == "idle":
         changes = IDLE
@@ -292,7 +293,7 @@ def test_carried_out_as_by_transformers(part, pool, tiny, tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_padding_token_does_not_learn(tied, pool, tiny, tmp_path):
-    """transformers uses its embedding, and gives it no gradient but that of a tied head."""
+    """transformers uses the token's embedding, and only a tied head gives it a gradient."""
     rows = make_rows(MIXED[:4])
     pad = int(rows[2].ids_S[0])
     folder = tmp_path / "copy"
@@ -304,11 +305,12 @@ def test_the_padding_token_does_not_learn(tied, pool, tiny, tmp_path):
     embedding = "model.language_model.embed_tokens.weight"
     assert bool(expected.grads[embedding][pad].any()) == tied
     for name, grad in outcome.grads.items():
-        want = expected.grads[name]
-        assert float((grad - want).norm()) <= TOLERANCE * float(want.norm()), name
+        expected_grad = expected.grads[name]
+        assert float((grad - expected_grad).norm()) <= TOLERANCE * float(expected_grad.norm()), name
 
 
-# model, decoder layers, width, ff, heads, tied, depth of the tower, its width and ff, DeepStack
+# model: (decoder layers, width, FFN width, heads, tied, depth of the tower, its width and FFN
+# width, DeepStack)
 RELEASED = {
     "2B": (28, 2048, 6144, 16, True, 24, 1024, 4096, [5, 11, 17]),
     "4B": (36, 2560, 9728, 32, True, 24, 1024, 4096, [5, 11, 17]),
@@ -318,7 +320,7 @@ RELEASED = {
 
 
 def released(name: str) -> dict[str, Any]:
-    """A config.json as transformers 4.57 wrote it for the released models."""
+    """Return a config.json as transformers 4.57 wrote it for the released models."""
     layers, hidden, ffn, heads, tied, depth, width, vision_ffn, deepstack = RELEASED[name]
     rope = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
     return {
@@ -374,7 +376,7 @@ def released(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_models_are_accepted(name, tmp_path):
-    """Also as transformers writes them again."""
+    """They are accepted as published, and as transformers writes them again."""
     (tmp_path / "config.json").write_text(json.dumps(released(name)))
     sizes = read_sizes(tmp_path)
     assert (sizes.text.layers, sizes.text.hidden, sizes.text.rope_theta) == (

@@ -13,7 +13,7 @@ from tests.runs import Case, Outcome, collect_grads, loss_and_grads
 from tests.test_parity import TOLERANCE, errors, layout
 
 EXPERTS = dict(experts=8, layers=4)
-# On the ranks of EP 2 and 4 rows of very different length, and an uneven number of micro-batches.
+# The ranks of EP 2 and 4 get rows of very different lengths, and uneven numbers of micro-batches.
 UNEVEN = (
     RowSpec(120, images=((8, 8),)),
     RowSpec(3),
@@ -100,21 +100,25 @@ def test_equals_hugging_face(case, sizes, batch, pool, tiny, reference, record_p
     for outcome in outcomes:  # every rank reports the same
         assert outcome.loss == outcomes[0].loss
         assert outcome.num_tokens == outcomes[0].num_tokens
-    found = errors(outcomes, expected, case)
-    if sizes.get("top_k") == 1:  # the only weight is always 1: the gradient is rounding alone
-        found = {key: value for key, value in found.items() if "mlp.gate.weight" not in key}
-    worst = max(found, key=lambda key: found[key])
-    record_property("worst", found[worst])
-    assert found[worst] <= TOLERANCE, f"{worst}: {found[worst]:.2e} of {len(found)} compared"
+    deviations = errors(outcomes, expected, case)
+    if sizes.get("top_k") == 1:  # the only weight is always 1, so the gradient is only rounding
+        deviations = {
+            key: value for key, value in deviations.items() if "mlp.gate.weight" not in key
+        }
+    worst = max(deviations, key=lambda key: deviations[key])
+    record_property("worst", deviations[worst])
+    assert deviations[worst] <= TOLERANCE, (
+        f"{worst}: {deviations[worst]:.2e} of {len(deviations)} compared"
+    )
 
 
 def with_fillers(path: str, case: Case, rows: list) -> Outcome:
-    """All rows on the first replica: the others have no row of their own."""
+    """Run all rows on the first replica; the others have no row of their own."""
     worker = MegatronWorker(case.config(path))
-    mine = worker.micro_batches(rows) if worker.grid.dp.rank == 0 else [filler_batch()]
+    micro_batches = worker.micro_batches(rows) if worker.grid.dp.rank == 0 else [filler_batch()]
     if case.parallel.get("overlap_grad_reduce"):
-        worker.forward_backward(mine)
-    metrics = worker.forward_backward(mine)
+        worker.forward_backward(micro_batches)
+    metrics = worker.forward_backward(micro_batches)
     return Outcome(metrics.loss, metrics.num_tokens, [], [], collect_grads(worker))
 
 
@@ -126,10 +130,10 @@ def with_fillers(path: str, case: Case, rows: list) -> Outcome:
     ],
 )
 def test_replicas_without_rows_take_part(case, pool, tiny, reference):
-    """Their filler goes to no expert, and the experts that they hold serve the others."""
+    """Their filler goes to no expert, and the experts that they hold serve the other replicas."""
     outcomes = pool.run(with_fillers, case.world, tiny(**EXPERTS), case, make_rows(MIXED))
     expected = reference("mixed", ())
     assert outcomes[0].loss == pytest.approx(expected.loss, rel=TOLERANCE)
     for name, grad in outcomes[0].grads.items():
-        want = expected.grads[name]
-        assert float((grad - want).norm()) <= TOLERANCE * float(want.norm()), name
+        expected_grad = expected.grads[name]
+        assert float((grad - expected_grad).norm()) <= TOLERANCE * float(expected_grad.norm()), name

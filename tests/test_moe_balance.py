@@ -42,7 +42,8 @@ from tests.runs import Case, Outcome, call, loss_and_grads, my_rows
 from tests.test_moe import EXPERTS, UNEVEN, with_fillers
 from tests.test_parity import TOLERANCE, errors, layout
 
-# So large that a tenth of either would be noticed in the gradients of most parameters.
+# The coefficients are so large that a tenth of either would be noticed in the gradients of most
+# parameters.
 BALANCE, Z = 2.0, 0.5
 BOTH = dict(router_balance_loss=BALANCE, router_z_loss=Z)
 BATCHES = {"mixed": MIXED, "uneven": UNEVEN, "text_on_one_rank": TEXT_ON_ONE_RANK}
@@ -50,7 +51,7 @@ BATCHES = {"mixed": MIXED, "uneven": UNEVEN, "text_on_one_rank": TEXT_ON_ONE_RAN
 
 @dataclass(frozen=True)
 class Losses:
-    """What transformers makes of a batch: its gradients are those of all three losses."""
+    """Results of transformers for a batch; the gradients are those of all three losses."""
 
     plain: Reference
     balance: float
@@ -58,17 +59,17 @@ class Losses:
 
 
 def run_in_one_batch(path: str, rows: list[Row], balance: float, z: float) -> Losses:
-    """All rows in one batch, padded on the right, with transformers' own attention mask."""
+    """Run all rows in one batch, padded on the right, with transformers' own attention mask."""
     model = load_reference(path)
     config = model.config.text_config
     ids_BS = pad_sequence([row.ids_S for row in rows], batch_first=True)
     mask_BS = pad_sequence([torch.ones_like(row.ids_S) for row in rows], batch_first=True)
     labels_BS = pad_sequence([row.labels_S for row in rows], True, IGNORE)
-    each = [inputs_of(model, row) for row in rows]
-    types_BS = pad_sequence([one["mm_token_type_ids"][0] for one in each], batch_first=True)
+    inputs = [inputs_of(model, row) for row in rows]
+    types_BS = pad_sequence([one["mm_token_type_ids"][0] for one in inputs], batch_first=True)
     names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-    found = {name: [one[name] for one in each if name in one] for name in names}
-    visuals = {name: torch.cat(parts) for name, parts in found.items() if parts}
+    tensors = {name: [one[name] for one in inputs if name in one] for name in names}
+    visuals = {name: torch.cat(parts) for name, parts in tensors.items() if parts}
     out = model(
         input_ids=ids_BS,
         attention_mask=mask_BS,
@@ -100,15 +101,16 @@ def run_in_one_batch(path: str, rows: list[Row], balance: float, z: float) -> Lo
 
 
 def weights_of(rows: list[Row]) -> Tensor:
-    each = [
+    weights = [
         torch.ones(len(row.ids_S)) if row.loss_weights_S is None else row.loss_weights_S
         for row in rows
     ]
-    return pad_sequence(each, batch_first=True)
+    return pad_sequence(weights, batch_first=True)
 
 
 def batch_of(name: str) -> list[Row]:
-    """Of the last row nothing is supervised: it counts for the routers all the same."""
+    """Return a batch whose last row has nothing supervised. It counts for the routers all the
+    same."""
     rows = make_rows(BATCHES[name.removesuffix("_weighted")])
     rows[-1] = replace(rows[-1], labels_S=torch.full_like(rows[-1].ids_S, IGNORE))
     if name.endswith("_weighted"):
@@ -174,13 +176,13 @@ CASES = {
 
 
 def all_errors(outcomes: list[Outcome], expected: Losses, case: Case) -> dict[str, float]:
-    """Relative, of gradients and of the losses that are reported."""
-    found, means = errors(outcomes, expected.plain, case), outcomes[0].means
-    for name, want in (("balance_loss", expected.balance), ("z_loss", expected.z)):
+    """Return the relative errors of the gradients and of the reported losses."""
+    deviations, means = errors(outcomes, expected.plain, case), outcomes[0].means
+    for name, expected_loss in (("balance_loss", expected.balance), ("z_loss", expected.z)):
         assert (name in means) == bool(case.model.get(f"router_{name}"))
         if name in means:
-            found[name] = abs(means[name] / want - 1)
-    return found
+            deviations[name] = abs(means[name] / expected_loss - 1)
+    return deviations
 
 
 @pytest.mark.parametrize(("case", "sizes", "batch"), CASES.values(), ids=CASES)
@@ -190,23 +192,26 @@ def test_equals_hugging_face(case, sizes, batch, pool, tiny, reference, record_p
     path = tiny(**EXPERTS, **sizes)
     outcomes = pool.run(loss_and_grads, case.world, path, case, batch_of(batch))
     assert all(outcome.means == outcomes[0].means for outcome in outcomes)
-    found = all_errors(outcomes, expected, case)
-    worst = max(found, key=lambda key: found[key])
-    record_property("worst", found[worst])
-    assert found[worst] <= TOLERANCE, f"{worst}: {found[worst]:.2e} of {len(found)} compared"
+    deviations = all_errors(outcomes, expected, case)
+    worst = max(deviations, key=lambda key: deviations[key])
+    record_property("worst", deviations[worst])
+    assert deviations[worst] <= TOLERANCE, (
+        f"{worst}: {deviations[worst]:.2e} of {len(deviations)} compared"
+    )
 
 
 def test_fillers_count_for_nothing(pool, tiny, reference):
-    """One replica has all rows, the other none."""
+    """One replica has all rows, and the other has none."""
     case, expected = layout(dp=2, ep=2, **BOTH), reference("uneven", (), BALANCE, Z)
     outcomes = pool.run(with_fillers, 2, tiny(**EXPERTS), case, batch_of("uneven"))
     for name, grad in outcomes[0].grads.items():
-        want = expected.plain.grads[name]
-        assert float((grad - want).norm()) <= TOLERANCE * float(want.norm()), name
+        expected_grad = expected.plain.grads[name]
+        assert float((grad - expected_grad).norm()) <= TOLERANCE * float(expected_grad.norm()), name
 
 
 def passes(worker: MegatronWorker) -> tuple[int, set[str], float]:
-    """How often the micro-batches of a step go through the model, and what the step reports."""
+    """Return how often the micro-batches of a step go through the model, and what the step
+    reports."""
     rows, right, count = make_rows(ALL_TEXT), Stage.run, 0
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -220,7 +225,7 @@ def passes(worker: MegatronWorker) -> tuple[int, set[str], float]:
 
 
 def test_only_the_balancing_loss_takes_another_pass(pool, tiny):
-    """Whose tokens are not counted twice."""
+    """The tokens of that pass are not counted twice."""
     path, loads = tiny(**EXPERTS), []
     for model, times, names in (
         ({}, 1, set()),
@@ -234,7 +239,7 @@ def test_only_the_balancing_loss_takes_another_pass(pool, tiny):
 
 
 def balance_of_given(worker: MegatronWorker) -> float:
-    """With every token sent to the first two experts."""
+    """Return the balancing loss when every token is sent to the first two experts."""
     rows = [
         replace(row, routing_SLK=torch.tensor([0, 1]).expand(len(row.ids_S), 1, 2))
         for row in my_rows(make_rows(ALL_TEXT))
@@ -243,42 +248,42 @@ def balance_of_given(worker: MegatronWorker) -> float:
 
 
 def test_a_given_routing_is_what_is_balanced(pool, tiny):
-    """In the only layer with experts, which is the last."""
+    """Only the last layer has experts."""
     path = tiny(**EXPERTS, dense_layers=3)
     model, probs = load_reference(path), []
     for row in make_rows(ALL_TEXT):
         with torch.no_grad():
             [logits_SE] = model(**inputs_of(model, row), output_router_logits=True).router_logits
         probs.append(logits_SE.softmax(-1))
-    want = 8 * float(torch.cat(probs)[:, :2].mean(0).sum())
+    expected = 8 * float(torch.cat(probs)[:, :2].mean(0).sum())
     case = layout(dp=2, ep=2, router_balance_loss=1.0)
-    assert pool.run(call, 2, path, case, balance_of_given) == pytest.approx([want] * 2)
+    assert pool.run(call, 2, path, case, balance_of_given) == pytest.approx([expected] * 2)
 
 
 def choices_under_dropout(worker: MegatronWorker) -> list[Tensor]:
-    """What each router chose for each micro-batch, in the order of the calls."""
+    """Return the choices of each router for each micro-batch, in the order of the calls."""
     for name, param in worker.chunks[0].named_parameters():
         if name.endswith(".B"):
             torch.nn.init.normal_(param)
-    found, right = [], routing.choose_experts
+    choices, right = [], routing.choose_experts
 
     def choose(*args: Any) -> Tensor:
-        found.append(right(*args))
-        return found[-1]
+        choices.append(right(*args))
+        return choices[-1]
 
     with mock.patch.object(routing, "choose_experts", choose):
         worker.forward_backward(make_rows(ALL_TEXT))
-    return found
+    return choices
 
 
 def test_what_is_counted_ahead_is_what_is_routed(pool, tiny):
-    """Under dropout, too."""
+    """The dropout is drawn alike in both passes."""
     case = layout(router_balance_loss=0.1)
     case = replace(case, lora=dict(rank=4, dropout=0.5, targets=("attention",)))
-    [found] = pool.run(call, 1, tiny(**EXPERTS), case, choices_under_dropout)
-    assert len(found) == 2 * 2 * 4  # of two micro-batches, in four layers
-    ahead, then = found[:8], found[8:]
-    assert all(torch.equal(one, other) for one, other in zip(ahead, then, strict=True))
+    [choices] = pool.run(call, 1, tiny(**EXPERTS), case, choices_under_dropout)
+    assert len(choices) == 2 * 2 * 4  # two passes of two micro-batches, in four layers
+    ahead, routed = choices[:8], choices[8:]
+    assert all(torch.equal(one, other) for one, other in zip(ahead, routed, strict=True))
 
 
 def test_routers_compute_in_fp32_where_transformers_does():
@@ -295,8 +300,8 @@ def test_routers_compute_in_fp32_where_transformers_does():
     mean, balance_E = 1 / 40, torch.rand(8, generator=generator)
     scales = {"balance_loss": 1.0, "z_loss": 1.0}
     sums = {name: torch.zeros((), dtype=torch.float64) for name in scales}
-    kept = routing.Routing(losses=RouterLosses(scales, sums, mean, balance_E))
-    chosen_NK, weights_NK = routing.route(hidden_NH, weight_EH, 2, kept, 1)
+    state = routing.Routing(losses=RouterLosses(scales, sums, mean, balance_E))
+    chosen_NK, weights_NK = routing.route(hidden_NH, weight_EH, 2, state, 1)
     assert torch.equal(chosen_NK, indices_NK) and torch.equal(weights_NK, scores_NK)
     exact_NE = logits_NE.detach().double()
     balance = float((exact_NE.softmax(-1) @ balance_E.double()).sum())
@@ -306,7 +311,7 @@ def test_routers_compute_in_fp32_where_transformers_does():
 
 
 def test_both_are_in_the_metrics_of_a_run():
-    """Where they are asked for."""
+    """A line has each of them only where the step reports it."""
     batch = BatchFigures(samples=1, tokens=8, padded=8, images=0, work=1.0)
     for means in ({"balance_loss": 2.25, "z_loss": 3.5}, {}):
         metrics = StepMetrics(1.0, 4, None, means)
@@ -333,7 +338,8 @@ def test_a_dense_model_has_no_router(key, tiny):
 
 
 def patched_losses(change: Callable[[RouterLosses, int], RouterLosses]) -> Any:
-    """`change` also takes the number of micro-batches of this replica."""
+    """Patch the routers' losses. `change` also takes the number of micro-batches of this
+    replica."""
     right = backward.router_losses
 
     def wrong(model, stage, batches, step, divisor):
@@ -351,7 +357,7 @@ def divided_by_supervised_tokens(losses: RouterLosses, _: int) -> RouterLosses:
 
 
 def shares_of_one_replica() -> Any:
-    """What a replica's own tokens are routed to, as if the other had the same."""
+    """Count only a replica's own tokens, as if the other replica's were routed alike."""
 
     def wrong(chunks, text, device):
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
@@ -415,7 +421,7 @@ def test_the_comparison_notices(name, pool, tiny, reference, record_property):
 
 
 def frozen(path: str, case: Case, rows: list[Row]) -> Outcome:
-    """Experts that do not learn, and nobody has said so."""
+    """Freeze the experts although the config does not say so."""
     right = MegatronWorker._load
 
     def wrong(self):

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_moe_files.py
-"""Qwen3-VL-MoE: what config.json says of experts, and the forms that checkpoints store them in."""
+"""Experts of Qwen3-VL-MoE in config.json, and the forms in which checkpoints store them."""
 
 import json
 import re
@@ -43,7 +43,7 @@ OF_LAYER = "model.language_model.layers.{}.mlp.experts.{}"
 
 
 def changed(folder: str, out: Path, **fields: object) -> str:
-    """A copy with other fields in text_config."""
+    """Copy a model with other fields in text_config."""
     shutil.copytree(folder, out)
     config = json.loads((out / "config.json").read_text())
     config["text_config"] |= fields
@@ -88,24 +88,24 @@ def test_other_experts_are_refused(fields, words, tiny, tmp_path):
 
 @pytest.mark.parametrize("form", [ExpertStorage.out_in, ExpertStorage.in_out])
 def test_transformers_reads_both_forms_alike(form, tiny, tmp_path):
-    """What the forms mean is transformers' to say."""
+    """transformers decides what the forms mean."""
     path = tiny(**TINY)
     row = make_rows(ALL_TEXT)[0]
     with torch.no_grad():
-        found = row_log_probs(load_reference(stored_as(path, tmp_path / "a", form)), row)
-        torch.testing.assert_close(found, row_log_probs(load_reference(path), row), atol=0, rtol=0)
+        actual = row_log_probs(load_reference(stored_as(path, tmp_path / "a", form)), row)
+        torch.testing.assert_close(actual, row_log_probs(load_reference(path), row), atol=0, rtol=0)
 
 
 def export_of(path: str, case: Case, out: str) -> tuple[list[torch.Tensor], dict[str, list]]:
-    """Its log-probs and what this rank read of experts, after an export."""
+    """Export the model, and return its log-probs and the shapes that this rank read of experts."""
     reads: dict[str, list] = {}
     right = HFCheckpoint._read
 
     def noted(self, name, spans):
-        found = right(self, name, spans)
+        tensor = right(self, name, spans)
         if ".mlp.experts." in name:
-            reads.setdefault(name, []).append(list(found.shape))
-        return found
+            reads.setdefault(name, []).append(list(tensor.shape))
+        return tensor
 
     with mock.patch.object(HFCheckpoint, "_read", noted):
         worker = MegatronWorker(case.config(path))
@@ -115,27 +115,27 @@ def export_of(path: str, case: Case, out: str) -> tuple[list[torch.Tensor], dict
 
 @pytest.mark.parametrize("form", ExpertStorage)
 def test_a_checkpoint_goes_out_as_it_came_in(form, pool, tiny, tmp_path):
-    """Bit by bit, whatever form it has; and each rank reads its own experts alone."""
+    """It is the same bit by bit in any form, and each rank reads only its own experts."""
     source = stored_as(tiny(**TINY), tmp_path / "source", form)
     out = tmp_path / "out"
     case = layout(dp=2, ep=2)
-    found = pool.run(export_of, 2, source, case, str(out))
+    outcomes = pool.run(export_of, 2, source, case, str(out))
     before, after = (load_file(Path(f) / "model.safetensors") for f in (source, out))
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert torch.equal(value, after[name]), name
-    for log_probs, reads in found:
-        for ours, theirs in zip(log_probs, found[0][0], strict=True):
-            assert torch.equal(ours, theirs)
+    for log_probs, reads in outcomes:
+        for actual, reference in zip(log_probs, outcomes[0][0], strict=True):
+            assert torch.equal(actual, reference)
         if form is ExpertStorage.single:
-            assert len(reads) == 3 * 2 * 3  # of 3 layers, two experts of four, each in three
+            assert len(reads) == 3 * 2 * 3  # 3 layers, two experts of four, three tensors each
         else:
             assert len(reads) == 6 and all(shapes[0][0] == 2 for shapes in reads.values())
     if form is not ExpertStorage.single:
         with torch.no_grad():
-            theirs = AutoModelForImageTextToText.from_pretrained(out).eval()
-            want = row_log_probs(theirs, make_rows(ALL_TEXT)[0])
-        torch.testing.assert_close(found[0][0][0], want, atol=2e-5, rtol=0)
+            reference = AutoModelForImageTextToText.from_pretrained(out).eval()
+            expected = row_log_probs(reference, make_rows(ALL_TEXT)[0])
+        torch.testing.assert_close(outcomes[0][0][0], expected, atol=2e-5, rtol=0)
 
 
 def train_and_merge(path: str, case: Case, out: str) -> None:
@@ -149,7 +149,8 @@ def train_and_merge(path: str, case: Case, out: str) -> None:
 @pytest.mark.parametrize("trained", [(), ("language",)])
 @pytest.mark.parametrize("form", [ExpertStorage.in_out, ExpertStorage.single])
 def test_adapters_are_merged_into_a_model_with_experts(form, trained, pool, tiny, tmp_path):
-    """In the form that it came in: experts as they were, or as they were trained on all ranks."""
+    """The export has the form of the source: experts are unchanged, or as they were trained on all
+    ranks."""
     source, out = stored_as(tiny(**TINY), tmp_path / "source", form), tmp_path / "out"
     targets = ("merger",) if trained else ("attention",)
     case = replace(
@@ -168,22 +169,24 @@ def test_adapters_are_merged_into_a_model_with_experts(form, trained, pool, tiny
     "form", [ExpertStorage.single, pytest.param(ExpertStorage.in_out, marks=pytest.mark.slow)]
 )
 def test_adapters_in_experts_are_merged_into_each_form(form, pool, tiny, tmp_path):
-    """As into that of transformers 5, which tests/test_lora_files.py compares with PEFT's."""
+    """The result is the merge in the form of transformers 5, which tests/test_lora_files.py
+    compares with PEFT's."""
     case = replace(layout(dp=2, ep=2), lora=dict(rank=2, targets=("mlp",), init="gaussian"))
     source, out = stored_as(tiny(**TINY), tmp_path / "source", form), tmp_path / "out"
     pool.run(train_and_merge, 2, source, case, str(out))
     pool.run(train_and_merge, 2, tiny(**TINY), case, str(tmp_path / "theirs"))
-    theirs = stored_as(str(tmp_path / "theirs"), tmp_path / "turned", form)
-    found, want = (load_file(Path(f) / "model.safetensors") for f in (out, theirs))
+    reference = stored_as(str(tmp_path / "theirs"), tmp_path / "turned", form)
+    actual, expected = (load_file(Path(f) / "model.safetensors") for f in (out, reference))
     before = load_file(Path(source) / "model.safetensors")
-    assert found.keys() == want.keys() == before.keys()
-    for name, value in want.items():
-        assert torch.equal(found[name], value), name
+    assert actual.keys() == expected.keys() == before.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
         assert torch.equal(before[name], value) != (".mlp.experts." in name), name
 
 
 def test_a_square_matrix_is_told_by_the_other(tiny, tmp_path):
-    """At hidden = 2 x width gate_up is square: down tells, and transformers must agree."""
+    """At hidden = 2 x width gate_up is square: the shape of down decides, and transformers must
+    agree."""
     path = tiny(**TINY, expert_intermediate=32)
     assert check(path).experts.form is ExpertStorage.out_in
     turned = stored_as(path, tmp_path / "turned", ExpertStorage.in_out)
@@ -211,7 +214,7 @@ def test_experts_that_do_not_fit_are_listed(tiny, tmp_path):
     (missing,), (surplus,) = caught.value.found["missing"], caught.value.found["surplus"]
     assert missing == "model.language_model.layers.1.mlp.experts.2.up_proj.weight (40, 64)"
     assert surplus.startswith("model.language_model.layers.1.mlp.experts.4.")
-    # One layer turned, the others not.
+    # One layer is turned, and the others are not.
     folder = Path(stored_as(tiny(**TINY), tmp_path / "b", ExpertStorage.out_in))
     weights = load_file(folder / "model.safetensors")
     name = OF_LAYER.format(1, "down_proj")
@@ -234,42 +237,48 @@ def test_layouts_without_meaning_are_refused(case, words, pool, tiny):
 
 
 def test_a_token_works_in_its_own_experts_alone(tiny):
-    """Of 8 experts with 3 x 40 x 64 numbers a token goes to 2, in each of the 3 layers."""
+    """A token goes to 2 of 8 experts with 3 x 40 x 64 numbers, in each of the 3 layers."""
     some = WorkModel.from_sizes(read_sizes(tiny(**{**TINY, "experts": 8}))).per_token
     every = WorkModel.from_sizes(read_sizes(tiny(**{**TINY, "experts": 8, "top_k": 8}))).per_token
     assert every - some == 2 * 3 * (8 - 2) * 3 * 40 * 64
 
 
 def products(worker: MegatronWorker) -> tuple[int, int, int]:
-    """Operations of the matrix products in the forward of a row, its tokens, and how many of them
-    are supervised."""
+    """Return the operations of the matrix products in the forward of a row, the number of its
+    tokens, and the number of supervised ones."""
     [row] = rows = make_rows((RowSpec(60),))
     with FlopCounterMode(display=False) as counter:
         worker.forward(rows)
-    found = counter.get_flop_counts()["Global"]
+    counts = counter.get_flop_counts()["Global"]
     supervised = int((row.labels_S[1:] != IGNORE).sum())
-    return found[torch.ops.aten.mm] + found.get(torch.ops.aten.addmm, 0), len(row.ids_S), supervised
+    return (
+        counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0),
+        len(row.ids_S),
+        supervised,
+    )
 
 
 def test_the_work_that_mfu_is_of_is_what_runs(pool, tiny):
-    """By the products that a step really does: of 8 experts, 2 for each token."""
+    """The work is that of the products that a step really does: 2 of 8 experts for each token."""
     path = tiny(**{**TINY, "experts": 8})
-    [(done, tokens, supervised)] = pool.run(call, 1, path, layout(), products)
+    [(measured, tokens, supervised)] = pool.run(call, 1, path, layout(), products)
     work = WorkModel.from_sizes(read_sizes(path))
-    said = work.row(tokens, supervised, 0, 0) - work.per_token_pair * tokens * (tokens + 1) // 2
-    assert done == said
+    estimated = (
+        work.row(tokens, supervised, 0, 0) - work.per_token_pair * tokens * (tokens + 1) // 2
+    )
+    assert measured == estimated
 
 
 RELEASED = {
-    # layers, hidden, MLP, experts' width, heads; numbers in all weights, and in those of a token,
-    # which are as the names have them
+    # name: (layers, hidden, MLP, experts' width, heads, numbers in all weights, numbers in those of
+    # a token); the last two are as in the names
     "30B-A3B": (48, 2048, 6144, 768, 32, 31.07e9, 3.3e9),
     "235B-A22B": (94, 4096, 12288, 1536, 64, 235.7e9, 22e9),
 }
 
 
 def released_sizes(name: str, folder: Path) -> ModelSizes:
-    """Of a config.json as transformers 4.57 wrote it."""
+    """Return the sizes of a config.json as transformers 4.57 wrote it."""
     layers, hidden, ffn, width, heads, _, _ = RELEASED[name]
     config = released("8B")
     config["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
@@ -305,7 +314,7 @@ def test_released_models_are_accepted(name, tmp_path):
 
 
 RECIPES = {
-    # GPUs, and the GiB that docs/parallelism.md tells
+    # GPUs, and the GiB in docs/parallelism.md
     "30B-A3B": {16: 46},
     "235B-A22B": {128: 58, 64: 81},
 }
@@ -313,15 +322,17 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_fit(name, tmp_path):
-    """On GPUs of 80 GiB, of which a tenth is left free; and the page says what is estimated."""
+    """They fit on GPUs of 80 GiB, of which a tenth is left free, and the page has the estimates."""
     sizes, recipe = released_sizes(name, tmp_path), f"qwen3_vl_{name.lower().replace('-', '_')}"
     cfg = load_config([f"model={recipe}", f"model.path={tmp_path}"])
     page = (Path(__file__).parent.parent / "docs" / "parallelism.md").read_text()
     [line] = [each for each in page.splitlines() if each.startswith(f"| `model={recipe}`")]
     batches = [BatchSizes(2, 4096, 8192, 16384, 8192)] * 16
-    for gpus, told in RECIPES[name].items():
+    for gpus, documented in RECIPES[name].items():
         dims = ParallelDims.create(cfg.parallel, gpus, sizes.text.layers)
         check_config(cfg, sizes, dims)
-        most = max(stage.total for stage in estimate(cfg, sizes, dims, batches, 2)) / 2**30
-        assert told - 1 < most <= told and re.search(rf"{told} GiB on .*{gpus}\b", line)
-        assert most < USABLE * (80 if gpus != 64 else 141)
+        largest = max(stage.total for stage in estimate(cfg, sizes, dims, batches, 2)) / 2**30
+        assert documented - 1 < largest <= documented and re.search(
+            rf"{documented} GiB on .*{gpus}\b", line
+        )
+        assert largest < USABLE * (80 if gpus != 64 else 141)

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_moe_train.py
-"""Steps, checkpoints and generation of Qwen3-VL-MoE at each layout; a recomputed layer routes as it
-did the first time; and the comparisons with Hugging Face can fail."""
+"""Steps, checkpoints and generation of Qwen3-VL-MoE at each layout. A recomputed layer routes as it
+did the first time, and the comparisons with Hugging Face can fail."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ def reference() -> Callable[..., Any]:
 
 @pytest.mark.parametrize("case", named(STEPS, QUICK))
 def test_weights_after_three_steps(case, pool, tiny, reference, record_property):
-    """And the norms: experts of all ranks count once."""
+    """The norms agree as well: experts of all ranks count once."""
     check_weights(case, tiny(**EXPERTS), False, pool, reference, record_property)
 
 
@@ -79,7 +79,7 @@ RESUMED = {
 
 @pytest.mark.parametrize("cases", named(RESUMED, {"ep2-dp2"}))
 def test_a_run_resumes_and_moves(cases, pool, tiny, tmp_path):
-    """Bit for bit at its own layout; another one holds the same bits."""
+    """It resumes bit for bit at its own layout, and another layout holds the same bits."""
     case, other = cases
     path, run = tiny(**EXPERTS), tmp_path / "run"
     figures = pool.run(go, case.world, path, case, Part(run, range(3), None, (2, 3), True))[0]
@@ -89,9 +89,9 @@ def test_a_run_resumes_and_moves(cases, pool, tiny, tmp_path):
     pool.run(go, other.world, path, other, moved)
     expected = whole(step_folder(run, 3))
     for folder in (tmp_path / "again", tmp_path / "moved"):
-        found = whole(step_folder(folder, 3))
-        assert found.keys() == expected.keys()
-        assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+        actual = whole(step_folder(folder, 3))
+        assert actual.keys() == expected.keys()
+        assert [key for key in expected if not torch.equal(actual[key], expected[key])] == []
 
 
 CHAIN = (
@@ -105,9 +105,9 @@ CHAIN = (
 
 @pytest.mark.slow
 def test_a_run_ends_its_moves_as_it_began(pool, tiny, tmp_path):
-    """From one process over every way to share out experts and back: after each move the same
-    bits, of weights and of the optimizer's state, and at the end the next step is that of the run
-    that stayed, bit for bit."""
+    """A run moves from one process over every way to share out experts and back. After each move
+    the weights and the optimizer's state have the same bits, and the next step at the end is, bit
+    for bit, that of the run that stayed."""
     path, stayed = tiny(**EXPERTS), tmp_path / "stayed"
     figures = pool.run(go, 1, path, layout(), Part(stayed, range(3), None, (2, 3)))[0]
     before, expected = step_folder(stayed, 2), whole(step_folder(stayed, 2))
@@ -118,12 +118,12 @@ def test_a_run_ends_its_moves_as_it_began(pool, tiny, tmp_path):
         done = pool.run(go, case.world, path, case, part)[0]
         before = step_folder(run, part.save_at[0])
         if not back:
-            found = whole(before)
-            assert found.keys() == expected.keys()
-            assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+            actual = whole(before)
+            assert actual.keys() == expected.keys()
+            assert [key for key in expected if not torch.equal(actual[key], expected[key])] == []
     assert done == figures[2:]
-    found, expected = whole(before), whole(step_folder(stayed, 3))
-    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    actual, expected = whole(before), whole(step_folder(stayed, 3))
+    assert [key for key in expected if not torch.equal(actual[key], expected[key])] == []
 
 
 GENERATE = {
@@ -136,7 +136,7 @@ GENERATE = {
 
 @pytest.mark.parametrize("case", named(GENERATE, {"ep2"}))
 def test_replicas_that_share_experts_generate_together(case, pool, tiny):
-    """They have different prompts, or none, and stop at different times."""
+    """The replicas have different prompts, or none, and stop at different times."""
     path, rows = tiny(**EXPERTS), make_rows(MIXED)
     free = continue_rows(path, rows)
     stop_ids = {free[0][4], free[2][0], free[4][7]}
@@ -144,51 +144,53 @@ def test_replicas_that_share_experts_generate_together(case, pool, tiny):
     requests = [ask(rows), ask(rows, stop_ids=stop_ids), ask(rows[:1])]
     answers = pool.run(answer, case.world, path, case, requests, True)
     pp = case.parallel["pp"]
-    for request, want in enumerate((free, stopped, free[:1])):
-        replicas = [found[request] for found in answers[: case.world // pp]]
-        assert [row for replica in replicas for row in replica] == want
+    for request, expected in enumerate((free, stopped, free[:1])):
+        replicas = [results[request] for results in answers[: case.world // pp]]
+        assert [row for replica in replicas for row in replica] == expected
 
 
 def count_tokens(worker: MegatronWorker) -> tuple[list[list[list[int]]], int]:
-    """What each layer of this rank has sent, for each micro-batch; and the tokens that it has."""
+    """Return the tokens that each layer of this rank has sent for each micro-batch, and the number
+    of tokens of the rank."""
     rows = my_rows(make_rows(UNEVEN))
-    found, right = [], stage_inputs.Routing
+    routings, right = [], stage_inputs.Routing
 
     def noted(*args: Any) -> router.Routing:
-        found.append(right(*args))
-        return found[-1]
+        routings.append(right(*args))
+        return routings[-1]
 
     with mock.patch.object(stage_inputs, "Routing", noted):
         worker.forward(rows)
-    sent = [list(each.counts.values()) for each in found]
-    mine = [[sum(layer[worker.grid.ep.rank]) for layer in layers] for layers in sent]
-    return mine, sum(len(row.ids_S) for row in rows)
+    sent = [list(each.counts.values()) for each in routings]
+    own_sent = [[sum(layer[worker.grid.ep.rank]) for layer in layers] for layers in sent]
+    return own_sent, sum(len(row.ids_S) for row in rows)
 
 
 def test_padding_and_fillers_go_to_no_expert(pool, tiny):
-    """Two rows of 100 and of 3 tokens are 103 tokens to the experts, whatever they are padded to;
-    and one replica has fewer micro-batches."""
+    """Two rows of 100 and of 3 tokens are 103 tokens to the experts, however they are padded. One
+    replica has fewer micro-batches than the other."""
     for sent, tokens in pool.run(call, 2, tiny(**EXPERTS), layout(dp=2, ep=2), count_tokens):
-        assert len(sent) == 2 and len(sent[0]) == 4  # of two micro-batches, in four layers
+        assert len(sent) == 2 and len(sent[0]) == 4  # two micro-batches, in four layers
         assert [sum(layer) for layer in zip(*sent, strict=True)] == [2 * tokens] * 4
 
 
 def loads(worker: MegatronWorker) -> list[tuple[float, list[list[float]]]]:
-    """Of two steps, the busiest and all; evaluation between them does not count."""
-    found = []
+    """Return the loads of the busiest expert and of all experts in two steps. The evaluation
+    between the steps does not count."""
+    step_loads = []
     for seed in range(2):
         rows = my_rows(make_rows(MIXED, seed=seed))
         worker.forward(rows)
         metrics = worker.forward_backward(rows)
         assert metrics.expert_load_LE is not None
-        found.append((metrics.means["expert_load"], metrics.expert_load_LE.tolist()))
-    return found
+        step_loads.append((metrics.means["expert_load"], metrics.expert_load_LE.tolist()))
+    return step_loads
 
 
 def test_the_load_of_experts(pool, tiny):
-    """By the routers of transformers, over all rows and for each layer; the worst one is the
-    busiest. In whole percent of the mean, too."""
-    path, want = tiny(**EXPERTS, dense_layers=1), []
+    """The loads are those of transformers' routers over all rows, for each layer. The reported load
+    is that of the busiest expert, and loads in whole percent of the mean agree as well."""
+    path, expected = tiny(**EXPERTS, dense_layers=1), []
     model = load_reference(path)
     for seed in range(2):
         load_LE = torch.zeros(3, 8)
@@ -197,56 +199,61 @@ def test_the_load_of_experts(pool, tiny):
                 logits = model(**inputs_of(model, row), output_router_logits=True).router_logits
             for layer, logits_SE in enumerate(logits):
                 load_LE[layer] += logits_SE.topk(2).indices.flatten().bincount(minlength=8)
-        want.append((float((load_LE.amax(1) / load_LE.mean(1)).amax()), load_LE.tolist()))
+        expected.append((float((load_LE.amax(1) / load_LE.mean(1)).amax()), load_LE.tolist()))
         shares = [[round(100 * 8 * n / sum(row)) for n in row] for row in load_LE.tolist()]
         assert percent_of_mean(load_LE) == shares
-    assert all(busiest > 1.1 for busiest, _ in want)
+    assert all(busiest > 1.1 for busiest, _ in expected)
     for case in (layout(recompute="full"), layout(pp=2, dp=2, ep=2)):
-        for found in pool.run(call, case.world, path, case, loads):
-            assert [load for _, load in found] == [load for _, load in want]
-            assert [busiest for busiest, _ in found] == pytest.approx([each for each, _ in want])
+        for actual in pool.run(call, case.world, path, case, loads):
+            assert [load for _, load in actual] == [load for _, load in expected]
+            assert [busiest for busiest, _ in actual] == pytest.approx(
+                [each for each, _ in expected]
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_kernel_for_all_experts_is_one_after_the_other(dtype):
-    """As GPUs run them, here on the CPU: outputs and gradients; one expert has no rows."""
-    generator, counts, found = torch.Generator().manual_seed(0), [8, 0, 13, 3], []
-    given = [torch.randn(shape, generator=generator).to(dtype) for shape in ((24, 64), (4, 32, 64))]
+    """The grouped kernel of GPUs, run here on the CPU, gives the outputs and gradients of experts
+    in turn. One expert has no rows."""
+    generator, counts, results = torch.Generator().manual_seed(0), [8, 0, 13, 3], []
+    inputs = [
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((24, 64), (4, 32, 64))
+    ]
     for times in (experts.times_grouped, experts.times_in_turn):
-        tensors = [each.clone().requires_grad_() for each in given]
+        tensors = [each.clone().requires_grad_() for each in inputs]
         out = times(*tensors, counts)
         out.float().square().sum().backward()
-        found.append([out, *(each.grad for each in tensors)])
-    for one, other in zip(*found, strict=True):
+        results.append([out, *(each.grad for each in tensors)])
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(
             one, other, rtol=0, atol=0.01 * float(other.detach().abs().max())
         )
 
 
 def score_with_nothing(worker: MegatronWorker) -> list[list[torch.Tensor]]:
-    """The second replica scores one time more than the first, which joins in with nothing."""
+    """Score once more on the second replica than on the first, which takes part with nothing."""
     rows, second = make_rows(MIXED), worker.grid.dp.rank == 1
-    mine = [rows[:2], rows[2:3]] if second else [rows[4:8]]
-    more = worker.stage.global_max(len(mine)) - len(mine)
-    found = [worker.forward(part) for part in mine]
+    parts = [rows[:2], rows[2:3]] if second else [rows[4:8]]
+    more = worker.stage.global_max(len(parts)) - len(parts)
+    scored = [worker.forward(part) for part in parts]
     for _ in range(more):
         assert worker.stage.score([]) == []
-    return found
+    return scored
 
 
 def test_a_replica_with_nothing_to_score_takes_part(pool, tiny, expected):
     first, second = pool.run(call, 2, tiny(**EXPERTS), layout(dp=2, ep=2), score_with_nothing)
-    for found, want in zip(
+    for actual, expected_row in zip(
         [*first[0], *second[0], *second[1]],
         [*expected.log_probs[4:8], *expected.log_probs[:3]],
         strict=True,
     ):
-        assert float((found - want).abs().max() / want.abs().max()) <= TOLERANCE
+        assert float((actual - expected_row).abs().max() / expected_row.abs().max()) <= TOLERANCE
 
 
 @pytest.mark.slow
 def test_replicas_that_share_experts_are_examined_together(pool, tiny, tmp_path):
-    """Of 13 questions one has 7 and the other 6, each with all its candidates."""
+    """One replica has 7 of the 13 questions and the other 6, each with all its candidates."""
     file, path = write_set(tmp_path, 13), tiny(**EXPERTS)
     records = map(json.loads, Path(file).read_text().splitlines())
     answers = dict.fromkeys(record["messages"][-1]["content"].strip() for record in records)
@@ -264,10 +271,10 @@ def test_replicas_that_share_experts_are_examined_together(pool, tiny, tmp_path)
 
 @contextmanager
 def second_choices(replayed: bool) -> Iterator[None]:
-    """Whoever asks a router a second time hears something else, as rounding can have it. Without a
-    replay a recomputed layer asks."""
+    """Give a router another result the second time, as rounding can. Only without a replay does a
+    recomputed layer call its router again."""
     right_route, right_choose = experts.route, router.choose_experts
-    asked = set()
+    repeated = set()
 
     def route(hidden, weight, top_k, kept, layer):
         again = layer in kept.chosen
@@ -278,7 +285,7 @@ def second_choices(replayed: bool) -> Iterator[None]:
         def choose(probs, top_k):
             if not again:
                 return right_choose(probs, top_k)
-            asked.add(layer)
+            repeated.add(layer)
             noise = torch.rand(probs.shape, generator=torch.Generator().manual_seed(layer))
             return right_choose(probs + 0.05 * noise, top_k)
 
@@ -287,7 +294,7 @@ def second_choices(replayed: bool) -> Iterator[None]:
 
     with mock.patch.object(experts, "route", route):
         yield
-    assert bool(asked) != replayed
+    assert bool(repeated) != replayed
 
 
 def recomputed(path: str, case: Case, rows: list, replayed: bool) -> Outcome:
@@ -297,42 +304,46 @@ def recomputed(path: str, case: Case, rows: list, replayed: bool) -> Outcome:
 
 @pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_recomputed_layer_routes_as_before(pp, pool, tiny):
-    """However its router would choose the second time."""
+    """Its router would choose other experts the second time."""
     path, rows = tiny(**EXPERTS), make_rows(MIXED)
-    kept = layout(pp=pp, dp=2, ep=2)
+    plain = layout(pp=pp, dp=2, ep=2)
     case = layout(pp=pp, dp=2, ep=2, recompute="full")
-    want = pool.run(loss_and_grads, case.world, path, kept, rows)[0].grads
-    found = pool.run(recomputed, case.world, path, case, rows, True)[0].grads
-    assert [name for name in want if not torch.equal(found[name], want[name])] == []
+    expected = pool.run(loss_and_grads, case.world, path, plain, rows)[0].grads
+    actual = pool.run(recomputed, case.world, path, case, rows, True)[0].grads
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
     broken = pool.run(recomputed, case.world, path, case, rows, False)[0].grads
-    wrong = {name: float((broken[name] - want[name]).norm() / want[name].norm()) for name in want}
+    wrong = {
+        name: float((broken[name] - expected[name]).norm() / expected[name].norm())
+        for name in expected
+    }
     assert max(wrong.values()) > 0.05
 
 
-# Routing that a batch says.
+# Routing that is given with a batch.
 
 
 def routed(path: str, case: Case, given: list[torch.Tensor | None] | None) -> tuple[Any, ...]:
-    """With the routing that is given, or else with that of the model: what it was, log-probs, and
-    gradients."""
+    """Return the routing, the log-probs and the gradients of rows, with the given routing or else
+    with the model's own."""
     worker, rows = MegatronWorker(case.config(path)), make_rows(MIXED)
     if given is not None:
         rows = [replace(row, routing_SLK=each) for row, each in zip(rows, given, strict=True)]
-    mine = my_rows(rows)
-    found = worker.routing(mine), worker.forward(mine)
-    worker.forward_backward(mine)
-    return *found, collect_grads(worker)
+    local_rows = my_rows(rows)
+    results = worker.routing(local_rows), worker.forward(local_rows)
+    worker.forward_backward(local_rows)
+    return *results, collect_grads(worker)
 
 
 def of_replicas(answers: list[Any], which: int) -> list[torch.Tensor]:
-    """The rows of both replicas."""
+    """Return the rows of both replicas."""
     return [*answers[0][which], *answers[1][which]]
 
 
 @pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_routing_that_was_written_out_is_followed(pp, pool, tiny):
-    """By a model with other weights, as a trainer is ahead of its sampler: with the routing of the
-    first one its own choices do not count; and the first one's own routing changes nothing."""
+    """A model with other weights follows it, as a trainer is ahead of its sampler: with the first
+    model's routing its own choices do not count. The first model's own routing changes nothing for
+    itself."""
     path, other = tiny(**EXPERTS, dense_layers=1), tiny(**EXPERTS, dense_layers=1, seed=3)
     case = layout(pp=pp, dp=2, ep=2, recompute="full")
     answers = pool.run(routed, case.world, path, case, None)
@@ -359,27 +370,28 @@ def test_given_experts_are_those_of_transformers_routers(pool, tiny):
     path, rows = tiny(**EXPERTS), make_rows(MIXED)
     model = load_reference(path)
     written = of_replicas(pool.run(routed, 2, path, layout(dp=2, ep=2), None), 0)
-    for row, found_SLK in zip(rows, written, strict=True):
+    for row, actual_SLK in zip(rows, written, strict=True):
         with torch.no_grad():
             logits = model(**inputs_of(model, row), output_router_logits=True).router_logits
         for layer, logits_SE in enumerate(logits):
-            want_SK = logits_SE.topk(2).indices.sort().values
-            assert torch.equal(found_SLK[:, layer].long().sort().values, want_SK)
+            expected_SK = logits_SE.topk(2).indices.sort().values
+            assert torch.equal(actual_SLK[:, layer].long().sort().values, expected_SK)
 
 
 def test_a_group_hands_routing_on():
-    """As a field of its batch; the row that fills up the parts has none, as others may."""
+    """It is a field of the parts' batches. The row that fills up the parts has none, as other rows
+    may."""
     rows = make_rows(MIXED)[:3]
-    given = torch.randint(0, 8, (len(rows[1].ids_S), 4, 2), dtype=torch.int32)
-    parts = even_parts([rows[0], replace(rows[1], routing_SLK=given), rows[2]], 2)
-    found = [row.routing_SLK for part in parts for row in rows_of(part.batch)]
-    assert [each is None for each in found] == [True, False, True, True]
-    assert torch.equal(found[1], given)
+    routing = torch.randint(0, 8, (len(rows[1].ids_S), 4, 2), dtype=torch.int32)
+    parts = even_parts([rows[0], replace(rows[1], routing_SLK=routing), rows[2]], 2)
+    routings = [row.routing_SLK for part in parts for row in rows_of(part.batch)]
+    assert [each is None for each in routings] == [True, False, True, True]
+    assert torch.equal(routings[1], routing)
 
 
 def group_routes(group: WorkerGroup) -> tuple[TensorList, ...]:
-    """What a controller gets of five rows, and of them again with others' choices; log-probs with
-    its own choices, and without."""
+    """Return a controller's results for five rows: the routing, other choices, the routing with
+    those choices given, and the log-probs with its own choices given and without any."""
     batch = batch_of(make_rows(MIXED)[:5])
     free = group.routing(batch).result()
     others = TensorList([(row + 1) % 8 for row in free])
@@ -393,7 +405,7 @@ def local_routes(path: str, case: Case) -> tuple[TensorList, ...]:
 
 
 def check_group_routes(found: tuple[TensorList, ...], want: list[torch.Tensor]) -> None:
-    """`want` is what the workers of one process choose."""
+    """Check the routing of a group. `want` is what the workers of one process choose."""
     free, others, bound, again, log_probs = found
     assert free == TensorList(want) and free.dtype is torch.int32
     assert bound == others != free and again == log_probs
@@ -408,40 +420,40 @@ def routes(worker: MegatronWorker) -> list[torch.Tensor]:
     [layout(dp=2, ep=2), pytest.param(layout(pp=2, dp=2, ep=2), marks=pytest.mark.slow)],
 )
 def test_a_group_routes_as_its_workers_do(case, pool, tiny):
-    """Two replicas do not divide five rows: what fills them up is not in the answer, which every
-    rank has whole."""
+    """Five rows do not divide over two replicas. The rows that fill them up are not in the result,
+    which every rank has whole."""
     path = tiny(**EXPERTS)
-    [want] = pool.run(call, 1, path, layout(), routes)
-    for found in pool.run(local_routes, case.world, path, case):
-        check_group_routes(found, want)
+    [expected] = pool.run(call, 1, path, layout(), routes)
+    for actual in pool.run(local_routes, case.world, path, case):
+        check_group_routes(actual, expected)
 
 
 def refusals(worker: MegatronWorker) -> list[DataError]:
-    row, said = make_rows(MIXED)[0], []
+    row, refused = make_rows(MIXED)[0], []
     good = torch.tensor([0, 1]).expand(len(row.ids_S), 4, 2)
     twice, beyond = good.clone(), good.clone()
     twice[3, 1], beyond[0, 2] = 5, torch.tensor([-1, 3])
     for wrong in (good[:-1], good[:, :3], good[..., :1], twice, beyond, good + 7):
         with pytest.raises(DataError) as caught:
             worker.forward([replace(row, routing_SLK=wrong)])
-        said.append(caught.value)
-    return said
+        refused.append(caught.value)
+    return refused
 
 
 def test_a_routing_that_cannot_be_is_refused(pool, tiny):
-    [said] = pool.run(call, 1, tiny(**EXPERTS), layout(), refusals)
-    assert "give the experts of each token" in str(said[0])
+    [refused] = pool.run(call, 1, tiny(**EXPERTS), layout(), refusals)
+    assert "give the experts of each token" in str(refused[0])
     tokens = len(make_rows(MIXED)[0].ids_S)
-    assert [(each.key, each.found) for each in said[1:3]] == [
+    assert [(each.key, each.found) for each in refused[1:3]] == [
         ("routing.shape", (tokens, 3, 2)),
         ("routing.shape", (tokens, 4, 1)),
     ]
-    assert [(each.place, each.key, each.found) for each in said[3:]] == [
+    assert [(each.place, each.key, each.found) for each in refused[3:]] == [
         ("micro-batch 0: token 3 in layer 1", "routing", [5, 5]),
         ("micro-batch 0: token 0 in layer 2", "routing", [-1, 3]),
         ("micro-batch 0: token 0 in layer 0", "routing", [7, 8]),
     ]
-    assert "from 0 to 7" in said[3].allowed
+    assert "from 0 to 7" in refused[3].allowed
 
 
 # Mutants.
@@ -479,13 +491,13 @@ def not_normalised() -> Any:
 
 
 def rows_by_rank() -> Any:
-    """Rows as they arrive from the ranks, not put in the order of the experts."""
+    """Leave the rows as they arrive from the ranks, not in the order of the experts."""
     right = experts._by_expert
     return mock.patch.object(experts, "_by_expert", lambda held: right(held).sort().values)
 
 
 def gradients_of_all_ranks() -> Any:
-    """What comes back of a row is summed once for each rank, as an average would divide it."""
+    """Sum the gradient of a row once for each rank, as if an average divided it later."""
     right = experts._Exchange.backward
 
     def wrong(ctx, grad):
@@ -497,7 +509,7 @@ def gradients_of_all_ranks() -> Any:
 
 @contextmanager
 def experts_summed_over_all_replicas() -> Iterator[None]:
-    """The mark of Megatron's is forgotten: gradients of different experts are added up."""
+    """Remove Megatron's mark, so that gradients of different experts are added up."""
     right = experts.ExpertMLP.__init__
 
     def wrong(self, *args, **kwargs):

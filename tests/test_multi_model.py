@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_multi_model.py
-"""forward_backward of several models in one pass through the pipeline: each gets, bit for bit, what
-it gets alone."""
+"""forward_backward of several models in one pass through the pipeline: each model gets, bit for
+bit, the results that it gets alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -48,8 +48,8 @@ Doing = Callable[[list[MegatronWorker], Sequence[Call]], list[StepMetrics]]
 
 
 def calls(number: int) -> list[Call]:
-    """A call of each of three models: of very different lengths, by different losses; the last one
-    without any supervised token where `number` is 1."""
+    """Return a call for each of three models, with very different lengths and different losses. The
+    last call has no supervised token where `number` is 1."""
     first, second = make_rows(MIXED, seed=number), make_rows(MIXED, seed=number + 10)
     weighted = [
         replace(row, values_S={"weights": torch.linspace(-1, 2, len(row.ids_S))}) for row in second
@@ -86,13 +86,13 @@ def learn(path: str, case: Case, loras: list[LoraConfig], doing: Doing) -> Any:
     workers = [
         MegatronWorker(replace(cfg, lora=lora), base=base if lora.rank else None) for lora in loras
     ]
-    found: list[Any] = []
+    results: list[Any] = []
     for _ in range(2):
-        # The second call's gradients are added to the first one's.
-        found += [plain(doing(workers, calls(number))) for number in range(2)]
-        found += [collect_grads(worker) for worker in workers]
-        found += [worker.optim_step(lr=1e-2) for worker in workers]
-    return found
+        # The second call's gradients are added to those of the first.
+        results += [plain(doing(workers, calls(number))) for number in range(2)]
+        results += [collect_grads(worker) for worker in workers]
+        results += [worker.optim_step(lr=1e-2) for worker in workers]
+    return results
 
 
 def plain(done: list[StepMetrics]) -> list[Any]:
@@ -107,11 +107,11 @@ def test_models_in_one_pass_get_what_each_gets_alone(name, pool, tiny):
     case, sizes = LAYOUTS[name]
     loras = [SMALL, SMALL, MERGER] if "experts" in name else [DROPPED, MERGER, WHOLE]
     path = tiny(**sizes)
-    want = pool.run(learn, case.world, path, case, loras, in_turns)
-    found = pool.run(learn, case.world, path, case, loras, together)
-    for mine, theirs in zip(found, want, strict=True):
-        assert same(mine, theirs)
-    gradients = want[0][2:5]
+    alone = pool.run(learn, case.world, path, case, loras, in_turns)
+    in_one_pass = pool.run(learn, case.world, path, case, loras, together)
+    for actual, expected in zip(in_one_pass, alone, strict=True):
+        assert same(actual, expected)
+    gradients = alone[0][2:5]
     assert all(any(grad.abs().max() > 0 for grad in each.values()) for each in gradients)
 
 
@@ -126,7 +126,8 @@ def refuse(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def failing(path: str) -> Any:
-    """Nothing but the earlier gradients is left of a pass that failed in its second model."""
+    """Return the gradients before and after a pass that failed in its second model. Only the
+    earlier gradients are left."""
     cfg = layout().config(path)
     base = MegatronWorker(cfg, training=False)
     workers = [MegatronWorker(replace(cfg, lora=lora), base=base) for lora in (SMALL, MERGER)]
@@ -147,7 +148,8 @@ def test_a_pass_that_fails_leaves_the_gradients_of_earlier_calls(pool, tiny):
 
 
 def refused(path: str, case: Case) -> Any:
-    """Groups of which one is given a row that it cannot take on one replica."""
+    """Give one group a row that it cannot take on one replica, and return the results before and
+    after."""
     cfg = case.config(path)
     base = MegatronWorker(cfg, training=False)
     workers = [MegatronWorker(replace(cfg, lora=lora), base=base) for lora in (SMALL, MERGER)]
