@@ -135,7 +135,7 @@ def test_other_adapters_and_other_weights_are_refused(pool, tiny, tmp_path, save
 
 
 def test_whole_weights_beside_adapters_are_not_dropped(pool, tiny, tmp_path):
-    """They are not dropped where nothing is trained either, as in an evaluation."""
+    """Whole weights are not dropped where nothing is trained either, as in an evaluation."""
     pool.run(go, 1, tiny(), with_lora(layout(), **MERGER), Part(tmp_path, range(1), None, (1,)))
     without = with_lora(layout(), **dict(MERGER, train=()))
     for training in (True, False):

@@ -199,8 +199,8 @@ def test_what_does_not_fit_is_refused(pool, tiny, tmp_path):
     ids=str,
 )
 def test_values_that_cannot_be_trained_are_refused(value, dtype, words, pool, tiny, tmp_path):
-    """They are refused at the start, as those of a base model are, both in adapters and in weights
-    that are trained whole."""
+    """Values are checked at the start, as those of a base model are, both in adapters and in
+    weights that are trained whole."""
     folder = Path(save_peft(peft_model(tiny(), BESIDE_MERGER), tmp_path / "peft"))
     case = replace(layout(), lora=dict(BESIDE_MERGER.ours, path=str(folder)))
     file = folder / "adapter_model.safetensors"

@@ -290,7 +290,7 @@ def waiting(worker: MegatronWorker, rows: list[Row]) -> tuple[int, int]:
 
 
 def test_a_forward_waits_for_the_heads_new_weights(pool, tiny, folder):
-    """These weights are not part of what runs before the head, and the head's own layer is not
+    """The head's weights are not part of what runs before the head, and its own layer is not
     called."""
     case, adapter, sizes, *_ = CASES["alone-dp2-overlap"]
     case = replace(case, lora=adapter.ours)

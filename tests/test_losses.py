@@ -412,9 +412,8 @@ def test_values_stand_under_their_own_token():
         torch.tensor([IGNORE, 6, 7]),
         values_S={"a": torch.tensor([torch.nan, 1, 2]), "b": torch.tensor([3, 4, 5]).bfloat16()},
     )
-    unsupervised = Row(
-        torch.tensor([5, 6]), torch.tensor([5, IGNORE])
-    )  # a row that supervises nothing
+    # This row supervises nothing.
+    unsupervised = Row(torch.tensor([5, 6]), torch.tensor([5, IGNORE]))
     batch = cut_micro_batches([unsupervised, row], 2, TOKENS, ("b", "a"))[0]
     assert batch.values_BSF is not None and batch.values_BSF.dtype == torch.float32
     # [row, position, value], for the token that the position predicts

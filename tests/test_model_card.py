@@ -163,7 +163,7 @@ def steps(folder: Folder) -> list[dict]:
 
 
 def test_versions_where_only_the_checkout_is(tmp_path, monkeypatch):
-    """Only the packages that are linked here are installed."""
+    """The path has no packages but those that are linked here."""
     before = versions()
     for name in ("torch", "megatron-core", "transformers"):
         site = Path(str(metadata.distribution(name).locate_file("")))

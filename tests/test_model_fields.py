@@ -176,7 +176,7 @@ ROPE: dict[str, dict[str, Any]] = {
 
 
 def test_every_field_of_transformers_is_in_these_tables():
-    """This test fails when transformers adds a field: decide what it does, and add it to a
+    """A field that transformers adds fails this test: decide what it does, and add it to a
     table."""
     parts = {"": Qwen3VLConfig} | {f"{k}.": v for k, v in Qwen3VLConfig.sub_configs.items()}
     declared = {f"{part}{item.name}" for part, cls in parts.items() for item in fields(cls)}
@@ -214,7 +214,7 @@ def test_refused_by_name(field, tiny, tmp_path):
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("kind", ROPE)
 def test_other_kinds_of_rope_are_refused(kind, older, tiny, tmp_path):
-    """They are refused both as transformers 5 writes them and as older files have them."""
+    """RoPE is refused both as transformers 5 writes it and as older files have it."""
     text = json.loads((Path(tiny(**TINY)) / "config.json").read_text())["text_config"]
     rope = text["rope_parameters"] | {"rope_type": kind} | ROPE[kind]
     key = "rope_scaling" if older else "rope_parameters"
@@ -376,7 +376,7 @@ def released(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_models_are_accepted(name, tmp_path):
-    """They are accepted as published, and as transformers writes them again."""
+    """Released files are accepted as published, and as transformers writes them again."""
     (tmp_path / "config.json").write_text(json.dumps(released(name)))
     sizes = read_sizes(tmp_path)
     assert (sizes.text.layers, sizes.text.hidden, sizes.text.rope_theta) == (

@@ -130,7 +130,7 @@ def with_fillers(path: str, case: Case, rows: list) -> Outcome:
     ],
 )
 def test_replicas_without_rows_take_part(case, pool, tiny, reference):
-    """Their filler goes to no expert, and the experts that they hold serve the other replicas."""
+    """The filler of such a replica goes to no expert, and its experts serve the other replicas."""
     outcomes = pool.run(with_fillers, case.world, tiny(**EXPERTS), case, make_rows(MIXED))
     expected = reference("mixed", ())
     assert outcomes[0].loss == pytest.approx(expected.loss, rel=TOLERANCE)

@@ -201,7 +201,7 @@ def test_equals_hugging_face(case, sizes, batch, pool, tiny, reference, record_p
 
 
 def test_fillers_count_for_nothing(pool, tiny, reference):
-    """One replica has all rows, and the other has none."""
+    """A replica with all rows and one without any give the same gradients."""
     case, expected = layout(dp=2, ep=2, **BOTH), reference("uneven", (), BALANCE, Z)
     outcomes = pool.run(with_fillers, 2, tiny(**EXPERTS), case, batch_of("uneven"))
     for name, grad in outcomes[0].grads.items():
@@ -248,7 +248,7 @@ def balance_of_given(worker: MegatronWorker) -> float:
 
 
 def test_a_given_routing_is_what_is_balanced(pool, tiny):
-    """Only the last layer has experts."""
+    """The model has experts only in its last layer."""
     path = tiny(**EXPERTS, dense_layers=3)
     model, probs = load_reference(path), []
     for row in make_rows(ALL_TEXT):
@@ -287,7 +287,7 @@ def test_what_is_counted_ahead_is_what_is_routed(pool, tiny):
 
 
 def test_routers_compute_in_fp32_where_transformers_does():
-    """With weights in bf16 the logits are rounded, and nothing after them is."""
+    """Logits are rounded with weights in bf16, and nothing after them is."""
     generator = torch.Generator().manual_seed(0)
     hidden_NH, weight_EH = (
         torch.randn(size, 64, generator=generator).bfloat16() for size in (40, 8)

@@ -115,7 +115,7 @@ def export_of(path: str, case: Case, out: str) -> tuple[list[torch.Tensor], dict
 
 @pytest.mark.parametrize("form", ExpertStorage)
 def test_a_checkpoint_goes_out_as_it_came_in(form, pool, tiny, tmp_path):
-    """It is the same bit by bit in any form, and each rank reads only its own experts."""
+    """The export has the same bits in any form, and each rank reads only its own experts."""
     source = stored_as(tiny(**TINY), tmp_path / "source", form)
     out = tmp_path / "out"
     case = layout(dp=2, ep=2)
@@ -185,7 +185,7 @@ def test_adapters_in_experts_are_merged_into_each_form(form, pool, tiny, tmp_pat
 
 
 def test_a_square_matrix_is_told_by_the_other(tiny, tmp_path):
-    """At hidden = 2 x width gate_up is square: the shape of down decides, and transformers must
+    """A gate_up with hidden = 2 x width is square: the shape of down decides, and transformers must
     agree."""
     path = tiny(**TINY, expert_intermediate=32)
     assert check(path).experts.form is ExpertStorage.out_in
@@ -322,7 +322,8 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_fit(name, tmp_path):
-    """They fit on GPUs of 80 GiB, of which a tenth is left free, and the page has the estimates."""
+    """Recipes fit on GPUs of 80 GiB, of which a tenth is left free, and the page has the
+    estimates."""
     sizes, recipe = released_sizes(name, tmp_path), f"qwen3_vl_{name.lower().replace('-', '_')}"
     cfg = load_config([f"model={recipe}", f"model.path={tmp_path}"])
     page = (Path(__file__).parent.parent / "docs" / "parallelism.md").read_text()

@@ -79,7 +79,7 @@ RESUMED = {
 
 @pytest.mark.parametrize("cases", named(RESUMED, {"ep2-dp2"}))
 def test_a_run_resumes_and_moves(cases, pool, tiny, tmp_path):
-    """It resumes bit for bit at its own layout, and another layout holds the same bits."""
+    """A run resumes bit for bit at its own layout, and another layout holds the same bits."""
     case, other = cases
     path, run = tiny(**EXPERTS), tmp_path / "run"
     figures = pool.run(go, case.world, path, case, Part(run, range(3), None, (2, 3), True))[0]
@@ -253,14 +253,14 @@ def test_a_replica_with_nothing_to_score_takes_part(pool, tiny, expected):
 
 @pytest.mark.slow
 def test_replicas_that_share_experts_are_examined_together(pool, tiny, tmp_path):
-    """One replica has 7 of the 13 questions and the other 6, each with all its candidates."""
+    """The 13 questions are 7 on one replica and 6 on the other, each with all its candidates."""
     file, path = write_set(tmp_path, 13), tiny(**EXPERTS)
     records = map(json.loads, Path(file).read_text().splitlines())
     answers = dict.fromkeys(record["messages"][-1]["content"].strip() for record in records)
     options = {"generate": True, "max_new_tokens": 4, "candidates": list(answers)}
     [alone] = pool.run(examine, 1, path, layout(), file, options)[0]
-    for found in pool.run(examine, 2, path, layout(dp=2, ep=2), file, options):
-        [(name, scores, _)] = found
+    for examined in pool.run(examine, 2, path, layout(dp=2, ep=2), file, options):
+        [(name, scores, _)] = examined
         del scores["seconds"]
         assert name == alone[0]
         assert scores == pytest.approx({key: alone[1][key] for key in scores}, rel=TOLERANCE)
@@ -304,7 +304,7 @@ def recomputed(path: str, case: Case, rows: list, replayed: bool) -> Outcome:
 
 @pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_recomputed_layer_routes_as_before(pp, pool, tiny):
-    """Its router would choose other experts the second time."""
+    """The router would choose other experts the second time."""
     path, rows = tiny(**EXPERTS), make_rows(MIXED)
     plain = layout(pp=pp, dp=2, ep=2)
     case = layout(pp=pp, dp=2, ep=2, recompute="full")
@@ -379,8 +379,8 @@ def test_given_experts_are_those_of_transformers_routers(pool, tiny):
 
 
 def test_a_group_hands_routing_on():
-    """It is a field of the parts' batches. The row that fills up the parts has none, as other rows
-    may."""
+    """Routing is a field of the parts' batches. The row that fills up the parts has none, as other
+    rows may."""
     rows = make_rows(MIXED)[:3]
     routing = torch.randint(0, 8, (len(rows[1].ids_S), 4, 2), dtype=torch.int32)
     parts = even_parts([rows[0], replace(rows[1], routing_SLK=routing), rows[2]], 2)

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_mutants.py
-"""The parity suite can fail. Each mutant breaks the package the way other trainers were broken;
-the comparison of test_parity.py must then be far outside its tolerance."""
+"""Mutants that show that the parity suite can fail. Each breaks the package the way other trainers
+were broken, and the comparison of test_parity.py must then be far outside its tolerance."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,8 @@ from tests.test_parity import TOLERANCE, errors, layout
 
 @contextmanager
 def reentrant_list_of_features() -> Iterator[None]:
-    """The tower under one reentrant checkpoint that returns the DeepStack features in a list."""
+    """Run the tower under one reentrant checkpoint that returns the DeepStack features in a
+    list."""
     import megatron_vlm.model.vision as vision
 
     def run(tower, patches, inputs):
@@ -35,7 +36,7 @@ def reentrant_list_of_features() -> Iterator[None]:
 
 
 def scaled_feature_gradient(factor: float) -> Callable[[], Any]:
-    """The backward of the gathered features scaled, as replicate-and-reduce schemes do."""
+    """Scale the backward of the gathered features, as replicate-and-reduce schemes do."""
 
     @contextmanager
     def mutant() -> Iterator[None]:
@@ -55,7 +56,7 @@ def scaled_feature_gradient(factor: float) -> Callable[[], Any]:
 
 @contextmanager
 def no_sum_over_tp() -> Iterator[None]:
-    """Each rank's tower learns from its own images only: the sum over TP is left out."""
+    """Leave out the sum over TP, so that each rank's tower learns from its own images only."""
     import megatron_vlm.training.optimizer as optimizer
 
     with mock.patch.object(optimizer, "sum_shared_images", lambda model, tp: None):
@@ -64,7 +65,7 @@ def no_sum_over_tp() -> Iterator[None]:
 
 @contextmanager
 def features_not_sent_on() -> Iterator[None]:
-    """A stage short of layers forgets the features it could not add."""
+    """Drop the features that a stage with few layers could not add."""
     from megatron_vlm.model.stage_model import StageModel
 
     with mock.patch.object(StageModel, "_join_stages", lambda self, hidden, features: hidden):
@@ -73,7 +74,7 @@ def features_not_sent_on() -> Iterator[None]:
 
 @contextmanager
 def deepstack_dropped_between_stages() -> Iterator[None]:
-    """The same, and the next stage waits for none."""
+    """Drop these features, and let the next stage wait for none."""
     from megatron_vlm.distributed.dims import ParallelDims
 
     nothing = mock.patch.object(ParallelDims, "features_after", lambda self, place, features: 0)
@@ -83,7 +84,7 @@ def deepstack_dropped_between_stages() -> Iterator[None]:
 
 @contextmanager
 def chunks_swapped() -> Iterator[None]:
-    """Stage 0 holds the layers of its first chunk in its second, and the other way round."""
+    """Swap the layers of the first and the second chunk of stage 0."""
     from megatron_vlm.distributed.dims import ParallelDims
 
     right = ParallelDims.layers_of
@@ -97,7 +98,7 @@ def chunks_swapped() -> Iterator[None]:
 
 @contextmanager
 def chunked_mrope() -> Iterator[None]:
-    """Megatron's own layout of the three axes."""
+    """Use Megatron's own layout of the three axes."""
     from megatron_vlm.model.rope import InterleavedMRoPE
 
     right = InterleavedMRoPE.__init__
@@ -112,7 +113,7 @@ def chunked_mrope() -> Iterator[None]:
 
 @contextmanager
 def padding_in_softmax() -> Iterator[None]:
-    """The rows that round the vocabulary up take part in the softmax."""
+    """Let the rows that round the vocabulary up take part in the softmax."""
     import megatron_vlm.model.stage_model as model
 
     right = model.predict
@@ -126,7 +127,7 @@ def padding_in_softmax() -> Iterator[None]:
 
 @contextmanager
 def no_touch() -> Iterator[None]:
-    """A micro-batch without images leaves the tower's parameters out of the graph."""
+    """Leave the tower's parameters out of the graph for a micro-batch without images."""
     import megatron_vlm.model.stage_model as model
 
     with mock.patch.object(model, "mark_ready_with_zero_grads", lambda x, tower: x):
@@ -135,7 +136,7 @@ def no_touch() -> Iterator[None]:
 
 @contextmanager
 def loss_per_micro_batch() -> Iterator[None]:
-    """The loss averaged in each micro-batch, then over micro-batches."""
+    """Average the loss in each micro-batch, then over micro-batches."""
     import megatron_vlm.training.worker as worker
 
     right = worker.loss_of
@@ -181,8 +182,8 @@ def test_parity_notices(name, pool, tiny, record_property):
     rows = make_rows(MIXED, sizes.get("vocab", 512))
     path = tiny(**sizes)
     outcomes = pool.run(broken, case.world, path, case, rows, name)
-    found = errors(outcomes, run_reference(path, rows), case)
-    worst = max(found.values())
+    deviations = errors(outcomes, run_reference(path, rows), case)
+    worst = max(deviations.values())
     record_property("worst", worst)
     assert worst > 100 * TOLERANCE
 
@@ -194,7 +195,7 @@ def forgetful(path: str, case: Case, rows: list) -> Outcome:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_what_is_sent_has_the_shape_that_the_next_stage_waits_for(chunks, pool, tiny):
-    """No stage is told the shapes: a wrong one ends the run, instead of reading other bytes."""
+    """A stage does not receive shapes. A wrong one ends the run, and no other bytes are read."""
     layers = [1, 3] if chunks == 1 else [0, 1, 1, 2]
     case = layout(pp=2, virtual_stages=chunks, layers_per_stage=layers)
     with pytest.raises(RuntimeError, match=r"next stage waits for \(\d+, 2, 64\), and this one"):
@@ -209,7 +210,7 @@ def touchless(path: str, case: Case, rows: list) -> Outcome:
 @pytest.mark.slow
 def test_parity_notices_an_untouched_tower(pool, tiny):
     """Without `touch`, the tower's gradients never become ready on the replica without images.
-    Megatron's DDP says so there; the other replica waits, which is the hang users know."""
+    Megatron's DDP raises there. The other replica waits, which is the hang that users know."""
     case = layout(dp=2, overlap_grad_reduce=True)
     with pytest.raises(RuntimeError, match="per_param_grad_ready_counts"):
         pool.run(touchless, 2, tiny(), case, make_rows(TEXT_ON_ONE_RANK))

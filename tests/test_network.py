@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_network.py
-"""Who can reach a job, and what a stranger who can reach it is able to do."""
+"""The reach of a job's ports, and the powers of a stranger who can reach them."""
 
 import json
 import os
@@ -28,12 +28,12 @@ WORLD, TIMEOUT_S = 2, 2.0
 
 
 def be_rank(connection: Connection, variables: dict[str, str]) -> None:
-    """A rank of a job without a model: it is watched, and does as it is told."""
+    """Run a rank of a job without a model, which is watched and follows orders."""
     os.environ.update(variables)
-    del os.environ[LAUNCHER]  # it is not this process's parent
+    del os.environ[LAUNCHER]  # the launcher is not this process's parent
     join_world(pick_platform("cpu"), minutes=0.5)
     dist.all_reduce(torch.ones(1))
-    time.sleep(dist.get_rank() * TIMEOUT_S / 8)  # so that each sees what the other has not renewed
+    time.sleep(dist.get_rank() * TIMEOUT_S / 8)  # each rank sees what the other has not renewed
     watchdog = Watchdog(dist.get_rank(), TIMEOUT_S)
     watchdog.join(job_store(), WORLD)
     watchdog.begin_phase(0, "waiting")
@@ -48,12 +48,13 @@ def be_rank(connection: Connection, variables: dict[str, str]) -> None:
 
 @pytest.fixture
 def job(process_tree: ProcessTree) -> Iterator[tuple[list[Child], int]]:
-    """The ranks of a job of one machine, as the launcher starts them, and the port of its store."""
-    given = variables_of(WORLD, 0, free_port())
-    ranks = [process_tree.fork(be_rank, given | {"RANK": str(rank)}) for rank in range(WORLD)]
-    # Without these, gloo would listen at whatever the machine's name resolves to.
+    """Yield the ranks of a job on one machine, as the launcher starts them, and the port of its
+    store."""
+    variables = variables_of(WORLD, 0, free_port())
+    ranks = [process_tree.fork(be_rank, variables | {"RANK": str(rank)}) for rank in range(WORLD)]
+    # Without these variables gloo would listen at the address that the machine's name resolves to.
     assert [hear(rank, 60) for rank in ranks] == [["lo", "lo"]] * WORLD
-    yield ranks, int(given["MASTER_PORT"])
+    yield ranks, int(variables["MASTER_PORT"])
     for rank in ranks:
         rank.kill()
 
@@ -65,17 +66,19 @@ def hear(rank: Child, seconds: float) -> Any:
 
 def test_a_job_of_one_machine_listens_on_loopback(job):
     ranks, port = job
-    found = listening([rank.pid for rank in ranks])
-    assert port in {number for _, number in found} and len(found) > WORLD  # the store's, and gloo's
-    assert {address for address, _ in found if not is_loopback(address)} == set()
+    addresses = listening([rank.pid for rank in ranks])
+    # The store listens, and so does gloo.
+    assert port in {number for _, number in addresses} and len(addresses) > WORLD
+    assert {address for address, _ in addresses if not is_loopback(address)} == set()
     if (outside := outward_address()) is not None:
-        for _, number in found:
+        for _, number in addresses:
             with pytest.raises(ConnectionRefusedError), socket.create_connection((outside, number)):
                 pass
 
 
 def forge_all(port: int) -> None:
-    """Write to every key, and to those that will be written: forged, then what was once true."""
+    """Write to every key, and to those that will be written: forged messages, then old true
+    ones."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     until = time.monotonic() + 30
     while sum("watchdog/" in key for key in store.list_keys()) < WORLD:
@@ -95,19 +98,20 @@ def forge_all(port: int) -> None:
             store.set(key, forge(own))
         time.sleep(TIMEOUT_S / 2)
     for key, own in written.items():
-        store.set(key, own)  # what was once true
+        store.set(key, own)  # an old true message
     time.sleep(2 * TIMEOUT_S)
 
 
 @pytest.mark.slow
 def test_a_stranger_cannot_end_the_job(job, process_tree):
-    """It can reach the store, list its keys and write to them, but does not have the secret. It is
-    in a process of its own: a client closes a file twice once its store is gone (torch 2.13)."""
+    """A stranger can reach the store, list its keys and write to them, but does not have the
+    secret. The stranger runs in a process of its own, because a client closes a file twice once its
+    store is gone (torch 2.13)."""
     ranks, port = job
     process_tree.printed(forge_all, port)
     assert all(rank.alive for rank in ranks)
     ranks[0].connection.send("meet")
-    assert not ranks[0].connection.poll(1)  # the other has not come, whatever the store says
+    assert not ranks[0].connection.poll(1)  # the other rank has not come, despite the store's keys
     ranks[1].connection.send("meet")
     assert [hear(rank, 10) for rank in ranks] == ["meet", "meet"]
 
@@ -118,22 +122,28 @@ def board(secret: str, monkeypatch: pytest.MonkeyPatch) -> SignedStore:
 
 
 def test_only_what_a_rank_wrote_to_this_key_is_read(monkeypatch):
-    mine = board("one", monkeypatch)
-    assert mine.read("key") is None
-    mine.write("key", "text \N{SNOWMAN}")
-    assert mine.read("key") == "text \N{SNOWMAN}"
-    seal, theirs = mine.store.get("key")[:64], SignedStore(dist.HashStore())
-    mine.write("other", "text \N{SNOWMAN}")
+    signed = board("one", monkeypatch)
+    assert signed.read("key") is None
+    signed.write("key", "text \N{SNOWMAN}")
+    assert signed.read("key") == "text \N{SNOWMAN}"
+    seal, foreign = signed.store.get("key")[:64], SignedStore(dist.HashStore())
+    signed.write("other", "text \N{SNOWMAN}")
     monkeypatch.setenv(SECRET, "two")
-    theirs.write("key", "text \N{SNOWMAN}")
+    foreign.write("key", "text \N{SNOWMAN}")
     monkeypatch.setenv(SECRET, "one")
-    for forged in (seal + b"other", mine.store.get("other"), theirs.store.get("key"), b"", b"\xff"):
-        mine.store.set("key", forged)
-        assert mine.read("key") is None
+    for forged in (
+        seal + b"other",
+        signed.store.get("other"),
+        foreign.store.get("key"),
+        b"",
+        b"\xff",
+    ):
+        signed.store.set("key", forged)
+        assert signed.read("key") is None
 
 
 def test_an_old_message_put_back_is_not_news(monkeypatch):
-    watchdog, mine = Watchdog(0, None), board("one", monkeypatch)
+    watchdog, signed = Watchdog(0, None), board("one", monkeypatch)
     for beat, step in ((5, 7), (4, 1), (6, 8)):
-        mine.write("watchdog/1", json.dumps([beat, [1, 0], step, "step", 0.0]))
-        assert watchdog._read(mine, 1).step == max(step, 7)
+        signed.write("watchdog/1", json.dumps([beat, [1, 0], step, "step", 0.0]))
+        assert watchdog._read(signed, 1).step == max(step, 7)

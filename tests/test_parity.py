@@ -9,8 +9,8 @@ from tests.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.reference import Reference, run_reference
 from tests.runs import Case, Outcome, loss_and_grads
 
-# Relative, fp32 on the CPU. Log-probs and loss: largest difference over largest value. Gradients:
-# norm of the difference over the norm, for each tensor of the checkpoint.
+# Relative error in fp32 on the CPU. Log-probs and loss: the largest difference over the largest
+# value. Gradients: the norm of the difference over the norm, for each tensor of the checkpoint.
 # Measured worst case over all cases below: 2.1e-6 (each case in docs/parity.md).
 TOLERANCE = 5e-6
 
@@ -112,32 +112,34 @@ def reference(tiny):
 
 
 def errors(outcomes: list[Outcome], expected: Reference, case: Case) -> dict[str, float]:
-    """The largest relative error of each kind."""
-    ours = outcomes[0]
+    """Return the largest relative error of each kind."""
+    actual = outcomes[0]
     dp = case.world // (case.parallel["tp"] * case.parallel["pp"])
-    # Megatron's ranks run tp first, then dp, then pp: one rank of each replica, in order.
+    # Megatron's ranks run tp first, then dp, then pp: these are one rank of each replica, in order.
     tp = case.parallel["tp"]
     replicas = [outcomes[rank * tp] for rank in range(dp)]
-    found = {"loss": abs(ours.loss - expected.loss) / abs(expected.loss)}
+    deviations = {"loss": abs(actual.loss - expected.loss) / abs(expected.loss)}
     for kind in ("log_probs", "train_log_probs"):
         rows = [row for replica in replicas for row in getattr(replica, kind)]
         assert [len(row) for row in rows] == [len(row) for row in expected.log_probs]
-        found[kind] = max(
+        deviations[kind] = max(
             float((a - b).abs().max() / b.abs().max())
             for a, b in zip(rows, expected.log_probs, strict=True)
         )
-    assert ours.grads.keys() <= expected.grads.keys() | {"lm_head.weight"}
+    assert actual.grads.keys() <= expected.grads.keys() | {"lm_head.weight"}
     frozen = {part for part in ("vision", "merger", "language") if case.model.get(f"freeze_{part}")}
-    for name, grad in ours.grads.items():
+    for name, grad in actual.grads.items():
         part = "language" if ".visual." not in name else "merger" if "merger" in name else "vision"
         if part in frozen:
             assert grad.isnan().all(), f"{name} is frozen but has a gradient"
             continue
         assert not grad.isnan().any(), f"{name} is not frozen and has no gradient"
-        want = expected.grads[name]
-        error = float((grad - want).norm())
-        found[f"grad {name}"] = error / float(want.norm()) if want.any() else error
-    return found
+        expected_grad = expected.grads[name]
+        error = float((grad - expected_grad).norm())
+        deviations[f"grad {name}"] = (
+            error / float(expected_grad.norm()) if expected_grad.any() else error
+        )
+    return deviations
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -149,7 +151,9 @@ def test_equals_hugging_face(name, pool, tiny, reference, record_property):
     for outcome in outcomes:  # every rank reports the same
         assert outcome.loss == outcomes[0].loss
         assert outcome.num_tokens == outcomes[0].num_tokens
-    found = errors(outcomes, expected, case)
-    worst = max(found, key=lambda key: found[key])
-    record_property("worst", found[worst])
-    assert found[worst] <= TOLERANCE, f"{worst}: {found[worst]:.2e} of {len(found)} compared"
+    deviations = errors(outcomes, expected, case)
+    worst = max(deviations, key=lambda key: deviations[key])
+    record_property("worst", deviations[worst])
+    assert deviations[worst] <= TOLERANCE, (
+        f"{worst}: {deviations[worst]:.2e} of {len(deviations)} compared"
+    )

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_plan_command.py
-"""megatron-vlm plan: layouts that fit, the fastest first, the pipeline drawn, and what to change
-where nothing fits."""
+"""megatron-vlm plan: layouts that fit, the fastest first; the drawing of the pipeline; and changes
+that help where nothing fits."""
 
 import json
 import re
@@ -34,7 +34,7 @@ H100 = gpu("H100", 989e12)
 
 @pytest.fixture(scope="module")
 def eight(tiny, tmp_path_factory):
-    """A folder with the sizes of Qwen3-VL 8B and no weights."""
+    """Return a folder with the sizes of Qwen3-VL 8B and no weights."""
     folder = tmp_path_factory.mktemp("eight") / "model"
     shutil.copytree(tiny(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
@@ -60,20 +60,20 @@ def found(path: str, gpus: int, memory: int, *overrides: str):
 def test_layouts_use_all_gpus_fit_and_come_fastest_first(eight):
     result, (_, sizes, mix, cluster) = found(eight, 8, 80)
     assert len(result.fitting) > 10 and result.leanest is None
-    speeds = [each.tokens_per_s for each in result.fitting]
+    speeds = [candidate.tokens_per_s for candidate in result.fitting]
     assert speeds == sorted(speeds, reverse=True)
-    for each in result.fitting:
-        assert each.dims.world_size == 8 and each.need <= USABLE * 80 * GIB
-        assert each.dims.num_layers == 36
-        assert 0 <= each.bubble < 0.8 and (each.bubble > 0.01) == (each.dims.pp > 1)
-    keys = [(each.dims, each.cfg.model, each.step_s) for each in result.fitting]
+    for candidate in result.fitting:
+        assert candidate.dims.world_size == 8 and candidate.need <= USABLE * 80 * GIB
+        assert candidate.dims.num_layers == 36
+        assert 0 <= candidate.bubble < 0.8 and (candidate.bubble > 0.01) == (candidate.dims.pp > 1)
+    keys = [(candidate.dims, candidate.cfg.model, candidate.step_s) for candidate in result.fitting]
     assert len(set(keys)) == len(keys)
-    piped = next(each for each in result.fitting if each.dims.pp > 1)
+    piped = next(candidate for candidate in result.fitting if candidate.dims.pp > 1)
     assert refine_split(piped, sizes, mix, cluster).tokens_per_s >= 0.999 * piped.tokens_per_s
 
 
 def test_predictions_move_as_they_should(eight):
-    """More memory recomputes less, more GPUs are faster, a frozen tower needs less."""
+    """More memory recomputes less, more GPUs are faster, and a frozen tower needs less memory."""
     tight, roomy = found(eight, 8, 40)[0].fitting[0], found(eight, 8, 141)[0].fitting[0]
     assert tight.tokens_per_s < roomy.tokens_per_s
     many = found(eight, 16, 80)[0].fitting[0]
@@ -103,7 +103,7 @@ TIMELINE = pipeline_timeline(STAGES, "one step")
 
 
 def test_the_pipeline_as_text():
-    """By hand: 12 units, of 1 for a forward and 2 for a backward."""
+    """The step takes 12 units by hand, with 1 for a forward and 2 for a backward."""
     lines = timeline_text(TIMELINE, width=12).splitlines()
     assert lines == ["stage 0  01..aa2bb.cc", "stage 1  .0aa1bb2cc.."]
 
@@ -133,7 +133,7 @@ def test_the_command_prints_and_writes_a_page(eight, tmp_path, capsys):
     drawn = Page(page.read_text())
     check_self_contained(drawn)
     assert len(drawn.all("svg")) == 1 and f"The fastest: {fastest}" in drawn.words
-    for word in drawn.words:  # both say the same, but for what is drawn
+    for word in drawn.words:  # the page and the output agree, except for the drawing
         if " GiB" in word and "one step" not in word:
             assert word.strip() in " ".join(out.split())
 
@@ -141,13 +141,13 @@ def test_the_command_prints_and_writes_a_page(eight, tmp_path, capsys):
 def test_where_nothing_fits_it_says_what_would(eight, capsys):
     words = ["plan", f"model.path={eight}", "train.global_batch_size=64", "--gpus", "1"]
     assert main(words) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "does not fit on 1 GPU of 80.0 GiB: the leanest layout" in said
-    need = float(re.search(r"needs ([\d.]+) GiB on its fullest rank", said)[1])
-    assert need == pytest.approx(149, abs=1) and "72.0 GiB can be used" in said
-    count = int(re.search(r"what fits: (\d+) such GPUs", said)[1])
+    message = " ".join(capsys.readouterr().err.split())
+    assert "does not fit on 1 GPU of 80.0 GiB: the leanest layout" in message
+    need = float(re.search(r"needs ([\d.]+) GiB on its fullest rank", message)[1])
+    assert need == pytest.approx(149, abs=1) and "72.0 GiB can be used" in message
+    count = int(re.search(r"what fits: (\d+) such GPUs", message)[1])
     assert found(eight, count, 80)[0].fitting and not found(eight, count // 2, 80)[0].fitting
-    assert "1 of 192 GiB" in said
+    assert "1 of 192 GiB" in message
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_mistakes_are_explained(words, said, tiny, capsys):
 
 
 def test_it_needs_no_megatron():
-    """So that it starts quickly, on any machine."""
+    """The command starts quickly, on any machine."""
     code = "import sys, megatron_vlm.commands.plan.command; print('megatron.core' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_plan_experts.py
-"""megatron-vlm plan for models with experts: EP among the degrees, what travels to the experts, and
+"""megatron-vlm plan for models with experts: EP among the degrees, the traffic to the experts, and
 the recipes among the layouts that fit."""
 
 import re
@@ -58,9 +58,9 @@ def test_every_layout_that_a_run_accepts_is_tried_and_no_other(tiny):
         accepted.add((tp, pp, ep, dims.dp))
     tried = {(d.tp, d.pp, d.ep, d.dp) for d in dims_of(found(cfg, sizes, 8, 80 * GIB))}
     assert tried == accepted and len(tried) == 8  # EP divides 12 experts: 1, 2, 4 of 8 replicas
-    for each in found(cfg, sizes, 8, 80 * GIB).fitting:
-        ep = f"parallel.ep={each.dims.ep}"
-        assert (ep in each.overrides) == (each.dims.ep > 1)
+    for candidate in found(cfg, sizes, 8, 80 * GIB).fitting:
+        ep = f"parallel.ep={candidate.dims.ep}"
+        assert (ep in candidate.overrides) == (candidate.dims.ep > 1)
 
 
 def dims_of(result: Found) -> list[ParallelDims]:
@@ -68,22 +68,23 @@ def dims_of(result: Found) -> list[ParallelDims]:
 
 
 def test_keys_replace_those_of_a_recipe(tiny):
-    """Given on top of a recipe with EP and a list of layers, they make the layout that is meant."""
+    """Keys that are added to a recipe with EP and a list of layers give the layout that is
+    meant."""
     path = tiny(**SPEC)
-    given = ["parallel.ep=2", "parallel.pp=2", "parallel.layers_per_stage=[1,3]"]
-    cfg = load_config([f"model.path={path}", "train.global_batch_size=64", *given])
-    for each in found(cfg, read_sizes(path), 4, 80 * GIB).fitting[:3]:
-        keys = [key.replace("'", "") for key in each.overrides]
-        again = load_config([f"model.path={path}", *given, *keys])
-        assert ParallelDims.create(again.parallel, 4, 4) == each.dims
+    recipe = ["parallel.ep=2", "parallel.pp=2", "parallel.layers_per_stage=[1,3]"]
+    cfg = load_config([f"model.path={path}", "train.global_batch_size=64", *recipe])
+    for candidate in found(cfg, read_sizes(path), 4, 80 * GIB).fitting[:3]:
+        keys = [key.replace("'", "") for key in candidate.overrides]
+        again = load_config([f"model.path={path}", *recipe, *keys])
+        assert ParallelDims.create(again.parallel, 4, 4) == candidate.dims
 
 
 def test_an_all_to_all_by_hand():
-    """Links of 4 and a network of 1 bytes a second; 4 devices in a machine."""
+    """Links carry 4 bytes a second and the network 1, with 4 devices in a machine."""
     assert BY_HAND.exchange(80, 1) == 0
     assert BY_HAND.exchange(80, 2) == 40 / 4  # one half stays
     assert BY_HAND.exchange(80, 4) == 60 / 4
-    assert BY_HAND.exchange(80, 8) == 40  # half of it to the other machine
+    assert BY_HAND.exchange(80, 8) == 40  # one half goes to the other machine
     assert BY_HAND.exchange(80, 16) == 60
     fast = replace(BY_HAND, network=100.0)
     assert fast.exchange(80, 8) == 30 / 4  # the links take longer than the network
@@ -94,7 +95,7 @@ def test_an_all_to_all_by_hand():
 
 @pytest.mark.parametrize("dense_layers", [0, 1])
 def test_each_token_goes_to_its_experts_and_comes_back(dense_layers, tiny):
-    """2 experts of each token, 64 numbers of 2 bytes, in all 4 layers or in 3 of them."""
+    """A token goes to 2 experts as 64 numbers of 2 bytes, in all 4 layers or in 3 of them."""
     path = tiny(**SPEC, dense_layers=dense_layers)
     sizes, batch = read_sizes(path), BatchSizes(3, 100, 20, 64, 64)
     for recompute, again in (("none", 0), ("full", 1)):
@@ -116,7 +117,7 @@ def test_the_time_of_a_layer_has_the_all_to_all(tiny):
         ReplicaCosts.at_degrees(cfg, sizes, dims_with(dp=8, ep=ep), [batch], BY_HAND, 2).layer_G2[0]
         for ep in (1, 8)
     )
-    fewer = (  # and fewer experts, whose gradients are added up
+    fewer = (  # fewer experts, whose gradients are added up
         BY_HAND.seconds(OpCount(moved=moved(cfg, sizes, ep=1) - moved(cfg, sizes, ep=4)))
     )
     four = ReplicaCosts.at_degrees(cfg, sizes, dims_with(dp=8, ep=4), [batch], BY_HAND, 2).layer_G2[
@@ -129,11 +130,12 @@ def test_the_time_of_a_layer_has_the_all_to_all(tiny):
 
 
 def moved(cfg: Config, sizes: ModelSizes, ep: int) -> float:
-    """Bytes that adding the gradients of a layer to those of the step moves, of values of 2."""
+    """Return the bytes that are moved to add the gradients of a layer to those of the step, with
+    values of 2 bytes."""
     dims = dims_with(dp=8, ep=ep)
     values = count(cfg, sizes, dims, 0).trained
-    none = count(cfg, sizes, replace(dims, layers_per_stage=(0,)), 0).trained
-    return (values - none) / 4 * (2 * 2 + 2 * 4)
+    without = count(cfg, sizes, replace(dims, layers_per_stage=(0,)), 0).trained
+    return (values - without) / 4 * (2 * 2 + 2 * 4)
 
 
 def dims_with(dp: int, ep: int, pp: int = 1) -> ParallelDims:
@@ -150,7 +152,7 @@ def test_replicas_that_share_experts_wait_for_each_other(tiny):
     assert both.layer_G2.tolist() == [[3, 6], [2, 4], [1, 2]]
     assert both.last_G2.tolist() == [[1.5, 3], [1, 2], [0.5, 1]]
     assert both.hidden_G.tolist() == [1, 1, 1]
-    # Four replicas, one of them without a row: two pairs of EP 2, or each for itself.
+    # Four replicas, one of them without a row, are two pairs at EP 2, or each by itself.
     path = tiny(**SPEC)
     cfg, sizes = layout().config(path), read_sizes(path)
     long, short = BatchSizes(1, 500, 9, 0, 0), BatchSizes(1, 50, 9, 0, 0)
@@ -163,7 +165,8 @@ def test_replicas_that_share_experts_wait_for_each_other(tiny):
 
 
 def test_gradients_of_experts_travel_between_the_ranks_that_hold_them(tiny):
-    """On 4 replicas at EP 4 nobody else has them; at EP 2 one other does."""
+    """The 4 replicas have different experts at EP 4; at EP 2 one other replica has the same
+    ones."""
     path = tiny(**SPEC)
     cfg, sizes = layout(distributed_optimizer=False).config(path), read_sizes(path)
     cfg = replace(cfg, train=replace(cfg.train, precision="fp32"))
@@ -209,13 +212,15 @@ def test_the_recipes_are_among_the_layouts_that_fit(name, gpus, memory, tmp_path
     sizes = released_sizes(name, tmp_path)
     recipe = f"model=qwen3_vl_{name.lower().replace('-', '_')}"
     cfg = load_config([recipe, f"model.path={tmp_path}"])
-    asked = cfg.parallel
+    parallel = cfg.parallel
     result = found(cfg, sizes, gpus, memory * GIB)
-    degrees = [(each.dims.tp, each.dims.pp, each.dims.ep) for each in result.fitting]
-    assert (asked.tp, asked.pp, asked.ep) in degrees
-    for each in result.fitting:
-        assert each.need <= USABLE * memory * GIB and each.dims.world_size == gpus
-        assert each.dims.tp == 1 and gcd(each.dims.dp, 128) % each.dims.ep == 0
+    degrees = [
+        (candidate.dims.tp, candidate.dims.pp, candidate.dims.ep) for candidate in result.fitting
+    ]
+    assert (parallel.tp, parallel.pp, parallel.ep) in degrees
+    for candidate in result.fitting:
+        assert candidate.need <= USABLE * memory * GIB and candidate.dims.world_size == gpus
+        assert candidate.dims.tp == 1 and gcd(candidate.dims.dp, 128) % candidate.dims.ep == 0
 
 
 def test_the_command_shows_ep_and_says_what_is_assumed(tmp_path, capsys):
@@ -232,18 +237,20 @@ def test_the_command_shows_ep_and_says_what_is_assumed(tmp_path, capsys):
 
 
 def test_where_no_layout_with_experts_fits_it_says_what_would(tmp_path, capsys):
-    """31e9 values of 2 + 4 + 12 bytes are 520 GiB. Adapters in attention leave experts as they
-    are."""
+    """Training takes 520 GiB: 31e9 values of 2 + 4 + 12 bytes. Adapters in attention leave the
+    experts as they are."""
     released_sizes("30B-A3B", tmp_path)
     words = ["plan", f"model.path={tmp_path}", "train.precision=bf16", "--gpus", "2"]
     assert main(words) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "does not fit on 2 GPUs of 80.0 GiB: the leanest layout, parallel.tp=1" in said
-    assert re.search(r"what fits: \d+ such GPUs \(parallel.tp=1 parallel.pp=\d+ parallel.ep=", said)
-    assert "adapters alone trained, with lora=default (parallel" in said
-    assert main([*words, "lora=default"]) == 0  # as was said
+    message = " ".join(capsys.readouterr().err.split())
+    assert "does not fit on 2 GPUs of 80.0 GiB: the leanest layout, parallel.tp=1" in message
+    assert re.search(
+        r"what fits: \d+ such GPUs \(parallel.tp=1 parallel.pp=\d+ parallel.ep=", message
+    )
+    assert "adapters alone trained, with lora=default (parallel" in message
+    assert main([*words, "lora=default"]) == 0  # as the message suggests
     capsys.readouterr()
     attention = ["lora=default", "lora.targets=[attention]"]
     assert main([*words, *attention, "--memory", "24GiB"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert re.search(r"gradients 0.0 GiB, optimizer 0.\d GiB.*what fits: \d such GPUs", said)
+    message = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"gradients 0.0 GiB, optimizer 0.\d GiB.*what fits: \d such GPUs", message)

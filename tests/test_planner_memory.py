@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_planner_memory.py
-"""What the planner counts is what a built worker has: parameters, gradients, optimizer state, and
-what autograd keeps of a forward."""
+"""Counts of the planner, which are those of a built worker: parameters, gradients, optimizer state,
+and the memory that autograd keeps of a forward."""
 
 from dataclasses import replace
 
@@ -26,15 +26,15 @@ from tests.batches import RowSpec, make_rows
 from tests.runs import Case
 from tests.test_parity import layout
 
-# Measured worst case 3.2 % (full recompute); what is left out is small.
+# Relative error. Measured worst case: 3.2 % (full recompute). What is left out is small.
 TOLERANCE = 0.1
 ROWS = (RowSpec(150, images=((16, 12), (6, 8))), RowSpec(90, images=((20, 10),)))
 SPEC = {"hidden": 128, "heads": 8, "layers": 3}
 
 
 def built(path: str, case: Case) -> tuple[int, ParamCounts, int]:
-    """The stage of this rank, what it holds, and the bytes that autograd keeps of a forward of its
-    first chunk."""
+    """Return the stage of this rank, the counts of its values, and the bytes that autograd keeps of
+    a forward of its first chunk."""
     worker = MegatronWorker(case.config(path))
     params = [param for chunk in worker.chunks for param in chunk.parameters()]
     trained = [param for param in params if param.requires_grad]
@@ -52,33 +52,34 @@ def built(path: str, case: Case) -> tuple[int, ParamCounts, int]:
 
 
 def moments_of(optimizer) -> list[int]:
-    """Values of the parameters that an optimizer of torch has been given, each of which gets two
-    moments; in bf16 these are the fp32 copies."""
+    """Return the numbers of values in the parameters of an optimizer of torch. Each value gets two
+    moments, and in bf16 the parameters are the fp32 copies."""
     inner = optimizer.optimizer
     if inner is None:  # a rank on which everything is frozen
         return []
-    given = [param for group in inner.param_groups for param in group["params"]]
-    assert all(param.dtype == torch.float32 for param in given)
-    return [param.numel() for param in given]
+    params = [param for group in inner.param_groups for param in group["params"]]
+    assert all(param.dtype == torch.float32 for param in params)
+    return [param.numel() for param in params]
 
 
 def kept_bytes(worker: MegatronWorker) -> int:
-    """What autograd keeps of a forward: each storage once, parameters not, nor logits, which come
-    and go."""
+    """Return the bytes that autograd keeps of a forward. Each storage counts once. Parameters do
+    not count, nor do logits, which come and go."""
     chunk, stage, sizes = worker.chunks[0], worker.grid.pp.rank, worker.source.sizes
     own = {t.untyped_storage().data_ptr() for t in (*chunk.parameters(), *chunk.buffers())}
     [host] = worker.micro_batches(make_rows(ROWS))
     logits = (host.num_supervised, worker.dims.padded_vocab(sizes.text.vocab) // worker.dims.tp)
-    kept = {}
+    storages = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own and tuple(tensor.shape) != logits:
-            kept[storage.data_ptr()] = storage  # alive: no address comes twice
-        # A tensor that its own graph keeps would never go, nor would the worker and its threads.
+            storages[storage.data_ptr()] = storage  # alive, so that no address comes twice
+        # A tensor that its own graph keeps would never be freed, nor would the worker and its
+        # threads.
         return tensor.detach()
 
-    if not worker.grid.first:  # as it comes from the stage before
+    if not worker.grid.first:  # an input as from the previous stage
         arriving = max(0, sizes.vision.deepstack - worker.dims.layers_of(stage).start)
         rows, tokens = host.ids_BS.shape
         shape = (tokens * (1 + arriving), rows, sizes.text.hidden)
@@ -87,7 +88,7 @@ def kept_bytes(worker: MegatronWorker) -> int:
     [batch] = worker.stage.arrivals([host], chunk)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         worker.stage.predict(chunk, batch)
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def sizes_of_rows() -> BatchSizes:
@@ -179,22 +180,22 @@ def test_memory_is_that_of_the_built_worker(name, tiny, pool):
     path = tiny(**SPEC, **spec)
     sizes, cfg, batch = read_sizes(path), case.config(path), sizes_of_rows()
     dims = ParallelDims.create(cfg.parallel, case.world, sizes.text.layers)
-    found = pool.run(built, case.world, path, case)
+    ranks = pool.run(built, case.world, path, case)
     for stage in range(dims.pp):
-        of_stage = [(counts, kept) for number, counts, kept in found if number == stage]
-        most = max(counts.optimized for counts, _ in of_stage)
+        of_stage = [(counts, measured) for number, counts, measured in ranks if number == stage]
+        optimized = max(counts.optimized for counts, _ in of_stage)
         counts = count(cfg, sizes, dims, stage)
-        assert counts == replace(of_stage[0][0], optimized=most)
-        kept = max(kept for _, kept in of_stage)
+        assert counts == replace(of_stage[0][0], optimized=optimized)
+        measured = max(measured for _, measured in of_stage)
         expected = activations(config_as_trained(cfg, sizes), sizes, dims, stage, batch, itemsize)
         if itemsize == 4:  # in bf16 the CPU's norms keep fp32 copies, which no GPU does
-            # Beside adapters, layers without one keep less than is counted.
+            # Next to adapters, layers without one keep less than is counted.
             largest = 1.2 if cfg.lora.rank else 1 + TOLERANCE
-            assert (1 - TOLERANCE) * kept <= expected <= largest * kept
+            assert (1 - TOLERANCE) * measured <= expected <= largest * measured
         memory = stage_memory(cfg, sizes, dims, stage, [batch], itemsize)
         assert memory.weights == itemsize * counts.held
         assert memory.gradients == 4 * counts.gradients
-        assert memory.optimizer == (12 if name in BF16 else 8) * most
+        assert memory.optimizer == (12 if name in BF16 else 8) * optimized
         if dims.virtual_stages == 1:
             assert memory.activations == expected
 
@@ -212,8 +213,9 @@ def test_what_the_heads_adapter_keeps_goes_with_its_rank(tiny):
 
 
 def test_a_buffer_is_cut_into_buckets_and_each_bucket_into_shares():
-    """100 comes first, 60 begins at 128 and ends at 188. A bucket that ends there is padded to 256
-    and cut in two; 300 alone to 384. In one bucket 300 begins at 192, and all is padded to 512."""
+    """The 100 values come first, and the 60 begin at 128 and end at 188. A bucket that ends there
+    is padded to 256 and cut in two, and the 300 alone are padded to 384. In one bucket the 300
+    begin at 192, and all is padded to 512."""
     params = [RankParam(300, True), RankParam(60, True), RankParam(100, True)]
     assert _shards(params, 2, bucket_size=150) == (256 + 384, 100 + 192)
     assert _shards([replace(params[0], shared=True), *params[1:]], 2, None) == (640, 292)
@@ -237,13 +239,14 @@ def test_stages_and_tp_share_what_they_should(tiny):
     many = memory_of(path, batches, pp=2, layers_per_stage=[3, 1])
     assert few[0].activations < many[0].activations and few[1].activations > many[1].activations
     assert memory_of(path, batches, tp=2)[0].weights < alone.weights
-    # Interleaved stages work further ahead, and the first chunk of stage 0 also keeps the tower's.
+    # Interleaved stages work further ahead, and the first chunk of stage 0 also keeps the tower's
+    # activations.
     two = memory_of(path, batches, pp=2)
     chunks = memory_of(path, batches, pp=2, virtual_stages=2)
     for plain, interleaved in zip(two, chunks, strict=True):
         assert interleaved.weights == plain.weights
         assert interleaved.activations > plain.activations
-    # Two micro-batches are under way on the first of two stages, one on the second.
+    # Two micro-batches are in progress on the first of two stages, and one on the second.
     two, one = memory_of(path, batches, pp=2), memory_of(path, batches[:1], pp=2)
     assert one[0].activations < two[0].activations < 2 * one[0].activations  # 80 tokens and 100
     assert one[1].activations == two[1].activations
@@ -261,14 +264,13 @@ def test_no_more_logits_exist_at_once_than_the_head_makes(tiny):
 
 
 def test_what_each_chunk_keeps_at_once():
-    """As Megatron's schedules count: PP=2, two chunks, four micro-batches."""
+    """Counts are those of Megatron's schedules at PP=2, with two chunks and four micro-batches."""
     dims = ParallelDims(1, 2, 1, 1, (1, 1, 1, 1), 2)
     # Forward 0 0 1 1 0, a backward of 1, a forward of 0, a backward of 1, a forward of 1 ...
     assert micro_batches_in_flight(dims, 0, 4) == {(3, 2), (4, 1)}
     assert micro_batches_in_flight(dims, 1, 4) == {(2, 1), (3, 0)}
-    assert micro_batches_in_flight(dims, 0, 1) == {
-        (2, 2)
-    }  # a group with a filler: no backward before the end
+    # A group with a filler has no backward before the end.
+    assert micro_batches_in_flight(dims, 0, 1) == {(2, 2)}
     plain = ParallelDims(1, 4, 1, 1, (1, 1, 1, 1))
     assert [micro_batches_in_flight(plain, stage, 8) for stage in range(4)] == [
         {(4,)},

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_planner_split.py
 """parallel.layers_per_stage=auto: the split of the layers with the fastest steps, alike on all
-ranks, seen in the run and in its config.yaml, and sound to resume from."""
+ranks, shown in the run and in its config.yaml, and safe to resume from."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ from tests.test_train import command, go_pooled, run_rank, steps_of, values
 
 
 def replica(generator: random.Random, micro_batches: int) -> ReplicaCosts:
-    """Any costs: micro-batches without pictures, a heavy tower, a heavy head."""
+    """Return random costs: micro-batches without pictures, a heavy tower, a heavy head."""
 
     def pairs(most: float, zeros: float = 0.0) -> np.ndarray:
         forward = np.array(
@@ -64,36 +64,35 @@ def test_it_is_never_slower_than_the_even_split_and_nearly_the_best_there_is(see
         for _ in range(2)
     ]
     even = even_split(pp, layers)
-    found = choose_layer_split(steps, (layers,) * pp, even)
-    assert sum(found) == layers and all(found[1:])
-    seconds = step_seconds(steps, found)
+    chosen = choose_layer_split(steps, (layers,) * pp, even)
+    assert sum(chosen) == layers and all(chosen[1:])
+    seconds = step_seconds(steps, chosen)
     assert seconds <= step_seconds(steps, even)
-    # The best of all splits, but for what moving one layer at a time cannot reach.
+    # Moving one layer at a time cannot reach every split, so the best one may be 3 % faster.
     assert seconds <= 1.03 * min(step_seconds(steps, split) for split in splits(pp, layers))
-    most = tuple(generator.randint(layers // pp + 1, layers) for _ in range(pp))
-    bounded = choose_layer_split(steps, most, even)
+    limits = tuple(generator.randint(layers // pp + 1, layers) for _ in range(pp))
+    bounded = choose_layer_split(steps, limits, even)
     assert sum(bounded) == layers
-    assert all(count <= limit for count, limit in zip(bounded, most, strict=True))
+    assert all(count <= limit for count, limit in zip(bounded, limits, strict=True))
 
 
 def test_the_even_split_is_the_least_that_is_found(monkeypatch):
-    """Also where no layer is moved after the first guess, which alone is slower now and then."""
+    """The even split wins where no layer is moved after the first guess, which alone is slower now
+    and then."""
     monkeypatch.setattr("megatron_vlm.planner.layer_split._ROUNDS", 0)
     for seed in range(40):
         steps, even = [[replica(random.Random(seed), 5)]], even_split(4, 8)
-        found = choose_layer_split(steps, (8,) * 4, even)
-        assert step_seconds(steps, found) <= step_seconds(steps, even)
+        chosen = choose_layer_split(steps, (8,) * 4, even)
+        assert step_seconds(steps, chosen) <= step_seconds(steps, even)
 
 
 def test_a_heavy_tower_takes_layers_from_its_stage(tiny):
-    """By hand: a layer takes 1, the tower 4, and 8 layers make 12: 6 each with [2, 6]."""
+    """A layer takes 1, the tower 4, and with 8 layers that makes 12: [2, 6] gives each stage 6."""
     ones = np.ones((8, 2))
     heavy = ReplicaCosts(ones, 4 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0)
     assert choose_layer_split([[heavy]], (8, 8), (4, 4)) == (2, 6)
-    assert choose_layer_split([[heavy]], (8, 5), (4, 4)) == (
-        3,
-        5,
-    )  # the second has no memory for six
+    # The second stage has no memory for six.
+    assert choose_layer_split([[heavy]], (8, 5), (4, 4)) == (3, 5)
     light = ReplicaCosts(ones, 0 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0)
     assert choose_layer_split([[light]], (8, 8), (4, 4)) == (4, 4)
 
@@ -102,14 +101,14 @@ def test_the_time_between_stages_counts():
     forward_GS = np.ones((3, 2))
     assert max(task.end for task in timeline(forward_GS, forward_GS)) == 8
     sent = timeline(forward_GS, forward_GS, np.full((3, 2), 0.5))
-    assert (
-        max(task.end for task in sent) == 10
-    )  # by hand: F0, B0, F1 ... each arrive half a unit late
+    # By hand: F0, B0, F1 ... each arrive half a unit late.
+    assert max(task.end for task in sent) == 10
     assert idle_share(timeline(forward_GS, forward_GS)) == 1 - 12 / 16
 
 
 def test_features_travel_until_their_layers_have_added_them():
-    """Three sets leave the tower of the first micro-batch; the second has no pictures."""
+    """Three sets of features leave the tower for the first micro-batch; the second has no
+    pictures."""
     ones = np.ones((2, 2))
     some = ReplicaCosts(ones, ones, ones, np.array([10.0, 10.0]), np.array([3, 0]), bandwidth=10.0)
     stages = some.stages((1, 1, 4))
@@ -129,8 +128,8 @@ def test_memory_decides_what_a_stage_can_hold(tiny):
 
     limit = total((2, 4), 0)
     assert total((3, 3), 0) > limit >= total((3, 3), 1)
-    most = most_layers(cfg, sizes, decided_dims((3, 3)), batches, 4, limit)
-    assert most is not None and most[0] == 2 and total((6 - most[1], most[1]), 1) <= limit
+    limits = most_layers(cfg, sizes, decided_dims((3, 3)), batches, 4, limit)
+    assert limits is not None and limits[0] == 2 and total((6 - limits[1], limits[1]), 1) <= limit
     assert most_layers(cfg, sizes, decided_dims((3, 3)), batches, 4, total((0, 6), 0) - 1) is None
     assert most_layers(cfg, sizes, decided_dims((3, 3)), batches, 4, None) == (6, 6)
 
@@ -177,7 +176,7 @@ def test_other_words_are_refused():
 
 
 def test_a_run_decides_once_for_all_ranks_and_resumes(tiny, pool, tmp_path):
-    """Its losses are those of the list that it says, and another split goes on from there."""
+    """The losses are those of the list in its output, and another split goes on from there."""
     write_set(tmp_path)
     path = tiny(**HEAVY)
     auto, three = "parallel.layers_per_stage=auto", ["train.steps=3", "checkpoint.export=false"]
@@ -189,18 +188,18 @@ def test_a_run_decides_once_for_all_ranks_and_resumes(tiny, pool, tmp_path):
     assert json.dumps(f"auto is {saved}")[1:-1] in (tmp_path / "auto/metrics.jsonl").read_text()
     checkpoint = tmp_path / "auto" / "checkpoints" / "step-00000003"
     assert read_saved(checkpoint).parallel.layers_per_stage == saved
-    asked = f"parallel.layers_per_stage={json.dumps(saved).replace(' ', '')}"
-    status, _, err = go_pooled(pool, 2, tmp_path, path, "list", asked, *three)
+    override = f"parallel.layers_per_stage={json.dumps(saved).replace(' ', '')}"
+    status, _, err = go_pooled(pool, 2, tmp_path, path, "list", override, *three)
     assert status == 0, err
     first = values(steps_of(tmp_path / "auto"))
     assert first == values(steps_of(tmp_path / "list"))
-    # Both go on: the one as it was, the other with the even split.
+    # Both runs go on: the first one unchanged, the other one with the even split.
     status, out, err = go_pooled(pool, 2, tmp_path, path, "auto", auto, "train.steps=4")
     assert status == 0 and "resumed from" in out, err
     status, _, err = go_pooled(pool, 2, tmp_path, path, "list", "train.steps=4")
     assert status == 0, err
-    ours, even = (values(steps_of(tmp_path / run))[3] for run in ("auto", "list"))
-    assert ours[1] == pytest.approx(even[1], rel=1e-5)
+    resumed, even = (values(steps_of(tmp_path / run))[3] for run in ("auto", "list"))
+    assert resumed[1] == pytest.approx(even[1], rel=1e-5)
 
 
 def test_what_is_wrong_with_the_data_ends_all_ranks(tiny, pool, tmp_path):
@@ -221,7 +220,7 @@ def test_a_sample_stands_for_the_data(tiny, tmp_path):
     assert len(mix.rows) == 23 and mix.origin == "23 of 23 records of data.train"
     assert sum(row.patches > 0 for row in mix.rows) == 17
     steps = mix.steps(cfg.train, read_sizes(path), 2)
-    assert len(steps) == 2  # of eight rows, over two replicas
+    assert len(steps) == 2  # eight rows each, over two replicas
     assert sum(batch.rows for step in steps for share in step for batch in share) == 16
     without = load_config([f"model.path={path}"])
     assert mix_of(without, read_sizes(path)).origin.startswith("assumed, two of three")

@@ -52,7 +52,7 @@ def test_the_peak_of_a_device_goes_by_its_whole_name(name, tera):
     assert (None if peak is None else peak / 1e12) == tera
 
 
-# The stand-in changes a process for good: each looks at it in one of its own.
+# The stand-in changes a process for good, so each of these looks at it in a process of its own.
 
 
 def look_for_it() -> None:
@@ -116,7 +116,7 @@ def run_hugging_face(path: str, installed: bool) -> None:
 
 
 def test_hugging_face_computes_the_same_beside_the_stand_in(tiny, process_tree):
-    """The stand-in is process-wide: loading and running a model must not notice it."""
+    """The stand-in is process-wide, and loading and running a model must not notice it."""
     without = process_tree.printed(run_hugging_face, tiny(), False)
     assert without.startswith("meta meta meta")
     assert process_tree.printed(run_hugging_face, tiny(), True) == without
@@ -139,13 +139,14 @@ def pick_with_driver(folder: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_a_gpu_that_torch_does_not_see_is_no_cpu(process_tree, tmp_path):
-    assert process_tree.printed(pick_with_driver, str(tmp_path)) == "cpu cpu\n"  # there is none
+    # The folder has no nvidia-smi yet.
+    assert process_tree.printed(pick_with_driver, str(tmp_path)) == "cpu cpu\n"
     program = tmp_path / "nvidia-smi"
     program.touch(0o755)
-    said, names = process_tree.printed(pick_with_driver, str(tmp_path)).splitlines()
-    assert said.startswith("platform=auto: ") and str(program) in said
-    assert "platform=cpu" in said
-    # Chosen once, it is what this process has.
+    message, names = process_tree.printed(pick_with_driver, str(tmp_path)).splitlines()
+    assert message.startswith("platform=auto: ") and str(program) in message
+    assert "platform=cpu" in message
+    # The platform that was chosen first is that of the process.
     assert names == "cpu cpu"
 
 
@@ -157,7 +158,7 @@ def build_a_worker(path: str, asked: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_a_large_model_on_a_cpu_is_said(process_tree, tiny):
-    (said,) = process_tree.printed(build_a_worker, tiny(), "auto").splitlines()
-    assert "there is no GPU here, so a model of " in said and "platform=cpu says that" in said
+    (message,) = process_tree.printed(build_a_worker, tiny(), "auto").splitlines()
+    assert "there is no GPU here, so a model of " in message and "platform=cpu says that" in message
     assert process_tree.printed(build_a_worker, tiny(), "cpu") == ""
     assert pick_platform("cpu").remark("auto", 10**7) is None

@@ -1,7 +1,7 @@
 # .venv/bin/python -m pytest tests/test_policy_losses.py
-"""Losses that learn from samples, as their papers write them over whole answers on Hugging Face's
-model: value, what is reported, and all gradients, at each kind of layout; and what sums are divided
-by."""
+"""Losses that learn from samples, against the formulas of their papers over whole answers on
+Hugging Face's model: value, reported means and all gradients, at each kind of layout; and the
+divisors of the sums."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,28 +34,29 @@ from tests.test_moe import EXPERTS
 from tests.test_parity import layout
 
 VOCAB = 509  # at TP2 one row of the vocabulary is padding
-# Relative, fp32 on the CPU, as in test_losses.py. Measured worst case: 1.8e-6, gradients at DP2.
+# Relative error in fp32 on the CPU, as in test_losses.py. Measured worst case: 1.8e-6, gradients at
+# DP2.
 TOLERANCE = 5e-6
-MAX_TOKENS = 40  # that an answer may have, of which Dr. GRPO divides by all
-# Three of eight rows are a micro-batch, so that one has two rows of the same number.
+MAX_TOKENS = 40  # the limit of an answer, by which Dr. GRPO divides
+# A micro-batch has three of eight rows, so that one has two rows of the same sequence number.
 LAYOUTS = {
     name: replace(layout(**degrees), train=dict(micro_batch_size=3))
     for name, degrees in {"1x1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}.items()
 }
 
-Values = dict[str, Tensor]  # of the tokens of one answer
-# An answer's tokens: the loss of each, and whether the clip decides it.
+Values = dict[str, Tensor]  # values of the tokens of one answer
+# A formula takes an answer's tokens, and returns the loss of each and whether the clip decides it.
 Formula = Callable[[Tensor, Values], tuple[Tensor, Tensor]]
 
 
 def reinforced(p: Tensor, values: Values) -> tuple[Tensor, Tensor]:
-    """p / p_old A."""
+    """Return the loss -(p / p_old) A."""
     old = values["old_log_probs"].exp()
     return -(p.exp() / old) * values["advantages"], torch.zeros_like(p)
 
 
 def clipped(low: float, high: float) -> Formula:
-    """PPO's equation 7: the least of r A and clip(r) A."""
+    """Return PPO's equation 7: the minimum of r A and clip(r) A."""
 
     def loss(p: Tensor, values: Values) -> tuple[Tensor, Tensor]:
         ratio, gain = p.exp() / values["old_log_probs"].exp(), values["advantages"]
@@ -67,7 +68,7 @@ def clipped(low: float, high: float) -> Formula:
 
 
 def by_sequence(low: float, high: float) -> Formula:
-    """GSPO's equations 5 and 7: the ratio of whole answers, to the power of 1 / |y|."""
+    """Return GSPO's equations 5 and 7: the ratio of whole answers, to the power of 1 / |y|."""
 
     def loss(p: Tensor, values: Values) -> tuple[Tensor, Tensor]:
         whole = (p.sum() - values["old_log_probs"].sum()).exp() ** (1 / len(p))
@@ -80,7 +81,7 @@ def by_sequence(low: float, high: float) -> Formula:
 
 
 def weighted_reinforce(low: float, high: float) -> Formula:
-    """CISPO's equation 4: sg(clip(r)) A log p."""
+    """Return CISPO's equation 4: sg(clip(r)) A log p."""
 
     def loss(p: Tensor, values: Values) -> tuple[Tensor, Tensor]:
         ratio = (p.exp() / values["old_log_probs"].exp()).detach()
@@ -92,12 +93,12 @@ def weighted_reinforce(low: float, high: float) -> Formula:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Our loss with its options and division, and the formula of it."""
+    """The package's loss with its options and division, and the formula of an algorithm."""
 
     ours: dict[str, Any]
     formula: Formula
     aggregate: Aggregate
-    truncated: float | None = None  # importance weights of the sampler, at most this
+    truncated: float | None = None  # the limit of the sampler's importance weights
 
 
 TERMS = dict(kl_coef=0.4, entropy_coef=0.3)
@@ -124,21 +125,20 @@ ALGORITHMS = {
 
 
 def picked(row: Row) -> Tensor:
-    """The places of the tokens that are supervised."""
+    """Return the places of the supervised tokens."""
     return (row.labels_S[1:] != IGNORE).nonzero()[:, 0] + 1
 
 
 def sampled(rows: list[Row], log_probs: list[Tensor]) -> list[Row]:
-    """Answers with an advantage each, near the policy's own log-probs; nan where nothing is
-    supervised. The number of every second row is that of the row before the last: only neighbours
-    have to differ."""
+    """Return answers with an advantage each, near the policy's own log-probs, and NaN where nothing
+    is supervised. Rows have two sequence numbers by turns: only neighbours have to differ."""
     generator = torch.Generator().manual_seed(7)
     rewards = torch.randn(len(rows), generator=generator).tolist()
     advantages = group_advantages(rewards, "grpo")
-    found = []
+    samples = []
     for place, (row, own_S) in enumerate(zip(rows, log_probs, strict=True)):
         noise = torch.randn(3, len(own_S), generator=generator)
-        # Answers drift as a whole, too, as far as either clip of GSPO.
+        # Answers also drift as a whole, as far as either clip of GSPO.
         old_S = own_S + 0.25 * noise[0] + 0.1 * (place % 3 - 1)
         values = {
             "advantages": torch.full_like(own_S, advantages[place]),
@@ -149,8 +149,8 @@ def sampled(rows: list[Row], log_probs: list[Tensor]) -> list[Row]:
         }
         supervised_S = row.labels_S != IGNORE
         spoilt = {name: value.where(supervised_S, torch.nan) for name, value in values.items()}
-        found.append(replace(row, values_S=spoilt))
-    return found
+        samples.append(replace(row, values_S=spoilt))
+    return samples
 
 
 @pytest.fixture(scope="module")
@@ -162,18 +162,18 @@ def rows(tiny) -> list[Row]:
 
 
 def prepared(algorithm: Algorithm, rows: list[Row]) -> tuple[list[Row], float | None]:
-    """What a loop of ours makes of the samples: rows with weights, and the divisor."""
+    """Return the samples as a training loop prepares them: rows with weights, and the divisor."""
     lengths = [len(picked(row)) for row in rows]
     weights = token_weights(lengths, algorithm.aggregate)
-    found = []
+    weighted_rows = []
     for row, weight in zip(rows, weights, strict=True):
         values = dict(row.values_S)
         names = ("old_log_probs", "sampler_log_probs")
         truncated = importance_weights(*(values[name] for name in names), algorithm.truncated)
         values["advantages"] = values["advantages"] * torch.tensor(truncated)
         weights_S = torch.full(row.ids_S.shape, weight)
-        found.append(replace(row, values_S=values, loss_weights_S=weights_S))
-    return found, divisor_of(lengths, algorithm.aggregate, MAX_TOKENS)
+        weighted_rows.append(replace(row, values_S=values, loss_weights_S=weights_S))
+    return weighted_rows, divisor_of(lengths, algorithm.aggregate, MAX_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -185,11 +185,12 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def expected(tiny, rows) -> Callable[[str], Expected]:
-    """The objective of the paper over whole answers, by plain PyTorch on Hugging Face's model."""
+    """Return the objective of the paper over whole answers, by plain PyTorch on Hugging Face's
+    model."""
     model = load_reference(tiny(vocab=VOCAB))
 
     def terms_of(row: Row, algorithm: Algorithm) -> Values:
-        """Of each token: its loss, with what is added, and what is reported."""
+        """Return the loss of each token with the terms that are added, and the reported values."""
         places = picked(row)
         all_p = row_logits(model, row)[places - 1].float().log_softmax(-1)
         p = all_p.gather(-1, row.ids_S[places, None])[:, 0]
@@ -199,15 +200,15 @@ def expected(tiny, rows) -> Callable[[str], Expected]:
             ratio = values["old_log_probs"].exp() / values["sampler_log_probs"].exp()
             losses = losses * torch.clip(ratio, max=algorithm.truncated)
         ratio = (p - values["old_log_probs"]).exp()
-        found = {"ratio": ratio, "old_kl": ratio - 1 - ratio.log(), "clip_fraction": stopped}
+        report = {"ratio": ratio, "old_kl": ratio - 1 - ratio.log(), "clip_fraction": stopped}
         if "kl_coef" in algorithm.ours:
             ahead = values["ref_log_probs"] - p
-            found["kl"] = ahead.exp() - 1 - ahead
-            losses = losses + algorithm.ours["kl_coef"] * found["kl"]
+            report["kl"] = ahead.exp() - 1 - ahead
+            losses = losses + algorithm.ours["kl_coef"] * report["kl"]
         if "entropy_coef" in algorithm.ours:
-            found["entropy"] = -(all_p.exp() * all_p).sum(-1)
-            losses = losses - algorithm.ours["entropy_coef"] * found["entropy"]
-        return {"loss": losses, **found}
+            report["entropy"] = -(all_p.exp() * all_p).sum(-1)
+            losses = losses - algorithm.ours["entropy_coef"] * report["entropy"]
+        return {"loss": losses, **report}
 
     @cache
     def compute(name: str) -> Expected:
@@ -236,16 +237,16 @@ def expected(tiny, rows) -> Callable[[str], Expected]:
 
 def run_algorithms(path: str, case: Case, rows: list[Row]) -> dict[str, tuple[StepMetrics, dict]]:
     worker = MegatronWorker(case.config(path))
-    found = {}
+    results = {}
     for name, algorithm in ALGORITHMS.items():
         all_rows, divisor = prepared(algorithm, rows)
         metrics = worker.forward_backward(my_rows(all_rows), divisor=divisor, **algorithm.ours)
-        found[name] = metrics, collect_grads(worker)
-    return found
+        results[name] = metrics, collect_grads(worker)
+    return results
 
 
 def apart(found: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    """The largest error of a gradient, relative to its norm."""
+    """Return the largest error of a gradient, relative to its norm."""
     return max(
         float((grad - want[key]).norm()) / (float(want[key].norm()) or 1.0)
         for key, grad in found.items()
@@ -260,21 +261,21 @@ def test_equals_the_formula_over_whole_answers(name, pool, tiny, rows, expected,
     for algorithm, (metrics, grads) in outcomes[0].items():
         for other in outcomes:  # every rank reports the same
             assert other[algorithm][0] == metrics
-        want = expected(algorithm)
-        assert metrics.means.keys() == want.means.keys() - (
+        reference = expected(algorithm)
+        assert metrics.means.keys() == reference.means.keys() - (
             set() if "clip_fraction" in metrics.means else {"clip_fraction"}
         )
-        worst[f"{algorithm}: loss"] = abs(metrics.loss - want.loss) / abs(want.loss)
+        worst[f"{algorithm}: loss"] = abs(metrics.loss - reference.loss) / abs(reference.loss)
         for key, value in metrics.means.items():
-            error = abs(value - want.means[key]) / max(abs(want.means[key]), 1e-2)
+            error = abs(value - reference.means[key]) / max(abs(reference.means[key]), 1e-2)
             worst[f"{algorithm}: {key}"] = error
-        worst[f"{algorithm}: gradients"] = apart(grads, want.grads)
+        worst[f"{algorithm}: gradients"] = apart(grads, reference.grads)
     record_property("worst", max(worst.values()))
     assert max(worst.values()) <= TOLERANCE, worst
 
 
 def test_each_formula_is_put_to_the_test(expected):
-    """A clip stops some tokens and not others, and no two algorithms have one loss."""
+    """A clip stops some tokens and not others, and no two algorithms have the same loss."""
     for name, algorithm in ALGORITHMS.items():
         if algorithm.formula is not reinforced:
             assert 0.1 < expected(name).means["clip_fraction"] < 0.9, name
@@ -286,15 +287,16 @@ DIVISORS = (None, 1.0, 7.5, 3000)
 
 
 def divided(path: str, case: Case, rows: list[Row]) -> list[tuple[StepMetrics, dict[str, Tensor]]]:
-    """Loss and gradients by each divisor; the last by a group, which fills up its rows."""
+    """Return loss and gradients by each divisor. The last result is that of a group, which fills up
+    its rows."""
     worker = MegatronWorker(case.config(path))
     group = local_group(worker)
-    found = []
+    results = []
     for divisor in DIVISORS:
         metrics = worker.forward_backward(my_rows(rows), divisor=divisor, loss="gspo", kl_coef=0.1)
-        found.append((metrics, collect_grads(worker)))
+        results.append((metrics, collect_grads(worker)))
     call = group.forward_backward(batch_of(rows), loss="gspo", kl_coef=0.1, divisor=DIVISORS[-1])
-    return [*found, (call.result(), collect_grads(worker))]
+    return [*results, (call.result(), collect_grads(worker))]
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
@@ -302,7 +304,7 @@ def divided(path: str, case: Case, rows: list[Row]) -> list[tuple[StepMetrics, d
 def test_a_divisor_takes_the_place_of_the_sum_of_weights(
     name, weighted, pool, tiny, rows, record_property
 ):
-    rows = rows[:7]  # neither replicas nor micro-batches have as many tokens as one another
+    rows = rows[:7]  # replicas and micro-batches all differ in their numbers of tokens
     total = sum(len(picked(row)) for row in rows)
     if weighted:
         weights = torch.linspace(0.5, 2.0, len(rows)).tolist()
@@ -317,8 +319,8 @@ def test_a_divisor_takes_the_place_of_the_sum_of_weights(
     worst = 0.0
     for divisor, (metrics, scaled) in zip([*DIVISORS[1:], DIVISORS[-1]], others, strict=True):
         factor = total / divisor
-        want = {key: grad * factor for key, grad in grads.items()}
-        worst = max(worst, apart(scaled, want), abs(metrics.loss / plain.loss / factor - 1))
+        expected = {key: grad * factor for key, grad in grads.items()}
+        worst = max(worst, apart(scaled, expected), abs(metrics.loss / plain.loss / factor - 1))
         assert metrics.num_tokens == plain.num_tokens
         assert metrics.means == pytest.approx(plain.means, rel=1e-6)
     record_property("worst", worst)
@@ -328,28 +330,29 @@ def test_a_divisor_takes_the_place_of_the_sum_of_weights(
 
 def without_tokens(path: str, case: Case, rows: list[Row]) -> tuple[StepMetrics, Any, float]:
     worker = MegatronWorker(case.config(path))
-    none = [replace(row, labels_S=torch.full_like(row.labels_S, IGNORE)) for row in rows]
-    metrics = worker.forward_backward(my_rows(none), loss="gspo", divisor=5.0)
+    unsupervised = [replace(row, labels_S=torch.full_like(row.labels_S, IGNORE)) for row in rows]
+    metrics = worker.forward_backward(my_rows(unsupervised), loss="gspo", divisor=5.0)
     largest = max(float(grad.abs().max()) for grad in collect_grads(worker).values())
     return metrics, worker.optim_step(), largest
 
 
 def test_a_divisor_without_a_token(pool, tiny, rows):
-    found = pool.run(without_tokens, 1, tiny(vocab=VOCAB), layout(), rows[:2])[0]
-    metrics, (norm, _), largest = found
+    result = pool.run(without_tokens, 1, tiny(vocab=VOCAB), layout(), rows[:2])[0]
+    metrics, (norm, _), largest = result
     assert (metrics.loss, metrics.num_tokens, norm, largest) == (0, 0, 0, 0)
 
 
 def with_routers(path: str, cases: list[Case], rows: list[Row]) -> list[list[tuple]]:
-    """By each divisor: gradients without and with the losses of routers, and these losses."""
+    """Return by each divisor the gradients without and with the losses of routers, and these
+    losses."""
     plain, routed = (MegatronWorker(case.config(path)) for case in cases)
-    found = []
+    results = []
     for divisor in (None, 2.0, 500.0):
         metrics = [w.forward_backward(my_rows(rows), divisor=divisor) for w in (plain, routed)]
         grads = [collect_grads(w) for w in (plain, routed)]
         own = {name: metrics[1].means[name] for name in ("balance_loss", "z_loss")}
-        found.append((grads, own, [each.loss for each in metrics]))
-    return found
+        results.append((grads, own, [each.loss for each in metrics]))
+    return results
 
 
 def test_losses_of_routers_are_means_of_their_own(pool, tiny):
@@ -361,9 +364,9 @@ def test_losses_of_routers_are_means_of_their_own(pool, tiny):
     assert losses[0] == pytest.approx(losses[1])
     for (plain, routed), values, _ in outcome[1:]:
         assert values == own
-        for key, want in added.items():
-            scale = float(want.norm()) + float(plain[key].norm())
-            assert float((routed[key] - plain[key] - want).norm()) <= TOLERANCE * scale, key
+        for key, expected in added.items():
+            scale = float(expected.norm()) + float(plain[key].norm())
+            assert float((routed[key] - plain[key] - expected).norm()) <= TOLERANCE * scale, key
 
 
 @pytest.mark.parametrize("divisor", [0, -1.0, torch.inf, torch.nan, "3"])
@@ -401,7 +404,7 @@ def test_what_the_losses_read():
 
 @pytest.mark.parametrize("loss", [importance_sampling, ppo, gspo, cispo])
 def test_the_host_waits_for_nothing(loss):
-    """A meta tensor has no value: whatever asked for one would raise."""
+    """A meta tensor has no value, so that reading one would raise."""
     values = [torch.zeros(9, device="meta") for _ in range(4 if loss is gspo else 3)]
     losses, report = loss(*values)
     assert losses.shape == (9,) and all(each.shape == (9,) for each in report.values())
@@ -412,5 +415,5 @@ def test_sequences_of_one_token_and_alike_by_turns():
     log_probs_N = torch.tensor([0.1, 0.3, -0.2, 0.4, 0.5])
     numbers_N = torch.tensor([4.0, 4.0, 9.0, 4.0, 9.0])
     losses_N, _ = gspo(log_probs_N, torch.ones(5), torch.zeros(5), numbers_N, clip_high=9.0)
-    want_N = -torch.tensor([0.2, 0.2, -0.2, 0.4, 0.5]).exp()
-    assert torch.allclose(losses_N, want_N, rtol=1e-6)
+    expected_N = -torch.tensor([0.2, 0.2, -0.2, 0.4, 0.5]).exp()
+    assert torch.allclose(losses_N, expected_N, rtol=1e-6)

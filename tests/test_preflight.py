@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_preflight.py
-"""Mistakes that the command line and config.json show are said before torch is imported."""
+"""Mistakes in the command line and in config.json, which are reported before torch is imported."""
 
 import json
 import os
@@ -21,7 +21,8 @@ from megatron_vlm.family.config_json import Counts, read_counts
 from megatron_vlm.training.preflight import check_data, check_model, check_run
 from tests.test_model_fields import CARRIED, REFUSED, RELEASED, TINY, changed, released
 
-# Of each command, what is wrong and what is said. {base} is a checkpoint, {data} a data file.
+# Each command line has a mistake, and its value is a part of the message. {base} is a checkpoint,
+# {data} a data file.
 MISTAKES = {
     "train optim.lrr=1": "optim.lrr is not a configuration key; did you mean 'optim.lr'",
     "train --lr 1e-5": "write optim.lr=1e-5",
@@ -77,18 +78,18 @@ print(sorted({"torch", "transformers", "pyarrow", "megatron.core"} & set(sys.mod
 @pytest.fixture(scope="module")
 def places(tiny: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("early")
-    found = {"base": tiny(), "data": str(root / "data.jsonl")}
-    Path(found["data"]).write_text("")
+    paths = {"base": tiny(), "data": str(root / "data.jsonl")}
+    Path(paths["data"]).write_text("")
     for name, change in {
         "llama": {"model_type": "llama"},
         "gelu": {"text_config.hidden_act": "gelu"},
     }.items():
-        found[name] = str(changed(tiny(), root / name, change))
+        paths[name] = str(changed(tiny(), root / name, change))
     (root / "broken").mkdir()
     (root / "broken" / "config.json").write_text("{")
-    found["broken"] = str(root / "broken")
-    found["ok"] = f"model=tiny_cpu model.path={found['base']} data.train={found['data']}"
-    return found
+    paths["broken"] = str(root / "broken")
+    paths["ok"] = f"model=tiny_cpu model.path={paths['base']} data.train={paths['data']}"
+    return paths
 
 
 def test_mistakes_are_said_before_torch_is_imported(places, tmp_path):
@@ -96,9 +97,9 @@ def test_mistakes_are_said_before_torch_is_imported(places, tmp_path):
     rank = [*places["ok"].split(), "parallel.tp=3"]
     words = [sys.executable, "-c", SCRIPT, json.dumps(commands), json.dumps(rank)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    *said, last = done.stderr.strip().split("\nmain 2\n")
-    assert len(said) == len(MISTAKES), done.stderr
-    for message, (line, expected) in zip(said, MISTAKES.items(), strict=True):
+    *messages, last = done.stderr.strip().split("\nmain 2\n")
+    assert len(messages) == len(MISTAKES), done.stderr
+    for message, (line, expected) in zip(messages, MISTAKES.items(), strict=True):
         assert message.strip().startswith("megatron-vlm: ") and expected in message, (line, message)
         assert "\n" not in message.strip() or "describes another model" in message
     assert "parallel.tp=3 " in last and "num_attention_heads=4" in last
@@ -135,7 +136,7 @@ RL, SERVE = "rl.reward=m:f train.global_batch_size=2 train.steps=1", "serve.port
 @pytest.mark.parametrize(
     ("module", "line", "at", "number"),
     [
-        # omegaconf is the first of all that the command's arguments need.
+        # omegaconf is the first import that the command's arguments need.
         ("cli", "train {ok}", "omegaconf", signal.SIGTERM),
         ("cli", "train {ok} parallel.pp=2", "megatron_vlm.distributed.launch", signal.SIGUSR1),
         ("cli", "rl {ok} " + RL, "torch", signal.SIGINT),
@@ -150,7 +151,8 @@ RL, SERVE = "rl.reward=m:f train.global_batch_size=2 train.steps=1", "serve.port
 def test_a_signal_while_it_imports_ends_it_as_one_before_the_first_step(
     module, line, at, number, places, tmp_path
 ):
-    """Wherever it starts: nothing was begun yet, and starting again is what is to be done."""
+    """A signal has this effect at each entry point: nothing has begun yet, and the remedy is to
+    start again."""
     script = [sys.executable, "-c", SIGNALLED, f"megatron_vlm.{module}", at, str(int(number))]
     words = [*script, *line.format(**places).split()]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -170,7 +172,7 @@ def test_a_signal_while_it_imports_ends_it_as_one_before_the_first_step(
 def test_what_data_workers_import_is_imported_meanwhile(
     line, environment, started, places, tmp_path
 ):
-    """On ranks that load data, their server runs before this process imports torch itself."""
+    """The server of ranks that load data runs before this process imports torch itself."""
     words = [sys.executable, "-c", STOPPED_AT_TORCH, *line.format(**places).split()]
     more = dict(cwd=tmp_path, capture_output=True, text=True, check=True)
     done = subprocess.run(words, env={**os.environ, **environment}, **more)
@@ -178,8 +180,8 @@ def test_what_data_workers_import_is_imported_meanwhile(
 
 
 def test_a_worker_does_not_load_what_only_megatron_would():
-    """torch's compiler, for fusions that are not called: what is compiled here loads it then. And
-    wandb, which makes folders in TMPDIR that a killed process leaves; others may import it."""
+    """Torch's compiler is for fusions that are not called; code that is compiled here loads it
+    then. And wandb makes folders in TMPDIR that a killed process leaves; others may import it."""
     script = """
 import importlib.util, sys, megatron_vlm.training.worker
 print(sorted({"torch._inductor.compile_fx", "wandb"} & set(sys.modules)))
@@ -245,7 +247,7 @@ def test_what_json_cannot_tell_is_left_to_transformers(text, tmp_path):
 
 @pytest.mark.parametrize("given", [{}, {"deepstack_visual_indexes": None}])
 def test_what_needs_no_deepstack_list_is_checked_without_one(given, places, tmp_path):
-    """transformers has a list of its own then; heads, widths and experts are those of the file."""
+    """transformers uses a list of its own then. Heads, widths and experts are those of the file."""
     folder = changed(places["base"], tmp_path / "model", {})
     config = json.loads((folder / "config.json").read_text())
     del config["vision_config"]["deepstack_visual_indexes"]

@@ -31,7 +31,7 @@ def quiet():
 
 
 def run(script: str, *args: str | Path, tmp_path: Path) -> subprocess.CompletedProcess:
-    """The script in a process of its own, without a network or somebody's cache."""
+    """Run the script in a process of its own, without a network or a user's cache."""
     return subprocess.run(
         [sys.executable, SCRIPTS / f"{script}.py", *args],
         capture_output=True,
@@ -43,7 +43,7 @@ def run(script: str, *args: str | Path, tmp_path: Path) -> subprocess.CompletedP
 
 @pytest.fixture
 def script(monkeypatch):
-    """script(name): a module of scripts/, imported as when it is run."""
+    """Return script(name), which imports a module of scripts/ as when it is run."""
     monkeypatch.syspath_prepend(SCRIPTS)
     return importlib.import_module
 
@@ -101,7 +101,7 @@ ROWS = [
 
 
 def cauldron(rows) -> datasets.Dataset:
-    """As load_dataset gives it: images as the bytes of their files."""
+    """Return a data set as load_dataset gives it, with images as the bytes of their files."""
     columns = [
         {"images": images and [file_of(image) for image in images], "texts": texts}
         for images, texts in rows
@@ -142,7 +142,7 @@ def test_cauldron_rows_become_messages(stand_in, tmp_path):
         ]
     }
     assert len(lines) == 3 and "images/000009.jpg" in lines[2]
-    # RGB files are the bytes they were.
+    # RGB files keep their bytes.
     assert {path.name: path.read_bytes() for path in (out / "images").iterdir()} == {
         "000000.png": RED_PNG,
         "000001-0.jpg": BLUE_JPEG,
@@ -184,7 +184,7 @@ def test_limit_and_parquet_in_a_folder_of_the_subset(script, tmp_path):
 
 
 def exif_turned() -> bytes:
-    """A JPEG of 16 x 8, red to the left, that a camera held upright marked as to be turned."""
+    """Return a JPEG of 16 x 8, red to the left, that a camera held upright marked for turning."""
     image = solid("RGB", (255, 0, 0), (16, 8))
     image.paste((0, 0, 255), (8, 0, 16, 8))
     exif = Image.Exif()
@@ -263,7 +263,7 @@ def test_what_training_would_refuse_is_left_out(script, tmp_path):
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "LA", "L", "1", "CMYK", "I;16", "RGB"])
 def test_images_that_datasets_encoded_itself(script, mode):
-    """save_to_disk with PIL images: `datasets` picks PNG or TIFF by the mode."""
+    """PIL images are encoded by save_to_disk: `datasets` picks PNG or TIFF by the mode."""
     image = solid("I;16", 0x8040) if mode == "I;16" else solid("RGB", (255, 0, 0)).convert(mode)
     rows = {"images": [[image]], "texts": [[turn("q", "a")]]}
     dataset = datasets.Dataset.from_dict(rows, features=CAULDRON).with_format("arrow")
@@ -290,7 +290,7 @@ def test_a_broken_run_leaves_no_half_file(stand_in, script, tmp_path, monkeypatc
         patch.setattr(cauldron, "rows", break_down)
         cauldron.main(args)
     assert [path.name for path in out.iterdir()] == ["images"]
-    # The next run may use the same folder; the one after it may not.
+    # The next run may use the same folder, and the one after it may not.
     cauldron.main(args)
     before = (out / "train.jsonl").read_bytes()
     with raises(ConfigError, place=str(out / "train.jsonl"), problem="exists"):
@@ -338,7 +338,8 @@ SIZES = {"image_0001": (960, 640), "image_0002": (100, 300), "image_0003": (480,
 
 @pytest.fixture(scope="module")
 def caltech(tmp_path_factory) -> Path:
-    """Two classes of 20, one of 3 with odd sizes and one corrupt, one alone, the background."""
+    """Return a folder with two classes of 20, one of 3 with odd sizes and one corrupt, one of a
+    single photo, and the background."""
     root = tmp_path_factory.mktemp("caltech")
     classes = {"BACKGROUND_Google": 5, "Faces_easy": 20, "accordion": 20, "emu": 1}
     for name, count in classes.items():
@@ -356,7 +357,7 @@ def caltech(tmp_path_factory) -> Path:
 
 
 def labels(path: Path) -> Counter:
-    found = Counter()
+    counts = Counter()
     for record in records(path):
         user, assistant = record["messages"]
         (image, text) = user["content"]
@@ -367,8 +368,8 @@ def labels(path: Path) -> Counter:
         }
         start = "The subject in this photo is: "
         assert assistant["content"].startswith(start)
-        found[assistant["content"].removeprefix(start)] += 1
-    return found
+        counts[assistant["content"].removeprefix(start)] += 1
+    return counts
 
 
 def test_caltech_folder(caltech, tmp_path):
@@ -376,7 +377,7 @@ def test_caltech_folder(caltech, tmp_path):
     done = run("prepare_caltech101", caltech, "--out", out, tmp_path=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     held_out = labels(out / "eval.jsonl")
-    # A tenth of 20 is 2; of the four cats one, and the corrupt one is in either split.
+    # A tenth of 20 is 2. One of the four cats is held out, and the corrupt one is in either split.
     cats = held_out.pop("wild cat", 0)
     assert held_out == {"Faces easy": 2, "accordion": 2}
     train = labels(out / "train.jsonl")
@@ -398,15 +399,16 @@ def test_caltech_folder(caltech, tmp_path):
     assert {image.mode for image in images} == {"RGB"}
     sizes = sorted(image.size for image in images if image.size != (8, 8))
     assert sizes == [(100, 300), (479, 480), (480, 320)]
-    # RGB files of no more than 480 pixels are what they were.
+    # RGB files of at most 480 pixels are unchanged.
     assert Counter(Path(name).suffix for name in named) == {".jpg": 41, ".png": 3}
-    # Not class by class.
+    # The records are not in the order of the classes.
     order = [record["messages"][1]["content"] for record in records(out / "train.jsonl")]
     assert len(set(order[:10])) > 1
 
 
 def test_caltech_recipe_ranks_the_names_of_the_classes(script, caltech, tmp_path, capsys):
-    """A candidate behind the prefill must be an answer word for word, or none is ever right."""
+    """A candidate behind the prefill must be an answer word for word, or no answer is ever
+    right."""
     out = tmp_path / "out"
     source = str(caltech / "101_ObjectCategories")
     script("prepare_caltech101").main([source, "--out", str(out)])
@@ -415,13 +417,13 @@ def test_caltech_recipe_ranks_the_names_of_the_classes(script, caltech, tmp_path
     assert names == ["Faces easy", "accordion", "emu", "wild cat"]
     cfg = load_config(["data=caltech101", "train=caltech101", "model.path=x"])
     assert cfg.eval.candidates == "caltech101/classes.txt"
-    said = {cfg.eval.prefill + name for name in read_candidates(str(out / "classes.txt"))}
+    candidates = {cfg.eval.prefill + name for name in read_candidates(str(out / "classes.txt"))}
     answers = {
         record["messages"][-1]["content"]
         for split in ("train", "eval")
         for record in records(out / f"{split}.jsonl")
     }
-    assert answers == said
+    assert answers == candidates
 
 
 def folder_bytes(folder: Path) -> dict[Path, bytes]:
@@ -445,7 +447,7 @@ def test_caltech_split_is_a_matter_of_the_seed(script, caltech, tmp_path):
         {record["messages"][0]["content"][0]["image"] for record in records(path)}
         for path in sorted(tmp_path.glob("[ac]/eval.jsonl"))
     ]
-    # The one corrupt picture is drawn by one of the seeds, and left out after that.
+    # One of the seeds draws the corrupt picture, which is left out after that.
     assert abs(len(held_out[0]) - len(held_out[1])) <= 1 and held_out[0] != held_out[1]
     assert not (tmp_path / "d" / "eval.jsonl").exists()
     assert labels(tmp_path / "d" / "train.jsonl")["BACKGROUND Google"] == 5

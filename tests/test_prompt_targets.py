@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_prompt_targets.py
-"""Rows that say what each place predicts, one id or several: log-probs, losses and all gradients
-are those of Hugging Face's model, whatever the targets have to do with the next token."""
+"""Rows with the targets of each place, one id or several. Their log-probs, losses and all gradients
+are those of Hugging Face's model, however the targets relate to the next token."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,8 +25,8 @@ from tests.test_moe import EXPERTS
 from tests.test_parity import layout
 
 VOCAB = 509  # at TP2 one row of the vocabulary is padding
-# fp32 on the CPU: log-probs absolute, loss and gradients relative. Measured worst: 9.6e-7, 2.6e-7
-# and 1.4e-6.
+# The error is in fp32 on the CPU: absolute for log-probs, relative for loss and gradients. Measured
+# worst cases: 9.6e-7, 2.6e-7 and 1.4e-6.
 TOLERANCE = 5e-6
 
 LAYOUTS = {
@@ -48,10 +48,10 @@ PARAMS = [
 
 
 def targeted(several: bool) -> list[Row]:
-    """Rows whose targets are any ids, with weights of any sign and 0; an odd number of rows, of
-    which one has one target a place and one has none at all."""
+    """Return rows whose targets are any ids, with weights of any sign and 0. The number of rows is
+    odd; one has one target per place, and one has no target at all."""
     generator = torch.Generator().manual_seed(3)
-    found = []
+    rows = []
     for place, row in enumerate(make_rows(MIXED, VOCAB)[:7]):
         count = len(row.ids_S)
         shape = (count, 1 + place % 3) if several else (count,)
@@ -66,21 +66,21 @@ def targeted(several: bool) -> list[Row]:
         old = -6 + 0.3 * torch.randn(shape, generator=generator)
         values = {"weights": weights, "advantages": weights, "old_log_probs": old}
         labels_S = torch.full_like(row.labels_S, IGNORE)
-        found.append(replace(row, labels_S=labels_S, targets=targets, values_S=values))
-    return found
+        rows.append(replace(row, labels_S=labels_S, targets=targets, values_S=values))
+    return rows
 
 
 def run(worker: MegatronWorker, rows: list[Row], as_batch: bool) -> dict[str, Any]:
     group = local_group(worker)
     batch = batch_of(rows).select(NAMES) if as_batch else rows
-    found: dict[str, Any] = {"log_probs": group.forward(batch).result()}
+    results: dict[str, Any] = {"log_probs": group.forward(batch).result()}
     for loss in ("weighted_cross_entropy", "importance_sampling"):
         done = group.forward_backward(
             batch, return_per_token_outputs=True, loss=loss, divisor=1.0
         ).result()
-        found[loss] = done.loss, done.log_probs, collect_grads(worker)
+        results[loss] = done.loss, done.log_probs, collect_grads(worker)
         assert done.num_tokens == sum(int((row.targets != IGNORE).sum()) for row in rows)
-    return found
+    return results
 
 
 NAMES = (
@@ -98,7 +98,7 @@ NAMES = (
 
 def expected(path: str, rows: list[Row]) -> dict[str, Any]:
     model = load_reference(path)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for loss in ("weighted_cross_entropy", "importance_sampling"):
         model.zero_grad()
         total, all_log_probs = 0.0, []
@@ -116,8 +116,8 @@ def expected(path: str, rows: list[Row]) -> dict[str, Any]:
             total += float(value.detach())
             all_log_probs.append(picked.detach().view(row.targets.shape))
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        found["log_probs"], found[loss] = all_log_probs, (total, all_log_probs, grads)
-    return found
+        results["log_probs"], results[loss] = all_log_probs, (total, all_log_probs, grads)
+    return results
 
 
 def log_probs_apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
@@ -129,16 +129,16 @@ def log_probs_apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
 def test_targets_are_those_of_hugging_face(name, several, pool, tiny, record_property):
     case, sizes = LAYOUTS[name]
     path, rows = tiny(vocab=VOCAB, **sizes), targeted(several)
-    want = expected(path, rows)
-    found = pool.run(call, case.world, path, case, partial(run, rows=rows, as_batch=several))[0]
-    worst = {"log_probs": log_probs_apart(found["log_probs"], want["log_probs"])}
+    reference = expected(path, rows)
+    actual = pool.run(call, case.world, path, case, partial(run, rows=rows, as_batch=several))[0]
+    worst = {"log_probs": log_probs_apart(actual["log_probs"], reference["log_probs"])}
     for loss in ("weighted_cross_entropy", "importance_sampling"):
-        value, log_probs, grads = found[loss]
-        wanted_value, wanted_log_probs, wanted_grads = want[loss]
-        worst[f"{loss} log_probs"] = log_probs_apart(log_probs, wanted_log_probs)
-        worst[f"{loss} loss"] = abs(value - wanted_value) / abs(wanted_value)
+        value, log_probs, grads = actual[loss]
+        expected_value, expected_log_probs, expected_grads = reference[loss]
+        worst[f"{loss} log_probs"] = log_probs_apart(log_probs, expected_log_probs)
+        worst[f"{loss} loss"] = abs(value - expected_value) / abs(expected_value)
         errors = [
-            float((grads[n] - g).norm() / g.norm()) for n, g in wanted_grads.items() if g.any()
+            float((grads[n] - g).norm() / g.norm()) for n, g in expected_grads.items() if g.any()
         ]
         assert len(errors) > 20
         worst[f"{loss} gradients"] = max(errors)
@@ -147,7 +147,7 @@ def test_targets_are_those_of_hugging_face(name, several, pool, tiny, record_pro
 
 
 def test_labels_and_targets_share_a_micro_batch(pool, tiny):
-    """A row with labels beside rows with several targets gives what it gives alone."""
+    """A row with labels gives the same log-probs alone and next to rows with several targets."""
     labelled = replace(make_rows(MIXED, VOCAB)[0], values_S={})
     rows = [replace(row, values_S={}) for row in targeted(True)[:3]]
     alone, together = pool.run(

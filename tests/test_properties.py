@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_properties.py
-"""What must hold of any batch: order, pictures, precision, and the files of an export."""
+"""Properties of any batch: order, pictures, precision, and the files of an export."""
 
 import json
 from dataclasses import replace
@@ -15,11 +15,11 @@ from tests.reference import run_reference
 from tests.runs import Case, call, loss_and_grads, train
 from tests.test_parity import layout
 
-# Padding and the rows beside it do not change a row's log-probs beyond the rounding of GEMMs of
-# another shape; measured 9.5e-7 absolute.
+# Padding and neighbouring rows do not change a row's log-probs beyond the rounding of GEMMs of
+# another shape. Measured: 9.5e-7 absolute.
 ORDER_TOLERANCE = 5e-6
-# bf16, TP2 x PP2, against Hugging Face in bf16; measured: log-probs 2.5e-3
-# absolute, loss 6.5e-6 relative, cosine of the worst gradient 0.9996.
+# The test is bf16 at TP2 x PP2 against Hugging Face in bf16. Measured: log-probs 2.5e-3 absolute,
+# loss 6.5e-6 relative, cosine of the worst gradient 0.9996.
 BF16_LOG_PROB_TOLERANCE = 0.02
 BF16_LOSS_TOLERANCE = 6e-5
 BF16_COSINE = 0.997
@@ -40,7 +40,7 @@ def test_permuted_rows_permute_log_probs(name, pool, tiny, record_property):
     )
     record_property("log_probs", worst)
     assert worst <= ORDER_TOLERANCE
-    assert (straight[0][-1] - straight[1][-1]).abs() > 1e-3  # rows do differ
+    assert (straight[0][-1] - straight[1][-1]).abs() > 1e-3  # the rows differ
 
 
 def _forward_pictures(worker: MegatronWorker) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ def _forward_pictures(worker: MegatronWorker) -> list[torch.Tensor]:
 
 
 def test_other_pictures_give_other_log_probs(pool, tiny):
-    """The flipped patches hold the same values: only where they stand differs."""
+    """The flipped patches hold the same values, and only their positions differ."""
     one, other = pool.run(call, 2, tiny(), layout(pp=2), _forward_pictures)[0]
     assert (one - other).abs().max() > 100 * ORDER_TOLERANCE
 
@@ -70,8 +70,10 @@ def test_bf16_at_tp2_pp2(pool, tiny, record_property):
     assert worst <= BF16_LOG_PROB_TOLERANCE
     assert loss_error <= BF16_LOSS_TOLERANCE
     for name, grad in outcome.grads.items():  # the direction of every gradient
-        want = expected.grads[name].float()
-        cosine = torch.nn.functional.cosine_similarity(grad.flatten(), want.flatten(), dim=0)
+        expected_grad = expected.grads[name].float()
+        cosine = torch.nn.functional.cosine_similarity(
+            grad.flatten(), expected_grad.flatten(), dim=0
+        )
         record_property(f"cosine {name}", float(cosine))
         assert cosine > BF16_COSINE, f"{name}: {cosine:.4f}"
 
@@ -95,8 +97,8 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("sizes", [{}, {"tied": True, "vocab": 509}], ids=["untied", "tied-odd"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_load_then_export_is_bit_equal(sizes, dtype, pool, tiny, tmp_path):
-    """The files are those that came in, tensor for tensor, and a card; also at PP=2 x TP=2 and from
-    interleaved stages."""
+    """An export has the files of its source, tensor for tensor, and a card, also at PP=2 x TP=2 and
+    from interleaved stages."""
     source = Path(tiny(dtype=dtype, **sizes))
     exports = {}
     precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
@@ -120,7 +122,7 @@ def export_to(path: str, case: Case, out: str) -> None:
 
 
 def tensors(file: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """Every tensor's dtype, shape and bytes, read without safetensors' own classes."""
+    """Return every tensor's dtype, shape and bytes, read without safetensors' own classes."""
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -133,14 +135,15 @@ def tensors(file: Path) -> dict[str, tuple[str, list[int], bytes]]:
 
 
 def test_trained_export_is_the_same_at_both_layouts_to_rounding(pool, tiny, tmp_path):
-    """After a step the exports hold moved weights, and transformers computes our log-probs."""
+    """Exports after a step hold moved weights, and transformers computes the same loss from
+    them."""
     rows = make_rows(ALL_TEXT + MIXED[:2])
     path = tiny()
     case = replace(layout(tp=2, pp=2), optim={"lr": 1e-3})
     out = str(tmp_path / "out")
     pool.run(train, case.world, path, case, [rows], out)
-    ours = pool.run(loss_and_grads, 1, out, layout(), rows)[0]
-    theirs = run_reference(out, rows)
+    actual = pool.run(loss_and_grads, 1, out, layout(), rows)[0]
+    expected = run_reference(out, rows)
     before = run_reference(path, rows)
-    assert abs(ours.loss - theirs.loss) <= 5e-6 * theirs.loss
-    assert theirs.loss < before.loss - 0.01
+    assert abs(actual.loss - expected.loss) <= 5e-6 * expected.loss
+    assert expected.loss < before.loss - 0.01

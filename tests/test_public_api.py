@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_public_api.py
-"""The public names of the package are there, cost nothing until they are used, and are the only
-ones that docs and examples import. The modules that are started with `python -m` are there, too."""
+"""Public names of the package, which exist, cost nothing until they are used, and are the only ones
+that docs and examples import. The modules for `python -m` exist as well."""
 
 import ast
 import importlib
@@ -15,20 +15,20 @@ import megatron_vlm
 from tests.test_docs import ROOT, blocks, notebook_cells
 
 EXAMPLES = sorted((ROOT / "scripts" / "rl").glob("*.py"))
-# Internal tools: they may import more, but no public name from elsewhere.
+# These are internal tools. They may import more, but no public name from another module.
 TOOLS = sorted({*(ROOT / "scripts").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")})
 
 
 def imports(code: str) -> Iterator[tuple[str, str]]:
-    """Each name of the package that Python code imports, after its module."""
+    """Yield each name of the package that Python code imports, after its module."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            found = [("", alias.name) for alias in node.names]
+            names = [("", alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found = [(node.module or "", alias.name) for alias in node.names]
+            names = [(node.module or "", alias.name) for alias in node.names]
         else:
             continue
-        for module, name in found:
+        for module, name in names:
             if (module or name).partition(".")[0] == "megatron_vlm":
                 yield module, name
 
@@ -43,7 +43,7 @@ def not_public(code: str) -> list[str]:
 
 
 def documented() -> Iterator[tuple[str, str]]:
-    """Python code of docs and examples, after its place."""
+    """Yield the Python code of docs and examples, after its place."""
     for block in blocks("python", "python test"):
         yield block.where, block.text
     for place, cell in enumerate(notebook_cells("code")):
@@ -56,15 +56,14 @@ def documented() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("name", [n for n in megatron_vlm.__all__ if n != "__version__"])
 def test_a_public_name_is_that_of_its_module(name):
     value = getattr(megatron_vlm, name)
-    home = getattr(
-        value, "__module__", f"{megatron_vlm.__name__}.commands.demo.coloured_shapes"
-    )  # of constants
+    # Constants have no module of their own.
+    home = getattr(value, "__module__", f"{megatron_vlm.__name__}.commands.demo.coloured_shapes")
     assert getattr(importlib.import_module(home), name) is value
     assert home.startswith("megatron_vlm.")
 
 
 def test_type_checkers_know_the_public_names():
-    """The imports that only they read are those of the table."""
+    """The imports that only type checkers read are those of the table."""
     tree = ast.parse((ROOT / "megatron_vlm" / "__init__.py").read_text())
     known = {
         name: module
@@ -78,7 +77,7 @@ def test_type_checkers_know_the_public_names():
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Constants, classes, functions, as ruff sorts __all__."""
+    """Return the sort key of a name: constants, classes, functions, as ruff sorts __all__."""
     return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
 
 
@@ -126,7 +125,7 @@ def test_tools_import_public_names_from_the_package():
 
 @pytest.mark.parametrize("name", ["train", "rl", "serve"])
 def test_entrances(name):
-    """Of the processes of a job: under torchrun, Slurm or the commands' own launcher."""
+    """Modules start the processes of a job under torchrun, Slurm or the commands' own launcher."""
     module = f"megatron_vlm.{name}"
     texts = [file.read_text() for file in (ROOT / "docs").glob("*.md")]
     assert any(re.search(rf"{module}(`| )", text) for text in texts)

@@ -51,12 +51,12 @@ def test_plain(): pass
     ],
 )
 def test_marked_cases_rotate(environment, cases, others, tmp_path):
-    """The hook of conftest.py deselects what another commit plays."""
+    """The hook of conftest.py deselects the cases that another commit plays."""
     (tmp_path / "test_played.py").write_text(PLAYED)
     options = ["-p", "tests.conftest", "--collect-only", "--rootdir", str(tmp_path), str(tmp_path)]
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *options],
         cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    names = [line.partition("::test_")[2] for line in found.stdout.splitlines() if "::" in line]
+    names = [line.partition("::test_")[2] for line in result.stdout.splitlines() if "::" in line]
     assert names == [*(f"cases[{case}]" for case in cases), *others, "plain"]

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_rank0.py
-"""Long work of rank 0 alone, while the other ranks hear of it."""
+"""Long work of rank 0 alone, with news of it for the other ranks."""
 
 import threading
 
@@ -11,11 +11,11 @@ from megatron_vlm.errors import CheckpointError
 
 
 def test_others_hear_of_it_until_it_is_done():
-    heard, enough = [], threading.Event()
+    threads, enough = [], threading.Event()
 
     def meanwhile() -> None:
-        heard.append(threading.current_thread())
-        if len(heard) == 3:
+        threads.append(threading.current_thread())
+        if len(threads) == 3:
             enough.set()
 
     def work() -> str:
@@ -23,7 +23,7 @@ def test_others_hear_of_it_until_it_is_done():
         return threading.current_thread().name
 
     assert run_in_thread(work, meanwhile, 0.001) == "beside"
-    assert len(heard) >= 3 and {*heard} == {threading.current_thread()}
+    assert len(threads) >= 3 and {*threads} == {threading.current_thread()}
 
 
 @pytest.mark.parametrize("error", [CheckpointError("no room"), TimeoutError("a slow disk")])

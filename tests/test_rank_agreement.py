@@ -23,7 +23,7 @@ ONE_LAYER = "model.language_model.layers.2.mlp.up_proj.weight"
 
 
 def open_worker(cfgs: list[Config]) -> str:
-    """What this rank says; nothing if its worker is made."""
+    """Return this rank's error message, or an empty text if its worker is made."""
     try:
         MegatronWorker(cfgs[int(os.environ["RANK"])], training=False)
     except ConfigError as error:
@@ -50,7 +50,7 @@ def test_another_configuration(case, said, pool, tiny):
 
 
 def change_weights(folder: Path) -> None:
-    """A hundredth of the values of one matrix, as a few steps in bf16 would."""
+    """Change a hundredth of the values of one matrix, as a few steps in bf16 would."""
     weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     weights[ONE_LAYER] += 1e-3 * (torch.rand(weights[ONE_LAYER].shape, generator=generator) < 0.01)
@@ -81,9 +81,9 @@ def test_another_model(change: Callable[[Path], None], name, pool, tiny, tmp_pat
     change(tmp_path / "copy")
     cfgs = [Case().config(path) for path in (tiny(), str(tmp_path / "copy"), tiny())]
     cfgs = [cfgs[0], cfgs[1], cfgs[1]]
-    said = pool.run(open_worker, 3, cfgs)
-    assert said[0].startswith(f"ranks 1-2: the model's {name} ")
-    assert said[0] == said[1] == said[2]
+    messages = pool.run(open_worker, 3, cfgs)
+    assert messages[0].startswith(f"ranks 1-2: the model's {name} ")
+    assert messages[0] == messages[1] == messages[2]
 
 
 def test_where_the_model_and_the_cache_are_may_differ(pool, tiny, tmp_path):
@@ -95,7 +95,7 @@ def test_where_the_model_and_the_cache_are_may_differ(pool, tiny, tmp_path):
 
 
 def test_a_digest_reads_little_of_a_large_file(tmp_path, tiny, monkeypatch):
-    """Blocks of every tensor, the first and the last of each among them."""
+    """Blocks of every tensor are read, the first and the last of each among them."""
     shutil.copytree(tiny(), tmp_path / "copy")
     large = {ONE_LAYER: torch.zeros(3, 2**20), "small": torch.zeros(5)}
     file = tmp_path / "copy" / "model.safetensors"

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_ray_actors.py
-"""A group over Ray actors gives what one process gives; pixel values reach stage 0 alone; errors
-come back as the worker's own; a process that dies ends the group."""
+"""A group over Ray actors, which gives the results of one process. Pixel values reach only stage 0,
+errors come back as the worker's own, and a process that dies ends the group."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ with warnings.catch_warnings():
     from megatron_vlm.controller import ray_actors
     from megatron_vlm.controller.ray_actors import WorkerActor, share_ray_group, start_ray_group
 
-# Of Ray and what it imports; not ours to fix.
+# These warnings come from Ray and its imports, and cannot be fixed here.
 pytestmark = [
     pytest.mark.slow,  # starting Ray and its actors takes most of a minute
     pytest.mark.usefixtures("ray_lock"),
@@ -38,7 +38,7 @@ pytestmark = [
         "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
     ),
 ]
-CPUS = 0.25  # of each actor: more actors than cores
+CPUS = 0.25  # the share of each actor: there are more actors than cores
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def cluster() -> Iterator[None]:
 
 
 class WeighingActor(WorkerActor):
-    """It keeps the size of the pixel values that the last call brought."""
+    """An actor that keeps the size of the pixel values of the last call."""
 
     def call_on_part(self, number: int, method: str, batch: Any, pixels: Any, *args: Any) -> Any:
         self.pixel_bytes = 0 if pixels is None else pixels.nbytes
@@ -79,10 +79,10 @@ def test_results_are_those_of_one_process(group, pool, tiny, tmp_path, record_pr
 
 def test_routing_is_that_of_one_process(cluster, pool, tiny):
     path = tiny(**EXPERTS)
-    [want] = pool.run(call, 1, path, layout(), routes)
+    [expected] = pool.run(call, 1, path, layout(), routes)
     made = start_ray_group(layout(dp=2, ep=2).config(path), processes=2, cpus=CPUS)
     try:
-        check_group_routes(group_routes(made), want)
+        check_group_routes(group_routes(made), expected)
     finally:
         made.close()
 
@@ -107,7 +107,7 @@ def test_pixel_values_reach_stage_0_alone(group):
 
 
 def halved(log_probs_N: Tensor, weights_N: Tensor, *, part: float = 0.5) -> tuple[Any, Any]:
-    """Defined by the controller; the actors do not know it beforehand."""
+    """Compute a loss that the controller defines; the actors do not know it beforehand."""
     return -part * weights_N * log_probs_N, {"weight": weights_N}
 
 
@@ -116,7 +116,8 @@ def test_a_loss_may_be_the_controllers_own_function(group):
         weights=TensorList([torch.full((len(row.ids_S),), 2.0) for row in ODD])
     )
     plain = group.forward_backward(batch)
-    own = group.forward_backward(batch, loss=halved)  # both before a result is waited for
+    # Both calls precede the first wait for a result.
+    own = group.forward_backward(batch, loss=halved)
     assert own.result().loss == pytest.approx(plain.result().loss, rel=1e-6)
     assert own.result().means == {"weight": 2.0}
     total = group.forward_backward(batch, divisor=1).result()
@@ -131,8 +132,8 @@ def test_a_reference_lives_beside_the_policy(group, tiny):
     again = reference.forward(ODD).result()
     assert all(torch.equal(a, b) for a, b in zip(before, again, strict=True))
     assert not torch.equal(group.forward(ODD).result()[0], before[0])
-    theirs = "tp=1, pp=2"
-    with raises(ConfigError, key="parallel.tp", found=2, place_has="rank ", problem_has=theirs):
+    degrees = "tp=1, pp=2"
+    with raises(ConfigError, key="parallel.tp", found=2, place_has="rank ", problem_has=degrees):
         share_ray_group(group, layout(tp=2).config(tiny()), training=False)
 
 
@@ -161,7 +162,7 @@ def test_calls_are_done_in_order_though_nothing_is_waited_for(group):
 
 
 def test_ray_may_be_shut_down_while_calls_are_under_way():
-    """In a process of its own, which ends while its calls are under way."""
+    """A process of its own ends while its calls are pending."""
     code = """
 import ray
 from megatron_vlm.controller.ray_actors import ActorPool
@@ -187,7 +188,7 @@ if SHUT_DOWN:
             timeout=120,
         )
         assert done.returncode == 0 and "SIGTERM handler" not in done.stderr, done.stderr
-        # Ray was shut down or, if that is seen first, "rank 0: its process has died".
+        # Ray was shut down or, if that is noticed first, "rank 0: its process has died".
         assert done.stdout.strip() == ("{'the group has ended:'} False" if shut_down else "")
 
 
@@ -203,7 +204,7 @@ def test_no_room_is_an_error(cluster, tiny, monkeypatch):
 
 @pytest.mark.slow  # a cluster of its own
 def test_actors_get_a_gpu_where_there_are_some():
-    """Ray takes our word for the number of GPUs."""
+    """Ray accepts the number of GPUs that it is given."""
     code = (
         "import ray; from megatron_vlm.distributed.ray_cluster import gpus_of_rank as g\n"
         "for count in (0, 2):\n"
@@ -215,11 +216,11 @@ def test_actors_get_a_gpu_where_there_are_some():
 
 
 def test_a_process_that_dies_ends_the_group(group, monkeypatch):
-    """The last test of this group."""
+    """The group ends here, so this is its last test."""
     monkeypatch.setattr(ray_actors, "RAY_GRACE_S", 1.0)
     ray.kill(group.ranks.crew.actors[3])
     for future in (group.forward(ODD), group.optim_step()):
         with raises(WorkerError, place="the group has ended: rank 3"):
             future.result()
     with raises(WorkerError, place="the group has ended: rank 3"):
-        group.optim_step().result()  # asked of a group that has already ended
+        group.optim_step().result()  # called on a group that has already ended

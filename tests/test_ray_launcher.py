@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_ray_launcher.py
-"""`launch=ray` on a real cluster of two nodes, each with its own processes and one CPU: the same
-losses as without Ray, digit for digit, and the run resumes after a lost actor or node."""
+"""`launch=ray` on a real cluster of two nodes, each with its own processes and one CPU. The losses
+are those without Ray, digit for digit, and the run resumes after a lost actor or node."""
 
 import os
 import signal
@@ -71,21 +71,21 @@ def wait_for_step(job: subprocess.Popen, run: Path, step: int) -> None:
 
 
 def actor_pids() -> list[int]:
-    """Of the processes that Ray names after a rank."""
-    found = []
+    """Return the ids of the processes that Ray names after a rank."""
+    pids = []
     for entry in Path("/proc").iterdir():
         try:
             line = (entry / "cmdline").read_bytes()
         except OSError:
             continue
         if line.startswith((b"ray::rank", b"ray::TrainActor")):
-            found.append(int(entry.name))
-    return sorted(found)
+            pids.append(int(entry.name))
+    return sorted(pids)
 
 
 @contextmanager
 def stopped(pids: list[int]) -> Iterator[None]:
-    """The processes do nothing for a while."""
+    """Suspend the processes for a while."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     yield
@@ -95,7 +95,7 @@ def stopped(pids: list[int]) -> Iterator[None]:
 
 
 def whole(folder: Path, model: str, pool) -> list[tuple]:
-    """The run without Ray, at DP=2."""
+    """Return the steps of the run without Ray, at DP=2."""
     if not (folder / "whole" / "export").exists():
         status, _, err = go_pooled(pool, 2, folder, model, "whole", *overrides())
         assert status == 0, err
@@ -117,24 +117,29 @@ def test_learning_from_samples_is_what_it_is_without_ray(cluster, folder, tiny, 
     without = learnt(pool, 2, folder, model, "rl-without", *more)
     ray = ["launch=ray", f"launch.ray_address={cluster.address}"]
     program = [sys.executable, "-m", "megatron_vlm.cli", "rl"]
-    given = [*program, *words(folder, model, "rl-with", *more, *ray)]
-    done = subprocess.run(given, capture_output=True, text=True, env=outside_of_jobs(), timeout=280)
+    argv = [*program, *words(folder, model, "rl-with", *more, *ray)]
+    done = subprocess.run(argv, capture_output=True, text=True, env=outside_of_jobs(), timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert samples(folder / "rl-with") == samples(without)
     assert furthest(folder / "rl-with", without) == 0
 
 
 def test_a_cluster_of_its_own_stays_on_loopback(folder, tiny):
-    given = overrides("launch=ray", "launch.processes=1", "train.steps=100000")
+    options = overrides("launch=ray", "launch.processes=1", "train.steps=100000")
     env = {name: value for name, value in outside_of_jobs().items() if name != "RAY_ADDRESS"}
-    job = subprocess.Popen(command(folder, tiny(), "own", *given), env=env, stdout=subprocess.PIPE)
+    job = subprocess.Popen(
+        command(folder, tiny(), "own", *options), env=env, stdout=subprocess.PIPE
+    )
     try:
         wait_for_step(job, folder / "own", 2)
-        found = listening(descendants(job.pid))
+        addresses = listening(descendants(job.pid))
     finally:
         job.terminate()
         job.communicate(timeout=200)
-    assert len(found) > 4 and {address for address, _ in found if not is_loopback(address)} == set()
+    assert (
+        len(addresses) > 4
+        and {address for address, _ in addresses if not is_loopback(address)} == set()
+    )
 
 
 def test_a_lost_actor_starts_the_job_again(cluster, folder, tiny, pool):
@@ -159,13 +164,14 @@ def test_a_lost_node_leaves_fewer_replicas(cluster, folder, tiny, pool):
     steps = {step["step"]: step for step in steps_of(folder / "node")}
     expected = whole(folder, tiny(), pool)
     assert [step for step, *_ in values(list(steps.values()))] == list(range(STEPS))
-    for found, wanted in zip(values(list(steps.values())), expected, strict=True):
-        assert found[1:3] == pytest.approx(wanted[1:3], rel=2e-4)  # another layout rounds otherwise
+    for actual, reference in zip(values(list(steps.values())), expected, strict=True):
+        # Another layout rounds otherwise.
+        assert actual[1:3] == pytest.approx(reference[1:3], rel=2e-4)
 
 
 @pytest.mark.parametrize("address", ["auto", "127.0.0.1:port", "nowhere://x"])
 def test_a_ray_that_does_not_start_is_said(address, monkeypatch):
-    """ray.init raises many kinds, of its time-out for a start Exception itself."""
+    """Errors of ray.init are of many kinds: a start that times out raises Exception itself."""
     from megatron_vlm.distributed.launch.ray_launcher import run_ray_job
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -182,7 +188,7 @@ def test_how_many_ranks():
 
     assert ranks(7, tp=2) == 6 and ranks(4) == 4
     assert ranks(8, processes=4, pp=2) == 4
-    assert ranks(3, restart=1, processes=4, pp=2) == 2  # what is left
+    assert ranks(3, restart=1, processes=4, pp=2) == 2  # the remaining room
     with raises(ConfigError, key="launch.processes", found=4, problem_has="room for 4"):
         ranks(4, tp=8)
     with raises(ConfigError, key="launch.processes", found=3, problem_has="room for 8"):
