@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_retention.py
-"""Checkpoint folders: a crash, a full disk or a flipped bit never costs the checkpoint before."""
+"""Checkpoint folders: no crash, full disk or flipped bit costs the previous checkpoint."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ def make(
     parent: Manifest | None = None,
     writer: str | None = RUN,
 ) -> Path:
-    """A complete checkpoint."""
+    """Write a complete checkpoint and return its folder."""
     folder = step_folder(run, step)
     partial = begin(folder, writer)
     records = [write_file(partial / name, [data[:99], data[99:]]) for name, data in files.items()]
@@ -51,7 +51,10 @@ def make(
 
 
 def go_on(run: Path, steps: Iterable[int], parent: Manifest | None = None, **rules) -> Manifest:
-    """A line of checkpoints, whose contents tell what came before; pruned where there are rules."""
+    """Write a line of checkpoints and return the last manifest.
+
+    Their contents name the checkpoint before the line. With rules, each save prunes the run.
+    """
     history = "" if parent is None else parent.id
     for step in steps:
         files = {"state.json": f"{history} {step}".encode()}
@@ -78,7 +81,7 @@ def test_the_newest_is_found(tmp_path):
     (tmp_path / "notes").mkdir()
     assert find_latest(tmp_path) == tmp_path / "step-100000000"
     verify(find_latest(tmp_path))
-    make(tmp_path, 12)  # what was written last counts, whatever its step
+    make(tmp_path, 12)  # the last one written counts, even with a lower step
     assert find_latest(tmp_path) == tmp_path / "step-00000012"
 
 
@@ -90,7 +93,7 @@ def test_partial_is_passed_over_and_goes_with_the_next_save(tmp_path, caplog):
     assert "step-00000002.partial: it was never completed" in caplog.text
     make(tmp_path, 3)
     assert steps(tmp_path) == [1, 3]
-    # The same step: what a crash left of it is not mixed with what is written now.
+    # Files that a crash left of the same step are not mixed with the new ones.
     write_file(begin(step_folder(tmp_path, 4), RUN) / "rank-00007.safetensors", [b"half"])
     assert {path.name for path in make(tmp_path, 4).iterdir()} == {*(*FILES, MARK, "complete.json")}
 
@@ -158,11 +161,12 @@ def test_a_share_is_part_of_the_files(tmp_path):
 def test_replacing_a_checkpoint_survives_a_crash_in_between(tmp_path):
     make(tmp_path, 1)
     folder = make(tmp_path, 2)
-    # As a crash between the two renames leaves it.
+    # A crash between the two renames leaves this state.
     aside = folder.rename(folder.with_name(folder.name + ".aside1"))
     begin(folder, RUN)
     assert find_latest(tmp_path) == aside
-    # The same again: then one of the two is enough, also where a crash came before its removal.
+    # When the step is written again, the copy put aside is no longer needed. It stays until `keep`
+    # removes it, as after a crash before its removal.
     head = read_manifest(make(tmp_path, 2))
     assert find_latest(tmp_path) == folder
     assert names(tmp_path) == ["step-00000001", "step-00000002", aside.name]
@@ -174,7 +178,7 @@ def test_replacing_a_checkpoint_survives_a_crash_in_between(tmp_path):
 
 @pytest.mark.parametrize("writer", [RUN, None])
 def test_only_what_belongs_to_no_run_is_replaced_by_something_else(writer, tmp_path, caplog):
-    """A group's `save` is told a folder, and writes it over; a run's checkpoints stay."""
+    """A group's `save` overwrites the folder that it gets; the checkpoints of a run stay."""
     folder = make(tmp_path, 2, writer=writer)
     with caplog.at_level(logging.WARNING):
         make(tmp_path, 2, {"new": b"new"}, writer=writer)
@@ -184,7 +188,7 @@ def test_only_what_belongs_to_no_run_is_replaced_by_something_else(writer, tmp_p
     else:
         assert (tmp_path / "step-00000002.aside1" / "state.json").exists()
         assert "step-00000002.aside1\n" in caplog.text
-    # What is none of ours stays, too, whoever writes.
+    # Files that no checkpoint wrote stay, too, with a writer and without one.
     (folder / "thesis.txt").write_text("mine")
     make(tmp_path, 2, {"newer": b"newer"}, writer=writer)
     [thesis] = tmp_path.glob("*/thesis.txt")
@@ -225,7 +229,7 @@ def test_retention_does_not_count_the_damaged(tmp_path):
 
 
 def test_what_was_just_written_is_never_removed(tmp_path):
-    """Both checkpoints are damaged and the run begins anew: theirs are the higher steps."""
+    """When a run starts anew because both checkpoints are damaged, these have the higher steps."""
     go_on(tmp_path, range(3, 19, 3), keep_last=2)
     assert steps(tmp_path) == [15, 18]
     for step in (15, 18):
@@ -246,9 +250,9 @@ def test_a_line_that_was_left_is_neither_gone_on_from_nor_removed(tmp_path):
     twelve = read_manifest(step_folder(tmp_path, 12))
     new = go_on(tmp_path, (15,), twelve, keep_last=3)  # other contents: another line
     assert find_latest(tmp_path) == step_folder(tmp_path, 15)
-    left = ["step-00000015.aside1", "step-00000018"]
-    assert [path.name for path in other_lines(tmp_path, new)] == left
-    assert names(tmp_path) == ["step-00000012", "step-00000015", *left]
+    abandoned = ["step-00000015.aside1", "step-00000018"]
+    assert [path.name for path in other_lines(tmp_path, new)] == abandoned
+    assert names(tmp_path) == ["step-00000012", "step-00000015", *abandoned]
     new = go_on(tmp_path, (18, 21), new, keep_last=1)
     assert names(tmp_path) == ["step-00000015.aside1", "step-00000018.aside1", "step-00000021"]
     assert other_lines(tmp_path, new) == [tmp_path / name for name in names(tmp_path)[:2]]
@@ -256,7 +260,7 @@ def test_a_line_that_was_left_is_neither_gone_on_from_nor_removed(tmp_path):
 
 
 def test_what_others_wrote_is_never_removed(tmp_path, caplog):
-    """Another run's checkpoints, a file that somebody put into ours, folders with such names."""
+    """Another run's checkpoints, added files and folders with similar names are never removed."""
     (tmp_path / "notes.partial").mkdir()
     make(tmp_path, 1, {"a": b"a"}, writer="another run")
     head = go_on(tmp_path, (2, 3), read_manifest(step_folder(tmp_path, 1)))
@@ -268,7 +272,7 @@ def test_what_others_wrote_is_never_removed(tmp_path, caplog):
         *("notes.partial", "step-00000001", "step-00000002", "step-00000005")
     ]
     check_leftovers(tmp_path, RUN)
-    (tmp_path / "step-00000006.partial").mkdir()  # a crash may leave this of ours
+    (tmp_path / "step-00000006.partial").mkdir()  # a crash of this run may leave it
     check_leftovers(tmp_path, RUN)
     (tmp_path / "step-00000006.partial" / "thesis.txt").touch()
     for refusing in (
@@ -286,7 +290,7 @@ def test_what_others_wrote_is_never_removed(tmp_path, caplog):
 
 
 def test_checkpoints_without_a_line_are_read(tmp_path):
-    """As they were written before: complete.json had the files alone."""
+    """Earlier versions wrote only the list of files into complete.json."""
     old = make(tmp_path, 8)
     content = json.loads((old / "complete.json").read_text())
     assert content["serial"] == 1
@@ -308,12 +312,12 @@ def test_folders_that_cannot_be_written(tmp_path):
         find_latest(tmp_path / "run")
     partial_of(step_folder(tmp_path, 1)).write_text("a file")
     partial_of(step_folder(tmp_path, 2)).symlink_to("nothing")
-    ours = begin(step_folder(tmp_path, 4), RUN)
-    partial_of(step_folder(tmp_path, 3)).symlink_to(ours)  # that would empty the other one
+    partial = begin(step_folder(tmp_path, 4), RUN)
+    partial_of(step_folder(tmp_path, 3)).symlink_to(partial)  # emptying it would empty the other
     for step in (1, 2, 3):
         with pytest.raises(CheckpointError, match=rf"step-0000000{step}.partial: is in the way"):
             begin(step_folder(tmp_path, step), RUN)
-    # Where a checkpoint belongs, anything else is put aside.
+    # Anything else at the path of a checkpoint is put aside.
     step_folder(tmp_path, 5).symlink_to("nothing")
     step_folder(tmp_path, 6).write_text("a file")
     for step in (5, 6):
@@ -336,7 +340,7 @@ def test_full_disk(tmp_path):
 
 
 def test_commit_looks_for_every_file(tmp_path):
-    """A node that writes to a disk of its own would leave a checkpoint without its files."""
+    """A node that writes to its local disk would leave a checkpoint without files."""
     partial = begin(step_folder(tmp_path, 1), RUN)
     records = [write_file(partial / name, [data]) for name, data in FILES.items()]
     (partial / "state.json").unlink()
@@ -376,7 +380,7 @@ def test_what_is_read_stays_until_then(tmp_path):
     head = go_on(tmp_path, (1, 2), keep_last=1)
     with held_checkpoint(tmp_path) as folder:
         assert folder == step_folder(tmp_path, 2)
-        with held_checkpoint(folder):  # by its own name, too, and by several at a time
+        with held_checkpoint(folder):  # a second reader, which names the checkpoint itself
             head = go_on(tmp_path, (3,), head, keep_last=1)
         head = go_on(tmp_path, (4,), head, keep_last=1)
         assert steps(tmp_path) == [2, 4]
@@ -386,16 +390,16 @@ def test_what_is_read_stays_until_then(tmp_path):
 
 
 def test_a_reader_takes_the_next_where_one_is_removed_under_it(tmp_path):
-    """A run that does nothing but write checkpoints, and keeps the last one alone."""
+    """The run does nothing but write checkpoints, and keeps only the last one."""
     writer = WRITER.replace("keep(run, head, 2, 5)", "keep(run, head, 1)")
     go_on(tmp_path, (1,))
-    command, seen = [sys.executable, "-c", writer, str(tmp_path)], set()
+    command, verified = [sys.executable, "-c", writer, str(tmp_path)], set()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         try:
-            while len(seen) < 20:
+            while len(verified) < 20:
                 with held_checkpoint(tmp_path) as folder:
                     verify(folder)
-                seen.add(folder)
+                verified.add(folder)
                 assert process.poll() is None
         finally:
             process.kill()
@@ -411,8 +415,8 @@ def test_killed_at_random_moments(kills, tmp_path):
             times = [(writer.stdout.readline(), time.monotonic()) for _ in range(3)]
             time.sleep(rng.uniform(0, times[1][1] - times[0][1]))
             writer.send_signal(signal.SIGKILL)
-            said = [line for line, _ in times] + writer.stdout.readlines()
-        complete = max(int(line[4:]) for line in said if line.startswith("end "))
+            output = [line for line, _ in times] + writer.stdout.readlines()
+        complete = max(int(line[4:]) for line in output if line.startswith("end "))
         cut_short += any(tmp_path.glob("*.partial"))
         latest = find_latest(tmp_path)
         assert latest is not None and int(latest.name[5:13]) >= complete

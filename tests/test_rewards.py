@@ -1,6 +1,5 @@
 # .venv/bin/python -m pytest tests/test_rewards.py
-"""Users' reward functions and environments: what they may return, how long they may take, and how
-they may end."""
+"""Users' reward functions and environments: valid results, time limits and ways to end."""
 
 import datetime
 import os
@@ -34,7 +33,7 @@ Judging = Callable[..., RewardPool]
 
 @pytest.fixture
 def judging(tmp_path) -> Iterator[Judging]:
-    """judging(source, "rewards.py:score") -> judges of this file, closed in the end."""
+    """Yield judging(source, "rewards.py:score") -> judges of this file, closed at the end."""
     made = []
 
     def make(
@@ -58,14 +57,14 @@ def judging(tmp_path) -> Iterator[Judging]:
 def answers(
     judges: RewardPool, *said: str, record: Any = None, first: int = 0
 ) -> list[Future[EnvStep]]:
-    """The answers are all given at once, each in an episode of its own."""
+    """Submit all answers at once, each in its own episode, and return the futures."""
     for place in range(first, first + len(said)):
         judges.begin(place, record or {}, f"data.jsonl:{place}").result(PATIENCE_S)
     return [judges.step(first + place, answer) for place, answer in enumerate(said)]
 
 
 def rewards(futures: list[Future[EnvStep]]) -> list[float | str]:
-    """Rewards, and errors in words."""
+    """Return the reward of each future, or the text of its error."""
     return [
         str(error) if (error := future.exception(PATIENCE_S)) else future.result().reward
         for future in futures
@@ -113,22 +112,22 @@ WRONG = {
 
 def test_results_of_a_reward(judging):
     judges = judging(EVAL, "rewards.py:score")
-    found = [future.result(PATIENCE_S) for future in answers(judges, *RIGHT)]
-    assert [(each.reward, list(each.messages), each.figures) for each in found] == [
+    results = [future.result(PATIENCE_S) for future in answers(judges, *RIGHT)]
+    assert [(each.reward, list(each.messages), each.figures) for each in results] == [
         (each.reward, [], each.figures) for each in RIGHT.values()
     ]
     futures = answers(judges, *WRONG, first=100)
-    for place, (future, said) in enumerate(zip(futures, WRONG.values(), strict=True)):
+    for place, (future, expected) in enumerate(zip(futures, WRONG.values(), strict=True)):
         error = future.exception(PATIENCE_S)
         assert isinstance(error, DataError)
         assert str(error).startswith(f"data.jsonl:{100 + place}: ")
         assert error.key == "rl.reward" and str(error.found).endswith("rewards.py:score")
-        assert error.problem.startswith(said) or said.startswith("not a finite")
-        assert said in error.problem and "rl.failed_reward=0" in error.remedy
+        assert error.problem.startswith(expected) or expected.startswith("not a finite")
+        assert expected in error.problem and "rl.failed_reward=0" in error.remedy
 
 
 def test_an_error_says_where_it_was_raised(judging, tmp_path, capfd):
-    """In the user's own folder, also where a library raised it or a neighbour did."""
+    """The place is in the user's own folder, even if a library or a neighbour module raised it."""
     (tmp_path / "neighbour.py").write_text("def parse(text):\n    return {}[text]\n")
     judges = judging(
         """
@@ -173,7 +172,7 @@ def test_what_is_raised_is_shown_as_text_and_within_bounds(judging, capfd):
 
 
 def test_messages_that_cannot_be_sent_are_wrong_at_once(judging):
-    """Where a process cannot answer for another reason, it says so, too: nobody waits."""
+    """A process that cannot reply for another reason reports that, too, so nobody waits."""
     judges = judging(
         """
         from megatron_vlm.rl.environment import EnvStep
@@ -223,7 +222,7 @@ def test_coroutines_run_at_the_same_time(judging):
 
 
 def test_a_coroutine_has_a_time_of_its_own(judging):
-    """One that is late is cancelled, and its process and the others stay."""
+    """A late coroutine is cancelled; its process and the other coroutines stay."""
     judges = judging(
         """
         import asyncio, os
@@ -241,7 +240,7 @@ def test_a_coroutine_has_a_time_of_its_own(judging):
     assert late.startswith("data.jsonl:2: ")
 
 
-# In a plain function nothing can be cancelled; the last keeps Python's lock.
+# Nothing in a plain function can be cancelled. The last one keeps Python's lock.
 HANGING = ("time.sleep(60)", "while_true()", "sum(range(10**13))")
 
 
@@ -282,7 +281,7 @@ def test_waiting_for_others_takes_none_of_the_time(judging):
 
 
 def test_what_returns_late_is_late(judging):
-    """Before its process would have been ended, and without an end to it."""
+    """The call returns before its process would have been ended, and the process stays."""
     judges = judging(
         """
         import os, time
@@ -300,7 +299,7 @@ def test_what_returns_late_is_late(judging):
 
 @pytest.mark.parametrize("blocking", ["time.sleep(60)", "await refuse()"])
 def test_a_coroutine_that_cannot_be_cancelled_is_known(judging, blocking):
-    """It takes the others' process from them; they are asked again."""
+    """Its process ends with it, and the other calls of the process are made again."""
     judges = judging(
         f"""
         import asyncio, time
@@ -322,8 +321,8 @@ def test_a_coroutine_that_cannot_be_cancelled_is_known(judging, blocking):
         "rewards.py:score",
         timeout_s=SHORT_S,
     )
-    one, late, *others = rewards(answers(judges, "1", "hang", "2", "3", "4"))
-    assert [one, *others] == [1.0, 2.0, 3.0, 4.0]
+    first, late, *later = rewards(answers(judges, "1", "hang", "2", "3", "4"))
+    assert [first, *later] == [1.0, 2.0, 3.0, 4.0]
     assert "data.jsonl:1: " in late and "took longer than rl.timeout=0.5 seconds" in late
 
 
@@ -350,11 +349,11 @@ def test_a_call_that_kills_its_process_three_times(judging, tmp_path, kind, dead
         """,
         "rewards.py:score",
     )
-    one, died, *others = rewards(answers(judges, "1", "die", "2", "3"))
-    assert [one, *others] == [1.0, 2.0, 3.0]
+    first, died, *later = rewards(answers(judges, "1", "die", "2", "3"))
+    assert [first, *later] == [1.0, 2.0, 3.0]
     assert f"rewards.py:score was asked 3 times, and its process {words}" in died
     assert "data.jsonl:1: " in died and "mend it, or set rl.failed_reward=0" in died
-    # Once more where the machine is so busy that a process was gone before it was heard to begin.
+    # On a busy machine a process may end before it reports its start: the call is then made again.
     assert (tmp_path / "deaths").read_text() in ("xxx", "xxxx")
 
 
@@ -375,8 +374,8 @@ def test_a_process_that_dies_once_is_started_again(judging):
     [pid] = rewards(answers(judges, "x"))
     os.kill(int(pid), signal.SIGKILL)  # between calls
     time.sleep(0.05)
-    [other] = rewards(answers(judges, "x", first=1))
-    assert other != pid
+    [new_pid] = rewards(answers(judges, "x", first=1))
+    assert new_pid != pid
 
 
 COUNTING = """
@@ -417,13 +416,13 @@ def test_an_environment_gets_its_state_again(judging, tmp_path, asynchronous):
     assert judges.step(0, "two").result(PATIENCE_S).reward == 3
     late = judges.step(1, "hang").exception(PATIENCE_S)
     assert "B: " in str(late) and "rewards.py:Counting: step took" in str(late)
-    told = judges.step(0, "three").result(PATIENCE_S)
-    assert (told.reward, told.figures) == (4, {"turns": 1})
-    assert [dict(message) for message in told.messages] == [
+    result = judges.step(0, "three").result(PATIENCE_S)
+    assert (result.reward, result.figures) == (4, {"turns": 1})
+    assert [dict(message) for message in result.messages] == [
         {"role": "user", "content": "A one two three"}
     ]
-    told = judges.step(0, "four").result(PATIENCE_S)  # no replay: it lives
-    assert told.reward == 5
+    result = judges.step(0, "four").result(PATIENCE_S)  # no replay, as the environment is alive
+    assert result.reward == 5
     log = [line[2:] for line in (tmp_path / "log").read_text().split("\n") if line[:1] == "A"]
     assert log == ["reset", "one", "two", "reset", "one", "two", "three", "four"]
 
@@ -473,10 +472,10 @@ def test_an_environment_sees_and_shows_pictures(judging, tmp_path):
 def test_pictures_of_every_mode_travel(mode):
     image = picture("L").convert("I").convert(mode) if mode == "I;16" else picture(mode)
     image.info["exif"] = b"Exif"
-    found = pack_and_unpack({"pictures": [b"before", image]})["pictures"][1]
-    assert (found.mode, found.size, found.info) == (mode, image.size, {"exif": b"Exif"})
-    assert found.tobytes() == image.tobytes()
-    assert found.getpalette() == image.getpalette()
+    unpacked = pack_and_unpack({"pictures": [b"before", image]})["pictures"][1]
+    assert (unpacked.mode, unpacked.size, unpacked.info) == (mode, image.size, {"exif": b"Exif"})
+    assert unpacked.tobytes() == image.tobytes()
+    assert unpacked.getpalette() == image.getpalette()
 
 
 def test_transparency_of_a_palette_travels():
@@ -506,8 +505,8 @@ def test_values_travel(name):
 
 
 def test_values_of_numpy_travel_as_pythons():
-    found = pack_and_unpack([np.float32(0.5), np.bool_(True), np.arange(3), (1, 2), Path("a/b")])
-    assert repr(found) == "[0.5, True, [0, 1, 2], [1, 2], 'a/b']"
+    unpacked = pack_and_unpack([np.float32(0.5), np.bool_(True), np.arange(3), (1, 2), Path("a/b")])
+    assert repr(unpacked) == "[0.5, True, [0, 1, 2], [1, 2], 'a/b']"
 
 
 def test_what_cannot_travel_is_named(judging):
@@ -551,15 +550,15 @@ def test_wrong_results_of_an_environment(judging):
         "rewards.py:Wrong",
     )
     futures = answers(judges, *WRONG_STEPS, record={"first": "None"})
-    for said, error in zip(WRONG_STEPS.values(), rewards(futures), strict=True):
-        assert "rewards.py:Wrong: step " in error and said in error, error
-    for place, (first, said) in enumerate(
+    for expected, error in zip(WRONG_STEPS.values(), rewards(futures), strict=True):
+        assert "rewards.py:Wrong: step " in error and expected in error, error
+    for place, (first, expected) in enumerate(
         {"[]": "returned no messages; for those of the record it is None", "1": "messages 1 (int)"}
         .items()
     ):  # fmt: skip
         error = judges.begin(100 + place, {"first": first}, "w").exception(PATIENCE_S)
         assert isinstance(error, DataError) and (error.place, error.key) == ("w", "rl.environment")
-        assert "reset " in error.problem and said in error.problem
+        assert "reset " in error.problem and expected in error.problem
 
 
 NAMES = {
@@ -594,12 +593,12 @@ def test_names_that_are_refused(judging, tmp_path, kind, name):
         class Game:
             def reset(self, record): pass
     """
-    said = (NAMES if kind == "reward" else ENVIRONMENTS)[name]
+    expected = (NAMES if kind == "reward" else ENVIRONMENTS)[name]
     with pytest.raises(ConfigError) as refused:
         judging(source, **{kind: name}, processes=2)
     error = refused.value
     assert (error.key, error.found) == (f"rl.{kind}", str(tmp_path / name))
-    assert said in str(error)
+    assert expected in str(error)
     if name == "missing.py:score":
         assert str(refused.value).endswith(f" at {tmp_path / 'missing.py'}:2")
 
@@ -640,15 +639,15 @@ def test_a_failed_reward_stands_for_errors(judging):
         failed_reward=-1.0,
     )
     failed = EnvStep(-1.0, (), {"failed": 1.0})
-    found = answers(judges, "1 / 0", "time.sleep(60)", "os._exit(3)", "1", record={"first": "0"})
-    *wrong, right = [future.result(PATIENCE_S) for future in found]
+    futures = answers(judges, "1 / 0", "time.sleep(60)", "os._exit(3)", "1", record={"first": "0"})
+    *wrong, right = [future.result(PATIENCE_S) for future in futures]
     assert wrong == [failed] * 3 and right.reward == 1.0 and len(right.messages) == 1
     assert judges.begin(9, {"first": "1 / 0"}, "begin").result(PATIENCE_S) is None
     assert judges.step(9, "1").result(PATIENCE_S) == failed
 
 
 def test_episodes_are_dealt_to_those_with_the_fewest(judging):
-    """An episode stays where it is; when it has ended, its environment is let go."""
+    """An episode stays in its process, which releases its environment when it ends."""
     judges = judging(
         """
         import gc, os
@@ -692,7 +691,7 @@ def test_a_process_is_small_and_apart(judging, capfd, monkeypatch):
     )
     [group] = rewards(answers(judges, "x"))
     assert isinstance(group, float), group
-    assert group != os.getpgrp()  # which Ctrl-C is sent to
+    assert group != os.getpgrp()  # Ctrl-C is sent to the trainer's group
     out, err = capfd.readouterr()
     assert "said by a user" in err and not out
 
@@ -722,24 +721,24 @@ future.result()
 
 @pytest.mark.timeout(60)
 def test_processes_end_with_a_killed_trainer(tmp_path):
-    """They hold its output open, too. The second can run no Python that would notice."""
+    """They also hold its output open. The second cannot run Python code that would notice."""
     file = tmp_path / "rewards.py"
-    said = "print('asked' + sys.stdin.read())"
-    file.write_text(f"import sys, time\ndef score(record, answer): {said}; return eval(answer)\n")
+    wait = "print('asked' + sys.stdin.read())"
+    file.write_text(f"import sys, time\ndef score(record, answer): {wait}; return eval(answer)\n")
     marked = Marked(outside_of_jobs())
     trainer = subprocess.Popen(
         [sys.executable, "-c", HOLDING, f"{file}:score"],
         env=marked.environment,
-        stdin=subprocess.PIPE,  # is not theirs: they would wait for it
+        stdin=subprocess.PIPE,  # the processes must not inherit it: they would wait for it
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
     try:
-        # Of two processes, which may say it at the same time.
+        # Two processes print it, possibly at the same time.
         assert b"".join(trainer.stderr.readline() for _ in range(2)).count(b"asked") == 2
         assert len(marked.alive()) == 3
         trainer.kill()
-        trainer.communicate(timeout=END_S)  # until all that hold its output are gone
+        trainer.communicate(timeout=END_S)  # until every holder of its output is gone
     finally:
         trainer.kill()
         marked.check_all_gone()

@@ -1,6 +1,9 @@
 # .venv/bin/python -m pytest tests/test_rl.py
-"""Learning from samples as a user starts it: every layout draws the same and learns the same, a run
-resumes bit for bit, and what the model is trained on is what it has seen and said."""
+"""Training on samples, started as a user starts it.
+
+Every layout draws and learns the same, a run resumes bit for bit, and the model is trained on the
+tokens that it has seen and produced.
+"""
 
 import json
 import os
@@ -24,7 +27,7 @@ from tests.sets import write_set
 
 TASKS = Path(__file__).parent / "rl_tasks.py"
 STEPS = 3
-# Of weights after three steps of Adam with lr 1e-3. Measured worst case: 1.2e-7.
+# Weights after three steps of Adam with lr 1e-3. Measured worst case: 1.2e-7.
 TOLERANCE = 1e-6
 
 
@@ -37,8 +40,11 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tiny, tmp_path_factory) -> str:
-    """A random model that ends an answer after some tokens, which others do one time in 500: the
-    end's row of the head points where hidden states mostly do."""
+    """Return a random model that ends an answer after some tokens.
+
+    Other random models end one answer in 500. Here the end token's row of the head points in the
+    direction of most hidden states.
+    """
     folder = tmp_path_factory.mktemp("ends") / "model"
     shutil.copytree(tiny(deepstack=1, from_scratch=True), folder)
     hf = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
@@ -64,7 +70,7 @@ def words(folder: Path, model: str, run: str, *more: str) -> list[str]:
         "train.global_batch_size": 3,
         "train.micro_batch_size": 4,
         "optim.lr": 1e-3,
-        "optim.eps": 1e-3,  # or it would turn rounding of gradients near zero into steps
+        "optim.eps": 1e-3,  # a smaller one turns rounding of gradients near zero into steps
         "optim.schedule": "constant",
         "log.report": False,
         "launch.timeout_minutes": 2,
@@ -87,7 +93,7 @@ def run_rank(given: list[str]) -> tuple[int, str, str]:
 
 
 def go(pool, world: int, folder: Path, *args: str) -> tuple[int, str, str]:
-    """Rank 0's status and words."""
+    """Run all ranks and return the status, stdout and stderr of rank 0."""
     answers = pool.run(run_rank, world, words(folder, *args))
     assert len({status for status, _, _ in answers}) == 1, answers
     return answers[0]
@@ -100,8 +106,8 @@ def learnt(pool, world: int, folder: Path, *args: str) -> Path:
 
 
 def lines(run: Path, kind: str) -> list[dict]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in records if line["kind"] == kind]
 
 
 def samples(run: Path) -> list[dict]:
@@ -113,9 +119,9 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def furthest(one: Path, other: Path) -> float:
-    """The largest difference of a weight."""
-    theirs = weights(other)
-    return max(float((value - theirs[name]).abs().max()) for name, value in weights(one).items())
+    """Return the largest difference of a weight."""
+    others = weights(other)
+    return max(float((value - others[name]).abs().max()) for name, value in weights(one).items())
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +148,9 @@ def test_every_layout_draws_and_learns_the_same(pool, folder, model, alone, name
     run = learnt(pool, world, folder, model, name, *parallel)
     assert samples(run) == samples(alone)
     assert furthest(run, alone) < TOLERANCE
-    for mine, theirs in zip(lines(run, "rl"), lines(alone, "rl"), strict=True):
-        assert mine["reward"] == theirs["reward"]
-        assert mine["kl"] == pytest.approx(theirs["kl"], rel=1e-3, abs=1e-7)
+    for actual, expected in zip(lines(run, "rl"), lines(alone, "rl"), strict=True):
+        assert actual["reward"] == expected["reward"]
+        assert actual["kl"] == pytest.approx(expected["kl"], rel=1e-3, abs=1e-7)
 
 
 @pytest.mark.parametrize("name", ["pp2", pytest.param("pp2dp2", marks=pytest.mark.slow)])
@@ -157,7 +163,7 @@ def test_so_do_they_over_several_turns(pool, folder, model, looks, name):
 
 
 def test_the_weights_do_learn(alone, model):
-    """So that equality above says something."""
+    """Without this, the equality above would show nothing."""
     start = load_file(Path(model) / "model.safetensors")
     moved = [float((value - start[name]).abs().max()) for name, value in weights(alone).items()]
     assert min(moved) > 100 * TOLERANCE
@@ -170,7 +176,7 @@ RECIPES += [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_better_becomes_likelier(pool, folder, model, recipe):
-    """With every recipe: a random model learns to say little."""
+    """A random model learns short answers with every recipe."""
     more = [f"rl={recipe}", f"rl.reward={TASKS}:short", "train.steps=12", "rl.samples=8"]
     more += ["optim.lr=5e-3", "optim.eps=1e-8", "train.micro_batch_size=16", "rl.kl_coef=null"]
     run = learnt(pool, 1, folder, model, f"recipe-{recipe}", *more)
@@ -184,21 +190,21 @@ def test_prompts_that_are_alike_get_other_answers(pool, folder, model):
     twice.write_text(2 * (json.dumps(record) + "\n"))
     more = [f"data.train={twice}", "train.global_batch_size=2", "train.steps=1"]
     run = learnt(pool, 2, folder, model, "twice", *more, "rl.max_new_tokens=12")
-    one, other = ([each["answers"] for each in line["episodes"]] for line in samples(run))
-    assert len(one) == 4 and all(mine != theirs for mine in one for theirs in other)
+    first, second = ([each["answers"] for each in line["episodes"]] for line in samples(run))
+    assert len(first) == 4 and all(a != b for a in first for b in second)
 
 
 def test_a_run_resumes_bit_for_bit(pool, folder, model, alone):
-    name, rest = "resumed", "checkpoint.every=1"
-    learnt(pool, 1, folder, model, name, rest, "train.steps=2", "checkpoint.export=false")
-    run = learnt(pool, 1, folder, model, name, rest)
+    name, saving = "resumed", "checkpoint.every=1"
+    learnt(pool, 1, folder, model, name, saving, "train.steps=2", "checkpoint.export=false")
+    run = learnt(pool, 1, folder, model, name, saving)
     assert furthest(run, alone) == 0
     assert samples(run) == samples(alone)
     assert [line["step"] for line in lines(run, "rl")] == [0, 1, 2]
 
 
 def stopped_after_a_step(given: list[str], metrics: Path) -> int:
-    """As by SIGTERM in the middle of the second step, to one of the ranks."""
+    """Train, let one rank receive SIGTERM in the middle of the second step, return the status."""
     signals = Signals()
 
     def stop() -> None:
@@ -213,9 +219,9 @@ def stopped_after_a_step(given: list[str], metrics: Path) -> int:
 
 
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(pool, folder, model):
-    given = words(folder, model, "stopped", "parallel.pp=2", "train.steps=40")
+    arguments = words(folder, model, "stopped", "parallel.pp=2", "train.steps=40")
     metrics = folder / "stopped" / "metrics.jsonl"
-    assert pool.run(stopped_after_a_step, 2, given, metrics) == [PREEMPTED] * 2
+    assert pool.run(stopped_after_a_step, 2, arguments, metrics) == [PREEMPTED] * 2
     done = len(lines(folder / "stopped", "rl"))
     assert 1 <= done < 40
     more = ["parallel.pp=2", f"train.steps={done + 2}"]
@@ -226,15 +232,15 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(pool, folder, model):
 
 
 def test_the_reference_is_the_model_at_the_start(alone):
-    """Also after a resume: it is read from model.path."""
+    """The reference is read from model.path, also after a resume."""
     kl = [line["kl"] for line in lines(alone, "rl")]
     assert abs(kl[0]) < 1e-7 < 1e-4 < kl[1] < kl[2]
     entropy = [line["entropy"] for line in lines(alone, "rl")]
-    assert all(1 < each < 8 for each in entropy)  # of a few hundred tokens
+    assert all(1 < each < 8 for each in entropy)  # a vocabulary of a few hundred tokens
 
 
 def test_dynamic_sampling_replaces_prompts_that_teach_nothing(pool, folder, model):
-    """Only 3 of 7 records have two pictures or more, for which rewards differ."""
+    """Rewards differ only for the 3 of 7 records that have two pictures or more."""
     more = [f"rl.reward={TASKS}:equal", "rl.dynamic_sampling=true", "train.global_batch_size=2"]
     run = learnt(pool, 2, folder, model, "dynamic", *more, "data.shuffle=false")
     for line in lines(run, "rl"):
@@ -242,9 +248,9 @@ def test_dynamic_sampling_replaces_prompts_that_teach_nothing(pool, folder, mode
         assert line["alike"] == pytest.approx(1 - 2 / line["asked"])
     for sample in samples(run):
         assert len({each["reward"] for each in sample["episodes"]}) > 1
-    # In the order of the file, over the ends of epochs: records 2, 3 and 6 of 0 to 6.
-    asked = [line["asked"] for line in lines(run, "rl")]
-    assert asked == [4, 6, 4]
+    # Records 2, 3 and 6 of 0 to 6 are used, in the order of the file and across epochs.
+    prompt_counts = [line["asked"] for line in lines(run, "rl")]
+    assert prompt_counts == [4, 6, 4]
     assert [line["epoch"] for line in lines(run, "step")] == [0, 1, 1]
 
 
@@ -256,16 +262,16 @@ def test_without_it_such_prompts_stay(pool, folder, model):
 
 
 def test_what_is_averaged_over_scales_the_gradient(pool, folder, model):
-    """Dr. GRPO divides by the answers and the longest that one could be, whatever they are."""
-    norms, found = {}, {}
+    """Dr. GRPO divides by the number of answers and the maximum length, not by actual lengths."""
+    norms, metrics = {}, {}
     for name in ("tokens", "constant"):
         more = [f"rl.aggregate={name}", "train.steps=1", "rl.kl_coef=null", "optim.clip_grad=0"]
         run = learnt(pool, 2, folder, model, f"over-{name}", *more, "parallel.pp=2")
-        [line], [found[name]] = lines(run, "step"), lines(run, "rl")
+        [line], [metrics[name]] = lines(run, "step"), lines(run, "rl")
         norms[name] = line["grad_norm"]
-    assert found["tokens"]["answer_tokens"] == found["constant"]["answer_tokens"]
-    share = found["tokens"]["answer_tokens"] / 6  # of rl.max_new_tokens
-    assert 0.3 < share < 0.95  # or it would show nothing
+    assert metrics["tokens"]["answer_tokens"] == metrics["constant"]["answer_tokens"]
+    share = metrics["tokens"]["answer_tokens"] / 6  # divided by rl.max_new_tokens
+    assert 0.3 < share < 0.95  # outside this range the test would show nothing
     assert norms["constant"] / norms["tokens"] == pytest.approx(share, rel=1e-5)
 
 
@@ -273,9 +279,9 @@ def test_what_is_averaged_over_scales_the_gradient(pool, folder, model):
 def test_several_updates_of_one_step_clip(pool, folder, model, loss):
     more = [f"rl.loss={loss}", "rl.updates=3", "optim.lr=1e-2", "rl.aggregate=sequences"]
     run = learnt(pool, 2, folder, model, f"updates-{loss}", *more, "parallel.pp=2")
-    found = lines(run, "rl")
-    assert len(found) == STEPS and any(line["drift"] > 1e-3 for line in found)
-    assert 0 < sum(line["clip_fraction"] for line in found) / STEPS < 1
+    records = lines(run, "rl")
+    assert len(records) == STEPS and any(line["drift"] > 1e-3 for line in records)
+    assert 0 < sum(line["clip_fraction"] for line in records) / STEPS < 1
 
 
 def test_adapters_learn_against_the_model_without_them(pool, folder, model):
@@ -317,7 +323,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("word", REFUSED)
 def test_what_cannot_be_is_refused_at_once(folder, model, word):
-    given = words(folder, model, "refused", f"rl.reward={TASKS}:letters", word)
-    status, _, err = run_rank(given)
+    arguments = words(folder, model, "refused", f"rl.reward={TASKS}:letters", word)
+    status, _, err = run_rank(arguments)
     assert status == 2 and REFUSED[word] in err
     assert not (folder / "refused").exists()
