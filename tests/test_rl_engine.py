@@ -1,6 +1,9 @@
 # make vllm-env, then .venv/bin/python -m pytest tests/test_rl_engine.py
-"""Learning from the samples of real vLLM: what it says of its answers is what the trainer says, of
-the weights before each step, however these reach it."""
+"""Training on the samples of a real vLLM engine.
+
+The log-probs of engine and trainer agree for the weights before each step, however the weights
+reach the engine.
+"""
 
 from pathlib import Path
 
@@ -15,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not READY, reason=MISSING),
 ]
 
-# fp32 on the CPU, of log-probs from -3 to -9. Measured worst case: 3.9e-6.
+# Log-probs from -3 to -9 in fp32 on the CPU. Measured worst case: 3.9e-6.
 TOLERANCE = 2e-5
 ENGINE = [
     "rl.sampler=vllm",
@@ -34,14 +37,14 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tiny) -> str:
-    """32 is the least width of a head that vLLM's attention on the CPU takes."""
+    """Return a model with heads of width 32, the minimum of vLLM's attention on the CPU."""
     return tiny(head_dim=32, deepstack=1, from_scratch=True)
 
 
 def check(run: Path, steps: int, behind: int = 0) -> None:
-    found = lines(run, "rl")
-    assert [line["step"] for line in found] == list(range(steps))
-    for line in found:
+    records = lines(run, "rl")
+    assert [line["step"] for line in records] == list(range(steps))
+    for line in records:
         late = min(line["step"], behind)
         assert line["behind"] == late
         assert (line["apart"] < TOLERANCE) == (late == 0), line["apart"]
@@ -74,7 +77,7 @@ def test_a_resumed_run_gives_its_engine_the_weights_that_it_has(pool, folder, mo
 
 
 def test_samples_of_the_next_step_are_drawn_during_this_one(pool, folder, model):
-    """They are of the weights before it, and weighed by what these have become."""
+    """They come from the weights before this step, and importance weights correct for that."""
     ahead = ["rl.off_policy_steps=1", "optim.lr=1e-2", "train.steps=4"]
     run = learnt(pool, 2, folder, model, "ahead", *ENGINE, *ahead, "parallel.pp=2")
     check(run, 4, behind=1)

@@ -1,6 +1,9 @@
 # .venv/bin/python -m pytest tests/test_rl_report.py
-"""The page of a run that learns from samples: its rewards and what explains them, and the samples
-with their pictures, however the files came about; TensorBoard has the same figures."""
+"""The page of a run that trains on samples.
+
+It shows the rewards, the figures that explain them, and the samples with their pictures, in any
+state of the files. TensorBoard has the same figures.
+"""
 
 import json
 import shutil
@@ -46,18 +49,18 @@ def rl(number, reward=0.5, **more):
 
 
 def episode(reward=1.0, *answers, heard=(), **more):
-    said = {"answers": list(answers or ["red"]), "heard": [*heard], "reward": reward}
-    return {**said, "figures": {}, "tokens": 3, "cut": False, **more}
+    fields = {"answers": list(answers or ["red"]), "heard": [*heard], "reward": reward}
+    return {**fields, "figures": {}, "tokens": 3, "cut": False, **more}
 
 
 def prompt(number, *episodes, where="a.jsonl:1", **more):
-    asked = {"step": number, "where": where, "question": "user\nWhat colour?", "images": []}
-    return {**asked, "episodes": list(episodes or [episode()]), **more}
+    fields = {"step": number, "where": where, "question": "user\nWhat colour?", "images": []}
+    return {**fields, "episodes": list(episodes or [episode()]), **more}
 
 
 @pytest.fixture
 def report(tmp_path):
-    """report(lines..., samples=..., tail=...) -> the facts of a run with these."""
+    """Return report(lines..., samples=..., tail=...) -> the facts of a run with these."""
 
     def make(*lines, samples=None, tail=""):
         run = write_run(tmp_path / "my run", lines)
@@ -71,18 +74,18 @@ def report(tmp_path):
 
 
 def steps_of(facts):
-    """Of each step that is shown: its number, what is said of it, and whether it is open."""
+    """Return (number, remark, whether it is open) of each step on the page."""
     folds = [fold for fold in facts.of(Fold) if fold.title.startswith("Step ")]
     return [(fold.title[5:], fold.remark, fold.is_open) for fold in folds]
 
 
 def rewards_of(facts):
-    """(place between the worst and the best, reward) of each episode, as they come."""
+    """Return (place between the worst and the best, reward) of each episode, in page order."""
     return [(each.score, each.label) for each in facts.of(Labelled)]
 
 
 def pictures_of(facts):
-    """Pictures, and the texts in place of others."""
+    """Return the pictures, and the texts that replace missing ones."""
     return [each for group in facts.of(Pictures) for each in group.pictures]
 
 
@@ -180,8 +183,8 @@ def test_a_run_without_samples_has_no_such_section(report):
 
 
 def test_a_sample_has_its_pictures_answers_and_rewards(report):
-    asked, seen, other = (data_uri(colour) for colour in (PLUM, (1, 2, 3), (4, 5, 6)))
-    heard = [{"text": "user\nAnd now?", "images": [seen, other]}]
+    asked_uri, one_uri, two_uri = (data_uri(colour) for colour in (PLUM, (1, 2, 3), (4, 5, 6)))
+    turn = [{"text": "user\nAnd now?", "images": [one_uri, two_uri]}]
     page = report(
         step(0, 1.0),
         rl(0),
@@ -189,9 +192,9 @@ def test_a_sample_has_its_pictures_answers_and_rewards(report):
             prompt(
                 0,
                 episode(-0.25, "", cut=True, tokens=1),
-                episode(0.75, "left", "blue", heard=heard, figures={"found": 1.0, "form": 0.5}),
+                episode(0.75, "left", "blue", heard=turn, figures={"found": 1.0, "form": 0.5}),
                 episode(0.5, "right"),
-                images=[asked],
+                images=[asked_uri],
                 where="a.jsonl:7",
             )
         ],
@@ -201,15 +204,19 @@ def test_a_sample_has_its_pictures_answers_and_rewards(report):
     assert "a.jsonl:7 \u00b7 3 episodes, mean reward 0.3333" in page.words
     assert "user\nWhat colour?" in page.words
     assert rewards_of(page) == [(1, "0.75"), (0.75, "0.5"), (0, "-0.25")]
-    assert pictures_of(page) == [asked, seen, other]
+    assert pictures_of(page) == [asked_uri, one_uri, two_uri]
     best, _, worst = page.of(Labelled)
-    heard = [Said(["user\nAnd now?"], "quiet"), Pictures([seen, other])]
+    turn = [Said(["user\nAnd now?"], "quiet"), Pictures([one_uri, two_uri])]
     foot = Note("3 tokens \u00b7 found 1 \u00b7 form 0.5", "quiet")
-    assert best.sections == [Said(["left"]), *heard, Said(["blue"]), foot]
+    assert best.sections == [Said(["left"]), *turn, Said(["blue"]), foot]
     cut = Note("1 token \u00b7 cut by its length", "quiet")
     assert worst.sections == [Note("(nothing)", "quiet"), cut]
     drawn = page.page()
-    assert [image["src"] for image in drawn.all("img")] == [asked, seen, other]
+    assert [image["src"] for image in drawn.all("img")] == [
+        asked_uri,
+        one_uri,
+        two_uri,
+    ]
     assert [b["style"] for b in drawn.all("b") if b.get("class") == "score"] == [
         *("--share: 100%", "--share: 75%", "--share: 0%")
     ]
@@ -241,12 +248,12 @@ def test_a_resumed_run_shows_each_step_once(report):
         ("2", "2 prompts, mean reward 0", False),
         ("0", "2 prompts, mean reward 0", True),
     ]
-    said = [word for word in page.words if word.startswith(("old", "new"))]
-    assert said == ["new a", "new b", "old 2", "old 2", "old 0", "old 0"]
-    # Killed again, after a later step was done but before it was told.
+    texts = [word for word in page.words if word.startswith(("old", "new"))]
+    assert texts == ["new a", "new b", "old 2", "old 2", "old 0", "old 0"]
+    # The run is killed again, after a later step but before its samples are written.
     page = report(*lines, rl(5), rl(6), samples=[*old, *new])
     assert [number for number, _, _ in steps_of(page)] == ["4", "2", "0"]
-    # Before it tells again, what was drawn by weights that are gone is not shown.
+    # Until the resumed run writes samples, those of the discarded weights are not shown.
     page = report(*lines[:-1], samples=old)
     assert [number for number, _, _ in steps_of(page)] == ["2", "0"]
 
@@ -292,20 +299,20 @@ def test_what_is_too_long_is_left_out(report, monkeypatch):
     monkeypatch.setattr(rl_sample_lines, "_MAX_LINES", 2)
     page = report(rl(2), samples=samples)
     assert [number for number, _, _ in steps_of(page)] == ["0"]
-    told = "It is longer than a page reads: what comes later is left out."
-    assert note_of(page).endswith(told)
+    note = "It is longer than a page reads: what comes later is left out."
+    assert note_of(page).endswith(note)
     monkeypatch.undo()
     monkeypatch.setattr(rl_sample_lines, "_MAX_BYTES", len(json.dumps(prompt(0))))
     page = report(rl(2), samples=samples)
-    assert [number for number, _, _ in steps_of(page)] == ["0"] and told in note_of(page)
+    assert [number for number, _, _ in steps_of(page)] == ["0"] and note in note_of(page)
 
 
 def test_a_page_stays_small_whatever_the_file_has(report):
     uri = "data:image/png;base64," + "A" * 2**19
-    heard = [{"text": "h", "images": [uri[:5000]] * 30}] * 30
+    observations = [{"text": "h", "images": [uri[:5000]] * 30}] * 30
     figures = {f"{i}{'f' * 5000}": 1.0 for i in range(100)}
     many = [
-        episode(float(i), *["a" * 5000] * 30, heard=heard if not i else [], figures=figures)
+        episode(float(i), *["a" * 5000] * 30, heard=observations if not i else [], figures=figures)
         for i in range(20)
     ]
     lines = [rl(i, figures=figures) for i in range(3)]
@@ -321,7 +328,7 @@ def test_a_page_stays_small_whatever_the_file_has(report):
     assert sum(map(len, shown)) <= 6 * 2**20 and shown.count(uri) == 11
     last, between, first = ([*walk(fold)] for fold in page.of(Fold)[:3])
     assert last.count(uri) == 11 and uri not in between
-    assert first.count(uri[:5000]) == 5 * 8  # smaller ones, which find room
+    assert first.count(uri[:5000]) == 5 * 8  # smaller pictures still fit
     assert between.count("[no room for the picture]") == 1
     assert first.count("[22 more]") == 5 and first.count("[... 24 more answers]") == 1
     cards = [each for each in last if isinstance(each, Card)]
@@ -332,13 +339,13 @@ def test_a_page_stays_small_whatever_the_file_has(report):
     assert "The first 12 of 100 figures of rewards are shown." in page.words
     assert len([title for title in page.titles if title.endswith("fff...")]) == 12
     text = "".join(each for each in last if isinstance(each, str))
-    assert text.count("[... 3,500 characters ...]") == 6 * 8 * 6  # answers of episodes of prompts
-    assert text.count("[... 3,501 characters ...]") == 6 * 8 * 8  # their figures
+    assert text.count("[... 3,500 characters ...]") == 6 * 8 * 6  # answers x episodes x prompts
+    assert text.count("[... 3,501 characters ...]") == 6 * 8 * 8  # figures of these episodes
 
 
 def test_text_stays_text(tmp_path):
     hostile = f"{HOSTILE}</script><img src=x onerror=alert(1)>\x00\ud800"
-    heard = [{"text": hostile, "images": [hostile, "data:image/svg+xml;base64,AA=="]}]
+    observations = [{"text": hostile, "images": [hostile, "data:image/svg+xml;base64,AA=="]}]
     answers = (1e307, hostile, hostile)
     lines = [
         step(0, 1.0),
@@ -348,7 +355,7 @@ def test_text_stays_text(tmp_path):
     samples = [
         prompt(
             0,
-            episode(*answers, heard=heard, figures={hostile: 1e307}, tokens=2**62),
+            episode(*answers, heard=observations, figures={hostile: 1e307}, tokens=2**62),
             episode(-1e307),
             episode(-0.9e308),
             episode(0.9e308),
@@ -369,7 +376,7 @@ def test_text_stays_text(tmp_path):
     spelled = "&lt;script&gt;alert(1)&lt;/script&gt; &amp; \u4e09 \\x1b[2J\\u202e&lt;/script&gt;"
     spelled += "&lt;img src=x onerror=alert(1)&gt;\\x00\\ud800"
     assert page.text.count(spelled) == 6  # where, question, two answers, heard, figure
-    assert [share for share, _ in rewards_of(facts)] == [0.5] * 4  # their range is no number
+    assert [share for share, _ in rewards_of(facts)] == [0.5] * 4  # their range is not finite
 
 
 def two_runs(tmp_path):
@@ -384,7 +391,7 @@ def test_rewards_of_several_runs_are_compared(tmp_path):
     check_self_contained(page.page(), chart_scripts())
     assert page.tiles == {
         "best mean reward: second, steps 0 to 1": "4.5",
-        "best loss: third, step 0": "2",  # of samples it says nothing
+        "best loss: third, step 0": "2",  # the runs with samples have none
         "best eval loss: third, step 1": "1",
         "best eval token accuracy: third, step 1": "50.0%",
         "most tokens per second, median: first": "1,000",
@@ -425,11 +432,11 @@ def test_tensorboard_has_the_figures(tmp_path):
     run_log = RunLog(Config(run=str(tmp_path), log=LogConfig(tensorboard=True)), True, 10, 0)
     run_log.samples(RlLine(**{**plain, "figures": {"exact": 0.25, "reward": 0.125}}))
     run_log.close()
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
     values = {
-        name: [(event.step, event.value) for event in found.Scalars(name)]
-        for name in found.Tags()["scalars"]
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
     }
     fields = ["reward", "reward_std", "prompts", "asked", "alike", "answer_tokens", "cut", "turns"]
     fields += ["longest_answer", "sampling_s", "kl", "exact", "figures/reward"]
@@ -442,13 +449,13 @@ def test_tensorboard_has_the_figures(tmp_path):
 @in_a_browser
 @pytest.mark.parametrize(("width", "scheme"), [(1200, 1), (480, 0)])
 def test_a_browser_draws_the_samples(width, scheme, report, tmp_path):
-    heard = [{"text": "And now?", "images": [data_uri((7, 90, 200))]}]
+    observations = [{"text": "And now?", "images": [data_uri((7, 90, 200))]}]
     page = report(
         *(line for i in range(3) for line in (step(i, 1.0), rl(i, clip_fraction=0.0))),
         samples=[
             prompt(0, episode(0.0, "w" * 300)),
             prompt(1, episode(0.5)),
-            prompt(2, episode(1.0, "a", "b", heard=heard), images=[data_uri(PLUM)]),
+            prompt(2, episode(1.0, "a", "b", heard=observations), images=[data_uri(PLUM)]),
         ],
     )
     path = write_report(tmp_path / "my run")
@@ -469,4 +476,4 @@ def test_a_browser_draws_the_samples(width, scheme, report, tmp_path):
     good, bad = [("2c8258", "b3402a"), ("63c393", "ee8a72")][not scheme]
     assert min(count(tuple(bytes.fromhex(each))) for each in (good, bad)) > 400
     paper = np.abs(pixels.astype(int) - [(247, 246, 243), (21, 23, 27)][not scheme]).max(axis=-1)
-    assert (paper[:, -8:] == 0).all()  # nothing sticks out
+    assert (paper[:, -8:] == 0).all()  # nothing overflows the page

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_row_maker.py
-"""Rows made in a service, without a configuration: those of the data path and of Hugging Face."""
+"""Rows that a service makes without a configuration: equal to the data path and Hugging Face."""
 
 import base64
 import io
@@ -79,7 +79,7 @@ def test_a_picture_may_come_in_any_form(maker, tiny, tmp_path):
 
 
 def test_token_ids_with_images_between(maker):
-    """What a chat's own tokens and pictures give when they come as chunks."""
+    """A chat's own tokens and pictures, sent as chunks, give the row of the chat."""
     chat = {"messages": [say("user", image(64, 64), text("Which?")), say("assistant", "red")]}
     expected = maker.row(chat)
     ids, trained = expected.ids_S.tolist(), (expected.labels_S != IGNORE).tolist()
@@ -139,8 +139,10 @@ def test_settings_are_those_of_the_configuration(tiny):
 
 
 def test_a_token_that_the_model_has_no_row_for_is_refused(tiny, tmp_path):
-    """As where transformers' add_tokens made a tokenizer larger, and nobody the model. A record
-    without such a token is none the worse."""
+    """Such tokens exist after transformers' add_tokens if nobody enlarged the model.
+
+    Records without such a token are still accepted.
+    """
     model = shutil.copytree(tiny(), tmp_path / "model")
     file = model / "tokenizer.json"
     content = json.loads(file.read_text())
