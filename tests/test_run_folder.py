@@ -1,6 +1,9 @@
 # .venv/bin/python -m pytest tests/test_run_folder.py
-"""Ordinary sequences of commands on one run folder: no checkpoint is lost, no export is of other
-weights than it says, nothing of others is touched. test_sequences.py plays random ones."""
+"""Ordinary sequences of commands on one run folder.
+
+No checkpoint is lost, every export has the weights of the step that it names, and foreign files
+stay untouched. test_sequences.py plays random sequences.
+"""
 
 import fcntl
 import json
@@ -26,7 +29,7 @@ FOLDERS = ("export", "merged", "checkpoints", "predictions", "tensorboard", "pro
 
 
 class Folder:
-    """A run folder, and what is done to it."""
+    """A run folder, and the operations on it."""
 
     def __init__(self, root: Path, pool, model: str):
         self.root, self.pool, self.model = root, pool, model
@@ -34,7 +37,7 @@ class Folder:
         self.checkpoints = self.run / "checkpoints"
 
     def train(self, steps: int, *more: str, status: int = 0, **keys: object) -> str:
-        """What it says. Keys with __ for the dot."""
+        """Train and return the output. In the names of keys, __ replaces the dot."""
         words = [f"{key.replace('__', '.')}={value}" for key, value in keys.items()]
         last = ("parallel.pp=1", f"train.steps={steps}", *more, *words)
         done, out, err = go_pooled(self.pool, 1, self.root, self.model, "run", *last)
@@ -45,7 +48,7 @@ class Folder:
         return sorted(path.name.removeprefix("step-000000") for path in self.checkpoints.iterdir())
 
     def flip(self, step: int) -> None:
-        """One bit in the weights of a checkpoint."""
+        """Flip one bit in the weights of a checkpoint."""
         path = self.step(step) / "rank-00000.safetensors"
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
@@ -55,18 +58,18 @@ class Folder:
         return self.checkpoints / f"step-{step:08d}"
 
     def exported(self) -> tuple[int, str]:
-        """The step and the checkpoint that the export says it is of."""
+        """Return the step and the checkpoint that the export names."""
         mark = json.loads((self.run / "export" / MARK).read_text())
         return mark["step"], mark["checkpoint"]
 
     def check_export(self, step: int) -> None:
-        """It says so, and every byte is that of the command's export of this checkpoint."""
+        """Check that the export names this step and equals the command's export of it."""
         assert self.exported()[0] == step
-        other = self.root / f"export-of-{step}"
-        shutil.rmtree(other, ignore_errors=True)
-        export_checkpoint(str(self.step(step)), str(other))
-        ours = {path.name: path.read_bytes() for path in (self.run / "export").iterdir()}
-        assert ours == {path.name: path.read_bytes() for path in other.iterdir()}
+        reference = self.root / f"export-of-{step}"
+        shutil.rmtree(reference, ignore_errors=True)
+        export_checkpoint(str(self.step(step)), str(reference))
+        actual = {path.name: path.read_bytes() for path in (self.run / "export").iterdir()}
+        assert actual == {path.name: path.read_bytes() for path in reference.iterdir()}
 
 
 @pytest.fixture
@@ -79,20 +82,20 @@ def test_an_export_is_of_the_last_checkpoint(folder):
     folder.train(3)
     folder.check_export(3)
     modes = {path.stat().st_mode for path in (folder.run / "export").iterdir()}
-    assert len(modes) == 1  # safetensors would hide its files from other users
+    assert len(modes) == 1  # safetensors alone would hide its files from other users
     assert "export still holds step 3" in folder.train(6, checkpoint__export="false")
     assert folder.exported()[0] == 3
-    said = folder.train(6)
-    assert "nothing was left to train: 6 steps are done" in said and "exported step 6" in said
+    output = folder.train(6)
+    assert "nothing was left to train: 6 steps are done" in output and "exported step 6" in output
     folder.check_export(6)
     assert "export already holds step 6" in folder.train(6)
-    # One that has lost a file is no export.
+    # An export that has lost a file is written again.
     (folder.run / "export" / "config.json").unlink()
     folder.train(6)
     folder.check_export(6)
     assert "6 steps are done, more than the 3 asked for" in folder.train(3)
     folder.check_export(6)
-    # A run in another folder that has nothing left to do exports what it was told to begin with.
+    # A run in another folder with no steps left exports the checkpoint that it starts from.
     folder.run = folder.root / "other"
     folder.train(3, f"run={folder.run}", checkpoint__resume=folder.step(3))
     assert folder.exported()[0] == 3 and not (folder.run / "checkpoints").exists()
@@ -102,7 +105,7 @@ def test_a_damaged_export_is_not_current(folder):
     folder.train(3)
     weights, mark = (folder.run / "export" / name for name in ("model.safetensors", MARK))
     before = weights.read_bytes()
-    # A copy is as it was written, however late.
+    # A later copy counts as unchanged.
     shutil.copytree(folder.run / "export", folder.root / "copy")
     (folder.root / "copy").rename(folder.run / "export.copy")
     shutil.rmtree(folder.run / "export")
@@ -111,10 +114,10 @@ def test_a_damaged_export_is_not_current(folder):
     damaged = bytearray(before)
     damaged[-1] ^= 1
     weights.write_bytes(damaged)
-    # Somebody has written to it.
+    # By the times of the files, somebody has written to it.
     assert re.search(r"run/export: .* model\.safetensors ", folder.train(3, status=2))
     assert weights.read_bytes() == damaged
-    # Nobody has, by the times of the files: then the disk did it.
+    # By the times of the files nobody has, so the disk must have damaged it.
     while mark.stat().st_ctime_ns <= weights.stat().st_ctime_ns:
         os.utime(mark)
     assert "export/model.safetensors has changed since it was written" in folder.train(3)
@@ -133,8 +136,8 @@ def test_damage_to_all_checkpoints_costs_no_new_ones(folder):
     folder.train(6)
     for step in (3, 6):
         folder.flip(step)
-    said = folder.train(9, "checkpoint.every=1", checkpoint__keep_last=3)
-    assert "can be used: starting anew" in said
+    output = folder.train(9, "checkpoint.every=1", checkpoint__keep_last=3)
+    assert "can be used: starting anew" in output
     assert [line["step"] for line in steps_of(folder.run)[6:]] == list(range(9))
     assert folder.names() == ["03.aside1", "06.aside1", "07", "08", "09"]
     folder.check_export(9)
@@ -144,18 +147,18 @@ def test_damage_to_all_checkpoints_costs_no_new_ones(folder):
 def test_a_line_that_was_left_is_not_gone_on_from(folder):
     folder.train(9, checkpoint__keep_last=5)
     lr, start = "optim.lr=1e-5", folder.step(3)  # a line with other weights
-    said = folder.train(6, lr, checkpoint__resume=start)
-    assert f"step-00000006, step-00000009 in {folder.checkpoints}: of another line" in said
+    output = folder.train(6, lr, checkpoint__resume=start)
+    assert f"step-00000006, step-00000009 in {folder.checkpoints}: of another line" in output
     assert folder.names() == ["03", "06", "06.aside1", "09"]
     folder.check_export(6)
-    said = folder.train(9, lr)
-    assert f"resumed from {folder.step(6)}" in said
+    output = folder.train(9, lr)
+    assert f"resumed from {folder.step(6)}" in output
     assert folder.names() == ["06", "06.aside1", "09", "09.aside1"]
     folder.check_export(9)
-    # Where the newest is damaged, the one before it in the same line is taken.
+    # If the newest is damaged, the run resumes from the one before it in the same line.
     folder.flip(9)
-    said = folder.train(12, lr)
-    assert f"resumed from {folder.step(6)}" in said and "step-00000009" in said
+    output = folder.train(12, lr)
+    assert f"resumed from {folder.step(6)}" in output and "step-00000009" in output
     folder.check_export(12)
 
 
@@ -168,7 +171,7 @@ def restarted(*args: object) -> tuple[int, str, str]:
 
 
 def test_a_restart_does_not_go_on_from_what_the_job_left(folder):
-    """Told to resume from step 3, the job fails before it has saved anything, and is restarted."""
+    """The job, which resumes from step 3, fails before its first save and is restarted."""
     folder.train(9, checkpoint__keep_last=5)
     words = command(folder.root, folder.model, "run", "parallel.pp=1", "train.steps=6")[4:]
     words.append(f"checkpoint.resume={folder.step(3)}")
@@ -177,7 +180,7 @@ def test_a_restart_does_not_go_on_from_what_the_job_left(folder):
     assert status == 2 and "not applied" in err
     [(status, out, err)] = folder.pool.run(restarted, 1, words)
     assert status == 0 and f"resumed from {folder.step(3)}" in out, err
-    # What it has saved by itself is gone on from.
+    # A checkpoint that the job itself saved is resumed from.
     [(status, out, err)] = folder.pool.run(restarted, 1, words)
     assert status == 0 and f"resumed from {folder.step(6)}" in out, err
     assert folder.names() == ["03", "06", "06.aside1", "09"]
@@ -187,10 +190,10 @@ def test_the_best_is_known_where_it_is_the_last_step(folder):
     keys = {"data__eval": folder.root / "train.jsonl", "checkpoint__best": "train/loss"}
     folder.train(3, checkpoint__keep_last=1, **keys)
     assert best(folder.step(3))["best_step"] == 3
-    folder.train(9, checkpoint__keep_last=1, optim__lr=30, **keys)  # it gets worse
+    folder.train(9, checkpoint__keep_last=1, optim__lr=30, **keys)  # the loss gets worse
     assert folder.names() == ["03", "09"]
     assert best(folder.step(9)) == best(folder.step(3))
-    # What was the best by another score is not compared with.
+    # The best step by another score does not count.
     folder.train(12, checkpoint__keep_last=1, **keys | {"checkpoint__best": "train/token_accuracy"})
     assert best(folder.step(12))["best_of"] == "train/token_accuracy"
     assert best(folder.step(12))["best_step"] == 12
@@ -257,26 +260,26 @@ def test_a_run_can_write_every_path_before_its_first_step(name, kind, tmp_path):
 
 
 def test_what_others_put_into_a_run_stays(folder):
-    """Beside what is written it does not matter; inside an export it is refused."""
-    kept = ["notes.txt", "checkpoints/notes.partial/note", "checkpoints/step-00000003/note"]
+    """Foreign files next to the written ones are ignored; a change inside an export is refused."""
+    paths = ["notes.txt", "checkpoints/notes.partial/note", "checkpoints/step-00000003/note"]
     folder.train(3, checkpoint__keep_last=1)
-    for name in kept:
+    for name in paths:
         (folder.run / name).parent.mkdir(exist_ok=True)
         (folder.run / name).write_text(name)
     folder.train(9, checkpoint__keep_last=1)
     assert folder.names() == ["03", "09", "notes.partial"]
-    assert [(folder.run / name).read_text() for name in kept] == kept
+    assert [(folder.run / name).read_text() for name in paths] == paths
     edited = folder.run / "export" / "config.json"
     former = edited.read_text()
-    for text in (former.replace("0", "1", 1), former + " "):  # of the same size, and of another
+    for text in (former.replace("0", "1", 1), former + " "):  # the same size, then another
         edited.write_text(text)
         assert re.search(r"run/export: .* config\.json ", folder.train(12, status=2))
         assert edited.read_text() == text
     folder.train(12, checkpoint__export="false")
     assert edited.read_text().endswith(" ")
-    # Neither an export nor a checkpoint is the folder of a run, though each has a mark.
-    said = folder.train(3, f"run={folder.step(9)}", status=2)
-    assert f"run={folder.step(9)} is not the folder of a run, and has config.yaml" in said
+    # Neither an export nor a checkpoint is the folder of a run, although each has a mark.
+    output = folder.train(3, f"run={folder.step(9)}", status=2)
+    assert f"run={folder.step(9)} is not the folder of a run, and has config.yaml" in output
 
 
 def test_one_job_at_a_time(folder):
@@ -285,14 +288,14 @@ def test_one_job_at_a_time(folder):
     before = (folder.run / "config.yaml").read_text()
     with open(folder.run / "job.lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        said = folder.train(4, status=2)
-    assert f"is being written by another job (process {first} on {socket.gethostname()}" in said
+        output = folder.train(4, status=2)
+    assert f"is being written by another job (process {first} on {socket.gethostname()}" in output
     assert (folder.run / "config.yaml").read_text() == before
     folder.train(4)
 
 
 def test_a_crash_while_exporting_leaves_the_former_one(folder):
-    """Left: what was written of the new one, which the next start removes."""
+    """The next start removes the incomplete new export."""
     folder.train(3)
     partial = folder.run / "export.partial"
     shutil.copytree(folder.run / "export", partial)
@@ -306,10 +309,10 @@ def test_a_crash_while_exporting_leaves_the_former_one(folder):
 
 
 def test_what_a_crash_has_left_goes_at_the_next_start(folder):
-    """Also where it writes nothing of the kind."""
+    """Partial folders are removed even if that start does not write an export or checkpoint."""
     folder.train(3)
-    left = [folder.run / "export.partial", folder.checkpoints / "step-00000009.partial"]
-    for partial in left:
+    partials = [folder.run / "export.partial", folder.checkpoints / "step-00000009.partial"]
+    for partial in partials:
         shutil.copytree(folder.run / "export", partial)
     folder.train(3, checkpoint__export="false")
-    assert not any(partial.exists() for partial in left)
+    assert not any(partial.exists() for partial in partials)

@@ -1,6 +1,9 @@
 # .venv/bin/python -m pytest tests/test_run_report.py
-"""The page of a run says what metrics.jsonl says, in figures and in curves, and needs no network;
-the page of several runs says in what they differ."""
+"""Pages of runs.
+
+The page of one run shows the contents of metrics.jsonl as figures and curves, and needs no network.
+The page of several runs shows their differences.
+"""
 
 import base64
 import io
@@ -74,12 +77,12 @@ def data_uri(colour=TEAL, size=(64, 48)):
 
 
 def example(answer="red", prediction="red", **more):
-    said = {"prompt": "<image> What colour?", "answer": answer, "prediction": prediction}
-    return {"where": "eval.jsonl:3", "images": [data_uri()], **said, **more}
+    fields = {"prompt": "<image> What colour?", "answer": answer, "prediction": prediction}
+    return {"where": "eval.jsonl:3", "images": [data_uri()], **fields, **more}
 
 
 def write_run(run, lines, tail="", examples=None, config=None):
-    """A run's folder with these."""
+    """Write a run folder with these lines and files, and return it."""
     run.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run / "metrics.jsonl").write_text(text + tail)
@@ -93,7 +96,7 @@ def write_run(run, lines, tail="", examples=None, config=None):
 
 @pytest.fixture
 def report(tmp_path):
-    """report(lines..., tail=..., examples=..., config=...) -> the facts of a run with these."""
+    """Return report(lines..., tail=..., examples=..., config=...) -> the facts of such a run."""
 
     def make(*lines, **more):
         return Facts(read_report(write_run(tmp_path / "my run", lines, **more)))
@@ -132,7 +135,7 @@ def test_tiles_are_those_of_the_run(report):
 def test_a_resumed_run_replaces_what_it_did_again_and_what_it_lost(report):
     page = report(
         start(),
-        *(step(i, 9.0 - i) for i in range(6)),  # saved after 3; 5 is the lowest, and lost
+        *(step(i, 9.0 - i) for i in range(6)),  # resumes from 3; step 5, the lowest, is lost
         evaluation(3, 0.75),
         evaluation(6, 0.25),
         event(5, "stopped by a signal"),
@@ -216,7 +219,7 @@ def test_the_file_holds_null_for_what_is_no_number_and_nothing_for_what_was_not_
         (json.dumps(step(2, 0.5))[:-20], "1 line of metrics.jsonl cannot be read"),
         ('{"kind": "step"}\n[]\n\xff\n', "3 lines of metrics.jsonl cannot be read"),
         (json.dumps(step(2, 0.5, lr="fast")) + "\n", "1 line of metrics.jsonl cannot be read"),
-        ('{"kind": "later", "step": 2}\n\n', None),  # of a kind that is not known
+        ('{"kind": "later", "step": 2}\n\n', None),  # an unknown kind
     ],
 )
 def test_lines_that_cannot_be_read_are_counted(tail, told, report):
@@ -286,9 +289,9 @@ def test_two_hundred_thousand_steps_are_thinned_and_keep_their_extremes(report):
     losses[80_001], losses[140_003] = 9.0, 0.5
     before, after = json.dumps(step(7, 0.25)).replace('"step": 7', '"step": {}').split("0.25")
     lines = (f"{before.replace('{}', str(i))}{loss}{after}\n" for i, loss in enumerate(losses))
-    begun = time.process_time()
+    started_s = time.process_time()
     page = report(start(), tail="".join(lines))
-    assert time.process_time() - begun < 30  # measured: 3
+    assert time.process_time() - started_s < 30  # measured: 3
     assert len(page.page().text) < 500_000  # measured: 230,000, of which uPlot has 53,000
     (_, x, y), (_, _, mean) = page.curves("Loss")
     assert 1000 < len(x) <= 2 * CURVE_COLUMNS + 2
@@ -399,7 +402,7 @@ def test_a_page_without_scripts_allows_none():
 
 
 def two_runs(tmp_path):
-    """The second one trained twice as long, with other keys, and was resumed."""
+    """Write two runs. The second trained twice as long, with other keys, and was resumed."""
     first = write_run(
         tmp_path / "first",
         [start(), *(step(i, 3.0 - i / 10) for i in range(10)), evaluation(10, 2.0)],
@@ -502,7 +505,7 @@ def test_means_are_those_around_each_point():
     y = np.arange(160.0) % 2
     y[7] = math.nan
     x, mean = smooth(np.arange(160), y)
-    # A window of three, the 7 left out. At the ends there are two.
+    # The window has three points, without point 7. At the ends it has two.
     assert x.tolist() == [i for i in range(160) if i != 7]
     by_hand = [np.delete(y, 7)[max(0, i - 1) : i + 2].mean() for i in range(159)]
     assert mean.tolist() == pytest.approx(by_hand) and mean[1] == pytest.approx(1 / 3)
@@ -548,14 +551,14 @@ def test_a_browser_draws_the_curves(width, scheme, curve, dot, paper, report, tm
     def mask(wanted, slack=0):
         return np.abs(pixels.astype(int) - colour(wanted)).max(axis=-1) <= slack
 
-    # Lines are narrow and slanted: few of their pixels have the colour alone.
+    # Lines are narrow and slanted, so few of their pixels have the pure colour.
     assert mask(curve, 40).any(axis=0).sum() > 0.6 * width
     assert mask(curve, 40).sum() > 2 * width
-    # Each set's points stand once on the loss, once on the scores: discs 8 pixels wide.
+    # The points of a set are on the loss and on the scores, as discs 8 pixels wide.
     assert mask(dot).sum() > 3 * 10 * 25
     assert int((pixels == TEAL).all(axis=-1).sum()) in range(64 * 48 - 30, 64 * 48 + 1)
     assert mask(paper).sum() > pixels[..., 0].size // 10
-    assert mask(paper)[:, -8:].all()  # nothing sticks out
+    assert mask(paper)[:, -8:].all()  # nothing overflows the page
 
 
 @in_a_browser
@@ -564,7 +567,7 @@ def test_a_browser_runs_our_scripts_and_no_other(tmp_path):
     runs = (hostile_run(tmp_path / "a", text), two_runs(tmp_path)[0])
     path, charts = write_report(*runs), Facts(read_report(*runs)).titles
     page = path.read_text(encoding="utf-8")
-    # Should the escapes ever fail: markup that a record brought into the page.
+    # A record could bring this markup into the page if the escapes ever failed.
     foreign = f"<script>document.title='stolen'</script>{text}</body>"
     path.write_text(page.replace("</body>", foreign), encoding="utf-8")
     drawn = browse(path, "--dump-dom")

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_sample.py
-"""Truncation never cuts an image; sizes and patches equal Hugging Face's whatever the picture."""
+"""Truncation, which never cuts an image, and sizes and patches, which equal Hugging Face's."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ PIECES = st.lists(
 
 
 def build(pieces, trained_seed):
-    """A sample of text, images and videos in this order, and where those stand."""
+    """Return a sample of text, images and videos in this order, and the spans of its media."""
     ids, spans, images, videos = [], [], [], []
     for kind, count in pieces:
         if kind == "text":
@@ -63,10 +63,10 @@ def test_a_cut_is_the_longest_that_is_safe(pieces, max_tokens, max_images, seed)
     sample, spans = build(pieces, seed)
     cut = cut_sample(sample, spans, max_tokens, max_images)
     end = len(cut.ids_S)
-    # A beginning of the sample, with its own trained tokens.
+    # The cut is a beginning of the sample, with its own trained tokens.
     assert cut.ids_S.tolist() == sample.ids_S[:end].tolist()
     assert cut.trained_S.tolist() == sample.trained_S[:end].tolist()
-    # Patches left are those of the placeholders left, image by image.
+    # The remaining patches belong to the remaining placeholders, image by image.
     assert int((cut.ids_S == PAD).sum()) == sum(h * w // 4 for _, h, w in cut.image_grids)
     assert int((cut.ids_S == VIDEO).sum()) == sum(h * w // 4 for _, h, w in cut.video_grids)
     assert cut.image_grids == sample.image_grids[: len(cut.image_grids)]
@@ -81,7 +81,7 @@ def test_a_cut_is_the_longest_that_is_safe(pieces, max_tokens, max_images, seed)
     longest = max((p for p in range(len(sample.ids_S) + 1) if safe(p)), default=0)
     if max_images is None:
         assert end == longest
-    else:  # nothing of an image too many is left, nor what follows it
+    else:  # the first surplus image and everything after it are removed
         assert end <= longest and safe(end)
 
 
@@ -102,20 +102,20 @@ def test_image_safe_keeps_the_first_turn_whole(reader):  # noqa: F811
     token = reader().encoder.renderer.tokenizer.convert_tokens_to_ids
     second = whole.ids_S.tolist().index(token("<|vision_start|>"), 10)
     third = whole.ids_S.tolist().index(token("<|vision_start|>"), second + 1)
-    for limit, kept, length in (
-        (second + 3, 1, second),  # inside the second image: it leaves with its bracket
+    for limit, num_images, length in (
+        (second + 3, 1, second),  # inside the second image, which is removed with its bracket
         (second + 1, 1, second),
         (second, 1, second),
-        (third - 1, 1, second),  # one short of its closing bracket
+        (third - 1, 1, second),  # one token short of its closing bracket
         (third, 2, third),
         (third + 1, 2, third),
         (len(whole.ids_S) - 1, 3, len(whole.ids_S) - 1),
     ):
-        ours = reader(truncation="image_safe", max_tokens=limit)
-        sample = ours.encode(record(3), "x:1")
-        assert (len(sample.image_grids), len(sample.ids_S)) == (kept, length)
-        row = ours.row(record(3), "x:1", sample).row
-        assert len(row.pixel_values_PC) == 16 * kept
+        cutting = reader(truncation="image_safe", max_tokens=limit)
+        sample = cutting.encode(record(3), "x:1")
+        assert (len(sample.image_grids), len(sample.ids_S)) == (num_images, length)
+        row = cutting.row(record(3), "x:1", sample).row
+        assert len(row.pixel_values_PC) == 16 * num_images
 
 
 def test_too_many_images(reader):  # noqa: F811
@@ -123,9 +123,9 @@ def test_too_many_images(reader):  # noqa: F811
         ("error", DataError, "x:1: data.max_images=2 is below its 3 images; raise the limit"),
         ("drop", RecordDropped, "above data.max_tokens or data.max_images"),
     ):
-        with pytest.raises(error) as found:
+        with pytest.raises(error) as refusal:
             reader(truncation=truncation, max_images=2).encode(record(3), "x:1")
-        assert words in str(found.value)
+        assert words in str(refusal.value)
     sample = reader(truncation="image_safe", max_images=2).encode(record(3), "x:1")
     assert len(sample.image_grids) == 2
 
@@ -148,32 +148,32 @@ def test_too_long(reader):  # noqa: F811
 )
 def test_what_is_too_long_is_told_what_would_make_it_shorter(name, limits, remedy, reader):  # noqa: F811
     frames = {"type": "video", "video": [image(64, 64)["image"]] * 4}
-    said = {"text": text("a " * 9), "image": image(64, 64), "video": frames}[name]
+    content = {"text": text("a " * 9), "image": image(64, 64), "video": frames}[name]
     with pytest.raises(DataError) as error:
-        reader(**limits).encode({"messages": [say("user", said), say("assistant", "b")]}, "x:1")
+        reader(**limits).encode({"messages": [say("user", content), say("assistant", "b")]}, "x:1")
     assert f"; raise the limit,{remedy} or set data.truncation to" in str(error.value)
 
 
 @pytest.mark.parametrize("truncation", ["error", "drop", "image_safe"])
 def test_what_cannot_fit_is_never_tokenized(truncation, reader, monkeypatch):  # noqa: F811
     """The tokens of a word of 10 MB take gigabytes; see test_hostile.py."""
-    ours = reader(truncation=truncation, max_tokens=512)
-    seen = []
+    limited = reader(truncation=truncation, max_tokens=512)
+    lengths = []
     tokenize = ChatRenderer._tokenize
     monkeypatch.setattr(
         ChatRenderer,
         "_tokenize",
-        lambda self, pieces: seen.append(sum(map(len, pieces))) or tokenize(self, pieces),
+        lambda self, pieces: lengths.append(sum(map(len, pieces))) or tokenize(self, pieces),
     )
     long = {"messages": [say("user", "Say a."), say("assistant", "a" * 10**6)]}
     if truncation == "image_safe":
-        assert len(ours.encode(long, "x:1").ids_S) == 512
+        assert len(limited.encode(long, "x:1").ids_S) == 512
     else:
         words = r"x:1: data\.max_tokens=512 .* \d+ tokens or more; raise the limit"
         error, words = (DataError, words) if truncation == "error" else (RecordDropped, "above")
         with pytest.raises(error, match=words):
-            ours.encode(long, "x:1")
-    assert max(seen, default=0) < 10**5
+            limited.encode(long, "x:1")
+    assert max(lengths, default=0) < 10**5
 
 
 ANY = st.text(max_size=60) | st.text("\u1112\u1161\u11ab\u03b1\u0313\u0301 \n", max_size=60)
@@ -206,27 +206,29 @@ TURNS = st.lists(st.tuples(PARTS, WORDS), min_size=1, max_size=4)
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(turns=TURNS, max_tokens=st.integers(5, 120), max_images=st.sampled_from([None, 1, 2]))
 def test_random_records_are_cut_safely(turns, max_tokens, max_images, escaping):
-    """Whatever the record: placeholders count what the patches left make, and something is left
-    to learn, or the record is dropped."""
+    """The placeholders match the remaining patches, and some tokens are trained.
+
+    Otherwise the record is dropped.
+    """
     messages = []
     for parts, answer in turns:
         messages += [say("user", *parts, text("?")), say("assistant", answer + "!")]
-    ours = escaping
-    ours.encoder.cfg = replace(ours.encoder.cfg, **UNLIMITED)
-    whole = ours.encode({"messages": messages}, "x:1")
+    cutter = escaping
+    cutter.encoder.cfg = replace(cutter.encoder.cfg, **UNLIMITED)
+    whole = cutter.encode({"messages": messages}, "x:1")
     limits = {"max_tokens": max_tokens, "max_images": max_images, "truncation": "image_safe"}
-    ours.encoder.cfg = replace(ours.encoder.cfg, **limits)
+    cutter.encoder.cfg = replace(cutter.encoder.cfg, **limits)
     try:
-        sample = ours.encode({"messages": messages}, "x:1")
+        sample = cutter.encode({"messages": messages}, "x:1")
     except RecordDropped:
         assert not whole.trained_S[1:max_tokens].any() or whole.image_grids
         return
     assert len(sample.ids_S) <= max_tokens and sample.num_supervised
     assert whole.ids_S[: len(sample.ids_S)].tolist() == sample.ids_S.tolist()
     assert max_images is None or len(sample.image_grids) <= max_images
-    row = ours.row({"messages": messages}, "x:1", sample).row  # counts every image's placeholders
+    row = cutter.row({"messages": messages}, "x:1", sample).row  # checks each image's placeholders
     patches = 0 if row.pixel_values_PC is None else len(row.pixel_values_PC)
-    renderer = ours.encoder.renderer
+    renderer = cutter.encoder.renderer
     assert patches == 4 * int((row.ids_S == renderer.image_id).sum())
     opened, closed = (
         int((row.ids_S == token).sum())
