@@ -29,8 +29,10 @@ def placeholders(model: torch.nn.Module) -> list[int]:
 
 @pytest.fixture(scope="module")
 def sharp(tiny, tmp_path_factory) -> str:
-    """A checkpoint whose next token is neither certain nor anything: the head times 8. After
-    ROWS[2] placeholders of images are as likely as any."""
+    """Return a checkpoint with a head times 8: its next token is neither certain nor uniform.
+
+    After ROWS[2], image and video placeholders are as likely as the most likely token.
+    """
     path = tmp_path_factory.mktemp("sharp") / "model"
     from tests.test_decode import edited
 
@@ -62,7 +64,7 @@ def test_frequencies_are_the_probabilities(temperature, pool, sharp, record_prop
 
 
 def chi_square_excess(found_V: Tensor, expected_V: Tensor) -> float:
-    """By how many standard deviations Pearson's sum is off, rare ids counted as one."""
+    """Return the deviation of Pearson's sum, in standard deviations; rare ids count as one."""
     common_V = expected_V >= 5
     assert int(common_V.sum()) >= 10
     pairs = [
@@ -75,7 +77,7 @@ def chi_square_excess(found_V: Tensor, expected_V: Tensor) -> float:
 
 
 def draws(path: str, case: Case) -> list[list[list[int]]]:
-    """The same prompts and seeds in several ways."""
+    """Return the samples of the same prompts and seeds, drawn in several ways."""
     worker = MegatronWorker(case.config(path))
 
     def ask(prompts: list[Row], seeds: list[int], **more) -> list[list[int]]:
@@ -95,21 +97,21 @@ def draws(path: str, case: Case) -> list[list[list[int]]]:
 
 
 def test_a_sample_depends_on_prompt_and_seed_alone(pool, sharp):
-    found = pool.run(draws, 1, sharp, layout())[0]
-    whole, in_batches, turned, same_prompt, cold, hot, greedy = found
+    samples = pool.run(draws, 1, sharp, layout())[0]
+    whole, in_batches, turned, same_prompt, cold, hot, greedy = samples
     assert whole == in_batches == turned
     assert same_prompt[0] == same_prompt[1] != same_prompt[2]
     assert cold == greedy != whole
-    assert all(len(set(ids)) > 3 for ids in hot)  # all ids alike: each turn draws anew
+    assert all(len(set(ids)) > 3 for ids in hot)  # ids are equally likely, and each turn draws anew
     for case in (layout(tp=2), layout(pp=2)):
-        assert pool.run(draws, 2, sharp, case) == [found] * 2
+        assert pool.run(draws, 2, sharp, case) == [samples] * 2
 
 
 def _refused(worker: MegatronWorker) -> list[ConfigError]:
     messages = []
     for options in (
         {"temperature": -1.0},
-        {"temperature": 1e-39},  # logits that are divided by it are infinite
+        {"temperature": 1e-39},  # logits divided by it are infinite
         {"temperature": 1.0},
         {"temperature": 1.0, "seeds": [1]},
     ):

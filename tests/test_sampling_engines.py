@@ -1,6 +1,8 @@
 # .venv/bin/python -m pytest tests/test_sampling_engines.py
-"""What surrounds vLLM: frames, balancing, updates, restarts, and what is refused. A process that
-speaks the same protocol stands in for it; tests/test_vllm_sampler.py has the real one."""
+"""The parts around vLLM: frames, balancing, updates, restarts and refusals.
+
+A process that speaks the same protocol replaces vLLM; tests/test_vllm_sampler.py has the real one.
+"""
 
 import asyncio
 import io
@@ -50,7 +52,7 @@ SHORT = SamplingSettings(max_tokens=4)
 
 @pytest.fixture
 def settings(tiny, tmp_path) -> EngineSettings:
-    """Of engines that are stand-ins."""
+    """Return the settings of stand-in engines."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
     python.chmod(0o755)
@@ -74,7 +76,7 @@ async def sampling(settings: EngineSettings, replicas: int = 1) -> AsyncIterator
 def run(
     settings: EngineSettings, steps: Callable[[VllmSampler], Awaitable[Any]], replicas: int = 1
 ) -> Any:
-    """What `steps` makes of a sampler."""
+    """Run `steps` with a sampler and return the result."""
 
     async def go() -> Any:
         async with sampling(settings, replicas) as sampler:
@@ -88,11 +90,11 @@ def weights(folder: str) -> dict[str, Tensor]:
 
 
 def number(folder: str) -> float:
-    """By which a stand-in answers that was given these weights."""
-    found = 0
+    """Return the number that a stand-in with these weights answers."""
+    checksum = 0
     for value in weights(folder).values():
-        found = number_of(value.numpy().tobytes(), found)
-    return float(found)
+        checksum = number_of(value.numpy().tobytes(), checksum)
+    return float(checksum)
 
 
 def process_of(sample: Completion) -> int:
@@ -100,7 +102,7 @@ def process_of(sample: Completion) -> int:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, within patience."""
+    """Return whether a process ends within PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:
@@ -113,7 +115,7 @@ def gone(pid: int) -> bool:
 
 
 def _named(path: str, case: Case, out: str) -> list[tuple[str, Tensor]]:
-    """What this rank is given of the weights after a step, which are exported to `out`."""
+    """Take a step, export the weights to `out`, and return the named weights of this rank."""
     worker = MegatronWorker(case.config(path))
     worker.forward_backward(my_rows(make_rows(MIXED)))
     worker.optim_step(lr=1e-2)
@@ -133,16 +135,16 @@ LAYOUTS: dict[str, tuple[Case, dict[str, Any], ExpertStorage | None]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_named_weights_are_those_of_an_export(name, pool, tiny, tmp_path):
-    """To the last bit, in the checkpoint's types and form, on rank 0 alone."""
+    """They are equal to the last bit, in the checkpoint's types and form, on rank 0 alone."""
     case, sizes, form = LAYOUTS[name]
     folder = tiny(**sizes) if form is None else stored_as(tiny(**sizes), tmp_path / "in", form)
-    found, *others = pool.run(_named, case.world, folder, case, str(tmp_path / "out"))
+    named, *others = pool.run(_named, case.world, folder, case, str(tmp_path / "out"))
     assert all(each == [] for each in others)
     exported, before = weights(str(tmp_path / "out")), weights(folder)
-    assert sorted(name for name, _ in found) == sorted(exported) == sorted(before)
-    for name, value in found:
+    assert sorted(name for name, _ in named) == sorted(exported) == sorted(before)
+    for name, value in named:
         assert value.dtype == exported[name].dtype and torch.equal(value, exported[name])
-    assert sum(not torch.equal(before[name], value) for name, value in found) > len(found) / 2
+    assert sum(not torch.equal(before[name], value) for name, value in named) > len(named) / 2
 
 
 def test_named_weights_are_refused_beside_adapters(pool, tiny):
@@ -177,9 +179,9 @@ def test_what_is_no_frame_is_refused(sent, said):
 
 def test_each_seed_is_answered(settings):
     async def steps(sampler: VllmSampler) -> list[list[Completion]]:
-        asked = [sampler.sample(row(1, 2), SHORT, [10 * n, 10 * n + 1]) for n in range(50)]
+        requests = [sampler.sample(row(1, 2), SHORT, [10 * n, 10 * n + 1]) for n in range(50)]
         assert await sampler.sample(row(1, 2), SHORT, []) == []
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*requests)
 
     for n, (first, second) in enumerate(run(settings, steps)):
         assert (first.ids[0], second.ids[0]) == (10 * n, 10 * n + 1)
@@ -209,30 +211,30 @@ def test_requests_go_to_the_engine_with_the_fewest_samples(settings, tmp_path):
 
 
 def test_tensors_reach_every_engine_in_pieces(settings, tiny, monkeypatch):
-    """None fits the buffer, whose size divides few of them; also in bf16."""
+    """No tensor fits the buffer, whose size divides few of them. The same holds in bf16."""
     monkeypatch.setattr("megatron_vlm.engines.vllm_sampler.BUFFER_BYTES", 4093)
 
     async def steps(sampler: VllmSampler) -> list[Completion]:
-        found = []
+        completions = []
         for version, folder in enumerate((tiny(seed=1), tiny("bfloat16", seed=2)), start=1):
             await sampler.update(weights(folder).items(), version)
-            asked = [sampler.sample(row(1), SHORT, [0]) for _ in range(2)]
-            found += [each[0] for each in await asyncio.gather(*asked)]
-        return found
+            requests = [sampler.sample(row(1), SHORT, [0]) for _ in range(2)]
+            completions += [each[0] for each in await asyncio.gather(*requests)]
+        return completions
 
-    found = run(settings, steps, replicas=2)
-    assert len({process_of(each) for each in found}) == 2
-    assert [each.version for each in found] == [1, 1, 2, 2]
-    assert [each.log_probs[0] for each in found] == [number(tiny(seed=1))] * 2 + [
+    completions = run(settings, steps, replicas=2)
+    assert len({process_of(each) for each in completions}) == 2
+    assert [each.version for each in completions] == [1, 1, 2, 2]
+    assert [each.log_probs[0] for each in completions] == [number(tiny(seed=1))] * 2 + [
         _bf16_number(tiny("bfloat16", seed=2))
     ] * 2
 
 
 def _bf16_number(folder: str) -> float:
-    found = 0
+    checksum = 0
     for value in weights(folder).values():
-        found = number_of(value.flatten().view(torch.uint8).numpy().tobytes(), found)
-    return float(found)
+        checksum = number_of(value.flatten().view(torch.uint8).numpy().tobytes(), checksum)
+    return float(checksum)
 
 
 def test_an_update_waits_for_samples_under_way_and_later_ones_for_it(settings, tiny, tmp_path):
@@ -269,11 +271,11 @@ UPDATES: dict[str, Callable[[Any], list[Any]]] = {
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_killed_engine_starts_again_with_the_newest_weights(name, settings, tiny, tmp_path):
-    """And what it was asked is asked again, with the same seeds."""
+    """Its requests are sent again, with the same seeds."""
 
     async def steps(sampler: VllmSampler) -> None:
-        for version, each in enumerate(UPDATES[name](tiny), start=1):
-            await sampler.update(each, version)
+        for version, item in enumerate(UPDATES[name](tiny), start=1):
+            await sampler.update(item, version)
         [before] = await sampler.sample(row(1), SHORT, [5])
         held = [
             asyncio.create_task(sampler.sample(row(HELD), SHORT, [seed, seed + 1]))
@@ -283,13 +285,13 @@ def test_a_killed_engine_starts_again_with_the_newest_weights(name, settings, ti
         os.kill(process_of(before), signal.SIGKILL)
         await asyncio.sleep(0.1)
         (tmp_path / "release").touch()
-        for seed, found in enumerate(await asyncio.gather(*held)):
-            assert [each.ids[0] for each in found] == [seed, seed + 1]
-            for each in found:
-                assert process_of(each) != process_of(before)
-                if name != "adapter on tensors":  # there the stand-in counted the former one, too
-                    assert each.log_probs == before.log_probs
-                assert each.version == before.version == len(UPDATES[name](tiny))
+        for seed, completions in enumerate(await asyncio.gather(*held)):
+            assert [each.ids[0] for each in completions] == [seed, seed + 1]
+            for item in completions:
+                assert process_of(item) != process_of(before)
+                if name != "adapter on tensors":  # the stand-in also counted the former adapter
+                    assert item.log_probs == before.log_probs
+                assert item.version == before.version == len(UPDATES[name](tiny))
 
     run(settings, steps)
 
@@ -310,8 +312,8 @@ def test_another_engine_takes_over_at_once(settings):
         await starting.wait()
         while sampler.replicas[1].in_flight == 0:
             await asyncio.sleep(0.01)
-        [found] = await sampler.sample(row(1), SHORT, [3])
-        assert process_of(found) == second
+        [completion] = await sampler.sample(row(1), SHORT, [3])
+        assert process_of(completion) == second
         held.cancel()
 
     run(settings, steps, replicas=2)
@@ -319,15 +321,15 @@ def test_another_engine_takes_over_at_once(settings):
 
 def test_a_prompt_that_kills_engines_is_given_up_and_no_other(settings):
     async def steps(sampler: VllmSampler) -> None:
-        [found] = await sampler.sample(row(DEADLY_ONCE), SHORT, [4])
-        assert found.ids[0] == 4
-        for _ in range(2):  # more deaths than an engine may die without an answer in between
+        [completion] = await sampler.sample(row(DEADLY_ONCE), SHORT, [4])
+        assert completion.ids[0] == 4
+        for _ in range(2):  # more deaths than an engine may have without an answer in between
             place = "a prompt of 1 tokens"
             with raises(SamplerError, place=place, problem_has="the 3 times") as caught:
                 await sampler.sample(row(DEADLY), SHORT, [0])
             assert "too much" in caught.value.problem
-            [found] = await sampler.sample(row(1), SHORT, [1])
-            assert found.ids[0] == 1
+            [completion] = await sampler.sample(row(1), SHORT, [1])
+            assert completion.ids[0] == 1
 
     run(settings, steps)
 
@@ -339,8 +341,8 @@ def test_an_engine_that_dies_while_it_starts_again_is_started_once_more(settings
         [before] = await sampler.sample(row(1), SHORT, [0])
         stumble.touch()
         os.kill(process_of(before), signal.SIGKILL)
-        [found] = await sampler.sample(row(1), SHORT, [0])
-        assert process_of(found) != process_of(before) and not stumble.exists()
+        [completion] = await sampler.sample(row(1), SHORT, [0])
+        assert process_of(completion) != process_of(before) and not stumble.exists()
 
     run(replace(settings, options={**settings.options, "stumble": str(stumble)}), steps)
 
@@ -359,7 +361,7 @@ def test_an_engine_that_always_dies_is_given_up(settings):
 
 
 def test_an_update_that_fails_leaves_the_former_weights(settings, tiny):
-    """And takes all tensors, as other ranks must not be left in a collective."""
+    """The update takes all tensors, because other ranks must not be left in a collective."""
     good, taken = weights(tiny(seed=1)), []
 
     def broken() -> Iterator[tuple[str, Tensor]]:
@@ -372,17 +374,17 @@ def test_an_update_that_fails_leaves_the_former_weights(settings, tiny):
         engine = sampler.replicas[0].engine
         with raises(CheckpointError, place="the weights", key="model.unknown"):
             await sampler.update(broken(), 2)
-        assert sampler.replicas[0].engine is not engine  # nobody knows what that has now
+        assert sampler.replicas[0].engine is not engine  # its weights are unknown now
         assert len(taken) == len(good)
         *lacking, (last, _) = weights(tiny(seed=2)).items()
         numbers = f"the 1 tensors out of {len(good)} "
         with raises(CheckpointError, place="the weights", key=last, problem_has=numbers):
             await sampler.update(lacking, 3)
-        [found] = await sampler.sample(row(1), SHORT, [0])
-        return found
+        [completion] = await sampler.sample(row(1), SHORT, [0])
+        return completion
 
-    found = run(settings, steps)
-    assert (found.version, found.log_probs[0]) == (1, number(tiny(seed=1)))
+    completion = run(settings, steps)
+    assert (completion.version, completion.log_probs[0]) == (1, number(tiny(seed=1)))
 
 
 def test_an_engine_that_refuses_a_tensor_says_so(settings, tiny):
@@ -392,8 +394,8 @@ def test_an_engine_that_refuses_a_tensor_says_so(settings, tiny):
     async def steps(sampler: VllmSampler) -> Completion:
         with raises(SamplerError, place="the engine", problem_has="ValueError: no such tensor"):
             await sampler.update(_tensors(tiny), 1)
-        [found] = await sampler.sample(row(1), SHORT, [0])
-        return found
+        [completion] = await sampler.sample(row(1), SHORT, [0])
+        return completion
 
     assert run(replace(settings, options=options), steps).version == 0
 
@@ -410,15 +412,15 @@ def test_an_engine_that_dies_during_an_update_is_left_behind(settings, tiny):
                 yield pair
 
         await sampler.update(named(), 1)
-        found = await sampler.sample(row(1), SHORT, [0])
+        completions = await sampler.sample(row(1), SHORT, [0])
         while sampler.replicas[0].engine is None:
             await asyncio.sleep(0.01)
-        return [*found, *await sampler.sample(row(1), SHORT, [0])]
+        return [*completions, *await sampler.sample(row(1), SHORT, [0])]
 
-    other, again = run(settings, steps, replicas=2)
-    assert process_of(other) != process_of(again)
-    for found in (other, again):
-        assert (found.version, found.log_probs[0]) == (1, number(tiny(seed=1)))
+    survivor, restarted = run(settings, steps, replicas=2)
+    assert process_of(survivor) != process_of(restarted)
+    for completion in (survivor, restarted):
+        assert (completion.version, completion.log_probs[0]) == (1, number(tiny(seed=1)))
 
 
 def test_a_request_that_is_cancelled_is_forgotten(settings, tiny):
@@ -427,7 +429,7 @@ def test_a_request_that_is_cancelled_is_forgotten(settings, tiny):
         await asyncio.sleep(0.1)
         held.cancel()
         await asyncio.wait({held})
-        await sampler.update(Checkpoint(tiny()), 1)  # has nobody to wait for
+        await sampler.update(Checkpoint(tiny()), 1)  # waits for no request
         assert [each.in_flight for each in sampler.replicas] == [0]
 
     run(settings, steps)
@@ -435,12 +437,12 @@ def test_a_request_that_is_cancelled_is_forgotten(settings, tiny):
 
 def _trainer(connection: Connection, settings: EngineSettings) -> None:
     async def steps(sampler: VllmSampler) -> None:
-        [found] = await sampler.sample(row(1), SHORT, [0])
-        fork = os.fork()  # it has the sampler's end of the socket, too
+        [completion] = await sampler.sample(row(1), SHORT, [0])
+        fork = os.fork()  # it also has the sampler's end of the socket
         if fork == 0:
             time.sleep(2 * PATIENCE_S)
             os._exit(0)
-        connection.send((process_of(found), fork))
+        connection.send((process_of(completion), fork))
         await asyncio.Event().wait()
 
     run(settings, steps)
@@ -467,12 +469,12 @@ def test_closing_leaves_nothing_behind(settings, tiny, tmp_path):
 
     async def steps(sampler: VllmSampler) -> tuple[int, str]:
         await sampler.update(_tensors(tiny), 1)
-        [found] = await sampler.sample(row(1), SHORT, [0])
+        [completion] = await sampler.sample(row(1), SHORT, [0])
         assert Path(sampler.kept.folder.name).is_dir()
-        return process_of(found), sampler.kept.folder.name
+        return process_of(completion), sampler.kept.folder.name
 
-    pid, kept = run(settings, steps)
-    assert gone(pid) and not Path(kept).exists()
+    pid, kept_folder = run(settings, steps)
+    assert gone(pid) and not Path(kept_folder).exists()
     assert len(set(os.listdir("/proc/self/fd"))) <= len(files)
 
 
@@ -505,7 +507,7 @@ def test_what_keeps_an_engine_from_starting(change, key, said, settings):
 
 
 def video_row(folder: str, root: Path, *content: Any) -> Row:
-    """A prompt with videos of root, in bytes."""
+    """Return a prompt with videos of `root`, whose pixels are bytes."""
     make_video(root / "a.mp4", 23)
     make_video(root / "b.mp4", 9, size=(100, 70))
     record = {"messages": [say("user", *content)]}
@@ -523,13 +525,13 @@ def test_prompts_that_the_engine_would_see_otherwise_are_refused(settings, tiny,
     three = RowMaker(tiny(), max_tokens=999).row(
         {"messages": [say("user", *[image(64, 64)] * 3)]}, prompt=True
     )
-    for prompt, error, key, found, said in (
+    for prompt, error, key, value, problem in (
         (two, ConfigError, "videos", 2, "the 1 that"),
         (with_floats, DataError, "pixels", "torch.float32", ""),
         (row(*[1] * 61), ConfigError, "max_len", 64, "61 tokens and max_tokens=4 "),
         (three, ConfigError, "pictures", 3, "the 2 that"),
     ):
-        with raises(error, place="the prompt", key=key, found=found, problem_has=said):
+        with raises(error, place="the prompt", key=key, found=value, problem_has=problem):
             Prompts(replace(settings, pictures=2, videos=1)).request(prompt, SHORT, [0])
     with raises(ConfigError, key="seed", found=-1, allowed="a number from 0 to 2**63 - 1"):
         prompts.request(row(1), SHORT, [3, -1])
@@ -537,21 +539,23 @@ def test_prompts_that_the_engine_would_see_otherwise_are_refused(settings, tiny,
 
 
 def test_videos_are_those_of_the_trainers_patches(tiny, tmp_path):
-    """One placeholder for each, in the template's brackets; the patches that are cut of its frames
-    again are the same. Of 10 frames a second, b has 0, 3, 5 and 8, a has 0, 7, 15 and 22; times
-    are midway between two, as the template rounds them."""
+    """A video has one placeholder in the template's brackets, and its frames give equal patches.
+
+    At 10 frames a second, b has the frames 0, 3, 5 and 8, and a has 0, 7, 15 and 22. Times are
+    midway between two frames, as the template rounds them.
+    """
     content = (text("first"), shows("b.mp4"), image(50, 60), shows("a.mp4"), text("last"))
     made = video_row(tiny(), tmp_path, *content)
     engine = EngineSettings("python", tiny(), videos=2)
     prompts = Prompts(engine)
-    fields = (found := prompts.request(made, SHORT, [0])).fields
+    fields = (request := prompts.request(made, SHORT, [0])).fields
     assert [each["tenths"] for each in fields["videos"]] == [[1, 7], [3, 19]]
     assert fields["expected"] == made.ids_S.tolist()
     words = AutoTokenizer.from_pretrained(tiny()).decode(fields["prompt"])
-    one = "<|vision_start|><|{}_pad|><|vision_end|>"
-    assert f"first{one.format('video') + one.format('image') + one.format('video')}last" in words
+    mark = "<|vision_start|><|{}_pad|><|vision_end|>"
+    assert f"first{mark.format('video') + mark.format('image') + mark.format('video')}last" in words
     settings, videos = VideoSettings.from_checkpoint(tiny()), seen_videos(made, prompts.images)
-    assert [each.tobytes() for each in videos] == found.pixels[1:]
+    assert [each.tobytes() for each in videos] == request.pixels[1:]
     assert [tuple(each["shape"]) for each in fields["videos"]] == [v.shape[:3] for v in videos]
     assert made.video_grid_I3 is not None
     again = [
@@ -565,7 +569,7 @@ def test_videos_are_those_of_the_trainers_patches(tiny, tmp_path):
 
 
 def test_a_video_whose_frames_have_no_times_is_refused(tiny, tmp_path):
-    """As in ids of one's own."""
+    """Token ids that users build themselves may lack the times."""
     made = video_row(tiny(), tmp_path, shows("a.mp4"))
     start = int(
         (made.ids_S == Prompts(EngineSettings("python", tiny())).tokens.video_id).nonzero()[0]
@@ -577,22 +581,22 @@ def test_a_video_whose_frames_have_no_times_is_refused(tiny, tmp_path):
 
 
 def test_pictures_are_those_of_the_trainers_patches(tiny):
-    """One placeholder for each is left; the patches that are cut of them again are the same."""
+    """A picture has one placeholder, and gives equal patches when it is cut again."""
     record = {"messages": [say("user", image(100, 60), text("and"), image(70, 130, 2))]}
     made = RowMaker(tiny()).row(record, prompt=True)
     settings = ImageSettings.from_checkpoint(tiny())
-    found = Prompts(EngineSettings("python", tiny())).request(made, SHORT, [0])
-    sizes, pictures = found.fields["pictures"], seen_by_trainer(made, settings)
+    request = Prompts(EngineSettings("python", tiny())).request(made, SHORT, [0])
+    sizes, pictures = request.fields["pictures"], seen_by_trainer(made, settings)
     assert [each.shape for each in pictures] == [(*size, 3) for size in sizes]
-    assert [each.tobytes() for each in pictures] == found.pixels
+    assert [each.tobytes() for each in pictures] == request.pixels
     again = [image_patches(picture_of(each), settings) for each in pictures]
     assert made.pixel_values_PC is not None
     assert torch.equal(torch.cat([torch.from_numpy(each) for each in again]), made.pixel_values_PC)
     image_id = Prompts(EngineSettings("python", tiny())).tokens.image_id
-    assert found.fields["prompt"].count(image_id) == 2
-    assert found.fields["expected"].count(image_id) == sum(h * w for h, w in sizes) // 32**2
-    assert [i for i in found.fields["prompt"] if i != image_id] == [
-        i for i in found.fields["expected"] if i != image_id
+    assert request.fields["prompt"].count(image_id) == 2
+    assert request.fields["expected"].count(image_id) == sum(h * w for h, w in sizes) // 32**2
+    assert [i for i in request.fields["prompt"] if i != image_id] == [
+        i for i in request.fields["expected"] if i != image_id
     ]
 
 
