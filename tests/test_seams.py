@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_seams.py
-"""What the next parts build on: a parameter that is ours alone (an adapter), several chunks of the
-model on one rank, and names that mean one thing."""
+"""Foundations of later parts: a parameter of our own (an adapter), several chunks of the model on
+one rank, and names that mean one thing."""
 
 import ast
 import json
@@ -37,8 +37,11 @@ def adapter_entry(chunk: int) -> Entry:
 
 
 def with_second_chunk(worker: MegatronWorker) -> SimpleNamespace:
-    """What checkpoints ask of a worker: the real one's model as chunk 0, and a chunk with an
-    adapter, cut over TP, and a norm that Hugging Face knows."""
+    """Return the parts of a worker that checkpoints use.
+
+    Chunk 0 is the real model. Chunk 1 has an adapter, which is cut over TP, and a norm that Hugging
+    Face knows.
+    """
     rank, ranks = worker.grid.along("tp")
     extra = nn.Module()
     extra.adapter = nn.Parameter(ADAPTER[:, rank * 6 // ranks : (rank + 1) * 6 // ranks].clone())
@@ -47,7 +50,7 @@ def with_second_chunk(worker: MegatronWorker) -> SimpleNamespace:
     chunks, table = [*worker.chunks, extra], [*worker.table, adapter_entry(1), norm]
     held = held_params(chunks, table, 0)
     for param in held.values():
-        param.requires_grad_(False)  # what is not trained is written as it is
+        param.requires_grad_(False)  # untrained weights are written unchanged
     return SimpleNamespace(
         chunks=chunks,
         table=table,
@@ -60,8 +63,7 @@ def with_second_chunk(worker: MegatronWorker) -> SimpleNamespace:
 
 
 def write(worker: MegatronWorker, folder: Path) -> tuple[list[str], list[str]]:
-    """This rank's file; the tensors that a Hugging Face export would have, and the new ones'
-    values in it."""
+    """Write this rank's file; return the names of the gathered tensors and those of an export."""
     extended = with_second_chunk(worker)
     pieces = list(held_pieces(extended, writing=True))
     rank = worker.grid.rank
@@ -77,7 +79,7 @@ def write(worker: MegatronWorker, folder: Path) -> tuple[list[str], list[str]]:
 
 
 def read(worker: MegatronWorker, folder: Path) -> list[list[float]]:
-    """Fill this rank's extended model from what other layouts wrote."""
+    """Fill this rank's extended model from the files of other layouts; return the new values."""
     extended = with_second_chunk(worker)
     for param in extended.held.values():
         param.data.fill_(-1)
@@ -115,7 +117,7 @@ def test_what_is_ours_alone_is_kept_in_checkpoints_and_never_exported(pool, tiny
 
 
 def loads_around_adapters(worker: MegatronWorker) -> list[float]:
-    """A checkpoint knows nothing of an adapter: loading leaves it as it was made."""
+    """Load a checkpoint that has no adapter, and return the adapter, which stays as it was."""
     chunk = nn.Module()
     chunk.adapter = nn.Parameter(ADAPTER.clone())
     entry = adapter_entry(0)
@@ -128,13 +130,12 @@ def test_loading_leaves_what_is_ours_alone(pool, tiny):
     assert pool.run(call, 1, tiny(), case, loads_around_adapters) == [ADAPTER.flatten().tolist()]
 
 
-# Modules that are what their folder is for: `commands.plan.page`.
+# Modules that their folder gives a meaning, such as `commands.plan.page`.
 OF_EACH_FOLDER = {"__init__", "__main__", "command", "page", "terminal"}
 
 
 def test_one_name_means_one_thing():
-    """No two modules, and no two public classes, functions or constants of modules, have one
-    name."""
+    """No two modules and no two public classes, functions or constants of modules share a name."""
     modules, names = defaultdict(set), defaultdict(set)
     for file in PACKAGE.rglob("*.py"):
         where = str(file.relative_to(PACKAGE))
@@ -149,7 +150,7 @@ def test_one_name_means_one_thing():
 
 
 def defined(node: ast.stmt) -> list[str]:
-    """The names of a class, of a function, or of the constants that are assigned."""
+    """Return the name of a class or function, or the names of the constants that are assigned."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

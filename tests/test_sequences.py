@@ -1,10 +1,12 @@
 # .venv/bin/python -m pytest tests/test_sequences.py
 """Random sequences of commands on one run folder: train, stop, kill, resume, damage, export, and
-files that others put there. After each: every checkpoint and every export has the weights of the
-step that it says, nothing that is still needed is gone, and nothing of others is touched.
+foreign files.
 
-A step here computes nothing: it adds the run's `stride` to every weight. So the weights tell which
-steps led to them. Everything else is the real run, in processes of its own.
+After each command, every checkpoint and every export has the weights of the step that it names, no
+checkpoint that is still needed is gone, and foreign files are untouched.
+
+A step here computes nothing: it adds the run's `stride` to every weight, so that the weights show
+which steps led to them. Everything else is the real run, in its own processes.
 """
 
 import hashlib
@@ -43,12 +45,12 @@ from tests.chats import say, text
 from tests.pool import Pool
 from tests.random_runs import window
 
-# Of one layer a stage: most of the time goes into starting runs.
+# Stages have one layer, because most of the time goes into starting runs.
 SMALLEST = dict(layers=2, hidden=32, intermediate=32, heads=2, kv_heads=2, vocab=300)
 SMALLEST |= dict(vision_depth=1, deepstack=1, vision_hidden=16, vision_intermediate=16)
-SEQUENCES = 10  # of each slow part
-PARTS = window(50, 2)  # of which each has its own seed
-SCALE = 2.0**-10  # strides are whole multiples: sums are exact
+SEQUENCES = 10  # per slow part
+PARTS = window(50, 2)  # each has its own seed
+SCALE = 2.0**-10  # strides are whole multiples, so sums are exact
 LAYOUTS = {"1": (1, 1), "pp2": (1, 2), "tp2": (2, 1)}  # TP, PP
 STATUS_KILLED = -9
 
@@ -66,10 +68,10 @@ class Command:
     async_save: bool
     layout: str
     stop_at: int | None  # a signal comes in this step
-    kill_at: int | None  # rank 0 is killed before it does this to the file system
+    kill_at: int | None  # rank 0 is killed before this operation on the file system
 
     def config(self, base: Config, resume: str) -> Config:
-        """Without Hydra, which takes a quarter of the time of such a run."""
+        """Return the configuration without Hydra, which takes a quarter of the time of a run."""
         tp, pp = LAYOUTS[self.layout]
         checkpoint = replace(
             base.checkpoint,
@@ -90,7 +92,7 @@ class Command:
 
 
 def base_config(root: Path, model: str) -> Config:
-    """What all commands of a sequence have in common."""
+    """Return the configuration that all commands of a sequence share."""
     chats = root / "chats.jsonl"
     keys = {
         "model": "tiny_cpu",
@@ -107,7 +109,7 @@ def base_config(root: Path, model: str) -> Config:
 
 
 def play(cfg: Config, stride: int, stop_at: int | None, kill_at: int | None) -> Any:
-    """One rank of a run whose steps only count; its exit status and words."""
+    """Run one rank whose steps only count, and return its exit status and output."""
     from megatron_vlm import train
     from megatron_vlm.distributed.agreement import Signals
 
@@ -131,7 +133,7 @@ def play(cfg: Config, stride: int, stop_at: int | None, kill_at: int | None) -> 
 
 
 def mortal(function: Any, count: Any) -> Any:
-    """Kills the process where the count is at its end."""
+    """Return a wrapper of `function` that kills the process when the count is exhausted."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if next(count, None) is None:
@@ -142,8 +144,10 @@ def mortal(function: Any, count: Any) -> Any:
 
 
 def count_up(run: Any, step: int, stride: int, stop_at: int | None) -> None:
-    """A step without a forward pass. The head's first row counts twice, so that the loss of an
-    evaluation depends on the weights."""
+    """Take a step without a forward pass.
+
+    The head's first row counts twice, so that the loss of an evaluation depends on the weights.
+    """
     from megatron_vlm.family.spec import Part
     from megatron_vlm.training.worker import StepMetrics
 
@@ -160,28 +164,28 @@ def count_up(run: Any, step: int, stride: int, stop_at: int | None) -> None:
 
 @dataclass
 class Known:
-    """A checkpoint, as it must be."""
+    """The expected state of a checkpoint."""
 
     id: str
     step: int
     value: int
-    line: tuple[str, ...]  # ids of those that it was trained on from, in any folder
-    content: str  # a digest of its files; another after damage
+    line: tuple[str, ...]  # ids of the checkpoints before it, in any folder
+    content: str  # digest of its files, which damage changes
     damaged: bool = False
-    counts: bool = True  # nobody reads all bytes of what is not resumed from: a flip is not seen
-    foreign: bool = False  # somebody put a file there
-    number: int = 0  # in the order in which they were written
+    counts: bool = True  # False after damage other than a flip, which only a resume notices
+    foreign: bool = False  # has a foreign file
+    number: int = 0  # position in the order of writing
 
 
 @dataclass
 class Notes:
-    """What the world must look like."""
+    """The expected state of a run folder."""
 
     checkpoints: dict[str, Known] = field(default_factory=dict)  # on the disk, by id
-    past: dict[str, Known] = field(default_factory=dict)  # all there ever were
+    past: dict[str, Known] = field(default_factory=dict)  # all that ever existed
     foreign: dict[Path, str] = field(default_factory=dict)
     said: str = ""
-    head: Known | None = None  # where the last run ended
+    head: Known | None = None  # last checkpoint of the last run
     mixed: bool = False  # metrics.jsonl has steps of several lines: runs went back and forth
 
 
@@ -201,7 +205,7 @@ COMMANDS = st.builds(
 
 
 class Sequences(RuleBasedStateMachine):
-    """See the module."""
+    """A run folder, the commands on it, and the checks after each of them."""
 
     def __init__(self, pool: Pool, model: str, template: Path):
         super().__init__()
@@ -213,7 +217,7 @@ class Sequences(RuleBasedStateMachine):
     def teardown(self) -> None:
         shutil.rmtree(self.root)
 
-    # ---- what may happen
+    # ---- commands
 
     @initialize(steps=st.integers(2, 5), every=st.sampled_from([1, 2, None]))
     def begin(self, steps: int, every: int | None) -> None:
@@ -235,7 +239,7 @@ class Sequences(RuleBasedStateMachine):
     @precondition(lambda self: len(self.whole_ones()) > 1)
     @rule(more=st.integers(0, 3), which=st.integers(0, 99), command=COMMANDS)
     def go_back(self, more: int, which: int, command: Command) -> None:
-        """To an earlier one by name, and on from there."""
+        """Resume from an earlier checkpoint by name."""
         *earlier, _ = self.whole_ones()
         origin = earlier[which % len(earlier)]
         command = replace(command, steps=max(origin.step + more, 1))
@@ -248,7 +252,7 @@ class Sequences(RuleBasedStateMachine):
         folder = self.folder_of(known)
         name = "complete.json" if how == "manifest" else "rank-00000.safetensors"
         path = folder / name
-        if known.damaged:  # the same flip again would mend it
+        if known.damaged:  # the same flip again would repair it
             return
         if how == "remove":
             path.unlink()
@@ -294,23 +298,23 @@ class Sequences(RuleBasedStateMachine):
         whole, out = self.whole_ones(), self.root / "by-command"
         shutil.rmtree(out, ignore_errors=True)
         if newest:
-            given, known = self.run, whole[-1] if whole else None
+            source, known = self.run, whole[-1] if whole else None
         elif self.notes.checkpoints:
             every = list(self.notes.checkpoints.values())
             known = every[which % len(every)]
-            given = self.folder_of(known)
+            source = self.folder_of(known)
             known = None if known.damaged else known
         else:
             return
         if known is None:
             with pytest.raises(CheckpointError):
-                export_checkpoint(str(given), str(out))
+                export_checkpoint(str(source), str(out))
             assert not out.exists()
             return
-        export_checkpoint(str(given), str(out))
+        export_checkpoint(str(source), str(out))
         assert exported(out) == (known.step, known.id, known.value)
 
-    # ---- what must be
+    # ---- checks
 
     @invariant()
     def nothing_of_others_is_touched(self) -> None:
@@ -319,7 +323,7 @@ class Sequences(RuleBasedStateMachine):
             assert [each.read_text() for each in moved] == [content], path
 
     def train(self, command: Command, resume: str) -> None:
-        """Do it, and compare what is there afterwards with what was there before."""
+        """Run the command, and compare the folder after it with the folder before it."""
         notes = self.notes
         before = dict(notes.checkpoints)
         export_before = exported(self.run / "export")
@@ -328,7 +332,7 @@ class Sequences(RuleBasedStateMachine):
         if resume != "auto":
             [origin] = [known for known in whole if str(self.folder_of(known)) == resume]
         refused = command.export and bool(self.foreign_in_export())
-        if refused:  # by rank 0; a launcher would end the others
+        if refused:  # rank 0 refuses; a launcher would end the others
             command = replace(command, layout="1")
         status = self.start(command, resume)
         assert status in (0, 2, 75, STATUS_KILLED), notes.said
@@ -367,11 +371,13 @@ class Sequences(RuleBasedStateMachine):
     def check_checkpoints(
         self, command: Command, origin: Known | None, before: dict[str, Known], status: int
     ) -> Known | None:
-        """What is new has the right weights; what is gone was no longer needed. The newest of the
-        line that was trained."""
+        """Check that new checkpoints have the right weights and that removed ones were not needed.
+
+        Return the newest checkpoint of the line that was trained.
+        """
         notes, first = self.notes, origin.step if origin else 0
         line = (*origin.line, origin.id) if origin else ()
-        found: dict[str, Known] = {}
+        current: dict[str, Known] = {}
         new = []
         for folder in sorted((self.run / "checkpoints").glob("step-*")):
             if folder.name.endswith(".partial"):
@@ -379,7 +385,7 @@ class Sequences(RuleBasedStateMachine):
             here = digest(folder)
             same = [known for known in before.values() if known.content == here]
             if same:
-                found[same[0].id] = same[0]
+                current[same[0].id] = same[0]
                 continue
             id_, step, value = read(folder)
             assert int(folder.name[5:13]) == step and step <= command.steps
@@ -389,37 +395,37 @@ class Sequences(RuleBasedStateMachine):
             new.append(Known(id_, step, value, line, here))
         for known in sorted(new, key=lambda known: known.step):
             self.number += 1
-            # The same content again, where a line is gone through twice.
-            found[known.id] = replace(known, line=line, number=self.number)
+            # The content may exist already, when a line is trained twice.
+            current[known.id] = replace(known, line=line, number=self.number)
             line = (*line, known.id)
-            notes.past[known.id] = found[known.id]
-        head = found[line[-1]] if new else origin
-        kept = [found[id_] for id_ in line if id_ in found and found[id_].counts]
+            notes.past[known.id] = current[known.id]
+        head = current[line[-1]] if new else origin
+        usable = [current[id_] for id_ in line if id_ in current and current[id_].counts]
         for id_, known in before.items():
-            if id_ in found:
+            if id_ in current:
                 continue
             assert known.counts and not known.foreign, f"{known} is gone: {notes.said}"
             assert id_ in line or any(new_.id == id_ for new_ in new), f"{known} is gone"
-            assert status == STATUS_KILLED or len(kept) >= command.keep_last, f"{known} is gone"
-            newer = [k for k in kept if k.step > known.step]
-            assert len(newer) >= command.keep_last, f"{known} is gone, and only {kept} are there"
-        notes.checkpoints = found
+            assert status == STATUS_KILLED or len(usable) >= command.keep_last, f"{known} is gone"
+            newer = [k for k in usable if k.step > known.step]
+            assert len(newer) >= command.keep_last, f"{known} is gone, and only {usable} are there"
+        notes.checkpoints = current
         return head
 
     def check_export(self, command: Command, head: Known | None, before: Any, status: int) -> None:
-        there = exported(self.run / "export")
-        if there is not None:
-            known = self.notes.past[there[1]]
-            assert there == (known.step, known.id, known.value)
+        export = exported(self.run / "export")
+        if export is not None:
+            known = self.notes.past[export[1]]
+            assert export == (known.step, known.id, known.value)
         if status == 0 and command.export:
-            assert head is not None and there == (head.step, head.id, head.value)
+            assert head is not None and export == (head.step, head.id, head.value)
             aside = [path.name for path in self.run.glob("export?*")]
             assert aside == [], aside
         elif status != STATUS_KILLED:
-            assert there == before
+            assert export == before
 
     def check_best(self, command: Command, head: Known) -> None:
-        """The lowest loss in the line by the run's own account; its checkpoint is there."""
+        """Check that the best step has the line's lowest loss in the metrics and a checkpoint."""
         from megatron_vlm.report.run.metrics_arrays import read_metrics
 
         path = self.folder_of(head) / "state.json"
@@ -429,19 +435,19 @@ class Sequences(RuleBasedStateMachine):
         scores = {e.step: e.loss for e in read_metrics(self.run / "metrics.jsonl").evaluations}
         if best is not None and head.step in scores and best in scores:
             assert scores[best] == min(loss for step, loss in scores.items() if step <= head.step)
-            there = [k for k in self.notes.checkpoints.values() if k.step == best]
+            existing = [k for k in self.notes.checkpoints.values() if k.step == best]
             gone = [k for k in self.notes.past.values() if k.step == best and k.damaged]
-            assert there or gone
+            assert existing or gone
 
-    # ---- what there is
+    # ---- state
 
     def done(self) -> int:
-        """How many steps the checkpoint has that `auto` resumes from."""
+        """Return the number of steps of the checkpoint that `auto` resumes from."""
         whole = self.whole_ones()
         return whole[-1].step if whole else 0
 
     def whole_ones(self) -> list[Known]:
-        """Those that are not damaged, in the order in which they were written."""
+        """Return the checkpoints that are not damaged, in the order of writing."""
         whole = [known for known in self.notes.checkpoints.values() if not known.damaged]
         return sorted(whole, key=lambda known: known.number)
 
@@ -462,7 +468,7 @@ def digest(folder: Path) -> str:
 
 
 def read(folder: Path) -> tuple[str, int, int]:
-    """A checkpoint's id, step and weights, read without verifying anything."""
+    """Return a checkpoint's id, step and weights, without verification."""
     manifest = json.loads((folder / "complete.json").read_text())
     files = dict(sorted(manifest["files"].items()))
     id_ = hashlib.blake2b(json.dumps(files).encode(), digest_size=32).hexdigest()
@@ -470,12 +476,12 @@ def read(folder: Path) -> tuple[str, int, int]:
     reader = PieceReader(folder, json.loads((folder / "index.json").read_text()))
     names = [name for name in reader.index if not name.startswith("exp_avg")]
     if step == 0:
-        return id_, 0, 0  # weights as they came
+        return id_, 0, 0  # weights before any step
     return id_, step, value_of({name: reader.read_tensor(name) for name in names})
 
 
 def exported(folder: Path) -> tuple[int, str, int] | None:
-    """The step and the checkpoint that an export says it is of, and its weights."""
+    """Return the step and the checkpoint that an export names, and its weights."""
     if not (folder / "config.json").exists():
         return None
     mark = json.loads((folder / MARK).read_text())
@@ -483,7 +489,7 @@ def exported(folder: Path) -> tuple[int, str, int] | None:
 
 
 def value_of(tensors: dict[str, Any]) -> int:
-    """How often SCALE was added to every weight."""
+    """Return how often SCALE was added to every weight."""
     values = {float(value) / SCALE for tensor in tensors.values() for value in tensor[1:].unique()}
     [value] = values
     assert value == int(value)
@@ -492,7 +498,7 @@ def value_of(tensors: dict[str, Any]) -> int:
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """Four short chats, and the cache of their tokens."""
+    """Return a folder with four short chats and a cache of their tokens."""
     folder = tmp_path_factory.mktemp("sequences")
     lines = [
         json.dumps({"messages": [say("user", text(f"{n}?")), say("assistant", "word " * (n + 1))]})
@@ -505,7 +511,7 @@ def template(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own_pool(process_tree):
-    """Its processes are killed."""
+    """Yield a separate pool, because its processes are killed."""
     pool = Pool(process_tree.fork)
     yield pool
     pool.close()
