@@ -1,7 +1,9 @@
 # .venv/bin/python -m pytest tests/test_serve.py
-"""A service from outside: what clients train equals plain PyTorch on Hugging Face's model, samples
-are those of weights that stay as they were, and nothing changes where models wait on disk, or where
-the service was killed."""
+"""A service as its clients see it.
+
+Training equals plain PyTorch on Hugging Face's model, and samples come from weights that stay
+unchanged. Results are the same when models wait on disk or the service was killed.
+"""
 
 import math
 import resource
@@ -43,8 +45,8 @@ PROMPTS: list[Chunks] = [
     [[3, 3, 3]],
     [[20, 21, 22, 23, 24, 25, 26]],
 ]
-# Each with settings of its own; the second clips. Where a gradient is nearly 0, a small eps would
-# make a step of any rounding.
+# Each step has its own settings, and the second clips. With a small eps, the rounding of a gradient
+# near 0 would become a step.
 STEPS = (
     dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.0),
     dict(learning_rate=5e-3, beta1=0.8, beta2=0.9, eps=1e-2, weight_decay=0.1, grad_clip_norm=1.0),
@@ -60,51 +62,51 @@ def path(tiny) -> str:
 @pytest.fixture(scope="module")
 def running(path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("service")
-    with served(path, folder, free_port(), "train.micro_batch_size=2") as found:
-        yield found
+    with served(path, folder, free_port(), "train.micro_batch_size=2") as service:
+        yield service
 
 
 @pytest.fixture(scope="module")
 def client(running: Running, path: str) -> Iterator[Client]:
-    with Client(running.url, path) as found:
-        yield found
+    with Client(running.url, path) as connected:
+        yield connected
 
 
 def data_of(path: str, step: int) -> list[tuple[Chunks, dict[str, Any]]]:
-    """Any targets, and weights of any sign."""
+    """Return data with random targets, and weights of both signs."""
     random = np.random.default_rng(step)
-    found = []
+    data = []
     for chunks in PROMPTS:
         count = len(row_of(chunks, path).ids_S)
         inputs = {
             "target_tokens": random.integers(0, VOCAB, count),
             "weights": random.normal(size=count),
         }
-        found.append((chunks, inputs))
-    return found
+        data.append((chunks, inputs))
+    return data
 
 
 def trained(model: Model, path: str, steps: int = 3) -> list[Any]:
-    """Steps of two calls each, the second of which is asked for before the first was answered."""
-    found = []
+    """Take steps of two calls each, the second sent before the first result; return the results."""
+    rounds = []
     for step in range(steps):
         data = data_of(path, step)
         first, second = model.ask_gradients(data[:3]), model.ask_gradients(data[3:])
-        results = [read_output(model.client.result(each)) for each in (first, second)]
+        results = [read_output(model.client.result(promise)) for promise in (first, second)]
         applied = model.step(**STEPS[step])
-        found.append(([metrics["loss:sum"] for metrics, _ in results], applied["grad_norm"]))
-        found[-1] += ([each for _, rows in results for each in rows],)
-    return found
+        rounds.append(([metrics["loss:sum"] for metrics, _ in results], applied["grad_norm"]))
+        rounds[-1] += ([row for _, rows in results for row in rows],)
+    return rounds
 
 
 def reference(model: Any, path: str) -> list[Any]:
-    """The same in plain PyTorch."""
+    """Return the same results from plain PyTorch."""
     params = [param for param in model.parameters() if param.requires_grad]
     flat = [param for param in params if param.dim() < 2]  # norms and biases, which do not decay
     groups = [dict(params=[param for param in params if param.dim() > 1])]
     adam = torch.optim.AdamW([*groups, *([dict(params=flat)] if flat else [])])
-    found = []
-    for step, asked in enumerate(STEPS):
+    results = []
+    for step, options in enumerate(STEPS):
         losses, log_probs = [], []
         for chunks, inputs in data_of(path, step):
             logits = row_logits(model, row_of(chunks, path))
@@ -113,36 +115,42 @@ def reference(model: Any, path: str) -> list[Any]:
             loss.backward()
             losses.append(float(loss.detach()))
             log_probs.append(p.detach().numpy())
-        norm = torch.nn.utils.clip_grad_norm_(params, asked.get("grad_clip_norm", math.inf))
-        for group, decay in zip(adam.param_groups, (asked["weight_decay"], 0.0), strict=False):
-            group["lr"], group["eps"] = asked["learning_rate"], asked["eps"]
-            group["betas"], group["weight_decay"] = (asked["beta1"], asked["beta2"]), decay
+        norm = torch.nn.utils.clip_grad_norm_(params, options.get("grad_clip_norm", math.inf))
+        for group, decay in zip(adam.param_groups, (options["weight_decay"], 0.0), strict=False):
+            group["lr"], group["eps"] = options["learning_rate"], options["eps"]
+            group["betas"], group["weight_decay"] = (options["beta1"], options["beta2"]), decay
         adam.step()
         adam.zero_grad()
-        found.append(([sum(losses[:3]), losses[3]], float(norm), log_probs))
-    return found
+        results.append(([sum(losses[:3]), losses[3]], float(norm), log_probs))
+    return results
 
 
 def compare(ours: list[Any], theirs: list[Any]) -> float:
-    """The largest difference of a log-prob; sums and norms are relative to their size."""
+    """Return the largest difference; those of sums and norms are relative to their size."""
     worst = 0.0
-    for (sums, norm, log_probs), (want_sums, want_norm, want) in zip(ours, theirs, strict=True):
-        pairs = [*zip(sums, want_sums, strict=True), (norm, want_norm)]
+    for (sums, norm, log_probs), (expected_sums, expected_norm, expected) in zip(
+        ours, theirs, strict=True
+    ):
+        pairs = [*zip(sums, expected_sums, strict=True), (norm, expected_norm)]
         worst = max(worst, *(abs(a - b) / max(abs(b), 10.0) for a, b in pairs))
-        worst = max(worst, *(float(abs(a - b).max()) for a, b in zip(log_probs, want, strict=True)))
+        worst = max(
+            worst, *(float(abs(a - b).max()) for a, b in zip(log_probs, expected, strict=True))
+        )
     return worst
 
 
 def hf_log_probs(model: Any, chunks: Chunks, path: str) -> np.ndarray:
     row = row_of(chunks, path)
     with torch.no_grad():
-        found = targeted_log_probs(row_logits(model, row)[:-1], row.ids_S[1:].numpy())
-    return np.concatenate([[np.nan], found.numpy()])
+        log_probs = targeted_log_probs(row_logits(model, row)[:-1], row.ids_S[1:].numpy())
+    return np.concatenate([[np.nan], log_probs.numpy()])
 
 
 def apart(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Of two lists of a prompt's log-probs. Those of pictures are numbers as well: the cookbook
-    multiplies them by weights of 0."""
+    """Return the largest difference between two lists of a prompt's log-probs.
+
+    Log-probs of pictures must be numbers, too: the cookbook multiplies them by weights of 0.
+    """
     assert np.isnan(ours[0]) and not np.isnan(ours[1:]).any()
     return float(abs(ours - theirs)[1:].max())
 
@@ -152,15 +160,15 @@ def test_full_training_is_that_of_plain_pytorch(client, path, record_property):
     worst = [compare(trained(model, path), reference(hf, path))]
     sampler = model.sampler()
     for chunks in PROMPTS:
-        ours = sampler.log_probs(chunks)
-        worst.append(apart(ours, hf_log_probs(hf, chunks, path)))
+        actual = sampler.log_probs(chunks)
+        worst.append(apart(actual, hf_log_probs(hf, chunks, path)))
     record_property("worst", worst)
     assert max(worst) <= TOLERANCE, worst
 
 
 @pytest.mark.slow
 def test_adapters_are_those_of_peft(client, path, running, record_property):
-    """Downloaded as they begin, trained by PEFT, and trained here."""
+    """PEFT trains the initial adapter after a download, and the service trains it, too."""
     model = client.model(6, seed=5)
     model.save_external("begin")
     peft = PeftModel.from_pretrained(
@@ -171,14 +179,14 @@ def test_adapters_are_those_of_peft(client, path, running, record_property):
     again = PeftModel.from_pretrained(load_reference(path), exported(running, model, "end"))
     sampler = model.sampler()
     for chunks in PROMPTS:
-        ours = sampler.log_probs(chunks)
-        worst += [apart(ours, hf_log_probs(each, chunks, path)) for each in (peft, again)]
+        actual = sampler.log_probs(chunks)
+        worst += [apart(actual, hf_log_probs(each, chunks, path)) for each in (peft, again)]
     record_property("worst", worst)
     assert max(worst) <= TOLERANCE, worst
 
 
 def exported(running: Running, model: Model, name: str) -> str:
-    """The folder of a download, which the service has on this machine."""
+    """Return the folder of a download, which the service keeps on this machine."""
 
     from megatron_vlm.serve.journal.journal import Journal  # noqa: F401 - read alone
 
@@ -188,7 +196,7 @@ def exported(running: Running, model: Model, name: str) -> str:
         (folder,) = db.execute(
             "SELECT folder FROM checkpoints WHERE model = ? AND name = ?", (model.id, name)
         ).fetchone()
-    assert not (run / folder.removesuffix("-export")).exists()  # our own form, which it was made of
+    assert not (run / folder.removesuffix("-export")).exists()  # its source in our own form
     return str(run / folder)
 
 
@@ -207,23 +215,23 @@ def test_snapshots_stay_while_training_goes_on(client, path):
     assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(before, again, strict=True))
     newer = model.sampler().log_probs(PROMPTS[0])
     assert float(np.nanmax(abs(newer - before[0]))) > 1e-3
-    # What the trainer says of the same tokens is what the sampler says: they are one model.
+    # Trainer and sampler give the same tokens the same log-probs, because they are one model.
     ids = [1, 2, 3, 4, 5]
-    found = model.gradients([([ids], {"target_tokens": [*ids[1:], 0]})], forward_only=True)
-    assert np.array_equal(found[1][0][:-1], newer[1:])
+    result = model.gradients([([ids], {"target_tokens": [*ids[1:], 0]})], forward_only=True)
+    assert np.array_equal(result[1][0][:-1], newer[1:])
 
 
 def test_samples_and_their_log_probs(client, path):
     model = client.model(0)
     trained(model, path, 1)
     sampler, chunks = model.sampler(), PROMPTS[1]
-    asked = dict(max_tokens=6, temperature=0.7, seed=11, stop=[])
-    first = sampler.sample(chunks, 3, **asked)
-    second = sampler.sample(chunks, 3, {"prompt_logprobs": True}, **asked)
+    options = dict(max_tokens=6, temperature=0.7, seed=11, stop=[])
+    first = sampler.sample(chunks, 3, **options)
+    second = sampler.sample(chunks, 3, {"prompt_logprobs": True}, **options)
     assert tokens_of(first) == tokens_of(second)  # the same seed
     assert len({tuple(each) for each in tokens_of(first)}) == 3
-    other = sampler.sample(chunks, 3, **{**asked, "seed": 12})
-    assert tokens_of(other) != tokens_of(first)
+    reseeded = sampler.sample(chunks, 3, **{**options, "seed": 12})
+    assert tokens_of(reseeded) != tokens_of(first)
     assert tokens_of(sampler.sample(chunks, 3, max_tokens=6)) != tokens_of(
         sampler.sample(chunks, 3, max_tokens=6)
     )
@@ -232,8 +240,8 @@ def test_samples_and_their_log_probs(client, path):
         row = row_of([*chunks, ids], path)
         with torch.no_grad():
             logits = row_logits(hf, row)[-len(ids) - 1 : -1] / 0.7
-        want = targeted_log_probs(logits, np.array(ids)).numpy()
-        assert float(abs(want - np.array(log_probs)).max()) <= TOLERANCE
+        expected = targeted_log_probs(logits, np.array(ids)).numpy()
+        assert float(abs(expected - np.array(log_probs)).max()) <= TOLERANCE
     greedy = sampler.sample(chunks, 1, temperature=0.0, max_tokens=4, stop=[])
     ids = tokens_of(greedy)[0]
     stopped = sampler.sample(chunks, 1, temperature=0.0, max_tokens=4, stop=[ids[1]])
@@ -242,7 +250,7 @@ def test_samples_and_their_log_probs(client, path):
 
 
 def plain(model: Model, path: str) -> Any:
-    """The model after one step, in plain PyTorch."""
+    """Return the model after one step in plain PyTorch."""
     hf = load_reference(path)
     params = list(hf.parameters())
     adam = torch.optim.AdamW(params, lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.0)
@@ -259,7 +267,7 @@ def test_what_a_prompt_may_ask_besides(client, path):
     hf, row = load_reference(path), row_of(PROMPTS[1], path)
     with torch.no_grad():
         log_probs = row_logits(hf, row).float().log_softmax(-1)
-    count, wanted = (
+    count, targets = (
         len(row.ids_S),
         np.random.default_rng(0).integers(-1, VOCAB, (len(row.ids_S) - 1, 3)),
     )
@@ -269,79 +277,79 @@ def test_what_a_prompt_may_ask_besides(client, path):
         "topk_prompt_logprobs": 4,
         "topk_sample_logprobs": 5,
         "target_prompt_logprobs": {
-            "data": wanted.flatten().tolist(),
+            "data": targets.flatten().tolist(),
             "dtype": "int64",
-            "shape": list(wanted.shape),
+            "shape": list(targets.shape),
         },
     }
-    found = sampler.sample(chunks, 2, more, max_tokens=3, temperature=0.5, stop=[])
-    prompt = np.frombuffer(found.prompt_logprobs, "<f4")
+    response = sampler.sample(chunks, 2, more, max_tokens=3, temperature=0.5, stop=[])
+    prompt = np.frombuffer(response.prompt_logprobs, "<f4")
     assert np.isnan(prompt[:-3]).all() and not np.isnan(prompt[-3:]).any()
-    top = found.topk_prompt_logprobs
+    top = response.topk_prompt_logprobs
     ids = np.frombuffer(top.token_ids, "<i4").reshape(-1, 4)
     values = np.frombuffer(top.logprobs, "<f4").reshape(-1, 4)
-    want = log_probs.topk(4)
+    expected = log_probs.topk(4)
     assert len(ids) == count and (values[:-3] == -99999.0).all()
-    assert float(abs(values[-3:] - want.values[-4:-1].numpy()).max()) <= TOLERANCE
-    assert (ids[-3:, 0] == want.indices[-4:-1, 0].numpy()).all()
-    scored = np.frombuffer(found.target_prompt_logprobs.dense, "<f4").reshape(wanted.shape)
-    picked = log_probs[:-1].gather(1, torch.tensor(wanted).clamp(min=0)).numpy()
-    assert (scored[wanted == -1] == 0).all()
-    assert float(abs(scored - picked)[wanted != -1].max()) <= TOLERANCE
-    for each, ids_of in zip(found.sequences, tokens_of(found), strict=True):
+    assert float(abs(values[-3:] - expected.values[-4:-1].numpy()).max()) <= TOLERANCE
+    assert (ids[-3:, 0] == expected.indices[-4:-1, 0].numpy()).all()
+    scored = np.frombuffer(response.target_prompt_logprobs.dense, "<f4").reshape(targets.shape)
+    picked = log_probs[:-1].gather(1, torch.tensor(targets).clamp(min=0)).numpy()
+    assert (scored[targets == -1] == 0).all()
+    assert float(abs(scored - picked)[targets != -1].max()) <= TOLERANCE
+    for sequence, ids_of in zip(response.sequences, tokens_of(response), strict=True):
         with torch.no_grad():
             logits = row_logits(hf, row_of([*chunks, ids_of], path))[-4:-1].float()
-        want = (logits / 0.5).log_softmax(-1).topk(5)
-        values = np.frombuffer(each.topk_sampled_logprobs.logprobs, "<f4").reshape(-1, 5)
-        assert float(abs(values - want.values.numpy()).max()) <= TOLERANCE
+        expected = (logits / 0.5).log_softmax(-1).topk(5)
+        values = np.frombuffer(sequence.topk_sampled_logprobs.logprobs, "<f4").reshape(-1, 5)
+        assert float(abs(values - expected.values.numpy()).max()) <= TOLERANCE
 
 
 @pytest.mark.slow
 def test_checkpoints_go_on_or_begin_anew(client, path):
     model = client.model(3, seed=2)
     trained(model, path, 2)
-    model.gradients(data_of(path, 8))  # what is pending is not in a checkpoint
+    model.gradients(data_of(path, 8))  # pending gradients are not in a checkpoint
     saved = model.save("two")
     model.step(learning_rate=0.0, weight_decay=0.0)
     with pytest.raises(FailedError, match=r"user: path=two: tinker://.*overwrite=True"):
         model.save("two")
     assert model.save("two", overwrite=True) == saved
     data = data_of(path, 9)
-    # The step without a rate has moved the moments: the copy is made before it.
+    # The step without a learning rate has moved the moments, and the copy is older than it.
     first, anew = client.loaded(saved, True), client.loaded(saved, False)
-    found = []
-    for each in (model, first, anew):
-        each.gradients(data)
-        each.step(**STEPS[0])
-        found.append(each.gradients(data, forward_only=True)[0]["loss:sum"])
-    assert found[0] == found[1] != found[2]
-    first.gradients(data)  # of weights that go
+    losses = []
+    for copy in (model, first, anew):
+        copy.gradients(data)
+        copy.step(**STEPS[0])
+        losses.append(copy.gradients(data, forward_only=True)[0]["loss:sum"])
+    assert losses[0] == losses[1] != losses[2]
+    first.gradients(data)  # gradients of weights that are replaced
     first.load(saved)
     first.gradients(data)
     first.step(**STEPS[0])
-    assert first.gradients(data, forward_only=True)[0]["loss:sum"] == found[0]
+    assert first.gradients(data, forward_only=True)[0]["loss:sum"] == losses[0]
 
 
 def test_mistakes_leave_a_model_usable(client, path):
     model = client.model(2, seed=3)
     good = data_of(path, 0)
-    assert client.model(2).step() == {"grad_norm": 0.0}  # a step without gradients is no mistake
+    assert client.model(2).step() == {"grad_norm": 0.0}  # a step without gradients is not a mistake
     model.gradients(good[:1])
-    for data, loss, said in (
+    for data, loss, problem in (
         ([([[1, VOCAB]], {"target_tokens": [1, 2]})], "cross_entropy", r"tokens\[1\]=509"),
         ([([[1, 2]], {"target_tokens": [1, 2, 3]})], "cross_entropy", "has 3 entries"),
         ([([[1, 2]], {"target_tokens": [1, 2]})], "ppo", r'loss_fn_inputs\["logprobs"\]'),
         (good, "stable_reinforce", "loss_fn=stable_reinforce"),
     ):
-        with pytest.raises(FailedError, match=f"user: .*{said}"):
+        with pytest.raises(FailedError, match=f"user: .*{problem}"):
             model.gradients(data, loss)
     with pytest.raises(FailedError, match=r"user: .*eps"):
         model.step(eps=0.0)
     assert model.gradients(good[1:])[0]["loss:sum"]
-    other = client.model(2, seed=3)
-    other.gradients(good[:1])
-    other.gradients(good[1:])
-    assert model.step(**STEPS[0]) == other.step(**STEPS[0])
+    clean = client.model(2, seed=3)
+    clean.gradients(good[:1])
+    clean.gradients(good[1:])
+    assert model.step(**STEPS[0]) == clean.step(**STEPS[0])
     sampler = model.sampler()
     with pytest.raises(FailedError, match=r"user: .*tokens\[0\]=600"):
         sampler.sample([[600]], max_tokens=1)
@@ -351,49 +359,51 @@ def test_mistakes_leave_a_model_usable(client, path):
 
 
 def test_a_sample_that_is_refused_takes_no_others_along(client, path):
-    """Of several that are drawn together; placeholders without a picture are found out there."""
+    """Samples are drawn together, and only then is a placeholder without a picture noticed."""
     sampler = client.sampler(base_model=path)
     good = [sampler.ask([[place, 7]], max_tokens=2, seed=place, stop=[]) for place in range(3)]
     bad = sampler.ask([[5, token_ids().image, 6]], max_tokens=2, stop=[])
     good += [sampler.ask([[place, 7]], max_tokens=2, seed=place, stop=[]) for place in range(3)]
     with pytest.raises(FailedError, match=r"user: .*image"):
         client.result(bad)
-    found = [client.result(each) for each in good]
-    assert found[:3] == found[3:]
+    responses = [client.result(each) for each in good]
+    assert responses[:3] == responses[3:]
 
 
 def story(client: Client, path: str) -> Any:
-    """Models by turns, with gradients that wait while the others are trained."""
+    """Train models in turns, with gradients that wait meanwhile, and return all results."""
     models = [client.model(rank, seed=4) for rank in (0, 3, 0, 2)]
-    found: list[Any] = []
+    results: list[Any] = []
     for step in range(2):
         for place, model in enumerate(models):
-            found.append(model.gradients(data_of(path, 10 * place + step)[:2])[0])
+            results.append(model.gradients(data_of(path, 10 * place + step)[:2])[0])
         for place, model in enumerate(models):
-            found.append(model.gradients(data_of(path, 10 * place + step)[2:])[0])
-            found.append(model.step(**STEPS[step]))
+            results.append(model.gradients(data_of(path, 10 * place + step)[2:])[0])
+            results.append(model.step(**STEPS[step]))
     samplers = [model.sampler() for model in models]
     for sampler in samplers:
-        found += [sampler.log_probs(chunks).tobytes() for chunks in PROMPTS]
-        found += tokens_of(sampler.sample(PROMPTS[1], 2, max_tokens=4, seed=1))
+        results += [sampler.log_probs(chunks).tobytes() for chunks in PROMPTS]
+        results += tokens_of(sampler.sample(PROMPTS[1], 2, max_tokens=4, seed=1))
     for model in models:
-        found.append(model.gradients(data_of(path, 7), forward_only=True)[0])
-    return found
+        results.append(model.gradients(data_of(path, 7), forward_only=True)[0])
+    return results
 
 
 @pytest.mark.slow
 def test_models_that_wait_on_disk_are_the_same(client, path, tmp_path):
-    want = story(client, path)
+    expected = story(client, path)
     few = ("serve.adapters=1", "serve.full_models=1", "serve.snapshots=1")
     few += ("train.micro_batch_size=2",)
     with served(path, tmp_path, free_port(), *few) as running, Client(running.url, path) as other:
-        assert story(other, path) == want
+        assert story(other, path) == expected
 
 
 @contextmanager
 def little_memory(running: Running, more: int, last: int = 0) -> Iterator[None]:
-    """The processes that compute, or so many of the last ones, may have so many bytes more than
-    they have now."""
+    """Limit the memory of the computing processes to `more` bytes above their present size.
+
+    With `last`, only that many of the last processes are limited.
+    """
     free, every = resource.RLIM_INFINITY, descendants(running.process.pid)
     ranks = [p for p in every if b"megatron_vlm.serve" in Path(f"/proc/{p}/cmdline").read_bytes()]
     pids = (ranks or every)[-last:]
@@ -440,7 +450,7 @@ def test_a_call_that_lacks_memory_fails_alone(layout, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_memory_that_one_rank_lacks_ends_the_service(tiny, tmp_path):
-    """The other is in the midst of its work; what was promised is done by the next service."""
+    """The other rank is in the middle of its work. The next service does the promised call."""
     path, port = tiny(vocab=VOCAB), free_port()
     settings = "launch.processes=2", "train.micro_batch_size=64"
     first = start(path, tmp_path, port, *settings)

@@ -1,6 +1,8 @@
 # .venv/bin/python -m pytest tests/test_serve_fair_queue.py
-"""Clients with keys of their own, one of which floods the service with long calls: the others wait
-for a few of these at most, and nobody sees what is another's."""
+"""Clients with their own keys, one of which floods the service with long calls.
+
+The others wait for a few of these calls at most, and no client sees the data of another.
+"""
 
 import sqlite3
 import threading
@@ -19,8 +21,9 @@ from tests.serve_requests import Chunks
 
 FLOOD, ROUNDS = 200, 16
 SMALL = tuple(f"small{place}" for place in range(7))
-# One that runs when a call is accepted, one where both keys have had the same, and what a machine
-# under load accepts late (4 seen). In a queue without fairness it is more than a hundred.
+# A call waits for the one that runs when it is accepted, for one when both keys have had the same
+# share, and for those that a machine under load accepts late (4 observed). Without fairness, it
+# waits for more than a hundred.
 MOST_WAITED = 12
 
 
@@ -31,7 +34,7 @@ def data(rows: int, tokens: int) -> list[tuple[Chunks, dict[str, Any]]]:
 
 
 def train(url: str, path: str, key: str, begin: threading.Event) -> tuple[str, str]:
-    """Small steps, each of which waits for the one before; the model and its checkpoint."""
+    """Take small steps, each after the one before; return the model and its checkpoint."""
     with Client(url, path, key=key) as client:
         model = client.model(2, seed=1)
         begin.wait()
@@ -42,7 +45,7 @@ def train(url: str, path: str, key: str, begin: threading.Event) -> tuple[str, s
 
 
 def done_calls(run: Path) -> list[tuple[str, float, float | None]]:
-    """Key, accepted and done of all calls of models, as the journal has them."""
+    """Return (key, accepted, done) of all calls of models in the journal."""
     with closing(sqlite3.connect(run / "journal.sqlite")) as db:
         return db.execute(
             "SELECT key, accepted, done FROM calls WHERE kind IN ('forward_backward', 'optim_step')"
@@ -51,17 +54,17 @@ def done_calls(run: Path) -> list[tuple[str, float, float | None]]:
 
 
 def refused(client: Client, model: str, checkpoint: str) -> None:
-    """What belongs to another key is not there."""
-    asked = dict(model_id=model, seq_id=1000)
-    for what, fields in (
-        ("optim_step", dict(adam_params={}, **asked)),
-        ("save_weights", dict(path="theirs", **asked)),
+    """Check that the client cannot find the model and the checkpoint of another key."""
+    numbered = dict(model_id=model, seq_id=1000)
+    for kind, fields in (
+        ("optim_step", dict(adam_params={}, **numbered)),
+        ("save_weights", dict(path="theirs", **numbered)),
         ("get_info", dict(model_id=model)),
         ("unload_model", dict(model_id=model)),
         ("weights_info", dict(tinker_path=checkpoint)),
     ):
         with pytest.raises(FailedError, match=r"^404"):
-            client.post(what, **fields)
+            client.post(kind, **fields)
     with pytest.raises(FailedError, match=r"^404"):
         client.loaded(checkpoint, True)
     with pytest.raises(FailedError, match=r"^404"):
@@ -89,8 +92,8 @@ def test_one_that_floods_does_not_hold_up_the_others(tiny, tmp_path, record_prop
                 refused(client, *made[place - 1])
                 runs = client.http.get(f"{url}/api/v1/training_runs").json()["training_runs"]
                 assert [each["training_run_id"] for each in runs] == [made[place][0]]
-                found = client.http.get(f"{url}/api/v1/checkpoints").json()["checkpoints"]
-                assert [each["tinker_path"] for each in found] == [made[place][1]]
+                checkpoints = client.http.get(f"{url}/api/v1/checkpoints").json()["checkpoints"]
+                assert [each["tinker_path"] for each in checkpoints] == [made[place][1]]
     floods = sorted(done for key, _, done in calls if key == "flood" and done is not None)
     waited = [
         sum(accepted < moment <= done for moment in floods)
@@ -100,5 +103,5 @@ def test_one_that_floods_does_not_hold_up_the_others(tiny, tmp_path, record_prop
     record_property("waited", sorted(waited))
     record_property("floods", len(floods))
     assert len(waited) == len(SMALL) * ROUNDS * 2
-    assert FLOOD / 2 > len(floods) > 1  # it was served, and flooded to the end
+    assert FLOOD / 2 > len(floods) > 1  # it was served, and it flooded to the end
     assert max(waited) <= MOST_WAITED, sorted(waited)

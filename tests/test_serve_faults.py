@@ -1,7 +1,9 @@
 # LONG=1 .venv/bin/python -m pytest tests/test_serve_faults.py
-"""A service that is killed again and again, at any moment, under the load of several clients:
-nothing that was promised is lost or done twice, and every number is that of a service which nobody
-has killed. One that is told to stop keeps what it has and goes on when it starts again."""
+"""A service that is killed again and again, at any moment, under the load of several clients.
+
+No promised call is lost or done twice, and every number equals that of a service that was never
+killed. A service that is stopped keeps its state and goes on when it starts again.
+"""
 
 import random
 import threading
@@ -18,15 +20,15 @@ from tests.serve_client import Client, Running, log_probs_of, served, start, tok
 from tests.test_serve import PROMPTS, STEPS, VOCAB, data_of
 
 KILLS = 40 if LONG else 4
-# Of log-probs of prompts and samples, which share their passes with those of whoever asks at the
-# same time; what is trained is equal. Measured worst: 0.
+# Log-probs of prompts and samples, which share passes with simultaneous requests. Training results
+# are equal. Measured worst: 0.
 TOLERANCE = 5e-6
 SETTINGS = ("train.micro_batch_size=2", "serve.save_seconds=1.0", "serve.adapters=3")
 SETTINGS += ("serve.limits={models: 1000}",)
 
 
 def life(client: Client, path: str, rank: int, rounds: int, seen: list[Any]) -> list[Any]:
-    """What a client trains, saves, loads and samples; `seen` has each answer as it comes."""
+    """Train, save, load and sample as one client; append each answer to `seen` as it comes."""
     model = client.model(rank, seed=rank)
     for step in range(rounds):
         data = data_of(path, step)
@@ -36,46 +38,46 @@ def life(client: Client, path: str, rank: int, rounds: int, seen: list[Any]) -> 
         if step % 2:
             sampler = model.sampler()
             more = {"prompt_logprobs": True}
-            found = sampler.sample(PROMPTS[1], 2, more, max_tokens=4, seed=step, stop=[])
-            log_probs = [np.frombuffer(found.prompt_logprobs, "<f4")[1:]]
-            seen.append(("sample", tokens_of(found), [*log_probs, *log_probs_of(found)]))
+            response = sampler.sample(PROMPTS[1], 2, more, max_tokens=4, seed=step, stop=[])
+            log_probs = [np.frombuffer(response.prompt_logprobs, "<f4")[1:]]
+            seen.append(("sample", tokens_of(response), [*log_probs, *log_probs_of(response)]))
         if step % 3 == 2:
             seen.append(("loaded", client.loaded(model.save(f"{step}"), True).id[-8:]))
     return seen
 
 
 def lives(url: str, path: str, rounds: int, patience_s: float = 0.0) -> list[list[Any]]:
-    """Of several clients at once."""
-    found: list[list[Any]] = [[] for _ in RANKS]
+    """Return the answers of several clients that run at once."""
+    answers: list[list[Any]] = [[] for _ in RANKS]
 
     def one(place: int) -> None:
         with Client(url, path, patience_s=patience_s) as client:
-            life(client, path, RANKS[place], rounds, found[place])
+            life(client, path, RANKS[place], rounds, answers[place])
 
     with ThreadPoolExecutor(len(RANKS)) as pool:
         list(pool.map(one, range(len(RANKS))))
-    return found
+    return answers
 
 
 RANKS = (0, 2, 3, 4)
 
 
 def same(ours: list[Any], theirs: list[Any]) -> float:
-    """Whether all is equal; how far log-probs of samples are apart."""
+    """Check that all results are equal; return the largest difference of samples' log-probs."""
     worst = 0.0
     assert len(ours) == len(theirs)
-    for (kind, *one), (_, *other) in zip(ours, theirs, strict=True):
+    for (kind, *actual), (_, *expected) in zip(ours, theirs, strict=True):
         if kind == "sample":
-            assert one[0] == other[0]
-            for a, b in zip(one[1], other[1], strict=True):
+            assert actual[0] == expected[0]
+            for a, b in zip(actual[1], expected[1], strict=True):
                 worst = max(worst, float(np.nanmax(abs(np.array(a) - np.array(b)))))
         elif kind != "loaded":
-            assert one == other
+            assert actual == expected
     return worst
 
 
 class Killer:
-    """Kills a service at random moments and starts it again, so many times."""
+    """A thread that kills a service at random moments and starts it again, `kills` times."""
 
     def __init__(self, running: Running, again: Any, kills: int):
         self.running, self.again, self.kills = running, again, 0
@@ -105,7 +107,7 @@ def test_a_service_that_is_killed_loses_nothing(layout, tiny, tmp_path, record_p
     path, port = tiny(vocab=VOCAB), free_port()
     rounds = max(8, 3 * KILLS // 2)  # enough for nearly all kills
     with served(path, tmp_path / "calm", port, layout, *SETTINGS) as running:
-        want = lives(running.url, path, rounds)
+        expected = lives(running.url, path, rounds)
     folder = tmp_path / "killed"
     killer = Killer(
         start(path, folder, port, layout, *SETTINGS),
@@ -113,11 +115,11 @@ def test_a_service_that_is_killed_loses_nothing(layout, tiny, tmp_path, record_p
         KILLS,
     )
     try:
-        found = lives(f"http://127.0.0.1:{port}", path, rounds, patience_s=120)
+        actual = lives(f"http://127.0.0.1:{port}", path, rounds, patience_s=120)
     finally:
         killer.end()
         killer.running.kill()
-    worst = max(same(ours, theirs) for ours, theirs in zip(found, want, strict=True))
+    worst = max(same(a, b) for a, b in zip(actual, expected, strict=True))
     record_property("kills", killer.kills)
     record_property("worst", worst)
     assert killer.kills >= KILLS // 2
@@ -126,10 +128,10 @@ def test_a_service_that_is_killed_loses_nothing(layout, tiny, tmp_path, record_p
 
 @pytest.mark.slow
 def test_a_service_that_stops_goes_on_where_it_was(tiny, tmp_path):
-    """Also with gradients that no step has used, and a promise that nobody has fetched."""
+    """It keeps gradients that no step has used, and a promise that nobody has fetched."""
     path, port = tiny(vocab=VOCAB), free_port()
     with served(path, tmp_path / "calm", port) as running, Client(running.url, path) as client:
-        want = halves(client, path, lambda: None)
+        expected = halves(client, path, lambda: None)
     folder = tmp_path / "stopped"
     running = start(path, folder, port)
     try:
@@ -143,7 +145,7 @@ def test_a_service_that_stops_goes_on_where_it_was(tiny, tmp_path):
                 )
                 running = start(path, folder, port)
 
-            assert halves(client, path, again) == want
+            assert halves(client, path, again) == expected
     finally:
         running.kill()
 
@@ -159,8 +161,8 @@ def halves(client: Client, path: str, between: Any) -> list[Any]:
     promises = [model.ask_gradients(data[2:]) for model in models]
     time.sleep(0.01)
     between()
-    found = [client.result(promise) for promise in promises]
-    found += [model.step(**STEPS[1]) for model in models]
-    found += [sampler.log_probs(chunks).tobytes() for chunks in PROMPTS]
-    found += [model.gradients(data, forward_only=True)[0] for model in models]
-    return found
+    results = [client.result(promise) for promise in promises]
+    results += [model.step(**STEPS[1]) for model in models]
+    results += [sampler.log_probs(chunks).tobytes() for chunks in PROMPTS]
+    results += [model.gradients(data, forward_only=True)[0] for model in models]
+    return results
