@@ -1,7 +1,9 @@
 # .venv/bin/python -m pytest tests/test_serve_kills.py
-"""A front that is killed again and again under the load of clients that send again what was not
-answered, as the public client does: each call is done once, in order, and answered with its own
-result."""
+"""A front that is killed again and again under the load of clients.
+
+The clients send a request again until it is answered, as the public client does. Each call is done
+once, in order, and gets its own result.
+"""
 
 import random
 import signal
@@ -46,7 +48,7 @@ class Server:
 
 
 def persistent(http, path, value, stop):
-    """What the client does: again, the same, until there is an answer."""
+    """Send the same request until there is an answer, as the client does."""
     while time.monotonic() < stop:
         try:
             answer = http.post(f"/api/v1/{path}", json=value)
@@ -60,7 +62,7 @@ def persistent(http, path, value, stop):
 
 
 def train(url, chance, stop):
-    """One client: its calls in any order, twice now and then; (model, id and result of each)."""
+    """Send one client's calls in any order, some twice; return (model, promises, results)."""
     with httpx.Client(base_url=url, timeout=60) as http:
         session = persistent(http, "create_session", {}, stop)["session_id"]
         value = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/model"}
@@ -94,15 +96,15 @@ def test_no_kill_loses_a_call_or_does_one_twice(tmp_path):
                 under_load += not all(client.done() for client in clients)
                 server.kill()
                 server.start()
-            found = [client.result() for client in clients]
+            outcomes = [client.result() for client in clients]
     finally:
         server.kill()
     assert under_load == KILLS
     with opened(tmp_path) as journal:
         assert journal.open_calls() == [] and journal.contradictions == 0
         assert len(journal.models()) == CLIENTS
-        for model, promises, results in found:
-            # Each is there once: what would be replayed is all of them, in order.
+        for model, promises, results in outcomes:
+            # Each call is in the journal once, because a replay has all of them in order.
             assert [call.seq for call in journal.replay(model)] == list(range(1, STEPS + 1))
             for call in journal.replay(model):
                 assert call.request_id == promises[call.seq]["request_id"]

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_serve_model_cache.py
-"""Which models are in memory and which folders on disk, with ranks that only write folders."""
+"""Models in memory and folders on disk, with ranks that only write folders."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ FORM = ModelForm(2, 0)
 
 @dataclass
 class Ranks:
-    """What is in their memory, and what they wrote."""
+    """Ranks that record the models in their memory, and write folders."""
 
     there: list[str] = field(default_factory=list)
     full: bool = False
@@ -47,7 +47,7 @@ def residents_of(journal: Journal, ranks: Ranks) -> ModelCache:
 
 
 def in_memory(journal: Journal, residents: ModelCache) -> tuple[str, str]:
-    """A session, and a model of it that has done a step."""
+    """Return a session, and a model of it that has done a step."""
     session, model = a_model(journal)
     call = journal.accept(a_step(model, 1)).request_id
     facts = ModelChange(model, facts={"form": FORM.as_json()})
@@ -70,18 +70,18 @@ def test_models_of_silent_clients_wait_on_disk(tmp_path):
         closed, ending = in_memory(journal, residents)
         pass_time(journal, 1000)
         journal.touch_session(session)
-        for each in (gone, closed):
-            journal.finish_session(each, "success")
+        for finished in (gone, closed):
+            journal.finish_session(finished, "success")
         journal.sweep()
         with journal._store.write() as db:
             db.execute("UPDATE models SET state = 'unloaded' WHERE id = ?", (unloaded,))
         residents.put_away_silent()
-        # One whose client has said that it goes ends soon: it is not written before.
+        # A model whose client has finished ends soon, so it is not written first.
         assert ranks.there == [here, ending] and list(residents.models) == [here, ending]
         saved = journal.model(silent)
         assert saved.saved == 1 and states(journal) == {saved.folder}
         assert residents.model(silent).applied == 1 and ranks.there == [here, ending, silent]
-        ranks.full = True  # a disk that is full loses nothing: it stays in memory
+        ranks.full = True  # a full disk loses nothing, as the model stays in memory
         residents.models[silent].record_change(2)
         with pytest.raises(CheckpointError):
             residents.put_away_silent()
@@ -93,21 +93,21 @@ def test_folders_that_no_row_names_are_removed(tmp_path):
         residents = residents_of(journal, ranks := Ranks())
         _, model = in_memory(journal, residents)
         residents.keep(residents.models[model])
-        kept = journal.model(model).folder
-        for left in ("states/a", "weights/b", "weights/c.partial"):
-            (journal.run / left / "inner").mkdir(parents=True)
+        kept_folder = journal.model(model).folder
+        for orphan in ("states/a", "weights/b", "weights/c.partial"):
+            (journal.run / orphan / "inner").mkdir(parents=True)
         ranks.full = True
         residents.models[model].record_change(2)
         with pytest.raises(CheckpointError):
             residents.keep(residents.models[model])
-        assert len(states(journal)) == 4  # a save that fails leaves nothing
+        assert len(states(journal)) == 4  # a save that fails leaves no folder
         residents.delete_orphan_folders()
-        assert states(journal) == {kept}
-        # One that a row lets go of is left until its time has come: a download may be under way.
+        assert states(journal) == {kept_folder}
+        # A folder that a row releases stays for a while, because a download may be in progress.
         ranks.full = False
         residents.keep(residents.models[model])
         residents.delete_orphan_folders()
-        assert states(journal) == {kept, journal.model(model).folder}
+        assert states(journal) == {kept_folder, journal.model(model).folder}
 
 
 def test_a_download_leaves_nothing_else_behind(tmp_path, monkeypatch):

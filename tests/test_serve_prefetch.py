@@ -1,7 +1,9 @@
 # .venv/bin/python -m pytest tests/test_serve_prefetch.py
-"""Requests that are read before their turn: how many pixels they may have, what is left of one that
-is refused, what cannot fit into memory, and that a process which dies of one has made an
-attempt."""
+"""Requests that are read before their turn.
+
+Their pixels are limited, and a refused one keeps no data. Requests that cannot fit into memory are
+refused. A process that dies of a request has made an attempt.
+"""
 
 import base64
 import json
@@ -29,7 +31,7 @@ from megatron_vlm.serve.sample_calls import SampleAsk, SampleBounds, StopWords
 from tests.error_fields import raises
 from tests.serve_requests import Picture, around, picture, request
 
-PIXELS = 2**16  # of a picture of 256 x 256, which needs no resizing
+PIXELS = 2**16  # a picture of 256 x 256, which needs no resizing
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +42,9 @@ def reader(tiny) -> RowReader:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
-    found = Journal(tmp_path)
-    yield found
-    found.close()
+    opened = Journal(tmp_path)
+    yield opened
+    opened.close()
 
 
 def readings(journal: Journal, reader: RowReader, most: int) -> RequestPrefetcher:
@@ -64,19 +66,19 @@ def asample(seq: int, shown: Sequence[Picture]) -> NewCall:
 
 
 def cut(shown: Picture) -> Picture:
-    """One whose header is right and whose pixels are not all there."""
+    """Return the picture with a correct header and incomplete pixels."""
     return replace(shown, data=shown.data[: len(shown.data) // 2])
 
 
 def frames_of(error: BaseException | None) -> list[Any]:
-    found = []
+    frames = []
     while error is not None:
         trace = error.__traceback__
         while trace is not None:
-            found.append(trace.tb_frame)
+            frames.append(trace.tb_frame)
             trace = trace.tb_next
         error = error.__cause__ or error.__context__
-    return found
+    return frames
 
 
 def test_pixels_of_a_request_are_counted_before_one_is_decoded(reader):
@@ -84,8 +86,8 @@ def test_pixels_of_a_request_are_counted_before_one_is_decoded(reader):
     data = [(around(cut(picture(256, 256, seed))), inputs) for seed in range(3)]
     few = RowReader.for_request(reader, lambda pixels: None)
     few.most_pixels = 2 * PIXELS
-    said = f"{3 * PIXELS} pixels, and limit pixels is {2 * PIXELS}"
-    with raises(RequestError, key="data[2].model_input", problem_has=said):
+    problem = f"{3 * PIXELS} pixels, and limit pixels is {2 * PIXELS}"
+    with raises(RequestError, key="data[2].model_input", problem_has=problem):
         read_batch(request("m", 1, data, "cross_entropy"), few, 1)
     with pytest.raises(DataError, match=r"data\[0\].*cannot be decoded"):
         read_batch(request("m", 1, data[:2], "cross_entropy"), few, 1)
@@ -96,28 +98,28 @@ def test_pixels_of_a_request_are_counted_before_one_is_decoded(reader):
 
 def test_what_waits_has_few_pixels_and_an_error_none(journal, reader):
     shown = picture(256, 256, 0)
-    for seq, given in enumerate([[shown] * 2, [shown] * 2, [shown, cut(shown)], []]):
-        journal.accept(asample(seq, given or [picture(32, 32, 1)]))
+    for seq, pictures in enumerate([[shown] * 2, [shown] * 2, [shown, cut(shown)], []]):
+        journal.accept(asample(seq, pictures or [picture(32, 32, 1)]))
     first, second, broken, small = journal.next_calls()
-    found = readings(journal, reader, 4 * PIXELS)
-    found.begin([first, broken])
-    assert isinstance(found.look(first), SampleAsk)
-    assert found.look(broken) is None and found.look(second) is None  # no room for another two
-    error = found.futures[broken.request_id].exception()
-    kept = [value for frame in frames_of(error) for value in frame.f_locals.values()]
+    fetcher = readings(journal, reader, 4 * PIXELS)
+    fetcher.begin([first, broken])
+    assert isinstance(fetcher.look(first), SampleAsk)
+    assert fetcher.look(broken) is None and fetcher.look(second) is None  # no room for another two
+    error = fetcher.futures[broken.request_id].exception()
+    values = [value for frame in frames_of(error) for value in frame.f_locals.values()]
     assert isinstance(error, DataError)
-    assert not any(isinstance(value, list | np.ndarray | bytes) for value in kept), kept
-    assert len(found.take(second).prompt.pixel_values_PC) == 512  # in its turn it is read
-    found.take(first)
+    assert not any(isinstance(value, list | np.ndarray | bytes) for value in values), values
+    assert len(fetcher.take(second).prompt.pixel_values_PC) == 512  # it is read in its turn
+    fetcher.take(first)
     with pytest.raises(DataError, match="cannot be decoded"):
-        found.take(broken)
-    found.begin([second, small])
+        fetcher.take(broken)
+    fetcher.begin([second, small])
     assert (
-        found.look(second)
-        and found.look(small)
-        and sum(found.pixels.values()) == 2 * PIXELS + 32 * 32
+        fetcher.look(second)
+        and fetcher.look(small)
+        and sum(fetcher.pixels.values()) == 2 * PIXELS + 32 * 32
     )
-    found.close()
+    fetcher.close()
 
 
 def test_datums_that_cannot_fit_into_memory_are_refused(tiny):
@@ -140,15 +142,15 @@ def test_a_process_that_dies_of_what_it_reads_has_made_an_attempt(tmp_path):
     deadly, other = journal.next_calls()
     with journal.reads.record_attempt(other.request_id):
         pass
-    died: list[Any] = []  # so that none is ended
+    died: list[Any] = []  # references keep the attempts open
     for attempts in (1, 2, 3):
         died.append(journal.reads.record_attempt(deadly.request_id))
         died[-1].__enter__()
         journal.close()
         journal = Journal(tmp_path)
-        left = {call.request_id: call.attempts for call in journal.next_calls()}
-        assert left.pop(other.request_id) == 0
-        assert left == ({} if attempts == 3 else {deadly.request_id: attempts})
+        pending = {call.request_id: call.attempts for call in journal.next_calls()}
+        assert pending.pop(other.request_id) == 0
+        assert pending == ({} if attempts == 3 else {deadly.request_id: attempts})
     result = journal.result(deadly.request_id)
     assert result is not None and isinstance(result.outcome, Failure)
     journal.close()
