@@ -1,6 +1,9 @@
 # .venv/bin/python -m pytest tests/test_serve_http.py
-"""The HTTP of a service, against a journal and an engine without a model: what is answered, who may
-ask, how much, and that nothing that a client sends keeps it from answering the next one."""
+"""The HTTP front of a service, with a journal and an engine without a model.
+
+The tests cover responses, keys and limits. Nothing that a client sends keeps the server from
+answering the next client.
+"""
 
 import asyncio
 import base64
@@ -55,7 +58,7 @@ QUICK = RequestLimits(poll_seconds=5)
 
 @dataclass
 class Service:
-    """A server, a client of it, and short ways to speak to it."""
+    """A server, a client of it, and short methods for requests."""
 
     url: str
     http: httpx.Client
@@ -86,7 +89,7 @@ class Service:
         return self.post("retrieve_future", {"request_id": promise["request_id"]}, **headers)
 
     def send(self, body, status=200, **headers) -> Any:
-        """A forward_backward."""
+        """Send a forward_backward."""
         path = "/api/v1/forward_backward"
         kind = {"Content-Type": "application/x-protobuf"}
         return self.checked(self.http.post(path, content=body, headers=kind | headers), status)
@@ -107,13 +110,13 @@ def served(run, limits=QUICK, keys=None, hold=(), journal=None, facts=FACTS, **o
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """One with the usual limits, for whatever leaves nothing behind that others would meet."""
-    with served(tmp_path_factory.mktemp("front")) as one:
-        yield one
+    """Yield a service with the usual limits, for tests that leave nothing behind."""
+    with served(tmp_path_factory.mktemp("front")) as front:
+        yield front
 
 
 def batch(model, seq, tokens=(1, 2, 3), data=1, forward_only=False, loss="cross_entropy"):
-    """The bytes of a ForwardBackwardRequest."""
+    """Return the bytes of a ForwardBackwardRequest."""
     request = message("ForwardBackwardRequest")
     request.model_id, request.seq_id, request.loss_fn = model, seq, loss
     request.forward_only = forward_only
@@ -144,7 +147,7 @@ def a_sampler(service, number=0):
     return made
 
 
-# -- what is answered
+# -- responses
 
 
 def test_a_model_is_made_trained_and_described(service):
@@ -175,7 +178,7 @@ def test_packed_requests_are_unpacked(service):
     packed = zstandard.ZstdCompressor().compress(body)
     promise = service.send(packed, **{"Content-Encoding": "zstd"})
     assert service.journal.result(promise["request_id"]).kind == "forward_backward"
-    # The retry that is not packed is the same call.
+    # A retry that is not packed is the same call.
     assert service.send(body) == promise and service.journal.contradictions == 0
 
 
@@ -248,8 +251,8 @@ def test_results_that_are_no_longer_kept(tmp_path):
 
 def test_samples_have_as_many_answers_as_were_asked_for(service):
     sampler = a_sampler(service)
-    asked = a_sample(sampler, 3, num_samples=2, prompt_logprobs=True)
-    promise = service.post("asample", asked)
+    body = a_sample(sampler, 3, num_samples=2, prompt_logprobs=True)
+    promise = service.post("asample", body)
     answer = service.http.post("/api/v1/retrieve_future", json=promise, headers=PROTOBUF)
     read = message("SampleResponse")
     read.ParseFromString(answer.content)
@@ -306,7 +309,7 @@ def test_checkpoints_are_listed_loaded_given_an_end_downloaded_and_deleted(tmp_p
             service.checked(service.http.delete(f"/api/v1/{run}/{name}"), 200)
             service.checked(service.http.delete(f"/api/v1/{run}/{name}"), 404)
         service.journal.sweep()
-        # A model begins there, and its own state is there.
+        # Another model starts from it, and the saving model has its state there.
         assert folders["weights/c1"].exists() and not folders["external_weights/out"].exists()
         service.checked(service.http.post(f"/api/v1/{run}/sampler_weights/c2/publish"), 422)
 
@@ -334,7 +337,7 @@ def test_downloads_are_for_who_knows_the_address_and_end(tmp_path):
             f"{base}/%2e%2e/%2e%2e/journal.sqlite",
         ):
             assert httpx.get(wrong).status_code == 404, wrong
-        # What was listed may have been replaced since.
+        # A listed file may have been replaced since.
         (checkpoint.folder / "weights").unlink()
         assert httpx.get(urls["weights"]).status_code == 404
         time.sleep(1.0)
@@ -385,7 +388,7 @@ def test_what_is_not_supported_is_said_by_name(service):
             {"topk_sample_logprobs": 600},
             "topk_sample_logprobs=600 exceeds the 509 tokens",
         ),
-        # Before anything is drawn for a loss that will be refused.
+        # The loss would be refused later, so no sample is drawn for it.
         ({"record_stability_info": True}, "record_stability_info: the loss stable_reinforce"),
         ({"seq_id": "x"}, "seq_id"),
     ):
@@ -411,14 +414,14 @@ def test_a_request_that_is_wrong_takes_its_turn_and_the_model_goes_on(service):
         ),
     ]
     for path, value, named in reversed(wrong):
-        said = service.result(service.post(path, value))
-        assert said["category"] == "user" and named in said["error"], said
+        failure = service.result(service.post(path, value))
+        assert failure["category"] == "user" and named in failure["error"], failure
     cut = batch(model, 7)[:-3]
-    said = service.result(service.send(cut))
-    assert said["category"] == "user" and "protobuf" in said["error"]
+    failure = service.result(service.send(cut))
+    assert failure["category"] == "user" and "protobuf" in failure["error"]
     after = service.post("optim_step", a_step(model, 8))
     assert service.result(after)["metrics"] == {"lr:mean": 1e-4}
-    # Nothing says whose turn these were.
+    # These requests name no turn of a model.
     service.post("optim_step", {"model_id": model, "seq_id": 0}, 422)
     service.post("optim_step", {"model_id": model}, 422)
     service.post("optim_step", a_step("no such model", 1), 404)
@@ -445,7 +448,7 @@ def test_a_norm_that_is_never_reached_clips_nothing(given, taken):
 
 
 def test_a_number_is_that_of_one_call(service):
-    """Nobody gets the answer to a call that is another's, nor does another wait for ever."""
+    """No client gets the result of another call, and no call waits forever."""
     model = service.model(number=3)
     first = service.post("optim_step", a_step(model, 1))
     assert "seq_id" in service.post("optim_step", a_step(model, 1, beta1=0.5), 422)["error"]
@@ -479,7 +482,7 @@ def test_what_was_promised_before_a_restart_is_found_after_it(tmp_path):
         assert service.post("asample", sample) == done
         again = service.http.post("/api/v1/retrieve_future", json=done, headers=PROTOBUF)
         assert again.status_code == 200
-        assert [one[0] for one in service.engine.done] == ["optim_step"]
+        assert [call[0] for call in service.engine.done] == ["optim_step"]
 
 
 def test_a_server_that_stops_lets_go_of_who_waits(tmp_path):
@@ -509,7 +512,7 @@ def test_who_asks_while_it_stops_does_not_wait(tmp_path):
         assert time.monotonic() - started < 5
 
 
-# -- who may ask
+# -- keys
 
 
 @pytest.fixture
@@ -551,7 +554,7 @@ def test_what_belongs_to_another_key_is_not_there(keyed):
     sampling = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
     sampler = service.post("create_sampling_session", sampling, **alice)["sampling_session_id"]
     own = service.post("create_session", {}, **bob)["session_id"]
-    for what, value in (
+    for name, value in (
         ("retrieve_future", promise),
         ("get_info", {"model_id": model}),
         ("optim_step", a_step(model, 2)),
@@ -566,7 +569,7 @@ def test_what_belongs_to_another_key_is_not_there(keyed):
         ("session_heartbeat", {"session_id": session}),
         (f"sessions/{session}/finish", {}),
     ):
-        service.post(what, value, 404, **bob)
+        service.post(name, value, 404, **bob)
     run = f"training_runs/{model}"
     for get in (
         run,
@@ -598,7 +601,7 @@ def test_a_key_is_written_as_its_digest_and_known_at_once(keyed):
     service.post("create_session", {}, 401, headers={"X-API-Key": keys["alice"]})
     for key in (new, keys["bob"]):
         service.post("create_session", {}, headers={"X-API-Key": key})
-    # A file that breaks while the server runs lets nobody in, and does not end it.
+    # A key file that breaks while the server runs admits nobody, and the server goes on.
     path.write_text("nonsense")
     service.post("create_session", {}, 503, headers={"X-API-Key": new})
 
@@ -666,12 +669,12 @@ def test_a_port_that_is_taken_is_said(tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         server = FrontServer(make_app(journal, QUICK, None, FACTS), port=port)
-        said = "Address already in use"
-        with raises(ConfigError, key="serve.port", found=port, problem_has=said):
+        problem = "Address already in use"
+        with raises(ConfigError, key="serve.port", found=port, problem_has=problem):
             server.start()
 
 
-# -- how much
+# -- limits
 
 
 SMALL = RequestLimits(
@@ -707,15 +710,15 @@ def test_what_a_batch_may_have(small):
         (batch(model, 5, tokens=range(400)), "more than 4000 bytes, which is limit body_bytes"),
     ]
     for body, named in bodies:
-        said = small.result(small.send(body))
-        assert said["category"] == "user" and named in said["error"], said
+        failure = small.result(small.send(body))
+        assert failure["category"] == "user" and named in failure["error"], failure
     packed = zstandard.ZstdCompressor().compress(batch(model, 6, tokens=[7] * 3000))
-    said = small.result(small.send(packed, **{"Content-Encoding": "zstd"}))
-    assert "8000" in said["error"]
+    failure = small.result(small.send(packed, **{"Content-Encoding": "zstd"}))
+    assert "8000" in failure["error"]
     small.send(b"\x28\xb5\x2f\xfd" + packed[9:], 422, **{"Content-Encoding": "zstd"})
     small.send(b"nothing", 422, **{"Content-Encoding": "zstd"})
     small.send(batch(model, 7), 415, **{"Content-Encoding": "gzip"})
-    # All of these took their turn.
+    # Each of these took its turn.
     assert "request_id" in small.send(batch(model, 7))
     _until(lambda: small.journal.model(model).next_seq == 8)
 
@@ -733,8 +736,8 @@ def test_what_a_sample_may_have(small):
         ({"prompt": {"chunks": [text] * 3}}, "60 tokens, and limit tokens is 50"),
         ({"prompt": {"chunks": [{"type": "image", "data": ""}] * 3}}, "limit pictures is 2"),
     ):
-        said = small.post("asample", a_sample(sampler, 1) | more, 422)
-        assert named in said["error"], said
+        refusal = small.post("asample", a_sample(sampler, 1) | more, 422)
+        assert named in refusal["error"], refusal
     small.post("asample", a_sample(sampler, 1, sampling_params={"max_tokens": 10}))
 
 
@@ -743,7 +746,7 @@ def test_how_much_a_key_may_have_at_a_time(small):
     small.model(number=1)
     session = model.split(":")[0]
     another = {"session_id": session, "model_seq_id": 2, "base_model": "tiny"}
-    # What does not pass by itself is said at once: a client sends a 429 again without a word.
+    # A limit that does not pass by itself is reported at once, as clients repeat a 429 silently.
     assert "limit models is 2" in small.post("create_model", another, 422)["error"]
     assert "limit sessions is 3" in small.post("create_session", {}, 422)["error"]
     for seq in range(3):
@@ -767,7 +770,7 @@ def test_bodies_that_are_too_large(small, announced, path, limit, times):
     try:
         answer = small.http.post(f"/api/v1/{path}", content=body)
     except httpx.TransportError:
-        assert times == 3000  # far above the limit the connection may end before all was sent
+        assert times == 3000  # far above the limit, the connection may end before the body does
     else:
         assert answer.status_code == 413 and f"more than {limit} bytes" in answer.json()["error"]
     assert small.journal.open_calls() == []
@@ -780,8 +783,8 @@ def test_bodies_that_are_received_together_have_a_limit(tmp_path):
         with _connected(service) as slow:
             slow.sendall(_head("session_heartbeat", len(text)) + text[:-1])
             time.sleep(0.2)
-            said = service.post("session_heartbeat", {"session_id": "x" * 15_000}, 429)
-            assert "limit bodies_bytes is 20000" in said["error"]
+            refusal = service.post("session_heartbeat", {"session_id": "x" * 15_000}, 429)
+            assert "limit bodies_bytes is 20000" in refusal["error"]
         _until(
             lambda: service.http.post("/api/v1/session_heartbeat", content=text).status_code == 422
         )
@@ -789,7 +792,7 @@ def test_bodies_that_are_received_together_have_a_limit(tmp_path):
 
 @pytest.mark.slow
 def test_slow_clients_do_not_hold_their_place(small):
-    """A byte now and then, in the headers, after a first request, and in the body."""
+    """Clients send a byte now and then: in the headers, after a first request, and in the body."""
     first = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     for sent, drops in (
         (b"", b""),
@@ -879,7 +882,7 @@ def _until(there, seconds=10):
         time.sleep(0.02)
 
 
-# -- whatever comes
+# -- malformed input
 
 
 def test_nothing_that_is_sent_keeps_the_server_from_answering(service):
@@ -973,7 +976,7 @@ def test_heads_that_say_nothing():
 
 
 def test_an_error_of_the_disk_is_sent_again_and_shows_no_path():
-    """/dev/full fails as a disk without room does."""
+    """/dev/full fails in the same way as a full disk."""
     app = FastAPI()
     add_handlers(app)
 
@@ -993,7 +996,7 @@ def test_an_error_of_the_disk_is_sent_again_and_shows_no_path():
 
 
 def test_a_disk_that_is_full_is_asked_again_later(tmp_path):
-    """The client sends a 503 again."""
+    """The client repeats a request after a 503."""
     with served(tmp_path) as service:
         model = service.model()
         store = service.journal._store
@@ -1005,7 +1008,7 @@ def test_a_disk_that_is_full_is_asked_again_later(tmp_path):
         assert service.result(service.post("optim_step", value))["metrics"]
 
 
-# -- what is shown
+# -- metrics and pages
 
 
 def test_figures_are_in_the_format_of_prometheus(tmp_path):
@@ -1032,7 +1035,7 @@ def test_figures_are_in_the_format_of_prometheus(tmp_path):
 
 
 def _figures(text):
-    """A strict reader of the format: every line is a comment or a figure, of a type said before."""
+    """Return the figures; check that each line is a comment or a figure of a declared type."""
     figures, types = {}, {}
     assert text.endswith("\n")
     for line in text.splitlines():

@@ -1,6 +1,9 @@
 # .venv/bin/python -m pytest tests/test_serve_losses.py
-"""The losses that clients of the service ask for: log-probs, sums and all gradients are those of
-the official formulas, written out in plain PyTorch on Hugging Face's model; and what is refused."""
+"""Losses of the service, and the requests that it refuses.
+
+Log-probs, sums and all gradients equal those of the official formulas, which are written in plain
+PyTorch on Hugging Face's model.
+"""
 
 import math
 import sys
@@ -29,8 +32,8 @@ from tests.test_moe import EXPERTS
 from tests.test_parity import layout
 
 VOCAB = 509  # at TP2 one row of the vocabulary is padding
-# fp32 on the CPU: log-probs absolute, sums and gradients relative. Measured worst: 4.8e-7, 5.1e-6
-# (of a sum that nearly cancels) and 1.6e-6.
+# Log-probs are compared absolutely, sums and gradients relatively, in fp32 on the CPU. Measured
+# worst: 4.8e-7, 5.1e-6 (a sum that nearly cancels) and 1.6e-6.
 TOLERANCE = 1e-5
 
 Inputs = Mapping[str, Tensor]
@@ -88,7 +91,7 @@ FORMULAS: dict[str, Formula] = {
     "dro": dro,
     "gspo": gspo,
 }
-NO_CLIP = sys.float_info.max  # what many scripts give
+NO_CLIP = sys.float_info.max  # the value in many scripts
 CASES: dict[str, tuple[str, dict[str, float], bool]] = {
     "cross_entropy": ("cross_entropy", {}, False),
     "cross_entropy-several": ("cross_entropy", {}, True),
@@ -115,7 +118,7 @@ LAYOUTS = {
 
 @cache
 def prompts() -> list[Chunks]:
-    """Text, pictures of odd sizes, two pictures; of lengths that do not come in their order."""
+    """Return text, pictures of odd sizes, and two pictures at once, not sorted by length."""
     one, two = picture(70, 45, 1), picture(130, 60, 2, "jpeg")
     return [
         [[1, 2, 3, 4, 5]],
@@ -127,16 +130,16 @@ def prompts() -> list[Chunks]:
 
 
 def data_for(path: str, several: bool) -> list[tuple[Chunks, dict[str, Any]]]:
-    """Old log-probs near those of the model, so that clips decide some and leave others."""
+    """Return data with old log-probs near the model's, so that clipping changes some tokens."""
     model, random = load_reference(path), np.random.default_rng(5)
-    found: list[tuple[Chunks, dict[str, Any]]] = []
+    data: list[tuple[Chunks, dict[str, Any]]] = []
     for place, chunks in enumerate(prompts()):
         row = row_of(chunks, path)
         shape = (len(row.ids_S), 1 + place % 3) if several else (len(row.ids_S),)
         targets = random.integers(0, VOCAB, shape)
         with torch.no_grad():
             now = targeted_log_probs(row_logits(model, row), targets).numpy()
-        found.append(
+        data.append(
             (
                 chunks,
                 {
@@ -148,7 +151,7 @@ def data_for(path: str, several: bool) -> list[tuple[Chunks, dict[str, Any]]]:
                 },
             )
         )
-    return found
+    return data
 
 
 def needed(loss: str, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -156,17 +159,17 @@ def needed(loss: str, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_request(worker: MegatronWorker, bodies: list[bytes]) -> list[Any]:
-    """What the service makes of each request: sum, log-probs in the caller's order, gradients."""
+    """Return each request's sum, log-probs in the caller's order, gradients and metrics."""
     reader = RowReader(worker.cfg, str(worker.source.path), worker.source.sizes)
-    group, found = local_group(worker), []
+    group, results = local_group(worker), []
     for body in bodies:
         batch = read_batch(body, reader, worker.dims.dp)
-        asked = dict(loss=batch.loss, divisor=1.0, return_per_token_outputs=True)
-        done = group.forward_backward(batch.rows, **asked, **batch.options).result()
+        settings = dict(loss=batch.loss, divisor=1.0, return_per_token_outputs=True)
+        done = group.forward_backward(batch.rows, **settings, **batch.options).result()
         alone = metrics_of(batch, group.forward(batch.rows).result())
         ordered = batch.in_datum_order(done.log_probs)
-        found.append((done.loss, ordered, collect_grads(worker), alone, done.means))
-    return found
+        results.append((done.loss, ordered, collect_grads(worker), alone, done.means))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -188,23 +191,25 @@ def test_losses_are_the_official_ones(name, pool, tiny, record_property):
         total, log_probs = 0.0, []
         for chunks, inputs in data[several]:
             p = targeted_log_probs(row_logits(model, row_of(chunks, path)), inputs["target_tokens"])
-            given = {n: torch.tensor(v).float() for n, v in inputs.items() if n[0] != "t"}
-            value = FORMULAS[loss](p, given, options)
+            values = {n: torch.tensor(v).float() for n, v in inputs.items() if n[0] != "t"}
+            value = FORMULAS[loss](p, values, options)
             value.backward()
             total += float(value.detach())
             log_probs.append(p.detach().numpy())
-        found_sum, found, grads, alone, means = answer
-        assert [each.shape for each in found] == [each.shape for each in log_probs]
-        apart = max(float(abs(a - b).max()) for a, b in zip(found, log_probs, strict=True))
-        wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        errors = [float((grads[n] - g).norm() / g.norm()) for n, g in wanted.items() if g.any()]
+        actual_sum, actual, grads, alone, means = answer
+        assert [each.shape for each in actual] == [each.shape for each in log_probs]
+        apart = max(float(abs(a - b).max()) for a, b in zip(actual, log_probs, strict=True))
+        expected_grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        errors = [
+            float((grads[n] - g).norm() / g.norm()) for n, g in expected_grads.items() if g.any()
+        ]
         assert len(errors) > 20
         scale = max(abs(total), 1.0)
-        worst[which] = (apart, abs(found_sum - total) / scale, max(errors))
+        worst[which] = (apart, abs(actual_sum - total) / scale, max(errors))
         assert abs(alone["loss:sum"] - total) / scale <= TOLERANCE
         assert alone.keys() - {"loss:sum"} <= {f"{each}:mean" for each in means}
         if "clip_fraction" in means and options:
-            assert 0.05 < means["clip_fraction"] < 0.95  # the clip decides some, and leaves others
+            assert 0.05 < means["clip_fraction"] < 0.95  # clipping changes only some tokens
     record_property("worst", worst)
     assert max(max(each) for each in worst.values()) <= TOLERANCE, worst
 
@@ -265,13 +270,13 @@ def test_a_bound_that_never_binds_clips_nothing(loss, bound):
 
 def refusals(worker: MegatronWorker, bodies: list[bytes]) -> list[str]:
     reader = RowReader(worker.cfg, str(worker.source.path), worker.source.sizes)
-    found = []
+    messages = []
     for body in bodies:
         try:
             read_batch(body, reader, 1)
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
 
 
 def test_wrong_datums_are_refused_by_name(pool, tiny):
@@ -294,14 +299,17 @@ def test_wrong_datums_are_refused_by_name(pool, tiny):
             {"target_tokens": [0] * 8},
             "cross_entropy",
         ),
-        "data[1]: ": ([[1, token_ids().image, 2]], ids, "cross_entropy"),  # without a picture
+        "data[1]: ": ([[1, token_ids().image, 2]], ids, "cross_entropy"),  # no picture
     }
     first = (good, {"target_tokens": [1, 2, 3]})
     bodies = []
     for chunks, inputs, loss in wrong.values():
         extra = {n: [0.0] * 3 for n in FORMS[loss].inputs if loss != "cross_entropy"}
         bodies.append(request("m", 1, [(first[0], {**first[1], **extra}), (chunks, inputs)], loss))
-    found = pool.run(call, 1, path, layout(), partial(refusals, bodies=bodies))[0]
-    assert len(found) == len(wrong)
-    for said, error in zip(wrong, found, strict=True):
-        assert said in error and error.split(":")[0] in ("RequestError", "DataError"), (said, error)
+    messages = pool.run(call, 1, path, layout(), partial(refusals, bodies=bodies))[0]
+    assert len(messages) == len(wrong)
+    for expected, error in zip(wrong, messages, strict=True):
+        assert expected in error and error.split(":")[0] in ("RequestError", "DataError"), (
+            expected,
+            error,
+        )

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_serve_multi_model.py
-"""What a service does in one turn: which calls go together, and that each gets what it gets
-alone."""
+"""The calls that a service does in one turn: which ones share a pass, and their results, which are
+those that each call gets alone."""
 
 import sqlite3
 from contextlib import closing
@@ -37,7 +37,7 @@ def call(name: str, model: str, kind: str = "forward_backward", attempts: int = 
 
 @dataclass(frozen=True)
 class Read:
-    """As much of a request as is looked at."""
+    """The parts of a request that the batcher reads."""
 
     rows: tuple[int, ...]
     forward_only: bool = False
@@ -62,8 +62,8 @@ def rows(count: int, tokens: int = 10) -> Read:
 def grouping(reads: dict[str, Read | None], pp: int = 2, dp: int = 1, **more: Any) -> CallBatcher:
     cfg = Config(parallel=ParallelConfig(pp=pp, **more), train=TrainConfig(micro_batch_size=2))
     dims = ParallelDims.create(cfg.parallel, pp * dp, 8)
-    there = lambda model: model != "away"  # noqa: E731
-    return CallBatcher(cfg, dims, ReadCalls(reads), lambda call: call.owner, there)  # type: ignore[arg-type]
+    loaded = lambda model: model != "away"  # noqa: E731
+    return CallBatcher(cfg, dims, ReadCalls(reads), lambda call: call.owner, loaded)  # type: ignore[arg-type]
 
 
 def names(found: list[Call]) -> list[str]:
@@ -76,7 +76,8 @@ ROOM = 2 * FULL * 2  # rows of a pass at PP2 with two rows in a micro-batch
 def test_small_calls_fill_the_pipeline():
     reads = {"a": rows(3), "b": rows(ROOM - 6), "c": rows(4), "d": rows(2), "e": rows(1)}
     calls = [call(name, f"model {name}") for name in reads]
-    # Two micro-batches of a and all but three of b leave one: not for c, but for d, and then none.
+    # a takes two micro-batches, and b takes all but three. The last one is too small for c, but d
+    # fits and fills it.
     assert names(grouping(reads).batch_with(calls[0], calls)) == ["a", "b", "d"]
     assert names(grouping(reads, dp=2).batch_with(calls[0], calls)) == ["a", "b", "c", "d", "e"]
     assert names(grouping(reads, pp=4).batch_with(calls[3], calls)) == ["d", "a", "b", "c", "e"]
@@ -137,7 +138,7 @@ def in_turns(models: list[Model], path: str, step: int) -> list[Any]:
 
 
 def at_once(models: list[Model], path: str, step: int) -> list[Any]:
-    """While the service does a call that fills the pipeline, the others arrive."""
+    """Send a call per model while the service does one that fills the pipeline; return results."""
     data = data_of(path, 9) * 20
     long = models[0].ask_gradients(data)
     promises = [ask(model, path, step) for model in models]
@@ -165,29 +166,32 @@ def ask(model: Model, path: str, step: int) -> str:
 
 
 def lives(running: Any, path: str, asking: Any) -> list[Any]:
-    """Steps of several models; the first one's first gradients are those of the long call too."""
+    """Take steps with several models and return the results.
+
+    The first model's gradients include those of the long call.
+    """
     with Client(running.url, path) as client:
         models = [client.model(rank, seed=rank) for rank in RANKS]
-        found = []
+        results = []
         for step in range(3):
             if asking is in_turns:
                 models[0].gradients(data_of(path, 9) * 20)
             for metrics, arrays in asking(models, path, step):
-                found.append((metrics, [np.array(each).tolist() for each in arrays]))
-            found += [model.step(**STEPS[step]) for model in models]
-        return found
+                results.append((metrics, [np.array(each).tolist() for each in arrays]))
+            results += [model.step(**STEPS[step]) for model in models]
+        return results
 
 
 @pytest.mark.slow
 def test_models_that_share_a_pass_get_what_they_get_in_turns(tiny, tmp_path):
     path, port = tiny(vocab=VOCAB), free_port()
     with served(path, tmp_path / "turns", port, *SETTINGS) as running:
-        want = lives(running, path, in_turns)
+        expected = lives(running, path, in_turns)
         assert shared_passes(running.url) == 0
     with served(path, tmp_path / "at once", port, *SETTINGS) as running:
-        found = lives(running, path, at_once)
+        actual = lives(running, path, at_once)
         assert shared_passes(running.url) >= 3
-    assert found == want
+    assert actual == expected
 
 
 def shared_passes(url: str) -> float:
@@ -199,7 +203,7 @@ def shared_passes(url: str) -> float:
 
 @dataclass
 class PickyCalls:
-    """Takes no calls together with a bad one."""
+    """A handler that refuses calls together with a bad one."""
 
     asked: list[list[str]]
 
@@ -213,9 +217,9 @@ class PickyCalls:
 def test_one_that_is_refused_takes_no_others_along():
     picky = PickyCalls([])
     read = [(call("a", "fine"), None), (call("b", "bad"), None), (call("c", "good"), None)]
-    found = run_each(picky.forward_backward, read)
-    assert [each.request_id for each in found] == ["a", "b", "c"]
-    assert [each.outcome for each in found] == [
+    results = run_each(picky.forward_backward, read)
+    assert [each.request_id for each in results] == ["a", "b", "c"]
+    assert [each.outcome for each in results] == [
         Outcome(b"fine"),
         Failure("the rows are bad", "user"),
         Outcome(b"good"),
@@ -234,7 +238,7 @@ DRAWN: list[dict[str, Any]] = [
 
 
 def done_at(run: Path, promise: str) -> float:
-    """When a call was done, as the journal has it."""
+    """Return the time in the journal at which a call was done."""
     with closing(sqlite3.connect(run / "journal.sqlite")) as db:
         [(done,)] = db.execute("SELECT done FROM calls WHERE request_id = ?", (promise,))
     return float(done)
@@ -248,8 +252,11 @@ def done_at(run: Path, promise: str) -> float:
     ids=["1x1x1", "pp2", "dp2"],
 )
 def test_samples_come_and_go_and_wait_between_turns(layout, tiny, tmp_path):
-    """Turns that end after one look at who is there: whoever is drawn with whom, whatever else is
-    done between, and though the model learns meanwhile, each answer is the one that it is alone."""
+    """Each answer equals the one that is drawn alone.
+
+    Samples share passes, other calls are done between their turns, and the model learns meanwhile.
+    The turns end after one look at the pending calls.
+    """
     path, port = tiny(vocab=VOCAB), free_port()
     few = ("serve.sampler_rows=3", "serve.sampling_seconds=0.001", *layout)
     with served(path, tmp_path, port, *few) as running, Client(running.url, path) as client:
@@ -265,22 +272,22 @@ def test_samples_come_and_go_and_wait_between_turns(layout, tiny, tmp_path):
         every = [(whose, place) for whose in (sampler, other) for place in range(len(DRAWN))]
         alone = [client.sampled(ask(*each)) for each in every]
         long = sampler.ask(PROMPTS[0], 1, max_tokens=500, seed=1, stop=[])
-        small = model.ask_gradients(data_of(path, 1))  # at once: they are to meet
+        small = model.ask_gradients(data_of(path, 1))  # sent at once, so that they meet
         together = [ask(*each) for each in every[:6]]
         bad = sampler.ask([[VOCAB + 7]], 1, max_tokens=40)
         read_output(client.result(small))
         model.step(**STEPS[1])
         together += [ask(*each) for each in every[6:]]
         newer = ask(model.sampler(), 0)
-        found = [client.sampled(each) for each in together]
+        drawn = [client.sampled(each) for each in together]
         with pytest.raises(FailedError, match=str(VOCAB + 7)):
             client.result(bad)
-        for mine, its in zip(found, alone, strict=True):
-            assert tokens_of(mine) == tokens_of(its)
-            for a, b in zip(log_probs_of(mine), log_probs_of(its), strict=True):
+        for actual, expected in zip(drawn, alone, strict=True):
+            assert tokens_of(actual) == tokens_of(expected)
+            for a, b in zip(log_probs_of(actual), log_probs_of(expected), strict=True):
                 assert np.allclose(a, b, rtol=0, atol=1e-5)
         assert tokens_of(client.sampled(newer)) != tokens_of(alone[0])
         assert len(tokens_of(client.sampled(long))[0]) == 500
-        for each in (small, together[0]):
-            assert done_at(tmp_path, each) < done_at(tmp_path, long)
+        for promise in (small, together[0]):
+            assert done_at(tmp_path, promise) < done_at(tmp_path, long)
         assert running.stop() == 75
