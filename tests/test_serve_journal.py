@@ -1,6 +1,9 @@
 # .venv/bin/python -m pytest tests/test_serve_journal.py
-"""The journal of a service: each call once and in its order, whatever order it arrives in, however
-often it is sent and wherever the process dies; what is let go of, and what is kept."""
+"""The journal of a service.
+
+Each call is done once and in order, regardless of the order of arrival, of repeats, and of where
+the process dies. The tests also cover what is released and what is kept.
+"""
 
 import json
 import os
@@ -44,7 +47,7 @@ AT_ONCE = RetentionPolicy(fetched=-1, unfetched=-1, rows=-1, finished=-1, releas
 
 
 def a_model(journal, number=0, source=None, key="k"):
-    """A session with a model that is ready."""
+    """Return a session, and a model of it that is ready."""
     session = journal.create_session(key, {}, None)
     name = f"{session}:train:{number}"
     made = NewModel(name, session, "base", 8, source=source)
@@ -67,7 +70,7 @@ def seqs(calls):
 
 
 def do_all(journal):
-    """What an engine does until nothing is left; (owner, seq) in the order of doing."""
+    """Do all calls as an engine does, and return (owner, seq) in the order of doing."""
     done = []
     while calls := journal.next_calls():
         for call in calls:
@@ -182,9 +185,9 @@ def test_another_call_under_a_number_that_was_given_is_refused(tmp_path):
         first = journal.accept(a_step(model, 1, b"one"))
         assert journal.accept(a_step(model, 1, b"one")) == Accepted(first.request_id, new=False)
         assert journal.contradictions == 0
-        other = journal.accept(a_step(model, 1, b"two"))
-        assert isinstance(other, Conflict) and journal.contradictions == 1
-        assert other.text.startswith("seq_id") and f"1 of {model} was sent before" in other.text
+        second = journal.accept(a_step(model, 1, b"two"))
+        assert isinstance(second, Conflict) and journal.contradictions == 1
+        assert second.text.startswith("seq_id") and f"1 of {model} was sent before" in second.text
         assert journal.body(first.request_id) == b"one"
         do_all(journal)
         assert journal.accept(a_step(model, 1, b"one")).request_id == first.request_id
@@ -205,14 +208,14 @@ def test_a_result_is_written_once(tmp_path):
     with opened(tmp_path) as journal:
         _, model = a_model(journal)
         call = journal.accept(a_step(model, 1)).request_id
-        heard = []
-        journal.listen(lambda kept: heard.extend((k.request_id, k.succeeded) for k in kept))
+        finished = []
+        journal.listen(lambda kept: finished.extend((k.request_id, k.succeeded) for k in kept))
         assert journal.finish(call, Outcome(b"first"))
         late = Changes(models=(ModelChange(model, state="failed"),))
         assert not journal.finish(call, Outcome(b"second"), late)
         assert journal.result(call).outcome == Outcome(b"first")
         assert journal.model(model).state == "ready"
-        assert journal.begin_calls(call) == [] and heard == [(call, True)]
+        assert journal.begin_calls(call) == [] and finished == [(call, True)]
 
 
 def test_replay_is_what_the_durable_state_lacks(tmp_path):
@@ -230,9 +233,9 @@ def test_replay_is_what_the_durable_state_lacks(tmp_path):
         assert [call.seq for call in journal.replay(model)] == [3, 6]
     with opened(tmp_path) as journal:
         assert [journal.body(c.request_id) for c in journal.replay(model)] == [b"3", b"6"]
-        found = journal.model(model)
-        assert (found.saved, found.folder) == (2, tmp_path / "state-2")
-        # An older state that is told of late changes nothing.
+        restored = journal.model(model)
+        assert (restored.saved, restored.folder) == (2, tmp_path / "state-2")
+        # A late report of an older state changes nothing.
         journal.record_saved(model, 1, folder(journal, "state-1"))
         assert journal.model(model).folder == tmp_path / "state-2"
 
@@ -240,7 +243,7 @@ def test_replay_is_what_the_durable_state_lacks(tmp_path):
 def test_bodies_go_when_nothing_needs_them(tmp_path):
     with opened(tmp_path) as journal:
         _, model = a_model(journal)
-        kept = journal.accept(a_step(model, 1, b"k")).request_id
+        first = journal.accept(a_step(model, 1, b"k")).request_id
         for new in (
             NewCall("forward_backward", model, 2, "k", b"forward only"),
             a_step(model, 3, b"failing"),
@@ -251,9 +254,9 @@ def test_bodies_go_when_nothing_needs_them(tmp_path):
             failing = calls[0].seq == 3
             journal.finish(calls[0].request_id, Failure("x") if failing else DONE)
         assert _bodies(tmp_path) == [b"k"]
-        assert journal.body(kept) == b"k"
+        assert journal.body(first) == b"k"
         journal.accept(a_step(model, 4, b"waits"))
-        journal.record_saved(model, 4, folder(journal, "state"))  # too early
+        journal.record_saved(model, 4, folder(journal, "state"))  # before call 4 is done
         assert _bodies(tmp_path) == [b"waits"]
 
 
@@ -270,10 +273,10 @@ def test_a_creation_that_fails_takes_the_calls_of_its_model_along(tmp_path):
         model = NewModel(f"{session}:train:0", session, "base", 0)
         made = journal.accept(NewCall("create_model", session, 0, "k", b"{}", model=model))
         waiting = journal.accept(a_step(model.id, 2)).request_id
-        heard = []
-        journal.listen(lambda kept: heard.extend(k.request_id for k in kept))
+        finished = []
+        journal.listen(lambda kept: finished.extend(k.request_id for k in kept))
         journal.finish(made.request_id, Failure("no room", "server"))
-        assert heard == [made.request_id, waiting]
+        assert finished == [made.request_id, waiting]
         assert journal.model(model.id).state == "failed" and journal.open_calls() == []
         late = journal.accept(a_step(model.id, 1))
         assert "could not be made" in journal.result(late.request_id).outcome.text
@@ -304,7 +307,7 @@ def test_a_call_that_the_process_dies_of_three_times_is_not_tried_again(tmp_path
             (call,) = journal.next_calls()
             assert (call.request_id, call.attempts) == (poison, attempt)
             journal.begin_calls(poison)
-            if attempt == 1:  # a stop in good order is no death
+            if attempt == 1:  # an orderly stop is not a death
                 journal.undo_attempts(poison)
                 journal.begin_calls(poison)
     with opened(tmp_path) as journal:
@@ -315,13 +318,13 @@ def test_a_call_that_the_process_dies_of_three_times_is_not_tried_again(tmp_path
 
 def test_a_cancelled_sample_is_not_begun_and_a_begun_one_not_cancelled(tmp_path):
     with opened(tmp_path) as journal:
-        one, two = (journal.accept(a_sample("s", seq)).request_id for seq in (1, 2))
+        first, second = (journal.accept(a_sample("s", seq)).request_id for seq in (1, 2))
         listed = [call.request_id for call in journal.next_calls()]
-        assert not journal.cancel(one, "another key")
-        assert journal.cancel(one, "k") and not journal.cancel(one, "k")
-        assert journal.begin_calls(*listed) == [two]
-        assert not journal.cancel(two, "k")
-        assert journal.finish(two, DONE) and journal.result(one).outcome.category == "user"
+        assert not journal.cancel(first, "another key")
+        assert journal.cancel(first, "k") and not journal.cancel(first, "k")
+        assert journal.begin_calls(*listed) == [second]
+        assert not journal.cancel(second, "k")
+        assert journal.finish(second, DONE) and journal.result(first).outcome.category == "user"
 
 
 def test_a_key_has_bounds_but_never_waits_for_itself(tmp_path):
@@ -336,7 +339,7 @@ def test_a_key_has_bounds_but_never_waits_for_itself(tmp_path):
         full = journal.accept(a_step(model, 5))
         assert isinstance(full, QuotaExceeded) and "limit open_calls is 3" in full.text
         assert isinstance(journal.accept(a_step(model, 4)), Accepted)  # a retry takes no room
-        # The others wait for the first: there is always room for it.
+        # The others wait for the first, so there is always room for it.
         assert isinstance(journal.accept(a_step(model, 1)), Accepted)
         assert [seq for _, seq in do_all(journal)] == [1, 2, 3, 4]
         journal.accept(a_step(model, 6, b"x" * 60))
@@ -346,7 +349,7 @@ def test_a_key_has_bounds_but_never_waits_for_itself(tmp_path):
 
 
 def pass_time(journal, seconds):
-    """As if so much time had passed since all that there is."""
+    """Move the times of all sessions, models and samplers back by `seconds`."""
     with journal._store.write() as db:
         db.execute("UPDATE sessions SET heard = heard - ?", (seconds,))
         for table in ("models", "samplers"):
@@ -381,14 +384,14 @@ def test_models_of_silent_clients_are_not_counted(tmp_path):
         waiting = journal.accept(a_step(f"{silent}:train:0", 1)).request_id
         assert journal.live_models() == {f"{here}:train:0", f"{silent}:train:0"}
         journal.finish(waiting, DONE)
-        assert f"{silent}:train:0" in journal.live_models()  # it has just asked for something
+        assert f"{silent}:train:0" in journal.live_models()  # it has just had a call
         assert isinstance(made(journal, here, 1), QuotaExceeded)
 
 
 def test_checkpoints_are_named_replaced_and_let_go_of_when_nothing_needs_them(tmp_path):
     with opened(tmp_path, keep=AT_ONCE) as journal:
         _, model = a_model(journal)
-        session = journal.create_session("k", {}, None)  # that samples
+        session = journal.create_session("k", {}, None)  # a session that samples
         first, second = folder(journal, "c/1"), folder(journal, "c/2")
 
         def save(seq, at, name="final"):
@@ -405,7 +408,7 @@ def test_checkpoints_are_named_replaced_and_let_go_of_when_nothing_needs_them(tm
         save(2, second)
         assert [c.folder for c in journal.checkpoints("k")] == [second]
         journal.sweep()
-        assert first.exists()  # the sampler is there
+        assert first.exists()  # the sampler uses it
         journal.finish_session(session, "success")
         time.sleep(0.01)
         journal.sweep()
@@ -416,7 +419,7 @@ def test_checkpoints_are_named_replaced_and_let_go_of_when_nothing_needs_them(tm
         _, other = a_model(journal, source=second)
         journal.record_saved(model, 2, folder(journal, "c/3"))
         journal.sweep()
-        assert second.exists()  # the other model begins there
+        assert second.exists()  # the other model starts from it
         journal.record_saved(other, 0, folder(journal, "c/4"))
         journal.sweep()
         assert not second.exists()
@@ -456,7 +459,7 @@ def test_nothing_outside_the_run_is_removed(tmp_path):
         journal.record_saved(model, 0, inner)
         journal.sweep()
         assert (outside / "sub" / "file").exists() and link.is_symlink()
-        assert inner.exists()  # it is inside of a folder that was let go of
+        assert inner.exists()  # it is inside a released folder
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".a", "-a", "a b", "a\n", "a" * 129, "\u00e9"])
@@ -468,19 +471,19 @@ def test_names_are_one_part_of_a_path(name):
 def test_results_stay_until_some_time_after_they_were_fetched(tmp_path):
     with opened(tmp_path, keep=RetentionPolicy(fetched=0.05, unfetched=100, rows=100)) as journal:
         _, model = a_model(journal)
-        one = journal.accept(a_step(model, 1)).request_id
-        two = journal.accept(a_sample("s", 1)).request_id
+        step = journal.accept(a_step(model, 1)).request_id
+        sample = journal.accept(a_sample("s", 1)).request_id
         do_all(journal)
-        journal.touch_result(one)
+        journal.touch_result(step)
         journal.sweep()
-        assert journal.result(one).outcome is not None
+        assert journal.result(step).outcome is not None
         time.sleep(0.06)
         journal.sweep()
-        gone = journal.result(one)
+        gone = journal.result(step)
         assert gone.outcome is None and gone.dropped
-        assert journal.result(two).outcome == Outcome(b"sample")
-        # Its place in the order and its body stay: it is not done twice, and may be replayed.
-        assert journal.accept(a_step(model, 1)) == Accepted(one, new=False)
+        assert journal.result(sample).outcome == Outcome(b"sample")
+        # The call keeps its place and its body, so it is not done twice and may be replayed.
+        assert journal.accept(a_step(model, 1)) == Accepted(step, new=False)
         assert [call.seq for call in journal.replay(model)] == [1]
 
 
@@ -504,11 +507,11 @@ def test_calls_that_wait_for_what_was_never_sent_end_with_their_session(tmp_path
         gap = journal.accept(a_step(model, 2)).request_id
         journal.accept(a_step(other, 2))
         journal.finish_session(session, "success")
-        journal.finish_session(session, "errored")  # the first stays
-        heard = []
-        journal.listen(lambda kept: heard.extend(k.request_id for k in kept))
+        journal.finish_session(session, "errored")  # the first reason stays
+        ended = []
+        journal.listen(lambda kept: ended.extend(k.request_id for k in kept))
         journal.sweep()
-        assert heard == [gap] and "call 1, which was never sent" in journal.result(gap).outcome.text
+        assert ended == [gap] and "call 1, which was never sent" in journal.result(gap).outcome.text
         assert [call.owner for call in journal.open_calls()] == [other]
 
 
@@ -524,7 +527,7 @@ def test_models_end_with_their_session_and_their_checkpoints_stay(tmp_path):
         step = journal.accept(a_step(model, 2)).request_id
         journal.finish_session(session, "success")
         journal.sweep()
-        assert journal.model(model).state == "ready"  # until what it waits for is done
+        assert journal.model(model).state == "ready"  # until its pending call is done
         journal.finish(step, DONE)
         journal.sweep()
         assert journal.model(model).state == "unloaded" and journal.model(other).state == "ready"
@@ -535,20 +538,20 @@ def test_models_end_with_their_session_and_their_checkpoints_stay(tmp_path):
 
 def test_sessions_that_were_not_heard_of_end(tmp_path):
     with opened(tmp_path, keep=RetentionPolicy(silent=0.2, released=-1)) as journal:
-        quiet, heard = (journal.create_session("k", {"a": 1}, "name") for _ in range(2))
-        for session in (quiet, heard):
+        quiet, active = (journal.create_session("k", {"a": 1}, "name") for _ in range(2))
+        for session in (quiet, active):
             at = folder(journal, f"eph/{session}")
             journal.create_sampler(NewSampler(f"{session}:sample:0", session, None, "base", at))
             journal.create_sampler(NewSampler(f"{session}:sample:0", session, None, "other"))
         journal.accept(a_sample(f"{quiet}:sample:0", 1))
         time.sleep(0.25)
-        journal.touch_session(heard)
+        journal.touch_session(active)
         journal.sweep()
-        assert len(journal.samplers("k")) == 2  # a sample of the quiet one waits
+        assert len(journal.samplers("k")) == 2  # a sample of the quiet session waits
         do_all(journal)
         journal.sweep()
-        assert [s.session for s in journal.samplers()] == [heard]
-        assert not (tmp_path / "eph" / quiet).exists() and (tmp_path / "eph" / heard).exists()
+        assert [s.session for s in journal.samplers()] == [active]
+        assert not (tmp_path / "eph" / quiet).exists() and (tmp_path / "eph" / active).exists()
         assert journal.active_sessions("k", 0.2) == 1
         assert journal.session(quiet).user_metadata == {"a": 1}
 
@@ -575,7 +578,7 @@ def test_a_newer_snapshot_takes_the_place_of_older_ones(tmp_path):
         assert left() == ["asked", "named", "new"]
         assert not at["old"].exists() and at["asked"].exists()
         journal.finish(waiting, DONE)
-        assert left() == ["asked", "named", "new"]  # it has answered a moment ago
+        assert left() == ["asked", "named", "new"]  # it answered a moment ago
         pass_time(journal, 200)
         assert left() == ["named", "new"] and not at["asked"].exists()
         assert journal.folders() == {at["new"], at["named"]}
@@ -602,8 +605,8 @@ def test_a_journal_of_another_version_or_no_journal_is_refused(tmp_path):
         db.execute("PRAGMA user_version = 99")
     db.close()
     file = str(tmp_path / "journal.sqlite")
-    said = "version 99, and this program reads version 1"
-    with raises(ConfigError, place=file, problem_has=said):
+    problem = "version 99, and this program reads version 1"
+    with raises(ConfigError, place=file, problem_has=problem):
         Journal(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
@@ -654,7 +657,7 @@ for seq in range(start, start + 100000):
 
 
 def test_a_process_that_is_killed_loses_no_promise_and_does_nothing_twice(tmp_path):
-    """Killed six times while it accepts and finishes: what it said is there."""
+    """The process is killed six times while it accepts and finishes; all that it printed is there."""
     chance = random.Random(3)
     with opened(tmp_path) as journal:
         _, model = a_model(journal)
@@ -668,16 +671,16 @@ def test_a_process_that_is_killed_loses_no_promise_and_does_nothing_twice(tmp_pa
         lines += child.stdout.read().splitlines()
         child.stdout.close()
         assert child.wait() == -signal.SIGKILL
-        for what, seq, name in (line.split() for line in lines if line.count(" ") == 2):
-            known = promised if what == "promised" else done
-            assert known.setdefault(int(seq), name) == name
+        for event, seq, name in (line.split() for line in lines if line.count(" ") == 2):
+            names = promised if event == "promised" else done
+            assert names.setdefault(int(seq), name) == name
         with opened(tmp_path) as journal:
             for seq, name in promised.items():
                 again = journal.accept(a_step(model, seq, b"%d" % seq * 50))
                 assert again == Accepted(name, new=False)
             for seq, name in done.items():
                 assert journal.result(name).outcome == Outcome(b"%d" % seq)
-            # One more may be there that was promised and not heard of any more.
+            # The journal may have one more call, whose promise was never printed.
             waiting = [call.seq for call in journal.open_calls()]
             assert waiting == sorted(waiting)
             assert len(journal.replay(model)) in (len(done), len(done) + 1)
@@ -704,7 +707,7 @@ def test_what_clients_send_is_for_nobody_else_to_read(tmp_path):
         assert run.stat().st_mode & 0o777 == 0o700
         assert modes.keys() >= {"journal.sqlite", "journal.sqlite-wal"}
         assert set(modes.values()) == {0o600}
-    for path in (run, run / "journal.sqlite"):  # of a service before
+    for path in (run, run / "journal.sqlite"):  # files of an earlier service
         path.chmod(0o755)
     with opened(run):
         assert run.stat().st_mode & 0o777 == 0o700
@@ -712,7 +715,7 @@ def test_what_clients_send_is_for_nobody_else_to_read(tmp_path):
 
 
 def test_failures_do_not_say_where_our_files_are(tmp_path, caplog):
-    told = {
+    texts = {
         "/data/runs/a-1/weights/3f/rank-0.safetensors: No space left": "rank-0.safetensors: No",
         "cannot write '/data/x/y.json', of tinker://m:train:0/weights/n": (
             "cannot write 'y.json', of tinker://m:train:0/weights/n"
@@ -721,11 +724,11 @@ def test_failures_do_not_say_where_our_files_are(tmp_path, caplog):
     }
     with opened(tmp_path) as journal:
         _, model = a_model(journal)
-        for seq, (text, said) in enumerate(told.items(), 1):
+        for seq, (text, expected) in enumerate(texts.items(), 1):
             promise = journal.accept(a_step(model, seq)).request_id
             journal.finish(promise, Failure(text))
-            assert journal.result(promise).outcome.text.startswith(said)
-            assert (text in caplog.text) == (said not in text or "/data" in text)
+            assert journal.result(promise).outcome.text.startswith(expected)
+            assert (text in caplog.text) == (expected not in text or "/data" in text)
 
 
 def test_metadata_is_json(tmp_path):
@@ -737,11 +740,11 @@ def test_metadata_is_json(tmp_path):
 
 
 def test_what_is_promised_waits_for_the_disk(tmp_path):
-    """An attempt is counted for processes that die: it need not outlive the machine."""
+    """Attempts are counted for processes that die, so their count need not outlive the machine."""
     store = Store(tmp_path)
-    found = []
+    levels = []
     for on_disk in (True, False, True):
         with store.write(on_disk) as db:
-            found.append(db.execute("PRAGMA synchronous").fetchone()[0])
+            levels.append(db.execute("PRAGMA synchronous").fetchone()[0])
     store.close()
-    assert found == [2, 1, 2]  # FULL, NORMAL, FULL
+    assert levels == [2, 1, 2]  # FULL, NORMAL, FULL
