@@ -229,7 +229,7 @@ def test_retention_does_not_count_the_damaged(tmp_path):
 
 
 def test_what_was_just_written_is_never_removed(tmp_path):
-    """When a run starts anew because both checkpoints are damaged, these have the higher steps."""
+    """A run starts anew because both checkpoints are damaged, and these have the higher steps."""
     go_on(tmp_path, range(3, 19, 3), keep_last=2)
     assert steps(tmp_path) == [15, 18]
     for step in (15, 18):

@@ -299,7 +299,7 @@ def test_what_returns_late_is_late(judging):
 
 @pytest.mark.parametrize("blocking", ["time.sleep(60)", "await refuse()"])
 def test_a_coroutine_that_cannot_be_cancelled_is_known(judging, blocking):
-    """Its process ends with it, and the other calls of the process are made again."""
+    """The coroutine ends its process, and the other calls of the process are made again."""
     judges = judging(
         f"""
         import asyncio, time
@@ -721,7 +721,10 @@ future.result()
 
 @pytest.mark.timeout(60)
 def test_processes_end_with_a_killed_trainer(tmp_path):
-    """They also hold its output open. The second cannot run Python code that would notice."""
+    """The processes also hold the trainer's output open.
+
+    The second one cannot run Python code that would notice the death of the trainer.
+    """
     file = tmp_path / "rewards.py"
     wait = "print('asked' + sys.stdin.read())"
     file.write_text(f"import sys, time\ndef score(record, answer): {wait}; return eval(answer)\n")

@@ -163,7 +163,7 @@ def test_so_do_they_over_several_turns(pool, folder, model, looks, name):
 
 
 def test_the_weights_do_learn(alone, model):
-    """Without this, the equality above would show nothing."""
+    """Training moves all weights, so that the equality above is not trivial."""
     start = load_file(Path(model) / "model.safetensors")
     moved = [float((value - start[name]).abs().max()) for name, value in weights(alone).items()]
     assert min(moved) > 100 * TOLERANCE

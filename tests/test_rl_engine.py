@@ -77,7 +77,7 @@ def test_a_resumed_run_gives_its_engine_the_weights_that_it_has(pool, folder, mo
 
 
 def test_samples_of_the_next_step_are_drawn_during_this_one(pool, folder, model):
-    """They come from the weights before this step, and importance weights correct for that."""
+    """Samples come from the weights before this step, and importance weights correct for that."""
     ahead = ["rl.off_policy_steps=1", "optim.lr=1e-2", "train.steps=4"]
     run = learnt(pool, 2, folder, model, "ahead", *ENGINE, *ahead, "parallel.pp=2")
     check(run, 4, behind=1)

@@ -135,7 +135,7 @@ LAYOUTS: dict[str, tuple[Case, dict[str, Any], ExpertStorage | None]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_named_weights_are_those_of_an_export(name, pool, tiny, tmp_path):
-    """They are equal to the last bit, in the checkpoint's types and form, on rank 0 alone."""
+    """Rank 0 alone gets the weights, equal to the last bit, in the checkpoint's types and form."""
     case, sizes, form = LAYOUTS[name]
     folder = tiny(**sizes) if form is None else stored_as(tiny(**sizes), tmp_path / "in", form)
     named, *others = pool.run(_named, case.world, folder, case, str(tmp_path / "out"))
@@ -271,7 +271,7 @@ UPDATES: dict[str, Callable[[Any], list[Any]]] = {
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_killed_engine_starts_again_with_the_newest_weights(name, settings, tiny, tmp_path):
-    """Its requests are sent again, with the same seeds."""
+    """The requests of the killed engine are sent again, with the same seeds."""
 
     async def steps(sampler: VllmSampler) -> None:
         for version, item in enumerate(UPDATES[name](tiny), start=1):

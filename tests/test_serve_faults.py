@@ -128,7 +128,7 @@ def test_a_service_that_is_killed_loses_nothing(layout, tiny, tmp_path, record_p
 
 @pytest.mark.slow
 def test_a_service_that_stops_goes_on_where_it_was(tiny, tmp_path):
-    """It keeps gradients that no step has used, and a promise that nobody has fetched."""
+    """The service keeps gradients that no step has used, and a promise that nobody has fetched."""
     path, port = tiny(vocab=VOCAB), free_port()
     with served(path, tmp_path / "calm", port) as running, Client(running.url, path) as client:
         expected = halves(client, path, lambda: None)
