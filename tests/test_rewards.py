@@ -647,7 +647,7 @@ def test_a_failed_reward_stands_for_errors(judging):
 
 
 def test_episodes_are_dealt_to_those_with_the_fewest(judging):
-    """An episode stays in its process, which releases its environment when it ends."""
+    """An episode stays in one process. Its environment is released when the episode ends."""
     judges = judging(
         """
         import gc, os

@@ -204,7 +204,7 @@ def test_a_run_resumes_bit_for_bit(pool, folder, model, alone):
 
 
 def stopped_after_a_step(given: list[str], metrics: Path) -> int:
-    """Train, let one rank receive SIGTERM in the middle of the second step, return the status."""
+    """Train, with a SIGTERM to one rank in the middle of the second step; return the status."""
     signals = Signals()
 
     def stop() -> None:

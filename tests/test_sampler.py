@@ -375,7 +375,7 @@ def pieces(text: str) -> set[str]:
 
 
 def warped(scores_BV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Return the scores that transformers leaves."""
+    """Return the scores after transformers' top-k and top-p."""
     if top_k:
         scores_BV = TopKLogitsWarper(top_k)(None, scores_BV)
     if top_p < 1:

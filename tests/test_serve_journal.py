@@ -657,7 +657,7 @@ for seq in range(start, start + 100000):
 
 
 def test_a_process_that_is_killed_loses_no_promise_and_does_nothing_twice(tmp_path):
-    """The process is killed six times while it accepts and finishes; all that it printed is there."""
+    """The process is killed six times while it accepts and finishes; all it printed is there."""
     chance = random.Random(3)
     with opened(tmp_path) as journal:
         _, model = a_model(journal)

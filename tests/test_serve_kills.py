@@ -104,7 +104,7 @@ def test_no_kill_loses_a_call_or_does_one_twice(tmp_path):
         assert journal.open_calls() == [] and journal.contradictions == 0
         assert len(journal.models()) == CLIENTS
         for model, promises, results in outcomes:
-            # Each call is in the journal once, because a replay has all of them in order.
+            # Each call is in the journal once: a replay has all of them, in order.
             assert [call.seq for call in journal.replay(model)] == list(range(1, STEPS + 1))
             for call in journal.replay(model):
                 assert call.request_id == promises[call.seq]["request_id"]
