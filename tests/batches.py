@@ -1,4 +1,5 @@
-"""Batches for parity: rows of chosen length with images of chosen grids, all random and seeded."""
+"""Batches for the parity tests. The rows have chosen lengths and images with chosen grids; all
+values are random and seeded."""
 
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ class Ids:
     video: int
     start: int
     end: int
-    text: int  # ids below this are ordinary
+    text: int  # ordinary ids are below this one
 
 
 def token_ids(vocab: int = 512) -> Ids:
@@ -28,7 +29,7 @@ def token_ids(vocab: int = 512) -> Ids:
 
 @dataclass(frozen=True)
 class RowSpec:
-    """A row: text around images (height, width in patches) and videos (frames, height, width)."""
+    """A row of text with images (height, width in patches) and videos (frames, height, width)."""
 
     text: int
     images: tuple[tuple[int, int], ...] = ()
@@ -36,8 +37,8 @@ class RowSpec:
     supervised: float = 0.4
 
 
-# 0 to 4 images a row, grids that are not square, a text-only micro-batch (rows 2 and 3 at a
-# micro-batch of two) between ones with images, and a video.
+# Rows have 0 to 4 images and grids that are not square. A text-only micro-batch (rows 2 and 3 at a
+# micro-batch of two) lies between others with images, and there is a video.
 MIXED = (
     RowSpec(9, images=((4, 6),)),
     RowSpec(21, images=((2, 2), (6, 4))),
@@ -80,7 +81,7 @@ def _make_row(spec: RowSpec, ids: Ids, generator: torch.Generator) -> Row:
     unsupervised = torch.rand(len(tokens), generator=generator) >= spec.supervised
     labels_S[visual | unsupervised] = IGNORE
     labels_S[0] = IGNORE
-    labels_S[-1] = ids_S[-1]  # every row learns something
+    labels_S[-1] = ids_S[-1]  # every row has a supervised token
     image_grid = torch.tensor([(1, h, w) for h, w in spec.images]).reshape(-1, 3)
     video_grid = torch.tensor(spec.videos).reshape(-1, 3)
 

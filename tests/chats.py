@@ -1,4 +1,4 @@
-"""Records for the tests of encoding, and Hugging Face's processor as their oracle."""
+"""Records for the tests of encoding, and Hugging Face's processor as their reference."""
 
 import base64
 import io
@@ -113,7 +113,8 @@ CHATS = {
 
 
 def hf_processor(folder: str) -> Qwen3VLProcessor:
-    """Its constructor demands a video processor, and that torchvision, which images do not need."""
+    """Return a processor that is built without its constructor, which demands a video processor and
+    therefore torchvision; images need neither."""
     processor = object.__new__(Qwen3VLProcessor)
     processor.tokenizer = AutoTokenizer.from_pretrained(folder)
     processor.image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
@@ -125,7 +126,7 @@ def hf_processor(folder: str) -> Qwen3VLProcessor:
 
 
 def hf_encode(processor: Qwen3VLProcessor, record: dict, **options):
-    """input_ids, pixel_values and image_grid_thw as Hugging Face makes them."""
+    """Return the input_ids, pixel_values and image_grid_thw that Hugging Face computes."""
     messages = record["messages"]
     rendered = processor.tokenizer.apply_chat_template(
         messages, tools=record.get("tools"), tokenize=False, **options

@@ -1,4 +1,5 @@
-"""Shared: the pool of processes, tiny checkpoints and the Hugging Face results, made once."""
+"""Shared fixtures: the process tree, the pool of processes, tiny checkpoints and the lock for
+Ray."""
 
 import fcntl
 import os
@@ -14,17 +15,19 @@ from tests.pool import Pool
 from tests.process_tree import ProcessTree
 from tests.random_runs import not_played
 
-# Digits depend on the number of threads, and a launcher takes it from the machine's cores.
+# The last digits of results depend on the number of threads, and a launcher derives that number
+# from the machine's cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
-# A worker takes a file at a time. These take minutes: no worker is to be left with one at the end.
+# A worker takes one file at a time. These files take minutes and run first, so that no worker is
+# left alone with one of them at the end.
 LONGEST = ("serve_vllm", "tinker_recipes", "exit_cases", "serve", "wheel", "fuzz", "serve_faults")
 LONGEST += ("rl_engine", "agree_vllm", "ray_launcher", "elastic", "faults", "vllm_sampler", "vllm")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the cases that other commits play, and begin with the longest files."""
+    """Deselect the cases that other commits play, and run the longest files first."""
     others = not_played(items)
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
@@ -34,7 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module")
 def ray_lock() -> Iterator[None]:
-    """Wait until no other test of this machine has a Ray cluster, and keep others from one."""
+    """Wait until no other test on this machine has a Ray cluster, and keep other tests from
+    starting one."""
     with open(Path(tempfile.gettempdir()) / "megatron-vlm-ray.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -56,7 +60,7 @@ def pool(process_tree: ProcessTree) -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """tiny(layers=..., tied=...) -> the folder of such a checkpoint."""
+    """Return `make`: tiny(layers=..., tied=...) returns the folder of such a checkpoint."""
     root = tmp_path_factory.mktemp("tiny")
 
     def make(dtype: str = "float32", **sizes: int) -> str:
