@@ -1,5 +1,5 @@
-"""Processes of their own: the emulated device changes torch for good, as the stand-in does, and a
-process can only have one of them."""
+"""A pool of processes for the emulated device alone. The emulated device changes torch permanently,
+as the stand-in does, and a process can have only one of them."""
 
 from collections.abc import Iterator
 

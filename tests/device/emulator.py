@@ -1,16 +1,17 @@
-"""A CUDA device emulated on the CPU: tensors compute with real values, and each storage carries a
-mark of where it would lie. What would fail or wait on a GPU becomes a finding, with its place in
-our code: operations that mix host and device, host tensors in collectives, streams that do not wait
-for each other, and host syncs, where the host waits until the device has done what it was given.
+"""A CUDA device emulated on the CPU. Tensors compute with real values, and each storage carries a
+mark that says in which memory it would lie. An operation that would fail or wait on a GPU becomes a
+finding with its place in our code: operations that mix host and device, host tensors in
+collectives, streams that do not wait for each other, and host syncs, where the host waits until the
+device has finished its work.
 
     with emulated() as findings:
         ...  # uses torch.device("cuda", 0)
     assert not [each for each in findings.all if each.kind is Kind.mixed]
 
-A function mode stands for what torch decides by a tensor's device; a dispatch mode sees each
-operation, also those of the backward pass. Stricter than CUDA: a copy from memory that is not
-pinned counts as a sync, however small. Not seen: what compiled or external kernels do
-(torch.compile runs eagerly here, there is no Transformer Engine), and time.
+A function mode replaces the decisions that torch makes by a tensor's device. A dispatch mode sees
+each operation, also in the backward pass. The emulator is stricter than CUDA: a copy from memory
+that is not pinned counts as a sync, however small it is. It sees neither the work of compiled or
+external kernels (torch.compile runs eagerly here, and there is no Transformer Engine) nor time.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 class Place(StrEnum):
-    """Where a storage would lie."""
+    """The memory in which a storage would lie."""
 
     host = "host"
     pinned = "pinned"
@@ -44,7 +45,8 @@ class Place(StrEnum):
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """torch keeps it as one object for as long as any tensor uses it: its marks die with it."""
+    """Return the storage of a tensor. torch keeps it as one object for as long as any tensor uses
+    it, so its marks disappear with it."""
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()
 
@@ -54,7 +56,7 @@ def place_of(tensor: Tensor) -> Place:
 
 
 def put(tensor: Tensor, place: Place) -> Tensor:
-    """Say where a tensor lies."""
+    """Mark the memory in which a tensor lies."""
     storage_of(tensor).emulated_place = place
     return tensor
 
@@ -63,14 +65,14 @@ def on_device(tensor: Tensor) -> bool:
     return place_of(tensor) is Place.device
 
 
-# Methods of Tensor that answer from its values or its memory, which the dispatcher never hears of.
+# These methods of Tensor read its values or its memory without a call of the dispatcher.
 _READ = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__: "numpy"}
-# They take a shape from their tensor and no values.
+# These functions take only the shape of their tensor, not its values.
 _SHAPED = ("_like", "new_empty", "new_zeros", "new_ones", "new_full")
 
 
 class _DeviceApi(TorchFunctionMode):
-    """Tensors and functions of torch as they are where there is a device."""
+    """Tensors and functions of torch as they behave where a device exists."""
 
     def __init__(self, findings: Findings, streams: Streams) -> None:
         super().__init__()
@@ -95,15 +97,15 @@ class _DeviceApi(TorchFunctionMode):
         if func in _READ and on_device(args[0]):
             self.findings.add(Kind.sync, _READ[func])
         if func is torch.tensor:
-            for given in tree_iter(args):
-                if isinstance(given, Tensor) and on_device(given):
+            for value in tree_iter(args):
+                if isinstance(value, Tensor) and on_device(value):
                     self.findings.add(Kind.sync, "item, by torch.tensor")
         if kwargs.get("device") is None:
             return func(*args, **kwargs)
         return self._made_on(_device(kwargs.pop("device")), func, args, kwargs)
 
     def _made_on(self, device: torch.device, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a function with a `device` makes."""
+        """Call a function that has a `device` argument, and mark its result."""
         made = func(*args, device=CPU, **kwargs)
         if not isinstance(made, Tensor):
             return made
@@ -120,13 +122,13 @@ class _DeviceApi(TorchFunctionMode):
         return tensor if place_of(tensor) is Place.pinned else put(tensor.clone(), Place.pinned)
 
     def _type(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = tensor.type(*args, **kwargs)
-        if isinstance(answer, str) and on_device(tensor):
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
+        type_name = tensor.type(*args, **kwargs)
+        if isinstance(type_name, str) and on_device(tensor):
+            return type_name.replace("torch.", "torch.cuda.", 1)
+        return type_name
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Tensor.to, whose target may be a device, a dtype, both or another tensor."""
+        """Move a tensor as Tensor.to does, whose target may be a device, a dtype, both or another tensor."""
         target = kwargs.pop("device", None)
         rest: list[Any] = []
         for value in args:
@@ -150,7 +152,7 @@ class _DeviceApi(TorchFunctionMode):
         return put(moved, Place.device if going else Place.host)
 
     def copied(self, source: Tensor, to_device: bool, non_blocking: bool) -> None:
-        """A copy between host and device; of an empty tensor there is nothing to wait for."""
+        """Record a copy between host and device. The copy of an empty tensor does not wait."""
         if not source.numel():
             return
         if not to_device:
@@ -164,12 +166,12 @@ def _device(said: Any) -> torch.device:
     return torch.device("cuda", said) if isinstance(said, int) else torch.device(said)
 
 
-# Operations whose number of results depends on values: the host must wait to know it.
+# The number of results of these operations depends on values, so the host must wait for it.
 _COUNTING = ("nonzero", "masked_select", "_unique", "unique_", "is_nonzero", "equal", "bincount")
 
 
 class _Kernels(TorchDispatchMode):
-    """Each operation as it would run on the device."""
+    """Operations as it would run on the device."""
 
     def __init__(self, findings: Findings, api: _DeviceApi) -> None:
         super().__init__()
@@ -179,22 +181,22 @@ class _Kernels(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        places = [place_of(t) for t in given]
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        places = [place_of(t) for t in tensors]
         with torch._C.DisableTorchFunction():
             if func.namespace == "c10d":
-                self._check_collective(func, given, places)
+                self._check_collective(func, tensors, places)
                 return func(*args, **kwargs)
             if Place.device not in places:
                 return func(*args, **kwargs)
-            for tensor, place in zip(given, places, strict=True):
+            for tensor, place in zip(tensors, places, strict=True):
                 if place is Place.device:
                     self.api.streams.used(tensor.untyped_storage())
-            self._check(func, args, kwargs, given)
+            self._check(func, args, kwargs, tensors)
             made = func(*args, **kwargs)
-        kept = {id(t.untyped_storage()) for t in given}
+        input_storages = {id(t.untyped_storage()) for t in tensors}
         for tensor in tree_iter(made):
-            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in kept:
+            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in input_storages:
                 put(tensor, Place.device)
         return made
 
@@ -234,29 +236,30 @@ class _Kernels(TorchDispatchMode):
 
 
 class _Generator(torch.Generator):
-    """Of a device, too."""
+    """A generator that accepts any device."""
 
     def __new__(cls, device: Any = None) -> "_Generator":
         return super().__new__(cls)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, dtype: Any, *, out: Tensor) -> Tensor:
-    """Of CUDA alone: a product of bf16, added to fp32."""
+    """Add a product of bf16 matrices to an fp32 tensor, as an operation that exists on CUDA alone
+    does."""
     assert total is out and out.dtype is dtype is torch.float32
     return out.add_(a.float() @ b.float())
 
 
 @cache
 def _register_kernels() -> None:
-    """Those that torch has for CUDA alone. Once in a process."""
+    """Register the operations that torch has for CUDA alone. This runs once in a process."""
     varlen.register()
     torch.library.register_kernel("aten::addmm.dtype_out", "cpu", _add_product)
 
 
 @contextlib.contextmanager
 def emulated() -> Iterator[Findings]:
-    """A CUDA device within. What it replaces in torch it does not put back: use a process of its
-    own, in which the stand-in for CUDA was never installed."""
+    """Emulate a CUDA device within the block. The replacements in torch are permanent: use a
+    separate process, in which the stand-in for CUDA was never installed."""
     findings = Findings()
     streams = Streams(findings)
     api = _DeviceApi(findings, streams)
@@ -267,7 +270,8 @@ def emulated() -> Iterator[Findings]:
     run_backward = torch.autograd._engine_run_backward
 
     def with_device(*args: Any, **kwargs: Any) -> Any:
-        # torch leaves a mode while the mode answers, as to `backward`, which runs hooks.
+        # torch disables a mode while the mode's handler runs, for example during `backward`, which
+        # runs hooks.
         inside = torch._C._len_torch_function_stack() > 0
         with contextlib.nullcontext() if inside else api:
             return run_backward(*args, **kwargs)
@@ -278,7 +282,7 @@ def emulated() -> Iterator[Findings]:
 
 
 def _replace_cuda(findings: Findings, streams: Streams) -> None:
-    """The functions of a device, and of the collectives that use one."""
+    """Replace the functions of a device and those of the collectives that use one."""
     answer_cuda_calls()
 
     def wait(*_: Any) -> None:
@@ -301,7 +305,7 @@ def _replace_cuda(findings: Findings, streams: Streams) -> None:
         get_device_capability=lambda *_: (9, 0),
         get_device_name=lambda *_: "an emulated device",
     )
-    # As with NCCL: what becomes a tensor for a collective lies on the device.
+    # As with NCCL, a collective puts the tensors that it creates on the device.
     _replace(
         c10d,
         _get_object_coll_device=lambda group=None: CUDA,
@@ -311,7 +315,8 @@ def _replace_cuda(findings: Findings, streams: Streams) -> None:
 
 
 def _replace_attributes(streams: Streams) -> None:
-    """Those of tensors also where no mode is active: torch leaves one while it answers."""
+    """Replace attributes of tensors. They must work also where no mode is active, because torch
+    disables a mode while its handler runs."""
     _replace(torch, Generator=_Generator)
     _replace(
         Tensor,

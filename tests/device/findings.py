@@ -1,4 +1,4 @@
-"""What the emulated device finds: what it was, in which phase of a step, and where in our code."""
+"""Findings of the emulated device: the kind, the phase of a step and the place in our code."""
 
 import sys
 from dataclasses import dataclass, field
@@ -24,18 +24,18 @@ class Kind(StrEnum):
 
 
 class Phase(StrEnum):
-    """What a step was doing, by the functions on the stack."""
+    """The phase of a step, derived from the functions on the stack."""
 
-    forward = "forward"  # of a micro-batch
+    forward = "forward"  # one micro-batch
     backward = "backward"
     exchange = "exchange"  # between pipeline stages
     optimizer = "optimizer"
     step = "step"  # once for all micro-batches of a step
-    sharing = "sharing"  # of a step's batch, among the ranks of a replica
+    sharing = "sharing"  # the batch of a step, among the ranks of a replica
     other = "other"
 
 
-# The innermost function on the stack that is listed decides. (file, function): phase.
+# The innermost listed function on the stack decides. The entries are (file, function): phase.
 _PHASES = {
     ("training/stage_inputs.py", "arrivals"): Phase.forward,
     ("pipeline_parallel/schedules.py", "forward_step"): Phase.forward,
@@ -53,7 +53,7 @@ class Finding:
     kind: Kind
     phase: Phase
     what: str
-    where: str  # file:line of ours, and of the library that it called
+    where: str  # file:line in our code, and in the library that it called
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.phase}): {self.what} at {self.where}"
@@ -61,10 +61,10 @@ class Finding:
 
 @dataclass
 class Findings:
-    """All that was found, in order."""
+    """The findings, in order."""
 
     all: list[Finding] = field(default_factory=list)
-    is_waiting: bool = False  # for gloo, which moves what arrives about on the host
+    is_waiting: bool = False  # while gloo waits, it moves received data on the host
 
     def add(self, kind: Kind, what: str) -> None:
         if not self.is_waiting:
@@ -72,7 +72,7 @@ class Findings:
             self.all.append(Finding(kind, phase, what, where))
 
     def wait(self, work: Any, *args: Any) -> bool:
-        """In place of `Work.wait`."""
+        """Wait for the work without recording findings; this replaces `Work.wait`."""
         self.is_waiting = True
         try:
             return _WAIT(work, *args)
@@ -81,19 +81,20 @@ class Findings:
 
 
 def _look_around() -> tuple[Phase, str]:
-    """The phase, and the nearest line of ours, with the one of a library that it had called."""
-    phase, library, ours = Phase.other, "", ""
+    """Return the phase and the nearest line of our code, with the line of the library that it
+    called."""
+    phase, library, our_line = Phase.other, "", ""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (phase is Phase.other or not ours):
+    while frame is not None and (phase is Phase.other or not our_line):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if phase is Phase.other:
-            found = (p for (end, n), p in _PHASES.items() if n == name and file.endswith(end))
-            phase = next(found, Phase.other)
+            phases = (p for (end, n), p in _PHASES.items() if n == name and file.endswith(end))
+            phase = next(phases, Phase.other)
         _, installed, within = file.rpartition("site-packages/")
         if installed:
             if not library and not within.startswith("torch/"):
                 library = f" (in {within}:{frame.f_lineno})"
-        elif not ours and file.startswith(str(ROOT)) and file not in EMULATOR:
-            ours = f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}{library}"
+        elif not our_line and file.startswith(str(ROOT)) and file not in EMULATOR:
+            our_line = f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}{library}"
         frame = frame.f_back
-    return phase, ours
+    return phase, our_line

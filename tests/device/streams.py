@@ -1,6 +1,6 @@
-"""The streams of the emulated device. All work is done in order here; what is followed is which
-stream would know of which: a tensor that one stream makes and another uses must be waited for, and
-its memory kept until that other is through with it."""
+"""Streams of the emulated device. All work runs in order here. The emulator tracks which stream
+would know of the work of another: a stream must wait for a tensor that another stream makes, and
+the tensor's memory must be kept until its user is done with it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +13,10 @@ class Stream:
     """A queue of work."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.length = 0  # of its work so far
-        self.known: dict[Stream, int] = {}  # how much of another's is done before what comes next
+        self.length = 0  # number of pieces of work so far
+        self.known: dict[
+            Stream, int
+        ] = {}  # work of others done before this stream's next
 
     def record_event(self, _: Any = None) -> "Event":
         return Event(self, self.length)
@@ -28,7 +30,7 @@ class Stream:
 
 
 class Event:
-    """How far a stream has to be; one that was not recorded is no place at all."""
+    """A position in a stream. An event that was not recorded has no position."""
 
     def __init__(self, stream: Any = None, length: int = 0, **_: Any) -> None:
         self.stream = stream if isinstance(stream, Stream) else None
@@ -39,7 +41,7 @@ class Event:
 
 
 class Streams:
-    """All streams, and the one that work is given to."""
+    """The streams, and the current one."""
 
     def __init__(self, findings: Findings) -> None:
         self.findings = findings
@@ -47,7 +49,7 @@ class Streams:
 
     @contextmanager
     def within(self, stream: Stream) -> Iterator[None]:
-        """In place of `torch.cuda.stream`."""
+        """Make a stream the current one; this replaces `torch.cuda.stream`."""
         before, self.current = self.current, stream
         try:
             yield
@@ -55,19 +57,19 @@ class Streams:
             self.current = before
 
     def made(self, storage: Any) -> None:
-        """Of what the current stream has made."""
+        """Mark a storage that the current stream has made."""
         if self.current is not self.default:
             self.current.length += 1
             storage.emulated_maker = (self.current, self.current.length)
             storage.emulated_users = {self.current}
 
     def kept_for(self, stream: Stream, storage: Any) -> None:
-        """In place of `Tensor.record_stream`."""
+        """Mark a stream as a user of a storage; this replaces `Tensor.record_stream`."""
         if hasattr(storage, "emulated_users"):
             storage.emulated_users.add(stream)
 
     def used(self, storage: Any) -> None:
-        """By the current stream."""
+        """Check that the current stream may use a storage."""
         maker, length = getattr(storage, "emulated_maker", (self.current, 0))
         if maker is self.current:
             return
