@@ -1,5 +1,6 @@
 # .venv/bin/python -m pytest tests/device
-"""The emulated device finds what a GPU would wait for or refuse, and says where it was asked."""
+"""Tests of the emulated device: it finds each operation that a GPU would wait for or refuse, and
+names the line of the call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from tests.device.emulator import CUDA, Place, emulated, place_of
 from tests.device.findings import Kind
 
-# name: what is done with x = [0, 1, 2] on the device
+# The entries are name: operation on x = [0, 1, 2] on the device.
 WAITS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x[0].item(),
     "bool": lambda x: bool(x.any()),
@@ -50,7 +51,7 @@ COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
 
 
 def beside(x: Tensor, waits: bool, records: bool) -> Tensor:
-    """A copy on a stream of its own."""
+    """Return a copy that is made on a separate stream."""
     stream, host = torch.cuda.Stream(), torch.ones(3).pin_memory()
     with torch.cuda.stream(stream):
         copy = host.to(CUDA, non_blocking=True)
@@ -88,28 +89,29 @@ EXPECTED = [
 
 
 def findings_of_each() -> list[dict[str, list[tuple[str, str]]]]:
-    """What each function leads to, in the order of EXPECTED, then the free ones."""
-    found: list[dict[str, list[tuple[str, str]]]] = []
+    """Return the findings of each function, in the order of EXPECTED, then those of the free
+    ones."""
+    findings_by_name: list[dict[str, list[tuple[str, str]]]] = []
     with emulated() as findings:
         for actions in (*(each for _, each in EXPECTED), FREE):
-            found.append({})
+            findings_by_name.append({})
             for name, action in actions.items():
                 x = torch.arange(3.0).pin_memory().to(CUDA, non_blocking=True).requires_grad_()
                 action(x)
-                found[-1][name] = [(each.kind, each.where) for each in findings.all]
+                findings_by_name[-1][name] = [(each.kind, each.where) for each in findings.all]
                 findings.all.clear()
-    return found
+    return findings_by_name
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_each_is_found_with_its_line(device_pool):
-    *found, free = device_pool.run(findings_of_each, 1)[0]
+    *results, free = device_pool.run(findings_of_each, 1)[0]
     assert free == {name: [] for name in FREE}
-    for (kind, actions), each in zip(EXPECTED, found, strict=True):
+    for (kind, actions), by_name in zip(EXPECTED, results, strict=True):
         for name, action in actions.items():
             line = f"tests/device/test_emulator.py:{action.__code__.co_firstlineno}"
-            assert (str(kind), line) in each[name], f"{name}: {each[name]}"
-            assert len(each[name]) == 1, f"{name} counts more than once: {each[name]}"
+            assert (str(kind), line) in by_name[name], f"{name}: {by_name[name]}"
+            assert len(by_name[name]) == 1, f"{name} counts more than once: {by_name[name]}"
 
 
 def places_of_new_tensors() -> set[str]:

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/device
-"""The whole trainer on an emulated CUDA device: nothing mixes host and device, no collective gets
-a tensor of the host, and a step waits for the device as often as its budget says."""
+"""The whole trainer on an emulated CUDA device. No operation mixes host and device, no collective
+gets a tensor on the host, and a step waits for the device as often as its budget allows."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -25,9 +25,10 @@ from tests.sets import write_set
 from tests.test_parity import layout
 from tests.test_train import command, run_rank
 
-# How often the host may wait for the device (docs/parity.md says the same): for a micro-batch, on
-# every stage and between stages, never; in a step for the count of tokens (each chunk of the stage
-# by itself), the metrics, the norm, and for length and text of what the loading rank shares.
+# The number of times that the host may wait for the device (docs/parity.md states the same). It
+# never waits for a micro-batch, on any stage or between stages. In a step it waits for the count of
+# tokens (each chunk of the stage separately), the metrics, the norm, and for length and text of the
+# data that the loading rank shares.
 PER_MICRO_BATCH = {Phase.forward: 0, Phase.backward: 0, Phase.exchange: 0}
 PER_STEP = {Phase.step: 2, Phase.optimizer: 1, Phase.sharing: 2}
 
@@ -44,7 +45,7 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Watched:
-    """What a step of this rank led to."""
+    """The findings of this rank in one step."""
 
     found: list[Finding]
     micro_batches: int
@@ -52,29 +53,30 @@ class Watched:
 
 
 def with_cuda() -> None:
-    """Workers of this process compute on the emulated device, over gloo."""
+    """Make the workers of this process compute on the emulated device, over gloo."""
     platform = Platform("cuda", CUDA, "gloo", torch.bfloat16)
     megatron_vlm.training.worker.pick_platform = lambda name: platform
-    fused_ops.missing_compiler = lambda platform: None  # which runs eagerly within the emulator
+    fused_ops.missing_compiler = lambda platform: None  # it runs eagerly in the emulator
 
 
 def second_step(path: str, case: Case) -> Watched:
-    """The first step makes what all later ones use."""
+    """Return the findings of the second step. The first step creates the state that all later steps
+    use."""
     with_cuda()
     with emulated() as findings:
         worker = MegatronWorker(case.config(path))
         for _ in range(2):
             findings.all.clear()
-            mine = worker.micro_batches(my_rows(make_rows(MIXED))), None
+            local_batches = worker.micro_batches(my_rows(make_rows(MIXED))), None
             leads = worker.grid.leads
-            batches, _ = share_batch(mine if leads else None, worker.grid, CUDA)
+            batches, _ = share_batch(local_batches if leads else None, worker.grid, CUDA)
             loss = worker.forward_backward(batches).loss
             worker.optim_step()
         return Watched(findings.all, len(batches), loss)
 
 
 def on_stand_in(path: str, case: Case) -> float:
-    """The loss of the same step on the CPU."""
+    """Return the loss of the same step on the CPU."""
     worker = MegatronWorker(case.config(path))
     for _ in range(2):
         loss = worker.forward_backward(my_rows(make_rows(MIXED))).loss
@@ -83,7 +85,7 @@ def on_stand_in(path: str, case: Case) -> float:
 
 
 def quick(*names: str) -> list[Any]:
-    """All cases; the others are slow."""
+    """Return all cases. Those that are not named are slow."""
     return [pytest.param(each, marks=() if each in names else pytest.mark.slow) for each in CASES]
 
 
@@ -99,20 +101,20 @@ def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny)
         over = Counter(each.phase for each in done.found) - Counter(budget)
         wrong = [each for each in done.found if each.kind is not Kind.sync or each.phase in over]
         assert not wrong, f"rank {rank}: " + "\n".join(map(str, wrong))
-        # bf16 differs where CUDA has kernels of its own: in the tower, and of weight gradients.
+        # bf16 differs where CUDA has separate kernels: in the tower, and for weight gradients.
         assert done.loss == pytest.approx(loss, rel=1e-6 if case.train is FP32 else 1e-3)
 
 
 def whole_run(words: list[str]) -> tuple[int, str, list[Finding]]:
     with_cuda()
     with emulated() as findings:
-        status, _, said = run_rank(words)
-    return status, said, findings.all
+        status, _, output = run_rank(words)
+    return status, output, findings.all
 
 
 @pytest.mark.parametrize("name", quick("1", "pp2"))
 def test_a_whole_run_mixes_nothing(name, device_pool, tiny, tmp_path):
-    """Training, evaluation with answers, checkpoints, resuming and an export."""
+    """Training, evaluation with answers, checkpoints, resuming and an export do not mix devices."""
     case = CASES[name]
     train = write_set(tmp_path, rows=9)
     keys = {"train.global_batch_size": 3, "checkpoint.every": 1, "data.eval": f"{{held: {train}}}"}
@@ -120,12 +122,12 @@ def test_a_whole_run_mixes_nothing(name, device_pool, tiny, tmp_path):
     keys |= {f"model.{key}": value for key, value in case.model.items()}
     keys |= {f"parallel.{key}": value for key, value in case.parallel.items()}
     keys |= {f"train.{key}": value for key, value in case.train.items()}
-    given = [f"{key}={str(value).replace(' ', '')}" for key, value in keys.items()]
+    settings = [f"{key}={str(value).replace(' ', '')}" for key, value in keys.items()]
     for steps in (1, 2):
-        words = command(tmp_path, tiny(), "run", *given, f"train.steps={steps}")[4:]
-        for status, said, found in device_pool.run(whole_run, case.world, words):
-            assert status == 0, said
-            assert [each for each in found if each.kind is not Kind.sync] == []
+        words = command(tmp_path, tiny(), "run", *settings, f"train.steps={steps}")[4:]
+        for status, output, findings in device_pool.run(whole_run, case.world, words):
+            assert status == 0, output
+            assert [each for each in findings if each.kind is not Kind.sync] == []
     assert (tmp_path / "run" / "export" / "model.safetensors").exists()
 
 
@@ -148,12 +150,12 @@ def through_a_group(path: str, case: Case, folder: str) -> list[Finding]:
 def test_a_group_mixes_nothing(name, device_pool, tiny, tmp_path):
     case = CASES[name]
     folder = str(tmp_path / "saved")
-    for found in device_pool.run(through_a_group, case.world, tiny(), case, folder):
-        assert [each for each in found if each.kind is not Kind.sync] == []
+    for findings in device_pool.run(through_a_group, case.world, tiny(), case, folder):
+        assert [each for each in findings if each.kind is not Kind.sync] == []
 
 
 def careless(path: str, case: Case) -> Watched:
-    """A `tolist` put back into the model."""
+    """Run the second step with a `tolist` added to the model again."""
     from megatron_vlm.model.rope import InterleavedMRoPE
 
     right = InterleavedMRoPE.forward
@@ -168,7 +170,7 @@ def careless(path: str, case: Case) -> Watched:
 
 def test_a_wait_that_is_put_back_is_named(device_pool, tiny):
     [done] = device_pool.run(careless, 1, tiny(), CASES["1"])
-    found = [each for each in done.found if each.phase is Phase.forward]
-    assert [each.what for each in found] == ["tolist"] * done.micro_batches
+    findings = [each for each in done.found if each.phase is Phase.forward]
+    assert [each.what for each in findings] == ["tolist"] * done.micro_batches
     line = careless.__code__.co_firstlineno + 7
-    assert {each.where for each in found} == {f"tests/device/test_trainer.py:{line}"}
+    assert {each.where for each in findings} == {f"tests/device/test_trainer.py:{line}"}

@@ -19,8 +19,8 @@ from tests.test_parity import layout
 
 
 def rounding(path: str, case: Case) -> dict[str, float]:
-    """The relative error of each linear's gradient against the fp32 sum of the products of what
-    went in and what came back."""
+    """Return the relative error of each linear's weight gradient. The expected gradient is the fp32
+    sum of the products of the inputs and the output gradients."""
     worker = MegatronWorker(case.config(path))
     exact: dict[str, Tensor] = {}
     linears = {
@@ -42,18 +42,18 @@ def rounding(path: str, case: Case) -> dict[str, float]:
         module.register_forward_hook(lambda *given, name=name: watch(name, *given))
     worker.forward_backward(make_rows(MIXED))
     count = sum(batch.num_supervised for batch in worker.micro_batches(make_rows(MIXED)))
-    found = {}
+    errors = {}
     for name, module in linears.items():
-        wanted = exact[name] / count
-        found[name] = float((module.weight.main_grad - wanted).norm() / wanted.norm())
-    return found
+        expected = exact[name] / count
+        errors[name] = float((module.weight.main_grad - expected).norm() / expected.norm())
+    return errors
 
 
 CASES = {
     "1": layout(),
     "recompute": layout(recompute="full"),
     "tp2": layout(tp=2),
-    "experts": layout(),  # attention's, and the MLP of the one layer without
+    "experts": layout(),  # the linears of attention, and of the MLP in the one dense layer
 }
 
 
@@ -62,14 +62,14 @@ def test_products_are_not_rounded(name, pool, tiny):
     sizes = {"experts": 4, "dense_layers": 1} if name == "experts" else {}
     linears = 10 if sizes else 16
     errors: dict[bool | None, dict[str, float]] = {None: {}, True: {}}
-    for asked, found in errors.items():
-        model = {**CASES[name].model, "fp32_weight_gradients": asked}
+    for enabled, errors_by_linear in errors.items():
+        model = {**CASES[name].model, "fp32_weight_gradients": enabled}
         case = replace(CASES[name], model=model, train={"precision": "bf16"})
-        for rank, of_rank in enumerate(pool.run(rounding, case.world, tiny(**sizes), case)):
-            assert len(of_rank) == linears
-            found |= {f"{rank} {linear}": error for linear, error in of_rank.items()}
+        for rank, rank_errors in enumerate(pool.run(rounding, case.world, tiny(**sizes), case)):
+            assert len(rank_errors) == linears
+            errors_by_linear |= {f"{rank} {linear}": error for linear, error in rank_errors.items()}
     assert max(errors[True].values()) < 1e-6  # measured: 1.0e-7, against 1.6e-3
-    assert min(errors[None].values()) > 5e-4  # on the CPU nothing changes unless asked
+    assert min(errors[None].values()) > 5e-4  # on the CPU the default does not change anything
 
 
 def on_a_device() -> tuple[bool, list[Any]]:
