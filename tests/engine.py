@@ -1,5 +1,5 @@
-"""Real vLLM, in a process of its own (`make vllm-env`, vllm_engine/serve.py), and rows of ours as
-it takes them."""
+"""Real vLLM in a separate process (`make vllm-env`, vllm_engine/serve.py), and rows as vLLM takes
+them."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ ANSWER_S = 300  # loading takes 15 s on an idle machine
 
 
 class EngineError(Exception):
-    """What vLLM said."""
+    """An error that vLLM reports."""
 
 
 class Engine:
@@ -49,7 +49,7 @@ class Engine:
             raise
 
     def ask(self, do: str, **fields: Any) -> Any:
-        """The answer to a request."""
+        """Return the answer to a request."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps({"do": do, **fields}), file=self.process.stdin, flush=True)
@@ -58,13 +58,13 @@ class Engine:
         line = self.process.stdout.readline()
         if not line:
             raise EngineError(f"vLLM has ended during {do}\n{self._end()}")
-        found = json.loads(line)
-        if "error" in found:
-            raise EngineError(found["error"])
-        return found["answer"]
+        reply = json.loads(line)
+        if "error" in reply:
+            raise EngineError(reply["error"])
+        return reply["answer"]
 
     def _end(self) -> str:
-        """The end of what it said."""
+        """Return the end of the engine's output."""
         self.said.seek(0)
         return self.said.read()[-5000:]
 
@@ -78,14 +78,14 @@ class Engine:
 
 
 def as_prompt(row: Row, image_id: int, pictures: Sequence[Path]) -> dict[str, Any]:
-    """A row as vLLM takes it: one placeholder for each picture, which it multiplies itself."""
+    """Return a row as vLLM takes it: with one placeholder for each picture, which vLLM expands."""
     ids = row.ids_S.tolist()
-    kept = [ids[0], *(b for a, b in pairwise(ids) if not a == b == image_id)]
-    return {"ids": kept, "pictures": [str(path) for path in pictures]}
+    prompt_ids = [ids[0], *(b for a, b in pairwise(ids) if not a == b == image_id)]
+    return {"ids": prompt_ids, "pictures": [str(path) for path in pictures]}
 
 
 def write_seen(row: Row, settings: ImageSettings, folder: Path) -> list[Path]:
-    """The pictures of a row as the trainer sees them, resized, as files."""
+    """Write the pictures of a row as the trainer sees them, resized, and return their paths."""
     pictures = seen_by_trainer(row, settings)
     if pictures:
         folder.mkdir(parents=True)

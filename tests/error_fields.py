@@ -1,4 +1,4 @@
-"""An assertion about the fields of an error, in place of words of its message."""
+"""An assertion about the fields of an error, instead of the words of its message."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,16 +11,16 @@ from megatron_vlm.errors import MegatronVLMError
 
 @contextmanager
 def raises(kind: type[MegatronVLMError], **fields: Any) -> Iterator[pytest.ExceptionInfo]:
-    """Expect an error of exactly this class whose fields have these values; for a field whose name
-    ends in `_has`, the text of that field must contain the value: `remedy_has="parallel.pp"`."""
+    """Expect an error of exactly this class whose fields have these values. If a name ends in
+    `_has`, the text of that field must contain the value: `remedy_has="parallel.pp"`."""
     with pytest.raises(kind) as caught:
         yield caught
     error = caught.value
     assert type(error) is kind, repr(error)
-    for name, wanted in fields.items():
+    for name, expected in fields.items():
         if name.endswith("_has"):
             text = str(error.fields()[name.removesuffix("_has")])
-            assert str(wanted) in text, f"{name}={wanted!r}, and it is {text!r}"
+            assert str(expected) in text, f"{name}={expected!r}, and it is {text!r}"
         else:
             actual = error.fields()[name]
-            assert actual == wanted, f"{name}: expected {wanted!r}, got {actual!r}"
+            assert actual == expected, f"{name}: expected {expected!r}, got {actual!r}"

@@ -1,5 +1,5 @@
-"""Every message of the package, rendered from the source: what a call of an error class is given,
-with `{expression}` for what is known only at run time.
+"""Messages of the package, rendered from the source: the arguments of each call of an error class,
+with `{expression}` for a value that is known only at run time.
 
     .venv/bin/python -m tests.error_messages   # writes tests/golden/messages.txt
 """
@@ -21,7 +21,7 @@ def trees() -> dict[str, ast.Module]:
 
 
 def error_classes(modules: dict[str, ast.Module]) -> set[str]:
-    """The names of the base class and of all that derive from it."""
+    """Return the names of the base class and of all classes that derive from it."""
     bases = {
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
         for tree in modules.values()
@@ -35,7 +35,7 @@ def error_classes(modules: dict[str, ast.Module]) -> set[str]:
 
 
 def template(node: ast.expr) -> str:
-    """The text of an expression, with `{expression}` for what is computed."""
+    """Return the text of an expression, with `{expression}` for a computed value."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -52,7 +52,7 @@ def _braced(node: ast.expr) -> str:
 
 
 def calls(tree: ast.Module, classes: set[str]) -> Iterator[tuple[str, str, ast.Call]]:
-    """(function, class of the error, call) for each error, in the order of the file."""
+    """Yield (function, class of the error, call) for each error, in the order of the file."""
 
     def walk(node: ast.AST, inside: tuple[str, ...]) -> Iterator[tuple[str, str, ast.Call]]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -68,7 +68,7 @@ def calls(tree: ast.Module, classes: set[str]) -> Iterator[tuple[str, str, ast.C
 
 
 def message(call: ast.Call) -> str:
-    """What the error says, as `render` has it."""
+    """Return the message of the error, as `render` formats it."""
     fields = {word.arg: template(word.value) for word in call.keywords if word.arg}
     if call.args:
         fields["problem"] = template(call.args[0])
@@ -77,14 +77,14 @@ def message(call: ast.Call) -> str:
 
 
 class _Template(str):
-    """Text that is shown as it stands, even where a value would be quoted."""
+    """Text whose repr is the text itself, also where a value would be quoted."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def is_without_fields(call: ast.Call) -> bool:
-    """Whether the call writes a message of its own and names neither key nor place."""
+    """Return whether the call writes a message of its own and names neither key nor place."""
     if any(word.arg in ("place", "key", None) for word in call.keywords):
         return False
     return bool(call.args) and isinstance(call.args[0], ast.Constant | ast.JoinedStr | ast.BinOp)
@@ -95,8 +95,8 @@ def all_messages() -> str:
     classes = error_classes(modules)
     lines = []
     for name, tree in modules.items():
-        found = calls(tree, classes)
-        entries = [f"  {where}: {kind}: {message(call)}" for where, kind, call in found]
+        errors = calls(tree, classes)
+        entries = [f"  {where}: {kind}: {message(call)}" for where, kind, call in errors]
         lines += [name, *entries] if entries else []
     return "\n".join(lines) + "\n"
 
