@@ -1,4 +1,4 @@
-"""Every process that a command has started, found by a mark in its environment."""
+"""The processes that a command has started, found by a mark in their environment."""
 
 import contextlib
 import os
@@ -7,11 +7,12 @@ import time
 import uuid
 from pathlib import Path
 
-END_S = 20.0  # for all of them to be gone: it takes a second or two
+END_S = 20.0  # seconds until all of them have ended; it takes a second or two
 
 
 class Marked:
-    """`environment` marks what is started with it, and all that this starts in turn."""
+    """A mark for processes. `environment` marks each process that is started with it, and all
+    processes that this one starts in turn."""
 
     def __init__(self, environment: dict[str, str]):
         self.mark = f"MEGATRON_VLM_TEST_MARK={uuid.uuid4().hex}"
@@ -19,8 +20,8 @@ class Marked:
         self.environment = environment | {name: value}
 
     def alive(self) -> dict[int, tuple[str, dict[str, str]]]:
-        """Command line and environment by process id."""
-        found = {}
+        """Return command line and environment by process id."""
+        processes = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 environ = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
@@ -28,22 +29,23 @@ class Marked:
                     line = (entry / "cmdline").read_bytes().decode(errors="replace")
                     pairs = [each.partition("=") for each in environ]
                     variables = {name: value for name, _, value in pairs}
-                    found[int(entry.name)] = line.replace("\0", " "), variables
-        return found
+                    processes[int(entry.name)] = line.replace("\0", " "), variables
+        return processes
 
     def pid_of(self, rank: int) -> int:
-        """Of the process that trains as this rank."""
+        """Return the id of the process that trains as this rank."""
         for pid, (line, variables) in self.alive().items():
             if "-m megatron_vlm.train " in line and variables.get("RANK") == str(rank):
                 return pid
         raise AssertionError(f"no process has rank {rank}")
 
     def check_all_gone(self) -> None:
-        """None is left after a moment; what is left is killed all the same."""
+        """Check that no process remains after a moment. A remaining process is killed in any
+        case."""
         until = time.monotonic() + END_S
-        while (left := self.alive()) and time.monotonic() < until:
+        while (remaining := self.alive()) and time.monotonic() < until:
             time.sleep(0.05)
-        for pid in left:
+        for pid in remaining:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        assert not left, [line for line, _ in left.values()]
+        assert not remaining, [line for line, _ in remaining.values()]

@@ -1,4 +1,4 @@
-"""An engine of a service without a model, for tests of its journal and of its front."""
+"""A service's engine without a model, for tests of the service's journal and HTTP front."""
 
 import contextlib
 import json
@@ -31,11 +31,12 @@ def answer(value):
 
 
 class StandIn:
-    """Does calls as they come, and notes which: `done` has (kind, owner, seq)."""
+    """An engine that executes calls as they arrive and records them: `done` has (kind, owner,
+    seq)."""
 
     def __init__(self, journal: Journal, hold=()):
         self.journal = journal
-        self.hold = set(hold)  # kinds that are left waiting
+        self.hold = set(hold)  # kinds of calls that stay pending
         self.done = []
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="stand-in engine")
@@ -73,8 +74,8 @@ class StandIn:
         source = self.journal.model(name).source
         if not (source / "weights").is_file():
             return Failure(f"{path} is gone", "user"), Changes()
-        said = answer({"model_id": name, "path": path, "type": "load_weights"})
-        return said, Changes(models=(ModelChange(name, state="ready"),))
+        outcome = answer({"model_id": name, "path": path, "type": "load_weights"})
+        return outcome, Changes(models=(ModelChange(name, state="ready"),))
 
     def _load_weights(self, call, body):
         return answer({"path": json.loads(body)["path"], "type": "load_weights"}), Changes()
@@ -106,9 +107,9 @@ class StandIn:
         made = NewCheckpoint(
             *(call.owner, kind, value.path, folder, 10, expires), value.user_metadata or {}
         )
-        said = answer({"path": tinker_path(call.owner, kind, value.path), "type": call.kind})
+        outcome = answer({"path": tinker_path(call.owner, kind, value.path), "type": call.kind})
         saved = (Saved(call.owner, call.seq, folder),) if kind == "training" else ()
-        return said, Changes(checkpoints=(made,), saved=saved)
+        return outcome, Changes(checkpoints=(made,), saved=saved)
 
     def _save_weights(self, call, body):
         return self._saved(call, body, "training", schemas.SaveWeights)

@@ -1,15 +1,16 @@
-"""An engine without a model, for tests of what surrounds one. It is started as the real one is,
-after its own path: `python fake_engine.py SERVE SOCKET BUFFER`, and uses the link beside SERVE.
+"""An engine without a model, for tests of the code around an engine. It is started like the real
+one, after its own path: `python fake_engine.py SERVE SOCKET BUFFER`, and uses the link next to
+SERVE.
 
-An answer's ids are its seed, the engine's version and its process, its log-prob the number of the
-weights that it was given last, and with them of the adapter that it names. With the option `vocab`
-they are ids of it: of the seed, and three of that number. The file `asked` gets a line for each
-request.
+The ids of an answer are its seed, the engine's version and its process id. The log-prob is the
+number of the weights that the engine got last, combined with those of the adapter that the request
+names. With the option `vocab` the ids lie in the vocabulary: one from the seed, and three from that
+number. The file `asked` gets a line for each request.
 
-What a prompt begins with says how it is answered: HELD, once the file `release` of its options
-exists; SLOW, after a while; DEADLY, by dying; DEADLY_ONCE, by dying if nobody has died of it
-before. Where the environment has REPLAYS, a folder, it has the answers: see
-tests/test_agree_command.py.
+The first id of a prompt selects the answer. For HELD it comes once the file `release` of the
+options exists; for SLOW it comes after a while. For DEADLY the engine dies; for DEADLY_ONCE it dies
+only the first time. If the environment variable REPLAYS is set to a folder, the answers come from
+there: see tests/test_agree_command.py.
 """
 
 import hashlib
@@ -27,24 +28,24 @@ REPLAYS = "STAND_IN_REPLAYS"
 
 
 def number_of(values: bytes, before: int = 0) -> int:
-    """Of weights, the next of which are these."""
+    """Return the number of weights to which these values are added."""
     return int(hashlib.sha1(before.to_bytes(4) + values).hexdigest()[:8], 16)
 
 
 def ids_of(number: int, vocab: int) -> list[int]:
-    """Three ids of a vocabulary, by which weights are told apart."""
+    """Return three ids of a vocabulary that identify the weights."""
     return [number // vocab**place % vocab for place in range(3)]
 
 
 def contents(folder: str) -> bytes:
-    """Of its weights; where it has none, its name."""
+    """Return the weights of a folder, or the folder's name if it has none."""
     files = sorted(Path(folder).glob("*.safetensors"))
     return b"".join(file.read_bytes() for file in files) or folder.encode()
 
 
 def replay_of(prompt: list[int]) -> str:
-    """The name of the file that has what is answered to a prompt: {"inspect": ..., "sample": ...};
-    behind it with .bin, the patches."""
+    """Return the name of the file with the answers to a prompt: {"inspect": ..., "sample": ...}.
+    The file of the same name with .bin has the patches."""
     return hashlib.sha1(json.dumps(prompt).encode()).hexdigest()
 
 
@@ -92,22 +93,23 @@ class StandIn:
             return
         elif do == "stream_weights":
             self.number = 0
-            while (found := self.link.next_tensor()) is not None:
-                if found[0]["name"] == self.options.get("refused"):
+            while (tensor := self.link.next_tensor()) is not None:
+                if tensor[0]["name"] == self.options.get("refused"):
                     self.link.refuse(number, "ValueError: no such tensor")
                     return
-                self.number = number_of(bytes(found[1]), self.number)
+                self.number = number_of(bytes(tensor[1]), self.number)
         elif do in ("folder", "adapt"):
             self.number = self.number_in(message["folder"], self.number * (do == "adapt"))
         self.version = message.get("version", self.version)
         self.link.answer(number, None)
 
     def number_in(self, folder: str, before: int) -> int:
-        """Of the weights there: 0 of those that it began with."""
+        """Return the number of the weights in a folder; those that it was started with have number
+        0."""
         return 0 if folder == self.first else number_of(contents(folder), before)
 
     def load(self, **options: Any) -> bool:
-        """Whether it has started."""
+        """Return whether the engine has started."""
         self.options = options
         if (stumble := Path(options.get("stumble", "/nowhere"))).exists():
             stumble.unlink()

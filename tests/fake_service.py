@@ -1,4 +1,4 @@
-"""fake_service.py RUN PORT: a front with an engine without a model, until it is killed."""
+"""A front with an engine without a model, until it is killed: fake_service.py RUN PORT."""
 
 import sys
 import time
