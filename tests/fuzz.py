@@ -1,8 +1,8 @@
-"""Mutated files of every kind, and what becomes of reading them.
+"""Mutated files of every kind, and the outcomes of reading them.
 
-A kind is a function of an empty folder: it writes what is valid there and returns an attempt, which
-writes something mutated, reads it as the package does and says what came of it. Only errors of ours
-may come out of it, and they name the file.
+A kind is a function of an empty folder. It writes valid content there and returns an attempt, which
+writes something mutated, reads it as the package does and returns the outcome. The attempt may
+raise only errors of the package, and they name the file.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from megatron_vlm.errors import MegatronVLMError
 from tests.mutation import mutate_bytes, mutate_json, mutate_value
 
 Attempt = Callable[[random.Random], str]
-_HANG_S = 60  # for one input; the slowest take less than a second
-_SHOWN = 60  # failures
+_HANG_S = 60  # seconds for one input; the slowest inputs take less than a second
+_SHOWN = 60  # number of failures in a report
 ANSWER = {"role": "assistant", "content": "answer"}
 
 
 def run(kind: str, folder: str, first: int, count: int) -> dict[str, Any]:
-    """The outcomes of so many inputs, the failures among them, and the growth of memory in MiB."""
+    """Return the outcomes of `count` inputs, their failures, and the growth of memory in MiB."""
     warnings.simplefilter("ignore")
     quiet()
     attempt = KINDS[kind](Path(folder))
@@ -44,7 +44,7 @@ def run(kind: str, folder: str, first: int, count: int) -> dict[str, Any]:
     failures: list[str] = []
     for number in range(first, first + count):
         faulthandler.dump_traceback_later(_HANG_S, exit=True)
-        print(kind, number, file=sys.stderr, flush=True)  # the last one, where the process dies
+        print(kind, number, file=sys.stderr, flush=True)  # the last line where the process dies
         try:
             outcomes[attempt(random.Random(f"{kind} {number}"))] += 1
         except MegatronVLMError as error:
@@ -54,12 +54,12 @@ def run(kind: str, folder: str, first: int, count: int) -> dict[str, Any]:
         except Exception:
             failures.append(f"{kind} {number}: " + "".join(traceback.format_exc()[-1500:]))
     faulthandler.cancel_dump_traceback_later()
-    found = {"outcomes": dict(outcomes), "failures": failures[:_SHOWN], "failed": len(failures)}
-    return found | {"grown": _peak() - before}
+    report = {"outcomes": dict(outcomes), "failures": failures[:_SHOWN], "failed": len(failures)}
+    return report | {"grown": _peak() - before}
 
 
 def quiet() -> None:
-    """Libraries tell the terminal what they think of broken files."""
+    """Silence the libraries, which print what they think of broken files."""
     import logging
 
     logging.disable(logging.CRITICAL)
@@ -78,7 +78,7 @@ def _peak(reset: bool = False) -> float:
     return resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[1]) / 2**20
 
 
-# A checkpoint of Hugging Face, with one of its files changed.
+# Checkpoints of Hugging Face, with one of their files changed.
 
 
 def _checkpoint(folder: Path) -> Path:
@@ -92,7 +92,7 @@ def _checkpoint(folder: Path) -> Path:
 
 
 def _settings(folder: Path, name: str, read: Callable[[Path], object]) -> Attempt:
-    """One JSON file of a checkpoint."""
+    """Return an attempt that changes one JSON file of a checkpoint."""
     path = _checkpoint(folder)
     valid = json.loads((path / name).read_bytes())
 
@@ -117,7 +117,7 @@ def config_json(folder: Path) -> Attempt:
             sizes = read_sizes(path)
         except MegatronVLMError:
             raise
-        # What is refused early would be refused later, too.
+        # Counts that are refused early would be refused later, too.
         assert failure is None, failure
         text, vision = sizes.text, sizes.vision
         for part in (text, vision):
@@ -149,12 +149,12 @@ def preprocessor(folder: Path) -> Attempt:
             normalisation_table,
         )
 
-        found = ImageSettings.from_checkpoint(path)
-        normalisation_table(found.mean, found.std, found.rescale_factor)
-        if found.min_pixels <= 2**20:
-            t, h, w = found.grid(70, 50)
-            if h * w * found.patch_size**2 < 2**20:
-                assert len(image_patches(PIL.Image.new("RGB", (50, 70)), found)) == t * h * w > 0
+        settings = ImageSettings.from_checkpoint(path)
+        normalisation_table(settings.mean, settings.std, settings.rescale_factor)
+        if settings.min_pixels <= 2**20:
+            t, h, w = settings.grid(70, 50)
+            if h * w * settings.patch_size**2 < 2**20:
+                assert len(image_patches(PIL.Image.new("RGB", (50, 70)), settings)) == t * h * w > 0
 
     return _settings(folder, "preprocessor_config.json", read)
 
@@ -168,10 +168,10 @@ def video_preprocessor(folder: Path) -> Attempt:
             video_normalisation_table,
         )
 
-        found = VideoSettings.from_checkpoint(path)
-        video_normalisation_table(found)
+        settings = VideoSettings.from_checkpoint(path)
+        video_normalisation_table(settings)
         try:
-            plan = plan_video(VideoInfo(16, 8.0, 70, 50), found)
+            plan = plan_video(VideoInfo(16, 8.0, 70, 50), settings)
         except MegatronVLMError:
             return
         assert min(plan.grid_thw) > 0
@@ -234,7 +234,7 @@ def chat_template(folder: Path) -> Attempt:
 
 
 def _load(path: Path) -> None:
-    """Every tensor of a checkpoint, which must be as in the file."""
+    """Load every tensor of a checkpoint, and check its shape against the header."""
     from megatron_vlm.hf.digest import digests
     from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
     from megatron_vlm.hf.load_weights import check_tensors
@@ -258,7 +258,7 @@ def safetensors_header(folder: Path) -> Attempt:
     header = json.loads(whole[8:end])
 
     def attempt(chance: random.Random) -> str:
-        file.unlink()  # what is mapped must not change
+        file.unlink()  # a mapped file must not change
         if chance.random() < 0.4:
             file.write_bytes(mutate_bytes(whole[:end], chance) + whole[end:])
         else:
@@ -289,11 +289,11 @@ def safetensors_index(folder: Path) -> Attempt:
     return attempt
 
 
-# What our own runs write.
+# Files that our own runs write.
 
 
 def _signed(folder: Path, files: dict[str, bytes]) -> None:
-    """A complete checkpoint with these files, whatever is in them."""
+    """Write a complete checkpoint with these files, without a look at their content."""
     from megatron_vlm.checkpoint.manifest import Manifest, write_file, write_manifest
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -318,15 +318,16 @@ def complete_json(folder: Path) -> Attempt:
             content = mutate_json(json.loads(valid), chance)
         (path / "complete.json").write_bytes(content)
         last_serial(path.parent)
-        found = find_checkpoint(folder)
-        assert content == valid and found == path
+        checkpoint = find_checkpoint(folder)
+        assert content == valid and checkpoint == path
         return "read"
 
     return attempt
 
 
 def checkpoint_texts(folder: Path) -> Attempt:
-    """index.json, state.json and config.yaml of a checkpoint with a right complete.json."""
+    """Return an attempt that changes index.json, state.json or config.yaml of a checkpoint whose
+    complete.json is right."""
     import torch
 
     from megatron_vlm.checkpoint.tensor_pieces import make_index, safetensors_chunks
@@ -375,7 +376,8 @@ def checkpoint_texts(folder: Path) -> Attempt:
 
 
 def cache(folder: Path) -> Attempt:
-    """A chunk of the cache of encoded text: read, or made again."""
+    """Return an attempt that changes a chunk of the cache of encoded text. The chunk is read, or
+    made again."""
     from megatron_vlm.config.data_sources import SourceSpec
     from megatron_vlm.config.schema import DataConfig
     from megatron_vlm.data.sources.source import open_source
@@ -393,8 +395,8 @@ def cache(folder: Path) -> Attempt:
 
     def samples() -> list[Any]:
         index = build_index(source, reader, cfg, folder)
-        found = [index[i] for i in range(len(index))]
-        return [(each.ids_S.tolist(), each.trained_S.tolist()) for each in found]
+        encoded = [index[i] for i in range(len(index))]
+        return [(each.ids_S.tolist(), each.trained_S.tolist()) for each in encoded]
 
     expected = samples()
     (file,) = (folder / "cache").rglob("*.safetensors")
@@ -416,7 +418,7 @@ def cache(folder: Path) -> Attempt:
 
 
 def model_card_of_base(folder: Path) -> Attempt:
-    """What the card of a base says of its licence."""
+    """Return an attempt that changes the model card of a base, from which its licence is read."""
     path = _checkpoint(folder)
     valid = b"---\nlicense: other\nlicense_name: qwen\ntags: [a, &x b, *x]\n---\n# A model\n"
 
@@ -428,9 +430,9 @@ def model_card_of_base(folder: Path) -> Attempt:
 
         (path / "README.md").write_bytes(mutate_bytes(valid, chance))
         _, head, body = model_card(HFCheckpoint(path)).split("---\n", 2)
-        said = yaml.safe_load(head)
-        assert all(isinstance(said.get(key, ""), str) for key in ("license", "license_name"))
-        assert said["library_name"] == "transformers" and body.startswith("\n# ")
+        metadata = yaml.safe_load(head)
+        assert all(isinstance(metadata.get(key, ""), str) for key in ("license", "license_name"))
+        assert metadata["library_name"] == "transformers" and body.startswith("\n# ")
         return "read"
 
     return attempt
@@ -444,12 +446,12 @@ def candidates(folder: Path) -> Attempt:
             mutate_bytes("cat\nSeepferd\u00e4\ndog\n".encode(), chance)
         )
         try:
-            found = read_candidates(str(folder / "names.txt"))
+            names = read_candidates(str(folder / "names.txt"))
         except MegatronVLMError as error:
             if error.key == "eval.candidates":
                 return "too few"
             raise
-        assert len(set(found)) == len(found) > 1 and all(name.strip() for name in found)
+        assert len(set(names)) == len(names) > 1 and all(name.strip() for name in names)
         return "read"
 
     return attempt
@@ -467,7 +469,7 @@ def metrics_jsonl(folder: Path) -> Attempt:
         to_json,
     )
 
-    # Of each type that a field has, one value.
+    # One value for each type of a field.
     plain = {"int": 3, "str": "a", "bool": False, "float": 0.5}
 
     def made(kind: Any, **given: Any) -> Any:
@@ -487,11 +489,11 @@ def metrics_jsonl(folder: Path) -> Attempt:
         ],
     }
 
-    heard = {"text": "c", "images": ["x"]}
-    episode = {"answers": ["b", ""], "heard": [heard], "reward": 0.5, "figures": {"a": 1.0}}
+    observation = {"text": "c", "images": ["x"]}
+    episode = {"answers": ["b", ""], "heard": [observation], "reward": 0.5, "figures": {"a": 1.0}}
     episode |= {"tokens": 3, "cut": False}
-    asked = {"where": "a:1", "question": "d", "images": ["x"], "episodes": [episode, episode]}
-    samples = [{"step": step, **asked} for step in range(3)]
+    group = {"where": "a:1", "question": "d", "images": ["x"], "episodes": [episode, episode]}
+    samples = [{"step": step, **group} for step in range(3)]
 
     def attempt(chance: random.Random) -> str:
         from megatron_vlm.report.run import write_report
@@ -516,7 +518,7 @@ def metrics_jsonl(folder: Path) -> Attempt:
 
 
 def _records() -> list[dict[str, Any]]:
-    """Of every format."""
+    """Return records in every format."""
     user = {"role": "user", "content": [{"type": "image", "image": "a.png"}, "what?"]}
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -553,7 +555,8 @@ def _picture(folder: Path) -> None:
 
 
 def records(folder: Path) -> Attempt:
-    """Values that a service is given, or that a line of JSON holds."""
+    """Return an attempt that changes a record, as a service receives it or a line of JSON holds
+    it."""
     from megatron_vlm.data.tokens.row_maker import RowMaker
 
     _picture(folder)
@@ -605,7 +608,7 @@ def _read_all(path: Path, streaming: bool) -> str:
 def _data_file(
     name: str, write: Callable[[Path], None], streams: Sequence[bool] = (False, True)
 ) -> Callable[[Path], Attempt]:
-    """Files of a kind, mutated as bytes."""
+    """Return a kind: files that are mutated as bytes."""
 
     def kind(folder: Path) -> Attempt:
         os.environ["HF_DATASETS_CACHE"] = str(folder / "datasets")
@@ -616,7 +619,7 @@ def _data_file(
         def attempt(chance: random.Random) -> str:
             path.unlink(missing_ok=True)
             path.write_bytes(mutate_bytes(valid, chance))
-            # `datasets` keeps what it once made of a Parquet file.
+            # `datasets` keeps the result that it once made from a Parquet file.
             shutil.rmtree(folder / "datasets", ignore_errors=True)
             return _read_all(path, chance.choice(streams))
 
@@ -692,7 +695,7 @@ def _write_tar(path: Path) -> None:
 
 
 def json_lines(folder: Path) -> Attempt:
-    """Lines whose values are changed, not only their bytes."""
+    """Return an attempt that changes the values of lines, not only their bytes."""
     path, valid = folder / "a.jsonl", _records()
 
     def attempt(chance: random.Random) -> str:
@@ -704,7 +707,7 @@ def json_lines(folder: Path) -> Attempt:
 
 
 def saved_folder(folder: Path) -> Attempt:
-    """A folder of `save_to_disk`, with one of its files changed."""
+    """Return an attempt that changes one file of a folder of `save_to_disk`."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -792,7 +795,7 @@ def video(folder: Path) -> Attempt:
     return attempt
 
 
-# Errors of these name the field, or the record, and no file of ours.
+# Errors of these kinds name the field or the record, and no file of the test.
 UNNAMED: set[str] = set()
 PICTURES = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
 KINDS: dict[str, Callable[[Path], Attempt]] = {

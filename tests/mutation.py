@@ -1,4 +1,4 @@
-"""Valid files with something wrong: bytes flipped, cut, inserted; JSON with other types, names,
+"""Valid files with mutations: bytes are flipped, cut and inserted; JSON gets other types, names,
 depths and numbers. The same seed gives the same content."""
 
 import contextlib
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 DEEP = "[" * 100_000  # more levels than any recursion reaches
-# What may stand in a place of JSON instead of what is right.
+# These values may replace the right value at a place in JSON.
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 7, 255, 2**31, -(2**63), 2**64, 10**30, 10**400),
     *(0.0, -0.5, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")),
@@ -23,7 +23,7 @@ _TOKENS = [b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\\u", b"\n", b"\r"
 
 
 def nested(depth: int) -> Any:
-    """Lists and objects in one another."""
+    """Return lists and objects nested in one another."""
     value: Any = "a"
     for level in range(depth):
         value = [value] if level % 2 else {"a": value}
@@ -31,7 +31,7 @@ def nested(depth: int) -> Any:
 
 
 def mutate_bytes(content: bytes, chance: random.Random) -> bytes:
-    """With one to three changes, anywhere."""
+    """Return the content with one to three changes at random places."""
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
         content = chance.choice(_CHANGES)(content, chance)
     return content
@@ -77,7 +77,7 @@ def _insert(content: bytes, chance: random.Random) -> bytes:
 
 
 def _number(content: bytes, chance: random.Random) -> bytes:
-    """Another number in place of digits, or of four bytes."""
+    """Put another number in place of a digit, or of four bytes."""
     places = [i for i in range(len(content)) if content[i : i + 1].isdigit()]
     if places and chance.random() < 0.7:
         place = chance.choice(places)
@@ -93,7 +93,8 @@ _CHANGES: list[Callable[[bytes, random.Random], bytes]] = [
 
 
 def mutate_json(value: Any, chance: random.Random) -> bytes:
-    """The text of a JSON value with one to three changes; every fourth time, of its bytes."""
+    """Return the text of a JSON value with one to three changes. One time in four the bytes of the
+    text are changed instead."""
     value = copy.deepcopy(value)
     if chance.random() < 0.25:
         return mutate_bytes(json.dumps(value).encode(), chance)
@@ -102,7 +103,7 @@ def mutate_json(value: Any, chance: random.Random) -> bytes:
     text = json.dumps(value)
     if chance.random() < 0.05:
         text = text.replace('{"', '{"' + chance.choice(["a", "x" * 9]) + '": 1, "', 1)
-    if chance.random() < 0.05 and isinstance(value, dict) and value:  # a name that stands twice
+    if chance.random() < 0.05 and isinstance(value, dict) and value:  # a repeated name
         name = json.dumps(chance.choice(list(value)))
         text = text[:-1] + f", {name}: {json.dumps(chance.choice(VALUES))}}}"
     if chance.random() < 0.03:
@@ -112,7 +113,7 @@ def mutate_json(value: Any, chance: random.Random) -> bytes:
 
 
 def mutate_value(value: Any, chance: random.Random) -> Any:
-    """The value with one to three changes, for what takes values and no text."""
+    """Return the value with one to three changes, for code that takes values instead of text."""
     value = copy.deepcopy(value)
     for _ in range(chance.choice([1, 1, 2, 3])):
         value = _changed(value, chance)
@@ -143,7 +144,7 @@ def _changed(value: Any, chance: random.Random) -> Any:
 
 
 def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Every place in a nested value: what holds it, and by which key."""
+    """Yield every place in a nested value: the container, and the key or index in it."""
     if depth > 40:
         return
     keys: Iterable[Any] = value if isinstance(value, dict) else ()
