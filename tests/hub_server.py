@@ -1,5 +1,5 @@
-"""A server that speaks the API of the Hugging Face Hub, for the real client: repositories with
-branches and commits, downloads, commits with regular and large files, tokens and gates."""
+"""A server that speaks the API of the Hugging Face Hub, for the real client. It has repositories
+with branches and commits, downloads, commits with regular and large files, tokens and gates."""
 
 import base64
 import hashlib
@@ -15,12 +15,12 @@ from urllib.parse import unquote, urlsplit
 
 import yaml
 
-LARGE = 10_000  # bytes: from here on a file travels as the large files of the Hub do
+LARGE = 10_000  # bytes; a file of at least this size travels as the large files of the Hub do
 
 
 @dataclass
 class Repo:
-    """Files by path by commit; branches are names of commits."""
+    """A repository: files by path by commit; branches are names of commits."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
@@ -36,48 +36,50 @@ class Repo:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Of the main branch."""
+        """The files of the main branch."""
         return self.commits[self.branches["main"]]
 
 
 class HubServer:
-    """`repos` by kind and name, e.g. models/ORG/NAME; `requests` as METHOD PATH."""
+    """The state of the server: `repos` by kind and name, e.g. models/ORG/NAME; `requests` as METHOD
+    PATH."""
 
     def __init__(self, address: str):
         self.address = address
         self.repos: dict[str, Repo] = {}
-        self.tokens = {"hf_writer": "write", "hf_reader": "read"}  # of the user somebody
+        self.tokens = {"hf_writer": "write", "hf_reader": "read"}  # tokens of the user somebody
         self.blobs: dict[str, bytes] = {}
         self.requests: list[str] = []
-        self.refused: dict[str, int] = {}  # beginnings of METHOD PATH, and the status they get
+        self.refused: dict[str, int] = {}  # status by beginning of METHOD PATH
 
     def model(self, name: str, folder: str | Path) -> Repo:
-        """A model with the files of a folder."""
+        """Add a model with the files of a folder."""
         files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
         repo = self.repos[f"models/{name}"] = Repo()
         repo.commit(files)
         return repo
 
     def downloads(self) -> list[str]:
-        """The files that were fetched."""
+        """Return the names of the files that were fetched."""
         return [text.split("/")[-1] for text in self.requests if text.startswith("GET /some")]
 
     def environment(self, home: Path, token: str | None = None, **more: str) -> dict[str, str]:
-        """What makes the client talk to this server alone, with a cache of its own."""
-        given = {} if token is None else {"HF_TOKEN": token}
+        """Return the variables that make the client use this server alone, with a cache of its
+        own."""
+        variables = {} if token is None else {"HF_TOKEN": token}
         return {
             "HF_ENDPOINT": self.address,
             "HF_HOME": str(home),
-            "HF_HUB_DISABLE_XET": "1",  # its uploads go to a service of another protocol
+            "HF_HUB_DISABLE_XET": "1",  # its uploads use a service with another protocol
             "HF_HUB_DISABLE_TELEMETRY": "1",
-            **given,
+            **variables,
             **more,
         }
 
 
 @contextmanager
 def hub_server() -> Iterator[HubServer]:
-    """A server on loopback."""
+    """Run a server on loopback."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
     server.daemon_threads = True
     server.hub = HubServer(f"http://127.0.0.1:{server.server_address[1]}")  # type: ignore
@@ -117,7 +119,7 @@ class _Answers(BaseHTTPRequestHandler):
             self._say(200, {})
         elif path == "/api/whoami-v2":
             self._whoami()
-        elif path == "/api/validate-yaml":  # of a model card that is about to be committed
+        elif path == "/api/validate-yaml":  # for a model card before its commit
             head = json.loads(self.body)["content"].split("---\n")[1]
             assert yaml.safe_load(head)["pipeline_tag"] == "image-text-to-text"
             self._say(200, {"errors": [], "warnings": []})
@@ -156,7 +158,7 @@ class _Answers(BaseHTTPRequestHandler):
         return self.hub.tokens.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
 
     def _repo(self, key: str) -> Repo | None:
-        """The repository, where there is one that this token may see."""
+        """Return the repository, if it exists and this token may see it."""
         repo = self.hub.repos.get(key)
         if repo is None or (repo.private and self.role is None):
             self._say(404 if self.role else 401, {"error": "no"}, X_Error_Code="RepoNotFound")
@@ -186,11 +188,11 @@ class _Answers(BaseHTTPRequestHandler):
         if self.role != "write":
             self._say(403, {"error": "You don't have the rights"})
             return
-        if there := f"models/{name}" in self.hub.repos:
+        if exists := f"models/{name}" in self.hub.repos:
             url = f"{self.hub.address}/{name}"
             self._say(409, {"error": "You already created this model repo", "url": url})
         private = asked.get("private", asked.get("visibility") == "private")
-        if not there:
+        if not exists:
             repo = self.hub.repos[f"models/{name}"] = Repo(private=bool(private))
             repo.commit({".gitattributes": b""}, "initial commit")
             self._say(200, {"url": f"{self.hub.address}/{name}", "name": name})
@@ -209,8 +211,8 @@ class _Answers(BaseHTTPRequestHandler):
         elif action == "tree":
             self._say(200, [_entry(path, data) for path, data in files.items()])
         elif action == "paths-info":
-            asked = [path for path in json.loads(self.body)["paths"] if path in files]
-            self._say(200, [_entry(path, files[path]) for path in asked])
+            paths = [path for path in json.loads(self.body)["paths"] if path in files]
+            self._say(200, [_entry(path, files[path]) for path in paths])
         elif self.role != "write":
             self._say(403, {"error": "You don't have the rights"})
         elif action == "preupload":
@@ -238,14 +240,14 @@ class _Answers(BaseHTTPRequestHandler):
 
     def _batch(self, asked: dict[str, Any]) -> None:
         objects = []
-        for each in asked["objects"]:
-            upload = {"href": f"{self.hub.address}/lfs/{each['oid']}"}
-            there = each["oid"] in self.hub.blobs
-            objects.append({**each, **({} if there else {"actions": {"upload": upload}})})
+        for item in asked["objects"]:
+            upload = {"href": f"{self.hub.address}/lfs/{item['oid']}"}
+            exists = item["oid"] in self.hub.blobs
+            objects.append({**item, **({} if exists else {"actions": {"upload": upload}})})
         self._say(200, {"transfer": "basic", "objects": objects})
 
     def _resolve(self, kind: str, parts: list[str]) -> None:
-        """.../ORG/NAME/resolve/REVISION/PATH"""
+        """Answer a request for .../ORG/NAME/resolve/REVISION/PATH."""
         if (repo := self._repo(f"{kind}/{parts[0]}/{parts[1]}")) is None:
             return
         if repo.gated:

@@ -1,4 +1,4 @@
-"""Limits of the system that a test puts on its own process, as a full disk would."""
+"""Limits of the system that a test sets on its own process, to imitate a full disk."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """No file grows beyond so many bytes meanwhile."""
+    """Limit every file to `size` bytes within the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

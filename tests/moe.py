@@ -1,4 +1,4 @@
-"""Checkpoints of Qwen3-VL-MoE in the forms that others store experts in."""
+"""Checkpoints of Qwen3-VL-MoE in the other forms in which experts are stored."""
 
 import shutil
 from pathlib import Path
@@ -10,8 +10,8 @@ from megatron_vlm.hf.expert_layouts import ExpertStorage
 
 
 def stored_as(folder: str, out: Path, form: ExpertStorage) -> str:
-    """A copy of a checkpoint that transformers 5 has written, in another form. The conversion is
-    written out here, and shares no code with what is tested."""
+    """Write a copy of a checkpoint from transformers 5 in another form, and return its folder. The
+    conversion is written out here and shares no code with the tested one."""
     shutil.copytree(folder, out)
     weights = {}
     for name, value in load_file(out / "model.safetensors").items():
