@@ -128,7 +128,7 @@ class _DeviceApi(TorchFunctionMode):
         return type_name
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Move a tensor as Tensor.to does, whose target may be a device, a dtype, both or another tensor."""
+        """Move a tensor as Tensor.to does. Its target is a device, a dtype, both or a tensor."""
         target = kwargs.pop("device", None)
         rest: list[Any] = []
         for value in args:

@@ -14,9 +14,7 @@ class Stream:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.length = 0  # number of pieces of work so far
-        self.known: dict[
-            Stream, int
-        ] = {}  # work of others done before this stream's next
+        self.known: dict[Stream, int] = {}  # work of others done before this stream's next
 
     def record_event(self, _: Any = None) -> "Event":
         return Event(self, self.length)
