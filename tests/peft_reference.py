@@ -1,4 +1,4 @@
-"""The oracle for adapters: PEFT on Hugging Face's own model, without any code of ours between."""
+"""The reference for adapters: PEFT on Hugging Face's own model, without our code."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from tests.reference import Reference, load_reference, row_log_probs
 
-# What our groups of targets are, in PEFT's regular expressions.
+# Our groups of targets as PEFT's regular expressions.
 GROUPS = {
     "attention": r"model\.language_model\.layers\.\d+\.self_attn\.[qkvo]_proj",
     "mlp": r"model\.language_model\.layers\.\d+\.mlp\.(gate|up|down)_proj",
@@ -27,18 +27,18 @@ MERGERS = r"model\.visual\.(merger|deepstack_merger_list\.\d+)"
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter of PEFT: with `whole_merger` the mergers are trained beside it."""
+    """An adapter of PEFT. With `whole_merger` the mergers are trained in addition to it."""
 
     targets: tuple[str, ...] = ("attention", "mlp")
     rank: int = 4
     alpha: float = 12.0
     rslora: bool = False
     whole_merger: bool = False
-    parameters: tuple[str, ...] = ()  # of experts, by PEFT's names: targets have them as well
+    parameters: tuple[str, ...] = ()  # of experts, by PEFT's names
 
     @property
     def ours(self) -> dict[str, Any]:
-        """The same as our configuration."""
+        """The same adapter as our configuration."""
         return dict(
             rank=self.rank,
             alpha=self.alpha,
@@ -49,7 +49,7 @@ class Adapter:
 
 
 def peft_model(path: str, adapter: Adapter) -> PeftModel:
-    """The model with an adapter whose every tensor is random, B too."""
+    """Return the model with an adapter whose every tensor is random, B included."""
     model = load_reference(path)
     pattern = "|".join(GROUPS.get(target, target) for target in adapter.targets)
     modules = [name for name, _ in model.named_modules()]
@@ -66,28 +66,30 @@ def peft_model(path: str, adapter: Adapter) -> PeftModel:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, param in wrapped.named_parameters():
-            if ".lora_" in name:  # together about as large as the weights beside them
+            if ".lora_" in name:  # the adapters together are about as large as the base weights
                 param.normal_(std=0.1 if ".lora_A." in name else 0.03, generator=generator)
     return wrapped.train()
 
 
 def trained(model: PeftModel) -> dict[str, torch.nn.Parameter]:
-    """What learns, by PEFT's names for adapters, and Hugging Face's for whole weights."""
-    found = {}
+    """Return the trained parameters, by PEFT's names for adapters and Hugging Face's for whole
+    weights."""
+    parameters = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
             plain = name.replace(".default", "")
             if ".modules_to_save" in plain:
                 plain = plain.replace(".modules_to_save", "").removeprefix("base_model.model.")
-            found[plain] = param
-    return found
+            parameters[plain] = param
+    return parameters
 
 
 def as_ours(model: PeftModel, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Values of what learns by our names, those of experts one after the other, as PEFT makes them
-    of its own: of A the rows of each are together, and of B each has every so many columns."""
+    """Return values of trained parameters by our names. Experts are stacked as PEFT lays them out:
+    the rows of A are contiguous for each expert, and the columns of B alternate between the
+    experts."""
     inside = {n: m.parameter_name for n, m in model.named_modules() if hasattr(m, "parameter_name")}
-    found = {}
+    values = {}
     for name, value in named.items():
         stem, mark, end = name.partition(".lora_")
         if (leaf := inside.get(stem)) is not None:
@@ -95,12 +97,12 @@ def as_ours(model: PeftModel, named: dict[str, Tensor]) -> dict[str, Tensor]:
             kinds = {"A": value.chunk(count), "B": [value[:, n::count] for n in range(count)]}
             stem = f"{stem.removesuffix('.base_layer')}.{leaf}"
             value = torch.stack(list(kinds[end[0]]))
-        found[stem + mark + end] = value
-    return found
+        values[stem + mark + end] = value
+    return values
 
 
 def run_peft(model: PeftModel, rows: Sequence[Row]) -> Reference:
-    """Losses and gradients of a batch."""
+    """Return losses and gradients of a batch."""
     params = trained(model)
     model.zero_grad()
     count = sum(int((row.labels_S[1:] != IGNORE).sum()) for row in rows)
@@ -122,7 +124,7 @@ def run_peft(model: PeftModel, rows: Sequence[Row]) -> Reference:
 def train_peft(
     model: PeftModel, batches: Sequence[Sequence[Row]], optim: dict[str, float]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Gradient norms of a step per batch, and the weights after them."""
+    """Return the gradient norm of each batch's step, and the weights after all steps."""
     params = trained(model)
     groups = [
         {"params": [p for p in params.values() if p.dim() > 1], "weight_decay": 0.1},
@@ -138,6 +140,6 @@ def train_peft(
 
 
 def save(model: PeftModel, folder: Path) -> str:
-    """The folder that PEFT writes."""
+    """Save the adapter as PEFT does, and return the folder."""
     model.save_pretrained(folder)
     return str(folder)

@@ -1,5 +1,5 @@
-"""The oracle: Hugging Face's own model on the same weights and rows, without any code of ours
-between the rows and its forward."""
+"""The reference: Hugging Face's own model on the same weights and rows, without our code between
+the rows and its forward."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ def load_reference(path: str, dtype: torch.dtype = torch.float32) -> HFModel:
 
 
 def inputs_of(model: HFModel, row: Row) -> dict[str, Any]:
-    """A row on its own, as the model takes it: neither padding nor our collation takes part."""
+    """Return one row as the model takes it, without padding and without our collation."""
     types = torch.zeros_like(row.ids_S)
     types[row.ids_S == model.config.image_token_id] = 1
     types[row.ids_S == model.config.video_token_id] = 2
@@ -45,13 +45,14 @@ def inputs_of(model: HFModel, row: Row) -> dict[str, Any]:
 
 
 def row_logits(model: HFModel, row: Row) -> Tensor:
-    """Logits [S, V] of a row."""
+    """Return the logits [S, V] of a row."""
     logits: Tensor = model(**inputs_of(model, row)).logits[0]
     return logits
 
 
 def row_log_probs(model: HFModel, row: Row) -> Tensor:
-    """Log-probs of a row's supervised tokens, under the tokens; zero elsewhere."""
+    """Return the log-probs of a row's supervised tokens at the tokens' places, and zero
+    elsewhere."""
     logits = row_logits(model, row)
     log_probs = logits[:-1].float().log_softmax(-1)
     picked = log_probs.gather(-1, row.ids_S[1:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""What the pooled processes run. Each function builds a MegatronWorker as a user's process would,
+"""Functions that the pooled processes run. Each builds a MegatronWorker as a user's process would,
 and returns plain tensors by Hugging Face names."""
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from megatron_vlm.training.worker import MegatronWorker
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the parity suite."""
+    """A run of the parity suite."""
 
     world: int = 1
     model: dict[str, Any] = field(default_factory=dict)
@@ -56,14 +56,14 @@ class Case:
 class Outcome:
     loss: float
     num_tokens: int
-    log_probs: list[Tensor]  # of this replica's rows, from `forward`
-    train_log_probs: list[Tensor]  # the same from `forward_backward`
+    log_probs: list[Tensor]  # for this replica's rows, from `forward`
+    train_log_probs: list[Tensor]  # for the same rows, from `forward_backward`
     grads: dict[str, Tensor]  # complete on rank 0
-    means: dict[str, float] = field(default_factory=dict)  # what is reported beside the loss
+    means: dict[str, float] = field(default_factory=dict)  # means that are reported with the loss
 
 
 def my_rows(rows: list[Row]) -> list[Row]:
-    """This replica's rows: contiguous parts, as even as they come."""
+    """Return this replica's rows: contiguous parts, as even as possible."""
     rank, dp = (
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),
@@ -72,15 +72,16 @@ def my_rows(rows: list[Row]) -> list[Row]:
 
 
 def of_interest(worker: MegatronWorker) -> Callable[[Entry], bool]:
-    """All tensors of a Hugging Face checkpoint; with adapters only what is trained."""
+    """Return a filter for all tensors of a Hugging Face checkpoint; with adapters, for trained
+    tensors only."""
     if worker.cfg.lora.rank:
         return lambda entry: not entry.is_frozen(worker.cfg)
     return lambda entry: entry.origin is Origin.hub
 
 
 def collect_grads(worker: MegatronWorker) -> dict[str, Tensor]:
-    """Every gradient in Hugging Face names. The distributed optimizer leaves each DP rank its
-    part of a bucket: put the parts together first."""
+    """Return every gradient by its Hugging Face name. The distributed optimizer leaves each DP rank
+    only its part of a bucket, so the parts are put together first."""
     dense, chunks = parallel_state.get_data_parallel_group(), worker.stage.wrapped
     buffers = [(buffer, dense) for chunk in chunks for buffer in chunk.buffers]
     experts = parallel_state.get_expert_data_parallel_group()
@@ -101,12 +102,12 @@ def collect_grads(worker: MegatronWorker) -> dict[str, Tensor]:
 
 def loss_and_grads(path: str, case: Case, rows: list[Row]) -> Outcome:
     worker = MegatronWorker(case.config(path))
-    mine = my_rows(rows)
-    log_probs = worker.forward(mine)
+    local_rows = my_rows(rows)
+    log_probs = worker.forward(local_rows)
     if case.parallel.get("overlap_grad_reduce"):
-        # Megatron's DDP learns in a first step which gradients come; it overlaps from the second.
-        worker.forward_backward(mine)
-    metrics = worker.forward_backward(mine, return_per_token_outputs=True)
+        # Megatron's DDP learns in a first step which gradients arrive; it overlaps from the second.
+        worker.forward_backward(local_rows)
+    metrics = worker.forward_backward(local_rows, return_per_token_outputs=True)
     assert metrics.log_probs is not None
     grads, means = collect_grads(worker), metrics.means
     return Outcome(metrics.loss, metrics.num_tokens, log_probs, metrics.log_probs, grads, means)
@@ -115,7 +116,8 @@ def loss_and_grads(path: str, case: Case, rows: list[Row]) -> Outcome:
 def train(
     path: str, case: Case, batches: list[list[Row]], export: str | None = None
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses and gradient norms of a step per batch; the weights after them, on rank 0."""
+    """Return losses and gradient norms of one step per batch, and the weights after them, on rank
+    0."""
     worker = MegatronWorker(case.config(path))
     losses, norms = [], []
     for rows in batches:
@@ -130,5 +132,5 @@ def train(
 
 
 def call(path: str, case: Case, action: Callable[[MegatronWorker], Any]) -> Any:
-    """Build a worker and hand it to a module-level function."""
+    """Build a worker and pass it to a module-level function."""
     return action(MegatronWorker(case.config(path)))
