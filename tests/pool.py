@@ -1,7 +1,7 @@
-"""A pool of processes that stay from case to case.
+"""A pool of processes that stay alive from case to case.
 
 `Pool.run(fn, world, *args)` calls `fn(*args)` on ranks 0..world-1 of a fresh torch.distributed
-world and returns what rank 0 .. world-1 returned. `fn` is a module-level function.
+world and returns the results of ranks 0 .. world-1. `fn` is a module-level function.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tests.process_tree import Child
 
 MAX_WORLD = 4
 CASE_TIMEOUT_S = 240
-END_TIMEOUT_S = 20  # for the partners of a failed rank to fail too
+END_TIMEOUT_S = 20  # seconds until the partners of a failed rank fail too
 
 
 def _serve(connection: Connection) -> None:
@@ -31,7 +31,7 @@ def _serve(connection: Connection) -> None:
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
-    # The stand-in is installed by the worker under test, as in a real run.
+    # The worker under test installs the stand-in, as in a real run.
     while (task := connection.recv()) is not None:
         fn, rank, world, store, port, args = task
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
@@ -50,13 +50,13 @@ def _serve(connection: Connection) -> None:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
         gc.collect()  # a worker is a cycle, and each of its process groups has three threads
-        gc.freeze()  # what is left stays, and need not be looked through after the next case
+        gc.freeze()  # the remaining objects stay, so later collections can skip them
         connection.send(answer)
 
 
 def free_port() -> int:
-    """One that nobody listens on now, and that the kernel gives to nobody who asks for any: its
-    own begin at 32768."""
+    """Return a port on which no process listens now, and which the kernel does not assign to a
+    process that asks for any port: the kernel's own range begins at 32768."""
     while True:
         port = random.SystemRandom().randrange(20000, 32768)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -64,9 +64,10 @@ def free_port() -> int:
 
 
 class Pool:
-    """Processes are started as they are first needed, and replaced where they hang. `start` makes
-    one that runs a function with its connection. With `as_launched` they only have a launcher's
-    variables, and the worker under test joins them as in production, which takes longer."""
+    """A pool whose processes are started when they are first needed, and replaced if they hang.
+    `start` makes a process that runs a function with its connection. With `as_launched` the
+    processes have only the variables of a launcher, and the worker under test joins them as in
+    production, which takes longer."""
 
     def __init__(self, start: Callable[..., Child], as_launched: bool = False) -> None:
         self.start, self.as_launched = start, as_launched

@@ -1,4 +1,4 @@
-"""Where processes listen, as the kernel says."""
+"""Addresses on which processes listen, according to the kernel."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ _TABLES = (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6
 
 
 def listening(pids: list[int]) -> set[tuple[str, int]]:
-    """Address and port of every TCP socket on which one of these processes listens."""
+    """Return address and port of every TCP socket on which one of these processes listens."""
     sockets = {}
     for table, family in _TABLES:
         for line in Path(table).read_text().splitlines()[1:]:
@@ -21,18 +21,18 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The process and all that it has started, directly or not."""
+    """Return the process and all processes that it has started, directly or not."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         children.setdefault(parent, []).append(int(entry.name))
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    return found
+    pids = [pid]
+    for ancestor in pids:
+        pids += children.get(ancestor, [])
+    return pids
 
 
 def is_loopback(address: str) -> bool:
@@ -40,7 +40,7 @@ def is_loopback(address: str) -> bool:
 
 
 def outward_address() -> str | None:
-    """This machine's address towards others, if it has one. Nothing is sent."""
+    """Return this machine's address towards other machines, if it has one. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -51,7 +51,8 @@ def outward_address() -> str | None:
 
 
 def _written(address: str, family: int) -> str:
-    """The kernel prints words of four bytes, each in the machine's order."""
+    """Return an address as text. The kernel prints words of four bytes, each in the machine's
+    order."""
     raw = bytes.fromhex(address)
     return socket.inet_ntop(
         family, b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
@@ -59,10 +60,10 @@ def _written(address: str, family: int) -> str:
 
 
 def _links(pid: int) -> list[str]:
-    found = []
+    links = []
     try:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            found.append(os.readlink(entry))
-    except OSError:  # it has ended, or closed this one
+            links.append(os.readlink(entry))
+    except OSError:  # the process has ended, or it has closed this file
         pass
-    return found
+    return links
