@@ -57,5 +57,5 @@ def not_played(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for members in groups.values() for item in members if item not in played]
 
 
-if __name__ == "__main__":  # python -m tests.random_runs A B: prints the one that is played
+if __name__ == "__main__":  # python -m tests.random_runs A B prints the one that is played
     print(*(sys.argv[1:][number] for number in window(len(sys.argv) - 1, 1)))

@@ -1,5 +1,5 @@
-"""The public cookbook's recipes, as they are, against a service: each in a process of its own, in
-the client's own environment. And what they learn from: image folders and chats."""
+"""Recipes of the public cookbook, unchanged, against a service. Each runs in a separate process, in
+the client's environment. The module also writes their training data: image folders and chats."""
 
 import json
 import os
@@ -17,38 +17,39 @@ from megatron_vlm.commands.demo.coloured_shapes import COLOURS, Scene, Shape, dr
 ROOT = Path(__file__).parent.parent
 PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
 MISSING = "the Tinker client is not there: make tinker-env builds its environment, .venv-tinker"
-SIDE = 64  # pixels: pictures of four tokens, and a shape lies within one of them
+SIDE = 64  # pixels; a picture has four tokens, and a shape lies within one of them
 SIZES = (20, 22, 24, 26)
 SHAPES = ("triangle", "square")
 
 
 @dataclass(frozen=True)
 class Cookbook:
-    """What runs there: with the address of a service, and a working directory."""
+    """A runner of the cookbook, with the address of a service and a working directory."""
 
     url: str
     folder: Path
     model: str
 
     def recipe(self, name: str, *arguments: str) -> str:
-        """A recipe with its own arguments; what it prints."""
+        """Run a recipe with its arguments, and return its output."""
         model = [f"model_name={self.model}", "renderer_name=qwen3_vl_instruct"]
         module = f"tinker_cookbook.recipes.{name}"
         return self._run([str(PYTHON), "-m", module, *model, *arguments])
 
     def trained(self, name: str, log: str, *arguments: str) -> "Trained":
-        """A recipe that trains and writes below the folder `log`."""
+        """Run a recipe that trains and writes below the folder `log`, and return its results."""
         where = "experiment_dir" if name.startswith("vlm") else "log_path"
-        given = [f"{where}={log}", "behavior_if_log_dir_exists=raise", "save_every=0"]
-        self.recipe(name, *given, *arguments)
+        settings = [f"{where}={log}", "behavior_if_log_dir_exists=raise", "save_every=0"]
+        self.recipe(name, *settings, *arguments)
         return Trained.read(self.folder / log)
 
     def script(self, name: str, *arguments: str) -> str:
-        """A script of ours there."""
+        """Run one of our scripts in the client's environment."""
         return self._run([str(PYTHON), str(ROOT / "tests" / "tinker_client" / name), *arguments])
 
     def _run(self, command: Sequence[str]) -> str:
-        """What is not in the folder cannot be found: the hub is out of reach, caches are here."""
+        """Run a command that finds only files in the folder: the hub is unreachable, and caches are
+        here."""
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
         environment |= {
@@ -69,7 +70,7 @@ class Cookbook:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a recipe has logged, and its last checkpoints."""
+    """Metrics of a recipe, and its last checkpoints."""
 
     steps: list[dict[str, Any]]
     state: str
@@ -84,7 +85,7 @@ class Trained:
         return Trained(steps, last["state_path"], last["sampler_path"])
 
     def of(self, name: str) -> list[float]:
-        """A figure of each step that has it."""
+        """Return a figure for each step that has it."""
         return [step[name] for step in self.steps if name in step]
 
 
@@ -96,9 +97,9 @@ def write_pictures(
     mirrored: bool = False,
     seed: int = 0,
 ) -> None:
-    """A class for each colour and each of SHAPES, with so many pictures, no two of which are equal.
-    `words` are others for the colours. The recipe turns pictures round at random: those that are
-    `mirrored` stay the same, and so do the numbers of a run."""
+    """Write a class for each colour and each of SHAPES, with `train` and `test` pictures that are
+    all different. `words` replaces the names of the colours. The recipe flips pictures at random;
+    `mirrored` pictures are symmetric, so a flip does not change them or the numbers of a run."""
     rng, drawn = random.Random(seed), set[Shape]()
     for split, count in (("train", train), ("test", test)):
         for colour in COLOURS:
@@ -116,7 +117,7 @@ def write_pictures(
 
 
 def _shape(rng: random.Random, name: str, colour: str, drawn: set[Shape]) -> Shape:
-    """One that is not in `drawn`, and is then."""
+    """Return a shape that is not in `drawn`, and add it there."""
     while True:
         size, half = rng.choice(SIZES), SIDE // 2
         left, top = (rng.choice((0, half)) + rng.randint(2, half - 2 - size) for _ in "xy")
@@ -127,14 +128,14 @@ def _shape(rng: random.Random, name: str, colour: str, drawn: set[Shape]) -> Sha
 
 
 def write_sums(path: Path, count: int) -> None:
-    """Chats such as math_rl's: a sum that is answered, and another."""
+    """Write chats such as math_rl's: a sum with its answer, and another sum."""
     rng, lines = random.Random(0), []
     for _ in range(count):
         a, b = rng.randint(0, 100), rng.randint(0, 100)
-        said = ["What is 4 + 5?", "9", f"What is {a} + {b}?", f"{a + b}"]
+        texts = ["What is 4 + 5?", "9", f"What is {a} + {b}?", f"{a + b}"]
         messages = [
             {"role": ("user", "assistant")[turn % 2], "content": text}
-            for turn, text in enumerate(said)
+            for turn, text in enumerate(texts)
         ]
         lines.append(json.dumps({"messages": messages}) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)

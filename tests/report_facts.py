@@ -1,4 +1,4 @@
-"""What a report says, read from its sections, and pages as a browser reads them."""
+"""Facts of a report, read from its sections, and pages as a browser reads them."""
 
 import base64
 import hashlib
@@ -16,14 +16,14 @@ from megatron_vlm.report.sections import Heading, Table, Tiles
 
 
 def walk(part):
-    """A section and all that it holds, in order; texts, too."""
+    """Yield a section and all that it holds, in order, texts included."""
     yield part
     if is_dataclass(part):
         for field in fields(part):
             yield from walk(getattr(part, field.name))
     elif isinstance(part, (list, tuple)):
-        for each in part:
-            yield from walk(each)
+        for item in part:
+            yield from walk(item)
 
 
 class Facts:
@@ -43,17 +43,18 @@ class Facts:
         return [each for each in self.found if isinstance(each, kind)]
 
     def chart(self, title):
-        """The first chart with this title as the page's script gets it."""
+        """Return the first chart with this title, as the page's script gets it."""
         group = next(g for g in self.of(Charts) if title in [c.title for c in g.charts])
         chart = next(chart for chart in group.charts if chart.title == title)
         return chart_data(chart, group.first, group.last)
 
     def summary(self, title):
-        """What the first chart with this title says in words: of each curve, its values."""
+        """Return the description in words of the first chart with this title: the values of each
+        curve."""
         return dict(curve_summaries(next(c for c in self.of(Chart) if c.title == title)))
 
     def curves(self, title):
-        """[name, x, y] of each curve."""
+        """Return [name, x, y] of each curve."""
         return [(c["name"], c["x"], c["y"]) for c in self.chart(title)["curves"]]
 
     def page(self):
@@ -61,7 +62,7 @@ class Facts:
 
 
 class Page(HTMLParser):
-    """Elements, and the text in them; asserts that what is opened is closed."""
+    """Elements of a page, and the text in them. Every element that is opened must be closed."""
 
     def __init__(self, page):
         super().__init__()
@@ -87,12 +88,13 @@ class Page(HTMLParser):
             self.words.append(data)
 
     def all(self, name):
-        """The attributes of the elements of a name."""
-        return [attributes for found, attributes in self.found if found == name]
+        """Return the attributes of the elements with a name."""
+        return [attributes for tag, attributes in self.found if tag == name]
 
 
 def check_self_contained(page, scripts=()):
-    """The page loads nothing, and runs the scripts that its policy names by their digests."""
+    """Check that the page loads nothing, and runs only the scripts whose digests its policy
+    names."""
     for name, attributes in page.found:
         assert name not in ("link", "iframe", "object", "base", "form", "foreignobject")
         assert attributes.get("src", "data:image/png;").startswith("data:image/png;")
@@ -118,7 +120,7 @@ def colour(code):
 
 
 def browse(path, *options):
-    """What Chromium prints for a page whose scripts have run."""
+    """Return the output of Chromium for a page whose scripts have run."""
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     command += ["--force-device-scale-factor=1", "--force-color-profile=srgb", *options]
     command += [f"--user-data-dir={path.parent / 'profile'}", path.as_uri()]

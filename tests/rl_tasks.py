@@ -1,4 +1,5 @@
-"""What tests of learning from samples are judged by: files of a user's, loaded by their path."""
+"""Rewards and an environment for tests of reinforcement learning, as a user's files that are loaded
+by their path."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,23 +10,24 @@ from megatron_vlm.rl.environment import EnvStep
 
 
 def letters(record: Mapping[str, Any], answer: str) -> dict[str, float]:
-    """A random model's answers differ in it."""
+    """Return a reward that differs between the answers of a random model."""
     return {"reward": len(answer) % 5, "long": len(answer) > 5}
 
 
 def equal(record: Mapping[str, Any], answer: str) -> float:
-    """Nothing is learnt from records whose pictures are fewer than two."""
+    """Return equal rewards for records with fewer than two pictures, from which nothing is
+    learnt."""
     parts = record["messages"][0]["content"]
     return len(answer) % 5 if sum(part["type"] == "image" for part in parts) > 1 else 1.0
 
 
 def wrong(record: Mapping[str, Any], answer: str) -> float:
-    """A mistake of a user's."""
+    """Raise an error, as a user's mistake does."""
     raise KeyError("solution")
 
 
 class Looks:
-    """Three turns, after two of which it shows something."""
+    """An environment of three turns that shows something after the first two."""
 
     def reset(self, record: Mapping[str, Any]) -> None:
         self.turn = 0
@@ -37,11 +39,11 @@ class Looks:
             return EnvStep(reward)
         colour = (80 * self.turn, len(answer) % 200, 30)
         picture = PIL.Image.new("RGB", (40 + 20 * self.turn, 64), colour)
-        said = {"type": "text", "text": f"look again {self.turn}"}
-        parts = [{"type": "image", "image": picture}, said]
+        words = {"type": "text", "text": f"look again {self.turn}"}
+        parts = [{"type": "image", "image": picture}, words]
         return EnvStep(reward, [{"role": "user", "content": parts}], {"turns": 1})
 
 
 def short(record: Mapping[str, Any], answer: str) -> float:
-    """Easy to learn for a model that says anything."""
+    """Return a reward that is easy to learn for any model that writes text."""
     return -float(len(answer))
