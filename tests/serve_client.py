@@ -1,5 +1,5 @@
-"""A service in processes of its own, and a client of it as small as can be: the public one is in
-another environment (tests/tinker_client)."""
+"""A service in separate processes, and a minimal client for it. The public client is in another
+environment (tests/tinker_client)."""
 
 import base64
 import json
@@ -26,7 +26,7 @@ START_S = 120.0
 
 
 class FailedError(Exception):
-    """A call has failed; says its category and why."""
+    """A failed call; the message has its category and reason."""
 
 
 @dataclass
@@ -37,12 +37,12 @@ class Running:
     url: str
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """End it; its exit status."""
+        """End the service, and return its exit status."""
         self.process.send_signal(number)
         return self.process.wait(60)
 
     def kill(self) -> None:
-        """As a machine that fails: all of its processes at once."""
+        """Kill all of its processes at once, as a failing machine does."""
         for pid in [*descendants(self.process.pid), self.process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -50,17 +50,17 @@ class Running:
 
 
 def start(model: str, run: Path, port: int, *settings: str) -> Running:
-    """`megatron-vlm serve`, once it answers."""
+    """Start `megatron-vlm serve`, and return once it answers."""
     command = [sys.executable, "-m", "megatron_vlm.cli", "serve", f"model.path={model}"]
-    given = [f"run={run}", f"serve.port={port}", "platform=cpu", *settings]
+    arguments = [f"run={run}", f"serve.port={port}", "platform=cpu", *settings]
     run.mkdir(parents=True, exist_ok=True)
-    with (run / "said.txt").open("ab") as said:
-        process = subprocess.Popen([*command, *given], stderr=said, start_new_session=True)
+    with (run / "said.txt").open("ab") as log:
+        process = subprocess.Popen([*command, *arguments], stderr=log, start_new_session=True)
     return wait_for(Running(process, f"http://127.0.0.1:{port}"), run / "said.txt")
 
 
 def wait_for(running: Running, said: Path | None = None) -> Running:
-    """Until it answers."""
+    """Wait until the service answers."""
     ends = time.monotonic() + START_S
     while time.monotonic() < ends:
         assert running.process.poll() is None, said and said.read_text()
@@ -75,7 +75,7 @@ def wait_for(running: Running, said: Path | None = None) -> Running:
 
 @contextmanager
 def served(model: str, run: Path, port: int, *settings: str) -> Any:
-    """One that is ended in any case."""
+    """Start a service that is ended in any case."""
     running = start(model, run, port, *settings)
     try:
         yield running
@@ -91,7 +91,7 @@ class Client:
     url: str
     model_name: str
     session: str = ""
-    patience_s: float = 0.0  # how long a service may be gone
+    patience_s: float = 0.0  # seconds for which a service may be gone
     key: str | None = None
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=100))
     numbers: Any = field(default_factory=count)
@@ -118,30 +118,31 @@ class Client:
         return answer
 
     def result(self, promise: str) -> Any:
-        """JSON, or the bytes of a protobuf."""
+        """Return the result: JSON, or the bytes of a protobuf."""
         headers = {"Accept": "application/x-protobuf, application/json"}
         while True:
-            asked = {"request_id": promise}
-            answer = self._sent("retrieve_future", json=asked, headers=headers)
+            fields = {"request_id": promise}
+            answer = self._sent("retrieve_future", json=fields, headers=headers)
             if answer.status_code == 408:
                 continue
             if answer.status_code != 200:
                 raise FailedError(f"{answer.status_code}: {answer.text}")
             if answer.headers["content-type"].startswith("application/x-protobuf"):
                 return answer.content
-            found = answer.json()
-            if "error" in found:
-                raise FailedError(f"{found['category']}: {found['error']}")
-            return found
+            result = answer.json()
+            if "error" in result:
+                raise FailedError(f"{result['category']}: {result['error']}")
+            return result
 
     def sampled(self, promise: str) -> Any:
-        """The SampleResponse of a promise."""
+        """Return the SampleResponse of a promise."""
         answer = message("SampleResponse")
         answer.ParseFromString(self.result(promise))
         return answer
 
     def _sent(self, path: str, **content: Any) -> httpx.Response:
-        """Sent again, the same, while the service is gone, as the public client does."""
+        """Send a request, and send the same one again while the service is gone, as the public
+        client does."""
         ends = time.monotonic() + self.patience_s
         while True:
             try:
@@ -200,19 +201,19 @@ class Model:
         forward_only: bool = False,
         **options: float,
     ) -> str:
-        """The promise."""
+        """Request gradients, and return the promise."""
         body = request(self.id, next(self.seq), data, loss, options, forward_only)
         answer = self.client.send("forward_backward", body, "application/x-protobuf")
         return str(answer.json()["request_id"])
 
     def gradients(self, *args: Any, **kwargs: Any) -> tuple[dict[str, float], list[np.ndarray]]:
-        """Metrics, and the log-probs of each datum."""
+        """Return metrics, and the log-probs of each datum."""
         return read_output(self.client.result(self.ask_gradients(*args, **kwargs)))
 
     def step(self, **adam: float) -> dict[str, float]:
-        found = self._do("optim_step", adam_params=adam)["metrics"]
-        assert isinstance(found, dict)
-        return found
+        metrics = self._do("optim_step", adam_params=adam)["metrics"]
+        assert isinstance(metrics, dict)
+        return metrics
 
     def load(self, path: str, optimizer: bool = True) -> None:
         self._do("load_weights", path=path, optimizer=optimizer)
@@ -244,7 +245,7 @@ class Sampler:
     numbers: Any = field(default_factory=count)
 
     def ask(self, chunks: Chunks, n: int = 1, more: Any = None, **params: Any) -> str:
-        """The promise."""
+        """Request samples, and return the promise."""
         made = self.client.post(
             "asample",
             sampling_session_id=self.id,
@@ -258,13 +259,13 @@ class Sampler:
         return str(made["request_id"])
 
     def sample(self, chunks: Chunks, n: int = 1, more: Any = None, **params: Any) -> Any:
-        """The SampleResponse."""
+        """Return the SampleResponse."""
         return self.client.sampled(self.ask(chunks, n, more, **params))
 
     def log_probs(self, chunks: Chunks) -> np.ndarray:
-        """Of the prompt; nan where there is none."""
-        found = self.sample(chunks, 1, {"prompt_logprobs": True}, max_tokens=1)
-        return np.frombuffer(found.prompt_logprobs, "<f4")
+        """Return the log-probs of the prompt; nan where a token has none."""
+        response = self.sample(chunks, 1, {"prompt_logprobs": True}, max_tokens=1)
+        return np.frombuffer(response.prompt_logprobs, "<f4")
 
 
 def tokens_of(answer: Any) -> list[list[int]]:
@@ -276,17 +277,17 @@ def log_probs_of(answer: Any) -> list[list[float]]:
 
 
 def read_output(body: bytes) -> tuple[dict[str, float], list[np.ndarray]]:
-    """Metrics, and the log-probs of each datum."""
+    """Return metrics, and the log-probs of each datum."""
     output = message("ForwardBackwardOutput")
     output.ParseFromString(body)
-    found: list[np.ndarray] = []
+    log_probs: list[np.ndarray] = []
     for record in output.loss_fn_outputs:
         (entry,) = record.fields
         data, offsets = entry.value.data, np.frombuffer(entry.value.offsets, "<i8")
         shape = list(entry.value.trailing_shape)
         for first, last in pairwise(offsets):
-            found.append(np.frombuffer(data[first:last], "<f4").reshape(-1, *shape))
-    return {entry.key: entry.value for entry in output.metrics}, found
+            log_probs.append(np.frombuffer(data[first:last], "<f4").reshape(-1, *shape))
+    return {entry.key: entry.value for entry in output.metrics}, log_probs
 
 
 def _as_json(chunk: list[int] | Picture) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Requests of clients of the service, and what Hugging Face's classes make of the same chunks."""
+"""Requests of clients of the service, and the results of Hugging Face's classes for the same
+chunks."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -41,21 +42,21 @@ def picture(width: int, height: int, seed: int, format: str = "png") -> Picture:
 
 
 def around(shown: Picture) -> Chunks:
-    """A picture between the tokens that stand around one."""
+    """Return a picture between the tokens that mark its start and end."""
     ids = token_ids()
     return [[ids.start], shown, [ids.end]]
 
 
 def row_of(chunks: Chunks, path: str) -> Row:
-    """The chunks as Hugging Face's image processor has them."""
+    """Return the chunks as a row that Hugging Face's image processor has made."""
     processor, ids = AutoImageProcessor.from_pretrained(path), token_ids()
     tokens: list[int] = []
     pixels, grids = [], []
     for chunk in chunks:
         if isinstance(chunk, Picture):
-            found = processor(images=[chunk.opened], return_tensors="pt")
-            pixels.append(found["pixel_values"])
-            grids.append(found["image_grid_thw"])
+            processed = processor(images=[chunk.opened], return_tensors="pt")
+            pixels.append(processed["pixel_values"])
+            grids.append(processed["image_grid_thw"])
             tokens += [ids.image] * (int(grids[-1].prod()) // 4)
         else:
             tokens += chunk
@@ -73,7 +74,8 @@ def request(
     options: Mapping[str, float] = {},
     forward_only: bool = False,
 ) -> bytes:
-    """A forward_backward. Integers among the inputs are ids, other numbers floats."""
+    """Return a forward_backward request. Integers among the inputs become ids, other numbers
+    floats."""
     made = message("ForwardBackwardRequest")
     made.model_id, made.seq_id, made.loss_fn, made.forward_only = model, seq, loss, forward_only
     for name, value in options.items():
@@ -97,7 +99,7 @@ def request(
 
 
 def targeted_log_probs(logits_SV: Tensor, targets: Any) -> Tensor:
-    """In the shape of the targets."""
+    """Return the log-probs of the targets, in their shape."""
     targets = torch.as_tensor(np.asarray(targets))
     picked = logits_SV.float().log_softmax(-1).gather(1, targets.view(len(targets), -1))
     return picked.view(targets.shape)

@@ -1,4 +1,4 @@
-"""Small data sets on disk, and what opens them as a run would."""
+"""Small data sets on disk, and functions that open them as a run would."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from tests.chats import picture, say, text
 
 
 def write_set(folder: Path, rows: int = 23) -> str:
-    """Records with 0 to 3 image files and answers of mixed length."""
+    """Write records with 0 to 3 image files and answers of mixed length."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     records = []
     for row in range(rows):

@@ -1,4 +1,4 @@
-"""Functions of tests that run in a process of their own: one that may die, or whose memory is
+"""Functions of tests that run in a separate process, because it may die or because its memory is
 measured."""
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-MOST = 12 * 2**30  # bytes that such a process may map: a bomb ends it before it ends the machine
+MOST = 12 * 2**30  # bytes that such a process may map, so that a bomb does not end the machine
 
 _CALL = """
 import importlib, json, resource, sys
@@ -29,14 +29,14 @@ print(json.dumps([result, (status("VmHWM:") - before) / 1024]))
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a function returned, and by how many MiB its process grew at most meanwhile."""
+    """The result of a function, and the largest growth of its process in MiB."""
 
     result: Any
     grown: float
 
 
 def run_alone(function: Callable[..., Any], *arguments: Any) -> Outcome:
-    """Call a function of a test module, with JSON both ways."""
+    """Call a function of a test module, and pass arguments and result as JSON."""
     words = [function.__name__, function.__module__, json.dumps(arguments), str(MOST)]
     done = subprocess.run(
         [sys.executable, "-c", _CALL, *words],
