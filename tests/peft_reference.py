@@ -34,7 +34,7 @@ class Adapter:
     alpha: float = 12.0
     rslora: bool = False
     whole_merger: bool = False
-    parameters: tuple[str, ...] = ()  # of experts, by PEFT's names
+    parameters: tuple[str, ...] = ()  # PEFT's names of expert tensors
 
     @property
     def ours(self) -> dict[str, Any]:

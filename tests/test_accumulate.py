@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/test_accumulate.py
-"""Gradients of several calls add up, bit for bit, until a step has used them; so they are those of
-one call with all rows. An error in between leaves what was there."""
+"""Tests of accumulated gradients. The gradients of several calls add up, bit for bit, until a step
+has used them; their sum equals the gradients of one call with all rows. An error in between leaves
+the sum unchanged."""
 
 import re
 from dataclasses import replace
@@ -19,8 +20,8 @@ from tests.test_moe import EXPERTS
 from tests.test_parity import layout
 
 DIVISOR = 7.0
-# Between one call and three, relative, norm over norm: sums in another order. Measured worst:
-# 8.7e-7, with experts.
+# Relative difference (norm over norm) between one call and three, which sum in another order. The
+# measured worst case is 8.7e-7, with experts.
 TOLERANCE = 5e-6
 TOLERANCE_BF16 = 0.2  # other rows share a rounding; measured 6.2e-2
 
@@ -57,7 +58,7 @@ PARAMS = [pytest.param(name, marks=SLOW if name in LAST else ()) for name in CAS
 
 
 def grads_of(worker: MegatronWorker, *parts: list[Row]) -> dict[str, Tensor]:
-    """After a call for each part."""
+    """Return the gradients after one call for each part."""
     for place, rows in enumerate(parts):
         worker.forward_backward(my_rows(rows), divisor=DIVISOR, accumulate=place > 0)
     return collect_grads(worker)
@@ -68,25 +69,26 @@ def several_ways(worker: MegatronWorker) -> dict[str, dict[str, Tensor]]:
     first, second, third = rows[:4], rows[4:6], rows[6:]
     grads_of(worker, rows)  # from the second step on, reductions overlap
     worker.optim_step(lr=1e-3)
-    found = {str(n): grads_of(worker, part) for n, part in enumerate((first, second, third), 1)}
-    nobody = [replace(row, labels_S=torch.full_like(row.labels_S, IGNORE)) for row in second]
-    found["sum"] = grads_of(worker, first, second, third, nobody)
-    found["of all"] = grads_of(worker, rows)
-    grads_of(worker, rows, nobody)
+    grads = {str(n): grads_of(worker, part) for n, part in enumerate((first, second, third), 1)}
+    unsupervised = [replace(row, labels_S=torch.full_like(row.labels_S, IGNORE)) for row in second]
+    grads["sum"] = grads_of(worker, first, second, third, unsupervised)
+    grads["of all"] = grads_of(worker, rows)
+    grads_of(worker, rows, unsupervised)
     assert worker.optim_step(lr=0.0)[0] > 0
     worker.forward_backward(my_rows(third), divisor=DIVISOR, accumulate=True)
-    found["after a step"] = collect_grads(worker)
-    return found
+    grads["after a step"] = collect_grads(worker)
+    return grads
 
 
 def relative(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest relative error of a gradient; those of frozen weights are nan in both."""
+    """Return the largest relative error of a gradient. The gradients of frozen weights are nan in
+    both."""
     errors = [0.0]
-    for name, want in theirs.items():
-        if want.isnan().all():
+    for name, expected in theirs.items():
+        if expected.isnan().all():
             assert ours[name].isnan().all()
-        elif norm := float(want.norm()):
-            errors.append(float((ours[name] - want).norm()) / norm)
+        elif norm := float(expected.norm()):
+            errors.append(float((ours[name] - expected).norm()) / norm)
         else:
             assert not ours[name].any()
     return max(errors)
@@ -99,14 +101,14 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("name", PARAMS)
 def test_calls_add_up(name, pool, tiny, record_property):
     case, sizes = CASES[name]
-    found = pool.run(call, case.world, tiny(**sizes), case, several_ways)[0]
-    added = {n: found["1"][n] + found["2"][n] + found["3"][n] for n in found["1"]}
-    assert found["1"] and same(found["sum"], added)
-    assert relative(found["sum"], found["1"]) > 0.01  # the others do count
-    assert same(found["after a step"], found["3"])  # which has used up the sum
-    error = relative(found["sum"], found["of all"])
+    grads = pool.run(call, case.world, tiny(**sizes), case, several_ways)[0]
+    added = {n: grads["1"][n] + grads["2"][n] + grads["3"][n] for n in grads["1"]}
+    assert grads["1"] and same(grads["sum"], added)
+    assert relative(grads["sum"], grads["1"]) > 0.01  # the other calls contribute
+    assert same(grads["after a step"], grads["3"])  # the step has used up the sum
+    error = relative(grads["sum"], grads["of all"])
     record_property("worst", error)
-    if "router_balance_loss" not in case.model:  # whose shares are those of a call
+    if "router_balance_loss" not in case.model:  # a balance loss depends on the rows of its call
         assert error <= (TOLERANCE_BF16 if case is FP32 else TOLERANCE)
 
 
@@ -119,36 +121,36 @@ def dropped(worker: MegatronWorker) -> tuple[float, float]:
 
 
 def test_dropout_goes_on_from_call_to_call(pool, tiny):
-    """Two micro-batches of a step are never dropped alike."""
+    """Two micro-batches of a step never have the same dropout."""
     case = replace(layout(), lora={**ADAPTERS, "dropout": 0.5})
-    [(error, of_half)] = pool.run(call, 1, tiny(), case, dropped)
-    assert error <= TOLERANCE and of_half > 0.01
+    [(error, half_error)] = pool.run(call, 1, tiny(), case, dropped)
+    assert error <= TOLERANCE and half_error > 0.01
 
 
 def broken(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    if log_probs_N.numel():  # not where it is only tried
+    if log_probs_N.numel():  # not in the dry run of a loss
         raise RuntimeError("of the loss")
     return log_probs_N, {}
 
 
 def after_errors(worker: MegatronWorker) -> tuple[bool, ...]:
-    """Whether the first call's gradients are still there after others have failed."""
+    """Return whether the first call's gradients remain after other calls have failed."""
     rows = make_rows(MIXED)
     first = grads_of(worker, rows[:4])
     bad = replace(rows[0], image_grid_I3=rows[0].image_grid_I3 * 2)
-    kept = []
+    checks = []
     with pytest.raises(DataError):
         worker.forward_backward([bad], accumulate=True)
-    kept.append(same(collect_grads(worker), first))
-    with pytest.raises(RuntimeError, match="of the loss"):  # in the schedule, after a micro-batch
+    checks.append(same(collect_grads(worker), first))
+    with pytest.raises(RuntimeError, match="of the loss"):  # after a micro-batch
         worker.forward_backward(rows, loss=broken, accumulate=True)
-    kept.append(same(collect_grads(worker), first) and worker.gradients.micro_batches == 2)
-    kept.append(worker.optim_step()[0] > 0 and worker.optim_step()[0] == 0)
+    checks.append(same(collect_grads(worker), first) and worker.gradients.micro_batches == 2)
+    checks.append(worker.optim_step()[0] > 0 and worker.optim_step()[0] == 0)
     worker.forward_backward(rows)
     with pytest.raises(RuntimeError, match="of the loss"):
         worker.forward_backward(rows, loss=broken)
-    kept.append(worker.optim_step()[0] == 0)
-    return tuple(kept)
+    checks.append(worker.optim_step()[0] == 0)
+    return tuple(checks)
 
 
 def test_an_error_leaves_what_was_added_up(pool, tiny):
@@ -169,7 +171,7 @@ def through_a_group(path: str, case: Case) -> tuple[float, float, str, float, st
     again, _ = group.optim_step(lr=0.0).result()
     assert sum(losses) == pytest.approx(whole, rel=TOLERANCE)
     group.forward_backward(rows).result()
-    group.forward_backward(bad)  # in place of those, and nobody waits for it
+    group.forward_backward(bad)  # it replaces the gradients before, and no caller waits for it
     return norm, again, str(refused), str(group.optim_step().exception())
 
 

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_adam_step.py
-"""Steps with AdamW's settings of their own give the weights of torch.optim.AdamW on Hugging Face's
-model with the same settings; a step without gradients is one only where it is asked for."""
+"""Tests of steps with settings of their own for AdamW. They give the weights of torch.optim.AdamW
+on Hugging Face's model with the same settings. A step without gradients happens only on request."""
 
 from dataclasses import replace
 
@@ -21,8 +21,8 @@ from tests.runs import Case, my_rows, of_interest
 from tests.test_parity import layout
 from tests.test_steps import MAX_TOLERANCE_LR, NORM_TOLERANCE
 
-# (learning rate, settings); None: no gradients in this step. The sums of these losses have norms
-# of about 100 to 200, so that some of these limits clip and some do not.
+# The entries are (learning rate, settings, whether the step has gradients). The sums of these
+# losses have norms of about 100 to 200, so that some of these limits clip and some do not.
 STEPS: list[tuple[float, AdamStep, bool]] = [
     (1e-3, AdamStep(0.9, 0.95, 1e-6, 0.0, 0.5), True),
     (5e-4, AdamStep(0.8, 0.99, 1e-4, 0.3, 0.0), True),
@@ -31,7 +31,7 @@ STEPS: list[tuple[float, AdamStep, bool]] = [
     (1e-3, AdamStep(0.9, 0.98, 1e-5, 0.2, 3.0), True),
 ]
 LR = 1e-3  # the unit of differences
-# What a step without settings does after all these.
+# The settings of the last step, which has none of its own.
 CONFIGURED = dict(lr=LR, beta1=0.7, beta2=0.97, eps=1e-5, weight_decay=0.05, clip_grad=2.0)
 
 
@@ -82,7 +82,7 @@ def reference(tiny):
     return reference_steps(tiny())
 
 
-# Of the mean of a tensor's weights, in steps of lr. Measured worst case: 2.1e-4.
+# Tolerance for the mean of a tensor's weights, in units of lr. The measured worst case is 2.1e-4.
 MEAN_TOLERANCE_LR = 1e-3
 CASES = {
     "1": layout(),
@@ -97,21 +97,21 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_each_step_has_settings_of_its_own(name, pool, tiny, reference, record_property):
     case = replace(CASES[name], optim=CONFIGURED)
-    want_norms, want = reference
+    expected_norms, expected = reference
     norms, weights = pool.run(our_steps, case.world, tiny(), case)[0]
-    assert norms[2] == want_norms[2] == 0
-    assert norms == pytest.approx(want_norms, rel=NORM_TOLERANCE)
-    assert weights.keys() == want.keys()
-    mean = max(float((weights[n] - want[n]).abs().mean()) / LR for n in want)
-    most = max(float((weights[n] - want[n]).abs().max()) / LR for n in want)
+    assert norms[2] == expected_norms[2] == 0
+    assert norms == pytest.approx(expected_norms, rel=NORM_TOLERANCE)
+    assert weights.keys() == expected.keys()
+    mean = max(float((weights[n] - expected[n]).abs().mean()) / LR for n in expected)
+    largest = max(float((weights[n] - expected[n]).abs().max()) / LR for n in expected)
     record_property("mean", mean)
-    record_property("max", most)
-    assert mean <= MEAN_TOLERANCE_LR and most <= MAX_TOLERANCE_LR, (mean, most)
+    record_property("max", largest)
+    assert mean <= MEAN_TOLERANCE_LR and largest <= MAX_TOLERANCE_LR, (mean, largest)
 
 
 def without_gradients(path: str, case: Case) -> tuple[bool, ...]:
-    """Whether weights move: unless asked; asked; after a batch that was refused, and another that
-    was not waited for."""
+    """Return whether weights move in a step without gradients: by default; on request; after a
+    batch that was refused, and another whose result was not awaited."""
     group = local_group(worker := MegatronWorker(case.config(path)))
     rows = batch(0)
     group.forward_backward(rows).result()
@@ -126,26 +126,26 @@ def without_gradients(path: str, case: Case) -> tuple[bool, ...]:
         moved.append(not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
 
     plain = AdamStep(0.0, 0.9, 1e-8, 0.0, 0.0)
-    asked = replace(plain, without_gradients=True)
-    nobody = [replace(row, labels_S=torch.full_like(row.labels_S, IGNORE)) for row in rows]
+    on_request = replace(plain, without_gradients=True)
+    unsupervised = [replace(row, labels_S=torch.full_like(row.labels_S, IGNORE)) for row in rows]
     bad = [replace(row, image_grid_I3=torch.ones(1, 3)) for row in rows]
-    watch(lambda: group.optim_step(adam=plain))  # an error, which nobody reads
-    watch(lambda: group.forward_backward(nobody), lambda: group.optim_step(adam=plain))
-    watch(lambda: group.optim_step(adam=asked))  # no momentum: nothing moves them
-    decay = replace(asked, weight_decay=0.1)
+    watch(lambda: group.optim_step(adam=plain))  # an error, whose result is not read
+    watch(lambda: group.forward_backward(unsupervised), lambda: group.optim_step(adam=plain))
+    watch(lambda: group.optim_step(adam=on_request))  # without momentum, the weights stay
+    decay = replace(on_request, weight_decay=0.1)
     watch(lambda: group.optim_step(adam=decay))
     watch(
         lambda: group.forward_backward(rows),
         lambda: group.forward_backward(bad),
-        lambda: group.optim_step(adam=asked),
+        lambda: group.optim_step(adam=on_request),
     )
     return tuple(moved)
 
 
 def test_a_step_without_gradients_is_asked_for(pool, tiny):
     for case in (layout(), layout(pp=2, dp=2)):
-        found = set(pool.run(without_gradients, case.world, tiny(), case))
-        assert found == {(False, False, False, True, False)}
+        moves = set(pool.run(without_gradients, case.world, tiny(), case))
+        assert moves == {(False, False, False, True, False)}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_settings_that_are_refused(name, value):
 
 
 def test_rates_that_are_refused(pool, tiny):
-    """A step leaves the weights and gradients as they were."""
+    """A refused step leaves the weights and gradients unchanged."""
     [(refused, same, norm)] = pool.run(with_bad_rates, 1, tiny())
     assert refused == 3 and same and norm > 0
 

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_adapter_folders.py
-"""The adapter that an engine on the CPU gives to requests that name none."""
+"""Tests of the adapter that an engine on the CPU uses for requests without an adapter."""
 
 import json
 import re
@@ -12,7 +12,8 @@ from megatron_vlm.engines.server.adapter_folders import linear_layer, write_noth
 
 
 def _renamed(model: str, out: Path, old: str, new: str, shards: int = 1) -> Path:
-    """A copy of a checkpoint whose tensors have other names, in so many files."""
+    """Write a copy of a checkpoint with renamed tensors in `shards` files, and return its
+    folder."""
     weights = load_file(Path(model) / "model.safetensors")
     weights = {re.sub(old, new, name): weight for name, weight in weights.items()}
     out.mkdir()
