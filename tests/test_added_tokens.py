@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_added_tokens.py
-"""data.add_tokens: the vocabulary grows as it does in transformers, and stays so in checkpoints,
-exports and answers."""
+"""Tests of data.add_tokens. The vocabulary grows as it does in transformers, and stays so in
+checkpoints, exports and answers."""
 
 import json
 import re
@@ -33,20 +33,22 @@ from tests.runs import Case, loss_and_grads
 from tests.test_parity import TOLERANCE, errors, layout
 from tests.test_train import events_of, go_pooled
 
-# The tiny tokenizer has 475 tokens, its checkpoints 512 rows: 37 are spare, and 40 tokens make 515.
+# The tiny tokenizer has 475 tokens, and its checkpoints have 512 rows: 37 are spare, and 40 new
+# tokens make 515.
 KNOWN, ROWS = 475, 512
 SPARE = tuple(f"<spare {i}>" for i in range(30))
 MORE = tuple(f"<more {i}>" for i in range(40))
 
 
 def grown(base: str, names: tuple[str, ...], folder: Path) -> str:
-    """The same by transformers: the oracle. Its files of the tokenizer are not used."""
+    """Write the same model as transformers makes it; this is the reference. Its tokenizer files are
+    not used."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(base)
     rows = max(ROWS, KNOWN + len(names))
     model.resize_token_embeddings(rows, mean_resizing=False)
     with torch.no_grad():
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            mean = layer.weight[:KNOWN].double().mean(0).float()  # before any row is changed
+            mean = layer.weight[:KNOWN].double().mean(0).float()  # the rows are still unchanged
             layer.weight[KNOWN : KNOWN + len(names)] = mean
             if model.config.tie_word_embeddings:
                 break
@@ -55,7 +57,7 @@ def grown(base: str, names: tuple[str, ...], folder: Path) -> str:
 
 
 def rows_with(names: tuple[str, ...]) -> list[Row]:
-    """Rows in which some of the text, trained or not, is new tokens."""
+    """Return rows in which some of the text, trained or not, consists of new tokens."""
     rows = make_rows((MIXED[0], *ALL_TEXT[:2], MIXED[5]))
     generator = torch.Generator().manual_seed(1)
     for row in rows:
@@ -89,7 +91,8 @@ CASES = [(name, tied) for name in LAYOUTS for tied in (False, True)][:-1]
 
 
 def test_the_tokenizer_file_is_looked_through_once(tiny, monkeypatch):
-    """That of a real checkpoint has 11 MB; the model's side looks, and the tokenizer follows."""
+    """The file of a real checkpoint has 11 MB. The model reads it, and the tokenizer reuses the
+    result."""
     opened = []
     read = UntrustedFile.text
     monkeypatch.setattr(
@@ -109,17 +112,20 @@ def test_equals_hugging_face_with_more_rows(name, tied, pool, tiny, reference, r
     shape, names = LAYOUTS[name]
     case = Case(world=shape.world, parallel=shape.parallel, data={"add_tokens": names})
     outcomes = pool.run(loss_and_grads, case.world, tiny(tied=tied), case, rows_with(names))
-    found = errors(outcomes, reference(tied, names), case)
-    worst = max(found, key=lambda key: found[key])
-    record_property("worst", found[worst])
+    errors_by_name = errors(outcomes, reference(tied, names), case)
+    worst = max(errors_by_name, key=lambda key: errors_by_name[key])
+    record_property("worst", errors_by_name[worst])
     embedding = "model.language_model.embed_tokens.weight"
     assert outcomes[0].grads[embedding].shape[0] == max(ROWS, KNOWN + len(names))
     assert outcomes[0].grads[embedding][KNOWN : KNOWN + len(names)].any()
-    assert found[worst] <= TOLERANCE, f"{worst}: {found[worst]:.2e} of {len(found)} compared"
+    assert errors_by_name[worst] <= TOLERANCE, (
+        f"{worst}: {errors_by_name[worst]:.2e} of {len(errors_by_name)} compared"
+    )
 
 
 def test_new_rows_are_the_mean_of_those_of_known_tokens(tiny):
-    """Any slice of the rows, in the type of the checkpoint; spare ones after them stay."""
+    """The test reads slices of the rows, in the type of the checkpoint. Spare rows behind the new
+    ones stay unchanged."""
     for dtype, names in (("float32", MORE), ("bfloat16", SPARE)):
         stored = load_file(Path(tiny(dtype)) / "model.safetensors")
         source = HFCheckpoint(tiny(dtype), names)
@@ -127,13 +133,19 @@ def test_new_rows_are_the_mean_of_those_of_known_tokens(tiny):
         for name in (source.family.names.embedding, source.family.names.head):
             before, last = stored[name], KNOWN + len(names)
             mean = before[:KNOWN].double().mean(0).to(before.dtype)
-            want = torch.cat([before[:KNOWN], mean.repeat(len(names), 1), before[last:]])
-            assert source.tensors[name].shape == want.shape
-            assert torch.equal(source.read(name, ()), want)
-            for span in ((0, 100), (470, 480), (480, len(want)), (513, 515), (508, len(want))):
-                rows = slice(span[0], min(span[1], len(want)))
+            expected = torch.cat([before[:KNOWN], mean.repeat(len(names), 1), before[last:]])
+            assert source.tensors[name].shape == expected.shape
+            assert torch.equal(source.read(name, ()), expected)
+            for span in (
+                (0, 100),
+                (470, 480),
+                (480, len(expected)),
+                (513, 515),
+                (508, len(expected)),
+            ):
+                rows = slice(span[0], min(span[1], len(expected)))
                 if rows.start < rows.stop:
-                    assert torch.equal(source.read(name, [(rows.start, rows.stop)]), want[rows])
+                    assert torch.equal(source.read(name, [(rows.start, rows.stop)]), expected[rows])
         source.close()
 
 
@@ -150,7 +162,7 @@ def test_text_that_spells_a_token_becomes_it(tiny):
 
 
 def older_files(folder: Path) -> None:
-    """What transformers 4 writes, and Qwen's checkpoints hold."""
+    """Write the files that transformers 4 writes, and that Qwen's checkpoints hold."""
     known = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     kinds = {str(each["id"]): {k: v for k, v in each.items() if k != "id"} for each in known}
@@ -162,7 +174,8 @@ def older_files(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def points(tiny, tmp_path_factory, pool):
-    """A run that learns to point with new tokens, at TP2, and what it was made of."""
+    """Train a run at TP2 that learns to point with new tokens, and return its folder and its
+    model."""
     folder = tmp_path_factory.mktemp("points")
     model = shutil.copytree(tiny(tied=True), folder / "model")
     older_files(model)
@@ -181,7 +194,7 @@ def run_words(names: tuple[str, ...] = MORE, steps: int = 2) -> tuple[str, ...]:
 
 
 def test_the_export_has_the_tokens_in_transformers(points, pool):
-    """Ids, rows, config.json and log-probs, from its own files alone."""
+    """Ids, rows, config.json and log-probs are right when only the export's own files are read."""
     folder, base = points
     export = folder / "run" / "export"
     config = json.loads((export / "config.json").read_text())
@@ -199,15 +212,16 @@ def test_the_export_has_the_tokens_in_transformers(points, pool):
     settings = json.loads((export / "tokenizer_config.json").read_text())
     assert settings["added_tokens_decoder"]["514"]["content"] == "<more 39>"
     assert json.loads((export / "added_tokens.json").read_text())["<more 39>"] == 514
-    # It is a checkpoint like any other: the same log-probs here and there.
+    # The export is a checkpoint like any other: its log-probs are the same here and in
+    # transformers.
     assert read_sizes(export).text.vocab == KNOWN + len(MORE)
     rows = rows_with(MORE)
     outcome = pool.run(loss_and_grads, 1, str(export), layout(), rows)[0]
     with torch.no_grad():
         model = load_reference(str(export))
-        for row, ours in zip(rows, outcome.log_probs, strict=True):
-            theirs = row_log_probs(model, row)
-            assert (theirs - ours).abs().max() <= TOLERANCE * theirs.abs().max()
+        for row, actual in zip(rows, outcome.log_probs, strict=True):
+            expected = row_log_probs(model, row)
+            assert (expected - actual).abs().max() <= TOLERANCE * expected.abs().max()
     mean = load_file(base / "model.safetensors")["model.language_model.embed_tokens.weight"]
     learnt = model.get_input_embeddings().weight[KNOWN:]
     assert not torch.equal(learnt[0], mean[:KNOWN].mean(0)) and len(learnt.unique(dim=0)) > 1
@@ -235,13 +249,13 @@ def test_a_run_and_its_exports_are_scored_alike(points, tmp_path, process_tree):
         assert one.read_bytes() == other.read_bytes(), name
     more = [f"data.eval={folder / 'train.jsonl'}", "eval.generate=true", "data.cache_dir=null"]
     more += ["data.num_workers=0", "parallel.tp=1", "parallel.pp=1", "eval.max_new_tokens=8"]
-    said = []
+    scores = []
     for where in (folder / "run", tmp_path / "out"):
-        said.append(
+        scores.append(
             json.loads(process_tree.printed(run_eval, [str(where), *more]).splitlines()[-1])
         )
-    assert said[0]["loss"] == pytest.approx(said[1]["loss"], rel=1e-6)
-    assert said[0]["exact_match"] == said[1]["exact_match"]
+    assert scores[0]["loss"] == pytest.approx(scores[1]["loss"], rel=1e-6)
+    assert scores[0]["exact_match"] == scores[1]["exact_match"]
 
 
 def test_limits_and_damaged_files(tiny, tmp_path):

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_advantages.py
-"""Advantages of a group, weights of tokens, divisors and importance weights, against the formulas
-of their papers."""
+"""Tests of a group's advantages, weights of tokens, divisors and importance weights, against the
+formulas of their papers."""
 
 import math
 import statistics
@@ -23,7 +23,7 @@ def leave_one_out(rewards: list[float]) -> list[float]:
 
 
 def standardised(rewards: list[float]) -> list[float]:
-    mean, std = statistics.fmean(rewards), statistics.stdev(rewards)  # of a sample
+    mean, std = statistics.fmean(rewards), statistics.stdev(rewards)  # the deviation of a sample
     return [(r - mean) / (std + 1e-4) for r in rewards]
 
 
@@ -37,15 +37,15 @@ FORMULAS = {
 @pytest.mark.parametrize("rewards", GROUPS, ids=str)
 @pytest.mark.parametrize("kind", FORMULAS)
 def test_advantages_are_those_of_the_papers(kind, rewards):
-    found = group_advantages(rewards, kind)
-    assert found == pytest.approx(FORMULAS[kind](rewards), rel=1e-12)
-    assert all(type(each) is float for each in found)
+    advantages = group_advantages(rewards, kind)
+    assert advantages == pytest.approx(FORMULAS[kind](rewards), rel=1e-12)
+    assert all(type(each) is float for each in advantages)
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
 @pytest.mark.parametrize("reward", [0.1, 0, -1e9, 1 / 3])
 def test_equal_rewards_say_nothing(kind, reward):
-    """Exactly, though the mean of ten times 0.1 may not be 0.1."""
+    """The advantages are exactly 0, though the mean of ten times 0.1 may not be 0.1."""
     for count in (2, 3, 7, 10):
         assert group_advantages([reward] * count, kind) == [0.0] * count
 
@@ -61,13 +61,13 @@ def test_a_group_of_one():
 @pytest.mark.parametrize("aggregate", ["tokens", "sequences", "constant"])
 def test_sums_of_weighted_losses_over_the_divisor(aggregate):
     losses = [[1.0, 2.0, 6.0], [5.0], [2.0, -4.0]]
-    want = {"tokens": 12 / 6, "sequences": (3 + 5 - 1) / 3, "constant": 12 / (3 * 10)}
+    expected = {"tokens": 12 / 6, "sequences": (3 + 5 - 1) / 3, "constant": 12 / (3 * 10)}
     lengths = [len(each) for each in losses]
     weights = token_weights(lengths, aggregate)
     divisor = divisor_of(lengths, aggregate, 10)
     total = sum(w * sum(each) for w, each in zip(weights, losses, strict=True))
     weight = sum(w * length for w, length in zip(weights, lengths, strict=True))
-    assert total / (weight if divisor is None else divisor) == pytest.approx(want[aggregate])
+    assert total / (weight if divisor is None else divisor) == pytest.approx(expected[aggregate])
     assert (divisor is None) == (aggregate != "constant")
 
 
@@ -78,8 +78,8 @@ def test_answers_without_a_token():
 
 def test_importance_weights_are_truncated_above_alone():
     old, sampler = [-1.0, -2.0, -0.5, -1.0], [-1.0, -1.0, -3.0, -900.0]
-    found = importance_weights(old, sampler, 2.0)
-    assert found == [1.0, pytest.approx(math.exp(-1)), 2.0, 2.0]
+    weights = importance_weights(old, sampler, 2.0)
+    assert weights == [1.0, pytest.approx(math.exp(-1)), 2.0, 2.0]
     assert importance_weights(old, sampler, 20.0)[2] == pytest.approx(math.exp(2.5))
     assert importance_weights(old, sampler, None) == [1.0] * 4
     assert importance_weights([], [], 2.0) == []

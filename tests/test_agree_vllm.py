@@ -1,6 +1,7 @@
 # make vllm-env, then .venv/bin/python -m pytest tests/test_agree_vllm.py
-"""`megatron-vlm agree` with real vLLM: it sees and says what the trainer does, videos included, and
-what is broken on the way is found. tests/test_agree_command.py has what needs no vLLM."""
+"""Tests of `megatron-vlm agree` with real vLLM. It sees the same input and returns the same
+log-probs as the trainer, videos included, and a fault on the way is reported. The tests without
+vLLM are in tests/test_agree_command.py."""
 
 import json
 import random
@@ -25,20 +26,21 @@ pytestmark = [
 PROMPTS = 12
 SERVER = Path(__file__).parent.parent / "megatron_vlm" / "engines" / "server"
 TP2_PP2 = {"parallel.tp": 2, "parallel.pp": 2}
-# Pictures and videos that vLLM's own processor would make smaller: here it takes 65536 pixels.
+# vLLM's own processor would make these pictures and videos smaller: here it takes 65536 pixels.
 LARGE = {"data.min_pixels": 80_000, "data.max_pixels": 120_000, "data.video_max_pixels": 200_000}
 LARGE |= {"data.video_min_pixels": 100_000}
 
 
 @pytest.fixture(scope="module")
 def base(tiny) -> str:
-    """32 is the least width of a head that vLLM's attention on the CPU takes."""
+    """Return a model with heads of width 32, the least that vLLM's attention on the CPU takes."""
     return tiny(head_dim=32, from_scratch=True)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
-    """Text, one picture, several and a video, of odd sizes, and a video between two pictures."""
+    """Write prompts with text, one picture, several pictures and a video of odd sizes, and a video
+    between two pictures."""
     folder, rng, lines = tmp_path_factory.mktemp("asked"), random.Random(0), []
     make_video(folder / "a.mp4", 23, size=(128, 96))
     make_video(folder / "b.mp4", 9, size=(100, 70))
@@ -59,42 +61,43 @@ def data(tmp_path_factory) -> str:
 def words(
     where: str, data: str, engine: str = str(ENVIRONMENT / "bin" / "python"), **keys: object
 ) -> list[str]:
-    given = [f"{key}={value}" for key, value in keys.items()]
-    return [where, *given, f"data.eval={data}", "data.cache_dir=null", f"--engine={engine}"]
+    settings = [f"{key}={value}" for key, value in keys.items()]
+    return [where, *settings, f"data.eval={data}", "data.cache_dir=null", f"--engine={engine}"]
 
 
 def figures(said: str) -> tuple[float, int, int, float]:
-    """Worst difference, tokens, prompts, difference of patches."""
-    found = re.search(
+    """Return the worst difference, tokens, prompts, and the difference of patches."""
+    match = re.search(
         r"of a log-prob: (\S+), .*tokens: (\d+), prompts: (\d+), .*patches: (\S+)\n", said
     )
-    assert found, said
-    return float(found[1]), int(found[2]), int(found[3]), float(found[4])
+    assert match, said
+    return float(match[1]), int(match[2]), int(match[3]), float(match[4])
 
 
 @pytest.mark.rotate(1)
 @pytest.mark.parametrize("keys", [{}, TP2_PP2, LARGE | TP2_PP2], ids=["1x1x1", "tp2-pp2", "large"])
 def test_vllm_and_the_trainer_agree(keys, base, data, pool):
-    """Measured: log-probs 1.9e-6, patches 1.2e-7."""
+    """The measured differences are 1.9e-6 for log-probs and 1.2e-7 for patches."""
     size = 4 if "parallel.tp" in keys else 1
-    found = pool.run(_agree, size, words(base, data, **keys))
-    assert {status for status, _ in found} == {0}, found[0][1]
-    worst, tokens, prompts, patches = figures(found[0][1])
+    results = pool.run(_agree, size, words(base, data, **keys))
+    assert {status for status, _ in results} == {0}, results[0][1]
+    worst, tokens, prompts, patches = figures(results[0][1])
     print(f"{worst:.1e} {patches:.1e} {tokens}")
     assert worst < 1e-5 and patches < 1e-6
     assert prompts == PROMPTS and tokens > 20 * PROMPTS
 
 
 def test_in_bf16_they_agree_less(base, data, pool):
-    """Measured: 0.024; 0.032 of longer answers. The bound is of deeper models, too."""
-    [(status, said)] = pool.run(_agree, 1, words(base, data, **{"train.precision": "bf16"}))
-    worst, *_ = figures(said)
-    print(said[said.index("worst difference") :])
+    """The measured difference is 0.024, and 0.032 for longer answers. The bound also allows for
+    deeper models."""
+    [(status, output)] = pool.run(_agree, 1, words(base, data, **{"train.precision": "bf16"}))
+    worst, *_ = figures(output)
+    print(output[output.index("worst difference") :])
     assert status == 0 and 1e-3 < worst < 0.25
 
 
 BROKEN = {
-    # what is broken: file, what is there, what takes its place, what is found
+    # fault: file, original text, replacement, expected report
     "a resize": (
         "vllm_prompt.py",
         '"do_resize": False',
@@ -112,7 +115,7 @@ BROKEN = {
 
 
 def broken(folder: Path, file: str, there: str, instead: str) -> str:
-    """A python whose engines have another server."""
+    """Return a python whose engines have a changed server."""
     server = folder / "server"
     shutil.copytree(SERVER, server)
     source = (server / file).read_text()
@@ -128,32 +131,32 @@ def broken(folder: Path, file: str, there: str, instead: str) -> str:
 @pytest.mark.rotate(1)
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_is_found(name, base, data, pool, tmp_path):
-    file, there, instead, fault = BROKEN[name]
-    python = broken(tmp_path, file, there, instead)
-    [(status, said)] = pool.run(_agree, 1, words(base, data, python, **LARGE))
-    assert status == UNLIKE and re.search(fault, said), said
+    file, original, instead, fault = BROKEN[name]
+    python = broken(tmp_path, file, original, instead)
+    [(status, output)] = pool.run(_agree, 1, words(base, data, python, **LARGE))
+    assert status == UNLIKE and re.search(fault, output), output
 
 
 @pytest.fixture(scope="module")
 def trained(base, data, pool, tmp_path_factory) -> str:
-    """A run that has changed all weights."""
+    """Train a run that changes all weights."""
     run = str(tmp_path_factory.mktemp("runs") / "run")
     keys = ["train.steps=2", "train.global_batch_size=4", "optim.lr=0.01", "data.num_workers=0"]
-    given = [f"model.path={base}", f"data.train={data}", "data.cache_dir=null", f"run={run}"]
-    [status] = pool.run(run_train, 1, [*given, *keys, "checkpoint.export=false"])
+    settings = [f"model.path={base}", f"data.train={data}", "data.cache_dir=null", f"run={run}"]
+    [status] = pool.run(run_train, 1, [*settings, *keys, "checkpoint.export=false"])
     assert status == 0
     return run
 
 
 def test_a_run_is_compared_with_its_own_weights(trained, base, data, pool, tmp_path):
-    """Its weights are streamed from TP2 x PP2; an engine that keeps some of the former is found.
-    Measured: 1.2e-6."""
-    found = pool.run(_agree, 4, words(trained, data, **TP2_PP2))
-    assert {status for status, _ in found} == {0}, found[0][1]
-    worst, tokens, *_ = figures(found[0][1])
+    """The run's weights are streamed from TP2 x PP2. An engine that keeps some of the former
+    weights is reported. The measured difference is 1.2e-6."""
+    results = pool.run(_agree, 4, words(trained, data, **TP2_PP2))
+    assert {status for status, _ in results} == {0}, results[0][1]
+    worst, tokens, *_ = figures(results[0][1])
     print(f"{worst:.1e} {tokens}")
     assert worst < 1e-5
     stale = "if 'layers.1.mlp' not in about['name']: yield about["
     python = broken(tmp_path, "engine_server.py", "yield about[", stale)
-    [(status, said)] = pool.run(_agree, 1, words(trained, data, python))
-    assert status == UNLIKE and re.search(r"log-probs differ by more than 0.0001", said), said
+    [(status, output)] = pool.run(_agree, 1, words(trained, data, python))
+    assert status == UNLIKE and re.search(r"log-probs differ by more than 0.0001", output), output
