@@ -1,7 +1,7 @@
 # .venv/bin/python -m pytest tests/test_agree_command.py
-"""`megatron-vlm agree` finds every difference of what an engine sees and says, and nothing else. A
-process that replays what is written here stands in for vLLM: tests/test_agree_vllm.py has the
-real one."""
+"""Tests of `megatron-vlm agree`. It reports every difference between an engine and the trainer in
+inputs and log-probs, and nothing else. A process that replays answers from files replaces vLLM
+here; tests/test_agree_vllm.py has the real one."""
 
 import contextlib
 import io
@@ -51,7 +51,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class World:
-    """A model, its prompts, and what the trainer says to them."""
+    """A model, its prompts, and the trainer's answers to them."""
 
     folder: str
     data: str
@@ -62,7 +62,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tiny, pool, tmp_path_factory) -> World:
-    """Prompts with 0, 1, 2, 3 and 0 pictures."""
+    """Return a world with prompts of 0, 1, 2, 3 and 0 pictures."""
     folder, data = tiny(), write_set(tmp_path_factory.mktemp("prompts"), ROWS)
     opened = open_set(data, folder, None, train=False)
     rows = [question_of(opened, opened.handle(number)).prompt for number in range(ROWS)]
@@ -72,7 +72,7 @@ def world(tiny, pool, tmp_path_factory) -> World:
 
 
 def honest(row: Row, tables: PixelTables) -> EngineView:
-    """What the trainer sees, as an engine would say it."""
+    """Return the trainer's input as an engine would report it."""
     values_PC = tables.images(row.pixel_values_PC)
     if row.image_grid_I3 is None or values_PC is None:
         return EngineView(tuple(row.ids_S.tolist()), (), (), "vLLM 0")
@@ -83,12 +83,12 @@ def honest(row: Row, tables: PixelTables) -> EngineView:
 
 
 def changed(seen: EngineView, media: Callable[[EngineMedia], EngineMedia]) -> EngineView:
-    """With another first picture."""
+    """Return a view with another first picture."""
     return replace(seen, images=(media(seen.images[0]), *seen.images[1:]))
 
 
 def moved(by: float) -> Callable[[EngineMedia], EngineMedia]:
-    """One value of the patches."""
+    """Return a function that changes one value of the patches."""
 
     def move(media: EngineMedia) -> EngineMedia:
         patches_PC = media.patches_PC.clone()
@@ -134,10 +134,10 @@ SEEN: dict[str, tuple[Callable[[EngineView], EngineView], str | None]] = {
 def test_what_an_engine_sees_otherwise_is_found(name, world):
     change, fault = SEEN[name]
     row = world.rows[2]
-    found = compare("here", row, change(honest(row, world.tables)), world.tables)
-    faults = agreement([found]).faults
+    compared = compare("here", row, change(honest(row, world.tables)), world.tables)
+    faults = agreement([compared]).faults
     assert (not faults) if fault is None else fault in "; ".join(faults)
-    assert found.same_input == (fault is None)
+    assert compared.same_input == (fault is None)
 
 
 def test_patches_are_compared_in_the_engines_type(world):
@@ -153,42 +153,43 @@ def agreement(prompts: list[ComparedPrompt], bound: float = 1e-4) -> Agreement:
 
 
 def said(world: World, engine: list[list[float]]) -> Agreement:
-    """Of prompts whose answers have these log-probs by the engine, and -1, -2 and so on by us."""
-    seen = [honest(row, world.tables) for row in world.rows]
-    pairs = zip(world.rows, seen, engine, strict=False)
+    """Return an agreement about prompts whose answers have these log-probs from the engine, and -1,
+    -2 and so on from the trainer."""
+    views = [honest(row, world.tables) for row in world.rows]
+    pairs = zip(world.rows, views, engine, strict=False)
     return agreement(
         [
             replace(
                 compare(f"folder/file:{place}", row, each, world.tables),
                 tokens=token_pairs(
-                    range(len(theirs)), theirs, [-1.0 - i for i in range(len(theirs))]
+                    range(len(log_probs)), log_probs, [-1.0 - i for i in range(len(log_probs))]
                 ),
             )
-            for place, (row, each, theirs) in enumerate(pairs)
+            for place, (row, each, log_probs) in enumerate(pairs)
         ]
     )
 
 
 def test_figures_are_those_of_all_tokens(world):
-    found = said(world, [[-1.0, -2.00003], [-1.00006, -2.0, -3.0]])
-    assert found.worst == pytest.approx(6e-5) and found.mean == pytest.approx(9e-5 / 5)
-    assert found.faults == []
-    assert [(p.where, t.place) for p, t in found.worst_tokens(2)] == [
+    agreed = said(world, [[-1.0, -2.00003], [-1.00006, -2.0, -3.0]])
+    assert agreed.worst == pytest.approx(6e-5) and agreed.mean == pytest.approx(9e-5 / 5)
+    assert agreed.faults == []
+    assert [(p.where, t.place) for p, t in agreed.worst_tokens(2)] == [
         ("folder/file:1", 0),
         ("folder/file:0", 1),
     ]
-    assert replace(found, bound=5e-5).faults == [
+    assert replace(agreed, bound=5e-5).faults == [
         "1 of 5 log-probs differ by more than 5e-05, by 6e-05 at most"
     ]
 
 
 def test_a_log_prob_that_is_no_number_is_a_difference(world):
     for wrong in (math.nan, -math.inf):
-        found = said(world, [[-1.0], [-1.0, wrong]])
-        assert "1 of 3 log-probs differ" in found.faults[0]
-        [(prompt, token)] = found.worst_tokens(1)
+        agreed = said(world, [[-1.0], [-1.0, wrong]])
+        assert "1 of 3 log-probs differ" in agreed.faults[0]
+        [(prompt, token)] = agreed.worst_tokens(1)
         assert (prompt.where, token.place) == ("folder/file:1", 1)
-        assert facts_of(found, world).report.title == "They differ"
+        assert facts_of(agreed, world).report.title == "They differ"
 
 
 def facts_of(found: Agreement, world: World) -> Facts:
@@ -211,7 +212,7 @@ def test_the_report_has_the_figures_and_the_pictures(world):
 
 
 def test_every_token_is_a_point_where_it_belongs(world):
-    """Differences are on a logarithmic scale; those that are 0 lie on its lowest line."""
+    """Differences are on a logarithmic scale. Differences of 0 lie on its lowest line."""
     against, differences = facts_of(said(world, [[-1.0, -2.001], [-1.00001]]), world).of(Scatter)
     assert sorted(against.points) == [(-2.0, -2.001), (-1.0, -1.00001), (-1.0, -1.0)]
     assert [label.rpartition(" ")[2] for label in differences.labels] == [
@@ -229,8 +230,8 @@ def test_where_ids_differ_is_said(world):
     prompt = compare("here", row, other_id(honest(row, world.tables)), world.tables)
     ids = row.ids_S.tolist()
     assert prompt.first_unlike == (4, ids[4], ids[4] + 1)
-    told = f"here: the trainer has {len(ids)} ids and the engine {len(ids)}; at 4"
-    assert told in facts_of(agreement([prompt]), world).text
+    message = f"here: the trainer has {len(ids)} ids and the engine {len(ids)}; at 4"
+    assert message in facts_of(agreement([prompt]), world).text
 
 
 # The whole command.
@@ -238,7 +239,8 @@ def test_where_ids_differ_is_said(world):
 
 @pytest.fixture
 def replays(world, tmp_path) -> Path:
-    """A stand-in that has seen and says what the trainer does."""
+    """Make a stand-in engine whose inputs and answers are those of the trainer, and return the
+    folder of its replies."""
     folder = tmp_path / "replays"
     folder.mkdir()
     python = tmp_path / "python"
@@ -259,26 +261,26 @@ def write_replay(
         for media in seen.images
     ]
     one = {"ids": answer.ids, "log_probs": answer.log_probs, "ended": answer.ended}
-    said = {
+    replies = {
         "inspect": {"ids": seen.ids, "image": images, "video": [], "vllm": "0.0"},
         "sample": {"samples": [one], "version": 0},
     }
-    file.write_text(json.dumps(said))
+    file.write_text(json.dumps(replies))
     values = b"".join(media.patches_PC.numpy().tobytes() for media in seen.images)
     Path(f"{file}.bin").write_bytes(values)
 
 
 def words(world: World, replays: Path, **keys: object) -> list[str]:
-    given = [f"{key}={value}" for key, value in keys.items()]
-    given += [f"data.eval={world.data}", "data.cache_dir=null", "launch.timeout_minutes=2"]
+    settings = [f"{key}={value}" for key, value in keys.items()]
+    settings += [f"data.eval={world.data}", "data.cache_dir=null", "launch.timeout_minutes=2"]
     python = replays.parent / "python"
     options = [f"--engine={python}", f"--max-tokens={NEW_TOKENS}"]
-    return [world.folder, *given, *options, f"--html={replays.parent / 'page.html'}"]
+    return [world.folder, *settings, *options, f"--html={replays.parent / 'page.html'}"]
 
 
 def _agree(words: list[str]) -> tuple[int, str]:
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        return run_agree(words), said.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        return run_agree(words), output.getvalue()
 
 
 LAYOUTS = {"1x1x1": (1, {}), "tp2-pp2": (4, {"parallel.tp": 2, "parallel.pp": 2}), "dp2": (2, {})}
@@ -286,15 +288,15 @@ LAYOUTS = {"1x1x1": (1, {}), "tp2-pp2": (4, {"parallel.tp": 2, "parallel.pp": 2}
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_engine_that_says_what_the_trainer_does_agrees(name, world, pool, replays):
-    """Measured: 4.8e-7."""
+    """The measured difference is 4.8e-7."""
     size, keys = LAYOUTS[name]
-    found = pool.run(_agree, size, words(world, replays, **keys))
-    assert {status for status, _ in found} == {0}
-    assert "They agree" in found[0][1] and all(text == "" for _, text in found[1:])
-    worst = re.search(r"worst difference of a log-prob: (\S+),", found[0][1])
+    results = pool.run(_agree, size, words(world, replays, **keys))
+    assert {status for status, _ in results} == {0}
+    assert "They agree" in results[0][1] and all(text == "" for _, text in results[1:])
+    worst = re.search(r"worst difference of a log-prob: (\S+),", results[0][1])
     assert worst and float(worst[1]) < 4e-6
     count = sum(len(answer.ids) for answer in world.answers)
-    assert f"tokens: {count}, prompts: {ROWS}, largest difference of patches: 0" in found[0][1]
+    assert f"tokens: {count}, prompts: {ROWS}, largest difference of patches: 0" in results[0][1]
     page = (replays.parent / "page.html").read_text()
     assert "Engine and trainer agree" in page and page.count("<article") == 8
 
@@ -314,24 +316,25 @@ WRONG: dict[
 
 
 def test_a_replica_without_a_prompt_of_its_own_takes_part(world, pool, replays):
-    given = [*words(world, replays), "--samples=1"]
-    found = pool.run(_agree, 2, given)
-    assert {status for status, _ in found} == {0}
-    assert f"tokens: {len(world.answers[0].ids)}, prompts: 1, " in found[0][1]
+    arguments = [*words(world, replays), "--samples=1"]
+    results = pool.run(_agree, 2, arguments)
+    assert {status for status, _ in results} == {0}
+    assert f"tokens: {len(world.answers[0].ids)}, prompts: 1, " in results[0][1]
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_one_that_does_not_is_unlike(name, world, pool, replays):
-    """On every rank. A prompt whose ids differ is not asked."""
-    seen, answer, fault = WRONG[name]
+    """The command reports the difference on every rank. A prompt whose ids differ is not
+    sampled."""
+    change_view, change_answer, fault = WRONG[name]
     row, own = world.rows[2], world.answers[2]
-    write_replay(replays, world, row, seen(honest(row, world.tables)), answer(own))
-    found = pool.run(_agree, 2, words(world, replays, **{"parallel.tp": 2}))
-    assert [status for status, _ in found] == [UNLIKE] * 2
+    write_replay(replays, world, row, change_view(honest(row, world.tables)), change_answer(own))
+    results = pool.run(_agree, 2, words(world, replays, **{"parallel.tp": 2}))
+    assert [status for status, _ in results] == [UNLIKE] * 2
     count = sum(len(each.ids) for each in world.answers)
-    assert re.search(f"They differ: {fault.format(count=count)}", found[0][1])
-    left = count - len(own.ids) * (name == "an id")
-    assert f"tokens: {left}, " in found[0][1]
+    assert re.search(f"They differ: {fault.format(count=count)}", results[0][1])
+    remaining = count - len(own.ids) * (name == "an id")
+    assert f"tokens: {remaining}, " in results[0][1]
 
 
 @pytest.mark.slow
@@ -339,8 +342,8 @@ def test_the_command_ends_with_1_where_they_differ(world, replays, capfd):
     row, own = world.rows[1], world.answers[1]
     write_replay(replays, world, row, honest(row, world.tables), shifted(own))
     status = main(["agree", *words(world, replays, **{"parallel.tp": 2})])
-    said, errors = capfd.readouterr()
-    assert status == 1 and "They differ: 1 of" in said
+    output, errors = capfd.readouterr()
+    assert status == 1 and "They differ: 1 of" in output
     assert "exit status" not in errors
 
 
@@ -367,9 +370,9 @@ def test_what_cannot_be_compared_is_refused(given, said, tiny, capsys):
 
 
 def test_an_engine_that_is_none_is_refused_on_every_rank(world, pool, replays):
-    given = [*words(world, replays, **{"parallel.tp": 2}), "--engine=/no/such/python"]
-    found = pool.run(_refused, 2, given)
-    assert all("python=/no/such/python " in each for each in found)
+    arguments = [*words(world, replays, **{"parallel.tp": 2}), "--engine=/no/such/python"]
+    messages = pool.run(_refused, 2, arguments)
+    assert all("python=/no/such/python " in each for each in messages)
 
 
 def _refused(words: list[str]) -> str:
@@ -381,6 +384,6 @@ def _refused(words: list[str]) -> str:
 
 
 def test_token_pairs_are_in_order():
-    found = token_pairs([5, 6], [-1.0, -2.0], [-1.5, -2.0])
-    assert found == (TokenPair(0, 5, -1.0, -1.5), TokenPair(1, 6, -2.0, -2.0))
-    assert [each.difference for each in found] == [0.5, 0]
+    pairs = token_pairs([5, 6], [-1.0, -2.0], [-1.5, -2.0])
+    assert pairs == (TokenPair(0, 5, -1.0, -1.5), TokenPair(1, 6, -2.0, -2.0))
+    assert [each.difference for each in pairs] == [0.5, 0]

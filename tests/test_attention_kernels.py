@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_attention_kernels.py
-"""The kernel of attention: which times lead to which choice, and that the choice is used."""
+"""Tests of the attention kernel: which times lead to which choice, and that the choice is used."""
 
 from dataclasses import replace
 
@@ -34,17 +34,15 @@ SHAPE = AttentionShape(2, 4, 2, 33, 24, 4, torch.float)
         ([{"torch": 1.0, "flash": 0.99, "cudnn": 0.6, "efficient": 2.0}], "cudnn"),
         ([{"torch": 1.0, "flash": 0.96}], "torch"),  # not worth another choice
         ([{"torch": 1.0, "cudnn": 0.6}, {"torch": 1.0, "cudnn": 1.2}], "torch"),  # the slower rank
-        ([{"torch": 1.0, "cudnn": 0.6}, {"torch": 1.0}], "torch"),  # not on every rank
+        ([{"torch": 1.0, "cudnn": 0.6}, {"torch": 1.0}], "torch"),  # missing on one rank
         ([{"torch": 1.0, "flash": 0.8, "cudnn": 0.7}, {"torch": 1.0, "flash": 0.8}], "flash"),
-        ([{"flash": 3.0}], "flash"),  # what torch would choose itself runs out of memory
+        ([{"flash": 3.0}], "flash"),  # torch's own choice runs out of memory
         ([{}], "torch"),
     ],
 )
 def test_the_fastest_on_the_slowest_rank(found, chosen):
     assert fastest_kernel(found) == chosen
-    assert (
-        fastest_kernel(found[::-1]) == chosen
-    )  # each rank has them in the same order, but any will do
+    assert fastest_kernel(found[::-1]) == chosen  # the order of the ranks does not matter
 
 
 def test_the_shape_is_that_of_training(tiny):
@@ -82,7 +80,7 @@ def test_a_kernel_that_is_not_there_is_refused():
 
 def test_another_kernel_computes_the_same(pool, tiny):
     case, rows = layout(attention="math", recompute="full"), make_rows(MIXED)
-    found = errors(
+    errors_by_name = errors(
         pool.run(loss_and_grads, 1, tiny(), case, rows), run_reference(tiny(), rows), case
     )
-    assert max(found.values()) <= TOLERANCE
+    assert max(errors_by_name.values()) <= TOLERANCE

@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_balance.py
-"""Micro-batches of near-equal cost and little padding, and their collation."""
+"""Tests of micro-batches of near-equal cost with little padding, and of their collation."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ RANKS = 64
 
 
 def heavy_tail(rows: int, seed: int) -> list[RowSize]:
-    """1 to 47 images a row, most rows few; the work of a 2B model."""
+    """Return rows with 1 to 47 images, mostly with few, and the work of a 2B model."""
     generator = np.random.default_rng(seed)
     sizes = []
     for count in np.clip(generator.zipf(1.6, rows), 1, 47):
@@ -46,10 +46,10 @@ def heavy_tail(rows: int, seed: int) -> list[RowSize]:
 @pytest.mark.parametrize("rows", [512, 1024])
 def test_heavy_tail_over_64_ranks(rows, seed):
     sizes = heavy_tail(rows, seed)
-    ours = measure(plan_batch(sizes, RANKS, Limits(tokens=8192)), sizes)
+    balanced = measure(plan_batch(sizes, RANKS, Limits(tokens=8192)), sizes)
     naive = measure(naive_plan(sizes, RANKS, 4), sizes)
-    assert ours.padding < 0.03
-    assert ours.imbalance < 1.05
+    assert balanced.padding < 0.03
+    assert balanced.imbalance < 1.05
     assert naive.padding > 0.5 and naive.imbalance > 1.5
 
 
@@ -69,7 +69,7 @@ def test_a_plan_has_every_row_once_and_keeps_its_limits(sizes, ranks, tokens, ro
         longest = max(sizes[row].tokens for row in group)
         if tokens is None:
             assert len(group) <= rows
-        elif len(group) > 1:  # a row above the limit stands alone
+        elif len(group) > 1:  # a row above the limit is alone
             assert longest * len(group) <= tokens
     assert plan == plan_batch(sizes, ranks, Limits(rows, tokens))
     if len(sizes) >= ranks:
@@ -81,9 +81,9 @@ def test_a_fixed_number_of_rows_is_no_worse_than_plain_order(rows, micro, ranks)
     gains = []
     for seed in range(9):
         sizes = heavy_tail(rows, seed)
-        ours = measure(plan_batch(sizes, ranks, Limits(micro)), sizes)
+        balanced = measure(plan_batch(sizes, ranks, Limits(micro)), sizes)
         naive = measure(naive_plan(sizes, ranks, micro), sizes)
-        gains.append(naive.busiest / ours.busiest)
+        gains.append(naive.busiest / balanced.busiest)
     assert min(gains) >= 1 and max(gains) > 1.05
 
 
@@ -112,7 +112,7 @@ def test_groups_are_cut_by_tokens_and_by_length():
 
 
 def plain_collate(rows: list[Row]):
-    """As it would be written token by token."""
+    """Collate rows token by token, in a plain loop."""
     longest = max(len(row.ids_S) for row in rows)
     ids, targets, positions = [], [], []
     for row in rows:
@@ -176,7 +176,7 @@ def test_positions_of_a_long_row():
 
 
 def test_work_equals_the_parameters(tiny):
-    """Two operations for each weight that a token or a patch meets."""
+    """A weight costs two operations for each token or patch that uses it."""
     from transformers import Qwen3VLForConditionalGeneration
 
     config = AutoConfig.from_pretrained(tiny())
@@ -189,13 +189,13 @@ def test_work_equals_the_parameters(tiny):
     assert work.per_supervised == 2 * sizes["lm_head.weight"]
     blocks = sum(n for name, n in sizes.items() if "visual.blocks" in name or "patch_embed" in name)
     mergers = sum(n for name, n in sizes.items() if "merger" in name)
-    assert work.per_patch == 2 * (blocks + mergers // 4)  # one merger run for four patches
+    assert work.per_patch == 2 * (blocks + mergers // 4)  # one merger runs for four patches
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_has_each_sample_by_its_weight(shuffle):
     order = Order((10, 4, 6), (1.0, 2.0, 0.5), 7, shuffle)
-    seen = []
+    half_counts = []
     for number in range(4):
         epoch = order.epoch(number).tolist()
         assert len(epoch) == len(order) == 10 + 8 + 3
@@ -203,10 +203,12 @@ def test_an_epoch_has_each_sample_by_its_weight(shuffle):
             [epoch.count([source, i]) for i in range(n)] for source, n in enumerate((10, 4, 6))
         ]
         assert counts[0] == [1] * 10 and counts[1] == [2] * 4
-        seen.append(counts[2])
-    # The half: two epochs in a row have each sample once.
+        half_counts.append(counts[2])
+    # With weight 0.5, two consecutive epochs have each sample once.
     for first in (0, 2):
-        assert [a + b for a, b in zip(seen[first], seen[first + 1], strict=True)] == [1] * 6
+        assert [a + b for a, b in zip(half_counts[first], half_counts[first + 1], strict=True)] == [
+            1
+        ] * 6
 
 
 def test_order_depends_on_seed_and_epoch_alone():
