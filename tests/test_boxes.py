@@ -1,5 +1,6 @@
 # .venv/bin/python -m pytest tests/test_boxes.py
-"""Boxes and points of a record become the text that Qwen3-VL reads, and are drawn by inspect."""
+"""Tests of boxes and points: those of a record become the text that Qwen3-VL reads, and inspect
+draws them."""
 
 import functools
 import io
@@ -78,13 +79,14 @@ def record(answer, *pictures, question="Where?", **objects):
 
 
 def written(raw, ours):
-    """The texts of the record's messages as they are learnt, without the template around them."""
+    """Return the texts of the record's messages as they are learnt, without the template around
+    them."""
     ids = ours.encode(raw, "x:1").ids_S
     text = ours.encoder.renderer.tokenizer.decode(ids)
     return re.findall(r"<\|im_start\|>\w+\n(.*?)<\|im_end\|>", text, re.DOTALL)
 
 
-# The three examples of ms-swift's documentation, whose boxes it also gives in thousandths.
+# The three examples of ms-swift's documentation, which also gives their boxes in thousandths.
 MS_SWIFT = [
     (
         record(
@@ -127,20 +129,20 @@ MS_SWIFT = [
 def test_ms_swifts_examples(number, max_pixels, reader):
     raw, question, answer = MS_SWIFT[number]
     raw = {**raw, "images": [blank(*size) for size in raw["images"]]}
-    ours = reader(max_pixels=max_pixels, min_pixels=1024)
-    asked, answered = written(raw, ours)
-    assert asked.endswith("<|vision_end|>" + question)
-    assert answered == answer
+    record_reader = reader(max_pixels=max_pixels, min_pixels=1024)
+    prompt, reply = written(raw, record_reader)
+    assert prompt.endswith("<|vision_end|>" + question)
+    assert reply == answer
 
 
 def test_the_example_of_the_docs(reader):
     page = Path(__file__).parents[1] / "docs" / "data.md"
-    said = r"For a picture of (\d+ x \d+) pixels the answer becomes\s`(.*?)`"
-    found = re.search(rf'```json\n({{"images".*?)```\s+{said}', page.read_text(), re.DOTALL)
-    example, size, answer = found.groups()
+    pattern = r"For a picture of (\d+ x \d+) pixels the answer becomes\s`(.*?)`"
+    match = re.search(rf'```json\n({{"images".*?)```\s+{pattern}', page.read_text(), re.DOTALL)
+    example, size, answer = match.groups()
     raw = {**json.loads(example), "images": [blank(*map(int, size.split(" x ")))]}
-    asked, answered = written(raw, reader())
-    assert asked.endswith("Find the dog.") and answered == answer
+    prompt, reply = written(raw, reader())
+    assert prompt.endswith("Find the dog.") and reply == answer
 
 
 DOG = {"ref": ["a dog"], "bbox": [[20, 30, 100, 60]]}
@@ -188,22 +190,23 @@ SAME = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_every_form_is_learnt_like_the_text_written_out(name, reader):
-    """Ids and targets are those of a record that has the coordinates in its text."""
-    ours = reader()
-    Path(ours.policy.root, "p.png").write_bytes(blank(200, 100))
+    """Ids and targets equal those of a record that has the coordinates in its text."""
+    record_reader = reader()
+    Path(record_reader.policy.root, "p.png").write_bytes(blank(200, 100))
     raw = SAME[name]()
-    if name == "parts":  # a comma was the border between them
+    if name == "parts":  # the comma separated the two parts
         raw["messages"][1]["content"][0]["text"] += ","
     plain = record(JSON_LEARNT, "p.png")
-    expected, sample = ours.encode(plain, "x:1"), ours.encode(raw, "x:1")
+    expected, sample = record_reader.encode(plain, "x:1"), record_reader.encode(raw, "x:1")
     assert sample.ids_S.tolist() == expected.ids_S.tolist()
     assert sample.trained_S.tolist() == expected.trained_S.tolist()
     trained = sample.ids_S[sample.trained_S]
-    assert ours.encoder.renderer.tokenizer.decode(trained) == JSON_LEARNT + "<|im_end|>"
+    assert record_reader.encoder.renderer.tokenizer.decode(trained) == JSON_LEARNT + "<|im_end|>"
 
 
 def test_marks_are_filled_in_the_order_of_the_text(reader):
-    """Over all messages, thoughts before what is said; a filled name is not searched for marks."""
+    """Marks are filled across all messages, and a turn's reasoning before its answer. A filled name
+    is not searched for marks."""
     raw = {
         "messages": [
             say("system", "Find <ref-object>."),
@@ -227,7 +230,7 @@ def test_each_box_is_measured_by_its_own_image(reader):
     boxes = [[50, 50], [50, 50], [400, 50]]
     raw = record("<bbox><bbox><bbox>", *pictures, bbox=boxes, image_id=[0, 1, 1])
     assert written(raw, reader())[1] == "[500, 250][125, 1000][1000, 1000]"
-    raw = record("<bbox>", *pictures, bbox=[[50, 50]])  # the first, unless something else is said
+    raw = record("<bbox>", *pictures, bbox=[[50, 50]])  # the first image by default
     assert written(raw, reader())[1] == "[500, 250]"
 
 
@@ -256,14 +259,17 @@ def test_special_tokens_of_a_reference_are_guarded(reader):
     raw = record("<ref-object>", blank(64, 64), ref=["<|im_end|>"])
     with pytest.raises(DataError, match=r"the text contains <\|im_end\|>"):
         reader().encode(raw, "x:1")
-    ours = reader(special_tokens="escape")
+    record_reader = reader(special_tokens="escape")
     spelled = record("<|im_end|>", blank(64, 64))
-    assert ours.encode(raw, "x:1").ids_S.tolist() == ours.encode(spelled, "x:1").ids_S.tolist()
+    assert (
+        record_reader.encode(raw, "x:1").ids_S.tolist()
+        == record_reader.encode(spelled, "x:1").ids_S.tolist()
+    )
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_boxes_relate_to_the_picture_as_it_is_shown(orientation, reader):
-    """The camera stored 400 x 300 pixels; orientations from 5 on are shown as 300 x 400."""
+    """The camera stored 400 x 300 pixels. Orientations from 5 on are shown as 300 x 400."""
     picture = turned(400, 300, orientation)
     corner = [300, 400] if orientation >= 5 else [400, 300]
     raw = record("<bbox>", picture, bbox=[[30, 60, *corner]])
@@ -272,15 +278,16 @@ def test_boxes_relate_to_the_picture_as_it_is_shown(orientation, reader):
     stored = record("<bbox>", picture, bbox=[[30, 60, 400, 300]])
     assert written(stored, reader(exif_orientation=False))[1] == "[75, 200, 1000, 1000]"
     if orientation >= 5:
-        found = [30, 60, 400, 300]
-        with raises(DataError, key="bbox[0]", found=found, remedy_has="EXIF") as caught:
+        box = [30, 60, 400, 300]
+        with raises(DataError, key="bbox[0]", found=box, remedy_has="EXIF") as caught:
             reader().encode(stored, "x:1")
         assert "300 x 400" in caught.value.problem
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_box_of_a_turned_picture_is_around_its_object(orientation, reader):
-    """In the pixels that the model gets. The object is found in Pillow's upright picture."""
+    """The box is in the pixels that the model gets. The object is located in Pillow's upright
+    picture."""
     pixels = np.zeros((240, 320, 3), np.uint8)
     pixels[32:96, 64:256] = (250, 20, 20)
     exif = PIL.Image.Exif()
@@ -291,13 +298,13 @@ def test_a_box_of_a_turned_picture_is_around_its_object(orientation, reader):
     rows, columns = np.nonzero(upright[..., 0] > 125)
     box = [int(v) for v in (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)]
     raw = record("<bbox>", file.getvalue(), ref=[], bbox=[box])
-    ours = reader()
-    shown = show_sample(ours, raw, "x:1", ours.encode(raw, "x:1"), pictures=True)
+    record_reader = reader()
+    shown = show_sample(record_reader, raw, "x:1", record_reader.encode(raw, "x:1"), pictures=True)
     view = next(piece.view for turn in shown.turns for piece in turn.pieces if piece.view)
     x1, y1, x2, y2 = view.outlines[0].numbers
-    seen = view.pictures[0]
-    height, width = seen.shape[:2]
-    red = seen[..., 0] > 125
+    displayed = view.pictures[0]
+    height, width = displayed.shape[:2]
+    red = displayed[..., 0] > 125
     inside = np.zeros_like(red)
     inside[
         round(y1 * height / 1000) : round(y2 * height / 1000),
@@ -306,13 +313,13 @@ def test_a_box_of_a_turned_picture_is_around_its_object(orientation, reader):
     assert (red == inside).mean() > 0.99 and red.sum() > 1000
 
 
-# What a box on a picture of 100 x 50 pixels is taken for; None: refused.
+# The result for a box on a picture of 100 x 50 pixels; None means that it is refused.
 EDGES = [
     ([0, 0, 100, 50], "real", [0, 0, 1000, 1000]),
-    ([-1, -1, 101, 51], "real", [0, 0, 1000, 1000]),  # up to a pixel outside is the edge
+    ([-1, -1, 101, 51], "real", [0, 0, 1000, 1000]),  # up to a pixel outside counts as the edge
     ([-1.01, 0, 100, 50], "real", None),
     ([0, 0, 100, 51.01], "real", None),
-    ([0.25, 0.5, 12.5, 50], "real", [2, 10, 125, 1000]),  # halves go to even numbers, as in swift
+    ([0.25, 0.5, 12.5, 50], "real", [2, 10, 125, 1000]),  # halves round to even, as in swift
     ([100, 50], "real", [1000, 1000]),
     ([101.5, 50], "real", None),
     ([7, 7, 7, 7], "real", [70, 140, 70, 140]),
@@ -322,7 +329,7 @@ EDGES = [
     ([0, 0, 100, 50], "norm1", None),
     ([0, 0, 999.6, 1000], "norm1000", [0, 0, 1000, 1000]),
     ([0, 0, 1020, 1000], "norm1000", None),
-    ([0.1, 0.2, 0.5, 0.9], "real", None),  # parts of the sides, most likely
+    ([0.1, 0.2, 0.5, 0.9], "real", None),  # most likely parts of the sides
     ([0, 0, 1, 1], "real", None),
     ([0.5, 0.5], "real", None),
     ([0, 0], "real", [0, 0]),  # a click into the corner
@@ -344,7 +351,7 @@ def test_the_edges_of_a_picture(case, reader):
 
 @st.composite
 def placed(draw):
-    """Sizes of pictures, and boxes and points on them in parts of their sides."""
+    """Draw sizes of pictures, and boxes and points on them in parts of their sides."""
     sizes = draw(st.lists(st.tuples(*[st.integers(2, 20_000)] * 2), min_size=1, max_size=3))
     part = st.integers(0, 9973).map(lambda count: Fraction(count, 9973))
     boxes = []
@@ -359,7 +366,7 @@ def placed(draw):
 @settings(max_examples=150, deadline=None)
 @given(placed())
 def test_coordinates_are_the_nearest_thousandths(case):
-    """Against exact fractions, for each unit; boxes keep their order and stay inside."""
+    """The reference is exact fractions, for each unit. Boxes keep their order and stay inside."""
     sizes, boxes = case
     for unit in ("real", "norm1", "norm1000"):
         given_boxes, exact = [], []
@@ -368,7 +375,7 @@ def test_coordinates_are_the_nearest_thousandths(case):
             ends = {"real": (width, height), "norm1": (1, 1), "norm1000": (1000, 1000)}[unit]
             numbers = [float(part * ends[i % 2]) for i, part in enumerate(box)]
             if unit == "real" and max(numbers) <= 1:
-                return  # refused: see above
+                return  # refused: see the edges
             given_boxes.append(numbers)
             exact.append([1000 * Fraction(n) / ends[i % 2] for i, n in enumerate(numbers)])
         raw = record(
@@ -379,8 +386,8 @@ def test_coordinates_are_the_nearest_thousandths(case):
             image_id=[image for _, image in boxes],
         )
         chat = write_boxes_as_text(parse_record(raw, "x:1"), sizes)
-        found = [json.loads(text) for text in chat.turns[1].parts[0].split("|")]
-        for numbers, nearest in zip(found, exact, strict=True):
+        coordinates = [json.loads(text) for text in chat.turns[1].parts[0].split("|")]
+        for numbers, nearest in zip(coordinates, exact, strict=True):
             for number, fraction in zip(numbers, nearest, strict=True):
                 assert type(number) is int and 0 <= number <= 1000
                 assert abs(number - fraction) <= Fraction(1, 2) + Fraction(1, 10**9)
@@ -567,7 +574,7 @@ JUNK = st.recursive(
         st.floats(),
         st.text(max_size=5),
         st.sampled_from([FAR, -FAR, "<bbox>", "real", b"x"]),
-        st.integers(4300, 5000).map(lambda digits: 10**digits),  # Python refuses to spell these
+        st.integers(4300, 5000).map(lambda digits: 10**digits),  # Python does not print them
     ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=5),
@@ -619,7 +626,8 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_boxes_come_out_of_every_kind_of_file(name, tmp_path, tiny):
-    """Also as a stream. The picture is a header alone: it is measured, and not decoded."""
+    """The boxes also come out of a stream. The picture is only a header: it is measured, and not
+    decoded."""
     datasets.disable_progress_bars()
     FILES[name](tmp_path / name)
     (tmp_path / "p.png").write_bytes(blank(200, 100)[:60])
@@ -639,20 +647,20 @@ def test_a_service_gets_rows_with_coordinates(tiny):
     raw = record("<bbox>", blank(200, 100), question="Where is <ref-object>?", **DOG)
     plain = record("[100, 300, 500, 600]", blank(200, 100), question="Where is a dog?")
     for prompt in (False, True):
-        ours, theirs = maker.row(raw, prompt), maker.row(plain, prompt)
-        assert ours.ids_S.tolist() == theirs.ids_S.tolist()
-        assert ours.labels_S.tolist() == theirs.labels_S.tolist()
+        actual, expected = maker.row(raw, prompt), maker.row(plain, prompt)
+        assert actual.ids_S.tolist() == expected.ids_S.tolist()
+        assert actual.labels_S.tolist() == expected.labels_S.tolist()
 
 
 @pytest.fixture
 def look(tiny, tmp_path):
-    """look(records...) -> what inspect shows of them, with pictures."""
+    """Return look(records...), which returns the inspection of the records, with pictures."""
 
     def make(*records):
         path = tmp_path / "look.jsonl"
         path.write_text("".join(json.dumps(raw) + "\n" for raw in records))
-        given = (f"data.train={path}", f"model.path={tiny()}", "data.num_workers=0")
-        cfg = load_config([*given, f"data.cache_dir={tmp_path / 'cache'}"])
+        settings = (f"data.train={path}", f"model.path={tiny()}", "data.num_workers=0")
+        cfg = load_config([*settings, f"data.cache_dir={tmp_path / 'cache'}"])
         data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, read_sizes(tiny()))
         return collect_statistics(cfg, data, range(len(records)), 1, True)
 
@@ -664,7 +672,8 @@ def rendered(inspection):
 
 
 def drawn(inspection):
-    """Of each figure of the page: its boxes and points with style and label, and its caption."""
+    """Return for each figure of the page its boxes and points with style and label, and its
+    caption."""
     figures = re.findall(
         r'<figure class="outlined">(.*?)</figure>', rendered(inspection), re.DOTALL
     )
@@ -708,24 +717,27 @@ def labels(inspection):
 
 
 def test_boxes_are_labelled_by_their_references(look, tmp_path):
-    """As many of both are pairs, and a single one is of all; else nothing says which is whose."""
+    """Names and boxes of equal number are pairs. A single name belongs to all boxes.
+    Otherwise boxes have no labels."""
     (tmp_path / "a.png").write_bytes(blank(100, 100))
     both, boxes = ["cat", "dog"], [[60, 60, 90, 90], [10, 20]]
-    found = look(
+    inspection = look(
         record("<ref-object><bbox><ref-object><bbox>", "a.png", ref=both, bbox=boxes),
         record("<ref-object><bbox><bbox>", "a.png", ref=["cat"], bbox=boxes),
         record("<ref-object><ref-object><bbox>", "a.png", ref=both, bbox=boxes[:1]),
     )
-    assert labels(found) == [
+    assert labels(inspection) == [
         [("cat [600, 600, 900, 900]", "cat"), ("dog [100, 200]", "dog")],
         [("cat [600, 600, 900, 900]", "cat"), ("cat [100, 200]", "cat")],
         [("[600, 600, 900, 900]", "")],
     ]
-    assert [side for _, side, *_ in drawn(found)[0][0]] == [" right", ""]  # where there is room
+    # A label is on the side that has room.
+    assert [side for _, side, *_ in drawn(inspection)[0][0]] == [" right", ""]
 
 
 def test_json_of_the_text_is_drawn_and_left_as_it_is(look, tmp_path):
-    """The form of Qwen's cookbook. With several images nothing says which one it is of."""
+    """The text has the form of Qwen's cookbook. With several images, it does not name the image of
+    a box."""
     (tmp_path / "a.png").write_bytes(blank(100, 100))
     answer = (
         '```json\n[\n\t{"bbox_2d": [100, 200, 350, 600], "label": "ball", "team": "a"},\n'
@@ -733,19 +745,19 @@ def test_json_of_the_text_is_drawn_and_left_as_it_is(look, tmp_path):
         ' {"point_2d": [1, 2}, {"bbox_2d": [[[' + "[" * 3000 + "}]\n```"
     )
     plain = record(answer, "a.png")
-    found = look(plain, record(answer, "a.png", "a.png"))
+    inspection = look(plain, record(answer, "a.png", "a.png"))
     expected = [("ball [100, 200, 350, 600]", "ball"), ("[8, 7.5]", "")]
-    assert labels(found) == [expected, [], []]
-    assert answer in "".join(piece.text for piece in found.shown[0].turns[-1].pieces)
-    assert found.shown[0].problem is None
+    assert labels(inspection) == [expected, [], []]
+    assert answer in "".join(piece.text for piece in inspection.shown[0].turns[-1].pieces)
+    assert inspection.shown[0].problem is None
 
 
 def test_pixels_in_the_text_are_told(look, tmp_path):
-    """This one is in the README of Qwen's own fine-tuning code."""
+    """The example is in the README of Qwen's own fine-tuning code."""
     (tmp_path / "a.png").write_bytes(blank(640, 480))
-    found = look(record('{\n"bbox_2d": [135, 114, 1016, 672]\n}', "a.png"))
-    told = f"{tmp_path}/look.jsonl:1: a box in the text has 1016, above 1000"
-    assert told in printed(found) and told in rendered(found)
+    inspection = look(record('{\n"bbox_2d": [135, 114, 1016, 672]\n}', "a.png"))
+    message = f"{tmp_path}/look.jsonl:1: a box in the text has 1016, above 1000"
+    assert message in printed(inspection) and message in rendered(inspection)
 
 
 def test_boxes_of_images_that_were_cut_off_are_not_drawn_elsewhere(reader):
@@ -756,30 +768,30 @@ def test_boxes_of_images_that_were_cut_off_are_not_drawn_elsewhere(reader):
     raw["messages"] += [say("user", "<image><bbox>"), say("assistant", "b")]
     raw["objects"]["bbox"] *= 2
     raw["objects"]["image_id"] *= 2
-    ours = reader(truncation="image_safe", max_images=1)
-    shown = show_sample(ours, raw, "x:1", ours.encode(raw, "x:1"), pictures=True)
+    record_reader = reader(truncation="image_safe", max_images=1)
+    shown = show_sample(record_reader, raw, "x:1", record_reader.encode(raw, "x:1"), pictures=True)
     views = [piece.view for turn in shown.turns for piece in turn.pieces if piece.view]
     assert [view.label for view in views][:2] == ["image 0", "video 0, frame 0"]
     assert not any(view.outlines for view in views)
 
 
 def test_a_picture_that_has_gone_is_told(reader):
-    ours = reader()
-    path = Path(ours.policy.root, "gone.png")
+    record_reader = reader()
+    path = Path(record_reader.policy.root, "gone.png")
     path.write_bytes(blank(64, 64))
     raw = record("<bbox>", "gone.png", bbox=[[32, 32]])
-    sample = ours.encode(raw, "x:1")
+    sample = record_reader.encode(raw, "x:1")
     path.unlink()
-    shown = show_sample(ours, raw, "x:1", sample, pictures=False)
+    shown = show_sample(record_reader, raw, "x:1", sample, pictures=False)
     assert shown.problem.startswith("x:1: image 0: no file gone.png")
 
 
 @in_a_browser
 def test_a_browser_draws_the_box_where_it_is(look, tmp_path):
     PIL.Image.new("RGB", (256, 256), (1, 2, 3)).save(tmp_path / "a.png")
-    found = look(record("<bbox>", "a.png", bbox=[[0.25, 0.5, 0.75, 0.9]], bbox_type="norm1"))
+    inspection = look(record("<bbox>", "a.png", bbox=[[0.25, 0.5, 0.75, 0.9]], bbox_type="norm1"))
     page, shot = tmp_path / "page.html", tmp_path / "shot.png"
-    page.write_text(rendered(found), encoding="utf-8")
+    page.write_text(rendered(inspection), encoding="utf-8")
     browse(page, "--window-size=900,1500", f"--screenshot={shot}")
     with PIL.Image.open(shot) as opened:
         pixels = np.asarray(opened.convert("RGB"))

@@ -1,5 +1,6 @@
 # .venv/bin/python -m pytest tests/test_chat_command.py
-"""`megatron-vlm chat`: its answers are those of transformers, and mistakes do not end it."""
+"""Tests of `megatron-vlm chat`: its answers equal those of transformers, and mistakes do not end
+it."""
 
 import io
 import os
@@ -28,7 +29,7 @@ from tests.error_fields import raises
 from tests.videos import END, PAD, START, Oracle, make_video
 
 NEW_TOKENS = 9
-# Pictures by number, and the words of each turn.
+# The numbers of the pictures, and the text, of each turn.
 TALKS: list[list[tuple[list[int], str]]] = [
     [([], "How many shapes are there?")],
     [([0], "What colour is the circle?")],
@@ -47,19 +48,19 @@ def pictures(tmp_path: Path) -> list[str]:
 
 
 def hold(folder: str, pictures: list[str], talks: Any, **settings: Any) -> list[list[str]]:
-    """The answers of several conversations with one model."""
+    """Return the answers of several conversations with one model."""
     conversation = ChatSession(folder, Settings(NEW_TOKENS, **settings))
-    found = []
+    all_answers = []
     for turns in talks:
         conversation.reset()
         answers = []
         for numbers, text in turns:
-            heard: list[str] = []
+            pieces: list[str] = []
             media = [conversation.medium("image", pictures[number]) for number in numbers]
-            answers.append(conversation.ask(text, media, heard.append))
-            assert "".join(heard) == answers[-1] and len(heard) > 3
-        found.append(answers)
-    return found
+            answers.append(conversation.ask(text, media, pieces.append))
+            assert "".join(pieces) == answers[-1] and len(pieces) > 3
+        all_answers.append(answers)
+    return all_answers
 
 
 @cache
@@ -69,10 +70,10 @@ def reference(folder: str) -> tuple[Any, Any]:
 
 
 def hf_answers(folder: str, turns: list[tuple[list[int], str]], said: list[str]) -> list[str]:
-    """What transformers answers to each question after the same answers before it."""
+    """Return transformers' answer to each question after the same earlier answers."""
     processor, model = reference(folder)
     messages: list[dict[str, Any]] = []
-    found = []
+    answers = []
     for (numbers, text), answer in zip(turns, said, strict=True):
         shown = [{"type": "image", "image": data_uri(*SIZES[n], n)} for n in numbers]
         content: Any = [*shown, {"type": "text", "text": text}] if shown else text
@@ -82,18 +83,18 @@ def hf_answers(folder: str, turns: list[tuple[list[int], str]], said: list[str])
         inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
         out = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
         new = out[0, ids.shape[1] :]
-        found.append(processor.tokenizer.decode(new, skip_special_tokens=True))
+        answers.append(processor.tokenizer.decode(new, skip_special_tokens=True))
         messages.append({"role": "assistant", "content": answer})
-    return found
+    return answers
 
 
 def test_answers_are_those_of_transformers(pool, tiny, pictures):
-    # What users type is plain text for us; transformers would take the mark for the end.
+    # We treat the input of users as plain text; transformers would read the mark as the end.
     talks = [[(n, text.replace("<|im_end|>", "the end")) for n, text in talk] for talk in TALKS]
     (answers,) = pool.run(hold, 1, tiny(), pictures, talks)
-    for turns, said in zip(talks, answers, strict=True):
-        assert said == hf_answers(tiny(), turns, said)
-    assert len({answer for said in answers for answer in said}) == 5
+    for turns, replies in zip(talks, answers, strict=True):
+        assert replies == hf_answers(tiny(), turns, replies)
+    assert len({answer for replies in answers for answer in replies}) == 5
 
 
 def test_what_users_type_is_text_and_a_seed_repeats_an_answer(pool, tiny, pictures):
@@ -111,8 +112,8 @@ def warm(folder: str, pictures: list[str]) -> list[Any]:
 
 
 def stop(folder: str) -> list[Any]:
-    """An answer that Ctrl-C ends after some tokens, and the state after it."""
-    handler = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in the background
+    """Interrupt an answer with Ctrl-C after some tokens, and return it and the state after it."""
+    handler = signal.getsignal(signal.SIGINT)  # SIG_IGN if the tests run in the background
     conversation = ChatSession(folder, Settings(40))
     whole = conversation.ask("How many?", [], lambda piece: None)
     conversation.reset()
@@ -141,7 +142,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(pool, tiny):
 
 
 def converse(folder: str, lines: list[str]) -> list[Any]:
-    """What is written to stdout and stderr, and the messages at the end."""
+    """Return the output on stdout and stderr, and the messages at the end."""
     conversation = ChatSession(folder, Settings(3))
     out, errors = io.StringIO(), io.StringIO()
     waiting = iter(lines)
@@ -171,26 +172,29 @@ def test_mistakes_are_said_and_the_conversation_goes_on(pool, tiny, pictures, tm
         "/what",
         "",
         f"/image {tmp_path}/cut.png",
-        "What is it?",  # its pixels are missing
+        "What is it?",  # the file is truncated, so its pixels are missing
         "What is it?",
         f"/image {pictures[1]}",
         "What is it?",
     ]
     ((out, errors, messages),) = pool.run(converse, 1, tiny(), lines)
-    said = errors.splitlines()
+    error_lines = errors.splitlines()
     for line, words in zip(
-        said,
+        error_lines,
         ["nowhere.png: does not exist", "not an image", "is a folder", "", HELP, "cut.png"],
         strict=True,
     ):
         assert line.startswith("megatron-vlm: ") and words in line, errors
     assert len(out.splitlines()) >= 3
-    asked = [message["content"] for message in messages if message["role"] == "user"]
-    assert asked[0] == "What is it?" and asked[1][0] == {"type": "image", "image": pictures[1]}
+    questions = [message["content"] for message in messages if message["role"] == "user"]
+    assert questions[0] == "What is it?" and questions[1][0] == {
+        "type": "image",
+        "image": pictures[1],
+    }
 
 
 def hf_answer_to_video(folder: str, path: Path, text: str, new_tokens: int) -> str:
-    """What transformers answers to a question about a video file."""
+    """Return transformers' answer to a question about a video file."""
     processor, model = reference(folder)
     processor.video_processor = Oracle.from_pretrained(folder)
     processor.vision_start_token, processor.vision_end_token = START, END
@@ -238,11 +242,11 @@ def test_reset_forgets_and_quit_ends(pool, tiny):
 
 
 def control(folder: str) -> str:
-    """What the terminal gets of a model that answers with an escape character: the rows of the head
-    for that and for its real first token are swapped."""
+    """Return the terminal output of a model that answers with an escape character: the rows of the
+    head for that character and for the model's real first token are swapped."""
     conversation = ChatSession(folder, Settings(1))
-    asked = {"messages": [{"role": "user", "content": "hello"}]}
-    stage, row = conversation.worker.stage, conversation.rows.row(asked, prompt=True)
+    record = {"messages": [{"role": "user", "content": "hello"}]}
+    stage, row = conversation.worker.stage, conversation.rows.row(record, prompt=True)
     first = generate(stage, [row], 1, ())[0][0]
     (escape,) = conversation.tokenizer.encode("\x1b")
     (head,) = (p for entry, p in conversation.worker.held.items() if entry.part == Part.head)
@@ -292,7 +296,7 @@ def test_bytes_that_are_no_text_are_a_mistake_of_one_line(monkeypatch):
     assert read_line() == "thr\u00e9e"
     with pytest.raises(EOFError):
         read_line()
-    monkeypatch.setattr(sys, "stdin", None)  # as where it was closed
+    monkeypatch.setattr(sys, "stdin", None)  # stdin is None where it was closed
     with pytest.raises(EOFError):
         read_line()
 
@@ -310,5 +314,5 @@ def test_one_question_on_the_command_line(tiny, pictures):
     ]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    said = hf_answers(tiny(), [([0], "What is it?")], [""])
-    assert done.stdout == escape_controls(said[0]) + "\n" and not done.stderr
+    answers = hf_answers(tiny(), [([0], "What is it?")], [""])
+    assert done.stdout == escape_controls(answers[0]) + "\n" and not done.stderr

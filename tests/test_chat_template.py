@@ -1,5 +1,6 @@
 # .venv/bin/python -m pytest tests/test_chat_template.py
-"""Chats become the tokens that Hugging Face's processor makes, and the right ones are trained."""
+"""Tests of chats as tokens: they equal the tokens of Hugging Face's processor, and the right ones
+are trained."""
 
 import json
 import math
@@ -40,7 +41,7 @@ def reader(tiny, tmp_path_factory):
 
 
 def trained_text(reader, sample) -> list[str]:
-    """The trained runs, decoded."""
+    """Return the trained runs, decoded."""
     runs, last = [], -2
     for place in sample.trained_S.nonzero()[0].tolist():
         if place != last + 1:
@@ -52,25 +53,25 @@ def trained_text(reader, sample) -> list[str]:
 
 @pytest.mark.parametrize("name", CHATS)
 def test_ids_patches_and_grids_equal_hugging_face(name, reader, tiny):
-    ours = reader()
+    record_reader = reader()
     expected = hf_encode(hf_processor(tiny()), CHATS[name])
-    sample = ours.encode(CHATS[name], "x:1")
+    sample = record_reader.encode(CHATS[name], "x:1")
     assert sample.ids_S.tolist() == expected["input_ids"][0].tolist()
     assert sample.ids_S.tolist() == json.loads(CORPUS.read_text())[name]
-    row = ours.row(CHATS[name], "x:1", sample).row
+    row = record_reader.row(CHATS[name], "x:1", sample).row
     assert row.ids_S.tolist() == sample.ids_S.tolist()
     if "image_grid_thw" not in expected:
         assert row.image_grid_I3 is None and row.pixel_values_PC is None
         return
     assert torch.equal(row.image_grid_I3, expected["image_grid_thw"])
-    settings = ours.encoder.images
+    settings = record_reader.encoder.images
     table = normalisation_table(settings.mean, settings.std, settings.rescale_factor)
     pixels = expand_patches(row.pixel_values_PC, table, 1536)
     assert torch.equal(pixels, expected["pixel_values"])
 
 
 def test_image_tokens_by_hand(reader):
-    """64 x 64 pixels: 4 tokens between their brackets."""
+    """A picture of 64 x 64 pixels has 4 tokens between their brackets."""
     encoder = reader().encoder
     ids = reader().encode(CHATS["system"], "x:1").ids_S.tolist()
     token = encoder.renderer.tokenizer.convert_tokens_to_ids
@@ -100,7 +101,7 @@ TRAINED = {
     ("ends with user", "last_assistant"): ["b<|im_end|>"],
     ("ends with user", ("user",)): ["a<|im_end|>", "c<|im_end|>"],
     ("system", ("system", "assistant")): ["Answer with a single word.<|im_end|>", "blue<|im_end|>"],
-    # What the model sees is given, not predicted: no bracket or placeholder is trained.
+    # The model does not predict its input: no bracket or placeholder is trained.
     ("system", ("user",)): ["What colour? ", "<|im_end|>"],
     ("tools", ("tool",)): [
         "<tool_response>\n",
@@ -111,9 +112,9 @@ TRAINED = {
 
 @pytest.mark.parametrize(("name", "train_on"), TRAINED)
 def test_trained_tokens(name, train_on, reader):
-    ours = reader(train_on=train_on)
-    sample = ours.encode(CHATS[name], "x:1")
-    assert trained_text(ours, sample) == TRAINED[name, train_on]
+    record_reader = reader(train_on=train_on)
+    sample = record_reader.encode(CHATS[name], "x:1")
+    assert trained_text(record_reader, sample) == TRAINED[name, train_on]
 
 
 def test_labels_are_the_trained_ids(reader):
@@ -137,8 +138,8 @@ def test_a_records_own_word(reader):
         ("record", ["d<|im_end|>"]),
         ("all_assistant", ["d<|im_end|>", "f<|im_end|>"]),
     ):
-        ours = reader(train_on=train_on)
-        assert trained_text(ours, ours.encode(record, "x:1")) == expected
+        record_reader = reader(train_on=train_on)
+        assert trained_text(record_reader, record_reader.encode(record, "x:1")) == expected
 
 
 WEIGHED = {
@@ -165,21 +166,21 @@ WEIGHED = {
     ],
 )
 def test_weights_of_messages(train_on, expected, reader):
-    """Of which an image and its brackets have none."""
-    ours = reader(train_on=train_on)
-    sample = ours.encode(WEIGHED, "x:1")
-    spans = [span.removesuffix("<|im_end|>") for span in trained_text(ours, sample)]
+    """An image and its brackets have no weight."""
+    record_reader = reader(train_on=train_on)
+    sample = record_reader.encode(WEIGHED, "x:1")
+    spans = [span.removesuffix("<|im_end|>") for span in trained_text(record_reader, sample)]
     assert [span for span in spans if span] == list(expected)
     if set(expected.values()) == {1}:
         assert sample.weights_S is None
         return
     assert set(sample.weights_S[sample.trained_S].tolist()) == set(expected.values())
     assert not sample.weights_S[~sample.trained_S].any()
-    token = ours.encoder.renderer.tokenizer.convert_tokens_to_ids
+    token = record_reader.encoder.renderer.tokenizer.convert_tokens_to_ids
     for letter, weight in expected.items():
         (place,) = np.flatnonzero(sample.trained_S & (sample.ids_S == token(letter)))
         assert sample.weights_S[place] == weight
-    row = ours.row(WEIGHED, "x:1", sample).row
+    row = record_reader.row(WEIGHED, "x:1", sample).row
     assert row.loss_weights_S.tolist() == sample.weights_S.tolist()
 
 
@@ -193,12 +194,12 @@ def test_a_cut_sample_keeps_its_weights(reader):
 
 
 def test_messages_that_are_shown_as_one_have_one_weight(reader):
-    """As templates show the answers of tools."""
+    """Templates show the answers of tools as one message."""
     turns = [say("user", "a"), say("tool", "3", weight=1), say("tool", "4", weight=0.5)]
     record = {"messages": [*turns, say("assistant", "b", weight=1)]}
     with raises(DataError, place="x:1", key="weight", problem_has="2 tool messages"):
         reader(train_on="record").encode(record, "x:1")
-    assert reader().encode(record, "x:1").weights_S is None  # where they are not trained
+    assert reader().encode(record, "x:1").weights_S is None  # no error where they are not trained
 
 
 def test_nothing_to_learn_is_dropped(reader):
@@ -218,7 +219,8 @@ def test_spelled_special_tokens_are_refused_by_default(reader):
 
 @pytest.mark.parametrize("place", ["user", "system", "assistant", "tool", "tools", "call"])
 def test_spelled_special_tokens_cannot_forge(place, reader):
-    """The structure is that of the same record with harmless text, and the text is all there."""
+    """The structure equals that of the same record with harmless text, and all of the text
+    remains."""
 
     def record(value):
         own = dict.fromkeys(("user", "system", "assistant", "tool", "tools", "call"), "w")
@@ -234,10 +236,10 @@ def test_spelled_special_tokens_cannot_forge(place, reader):
             ],
         }
 
-    ours = reader(special_tokens="escape")
-    tokenizer = ours.encoder.renderer.tokenizer
+    record_reader = reader(special_tokens="escape")
+    tokenizer = record_reader.encoder.renderer.tokenizer
     special = set(tokenizer.all_special_ids)
-    forged, plain = (ours.encode(record(value), "x:1") for value in (SPELLED, "harmless"))
+    forged, plain = (record_reader.encode(record(value), "x:1") for value in (SPELLED, "harmless"))
     assert [i for i in forged.ids_S.tolist() if i in special] == [
         i for i in plain.ids_S.tolist() if i in special
     ]
@@ -246,7 +248,7 @@ def test_spelled_special_tokens_cannot_forge(place, reader):
     assert tokenizer.decode(forged.ids_S) == tokenizer.decode(plain.ids_S).replace(
         "harmless", spelled
     )
-    assert len(trained_text(ours, forged)) == 2
+    assert len(trained_text(record_reader, forged)) == 2
 
 
 def test_half_of_a_surrogate_pair_is_refused(reader):
@@ -257,8 +259,10 @@ def test_half_of_a_surrogate_pair_is_refused(reader):
 
 def test_a_private_use_character_in_the_text_stays(reader):
     record = {"messages": [say("user", "\ue000 <|im_end|> \ue001"), say("assistant", "b")]}
-    ours = reader(special_tokens="escape")
-    decoded = ours.encoder.renderer.tokenizer.decode(ours.encode(record, "x:1").ids_S)
+    record_reader = reader(special_tokens="escape")
+    decoded = record_reader.encoder.renderer.tokenizer.decode(
+        record_reader.encode(record, "x:1").ids_S
+    )
     assert "\ue000 <|im_end|> \ue001" in decoded
 
 
@@ -275,8 +279,8 @@ def test_templates_that_are_not_chatml_are_refused(reader, tiny):
         encoder = reader().encoder
         with pytest.raises(ConfigError, match=words):
             encoder.renderer = ChatRenderer(tokenizer, "refuse", VISION_MARKS)
-            ours = replace(reader(), encoder=encoder)
-            ours.encode(CHATS["text"], "x:1")
+            record_reader = replace(reader(), encoder=encoder)
+            record_reader.encode(CHATS["text"], "x:1")
 
 
 CHUNKS = {
@@ -290,9 +294,9 @@ CHUNKS = {
 
 
 def test_chunks_keep_their_tokens_and_mask(reader):
-    ours = reader()
-    sample = ours.encode(CHUNKS, "x:1")
-    pad = ours.encoder.renderer.image_id
+    record_reader = reader()
+    sample = record_reader.encode(CHUNKS, "x:1")
+    pad = record_reader.encoder.renderer.image_id
     assert sample.ids_S.tolist() == [5, 6, pad, pad, pad, pad, 7, 8, 9]
     assert sample.trained_S.tolist() == [bool(value) for value in CHUNKS["mask"]]
     assert sample.image_grids == ((1, 4, 4),)
@@ -301,7 +305,7 @@ def test_chunks_keep_their_tokens_and_mask(reader):
 def test_chunks_have_weights_of_tokens(reader):
     mask = [0, 0.25, *[3.0] * 4, 1, 0, 2]
     sample = reader().encode({**CHUNKS, "mask": mask}, "x:1")
-    expected = [0, 0.25, 0, 0, 0, 0, 1, 0, 2]  # what is given is never predicted
+    expected = [0, 0.25, 0, 0, 0, 0, 1, 0, 2]  # images are never predicted
     assert sample.weights_S.tolist() == expected
     assert sample.trained_S.tolist() == [weight > 0 for weight in expected]
 
@@ -332,15 +336,15 @@ def test_placeholders_among_chunk_tokens_are_refused(reader):
 
 def test_an_image_that_the_template_leaves_out_is_an_error(reader, tiny):
     record = {"messages": [say("user", image(64, 64), text("a")), say("assistant", "b")]}
-    ours = reader()
-    renderer = ours.encoder.renderer
+    record_reader = reader()
+    renderer = record_reader.encoder.renderer
     renderer.tokenizer.chat_template = renderer.tokenizer.chat_template.replace("<|image_pad|>", "")
     with raises(DataError, place="x:1", problem_has="0 of 1 images"):
-        ours.encode(record, "x:1")
+        record_reader.encode(record, "x:1")
 
 
 def test_what_the_template_refuses_is_a_wrong_record(tiny, tmp_path):
-    """So data.on_error=skip leaves it out."""
+    """The error is one of the record, so data.on_error=skip leaves the record out."""
     model = shutil.copytree(tiny(), tmp_path / "model")
     refusal = "{{ raise_exception('only one turn') if messages | length > 2 }}"
     template = model / "chat_template.jinja"
@@ -362,7 +366,8 @@ ENDLESS = """
 
 
 def test_a_template_that_never_ends_is_refused(tiny, tmp_path, monkeypatch):
-    """In any thread; where it is endless for a record, or for what opens an answer."""
+    """The refusal works in any thread, and for a template that is endless for a record or for the
+    opening of an answer."""
     monkeypatch.setattr(chat_template, "_PATIENCE_S", 0.3)
     model = shutil.copytree(tiny(), tmp_path / "model")
     template = model / "chat_template.jinja"
@@ -370,7 +375,7 @@ def test_a_template_that_never_ends_is_refused(tiny, tmp_path, monkeypatch):
     template.write_text(when + ENDLESS + "{%- endif %}" + template.read_text())
     cfg = DataConfig()
     reader = make_reader(make_encoder(str(model), cfg), cfg, read_sizes(str(model)), "")
-    good, bad = ([say("user", said), say("assistant", "b")] for said in ("a", "loop"))
+    good, bad = ([say("user", content), say("assistant", "b")] for content in ("a", "loop"))
     reader.encode({"messages": good}, "x:1")
     with ThreadPoolExecutor(1) as pool:
         elsewhere = pool.submit(reader.encode, {"messages": bad}, "x:2").exception(timeout=60)
@@ -381,7 +386,7 @@ def test_a_template_that_never_ends_is_refused(tiny, tmp_path, monkeypatch):
     assert str(elsewhere).endswith(": it takes so long that it may never end")
     with pytest.raises(ConfigError, match=f"of {model}: its chat template cannot open an answer"):
         reader.encode({"messages": good}, "x:1", prompt=True)
-    reader.encode({"messages": good}, "x:1")  # nothing is left that would end this
+    reader.encode({"messages": good}, "x:1")  # no timer is left that would end this call
 
 
 @pytest.mark.parametrize(
