@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/test_checkpoint.py
-"""A run that was saved, killed and resumed is the run that was not: bit for bit at its own layout,
-within rounding at another. Checkpoints of the tensors; test_retention.py has the files."""
+"""Tests of checkpoints. A run that was saved, killed and resumed equals the run without a break:
+bit for bit at its own layout, within rounding at another. These tests are about tensors;
+test_retention.py has the files."""
 
 import contextlib
 import json
@@ -41,8 +42,9 @@ from tests.runs import Case, my_rows
 from tests.test_parity import layout
 
 LR = 1e-3
-# A checkpoint at another layout is the same bits; the steps after it round differently. As in
-# test_steps.py, in units of the learning rate, after two steps at each of three layouts.
+# A checkpoint at another layout has the same bits, but the steps after it round differently. The
+# tolerances are in units of the learning rate, as in test_steps.py, after two steps at each of
+# three layouts.
 MEAN_TOLERANCE_LR = 1.2e-4  # mean difference of the worst tensor; measured 1.2e-5
 MAX_TOLERANCE_LR = 0.09  # worst single weight; measured 0.0086
 
@@ -79,14 +81,14 @@ class Part:
 
 
 def go(path: str, case: Case, part: Part) -> list[tuple[float, float]]:
-    """Losses and gradient norms."""
+    """Run the steps of a part, and return losses and gradient norms."""
     worker = MegatronWorker(replace(case, optim={"lr": LR, "weight_decay": 0.1}).config(path))
     if part.start is not None:
         assert load(worker, part.start) == progress(part.steps.start)
     figures, pending = [], None
     for step in part.steps:
         loss = worker.forward_backward(my_rows(make_rows(MIXED, part.vocab, step))).loss
-        # Step 1 sets a rate, and the steps after it keep to that.
+        # Step 1 sets a rate, and the steps after it keep that rate.
         figures.append((loss, worker.optim_step(lr=LR / 2 if step == 1 else None)[0]))
         if pending is not None:
             pending.finish(blocking=False)
@@ -105,7 +107,7 @@ def progress(step: int) -> dict[str, Any]:
 
 
 def whole(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint."""
+    """Return every tensor of a checkpoint."""
     reader, tensors = PieceReader(folder, json.loads((folder / "index.json").read_text())), {}
     for key, entry in reader.index.items():
         rows = entry["shape"][0]
@@ -116,14 +118,15 @@ def whole(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def first_halves(pool, tiny, tmp_path_factory):
-    """Every case: four steps without a break, saved after two and four. Then fresh processes."""
-    found = {}
+    """Run four steps of every case without a break, saved after two and four, and then end the
+    processes, so that the tests use fresh ones."""
+    runs = {}
     for name, (case, sizes) in CASES.items():
         run = tmp_path_factory.mktemp(name)
         part = Part(run, range(4), None, (2, 4), name != "1x1", sizes.get("vocab", 512))
-        found[name] = run, pool.run(go, case.world, tiny(**sizes), case, part)[0]
+        runs[name] = run, pool.run(go, case.world, tiny(**sizes), case, part)[0]
     pool.close()
-    return found
+    return runs
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -133,11 +136,11 @@ def test_resumed_is_bit_for_bit_the_run_without_a_break(name, first_halves, pool
     assert find_latest(run) == step_folder(run, 4)
     part = Part(tmp_path, range(2, 4), step_folder(run, 2), (4,), False, sizes.get("vocab", 512))
     assert pool.run(go, case.world, tiny(**sizes), case, part)[0] == figures[2:]
-    ours, theirs = step_folder(tmp_path, 4), step_folder(run, 4)
-    names = {path.name for path in theirs.iterdir()}
+    actual, expected = step_folder(tmp_path, 4), step_folder(run, 4)
+    names = {path.name for path in expected.iterdir()}
     assert {"complete.json", "config.yaml", "index.json", "state.json"} < names
     for file in names:  # weights, moments, steps and learning rate
-        assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
+        assert (actual / file).read_bytes() == (expected / file).read_bytes(), file
 
 
 TO_ANOTHER = {
@@ -161,16 +164,17 @@ def test_another_layout_holds_the_same_bits(name, first_halves, pool, tiny, tmp_
     before = step_folder(first_halves[name][0], 4)
     part = Part(tmp_path, range(4, 4), before, (4,), vocab=sizes.get("vocab", 512))
     pool.run(go, case.world, tiny(**sizes), case, part)
-    found, expected = whole(step_folder(tmp_path, 4)), whole(before)
-    assert found.keys() == expected.keys()
-    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    actual, expected = whole(step_folder(tmp_path, 4)), whole(before)
+    assert actual.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(actual[key], expected[key])] == []
     embedding = "exp_avg/model.language_model.embed_tokens.weight"
-    if embedding in found:  # without padding
-        assert len(found[embedding]) == sizes.get("vocab", 512)
+    if embedding in actual:  # without padding
+        assert len(actual[embedding]) == sizes.get("vocab", 512)
 
 
 def test_steps_at_changing_layouts(pool, tiny, tmp_path, record_property):
-    """TP2, then PP2, then DP2 with sharded state, then one process: the run of one process."""
+    """A run at TP2, then PP2, then DP2 with sharded state, then in one process equals the run in
+    one process."""
     straight, path = tmp_path / "straight", tiny()
     pool.run(go, 1, path, layout(), Part(straight, range(8), save_at=(8,)))
     start = None
@@ -178,20 +182,21 @@ def test_steps_at_changing_layouts(pool, tiny, tmp_path, record_property):
         steps = range(2 * number, 2 * number + 2)
         pool.run(go, case.world, path, case, Part(tmp_path, steps, start, (steps.stop,)))
         start = step_folder(tmp_path, steps.stop)
-    found, expected = whole(step_folder(tmp_path, 8)), whole(step_folder(straight, 8))
+    actual, expected = whole(step_folder(tmp_path, 8)), whole(step_folder(straight, 8))
     errors = {
-        key: (found[key] - expected[key]).abs() / LR for key in expected if "exp_avg" not in key
+        key: (actual[key] - expected[key]).abs() / LR for key in expected if "exp_avg" not in key
     }
     mean = max(float(error.mean()) for error in errors.values())
-    most = max(float(error.max()) for error in errors.values())
+    largest = max(float(error.max()) for error in errors.values())
     record_property("mean", mean)
-    record_property("max", most)
+    record_property("max", largest)
     assert mean <= MEAN_TOLERANCE_LR
-    assert most <= MAX_TOLERANCE_LR
+    assert largest <= MAX_TOLERANCE_LR
 
 
 def save_slowly(path: str, case: Case, run: Path) -> None:
-    """Save as it is, then in the background while training goes on; rank 1's disk is slow."""
+    """Save synchronously, then in the background while training continues; rank 1's disk is
+    slow."""
     from megatron_vlm.checkpoint import save_load
 
     worker = MegatronWorker(replace(case, optim={"lr": LR}).config(path))
@@ -212,7 +217,7 @@ def save_slowly(path: str, case: Case, run: Path) -> None:
         assert not step_folder(run, 2).exists()
         threading.Timer(0.1, gate.set).start()
         save(worker, step_folder(run, 3), progress(3), async_save=True)
-        assert step_folder(run, 2).exists()  # one is written at a time
+        assert step_folder(run, 2).exists()  # only one checkpoint is written at a time
         assert pending.finish(blocking=False) and pending.finish()
     finally:
         save_load.write_file = write_file
@@ -223,7 +228,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(pool, tiny, tmp_path):
     first, second = (whole(step_folder(tmp_path, step)) for step in (1, 2))
     assert [key for key in first if not torch.equal(first[key], second[key])] == []
     assert find_latest(tmp_path) == step_folder(tmp_path, 2)
-    assert partial_of(step_folder(tmp_path, 3)).exists()  # nobody finished it
+    assert partial_of(step_folder(tmp_path, 3)).exists()  # no rank has finished it
 
 
 def refusal(path: str, case: Case, folder: Path) -> str:
@@ -261,7 +266,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(first_halves, pool, tiny, tm
 
 
 def full_disk(path: str, case: Case, run: Path, async_save: bool) -> tuple[str, Path | None]:
-    """Rank 1 can write no file of more than 100 kB."""
+    """Save while rank 1 cannot write a file of more than 100 kB."""
     worker = MegatronWorker(case.config(path))
     save(worker, step_folder(run, 1), progress(1))
     is_full = torch.distributed.get_rank() == 1
@@ -331,7 +336,8 @@ def test_a_checkpoint_without_every_tensor_is_refused():
 
 
 def run_until_killed(connection: Connection, path: str, run: Path, steps: int) -> None:
-    """Steps with a checkpoint after each, from where the run was; says when it saves."""
+    """Run steps with a checkpoint after each, from the latest checkpoint of the run, and report
+    each save."""
     worker = MegatronWorker(replace(layout(), optim={"lr": LR}).config(path))
     latest = find_latest(run)
     done = 0 if latest is None else load(worker, latest)["step"]
@@ -346,14 +352,15 @@ def run_until_killed(connection: Connection, path: str, run: Path, steps: int) -
 def train_in_fork(
     process_tree: ProcessTree, path: str, run: Path, steps: int, kill_at: float | None
 ) -> None:
-    """Train in a process to the last step, or kill it in its second save, `kill_at` of the way."""
+    """Train in a process to the last step, or kill it in its second save, after the fraction
+    `kill_at` of a save's time."""
     child, times = process_tree.fork(run_until_killed, path, run, steps), []
     with contextlib.suppress(EOFError):
         while True:
-            said = child.connection.recv()
+            message = child.connection.recv()
             times.append(time.monotonic())
             if len(times) == 3 and kill_at is not None:
-                assert said == "saving"
+                assert message == "saving"
                 time.sleep(kill_at * (times[1] - times[0]))
                 child.kill()
                 return
@@ -361,7 +368,8 @@ def train_in_fork(
 
 @pytest.mark.parametrize("kills", [4, pytest.param(40 if LONG else 12, marks=pytest.mark.slow)])
 def test_killed_run_ends_as_the_run_without_a_break(kills, tiny, tmp_path, process_tree):
-    """Killed at random moments of its saves, again and again, and resumed in a new process."""
+    """The run is killed at random moments of its saves, again and again, and resumed in a new
+    process."""
     steps, cut_short, rng = 2 * kills + 1, 0, random.Random(0)
     run, straight = tmp_path / "run", tmp_path / "straight"
     for _ in range(kills):

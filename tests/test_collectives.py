@@ -1,5 +1,6 @@
 # .venv/bin/python -m pytest tests/test_collectives.py
-"""What ranks tell each other arrives as it was sent, and a pickle among it runs nothing."""
+"""Tests of collectives: messages between ranks arrive as they were sent, and a pickle among them
+runs nothing."""
 
 import pickle
 from collections.abc import Callable
@@ -30,19 +31,19 @@ VALUES = [{"text": "a word \N{SNOWMAN}" * 99, "numbers": [1, 0.1, 1e-300, 2**60]
 
 def exchange() -> dict[str, Any]:
     rank = dist.get_rank()
-    mine, other = VALUES[rank], 1 - rank
-    found = {
-        "all": all_gather_json(mine, None, CPU),
-        "first": gather_json(mine, CPU),
-        "from 1": broadcast_json(mine, 1, None, CPU),
-        "from 0": broadcast_json(mine, 0, None, CPU),
+    value, other = VALUES[rank], 1 - rank
+    received = {
+        "all": all_gather_json(value, None, CPU),
+        "first": gather_json(value, CPU),
+        "from 1": broadcast_json(value, 1, None, CPU),
+        "from 0": broadcast_json(value, 0, None, CPU),
         "nothing": broadcast_bytes(b"" if rank == 0 else None, 0, None, CPU),
         "bytes": broadcast_bytes(b"\0\xff" if rank == 1 else None, 1, None, CPU),
     }
     if rank == 0:
-        send_json(mine, other, None, CPU)
-        return found
-    return found | {"sent": receive_json(other, None, CPU)}
+        send_json(value, other, None, CPU)
+        return received
+    return received | {"sent": receive_json(other, None, CPU)}
 
 
 def test_messages_arrive_as_they_were_sent(pool):
@@ -54,7 +55,7 @@ def test_messages_arrive_as_they_were_sent(pool):
 
 
 class Evil:
-    """Unpickling it writes a file."""
+    """An object whose unpickling writes a file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -64,13 +65,13 @@ class Evil:
 
 
 def attack(folder: Path) -> list[str]:
-    """Rank 1 sends what torch's collectives for objects send. Rank 0 takes it, and says what
-    became of it."""
+    """Send from rank 1 the data that torch's collectives for objects send. Rank 0 receives it and
+    returns the outcomes."""
     if dist.get_rank() == 1:
         dist.broadcast_object_list([Evil(folder / "by torch")], 1)
         dist.broadcast_object_list([Evil(folder / "broadcast")], 1)
         data = torch.frombuffer(bytearray(pickle.dumps(Evil(folder / "gather"))), dtype=torch.uint8)
-        # As all_gather_object does it, without unpickling here what comes back.
+        # These are the collectives of all_gather_object, without unpickling the results here.
         dist.all_gather([torch.zeros(1, dtype=torch.int64)] * 2, torch.tensor([len(data)]))
         dist.all_gather([torch.empty_like(data) for _ in range(2)], data)
         return []
@@ -89,9 +90,9 @@ def outcome(call: Callable[[], Any]) -> str:
 
 
 def test_a_pickle_from_another_rank_is_not_run(pool, tmp_path):
-    said, _ = pool.run(attack, 2, tmp_path)
-    assert said == ["not JSON", "not JSON"]
-    assert [path.name for path in tmp_path.iterdir()] == ["by torch"]  # the attack is a real one
+    outcomes, _ = pool.run(attack, 2, tmp_path)
+    assert outcomes == ["not JSON", "not JSON"]
+    assert [path.name for path in tmp_path.iterdir()] == ["by torch"]  # the attack works on torch
 
 
 ANSWERS = {
@@ -114,7 +115,7 @@ def test_answers_of_ranks_are_whole(name):
 
 
 class OwnError(CheckpointError):
-    """Of a user's program."""
+    """An error class of a user's program."""
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ SHOWN = [Path("a b"), {1: 2}, {3}, torch.float32, torch.zeros(2), [Path("a")], b
 @pytest.mark.parametrize("found", [*PLAIN, *SHOWN], ids=repr)
 @pytest.mark.parametrize("allowed", [range(1, 9), ("a b", 2), {"a"}, "more", None], ids=repr)
 def test_errors_keep_their_fields(found, allowed):
-    """From rank to rank, and on to another process."""
+    """The fields survive from rank to rank, and on to another process."""
     error = DataError("is wrong", place="x.jsonl:3", key="n", found=found, allowed=allowed)
     ranks = result_from_bytes(result_to_bytes(error)).within("rank 1")
     back = result_from_bytes(result_to_bytes(ranks))

@@ -1,7 +1,7 @@
 # .venv/bin/python -m pytest tests/test_comm_overlap.py
-"""New weights that are gathered behind other work are those that a step gathers at once, for
-whoever reads them. In many buckets, as a real model has, and with images on one replica only: there
-the replicas' backward passes complete them in different orders."""
+"""Tests of weights that are gathered behind other work. Every reader gets the same weights as after
+a gather within the step. The model has many buckets, as a real model has, and images on one replica
+only: there the replicas' backward passes complete the buckets in different orders."""
 
 import time
 from functools import partial
@@ -23,11 +23,11 @@ from tests.runs import Case, my_rows
 from tests.test_checkpoint import whole
 from tests.test_parity import layout
 
-LATE = 0.2  # seconds in which one replica has its new weights and waits for those of the other
+LATE = 0.2  # seconds for which one replica has its new weights and waits for those of the other
 
 
 def begin_late(worker: MegatronWorker) -> None:
-    """The last rank begins its gathers late."""
+    """Make the last rank begin its gathers late."""
     start = worker.gather.start
 
     def late() -> None:
@@ -39,7 +39,7 @@ def begin_late(worker: MegatronWorker) -> None:
 
 
 def read_after_steps(path: str, case: Case, out: Path) -> dict[str, Any]:
-    """What each reader of weights finds right after a step."""
+    """Return the values that each reader of weights gets right after a step."""
     buckets = partial(optimizer.DistributedDataParallelConfig, bucket_size=30_000)
     with mock.patch.object(optimizer, "DistributedDataParallelConfig", buckets):
         worker = MegatronWorker(case.config(path))
@@ -58,19 +58,19 @@ def read_after_steps(path: str, case: Case, out: Path) -> dict[str, Any]:
         named = gather_tensors(worker.held, worker.table, worker.grid)
         return {name: value.clone() for name, value in named if value is not None}
 
-    found: dict[str, Any] = {"losses": [step(seed) for seed in range(3)]}
-    found["log_probs"] = worker.forward(my_rows(make_rows(MIXED)))
+    readings: dict[str, Any] = {"losses": [step(seed) for seed in range(3)]}
+    readings["log_probs"] = worker.forward(my_rows(make_rows(MIXED)))
     step(3)
-    found["weights"] = weights()
+    readings["weights"] = weights()
     step(4)
     worker.export_hf(str(out / "export"))
     step(5)
     save(worker, step_folder(out, 6), {})
     step(6)
     load(worker, step_folder(out, 6))
-    found["loaded"] = weights()
-    found["after loading"] = worker.forward(my_rows(make_rows(MIXED)))
-    return found
+    readings["loaded"] = weights()
+    readings["after loading"] = worker.forward(my_rows(make_rows(MIXED)))
+    return readings
 
 
 def same(one: Any, other: Any) -> bool:
@@ -89,13 +89,13 @@ def same(one: Any, other: Any) -> bool:
     ids=["dp2", "pp2x2-dp2-vision-frozen"],
 )
 def test_whoever_reads_weights_gets_the_new_ones(more, pool, tiny, tmp_path):
-    found = {}
+    results = {}
     for overlap in (False, True):
         case = layout(**more, overlap_grad_reduce=True, overlap_param_gather=overlap)
         out = tmp_path / str(overlap)
         out.mkdir()
-        found[overlap] = pool.run(read_after_steps, case.world, tiny(), case, out)
-    for at_once, behind in zip(found[False], found[True], strict=True):
+        results[overlap] = pool.run(read_after_steps, case.world, tiny(), case, out)
+    for at_once, behind in zip(results[False], results[True], strict=True):
         assert [key for key in at_once if not same(at_once[key], behind[key])] == []
     exports = [tmp_path / name / "export" / "model.safetensors" for name in ("False", "True")]
     assert exports[0].read_bytes() == exports[1].read_bytes()
