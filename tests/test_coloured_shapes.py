@@ -1,5 +1,6 @@
 # .venv/bin/python -m pytest tests/test_coloured_shapes.py
-"""The demo set. Its oracle looks at the pixels of the files and answers every question anew."""
+"""Tests of the demo set. Their reference looks at the pixels of the files and answers every
+question again."""
 
 import json
 import re
@@ -38,7 +39,7 @@ FACTS = {
 
 @dataclass(frozen=True)
 class Seen:
-    """A shape as found in the pixels."""
+    """A shape that the reference recognises in the pixels."""
 
     colour: str
     name: str
@@ -58,8 +59,8 @@ def records(folder: Path, split: str) -> list[dict]:
 
 
 def files(folder: Path) -> dict[Path, bytes]:
-    found = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder): path.read_bytes() for path in found}
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder): path.read_bytes() for path in paths}
 
 
 def open_image(path: Path) -> Image.Image:
@@ -78,9 +79,10 @@ def turns(record: dict) -> list[tuple[str, str]]:
 
 
 def look(path: Path) -> list[Seen]:
-    """The connected areas of each colour; what they are is told by how much of a box they fill."""
+    """Return the connected areas of each colour. The fraction of its box that an area fills tells
+    its shape."""
     pixels = np.asarray(open_image(path))
-    found = []
+    shapes = []
     for colour, rgb in COLOURS.items():
         left = np.pad((pixels == rgb).all(-1), 1)
         while left.any():
@@ -97,34 +99,35 @@ def look(path: Path) -> list[Seen]:
             fill = size / box
             name = SHAPES[1 if fill > 0.95 else 0 if fill > 0.7 else 2 if fill > 0.45 else 3]
             x, y = (columns.min() + columns.max()) / 2 - 1, (rows.min() + rows.max()) / 2 - 1
-            found.append(Seen(colour, name, x, y))
+            shapes.append(Seen(colour, name, x, y))
             left &= ~area
-    return found
+    return shapes
 
 
 def answer(text: str, pictures: list[list[Seen]], sizes: list[tuple[int, int]]) -> str:
-    """What the pixels say; a question about `the red one` with two of them fails."""
+    """Return the answer according to the pixels. A question about `the red one` fails if there are
+    two."""
     if not pictures:
         return FACTS[text]
-    seen = pictures[0]
-    if found := re.fullmatch(r"What colour is the shape in the (first|second) picture\?", text):
+    shapes = pictures[0]
+    if match := re.fullmatch(r"What colour is the shape in the (first|second) picture\?", text):
         assert len(pictures) == 2
-        (one,) = pictures[0 if found[1] == "first" else 1]
+        (one,) = pictures[0 if match[1] == "first" else 1]
         return one.colour
     assert len(pictures) == 1
     if text == "How many shapes are there?":
-        return str(len(seen))
-    if found := re.fullmatch(r"How many (\w+) shapes are there\?", text):
-        return str(sum(shape.colour == found[1] for shape in seen))
-    if found := re.fullmatch(r"What shape is the (\w+) one\?", text):
-        (one,) = [shape for shape in seen if shape.colour == found[1]]
+        return str(len(shapes))
+    if match := re.fullmatch(r"How many (\w+) shapes are there\?", text):
+        return str(sum(shape.colour == match[1] for shape in shapes))
+    if match := re.fullmatch(r"What shape is the (\w+) one\?", text):
+        (one,) = [shape for shape in shapes if shape.colour == match[1]]
         return one.name
-    if found := re.fullmatch(r"What colour is the (\w+)\?", text):
-        (one,) = [shape for shape in seen if shape.name == found[1]]
+    if match := re.fullmatch(r"What colour is the (\w+)\?", text):
+        (one,) = [shape for shape in shapes if shape.name == match[1]]
         return one.colour
-    found = re.fullmatch(r"Where is the (\w+): (left or right|top or bottom)\?", text)
-    (one,) = [shape for shape in seen if shape.name == found[1]]
-    before, after = found[2].split(" or ")
+    match = re.fullmatch(r"Where is the (\w+): (left or right|top or bottom)\?", text)
+    (one,) = [shape for shape in shapes if shape.name == match[1]]
+    before, after = match[2].split(" or ")
     off_centre = one.x - sizes[0][0] / 2 if before == "left" else one.y - sizes[0][1] / 2
     assert abs(off_centre) >= 11
     return before if off_centre < 0 else after
@@ -136,8 +139,8 @@ def test_every_answer_is_what_the_pixels_say(folder, split):
         paths = [folder / path for path in image_paths(record)]
         sizes = [open_image(path).size for path in paths]
         pictures = [look(path) for path in paths]
-        for text, given in turns(record):
-            assert given == answer(text, pictures, sizes), (paths, text, given)
+        for text, reply in turns(record):
+            assert reply == answer(text, pictures, sizes), (paths, text, reply)
 
 
 def test_a_record_has_the_form_of_openai(folder):
@@ -201,7 +204,7 @@ def test_easy_records_have_one_shape_and_pictures_of_their_own(tmp_path):
     assert len(set(images)) == 90
     for image in images:
         assert len(look(tmp_path / "set" / image)) == 1
-    # The other splits are what they are without it.
+    # The other splits are the same as without it.
     write_shapes(tmp_path / "less", ShapesSpec(train=60, eval=20))
     for split in ("train", "eval"):
         assert records(tmp_path / "set", split) == records(tmp_path / "less", split)
@@ -209,23 +212,23 @@ def test_easy_records_have_one_shape_and_pictures_of_their_own(tmp_path):
 
 def test_answers_are_balanced_within_every_way_to_ask(folder):
     for split, slack in (("train", 3), ("eval", 2)):
-        given: dict[str, Counter] = {}
+        replies_by_form: dict[str, Counter] = {}
         for record in records(folder, split):
             for text, reply in turns(record):
                 words = "|".join([*COLOURS, *SHAPES])
                 form = "fact" if text in FACTS else re.sub(words, "_", text)
-                given.setdefault(form, Counter())[reply] += 1
-        assert {form: set(replies) for form, replies in given.items()} == {
+                replies_by_form.setdefault(form, Counter())[reply] += 1
+        assert {form: set(replies) for form, replies in replies_by_form.items()} == {
             "What colour is the _?": set(COLOURS),
             "What shape is the _ one?": set(SHAPES),
             "How many shapes are there?": {"1", "2", "3"},
             "How many _ shapes are there?": {"1", "2", "3"},
             "Where is the _: left or right?": {"left", "right"},
             "Where is the _: top or bottom?": {"top", "bottom"},
-            **{form: set(given[form]) for form in PAIRS},  # fewer of them than colours
-            "fact": set(given["fact"]),
+            **{form: set(replies_by_form[form]) for form in PAIRS},  # fewer questions than colours
+            "fact": set(replies_by_form["fact"]),
         }
-        for form, replies in given.items():
+        for form, replies in replies_by_form.items():
             assert max(replies.values()) - min(replies.values()) <= slack, (split, form, replies)
 
 
@@ -243,10 +246,10 @@ def test_shares_of_the_kinds(folder):
 
 def test_no_chat_says_an_answer_before_it_is_asked_for(folder):
     for record in records(folder, "train"):
-        said = ""
+        earlier = ""
         for text, reply in turns(record):
-            assert reply not in said
-            said += text + reply
+            assert reply not in earlier
+            earlier += text + reply
 
 
 def test_same_seed_same_bytes(tmp_path):
@@ -257,7 +260,7 @@ def test_same_seed_same_bytes(tmp_path):
     write_shapes(tmp_path / "c", ShapesSpec(train=30, eval=10, seed=6))
     a, c = (records(tmp_path / name, "train") for name in "ac")
     assert a != c
-    # What is held out does not depend on how many training records follow.
+    # The evaluation records do not depend on the number of training records that follow.
     write_shapes(tmp_path / "d", ShapesSpec(train=60, eval=10, seed=5))
     assert records(tmp_path / "d", "eval") == records(tmp_path / "a", "eval")
 
@@ -265,9 +268,9 @@ def test_same_seed_same_bytes(tmp_path):
 def test_a_set_can_be_narrowed(tmp_path):
     spec = ShapesSpec(40, 0, 0, 1, ("colour", "position"), max_shapes=1, sides=(96,))
     write_shapes(tmp_path / "one", spec)
-    found = records(tmp_path / "one", "train")
-    assert {record["kind"] for record in found} == {"colour", "position"}
-    for record in found:
+    train_records = records(tmp_path / "one", "train")
+    assert {record["kind"] for record in train_records} == {"colour", "position"}
+    for record in train_records:
         (path,) = image_paths(record)
         assert open_image(tmp_path / "one" / path).size == (96, 96)
         assert len(look(tmp_path / "one" / path)) == 1
