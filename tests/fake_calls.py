@@ -104,12 +104,12 @@ class StandIn:
     def _saved(self, call, body, kind, form):
         value, folder = form.model_validate_json(body), self._folder(call)
         expires = None if value.ttl_seconds is None else time.time() + value.ttl_seconds
-        made = NewCheckpoint(
+        checkpoint = NewCheckpoint(
             *(call.owner, kind, value.path, folder, 10, expires), value.user_metadata or {}
         )
         outcome = answer({"path": tinker_path(call.owner, kind, value.path), "type": call.kind})
         saved = (Saved(call.owner, call.seq, folder),) if kind == "training" else ()
-        return outcome, Changes(checkpoints=(made,), saved=saved)
+        return outcome, Changes(checkpoints=(checkpoint,), saved=saved)
 
     def _save_weights(self, call, body):
         return self._saved(call, body, "training", schemas.SaveWeights)

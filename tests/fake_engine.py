@@ -28,7 +28,7 @@ REPLAYS = "STAND_IN_REPLAYS"
 
 
 def number_of(values: bytes, before: int = 0) -> int:
-    """Return the number of weights to which these values are added."""
+    """Return the number of weights: that of the weights before, combined with the next values."""
     return int(hashlib.sha1(before.to_bytes(4) + values).hexdigest()[:8], 16)
 
 

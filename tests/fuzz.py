@@ -338,12 +338,12 @@ def checkpoint_texts(folder: Path) -> Attempt:
     model = _checkpoint(folder)
     source = HFCheckpoint(model)
     shapes = source.sizes.shapes
-    tensors, held = {}, []
+    tensors, blocks = {}, []
     for name, shape in shapes.items():
         rows, cols = shape[0], max(1, int(torch.tensor(shape[1:]).prod()))
         tensors[f"{name}@0,0"] = torch.zeros(rows, cols)
-        held.append((name, (0, 0, rows, cols)))
-    index = make_index(shapes, [held])
+        blocks.append((name, (0, 0, rows, cols)))
+    index = make_index(shapes, [blocks])
     state = {
         "format": 2,
         "layout": {"tp": 1},
@@ -498,9 +498,9 @@ def metrics_jsonl(folder: Path) -> Attempt:
     def attempt(chance: random.Random) -> str:
         from megatron_vlm.report.run import write_report
 
-        drawn = [json.dumps(sample).encode() for sample in samples]
-        drawn[chance.randrange(3)] = mutate_json(samples[1], chance)
-        (folder / "samples.jsonl").write_bytes(b"\n".join(drawn))
+        lines_of_samples = [json.dumps(sample).encode() for sample in samples]
+        lines_of_samples[chance.randrange(3)] = mutate_json(samples[1], chance)
+        (folder / "samples.jsonl").write_bytes(b"\n".join(lines_of_samples))
 
         (folder / "config.yaml").write_bytes(mutate_bytes(b"run: a\nmodel:\n  path: b\n", chance))
         (folder / "examples.json").write_bytes(mutate_json(examples, chance))

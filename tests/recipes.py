@@ -100,7 +100,7 @@ def write_pictures(
     """Write a class for each colour and each of SHAPES, with `train` and `test` pictures that are
     all different. `words` replaces the names of the colours. The recipe flips pictures at random;
     `mirrored` pictures are symmetric, so a flip does not change them or the numbers of a run."""
-    rng, drawn = random.Random(seed), set[Shape]()
+    rng, known_shapes = random.Random(seed), set[Shape]()
     for split, count in (("train", train), ("test", test)):
         for colour in COLOURS:
             for name in SHAPES:
@@ -108,7 +108,7 @@ def write_pictures(
                 below = folder / "dpdl-benchmark" / "caltech101" / split / label
                 below.mkdir(parents=True)
                 for number in range(count):
-                    shape = _shape(rng, name, colour, drawn)
+                    shape = _shape(rng, name, colour, known_shapes)
                     picture = draw(Scene(SIDE, SIDE, (shape,)))
                     if mirrored:
                         half = picture.crop((0, 0, SIDE // 2, SIDE))

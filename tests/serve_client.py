@@ -157,33 +157,33 @@ class Client:
 
     def model(self, rank: int, seed: int = 0, **parts: bool) -> "Model":
         lora = {"rank": rank, "seed": seed, **parts}
-        made = self.do(
+        reply = self.do(
             "create_model",
             session_id=self.session,
             model_seq_id=next(self.numbers),
             base_model=self.model_name,
             lora_config=lora,
         )
-        return Model(self, made["model_id"])
+        return Model(self, reply["model_id"])
 
     def loaded(self, path: str, optimizer: bool) -> "Model":
-        made = self.do(
+        reply = self.do(
             "load_weights",
             session_id=self.session,
             model_seq_id=next(self.numbers),
             path=path,
             optimizer=optimizer,
         )
-        return Model(self, made["model_id"])
+        return Model(self, reply["model_id"])
 
     def sampler(self, **of: str) -> "Sampler":
-        made = self.post(
+        reply = self.post(
             "create_sampling_session",
             session_id=self.session,
             sampling_session_seq_id=next(self.numbers),
             **of,
         )
-        return Sampler(self, made["sampling_session_id"])
+        return Sampler(self, reply["sampling_session_id"])
 
 
 @dataclass
@@ -229,8 +229,8 @@ class Model:
 
     def sampler(self) -> "Sampler":
         number = next(self.client.numbers)
-        made = self._do("save_weights_for_sampler", sampling_session_seq_id=number)
-        return Sampler(self.client, made["sampling_session_id"])
+        reply = self._do("save_weights_for_sampler", sampling_session_seq_id=number)
+        return Sampler(self.client, reply["sampling_session_id"])
 
     def _do(self, what: str, /, **fields: Any) -> Any:
         return self.client.do(what, model_id=self.id, seq_id=next(self.seq), **fields)
@@ -246,7 +246,7 @@ class Sampler:
 
     def ask(self, chunks: Chunks, n: int = 1, more: Any = None, **params: Any) -> str:
         """Request samples, and return the promise."""
-        made = self.client.post(
+        reply = self.client.post(
             "asample",
             sampling_session_id=self.id,
             seq_id=next(self.numbers),
@@ -255,8 +255,8 @@ class Sampler:
             sampling_params=params,
             **(more or {}),
         )
-        assert len(made["sample_sequence_ids"]) == n
-        return str(made["request_id"])
+        assert len(reply["sample_sequence_ids"]) == n
+        return str(reply["request_id"])
 
     def sample(self, chunks: Chunks, n: int = 1, more: Any = None, **params: Any) -> Any:
         """Return the SampleResponse."""

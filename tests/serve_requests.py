@@ -76,12 +76,12 @@ def request(
 ) -> bytes:
     """Return a forward_backward request. Integers among the inputs become ids, other numbers
     floats."""
-    made = message("ForwardBackwardRequest")
-    made.model_id, made.seq_id, made.loss_fn, made.forward_only = model, seq, loss, forward_only
+    body = message("ForwardBackwardRequest")
+    body.model_id, body.seq_id, body.loss_fn, body.forward_only = model, seq, loss, forward_only
     for name, value in options.items():
-        made.loss_fn_config_v2.add(key=name).value.number = value
+        body.loss_fn_config_v2.add(key=name).value.number = value
     for chunks, inputs in data:
-        datum = made.data.add()
+        datum = body.data.add()
         for chunk in chunks:
             if isinstance(chunk, Picture):
                 image = datum.model_input.add().image
@@ -95,7 +95,7 @@ def request(
             tensor.dense = array.astype("<i8" if whole else "<f4").tobytes()
             tensor.dtype = INT64 if whole else FLOAT32
             tensor.shape.extend(array.shape)
-    return bytes(made.SerializeToString())
+    return bytes(body.SerializeToString())
 
 
 def targeted_log_probs(logits_SV: Tensor, targets: Any) -> Tensor:

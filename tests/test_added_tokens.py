@@ -247,12 +247,12 @@ def test_a_run_and_its_exports_are_scored_alike(points, tmp_path, process_tree):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         one, other = (tmp_path / "out" / name, folder / "run" / "export" / name)
         assert one.read_bytes() == other.read_bytes(), name
-    more = [f"data.eval={folder / 'train.jsonl'}", "eval.generate=true", "data.cache_dir=null"]
-    more += ["data.num_workers=0", "parallel.tp=1", "parallel.pp=1", "eval.max_new_tokens=8"]
+    settings = [f"data.eval={folder / 'train.jsonl'}", "eval.generate=true", "data.cache_dir=null"]
+    settings += ["data.num_workers=0", "parallel.tp=1", "parallel.pp=1", "eval.max_new_tokens=8"]
     scores = []
     for where in (folder / "run", tmp_path / "out"):
         scores.append(
-            json.loads(process_tree.printed(run_eval, [str(where), *more]).splitlines()[-1])
+            json.loads(process_tree.printed(run_eval, [str(where), *settings]).splitlines()[-1])
         )
     assert scores[0]["loss"] == pytest.approx(scores[1]["loss"], rel=1e-6)
     assert scores[0]["exact_match"] == scores[1]["exact_match"]

@@ -66,8 +66,8 @@ def world(tiny, pool, tmp_path_factory) -> World:
     folder, data = tiny(), write_set(tmp_path_factory.mktemp("prompts"), ROWS)
     opened = open_set(data, folder, None, train=False)
     rows = [question_of(opened, opened.handle(number)).prompt for number in range(ROWS)]
-    drawn = methodcaller("sample", rows, SamplingSettings(NEW_TOKENS), 1, range(ROWS))
-    answers = [each for [each] in pool.run(call, 1, folder, layout(), drawn)[0]]
+    draw = methodcaller("sample", rows, SamplingSettings(NEW_TOKENS), 1, range(ROWS))
+    answers = [each for [each] in pool.run(call, 1, folder, layout(), draw)[0]]
     return World(folder, data, rows, answers, PixelTables(folder, CPU))
 
 
@@ -219,9 +219,9 @@ def test_every_token_is_a_point_where_it_belongs(world):
         *("1.0e-03", "1.0e-05", "0.0e+00")
     ]
     assert Page(scatter_svg(against)).text.count("<circle") == 3
-    drawn = Page(scatter_svg(differences))
-    heights = [float(circle["cy"]) for circle in drawn.all("circle")]
-    [bound] = [float(a["y1"]) for a in drawn.all("line") if a.get("class") == "bound"]
+    plot = Page(scatter_svg(differences))
+    heights = [float(circle["cy"]) for circle in plot.all("circle")]
+    [bound] = [float(a["y1"]) for a in plot.all("line") if a.get("class") == "bound"]
     assert heights[0] < bound < heights[1] < heights[2] == 280
 
 
@@ -327,20 +327,22 @@ def test_one_that_does_not_is_unlike(name, world, pool, replays):
     """The command reports the difference on every rank. A prompt whose ids differ is not
     sampled."""
     change_view, change_answer, fault = WRONG[name]
-    row, own = world.rows[2], world.answers[2]
-    write_replay(replays, world, row, change_view(honest(row, world.tables)), change_answer(own))
+    row, completion = world.rows[2], world.answers[2]
+    write_replay(
+        replays, world, row, change_view(honest(row, world.tables)), change_answer(completion)
+    )
     results = pool.run(_agree, 2, words(world, replays, **{"parallel.tp": 2}))
     assert [status for status, _ in results] == [UNLIKE] * 2
     count = sum(len(each.ids) for each in world.answers)
     assert re.search(f"They differ: {fault.format(count=count)}", results[0][1])
-    remaining = count - len(own.ids) * (name == "an id")
+    remaining = count - len(completion.ids) * (name == "an id")
     assert f"tokens: {remaining}, " in results[0][1]
 
 
 @pytest.mark.slow
 def test_the_command_ends_with_1_where_they_differ(world, replays, capfd):
-    row, own = world.rows[1], world.answers[1]
-    write_replay(replays, world, row, honest(row, world.tables), shifted(own))
+    row, completion = world.rows[1], world.answers[1]
+    write_replay(replays, world, row, honest(row, world.tables), shifted(completion))
     status = main(["agree", *words(world, replays, **{"parallel.tp": 2})])
     output, errors = capfd.readouterr()
     assert status == 1 and "They differ: 1 of" in output

@@ -769,8 +769,10 @@ def test_boxes_of_images_that_were_cut_off_are_not_drawn_elsewhere(reader):
     raw["objects"]["bbox"] *= 2
     raw["objects"]["image_id"] *= 2
     record_reader = reader(truncation="image_safe", max_images=1)
-    shown = show_sample(record_reader, raw, "x:1", record_reader.encode(raw, "x:1"), pictures=True)
-    views = [piece.view for turn in shown.turns for piece in turn.pieces if piece.view]
+    views_of_sample = show_sample(
+        record_reader, raw, "x:1", record_reader.encode(raw, "x:1"), pictures=True
+    )
+    views = [piece.view for turn in views_of_sample.turns for piece in turn.pieces if piece.view]
     assert [view.label for view in views][:2] == ["image 0", "video 0, frame 0"]
     assert not any(view.outlines for view in views)
 
@@ -782,8 +784,8 @@ def test_a_picture_that_has_gone_is_told(reader):
     raw = record("<bbox>", "gone.png", bbox=[[32, 32]])
     sample = record_reader.encode(raw, "x:1")
     path.unlink()
-    shown = show_sample(record_reader, raw, "x:1", sample, pictures=False)
-    assert shown.problem.startswith("x:1: image 0: no file gone.png")
+    view = show_sample(record_reader, raw, "x:1", sample, pictures=False)
+    assert view.problem.startswith("x:1: image 0: no file gone.png")
 
 
 @in_a_browser

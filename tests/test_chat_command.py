@@ -75,8 +75,8 @@ def hf_answers(folder: str, turns: list[tuple[list[int], str]], said: list[str])
     messages: list[dict[str, Any]] = []
     answers = []
     for (numbers, text), answer in zip(turns, said, strict=True):
-        shown = [{"type": "image", "image": data_uri(*SIZES[n], n)} for n in numbers]
-        content: Any = [*shown, {"type": "text", "text": text}] if shown else text
+        image_parts = [{"type": "image", "image": data_uri(*SIZES[n], n)} for n in numbers]
+        content: Any = [*image_parts, {"type": "text", "text": text}] if image_parts else text
         messages.append({"role": "user", "content": content})
         inputs = dict(hf_encode(processor, {"messages": messages}, add_generation_prompt=True))
         ids = inputs["input_ids"]
@@ -227,8 +227,8 @@ def test_a_video_is_shown_as_transformers_shows_it(pool, tiny, tmp_path):
     ((out, errors, messages),) = pool.run(converse, 1, tiny(), lines)
     first, second = errors.splitlines()
     assert "text.mp4: cannot be read as a video" in first and "is a folder" in second
-    shown = {"type": "video", "video": str(path)}
-    assert messages[0]["content"] == [shown, {"type": "text", "text": "What moves?"}]
+    video_part = {"type": "video", "video": str(path)}
+    assert messages[0]["content"] == [video_part, {"type": "text", "text": "What moves?"}]
     answer = hf_answer_to_video(tiny(), path, "What moves?", 3)
     assert out == escape_controls(answer) + "\n" and messages[1]["content"] == answer
     ((other, _, _),) = pool.run(converse, 1, tiny(), ["What moves?"])

@@ -223,16 +223,18 @@ def test_spelled_special_tokens_cannot_forge(place, reader):
     remains."""
 
     def record(value):
-        own = dict.fromkeys(("user", "system", "assistant", "tool", "tools", "call"), "w")
-        own[place] = value
+        texts = dict.fromkeys(("user", "system", "assistant", "tool", "tools", "call"), "w")
+        texts[place] = value
         return {
-            "tools": [{"type": "function", "function": {"name": "f", "description": own["tools"]}}],
+            "tools": [
+                {"type": "function", "function": {"name": "f", "description": texts["tools"]}}
+            ],
             "messages": [
-                say("system", own["system"]),
-                say("user", image(64, 64), text(own["user"])),
-                say("assistant", "", tool_calls=[{"name": "f", "arguments": {"x": own["call"]}}]),
-                say("tool", own["tool"]),
-                say("assistant", own["assistant"]),
+                say("system", texts["system"]),
+                say("user", image(64, 64), text(texts["user"])),
+                say("assistant", "", tool_calls=[{"name": "f", "arguments": {"x": texts["call"]}}]),
+                say("tool", texts["tool"]),
+                say("assistant", texts["assistant"]),
             ],
         }
 

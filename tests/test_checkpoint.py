@@ -325,13 +325,13 @@ def test_a_checkpoint_without_every_tensor_is_refused():
     shapes = {"a": (4, 3), "b": (2,)}
     whole = [[("a", (0, 0, 2, 3)), ("b", (0, 0, 2, 1))], [("a", (2, 0, 2, 3))]]
     assert set(make_index(shapes, whole)) == {"a", "b"}
-    for held, names in (
+    for blocks, names in (
         (whole[:1], ["a"]),
         (whole[1:], ["b", "a"]),
         ([whole[0], [("a", (0, 0, 2, 3))]], ["a"]),
     ):
         with raises(CheckpointError, problem_has=f"{len(names)} of 2 tensors") as caught:
-            make_index(shapes, held)
+            make_index(shapes, blocks)
         assert list(caught.value.found) == names and "6 of 12" in caught.value.found["a"]
 
 

@@ -84,23 +84,23 @@ def look(path: Path) -> list[Seen]:
     pixels = np.asarray(open_image(path))
     shapes = []
     for colour, rgb in COLOURS.items():
-        left = np.pad((pixels == rgb).all(-1), 1)
-        while left.any():
-            area = np.zeros_like(left)
-            area[np.unravel_index(left.argmax(), left.shape)] = True
+        remaining = np.pad((pixels == rgb).all(-1), 1)
+        while remaining.any():
+            area = np.zeros_like(remaining)
+            area[np.unravel_index(remaining.argmax(), remaining.shape)] = True
             size = 0
             while area.sum() > size:
                 size = area.sum()
                 for axis in (0, 1):
                     area |= np.roll(area, 1, axis) | np.roll(area, -1, axis)
-                area &= left
+                area &= remaining
             rows, columns = np.nonzero(area)
             box = (np.ptp(rows) + 1) * (np.ptp(columns) + 1)
             fill = size / box
             name = SHAPES[1 if fill > 0.95 else 0 if fill > 0.7 else 2 if fill > 0.45 else 3]
             x, y = (columns.min() + columns.max()) / 2 - 1, (rows.min() + rows.max()) / 2 - 1
             shapes.append(Seen(colour, name, x, y))
-            left &= ~area
+            remaining &= ~area
     return shapes
 
 

@@ -106,16 +106,16 @@ class _DeviceApi(TorchFunctionMode):
 
     def _made_on(self, device: torch.device, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function that has a `device` argument, and mark its result."""
-        made = func(*args, device=CPU, **kwargs)
-        if not isinstance(made, Tensor):
-            return made
+        result = func(*args, device=CPU, **kwargs)
+        if not isinstance(result, Tensor):
+            return result
         name = getattr(func, "__name__", "")
         is_shape = name.endswith(_SHAPED)
         if device.type == "cuda" and args and not is_shape:
             from_host = isinstance(args[0], Tensor) and not on_device(args[0])
             if name in ("tensor", "as_tensor", "new_tensor") or from_host:
                 self.findings.add(Kind.sync, f"{name}(..., device=cuda)")
-        return put(made, Place.device if device.type == "cuda" else Place.host)
+        return put(result, Place.device if device.type == "cuda" else Place.host)
 
     def _pin(self, tensor: Tensor, *_: Any) -> Tensor:
         assert not on_device(tensor), "only memory of the host can be pinned"
@@ -193,12 +193,12 @@ class _Kernels(TorchDispatchMode):
                 if place is Place.device:
                     self.api.streams.used(tensor.untyped_storage())
             self._check(func, args, kwargs, tensors)
-            made = func(*args, **kwargs)
+            results = func(*args, **kwargs)
         input_storages = {id(t.untyped_storage()) for t in tensors}
-        for tensor in tree_iter(made):
+        for tensor in tree_iter(results):
             if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in input_storages:
                 put(tensor, Place.device)
-        return made
+        return results
 
     def _check_collective(self, func: Any, given: list[Tensor], places: list[Place]) -> None:
         host = [t for t, at in zip(given, places, strict=True) if at is not Place.device]

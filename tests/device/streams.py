@@ -14,7 +14,8 @@ class Stream:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.length = 0  # number of pieces of work so far
-        self.known: dict[Stream, int] = {}  # work of others done before this stream's next
+        # The length of another stream's work that is done before this stream's next work.
+        self.known: dict[Stream, int] = {}
 
     def record_event(self, _: Any = None) -> "Event":
         return Event(self, self.length)
