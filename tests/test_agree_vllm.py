@@ -1,5 +1,5 @@
 # make vllm-env, then .venv/bin/python -m pytest tests/test_agree_vllm.py
-"""Tests of `megatron-vlm agree` with real vLLM. It sees the same input and returns the same
+"""Tests of `megatron-vlm agree` with real vLLM. vLLM sees the same input and returns the same
 log-probs as the trainer, videos included, and a fault on the way is reported. The tests without
 vLLM are in tests/test_agree_command.py."""
 
