@@ -19,8 +19,8 @@ from megatron_vlm.checkpoint.retention import (
     commit,
     find_latest,
     held_checkpoint,
-    keep,
     other_lines,
+    prune,
     step_folder,
 )
 from megatron_vlm.errors import CheckpointError, ConfigError
@@ -60,7 +60,7 @@ def go_on(run: Path, steps: Iterable[int], parent: Manifest | None = None, **rul
         files = {"state.json": f"{history} {step}".encode()}
         parent = read_manifest(make(run, step, files, parent))
         if rules:
-            keep(run, parent, **rules)
+            prune(run, parent, **rules)
     assert parent is not None
     return parent
 
@@ -170,7 +170,7 @@ def test_replacing_a_checkpoint_survives_a_crash_in_between(tmp_path):
     head = read_manifest(make(tmp_path, 2))
     assert find_latest(tmp_path) == folder
     assert names(tmp_path) == ["step-00000001", "step-00000002", aside.name]
-    keep(tmp_path, head, keep_last=2)
+    prune(tmp_path, head, keep_last=2)
     assert steps(tmp_path) == [1, 2]
     make(tmp_path, 2)
     assert steps(tmp_path) == [1, 2]
@@ -208,7 +208,7 @@ def test_only_what_belongs_to_no_run_is_replaced_by_something_else(writer, tmp_p
     ],
 )
 def test_retention(kwargs, kept, tmp_path):
-    removed = keep(tmp_path, go_on(tmp_path, range(1, 11)), **kwargs)
+    removed = prune(tmp_path, go_on(tmp_path, range(1, 11)), **kwargs)
     assert steps(tmp_path) == kept
     assert sorted(int(path.name[5:]) for path in removed) == sorted({*range(1, 11)} - {*kept})
 
@@ -217,15 +217,15 @@ def test_retention_does_not_count_the_damaged(tmp_path):
     head = go_on(tmp_path, (1, 2, 3, 4))
     (step_folder(tmp_path, 3) / "state.json").unlink()
     begin(step_folder(tmp_path, 5), RUN)
-    keep(tmp_path, head, keep_last=2)
+    prune(tmp_path, head, keep_last=2)
     assert find_latest(tmp_path) == step_folder(tmp_path, 4)
     assert names(tmp_path) == [
         *("step-00000002", "step-00000003", "step-00000004", "step-00000005.partial")
     ]
     with raises(ConfigError, key="checkpoint.keep_last", found=0):
-        keep(tmp_path, head, keep_last=0)
+        prune(tmp_path, head, keep_last=0)
     with raises(ConfigError, key="checkpoint.keep_every", found=0):
-        keep(tmp_path, head, keep_last=1, keep_every=0)
+        prune(tmp_path, head, keep_last=1, keep_every=0)
 
 
 def test_what_was_just_written_is_never_removed(tmp_path):
@@ -358,7 +358,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from megatron_vlm.checkpoint.manifest import read_manifest, write_file
-from megatron_vlm.checkpoint.retention import commit, find_latest, keep, step_folder
+from megatron_vlm.checkpoint.retention import commit, find_latest, prune, step_folder
 from megatron_vlm.io.atomic import begin
 run = Path(sys.argv[1])
 latest = find_latest(run)
@@ -371,7 +371,7 @@ while True:
     files = [write_file(partial / str(n), [bytes([step % 256]) * 70_000] * 3) for n in range(6)]
     head = commit(step_folder(run, step), files, "an id", head)
     print("end", step, flush=True)
-    keep(run, head, 2, 5)
+    prune(run, head, 2, 5)
     step += step % 3 == 0
 """
 
@@ -391,7 +391,7 @@ def test_what_is_read_stays_until_then(tmp_path):
 
 def test_a_reader_takes_the_next_where_one_is_removed_under_it(tmp_path):
     """The run does nothing but write checkpoints, and keeps only the last one."""
-    writer = WRITER.replace("keep(run, head, 2, 5)", "keep(run, head, 1)")
+    writer = WRITER.replace("prune(run, head, 2, 5)", "prune(run, head, 1)")
     go_on(tmp_path, (1,))
     command, verified = [sys.executable, "-c", writer, str(tmp_path)], set()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:

@@ -20,7 +20,7 @@ import pytest
 
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.rl.environment import EnvStep
-from megatron_vlm.rl.rewards.pool import JudgeSettings, RewardPool
+from megatron_vlm.rl.rewards.pool import RewardPool, RewardSettings
 from megatron_vlm.rl.rewards.serialize import PackingError, pack_and_unpack
 from tests.error_fields import raises
 from tests.exit_cases import END_S, Marked
@@ -46,21 +46,21 @@ def judging(tmp_path) -> Iterator[Judging]:
     ) -> RewardPool:
         (tmp_path / "rewards.py").write_text(dedent(source))
         named = [None if name is None else str(tmp_path / name) for name in (reward, environment)]
-        made.append(RewardPool(JudgeSettings(*named, processes, timeout_s, failed_reward)))
+        made.append(RewardPool(RewardSettings(*named, processes, timeout_s, failed_reward)))
         return made[-1]
 
     yield make
-    for judges in made:
-        judges.close()
+    for reward_pool in made:
+        reward_pool.close()
 
 
 def answers(
-    judges: RewardPool, *said: str, record: Any = None, first: int = 0
+    reward_pool: RewardPool, *said: str, record: Any = None, first: int = 0
 ) -> list[Future[EnvStep]]:
     """Submit all answers at once, each in its own episode, and return the futures."""
     for place in range(first, first + len(said)):
-        judges.begin(place, record or {}, f"data.jsonl:{place}").result(PATIENCE_S)
-    return [judges.step(first + place, answer) for place, answer in enumerate(said)]
+        reward_pool.begin(place, record or {}, f"data.jsonl:{place}").result(PATIENCE_S)
+    return [reward_pool.step(first + place, answer) for place, answer in enumerate(said)]
 
 
 def rewards(futures: list[Future[EnvStep]]) -> list[float | str]:
@@ -111,12 +111,12 @@ WRONG = {
 
 
 def test_results_of_a_reward(judging):
-    judges = judging(EVAL, "rewards.py:score")
-    results = [future.result(PATIENCE_S) for future in answers(judges, *RIGHT)]
+    reward_pool = judging(EVAL, "rewards.py:score")
+    results = [future.result(PATIENCE_S) for future in answers(reward_pool, *RIGHT)]
     assert [(each.reward, list(each.messages), each.figures) for each in results] == [
         (each.reward, [], each.figures) for each in RIGHT.values()
     ]
-    futures = answers(judges, *WRONG, first=100)
+    futures = answers(reward_pool, *WRONG, first=100)
     for place, (future, expected) in enumerate(zip(futures, WRONG.values(), strict=True)):
         error = future.exception(PATIENCE_S)
         assert isinstance(error, DataError)
@@ -129,7 +129,7 @@ def test_results_of_a_reward(judging):
 def test_an_error_says_where_it_was_raised(judging, tmp_path, capfd):
     """The place is in the user's own folder, even if a library or a neighbour module raised it."""
     (tmp_path / "neighbour.py").write_text("def parse(text):\n    return {}[text]\n")
-    judges = judging(
+    reward_pool = judging(
         """
         import json
         from neighbour import parse
@@ -146,9 +146,9 @@ def test_an_error_says_where_it_was_raised(judging, tmp_path, capfd):
         """,
         "rewards.py:score",
     )
-    [library] = rewards(answers(judges, "x", record={"by": "loads"}))
-    [elsewhere] = rewards(answers(judges, "/no", record={"by": "opened"}, first=1))
-    [neighbours] = rewards(answers(judges, "x", record={"by": "parse"}, first=2))
+    [library] = rewards(answers(reward_pool, "x", record={"by": "loads"}))
+    [elsewhere] = rewards(answers(reward_pool, "/no", record={"by": "opened"}, first=1))
+    [neighbours] = rewards(answers(reward_pool, "x", record={"by": "parse"}, first=2))
     assert "raised json.decoder.JSONDecodeError: Expecting value" in library
     assert f" at {tmp_path / 'rewards.py'}:10; mend it" in library
     assert f" at {tmp_path / 'rewards.py'}:13; mend it" in elsewhere and "/no" in elsewhere
@@ -157,14 +157,14 @@ def test_an_error_says_where_it_was_raised(judging, tmp_path, capfd):
 
 
 def test_what_is_raised_is_shown_as_text_and_within_bounds(judging, capfd):
-    judges = judging(
+    reward_pool = judging(
         """
         def score(record, answer):
             raise ValueError("\\x1b[2J\\x9b31m\\udc80" + "y" * 2**20 + "\\x07")
         """,
         "rewards.py:score",
     )
-    [error] = rewards(answers(judges, "x"))
+    [error] = rewards(answers(reward_pool, "x"))
     assert "raised ValueError: " in error and len(error) < 1000
     shown = capfd.readouterr().err
     assert "Traceback" in shown and "in score" in shown and "ValueError: \\x1b[2J" in shown
@@ -173,7 +173,7 @@ def test_what_is_raised_is_shown_as_text_and_within_bounds(judging, capfd):
 
 def test_messages_that_cannot_be_sent_are_wrong_at_once(judging):
     """A process that cannot reply for another reason reports that, too, so nobody waits."""
-    judges = judging(
+    reward_pool = judging(
         """
         from megatron_vlm.rl.environment import EnvStep
 
@@ -197,13 +197,13 @@ def test_messages_that_cannot_be_sent_are_wrong_at_once(judging):
         None,
         "rewards.py:Wrong",
     )
-    deep, odd = rewards(answers(judges, "deep", "odd"))
+    deep, odd = rewards(answers(reward_pool, "deep", "odd"))
     assert "rewards.py:Wrong: step " in deep and ": RecursionError: " in deep
     assert "rewards.py:Wrong: step " in odd and ": RuntimeError: no list" in odd
 
 
 def test_coroutines_run_at_the_same_time(judging):
-    judges = judging(
+    reward_pool = judging(
         """
         import asyncio
         now = most = 0
@@ -218,12 +218,12 @@ def test_coroutines_run_at_the_same_time(judging):
         """,
         "rewards.py:score",
     )
-    assert rewards(answers(judges, *"x" * 20)) == [20.0] * 20
+    assert rewards(answers(reward_pool, *"x" * 20)) == [20.0] * 20
 
 
 def test_a_coroutine_has_a_time_of_its_own(judging):
     """A late coroutine is cancelled; its process and the other coroutines stay."""
-    judges = judging(
+    reward_pool = judging(
         """
         import asyncio, os
 
@@ -234,8 +234,8 @@ def test_a_coroutine_has_a_time_of_its_own(judging):
         "rewards.py:score",
         timeout_s=1.0,
     )
-    *right, late = rewards(answers(judges, "0.1", "0.5", "60"))
-    assert right == rewards(answers(judges, "0", "0", first=3))
+    *right, late = rewards(answers(reward_pool, "0.1", "0.5", "60"))
+    assert right == rewards(answers(reward_pool, "0", "0", first=3))
     assert "rewards.py:score took longer than rl.timeout=1 seconds; " in late
     assert late.startswith("data.jsonl:2: ")
 
@@ -246,7 +246,7 @@ HANGING = ("time.sleep(60)", "while_true()", "sum(range(10**13))")
 
 @pytest.mark.parametrize("hanging", HANGING)
 def test_a_function_that_hangs_ends_its_process(judging, hanging):
-    judges = judging(
+    reward_pool = judging(
         """
         import os, time
 
@@ -260,13 +260,13 @@ def test_a_function_that_hangs_ends_its_process(judging, hanging):
         "rewards.py:score",
         timeout_s=SHORT_S,
     )
-    before, late, after = rewards(answers(judges, "os.getpid()", hanging, "os.getpid()"))
+    before, late, after = rewards(answers(reward_pool, "os.getpid()", hanging, "os.getpid()"))
     assert "data.jsonl:1: " in late and "took longer than rl.timeout=0.5 seconds" in late
     assert before != after  # another process
 
 
 def test_waiting_for_others_takes_none_of_the_time(judging):
-    judges = judging(
+    reward_pool = judging(
         """
         import time
 
@@ -277,12 +277,12 @@ def test_waiting_for_others_takes_none_of_the_time(judging):
         "rewards.py:score",
         timeout_s=1.0,
     )
-    assert rewards(answers(judges, "1", "2", "3", "4")) == [1.0, 2.0, 3.0, 4.0]
+    assert rewards(answers(reward_pool, "1", "2", "3", "4")) == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_what_returns_late_is_late(judging):
     """The call returns before its process would have been ended, and the process stays."""
-    judges = judging(
+    reward_pool = judging(
         """
         import os, time
 
@@ -293,14 +293,14 @@ def test_what_returns_late_is_late(judging):
         "rewards.py:score",
         timeout_s=1.0,
     )
-    before, late, after = rewards(answers(judges, "0", "1.3", "0"))
+    before, late, after = rewards(answers(reward_pool, "0", "1.3", "0"))
     assert "took longer than rl.timeout=1 seconds" in late and before == after
 
 
 @pytest.mark.parametrize("blocking", ["time.sleep(60)", "await refuse()"])
 def test_a_coroutine_that_cannot_be_cancelled_is_known(judging, blocking):
     """The coroutine ends its process, and the other calls of the process are made again."""
-    judges = judging(
+    reward_pool = judging(
         f"""
         import asyncio, time
 
@@ -321,7 +321,7 @@ def test_a_coroutine_that_cannot_be_cancelled_is_known(judging, blocking):
         "rewards.py:score",
         timeout_s=SHORT_S,
     )
-    first, late, *later = rewards(answers(judges, "1", "hang", "2", "3", "4"))
+    first, late, *later = rewards(answers(reward_pool, "1", "hang", "2", "3", "4"))
     assert [first, *later] == [1.0, 2.0, 3.0, 4.0]
     assert "data.jsonl:1: " in late and "took longer than rl.timeout=0.5 seconds" in late
 
@@ -336,7 +336,7 @@ def test_a_coroutine_that_cannot_be_cancelled_is_known(judging, blocking):
     ],
 )
 def test_a_call_that_kills_its_process_three_times(judging, tmp_path, kind, deadly, words):
-    judges = judging(
+    reward_pool = judging(
         f"""
         import asyncio, ctypes, os, pathlib
 
@@ -349,7 +349,7 @@ def test_a_call_that_kills_its_process_three_times(judging, tmp_path, kind, dead
         """,
         "rewards.py:score",
     )
-    first, died, *later = rewards(answers(judges, "1", "die", "2", "3"))
+    first, died, *later = rewards(answers(reward_pool, "1", "die", "2", "3"))
     assert [first, *later] == [1.0, 2.0, 3.0]
     assert f"rewards.py:score was asked 3 times, and its process {words}" in died
     assert "data.jsonl:1: " in died and "mend it, or set rl.failed_reward=0" in died
@@ -358,7 +358,7 @@ def test_a_call_that_kills_its_process_three_times(judging, tmp_path, kind, dead
 
 
 def test_a_process_that_dies_once_is_started_again(judging):
-    judges = judging(
+    reward_pool = judging(
         """
         import os
         from pathlib import Path
@@ -371,10 +371,10 @@ def test_a_process_that_dies_once_is_started_again(judging):
         """,
         "rewards.py:score",
     )
-    [pid] = rewards(answers(judges, "x"))
+    [pid] = rewards(answers(reward_pool, "x"))
     os.kill(int(pid), signal.SIGKILL)  # between calls
     time.sleep(0.05)
-    [new_pid] = rewards(answers(judges, "x", first=1))
+    [new_pid] = rewards(answers(reward_pool, "x", first=1))
     assert new_pid != pid
 
 
@@ -407,21 +407,23 @@ def test_an_environment_gets_its_state_again(judging, tmp_path, asynchronous):
     source = COUNTING.replace(" def reset", " async def reset").replace(
         " def step", " async def step"
     )
-    judges = judging(
+    reward_pool = judging(
         source if asynchronous else COUNTING, None, "rewards.py:Counting", timeout_s=SHORT_S
     )
     for place, name in enumerate("AB"):
-        assert judges.begin(place, {"name": name}, name).result(PATIENCE_S) is None
-    assert judges.step(0, "one").result(PATIENCE_S).reward == 2
-    assert judges.step(0, "two").result(PATIENCE_S).reward == 3
-    late = judges.step(1, "hang").exception(PATIENCE_S)
+        assert reward_pool.begin(place, {"name": name}, name).result(PATIENCE_S) is None
+    assert reward_pool.step(0, "one").result(PATIENCE_S).reward == 2
+    assert reward_pool.step(0, "two").result(PATIENCE_S).reward == 3
+    late = reward_pool.step(1, "hang").exception(PATIENCE_S)
     assert "B: " in str(late) and "rewards.py:Counting: step took" in str(late)
-    result = judges.step(0, "three").result(PATIENCE_S)
+    result = reward_pool.step(0, "three").result(PATIENCE_S)
     assert (result.reward, result.figures) == (4, {"turns": 1})
     assert [dict(message) for message in result.messages] == [
         {"role": "user", "content": "A one two three"}
     ]
-    result = judges.step(0, "four").result(PATIENCE_S)  # no replay, as the environment is alive
+    result = reward_pool.step(0, "four").result(
+        PATIENCE_S
+    )  # no replay, as the environment is alive
     assert result.reward == 5
     log = [line[2:] for line in (tmp_path / "log").read_text().split("\n") if line[:1] == "A"]
     assert log == ["reset", "one", "two", "reset", "one", "two", "three", "four"]
@@ -434,7 +436,7 @@ def picture(mode: str = "RGB") -> PIL.Image.Image:
 
 
 def test_an_environment_sees_and_shows_pictures(judging, tmp_path):
-    judges = judging(
+    reward_pool = judging(
         """
         from pathlib import Path
         import PIL.Image
@@ -458,11 +460,11 @@ def test_an_environment_sees_and_shows_pictures(judging, tmp_path):
         None,
         "rewards.py:Turning",
     )
-    [first] = judges.begin(0, {"image": picture()}, "turning").result(PATIENCE_S)
+    [first] = reward_pool.begin(0, {"image": picture()}, "turning").result(PATIENCE_S)
     image, path, raw, text = first["content"]
     assert image["image"].tobytes() == picture().tobytes() and image["image"].mode == "RGB"
     assert (path["image"], raw["image"], text) == ("a.png", b"PNG", "?")
-    [shown] = judges.step(0, "ROTATE_90").result(PATIENCE_S).messages
+    [shown] = reward_pool.step(0, "ROTATE_90").result(PATIENCE_S).messages
     turned = picture().transpose(PIL.Image.Transpose.ROTATE_90)
     assert shown["content"][0]["image"].tobytes() == turned.tobytes()
     assert shown["content"][0]["image"].size == (6, 10)
@@ -512,10 +514,10 @@ def test_values_of_numpy_travel_as_pythons():
 def test_what_cannot_travel_is_named(judging):
     with pytest.raises(PackingError, match=r"^a\.b\[1\] is of type set$"):
         pack_and_unpack({"a": {"b": [1, {2}]}})
-    judges = judging("def score(record, answer): return 1", "rewards.py:score")
-    [error] = rewards(answers(judges, "x", record={"label": {2}}))
+    reward_pool = judging("def score(record, answer): return 1", "rewards.py:score")
+    [error] = rewards(answers(reward_pool, "x", record={"label": {2}}))
     assert "data.jsonl:0: " in error and "cannot be given it: record.label is of type set" in error
-    assert rewards(answers(judges, "x", first=1)) == [1.0]
+    assert rewards(answers(reward_pool, "x", first=1)) == [1.0]
 
 
 WRONG_STEPS = {
@@ -535,7 +537,7 @@ WRONG_STEPS = {
 
 
 def test_wrong_results_of_an_environment(judging):
-    judges = judging(
+    reward_pool = judging(
         """
         from megatron_vlm.rl.environment import EnvStep
 
@@ -549,14 +551,14 @@ def test_wrong_results_of_an_environment(judging):
         None,
         "rewards.py:Wrong",
     )
-    futures = answers(judges, *WRONG_STEPS, record={"first": "None"})
+    futures = answers(reward_pool, *WRONG_STEPS, record={"first": "None"})
     for expected, error in zip(WRONG_STEPS.values(), rewards(futures), strict=True):
         assert "rewards.py:Wrong: step " in error and expected in error, error
     for place, (first, expected) in enumerate(
         {"[]": "returned no messages; for those of the record it is None", "1": "messages 1 (int)"}
         .items()
     ):  # fmt: skip
-        error = judges.begin(100 + place, {"first": first}, "w").exception(PATIENCE_S)
+        error = reward_pool.begin(100 + place, {"first": first}, "w").exception(PATIENCE_S)
         assert isinstance(error, DataError) and (error.place, error.key) == ("w", "rl.environment")
         assert "reset " in error.problem and expected in error.problem
 
@@ -606,21 +608,21 @@ def test_names_that_are_refused(judging, tmp_path, kind, name):
 def test_one_of_both_is_given():
     for both in ((None, None), ("a.py:a", "b.py:b")):
         with raises(ConfigError, key="rl.reward", found=both[0]):
-            RewardPool(JudgeSettings(*both, 1, 1.0, None))
+            RewardPool(RewardSettings(*both, 1, 1.0, None))
 
 
 def test_a_module_is_found_in_the_working_folder(tmp_path, monkeypatch):
     (tmp_path / "some_rewards.py").write_text("async def score(record, answer): return 2")
     monkeypatch.chdir(tmp_path)
-    judges = RewardPool(JudgeSettings("some_rewards:score", None, 1, 9.0, None))
+    reward_pool = RewardPool(RewardSettings("some_rewards:score", None, 1, 9.0, None))
     try:
-        assert rewards(answers(judges, "x")) == [2.0]
+        assert rewards(answers(reward_pool, "x")) == [2.0]
     finally:
-        judges.close()
+        reward_pool.close()
 
 
 def test_a_failed_reward_stands_for_errors(judging):
-    judges = judging(
+    reward_pool = judging(
         """
         import os, time
         from megatron_vlm.rl.environment import EnvStep
@@ -639,16 +641,18 @@ def test_a_failed_reward_stands_for_errors(judging):
         failed_reward=-1.0,
     )
     failed = EnvStep(-1.0, (), {"failed": 1.0})
-    futures = answers(judges, "1 / 0", "time.sleep(60)", "os._exit(3)", "1", record={"first": "0"})
+    futures = answers(
+        reward_pool, "1 / 0", "time.sleep(60)", "os._exit(3)", "1", record={"first": "0"}
+    )
     *wrong, right = [future.result(PATIENCE_S) for future in futures]
     assert wrong == [failed] * 3 and right.reward == 1.0 and len(right.messages) == 1
-    assert judges.begin(9, {"first": "1 / 0"}, "begin").result(PATIENCE_S) is None
-    assert judges.step(9, "1").result(PATIENCE_S) == failed
+    assert reward_pool.begin(9, {"first": "1 / 0"}, "begin").result(PATIENCE_S) is None
+    assert reward_pool.step(9, "1").result(PATIENCE_S) == failed
 
 
 def test_episodes_are_dealt_to_those_with_the_fewest(judging):
     """An episode stays in one process. Its environment is released when the episode ends."""
-    judges = judging(
+    reward_pool = judging(
         """
         import gc, os
         from megatron_vlm.rl.environment import EnvStep
@@ -664,19 +668,19 @@ def test_episodes_are_dealt_to_those_with_the_fewest(judging):
         "rewards.py:Where",
         processes=2,
     )
-    pids = rewards(answers(judges, *"xxxx"))
+    pids = rewards(answers(reward_pool, *"xxxx"))
     assert pids[0] == pids[2] != pids[1] == pids[3]
-    assert rewards([judges.step(place, "x") for place in range(4)]) == pids
+    assert rewards([reward_pool.step(place, "x") for place in range(4)]) == pids
     for place in (1, 3):
-        judges.end(place)
-    again = [future.result(PATIENCE_S) for future in answers(judges, "x", "x", first=4)]
+        reward_pool.end(place)
+    again = [future.result(PATIENCE_S) for future in answers(reward_pool, "x", "x", first=4)]
     assert [each.reward for each in again] == [pids[1]] * 2
     assert [each.figures["alive"] for each in again] == [2.0, 2.0]
 
 
 def test_a_process_is_small_and_apart(judging, capfd, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    judges = judging(
+    reward_pool = judging(
         """
         import os, sys
 
@@ -689,7 +693,7 @@ def test_a_process_is_small_and_apart(judging, capfd, monkeypatch):
         """,
         "rewards.py:score",
     )
-    [group] = rewards(answers(judges, "x"))
+    [group] = rewards(answers(reward_pool, "x"))
     assert isinstance(group, float), group
     assert group != os.getpgrp()  # Ctrl-C is sent to the trainer's group
     out, err = capfd.readouterr()
@@ -697,21 +701,23 @@ def test_a_process_is_small_and_apart(judging, capfd, monkeypatch):
 
 
 def test_closing_cancels_what_waits(judging):
-    judges = judging("import time\ndef score(record, answer): time.sleep(60)", "rewards.py:score")
-    futures = answers(judges, "x", "x")
+    reward_pool = judging(
+        "import time\ndef score(record, answer): time.sleep(60)", "rewards.py:score"
+    )
+    futures = answers(reward_pool, "x", "x")
     assert not futures[0].cancel()
-    judges.close()
+    reward_pool.close()
     assert all(isinstance(future.exception(0), CancelledError) for future in futures)
-    judges.close()
-    judges.end(0)
-    assert isinstance(judges.step(0, "x").exception(0), CancelledError)
+    reward_pool.close()
+    reward_pool.end(0)
+    assert isinstance(reward_pool.step(0, "x").exception(0), CancelledError)
 
 
 HOLDING = """
 import sys
-from megatron_vlm.rl.rewards.pool import RewardPool, JudgeSettings
+from megatron_vlm.rl.rewards.pool import RewardPool, RewardSettings
 
-judges = RewardPool(JudgeSettings(sys.argv[1], None, 2, 600.0, None))
+judges = RewardPool(RewardSettings(sys.argv[1], None, 2, 600.0, None))
 for number, answer in enumerate(["time.sleep(600)", "sum(range(10**13))"]):
     judges.begin(number, {}, "record")
     future = judges.step(number, answer)

@@ -40,7 +40,7 @@ from megatron_vlm.serve.http.request_limits import RequestLimits
 from megatron_vlm.serve.http.responses import add_handlers
 from megatron_vlm.serve.http.schemas import AdamParams
 from megatron_vlm.serve.journal.accept import Bounds
-from megatron_vlm.serve.journal.cleanup import RetentionPolicy
+from megatron_vlm.serve.journal.cleanup import JournalExpiry
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Outcome
 from megatron_vlm.serve.protocol.protobuf import message
@@ -237,7 +237,7 @@ def test_promises_that_nobody_knows(service):
 
 
 def test_results_that_are_no_longer_kept(tmp_path):
-    keep = RetentionPolicy(fetched=-1)
+    keep = JournalExpiry(fetched=-1)
     with served(tmp_path, keep=keep) as service:
         model, sampler = service.model(), a_sampler(service)
         step = service.post("optim_step", a_step(model, 1))
@@ -275,7 +275,7 @@ def test_a_sample_may_be_cancelled(tmp_path):
 
 
 def test_checkpoints_are_listed_loaded_given_an_end_downloaded_and_deleted(tmp_path):
-    with served(tmp_path, keep=RetentionPolicy(released=-1)) as service:
+    with served(tmp_path, keep=JournalExpiry(released=-1)) as service:
         model = service.model()
         named = {"model_id": model, "user_metadata": {"a": "b"}}
         paths = []

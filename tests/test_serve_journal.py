@@ -21,7 +21,7 @@ import pytest
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.serve.journal.accept import Bounds
 from megatron_vlm.serve.journal.calls import MAX_ATTEMPTS
-from megatron_vlm.serve.journal.cleanup import RetentionPolicy
+from megatron_vlm.serve.journal.cleanup import JournalExpiry
 from megatron_vlm.serve.journal.database import Store
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
@@ -43,7 +43,7 @@ from tests.error_fields import raises
 from tests.fake_calls import opened
 
 DONE = Outcome(b"{}")
-AT_ONCE = RetentionPolicy(fetched=-1, unfetched=-1, rows=-1, finished=-1, released=-1)
+AT_ONCE = JournalExpiry(fetched=-1, unfetched=-1, rows=-1, finished=-1, released=-1)
 
 
 def a_model(journal, number=0, source=None, key="k"):
@@ -469,7 +469,7 @@ def test_names_are_one_part_of_a_path(name):
 
 
 def test_results_stay_until_some_time_after_they_were_fetched(tmp_path):
-    with opened(tmp_path, keep=RetentionPolicy(fetched=0.05, unfetched=100, rows=100)) as journal:
+    with opened(tmp_path, keep=JournalExpiry(fetched=0.05, unfetched=100, rows=100)) as journal:
         _, model = a_model(journal)
         step = journal.accept(a_step(model, 1)).request_id
         sample = journal.accept(a_sample("s", 1)).request_id
@@ -501,7 +501,7 @@ def test_old_samples_leave_no_rows(tmp_path):
 
 
 def test_calls_that_wait_for_what_was_never_sent_end_with_their_session(tmp_path):
-    with opened(tmp_path, keep=RetentionPolicy(finished=-1)) as journal:
+    with opened(tmp_path, keep=JournalExpiry(finished=-1)) as journal:
         session, model = a_model(journal)
         _, other = a_model(journal)
         gap = journal.accept(a_step(model, 2)).request_id
@@ -516,7 +516,7 @@ def test_calls_that_wait_for_what_was_never_sent_end_with_their_session(tmp_path
 
 
 def test_models_end_with_their_session_and_their_checkpoints_stay(tmp_path):
-    with opened(tmp_path, keep=RetentionPolicy(finished=-1, released=-1)) as journal:
+    with opened(tmp_path, keep=JournalExpiry(finished=-1, released=-1)) as journal:
         session, model = a_model(journal)
         _, other = a_model(journal)
         state, named = folder(journal, "states/1"), folder(journal, "weights/1")
@@ -537,7 +537,7 @@ def test_models_end_with_their_session_and_their_checkpoints_stay(tmp_path):
 
 
 def test_sessions_that_were_not_heard_of_end(tmp_path):
-    with opened(tmp_path, keep=RetentionPolicy(silent=0.2, released=-1)) as journal:
+    with opened(tmp_path, keep=JournalExpiry(silent=0.2, released=-1)) as journal:
         quiet, active = (journal.create_session("k", {"a": 1}, "name") for _ in range(2))
         for session in (quiet, active):
             at = folder(journal, f"eph/{session}")
@@ -557,7 +557,7 @@ def test_sessions_that_were_not_heard_of_end(tmp_path):
 
 
 def test_a_newer_snapshot_takes_the_place_of_older_ones(tmp_path):
-    with opened(tmp_path, keep=RetentionPolicy(superseded=100, released=-1)) as journal:
+    with opened(tmp_path, keep=JournalExpiry(superseded=100, released=-1)) as journal:
         session, model = a_model(journal)
         at = {name: folder(journal, f"weights/{name}") for name in ("old", "asked", "new", "named")}
 

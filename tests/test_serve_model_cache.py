@@ -11,12 +11,12 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Changes, ModelChange, NewCall
 from megatron_vlm.serve.model_cache import ModelCache
-from megatron_vlm.serve.rank_models import ModelForm
+from megatron_vlm.serve.rank_models import ModelSettings
 from megatron_vlm.serve.training_calls import ModelCalls
 from tests.fake_calls import opened
 from tests.test_serve_journal import DONE, a_model, a_step, pass_time
 
-FORM = ModelForm(2, 0)
+FORM = ModelSettings(2, 0)
 
 
 @dataclass
@@ -46,14 +46,14 @@ def residents_of(journal: Journal, ranks: Ranks) -> ModelCache:
     return ModelCache(ServeConfig(), ranks, journal, lambda resident, call: None)  # type: ignore[arg-type]
 
 
-def in_memory(journal: Journal, residents: ModelCache) -> tuple[str, str]:
+def in_memory(journal: Journal, model_cache: ModelCache) -> tuple[str, str]:
     """Return a session, and a model of it that has done a step."""
     session, model = a_model(journal)
     call = journal.accept(a_step(model, 1)).request_id
     facts = ModelChange(model, facts={"form": FORM.as_json()})
     journal.finish(call, DONE, Changes(models=(facts,)))
-    residents.create(model, FORM)
-    residents.models[model].record_change(1)
+    model_cache.create(model, FORM)
+    model_cache.models[model].record_change(1)
     return session, model
 
 
@@ -63,11 +63,11 @@ def states(journal: Journal) -> set[Path]:
 
 def test_models_of_silent_clients_wait_on_disk(tmp_path):
     with opened(tmp_path) as journal:
-        residents = residents_of(journal, ranks := Ranks())
-        _, silent = in_memory(journal, residents)
-        session, here = in_memory(journal, residents)
-        gone, unloaded = in_memory(journal, residents)
-        closed, ending = in_memory(journal, residents)
+        model_cache = residents_of(journal, ranks := Ranks())
+        _, silent = in_memory(journal, model_cache)
+        session, here = in_memory(journal, model_cache)
+        gone, unloaded = in_memory(journal, model_cache)
+        closed, ending = in_memory(journal, model_cache)
         pass_time(journal, 1000)
         journal.touch_session(session)
         for finished in (gone, closed):
@@ -75,38 +75,38 @@ def test_models_of_silent_clients_wait_on_disk(tmp_path):
         journal.sweep()
         with journal._store.write() as db:
             db.execute("UPDATE models SET state = 'unloaded' WHERE id = ?", (unloaded,))
-        residents.put_away_silent()
+        model_cache.put_away_silent()
         # A model whose client has finished ends soon, so it is not written first.
-        assert ranks.there == [here, ending] and list(residents.models) == [here, ending]
+        assert ranks.there == [here, ending] and list(model_cache.models) == [here, ending]
         saved = journal.model(silent)
         assert saved.saved == 1 and states(journal) == {saved.folder}
-        assert residents.model(silent).applied == 1 and ranks.there == [here, ending, silent]
+        assert model_cache.model(silent).applied == 1 and ranks.there == [here, ending, silent]
         ranks.full = True  # a full disk loses nothing, as the model stays in memory
-        residents.models[silent].record_change(2)
+        model_cache.models[silent].record_change(2)
         with pytest.raises(CheckpointError):
-            residents.put_away_silent()
-        assert list(residents.models) == [here, ending, silent]
+            model_cache.put_away_silent()
+        assert list(model_cache.models) == [here, ending, silent]
 
 
 def test_folders_that_no_row_names_are_removed(tmp_path):
     with opened(tmp_path) as journal:
-        residents = residents_of(journal, ranks := Ranks())
-        _, model = in_memory(journal, residents)
-        residents.keep(residents.models[model])
+        model_cache = residents_of(journal, ranks := Ranks())
+        _, model = in_memory(journal, model_cache)
+        model_cache.keep(model_cache.models[model])
         kept_folder = journal.model(model).folder
         for orphan in ("states/a", "weights/b", "weights/c.partial"):
             (journal.run / orphan / "inner").mkdir(parents=True)
         ranks.full = True
-        residents.models[model].record_change(2)
+        model_cache.models[model].record_change(2)
         with pytest.raises(CheckpointError):
-            residents.keep(residents.models[model])
+            model_cache.keep(model_cache.models[model])
         assert len(states(journal)) == 4  # a save that fails leaves no folder
-        residents.delete_orphan_folders()
+        model_cache.delete_orphan_folders()
         assert states(journal) == {kept_folder}
         # A folder that a row releases stays for a while, because a download may be in progress.
         ranks.full = False
-        residents.keep(residents.models[model])
-        residents.delete_orphan_folders()
+        model_cache.keep(model_cache.models[model])
+        model_cache.delete_orphan_folders()
         assert states(journal) == {kept_folder, journal.model(model).folder}
 
 
@@ -118,9 +118,9 @@ def test_a_download_leaves_nothing_else_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr("megatron_vlm.serve.training_calls.export_checkpoint", export)
     with opened(tmp_path) as journal:
-        residents = residents_of(journal, ranks := Ranks())
-        _, model = in_memory(journal, residents)
-        calls = ModelCalls(ranks, residents, journal)  # type: ignore[arg-type]
+        model_cache = residents_of(journal, ranks := Ranks())
+        _, model = in_memory(journal, model_cache)
+        calls = ModelCalls(ranks, model_cache, journal)  # type: ignore[arg-type]
         body = f'{{"model_id": "{model}", "seq_id": 2, "path": "out"}}'.encode()
         promise = journal.accept(NewCall("save_weights_external", model, 2, "k", body))
         (call,) = journal.next_calls()

@@ -59,7 +59,7 @@ def rows(count: int, tokens: int = 10) -> Read:
     return Read((tokens,) * count)
 
 
-def grouping(reads: dict[str, Read | None], pp: int = 2, dp: int = 1, **more: Any) -> CallBatcher:
+def batcher(reads: dict[str, Read | None], pp: int = 2, dp: int = 1, **more: Any) -> CallBatcher:
     cfg = Config(parallel=ParallelConfig(pp=pp, **more), train=TrainConfig(micro_batch_size=2))
     dims = ParallelDims.create(cfg.parallel, pp * dp, 8)
     loaded = lambda model: model != "away"  # noqa: E731
@@ -78,23 +78,23 @@ def test_small_calls_fill_the_pipeline():
     calls = [call(name, f"model {name}") for name in reads]
     # a takes two micro-batches, and b takes all but three. The last one is too small for c, but d
     # fits and fills it.
-    assert names(grouping(reads).batch_with(calls[0], calls)) == ["a", "b", "d"]
-    assert names(grouping(reads, dp=2).batch_with(calls[0], calls)) == ["a", "b", "c", "d", "e"]
-    assert names(grouping(reads, pp=4).batch_with(calls[3], calls)) == ["d", "a", "b", "c", "e"]
+    assert names(batcher(reads).batch_with(calls[0], calls)) == ["a", "b", "d"]
+    assert names(batcher(reads, dp=2).batch_with(calls[0], calls)) == ["a", "b", "c", "d", "e"]
+    assert names(batcher(reads, pp=4).batch_with(calls[3], calls)) == ["d", "a", "b", "c", "e"]
 
 
 def test_a_large_call_fills_it_alone():
     reads = {"a": rows(ROOM), "b": rows(1)}
     calls = [call(name, f"model {name}") for name in reads]
-    assert names(grouping(reads).batch_with(calls[0], calls)) == ["a"]
-    assert names(grouping(reads).batch_with(calls[1], calls)) == ["b"]
+    assert names(batcher(reads).batch_with(calls[0], calls)) == ["a"]
+    assert names(batcher(reads).batch_with(calls[1], calls)) == ["b"]
 
 
 @pytest.mark.parametrize("more", [dict(pp=1), dict(overlap_grad_reduce=True, dp=2)])
 def test_where_a_pass_cannot_be_shared_each_is_alone(more):
     reads: dict[str, Read | None] = {"a": rows(1), "b": rows(1)}
     calls = [call(name, name) for name in reads]
-    assert names(grouping(reads, **more).batch_with(calls[0], calls)) == ["a"]
+    assert names(batcher(reads, **more).batch_with(calls[0], calls)) == ["a"]
 
 
 def test_what_goes_with_no_other():
@@ -116,7 +116,7 @@ def test_what_goes_with_no_other():
         call("step", "6", "optim_step"),
         call("also fine", "7"),
     ]
-    group = grouping(reads)
+    group = batcher(reads)
     assert names(group.batch_with(calls[0], calls)) == ["fine", "also fine"]
     for alone in calls[1:-1]:
         assert names(group.batch_with(alone, calls)) == [alone.request_id]
@@ -125,8 +125,8 @@ def test_what_goes_with_no_other():
 def test_time_is_shared_by_tokens():
     reads: dict[str, Read | None] = {"a": rows(1, 30), "b": rows(2, 45), "c": rows(0)}
     calls = [call(name, name) for name in reads]
-    assert grouping(reads).sizes(calls) == {"a": 30, "b": 90, "c": 1}
-    assert grouping(reads).sizes(calls[:1]) == {"a": 1.0}
+    assert batcher(reads).sizes(calls) == {"a": 30, "b": 90, "c": 1}
+    assert batcher(reads).sizes(calls[:1]) == {"a": 1.0}
 
 
 RANKS = (2, 0, 3, 4)

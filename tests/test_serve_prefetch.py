@@ -47,7 +47,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
     opened.close()
 
 
-def readings(journal: Journal, reader: RowReader, most: int) -> RequestPrefetcher:
+def prefetcher(journal: Journal, reader: RowReader, most: int) -> RequestPrefetcher:
     stops = StopWords((0,), lambda text: None)
     return RequestPrefetcher(journal, reader, stops, SampleBounds(4, reader.longest), 1, most)
 
@@ -101,7 +101,7 @@ def test_what_waits_has_few_pixels_and_an_error_none(journal, reader):
     for seq, pictures in enumerate([[shown] * 2, [shown] * 2, [shown, cut(shown)], []]):
         journal.accept(asample(seq, pictures or [picture(32, 32, 1)]))
     first, second, broken, small = journal.next_calls()
-    fetcher = readings(journal, reader, 4 * PIXELS)
+    fetcher = prefetcher(journal, reader, 4 * PIXELS)
     fetcher.begin([first, broken])
     assert isinstance(fetcher.look(first), SampleAsk)
     assert fetcher.look(broken) is None and fetcher.look(second) is None  # no room for another two

@@ -39,7 +39,7 @@ from megatron_vlm.serve.journal.journal_records import (
     Outcome,
 )
 from megatron_vlm.serve.protocol.protobuf import message
-from megatron_vlm.serve.rank_models import ModelForm
+from megatron_vlm.serve.rank_models import ModelSettings
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.sample_calls import SampleBounds, StopWords, _spread_seed
@@ -93,7 +93,7 @@ class Desk:
     run: Path
     folder: str
     journal: Journal
-    drawer: EngineSampling
+    engine_sampling: EngineSampling
     engines: Engines
     session: str
     numbers: Any = field(default_factory=count)
@@ -105,7 +105,7 @@ class Desk:
             snapshot = self.run / "weights" / name
             (snapshot / FORM).mkdir(parents=True, exist_ok=True)
             (snapshot / FORM / "x.safetensors").write_text(name)
-        facts = {"form": ModelForm(rank, 0).as_json()}
+        facts = {"form": ModelSettings(rank, 0).as_json()}
         id = f"{self.session}:sample:{next(self.numbers)}"
         new = NewSampler(id, self.session, None, "tiny", snapshot, facts=facts)
         self.journal.create_sampler(new)
@@ -169,7 +169,7 @@ def open_desk(folder: str, run: Path, opened: ExitStack, adapters: int = 2, **mo
     reader = RowReader(load_config([f"model.path={folder}"]), folder, read_sizes(folder))
     stops = StopWords((), {}.get)
     bounds = SampleBounds(4, 64, "the engine", MIN_TEMPERATURE)
-    readings = RequestPrefetcher(journal, reader, stops, bounds, 1)
+    prefetcher = RequestPrefetcher(journal, reader, stops, bounds, 1)
     engines = Engines()
     opened.callback(engines.close)
     options = options_of(run) | more
@@ -177,10 +177,12 @@ def open_desk(folder: str, run: Path, opened: ExitStack, adapters: int = 2, **mo
         python_of(run), folder, max_len=64, lora_rank=8, adapters=adapters, options=options
     )
     engines.start(settings, (), lambda: None)
-    drawer = EngineSampling(engines, journal, readings, adapters)
-    drawer.start()
-    opened.callback(drawer.close)
-    return Desk(run, folder, journal, drawer, engines, journal.create_session("", {}, None))
+    engine_sampling = EngineSampling(engines, journal, prefetcher, adapters)
+    engine_sampling.start()
+    opened.callback(engine_sampling.close)
+    return Desk(
+        run, folder, journal, engine_sampling, engines, journal.create_session("", {}, None)
+    )
 
 
 def drawn_by(seed: int, n: int = 1, weights: int = 0) -> list[list[int]]:
@@ -204,8 +206,8 @@ def test_calls_join_those_that_are_under_way(desk):
     desk.release()
     assert [desk.answer(promise) for promise in held] == [drawn_by(seed) for seed in range(3)]
     assert len(desk.asked) == 63
-    until(lambda: not desk.drawer.tasks and not desk.drawer.admission.inside)
-    assert desk.drawer.samples == 123
+    until(lambda: not desk.engine_sampling.tasks and not desk.engine_sampling.admission.inside)
+    assert desk.engine_sampling.samples == 123
 
 
 def test_adapters_are_drawn_with_side_by_side(desk):
@@ -217,8 +219,8 @@ def test_adapters_are_drawn_with_side_by_side(desk):
     assert desk.answer(desk.ask(b, 1, 7)) == drawn_by(7, 1, adapter(desk, "b"))
     third = desk.ask(c, 1, 8)
     later = desk.ask(c, 1, 9)
-    waits = desk.drawer.admission.wants
-    until(lambda: later in waits or later in desk.drawer.tasks)
+    waits = desk.engine_sampling.admission.wants
+    until(lambda: later in waits or later in desk.engine_sampling.tasks)
     desk.engines.submit(asyncio.sleep(0)).result()  # the turn of the loop in which it came is over
     assert set(waits) == {third, later}
     desk.release()
@@ -272,7 +274,7 @@ def test_others_wait_for_whole_weights_that_wait(desk):
     held = desk.ask(base, HELD, 1)
     until(lambda: len(desk.asked) == 1)
     waits = desk.ask(x, 1, 2, key="other")
-    inside = desk.drawer.admission.inside
+    inside = desk.engine_sampling.admission.inside
     for seed in range(10, 14):  # until its key's turn has come
         promise = desk.ask(base, 1, seed, key="one")
         until(lambda promise=promise: desk.outcome(promise) or len(inside) == 1)
@@ -304,7 +306,7 @@ def test_a_prompt_that_kills_engines_fails_alone(desk):
     failure = desk.failure(deadly)
     assert failure.category == "server" and "the 3 times" in failure.text
     assert [desk.answer(promise) for promise in slow] == [drawn_by(seed) for seed in range(4)]
-    desk.drawer.check()
+    desk.engine_sampling.check()
 
 
 def test_an_engine_that_is_given_up_fails_samples_and_no_more(desk):
@@ -314,7 +316,7 @@ def test_an_engine_that_is_given_up_fails_samples_and_no_more(desk):
     failures.append(desk.failure(desk.ask(base, 1, 2)))
     assert {each.category for each in failures} == {"server"}
     assert "is not started again" in failures[-1].text
-    desk.drawer.check()
+    desk.engine_sampling.check()
 
 
 def test_what_a_client_cancels_is_not_drawn_on(desk):
@@ -322,11 +324,11 @@ def test_what_a_client_cancels_is_not_drawn_on(desk):
     held, other = desk.ask(base, HELD, 1), desk.ask(base, HELD, 2)
     until(lambda: len(desk.asked) == 2)
     assert desk.journal.cancel(held, "local")
-    until(lambda: list(desk.drawer.tasks) == [other])
+    until(lambda: list(desk.engine_sampling.tasks) == [other])
     desk.release()
     assert desk.answer(other) == drawn_by(2)
     assert desk.failure(held).text == "the client cancelled it"
-    until(lambda: not desk.drawer.tasks and not desk.drawer.admission.inside)
+    until(lambda: not desk.engine_sampling.tasks and not desk.engine_sampling.admission.inside)
 
 
 REFUSED = {
@@ -366,12 +368,12 @@ def test_what_only_the_ranks_can_say_waits_for_them(desk, more):
     """With the answers, which are drawn once. At temperature 0 an engine says all."""
     base = desk.sampler()
     promise = desk.ask(base, 1, 5, more=more)
-    _, ask = until(lambda: desk.drawer.drawn.get(promise))
+    _, ask = until(lambda: desk.engine_sampling.drawn.get(promise))
     assert [list(each.ids) for each in ask.answers] == drawn_by(5)
     assert desk.outcome(promise) is None
     assert desk.answer(desk.ask(base, 1, 6, more={"params": {"temperature": 0.0}}))
     desk.journal.finish(promise, Outcome(b"by the ranks", "protobuf"))
-    until(lambda: not desk.drawer.drawn)
+    until(lambda: not desk.engine_sampling.drawn)
     assert desk.outcome(promise) == Outcome(b"by the ranks", "protobuf")
     assert len(desk.asked) == 2
 
@@ -399,18 +401,18 @@ def test_what_was_under_way_is_drawn_by_the_next_service(tiny, tmp_path):
 
 def test_what_goes_wrong_here_ends_the_service(desk):
     """It would wait for ever."""
-    desk.drawer.check()
+    desk.engine_sampling.check()
     held = desk.ask(desk.sampler(), HELD, 1)
-    until(lambda: desk.drawer.tasks)
+    until(lambda: desk.engine_sampling.tasks)
 
     def full(*_: Any) -> Any:
         raise OSError("the disk is full")
 
     desk.journal.finish_all = full
     desk.release()
-    until(lambda: desk.drawer.broken)
+    until(lambda: desk.engine_sampling.broken)
     with pytest.raises(OSError, match="the disk is full"):
-        desk.drawer.check()
+        desk.engine_sampling.check()
     del desk.journal.finish_all
     assert desk.outcome(held) is None
 

@@ -23,9 +23,13 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.rl.completion_requests import EngineQueue, LockstepQueue
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner, seed_of
-from megatron_vlm.rl.rewards.pool import JudgeSettings, RewardPool
+from megatron_vlm.rl.rewards.pool import RewardPool, RewardSettings
 from megatron_vlm.rl.rollouts import next_prompts
-from megatron_vlm.rl.train_batch import lesson_of, train_batch_from_bytes, train_batch_to_bytes
+from megatron_vlm.rl.train_batch import (
+    make_train_batch,
+    train_batch_from_bytes,
+    train_batch_to_bytes,
+)
 from megatron_vlm.training.completions import Completion
 from tests.chats import picture, say, text
 from tests.error_fields import raises
@@ -84,28 +88,28 @@ def table_of(cfg: Config) -> EpisodeRunner:
     assert isinstance(data, DataSet)
     rl = cfg.rl
     return EpisodeRunner(
-        cfg, data, RewardPool(JudgeSettings(rl.reward, rl.environment, 1, 20.0, None))
+        cfg, data, RewardPool(RewardSettings(rl.reward, rl.environment, 1, 20.0, None))
     )
 
 
-def completion(table: EpisodeRunner, seed: int, ended: str = "stop") -> Completion:
+def completion(episode_runner: EpisodeRunner, seed: int, ended: str = "stop") -> Completion:
     """An answer that depends on its seed, with log-probs that say where they belong."""
-    ids = table.tokenizer(ANSWERS[seed % len(ANSWERS)]).input_ids
-    ids += [table.dialogues[0].end_id] * (ended == "stop")
+    ids = episode_runner.tokenizer(ANSWERS[seed % len(ANSWERS)]).input_ids
+    ids += [episode_runner.dialogues[0].end_id] * (ended == "stop")
     return Completion(tuple(ids), tuple(-1.0 - place / 64 for place in range(len(ids))), ended)
 
 
-def play(table: EpisodeRunner, ended: str = "stop") -> list[Group]:
+def play(episode_runner: EpisodeRunner, ended: str = "stop") -> list[Group]:
     """Answered by a sampler that says what its seeds say."""
 
     async def sample(prompt: Row, settings, seeds):
         asked.append((prompt, seeds))
-        return [completion(table, seed, ended) for seed in seeds]
+        return [completion(episode_runner, seed, ended) for seed in seeds]
 
     asked: list = []
-    desk = EngineQueue(SimpleNamespace(sample=sample), table.settings)
-    handles, _ = next_prompts(table.data, Position(), 3)
-    groups = asyncio.run(table.play(desk, handles, step=5, first_group=0))
+    queue = EngineQueue(SimpleNamespace(sample=sample), episode_runner.settings)
+    handles, _ = next_prompts(episode_runner.data, Position(), 3)
+    groups = asyncio.run(episode_runner.play(queue, handles, step=5, first_group=0))
     # The first answers to a prompt are asked for at once, the others one by one.
     assert [len(seeds) for _, seeds in asked[:3]] == [SAMPLES] * 3
     return groups
@@ -134,12 +138,14 @@ def same_pictures(one: Row, other: Row) -> bool:
 
 
 def test_a_row_of_one_answer_is_that_of_the_chat(folder, model):
-    table = table_of(config(folder, model, reward=f"{TASKS}:letters"))
-    lesson = lesson_of(play(table), table.cfg, table.data.work, 1)
-    table.judges.close()
-    for number, each in enumerate(lesson.rows):
+    episode_runner = table_of(config(folder, model, reward=f"{TASKS}:letters"))
+    train_batch = make_train_batch(
+        play(episode_runner), episode_runner.cfg, episode_runner.data.work, 1
+    )
+    episode_runner.reward_pool.close()
+    for number, each in enumerate(train_batch.rows):
         record = records(folder)[number // SAMPLES]
-        answer = table.text(each.row.ids_S[each.row.labels_S != IGNORE].tolist())
+        answer = episode_runner.text(each.row.ids_S[each.row.labels_S != IGNORE].tolist())
         expected = whole(folder, model, [*prompt_of(record), say("assistant", answer)])
         # The template ends a turn with a line break, which nobody draws.
         count = len(each.row.ids_S)
@@ -153,14 +159,16 @@ def test_a_row_of_one_answer_is_that_of_the_chat(folder, model):
 @pytest.mark.parametrize("ended", ["stop", "length"])
 def test_a_row_of_several_turns_is_that_of_the_conversation(folder, model, ended):
     """Also where answers were cut off: what should have ended them is there, and not trained."""
-    table = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
-    groups = play(table, ended)
-    lesson = train_batch_from_bytes(
-        train_batch_to_bytes(lesson_of(groups, table.cfg, table.data.work, 1))
+    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
+    groups = play(episode_runner, ended)
+    train_batch = train_batch_from_bytes(
+        train_batch_to_bytes(
+            make_train_batch(groups, episode_runner.cfg, episode_runner.data.work, 1)
+        )
     )
-    table.judges.close()
+    episode_runner.reward_pool.close()
     episodes = [each for group in groups for each in group.episodes]
-    for episode, each in zip(episodes, lesson.rows, strict=True):
+    for episode, each in zip(episodes, train_batch.rows, strict=True):
         chat, looks = prompt_of(records(folder)[episode.group]), Looks()
         looks.reset({})
         rewards = []
@@ -175,8 +183,8 @@ def test_a_row_of_several_turns_is_that_of_the_conversation(folder, model, ended
         assert same_pictures(each.row, expected)
         # What is supervised are the answers, with their ends where those were drawn.
         drawn_S = each.row.labels_S != IGNORE
-        ids = [table.tokenizer(answer).input_ids for answer in episode.answers]
-        ends = [table.dialogues[0].end_id] * (ended == "stop")
+        ids = [episode_runner.tokenizer(answer).input_ids for answer in episode.answers]
+        ends = [episode_runner.dialogues[0].end_id] * (ended == "stop")
         assert each.row.labels_S[drawn_S].tolist() == [i for own in ids for i in [*own, *ends]]
         log_probs = [-1.0 - place / 64 for own in ids for place in range(len(own) + len(ends))]
         assert each.sampler_log_probs_S[drawn_S].tolist() == log_probs
@@ -185,20 +193,20 @@ def test_a_row_of_several_turns_is_that_of_the_conversation(folder, model, ended
 
 def test_an_episode_ends_before_it_outgrows_its_limit(folder, model):
     """A third turn would pass 100 tokens with the answer that it asks for."""
-    table = table_of(config(folder, model, environment=f"{TASKS}:Looks", max_tokens=100))
-    groups = play(table)
-    table.judges.close()
+    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks", max_tokens=100))
+    groups = play(episode_runner)
+    episode_runner.reward_pool.close()
     episodes = [each for group in groups for each in group.episodes]
     assert {len(each.answers) for each in episodes} == {1, 2} and all(e.cut for e in episodes)
     assert all(len(each.ids) <= 100 for each in episodes)
 
 
 def test_people_are_shown_what_was_said_without_the_template(folder, model):
-    table = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
-    groups = play(table)
-    table.judges.close()
+    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
+    groups = play(episode_runner)
+    episode_runner.reward_pool.close()
     assert [group.question for group in groups] == ["be short\nwhat?", "and", "word?\nred\n0?"]
-    assert [table.words(row) for row in groups[0].episodes[0].shown[1:]] == [
+    assert [episode_runner.words(row) for row in groups[0].episodes[0].shown[1:]] == [
         "look again 1",
         "look again 2",
     ]
@@ -206,15 +214,17 @@ def test_people_are_shown_what_was_said_without_the_template(folder, model):
 
 def test_pictures_travel_once(folder, model):
     """Eight answers to a picture are not eight pictures on the way."""
-    table = table_of(config(folder, model, reward=f"{TASKS}:letters"))
-    lesson = lesson_of(play(table), table.cfg, table.data.work, 2)
-    table.judges.close()
-    pixels = [each.row.pixel_values_PC for each in lesson.rows]
+    episode_runner = table_of(config(folder, model, reward=f"{TASKS}:letters"))
+    train_batch = make_train_batch(
+        play(episode_runner), episode_runner.cfg, episode_runner.data.work, 2
+    )
+    episode_runner.reward_pool.close()
+    pixels = [each.row.pixel_values_PC for each in train_batch.rows]
     bytes_once = sum(p.nbytes for p in {id(p): p for p in pixels if p is not None}.values())
-    assert bytes_once < len(train_batch_to_bytes(lesson)) < 1.5 * bytes_once
-    again = train_batch_from_bytes(train_batch_to_bytes(lesson))
-    assert again.updates == lesson.updates
-    for one, other in zip(again.rows, lesson.rows, strict=True):
+    assert bytes_once < len(train_batch_to_bytes(train_batch)) < 1.5 * bytes_once
+    again = train_batch_from_bytes(train_batch_to_bytes(train_batch))
+    assert again.updates == train_batch.updates
+    for one, other in zip(again.rows, train_batch.rows, strict=True):
         assert one.row.ids_S.equal(other.row.ids_S) and same_pictures(one.row, other.row)
         assert (one.advantage, one.weight) == (other.advantage, other.weight)
 
@@ -223,22 +233,22 @@ def test_what_is_asked_together_does_not_depend_on_how_long_rewards_take():
     """Nobody is answered before all wait."""
 
     async def main():
-        desk, row = LockstepQueue(), Row(torch.tensor([1]), torch.tensor([IGNORE]))
-        desk.enter(3)
-        asking = [asyncio.create_task(desk.ask(row, 7 - n, 3)) for n in range(2)]
+        queue, row = LockstepQueue(), Row(torch.tensor([1]), torch.tensor([IGNORE]))
+        queue.enter(3)
+        asking = [asyncio.create_task(queue.ask(row, 7 - n, 3)) for n in range(2)]
         await asyncio.sleep(0.01)
-        assert not desk.all_wait.is_set()
-        desk.leave()  # the third has ended without a question
-        assert desk.all_wait.is_set()
-        [asked] = desk.next_prompts_to_answer()
+        assert not queue.all_wait.is_set()
+        queue.leave()  # the third has ended without a question
+        assert queue.all_wait.is_set()
+        [asked] = queue.next_prompts_to_answer()
         assert asked.prompt is row and asked.seeds == [6, 7]
         for answer, value in zip(asked.answers, "ab", strict=True):
             answer.set_result(value)
         assert await asyncio.gather(*asking) == ["b", "a"]
-        desk.leave()
-        desk.leave()
-        desk.enter(2)  # others begin, and nobody waits yet
-        assert not desk.all_wait.is_set()
+        queue.leave()
+        queue.leave()
+        queue.enter(2)  # others begin, and nobody waits yet
+        assert not queue.all_wait.is_set()
 
     asyncio.run(main())
 
@@ -260,9 +270,9 @@ def test_seeds_follow_each_other_only_in_the_first_turn():
 def test_a_template_that_shows_earlier_turns_in_another_way_is_refused(folder, model):
     """As one that leaves out what was thought before: the model would not be trained on what it
     has seen."""
-    table = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
-    table.judges.close()
-    [dialogue] = table.dialogues
+    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
+    episode_runner.reward_pool.close()
+    [dialogue] = episode_runner.dialogues
     tokenizer = dialogue.reader.encoder.renderer.tokenizer
     shown = "+ show(message.content) }}\n{%- for call"
     assert shown in tokenizer.chat_template
@@ -273,12 +283,14 @@ def test_a_template_that_shows_earlier_turns_in_another_way_is_refused(folder, m
 
 
 def test_pictures_of_an_environment_may_be_of_any_kind(folder, model, tmp_path):
-    table = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
-    table.judges.close()
+    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
+    episode_runner.reward_pool.close()
     image = PIL.Image.new("RGB", (64, 64), (10, 20, 30))
     image.save(folder / "own.png")
     rows = [
-        table.dialogues[0].reply([say("user", {"type": "image", "image": given})], "record 1")
+        episode_runner.dialogues[0].reply(
+            [say("user", {"type": "image", "image": given})], "record 1"
+        )
         for given in (image, (folder / "own.png").read_bytes(), "own.png")
     ]
     assert all(same_pictures(rows[0], row) and row.ids_S.equal(rows[0].ids_S) for row in rows)
@@ -299,12 +311,15 @@ def test_prompts_have_a_cache_of_their_own(folder, model, tmp_path):
 
 def test_updates_divide_the_prompts(folder, model):
     """Each prompt is learnt from once, with all of its answers in one update."""
-    table = table_of(config(folder, model, reward=f"{TASKS}:letters", updates=2))
-    lesson = lesson_of(play(table), table.cfg, table.data.work, 2)
-    table.judges.close()
+    episode_runner = table_of(config(folder, model, reward=f"{TASKS}:letters", updates=2))
+    train_batch = make_train_batch(
+        play(episode_runner), episode_runner.cfg, episode_runner.data.work, 2
+    )
+    episode_runner.reward_pool.close()
     rows = [
-        sorted(n for share in update.plan for b in share for n in b) for update in lesson.updates
+        sorted(n for share in update.plan for b in share for n in b)
+        for update in train_batch.updates
     ]
     assert rows == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
 
-    assert [update.figures.samples for update in lesson.updates] == [6, 3]
+    assert [update.figures.samples for update in train_batch.updates] == [6, 3]

@@ -195,7 +195,7 @@ def other_lines(run_folder: Path, head: Manifest | None) -> list[Path]:
     ]
 
 
-def keep(
+def prune(
     run_folder: Path,
     head: Manifest,
     keep_last: int,

@@ -29,7 +29,7 @@ class EpisodeRunner:
 
     cfg: Config
     data: DataSet
-    judges: RewardPool
+    reward_pool: RewardPool
     skipped: list[DataError] = field(default_factory=list)  # errors of skipped prompts
     begun: int = 0  # number of episodes so far
 
@@ -63,7 +63,7 @@ class EpisodeRunner:
         return "\n".join(turn.strip() for turn in shown if turn.strip())
 
     async def play(
-        self, desk: CompletionQueue, handles: Sequence[Handle], step: int, first_group: int
+        self, queue: CompletionQueue, handles: Sequence[Handle], step: int, first_group: int
     ) -> list[Group]:
         """Run the episodes of these prompts, and return their groups. A prompt that cannot be read
         raises an error or is skipped, depending on data.on_error."""
@@ -74,8 +74,8 @@ class EpisodeRunner:
             for place, (handle, row) in enumerate(zip(handles, rows, strict=True))
             if row is not None
         ]
-        desk.enter(sum(len(group.episodes) for group, _, _ in playing))
-        tasks = [asyncio.create_task(self._play_group(desk, *each, step)) for each in playing]
+        queue.enter(sum(len(group.episodes) for group, _, _ in playing))
+        tasks = [asyncio.create_task(self._play_group(queue, *each, step)) for each in playing]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -102,10 +102,12 @@ class EpisodeRunner:
         return Group(self.words(row), episodes)
 
     async def _play_group(
-        self, desk: CompletionQueue, group: Group, row: Row, dialogue: TurnEncoder, step: int
+        self, queue: CompletionQueue, group: Group, row: Row, dialogue: TurnEncoder, step: int
     ) -> None:
         episodes = group.episodes
-        beginning = [self.judges.begin(each.number, each.record, each.where) for each in episodes]
+        beginning = [
+            self.reward_pool.begin(each.number, each.record, each.where) for each in episodes
+        ]
         firsts = await asyncio.gather(*map(asyncio.wrap_future, beginning))
         for episode, first in zip(episodes, firsts, strict=True):
             where = f"{episode.where}: what rl.environment says first"
@@ -114,14 +116,14 @@ class EpisodeRunner:
         same_opening = firsts.count(None)
         sharers = [same_opening if first is None else 1 for first in firsts]
         playing = [
-            self._play_episode(desk, episode, dialogue, step, count)
+            self._play_episode(queue, episode, dialogue, step, count)
             for episode, count in zip(episodes, sharers, strict=True)
         ]
         await asyncio.gather(*playing)
 
     async def _play_episode(
         self,
-        desk: CompletionQueue,
+        queue: CompletionQueue,
         episode: Episode,
         dialogue: TurnEncoder,
         step: int,
@@ -131,10 +133,10 @@ class EpisodeRunner:
         rl = self.cfg.rl
         for turn in range(rl.turns):
             seed = seed_of(self.cfg.train.seed, step, episode, turn)
-            answer = await desk.ask(episode.prompt(), seed, 1 if turn else sharers)
+            answer = await queue.ask(episode.prompt(), seed, 1 if turn else sharers)
             episode.add_completion(answer, self.text(answer.ids))
             response = await asyncio.wrap_future(
-                self.judges.step(episode.number, episode.answers[-1])
+                self.reward_pool.step(episode.number, episode.answers[-1])
             )
             episode.take(response)
             if not response.messages:
@@ -146,8 +148,8 @@ class EpisodeRunner:
                 episode.cut = True
                 break
             episode.add_observation(reply, dialogue.end_id)
-        self.judges.end(episode.number)
-        desk.leave()
+        self.reward_pool.end(episode.number)
+        queue.leave()
 
 
 def seed_of(seed: int, step: int, episode: Episode, turn: int) -> int:

@@ -76,28 +76,28 @@ class PolicyUpdater:
         values_S = {name: inputs[name] for name in self.names}
         return replace(each.row, values_S=values_S, loss_weights_S=weights_S)
 
-    def values(self, lesson: TrainBatch, rows: Mapping[int, TrainRow]) -> "Values":
+    def values(self, train_batch: TrainBatch, rows: Mapping[int, TrainRow]) -> "Values":
         """Compute the inputs of the loss that are not in the train batch. This is a collective."""
         rl = self.cfg.rl
         old: dict[int, Tensor] = {}
         weights: dict[int, Tensor] = {}
         if rl.sampler != "own":  # log-probs of the own decoder are the trainer's already
-            old = self._log_probs_of_rows(self.worker, lesson, rows)
+            old = self._log_probs_of_rows(self.worker, train_batch, rows)
             for number, train_row in rows.items():
                 log_probs = old[number].tolist(), train_row.sampler_log_probs_S.tolist()
                 weights[number] = torch.tensor(importance_weights(*log_probs, rl.max_weight))
         reference = {}
         if rl.kl_coef is not None:
-            reference = self._log_probs_of_rows(self.reference, lesson, rows)
+            reference = self._log_probs_of_rows(self.reference, train_batch, rows)
         return Values(old, weights, reference)
 
     def _log_probs_of_rows(
-        self, worker: MegatronWorker, lesson: TrainBatch, rows: Mapping[int, TrainRow]
+        self, worker: MegatronWorker, train_batch: TrainBatch, rows: Mapping[int, TrainRow]
     ) -> dict[int, Tensor]:
         """Return the log-probs of this replica's rows under a model."""
         log_probs: dict[int, Tensor] = {}
         plain = {number: each.row for number, each in rows.items()}
-        for update in lesson.updates:
+        for update in train_batch.updates:
             numbers = sorted(self._local_numbers(update))
             scored = worker.forward(self._batches(update, plain))
             log_probs |= zip(numbers, scored, strict=True)
@@ -118,10 +118,12 @@ class PolicyUpdater:
     def _local_numbers(self, update: Update) -> list[int]:
         return [number for share in update.plan[self.worker.grid.dp.rank] for number in share]
 
-    def local_rows(self, lesson: TrainBatch) -> dict[int, TrainRow]:
+    def local_rows(self, train_batch: TrainBatch) -> dict[int, TrainRow]:
         """Return the rows of this replica, by their numbers in the train batch."""
-        numbers = (number for update in lesson.updates for number in self._local_numbers(update))
-        return {number: lesson.rows[number] for number in numbers}
+        numbers = (
+            number for update in train_batch.updates for number in self._local_numbers(update)
+        )
+        return {number: train_batch.rows[number] for number in numbers}
 
     def log_prob_gap(self, rows: Mapping[int, TrainRow], values: "Values") -> LogProbGap | None:
         """Return the gap between the log-probs of sampler and trainer; None where the trainer's own

@@ -29,23 +29,23 @@ def learn(cfg: Config, signals: "Signals | None" = None) -> int:
             return run.to_the_end(partial(learn_step, trainer))
 
 
-def learn_step(school: "RlTrainer", step: int) -> None:
+def learn_step(trainer: "RlTrainer", step: int) -> None:
     """Run a step: sample, compute the gradients, update the weights, and record the metrics."""
-    run, learner = school.run, school.learner
+    run, updater = trainer.run, trainer.updater
     run.profiler.begin_step(step)
     run.begin_phase(step, "samples")
-    batch, after = school.lesson(step)
-    rows = learner.local_rows(batch)
+    batch, after = trainer.train_batch(step)
+    rows = updater.local_rows(batch)
     run.begin_phase(step, "scoring")
-    values = learner.values(batch, rows)
+    values = updater.values(batch, rows)
     metrics = []
     for update in batch.updates:
         run.begin_phase(step, "forward and backward")
-        metrics.append(learner.gradients(update, rows, values))
+        metrics.append(updater.gradients(update, rows, values))
         run.begin_phase(step, "optimizer")
         applied = run.worker.optim_step(lr_at(run.cfg.optim, step, run.total_steps))
-    school.renew(step + 1)
-    school.record(step, batch, after, metrics, applied, learner.log_prob_gap(rows, values))
+    trainer.renew(step + 1)
+    trainer.record(step, batch, after, metrics, applied, updater.log_prob_gap(rows, values))
 
 
 def run_rl(arguments: Sequence[str], signals: "Signals | None" = None) -> int:

@@ -39,18 +39,20 @@ class Rollouts(Protocol):
 
 
 async def collect_rollouts(
-    table: EpisodeRunner, desk: CompletionQueue, step: int, position: Position
+    episode_runner: EpisodeRunner, queue: CompletionQueue, step: int, position: Position
 ) -> Rollout:
     """Sample answers to the prompts of a step. With dynamic sampling, prompts whose answers all
     have the same reward are replaced by others, because they give no gradient."""
-    start, num_prompts = time.perf_counter(), table.cfg.train.global_batch_size
-    rl = table.cfg.rl
+    start, num_prompts = time.perf_counter(), episode_runner.cfg.train.global_batch_size
+    rl = episode_runner.cfg.rl
     with_signal: list[Group] = []
     without_signal: list[Group] = []
     num_tried = 0
     for _ in range(rl.max_rounds if rl.dynamic_sampling else 1):
-        handles, position = next_prompts(table.data, position, num_prompts - len(with_signal))
-        new_groups = await table.play(desk, handles, step, num_tried)
+        handles, position = next_prompts(
+            episode_runner.data, position, num_prompts - len(with_signal)
+        )
+        new_groups = await episode_runner.play(queue, handles, step, num_tried)
         num_tried += len(handles)
         with_signal += [group for group in new_groups if group.has_signal]
         without_signal += [group for group in new_groups if not group.has_signal]
@@ -63,7 +65,7 @@ async def collect_rollouts(
         ]
     if not groups:
         place = f"step {step}: the last of {num_tried} prompts, of which none can be read"
-        raise table.skipped[-1].within(place)
+        raise episode_runner.skipped[-1].within(place)
     return Rollout(groups, num_tried, len(without_signal), position, time.perf_counter() - start)
 
 
@@ -87,8 +89,8 @@ def _from(data: DataSet, position: Position) -> Iterator[tuple[Handle, Position]
 class OwnRollouts:
     """Rollouts from the trainer's own decoder, drawn on all ranks in lockstep."""
 
-    def __init__(self, table: EpisodeRunner, orders: RankCommands):
-        self.table, self.orders = table, orders
+    def __init__(self, episode_runner: EpisodeRunner, commands: RankCommands):
+        self.episode_runner, self.commands = episode_runner, commands
         self.runner = asyncio.Runner()
 
     def take(self, step: int, position: Position) -> Rollout:
@@ -96,7 +98,9 @@ class OwnRollouts:
 
     async def _take(self, step: int, position: Position) -> Rollout:
         queue = LockstepQueue()
-        collecting = asyncio.create_task(collect_rollouts(self.table, queue, step, position))
+        collecting = asyncio.create_task(
+            collect_rollouts(self.episode_runner, queue, step, position)
+        )
         try:
             while not collecting.done():
                 if queue.waiting and queue.all_wait.is_set():
@@ -106,15 +110,15 @@ class OwnRollouts:
                     [collecting, waiting], timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 waiting.cancel()
-                self.orders.wait()
+                self.commands.wait()
         finally:
             collecting.cancel()
         return await collecting
 
-    def _answer(self, desk: LockstepQueue) -> None:
-        requests = desk.next_prompts_to_answer()
+    def _answer(self, queue: LockstepQueue) -> None:
+        requests = queue.next_prompts_to_answer()
         for request, completions in zip(
-            requests, self.orders.draw(requests, self.table.settings), strict=True
+            requests, self.commands.draw(requests, self.episode_runner.settings), strict=True
         ):
             for answer, completion in zip(request.answers, completions, strict=True):
                 answer.set_result(completion)
@@ -128,22 +132,26 @@ class EngineRollouts:
     this step."""
 
     def __init__(
-        self, table: EpisodeRunner, orders: RankCommands, engines: Engines, last_step: int
+        self,
+        episode_runner: EpisodeRunner,
+        commands: RankCommands,
+        engines: Engines,
+        last_step: int,
     ):
-        self.table, self.orders, self.engines = table, orders, engines
-        self.ahead, self.last_step = table.cfg.rl.off_policy_steps, last_step
+        self.episode_runner, self.commands, self.engines = episode_runner, commands, engines
+        self.ahead, self.last_step = episode_runner.cfg.rl.off_policy_steps, last_step
         self.begun: Future[Rollout] | None = None
 
     def take(self, step: int, position: Position) -> Rollout:
         future, self.begun = self.begun or self._begin(step, position), None
-        rollout: Rollout = result_of(future, self.orders.wait)
+        rollout: Rollout = result_of(future, self.commands.wait)
         if self.ahead and step < self.last_step:
             self.begun = self._begin(step + 1, rollout.after)
         return rollout
 
     def _begin(self, step: int, position: Position) -> "Future[Rollout]":
-        queue = EngineQueue(self.engines.sampler, self.table.settings)
-        return self.engines.submit(collect_rollouts(self.table, queue, step, position))
+        queue = EngineQueue(self.engines.sampler, self.episode_runner.settings)
+        return self.engines.submit(collect_rollouts(self.episode_runner, queue, step, position))
 
     def close(self) -> None:
         if self.begun is not None:

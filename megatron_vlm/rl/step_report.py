@@ -62,30 +62,35 @@ def _means(figures: list[dict[str, float]]) -> dict[str, float]:
 _MAX_EPISODES = 32  # maximum episodes of a prompt
 
 
-def write_sample_lines(run: Path, step: int, groups: Sequence[Group], table: EpisodeRunner) -> None:
+def write_sample_lines(
+    run: Path, step: int, groups: Sequence[Group], episode_runner: EpisodeRunner
+) -> None:
     """Append a line for each of the first prompts of a step: the prompt with its pictures, and its
     episodes with their rewards."""
     file = JsonLines(run / SAMPLES)
     try:
-        for group in groups[: table.cfg.rl.shown]:
-            file.add(json.dumps(_line(step, group, table), ensure_ascii=False))
+        for group in groups[: episode_runner.cfg.rl.shown]:
+            file.add(json.dumps(_line(step, group, episode_runner), ensure_ascii=False))
     finally:
         file.close()
 
 
-def _line(step: int, group: Group, table: EpisodeRunner) -> dict[str, Any]:
+def _line(step: int, group: Group, episode_runner: EpisodeRunner) -> dict[str, Any]:
     first = group.episodes[0]
     return {
         "step": step,
         "where": first.where,
         "question": group.question,
-        "images": _images(first.shown[0], table),
-        "episodes": [_episode(each, table) for each in group.episodes[:_MAX_EPISODES]],
+        "images": _images(first.shown[0], episode_runner),
+        "episodes": [_episode(each, episode_runner) for each in group.episodes[:_MAX_EPISODES]],
     }
 
 
-def _episode(episode: Episode, table: EpisodeRunner) -> dict[str, Any]:
-    heard = [{"text": table.words(row), "images": _images(row, table)} for row in episode.shown[1:]]
+def _episode(episode: Episode, episode_runner: EpisodeRunner) -> dict[str, Any]:
+    heard = [
+        {"text": episode_runner.words(row), "images": _images(row, episode_runner)}
+        for row in episode.shown[1:]
+    ]
     return {
         "answers": episode.answers,
         "heard": heard,  # messages after each answer but the last
@@ -96,7 +101,7 @@ def _episode(episode: Episode, table: EpisodeRunner) -> dict[str, Any]:
     }
 
 
-def _images(row: Row, table: EpisodeRunner) -> list[str]:
+def _images(row: Row, episode_runner: EpisodeRunner) -> list[str]:
     """Return the pictures of a row as the model sees them."""
-    pictures = seen_by_trainer(row, table.data.readers[0].encoder.images)
+    pictures = seen_by_trainer(row, episode_runner.data.readers[0].encoder.images)
     return [data_uri(each) for each in pictures]

@@ -50,7 +50,9 @@ class TrainBatch:
     updates: list[Update]
 
 
-def lesson_of(groups: Sequence[Group], cfg: Config, work: WorkModel, replicas: int) -> TrainBatch:
+def make_train_batch(
+    groups: Sequence[Group], cfg: Config, work: WorkModel, replicas: int
+) -> TrainBatch:
     """Build the train batch of these groups. The prompts are divided among the updates."""
     rows: list[TrainRow] = []
     updates = []
@@ -101,14 +103,14 @@ def _size(row: Row, work: WorkModel) -> RowSize:
     return work.row_size(len(row.ids_S), supervised, patches, pairs, images)
 
 
-def train_batch_to_bytes(lesson: TrainBatch) -> bytes:
+def train_batch_to_bytes(train_batch: TrainBatch) -> bytes:
     """Serialize a train batch for `train_batch_from_bytes` on the other ranks."""
     columns: dict[str, list[Tensor]] = {"ids": [], "labels": [], "log_probs": []}
     columns |= {name: [] for name in VISUAL_FIELDS}
     # {field: the place of each row's tensor in the field's column, or -1}
     places: dict[str, list[int]] = {name: [] for name in VISUAL_FIELDS}
     column_places: dict[tuple[str, int], int] = {}
-    for train_row in lesson.rows:
+    for train_row in train_batch.rows:
         columns["ids"].append(train_row.row.ids_S)
         columns["labels"].append(train_row.row.labels_S)
         columns["log_probs"].append(train_row.sampler_log_probs_S)
@@ -119,8 +121,8 @@ def train_batch_to_bytes(lesson: TrainBatch) -> bytes:
                 place = column_places.setdefault((name, id(tensor)), len(columns[name]))
                 columns[name] += [tensor] * (place == len(columns[name]))
             places[name].append(place)
-    numbers = [[each.advantage, each.weight] for each in lesson.rows]
-    updates = [[each.plan, each.divisor, vars(each.figures)] for each in lesson.updates]
+    numbers = [[each.advantage, each.weight] for each in train_batch.rows]
+    updates = [[each.plan, each.divisor, vars(each.figures)] for each in train_batch.updates]
     meta = {"places": places, "numbers": numbers, "updates": updates}
     return pack({name: (True, rows) for name, rows in columns.items()}, meta)
 

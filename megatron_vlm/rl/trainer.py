@@ -16,12 +16,12 @@ from megatron_vlm.report.metrics_lines import has_load_line
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, join_metrics
 from megatron_vlm.rl.rank_commands import RankCommands
-from megatron_vlm.rl.rewards.pool import JudgeSettings, RewardPool
+from megatron_vlm.rl.rewards.pool import RewardPool, RewardSettings
 from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollouts
 from megatron_vlm.rl.step_report import rl_line, write_sample_lines
 from megatron_vlm.rl.train_batch import (
     TrainBatch,
-    lesson_of,
+    make_train_batch,
     train_batch_from_bytes,
     train_batch_to_bytes,
 )
@@ -39,18 +39,18 @@ class RlTrainer:
         """`opened` closes the rewards and engines that are started."""
         self.run, self.opened = run, opened
         self.cfg, self.leads = run.cfg, run.worker.grid.rank == 0
-        self.learner = PolicyUpdater(run.worker)
+        self.updater = PolicyUpdater(run.worker)
         if self.cfg.rl.kl_coef is not None:
             run.begin_phase(run.progress.step, "loading the initial model", files=True)
-            assert self.learner.reference
-        self.orders = RankCommands(run.worker, run.signals)
+            assert self.updater.reference
+        self.commands = RankCommands(run.worker, run.signals)
         self.engines: Engines | None = None
         self.rollouts: Rollouts | None = None
         self.last: Rollout | None = None  # set on rank 0 only
         run.begin_phase(run.progress.step, "starting rewards and engines", files=True)
         with fail_together(run.worker.platform.device, ConfigError):
             if self.leads:
-                self._start_judges()
+                self._start_reward_pool()
         self._lead(self._start)
         if self.cfg.rl.sampler == "vllm" and (run.progress.step or self.cfg.lora.rank):
             self._renew(run.progress.step)
@@ -62,31 +62,31 @@ class RlTrainer:
         with ExitStack() as opened:
             yield RlTrainer(run, opened)
 
-    def _start_judges(self) -> None:
+    def _start_reward_pool(self) -> None:
         rl, data = self.cfg.rl, self.run.feeder.data
         assert isinstance(data, DataSet), "config/command_checks.py refuses streams"
-        settings = JudgeSettings(
+        settings = RewardSettings(
             rl.reward, rl.environment, rl.processes, rl.timeout, rl.failed_reward
         )
         pool = RewardPool(settings)
         self.opened.callback(pool.close)
-        self.table = EpisodeRunner(self.cfg, data, pool)
+        self.episode_runner = EpisodeRunner(self.cfg, data, pool)
 
     def _start(self) -> tuple[bytes, dict[str, Any]]:
         """Start the sampler on rank 0."""
         if self.cfg.rl.sampler == "own":
-            self.rollouts = OwnRollouts(self.table, self.orders)
+            self.rollouts = OwnRollouts(self.episode_runner, self.commands)
         else:
             self.engines = Engines()
             self.opened.callback(self.engines.close)
-            settings = settings_of(self.run.worker, self.table.data)
-            self.engines.start(settings, self.cfg.rl.engine_gpus, self.orders.wait)
+            settings = settings_of(self.run.worker, self.episode_runner.data)
+            self.engines.start(settings, self.cfg.rl.engine_gpus, self.commands.wait)
             last = self.run.total_steps - 1
-            self.rollouts = EngineRollouts(self.table, self.orders, self.engines, last)
+            self.rollouts = EngineRollouts(self.episode_runner, self.commands, self.engines, last)
         self.opened.callback(self.rollouts.close)
         return b"", {}
 
-    def lesson(self, step: int) -> tuple[TrainBatch, Position]:
+    def train_batch(self, step: int) -> tuple[TrainBatch, Position]:
         """Return the train batch of a step, and the position of the next step's prompts. This is a
         collective."""
 
@@ -94,7 +94,9 @@ class RlTrainer:
             assert self.rollouts is not None
             self.last = self.rollouts.take(step, self.run.progress.position)
             replicas = self.run.worker.grid.dp.size
-            batch = lesson_of(self.last.groups, self.cfg, self.table.data.work, replicas)
+            batch = make_train_batch(
+                self.last.groups, self.cfg, self.episode_runner.data.work, replicas
+            )
             return train_batch_to_bytes(batch), {"after": asdict(self.last.after)}
 
         content, facts = self._lead(sampled)
@@ -104,13 +106,13 @@ class RlTrainer:
         """Run `work` on rank 0, and return its result on every rank. An error on rank 0 is raised
         on all ranks."""
         if not self.leads:
-            return self.orders.follow()
+            return self.commands.follow()
         try:
             content, facts = work()
         except MegatronVLMError as error:
-            self.orders.fail(error)
+            self.commands.fail(error)
             raise
-        self.orders.end_wait(content, facts)
+        self.commands.end_wait(content, facts)
         return content, facts
 
     def renew(self, step: int) -> None:
@@ -125,7 +127,7 @@ class RlTrainer:
     def record(
         self,
         step: int,
-        lesson: TrainBatch,
+        train_batch: TrainBatch,
         after: Position,
         metrics: Sequence[StepMetrics],
         applied: tuple[float, float],
@@ -133,7 +135,7 @@ class RlTrainer:
     ) -> None:
         """Log the data and the metrics of a finished step. `applied`: gradient norm and learning
         rate."""
-        figures = [astuple(update.figures) for update in lesson.updates]
+        figures = [astuple(update.figures) for update in train_batch.updates]
         total = BatchFigures(*(sum(column) for column in zip(*figures, strict=True)))
         whole = join_metrics(metrics)
         self.run.record(step, StepData([], after, total), whole, *applied)
@@ -141,4 +143,4 @@ class RlTrainer:
             assert self.last is not None
             self.run.log.samples(rl_line(step, self.last, whole, apart))
             if has_load_line(step, self.run.total_steps):
-                write_sample_lines(Path(self.cfg.run), step, self.last.groups, self.table)
+                write_sample_lines(Path(self.cfg.run), step, self.last.groups, self.episode_runner)

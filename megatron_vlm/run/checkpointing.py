@@ -183,6 +183,6 @@ class CheckpointManager:
         self.pending = None
         if saved.manifest is not None:  # on rank 0
             self.head, self.newest, rules = saved.manifest, saved.folder, self.cfg.checkpoint
-            retention.keep(
+            retention.prune(
                 self.folder, self.head, rules.keep_last, rules.keep_every, self.best_step
             )

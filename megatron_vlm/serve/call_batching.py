@@ -26,11 +26,11 @@ class CallBatcher:
         self,
         cfg: Config,
         dims: ParallelDims,
-        readings: RequestPrefetcher,
+        prefetcher: RequestPrefetcher,
         tenant_of: Callable[[Call], str],
         in_memory: Callable[[str], bool],
     ):
-        self.readings, self.tenant_of, self.in_memory = readings, tenant_of, in_memory
+        self.prefetcher, self.tenant_of, self.in_memory = prefetcher, tenant_of, in_memory
         # Without a pipeline, a shared pass saves nothing. With overlapped gradient reduction, the
         # reduction must know which micro-batch of a model is the last one.
         shared = dims.pp > 1 and not cfg.parallel.overlap_grad_reduce
@@ -66,12 +66,12 @@ class CallBatcher:
         """Return the relative share of the work of each call, by request id."""
         if together[0].kind == SAMPLE or len(together) == 1:
             return dict.fromkeys((each.request_id for each in together), 1.0)
-        return {each.request_id: max(self.readings.look(each).tokens, 1) for each in together}
+        return {each.request_id: max(self.prefetcher.look(each).tokens, 1) for each in together}
 
     def _samples(self, call: Call, others: Sequence[Call]) -> list[Call]:
         """Return samples with the same weights, beginning with the call whose turn it is. More may
         join later."""
-        ask = self.readings.look(call)
+        ask = self.prefetcher.look(call)
         if ask is None:
             return [call]
         tenant = self.tenant_of(call)
@@ -79,7 +79,7 @@ class CallBatcher:
         for other in others:
             if self.tenant_of(other) != tenant:
                 continue
-            other_ask = self.readings.look(other)
+            other_ask = self.prefetcher.look(other)
             if other_ask is not None and samples + other_ask.n <= TOGETHER:
                 batch.append(other)
                 samples += other_ask.n
@@ -101,7 +101,7 @@ class CallBatcher:
         share a pass."""
         if not self.in_memory(self.tenant_of(call)):
             return math.inf
-        batch: Batch | None = self.readings.look(call)
+        batch: Batch | None = self.prefetcher.look(call)
         if batch is None or batch.forward_only:
             return math.inf
         return math.ceil(len(batch.rows) / self.rows)

@@ -57,22 +57,27 @@ class Service:
     def __init__(
         self,
         cfg: Config,
-        orders: ModelCommands,
+        commands: ModelCommands,
         journal: Journal,
-        readings: RequestPrefetcher,
-        drawer: EngineSampling | None = None,
+        prefetcher: RequestPrefetcher,
+        engine_sampling: EngineSampling | None = None,
     ):
-        """`drawer` draws samples with an engine. Without it the ranks draw them."""
-        self.drawer, self.samples = drawer, 0
-        self.cfg, self.orders, self.journal, self.readings = cfg, orders, journal, readings
-        self.residents = ModelCache(cfg.serve, orders, journal, self._redo)
-        self.training = ModelCalls(orders, self.residents, journal)
-        self.grouping = CallBatcher(
-            cfg, orders.models.base.dims, readings, self._tenant, self.residents.is_loaded
+        """`engine_sampling` draws samples with an engine. Without it the ranks draw them."""
+        self.engine_sampling, self.samples = engine_sampling, 0
+        self.cfg, self.commands, self.journal, self.prefetcher = cfg, commands, journal, prefetcher
+        self.model_cache = ModelCache(cfg.serve, commands, journal, self._redo)
+        self.training = ModelCalls(commands, self.model_cache, journal)
+        self.batcher = CallBatcher(
+            cfg, commands.models.base.dims, prefetcher, self._tenant, self.model_cache.is_loaded
         )
         self.disk = FullDisk()
         self.sample_turns = SampleTurns(
-            orders, journal, readings, self._answer_each, self._finish, cfg.serve.sampling_seconds
+            commands,
+            journal,
+            prefetcher,
+            self._answer_each,
+            self._finish,
+            cfg.serve.sampling_seconds,
         )
         self.turns, self.progress = FairQueue(), ProgressLine()
         self.tenants: dict[str, str] = {}  # by sampling session, whose weights never change
@@ -82,7 +87,7 @@ class Service:
     def run(self) -> None:
         """Run until a signal raises Stopped."""
         while True:
-            self.orders.wait()
+            self.commands.wait()
             try:
                 self._tidy_if_due()
                 self._look_around()
@@ -93,13 +98,13 @@ class Service:
         """Run a turn if calls are pending, and otherwise pause."""
         calls = self._next()
         self.progress.update(self.gauges, len(calls))
-        self.readings.begin(calls)
+        self.prefetcher.begin(calls)
         ready = [call for call in calls if self._is_first(call, calls)]
         if not ready:
             self.journal.wait(HEARTBEAT_S / 2)
             return
         call = self.turns.next(ready, self._tenant, self._delay)
-        if self.drawer is None and self.grouping.expects_more(call, ready):
+        if self.engine_sampling is None and self.batcher.expects_more(call, ready):
             self.journal.wait(GATHER_S)
             return
         self.turn(call, ready)
@@ -109,24 +114,24 @@ class Service:
         if time.monotonic() < self.tidy_at:
             return
         self.tidy_at = time.monotonic() + TIDY_S
-        self.residents.delete_orphan_folders()
+        self.model_cache.delete_orphan_folders()
         with catch_error(  # the model stays in memory
             lambda error: print_to_user(
                 f"a model that waits for its client could not be moved to disk: {bare(error)}"
             )
         ):
-            self.residents.put_away_silent()
+            self.model_cache.put_away_silent()
 
     def _next(self) -> Sequence[Call]:
         """Return the calls for the ranks. Where an engine draws the samples, only those that it
         leaves to the ranks are among them."""
-        if self.drawer is None:
+        if self.engine_sampling is None:
             return self.journal.next_calls(PREFETCHED_CALLS)
-        self.drawer.check()
+        self.engine_sampling.check()
         self._count()
-        drawn = list(self.drawer.drawn.values())
+        drawn = list(self.engine_sampling.drawn.values())
         for call, ask in drawn:
-            self.readings.put(call, ask)
+            self.prefetcher.put(call, ask)
         return [
             *self.journal.next_calls(PREFETCHED_CALLS, samples=False),
             *(call for call, _ in drawn),
@@ -134,8 +139,8 @@ class Service:
 
     def turn(self, call: Call, ready: Sequence[Call]) -> None:
         """Run a call, together with the calls that are best batched with it."""
-        together = self.grouping.batch_with(call, ready)
-        sizes = self.grouping.sizes(together)
+        together = self.batcher.batch_with(call, ready)
+        sizes = self.batcher.sizes(together)
         started = time.monotonic()
         together = self._do(together)
         seconds = time.monotonic() - started
@@ -148,14 +153,14 @@ class Service:
         for member in together:
             share = seconds * sizes[member.request_id] / size
             if not self.sample_turns.is_in_progress(member):
-                self.readings.drop(member)
+                self.prefetcher.drop(member)
             self.turns.record_work(member, self._tenant(member), share)
             if member.changes_state:
                 self._keep_if_due(member.owner, share)
 
     def _keep_if_due(self, model: str, seconds: float) -> None:
         """Save the model after enough unsaved work, so that a killed service repeats little."""
-        resident = self.residents.models.get(model)
+        resident = self.model_cache.models.get(model)
         if resident is None:
             return
         resident.unsaved_s += seconds
@@ -168,7 +173,7 @@ class Service:
                 )
 
             with catch_error(report):
-                self.residents.keep(resident)
+                self.model_cache.keep(resident)
 
     def _do(self, together: Sequence[Call]) -> list[Call]:
         """Run the calls. Return those that have ended, with or without success, and the samples
@@ -198,7 +203,7 @@ class Service:
                 raise  # the samples go on once the disk has room
             if not isinstance(error, REFUSALS):  # the changes of the call are discarded
                 for failed_call in together:
-                    self.residents.forget(failed_call.owner)
+                    self.model_cache.forget(failed_call.owner)
             self._fail(together, error)
         return together
 
@@ -223,19 +228,19 @@ class Service:
             except sqlite3.Error as error:
                 self.disk.wait(error)
             try:
-                self.orders.wait()
+                self.commands.wait()
             except Stopped:  # the journal does not have the results: the calls will run again
                 for call in together:
-                    self.residents.models.pop(call.owner, None)
+                    self.model_cache.models.pop(call.owner, None)
                 raise
 
     def _bring(self, call: Call) -> None:
         """Load the model or the weights of the call into memory."""
         if call.kind == SAMPLE:
             if (sampler := self.journal.sampler(call.owner)) is not None:
-                self.residents.weights(sampler)
+                self.model_cache.weights(sampler)
         elif call.kind in TRAINING:
-            self.residents.model(call.owner)
+            self.model_cache.model(call.owner)
 
     def _fail(self, together: Sequence[Call], error: Exception) -> None:
         failure = failure_of(bare(error))
@@ -250,7 +255,7 @@ class Service:
     def _redo(self, resident: LoadedModel, call: Call) -> None:
         body, batch = self.journal.body(call.request_id), None
         if call.kind == "forward_backward":
-            batch = self.readings.batch(body)
+            batch = self.prefetcher.batch(body)
         self.training.redo(resident, call, batch, body)
 
     # -- gradients
@@ -259,7 +264,7 @@ class Service:
         read, finished = [], []
         for call in together:
             try:
-                read.append((call, self.readings.take(call)))
+                read.append((call, self.prefetcher.take(call)))
             except REFUSALS as error:
                 finished.append(Finished(call.request_id, failure_of(error)))
         if read:
@@ -278,7 +283,7 @@ class Service:
             if weights is None and sampler is None:
                 finished.append(Finished(call.request_id, ended_session()))
             else:
-                weights = weights or self.residents.weights(cast(SamplingSession, sampler))
+                weights = weights or self.model_cache.weights(cast(SamplingSession, sampler))
                 named.append((call, weights))
         self._finish(finished, together)
         if not named:
@@ -288,7 +293,7 @@ class Service:
         # Their sessions have the same weights under another name, because the model that these
         # weights were taken from has changed since.
         self.journal.undo_attempts(*(call.request_id for call, name in named if name != weights))
-        if self.drawer is not None:
+        if self.engine_sampling is not None:
             self._complete(weights, calls)
             return list(together)
         self.sample_turns.turn(
@@ -300,21 +305,21 @@ class Service:
         """Load a copy of the weights, for a sample that is drawn with the model's own, and return
         its name; None where the session has ended."""
         sampler = self.journal.sampler(call.owner)
-        return None if sampler is None else self.residents.snapshot(sampler)
+        return None if sampler is None else self.model_cache.snapshot(sampler)
 
     def _arriving_samples(self, tenant: str) -> list[Call]:
         """Return the samples that may join those in progress."""
         calls = self.journal.next_calls(PREFETCHED_CALLS)
-        self.readings.begin(calls)
+        self.prefetcher.begin(calls)
         samples = [call for call in calls if call.kind == SAMPLE and not call.attempts]
         return [call for call in samples if self._tenant(call) == tenant]
 
     def _complete(self, weights: str, calls: Sequence[Call]) -> None:
         """Complete samples that an engine has drawn."""
-        requests = [(call, self.readings.take(call)) for call in calls]
+        requests = [(call, self.prefetcher.take(call)) for call in calls]
 
         def tempered(pairs: Sequence[tuple[Call, SampleAsk]]) -> list[tuple[Outcome, Changes]]:
-            asks = at_temperature(self.orders, weights, [ask for _, ask in pairs])
+            asks = at_temperature(self.commands, weights, [ask for _, ask in pairs])
             named = [(call, ask) for (call, _), ask in zip(pairs, asks, strict=True)]
             return self._answers(weights, named)
 
@@ -326,7 +331,7 @@ class Service:
     def _answers(
         self, weights: str, pairs: Sequence[tuple[Call, SampleAsk]]
     ) -> list[tuple[Outcome, Changes]]:
-        answers = complete(self.orders, weights, [ask for _, ask in pairs])
+        answers = complete(self.commands, weights, [ask for _, ask in pairs])
         self.samples += sum(ask.n for _, ask in pairs)
         return [(Outcome(answer, "protobuf"), Changes()) for answer in answers]
 
@@ -345,10 +350,10 @@ class Service:
     def _delay(self, call: Call) -> float:
         """Return the delay of a call in seconds. Models in memory have none, so that most of the
         time is not spent on swapping."""
-        in_memory = call.kind not in (SAMPLE, *TRAINING) or self.residents.is_loaded(
+        in_memory = call.kind not in (SAMPLE, *TRAINING) or self.model_cache.is_loaded(
             self._tenant(call)
         )
-        return 0.0 if in_memory else PER_SWAP * self.residents.swap_s
+        return 0.0 if in_memory else PER_SWAP * self.model_cache.swap_s
 
     def _is_first(self, call: Call, calls: Sequence[Call]) -> bool:
         """Return whether no earlier call of the same model is pending; `calls` are in order."""
@@ -358,19 +363,19 @@ class Service:
 
     def close(self) -> None:
         """Save the models in memory. Pending calls run when the service starts again."""
-        if self.drawer is not None:
-            self.drawer.close()
-        self.readings.close()
-        self.residents.keep_all()
+        if self.engine_sampling is not None:
+            self.engine_sampling.close()
+        self.prefetcher.close()
+        self.model_cache.keep_all()
 
     def _count(self) -> None:
         self.gauges["samples_total"] = float(self.samples)
-        if self.drawer is not None:
-            self.gauges["samples_total"] += self.drawer.samples
-            self.gauges["samples_under_way"] = float(len(self.drawer.admission.inside))
+        if self.engine_sampling is not None:
+            self.gauges["samples_total"] += self.engine_sampling.samples
+            self.gauges["samples_under_way"] = float(len(self.engine_sampling.admission.inside))
         self.gauges.update(self.training.gauges)
-        self.gauges["models_in_memory"] = float(len(self.residents.models))
-        self.gauges["snapshots_in_memory"] = float(len(self.residents.snapshots))
+        self.gauges["models_in_memory"] = float(len(self.model_cache.models))
+        self.gauges["snapshots_in_memory"] = float(len(self.model_cache.snapshots))
 
 
 def run_each(

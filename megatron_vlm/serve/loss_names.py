@@ -16,7 +16,7 @@ _SAMPLED = {"logprobs": "old_log_probs", "advantages": "advantages"}
 
 
 @dataclass(frozen=True)
-class LossForm:
+class LossMapping:
     """Loss of the client protocol. `clips`: default thresholds of the ratio; None where the loss
     does not clip."""
 
@@ -27,12 +27,12 @@ class LossForm:
 
 
 FORMS = {
-    "cross_entropy": LossForm("weighted_cross_entropy", {"weights": "weights"}),
-    "importance_sampling": LossForm("importance_sampling", _SAMPLED),
-    "ppo": LossForm("ppo", _SAMPLED, clips=(0.8, 1.2)),
-    "cispo": LossForm("cispo", _SAMPLED, clips=(0.0, 4.0)),
-    "dro": LossForm("dro", _SAMPLED, options={"beta": 0.05}),
-    "gspo": LossForm(
+    "cross_entropy": LossMapping("weighted_cross_entropy", {"weights": "weights"}),
+    "importance_sampling": LossMapping("importance_sampling", _SAMPLED),
+    "ppo": LossMapping("ppo", _SAMPLED, clips=(0.8, 1.2)),
+    "cispo": LossMapping("cispo", _SAMPLED, clips=(0.0, 4.0)),
+    "dro": LossMapping("dro", _SAMPLED, options={"beta": 0.05}),
+    "gspo": LossMapping(
         "gspo_token", _SAMPLED | {"sequence_ratio_mask": "sequence_mask"}, clips=(0.8, 1.2)
     ),
 }
@@ -42,7 +42,7 @@ _CONFIG = "loss_fn_config"
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
 
 
-def form_of(name: str) -> LossForm:
+def form_of(name: str) -> LossMapping:
     """Return the loss of this name. Raise RequestError if there is none."""
     if name not in FORMS:
         raise RequestError(

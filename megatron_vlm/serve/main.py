@@ -50,17 +50,17 @@ def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
     return PREEMPTED
 
 
-def _lead(cfg: Config, orders: "ModelCommands", opened: ExitStack) -> None:
+def _lead(cfg: Config, commands: "ModelCommands", opened: ExitStack) -> None:
     """Run the service on rank 0 until a signal arrives."""
     from megatron_vlm.distributed.agreement import Stopped
     from megatron_vlm.serve.startup import open_service
 
     try:
-        server = open_service(cfg, orders, opened)
+        server = open_service(cfg, commands, opened)
     except Stopped:  # a signal while the engines load
-        orders.end()
+        commands.end()
         return
-    dims = orders.models.base.dims
+    dims = commands.models.base.dims
     print_to_user(
         f"{__version__} serves {cfg.model.path} at {server.address} (tp={dims.tp} pp={dims.pp} "
         f"dp={dims.dp}). Clients set TINKER_BASE_URL={server.address}"
@@ -73,7 +73,7 @@ def _lead(cfg: Config, orders: "ModelCommands", opened: ExitStack) -> None:
         )
         server.front.stop()
         server.service.close()
-        orders.end()
+        commands.end()
 
 
 def run_serve(arguments: Sequence[str], signals: "Signals | None" = None) -> int:

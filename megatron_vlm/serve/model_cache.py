@@ -23,7 +23,7 @@ from megatron_vlm.serve.failures import catch_error, undo_on_error
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Model, SamplingSession
 from megatron_vlm.serve.model_commands import ModelCommands
-from megatron_vlm.serve.rank_models import BASE, ModelForm
+from megatron_vlm.serve.rank_models import BASE, ModelSettings
 
 Redo = Callable[["LoadedModel", Call], None]
 
@@ -33,7 +33,7 @@ class LoadedModel:
     """Model in memory."""
 
     id: str
-    form: ModelForm
+    form: ModelSettings
     applied: int  # last call that its weights contain
     saved: int  # last call that its checkpoint contains
     version: int = 0  # version of its weights, counted while the model is in memory
@@ -47,10 +47,10 @@ class LoadedModel:
 class ModelCache:
     """Cache of loaded models on rank 0. `redo` runs a call of a model again, without a result."""
 
-    def __init__(self, serve: ServeConfig, orders: ModelCommands, journal: Journal, redo: Redo):
-        self.serve, self.orders, self.journal, self.redo = serve, orders, journal, redo
+    def __init__(self, serve: ServeConfig, commands: ModelCommands, journal: Journal, redo: Redo):
+        self.serve, self.commands, self.journal, self.redo = serve, commands, journal, redo
         self.models: OrderedDict[str, LoadedModel] = OrderedDict()
-        self.snapshots: OrderedDict[str, ModelForm] = OrderedDict()
+        self.snapshots: OrderedDict[str, ModelSettings] = OrderedDict()
         self.fresh: dict[str, tuple[str, int]] = {}  # {folder: (model, version) with these weights}
         self.swap_s = 0.0  # moving average of the seconds that loading into memory takes
 
@@ -71,16 +71,16 @@ class ModelCache:
         return folder / uuid.uuid4().hex
 
     def create(
-        self, id: str, form: ModelForm, source: Path | None = None, moments: bool = True
+        self, id: str, form: ModelSettings, source: Path | None = None, moments: bool = True
     ) -> None:
         """Create a model with its initial weights, or with those of a checkpoint."""
         self._check(form)
         self._make_room(form)
         folder = None if source is None else str(source)
-        self.orders.make(id, form, True, folder, moments)
+        self.commands.make(id, form, True, folder, moments)
         self.models[id] = LoadedModel(id, form, 0, 0)
 
-    def _check(self, form: ModelForm) -> None:
+    def _check(self, form: ModelSettings) -> None:
         if form.rank > self.serve.max_rank:
             raise ConfigError(
                 f": this service has serve.max_rank={self.serve.max_rank}",
@@ -107,7 +107,7 @@ class ModelCache:
         started = time.monotonic()
         record = self.journal.model(id)
         assert record is not None and record.state == "ready", f"{id} is not there"
-        form = ModelForm.from_json(record.facts["form"])
+        form = ModelSettings.from_json(record.facts["form"])
         source, moments = (record.folder, True) if record.folder else _initial_state(record)
         self.create(id, form, source, moments)
         resident = self.models[id]
@@ -118,7 +118,7 @@ class ModelCache:
                 self.redo(resident, call)
         self._record_swap(started)
 
-    def _make_room(self, form: ModelForm) -> None:
+    def _make_room(self, form: ModelSettings) -> None:
         capacity = self.serve.adapters if form.rank else self.serve.full_models
         forms = {id: each.form for id, each in self.models.items()}
         for id in _oldest_surplus(forms, form, capacity):
@@ -150,7 +150,7 @@ class ModelCache:
         """Free the memory of the model without saving it."""
         if self.models.pop(id, None) is not None:
             self.fresh = {f: entry for f, entry in self.fresh.items() if entry[0] != id}
-            self.orders.drop(id)
+            self.commands.drop(id)
             gc.collect()  # hooks and modules refer to each other
 
     def keep(self, resident: LoadedModel) -> None:
@@ -164,7 +164,7 @@ class ModelCache:
                     shutil.rmtree(leftover, ignore_errors=True)
 
             with undo_on_error(free_disk_space):
-                self.orders.save(resident.id, str(folder), True)
+                self.commands.save(resident.id, str(folder), True)
                 self.journal.record_saved(resident.id, resident.applied, folder)
             resident.saved = resident.applied
         resident.unsaved_s = 0.0
@@ -192,18 +192,18 @@ class ModelCache:
         folder = str(sampler.folder)
         if folder not in self.snapshots:
             started = time.monotonic()
-            form = ModelForm.from_json(sampler.facts["form"])
+            form = ModelSettings.from_json(sampler.facts["form"])
             capacity = self.serve.snapshots if form.rank else self.serve.full_snapshots
             # Weights with samples in progress are evicted last: these samples would be drawn again.
-            in_progress = self.orders.models.decoders
+            in_progress = self.commands.models.decoders
             idle_first = dict(
                 sorted(self.snapshots.items(), key=lambda each: each[0] in in_progress)
             )
             for name in _oldest_surplus(idle_first, form, capacity):
                 self.snapshots.pop(name)
-                self.orders.drop(name)
+                self.commands.drop(name)
                 gc.collect()
-            self.orders.make(folder, form, False, folder, False)
+            self.commands.make(folder, form, False, folder, False)
             self.snapshots[folder] = form
             self._record_swap(started)
         self.snapshots.move_to_end(folder)
@@ -228,7 +228,9 @@ def _initial_state(model: Model) -> tuple[Path | None, bool]:
     return model.source, bool(model.facts.get("moments", True))
 
 
-def _oldest_surplus(forms: Mapping[str, ModelForm], new: ModelForm, max_count: int) -> list[str]:
+def _oldest_surplus(
+    forms: Mapping[str, ModelSettings], new: ModelSettings, max_count: int
+) -> list[str]:
     """Return the names to evict to make room for a new model of this kind, the oldest first."""
     same_kind = [name for name, form in forms.items() if bool(form.rank) == bool(new.rank)]
     return same_kind[: max(0, len(same_kind) - max_count + 1)]

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_vlm.controller.group_decoder import SampleProgress, SampleRequest
 from megatron_vlm.controller.rank_worker import BrokenError
+from megatron_vlm.controller.resumable_decoder import SampleProgress, SampleRequest
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import Row
@@ -17,7 +17,7 @@ from megatron_vlm.distributed.error_recovery import have_all_failed
 from megatron_vlm.distributed.rank0 import CommandChannel
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.serve.failures import CallFailedError, Trouble
-from megatron_vlm.serve.rank_models import Loss, ModelForm, Models
+from megatron_vlm.serve.rank_models import Loss, Models, ModelSettings
 from megatron_vlm.training.optimizer import AdamStep
 from megatron_vlm.training.worker import StepMetrics
 
@@ -40,7 +40,7 @@ class ModelCommands:
             self._give({"do": "wait"})
 
     def make(
-        self, name: str, form: ModelForm, training: bool, folder: str | None, moments: bool
+        self, name: str, form: ModelSettings, training: bool, folder: str | None, moments: bool
     ) -> None:
         order = {"name": name, "form": form.as_json(), "training": training}
         self._give({"do": "make", **order, "folder": folder, "moments": moments})
@@ -182,7 +182,7 @@ def _perform(models: Models, order: dict[str, Any], batches: Sequence[TensorBatc
         return None
     names = [arguments.pop("name")] if "name" in arguments else []
     if do == "make":
-        arguments["form"] = ModelForm.from_json(arguments["form"])
+        arguments["form"] = ModelSettings.from_json(arguments["form"])
     elif do == "forward_backward":
         arguments["losses"] = [Loss(**each) for each in arguments["losses"]]
     elif do == "optim_step":

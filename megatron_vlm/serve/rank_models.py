@@ -12,8 +12,12 @@ from typing import Any
 from megatron_vlm.checkpoint import save_load
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.controller import WorkerGroup, local_group
-from megatron_vlm.controller.group_decoder import GroupDecoder, SampleProgress, SampleRequest
 from megatron_vlm.controller.multi_model_backward import SummedLoss, backward_together
+from megatron_vlm.controller.resumable_decoder import (
+    ResumableDecoder,
+    SampleProgress,
+    SampleRequest,
+)
 from megatron_vlm.controller.split_batch import BatchLike
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.training.optimizer import AdamStep
@@ -23,7 +27,7 @@ BASE = "base"
 
 
 @dataclass(frozen=True)
-class ModelForm:
+class ModelSettings:
     """Settings that a model is created with. LoRA rank 0 trains all weights."""
 
     rank: int
@@ -31,9 +35,9 @@ class ModelForm:
     targets: tuple[str, ...] = ("attention", "mlp")
 
     @staticmethod
-    def from_json(fields: Mapping[str, Any]) -> "ModelForm":
+    def from_json(fields: Mapping[str, Any]) -> "ModelSettings":
         """Create the settings from the result of `plain`."""
-        return ModelForm(fields["rank"], fields["seed"], tuple(fields["targets"]))
+        return ModelSettings(fields["rank"], fields["seed"], tuple(fields["targets"]))
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as a dictionary for JSON."""
@@ -61,15 +65,15 @@ class Models:
 
     def __init__(self, cfg: Config, watchdog: Watchdog):
         self.cfg, self.watchdog = cfg, watchdog
-        self.base = MegatronWorker(ModelForm(0, cfg.train.seed).config(cfg), False, watchdog)
+        self.base = MegatronWorker(ModelSettings(0, cfg.train.seed).config(cfg), False, watchdog)
         self.workers = {BASE: self.base}
         self.groups: dict[str, WorkerGroup] = {BASE: local_group(self.base)}
-        self.decoders: dict[str, GroupDecoder] = {}  # for models with samples in progress
+        self.decoders: dict[str, ResumableDecoder] = {}  # for models with samples in progress
 
     def make(
         self,
         name: str,
-        form: ModelForm,
+        form: ModelSettings,
         training: bool,
         folder: str | None = None,
         moments: bool = True,
@@ -136,11 +140,11 @@ class Models:
         leave: Sequence[int],
         rounds: int,
     ) -> list[SampleProgress]:
-        """Draw samples for this number of rounds; see GroupDecoder. Samples in progress stay from
-        one call to the next, unless a call fails or the model is changed or dropped."""
+        """Draw samples for this number of rounds; see ResumableDecoder. Samples in progress stay
+        from one call to the next, unless a call fails or the model is changed or dropped."""
         if name not in self.decoders:
             rows = self.cfg.serve.sampler_rows
-            self.decoders[name] = GroupDecoder(self.groups[name], rows)
+            self.decoders[name] = ResumableDecoder(self.groups[name], rows)
         joining = prompts[0] if prompts else None
         try:
             progress = self.decoders[name].advance(joining, requests, leave, rounds)

@@ -20,7 +20,7 @@ from megatron_vlm.data.records.record import Image
 from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, place_row
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.serve.loss_names import OPTIONAL, LossForm, form_of, options_of
+from megatron_vlm.serve.loss_names import OPTIONAL, LossMapping, form_of, options_of
 from megatron_vlm.serve.protocol.payloads import Chunk, Datum, Picture, RequestError, Text, entry
 from megatron_vlm.serve.protocol.requests import read_forward_backward
 from megatron_vlm.training.losses import Objective
@@ -140,7 +140,7 @@ class RowReader:
         opened = read_image(Image(picture.data), self.policy, where)
         return image_patches(opened, self.settings), self.settings.grid(opened.height, opened.width)
 
-    def datum(self, datum: Datum, number: int, form: LossForm) -> Row:
+    def datum(self, datum: Datum, number: int, form: LossMapping) -> Row:
         """Return the row of an admitted datum, with its targets [S, J] and the values that the loss
         reads. `number` is the datum's place in the request."""
         where = f"data[{number}]"
@@ -177,7 +177,7 @@ def _per_place(values: np.ndarray, name: str, length: int, where: str) -> Tensor
     return torch.from_numpy(values.reshape(length, -1))
 
 
-def _check_inputs(inputs: Mapping[str, np.ndarray], form: LossForm, where: str) -> None:
+def _check_inputs(inputs: Mapping[str, np.ndarray], form: LossMapping, where: str) -> None:
     """Refuse inputs that this loss does not read, because the client expects them to count."""
     for name in inputs:
         if name not in ("target_tokens", *form.inputs):
@@ -188,7 +188,7 @@ def _check_inputs(inputs: Mapping[str, np.ndarray], form: LossForm, where: str) 
             )
 
 
-def _read_by(form: LossForm) -> str:
+def _read_by(form: LossMapping) -> str:
     return ", ".join(("target_tokens", *form.inputs))
 
 

@@ -146,12 +146,12 @@ def read_ask(
     )
 
 
-def complete(orders: ModelCommands, weights: str, asks: Sequence[SampleAsk]) -> list[bytes]:
+def complete(commands: ModelCommands, weights: str, asks: Sequence[SampleAsk]) -> list[bytes]:
     """Return the responses to requests whose answers are drawn. `weights` is the ranks' name for
     the model or weights that have drawn them."""
-    scored = _score_prompts(orders, weights, asks)
+    scored = _score_prompts(commands, weights, asks)
     return [
-        write_samples(_samples(orders, weights, ask, ask.answers or (), log_probs))
+        write_samples(_samples(commands, weights, ask, ask.answers or (), log_probs))
         for ask, log_probs in zip(asks, scored, strict=True)
     ]
 
@@ -165,7 +165,7 @@ def answers_to_bytes(ask: SampleAsk) -> bytes:
 
 
 def at_temperature(
-    orders: ModelCommands, weights: str, asks: Sequence[SampleAsk]
+    commands: ModelCommands, weights: str, asks: Sequence[SampleAsk]
 ) -> list[SampleAsk]:
     """Return the requests with log-probs of an engine's answers at the temperature that they were
     drawn at. The engine returns log-probs at temperature 1, and the log-prob of a single token
@@ -177,7 +177,7 @@ def at_temperature(
             (asks[place].prompt, each) for place in places for each in asks[place].answers or ()
         ]
         rows = [replace(continue_row(prompt, each.ids), values_S={}) for prompt, each in pairs]
-        scored = iter(orders.forward(weights, rows, temperature))
+        scored = iter(commands.forward(weights, rows, temperature))
         for place in places:
             answers = tuple(
                 replace(each, log_probs=tuple(next(scored)[-len(each.ids) :].tolist()))
@@ -188,7 +188,7 @@ def at_temperature(
 
 
 def _score_prompts(
-    orders: ModelCommands, weights: str, asks: Sequence[SampleAsk]
+    commands: ModelCommands, weights: str, asks: Sequence[SampleAsk]
 ) -> list[dict[str, np.ndarray]]:
     """Compute the log-probs of the prompts, for all requests that need them, in one pass."""
     rows: list[Row] = []
@@ -202,13 +202,13 @@ def _score_prompts(
             names.append((place, "targets"))
     scored: list[dict[str, np.ndarray]] = [{} for _ in asks]
     if rows:
-        for (place, name), log_probs in zip(names, orders.forward(weights, rows), strict=True):
+        for (place, name), log_probs in zip(names, commands.forward(weights, rows), strict=True):
             scored[place][name] = log_probs.numpy()
     return scored
 
 
 def _samples(
-    orders: ModelCommands,
+    commands: ModelCommands,
     weights: str,
     ask: SampleAsk,
     answers: Sequence[Completion],
@@ -223,12 +223,12 @@ def _samples(
         prompt_log_probs[hidden_S] = np.nan
     if ask.top_prompt:
         row = replace(ask.prompt, targets=torch.zeros_like(ask.prompt.ids_S)[:, None])
-        top_Sk2 = orders.likeliest(weights, [row], ask.top_prompt, 1.0)[0].numpy()
+        top_Sk2 = commands.likeliest(weights, [row], ask.top_prompt, 1.0)[0].numpy()
         top_prompt = _top(np.concatenate([top_Sk2[:1], top_Sk2[:-1]]))
         top_prompt.ids[hidden_S], top_prompt.log_probs[hidden_S] = NO_TOKEN, NO_LOG_PROB
     if ask.targets is not None:
         targets = ask.targets.answer(scored["targets"][:-1].astype(np.float32))
-    tops = _tops(orders, weights, ask, answers)
+    tops = _tops(commands, weights, ask, answers)
     return Samples(_as_sampled(answers, tops), prompt_log_probs, top_prompt, targets)
 
 
@@ -245,7 +245,7 @@ def _as_sampled(answers: Sequence[Completion], tops: Sequence[TopK | None]) -> t
 
 
 def _tops(
-    orders: ModelCommands, weights: str, ask: SampleAsk, answers: Sequence[Completion]
+    commands: ModelCommands, weights: str, ask: SampleAsk, answers: Sequence[Completion]
 ) -> list[TopK | None]:
     """Return the most likely tokens at each place of the answers."""
     if not ask.top_sample:
@@ -258,7 +258,7 @@ def _tops(
         labels_S = torch.full_like(row.ids_S, IGNORE)
         rows.append(replace(row, labels_S=labels_S, values_S={}, targets=targets_S[:, None]))
     temperature = ask.settings.temperature or 1.0
-    tops = orders.likeliest(weights, rows, ask.top_sample, temperature)
+    tops = commands.likeliest(weights, rows, ask.top_sample, temperature)
     return [_top(each[length - 1 : -1].numpy()) for each in tops]
 
 

@@ -7,8 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from megatron_vlm.controller.group_decoder import GroupDecoder, SampleProgress, SampleRequest
 from megatron_vlm.controller.rank_worker import BrokenError
+from megatron_vlm.controller.resumable_decoder import (
+    ResumableDecoder,
+    SampleProgress,
+    SampleRequest,
+)
 from megatron_vlm.distributed.agreement import Stopped
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.serve.failures import REFUSALS, bare, failure_of
@@ -29,7 +33,7 @@ Arriving = Callable[[], Sequence[Call]]
 
 
 @dataclass(eq=False)
-class UnderWay:
+class InProgress:
     """Request with samples in progress."""
 
     call: Call
@@ -44,8 +48,8 @@ class SampleBatch:
     """Requests in progress that share weights."""
 
     weights: str  # name of the weights on the ranks
-    inside: dict[int, UnderWay] = field(default_factory=dict)
-    decoder: GroupDecoder | None = None  # this rank's decoder, which holds these samples
+    inside: dict[int, InProgress] = field(default_factory=dict)
+    decoder: ResumableDecoder | None = None  # this rank's decoder, which holds these samples
 
     def ids(self) -> set[str]:
         """Return the ids of the requests."""
@@ -68,16 +72,16 @@ class SampleTurns:
 
     def __init__(
         self,
-        orders: ModelCommands,
+        commands: ModelCommands,
         journal: Journal,
-        readings: RequestPrefetcher,
+        prefetcher: RequestPrefetcher,
         answer: Answer,
         finish: Finish,
         seconds: float,
     ):
-        self.orders, self.journal, self.readings = orders, journal, readings
+        self.commands, self.journal, self.prefetcher = commands, journal, prefetcher
         self.answer, self.finish, self.seconds = answer, finish, seconds
-        models = orders.models
+        models = commands.models
         self.replicas = models.base.dims.dp
         self.room = SAMPLES_AHEAD_PER_ROW * models.cfg.serve.sampler_rows * models.base.dims.pp
         self.batches: dict[str, SampleBatch] = {}
@@ -109,7 +113,7 @@ class SampleTurns:
     def forget_lost(self) -> None:
         """Forget the samples in progress whose weights have changed or have left memory."""
         for name, batch in list(self.batches.items()):
-            if self.orders.models.decoders.get(name) is not batch.decoder:
+            if self.commands.models.decoders.get(name) is not batch.decoder:
                 self.again |= batch.ids()
                 del self.batches[name]
 
@@ -123,7 +127,7 @@ class SampleTurns:
         try:
             name = to(next(iter(batch.inside.values())).call)
             if name is not None:
-                self.orders.move(weights, name)
+                self.commands.move(weights, name)
                 batch.weights = name
                 self.batches[name] = self.batches.pop(weights)
         except BrokenError:
@@ -171,7 +175,7 @@ class SampleTurns:
             if not any(self._is_alone(each.call) for each in batch.inside.values()):
                 known = turn.begun | {call.request_id for call in turn.waiting}
                 arrived = [call for call in arriving() if call.request_id not in known]
-                turn.waiting += [call for call in arrived if self.readings.is_ready(call)]
+                turn.waiting += [call for call in arrived if self.prefetcher.is_ready(call)]
 
     def _may_wait(self, batch: SampleBatch) -> bool:
         """Return whether a turn may end before all samples are drawn."""
@@ -181,7 +185,7 @@ class SampleTurns:
     def _is_alone(self, call: Call) -> bool:
         return bool(call.attempts) or call.request_id in self.alone
 
-    def _choose_joining(self, turn: SampleTurn) -> list[UnderWay]:
+    def _choose_joining(self, turn: SampleTurn) -> list[InProgress]:
         """Return the waiting requests that the ranks have rows for. Requests of the key with the
         fewest rows come first."""
         batch, joining = turn.batch, []
@@ -203,7 +207,7 @@ class SampleTurns:
             load[replica] += ask.n
             number = next(self.numbers)
             request = SampleRequest(number, replica, ask.settings, ask.n, ask.seed)
-            batch.inside[number] = UnderWay(call, ask, request, ask.n)
+            batch.inside[number] = InProgress(call, ask, request, ask.n)
             joining.append(batch.inside[number])
         return joining
 
@@ -222,27 +226,27 @@ class SampleTurns:
             turn.begun.add(call.request_id)
         turn.used.setdefault(call.request_id, (call, 0))
         try:
-            ask: SampleAsk = self.readings.take(call)
+            ask: SampleAsk = self.prefetcher.take(call)
         except REFUSALS as error:
             self._finish(turn, [Finished(call.request_id, failure_of(bare(error)))], [call])
             return None
-        self.readings.put(call, ask)  # so that it is not read again between turns
+        self.prefetcher.put(call, ask)  # so that it is not read again between turns
         return ask
 
     def _advance(
-        self, turn: SampleTurn, joining: Sequence[UnderWay], leave: Collection[int]
+        self, turn: SampleTurn, joining: Sequence[InProgress], leave: Collection[int]
     ) -> None:
         batch, started = turn.batch, time.monotonic()
         rows = [each.ask.prompt for each in joining]
         requests = [each.request for each in joining]
         try:
-            progress = self.orders.draw(batch.weights, rows, requests, list(leave), self.rounds)
+            progress = self.commands.draw(batch.weights, rows, requests, list(leave), self.rounds)
         except BrokenError:
             raise
         except MegatronVLMError as error:
             self._record_failure(turn, error)
             return
-        batch.decoder = self.orders.models.decoders.get(batch.weights)
+        batch.decoder = self.commands.models.decoders.get(batch.weights)
         rounds = int(self.rounds * SAMPLE_TURN_S / max(time.monotonic() - started, 1e-3))
         self.rounds = max(1, min(rounds, 2 * self.rounds, MAX_ROUNDS))
         self._take(turn, progress)
@@ -292,6 +296,6 @@ class SampleTurns:
             self._forget(call)
 
     def _forget(self, call: Call) -> None:
-        self.readings.drop(call)
+        self.prefetcher.drop(call)
         self.alone.discard(call.request_id)
         self.again.discard(call.request_id)

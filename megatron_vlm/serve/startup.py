@@ -22,7 +22,7 @@ from megatron_vlm.serve.http.context import ServerFacts
 from megatron_vlm.serve.http.http_server import FrontServer
 from megatron_vlm.serve.http.request_limits import RequestLimits
 from megatron_vlm.serve.journal.accept import Bounds
-from megatron_vlm.serve.journal.cleanup import RetentionPolicy
+from megatron_vlm.serve.journal.cleanup import JournalExpiry
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.loop import Service
 from megatron_vlm.serve.model_commands import ModelCommands
@@ -46,13 +46,13 @@ class Opened:
     address: str
 
 
-def open_service(cfg: Config, orders: ModelCommands, opened: ExitStack) -> Opened:
+def open_service(cfg: Config, commands: ModelCommands, opened: ExitStack) -> Opened:
     """Open all parts of the service. `opened` closes the journal and the engines."""
     limits = limits_of(cfg.serve.limits)
     keys = None if cfg.serve.keys is None else ApiKeys(Path(cfg.serve.keys))
-    base = orders.models.base
+    base = commands.models.base
     bounds = Bounds(limits.open_calls, limits.open_bytes, limits.models)
-    journal = Journal(Path(cfg.run), bounds, RetentionPolicy(superseded=limits.snapshot_seconds))
+    journal = Journal(Path(cfg.run), bounds, JournalExpiry(superseded=limits.snapshot_seconds))
     opened.callback(journal.close)
     reader = RowReader(cfg, str(base.source.path), base.source.sizes, limits.pixels)
     samples = _bounds(cfg, limits, reader.longest)
@@ -61,14 +61,14 @@ def open_service(cfg: Config, orders: ModelCommands, opened: ExitStack) -> Opene
     )
     engine_sampling = None
     if cfg.serve.sampler == "vllm":  # before the HTTP server: engines load for minutes
-        settings = engine_settings(cfg, orders, limits, samples)
+        settings = engine_settings(cfg, commands, limits, samples)
         engines = Engines()
         opened.callback(engines.close)
-        engines.start(settings, cfg.serve.engine_gpus, orders.wait)
+        engines.start(settings, cfg.serve.engine_gpus, commands.wait)
         engine_sampling = EngineSampling(engines, journal, prefetcher, settings.max_adapters)
         engine_sampling.start()
-    service = Service(cfg, orders, journal, prefetcher, engine_sampling)
-    service.residents.delete_orphan_folders()
+    service = Service(cfg, commands, journal, prefetcher, engine_sampling)
+    service.model_cache.delete_orphan_folders()
     facts = facts_of(cfg, base.source, base.dims)
     app = make_app(journal, limits, keys, facts, service.gauges)
     server = FrontServer(app, cfg.serve.host, cfg.serve.port)
@@ -98,10 +98,10 @@ def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
 
 
 def engine_settings(
-    cfg: Config, orders: ModelCommands, limits: RequestLimits, bounds: SampleBounds
+    cfg: Config, commands: ModelCommands, limits: RequestLimits, bounds: SampleBounds
 ) -> EngineSettings:
     """Return the settings that all engines share."""
-    serve, base = cfg.serve, orders.models.base
+    serve, base = cfg.serve, commands.models.base
     return EngineSettings(
         python=str(serve.engine),
         folder=str(base.source.path),

@@ -37,7 +37,7 @@ from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
 from megatron_vlm.serve.model_commands import ModelCommands
 from megatron_vlm.serve.protocol.answers import write_forward_backward
 from megatron_vlm.serve.protocol.payloads import RequestError
-from megatron_vlm.serve.rank_models import Loss, ModelForm
+from megatron_vlm.serve.rank_models import Loss, ModelSettings
 from megatron_vlm.serve.requests_as_rows import Batch, figures_of, metrics_of
 from megatron_vlm.training.optimizer import AdamStep
 
@@ -51,8 +51,8 @@ class ModelCalls:
     """Calls of models on rank 0. Each method runs a call, and returns its result and the changes to
     the journal."""
 
-    def __init__(self, orders: ModelCommands, residents: ModelCache, journal: Journal):
-        self.orders, self.residents, self.journal = orders, residents, journal
+    def __init__(self, commands: ModelCommands, model_cache: ModelCache, journal: Journal):
+        self.commands, self.model_cache, self.journal = commands, model_cache, journal
         counted = (
             "trained_tokens_total",
             "optimizer_steps_total",
@@ -72,20 +72,20 @@ class ModelCalls:
                 remedy="set one of them",
             )
         seed = call.seed if lora.seed is None else lora.seed
-        made = ModelForm(lora.rank, seed % 2**31, targets if lora.rank else ())
+        made = ModelSettings(lora.rank, seed % 2**31, targets if lora.rank else ())
         id = model_id(call.owner, form.model_seq_id)
-        self.residents.create(id, made)
+        self.model_cache.create(id, made)
         return self._creation_result(id, "create_model", made)
 
     def load_model(self, call: Call, body: bytes) -> Done:
         form = schemas.LoadModel.model_validate_json(body)
         id = model_id(call.owner, form.model_seq_id)
         made, folder = self._find_stored(form.path)
-        self.residents.create(id, made, folder, form.optimizer)
+        self.model_cache.create(id, made, folder, form.optimizer)
         return self._creation_result(id, "load_weights", made, form.optimizer, path=form.path)
 
     def _creation_result(
-        self, id: str, kind: str, made: ModelForm, moments: bool = True, **more: str
+        self, id: str, kind: str, made: ModelSettings, moments: bool = True, **more: str
     ) -> Done:
         facts: dict[str, Any] = {"form": made.as_json(), "moments": moments}
         if made.rank:  # weights_info returns these
@@ -93,18 +93,18 @@ class ModelCalls:
         change = ModelChange(id, state="ready", facts=facts)
         return _json({"model_id": id, "type": kind, **more}), Changes(models=(change,))
 
-    def _find_stored(self, path: str) -> tuple[ModelForm, Path]:
+    def _find_stored(self, path: str) -> tuple[ModelSettings, Path]:
         checkpoint = self.journal.checkpoint(path)
         if checkpoint is None:
             raise RequestError(
                 ": the checkpoint was deleted or has expired", key="path", found=path
             )
-        return ModelForm.from_json(checkpoint.facts["form"]), checkpoint.folder
+        return ModelSettings.from_json(checkpoint.facts["form"]), checkpoint.folder
 
     def load_weights(self, call: Call, body: bytes) -> Done:
         form = schemas.LoadWeights.model_validate_json(body)
         made, folder = self._find_stored(form.path)
-        resident = self.residents.model(call.owner)
+        resident = self.model_cache.model(call.owner)
         if made.rank != resident.form.rank or made.targets != resident.form.targets:
             raise RequestError(
                 f"has adapters of {_adapters(made)}, and this model has {_adapters(resident.form)}",
@@ -113,10 +113,10 @@ class ModelCalls:
                 remedy="load it as a new model",
             )
         with self._undo_on_error(resident):
-            self.orders.load(resident.id, str(folder), form.optimizer)
+            self.commands.load(resident.id, str(folder), form.optimizer)
             resident.record_change(call.seq)
-            saved = self.residents.new_folder("states")
-            self.orders.save(resident.id, str(saved), True)
+            saved = self.model_cache.new_folder("states")
+            self.commands.save(resident.id, str(saved), True)
         resident.saved = call.seq
         answer = {"path": form.path, "model_id": call.owner, "type": "load_weights"}
         return _json(answer), Changes(saved=(Saved(call.owner, call.seq, saved),))
@@ -124,44 +124,44 @@ class ModelCalls:
     def forward_backward(self, calls: Sequence[tuple[Call, Batch]]) -> list[Done]:
         """Run the forward_backward calls of different models. A forward_only call must be the only
         one."""
-        residents = [self.residents.model(call.owner) for call, _ in calls]
+        model_cache = [self.model_cache.model(call.owner) for call, _ in calls]
         batches = [batch for _, batch in calls]
         if batches[0].forward_only:
             assert len(batches) == 1
-            log_probs = self.orders.forward(residents[0].id, batches[0].rows)
+            log_probs = self.commands.forward(model_cache[0].id, batches[0].rows)
             results = [(log_probs, metrics_of(batches[0], log_probs))]
         else:
-            for resident, batch in zip(residents, batches, strict=True):
+            for resident, batch in zip(model_cache, batches, strict=True):
                 self._check_fits(resident, batch)
-            with self._added_or_not(residents):
-                results = self._gradients(residents, batches)
+            with self._added_or_not(model_cache):
+                results = self._gradients(model_cache, batches)
                 finished = self._answers(batches, results)
             self.gauges["passes_of_several_models_total"] += len(batches) > 1
             return finished
         return self._answers(batches, results)
 
     def _check_fits(self, resident: LoadedModel, batch: Batch) -> None:
-        worker = self.orders.models.workers[resident.id]
+        worker = self.commands.models.workers[resident.id]
         itemsize = worker.chunks[0].config.params_dtype.itemsize
         memory = worker.platform.memory_total()
         check_fits(batch.rows, worker.cfg, worker.source.sizes, worker.dims, itemsize, memory)
 
-    def _added_or_not(self, residents: Sequence[LoadedModel]) -> AbstractContextManager[None]:
+    def _added_or_not(self, model_cache: Sequence[LoadedModel]) -> AbstractContextManager[None]:
         """Preserve the gradients if the body raises an error. Models that have received new
         gradients are forgotten, so that they are restored from disk."""
-        before = [self.orders.models.backwards_of(each.id) for each in residents]
+        before = [self.commands.models.backwards_of(each.id) for each in model_cache]
 
         def forget_changed() -> None:
-            for resident, count in zip(residents, before, strict=True):
-                if self.orders.models.backwards_of(resident.id) != count:
-                    self.residents.forget(resident.id)
+            for resident, count in zip(model_cache, before, strict=True):
+                if self.commands.models.backwards_of(resident.id) != count:
+                    self.model_cache.forget(resident.id)
 
         return undo_on_error(forget_changed)
 
     def _undo_on_error(self, resident: LoadedModel) -> AbstractContextManager[None]:
         """Forget the model if the body raises an error, so that no partial change remains. The
         model is then restored from disk."""
-        return undo_on_error(lambda: self.residents.forget(resident.id))
+        return undo_on_error(lambda: self.model_cache.forget(resident.id))
 
     def _answers(
         self,
@@ -181,24 +181,24 @@ class ModelCalls:
         return Outcome(write_forward_backward(outputs, metrics), "protobuf")
 
     def _gradients(
-        self, residents: Sequence[LoadedModel], batches: Sequence[Batch]
+        self, model_cache: Sequence[LoadedModel], batches: Sequence[Batch]
     ) -> list[tuple[list[Tensor], dict[str, float]]]:
         """Compute the gradients, and return the log-probs and the metrics of each batch."""
         losses = [
             Loss(resident.id, batch.loss, batch.options)
-            for resident, batch in zip(residents, batches, strict=True)
+            for resident, batch in zip(model_cache, batches, strict=True)
         ]
-        metrics = self.orders.forward_backward(losses, [batch.rows for batch in batches])
+        metrics = self.commands.forward_backward(losses, [batch.rows for batch in batches])
         return [(each.log_probs or [], figures_of(each)) for each in metrics]
 
     def optim_step(self, call: Call, body: bytes) -> Done:
-        resident = self.residents.model(call.owner)
+        resident = self.model_cache.model(call.owner)
         norm = self._step(
             resident, call.seq, schemas.OptimStep.model_validate_json(body).adam_params
         )
         # JSON has no form for a norm that is not finite.
         metrics = {"grad_norm": norm} if math.isfinite(norm) else {"skipped_not_finite": 1.0}
-        steps = self.orders.models.step_of(resident.id)
+        steps = self.commands.models.step_of(resident.id)
         change = ModelChange(call.owner, figures={"steps": steps, **metrics})
         return _json({"metrics": metrics}), Changes(models=(change,))
 
@@ -212,7 +212,7 @@ class ModelCalls:
             without_gradients=True,
         )
         with self._undo_on_error(resident):
-            norm, _ = self.orders.optim_step(resident.id, params.learning_rate, adam)
+            norm, _ = self.commands.optim_step(resident.id, params.learning_rate, adam)
         resident.record_change(seq)
         self.gauges["optimizer_steps_total"] += 1
         return norm
@@ -236,7 +236,7 @@ class ModelCalls:
                 found=form.path,
                 allowed="another name, or overwrite=True",
             )
-        resident = self.residents.model(call.owner)
+        resident = self.model_cache.model(call.owner)
         folder, made = self._write_weights(resident, "training", form, moments=True)
         resident.saved, resident.unsaved_s = resident.applied, 0.0
         saved = Saved(call.owner, resident.applied, folder)
@@ -245,11 +245,11 @@ class ModelCalls:
 
     def save_weights_for_sampler(self, call: Call, body: bytes) -> Done:
         form = schemas.SaveWeightsForSampler.model_validate_json(body)
-        resident = self.residents.model(call.owner)
+        resident = self.model_cache.model(call.owner)
         if form.path is not None:
             named = schemas.Named.model_validate_json(body)
             folder, made = self._write_weights(resident, "sampler", named, moments=False)
-            self.residents.fresh[str(folder)] = resident.id, resident.version
+            self.model_cache.fresh[str(folder)] = resident.id, resident.version
             path = tinker_path(call.owner, "sampler", form.path)
             answer = _json({"path": path, "type": "save_weights_for_sampler"})
             return answer, Changes(checkpoints=(made,))
@@ -260,9 +260,9 @@ class ModelCalls:
                 key="path",
                 allowed="a name, or sampling_session_seq_id for a session",
             )
-        folder = self.residents.new_folder("weights")
-        self.orders.save(resident.id, str(folder), False)
-        self.residents.fresh[str(folder)] = resident.id, resident.version
+        folder = self.model_cache.new_folder("weights")
+        self.commands.save(resident.id, str(folder), False)
+        self.model_cache.fresh[str(folder)] = resident.id, resident.version
         sampler = NewSampler(
             sampler_id(model.session, form.sampling_session_seq_id),
             model.session,
@@ -276,14 +276,14 @@ class ModelCalls:
 
     def save_weights_external(self, call: Call, body: bytes) -> Done:
         form = schemas.SaveWeightsExternal.model_validate_json(body)
-        resident = self.residents.model(call.owner)
+        resident = self.model_cache.model(call.owner)
         _, made = self._write_weights(resident, "external", form, moments=False)
         path = tinker_path(call.owner, "external", form.path)
         return _json({"path": path, "type": "save_weights_external"}), Changes(checkpoints=(made,))
 
     def unload_model(self, call: Call, body: bytes) -> Done:
         id = schemas.ModelIdForm.model_validate_json(body).model_id
-        self.residents.forget(id)
+        self.model_cache.forget(id)
         change = ModelChange(id, state="unloaded")
         return _json({"model_id": id, "type": "unload_model"}), Changes(models=(change,))
 
@@ -291,8 +291,8 @@ class ModelCalls:
         self, resident: LoadedModel, kind: CheckpointKind, form: schemas.Named, moments: bool
     ) -> tuple[Path, NewCheckpoint]:
         """Save the model's weights in a new folder, and return the folder and its checkpoint."""
-        folder = self.residents.new_folder("weights")
-        self.orders.save(resident.id, str(folder), moments)
+        folder = self.model_cache.new_folder("weights")
+        self.commands.save(resident.id, str(folder), moments)
         if kind == "external":
             folder = self._export(folder, resident.form)
         size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
@@ -302,19 +302,19 @@ class ModelCalls:
             resident.id, kind, form.path, folder, size, expires, form.user_metadata or {}, facts
         )
 
-    def _export(self, folder: Path, made: ModelForm) -> Path:
+    def _export(self, folder: Path, made: ModelSettings) -> Path:
         """Replace the checkpoint by an export that other programs can read."""
         out = folder.with_name(f"{folder.name}-export")
         kind: Exported | None = "adapter" if made.rank else None
         try:
             export = partial(export_checkpoint, str(folder), str(out), kind=kind)
-            run_in_thread(export, self.orders.wait)
+            run_in_thread(export, self.commands.wait)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return out
 
 
-def _adapters(form: ModelForm) -> str:
+def _adapters(form: ModelSettings) -> str:
     return f"rank {form.rank} on {show_value(form.targets)}"
 
 

@@ -49,10 +49,10 @@ class EngineSampling:
     `drawn` and `samples`; the rest runs in the engines' loop."""
 
     def __init__(
-        self, engines: Engines, journal: Journal, readings: RequestPrefetcher, adapters: int
+        self, engines: Engines, journal: Journal, prefetcher: RequestPrefetcher, adapters: int
     ):
         """`adapters`: maximum number of adapters that the engine draws with at a time."""
-        self.engines, self.journal, self.readings = engines, journal, readings
+        self.engines, self.journal, self.prefetcher = engines, journal, prefetcher
         self.weights = EngineWeights(engines, journal.run)
         self.admission = Admission(adapters, len(engines.sampler.replicas))
         self.drawn: dict[str, tuple[Call, SampleAsk]] = {}  # calls with answers
@@ -144,7 +144,7 @@ class EngineSampling:
 
     async def _draw(self, call: Call, weights: SampleWeights) -> None:
         try:
-            ask = await asyncio.to_thread(self.readings.sample, call)
+            ask = await asyncio.to_thread(self.prefetcher.sample, call)
         except (MegatronVLMError, ValidationError) as error:
             self._finish(call, failure_of(error))
             return

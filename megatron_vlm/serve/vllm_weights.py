@@ -18,7 +18,7 @@ from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.engines.engine_thread import Engines
 from megatron_vlm.engines.sampler import Checkpoint
 from megatron_vlm.serve.journal.journal_records import SamplingSession
-from megatron_vlm.serve.rank_models import ModelForm
+from megatron_vlm.serve.rank_models import ModelSettings
 
 FORM = "engine"  # the folder's name
 
@@ -36,7 +36,7 @@ class SampleWeights:
         """Return the weights of a session, which never change."""
         if sampler.folder is None:
             return SampleWeights()
-        if ModelForm.from_json(sampler.facts["form"]).rank:
+        if ModelSettings.from_json(sampler.facts["form"]).rank:
             return SampleWeights(adapter=sampler.folder)
         return SampleWeights(whole=sampler.folder)
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class JudgeSettings:
+class RewardSettings:
     """Settings of the rewards. Exactly one of `reward` and `environment` is set."""
 
     reward: str | None  # FILE.py:NAME or MODULE:NAME of a function
@@ -45,7 +45,7 @@ class _Episode:
     number: int
     record: Mapping[str, Any]
     where: str
-    judge: RewardWorker
+    worker: RewardWorker
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one call at a time
     life: RewardProcess | None = None  # process that has its environment
     answers: list[str] = field(default_factory=list)  # answers that the environment has received
@@ -56,7 +56,7 @@ class RewardPool:
     """Pool of reward processes. Its methods may be called from any thread. Where the user's code is
     wrong, a future raises a DataError that names the record. Futures cannot be cancelled."""
 
-    def __init__(self, settings: JudgeSettings):
+    def __init__(self, settings: RewardSettings):
         """Start the processes. Raise ConfigError if the function cannot be imported, found or
         called."""
         if (settings.reward is None) == (settings.environment is None):
@@ -73,9 +73,9 @@ class RewardPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         # The processes end with the thread that starts them, and so with this one.
-        self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
-        self._judges: list[RewardWorker] = []
+        self._workers: list[RewardWorker] = []
         try:
             self._do(self._start()).result()
         except BaseException:
@@ -112,14 +112,14 @@ class RewardPool:
         future.set_running_or_notify_cancel()
         if self._loop.is_closed():
             steps.close()
-            future.set_exception(CancelledError("the judges are closed"))
+            future.set_exception(CancelledError("the reward workers are closed"))
             return future
 
         async def run() -> None:
             try:
                 future.set_result(await steps)
             except asyncio.CancelledError:
-                future.set_exception(CancelledError("the judges were closed"))
+                future.set_exception(CancelledError("the reward workers were closed"))
             except BaseException as error:
                 future.set_exception(error)
 
@@ -133,10 +133,10 @@ class RewardPool:
 
     async def _start(self) -> None:
         kind, target, timeout_s = self.kind, self.target, self.settings.timeout_s
-        self._judges = [
+        self._workers = [
             RewardWorker(kind, target, timeout_s) for _ in range(self.settings.processes)
         ]
-        starting = (worker.alive() for worker in self._judges)
+        starting = (worker.alive() for worker in self._workers)
         for result in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
@@ -147,15 +147,15 @@ class RewardPool:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        await asyncio.gather(*(worker.close() for worker in self._judges))
+        await asyncio.gather(*(worker.close() for worker in self._workers))
 
     async def _begin(
         self, number: int, record: Mapping[str, Any], where: str
     ) -> Sequence[Message] | None:
         assert number not in self._episodes, f"episode {number} has begun already"
-        judge = min(self._judges, key=lambda judge: judge.episodes)
-        judge.episodes += 1
-        episode = self._episodes[number] = _Episode(number, record, where, judge)
+        worker = min(self._workers, key=lambda worker: worker.episodes)
+        worker.episodes += 1
+        episode = self._episodes[number] = _Episode(number, record, where, worker)
         if self.kind == "reward":
             return None
         async with episode.lock:
@@ -180,7 +180,7 @@ class RewardPool:
         if (episode := self._episodes.pop(number, None)) is None:
             return
         async with episode.lock:
-            episode.judge.episodes -= 1
+            episode.worker.episodes -= 1
             if episode.life is not None:
                 episode.life.send({"do": "end", "episode": number})
 
@@ -208,8 +208,8 @@ class RewardPool:
         lost, deaths, suspected = 0, 0, False
         while True:
             try:
-                async with episode.judge.turn(alone=suspected):
-                    process = await episode.judge.alive()
+                async with episode.worker.turn(alone=suspected):
+                    process = await episode.worker.alive()
                     if request["do"] == "step":
                         await self._restore(episode, process)
                     answer = await process.ask(request)

@@ -71,7 +71,7 @@ class _Link:
         os._exit(0)  # the trainer is gone
 
 
-class _Bench:
+class _UserCodeRunner:
     """User's function or class, and the episodes in progress in this process."""
 
     def __init__(self, target: Callable[..., Any], home: Path, timeout_s: float):
@@ -213,7 +213,7 @@ def _quote(value: Any) -> str:
     return f"{text} ({type(value).__name__})"
 
 
-async def _serve(link: _Link, bench: _Bench) -> None:
+async def _serve(link: _Link, bench: _UserCodeRunner) -> None:
     """Answer requests until the trainer is gone."""
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
@@ -258,7 +258,7 @@ def run_reward_child(socket_file: str, parent: str, kind: str, target: str, time
         link.send({"id": 0, "wrong": str(error), "fields": error_to_json(error)})
         return
     link.send({"id": 0, "answer": None})
-    asyncio.run(_serve(link, _Bench(function, home, float(timeout_s))))
+    asyncio.run(_serve(link, _UserCodeRunner(function, home, float(timeout_s))))
 
 
 if __name__ == "__main__":

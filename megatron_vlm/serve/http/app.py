@@ -42,7 +42,7 @@ def make_app(
     metrics = Metrics()
     journal.listen(metrics.count_completed)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)
-    app.state.desk = AppContext(
+    app.state.context = AppContext(
         *(journal, limits, keys, facts, Bodies(limits), metrics),
         *(GroupCommit(journal), ResultWaiters(journal), {} if gauges is None else gauges),
     )
@@ -85,42 +85,42 @@ def _name(host: str) -> str:
 
 
 @_pages.get("/metrics")
-async def figures(desk: Context, key: Key) -> PlainTextResponse:
+async def figures(context: Context, key: Key) -> PlainTextResponse:
     """Return the metrics for Prometheus, which sends the key as the password of basic
     authentication."""
     now = time.time()
-    waiting = desk.journal.open_calls()
+    waiting = context.journal.open_calls()
     gauges = {
         "open_calls": len(waiting),
         "oldest_open_call_seconds": max((now - call.accepted for call in waiting), default=0.0),
-        "models": sum(m.state in ("creating", "ready") for m in desk.journal.models()),
-        "samplers": len(desk.journal.samplers()),
-        "sessions": desk.journal.active_sessions(None, 600.0),
-        "bodies_bytes": desk.bodies.held,
-        **desk.gauges,
+        "models": sum(m.state in ("creating", "ready") for m in context.journal.models()),
+        "samplers": len(context.journal.samplers()),
+        "sessions": context.journal.active_sessions(None, 600.0),
+        "bodies_bytes": context.bodies.held,
+        **context.gauges,
     }
     counters = {
-        "received_bytes_total": desk.bodies.received,
-        "contradicting_retries_total": desk.journal.contradictions,
+        "received_bytes_total": context.bodies.received,
+        "contradicting_retries_total": context.journal.contradictions,
     }
     kind = "text/plain; version=0.0.4"
-    return PlainTextResponse(desk.metrics.text(gauges, counters), media_type=kind)
+    return PlainTextResponse(context.metrics.text(gauges, counters), media_type=kind)
 
 
 @_pages.get("/")
-async def page(desk: Context, key: Key) -> HTMLResponse:
+async def page(context: Context, key: Key) -> HTMLResponse:
     """Return an HTML page with the runs, checkpoints and waiting calls of this key."""
-    return HTMLResponse(service_page(desk.journal, desk.facts, key))
+    return HTMLResponse(service_page(context.journal, context.facts, key))
 
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    desk: AppContext = app.state.desk
-    task = asyncio.create_task(_sweep(desk.journal))
+    context: AppContext = app.state.context
+    task = asyncio.create_task(_sweep(context.journal))
     try:
         yield
     finally:
-        desk.waiters.close()
+        context.waiters.close()
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task

@@ -44,7 +44,7 @@ class Connection(H11Protocol):
     @property
     def _limits(self) -> RequestLimits:
         app: Any = self.config.app
-        return app.state.desk.limits
+        return app.state.context.limits
 
     def _watch(self) -> None:
         """Start the timeout for the headers of a request, or cancel it once they have arrived."""

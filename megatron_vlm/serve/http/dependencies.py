@@ -16,38 +16,38 @@ from megatron_vlm.serve.journal.journal_records import (
 )
 
 
-async def _desk(request: Request) -> AppContext:
-    return request.app.state.desk
+async def _context(request: Request) -> AppContext:
+    return request.app.state.context
 
 
 async def _key(request: Request) -> str:
-    return key_of(request, request.app.state.desk.keys)
+    return key_of(request, request.app.state.context.keys)
 
 
-Context = Annotated[AppContext, Depends(_desk)]
+Context = Annotated[AppContext, Depends(_context)]
 Key = Annotated[str, Depends(_key)]
 Answer = dict[str, Any]
 
 
-def require_session(desk: AppContext, key: str, session: str) -> Session:
+def require_session(context: AppContext, key: str, session: str) -> Session:
     """Return the session. A session of another key raises 404, as a missing one does."""
-    record = desk.journal.session(session)
+    record = context.journal.session(session)
     if record is None or record.key != key:
         raise HttpError(404, f"session_id: there is no session {session!r}; make a new client")
     return record
 
 
-def open_session(desk: AppContext, key: str, session: str) -> Session:
+def open_session(context: AppContext, key: str, session: str) -> Session:
     """Return a session that is not finished."""
-    record = require_session(desk, key, session)
+    record = require_session(context, key, session)
     if record.finished is not None:
         raise HttpError(410, f"session_id: session {session} was finished; make a new client")
     return record
 
 
-def require_model(desk: AppContext, key: str, model: str, usable: bool = False) -> Model:
+def require_model(context: AppContext, key: str, model: str, usable: bool = False) -> Model:
     """Return the model. A model of another key raises 404, as a missing one does."""
-    record = desk.journal.model(model)
+    record = context.journal.model(model)
     if record is None or record.key != key:
         raise HttpError(404, f"there is no model {model!r}")
     if usable and record.state in ("failed", "unloaded"):
@@ -58,9 +58,9 @@ def require_model(desk: AppContext, key: str, model: str, usable: bool = False) 
     return record
 
 
-def require_sampler(desk: AppContext, key: str, sampler: str) -> SamplingSession:
+def require_sampler(context: AppContext, key: str, sampler: str) -> SamplingSession:
     """Return the sampling session. One of another key raises 404, as a missing one does."""
-    record = desk.journal.sampler(sampler)
+    record = context.journal.sampler(sampler)
     if record is None or record.key != key:
         raise HttpError(
             404,
@@ -70,9 +70,9 @@ def require_sampler(desk: AppContext, key: str, sampler: str) -> SamplingSession
     return record
 
 
-def own_checkpoint(desk: AppContext, key: str, path: str) -> NamedCheckpoint:
+def own_checkpoint(context: AppContext, key: str, path: str) -> NamedCheckpoint:
     """Return the checkpoint. A checkpoint of another key raises 404, as a missing one does."""
-    record = desk.journal.checkpoint(path)
+    record = context.journal.checkpoint(path)
     if record is None or record.key != key:
         raise HttpError(404, f"there is no checkpoint {path!r}, or it has expired")
     return record

@@ -21,8 +21,8 @@ class FrontServer:
     """A server of the application on one port."""
 
     def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._desk: AppContext = app.state.desk
-        if self._desk.keys is None and not _is_loopback(host):
+        self._context: AppContext = app.state.context
+        if self._context.keys is None and not _is_loopback(host):
             raise ConfigError(
                 ": without keys everybody who reaches it may do everything",
                 key="serve.host",
@@ -31,7 +31,7 @@ class FrontServer:
                 "on 127.0.0.1",
             )
         self._host, self._port = host, port
-        limits = self._desk.limits
+        limits = self._context.limits
         config = uvicorn.Config(
             app,
             http=Connection,
@@ -69,7 +69,7 @@ class FrontServer:
     def stop(self) -> None:
         """Answer the waiting requests and stop. Accepted calls stay in the journal."""
         if self._thread is not None:
-            self._desk.waiters.close()
+            self._context.waiters.close()
             self._server.should_exit = True
             self._thread.join(_STOP_SECONDS + 10)
         if self._socket is not None:

@@ -31,34 +31,34 @@ _CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
 
 
 @router.get("/training_runs")
-async def training_runs(desk: Context, key: Key, limit: int = 20, offset: int = 0) -> Answer:
+async def training_runs(context: Context, key: Key, limit: int = 20, offset: int = 0) -> Answer:
     """List the training runs, newest first."""
     limit, offset = bounded_page(limit, offset)
-    models = desk.journal.models(key)
+    models = context.journal.models(key)
     return {
-        "training_runs": [_run(desk, model) for model in models[offset : offset + limit]],
+        "training_runs": [_run(context, model) for model in models[offset : offset + limit]],
         "cursor": {"offset": offset, "limit": limit, "total_count": len(models)},
     }
 
 
 @router.get(_RUN)
-async def training_run(run: str, desk: Context, key: Key) -> Answer:
+async def training_run(run: str, context: Context, key: Key) -> Answer:
     """Return one training run."""
-    return _run(desk, require_model(desk, key, run))
+    return _run(context, require_model(context, key, run))
 
 
 @router.get(_RUN + "/checkpoints")
-async def checkpoints_of(run: str, desk: Context, key: Key) -> Answer:
+async def checkpoints_of(run: str, context: Context, key: Key) -> Answer:
     """List the checkpoints of one training run."""
-    require_model(desk, key, run)
-    return {"checkpoints": [_checkpoint_answer(c) for c in desk.journal.checkpoints(key, run)]}
+    require_model(context, key, run)
+    return {"checkpoints": [_checkpoint_answer(c) for c in context.journal.checkpoints(key, run)]}
 
 
 @router.get("/checkpoints")
-async def checkpoints(desk: Context, key: Key, limit: int = 100, offset: int = 0) -> Answer:
+async def checkpoints(context: Context, key: Key, limit: int = 100, offset: int = 0) -> Answer:
     """List the checkpoints of all training runs."""
     limit, offset = bounded_page(limit, offset)
-    records = desk.journal.checkpoints(key)
+    records = context.journal.checkpoints(key)
     return {
         "checkpoints": [_checkpoint_answer(c) for c in records[offset : offset + limit]],
         "cursor": {"offset": offset, "limit": limit, "total_count": len(records)},
@@ -66,11 +66,11 @@ async def checkpoints(desk: Context, key: Key, limit: int = 100, offset: int = 0
 
 
 @router.post("/weights_info")
-async def weights_info(request: Request, desk: Context, key: Key) -> Answer:
+async def weights_info(request: Request, context: Context, key: Key) -> Answer:
     """Return the facts that a client needs to load a checkpoint."""
-    form = await desk.form(request, schemas.PathForm)
-    checkpoint = own_checkpoint(desk, key, form.tinker_path)
-    model = require_model(desk, key, checkpoint.model)
+    form = await context.form(request, schemas.PathForm)
+    checkpoint = own_checkpoint(context, key, form.tinker_path)
+    model = require_model(context, key, checkpoint.model)
     lora = {name: model.facts.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
     return {
         "base_model": model.base_model,
@@ -82,34 +82,38 @@ async def weights_info(request: Request, desk: Context, key: Key) -> Answer:
 
 
 @router.delete(_CHECKPOINT)
-async def delete(run: str, kind: str, name: str, desk: Context, key: Key) -> Answer:
+async def delete(run: str, kind: str, name: str, context: Context, key: Key) -> Answer:
     """Delete a checkpoint. Its folder is removed when no model and no sampling session needs it."""
-    checkpoint = _checkpoint(desk, key, run, kind, name)
-    await desk.write(desk.journal.delete_checkpoint, checkpoint.path)
+    checkpoint = _checkpoint(context, key, run, kind, name)
+    await context.write(context.journal.delete_checkpoint, checkpoint.path)
     return {"status": "deleted"}
 
 
 @router.put(_CHECKPOINT + "/ttl")
-async def ttl(run: str, kind: str, name: str, request: Request, desk: Context, key: Key) -> Answer:
+async def ttl(
+    run: str, kind: str, name: str, request: Request, context: Context, key: Key
+) -> Answer:
     """Set when a checkpoint expires."""
-    form = await desk.form(request, schemas.Ttl)
-    checkpoint = _checkpoint(desk, key, run, kind, name)
+    form = await context.form(request, schemas.Ttl)
+    checkpoint = _checkpoint(context, key, run, kind, name)
     expires = None if form.ttl_seconds is None else time.time() + form.ttl_seconds
-    await desk.write(desk.journal.set_expiry, checkpoint.path, expires)
+    await context.write(context.journal.set_expiry, checkpoint.path, expires)
     return {"status": "set"}
 
 
 @router.post(_CHECKPOINT + "/publish")
 @router.delete(_CHECKPOINT + "/publish")
-async def publish(run: str, kind: str, name: str, desk: Context, key: Key) -> Answer:
+async def publish(run: str, kind: str, name: str, context: Context, key: Key) -> Answer:
     """Refuse to publish a checkpoint, since this service has no public access."""
     raise HttpError(422, "publish: checkpoints of this service belong to the key that made them")
 
 
 @router.get(_CHECKPOINT + "/external_weights_urls")
-async def urls(run: str, kind: str, name: str, request: Request, desk: Context, key: Key) -> Answer:
+async def urls(
+    run: str, kind: str, name: str, request: Request, context: Context, key: Key
+) -> Answer:
     """Return an address for each file. Everybody who knows it may use it until it expires."""
-    checkpoint = _checkpoint(desk, key, run, kind, name)
+    checkpoint = _checkpoint(context, key, run, kind, name)
     if checkpoint.kind != "external":
         raise HttpError(
             422,
@@ -122,8 +126,8 @@ async def urls(run: str, kind: str, name: str, request: Request, desk: Context, 
         if path.is_file() and not path.is_symlink()
     )
     tickets: Tickets = request.app.state.tickets
-    ticket, expires = tickets.give(checkpoint.folder, files, desk.limits.url_seconds)
-    base = (desk.facts.public_url or str(request.base_url)).rstrip("/")
+    ticket, expires = tickets.give(checkpoint.folder, files, context.limits.url_seconds)
+    base = (context.facts.public_url or str(request.base_url)).rstrip("/")
     return {
         "urls": {file: f"{base}/download/{ticket}/{quote(file)}" for file in files},
         "expires": moment(expires),
@@ -164,12 +168,12 @@ class Tickets:
         return known[0] / file
 
 
-def _checkpoint(desk: AppContext, key: str, run: str, kind: str, name: str) -> NamedCheckpoint:
-    return own_checkpoint(desk, key, f"tinker://{run}/{kind}/{name}")
+def _checkpoint(context: AppContext, key: str, run: str, kind: str, name: str) -> NamedCheckpoint:
+    return own_checkpoint(context, key, f"tinker://{run}/{kind}/{name}")
 
 
-def _run(desk: AppContext, model: Model) -> Answer:
-    records = desk.journal.checkpoints(model.key, model.id)
+def _run(context: AppContext, model: Model) -> Answer:
+    records = context.journal.checkpoints(model.key, model.id)
     last = {
         kind: next((_checkpoint_answer(c) for c in records if c.kind == kind), None)
         for kind in _KINDS

@@ -30,105 +30,105 @@ _PROTOBUF = "application/x-protobuf"
 
 
 @router.post("/create_sampling_session")
-async def create_sampling_session(request: Request, desk: Context, key: Key) -> Answer:
+async def create_sampling_session(request: Request, context: Context, key: Key) -> Answer:
     """Create a sampling session on a checkpoint or on the base model."""
-    form = await desk.form(request, schemas.CreateSamplingSession)
-    session = open_session(desk, key, form.session_id)
+    form = await context.form(request, schemas.CreateSamplingSession)
+    session = open_session(context, key, form.session_id)
     sampler = sampler_id(session.id, form.sampling_session_seq_id)
     if form.model_path is not None:
-        checkpoint = own_checkpoint(desk, key, form.model_path)
+        checkpoint = own_checkpoint(context, key, form.model_path)
         if checkpoint.kind == "external":
             raise HttpError(
                 422,
                 f"model_path: {form.model_path} was made to be downloaded; sample from weights or "
                 "sampler_weights",
             )
-        base = require_model(desk, key, checkpoint.model).base_model
+        base = require_model(context, key, checkpoint.model).base_model
         new = NewSampler(
             *(sampler, session.id, checkpoint.model, base, checkpoint.folder, checkpoint.path),
             facts=checkpoint.facts,
         )
-    elif form.base_model in desk.facts.base_models:
+    elif form.base_model in context.facts.base_models:
         new = NewSampler(sampler, session.id, None, form.base_model)
     else:
         raise HttpError(
             422,
             f"base_model: {form.base_model!r}, and this server has "
-            f"{' or '.join(desk.facts.base_models)}; or give a model_path",
+            f"{' or '.join(context.facts.base_models)}; or give a model_path",
         )
-    await desk.write(desk.journal.create_sampler, new)
+    await context.write(context.journal.create_sampler, new)
     return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
 
 @router.get("/samplers/{sampler}")
-async def sampler(sampler: str, desk: Context, key: Key) -> Answer:
+async def sampler(sampler: str, context: Context, key: Key) -> Answer:
     """Return the model that a sampling session samples from."""
-    record = require_sampler(desk, key, sampler)
+    record = require_sampler(context, key, sampler)
     return {"sampler_id": record.id, "base_model": record.base_model, "model_path": record.path}
 
 
 @router.post("/join_sampling_session")
-async def join(request: Request, desk: Context, key: Key) -> Answer:
+async def join(request: Request, context: Context, key: Key) -> Answer:
     """Return a number for another client of a sampling session. Its seq_ids begin from this
     number."""
-    form = await desk.form(request, schemas.SamplerIdForm)
-    record = require_sampler(desk, key, form.sampling_session_id)
-    number = await desk.write(desk.journal.join_sampler, record.id)
+    form = await context.form(request, schemas.SamplerIdForm)
+    record = require_sampler(context, key, form.sampling_session_id)
+    number = await context.write(context.journal.join_sampler, record.id)
     return {"type": "join_sampling_session", "client_counter": number}
 
 
 @router.post("/asample")
-async def asample(request: Request, desk: Context, key: Key) -> Answer:
+async def asample(request: Request, context: Context, key: Key) -> Answer:
     """Queue samples of one prompt. They have no fixed order with other samples."""
-    body = await desk.body(request, "sample_bytes")
+    body = await context.body(request, "sample_bytes")
     if len(body) > BACKGROUND:
-        form = await asyncio.to_thread(desk.read, body, schemas.SampleForm)
+        form = await asyncio.to_thread(context.read, body, schemas.SampleForm)
     else:
-        form = desk.read(body, schemas.SampleForm)
+        form = context.read(body, schemas.SampleForm)
     try:
-        _check(form, desk.limits)
-        if desk.facts.vocabulary is not None:
-            schemas.check_top_k(form, desk.facts.vocabulary)
+        _check(form, context.limits)
+        if context.facts.vocabulary is not None:
+            schemas.check_top_k(form, context.facts.vocabulary)
     except RequestError as error:
         raise HttpError(422, str(error)) from error
-    require_sampler(desk, key, form.sampling_session_id)
+    require_sampler(context, key, form.sampling_session_id)
     new = NewCall(SAMPLE, form.sampling_session_id, form.seq_id, key, body)
-    request_id = await desk.promise(new)
+    request_id = await context.promise(new)
     ids = [f"{request_id}:{i}" for i in range(form.num_samples)]
     return {"request_id": request_id, "sample_sequence_ids": ids}
 
 
 @router.post("/cancel_future")
-async def cancel(request: Request, desk: Context, key: Key) -> Answer:
+async def cancel(request: Request, context: Context, key: Key) -> Answer:
     """Cancel a sample. A sample that has started is finished all the same."""
-    form = await desk.form(request, schemas.RequestIdForm)
-    return {"cancelled": await desk.write(desk.journal.cancel, form.request_id, key)}
+    form = await context.form(request, schemas.RequestIdForm)
+    return {"cancelled": await context.write(context.journal.cancel, form.request_id, key)}
 
 
 @router.post("/retrieve_future")
-async def retrieve(request: Request, desk: Context, key: Key) -> Response:
+async def retrieve(request: Request, context: Context, key: Key) -> Response:
     """Return the result as soon as it exists. After a 408 the client asks again."""
-    form = await desk.form(request, schemas.RequestIdForm)
+    form = await context.form(request, schemas.RequestIdForm)
     name = form.request_id
-    result = desk.journal.result(name)
+    result = context.journal.result(name)
     if result is None or result.key != key:
         return _unknown(name)
     if result.outcome is None and not result.dropped:
 
         def done() -> Result | None:
-            now = desk.journal.result(name)
+            now = context.journal.result(name)
             return now if now is None or now.outcome or now.dropped else None
 
-        result = await desk.waiters.wait_until(name, done, desk.limits.poll_seconds)
+        result = await context.waiters.wait_until(name, done, context.limits.poll_seconds)
     if result is None:
         return JSONResponse({"queue_state": "active", "request_id": name}, 408)
     if result.outcome is None:
         return _unknown(name)
-    desk.journal.touch_result(name)
-    return _answer(desk, request, result)
+    context.journal.touch_result(name)
+    return _answer(context, request, result)
 
 
-def _answer(desk: AppContext, request: Request, result: Result) -> Response:
+def _answer(context: AppContext, request: Request, result: Result) -> Response:
     outcome = result.outcome
     assert outcome is not None
     if isinstance(outcome, Failure):

@@ -19,17 +19,17 @@ _ACTIVE = 600.0  # seconds since the last heartbeat; clients send one every 10
 
 
 @router.post("/client/config")
-async def client_config(request: Request, desk: Context, key: Key) -> Answer:
+async def client_config(request: Request, context: Context, key: Key) -> Answer:
     """Return every flag of the client, so that none follows a default that changes."""
-    await desk.body(request)
+    await context.body(request)
     return {
         "pjwt_auth_enabled": False,
         "credential_default_source": "api_key",
         "parallel_fwdbwd_chunks": True,
         "proto_compress_fwdbwd": True,
-        "fwdbwd_max_chunk_len": min(1024, desk.limits.data),
-        "fwdbwd_max_chunk_bytes_count": min(5_000_000, desk.limits.body_bytes // 2),
-        "sample_max_concurrent_requests": desk.limits.client_samples,
+        "fwdbwd_max_chunk_len": min(1024, context.limits.data),
+        "fwdbwd_max_chunk_bytes_count": min(5_000_000, context.limits.body_bytes // 2),
+        "sample_max_concurrent_requests": context.limits.client_samples,
         "sample_no_retries": False,
         "sample_enable_stuck_detection": True,
         "sample_use_retrieve_futures": False,
@@ -40,9 +40,9 @@ async def client_config(request: Request, desk: Context, key: Key) -> Answer:
 
 
 @router.post("/client/dynamic_config")
-async def dynamic_config(request: Request, desk: Context, key: Key) -> Answer:
+async def dynamic_config(request: Request, context: Context, key: Key) -> Answer:
     """Return the flags that clients request periodically."""
-    await desk.body(request)
+    await context.body(request)
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
@@ -53,9 +53,9 @@ async def healthz() -> Answer:
 
 
 @router.get("/get_server_capabilities")
-async def capabilities(desk: Context, key: Key) -> Answer:
+async def capabilities(context: Context, key: Key) -> Answer:
     """Return the model of this server under each of its names."""
-    facts = desk.facts
+    facts = context.facts
     return {
         "supported_models": [
             {
@@ -70,62 +70,62 @@ async def capabilities(desk: Context, key: Key) -> Answer:
 
 
 @router.post("/telemetry")
-async def telemetry(request: Request, desk: Context, key: Key) -> Answer:
+async def telemetry(request: Request, context: Context, key: Key) -> Answer:
     """Accept telemetry and discard it."""
-    await desk.body(request)
+    await context.body(request)
     return {"status": "accepted"}
 
 
 @router.post("/create_session")
-async def create_session(request: Request, desk: Context, key: Key) -> Answer:
+async def create_session(request: Request, context: Context, key: Key) -> Answer:
     """Create a session for a client."""
-    form = await desk.form(request, CreateSession)
-    active = desk.journal.active_sessions(key, _ACTIVE)
-    if active >= desk.limits.sessions:
+    form = await context.form(request, CreateSession)
+    active = context.journal.active_sessions(key, _ACTIVE)
+    if active >= context.limits.sessions:
         raise HttpError(
             422,
-            f"{active} sessions are active, and limit sessions is {desk.limits.sessions}: close() "
-            f"some, or wait; one that ended without it does not count after {_ACTIVE:g} s",
+            f"{active} sessions are active, and limit sessions is {context.limits.sessions}: "
+            f"close() some, or wait; one that ended without it does not count after {_ACTIVE:g} s",
         )
-    session = await desk.write(
-        desk.journal.create_session, key, form.user_metadata or {}, form.display_name
+    session = await context.write(
+        context.journal.create_session, key, form.user_metadata or {}, form.display_name
     )
     return {"type": "create_session", "session_id": session}
 
 
 @router.post("/session_heartbeat")
-async def heartbeat(request: Request, desk: Context, key: Key) -> Answer:
+async def heartbeat(request: Request, context: Context, key: Key) -> Answer:
     """Record that a client is still active. A 410 ends its heartbeats."""
-    form = await desk.form(request, SessionIdForm)
-    desk.journal.touch_session(open_session(desk, key, form.session_id).id)
+    form = await context.form(request, SessionIdForm)
+    context.journal.touch_session(open_session(context, key, form.session_id).id)
     return {"type": "session_heartbeat"}
 
 
 @router.post("/sessions/{session_id}/finish")
-async def finish(session_id: str, request: Request, desk: Context, key: Key) -> Answer:
+async def finish(session_id: str, request: Request, context: Context, key: Key) -> Answer:
     """Finish a session. Objects that only this session uses are released some minutes later."""
-    body = await desk.body(request)
-    form = desk.read(body, Finish)
-    session = require_session(desk, key, session_id)
+    body = await context.body(request)
+    form = context.read(body, Finish)
+    session = require_session(context, key, session_id)
     reason = str(form.reason.get("type", parsed_object(body).get("type", "")))[:100]
-    await desk.write(desk.journal.finish_session, session.id, reason)
+    await context.write(context.journal.finish_session, session.id, reason)
     return {"status": "finished"}
 
 
 @router.get("/sessions")
-async def sessions(desk: Context, key: Key, limit: int = 20, offset: int = 0) -> Answer:
+async def sessions(context: Context, key: Key, limit: int = 20, offset: int = 0) -> Answer:
     """List session ids, newest first."""
     limit, offset = bounded_page(limit, offset)
-    records = desk.journal.sessions(key)
+    records = context.journal.sessions(key)
     return {"sessions": [session.id for session in records[offset : offset + limit]]}
 
 
 @router.get("/sessions/{session_id}")
-async def session(session_id: str, desk: Context, key: Key) -> Answer:
+async def session(session_id: str, context: Context, key: Key) -> Answer:
     """Return the training runs and sampling sessions that a session created."""
-    record = require_session(desk, key, session_id)
-    models = [m.id for m in desk.journal.models(key) if m.session == record.id]
-    samplers = [s.id for s in desk.journal.samplers(key) if s.session == record.id]
+    record = require_session(context, key, session_id)
+    models = [m.id for m in context.journal.models(key) if m.session == record.id]
+    samplers = [s.id for s in context.journal.samplers(key) if s.session == record.id]
     return {
         "training_run_ids": models,
         "sampler_ids": samplers,

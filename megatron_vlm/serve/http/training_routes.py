@@ -28,32 +28,32 @@ router = APIRouter(prefix="/api/v1")
 
 
 @router.post("/create_model")
-async def create_model(request: Request, desk: Context, key: Key) -> Answer:
+async def create_model(request: Request, context: Context, key: Key) -> Answer:
     """Create a model on the base model. LoRA rank 0 trains all weights."""
-    body = await desk.body(request)
-    form = desk.read(body, schemas.CreateModel)
-    session = open_session(desk, key, form.session_id)
-    _check_base(desk, form.base_model)
+    body = await context.body(request)
+    form = context.read(body, schemas.CreateModel)
+    session = open_session(context, key, form.session_id)
+    _check_base(context, form.base_model)
     rank = 0 if form.lora_config is None else form.lora_config.rank
     name = model_id(session.id, form.model_seq_id)
     model = NewModel(name, session.id, form.base_model, rank, form.user_metadata or {})
-    return await _create(desk, key, "create_model", form.model_seq_id, body, model)
+    return await _create(context, key, "create_model", form.model_seq_id, body, model)
 
 
 @router.post("/load_weights")
-async def load_weights(request: Request, desk: Context, key: Key) -> Answer:
+async def load_weights(request: Request, context: Context, key: Key) -> Answer:
     """Create a model from a checkpoint or, in the older form, load one into an existing model."""
-    body = await desk.body(request)
+    body = await context.body(request)
     if parsed_object(body).get("session_id") is None:
         return await _queue_training_call(
-            desk, key, "load_weights", schemas.LoadWeights, body, True
+            context, key, "load_weights", schemas.LoadWeights, body, True
         )
-    form = desk.read(body, schemas.LoadModel)
-    session = open_session(desk, key, form.session_id)
-    checkpoint = _training_checkpoint(desk, key, form.path)
+    form = context.read(body, schemas.LoadModel)
+    session = open_session(context, key, form.session_id)
+    checkpoint = _training_checkpoint(context, key, form.path)
     if form.base_model is not None:
-        _check_base(desk, form.base_model)
-    origin = require_model(desk, key, checkpoint.model)
+        _check_base(context, form.base_model)
+    origin = require_model(context, key, checkpoint.model)
     model = NewModel(
         id=model_id(session.id, form.model_seq_id),
         session=session.id,
@@ -62,76 +62,78 @@ async def load_weights(request: Request, desk: Context, key: Key) -> Answer:
         user_metadata=form.user_metadata or {},
         source=checkpoint.folder,
     )
-    return await _create(desk, key, "load_model", form.model_seq_id, body, model)
+    return await _create(context, key, "load_model", form.model_seq_id, body, model)
 
 
 @router.post("/forward_backward")
-async def forward_backward(request: Request, desk: Context, key: Key) -> Answer:
+async def forward_backward(request: Request, context: Context, key: Key) -> Answer:
     """Queue a part of a batch, sent as protobuf. A wrong request takes its turn, too, and fails."""
     try:
-        body = await desk.bodies.read(request, "body_bytes")
+        body = await context.bodies.read(request, "body_bytes")
         in_thread = len(body) > BACKGROUND
-        read = await asyncio.to_thread(_read, desk, body) if in_thread else _read(desk, body)
+        read = await asyncio.to_thread(_read, context, body) if in_thread else _read(context, body)
         model, seq, forward_only = read
     except Unreadable as error:
         place = place_of(error.head)
         if place is None:
             raise HttpError(error.status, error.text) from error
-        require_model(desk, key, place[0], usable=True)
+        require_model(context, key, place[0], usable=True)
         failure = Failure(error.text, "user")
-        return await _promise(desk, NewCall("forward_backward", *place, key, b"", failure=failure))
-    require_model(desk, key, model, usable=True)
+        return await _promise(
+            context, NewCall("forward_backward", *place, key, b"", failure=failure)
+        )
+    require_model(context, key, model, usable=True)
     return await _promise(
-        desk, NewCall("forward_backward", model, seq, key, body, changes_state=not forward_only)
+        context, NewCall("forward_backward", model, seq, key, body, changes_state=not forward_only)
     )
 
 
 @router.post("/optim_step")
-async def optim_step(request: Request, desk: Context, key: Key) -> Answer:
+async def optim_step(request: Request, context: Context, key: Key) -> Answer:
     """Queue a step of AdamW with the accumulated gradients."""
-    body = await desk.body(request)
-    return await _queue_training_call(desk, key, "optim_step", schemas.OptimStep, body, True)
+    body = await context.body(request)
+    return await _queue_training_call(context, key, "optim_step", schemas.OptimStep, body, True)
 
 
 @router.post("/save_weights")
-async def save_weights(request: Request, desk: Context, key: Key) -> Answer:
+async def save_weights(request: Request, context: Context, key: Key) -> Answer:
     """Save weights and optimizer under a name."""
-    body = await desk.body(request)
-    return await _queue_training_call(desk, key, "save_weights", schemas.SaveWeights, body)
+    body = await context.body(request)
+    return await _queue_training_call(context, key, "save_weights", schemas.SaveWeights, body)
 
 
 @router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(request: Request, desk: Context, key: Key) -> Answer:
+async def save_weights_for_sampler(request: Request, context: Context, key: Key) -> Answer:
     """Save weights to sample from, under a name or for one sampling session."""
-    body = await desk.body(request)
+    body = await context.body(request)
     form = schemas.SaveWeightsForSampler
-    return await _queue_training_call(desk, key, "save_weights_for_sampler", form, body)
+    return await _queue_training_call(context, key, "save_weights_for_sampler", form, body)
 
 
 @router.post("/save_weights_external")
-async def save_weights_external(request: Request, desk: Context, key: Key) -> Answer:
+async def save_weights_external(request: Request, context: Context, key: Key) -> Answer:
     """Save weights for download, as a folder that other programs read."""
-    body = await desk.body(request)
+    body = await context.body(request)
     return await _queue_training_call(
-        desk, key, "save_weights_external", schemas.SaveWeightsExternal, body
+        context, key, "save_weights_external", schemas.SaveWeightsExternal, body
     )
 
 
 @router.post("/unload_model")
-async def unload_model(request: Request, desk: Context, key: Key) -> Answer:
+async def unload_model(request: Request, context: Context, key: Key) -> Answer:
     """Unload a model that is no longer needed. Its checkpoints stay."""
-    body = await desk.body(request)
-    form = desk.read(body, schemas.ModelIdForm)
-    require_model(desk, key, form.model_id)
+    body = await context.body(request)
+    form = context.read(body, schemas.ModelIdForm)
+    require_model(context, key, form.model_id)
     # The call needs no seq_id because a model is unloaded only once.
-    return await _promise(desk, NewCall("unload_model", f"{form.model_id}:unload", 0, key, body))
+    return await _promise(context, NewCall("unload_model", f"{form.model_id}:unload", 0, key, body))
 
 
 @router.post("/get_info")
-async def get_info(request: Request, desk: Context, key: Key) -> Answer:
+async def get_info(request: Request, context: Context, key: Key) -> Answer:
     """Return the facts about a model."""
-    form = await desk.form(request, schemas.ModelIdForm)
-    model = require_model(desk, key, form.model_id)
+    form = await context.form(request, schemas.ModelIdForm)
+    model = require_model(context, key, form.model_id)
     return {
         "type": "get_info",
         "model_id": model.id,
@@ -139,25 +141,25 @@ async def get_info(request: Request, desk: Context, key: Key) -> Answer:
         "is_lora": model.lora_rank > 0,
         "lora_rank": model.lora_rank or None,
         "model_data": {
-            "arch": desk.facts.arch,
+            "arch": context.facts.arch,
             "model_name": model.base_model,
-            "tokenizer_id": desk.facts.tokenizer_id,
+            "tokenizer_id": context.facts.tokenizer_id,
         },
         "optimizer_config": {"type": "adamw"},
     }
 
 
-def _read(desk: AppContext, body: bytes) -> tuple[str, int, bool]:
+def _read(context: AppContext, body: bytes) -> tuple[str, int, bool]:
     try:
         request = read_forward_backward(body)
-        check_datums(request.data, desk.limits)
+        check_datums(request.data, context.limits)
     except RequestError as error:
         raise Unreadable(422, str(error), body[:4096]) from error
     return request.model_id, request.seq_id, request.forward_only
 
 
 async def _queue_training_call(
-    desk: AppContext,
+    context: AppContext,
     key: str,
     kind: str,
     of: type[schemas.OrderedForm],
@@ -171,16 +173,16 @@ async def _queue_training_call(
         form = of.model_validate_json(body or b"{}")
         model, seq = form.model_id, form.seq_id
         if isinstance(form, schemas.LoadWeights):
-            require_model(desk, key, model, usable=True)
-            failure = _refusal(desk, key, form.path)
+            require_model(context, key, model, usable=True)
+            failure = _refusal(context, key, form.path)
     except ValidationError as error:
         place = _place(parsed_object(body))
         if place is None:
             raise HttpError(422, complaints(error)) from error
         (model, seq), failure = place, Failure(complaints(error), "user")
-    require_model(desk, key, model, usable=True)
+    require_model(context, key, model, usable=True)
     return await _promise(
-        desk, NewCall(kind, model, seq, key, body, changes_state, failure=failure)
+        context, NewCall(kind, model, seq, key, body, changes_state, failure=failure)
     )
 
 
@@ -195,16 +197,16 @@ def _place(value: dict[str, Any]) -> tuple[str, int] | None:
     return model, int(seq)
 
 
-def _refusal(desk: AppContext, key: str, path: str) -> Failure | None:
+def _refusal(context: AppContext, key: str, path: str) -> Failure | None:
     try:
-        _training_checkpoint(desk, key, path)
+        _training_checkpoint(context, key, path)
     except HttpError as error:
         return Failure(error.text, "user")
     return None
 
 
-def _training_checkpoint(desk: AppContext, key: str, path: str) -> NamedCheckpoint:
-    checkpoint = own_checkpoint(desk, key, path)
+def _training_checkpoint(context: AppContext, key: str, path: str) -> NamedCheckpoint:
+    checkpoint = own_checkpoint(context, key, path)
     if checkpoint.kind != "training":
         raise HttpError(
             422,
@@ -214,20 +216,21 @@ def _training_checkpoint(desk: AppContext, key: str, path: str) -> NamedCheckpoi
     return checkpoint
 
 
-def _check_base(desk: AppContext, name: str) -> None:
-    if name not in desk.facts.base_models:
+def _check_base(context: AppContext, name: str) -> None:
+    if name not in context.facts.base_models:
         raise HttpError(
             422,
-            f"base_model: {name!r}, and this server trains {' or '.join(desk.facts.base_models)}",
+            f"base_model: {name!r}, and this server trains "
+            + " or ".join(context.facts.base_models),
         )
 
 
 async def _create(
-    desk: AppContext, key: str, kind: str, seq: int, body: bytes, model: NewModel
+    context: AppContext, key: str, kind: str, seq: int, body: bytes, model: NewModel
 ) -> Answer:
     new = NewCall(kind, model.session, seq, key, body, model=model)
-    return {"request_id": await desk.promise(new), "model_id": model.id}
+    return {"request_id": await context.promise(new), "model_id": model.id}
 
 
-async def _promise(desk: AppContext, new: NewCall) -> Answer:
-    return {"request_id": await desk.promise(new), "model_id": new.owner.removesuffix(":unload")}
+async def _promise(context: AppContext, new: NewCall) -> Answer:
+    return {"request_id": await context.promise(new), "model_id": new.owner.removesuffix(":unload")}

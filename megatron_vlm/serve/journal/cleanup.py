@@ -26,7 +26,7 @@ _USED = (
 
 
 @dataclass(frozen=True)
-class RetentionPolicy:
+class JournalExpiry:
     """Retention times in seconds."""
 
     fetched: float = 600.0  # a fetched result, since a client may request it again
@@ -41,7 +41,7 @@ class RetentionPolicy:
     superseded: float = 1800.0
 
 
-def sweep(store: Store, keep: RetentionPolicy) -> list[CompletedCall]:
+def sweep(store: Store, keep: JournalExpiry) -> list[CompletedCall]:
     """Remove what has expired. Return the calls that fail because nobody will send the calls that
     they wait for."""
     now = time.time()
@@ -57,7 +57,7 @@ def sweep(store: Store, keep: RetentionPolicy) -> list[CompletedCall]:
     return ended
 
 
-def _drop_results(db: sqlite3.Connection, keep: RetentionPolicy, now: float) -> None:
+def _drop_results(db: sqlite3.Connection, keep: JournalExpiry, now: float) -> None:
     old = (
         "done IS NOT NULL AND dropped = 0 AND (fetched < ? OR done < ?)",
         (now - keep.fetched, now - keep.unfetched),
@@ -78,7 +78,7 @@ def _expire(db: sqlite3.Connection, now: float) -> None:
     db.execute("DELETE FROM checkpoints WHERE expires <= ?", (now,))
 
 
-def _end_sessions(db: sqlite3.Connection, keep: RetentionPolicy, now: float) -> list[str]:
+def _end_sessions(db: sqlite3.Connection, keep: JournalExpiry, now: float) -> list[str]:
     over = "(SELECT id FROM sessions WHERE finished < ? OR heard < ?)"
     times = (now - keep.finished, now - keep.silent)
     unused = (
@@ -116,7 +116,7 @@ def _end_superseded(db: sqlite3.Connection, now: float, before: float) -> None:
         db.execute("UPDATE samplers SET ended = ? WHERE id = ?", (now, row["id"]))
 
 
-def _unload(store: Store, db: sqlite3.Connection, keep: RetentionPolicy, now: float) -> list[str]:
+def _unload(store: Store, db: sqlite3.Connection, keep: JournalExpiry, now: float) -> list[str]:
     """Unload models whose client has gone, and return the calls that end. Checkpoints stay; what
     only these models need is released."""
     rows = db.execute(

@@ -24,7 +24,7 @@ from megatron_vlm.serve.journal import calls, queries
 from megatron_vlm.serve.journal.accept import Bounds, accept, live_models
 from megatron_vlm.serve.journal.attempts import Reads
 from megatron_vlm.serve.journal.changes import put_sampler, record_checkpoint, release
-from megatron_vlm.serve.journal.cleanup import RetentionPolicy, folders, sweep
+from megatron_vlm.serve.journal.cleanup import JournalExpiry, folders, sweep
 from megatron_vlm.serve.journal.database import Store
 from megatron_vlm.serve.journal.deferred_writes import DeferredWrites
 from megatron_vlm.serve.journal.journal_records import (
@@ -57,7 +57,7 @@ class Journal:
     """The journal RUN/journal.sqlite. Only one process at a time may open it."""
 
     def __init__(
-        self, run: Path, bounds: Bounds = Bounds(), keep: RetentionPolicy = RetentionPolicy()
+        self, run: Path, bounds: Bounds = Bounds(), keep: JournalExpiry = JournalExpiry()
     ) -> None:
         self._store = Store(run)
         self._bell = Notifier()

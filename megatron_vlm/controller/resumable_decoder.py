@@ -61,7 +61,7 @@ class SampleProgress:
         return [self.number, self.tokens, self.left, answers, self.refused]
 
 
-class GroupDecoder:
+class ResumableDecoder:
     """Decoder of a local group, on every rank. All ranks make the same calls. The weights of the
     model must not change."""
 
