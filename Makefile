@@ -39,13 +39,21 @@ test: setup
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
 # Each commit plays a part of the long random runs and of the layouts with engines: see
-# tests/random_runs.py. `make test-long` plays all of them, which takes hours.
-SLOW := $(BIN)/python -m pytest -m slow -n 3 --dist loadfile
+# tests/random_runs.py. `make test-long` plays all of them, which takes hours. What starts jobs and
+# kills them runs alone.
+SIDE_BY_SIDE := $(addprefix tests/test_,agree_vllm.py fuzz.py sequences.py fused_ops.py what_fits.py lora.py \
+	lora_checkpoint.py lora_files.py rl_engine.py trl_losses.py moe.py moe_balance.py moe_train.py plan_experts.py \
+	vllm.py vllm_sampler.py wheel.py simulate_scale.py full_disk.py hub.py log_sinks.py hostile.py \
+	prompt_targets.py top_log_probs.py shared_weights.py serve_losses.py tinker_converters.py tinker_client.py \
+	multi_model.py lora_head.py lora_head_files.py lora_head_vllm.py serve_unembed.py serve_vllm.py \
+	agree_command.py golden.py rl.py loader.py prepare.py run_report.py preflight.py tinker_losses.py \
+	tinker_recipes.py serve_multi_model.py mutants.py accumulate.py retention.py moe_files.py) tests/device
 test-slow: setup
-	$(SLOW)
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))
 
-test-long: setup
-	LONG=1 $(SLOW)
+test-long:
+	LONG=1 $(MAKE) test-slow
 
 # The newest versions that pyproject.toml allows. All quick tests: make test-newest NEWEST=tests
 test-newest: .venv-newest/ready

@@ -22,8 +22,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # A worker takes one file at a time. These files take minutes and run first, so that no worker is
 # left alone with one of them at the end.
-LONGEST = ("serve_vllm", "tinker_recipes", "exit_cases", "serve", "wheel", "fuzz", "serve_faults")
-LONGEST += ("rl_engine", "agree_vllm", "ray_launcher", "elastic", "faults", "vllm_sampler", "vllm")
+LONGEST = ("serve_vllm", "tinker_recipes", "fuzz", "rl_engine", "wheel", "agree_vllm")
+LONGEST += ("vllm_sampler", "vllm", "run_folder", "rl", "parity", "checkpoint")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
