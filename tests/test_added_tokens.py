@@ -130,7 +130,7 @@ def test_new_rows_are_the_mean_of_those_of_known_tokens(tiny):
         stored = load_file(Path(tiny(dtype)) / "model.safetensors")
         source = HFCheckpoint(tiny(dtype), names)
         source.read_headers()
-        for name in (source.family.names.embedding, source.family.names.head):
+        for name in (source.sizes.names.embedding, source.sizes.names.head):
             before, last = stored[name], KNOWN + len(names)
             mean = before[:KNOWN].double().mean(0).to(before.dtype)
             expected = torch.cat([before[:KNOWN], mean.repeat(len(names), 1), before[last:]])

@@ -27,7 +27,8 @@ from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.hf.weight_map import Entry, exported_names, name_table
 from megatron_vlm.io.untrusted import JsonField
 from megatron_vlm.lora.export_adapter import TrainedAdapter, write
-from megatron_vlm.lora.weights import adapted_linears, adapted_weights, adapter_entries
+from megatron_vlm.lora.targets import adapted_linears, adapter_entries
+from megatron_vlm.lora.weights import adapted_weights
 
 
 def export_checkpoint(
@@ -51,7 +52,7 @@ def _export(folder: Path, out: str, model_path: str | None, kind: Exported | Non
     check_tensors(source)
     reader = PieceReader(folder, read_index(folder))
     dims = ParallelDims.create(ParallelConfig(), 1, source.sizes.text.layers)
-    table = name_table(source.family, source.sizes, cfg.model.backend, dims)
+    table = name_table(source.sizes, cfg.model.backend, dims)
     done = training_of(folder)
     mark = None if done is None else mark_of(folder, manifest, done.step)
     if not cfg.lora.rank:

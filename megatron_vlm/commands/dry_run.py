@@ -25,7 +25,8 @@ from megatron_vlm.hf.push import check_push
 from megatron_vlm.hf.weight_map import name_table
 from megatron_vlm.io.hub import hub_name
 from megatron_vlm.io.printable import escape_controls
-from megatron_vlm.lora.weights import adapted_linears, adapted_weights, adapter_entries
+from megatron_vlm.lora.targets import adapted_linears, adapter_entries
+from megatron_vlm.lora.weights import adapted_weights
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.auto_split import decide, needs_auto_split, with_layers
@@ -62,7 +63,7 @@ def dry_run(cfg: Config) -> int:
     if hub_name(cfg.model.path) is None and any(source.path.glob("*.safetensors")):
         source.read_headers()
         check_tensors(source)
-    table = name_table(source.family, source.sizes, cfg.model.backend, dims)
+    table = name_table(source.sizes, cfg.model.backend, dims)
     linears = adapted_linears(table, adapted_weights(cfg, source.sizes))
     table += adapter_entries(linears, cfg.lora.rank)
     dtype = compute_dtype(cfg, platform)

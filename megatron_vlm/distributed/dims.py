@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.errors import ConfigError
+
+CutGroup = Literal["tp", "ep"]  # groups over which a parameter can be cut
 
 
 @dataclass(frozen=True)

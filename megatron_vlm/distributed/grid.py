@@ -1,17 +1,14 @@
 """Place of this process among all ranks. Nothing else reads Megatron's parallel_state."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.dims import CutGroup, ParallelDims
 from megatron_vlm.errors import ConfigError
-
-CutGroup = Literal["tp", "ep"]  # groups over which a parameter can be cut
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,27 @@ class Tokens:
     positions: Callable[[int, Sequence[PlaceholderRun]], Tensor] = field(repr=False)
 
 
+@dataclass(frozen=True)
+class HFNames:
+    """Names of the tensors in a checkpoint of the family."""
+
+    language: str  # prefix of the decoder's tensors
+    vision: str  # prefix of the tower's tensors
+    head: str
+
+    @property
+    def embedding(self) -> str:
+        return f"{self.language}embed_tokens.weight"
+
+    @property
+    def final_norm(self) -> str:
+        return f"{self.language}norm.weight"
+
+    def layer(self, number: int) -> str:
+        """Return the prefix of a decoder layer."""
+        return f"{self.language}layers.{number}."
+
+
 @dataclass(frozen=True, eq=False)
 class ModelSizes:
     """The sizes of a whole model. They compare by identity, so that results computed from them can
@@ -143,6 +164,7 @@ class ModelSizes:
     tied: bool  # the head shares the embedding's weight
     tensors: tuple[TensorSpec, ...]
     head: TensorSpec  # the head's weight; if tied, the embedding under another name
+    names: HFNames
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -169,27 +191,6 @@ TowerHeads = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tenso
 
 
 @dataclass(frozen=True)
-class HFNames:
-    """Names of the tensors in a checkpoint of the family."""
-
-    language: str  # prefix of the decoder's tensors
-    vision: str  # prefix of the tower's tensors
-    head: str
-
-    @property
-    def embedding(self) -> str:
-        return f"{self.language}embed_tokens.weight"
-
-    @property
-    def final_norm(self) -> str:
-        return f"{self.language}norm.weight"
-
-    def layer(self, number: int) -> str:
-        """Return the prefix of a decoder layer."""
-        return f"{self.language}layers.{number}."
-
-
-@dataclass(frozen=True)
 class VisionMarks:
     """The special tokens around and in place of images, as the chat template writes them."""
 
@@ -206,7 +207,6 @@ class Family:
     function that makes the heads of its attention."""
 
     model_type: str  # as config.json names it
-    names: HFNames
     marks: VisionMarks
     sizes_of: Callable[[PretrainedConfig], ModelSizes]
     tower: Callable[[PretrainedConfig, torch.device, bool, TowerHeads], torch.nn.Module]

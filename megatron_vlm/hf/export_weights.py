@@ -231,7 +231,7 @@ def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
 def _names_of(name: str, source: HFCheckpoint) -> list[str]:
     """Return the names under which a tensor is stored: a tied embedding also as the head, where the
     source does so, and experts in the source's form."""
-    names = source.family.names
+    names = source.sizes.names
     if name == names.embedding and source.sizes.tied and names.head in source.tensors:
         return [name, names.head]
     return list(source.experts.stored(name, source.sizes.shapes[name]))

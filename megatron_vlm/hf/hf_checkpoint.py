@@ -81,7 +81,7 @@ class HFCheckpoint:
 
     def stored_name(self, name: str) -> str:
         """Return the tensor that has a weight's values: the embedding for a tied head."""
-        names = self.family.names
+        names = self.sizes.names
         return names.embedding if self.sizes.tied and name == names.head else name
 
     def without_tied_head(self) -> "HFCheckpoint":
@@ -89,7 +89,7 @@ class HFCheckpoint:
         export of a tied model whose head is now a different matrix from the embedding."""
         checkpoint = copy(self)
         checkpoint.sizes = replace(self.sizes, tied=False, tensors=self.sizes.with_head)
-        head = self.family.names.head
+        head = self.sizes.names.head
         checkpoint.tensors = {**self.tensors, head: self.tensors[self.stored_name(head)]}
         checkpoint.is_untied = True
         return checkpoint
@@ -112,7 +112,7 @@ class HFCheckpoint:
             return piece[tuple(slice(None) if span is None else slice(*span) for span in spans)]
 
     def _has_rows_of_tokens(self, name: str) -> bool:
-        return name in (self.family.names.embedding, self.family.names.head)
+        return name in (self.sizes.names.embedding, self.sizes.names.head)
 
     def _read_grown(self, name: str, rows: tuple[int, int] | None) -> Tensor:
         """Return rows of the embedding or the head. The rows of new tokens are the mean of the rows

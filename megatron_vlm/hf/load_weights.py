@@ -18,7 +18,7 @@ _ROWS = 2**14  # number of rows to compare at a time
 def check_tensors(source: HFCheckpoint) -> None:
     """Compare the shards' headers with the tensors that config.json requires; list every
     difference."""
-    expected, names = source.experts.all_stored(source.sizes.shapes), source.family.names
+    expected, names = source.experts.all_stored(source.sizes.shapes), source.sizes.names
     shapes = {name: info.shape for name, info in source.tensors.items()}
     if source.sizes.tied and names.head in shapes:  # some writers also store the tied head
         expected[names.head] = expected[names.embedding]
@@ -51,7 +51,7 @@ def check_tensors(source: HFCheckpoint) -> None:
 def check_tied(source: HFCheckpoint) -> None:
     """Check that a tied head that is also stored equals the embedding: otherwise transformers would
     not tie it. Both tensors are read in that case."""
-    names = source.family.names
+    names = source.sizes.names
     if not source.sizes.tied or names.head not in source.tensors:
         return
     for start in range(0, source.sizes.text.vocab, _ROWS):

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import learns
-from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.distributed.grid import CutGroup
-from megatron_vlm.family.spec import Family, ModelSizes, Part, TensorSpec, TextSizes
+from megatron_vlm.distributed.dims import CutGroup, ParallelDims
+from megatron_vlm.family.spec import ModelSizes, Part, TensorSpec, TextSizes
 
 # Our names of the head and of the norm before it.
 HEAD, LAST_NORM = "output_layer", "decoder.final_layernorm.weight"
@@ -72,6 +71,12 @@ class Entry:
     def num_values(self) -> int:
         """Number of values in the whole parameter, without padding."""
         return sum(tensor.num_values for tensor in self.theirs)
+
+    def values_per_rank(self, dims: ParallelDims) -> int:
+        """Return the number of values that each rank with the parameter holds, with padding."""
+        ranks = {None: 1, "tp": dims.tp, "ep": dims.ep}[self.layout.cut]
+        lengths = [(tensor, tensor.shape[self.layout.axis]) for tensor in self.theirs]
+        return sum(tensor.num_values // length * -(-length // ranks) for tensor, length in lengths)
 
 
 def exported_names(table: Sequence[Entry]) -> list[str]:
@@ -206,10 +211,10 @@ def _layer_rows(
     yield "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), columns(text.ffn)
 
 
-def name_table(family: Family, sizes: ModelSizes, backend: str, dims: ParallelDims) -> list[Entry]:
+def name_table(sizes: ModelSizes, backend: str, dims: ParallelDims) -> list[Entry]:
     """Return every parameter of every stage, in the same order on all ranks."""
     specs = {tensor.name: tensor for tensor in sizes.tensors}
-    names, last = family.names, (dims.pp - 1, dims.virtual_stages - 1)
+    names, last = sizes.names, (dims.pp - 1, dims.virtual_stages - 1)
     vocab = vocab_rows(sizes.text.vocab)
 
     def entry(

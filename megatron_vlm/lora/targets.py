@@ -1,11 +1,11 @@
-"""LoRA targets in Hugging Face's terms: the linear layers with an adapter, and the adapter's two
-tensors.
+"""LoRA targets: the linear layers with an adapter, the adapter's two tensors, and their entries in
+the table of names.
 
 A layer y = W x becomes y = W x + scale * B A x, with A [rank, in] and B [out, rank]. Each expert
 has an adapter of its own: A [experts, rank, in] and B [experts, out, rank].
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -14,6 +14,18 @@ from hashlib import blake2b
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.hf.expert_layouts import OF_EXPERTS
+from megatron_vlm.hf.weight_map import (
+    HEAD,
+    LAST_NORM,
+    WHOLE,
+    Entry,
+    Layout,
+    Origin,
+    columns,
+    experts,
+    rows,
+    vocab_rows,
+)
 
 PREFIX = "base_model.model."  # prefix of every name in PEFT's files
 GROUPS = ("attention", "mlp", "head", "merger", "vision_attention", "vision_mlp")
@@ -164,3 +176,53 @@ def tensors_of(base: TensorSpec, rank: int) -> tuple[TensorSpec, TensorSpec]:
         replace(base, name=f"{stem}A.weight", shape=(*experts, rank, columns)),
         replace(base, name=f"{stem}B.weight", shape=(*experts, rows, rank)),
     )
+
+
+def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> list[AdaptedLinear]:
+    """Return our linear layers that hold one of these weights, from every stage."""
+    chosen, linears = {weight for weight in weights if weight.part is not Part.head}, []
+    for entry in table:
+        if entry.origin is Origin.hub and chosen.intersection(entry.theirs):
+            slots = tuple(HFLinear(tensor, tensor in chosen) for tensor in entry.theirs)
+            cut = None if entry.layout.cut is None else entry.layout.axis
+            name = entry.ours.removesuffix(".weight")
+            linears.append(
+                AdaptedLinear(name, entry.stage, entry.chunk, slots, cut, entry.layout.groups)
+            )
+        if entry.ours == LAST_NORM:  # the head is on this stage; a tied one has no entry of its own
+            place = entry.stage, entry.chunk
+            heads = [weight for weight in weights if weight.part is Part.head]
+            linears += [
+                AdaptedLinear(HEAD, *place, (HFLinear(head, True),), 0, 1) for head in heads
+            ]
+    return linears
+
+
+def adapter_entries(linears: Sequence[AdaptedLinear], rank: int) -> Iterator[Entry]:
+    """Yield the entries of A and B for each slot with an adapter, sharded like its weight."""
+    for linear in linears:
+        for slot in linear.slots:
+            if slot.adapted:
+                where = "lora" if linear.is_of_experts else f"lora.{slot.leaf}"
+                pairs = zip(tensors_of(slot.base, rank), _layouts(linear, slot.base), strict=True)
+                for name, (tensor, layout) in zip("AB", pairs, strict=True):
+                    yield Entry(
+                        f"{linear.name}.{where}.{name}",
+                        (tensor,),
+                        layout,
+                        linear.stage,
+                        slot.base.part,
+                        linear.chunk,
+                        Origin.ours,
+                    )
+
+
+def _layouts(linear: AdaptedLinear, base: TensorSpec) -> tuple[Layout, Layout]:
+    """Return the layouts of A and B. B's rows are sharded where the weight's rows are, and A's
+    columns where the weight's columns are. Each rank has the adapters of its own experts."""
+    *count, height, width = base.shape
+    if count:
+        return experts(*count), experts(*count)
+    if linear.is_head:
+        return WHOLE, vocab_rows(height)
+    return columns(width) if linear.cut == 1 else WHOLE, rows(height) if linear.cut == 0 else WHOLE

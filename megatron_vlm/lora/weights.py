@@ -1,8 +1,8 @@
-"""Adapters in the table of names: two entries for each adapter, and their initial values."""
+"""Initial values of adapters, and what is refused or remarked about the chosen ones."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,31 +11,16 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, exports
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.spec import ModelSizes, Part, TensorSpec
+from megatron_vlm.family.spec import ModelSizes, TensorSpec
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.hf.weight_map import (
-    HEAD,
-    LAST_NORM,
-    WHOLE,
-    Entry,
-    Layout,
-    Origin,
-    ReadSlice,
-    columns,
-    experts,
-    rows,
-    vocab_rows,
-)
+from megatron_vlm.hf.weight_map import Entry, Origin, ReadSlice
 from megatron_vlm.lora.peft_folder import AdapterFolder
 from megatron_vlm.lora.targets import (
     PREFIX,
-    AdaptedLinear,
-    HFLinear,
     adapted_specs,
     check_parts,
     is_of_experts,
     seed_from,
-    tensors_of,
 )
 
 
@@ -81,56 +66,6 @@ def serving_remark(cfg: Config, weights: Sequence[TensorSpec]) -> str:
         f"lora: vLLM {', and '.join(notes)}; checkpoint.export=both also writes the merged model, "
         "which it serves"
     )
-
-
-def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> list[AdaptedLinear]:
-    """Return our linear layers that hold one of these weights, from every stage."""
-    chosen, linears = {weight for weight in weights if weight.part is not Part.head}, []
-    for entry in table:
-        if entry.origin is Origin.hub and chosen.intersection(entry.theirs):
-            slots = tuple(HFLinear(tensor, tensor in chosen) for tensor in entry.theirs)
-            cut = None if entry.layout.cut is None else entry.layout.axis
-            name = entry.ours.removesuffix(".weight")
-            linears.append(
-                AdaptedLinear(name, entry.stage, entry.chunk, slots, cut, entry.layout.groups)
-            )
-        if entry.ours == LAST_NORM:  # the head is on this stage; a tied one has no entry of its own
-            place = entry.stage, entry.chunk
-            heads = [weight for weight in weights if weight.part is Part.head]
-            linears += [
-                AdaptedLinear(HEAD, *place, (HFLinear(head, True),), 0, 1) for head in heads
-            ]
-    return linears
-
-
-def adapter_entries(linears: Sequence[AdaptedLinear], rank: int) -> Iterator[Entry]:
-    """Yield the entries of A and B for each slot with an adapter, sharded like its weight."""
-    for linear in linears:
-        for slot in linear.slots:
-            if slot.adapted:
-                where = "lora" if linear.is_of_experts else f"lora.{slot.leaf}"
-                pairs = zip(tensors_of(slot.base, rank), _layouts(linear, slot.base), strict=True)
-                for name, (tensor, layout) in zip("AB", pairs, strict=True):
-                    yield Entry(
-                        f"{linear.name}.{where}.{name}",
-                        (tensor,),
-                        layout,
-                        linear.stage,
-                        slot.base.part,
-                        linear.chunk,
-                        Origin.ours,
-                    )
-
-
-def _layouts(linear: AdaptedLinear, base: TensorSpec) -> tuple[Layout, Layout]:
-    """Return the layouts of A and B. B's rows are sharded where the weight's rows are, and A's
-    columns where the weight's columns are. Each rank has the adapters of its own experts."""
-    *count, height, width = base.shape
-    if count:
-        return experts(*count), experts(*count)
-    if linear.is_head:
-        return WHOLE, vocab_rows(height)
-    return columns(width) if linear.cut == 1 else WHOLE, rows(height) if linear.cut == 0 else WHOLE
 
 
 def fill(

@@ -1,17 +1,17 @@
 """Parameters that a rank of each stage holds, and the optimizer state of its share."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
-from itertools import groupby
-from math import prod
+from itertools import accumulate, groupby
 
 from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, ParallelConfig
-from megatron_vlm.config.trainable import SWITCHES, learns
+from megatron_vlm.config.trainable import SWITCHES
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.spec import ModelSizes, Part, TextSizes
-from megatron_vlm.lora.targets import adapted_specs, module_of
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.hf.weight_map import Entry, Origin, name_table
+from megatron_vlm.lora.targets import adapted_linears, adapted_specs, adapter_entries
 
 # These constants are those of megatron-core 0.16.1, _ParamAndGradBuffer and
 # DistributedDataParallel.
@@ -19,7 +19,6 @@ _PARAM_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
 _MIN_BUCKET = 40_000_000
 _BUCKET_OF_RANK = 1_000_000
-_CUT_COLUMNS = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def _of_chunk(
     place: int,
 ) -> ParamCounts:
     cfg = Config(model=model, lora=lora, parallel=parallel)
-    params = list(chunk_params(cfg, sizes, dims, place))
+    params = _params_of_stage(cfg, sizes, dims, place)
     trained = [param for param in params if param.trained]
     values = sum(param.values for param in trained)
     held = sum(param.values for param in params)
@@ -98,92 +97,54 @@ def _of_chunk(
     return ParamCounts(held, values, buffer, optimized, experts[0])
 
 
-def chunk_params(
-    cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int
-) -> Iterator[RankParam]:
-    """Yield every parameter of one rank in the chunk at a place in the pipeline, in the order of
-    the built module."""
-    text, tp, language = sizes.text, dims.tp, learns(cfg, "language")
-    first, last = place == 0, dims.is_last(place)
-    adapters = _adapters(cfg, sizes, dims)
-    vocabulary = RankParam(
-        dims.padded_vocab(text.vocab) // tp * text.hidden,
-        language,
-        shared=sizes.tied and dims.pp > 1,
-    )
-    if first:
-        yield vocabulary
-    chunk, stage = divmod(place, dims.pp)
-    for number in dims.layers_of(stage, chunk):
-        for values, modules, expert in _layer(text, dims, number):
-            yield RankParam(values, language, expert=expert)
-            for module in modules:
-                yield from adapters.get(f"layers.{number}.{module}", ())
-    if last:
-        yield RankParam(text.hidden, language)  # the final norm
-        if not sizes.tied or dims.pp > 1:
-            yield vocabulary
-        yield from adapters.get(module_of(sizes.head), ())
-    if first:
-        yield from _tower(cfg, sizes, adapters)
-
-
-def _layer(
-    text: TextSizes, dims: ParallelDims, number: int
-) -> Iterator[tuple[int, tuple[str, ...], bool]]:
-    """Yield the values of each parameter of a decoder layer on one rank, the Hugging Face linear
-    layers in it, and whether it belongs to experts that the replicas divide."""
-    tp, qkv = dims.tp, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    yield text.hidden, (), False
-    yield text.hidden * text.query // tp, ("self_attn.o_proj",), False
-    yield (text.query + 2 * text.kv) // tp * text.hidden, qkv, False
-    yield from [(text.head_dim, (), False)] * 2
-    yield text.hidden, (), False
-    if text.experts is None or number not in text.experts.layers:
-        yield 2 * text.ffn // tp * text.hidden, ("mlp.gate_proj", "mlp.up_proj"), False
-        yield text.hidden * text.ffn // tp, ("mlp.down_proj",), False
-        return
-    yield text.experts.count * text.hidden, (), False  # the router
-    expert_values = text.experts.count // dims.ep * text.experts.ffn * text.hidden
-    for values, module in ((2 * expert_values, "gate_up_proj"), (expert_values, "down_proj")):
-        yield values, (f"mlp.experts.{module}",), dims.ep > 1
-
-
-def _tower(
-    cfg: Config, sizes: ModelSizes, adapters: Mapping[str, tuple[RankParam, RankParam]]
-) -> Iterator[RankParam]:
-    for tensor in sizes.tensors:
-        if tensor.part in (Part.vision, Part.merger):
-            yield RankParam(tensor.num_values, learns(cfg, tensor.part.switch))
-            if tensor.name.endswith(".bias"):  # adapters follow their layer's own parameters
-                yield from adapters.get(tensor.name.removesuffix(".bias"), ())
-
-
-def _adapters(
-    cfg: Config, sizes: ModelSizes, dims: ParallelDims
-) -> dict[str, tuple[RankParam, RankParam]]:
-    """Return A and B on one rank by module. The names of the decoder's modules begin with `layers`.
-    TP cuts B where it cuts the weight's rows, and A where it cuts the columns. The replicas divide
-    the adapters of experts."""
-    adapters, rank = {}, cfg.lora.rank
-    for weight in adapted_specs(sizes.with_head, cfg.lora.targets) if cfg.lora.rank else ():
-        *count, rows, columns = weight.shape
-        name = module_of(weight)
-        if weight.part is Part.decoder:
-            name = name[name.index("layers.") :]
-            if name.endswith(_CUT_COLUMNS):
-                columns //= dims.tp
-            else:
-                rows //= dims.tp
-        elif weight.part is Part.head:
-            rows = dims.padded_vocab(rows) // dims.tp
-        experts = prod(count) // dims.ep if count else 1
-        shared = bool(count) and dims.ep > 1
-        adapters[name] = (
-            RankParam(experts * rank * columns, True, expert=shared),
-            RankParam(experts * rank * rows, True, expert=shared),
+def _params_of_stage(
+    cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int
+) -> list[RankParam]:
+    """Return every parameter of one rank of a stage, in the order of the built module."""
+    layers, is_last = dims.layers_of(stage), stage == dims.pp - 1
+    return [
+        RankParam(
+            entry.values_per_rank(dims),
+            not entry.is_frozen(cfg),
+            shared=sizes.tied and dims.pp > 1 and entry.names == (sizes.names.embedding,),
+            expert=entry.layout.cut == "ep" and dims.ep > 1,
         )
-    return adapters
+        for layer, entry in _table(sizes, cfg.lora.rank, cfg.lora.targets)
+        if (layer in layers if layer is not None else is_last if entry.stage else stage == 0)
+        and (dims.pp > 1 or entry.origin is not Origin.copy)
+    ]
+
+
+@lru_cache(maxsize=8)
+def _table(
+    sizes: ModelSizes, rank: int, targets: tuple[str, ...]
+) -> list[tuple[int | None, Entry]]:
+    """Return the table of names with the adapters, each entry with the number of its decoder layer,
+    in the order of the built module. It is that of a pipeline of two stages, whose second stage has
+    only the head. A search counts many splits of the layers, and all of them select from it."""
+    table = name_table(sizes, "torch", ParallelDims(1, 2, 1, 1, (sizes.text.layers, 0)))
+    if rank:
+        linears = adapted_linears(table, adapted_specs(sizes.with_head, targets))
+        table += adapter_entries(linears, rank)
+    positions: dict[str, int] = {}  # place of each module's first entry in the table
+
+    def order(entry: Entry) -> list[tuple[bool, bool, int]]:
+        # Megatron makes the tower last, and the output of attention before its inputs.
+        return [
+            (
+                module == "vision_model",
+                not module.endswith(".linear_proj"),
+                positions.setdefault(module, len(positions)),
+            )
+            for module in accumulate(entry.ours.split("."), "{}.{}".format)
+        ]
+
+    return [(_layer_of(entry), entry) for entry in sorted(table, key=order)]
+
+
+def _layer_of(entry: Entry) -> int | None:
+    is_of_layer = entry.ours.startswith("decoder.layers.")
+    return int(entry.ours.split(".")[2]) if is_of_layer else None
 
 
 def _shards(params: Sequence[RankParam], ranks: int, bucket_size: int | None) -> tuple[int, int]:

@@ -48,13 +48,8 @@ from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.hf.weight_map import Entry, name_table
 from megatron_vlm.lora.export_adapter import export_adapter
 from megatron_vlm.lora.layers import attach, dropout_rng
-from megatron_vlm.lora.weights import (
-    adapted_linears,
-    adapted_weights,
-    adapter_entries,
-    fill,
-    values,
-)
+from megatron_vlm.lora.targets import adapted_linears, adapter_entries
+from megatron_vlm.lora.weights import adapted_weights, fill, values
 from megatron_vlm.model.build import build_chunks
 from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.stage_model import StageModel
@@ -162,7 +157,7 @@ class MegatronWorker:
         cfg, family, sizes = self.cfg, self.source.family, self.source.sizes
         if not self.platform.is_cuda:
             enable_onednn(sizes.text.hidden, sizes.text.experts is not None)
-        self.table: list[Entry] = name_table(family, sizes, cfg.model.backend, self.dims)
+        self.table: list[Entry] = name_table(sizes, cfg.model.backend, self.dims)
         linears = adapted_linears(self.table, self.adapted)
         self.table += adapter_entries(linears, cfg.lora.rank)
         base_chunks = None if self.base is None else self.base.chunks

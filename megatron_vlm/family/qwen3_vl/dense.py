@@ -182,7 +182,7 @@ def make_sizes(config: PretrainedConfig, experts: ExpertSizes | None = None) -> 
     head = TensorSpec(HF_NAMES.head, (text_sizes.vocab, text_sizes.hidden), Part.head)
     if not tied:
         tensors.append(head)
-    return ModelSizes(text_sizes, vision_sizes, tokens, tied, tuple(tensors), head)
+    return ModelSizes(text_sizes, vision_sizes, tokens, tied, tuple(tensors), head, HF_NAMES)
 
 
 def _vision_tensors(config: PretrainedConfig) -> Iterator[TensorSpec]:
@@ -302,4 +302,4 @@ def mrope_positions(length: int, runs: Sequence[PlaceholderRun]) -> Tensor:
 
 
 VISION_MARKS = VisionMarks("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-QWEN3_VL = Family("qwen3_vl", HF_NAMES, VISION_MARKS, sizes_of, build_tower)
+QWEN3_VL = Family("qwen3_vl", VISION_MARKS, sizes_of, build_tower)

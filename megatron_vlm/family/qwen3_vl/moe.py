@@ -6,7 +6,6 @@ from transformers import PretrainedConfig
 
 from megatron_vlm.family.field_rules import other_model
 from megatron_vlm.family.qwen3_vl.dense import (
-    HF_NAMES,
     VISION_MARKS,
     build_tower,
     check_fields,
@@ -46,4 +45,4 @@ def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
     )
 
 
-QWEN3_VL_MOE = Family("qwen3_vl_moe", HF_NAMES, VISION_MARKS, moe_sizes_of, build_tower)
+QWEN3_VL_MOE = Family("qwen3_vl_moe", VISION_MARKS, moe_sizes_of, build_tower)
