@@ -121,7 +121,7 @@ def test_nothing_outlives_a_killed_launcher(folder, tiny):
 def test_nothing_outlives_a_killed_launcher_of_ranks_that_hang(folder, tiny):
     """The ranks cannot save: one of them is stopped, and the other waits for it. The first one to
     notice ends the others."""
-    job = PipedJob(folder, tiny(), "hanging", "launch.timeout_minutes=0.5")
+    job = PipedJob(folder, tiny(), "hanging", "launch.timeout_minutes=0.3")
     os.kill(job.marked.pid_of(1), signal.SIGSTOP)
     os.kill(job.pid_of_launcher(), signal.SIGKILL)
     assert "the run resumes from its last complete checkpoint" in job.check_end(200)
@@ -129,7 +129,7 @@ def test_nothing_outlives_a_killed_launcher_of_ranks_that_hang(folder, tiny):
 
 @pytest.mark.slow
 def test_nothing_outlives_a_job_that_was_stuck(folder, tiny):
-    job = PipedJob(folder, tiny(), "stuck", "launch.timeout_minutes=0.5")
+    job = PipedJob(folder, tiny(), "stuck", "launch.timeout_minutes=0.3")
     os.kill(job.marked.pid_of(1), signal.SIGSTOP)
     out = job.check_end(200)
     assert "rank 0: rank 1 has not been heard from for" in out
