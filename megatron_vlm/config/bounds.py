@@ -60,9 +60,15 @@ def check_bounds(settings: Any, prefix: str = "") -> None:
             check_bounds(value, f"{key}.")
         elif get_origin(kind) is Literal and value not in get_args(kind):
             raise ConfigError(key=key, found=value, allowed=get_args(kind))
-        for allowed in ranges_of(kind):
-            if any(number not in allowed for number in _numbers(value)):
-                raise ConfigError(key=key, found=value, allowed=str(allowed))
+        if (allowed := violated_range(kind, value)) is not None:
+            raise ConfigError(key=key, found=value, allowed=str(allowed))
+
+
+def violated_range(kind: Any, value: Any) -> Range | None:
+    """Return the first range of a type that a number of the value is not in, or None."""
+    numbers = [*_numbers(value)]
+    outside = (r for r in ranges_of(kind) if any(number not in r for number in numbers))
+    return next(outside, None)
 
 
 def ranges_of(kind: Any) -> Iterator[Range]:

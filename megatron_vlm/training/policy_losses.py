@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_vlm.config.bounds import AboveZero, ShareAboveZero, ranges_of
+from megatron_vlm.config.bounds import AboveZero, ShareAboveZero, violated_range
 from megatron_vlm.errors import ConfigError
 
 Losses = tuple[Tensor, dict[str, Tensor]]  # loss of each token, and reported values of each token
@@ -130,15 +130,14 @@ def _check_clips(name: str, clip_low: float, clip_high: float) -> None:
         ("clip_low", clip_low, ShareAboveZero),
         ("clip_high", clip_high, AboveZero),
     ):
-        for allowed in ranges_of(kind):
-            if value not in allowed:
-                raise ConfigError(
-                    ": the ratio is clipped to [1 - clip_low, 1 + clip_high]",
-                    place=f"loss {name}",
-                    key=key,
-                    found=value,
-                    allowed=str(allowed),
-                )
+        if (allowed := violated_range(kind, value)) is not None:
+            raise ConfigError(
+                ": the ratio is clipped to [1 - clip_low, 1 + clip_high]",
+                place=f"loss {name}",
+                key=key,
+                found=value,
+                allowed=str(allowed),
+            )
 
 
 def _clipped_losses(
