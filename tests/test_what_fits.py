@@ -29,12 +29,13 @@ def test_lines_of_the_page_are_up_to_date(maker):
 @pytest.mark.slow
 def test_the_page_is_up_to_date(maker):
     page, lines = maker.PAGE.read_text(), []
+    if LONG:
+        assert maker.with_tables(page, maker.tables()) == page
+        return
     for name in (*maker.MODELS, *maker.WITH_EXPERTS):
         lines += maker.configurations(name)
     for number in window(len(lines), 12):
         assert maker.line(*lines[number]) in page.splitlines()
-    if LONG:
-        assert maker.with_tables(page, maker.tables()) == page
 
 
 def test_more_memory_and_more_gpus_never_fit_less(maker):
