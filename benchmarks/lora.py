@@ -53,7 +53,7 @@ def gib(name: str, lora: LoraConfig) -> float:
     """Return the GiB of weights, gradients and optimizer on one GPU in bf16."""
     cfg = Config(model=ModelConfig(path=""), lora=lora)
     sizes = sizes_of_model(name)
-    dims = ParallelDims.create(cfg.parallel, 1, sizes.text.layers)
+    dims = ParallelDims.create(cfg.parallel, 1, sizes.text.num_layers)
     return stage_memory(cfg, sizes, dims, 0, [], BF16).fixed / 2**30
 
 

@@ -202,7 +202,7 @@ def works(sizes: ModelSizes, path: str, split: Sequence[int]) -> list[list[StepC
     table = []
     for batch in map(sizes_of_row, make_rows()):
         work = micro_work(cfg, sizes, 1, batch, 4)
-        row = [(work.layer + parts[0]) * count for count in split]
+        row = [(work.layers[0] + parts[0]) * count for count in split]
         row[0] += work.first + parts[1]
         row[-1] += work.last + parts[2]
         table.append(row)

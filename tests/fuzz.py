@@ -124,7 +124,9 @@ def config_json(folder: Path) -> Attempt:
             for name, value in vars(part).items():
                 others = ("norm_eps", "rope_theta", "mrope_section", "pad_id", "inputs", "experts")
                 assert type(value) is int or name in others, name
-        assert counts is None or (counts.layers, counts.heads) == (text.layers, text.heads)
+        assert counts is None or (
+            (counts.layers, counts.divided_by_tp) == (text.num_layers, text.divided_by_tp)
+        )
         assert all(isinstance(side, int) for spec in sizes.tensors for side in spec.shape)
 
     return _settings(folder, "config.json", read)

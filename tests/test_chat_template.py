@@ -22,7 +22,7 @@ from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.data.tokens.sample import RecordDropped
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.qwen3_vl.dense import VISION_MARKS
+from megatron_vlm.family.qwen import VISION_MARKS
 from tests.chats import CHATS, hf_encode, hf_processor, image, say, text
 from tests.error_fields import raises
 

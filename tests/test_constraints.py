@@ -89,7 +89,7 @@ def test_tp_must_divide_the_model(tp, message, tiny):
 
 def test_too_few_layers_for_deepstack(tiny):
     sizes = read_sizes(tiny())
-    sizes = replace(sizes, text=replace(sizes.text, layers=2))
+    sizes = replace(sizes, text=replace(sizes.text, layers=sizes.text.layers[:2]))
     with raises(ConfigError, key="text_config.num_hidden_layers", found=2, problem_has=3):
         check_config(Config(model=ModelConfig("x")), sizes, DIMS)
 

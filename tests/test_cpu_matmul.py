@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_vlm.family import cpu_matmul
-from megatron_vlm.family.qwen3_vl.tower_attention import attend_by_runs
+from megatron_vlm.family.tower_attention import attend_by_runs
 from megatron_vlm.model.attention import SDPACoreAttention
 
 FASTER = (

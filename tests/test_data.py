@@ -12,7 +12,7 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch, cut_micro_batches
 from megatron_vlm.data.tokens.mrope_positions import check_placeholders
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import DataError
-from megatron_vlm.family.qwen3_vl.dense import mrope_positions
+from megatron_vlm.family.qwen import mrope_positions
 from megatron_vlm.family.spec import Tokens
 from tests.batches import MIXED, RowSpec, make_rows, token_ids
 

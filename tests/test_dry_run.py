@@ -27,7 +27,7 @@ def test_planned_batches_are_those_of_the_loader(tiny, tmp_path):
         train=TrainConfig(global_batch_size=7, micro_batch_tokens=400),
     )
     source = HFCheckpoint(path)
-    dims = ParallelDims.create(cfg.parallel, 2, source.sizes.text.layers)
+    dims = ParallelDims.create(cfg.parallel, 2, source.sizes.text.num_layers)
     data = open_set(file, path, None)
     planned = list(plan_steps(data, cfg, dims))
     assert len(planned) == 4  # 23 samples: the last step has two

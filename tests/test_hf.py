@@ -27,7 +27,7 @@ from megatron_vlm.hf.companion_files import SETTINGS, copy_files
 from megatron_vlm.hf.export_weights import export_hf
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors, check_tied
-from megatron_vlm.hf.weight_map import _gate_up, _qkv, vocab_rows
+from megatron_vlm.hf.weight_map import head_groups, rows, vocab_rows
 from megatron_vlm.training.worker import MegatronWorker
 from tests.error_fields import raises
 from tests.runs import Case, call
@@ -49,7 +49,7 @@ def test_qkv_is_cut_group_by_group():
         "k": torch.tensor([[10.0], [11.0]]),
         "v": torch.tensor([[20.0], [21.0]]),
     }
-    qkv = _qkv(heads=4, groups=2, head_dim=1)
+    qkv = head_groups(2, [4, 2, 2])
     whole = qkv.load(reader(values), "qkv", 0, 1)
     assert whole.flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
     parts = [qkv.load(reader(values), "qkv", rank, 2) for rank in range(2)]
@@ -60,7 +60,7 @@ def test_qkv_is_cut_group_by_group():
 
 def test_gate_up_is_cut_by_halves():
     values = {"gate": torch.arange(4.0)[:, None], "up": torch.arange(10.0, 14.0)[:, None]}
-    layout = _gate_up(4)
+    layout = rows([4], [4])
     parts = [layout.load(reader(values), ("gate", "up"), rank, 2) for rank in range(2)]
     assert [part.flatten().tolist() for part in parts] == [[0, 1, 10, 11], [2, 3, 12, 13]]
     gate, up = layout.save(parts)

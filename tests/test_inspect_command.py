@@ -28,7 +28,7 @@ from megatron_vlm.data.tokens.chat_template import START
 from megatron_vlm.data.tokens.sample_views import unpatch
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.qwen3_vl.dense import VISION_MARKS
+from megatron_vlm.family.qwen import VISION_MARKS
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report.markup import tag
 from megatron_vlm.report.sections import Listing, Marked, OutlinedPictures, Styled

@@ -18,7 +18,7 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.qwen3_vl.dense import mrope_positions
+from megatron_vlm.family.qwen import mrope_positions
 from megatron_vlm.family.spec import Tokens
 from megatron_vlm.training.broadcast import share_batch
 from megatron_vlm.training.losses import Objective, register

@@ -379,7 +379,7 @@ def test_released_models_are_accepted(name, tmp_path):
     """Released files are accepted as published, and as transformers writes them again."""
     (tmp_path / "config.json").write_text(json.dumps(released(name)))
     sizes = read_sizes(tmp_path)
-    assert (sizes.text.layers, sizes.text.hidden, sizes.text.rope_theta) == (
+    assert (sizes.text.num_layers, sizes.text.hidden, sizes.text.rope_theta) == (
         *RELEASED[name][:2],
         5e6,
     )

@@ -22,7 +22,8 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_family, read_sizes
 from megatron_vlm.family.config_json import read_counts
-from megatron_vlm.family.spec import ExpertSizes, ModelSizes
+from megatron_vlm.family.decoder_layers import Experts
+from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.hf.expert_layouts import ExpertStorage
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors
@@ -62,12 +63,13 @@ def test_the_sizes_of_experts(tiny, tmp_path):
     path = tiny(**TINY)
     assert read_family(path).model_type == "qwen3_vl_moe"
     sizes = read_sizes(path).text
-    assert sizes.experts == ExpertSizes(count=4, top_k=2, ffn=40, layers=frozenset({0, 1, 2}))
+    assert sizes.experts == Experts(count=4, top_k=2, width=40)
+    assert sizes.expert_layers == (0, 1, 2)
     assert read_counts(path).experts == 4
     every_other = changed(path, tmp_path / "a", decoder_sparse_step=2, mlp_only_layers=[0])
-    assert read_sizes(every_other).text.experts.layers == {1}
+    assert read_sizes(every_other).text.expert_layers == (1,)
     released = changed(path, tmp_path / "b", mlp_only_layers=[1], norm_topk_prob=True)
-    assert read_sizes(released).text.experts.layers == {0, 2}
+    assert read_sizes(released).text.expert_layers == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +309,7 @@ def test_released_models_are_accepted(name, tmp_path):
     layers, hidden, *_, values, active = RELEASED[name]
     sizes, counts = released_sizes(name, tmp_path), read_counts(str(tmp_path))
     assert counts is not None and counts.experts == 128
-    assert sizes.text.experts.layers == frozenset(range(layers))
+    assert sizes.text.expert_layers == tuple(range(layers))
     assert sum(each.num_values for each in sizes.tensors) == pytest.approx(values, rel=0.01)
     vocabulary = 2 * 151936 * hidden
     assert WorkModel.from_sizes(sizes).per_token / 2 + vocabulary == pytest.approx(active, rel=0.05)
@@ -330,7 +332,7 @@ def test_recipes_fit(name, tmp_path):
     [line] = [each for each in page.splitlines() if each.startswith(f"| `model={recipe}`")]
     batches = [BatchSizes(2, 4096, 8192, 16384, 8192)] * 16
     for gpus, documented in RECIPES[name].items():
-        dims = ParallelDims.create(cfg.parallel, gpus, sizes.text.layers)
+        dims = ParallelDims.create(cfg.parallel, gpus, sizes.text.num_layers)
         check_config(cfg, sizes, dims)
         largest = max(stage.total for stage in estimate(cfg, sizes, dims, batches, 2)) / 2**30
         assert documented - 1 < largest <= documented and re.search(

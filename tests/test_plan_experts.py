@@ -32,6 +32,7 @@ from tests.test_parity import layout
 
 GIB = 2**30
 H100 = gpu("H100", 989e12)
+ALIKE = np.arange(9)[None]  # layers of one kind before each layer
 SPEC = dict(experts=12, layers=4)
 BY_HAND = Machine(
     "by hand", matmul=10, attention=5, moved=2, link=4, network=1, layer_s=0, devices=4
@@ -95,18 +96,20 @@ def test_an_all_to_all_by_hand():
 
 @pytest.mark.parametrize("dense_layers", [0, 1])
 def test_each_token_goes_to_its_experts_and_comes_back(dense_layers, tiny):
-    """A token goes to 2 experts as 64 numbers of 2 bytes, in all 4 layers or in 3 of them."""
+    """A token goes to 2 experts as 64 numbers of 2 bytes, and in a dense layer to none."""
     path = tiny(**SPEC, dense_layers=dense_layers)
     sizes, batch = read_sizes(path), BatchSizes(3, 100, 20, 64, 64)
     for recompute, again in (("none", 0), ("full", 1)):
         cfg = layout(recompute=recompute).config(path)
-        layer = micro_work(cfg, sizes, 1, batch, 2).layer
-        once = 2 * 2 * 300 * 64 * 2 * (4 - dense_layers) / 4
+        layer = micro_work(cfg, sizes, 1, batch, 2).layers[-1]  # the last has experts
+        once = 2 * 2 * 300 * 64 * 2
         assert layer.forward.exchanged == once
         assert layer.backward.exchanged == (1 + again) * once
+        dense = micro_work(cfg, sizes, 1, batch, 2).layers[:dense_layers]
+        assert [each.forward.exchanged for each in dense] == [0] * dense_layers
     dense = tiny()
     plain = micro_work(layout().config(dense), read_sizes(dense), 1, batch, 2)
-    assert plain.layer.forward.exchanged == plain.layer.backward.exchanged == 0
+    assert plain.layers[0].forward.exchanged == plain.layers[0].backward.exchanged == 0
 
 
 def test_the_time_of_a_layer_has_the_all_to_all(tiny):
@@ -114,16 +117,18 @@ def test_the_time_of_a_layer_has_the_all_to_all(tiny):
     cfg, sizes, batch = layout().config(path), read_sizes(path), BatchSizes(1, 100, 20, 0, 0)
     work = micro_work(cfg, sizes, 1, batch, 2)
     alone, shared = (
-        ReplicaCosts.at_degrees(cfg, sizes, dims_with(dp=8, ep=ep), [batch], BY_HAND, 2).layer_G2[0]
+        ReplicaCosts.at_degrees(cfg, sizes, dims_with(dp=8, ep=ep), [batch], BY_HAND, 2).layer_KG2[
+            0, 0
+        ]
         for ep in (1, 8)
     )
     fewer = (  # fewer experts, whose gradients are added up
         BY_HAND.seconds(OpCount(moved=moved(cfg, sizes, ep=1) - moved(cfg, sizes, ep=4)))
     )
-    four = ReplicaCosts.at_degrees(cfg, sizes, dims_with(dp=8, ep=4), [batch], BY_HAND, 2).layer_G2[
-        0
-    ]
-    sent = BY_HAND.exchange(work.layer.forward.exchanged, 4)
+    four = ReplicaCosts.at_degrees(
+        cfg, sizes, dims_with(dp=8, ep=4), [batch], BY_HAND, 2
+    ).layer_KG2[0, 0]
+    sent = BY_HAND.exchange(work.layers[0].forward.exchanged, 4)
     assert four[0] - alone[0] == pytest.approx(sent)
     assert four[1] - alone[1] == pytest.approx(sent - fewer)
     assert shared[0] > four[0]
@@ -146,10 +151,10 @@ def test_replicas_that_share_experts_wait_for_each_other(tiny):
     def costs(*layer: float) -> ReplicaCosts:
         pairs = np.array([[each, 2 * each] for each in layer])
         ones = np.ones(len(layer))
-        return ReplicaCosts(pairs, 0 * pairs, pairs / 2, ones, 0 * ones, 1.0)
+        return ReplicaCosts(pairs[None], 0 * pairs, pairs / 2, ones, 0 * ones, 1.0, ALIKE)
 
     both = ReplicaCosts.together([costs(3, 1), costs(2, 2, 1)])
-    assert both.layer_G2.tolist() == [[3, 6], [2, 4], [1, 2]]
+    assert both.layer_KG2.tolist() == [[[3, 6], [2, 4], [1, 2]]]
     assert both.last_G2.tolist() == [[1.5, 3], [1, 2], [0.5, 1]]
     assert both.hidden_G.tolist() == [1, 1, 1]
     # Four replicas, one of them without a row, are two pairs at EP 2, or each by itself.
@@ -160,8 +165,8 @@ def test_replicas_that_share_experts_wait_for_each_other(tiny):
     pairs, singles = (
         replicas_of(cfg, sizes, dims_with(dp=4, ep=ep), [step], H100, 2)[0] for ep in (2, 1)
     )
-    assert [len(each.layer_G2) for each in pairs] == [2, 1]
-    assert [len(each.layer_G2) for each in singles] == [1, 2, 1]
+    assert [len(each.first_G2) for each in pairs] == [2, 1]
+    assert [len(each.first_G2) for each in singles] == [1, 2, 1]
 
 
 def test_gradients_of_experts_travel_between_the_ranks_that_hold_them(tiny):

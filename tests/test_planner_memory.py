@@ -179,7 +179,7 @@ def test_memory_is_that_of_the_built_worker(name, tiny, pool):
     itemsize = 2 if name in BF16 else 4
     path = tiny(**SPEC, **spec)
     sizes, cfg, batch = read_sizes(path), case.config(path), sizes_of_rows()
-    dims = ParallelDims.create(cfg.parallel, case.world, sizes.text.layers)
+    dims = ParallelDims.create(cfg.parallel, case.world, sizes.text.num_layers)
     ranks = pool.run(built, case.world, path, case)
     for stage in range(dims.pp):
         of_stage = [(counts, measured) for number, counts, measured in ranks if number == stage]
@@ -225,7 +225,7 @@ def test_a_buffer_is_cut_into_buckets_and_each_bucket_into_shares():
 def memory_of(path: str, batches, itemsize=2, **parallel) -> list[StageMemory]:
     cfg, sizes = Case(parallel=parallel).config(path), read_sizes(path)
     world = parallel.get("tp", 1) * parallel.get("pp", 1)
-    dims = ParallelDims.create(cfg.parallel, world, sizes.text.layers)
+    dims = ParallelDims.create(cfg.parallel, world, sizes.text.num_layers)
     return estimate(cfg, sizes, dims, batches, itemsize)
 
 

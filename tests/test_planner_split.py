@@ -32,6 +32,8 @@ from tests.sets import write_set
 from tests.test_parity import layout
 from tests.test_train import command, go_pooled, run_rank, steps_of, values
 
+ALIKE = np.arange(9)[None]  # layers of one kind before each layer
+
 
 def replica(generator: random.Random, micro_batches: int) -> ReplicaCosts:
     """Return random costs: micro-batches without pictures, a heavy tower, a heavy head."""
@@ -47,7 +49,8 @@ def replica(generator: random.Random, micro_batches: int) -> ReplicaCosts:
 
     hidden, features = np.ones(micro_batches), np.zeros(micro_batches)
     parts = pairs(1) + 0.1, pairs(12, zeros=0.3), pairs(5)
-    return ReplicaCosts(*parts, hidden, features, 1e9)
+    layer, first, last = parts
+    return ReplicaCosts(layer[None], first, last, hidden, features, 1e9, ALIKE)
 
 
 def splits(pp: int, layers: int) -> list[tuple[int, ...]]:
@@ -89,12 +92,25 @@ def test_the_even_split_is_the_least_that_is_found(monkeypatch):
 def test_a_heavy_tower_takes_layers_from_its_stage(tiny):
     """A layer takes 1, the tower 4, and with 8 layers that makes 12: [2, 6] gives each stage 6."""
     ones = np.ones((8, 2))
-    heavy = ReplicaCosts(ones, 4 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0)
+    heavy = ReplicaCosts(ones[None], 4 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0, ALIKE)
     assert choose_layer_split([[heavy]], (8, 8), (4, 4)) == (2, 6)
     # The second stage has no memory for six.
     assert choose_layer_split([[heavy]], (8, 5), (4, 4)) == (3, 5)
-    light = ReplicaCosts(ones, 0 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0)
+    light = ReplicaCosts(ones[None], 0 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0, ALIKE)
     assert choose_layer_split([[light]], (8, 8), (4, 4)) == (4, 4)
+
+
+def test_layers_of_two_kinds_cost_what_they_are():
+    """Every third layer takes 10, all others take 1."""
+    ones = np.ones((4, 2))
+    is_third = np.arange(6) % 3 == 2
+    before_KL = np.cumsum([[0, *~is_third], [0, *is_third]], axis=1)
+    kinds = np.stack([ones, 10 * ones])
+    costs = ReplicaCosts(kinds, 0 * ones, 0 * ones, np.zeros(4), np.zeros(4), 1.0, before_KL)
+    assert costs.stages((2, 4)).forward_GS[0].tolist() == [2, 22]
+    assert costs.stages((3, 3)).forward_GS[0].tolist() == [12, 12]
+    assert costs.mean_layer_seconds == pytest.approx(4 * 2 * (4 * 1 + 2 * 10) / 6)
+    assert choose_layer_split([[costs]], (6, 6), (4, 2)) == (3, 3)
 
 
 def test_the_time_between_stages_counts():
@@ -110,7 +126,9 @@ def test_features_travel_until_their_layers_have_added_them():
     """Three sets of features leave the tower for the first micro-batch; the second has no
     pictures."""
     ones = np.ones((2, 2))
-    some = ReplicaCosts(ones, ones, ones, np.array([10.0, 10.0]), np.array([3, 0]), bandwidth=10.0)
+    some = ReplicaCosts(
+        ones[None], ones, ones, np.array([10.0, 10.0]), np.array([3, 0]), 10.0, ALIKE
+    )
     stages = some.stages((1, 1, 4))
     assert stages.sent_GS[:, :2].tolist() == [[3, 2], [1, 1]]  # the last stage sends nothing on
     assert some.stages((0, 2, 4)).sent_GS[0, :2].tolist() == [4, 2]

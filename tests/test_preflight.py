@@ -201,9 +201,17 @@ def test_the_ranks_that_load_are_known_early(tp, pp):
     assert [rank for rank in range(8) if loads_data(parallel, rank, 8)] == leaders
 
 
+def by_tp(heads, kv_heads, width):
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": width,
+    }
+
+
 def test_what_is_right_passes(places):
     cfg = load_config([*places["ok"].split(), f"data.eval={places['data']}"])
-    assert check_model(cfg.model.path) == Counts(4, 4, 2, 176, 3)
+    assert check_model(cfg.model.path) == Counts(4, by_tp(4, 2, 176), 3)
     for right in ("*.jsonl", "org/name", "name", "hub:name", "~/.."):
         check_data(load_config(["model.path=x", f"data.train='{right}'"]), "data.train")
     assert check_model("Qwen/Qwen3-VL-2B-Instruct") is None
@@ -213,7 +221,7 @@ def test_what_is_right_passes(places):
 def test_released_models_pass(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(released(name)))
     layers, _, ffn, heads, *_, marks = RELEASED[name]
-    assert read_counts(str(tmp_path)) == Counts(layers, heads, 8, ffn, len(marks))
+    assert read_counts(str(tmp_path)) == Counts(layers, by_tp(heads, 8, ffn), len(marks))
 
 
 def test_fields_are_refused_by_name_where_they_are_refused_later(tiny, tmp_path):
@@ -253,7 +261,7 @@ def test_what_needs_no_deepstack_list_is_checked_without_one(given, places, tmp_
     del config["vision_config"]["deepstack_visual_indexes"]
     config["vision_config"] |= given
     (folder / "config.json").write_text(json.dumps(config))
-    assert check_model(str(folder)) == Counts(4, 4, 2, 176, None)
+    assert check_model(str(folder)) == Counts(4, by_tp(4, 2, 176), None)
     for words in ("parallel.tp=3", "parallel.ep=2 launch.processes=2"):
         cfg = load_config([f"model.path={folder}", *words.split()])
         with pytest.raises(ConfigError, match=words.split()[0]):

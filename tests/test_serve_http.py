@@ -1086,6 +1086,6 @@ def test_clients_are_told_the_type_of_the_model(experts, arch, tiny):
     path = tiny(experts=experts) if experts else tiny()
     cfg = load_config([f"model.path={path}", "run=run"])
     source = HFCheckpoint(path)
-    dims = ParallelDims.create(cfg.parallel, 1, source.sizes.text.layers)
+    dims = ParallelDims.create(cfg.parallel, 1, source.sizes.text.num_layers)
     facts = facts_of(cfg, source, dims)
     assert (facts.arch, facts.vocabulary) == (arch, source.sizes.text.vocab)

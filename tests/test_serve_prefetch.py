@@ -124,7 +124,7 @@ def test_what_waits_has_few_pixels_and_an_error_none(journal, reader):
 
 def test_datums_that_cannot_fit_into_memory_are_refused(tiny):
     sizes = HFCheckpoint(tiny(), ()).sizes
-    dims = ParallelDims.create(ParallelConfig(), 1, sizes.text.layers)
+    dims = ParallelDims.create(ParallelConfig(), 1, sizes.text.num_layers)
     ids_S = torch.ones(3000, dtype=torch.long)
     rows = [Row(ids_S, ids_S, targets=ids_S[:, None])] * 64
     alone, together = (Config(train=TrainConfig(micro_batch_size=size)) for size in (1, 64))

@@ -28,7 +28,7 @@ from megatron_vlm.data.media.video import (
 )
 from megatron_vlm.data.media.video_file import iter_frames, probe_video
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.qwen3_vl.dense import VISION_MARKS
+from megatron_vlm.family.qwen import VISION_MARKS
 from tests.error_fields import raises
 from tests.videos import (
     END,

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_vlm.data.even_split import deal
-from megatron_vlm.family.qwen3_vl.dense import LinearPatchEmbed
-from megatron_vlm.family.qwen3_vl.tower_attention import attend_at_once, attend_by_runs
+from megatron_vlm.family.qwen import LinearPatchEmbed
+from megatron_vlm.family.tower_attention import attend_at_once, attend_by_runs
 from megatron_vlm.model.vision import ImageShare, image_cost
 from tests import varlen
 

@@ -24,8 +24,8 @@ from transformers import Qwen3VLForConditionalGeneration
 from megatron_vlm import Config, MegatronWorker
 from megatron_vlm.config.schema import ModelConfig, TrainConfig
 from megatron_vlm.distributed.device import pick_platform
-from megatron_vlm.family.qwen3_vl import tower_attention
-from megatron_vlm.family.qwen3_vl.tower_attention import PackedAttention
+from megatron_vlm.family import tower_attention
+from megatron_vlm.family.tower_attention import PackedAttention
 from megatron_vlm.model.attention import SDPACoreAttention
 from megatron_vlm.model.fused_ops import FusedOps
 

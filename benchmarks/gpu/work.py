@@ -86,7 +86,7 @@ def needs(work: Work, recompute: str) -> int:
     """Return the bytes that the planner estimates."""
     sizes = sizes_of(tiny_config(work.spec, train_tokenizer(512)))
     cfg = Config(model=ModelConfig(path="", recompute=recompute))  # type: ignore[arg-type]
-    dims = ParallelDims.create(cfg.parallel, 1, sizes.text.layers)
+    dims = ParallelDims.create(cfg.parallel, 1, sizes.text.num_layers)
     batch = BatchSizes.from_rows([work.row] * work.rows)
     return stage_memory(cfg, sizes, dims, 0, [batch], BF16).total
 

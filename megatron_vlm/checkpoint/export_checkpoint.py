@@ -51,7 +51,7 @@ def _export(folder: Path, out: str, model_path: str | None, kind: Exported | Non
     source.read_headers()
     check_tensors(source)
     reader = PieceReader(folder, read_index(folder))
-    dims = ParallelDims.create(ParallelConfig(), 1, source.sizes.text.layers)
+    dims = ParallelDims.create(ParallelConfig(), 1, source.sizes.text.num_layers)
     table = name_table(source.sizes, cfg.model.backend, dims)
     done = training_of(folder)
     mark = None if done is None else mark_of(folder, manifest, done.step)

@@ -57,7 +57,7 @@ def dry_run(cfg: Config) -> int:
         split = decide(cfg, source.sizes, world, platform, mix_of(cfg, source.sizes))
         cfg = with_layers(cfg, split.layers)
         console.print(split.text, soft_wrap=True)
-    dims = ParallelDims.create(cfg.parallel, world, source.sizes.text.layers)
+    dims = ParallelDims.create(cfg.parallel, world, source.sizes.text.num_layers)
     check_config(cfg, source.sizes, dims)
     # A folder may have no weights yet, and a plan does not download them.
     if hub_name(cfg.model.path) is None and any(source.path.glob("*.safetensors")):

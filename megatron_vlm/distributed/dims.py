@@ -1,6 +1,6 @@
 """Degrees of parallelism, the order of ranks, and the layers of each stage."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -73,8 +73,11 @@ class ParallelDims:
 
     def layers_of(self, stage: int, chunk: int = 0) -> range:
         """Return the global numbers, from 0, of the decoder layers in a chunk of a stage."""
+        return self.layers_at(self.place_of(stage, chunk))
+
+    def layers_at(self, place: int) -> range:
+        """Return the global numbers of the decoder layers at a place in the pipeline."""
         ends = [0, *accumulate(self.layers_per_stage)]
-        place = self.place_of(stage, chunk)
         return range(ends[place], ends[place + 1])
 
     def features_after(self, place: int, features: int) -> int:
@@ -89,13 +92,9 @@ class ParallelDims:
         stages[-1].append("loss")
         return stages
 
-    def check_divides(self, heads: int, kv_heads: int, intermediate: int) -> None:
-        """Refuse a TP that does not divide the attention heads and the width of the MLP."""
-        for name, count in (
-            ("num_attention_heads", heads),
-            ("num_key_value_heads", kv_heads),
-            ("intermediate_size", intermediate),
-        ):
+    def check_divides(self, counts: Mapping[str, int]) -> None:
+        """Refuse a TP that does not divide these counts, which have their names in config.json."""
+        for name, count in counts.items():
             if count % self.tp:
                 raise ConfigError(
                     f"does not divide the model's {name}={count}",

@@ -5,7 +5,7 @@ which sees the fields as transformers completes them.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,19 @@ from megatron_vlm.family.field_rules import (
     other_model,
     unsupported_fields,
 )
+from megatron_vlm.family.qwen3_5.fields import QWEN3_5_FIELDS, QWEN3_5_MOE_FIELDS
 from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS
 from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile, what_is_at
 
 _MAX_BYTES = 2**20
-_FIELDS = {"qwen3_vl": QWEN3_VL_FIELDS, "qwen3_vl_moe": QWEN3_VL_MOE_FIELDS}
+_DIVIDED_BY_TP = ("intermediate_size", "linear_num_key_heads", "linear_num_value_heads")
+_FIELDS = {
+    "qwen3_vl": QWEN3_VL_FIELDS,
+    "qwen3_vl_moe": QWEN3_VL_MOE_FIELDS,
+    "qwen3_5": QWEN3_5_FIELDS,
+    "qwen3_5_moe": QWEN3_5_MOE_FIELDS,
+}
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,7 @@ class Counts:
     """The numbers that a layout must divide."""
 
     layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
+    divided_by_tp: Mapping[str, int]  # by their names in config.json
     deepstack: int | None  # None if transformers fills in a list of its own
     experts: int = 0
 
@@ -120,17 +125,17 @@ def _counts(text: dict[str, Any], vision: dict[str, Any]) -> Counts | None:
     heads = text.get("num_attention_heads")
     blocks = vision.get("deepstack_visual_indexes")
     deepstack = len(blocks) if isinstance(blocks, list) else None
-    experts = text.get("num_experts", text.get("num_local_experts", 0))
-    counts: dict[str, Any] = {
-        "layers": text.get("num_hidden_layers"),
-        "heads": heads,
-        "kv_heads": text.get("num_key_value_heads", heads),
-        "ffn": text.get("intermediate_size"),
-        "experts": experts,
+    experts: Any = text.get("num_experts", text.get("num_local_experts", 0))
+    layers: Any = text.get("num_hidden_layers")
+    by_tp: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": text.get("num_key_value_heads", heads),
     }
-    if not all(type(count) is int and count >= 0 for count in counts.values()):
+    by_tp |= {name: text[name] for name in _DIVIDED_BY_TP if name in text}
+    counts = (layers, experts, *by_tp.values())
+    if not all(type(count) is int and count >= 0 for count in counts):
         return None
-    return Counts(**counts, deepstack=deepstack)
+    return Counts(layers, by_tp, deepstack, experts)
 
 
 def _part(config: dict[str, Any], name: str) -> dict[str, Any]:

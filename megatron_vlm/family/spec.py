@@ -3,7 +3,7 @@
 The name table, loading, checkpoints, the memory estimate, FLOPs and the start-up report read them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+
+from megatron_vlm.family.decoder_layers import DenseMLP, Experts, FullAttention, LayerSpec
 
 TowerInputs = dict[str, Any]
 
@@ -40,6 +42,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     part: Part
+    lora_group: str | None = None  # its group among the LoRA targets, if it can have an adapter
 
     @property
     def num_values(self) -> int:
@@ -47,46 +50,56 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class ExpertSizes:
-    """The experts that some decoder layers have in place of an MLP."""
-
-    count: int
-    top_k: int  # experts that each token goes to
-    ffn: int  # width of each expert
-    layers: frozenset[int]  # layers that have experts
-
-    def idle_values(self, hidden: int) -> int:
-        """Count the values in the weights of the experts that a token does not go to."""
-        return len(self.layers) * (self.count - self.top_k) * 3 * self.ffn * hidden
-
-
-@dataclass(frozen=True)
 class TextSizes:
     """Sizes of the decoder."""
 
-    layers: int
     hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    layers: tuple[LayerSpec, ...]
     vocab: int
     max_positions: int
     norm_eps: float
     rope_theta: float
     mrope_section: tuple[int, ...]  # frequencies of time, height and width
     pad_id: int | None  # the token whose embedding is used and never learns, if there is one
-    experts: ExpertSizes | None = None
+    centered_norms: bool = False  # norms multiply by 1 + weight
 
     @property
-    def query(self) -> int:
-        """Width of all query heads together."""
-        return self.heads * self.head_dim
+    def num_layers(self) -> int:
+        return len(self.layers)
 
-    @property
-    def kv(self) -> int:
-        """Width of all key heads together."""
-        return self.kv_heads * self.head_dim
+    @cached_property
+    def attention(self) -> FullAttention:
+        """The attention of the layers that have it: it is the same in all of them."""
+        return next(x.mixer for x in self.layers if isinstance(x.mixer, FullAttention))
+
+    @cached_property
+    def experts(self) -> Experts | None:
+        """The experts of the layers that have them: they are the same in all of them."""
+        return next((x.ffn for x in self.layers if isinstance(x.ffn, Experts)), None)
+
+    @cached_property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts."""
+        return tuple(n for n, x in enumerate(self.layers) if isinstance(x.ffn, Experts))
+
+    @cached_property
+    def divided_by_tp(self) -> dict[str, int]:
+        """Counts that TP must divide, by their fields in config.json."""
+        counts: dict[str, int] = {}
+        for layer in self.kinds:
+            counts |= layer.mixer.divided_by_tp | layer.ffn.divided_by_tp
+        return counts
+
+    @cached_property
+    def dense_width(self) -> int:
+        """Width of the MLP of layers without experts, or of the experts if all layers have them."""
+        widths = {isinstance(layer.ffn, DenseMLP): layer.ffn.width for layer in self.layers}
+        return widths.get(True, widths.get(False, 0))
+
+    @cached_property
+    def kinds(self) -> tuple[LayerSpec, ...]:
+        """The different kinds of layers, in the order of their first layer."""
+        return tuple(dict.fromkeys(self.layers))
 
 
 @dataclass(frozen=True)
@@ -181,6 +194,17 @@ class ModelSizes:
         """The tensors, and the head's weight even if it is tied: every tensor that may have an
         adapter. The adapter of a tied head leaves the embedding as it is."""
         return (*self.tensors, self.head) if self.tied else self.tensors
+
+
+def text_tensors(text: TextSizes, names: HFNames) -> Iterator[TensorSpec]:
+    """Yield the tensors of the decoder, without the head."""
+    yield TensorSpec(names.embedding, (text.vocab, text.hidden), Part.embed)
+    for number, layer in enumerate(text.layers):
+        for param in layer.params(text.hidden):
+            for tensor in param.tensors:
+                full = names.layer(number) + tensor.name
+                yield TensorSpec(full, tensor.shape, Part.decoder, tensor.lora_group)
+    yield TensorSpec(names.final_norm, (text.hidden,), Part.decoder)
 
 
 # The definition of a model family follows.

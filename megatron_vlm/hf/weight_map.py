@@ -1,13 +1,10 @@
 """Two-way table of names: the Hugging Face tensors that make up one of our parameters, how it is
-sharded, and which rank holds it. Loading, exporting and checkpoints all follow this table.
+sharded, and which rank holds it. Loading, exporting and checkpoints all follow this table."""
 
-Shapes: G key/value groups, R query heads per group, D head size, H width.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import product
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
@@ -15,7 +12,16 @@ from torch import Tensor
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import learns
 from megatron_vlm.distributed.dims import CutGroup, ParallelDims
-from megatron_vlm.family.spec import ModelSizes, Part, TensorSpec, TextSizes
+from megatron_vlm.family.decoder_layers import (
+    ByExpert,
+    Columns,
+    HeadGroups,
+    LayerParam,
+    RowParts,
+    Whole,
+)
+from megatron_vlm.family.spec import ModelSizes, Part, TensorSpec
+from megatron_vlm.hf.backend import BACKENDS
 
 # Our names of the head and of the norm before it.
 HEAD, LAST_NORM = "output_layer", "decoder.final_layernorm.weight"
@@ -36,6 +42,8 @@ class Layout:
     load: Callable[[ReadSlice, Sequence[str], int, int], Tensor]
     save: Callable[[Sequence[Tensor]], list[Tensor]]
     groups: int = 1  # number of groups in which the rows of its tensors alternate
+    # For each of its tensors, the parts whose rows are cut by themselves.
+    parts: tuple[tuple[int, ...], ...] = ()
 
 
 class Origin(Enum):
@@ -96,14 +104,26 @@ WHOLE = Layout(
 )
 
 
-def rows(height: int) -> Layout:
-    """Return the layout in which each rank holds its rows of one tensor."""
-    return Layout(
-        "tp",
-        0,
-        load=lambda read, names, rank, ranks: read(names[0], (_part(height, rank, ranks),)),
-        save=lambda parts: [torch.cat(list(parts))],
-    )
+def rows(*widths: Sequence[int]) -> Layout:
+    """Return the layout in which each rank holds its rows. The rows of each tensor are parts of
+    these widths, and each part is cut by itself."""
+
+    def load(read: ReadSlice, names: Sequence[str], rank: int, ranks: int) -> Tensor:
+        pieces = []
+        for name, parts in zip(names, widths, strict=True):
+            for start, width in zip(accumulate(parts, initial=0), parts, strict=False):
+                first, last = _part(width, rank, ranks)
+                pieces.append(read(name, ((start + first, start + last),)))
+        return torch.cat(pieces)
+
+    def save(parts: Sequence[Tensor]) -> list[Tensor]:
+        local = [width // len(parts) for tensor in widths for width in tensor]
+        by_rank = [iter(part.split(local)) for part in parts]
+        return [
+            torch.cat([next(pieces) for _ in tensor for pieces in by_rank]) for tensor in widths
+        ]
+
+    return Layout("tp", 0, load, save, parts=tuple(map(tuple, widths)))
 
 
 def columns(width: int) -> Layout:
@@ -129,23 +149,10 @@ def vocab_rows(vocab: int) -> Layout:
     return Layout("tp", 0, load, lambda parts: [torch.cat(list(parts))[:vocab]])
 
 
-def _gate_up(width: int) -> Layout:
-    """Return the layout in which each rank holds its part of the gate over its part of the up
-    projection."""
-
-    def load(read: ReadSlice, names: Sequence[str], rank: int, ranks: int) -> Tensor:
-        return torch.cat([read(name, (_part(width, rank, ranks),)) for name in names])
-
-    def save(parts: Sequence[Tensor]) -> list[Tensor]:
-        halves = [part.chunk(2) for part in parts]
-        return [torch.cat([half[i] for half in halves]) for i in range(2)]
-
-    return Layout("tp", 0, load, save)
-
-
-def _qkv(heads: int, groups: int, head_dim: int) -> Layout:
-    """Return the layout that has, group by group, the query heads, the key and the value."""
-    per_group = (heads // groups * head_dim, head_dim, head_dim)
+def head_groups(groups: int, heights: Sequence[int]) -> Layout:
+    """Return the layout that has, group by group, the rows of the group in each of these tensors:
+    the queries of a group, its key and its value."""
+    per_group = [height // groups for height in heights]
 
     def load(read: ReadSlice, names: Sequence[str], rank: int, ranks: int) -> Tensor:
         first, last = _part(groups, rank, ranks)
@@ -172,43 +179,19 @@ def experts(count: int) -> Layout:
     )
 
 
-def _layer_rows(
-    text: TextSizes, backend: str, number: int
-) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
-    """Yield our name, Hugging Face's names and the layout for each parameter of a decoder layer. TE
-    fuses each norm into the linear layer that follows it."""
-    fused = backend == "te"
-    yield (
-        "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight",
-        ("input_layernorm.weight",),
-        WHOLE,
-    )
-    yield (
-        "self_attention.linear_qkv.weight",
-        tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
-        _qkv(text.heads, text.kv_heads, text.head_dim),
-    )
-    for x in "qk":
-        yield f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), WHOLE
-    yield "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), columns(text.query)
-    if text.experts is not None and number in text.experts.layers:
-        yield "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), WHOLE
-        yield "mlp.router", ("mlp.gate.weight",), WHOLE
-        for our_leaf, hf_leaf in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
-            names = (f"mlp.experts.{hf_leaf}",)
-            yield f"mlp.{our_leaf}.weight", names, experts(text.experts.count)
-        return
-    yield (
-        "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight",
-        ("post_attention_layernorm.weight",),
-        WHOLE,
-    )
-    yield (
-        "mlp.linear_fc1.weight",
-        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        _gate_up(text.ffn),
-    )
-    yield "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), columns(text.ffn)
+def _layout_of(param: LayerParam) -> Layout:
+    """Return the layout of a layer's parameter."""
+    match param.sharding:
+        case Whole():
+            return WHOLE
+        case RowParts(widths):
+            return rows(*widths)
+        case Columns(width):
+            return columns(width)
+        case HeadGroups(count):
+            return head_groups(count, [tensor.shape[0] for tensor in param.tensors])
+        case ByExpert(count):
+            return experts(count)
 
 
 def name_table(sizes: ModelSizes, backend: str, dims: ParallelDims) -> list[Entry]:
@@ -237,10 +220,11 @@ def name_table(sizes: ModelSizes, backend: str, dims: ParallelDims) -> list[Entr
     entries.append(entry("embedding.word_embeddings.weight", [names.embedding], vocab, (0, 0)))
     for chunk, stage in product(range(dims.virtual_stages), range(dims.pp)):
         for local, number in enumerate(dims.layers_of(stage, chunk)):
-            for our_leaf, hf_leaves, layout in _layer_rows(sizes.text, backend, number):
-                full = [names.layer(number) + name for name in hf_leaves]
-                place = stage, chunk
-                entries.append(entry(f"decoder.layers.{local}.{our_leaf}", full, layout, place))
+            layer = sizes.text.layers[number]
+            for param in layer.params(sizes.text.hidden):
+                our_name = f"decoder.layers.{local}.{BACKENDS[backend].our_name(layer, param)}"
+                full = [names.layer(number) + tensor.name for tensor in param.tensors]
+                entries.append(entry(our_name, full, _layout_of(param), (stage, chunk)))
     entries.append(entry(LAST_NORM, [names.final_norm], WHOLE, last))
     if not sizes.tied:
         entries.append(entry(f"{HEAD}.weight", [names.head], vocab, last))

@@ -40,6 +40,7 @@ class HFLinear:
 
     base: TensorSpec  # its weight
     adapted: bool
+    parts: tuple[int, ...] = ()  # parts of its rows that TP cuts by themselves; (): all its rows
 
     @property
     def leaf(self) -> str:
@@ -68,21 +69,6 @@ class AdaptedLinear:
         return self.slots[0].base.part is Part.head
 
 
-def group_of(tensor: TensorSpec) -> str | None:
-    """Return a weight's group, one of GROUPS. Return None for tensors that cannot be adapted:
-    norms, biases, embeddings, routers."""
-    if len(tensor.shape) != 2 and not is_of_experts(tensor):
-        return None
-    if tensor.name.endswith(_ROUTER):
-        return None
-    if tensor.part in (Part.merger, Part.head):
-        return tensor.part.value
-    prefix = {Part.decoder: "", Part.vision: "vision_"}.get(tensor.part)
-    kinds = {"attn.": "attention", ".mlp.": "mlp"}
-    kind = next((kinds[mark] for mark in kinds if mark in tensor.name), None)
-    return None if prefix is None or kind is None else prefix + kind
-
-
 def module_of(tensor: TensorSpec) -> str:
     """Return the name of a weight's module."""
     return tensor.name.removesuffix(".weight")
@@ -92,7 +78,7 @@ def module_of(tensor: TensorSpec) -> str:
 def adapted_specs(tensors: tuple[TensorSpec, ...], targets: tuple[str, ...]) -> list[TensorSpec]:
     """Return the weights that get an adapter: those of the named groups, and those of modules whose
     name, or its end after a dot, equals another target or matches it as a pattern."""
-    linears = [tensor for tensor in tensors if group_of(tensor)]
+    linears = [tensor for tensor in tensors if tensor.lora_group]
     targeted = set()
     for target in targets:
         matching = {linear for linear in linears if _is_meant(linear, target)}
@@ -127,7 +113,7 @@ def _check_no_router(tensors: Sequence[TensorSpec], target: str) -> None:
 
 
 def _is_meant(tensor: TensorSpec, target: str) -> bool:
-    return group_of(tensor) == target if target in GROUPS else _matches(tensor, target)
+    return tensor.lora_group == target if target in GROUPS else _matches(tensor, target)
 
 
 def _matches(tensor: TensorSpec, target: str) -> bool:
@@ -183,7 +169,11 @@ def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> li
     chosen, linears = {weight for weight in weights if weight.part is not Part.head}, []
     for entry in table:
         if entry.origin is Origin.hub and chosen.intersection(entry.theirs):
-            slots = tuple(HFLinear(tensor, tensor in chosen) for tensor in entry.theirs)
+            parts = entry.layout.parts or ((),) * len(entry.theirs)
+            slots = tuple(
+                HFLinear(tensor, tensor in chosen, widths)
+                for tensor, widths in zip(entry.theirs, parts, strict=True)
+            )
             cut = None if entry.layout.cut is None else entry.layout.axis
             name = entry.ours.removesuffix(".weight")
             linears.append(
@@ -204,7 +194,7 @@ def adapter_entries(linears: Sequence[AdaptedLinear], rank: int) -> Iterator[Ent
         for slot in linear.slots:
             if slot.adapted:
                 where = "lora" if linear.is_of_experts else f"lora.{slot.leaf}"
-                pairs = zip(tensors_of(slot.base, rank), _layouts(linear, slot.base), strict=True)
+                pairs = zip(tensors_of(slot.base, rank), _layouts(linear, slot), strict=True)
                 for name, (tensor, layout) in zip("AB", pairs, strict=True):
                     yield Entry(
                         f"{linear.name}.{where}.{name}",
@@ -217,12 +207,13 @@ def adapter_entries(linears: Sequence[AdaptedLinear], rank: int) -> Iterator[Ent
                     )
 
 
-def _layouts(linear: AdaptedLinear, base: TensorSpec) -> tuple[Layout, Layout]:
+def _layouts(linear: AdaptedLinear, slot: HFLinear) -> tuple[Layout, Layout]:
     """Return the layouts of A and B. B's rows are sharded where the weight's rows are, and A's
     columns where the weight's columns are. Each rank has the adapters of its own experts."""
-    *count, height, width = base.shape
+    *count, height, width = slot.base.shape
     if count:
         return experts(*count), experts(*count)
     if linear.is_head:
         return WHOLE, vocab_rows(height)
-    return columns(width) if linear.cut == 1 else WHOLE, rows(height) if linear.cut == 0 else WHOLE
+    first = columns(width) if linear.cut == 1 else WHOLE
+    return first, rows(slot.parts or (height,)) if linear.cut == 0 else WHOLE

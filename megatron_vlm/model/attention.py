@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_vlm.family.cpu_matmul import with_mkl
 from megatron_vlm.model.attention_kernels import TORCH, prefer_kernel
-from megatron_vlm.model.fused_ops import FusedOps
+from megatron_vlm.model.fused_ops import FusedOps, gate_output
 from megatron_vlm.model.kv_cache import KVCache
 
 
@@ -41,7 +41,9 @@ class FusedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, with `rotary_pos_emb` [2, S, B, F] as the cos and sin of the positions."""
         mixed_SBQ, _bias = self.linear_qkv(hidden_SBH)
-        query_key_value = self.chains.heads(
+        is_gated = self.config.attention_output_gate
+        make_heads = self.chains.gated_heads if is_gated else self.chains.heads
+        query, key, value, *gate = make_heads(
             mixed_SBQ,
             *rotary_pos_emb,
             self.q_layernorm.weight,
@@ -52,7 +54,8 @@ class FusedSelfAttention(SelfAttention):
         attend = self.core_attention
         if self.checkpoint_core_attention and self.training:
             attend = self._checkpointed_attention_forward
-        return self.linear_proj(attend(*query_key_value, attention_mask))
+        out_SBQ = attend(query, key, value, attention_mask)
+        return self.linear_proj(gate_output(out_SBQ, *gate) if gate else out_SBQ)
 
 
 class SDPACoreAttention(MegatronModule):
@@ -139,11 +142,12 @@ class CachedAttention(MegatronModule):
 @contextmanager
 def using_cache(cache: KVCache | None, layers: Iterable[Any]) -> Iterator[None]:
     """Make these decoder layers store into and read from this cache inside the context."""
-    attentions = [] if cache is None else [layer.self_attention.core_attention for layer in layers]
-    for attention in attentions:
-        attention.cache = cache
+    mixers = [] if cache is None else [layer.self_attention for layer in layers]
+    holders = [getattr(mixer, "core_attention", mixer) for mixer in mixers]
+    for holder in holders:
+        holder.cache = cache
     try:
         yield
     finally:
-        for attention in attentions:
-            attention.cache = None
+        for holder in holders:
+            holder.cache = None

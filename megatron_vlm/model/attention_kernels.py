@@ -16,6 +16,7 @@ from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.decoder_layers import FullAttention
 from megatron_vlm.family.spec import TextSizes
 
 TORCH = "torch"  # torch's own choice
@@ -52,9 +53,14 @@ class AttentionShape:
         rows, max_batch_tokens = cfg.train.micro_batch_size, cfg.train.micro_batch_tokens
         if max_batch_tokens is not None:
             rows = max(1, max_batch_tokens // tokens)
-        heads, kv_heads = text.heads // dims.tp, text.kv_heads // dims.tp
-        layers = max(dims.layers_per_stage)
-        return AttentionShape(rows, heads, kv_heads, tokens, text.head_dim, layers, dtype)
+        attention = text.attention
+        heads, kv_heads = attention.heads // dims.tp, attention.kv_heads // dims.tp
+        is_full = [isinstance(layer.mixer, FullAttention) for layer in text.layers]
+        layers = max(
+            sum(is_full[number] for number in dims.layers_at(place))
+            for place in range(len(dims.layers_per_stage))
+        )
+        return AttentionShape(rows, heads, kv_heads, tokens, attention.head_dim, layers, dtype)
 
 
 def prefer_kernel(kernel: str) -> AbstractContextManager[None]:

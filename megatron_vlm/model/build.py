@@ -14,12 +14,14 @@ from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.family.spec import Family, ModelSizes, TextSizes
+from megatron_vlm.hf.backend import BACKENDS
 from megatron_vlm.model.attention_kernels import TORCH, AttentionShape, choose_kernel
 from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.experts import ExpertMLP
 from megatron_vlm.model.fp32_weight_grads import accumulates_fp32
 from megatron_vlm.model.fused_ops import FusedOps, compiles
-from megatron_vlm.model.layer_specs import block_spec
+from megatron_vlm.model.gated_delta_net import keeps_fp32
+from megatron_vlm.model.layer_specs import BuildOptions, block_spec
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.stage_model import StageModel
 
@@ -50,18 +52,19 @@ def transformer_config(
             num_moe_experts=text.experts.count,
             moe_router_topk=text.experts.top_k,
             moe_router_pre_softmax=True,  # the router chooses from probabilities
-            moe_ffn_hidden_size=text.experts.ffn,
+            moe_ffn_hidden_size=text.experts.width,
         )
     return TransformerConfig(
-        num_layers=text.layers,
+        num_layers=text.num_layers,
         hidden_size=text.hidden,
-        ffn_hidden_size=text.ffn,
-        num_attention_heads=text.heads,
-        num_query_groups=text.kv_heads,
-        kv_channels=text.head_dim,
+        ffn_hidden_size=text.dense_width,
+        num_attention_heads=text.attention.heads,
+        num_query_groups=text.attention.kv_heads,
+        kv_channels=text.attention.head_dim,
         qk_layernorm=True,
         normalization="RMSNorm",
         layernorm_epsilon=text.norm_eps,
+        attention_output_gate=text.attention.gated,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -125,14 +128,18 @@ def build_chunks(
     if others is not None:
         config.use_cpu_initialization = True  # allocates no memory before something is written
     chains = FusedOps.compile() if compiled else FusedOps()
-    backend, kernel = cfg.model.backend, TORCH
-    if backend == "torch":
+    kernel = TORCH
+    if not BACKENDS[cfg.model.backend].has_own_kernels:
         shape = AttentionShape.from_config(cfg, sizes.text, dims, config.params_dtype)
         kernel = choose_kernel(cfg.model.attention, shape, platform)
-    sparse = sizes.text.experts.layers if sizes.text.experts else frozenset()
     # Megatron reads only these attributes of a ModuleSpec. A real ModuleSpec would make it warn
     # about an MLP that is not its own.
-    params = {"group": grid.ep.group, "device": platform.device, "chains": chains}
+    params = {
+        "group": grid.ep.group,
+        "device": platform.device,
+        "chains": chains,
+        "sizes": sizes.text.experts,
+    }
     expert_mlp = SimpleNamespace(module=ExpertMLP, params=params)
     chunks = []
     for chunk in range(dims.virtual_stages):
@@ -145,11 +152,9 @@ def build_chunks(
             sizes,
             padded_vocab=dims.padded_vocab(sizes.text.vocab),
             layers=block_spec(
-                backend,
-                chains,
-                kernel,
-                [layer in sparse for layer in dims.layers_of(stage, chunk)],
-                expert_mlp,
+                BuildOptions(cfg.model.backend, chains, kernel, expert_mlp),
+                sizes.text,
+                [sizes.text.layers[number] for number in dims.layers_of(stage, chunk)],
             ),
             tower=tower,
             last=grid.is_last_stage and chunk == dims.virtual_stages - 1,
@@ -164,7 +169,8 @@ def build_chunks(
             if name in shared:
                 param.data = shared[name].data
             else:
-                param.data = param.data.to(platform.device, config.params_dtype)
+                dtype = torch.float if keeps_fp32(param) else config.params_dtype
+                param.data = param.data.to(platform.device, dtype)
         chunks.append(model)
     return chunks
 
@@ -173,4 +179,5 @@ def _rotary(
     cfg: Config, text: TextSizes, config: TransformerConfig, device: torch.device
 ) -> InterleavedMRoPE:
     dtype = None if cfg.model.backend == "te" else config.params_dtype
-    return InterleavedMRoPE(text.head_dim, text.rope_theta, list(text.mrope_section), device, dtype)
+    width = text.attention.rotary_dim
+    return InterleavedMRoPE(width, text.rope_theta, list(text.mrope_section), device, dtype)

@@ -10,6 +10,7 @@ from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.config_json import Counts
+from megatron_vlm.hf.backend import BACKENDS, Refusal
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,10 +25,6 @@ _GATHER = {
     "distributed_optimizer": "without it each replica has all new weights and gathers none",
     "overlap_grad_reduce": "without it the weights are one piece, with no second to overlap with",
 }
-_TE_LORA = (
-    "Transformer Engine fuses each norm with the linear layer after it, so that an adapter there "
-    "would not see what the layer sees"
-)
 _MOE_TP = "Megatron trains MoE with TP>1 only under sequence parallelism, which is off here"
 
 
@@ -37,7 +34,7 @@ def check_config(cfg: Config, sizes: "ModelSizes", dims: ParallelDims) -> None:
     check_supported(cfg)
     text, deepstack = sizes.text, sizes.vision.deepstack
     experts = text.experts.count if text.experts else 0
-    counts = Counts(text.layers, text.heads, text.kv_heads, text.ffn, deepstack, experts)
+    counts = Counts(text.num_layers, text.divided_by_tp, deepstack, experts)
     check_layout(counts, dims)
     check_router_losses(cfg, counts)
 
@@ -51,7 +48,7 @@ def check_supported(cfg: Config) -> None:
 
 def check_layout(counts: Counts, dims: ParallelDims) -> None:
     """Refuse a layout that does not divide the model."""
-    dims.check_divides(counts.heads, counts.kv_heads, counts.ffn)
+    dims.check_divides(counts.divided_by_tp)
     if (counts.deepstack or 0) > counts.layers:
         raise ConfigError(
             f"is less than the {counts.deepstack} DeepStack layers that the vision tower feeds",
@@ -99,21 +96,10 @@ def check_router_losses(cfg: Config, counts: Counts) -> None:
             )
 
 
-# A refusal is the key, the value, the reason and the remedy.
-Refusal = tuple[str, object, str, str]
-
-
 def _refusals(cfg: Config) -> Iterator[Refusal]:
     """Yield the values that cannot work."""
     yield from _refused_degrees(cfg)
-    model = cfg.model
-    if model.attention != "auto" and model.backend == "te":
-        reason = "Transformer Engine chooses among kernels of its own"
-        remedy = "set model.attention=auto, or model.backend=torch"
-        yield "model.attention", model.attention, reason, remedy
-    if cfg.lora.rank and model.backend == "te":
-        remedy = "set model.backend=torch"
-        yield "lora.rank", cfg.lora.rank, _TE_LORA, remedy
+    yield from BACKENDS[cfg.model.backend].refusals(cfg)
     if not any(learns(cfg, part) for part in SWITCHES) and not cfg.lora.rank:
         reason = "vision, merger and language are all frozen: nothing is left to train"
         yield "model.freeze_language", True, reason, "unfreeze one of them"

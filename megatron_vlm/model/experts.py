@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vlm.distributed.device import to_device
+from megatron_vlm.family.decoder_layers import Experts
 from megatron_vlm.model.fused_ops import FusedOps
 from megatron_vlm.model.router import Counts, Routing, route
 
@@ -51,13 +52,14 @@ class ExpertMLP(MegatronModule):
         group: dist.ProcessGroup,
         device: torch.device,
         chains: FusedOps,
+        sizes: Experts,
     ):
         super().__init__(config=config)
         self.group, self.swiglu = group, chains.swiglu
         ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        experts, width = config.num_moe_experts, config.moe_ffn_hidden_size
-        assert experts is not None and width is not None and experts % ranks == 0
-        self.experts, self.top_k = experts, config.moe_router_topk
+        experts, width = sizes.count, sizes.width
+        assert experts % ranks == 0
+        self.experts, self.top_k = experts, sizes.top_k
         self.layer = 0  # `set_layer_number` sets it
         self.load = [0] * experts  # per expert, the tokens that this rank has sent in training
 
@@ -68,6 +70,11 @@ class ExpertMLP(MegatronModule):
         self.router = nn.Parameter(weight(experts, config.hidden_size))
         self.gate_up = ExpertLinear(weight(num_local, 2 * width, config.hidden_size), ranks > 1)
         self.down = ExpertLinear(weight(num_local, config.hidden_size, width), ranks > 1)
+        self.shared_expert: SharedExpert | None = None
+        if sizes.shared_width:
+            self.shared_expert = SharedExpert(
+                config.hidden_size, sizes.shared_width, chains, device, config.params_dtype
+            )
 
     def set_layer_number(self, number: int) -> None:
         """Set the layer's number in the whole model, counted from 1. Megatron calls this."""
@@ -92,6 +99,8 @@ class ExpertMLP(MegatronModule):
         got_MH = self._experts(sent_MH, counts)
         by_token_NKH = _Take.apply(got_MH, back_M, order_M).unflatten(0, (-1, self.top_k))
         out_NH = (weights_NK[:, None] @ by_token_NKH)[:, 0]
+        if self.shared_expert is not None:
+            out_NH = out_NH + self.shared_expert(hidden_NH)
         if places_N is None:
             return out_NH.view_as(hidden_SBH), None
         out_H = torch.zeros_like(flat_H).index_copy(0, places_N, out_NH)
@@ -120,6 +129,28 @@ class ExpertMLP(MegatronModule):
         done_by_rank_MH = _Take.apply(done_MH, back_M, order_M)
         out_MH: Tensor = _Exchange.apply(done_by_rank_MH, receive, send, self.group)
         return out_MH
+
+
+class SharedExpert(nn.Module):
+    """Expert that every token goes to, and the gate of its output. Each rank has it whole."""
+
+    def __init__(
+        self, hidden: int, width: int, chains: FusedOps, device: torch.device, dtype: torch.dtype
+    ):
+        super().__init__()
+        self.swiglu = chains.swiglu
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.utils.skip_init(
+                nn.Linear, inputs, outputs, bias=False, device=device, dtype=dtype
+            )
+
+        self.gate_up, self.down = linear(hidden, 2 * width), linear(width, hidden)
+        self.gate = linear(hidden, 1)
+
+    def forward(self, hidden_NH: Tensor) -> Tensor:
+        out_NH: Tensor = self.down(self.swiglu(self.gate_up(hidden_NH)))
+        return self.gate(hidden_NH).sigmoid() * out_NH
 
 
 def expert_mlps(chunks: Sequence[Any]) -> Iterator[ExpertMLP]:

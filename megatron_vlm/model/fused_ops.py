@@ -34,6 +34,13 @@ def norm(x_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x_SBH, weight_H.shape, weight_H, eps)
 
 
+def centered_norm(x_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """Apply RMSNorm in fp32 with 1 + weight in place of the weight. The sum is made in fp32: in
+    bf16 it would lose most of the weight."""
+    weight_H = 1.0 + weight_H.float()
+    return F.rms_norm(x_SBH.float(), weight_H.shape, weight_H, eps).to(x_SBH.dtype)
+
+
 def swiglu(both_SB2I: Tensor) -> Tensor:
     """Multiply the second half of the values by SiLU of the first half, the gate."""
     gate_SBI, up_SBI = both_SB2I.chunk(2, dim=-1)
@@ -66,6 +73,42 @@ def heads(
     )
 
 
+def gated_heads(
+    mixed_SBQ: Tensor,
+    cos_SBF: Tensor,
+    sin_SBF: Tensor,
+    query_weight_D: Tensor,
+    key_weight_D: Tensor,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, keys and values as `heads`, and the gate of each query head [S, B, N, D].
+    Each query head is followed by its gate. Norms are centered, and only the first 2 F values of a
+    head are rotated."""
+    mixed_SBGXD = mixed_SBQ.unflatten(-1, (groups, -1, len(key_weight_D)))
+    query_rows = mixed_SBGXD.shape[-2] - 2
+    queries, key_SBG1D, value_SBG1D = mixed_SBGXD.split([query_rows, 1, 1], dim=-2)
+    query_SBND, gate_SBND = queries.unflatten(-2, (-1, 2)).flatten(-4, -3).unbind(-2)
+    rotary = 2 * cos_SBF.shape[-1]
+
+    def rotate_first(x: Tensor) -> Tensor:
+        return torch.cat([_rotate(x[..., :rotary], cos_SBF, sin_SBF), x[..., rotary:]], dim=-1)
+
+    query_SBND = centered_norm(query_SBND, query_weight_D, eps)
+    key_SBGD = centered_norm(key_SBG1D.squeeze(-2), key_weight_D, eps)
+    return (
+        rotate_first(query_SBND),
+        rotate_first(key_SBGD),
+        value_SBG1D.squeeze(-2).contiguous(),
+        gate_SBND.contiguous(),
+    )
+
+
+def gate_output(out_SBQ: Tensor, gate_SBND: Tensor) -> Tensor:
+    """Multiply the output of attention by the sigmoid of its gate."""
+    return out_SBQ * gate_SBND.flatten(-2).sigmoid()
+
+
 def tower_heads(
     mixed_PQ: Tensor, cos_PD: Tensor, sin_PD: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +128,7 @@ def _rotate(x_SBND: Tensor, cos_SBF: Tensor, sin_SBF: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-CHAINS = (norm, swiglu, heads, tower_heads)
+CHAINS = (norm, swiglu, heads, tower_heads, centered_norm, gated_heads)
 
 
 @dataclass(frozen=True)
@@ -96,6 +139,8 @@ class FusedOps:
     swiglu: Callable[[Tensor], Tensor] = swiglu
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = heads
     tower_heads: TowerHeads = tower_heads
+    centered_norm: Callable[[Tensor, Tensor, float], Tensor] = centered_norm
+    gated_heads: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = gated_heads
 
     @staticmethod
     def compile(backend: str = "inductor") -> "FusedOps":
@@ -140,15 +185,17 @@ def _flatten_tokens(value: Any) -> Any:
 
 
 class Norm(nn.Module):
-    """RMSNorm; its weight is unset."""
+    """RMSNorm; its weight is unset. A `centered` one multiplies by 1 + weight."""
 
-    def __init__(self, chains: FusedOps, hidden_size: int, eps: float, **_: Any):
+    def __init__(
+        self, chains: FusedOps, hidden_size: int, eps: float, centered: bool = False, **_: Any
+    ):
         super().__init__()
-        self.chains, self.eps = chains, eps
+        self.norm, self.eps = chains.centered_norm if centered else chains.norm, eps
         self.weight = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, x_SBH: Tensor) -> Tensor:
-        return self.chains.norm(x_SBH, self.weight, self.eps)
+        return self.norm(x_SBH, self.weight, self.eps)
 
 
 def compiles(setting: bool | None, platform: Platform) -> bool:

@@ -1,4 +1,5 @@
-"""KV cache of the tokens so far, for decoding one token per row at a time.
+"""KV cache of the tokens so far, for decoding one token per row at a time. Layers with linear
+attention keep a state of constant size instead.
 
 Shapes: B rows, S tokens that arrive at once (Megatron is sequence first), T columns of the cache, G
 key/value heads, D head size.
@@ -7,6 +8,7 @@ key/value heads, D head size.
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_vlm.distributed.device import to_device
@@ -27,6 +29,9 @@ class KVCache:
         self.lengths = list(lengths)  # tokens of each row, including those of the current pass
         self.device = device
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values [B, T, G, D]
+        # States of layers with linear attention: the newest inputs of the convolution [B, W, C], and the
+        # state of the rule in fp32 [B, V, D, E]. One more row does not make them larger.
+        self.states: dict[int, tuple[Tensor, Tensor]] = {}
         self.last_B: Tensor | None = None  # the column of each row's newest token
         self.mask_B11T: Tensor | None = None  # columns that it attends to; None in the prefill
 
@@ -48,7 +53,10 @@ class KVCache:
         """Continue with these rows, in this order. Only rows whose place changes are copied."""
         self.lengths = [self.lengths[row] for row in rows]
         if not rows:
-            self.layers = {}
+            self.layers, self.states = {}, {}
+        rows_B = to_device(torch.tensor(rows, dtype=torch.long), self.device)
+        for layer, state in self.states.items():
+            self.states[layer] = (state[0][rows_B], state[1][rows_B])
         moves = [(place, row) for place, row in enumerate(rows) if place != row]
         if moves:
             target, source = to_device(torch.tensor(moves), self.device).unbind(1)
@@ -69,6 +77,27 @@ class KVCache:
             for into_BTGD, of_BTGD in zip((key_BTGD, value_BTGD), other_layer, strict=True):
                 into_BTGD[first : len(self.lengths), :longest] = of_BTGD[rows_B, :longest]
             self.layers[layer] = (key_BTGD, value_BTGD)
+        for layer in list(other.states):
+            new = other.states.pop(layer) if spent else other.states[layer]
+            added = [part[rows_B] for part in new]
+            if layer in self.states:
+                own = self.states[layer]
+                added = [torch.cat(pair) for pair in zip(own, added, strict=True)]
+            self.states[layer] = (added[0], added[1])
+
+    def real_tokens(self, tokens: int) -> Tensor:
+        """Return [B, S]: which tokens of a prefill of this length are no padding."""
+        lengths_B = to_device(torch.tensor(self.lengths), self.device)
+        return torch.arange(tokens, device=self.device) < lengths_B[:, None]
+
+    def newest_tokens(self, x_BSC: Tensor, count: int) -> Tensor:
+        """Return the last `count` real tokens [B, W, C] of each row of a prefill, after zeros where
+        a row is shorter."""
+        padded_BSC = F.pad(x_BSC, (0, 0, count, 0))
+        lengths_B = to_device(torch.tensor(self.lengths), self.device)
+        places_BW = lengths_B[:, None] + torch.arange(count, device=self.device)
+        rows_B1 = torch.arange(len(self.lengths), device=self.device)[:, None]
+        return padded_BSC[rows_B1, places_BW]
 
     def store(self, layer: int, key_SBGD: Tensor, value_SBGD: Tensor) -> tuple[Tensor, Tensor]:
         """Put one layer's new keys and values into their columns, and return all of its columns in

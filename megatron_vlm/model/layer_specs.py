@@ -1,7 +1,7 @@
 """Decoder layer as Megatron's ModuleSpec: the class that fills each place, for each backend."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.decoder_layers import Experts, GatedDeltaNet, LayerSpec
+from megatron_vlm.family.spec import TextSizes
+from megatron_vlm.hf.backend import BACKENDS
 from megatron_vlm.model.attention import CachedAttention, FusedSelfAttention, SDPACoreAttention
 from megatron_vlm.model.fused_ops import FusedOps, Norm
+from megatron_vlm.model.gated_delta_net import GatedDeltaMixer
 from megatron_vlm.model.router import Routing
 
 
@@ -47,19 +51,36 @@ class DeepStackLayer(TransformerLayer):
         return hidden_SBH + context[0], context[1:] if len(context) > 1 else None
 
 
-def _norm(chains: FusedOps) -> ModuleSpec:
-    return ModuleSpec(module=Norm, params={"chains": chains})
+@dataclass(frozen=True)
+class BuildOptions:
+    """Choices that all layers of a model share. Transformer Engine has attention and norms of its
+    own in place of `kernel` and `chains`."""
+
+    backend: str
+    chains: FusedOps
+    kernel: str  # for attention
+    expert_mlp: Any  # the spec of an MLP with experts
 
 
-def torch_layer_spec(chains: FusedOps, kernel: str) -> ModuleSpec:
+def _norm(options: BuildOptions, text: TextSizes) -> Any:
+    if BACKENDS[options.backend].fuses_norms:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    params = {"chains": options.chains, "centered": text.centered_norms}
+    return ModuleSpec(module=Norm, params=params)
+
+
+def torch_layer_spec(options: BuildOptions, text: TextSizes) -> ModuleSpec:
     """Return Megatron's parallel linears around torch's attention and chains of small
     operations."""
+    chains, norm = options.chains, _norm(options, text)
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
-        core_attention=partial(CachedAttention, partial(SDPACoreAttention, kernel=kernel)),
+        core_attention=partial(CachedAttention, partial(SDPACoreAttention, kernel=options.kernel)),
         linear_proj=RowParallelLinear,
-        q_layernorm=_norm(chains),
-        k_layernorm=_norm(chains),
+        q_layernorm=norm,
+        k_layernorm=norm,
     )
     mlp = MLPSubmodules(
         linear_fc1=ColumnParallelLinear,
@@ -69,14 +90,14 @@ def torch_layer_spec(chains: FusedOps, kernel: str) -> ModuleSpec:
     return ModuleSpec(
         module=DeepStackLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=_norm(chains),
+            input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=FusedSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal, "chains": chains},
                 submodules=attention,
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=_norm(chains),
+            pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
@@ -105,19 +126,23 @@ def te_layer_spec() -> ModuleSpec:
 
 
 def block_spec(
-    backend: str, chains: FusedOps, kernel: str, has_experts: Sequence[bool], expert_mlp: Any
+    options: BuildOptions, text: TextSizes, layers: Sequence[LayerSpec]
 ) -> TransformerBlockSubmodules:
-    """Return the decoder layers of one stage, each with or without experts, and the norm that
-    follows the last layer of the model. Transformer Engine has its own norm in place of that of
-    `chains` around the experts, and its own attention in place of `kernel`."""
-    norm: Any = _norm(chains)
-    dense = te_layer_spec() if backend == "te" else torch_layer_spec(chains, kernel)
-    if backend == "te":
-        from megatron.core.extensions.transformer_engine import TENorm
+    """Return these decoder layers of one stage, and the norm that follows the last layer of the
+    model."""
+    norm = _norm(options, text)
+    is_te = BACKENDS[options.backend].fuses_norms
+    base = te_layer_spec() if is_te else torch_layer_spec(options, text)
 
-        norm = TENorm
-    # Transformer Engine's dense layer has the norm inside the MLP's first linear layer.
-    submodules = replace(dense.submodules, pre_mlp_layernorm=norm, mlp=expert_mlp)
-    sparse = replace(dense, submodules=submodules)
-    layers = [sparse if experts else dense for experts in has_experts]
-    return TransformerBlockSubmodules(layers, layer_norm=norm)
+    def spec_of(layer: LayerSpec) -> ModuleSpec:
+        parts: dict[str, Any] = {}
+        if isinstance(layer.mixer, GatedDeltaNet):
+            parts["self_attention"] = ModuleSpec(
+                module=GatedDeltaMixer, params={"sizes": layer.mixer}
+            )
+        if isinstance(layer.ffn, Experts):
+            # Transformer Engine's dense layer has the norm inside the MLP's first linear layer.
+            parts |= {"pre_mlp_layernorm": norm, "mlp": options.expert_mlp}
+        return replace(base, submodules=replace(base.submodules, **parts))
+
+    return TransformerBlockSubmodules([spec_of(layer) for layer in layers], layer_norm=norm)

@@ -165,4 +165,4 @@ def encode(
 
 def _run_tower(tower: Any, patches_PC: Tensor, inputs: TowerInputs) -> Tensor:
     out = tower(patches_PC, **inputs)
-    return torch.stack([out.pooler_output, *out.deepstack_features])
+    return torch.stack([out.pooler_output, *getattr(out, "deepstack_features", ())])

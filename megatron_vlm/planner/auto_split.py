@@ -52,15 +52,15 @@ def decide(
 ) -> Decision:
     """Return the split with the fastest steps on rows like these. It is a pure function of its
     arguments and of the kind of device."""
-    dims = ParallelDims.create(cfg.parallel, world, sizes.text.layers)
-    even = even_split(dims.pp, sizes.text.layers)
+    dims = ParallelDims.create(cfg.parallel, world, sizes.text.num_layers)
+    even = even_split(dims.pp, sizes.text.num_layers)
     steps, machine = mix.steps(cfg.train, sizes, dims.dp), machine_of(platform)
     limit = USABLE * platform.memory_total() if platform.is_cuda else None
     itemsize = compute_dtype(cfg, platform).itemsize
     max_layers = most_layers(cfg, sizes, dims, heaviest_micro_batches(steps), itemsize, limit)
     fits = max_layers is not None
     if max_layers is None:  # no split avoids running out of memory
-        max_layers = (sizes.text.layers,) * dims.pp
+        max_layers = (sizes.text.num_layers,) * dims.pp
     replicas = replicas_of(cfg, sizes, dims, steps, machine, itemsize)
     layers = choose_layer_split(replicas, max_layers, even)
     gain = step_seconds(replicas, even) / step_seconds(replicas, layers)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import learns
 from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.family.decoder_layers import Experts, LayerSpec
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.memory import block_values, config_as_trained, kept_of_layer
 from megatron_vlm.planner.parameters import ParamCounts
@@ -62,7 +63,7 @@ class StepCost:
 class MicroWork:
     """Work of one micro-batch, in the parts that a split of the layers combines."""
 
-    layer: StepCost
+    layers: tuple[StepCost, ...]  # a decoder layer of each kind
     first: StepCost  # stage 0 without its layers: embedding, tower, scatter
     last: StepCost  # last stage without its layers: the head
     hidden: int  # bytes of the hidden states, and of each set of DeepStack features
@@ -77,7 +78,7 @@ def micro_work(
     hidden = batch.padded_tokens * text.hidden * itemsize
     trained = config_as_trained(cfg, sizes)
     return MicroWork(
-        _layer(trained, sizes, work, tp, batch, itemsize),
+        tuple(_layer(trained, sizes, kind, tp, batch, itemsize) for kind in text.kinds),
         _first(trained, sizes, work, tp, batch, itemsize),
         _head(trained, sizes, work, tp, batch, itemsize),
         hidden,
@@ -92,21 +93,20 @@ def _products(cfg: Config, part: str) -> int:
 
 
 def _layer(
-    cfg: Config, sizes: ModelSizes, work: WorkModel, tp: int, batch: BatchSizes, itemsize: int
+    cfg: Config, sizes: ModelSizes, layer: LayerSpec, tp: int, batch: BatchSizes, itemsize: int
 ) -> StepCost:
-    """Return the cost of a decoder layer: the mean layer, if only some have experts."""
+    """Return the cost of a decoder layer of this kind."""
     text, tokens = sizes.text, batch.padded_tokens
     pairs = batch.rows * batch.tokens * (batch.tokens + 1) // 2
-    kept_bytes = tokens * kept_of_layer(cfg, sizes, tp) * itemsize
+    kept_bytes = tokens * kept_of_layer(cfg, sizes, layer, tp) * itemsize
     # The outputs of attention and of the MLP are summed over the ranks.
     reduced = 2 * ring(tp) * tokens * text.hidden * itemsize
     exchanged = 0.0
-    if text.experts is not None:  # each token is sent to its experts, and back
-        copies = text.experts.top_k * len(text.experts.layers) / text.layers
-        exchanged = 2 * copies * tokens * text.hidden * itemsize
+    if isinstance(layer.ffn, Experts):  # each token is sent to its experts, and back
+        exchanged = 2 * layer.ffn.top_k * tokens * text.hidden * itemsize
     forward = OpCount(
-        work.per_token * tokens / text.layers / tp,
-        work.per_token_pair * pairs / text.layers / tp,
+        layer.flops_per_token(text.hidden) * tokens / tp,
+        layer.mixer.flops_per_pair * pairs / tp,
         _TOUCHED_FORWARD * kept_bytes,
         reduced,
         exchanged,

@@ -80,7 +80,7 @@ def most_layers(
 ) -> Split | None:
     """Return how many layers each stage has memory for at these degrees, or None if that is too few
     for the model."""
-    pp, layers = dims.pp, sizes.text.layers
+    pp, layers = dims.pp, sizes.text.num_layers
     if limit is None:
         return (layers,) * pp
 
@@ -115,10 +115,11 @@ def level_layers(
     """Return the split whose slowest stage is fastest over all micro-batches. Each layer is added
     to the stage that then takes the least time."""
     all_replicas = [replica for step in replicas for replica in step]
-    layer, first, last = (
+    first, last = (
         sum(float(getattr(replica, f"{part}_G2").sum()) for replica in all_replicas)
-        for part in ("layer", "first", "last")
+        for part in ("first", "last")
     )
+    layer = sum(replica.mean_layer_seconds for replica in all_replicas)
     times = [0.0] * len(max_layers_split)
     times[0] += first
     times[-1] += last

@@ -12,6 +12,7 @@ from functools import lru_cache
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.decoder_layers import LayerSpec
 from megatron_vlm.family.spec import ModelSizes, Part
 from megatron_vlm.lora.targets import adapted_specs, is_of_experts
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
@@ -150,11 +151,12 @@ def activations(
     """Return the bytes that a stage, or its chunk at this place in the pipeline, keeps of a
     micro-batch for its backward."""
     text, vision = sizes.text, sizes.vision
-    layers, tokens = dims.layers_per_stage[place], batch.padded_tokens
+    tokens = batch.padded_tokens
     frozen = all(getattr(cfg.model, f"freeze_{part}") for part in SWITCHES)
     if place == 0 and frozen:  # only the head has adapters: nothing before it has a gradient
         return _kept_of_head(cfg, sizes, batch) * itemsize if dims.is_last(place) else 0
-    values = tokens * layers * layer_values(cfg, sizes, dims.tp)
+    layers = [text.layers[number] for number in dims.layers_at(place)]
+    values = tokens * sum(layer_values(cfg, sizes, layer, dims.tp) for layer in layers)
     # Features that have not been added yet arrive with the hidden states.
     arriving = dims.features_after(place - 1, vision.deepstack) if batch.patches else 0
     if place > 0 or cfg.model.recompute == "full":
@@ -186,8 +188,10 @@ def _working_bytes(
     enter the sequence, or logits."""
     text, tokens = sizes.text, batch.padded_tokens
     temporaries = [0]
-    if dims.layers_per_stage[place] and cfg.model.recompute == "full":
-        temporaries.append(tokens * kept_of_layer(cfg, sizes, dims.tp) * itemsize)
+    if cfg.model.recompute == "full":
+        layers = {text.layers[number] for number in dims.layers_at(place)}
+        kept = [kept_of_layer(cfg, sizes, layer, dims.tp) for layer in layers]
+        temporaries += [tokens * values * itemsize for values in kept]
     if place == 0 and batch.patches:
         temporaries.append(tokens * text.hidden * sizes.vision.levels * itemsize)
         if cfg.model.recompute_vision and not cfg.model.freeze_vision:
@@ -200,33 +204,29 @@ def _working_bytes(
     return max(temporaries)
 
 
-def layer_values(cfg: Config, sizes: ModelSizes, tp: int) -> int:
-    """Return the number of values per token that one decoder layer keeps for its backward."""
-    return sizes.text.hidden if cfg.model.recompute == "full" else kept_of_layer(cfg, sizes, tp)
+def layer_values(cfg: Config, sizes: ModelSizes, layer: LayerSpec, tp: int) -> int:
+    """Return the number of values per token that a decoder layer keeps for its backward."""
+    is_full = cfg.model.recompute == "full"
+    return sizes.text.hidden if is_full else kept_of_layer(cfg, sizes, layer, tp)
 
 
-def kept_of_layer(cfg: Config, sizes: ModelSizes, tp: int) -> int:
+def kept_of_layer(cfg: Config, sizes: ModelSizes, layer: LayerSpec, tp: int) -> int:
     """Return the number of values per token that a layer keeps if nothing is recomputed."""
-    text = sizes.text
-    learning = learns(cfg, "language")
-    # The input of a frozen linear layer or norm is not needed again.
-    if cfg.model.freeze_language:
-        uncut, cut, mlp = 2 * text.hidden, 4 * text.query + 4 * text.kv, 3 * text.ffn
-    elif not learning:  # next to adapters, norms are frozen
-        uncut, cut, mlp = 4 * text.hidden, 4 * text.query + 4 * text.kv, 4 * text.ffn
-    else:
-        uncut, cut, mlp = 6 * text.hidden, 5 * text.query + 5 * text.kv, 4 * text.ffn
-    mlp //= tp
-    if text.experts is not None:  # the mean layer; each token is sent to several experts
-        share = len(text.experts.layers) / text.layers
-        # The gradients of weights and of adapters need the inputs of their layers.
-        inputs = learning or _with_adapters(cfg, sizes).experts
-        rows = (2 if inputs else 1) * text.hidden + (4 if inputs else 3) * text.experts.ffn
-        sparse = text.experts.top_k * rows + text.hidden + 3 * text.experts.count
-        mlp = round(share * sparse + (1 - share) * mlp)
+    hidden, is_frozen, learning = sizes.text.hidden, cfg.model.freeze_language, False
+    # The input of a frozen linear layer or norm is not needed again. Next to adapters, norms are
+    # frozen.
+    norms = 2 if is_frozen else 4
+    if not is_frozen and (learning := learns(cfg, "language")):
+        norms = 6
+    # The gradients of the experts' weights and adapters need the inputs of their layers.
+    inputs = learns(cfg, "language") or _with_adapters(cfg, sizes).experts
     # recompute=selective saves nothing: torch's attention keeps no matrix of scores, and the next
     # layer keeps its output anyway.
-    return uncut + cut // tp + mlp
+    return (
+        norms * hidden
+        + layer.mixer.kept_values(learning) // tp
+        + layer.ffn.kept_values(hidden, is_frozen, inputs, tp)
+    )
 
 
 def patch_values(cfg: Config, sizes: ModelSizes) -> int:

@@ -61,10 +61,8 @@ def _shortest_pipeline(
 ) -> tuple[ParallelDims, int]:
     """Return the shortest pipeline that has a chunk like the one at this place, and its place
     there."""
-    layers, experts = dims.layers_per_stage, sizes.text.experts
-    layers_are_alike = not cfg.lora.rank and (
-        experts is None or len(experts.layers) == sizes.text.layers
-    )
+    layers = dims.layers_per_stage
+    layers_are_alike = not cfg.lora.rank and len(sizes.text.kinds) == 1
     before = [0 if layers_are_alike else sum(layers[:place])] * (place > 0)
     short = (*before, layers[place], *[0] * (not dims.is_last(place)))
     shortest = replace(dims, pp=len(short), layers_per_stage=short, virtual_stages=1)
@@ -122,7 +120,7 @@ def _table(
     """Return the table of names with the adapters, each entry with the number of its decoder layer,
     in the order of the built module. It is that of a pipeline of two stages, whose second stage has
     only the head. A search counts many splits of the layers, and all of them select from it."""
-    table = name_table(sizes, "torch", ParallelDims(1, 2, 1, 1, (sizes.text.layers, 0)))
+    table = name_table(sizes, "torch", ParallelDims(1, 2, 1, 1, (sizes.text.num_layers, 0)))
     if rank:
         linears = adapted_linears(table, adapted_specs(sizes.with_head, targets))
         table += adapter_entries(linears, rank)

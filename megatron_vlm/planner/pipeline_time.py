@@ -1,6 +1,6 @@
 """Seconds of each stage for each micro-batch, for any split of the layers.
 
-Suffixes: G micro-batches, S pipeline stages.
+Suffixes: G micro-batches, S pipeline stages, K kinds of layers, L decoder layers.
 """
 
 import itertools
@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.family.spec import ModelSizes, TextSizes
 from megatron_vlm.planner.flops import OpCount, StepCost, accumulate, micro_work
 from megatron_vlm.planner.hardware import Machine
 from megatron_vlm.planner.parameters import count
@@ -126,16 +126,17 @@ class Stages:
 
 @dataclass(frozen=True)
 class ReplicaCosts:
-    """Costs of one replica's micro-batches, forward and backward [G, 2]: seconds of a layer, and of
-    the other work of the first and the last stage. Also bytes of hidden states and sets of features
-    [G]."""
+    """Costs of one replica's micro-batches, forward and backward [G, 2]: seconds of a layer of each
+    kind, and of the other work of the first and the last stage. Also bytes of hidden states and
+    sets of features [G]. `before_KL` is the number of layers of each kind before layer L."""
 
-    layer_G2: np.ndarray
+    layer_KG2: np.ndarray
     first_G2: np.ndarray
     last_G2: np.ndarray
     hidden_G: np.ndarray
     features_G: np.ndarray
     bandwidth: float  # between stages
+    before_KL: np.ndarray
 
     @staticmethod
     def at_degrees(
@@ -154,11 +155,13 @@ class ReplicaCosts:
             for values in trained_values(cfg, sizes, dims)
         )
 
+        by_kind = zip(*(work.layers for work in works), strict=True)
+
         def seconds(part: StepCost) -> tuple[float, float]:
             return machine.seconds(part.forward, dims.ep), machine.seconds(part.backward, dims.ep)
 
         return ReplicaCosts(
-            np.array([seconds(work.layer + layer) for work in works]),
+            np.array([[seconds(each + layer) for each in kind] for kind in by_kind]),
             np.array([seconds(work.first + first) for work in works]),
             np.array([seconds(work.last + last) for work in works]),
             np.array([work.hidden for work in works]),
@@ -166,6 +169,7 @@ class ReplicaCosts:
             machine.bandwidth_between(
                 dims.tp * dims.dp + 1
             ),  # the next stage begins after all ranks of this one
+            _layers_before(sizes.text),
         )
 
     @staticmethod
@@ -175,32 +179,53 @@ class ReplicaCosts:
 
         def longest(name: str) -> np.ndarray:
             parts = [getattr(replica, name) for replica in replicas]
-            maximum = np.zeros((max(map(len, parts)), *parts[0].shape[1:]))
+            longest_shape = np.max([part.shape for part in parts], axis=0)
+            maximum = np.zeros(longest_shape)
             for part in parts:
-                maximum[: len(part)] = np.maximum(maximum[: len(part)], part)
+                own = maximum[tuple(map(slice, part.shape))]
+                np.maximum(own, part, out=own)
             return maximum
 
-        names = ("layer_G2", "first_G2", "last_G2", "hidden_G", "features_G")
+        names = ("layer_KG2", "first_G2", "last_G2", "hidden_G", "features_G")
         costs: Any = {name: longest(name) for name in names}
         return replace(replicas[0], **costs)
 
+    @property
+    def mean_layer_seconds(self) -> float:
+        """Seconds of the mean layer, over all micro-batches."""
+        shares_K = self.before_KL[:, -1] / self.before_KL[:, -1].sum()
+        return float(shares_K @ self.layer_KG2.sum((1, 2)))
+
     def stages(self, split: Split) -> Stages:
         """Return the seconds with this many layers on each stage."""
-        layers_S = np.array(split)
-        seconds = [self.layer_G2[:, part, None] * layers_S for part in (0, 1)]
+        ends_S = np.cumsum(split)
+        layers_KS = np.diff(self.before_KL[:, ends_S], axis=1, prepend=0)
+        seconds = [
+            sum(
+                layer_G2[:, part, None] * layers_S
+                for layer_G2, layers_S in zip(self.layer_KG2, layers_KS, strict=True)
+            )
+            for part in (0, 1)
+        ]
         for part in (0, 1):
             seconds[part][:, 0] += self.first_G2[:, part]
             seconds[part][:, -1] += self.last_G2[:, part]
         # Features that no layer has added yet are sent with the hidden states.
-        left_GS = np.maximum(0, self.features_G[:, None] - layers_S.cumsum())
+        left_GS = np.maximum(0, self.features_G[:, None] - ends_S)
         sent_GS = self.hidden_G[:, None] * (1 + left_GS) / self.bandwidth
         return Stages(seconds[0], seconds[1], sent_GS)
+
+
+def _layers_before(text: TextSizes) -> np.ndarray:
+    """Return [K, 1 + L]: for each kind of layer, how many of the first layers are of this kind."""
+    is_kind_KL = [[layer == kind for layer in text.layers] for kind in text.kinds]
+    return np.concatenate([np.zeros((len(text.kinds), 1), int), np.cumsum(is_kind_KL, 1)], 1)
 
 
 def trained_values(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> tuple[int, int, int]:
     """Return the number of values that learn on one rank: in the mean decoder layer, and besides
     the layers on the first and on the last stage."""
-    pp, layers = dims.pp, sizes.text.layers
+    pp, layers = dims.pp, sizes.text.num_layers
 
     def of(split: Split, stage: int) -> int:
         return count(cfg, sizes, replace(dims, layers_per_stage=split), stage).trained

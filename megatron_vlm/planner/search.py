@@ -119,15 +119,15 @@ def _options(
     limits |= {cfg.train.micro_batch_tokens or _MICRO_TOKENS[-1]}
     experts = text.experts.count if text.experts else 1
     for tp in (1,) if text.experts else (1, 2, 4, 8):
-        cut = (text.heads, text.kv_heads, text.ffn, gpus)
+        cut = (*text.divided_by_tp.values(), gpus)
         if any(each % tp for each in cut) or tp > cluster.machine.devices:
             continue
         for pp in _divisors(gpus // tp):
             dp = gpus // (tp * pp)
-            if pp > text.layers or dp > cfg.train.global_batch_size:
+            if pp > text.num_layers or dp > cfg.train.global_batch_size:
                 continue
             for ep in _divisors(math.gcd(dp, experts)):
-                dims = ParallelDims(tp, pp, dp, ep, even_split(pp, text.layers))
+                dims = ParallelDims(tp, pp, dp, ep, even_split(pp, text.num_layers))
                 yield from ((dims, tokens) for tokens in sorted(limits))
 
 
@@ -167,7 +167,9 @@ def _candidate(
     max_layers = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
     if max_layers is not None:
         replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
-        dims = replace(dims, layers_per_stage=level_layers(replicas, max_layers, sizes.text.layers))
+        dims = replace(
+            dims, layers_per_stage=level_layers(replicas, max_layers, sizes.text.num_layers)
+        )
     memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
     if max_layers is None or max(stage.total for stage in memory) > limit:
         return Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0)

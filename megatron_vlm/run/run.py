@@ -138,7 +138,7 @@ class Run:
         if metrics.expert_load_LE is not None and has_load_line(step, self.total_steps):
             text = self.worker.source.sizes.text
             assert text.experts is not None
-            layers, load = sorted(text.experts.layers), percent_of_mean(metrics.expert_load_LE)
+            layers, load = list(text.expert_layers), percent_of_mean(metrics.expert_load_LE)
             self.log.expert_load(step, layers, load)
         if (warning := self.guard.check(step, metrics, norm)) is not None:
             self.log.event(step, warning)

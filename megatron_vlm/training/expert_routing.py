@@ -32,7 +32,7 @@ def check_routing(batches: Sequence[MicroBatch], text: TextSizes) -> None:
         if experts is None:
             raise DataError(": the model has no experts", key="routing", remedy="give none")
         tokens = sum(batch.lengths)
-        shape = (tokens, len(experts.layers), experts.top_k)
+        shape = (tokens, len(text.expert_layers), experts.top_k)
         if tuple(routing_TLK.shape) != shape:
             raise DataError(
                 "does not fit the model",
@@ -46,7 +46,7 @@ def check_routing(batches: Sequence[MicroBatch], text: TextSizes) -> None:
         valid &= (ordered_TLK.diff(dim=-1) > 0).all(-1)
         if (invalid := (~(valid | (ordered_TLK == -1).all(-1))).nonzero()).numel():
             token, layer = invalid[0].tolist()
-            number = sorted(experts.layers)[layer]
+            number = text.expert_layers[layer]
             raise DataError(
                 place=f"micro-batch {place}: token {token} in layer {number}",
                 key="routing",
@@ -60,10 +60,10 @@ def given_routing(
 ) -> dict[int, Tensor]:
     """Return the routing that a micro-batch specifies for this chunk's layers, by layer number, on
     the device."""
-    routing_TLK, experts = batch.routing_TLK, chunk.sizes.text.experts
-    if routing_TLK is None or experts is None:
+    routing_TLK, expert_layers = batch.routing_TLK, chunk.sizes.text.expert_layers
+    if routing_TLK is None:
         return {}
-    place = {number: index for index, number in enumerate(sorted(experts.layers))}
+    place = {number: index for index, number in enumerate(expert_layers)}
     local_layers = [mlp.layer for mlp in expert_mlps([chunk])]
     return {number: move(routing_TLK[:, place[number - 1]].long()) for number in local_layers}
 
@@ -79,7 +79,7 @@ def routing_tables(
     `chosen` has the choices of this stage's routers. A collective."""
     experts = text.experts
     assert experts is not None
-    order, tables = sorted(experts.layers), []
+    order, tables = text.expert_layers, []
     for batch in batches:
         shape = (sum(batch.lengths), len(order), experts.top_k)
         tables.append(torch.zeros(shape, dtype=torch.int32, device=device))
@@ -114,13 +114,13 @@ def take_expert_load(
     on the host, or None for a dense model. The counts restart at 0. A collective of all ranks."""
     if text.experts is None:
         return None
-    load_LE = torch.zeros(text.layers, text.experts.count, dtype=torch.float64)
+    load_LE = torch.zeros(text.num_layers, text.experts.count, dtype=torch.float64)
     for mlp in expert_mlps(chunks):
         load_LE[mlp.layer - 1] = torch.tensor(mlp.load)
     begin_count(chunks)
     load_LE = load_LE.to(device)
     dist.all_reduce(load_LE)
-    return load_LE[sorted(text.experts.layers)].cpu()
+    return load_LE[list(text.expert_layers)].cpu()
 
 
 def begin_count(chunks: Sequence[StageModel]) -> None:

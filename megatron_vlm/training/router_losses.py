@@ -46,7 +46,7 @@ def router_losses(
     dist.all_reduce(total, group=stage.grid.dp.group)
     all_tokens, weight = total.tolist()
     divided_by = divisor if divisor and weight else weight
-    mean = 1 / (len(experts.layers) * max(all_tokens, 1))
+    mean = 1 / (len(stage.sizes.text.expert_layers) * max(all_tokens, 1))
     balance_E = None
     if "balance_loss" in coefficients:
         load_E = _load_ahead(stage, batches, step).sum(0)

@@ -108,7 +108,7 @@ class MegatronWorker:
         self.cfg = cfg = settle_layers(cfg, sizes, world_size, self.platform)
         # Everything that can be refused is refused here, before a process group or any weight
         # exists.
-        self.dims = ParallelDims.create(cfg.parallel, world_size, sizes.text.layers)
+        self.dims = ParallelDims.create(cfg.parallel, world_size, sizes.text.num_layers)
         check_config(cfg, sizes, self.dims)
         self.adapted = adapted_weights(cfg, sizes)
         self.source.read_headers()

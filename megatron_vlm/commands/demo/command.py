@@ -40,15 +40,15 @@ def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
         if item.type is bool:
             parser.add_argument(option, action="store_true", help=text)
         else:
-            parser.add_argument(option, type=int, default=item.default, help=text)
+            parser.add_argument(option, type=type(item.default), default=item.default, help=text)
 
 
 def tiny(args: argparse.Namespace) -> None:
-    """write a complete random Qwen3-VL checkpoint, small enough for a laptop
+    """write a complete random checkpoint, small enough for a laptop
 
-    Write a random Qwen3-VL checkpoint with tokenizer, chat template and image processor, to try a
-    configuration or data with. The options are the sizes of its config.json; the same ones give the
-    same bytes.
+    Write a random Qwen3-VL or Qwen3.5 checkpoint with tokenizer, chat template and image processor,
+    to try a configuration or data with. The options are the sizes of its config.json; the same ones
+    give the same bytes.
     """
     from megatron_vlm.commands.demo.tiny_model import write_tiny
 

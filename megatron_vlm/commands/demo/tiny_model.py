@@ -1,5 +1,5 @@
-"""A complete random Qwen3-VL checkpoint, small enough for a laptop: weights, config, a tokenizer
-that is trained here, the ChatML template and the image processor. Tests use it as their
+"""A complete random checkpoint of Qwen3-VL or Qwen3.5, small enough for a laptop: weights, config,
+a tokenizer that is trained here, the chat template and the image processor. Tests use it as their
 reference."""
 
 import json
@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
     GenerationConfig,
+    PretrainedConfig,
     Qwen2Tokenizer,
-    Qwen3VLConfig,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
 )
-from transformers import Qwen3VLForConditionalGeneration as Qwen3VL
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging
 
@@ -24,6 +23,9 @@ from megatron_vlm.errors import ConfigError
 
 _NAMES = """endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start
 quad_end vision_start vision_end vision_pad image_pad video_pad"""
+_TASK = "ForConditionalGeneration"
+_CLASSES = {"qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}
+_FP32 = (".linear_attn.A_log", ".linear_attn.norm.weight")
 SPECIAL_TOKENS = [f"<|{name}|>" for name in _NAMES.split()]
 
 # It renders the same text as the template of the released Qwen3-VL.
@@ -48,11 +50,15 @@ def write_tiny(out: str | Path, spec: TinySpec = TinySpec(), dtype: str = "float
     config.dtype = dtype
     torch.manual_seed(spec.seed)
     logging.disable_progress_bar()
-    model = Qwen3VLMoeForConditionalGeneration(config) if spec.experts else Qwen3VL(config)
+    model = getattr(transformers, config.architectures[0])(config)
     _randomise_vectors(model, spec.seed)
+    _set_decays(model, spec)
     if spec.from_scratch:
         _show_positions(model, spec.seed)
+    fp32 = {name: param for name, param in model.named_parameters() if name.endswith(_FP32)}
     model = model.to(getattr(torch, dtype))
+    for param in fp32.values():  # released checkpoints have these in fp32
+        param.data = param.data.float()
     model.generation_config = GenerationConfig(
         bos_token_id=config.text_config.bos_token_id,
         eos_token_id=config.text_config.eos_token_id,
@@ -73,6 +79,16 @@ def _randomise_vectors(model: torch.nn.Module, seed: int) -> None:
                 param.add_(0.1 * torch.randn(param.shape, generator=generator))
 
 
+def _set_decays(model: Any, spec: TinySpec) -> None:
+    """Draw the decays of gated delta nets anew, up to the largest one."""
+    generator = torch.Generator().manual_seed(spec.seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith(".A_log"):
+                shares = torch.rand(param.shape, generator=generator)
+                param.copy_((0.01 + (spec.max_decay - 0.01) * shares).log())
+
+
 def _show_positions(model: Any, seed: int) -> None:
     """Enlarge the position embeddings. In fresh weights they are a fiftieth of the patch
     embeddings, so that a model would learn the positions of objects last."""
@@ -82,29 +98,18 @@ def _show_positions(model: Any, seed: int) -> None:
         weight.copy_(torch.randn(weight.shape, generator=generator))
 
 
-def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig | Qwen3VLMoeConfig:
-    """Return the same fields as the config.json of a released Qwen3-VL."""
+def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> PretrainedConfig:
+    """Return the same fields as the config.json of a released model of the family."""
+    if spec.family not in _CLASSES:
+        raise ConfigError(key="family", found=spec.family, allowed=list(_CLASSES))
     token = tokenizer.convert_tokens_to_ids
-    # A released model splits 64 frequencies into 24, 20, 20; here 12 are split into 6, 3, 3.
-    part = spec.head_dim // 8
-    section = [spec.head_dim // 2 - 2 * part, part, part]
-    depth, count = spec.vision_depth, spec.deepstack
-    spread = [(i + 1) * depth // (count + 1) for i in range(count)]
     # 0.02 suits thousands of inputs; with a hundred, the outputs would be almost 0.
     std = 0.08 if spec.from_scratch else 0.02
-    experts: dict[str, Any] = {}
-    if spec.experts:
-        experts = dict(
-            num_experts=spec.experts,
-            num_experts_per_tok=spec.top_k,
-            moe_intermediate_size=spec.expert_intermediate,
-            decoder_sparse_step=spec.sparse_step,
-            mlp_only_layers=list(range(spec.dense_layers)),
-        )
-    config_class: Any = Qwen3VLMoeConfig if experts else Qwen3VLConfig
-    name = "Qwen3VLMoe" if experts else "Qwen3VL"
-    config: Qwen3VLConfig | Qwen3VLMoeConfig = config_class(
-        architectures=[f"{name}ForConditionalGeneration"],
+    is_qwen3_5 = spec.family == "qwen3_5"
+    text_of_family = _qwen3_5_text(spec) if is_qwen3_5 else _qwen3_vl_text(spec)
+    config: PretrainedConfig = AutoConfig.for_model(
+        spec.family + "_moe" * bool(spec.experts),
+        architectures=[f"{_CLASSES[spec.family]}{'Moe' * bool(spec.experts)}{_TASK}"],
         tie_word_embeddings=spec.tied,
         image_token_id=token("<|image_pad|>"),
         video_token_id=token("<|video_pad|>"),
@@ -114,27 +119,20 @@ def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig | Qw
             vocab_size=spec.vocab,
             initializer_range=std,
             hidden_size=spec.hidden,
-            intermediate_size=spec.intermediate,
             num_hidden_layers=spec.layers,
             num_attention_heads=spec.heads,
             num_key_value_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             max_position_embeddings=32768,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": 5_000_000.0,
-                "mrope_section": section,
-                "mrope_interleaved": True,
-            },
             tie_word_embeddings=spec.tied,
             bos_token_id=token("<|endoftext|>"),
             eos_token_id=token("<|im_end|>"),
-            pad_token_id=token("<|endoftext|>"),
-            **experts,
+            **text_of_family,
+            **({} if is_qwen3_5 else {"pad_token_id": token("<|endoftext|>")}),
         ),
         vision_config=dict(
             initializer_range=std,
-            depth=depth,
+            depth=spec.vision_depth,
             hidden_size=spec.vision_hidden,
             intermediate_size=spec.vision_intermediate,
             num_heads=spec.vision_heads,
@@ -143,10 +141,69 @@ def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig | Qw
             spatial_merge_size=2,
             temporal_patch_size=2,
             num_position_embeddings=64,
-            deepstack_visual_indexes=spread if depth > count else list(range(depth)),
+            **({} if is_qwen3_5 else {"deepstack_visual_indexes": _deepstack_blocks(spec)}),
         ),
     )
     return config
+
+
+def _rope(theta: float, frequencies: int, part: int) -> dict[str, Any]:
+    """Return the settings of M-RoPE whose height and width have `part` frequencies each."""
+    return {
+        "rope_type": "default",
+        "rope_theta": theta,
+        "mrope_section": [frequencies - 2 * part, part, part],
+        "mrope_interleaved": True,
+    }
+
+
+def _qwen3_vl_text(spec: TinySpec) -> dict[str, Any]:
+    # A released model splits 64 frequencies into 24, 20, 20; here 12 are split into 6, 3, 3.
+    fields: dict[str, Any] = {
+        "intermediate_size": spec.intermediate,
+        "rope_parameters": _rope(5_000_000.0, spec.head_dim // 2, spec.head_dim // 8),
+    }
+    if spec.experts:
+        fields |= dict(
+            num_experts=spec.experts,
+            num_experts_per_tok=spec.top_k,
+            moe_intermediate_size=spec.expert_intermediate,
+            decoder_sparse_step=spec.sparse_step,
+            mlp_only_layers=list(range(spec.dense_layers)),
+        )
+    return fields
+
+
+def _qwen3_5_text(spec: TinySpec) -> dict[str, Any]:
+    # A released model splits 32 frequencies, of a quarter of each head, into 11, 11, 10.
+    frequencies = spec.head_dim // 8
+    rope = _rope(10_000_000.0, frequencies, frequencies // 3)
+    fields: dict[str, Any] = {
+        "rope_parameters": rope | {"partial_rotary_factor": 0.25},
+        "layer_types": [
+            "linear_attention" if (n + 1) % spec.full_attention_interval else "full_attention"
+            for n in range(spec.layers)
+        ],
+        "linear_num_key_heads": spec.linear_key_heads,
+        "linear_num_value_heads": spec.linear_value_heads,
+        "linear_key_head_dim": spec.linear_key_dim,
+        "linear_value_head_dim": spec.linear_value_dim,
+        "linear_conv_kernel_dim": 4,
+    }
+    if not spec.experts:
+        return fields | {"intermediate_size": spec.intermediate}
+    return fields | dict(
+        num_experts=spec.experts,
+        num_experts_per_tok=spec.top_k,
+        moe_intermediate_size=spec.expert_intermediate,
+        shared_expert_intermediate_size=spec.shared_expert_intermediate,
+    )
+
+
+def _deepstack_blocks(spec: TinySpec) -> list[int]:
+    depth, count = spec.vision_depth, spec.deepstack
+    spread = [(i + 1) * depth // (count + 1) for i in range(count)]
+    return spread if depth > count else list(range(depth))
 
 
 def train_tokenizer(vocab: int) -> Qwen2Tokenizer:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def _option(default: int, text: str) -> Any:
+def _option(default: int | float | str, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
@@ -13,6 +13,7 @@ def _option(default: int, text: str) -> Any:
 class TinySpec:
     """Sizes of a tiny model. They are odd on purpose where round numbers could hide a mistake."""
 
+    family: str = _option("qwen3_vl", "qwen3_vl or qwen3_5, whose layers have gated delta nets")
     layers: int = _option(4, "decoder layers")
     hidden: int = _option(64, "width of the decoder")
     intermediate: int = _option(176, "width of the decoder's MLP")
@@ -32,6 +33,13 @@ class TinySpec:
     expert_intermediate: int = _option(40, "width of an expert")
     dense_layers: int = _option(0, "first decoder layers that have an MLP in place of experts")
     sparse_step: int = _option(1, "every so many-th of the other layers has experts")
+    shared_expert_intermediate: int = _option(56, "qwen3_5: width of the shared expert")
+    full_attention_interval: int = _option(4, "qwen3_5: every so many-th layer has full attention")
+    linear_key_heads: int = _option(2, "qwen3_5: key heads of a gated delta net")
+    linear_value_heads: int = _option(4, "qwen3_5: value heads of a gated delta net")
+    linear_key_dim: int = _option(16, "qwen3_5: width of a key head of a gated delta net")
+    linear_value_dim: int = _option(24, "qwen3_5: width of a value head of a gated delta net")
+    max_decay: float = _option(1.0, "qwen3_5: largest decay of a head; transformers draws up to 16")
     from_scratch: bool = _option(
         False, "initial weights from which a model this small learns to see"
     )

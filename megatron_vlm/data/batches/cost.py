@@ -14,7 +14,7 @@ from megatron_vlm.family.spec import ModelSizes, Part
 class WorkModel:
     """Operations per unit; a multiplication and an addition count as two."""
 
-    per_token: int  # linear layers of the decoder; only those experts that a token goes to
+    per_token: int  # decoder without attention; only those experts that a token goes to
     per_token_pair: int  # causal attention, over half of all pairs
     per_supervised: int  # the head
     per_patch_of_tower: int  # linear layers of the vision tower
@@ -27,10 +27,9 @@ class WorkModel:
         """Return the work of a model of these sizes."""
         text, vision = sizes.text, sizes.vision
         tower, mergers = _matrices(sizes, Part.vision), _matrices(sizes, Part.merger)
-        idle = text.experts.idle_values(text.hidden) if text.experts else 0
         return WorkModel(
-            per_token=2 * (_matrices(sizes, Part.decoder) - idle),
-            per_token_pair=4 * text.layers * text.query,
+            per_token=sum(layer.flops_per_token(text.hidden) for layer in text.layers),
+            per_token_pair=sum(layer.mixer.flops_per_pair for layer in text.layers),
             per_supervised=2 * text.hidden * text.vocab,
             per_patch_of_tower=2 * tower,
             per_patch_of_mergers=2 * (mergers // vision.merge**2),

@@ -1,113 +1,21 @@
-"""Qwen3-VL: the fields of its config.json, its tensors, its tower and its positions.
+"""Qwen3-VL: the fields of its config.json and its decoder."""
 
-Shapes: S tokens of a row, P patches, C values of a patch, 3 the axes time, height, width.
-"""
+from collections.abc import Iterator, Set
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.initialization import no_init_weights
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-from transformers.vision_utils import (
-    get_vision_cu_seqlens,
-    get_vision_interpolation_indices_and_weights,
-    get_vision_position_ids,
-)
 
-from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.field_rules import (
-    OBJECT,
-    KnownFields,
-    ModelFields,
-    other_model,
-    unsupported_fields,
-)
+from megatron_vlm.family.decoder_layers import DenseMLP, Experts, FullAttention, LayerSpec
+from megatron_vlm.family.qwen import check_fields, make_family, model_sizes
 from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS
-from megatron_vlm.family.qwen3_vl.tower_attention import PackedAttention
-from megatron_vlm.family.spec import (
-    ExpertSizes,
-    Family,
-    HFNames,
-    ModelSizes,
-    Part,
-    PlaceholderRun,
-    TensorSpec,
-    TextSizes,
-    Tokens,
-    TowerHeads,
-    TowerInputs,
-    VisionMarks,
-    VisionSizes,
-)
-from megatron_vlm.io.untrusted import UntrustedFile
+from megatron_vlm.family.spec import ModelSizes, TextSizes
 
-HF_NAMES = HFNames("model.language_model.", "model.visual.", "lm_head.weight")
 _MROPE_SECTION = (24, 20, 20)  # transformers' default
 
 
-def check_fields(config: PretrainedConfig, known: ModelFields) -> None:
-    """Raise a ConfigError if config.json describes another model than the one computed here."""
-    problems = list(_unknown(config, known)) or [
-        problem for fits, problem in (*_text_fits(config), *_vision_fits(config)) if not fits
-    ]
-    if problems:
-        raise other_model(config.name_or_path, problems)
-
-
-def _unknown(config: PretrainedConfig, known: ModelFields) -> Iterator[str]:
-    """Yield the fields that are unknown or have an unsupported value."""
-    top, text, vision = map(_fields, (config, config.text_config, config.vision_config))
-    top |= {"text_config": text, "vision_config": vision}
-    # Some tools repeat a field of the text at the top, where nothing reads it.
-    repeated = {name for name in top if name in text and top[name] == text[name]}
-    read = top.keys() - (repeated - known.top.fixed.keys())
-    yield from unsupported_fields("", {name: top[name] for name in read}, known.top)
-    yield from unsupported_fields("text_config.", text, known.text)
-    rope = text["rope_parameters"]
-    yield from _unknown_of("text_config.rope_parameters.", rope, known.text_rope)
-    yield from unsupported_fields("vision_config.", vision, known.vision)
-    rope = vision["rope_parameters"]
-    yield from _unknown_of("vision_config.rope_parameters.", rope, known.vision_rope)
-
-
-def _unknown_of(part: str, value: Any, known: KnownFields) -> Iterator[str]:
-    # The rules of the part that holds this field refuse any other type.
-    yield from unsupported_fields(part, value, known) if OBJECT.fits(value) else ()
-
-
-def _fields(part: PretrainedConfig) -> dict[str, Any]:
-    config_names = {"_heterogeneity_spec": "per_layer_config"}  # name in config.json
-    return {config_names.get(name, name): value for name, value in vars(part).items()}
-
-
-def _text_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
-    """Check that values of the text fit each other. Yield for each check whether it passes, and the
-    problem's text."""
-    text, top_tied, kinds = config.text_config, config.tie_word_embeddings, ["full_attention"]
-    heads, groups, pad = text.num_attention_heads, text.num_key_value_heads, text.pad_token_id
-    yield (
-        heads % groups == 0,
-        f"text_config.num_attention_heads={heads}, not a multiple of num_key_value_heads={groups}",
-    )
-    yield text.head_dim % 2 == 0, f"text_config.head_dim={text.head_dim}, not an even number"
-    section = text.rope_parameters.get("mrope_section", _MROPE_SECTION)
-    yield (
-        len(section) == 3,
-        f"text_config.rope_parameters.mrope_section={section}, not three whole numbers",
-    )
-    ids, images, videos = range(text.vocab_size), config.image_token_id, config.video_token_id
-    yield pad is None or pad in ids, f"text_config.pad_token_id={pad}, not in the vocabulary"
-    yield (
-        images in ids and videos in ids and images != videos,
-        f"image_token_id={images} and video_token_id={videos}, not two tokens of the vocabulary of "
-        f"{len(ids)}",
-    )
-    tied = getattr(text, "tie_word_embeddings", top_tied)  # transformers does not read this field
-    yield tied == top_tied, f"text_config.tie_word_embeddings={tied}, and {top_tied} at the top"
+def layers_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
+    """Check the kinds of the layers. Yield whether they pass, and the problem's text."""
+    text, kinds = config.text_config, ["full_attention"]
     layers = getattr(text, "layer_types", None)
     yield (
         layers is None or list(layers) == kinds * text.num_hidden_layers,
@@ -115,191 +23,39 @@ def _text_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _vision_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
-    """Check values of the tower in the same way."""
-    vision, hidden = config.vision_config, config.text_config.hidden_size
-    out, indexes = vision.out_hidden_size, vision.deepstack_visual_indexes
-    yield (
-        out == hidden,
-        f"vision_config.out_hidden_size={out}, not text_config.hidden_size={hidden}",
-    )
-    yield (
-        vision.hidden_size % (4 * vision.num_heads) == 0,
-        f"vision_config.num_heads={vision.num_heads}, of which no head of hidden_size="
-        f"{vision.hidden_size} has a width that 4 divides",
-    )
-    yield (
-        len(set(indexes)) == len(indexes) and set(indexes) <= set(range(vision.depth)),
-        f"vision_config.deepstack_visual_indexes={list(indexes)}, not different blocks of "
-        f"depth={vision.depth}",
-    )
-
-
 def sizes_of(config: PretrainedConfig) -> ModelSizes:
     """Return everything that the rest of the package needs from config.json."""
-    check_fields(config, QWEN3_VL_FIELDS)
+    check_fields(config, QWEN3_VL_FIELDS, layers_fit)
     return make_sizes(config)
 
 
-def make_sizes(config: PretrainedConfig, experts: ExpertSizes | None = None) -> ModelSizes:
-    """Return the sizes of a model with these checked fields, with or without experts in the
+def make_sizes(
+    config: PretrainedConfig, experts: Experts | None = None, expert_layers: Set[int] = frozenset()
+) -> ModelSizes:
+    """Return the sizes of a model with these checked fields, with experts in these layers of the
     decoder."""
-    text, vision = config.text_config, config.vision_config
-    text_sizes = TextSizes(
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        ffn=text.intermediate_size,
+    text = config.text_config
+    attention = FullAttention(
         heads=text.num_attention_heads,
         kv_heads=text.num_key_value_heads,
         head_dim=text.head_dim,
+        rotary_dim=text.head_dim,
+    )
+    dense = LayerSpec(attention, DenseMLP(text.intermediate_size))
+    sparse = dense if experts is None else LayerSpec(attention, experts)
+    text_sizes = TextSizes(
+        hidden=text.hidden_size,
+        layers=tuple(
+            sparse if number in expert_layers else dense for number in range(text.num_hidden_layers)
+        ),
         vocab=text.vocab_size,
         max_positions=text.max_position_embeddings,
         norm_eps=text.rms_norm_eps,
         rope_theta=text.rope_parameters["rope_theta"],
         mrope_section=tuple(text.rope_parameters.get("mrope_section", _MROPE_SECTION)),
         pad_id=text.pad_token_id,
-        experts=experts,
     )
-    vision_sizes = VisionSizes(
-        depth=vision.depth,
-        hidden=vision.hidden_size,
-        ffn=vision.intermediate_size,
-        out_hidden=vision.out_hidden_size,
-        patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
-        merge=vision.spatial_merge_size,
-        deepstack=len(vision.deepstack_visual_indexes),
-        inputs=tower_inputs,
-    )
-    tokens = Tokens(
-        text_sizes.vocab,
-        config.image_token_id,
-        config.video_token_id,
-        vision_sizes.merge,
-        mrope_positions,
-    )
-    tensors = [*_vision_tensors(config), *_text_tensors(text_sizes)]
-    tied = bool(config.tie_word_embeddings)
-    head = TensorSpec(HF_NAMES.head, (text_sizes.vocab, text_sizes.hidden), Part.head)
-    if not tied:
-        tensors.append(head)
-    return ModelSizes(text_sizes, vision_sizes, tokens, tied, tuple(tensors), head, HF_NAMES)
+    return model_sizes(config, text_sizes, Qwen3VLVisionModel)
 
 
-def _vision_tensors(config: PretrainedConfig) -> Iterator[TensorSpec]:
-    """Yield the tensors of Hugging Face's own module, without allocating its weights."""
-    for name, param in _empty_tower(config, torch.device("meta")).named_parameters():
-        part = Part.merger if "merger" in name else Part.vision
-        yield TensorSpec(HF_NAMES.vision + name, tuple(param.shape), part)
-
-
-def _text_tensors(text: TextSizes) -> Iterator[TensorSpec]:
-    hidden, ffn, query, kv = text.hidden, text.ffn, text.query, text.kv
-    layer = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (query, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
-        "self_attn.q_norm.weight": (text.head_dim,),
-        "self_attn.k_norm.weight": (text.head_dim,),
-        "self_attn.o_proj.weight": (hidden, query),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    dense = {
-        "mlp.gate_proj.weight": (ffn, hidden),
-        "mlp.up_proj.weight": (ffn, hidden),
-        "mlp.down_proj.weight": (hidden, ffn),
-    }
-    sparse: dict[str, tuple[int, ...]] = {}
-    if (experts := text.experts) is not None:
-        sparse = {
-            "mlp.gate.weight": (experts.count, hidden),
-            "mlp.experts.gate_up_proj": (experts.count, 2 * experts.ffn, hidden),
-            "mlp.experts.down_proj": (experts.count, hidden, experts.ffn),
-        }
-    yield TensorSpec(HF_NAMES.embedding, (text.vocab, hidden), Part.embed)
-    for number in range(text.layers):
-        has_experts = experts is not None and number in experts.layers
-        for name, shape in (layer | (sparse if has_experts else dense)).items():
-            yield TensorSpec(HF_NAMES.layer(number) + name, shape, Part.decoder)
-    yield TensorSpec(HF_NAMES.final_norm, (hidden,), Part.decoder)
-
-
-class LinearPatchEmbed(nn.Module):
-    """The patch embedding as one GEMM. The Conv3d's kernel equals its stride, and convolution
-    kernels for that shape are orders of magnitude slower on some GPUs. Parameter names stay the
-    same."""
-
-    def __init__(self, proj: nn.Conv3d):
-        super().__init__()
-        self.proj = proj
-
-    def forward(self, patches_PC: Tensor) -> Tensor:
-        return F.linear(patches_PC, self.proj.weight.flatten(1), self.proj.bias)
-
-
-def _empty_tower(config: PretrainedConfig, device: torch.device) -> Qwen3VLVisionModel:
-    config.vision_config._attn_implementation = "sdpa"  # overrides the choice in config.json
-    file = UntrustedFile(f"the config.json of {config.name_or_path}", ConfigError)
-    border = file.wrap_errors("transformers cannot make its vision tower")
-    with border, no_init_weights(), device:
-        return Qwen3VLVisionModel(config.vision_config)
-
-
-def build_tower(
-    config: PretrainedConfig, device: torch.device, recompute: bool, heads: TowerHeads
-) -> Qwen3VLVisionModel:
-    """Build Hugging Face's tower with unset weights, which loading fills."""
-    tower = _empty_tower(config, device)
-    tower.patch_embed = LinearPatchEmbed(tower.patch_embed.proj)
-    for block in tower.blocks:
-        block.attn = PackedAttention(block.attn, heads)
-    if recompute:
-        # The checkpoint is not reentrant: a reentrant one detaches everything that is not returned
-        # as a bare tensor, and the DeepStack mergers would silently stop learning.
-        tower.gradient_checkpointing_enable({"use_reentrant": False})
-    return tower
-
-
-def tower_inputs(tower: nn.Module, grid_I3: Tensor) -> tuple[TowerInputs, TowerInputs]:
-    """Compute the inputs that `Qwen3VLVisionModel.forward` would otherwise make from the grids.
-    Each number that it reads from a grid on the device would make the host wait, some of them in
-    every block."""
-    vision_tower: Any = tower
-    indices_P4, weights_P4 = get_vision_interpolation_indices_and_weights(
-        grid_I3,
-        num_grid_per_side=vision_tower.num_grid_per_side,
-        mode=vision_tower.interpolation_mode,
-        align_corners=vision_tower.interpolation_align_corners,
-        spatial_merge_size=vision_tower.config.spatial_merge_size,
-    )
-    starts = get_vision_cu_seqlens(grid_I3)
-    on_host = {"grid_thw": grid_I3, "cu_seqlens": starts, "lengths": starts.diff().tolist()}
-    return on_host, {
-        "starts": starts,
-        "interp_indices": indices_P4,
-        "interp_weights": weights_P4,
-        "position_ids": get_vision_position_ids(grid_I3, vision_tower.spatial_merge_size),
-    }
-
-
-def mrope_positions(length: int, runs: Sequence[PlaceholderRun]) -> Tensor:
-    """Return position ids [3, S]: text counts up on all three axes; an image keeps one time and
-    spans height and width; the next token continues after its longer side."""
-    positions_3S = torch.empty(3, length, dtype=torch.long)
-    cursor, position = 0, 0
-    for run in [*runs, PlaceholderRun(length, 0, 0)]:
-        text = run.start - cursor
-        positions_3S[:, cursor : run.start] = torch.arange(position, position + text)
-        position += text
-        end = run.start + run.height * run.width
-        rows = torch.arange(run.height).repeat_interleave(run.width)
-        positions_3S[0, run.start : end] = position
-        positions_3S[1, run.start : end] = position + rows
-        positions_3S[2, run.start : end] = position + torch.arange(run.width).repeat(run.height)
-        position += max(run.height, run.width)
-        cursor = end
-    return positions_3S
-
-
-VISION_MARKS = VisionMarks("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-QWEN3_VL = Family("qwen3_vl", VISION_MARKS, sizes_of, build_tower)
+QWEN3_VL = make_family("qwen3_vl", sizes_of, Qwen3VLVisionModel)

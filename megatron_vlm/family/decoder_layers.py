@@ -1,0 +1,313 @@
+"""Decoder layers: what a layer is made of, said once.
+
+A layer is a mixer of tokens and a feed-forward network, each behind a norm. Both list their
+parameters, and say what they cost. The table of names, loading and export, the planner, the cost of
+a row, the LoRA targets, the built modules and the caches are loops over these descriptions.
+
+Importing this file imports neither torch nor transformers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+# How a parameter is sharded. hf/weight_map.py has the layout of each kind.
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Parameter that every rank holds."""
+
+
+@dataclass(frozen=True)
+class RowParts:
+    """Rows cut over TP. The rows of each tensor are parts of these widths, one after the other, and
+    each part is cut by itself: a rank has its piece of every part."""
+
+    widths: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns cut over TP."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """Groups of rows cut over TP. Each group has its rows of every tensor, one after the other:
+    the queries of a group, its key and its value."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class ByExpert:
+    """Experts divided among the ranks of EP."""
+
+    count: int
+
+
+Sharding = Whole | RowParts | Columns | HeadGroups | ByExpert
+
+
+@dataclass(frozen=True)
+class LayerTensor:
+    """A tensor of a layer in a Hugging Face checkpoint."""
+
+    name: str  # after the prefix of the layer
+    shape: tuple[int, ...]
+    lora_group: str | None = None  # its group among the LoRA targets, if it can have an adapter
+
+
+@dataclass(frozen=True)
+class LayerParam:
+    """A parameter of a layer, and the tensors of a checkpoint that it is made of."""
+
+    name: str  # our name, after the prefix of the layer
+    tensors: tuple[LayerTensor, ...]
+    sharding: Sharding = Whole()
+
+
+def _vector(our_name: str, hf_name: str, width: int) -> LayerParam:
+    return LayerParam(our_name, (LayerTensor(hf_name, (width,)),))
+
+
+@dataclass(frozen=True)
+class FullAttention:
+    """Causal attention among all tokens of a row, with norms of queries and keys."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int  # the first values of a head, which rotary embedding turns
+    gated: bool = False  # each query head has a gate for its output
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        """Width of all key heads together."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def divided_by_tp(self) -> dict[str, int]:
+        """Counts that TP must divide, by their fields in config.json."""
+        return {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
+
+    def params(self, hidden: int) -> Iterator[LayerParam]:
+        """Yield the parameters. With a gate, the rows of q_proj are those of a head's query and of
+        its gate, head by head."""
+        widths = {"q": self.query * (1 + self.gated), "k": self.kv, "v": self.kv}
+        tensors = tuple(
+            LayerTensor(f"self_attn.{letter}_proj.weight", (width, hidden), "attention")
+            for letter, width in widths.items()
+        )
+        yield LayerParam("self_attention.linear_qkv.weight", tensors, HeadGroups(self.kv_heads))
+        for letter in "qk":
+            our_name = f"self_attention.{letter}_layernorm.weight"
+            yield _vector(our_name, f"self_attn.{letter}_norm.weight", self.head_dim)
+        out = LayerTensor("self_attn.o_proj.weight", (hidden, self.query), "attention")
+        yield LayerParam("self_attention.linear_proj.weight", (out,), Columns(self.query))
+
+    @property
+    def flops_per_token(self) -> int:
+        """Operations per token besides the products with weights and those of pairs."""
+        return 0
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Operations for each pair of a token and one before it."""
+        return 4 * self.query
+
+    def kept_values(self, learns: bool) -> int:
+        """Return the number of values per token that autograd keeps, over all TP ranks. Weights
+        that do not learn need no inputs."""
+        per_head = 5 if learns else 4
+        return per_head * (self.query + self.kv) + 3 * self.query * self.gated
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """Linear attention by the gated delta rule: every value head has a state of constant size
+    [key_dim, value_dim], which each token decays and corrects."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens that the causal convolution sees
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads together."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all value heads together."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def divided_by_tp(self) -> dict[str, int]:
+        """Counts that TP must divide, by their fields in config.json."""
+        return {
+            "linear_num_key_heads": self.key_heads,
+            "linear_num_value_heads": self.value_heads,
+        }
+
+    def params(self, hidden: int) -> Iterator[LayerParam]:
+        """Yield the parameters. One product gives queries, keys and values, the gate of the output,
+        and the two numbers of each value head that say how much it writes and forgets."""
+        mixed, heads = (self.keys, self.keys, self.values), self.value_heads
+        widths = {"qkv": mixed, "z": (self.values,), "b": (heads,), "a": (heads,)}
+        projections = tuple(
+            LayerTensor(f"linear_attn.in_proj_{name}.weight", (sum(parts), hidden), "attention")
+            for name, parts in widths.items()
+        )
+        sharding = RowParts(tuple(widths.values()))
+        yield LayerParam("self_attention.in_proj.weight", projections, sharding)
+        conv = LayerTensor("linear_attn.conv1d.weight", (sum(mixed), 1, self.kernel))
+        yield LayerParam("self_attention.conv1d", (conv,), RowParts((mixed,)))
+        for name in ("A_log", "dt_bias"):
+            vector = LayerTensor(f"linear_attn.{name}", (heads,))
+            yield LayerParam(f"self_attention.{name}", (vector,), RowParts(((heads,),)))
+        yield _vector("self_attention.norm", "linear_attn.norm.weight", self.value_dim)
+        out = LayerTensor("linear_attn.out_proj.weight", (hidden, self.values), "attention")
+        yield LayerParam("self_attention.out_proj.weight", (out,), Columns(self.values))
+
+    @property
+    def flops_per_token(self) -> int:
+        """Operations per token of the rule in chunks, besides the products with weights. The
+        products of keys with keys and with queries are made for key heads, all others for value
+        heads: the solution of the chunk's equations, and reading, writing and keeping the state."""
+        chunk, key, value = DELTA_CHUNK, self.key_dim, self.value_dim
+        per_value_head = 6 * key * value + 2 * chunk * value + chunk * (key + value)
+        return self.value_heads * per_value_head + self.key_heads * 4 * chunk * key
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Operations for each pair of a token and one before it."""
+        return 0
+
+    def kept_values(self, learns: bool) -> int:
+        """Return the number of values per token that autograd keeps, over all TP ranks. The rule is
+        recomputed in the backward, so it keeps its inputs alone."""
+        mixed = 2 * self.keys + self.values
+        per_token = 3 * mixed + 4 * self.values + 6 * self.value_heads
+        return per_token + self.values * learns
+
+
+DELTA_CHUNK = 32  # tokens that the rule takes together: model/delta_rule.py
+
+Mixer = FullAttention | GatedDeltaNet
+
+
+@dataclass(frozen=True)
+class DenseMLP:
+    """MLP with a gate."""
+
+    width: int
+
+    @property
+    def divided_by_tp(self) -> dict[str, int]:
+        """Counts that TP must divide, by their fields in config.json."""
+        return {"intermediate_size": self.width}
+
+    def params(self, hidden: int) -> Iterator[LayerParam]:
+        """Yield the parameters."""
+        yield from _mlp("mlp", "mlp.linear_fc1", "mlp.linear_fc2", hidden, self.width)
+
+    def idle_values(self, hidden: int) -> int:
+        """Return how many values of the weights a token does not use."""
+        return 0
+
+    def kept_values(self, hidden: int, is_frozen: bool, inputs: bool, tp: int) -> int:
+        """Return the number of values per token that a rank keeps. `inputs` says whether adapters
+        or weights need the inputs of their layers."""
+        return (3 if is_frozen else 4) * self.width // tp
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts, of which each token goes to a few, and perhaps one more that every token shares."""
+
+    count: int
+    top_k: int  # experts that each token goes to
+    width: int  # each expert's
+    shared_width: int = 0  # the shared expert's, whose output has a gate; 0: there is none
+
+    @property
+    def divided_by_tp(self) -> dict[str, int]:
+        """Counts that TP must divide: TP is 1 with experts."""
+        return {}
+
+    def params(self, hidden: int) -> Iterator[LayerParam]:
+        """Yield the parameters."""
+        router = LayerTensor("mlp.gate.weight", (self.count, hidden))
+        yield LayerParam("mlp.router", (router,))
+        shapes = {"gate_up": (2 * self.width, hidden), "down": (hidden, self.width)}
+        for name, shape in shapes.items():
+            tensor = LayerTensor(f"mlp.experts.{name}_proj", (self.count, *shape), "mlp")
+            yield LayerParam(f"mlp.{name}.weight", (tensor,), ByExpert(self.count))
+        if self.shared_width:
+            name, width = "mlp.shared_expert", self.shared_width
+            yield from _mlp(name, f"{name}.gate_up", f"{name}.down", hidden, width)
+            gate = LayerTensor("mlp.shared_expert_gate.weight", (1, hidden), "mlp")
+            yield LayerParam("mlp.shared_expert.gate.weight", (gate,))
+
+    def idle_values(self, hidden: int) -> int:
+        """Return how many values of the weights a token does not use."""
+        return (self.count - self.top_k) * 3 * self.width * hidden
+
+    def kept_values(self, hidden: int, is_frozen: bool, inputs: bool, tp: int) -> int:
+        """Return the number of values per token that a rank keeps: those of the router, and those
+        of each copy of a token that goes to an expert."""
+        rows = (2 if inputs else 1) * hidden + (4 if inputs else 3) * self.width
+        shared = (3 if is_frozen else 4) * self.shared_width
+        if shared:
+            shared += 2 * hidden
+        return self.top_k * rows + hidden + 3 * self.count + shared
+
+
+FeedForward = DenseMLP | Experts
+
+
+def _mlp(hf: str, gate_up: str, down: str, hidden: int, width: int) -> Iterator[LayerParam]:
+    """Yield the parameters of an MLP with a gate, whose two first projections are one of ours."""
+    first = tuple(
+        LayerTensor(f"{hf}.{name}_proj.weight", (width, hidden), "mlp") for name in ("gate", "up")
+    )
+    yield LayerParam(f"{gate_up}.weight", first, RowParts(((width,), (width,))))
+    last = LayerTensor(f"{hf}.down_proj.weight", (hidden, width), "mlp")
+    yield LayerParam(f"{down}.weight", (last,), Columns(width))
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A decoder layer."""
+
+    mixer: Mixer
+    ffn: FeedForward
+
+    def params(self, hidden: int) -> Iterator[LayerParam]:
+        """Yield every parameter, in the order of the checkpoint."""
+        yield _vector("input_layernorm.weight", "input_layernorm.weight", hidden)
+        yield from self.mixer.params(hidden)
+        yield _vector("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden)
+        yield from self.ffn.params(hidden)
+
+    def flops_per_token(self, hidden: int) -> int:
+        """Return the operations per token, without those of pairs of tokens. A multiplication and
+        an addition count as two."""
+        weights = sum(
+            prod(tensor.shape)
+            for param in self.params(hidden)
+            for tensor in param.tensors
+            if len(tensor.shape) > 1
+        )
+        return 2 * (weights - self.ffn.idle_values(hidden)) + self.mixer.flops_per_token

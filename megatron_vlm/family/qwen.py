@@ -1,0 +1,273 @@
+"""Parts that all of Qwen's vision-language models share: checks of the fields of config.json, names
+of tensors, the tower and the positions.
+
+Shapes: S tokens of a row, P patches, C values of a patch, 3 the axes time, height, width.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+)
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.field_rules import (
+    OBJECT,
+    KnownFields,
+    ModelFields,
+    other_model,
+    unsupported_fields,
+)
+from megatron_vlm.family.spec import (
+    Family,
+    HFNames,
+    ModelSizes,
+    Part,
+    PlaceholderRun,
+    TensorSpec,
+    TextSizes,
+    Tokens,
+    TowerHeads,
+    TowerInputs,
+    VisionMarks,
+    VisionSizes,
+    text_tensors,
+)
+from megatron_vlm.family.tower_attention import PackedAttention
+from megatron_vlm.io.untrusted import UntrustedFile
+
+HF_NAMES = HFNames("model.language_model.", "model.visual.", "lm_head.weight")
+VISION_MARKS = VisionMarks("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+# Checks that values fit each other: whether each passes, and the text of the problem.
+Checks = Iterable[tuple[bool, str]]
+TowerClass = Callable[[Any], nn.Module]  # transformers' module, made from its part of the config
+
+
+def check_fields(
+    config: PretrainedConfig, known: ModelFields, checks: Callable[[PretrainedConfig], Checks]
+) -> None:
+    """Raise a ConfigError if config.json describes another model than the one computed here. The
+    `checks` are those of one family, in addition to those of all."""
+    problems = list(_unknown(config, known)) or [
+        problem
+        for fits, problem in (*_text_fits(config), *checks(config), *_vision_fits(config))
+        if not fits
+    ]
+    if problems:
+        raise other_model(config.name_or_path, problems)
+
+
+def _unknown(config: PretrainedConfig, known: ModelFields) -> Iterator[str]:
+    """Yield the fields that are unknown or have an unsupported value."""
+    top, text, vision = map(_fields, (config, config.text_config, config.vision_config))
+    top |= {"text_config": text, "vision_config": vision}
+    # Some tools repeat a field of the text at the top, where nothing reads it.
+    repeated = {name for name in top if name in text and top[name] == text[name]}
+    read = top.keys() - (repeated - known.top.fixed.keys())
+    yield from unsupported_fields("", {name: top[name] for name in read}, known.top)
+    yield from unsupported_fields("text_config.", text, known.text)
+    rope = text["rope_parameters"]
+    yield from _unknown_of("text_config.rope_parameters.", rope, known.text_rope)
+    yield from unsupported_fields("vision_config.", vision, known.vision)
+    rope = vision["rope_parameters"]
+    yield from _unknown_of("vision_config.rope_parameters.", rope, known.vision_rope)
+
+
+def _unknown_of(part: str, value: Any, known: KnownFields) -> Iterator[str]:
+    # The rules of the part that holds this field refuse any other type.
+    yield from unsupported_fields(part, value, known) if OBJECT.fits(value) else ()
+
+
+def _fields(part: PretrainedConfig) -> dict[str, Any]:
+    config_names = {"_heterogeneity_spec": "per_layer_config"}  # name in config.json
+    return {config_names.get(name, name): value for name, value in vars(part).items()}
+
+
+def _text_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
+    """Check that values of the text fit each other."""
+    text, top_tied = config.text_config, config.tie_word_embeddings
+    heads, groups, pad = text.num_attention_heads, text.num_key_value_heads, text.pad_token_id
+    yield (
+        heads % groups == 0,
+        f"text_config.num_attention_heads={heads}, not a multiple of num_key_value_heads={groups}",
+    )
+    yield text.head_dim % 2 == 0, f"text_config.head_dim={text.head_dim}, not an even number"
+    section = text.rope_parameters.get("mrope_section")
+    yield (
+        section is None or len(section) == 3,
+        f"text_config.rope_parameters.mrope_section={section}, not three whole numbers",
+    )
+    ids, images, videos = range(text.vocab_size), config.image_token_id, config.video_token_id
+    yield pad is None or pad in ids, f"text_config.pad_token_id={pad}, not in the vocabulary"
+    yield (
+        images in ids and videos in ids and images != videos,
+        f"image_token_id={images} and video_token_id={videos}, not two tokens of the vocabulary of "
+        f"{len(ids)}",
+    )
+    tied = getattr(text, "tie_word_embeddings", top_tied)  # transformers does not read this field
+    yield tied == top_tied, f"text_config.tie_word_embeddings={tied}, and {top_tied} at the top"
+
+
+def _vision_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
+    """Check that values of the tower fit each other."""
+    vision, hidden = config.vision_config, config.text_config.hidden_size
+    out, indexes = vision.out_hidden_size, _deepstack_blocks(vision)
+    yield (
+        out == hidden,
+        f"vision_config.out_hidden_size={out}, not text_config.hidden_size={hidden}",
+    )
+    yield (
+        vision.hidden_size % (4 * vision.num_heads) == 0,
+        f"vision_config.num_heads={vision.num_heads}, of which no head of hidden_size="
+        f"{vision.hidden_size} has a width that 4 divides",
+    )
+    yield (
+        len(set(indexes)) == len(indexes) and set(indexes) <= set(range(vision.depth)),
+        f"vision_config.deepstack_visual_indexes={list(indexes)}, not different blocks of "
+        f"depth={vision.depth}",
+    )
+
+
+def _deepstack_blocks(vision: PretrainedConfig) -> Sequence[int]:
+    blocks: Sequence[int] = getattr(vision, "deepstack_visual_indexes", ())
+    return blocks
+
+
+def model_sizes(config: PretrainedConfig, text: TextSizes, make_tower: TowerClass) -> ModelSizes:
+    """Return the sizes of a model with this decoder, from checked fields."""
+    vision = config.vision_config
+    vision_sizes = VisionSizes(
+        depth=vision.depth,
+        hidden=vision.hidden_size,
+        ffn=vision.intermediate_size,
+        out_hidden=vision.out_hidden_size,
+        patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+        merge=vision.spatial_merge_size,
+        deepstack=len(_deepstack_blocks(vision)),
+        inputs=tower_inputs,
+    )
+    tokens = Tokens(
+        text.vocab,
+        config.image_token_id,
+        config.video_token_id,
+        vision_sizes.merge,
+        mrope_positions,
+    )
+    tensors = (*_vision_tensors(config, make_tower), *text_tensors(text, HF_NAMES))
+    tied = bool(config.tie_word_embeddings)
+    head = TensorSpec(HF_NAMES.head, (text.vocab, text.hidden), Part.head, "head")
+    tensors = tensors if tied else (*tensors, head)
+    return ModelSizes(text, vision_sizes, tokens, tied, tensors, head, HF_NAMES)
+
+
+def _vision_tensors(config: PretrainedConfig, make_tower: TowerClass) -> Iterator[TensorSpec]:
+    """Yield the tensors of Hugging Face's own module, without allocating its weights."""
+    for name, param in _empty_tower(config, make_tower, torch.device("meta")).named_parameters():
+        part = Part.merger if "merger" in name else Part.vision
+        group = _lora_group(name) if param.dim() == 2 else None
+        yield TensorSpec(HF_NAMES.vision + name, tuple(param.shape), part, group)
+
+
+def _lora_group(name: str) -> str | None:
+    """Return the group of a matrix of the tower among the LoRA targets."""
+    marks = {"merger": "merger", ".attn.": "vision_attention", ".mlp.": "vision_mlp"}
+    return next((group for mark, group in marks.items() if mark in name), None)
+
+
+class LinearPatchEmbed(nn.Module):
+    """The patch embedding as one GEMM. The Conv3d's kernel equals its stride, and convolution
+    kernels for that shape are orders of magnitude slower on some GPUs. Parameter names stay the
+    same."""
+
+    def __init__(self, proj: nn.Conv3d):
+        super().__init__()
+        self.proj = proj
+
+    def forward(self, patches_PC: Tensor) -> Tensor:
+        return F.linear(patches_PC, self.proj.weight.flatten(1), self.proj.bias)
+
+
+def _empty_tower(config: PretrainedConfig, make_tower: TowerClass, device: torch.device) -> Any:
+    config.vision_config._attn_implementation = "sdpa"  # overrides the choice in config.json
+    file = UntrustedFile(f"the config.json of {config.name_or_path}", ConfigError)
+    border = file.wrap_errors("transformers cannot make its vision tower")
+    with border, no_init_weights(), device:
+        return make_tower(config.vision_config)
+
+
+def build_tower(
+    make_tower: TowerClass,
+    config: PretrainedConfig,
+    device: torch.device,
+    recompute: bool,
+    heads: TowerHeads,
+) -> nn.Module:
+    """Build Hugging Face's tower with unset weights, which loading fills."""
+    tower = _empty_tower(config, make_tower, device)
+    tower.patch_embed = LinearPatchEmbed(tower.patch_embed.proj)
+    for block in tower.blocks:
+        block.attn = PackedAttention(block.attn, heads)
+    if recompute:
+        # The checkpoint is not reentrant: a reentrant one detaches everything that is not returned
+        # as a bare tensor, and the DeepStack mergers would silently stop learning.
+        tower.gradient_checkpointing_enable({"use_reentrant": False})
+    built: nn.Module = tower
+    return built
+
+
+def tower_inputs(tower: nn.Module, grid_I3: Tensor) -> tuple[TowerInputs, TowerInputs]:
+    """Compute the inputs that `Qwen3VLVisionModel.forward` would otherwise make from the grids.
+    Each number that it reads from a grid on the device would make the host wait, some of them in
+    every block."""
+    vision_tower: Any = tower
+    indices_P4, weights_P4 = get_vision_interpolation_indices_and_weights(
+        grid_I3,
+        num_grid_per_side=vision_tower.num_grid_per_side,
+        mode=vision_tower.interpolation_mode,
+        align_corners=vision_tower.interpolation_align_corners,
+        spatial_merge_size=vision_tower.config.spatial_merge_size,
+    )
+    starts = get_vision_cu_seqlens(grid_I3)
+    on_host = {"grid_thw": grid_I3, "cu_seqlens": starts, "lengths": starts.diff().tolist()}
+    return on_host, {
+        "starts": starts,
+        "interp_indices": indices_P4,
+        "interp_weights": weights_P4,
+        "position_ids": get_vision_position_ids(grid_I3, vision_tower.spatial_merge_size),
+    }
+
+
+def mrope_positions(length: int, runs: Sequence[PlaceholderRun]) -> Tensor:
+    """Return position ids [3, S]: text counts up on all three axes; an image keeps one time and
+    spans height and width; the next token continues after its longer side."""
+    positions_3S = torch.empty(3, length, dtype=torch.long)
+    cursor, position = 0, 0
+    for run in [*runs, PlaceholderRun(length, 0, 0)]:
+        text = run.start - cursor
+        positions_3S[:, cursor : run.start] = torch.arange(position, position + text)
+        position += text
+        end = run.start + run.height * run.width
+        rows = torch.arange(run.height).repeat_interleave(run.width)
+        positions_3S[0, run.start : end] = position
+        positions_3S[1, run.start : end] = position + rows
+        positions_3S[2, run.start : end] = position + torch.arange(run.width).repeat(run.height)
+        position += max(run.height, run.width)
+        cursor = end
+    return positions_3S
+
+
+def make_family(
+    model_type: str, sizes_of: Callable[[PretrainedConfig], ModelSizes], make_tower: TowerClass
+) -> Family:
+    """Return a family of Qwen's models."""
+    return Family(model_type, VISION_MARKS, sizes_of, partial(build_tower, make_tower))

@@ -1,0 +1,94 @@
+"""The fields of the config.json of Qwen3.5, 3.6 and 3.8, with and without experts, by their use."""
+
+from typing import Any
+
+from megatron_vlm.family.field_rules import (
+    LIST,
+    POSITIVE_OR_0,
+    KnownFields,
+    ModelFields,
+    Rule,
+    or_null,
+    whole_number,
+)
+from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS as QWEN3_VL
+from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS as QWEN3_VL_MOE
+
+_COUNT = whole_number(1, 2**10)
+_SHARE = Rule(
+    "a number above 0 and up to 1", lambda value: type(value) in (int, float) and 0 < value <= 1
+)
+
+_LINEAR = {
+    "linear_conv_kernel_dim": whole_number(2, 2**6),
+    "linear_key_head_dim": _COUNT,
+    "linear_value_head_dim": _COUNT,
+    "linear_num_key_heads": _COUNT,
+    "linear_num_value_heads": _COUNT,
+    "layer_types": or_null(LIST),
+    "full_attention_interval": _COUNT,  # layer_types overrules it, and must agree with it
+    "partial_rotary_factor": _SHARE,  # a copy of the field in rope_parameters
+}
+# transformers keeps these fields of released checkpoints and computes as if they had these values.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish",),
+    "mamba_ssm_dtype": ("float32",),
+    "mlp_only_layers": ([],),
+    "mtp_use_dedicated_embeddings": (False,),
+}
+
+
+def _without(fields: Any, *names: str) -> dict[str, Any]:
+    return {name: rule for name, rule in fields.items() if name not in names}
+
+
+def _top(base: KnownFields, model_type: str) -> KnownFields:
+    fixed = {**base.fixed, "model_type": (model_type,), "language_model_only": (False,)}
+    return KnownFields(base.carried_out, base.idle, fixed)
+
+
+def _text(base: KnownFields, model_type: str, **carried_out: Rule) -> KnownFields:
+    # The head for drafts is carried through from checkpoint to export, and not trained.
+    own = {"base_model_tp_plan", "ignore_keys_at_rope_validation"}  # transformers sets these
+    idle = {*base.idle, *own, "mtp_num_hidden_layers"}
+    fixed = _without(base.fixed, "partial_rotary_factor", "sliding_window", "use_sliding_window")
+    rules = _without(base.carried_out, "decoder_sparse_step", "mlp_only_layers")
+    return KnownFields(
+        rules | _LINEAR | carried_out, idle, {**fixed, **_FIXED, "model_type": (model_type,)}
+    )
+
+
+def _vision(base: KnownFields, *model_types: str) -> KnownFields:
+    return KnownFields(
+        _without(base.carried_out, "deepstack_visual_indexes"),
+        base.idle,
+        {**base.fixed, "model_type": model_types, "deepstack_visual_indexes": ([],)},
+    )
+
+
+_ROPE = KnownFields(
+    {**QWEN3_VL.text_rope.carried_out, "partial_rotary_factor": _SHARE},
+    QWEN3_VL.text_rope.idle,
+    _without(QWEN3_VL.text_rope.fixed, "partial_rotary_factor"),
+)
+
+QWEN3_5_FIELDS = ModelFields(
+    _top(QWEN3_VL.top, "qwen3_5"),
+    _text(QWEN3_VL.text, "qwen3_5_text"),
+    _ROPE,
+    _vision(QWEN3_VL.vision, "qwen3_5_vision"),
+    QWEN3_VL.vision_rope,
+)
+QWEN3_5_MOE_FIELDS = ModelFields(
+    _top(QWEN3_VL.top, "qwen3_5_moe"),
+    _text(
+        QWEN3_VL_MOE.text,
+        "qwen3_5_moe_text",
+        shared_expert_intermediate_size=whole_number(1, 2**20),
+        router_aux_loss_coef=POSITIVE_OR_0,
+    ),
+    _ROPE,
+    _vision(QWEN3_VL.vision, "qwen3_5_moe_vision"),
+    QWEN3_VL.vision_rope,
+)
