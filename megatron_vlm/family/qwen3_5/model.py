@@ -64,14 +64,14 @@ def _kind(number: int, interval: int) -> str:
     return _LINEAR if (number + 1) % interval else _FULL
 
 
-def sizes_of(config: PretrainedConfig) -> ModelSizes:
+def qwen3_5_sizes(config: PretrainedConfig) -> ModelSizes:
     """Return everything that the rest of the package needs from config.json, without experts."""
     check_fields(config, QWEN3_5_FIELDS, _layers_fit)
     text = _text_sizes(config, DenseMLP(config.text_config.intermediate_size))
     return model_sizes(config, text, Qwen3_5VisionModel)
 
 
-def moe_sizes_of(config: PretrainedConfig) -> ModelSizes:
+def qwen3_5_moe_sizes(config: PretrainedConfig) -> ModelSizes:
     """Return everything that the rest of the package needs from config.json, with experts."""
     check_fields(config, QWEN3_5_MOE_FIELDS, _experts_fit)
     text = config.text_config
@@ -121,5 +121,5 @@ def _text_sizes(config: PretrainedConfig, ffn: FeedForward) -> TextSizes:
     )
 
 
-QWEN3_5 = make_family("qwen3_5", sizes_of, Qwen3_5VisionModel)
-QWEN3_5_MOE = make_family("qwen3_5_moe", moe_sizes_of, Qwen3_5MoeVisionModel)
+QWEN3_5 = make_family("qwen3_5", qwen3_5_sizes, Qwen3_5VisionModel)
+QWEN3_5_MOE = make_family("qwen3_5_moe", qwen3_5_moe_sizes, Qwen3_5MoeVisionModel)
