@@ -278,7 +278,7 @@ FeedForward = DenseMLP | Experts
 
 
 def _mlp(hf: str, gate_up: str, down: str, hidden: int, width: int) -> Iterator[LayerParam]:
-    """Yield the parameters of an MLP with a gate, whose first two projections are one parameter here."""
+    """Yield the parameters of an MLP with a gate, whose first two projections are one here."""
     first = tuple(
         LayerTensor(f"{hf}.{name}_proj.weight", (width, hidden), "mlp") for name in ("gate", "up")
     )

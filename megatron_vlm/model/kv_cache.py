@@ -29,7 +29,7 @@ class KVCache:
         self.lengths = list(lengths)  # tokens of each row, including those of the current pass
         self.device = device
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values [B, T, G, D]
-        # States of layers with linear attention: the newest inputs of the convolution [B, W, C], and
+        # States of layers with linear attention: the newest inputs of the convolution [B, W, C] and
         # the state of the rule in fp32 [B, V, D, E].
         self.states: dict[int, tuple[Tensor, Tensor]] = {}
         self.last_B: Tensor | None = None  # the column of each row's newest token
