@@ -22,7 +22,7 @@ setup: .venv/ready
 
 demo: setup
 	rm -rf .demo
-	$(BIN)/python scripts/demo.py .demo
+	$(BIN)/python scripts/demo.py .demo $(MODEL)
 
 # The model of `make demo`, which is made where it is not there, learns something new by adapters.
 demo-lora: setup

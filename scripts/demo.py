@@ -1,7 +1,7 @@
-"""The main job on a laptop: a tiny Qwen3-VL learns to see, is exported, and is the same model in
-transformers. It needs no network and no GPU. `make demo` runs it:
+"""The main job on a laptop: a tiny model learns to see, is exported, and is the same model in
+transformers. It needs no network and no GPU. `make demo` runs it, or `make demo MODEL=qwen3_5`:
 
-    python scripts/demo.py OUT
+    python scripts/demo.py OUT [MODEL]
 
 Every step is a command that a user could type. Each is printed before it runs.
 """
@@ -14,15 +14,18 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging
 
 from megatron_vlm import COLOURS
 
 WANTED = 0.9  # exact match on held-out questions
-TINY = "--layers 3 --hidden 96 --heads 8 --head-dim 16 --vision-depth 2 --vision-hidden 64"
-TOWER = ["--deepstack", "1", "--from-scratch"]
+COMMON = "--hidden 96 --heads 8 --vision-depth 2 --vision-hidden 64 --from-scratch"
+TINY = {
+    "qwen3_vl": "--layers 3 --head-dim 16 --deepstack 1",
+    "qwen3_5": "--family qwen3_5 --layers 4 --head-dim 32",
+}
 SHAPES = "--easy 3200 --train 21000 --eval 200"
 
 
@@ -97,11 +100,11 @@ def write_colours(folder: Path) -> Path:
     return folder / "colours.jsonl"
 
 
-def main(out: Path) -> int:
+def main(out: Path, family: str = "qwen3_vl") -> int:
     """Make, train, export, reload and compare; return the exit status."""
     logging.disable_progress_bar()
     start = time.perf_counter()
-    run("tiny", "--out", f"{out}/base", *TINY.split(), *TOWER)
+    run("tiny", "--out", f"{out}/base", *TINY[family].split(), *COMMON.split())
     run("shapes", "--out", f"{out}/shapes", *SHAPES.split())
     shapes = f"{out}/shapes"
     data = [
@@ -118,7 +121,7 @@ def main(out: Path) -> int:
     )
     print("\nThe exported checkpoint in transformers:")
     export = out / "run" / "export"
-    model = Qwen3VLForConditionalGeneration.from_pretrained(export).eval()
+    model = AutoModelForImageTextToText.from_pretrained(export).eval()
     different = compare(model, export, out / "shapes", out / "run")
     print("\nPictures of one colour and nothing else:")
     colours = write_colours(out / "colours")
@@ -145,4 +148,4 @@ def main(out: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:3]))

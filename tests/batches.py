@@ -71,7 +71,11 @@ def _make_row(spec: RowSpec, ids: Ids, generator: torch.Generator) -> Row:
         for _ in range(frames):
             blocks.append([ids.start] + [ids.video] * (h * w // 4) + [ids.end])
     text = torch.randint(0, ids.text, (spec.text,), generator=generator).tolist()
-    cuts = torch.randint(1, spec.text, (len(blocks),), generator=generator).sort().values.tolist()
+    cuts = (
+        torch.randint(1, max(spec.text, 2), (len(blocks),), generator=generator)
+        .sort()
+        .values.tolist()
+    )
     tokens: list[int] = []
     for start, end, block in zip([0, *cuts], [*cuts, spec.text], [*blocks, []], strict=True):
         tokens += text[start:end] + block

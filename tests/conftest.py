@@ -63,7 +63,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Return `make`: tiny(layers=..., tied=...) returns the folder of such a checkpoint."""
     root = tmp_path_factory.mktemp("tiny")
 
-    def make(dtype: str = "float32", **sizes: int) -> str:
+    def make(dtype: str = "float32", **sizes: object) -> str:
         path = root / "-".join([dtype, *(f"{key}{sizes[key]}" for key in sorted(sizes))])
         if not path.exists():
             write_tiny(path, TinySpec(**sizes), dtype)

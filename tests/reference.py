@@ -1,13 +1,19 @@
 """The reference: Hugging Face's own model on the same weights and rows, without our code between
 the rows and its forward."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers import Qwen3VLForConditionalGeneration as HFModel
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from megatron_vlm.data.tokens.row import IGNORE, Row
 
@@ -23,6 +29,8 @@ def load_reference(path: str, dtype: torch.dtype = torch.float32) -> HFModel:
     model = AutoModelForImageTextToText.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa"
     )
+    if dtype is torch.float64:  # the kernel for all experts at once knows no fp64
+        model.set_experts_implementation("eager")
     return model.train()
 
 
@@ -75,3 +83,69 @@ def run_reference(path: str, rows: list[Row], dtype: torch.dtype = torch.float32
         for name, param in model.named_parameters()
     }
     return Reference(total / count, log_probs, grads)
+
+
+def run_exact_reference(path: str, rows: list[Row]) -> Reference:
+    """Run transformers' Qwen3.5 in fp64 with the delta rule token by token. Its own rule in fp32
+    loses up to four digits of the gradients that go through the decay."""
+    with exact_delta_nets():
+        return run_reference(path, [_in_fp64(row) for row in rows], torch.float64)
+
+
+def _in_fp64(row: Row) -> Row:
+    values = {field.name: getattr(row, field.name) for field in fields(row)}
+    wide = {
+        name: value.double()
+        for name, value in values.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    return replace(row, **wide)
+
+
+@contextmanager
+def exact_delta_nets() -> Iterator[None]:
+    """Make transformers' modules compute the gated delta rule token by token, and keep fp64 where
+    they would round to fp32."""
+    to_float = torch.Tensor.float
+
+    def keep_fp64(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x if x.dtype is torch.float64 else to_float(x, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
+            norm = next(getattr(module, name) for name in dir(module) if "RMSNormGated" in name)
+            stack.enter_context(
+                mock.patch.object(module, "torch_chunk_gated_delta_rule", rule_by_token)
+            )
+            stack.enter_context(mock.patch.object(norm, "forward", _gated_norm))
+        stack.enter_context(mock.patch.object(torch.Tensor, "float", keep_fp64))
+        yield
+
+
+def rule_by_token(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    normalise: bool = True,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs and the last state of the gated delta rule, in the dtype of its inputs."""
+    if normalise:
+        query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    state = query.new_zeros(value.shape[0], value.shape[2], key.shape[-1], value.shape[-1])
+    outs = []
+    for token in range(query.shape[1]):
+        state = state * g[:, token].exp()[..., None, None]
+        expected = torch.einsum("bhk,bhkv->bhv", key[:, token], state)
+        error = (value[:, token] - expected) * beta[:, token, :, None]
+        state = state + key[:, token, ..., None] * error[..., None, :]
+        outs.append(torch.einsum("bhk,bhkv->bhv", query[:, token], state))
+    return torch.stack(outs, 1), state
+
+
+def _gated_norm(norm: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * (hidden_states * scale) * F.silu(gate)

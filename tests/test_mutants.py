@@ -9,10 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.batches import MIXED, TEXT_ON_ONE_RANK, make_rows
-from tests.reference import run_reference
+from tests.reference import rule_by_token, run_reference
 from tests.runs import Case, Outcome, loss_and_grads
 from tests.test_parity import TOLERANCE, errors, layout
 
@@ -66,9 +67,9 @@ def no_sum_over_tp() -> Iterator[None]:
 @contextmanager
 def features_not_sent_on() -> Iterator[None]:
     """Drop the features that a stage with few layers could not add."""
-    from megatron_vlm.model.stage_model import StageModel
+    from megatron_vlm.model.carry import Carry
 
-    with mock.patch.object(StageModel, "_join_stages", lambda self, hidden, features: hidden):
+    with mock.patch.object(Carry, "to_tensor", lambda self, layers: self.hidden_SBH):
         yield
 
 
@@ -149,6 +150,110 @@ def loss_per_micro_batch() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def context_around_the_block() -> Iterator[None]:
+    """Set the context of a pass once for the whole chunk. A layer that is recomputed then reads
+    that of the micro-batch that came last."""
+    from megatron_vlm.model.layer_specs import PassContext
+
+    @contextmanager
+    def leave_behind(self, layer):
+        layer.mlp.routing = last.setdefault("routing", self.routing)
+        if torch.is_grad_enabled():  # the second forward keeps what the first one left
+            yield
+            return
+        layer.mlp.routing = last["routing"] = self.routing
+        yield
+
+    last: dict[str, Any] = {}
+    with mock.patch.object(PassContext, "on", leave_behind):
+        yield
+
+
+def replaced(name: str, make: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Replace a function or class attribute that model/gated_delta_net.py uses by what `make` makes
+    of it."""
+
+    @contextmanager
+    def mutant() -> Iterator[None]:
+        import megatron_vlm.model.gated_delta_net as module
+
+        owner, _, leaf = name.rpartition(".")
+        target = getattr(module, owner) if owner else module
+        with mock.patch.object(target, leaf, make(getattr(target, leaf))):
+            yield
+
+    return mutant
+
+
+def unnormalised_rule(_right: Any) -> Any:
+    def rule(q, k, v, g, beta):
+        q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
+        return rule_by_token(q, k, v, g, beta, normalise=False)
+
+    return rule
+
+
+def heads_in_turn(right: Any) -> Any:
+    def rule(q, k, v, g, beta):
+        q, k = (x.repeat(1, 1, v.shape[2] // k.shape[2], 1) for x in (q, k))
+        return right(q, k, v, g, beta)
+
+    return rule
+
+
+def state_kept_between_rows(right: Any) -> Any:
+    def rule(*parts):
+        rows = len(parts[0])
+        out, state = right(*(part.flatten(0, 1)[None] for part in parts))
+        return out.unflatten(1, (rows, -1))[0], state
+
+    return rule
+
+
+def decay_in_bf16(right: Any) -> Any:
+    return lambda q, k, v, g, beta: right(q, k, v, g.bfloat16().float(), beta)
+
+
+def convolution_across_rows(right: Any) -> Any:
+    return lambda x, weight: right(x.flatten(0, 1)[None], weight).unflatten(1, x.shape[:2])[0]
+
+
+def gate_before_the_norm(_right: Any) -> Any:
+    def gated_norm(self, out, gate):
+        gated = out * F.silu(gate.unflatten(-1, out.shape[2:]))
+        eps = self.config.layernorm_epsilon
+        return F.rms_norm(gated, gated.shape[-1:], self.norm, eps).flatten(2)
+
+    return gated_norm
+
+
+@contextmanager
+def rotary_on_all_of_the_head() -> Iterator[None]:
+    from megatron_vlm.model.rope import InterleavedMRoPE
+
+    right = InterleavedMRoPE.__init__
+
+    def init(self, head_dim, *rest):
+        right(self, 4 * head_dim, *rest)
+
+    with mock.patch.object(InterleavedMRoPE, "__init__", init):
+        yield
+
+
+@contextmanager
+def shared_expert_without_its_gate() -> Iterator[None]:
+    from megatron_vlm.model.experts import SharedExpert
+
+    def forward(self, hidden):
+        return self.down(self.swiglu(self.gate_up(hidden))) + 0 * self.gate(hidden)
+
+    with mock.patch.object(SharedExpert, "forward", forward):
+        yield
+
+
+QWEN3_5 = dict(family="qwen3_5", head_dim=64)
+
 MUTANTS: dict[str, tuple[Callable[[], Any], Case, dict[str, Any]]] = {
     "features in a list": (reentrant_list_of_features, layout(), {}),
     "gradient times TP": (scaled_feature_gradient(2.0), layout(tp=2), {}),
@@ -168,6 +273,48 @@ MUTANTS: dict[str, tuple[Callable[[], Any], Case, dict[str, Any]]] = {
     "chunked M-RoPE": (chunked_mrope, layout(), {}),
     "padding in the softmax": (padding_in_softmax, layout(tp=2), {"vocab": 509}),
     "loss per micro-batch": (loss_per_micro_batch, layout(), {}),
+    "context around the block": (
+        context_around_the_block,
+        layout(pp=2, recompute="full"),
+        {"experts": 8},
+    ),
+    "norm of the delta net not summed over TP": (
+        replaced("copy_to_tensor_model_parallel_region", lambda right: lambda x, group: x),
+        layout(tp=2),
+        QWEN3_5,
+    ),
+    "decay in bf16": (replaced("gated_delta_rule", decay_in_bf16), layout(), QWEN3_5),
+    "queries and keys not normalised": (
+        replaced("gated_delta_rule", unnormalised_rule),
+        layout(),
+        QWEN3_5,
+    ),
+    "key heads in the wrong order": (
+        replaced("gated_delta_rule", heads_in_turn),
+        layout(),
+        QWEN3_5,
+    ),
+    "state carried into the next row": (
+        replaced("gated_delta_rule", state_kept_between_rows),
+        layout(),
+        QWEN3_5,
+    ),
+    "convolution across rows": (
+        replaced("_convolve", convolution_across_rows),
+        layout(),
+        QWEN3_5,
+    ),
+    "gate before the norm": (
+        replaced("GatedDeltaMixer._gated_norm", gate_before_the_norm),
+        layout(),
+        QWEN3_5,
+    ),
+    "rotary on all of the head": (rotary_on_all_of_the_head, layout(), QWEN3_5),
+    "shared expert without its gate": (
+        shared_expert_without_its_gate,
+        layout(),
+        QWEN3_5 | {"experts": 4},
+    ),
 }
 
 

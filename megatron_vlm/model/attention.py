@@ -6,8 +6,7 @@ query heads per key/value head, D head size, F half the head size, Q outputs of 
 columns of the cache.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -109,7 +108,7 @@ class CachedAttention(MegatronModule):
         self.backend = backend(
             config=config, layer_number=layer_number, softmax_scale=softmax_scale, **kwargs
         )
-        self.cache: KVCache | None = None  # `using_cache` sets it
+        self.cache: KVCache | None = None  # the pass sets it: model/layer_specs.py
 
     def forward(
         self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, *args: Any, **kwargs: Any
@@ -137,17 +136,3 @@ class CachedAttention(MegatronModule):
             value_BTGD.transpose(1, 2),
         )
         return out_BGRD.flatten(1)[None]
-
-
-@contextmanager
-def using_cache(cache: KVCache | None, layers: Iterable[Any]) -> Iterator[None]:
-    """Make these decoder layers store into and read from this cache inside the context."""
-    mixers = [] if cache is None else [layer.self_attention for layer in layers]
-    holders = [getattr(mixer, "core_attention", mixer) for mixer in mixers]
-    for holder in holders:
-        holder.cache = cache
-    try:
-        yield
-    finally:
-        for holder in holders:
-            holder.cache = None

@@ -37,7 +37,7 @@ def transformer_config(
     cfg: Config, text: TextSizes, dims: ParallelDims, platform: Platform, compiled: bool
 ) -> TransformerConfig:
     """Return Megatron's config of the decoder. Comments explain the values that are not sizes."""
-    is_te = cfg.model.backend == "te"
+    is_te = BACKENDS[cfg.model.backend].fuses_norms
     dtype = compute_dtype(cfg, platform)
     recompute: dict[str, Any] = {}
     if cfg.model.recompute == "full":
@@ -178,6 +178,6 @@ def build_chunks(
 def _rotary(
     cfg: Config, text: TextSizes, config: TransformerConfig, device: torch.device
 ) -> InterleavedMRoPE:
-    dtype = None if cfg.model.backend == "te" else config.params_dtype
+    dtype = None if BACKENDS[cfg.model.backend].fuses_norms else config.params_dtype
     width = text.attention.rotary_dim
     return InterleavedMRoPE(width, text.rope_theta, list(text.mrope_section), device, dtype)

@@ -61,6 +61,7 @@ class ExpertMLP(MegatronModule):
         assert experts % ranks == 0
         self.experts, self.top_k = experts, sizes.top_k
         self.layer = 0  # `set_layer_number` sets it
+        self.routing: Routing | None = None  # the pass sets it: model/layer_specs.py
         self.load = [0] * experts  # per expert, the tokens that this rank has sent in training
 
         def weight(*shape: int) -> Tensor:
@@ -80,11 +81,11 @@ class ExpertMLP(MegatronModule):
         """Set the layer's number in the whole model, counted from 1. Megatron calls this."""
         self.layer = number
 
-    def forward(self, hidden_SBH: Tensor, padding_mask: Routing) -> tuple[Tensor, None]:
+    def forward(self, hidden_SBH: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """Return the experts' output, zero for padding, and no bias. This is a collective of the
-        expert parallel group: a rank without tokens takes part. Megatron's layer sets the
-        argument's name."""
-        routing, flat_H = padding_mask, hidden_SBH.flatten(0, 1)
+        expert parallel group: a rank without tokens takes part."""
+        routing, flat_H = self.routing, hidden_SBH.flatten(0, 1)
+        assert routing is not None
         places_N = routing.places_N
         hidden_NH = flat_H if places_N is None else flat_H.index_select(0, places_N)
         chosen_NK, weights_NK = route(hidden_NH, self.router, self.top_k, routing, self.layer)

@@ -82,7 +82,7 @@ class GatedDeltaMixer(MegatronModule):
             skip_bias_add=True,
             tp_group=self.tp,
         )
-        self.cache: KVCache | None = None  # `using_cache` sets it
+        self.cache: KVCache | None = None  # the pass sets it: model/layer_specs.py
 
     def forward(
         self, hidden_SBH: Tensor, attention_mask: None = None, **_: Any

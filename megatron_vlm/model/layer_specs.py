@@ -1,6 +1,7 @@
 """Decoder layer as Megatron's ModuleSpec: the class that fills each place, for each backend."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,30 +23,51 @@ from megatron_vlm.hf.backend import BACKENDS
 from megatron_vlm.model.attention import CachedAttention, FusedSelfAttention, SDPACoreAttention
 from megatron_vlm.model.fused_ops import FusedOps, Norm
 from megatron_vlm.model.gated_delta_net import GatedDeltaMixer
+from megatron_vlm.model.kv_cache import KVCache
 from megatron_vlm.model.router import Routing
 
 
-class DeepStackLayer(TransformerLayer):
+@dataclass(frozen=True)
+class PassContext:
+    """What the layers of a chunk read in one pass of a micro-batch, besides hidden states: the
+    routing of its tokens to experts and, in generation, the cache of its rows."""
+
+    routing: Routing
+    cache: KVCache | None = None
+
+    @contextmanager
+    def on(self, layer: Any) -> Iterator[None]:
+        """Give the context to the parts of a layer that read it."""
+        mixer = getattr(layer.self_attention, "core_attention", layer.self_attention)
+        mixer.cache, layer.mlp.routing = self.cache, self.routing
+        try:
+            yield
+        finally:
+            mixer.cache = layer.mlp.routing = None
+
+
+class DecoderLayer(TransformerLayer):
     """Decoder layer that adds the first of its DeepStack features to its output and passes on the
     rest.
 
     The features travel as `context_KSBH`: the block passes this tensor from layer to layer, and
     full recompute passes it as an explicit argument, so the gradient of the features survives a
-    reentrant checkpoint. The routing of experts is no tensor and travels in the place of
-    `attention_bias`: the block hands that object to each layer unchanged, and full recompute hands
-    over the same object again.
+    reentrant checkpoint. The context of the pass is no tensor. It travels as `attention_bias`,
+    because the block hands that object to each layer unchanged, and full recompute hands over the
+    same object again. An attribute that is set around the whole block would be that of another
+    micro-batch when a layer is recomputed.
     """
 
     def forward(
         self,
         *args: Any,
         context: Tensor | None = None,
-        attention_bias: Routing | None = None,
-        padding_mask: None = None,
+        attention_bias: PassContext | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        # Megatron's layer passes a padding mask on to its MLP, without looking at it.
-        hidden_SBH, _ = super().forward(*args, context=None, padding_mask=attention_bias, **kwargs)
+        assert attention_bias is not None
+        with attention_bias.on(self):
+            hidden_SBH, _ = super().forward(*args, context=None, **kwargs)
         if context is None:
             return hidden_SBH, None
         return hidden_SBH + context[0], context[1:] if len(context) > 1 else None
@@ -88,7 +110,7 @@ def torch_layer_spec(options: BuildOptions, text: TextSizes) -> ModuleSpec:
         linear_fc2=RowParallelLinear,
     )
     return ModuleSpec(
-        module=DeepStackLayer,
+        module=DecoderLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
@@ -122,7 +144,7 @@ def te_layer_spec() -> ModuleSpec:
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = partial(CachedAttention, attention.core_attention)
-    return replace(spec, module=DeepStackLayer)
+    return replace(spec, module=DecoderLayer)
 
 
 def block_spec(

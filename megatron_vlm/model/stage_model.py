@@ -1,7 +1,7 @@
-"""Stage of Qwen3-VL as a Megatron GPTModel: embed, encode images, scatter, decode, predict.
+"""Stage of the model as a Megatron GPTModel: embed, encode images, scatter, decode, predict.
 
 Shapes: S tokens (Megatron is sequence first), B rows, H width of the decoder, V visual features,
-K DeepStack features still to be added, N supervised positions, 3 the axes time, height, width.
+K DeepStack features, N supervised positions, 3 the axes time, height, width.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from megatron_vlm.data.tokens.mrope_positions import check_placeholders
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.model.attention import using_cache
+from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.kv_cache import KVCache
+from megatron_vlm.model.layer_specs import PassContext
 from megatron_vlm.model.log_probs import ExtraOutput, predict
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.router import Routing
@@ -27,11 +28,8 @@ from megatron_vlm.model.vision import VisualPlan, encode, mark_ready_with_zero_g
 
 
 class StageModel(GPTModel):
-    """Pipeline stage or one of its chunks. The vision tower is in the first chunk of stage 0.
-
-    A stage sends cat([hidden, DeepStack features still to add]) along the sequence to the next one,
-    so any stage may hold the first decoder layers and the first stage may hold none.
-    """
+    """Pipeline stage or one of its chunks. The vision tower is in the first chunk of stage 0. A
+    stage sends a `Carry` to the next one."""
 
     def __init__(
         self,
@@ -122,25 +120,24 @@ class StageModel(GPTModel):
                     visuals = visuals.moved(lambda tensor: tensor.to(input_ids.device))
                 pixels = [pixel_values, pixel_values_videos]
                 hidden_SBH, features_KSBH = self._see(hidden_SBH, pixels, visuals)
-            hidden_SBH = self._for_recompute(hidden_SBH)
+            carry = Carry(self._for_recompute(hidden_SBH), features_KSBH)
         else:
             assert self.stage_input is not None
-            hidden_SBH, features_KSBH = _split_stages(self.stage_input, input_ids.shape[1])
-            self.decoder.set_input_tensor(hidden_SBH)
-        with using_cache(cache, self.decoder.layers):
-            output = super().forward(
-                input_ids,
-                position_ids,
-                None,
-                decoder_input=hidden_SBH if self.pre_process else None,
-                extra_block_kwargs={
-                    "context": features_KSBH,
-                    "attention_bias": routing or Routing(),
-                },
-            )
+            carry = Carry.from_tensor(self.stage_input, input_ids.shape[1])
+            self.decoder.set_input_tensor(carry.hidden_SBH)
+        output = super().forward(
+            input_ids,
+            position_ids,
+            None,
+            decoder_input=carry.hidden_SBH if self.pre_process else None,
+            extra_block_kwargs={
+                "context": carry.deepstack_KSBH,
+                "attention_bias": PassContext(routing or Routing(), cache),
+            },
+        )
         if self.post_process:
             return self._head(output, labels, **head)
-        return self._join_stages(output, features_KSBH)
+        return Carry(output, carry.deepstack_KSBH).to_tensor(len(self.decoder.layers))
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
         """Return the tokens' embeddings. The padding token's embedding is used but does not learn
@@ -247,20 +244,6 @@ class StageModel(GPTModel):
             return likeliest_tokens(products, *likeliest, vocab, tp_group)
         assert labels is not None
         return predict(products, labels, vocab, tp_group, also, of_M, temperature)
-
-    def _join_stages(self, hidden_SBH: Tensor, features_KSBH: Tensor | None) -> Tensor:
-        """Return the input of the next stage: the hidden states, then the features that its layers
-        will add."""
-        layers = len(self.decoder.layers)
-        if features_KSBH is None or len(features_KSBH) <= layers:
-            return hidden_SBH
-        return torch.cat([hidden_SBH, features_KSBH[layers:].flatten(0, 1)])
-
-
-def _split_stages(joined: Tensor, seq_len: int) -> tuple[Tensor, Tensor | None]:
-    """Undo `_join_stages`; the length determines the number of features."""
-    hidden_SBH, rest = joined[:seq_len], joined[seq_len:]
-    return hidden_SBH, rest.unflatten(0, (-1, seq_len)) if len(rest) else None
 
 
 def _check_right_padded(mask_BS: Tensor) -> None:

@@ -15,6 +15,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.decoder_layers import LayerSpec
 from megatron_vlm.family.spec import ModelSizes, Part
 from megatron_vlm.lora.targets import adapted_specs, is_of_experts
+from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.row_sizes import BatchSizes
@@ -150,7 +151,7 @@ def activations(
 ) -> int:
     """Return the bytes that a stage, or its chunk at this place in the pipeline, keeps of a
     micro-batch for its backward."""
-    text, vision = sizes.text, sizes.vision
+    text = sizes.text
     tokens = batch.padded_tokens
     frozen = all(getattr(cfg.model, f"freeze_{part}") for part in SWITCHES)
     if place == 0 and frozen:  # only the head has adapters: nothing before it has a gradient
@@ -158,7 +159,7 @@ def activations(
     layers = [text.layers[number] for number in dims.layers_at(place)]
     values = tokens * sum(layer_values(cfg, sizes, layer, dims.tp) for layer in layers)
     # Features that have not been added yet arrive with the hidden states.
-    arriving = dims.features_after(place - 1, vision.deepstack) if batch.patches else 0
+    arriving = Carry.extras(sizes, dims, place - 1, bool(batch.patches))
     if place > 0 or cfg.model.recompute == "full":
         values += tokens * text.hidden * arriving
     if place == 0:

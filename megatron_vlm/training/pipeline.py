@@ -17,6 +17,7 @@ from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.distributed.device import CopyStream
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.log_probs import ExtraOutput
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.expert_routing import routing_of_rows, routing_tables
@@ -264,11 +265,10 @@ class KnownShapeP2P(P2PCommunicator):
         order = get_schedule_table(len(batches), chunks, config.microbatch_group_size_per_vp_stage)
 
         def after(place: int, batch: MicroBatch) -> Shape:
-            """Return the shape that a place in the pipeline sends on: hidden states, then the
-            features that no layer has added yet."""
+            """Return the shape that a place in the pipeline sends on."""
             rows, tokens = batch.tokens_BS5.shape[:2]
-            features = sizes.vision.deepstack if batch.visual else 0
-            return tokens * (1 + dims.features_after(place, features)), rows, sizes.text.hidden
+            extras = Carry.extras(sizes, dims, place, bool(batch.visual))
+            return tokens * (1 + extras), rows, sizes.text.hidden
 
         def outputs(stage: int) -> list[Shape]:
             """Return the shapes that a stage sends on, in order. The end of the pipeline sends
