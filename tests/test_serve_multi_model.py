@@ -16,8 +16,8 @@ from megatron_vlm.config.schema import Config, ParallelConfig, TrainConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import DataError
 from megatron_vlm.serve.call_batching import FULL, CallBatcher
+from megatron_vlm.serve.call_runner import run_each
 from megatron_vlm.serve.journal.journal_records import Call, Changes, Failure, Outcome
-from megatron_vlm.serve.loop import run_each
 from tests.pool import free_port
 from tests.serve_client import (
     Client,
