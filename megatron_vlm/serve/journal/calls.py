@@ -147,6 +147,16 @@ def finish_call(store: Store, db: sqlite3.Connection, finished: Finished) -> lis
     return [finished.request_id, *apply(store, db, changes, now)]
 
 
+def is_unstarted_sample(db: sqlite3.Connection, request_id: str, key: str) -> bool:
+    """Return whether this is a sample of this key that nothing has begun to draw."""
+    row = db.execute(
+        "SELECT 1 FROM calls WHERE request_id = ? AND key = ? AND kind = ?"
+        " AND done IS NULL AND attempts = 0",
+        (request_id, key, SAMPLE),
+    ).fetchone()
+    return row is not None
+
+
 def model_id(session: str, seq: int) -> str:
     """Return the id of a session's model. The client computes the same id by itself."""
     return f"{session}:train:{seq}"
