@@ -163,12 +163,8 @@ def preprocessor(folder: Path) -> Attempt:
 
 def video_preprocessor(folder: Path) -> Attempt:
     def read(path: Path) -> None:
-        from megatron_vlm.data.media.video import (
-            VideoInfo,
-            VideoSettings,
-            plan_video,
-            video_normalisation_table,
-        )
+        from megatron_vlm.data.media.video import VideoInfo, plan_video, video_normalisation_table
+        from megatron_vlm.data.media.video_settings import VideoSettings
 
         settings = VideoSettings.from_checkpoint(path)
         video_normalisation_table(settings)
@@ -188,7 +184,7 @@ def processor_config(folder: Path) -> Attempt:
     valid = {"video_processor": video, "image_processor": image, "processor_class": "Qwen3VL"}
 
     def attempt(chance: random.Random) -> str:
-        from megatron_vlm.data.media.video import VideoSettings
+        from megatron_vlm.data.media.video_settings import VideoSettings
 
         (path / "processor_config.json").write_bytes(mutate_json(valid, chance))
         VideoSettings.from_checkpoint(path)

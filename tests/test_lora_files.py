@@ -25,7 +25,7 @@ from megatron_vlm.config.trainable import scale_of
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.lora.peft_folder import base_of, lora_of
+from megatron_vlm.lora.peft_config import base_of, lora_of
 from megatron_vlm.lora.targets import adapted_specs
 from megatron_vlm.lora.weights import adapted_weights, serving_remark
 from megatron_vlm.report.layout_table import short_name

@@ -19,7 +19,7 @@ from megatron_vlm.checkpoint.retention import step_folder
 from megatron_vlm.checkpoint.save_load import save
 from megatron_vlm.cli import main
 from megatron_vlm.family import read_sizes
-from megatron_vlm.lora.peft_folder import lora_of
+from megatron_vlm.lora.peft_config import lora_of
 from megatron_vlm.report.layout_table import short_name
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows

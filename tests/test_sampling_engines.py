@@ -26,7 +26,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from megatron_vlm.data.media.images import ImageSettings, image_patches
-from megatron_vlm.data.media.video import VideoPlan, VideoSettings, video_patches
+from megatron_vlm.data.media.video import VideoPlan, video_patches
+from megatron_vlm.data.media.video_settings import VideoSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.engines import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler

@@ -22,7 +22,8 @@ from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
-from megatron_vlm.data.media.video import VideoInfo, VideoSettings, plan_video
+from megatron_vlm.data.media.video import VideoInfo, plan_video
+from megatron_vlm.data.media.video_settings import VideoSettings
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.record import VideoOptions
 from megatron_vlm.data.records.unknown_keys import UnknownKeysError

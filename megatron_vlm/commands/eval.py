@@ -63,7 +63,7 @@ def locate(
 def _with_adapter(folder: Path, overrides: Sequence[str], file: ConfigFile | None) -> Config:
     """Return the configuration with an adapter, and with the base model that it names unless
     `overrides` name another one."""
-    from megatron_vlm.lora.peft_folder import base_of, lora_of
+    from megatron_vlm.lora.peft_config import base_of, lora_of
 
     has_model = any(override.startswith("model.path=") for override in overrides)
     base = [] if has_model else [f"model.path={base_of(folder)}"]

@@ -4,52 +4,37 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from megatron_vlm.config.schema import LoraConfig
-from megatron_vlm.config.trainable import Exported, scale_of
-from megatron_vlm.errors import CheckpointError, show_value
+from megatron_vlm.config.trainable import scale_of
+from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.hf.digest import weights_digest
 from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint, read_header
 from megatron_vlm.io.atomic import read_mark
-from megatron_vlm.io.hub import HubName, hub_name
+from megatron_vlm.io.hub import hub_name
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
+from megatron_vlm.lora.peft_config import (
+    ADAPTER_FILE,
+    BASE_COPY,
+    different_settings,
+    read_adapter_config,
+    target_parameters,
+    unsupported_options,
+)
 from megatron_vlm.lora.peft_tensors import file_tensors, is_of_linear, of_parameters
 from megatron_vlm.lora.targets import PREFIX, is_of_experts, module_of
 
-CONFIG = "adapter_config.json"
-ADAPTER_FILE = "adapter_model.safetensors"
-_BASE = ".base_layer.weight"
 _ROWS = 2**14  # number of rows to compare at a time
 _SHOWN = 5  # maximum number of names in an error
 _OLDER = (
     ". Or PEFT before 0.19.1 wrote it, where A and B of experts are the other way round; merge it "
     "into its base model with that PEFT, and give the result as model.path"
 )
-_MERGE = "merge it into its base model with PEFT, and give that as model.path"
-# PEFT supports these options and we do not. The values listed for each change nothing.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_dora": (None, False),
-    "use_qalora": (None, False),
-    "lora_bias": (None, False),
-    "fan_in_fan_out": (None, False),
-    "bias": (None, "none"),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None, {}),
-    "alora_invocation_tokens": (None,),
-    "use_bdlora": (None,),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "velora_config": (None,),
-    "monteclora_config": (None,),
-}
 
 
 def tensors_saved_whole(sizes: Sequence[TensorSpec], lora: LoraConfig) -> list[TensorSpec]:
@@ -69,8 +54,8 @@ class AdapterFolder:
         self.file = self.folder / ADAPTER_FILE
         self.place = f"lora.path={folder}"
         config = read_adapter_config(self.folder)
-        differences = _differences(config, lora), _other_experts(config, weights, source)
-        for error in (*_unknown(config), *chain(*differences)):
+        differences = different_settings(config, lora), _other_experts(config, weights, source)
+        for error in (*unsupported_options(config), *chain(*differences)):
             raise error.within(self.place)
         self._check_base(config, source)
         header = read_header(self.file)
@@ -185,87 +170,9 @@ class AdapterFolder:
         return value if form is None else form.loaded(value)
 
 
-def read_adapter_config(folder: Path) -> JsonField:
-    """Read the adapter_config.json of a LoRA adapter."""
-    file = UntrustedFile(
-        str(folder / CONFIG), CheckpointError, "give a folder that PEFT or we wrote"
-    )
-    config = file.json()
-    if (kind := config["peft_type"].value) != "LORA":
-        raise CheckpointError(
-            "is not supported: only LORA is trained here",
-            place=str(folder / CONFIG),
-            key="peft_type",
-            found=kind,
-            allowed=("LORA",),
-            remedy=_MERGE,
-        )
-    return config
-
-
-def is_adapter(folder: Path) -> bool:
-    """Return whether a folder has an adapter and no model."""
-    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
-
-
-def base_of(folder: Path) -> str:
-    """Return the model that an adapter was trained on, as its files name it."""
-    config = read_adapter_config(folder)
-    base = config.get("base_model_name_or_path")
-    if base is None:
-        raise CheckpointError(
-            "is missing, so the base model is unknown",
-            place=str(folder / CONFIG),
-            key="base_model_name_or_path",
-            remedy="give the base model as model.path, and the adapter as lora.path",
-        )
-    revision = config.get("revision")
-    if revision is not None and hub_name(base.string()) == HubName(base.string()):
-        return str(HubName(base.string(), revision.string()))
-    return base.string()
-
-
-def lora_of(folder: Path) -> LoraConfig:
-    """Return the configuration that continues the training of an adapter, from the adapter's
-    files."""
-    config = read_adapter_config(folder)
-    names = sorted(read_header(folder / ADAPTER_FILE))
-    ending = ".lora_A.weight"
-    linears = [name for name in names if name.endswith(ending) and is_of_linear(name)]
-    targets = [name.removeprefix(PREFIX).removesuffix(ending) for name in linears]
-    if len(linears) < sum(name.endswith(ending) for name in names):
-        targets += _target_parameters(config)
-    rslora = config.get("use_rslora")
-    return LoraConfig(
-        rank=config["r"].whole(1),
-        alpha=float(config["lora_alpha"].number(0)),
-        rslora=bool(rslora and rslora.value),
-        targets=tuple(targets),
-        train=("merger",) if any(map(_is_whole, names)) else (),
-        path=str(folder),
-    )
-
-
-def _is_whole(name: str) -> bool:
-    """Return whether a tensor of a file was trained itself, and not only copied by PEFT."""
-    return ".lora_" not in name and not name.endswith(_BASE)
-
-
 def _base_copy_name(weight: TensorSpec) -> str:
     """Return PEFT's name of its copy of a weight with an adapter."""
-    return f"{PREFIX}{module_of(weight)}{_BASE}"
-
-
-def _unknown(config: JsonField) -> Iterator[CheckpointError]:
-    for key, plain in _PLAIN.items():
-        value = config.object().get(key)
-        if value is not None and value.value not in plain:
-            yield CheckpointError("is not supported", key=key, found=value.value, remedy=_MERGE)
-
-
-def _target_parameters(config: JsonField) -> list[str]:
-    names = config.get("target_parameters")
-    return [name.string() for name in names.items()] if names else []
+    return f"{PREFIX}{module_of(weight)}{BASE_COPY}"
 
 
 def _other_experts(
@@ -273,7 +180,7 @@ def _other_experts(
 ) -> Iterator[CheckpointError]:
     """Yield an error where the adapter has other weights of experts. The tensors' names do not show
     it: they are the same for every weight of a layer's experts."""
-    names = _target_parameters(config)
+    names = target_parameters(config)
     in_file = {tensor.name for tensor in of_parameters(names, source.sizes.tensors)}
     targeted = {weight.name for weight in weights if is_of_experts(weight)}
     if in_file != targeted:
@@ -283,28 +190,6 @@ def _other_experts(
             found=names,
             remedy="give the lora.targets that the adapter was trained with",
         )
-
-
-def _differences(config: JsonField, lora: LoraConfig) -> Iterator[CheckpointError]:
-    rslora = config.get("use_rslora")
-    pairs = {
-        "r": (config["r"].whole(1), "rank", lora.rank),
-        "lora_alpha": (config["lora_alpha"].number(0), "alpha", lora.alpha),
-        "use_rslora": (bool(rslora and rslora.value), "rslora", lora.rslora),
-    }
-    for peft_key, (value, our_key, own_value) in pairs.items():
-        if value != own_value:
-            yield CheckpointError(
-                f"differs from the adapter's {peft_key}, {show_value(value)}",
-                key=f"lora.{our_key}",
-                found=own_value,
-                remedy=f"set lora.{our_key}={show_value(value)}",
-            )
-
-
-def is_kind(kind: Exported, folder: Path) -> bool:
-    """Return whether an export is of this kind: an adapter or not."""
-    return (folder / CONFIG).is_file() == (kind == "adapter")
 
 
 def merge_adapter(weight: Tensor, down: Tensor, up: Tensor, lora: LoraConfig) -> Tensor:

@@ -15,7 +15,7 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.export_folder import changed_file, read_export_mark
 from megatron_vlm.hf.model_card import versions
 from megatron_vlm.hf.push import Upload
-from megatron_vlm.lora.peft_folder import is_kind
+from megatron_vlm.lora.peft_config import is_kind
 from megatron_vlm.lora.weights import serving_remark
 from megatron_vlm.report.layout_table import layout_table, stage_reports
 from megatron_vlm.report.metrics_lines import has_load_line

@@ -20,7 +20,7 @@ from megatron_vlm.data.tokens.tokenizer import stop_ids
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.io.untrusted import home_path, real_path, require_file
-from megatron_vlm.lora.peft_folder import lora_of
+from megatron_vlm.lora.peft_config import lora_of
 from megatron_vlm.training.generate import generate
 from megatron_vlm.training.worker import MegatronWorker
 

@@ -23,7 +23,7 @@ from megatron_vlm.data.batches.balance import (
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.data_warnings import unused_key_warnings
 from megatron_vlm.data.batches.dataset import DataSet
-from megatron_vlm.data.media.video import CHOSEN
+from megatron_vlm.data.media.video_settings import CHOSEN
 from megatron_vlm.data.tokens.sample_views import ShownSample
 
 MAX_STEPS = 500  # steps to measure, because planning a whole large epoch would take minutes

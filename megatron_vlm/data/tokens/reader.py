@@ -13,13 +13,15 @@ from torch import Tensor
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
-from megatron_vlm.data.media.video import CHOSEN, VideoSettings, video_patches
+from megatron_vlm.data.media.video import video_patches
 from megatron_vlm.data.media.video_file import iter_frames
+from megatron_vlm.data.media.video_settings import CHOSEN, VideoSettings
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.record import Conversation, Image, Record, Video
 from megatron_vlm.data.tokens.chat_template import ChatRenderer
+from megatron_vlm.data.tokens.encoder import Encoder
 from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, check_ids, place_row
-from megatron_vlm.data.tokens.sample import Encoder, Grid, Sample
+from megatron_vlm.data.tokens.sample import Grid, Sample
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_family

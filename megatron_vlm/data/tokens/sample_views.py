@@ -17,10 +17,11 @@ import torch
 from megatron_vlm.data.records.record import Conversation, Image, Record, Video
 from megatron_vlm.data.tokens.boxes_as_text import Outline, outlines_of
 from megatron_vlm.data.tokens.chat_template import START
+from megatron_vlm.data.tokens.encoder import Encoder, image_sizes
 from megatron_vlm.data.tokens.mrope_positions import GridQueue
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.data.tokens.sample import Encoder, Sample, image_sizes
+from megatron_vlm.data.tokens.sample import Sample
 from megatron_vlm.errors import DataError
 
 MAX_SHOWN_FRAMES = 16  # temporal patches of a video that get pictures
