@@ -5,6 +5,7 @@ import os
 import signal
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 END_S = 20.0  # seconds until all of them have ended; it takes a second or two
@@ -39,13 +40,22 @@ class Marked:
                 return pid
         raise AssertionError(f"no process has rank {rank}")
 
+    def kill(self) -> None:
+        """Kill all of them."""
+        while processes := self.alive():
+            _kill(processes)
+
     def check_all_gone(self) -> None:
         """Check that no process remains after a moment. A remaining process is killed in any
         case."""
         until = time.monotonic() + END_S
         while (remaining := self.alive()) and time.monotonic() < until:
             time.sleep(0.05)
-        for pid in remaining:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(remaining)
         assert not remaining, [line for line, _ in remaining.values()]
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

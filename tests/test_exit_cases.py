@@ -2,12 +2,14 @@
 """Ends of processes: everything that a process has started ends with it, in every case."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from getpass import getuser
 from multiprocessing import current_process
@@ -80,7 +82,14 @@ class PipedJob:
         self.pipe = subprocess.Popen(
             words, env=self.marked.environment, stdout=subprocess.PIPE, text=True
         )
-        metrics = folder / run / "metrics.jsonl"
+        try:
+            self._wait_for_steps(folder / run / "metrics.jsonl")
+        except BaseException:
+            self.marked.kill()
+            self.pipe.communicate()  # closes the pipe
+            raise
+
+    def _wait_for_steps(self, metrics: Path) -> None:
         until = time.monotonic() + 200
         while not (metrics.exists() and '"step", "step": 4' in metrics.read_text()):
             assert self.pipe.poll() is None and time.monotonic() < until
@@ -99,6 +108,15 @@ class PipedJob:
         finally:
             self.marked.check_all_gone()
         return out
+
+
+def test_a_job_that_cannot_start_leaves_no_open_pipe(folder, tiny):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(AssertionError):
+            PipedJob(folder, tiny(), "refused", "train.steps=0")
+        gc.collect()
+    assert [each.message for each in caught if each.category is ResourceWarning] == []
 
 
 @pytest.mark.slow
