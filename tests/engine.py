@@ -33,12 +33,12 @@ class Engine:
     """A vLLM that serves a checkpoint; `options` are those of `load` in vllm_engine/serve.py."""
 
     def __init__(self, folder: str, **options: Any) -> None:
-        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - close() does
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - close() does
         self.process = subprocess.Popen(
             [ENVIRONMENT / "bin" / "python", Path(__file__).parent / "vllm_engine" / "serve.py"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self.said,
+            stderr=self.output,
             text=True,
             env={k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OMP_"))},
         )
@@ -65,13 +65,13 @@ class Engine:
 
     def _end(self) -> str:
         """Return the end of the engine's output."""
-        self.said.seek(0)
-        return self.said.read()[-5000:]
+        self.output.seek(0)
+        return self.output.read()[-5000:]
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout, self.said):
+        for stream in (self.process.stdin, self.process.stdout, self.output):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()

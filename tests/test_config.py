@@ -297,11 +297,11 @@ def test_what_is_out_of_range_is_refused_and_the_ends_are_not(key):
         cfg = Config()
         check_bounds(replace(cfg, **{group: replace(getattr(cfg, group), **{name: number})}))
 
-    outside = [allowed.least - 1, allowed.most + 1, -1e9]
+    outside = [allowed.min - 1, allowed.max + 1, -1e9]
     outside += [] if whole else [math.inf, -math.inf, math.nan]
-    outside += [allowed.least] * allowed.open_least + [allowed.most] * allowed.open_most
+    outside += [allowed.min] * allowed.is_min_open + [allowed.max] * allowed.is_max_open
     for value in outside:
         with pytest.raises(ConfigError) as caught:
             check(value)
         assert (caught.value.key, caught.value.allowed) == (key, str(allowed))
-    check(0.5 if allowed.open_least else allowed.least)
+    check(0.5 if allowed.is_min_open else allowed.min)

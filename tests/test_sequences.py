@@ -184,7 +184,7 @@ class Notes:
     checkpoints: dict[str, Known] = field(default_factory=dict)  # on the disk, by id
     past: dict[str, Known] = field(default_factory=dict)  # all that ever existed
     foreign: dict[Path, str] = field(default_factory=dict)
-    said: str = ""
+    output: str = ""
     head: Known | None = None  # last checkpoint of the last run
     mixed: bool = False  # metrics.jsonl has steps of several lines: runs went back and forth
 
@@ -335,8 +335,8 @@ class Sequences(RuleBasedStateMachine):
         if refused:  # rank 0 refuses; a launcher would end the others
             command = replace(command, layout="1")
         status = self.start(command, resume)
-        assert status in (0, 2, 75, STATUS_KILLED), notes.said
-        assert (status == 2) == refused or (refused and status == STATUS_KILLED), notes.said
+        assert status in (0, 2, 75, STATUS_KILLED), notes.output
+        assert (status == 2) == refused or (refused and status == STATUS_KILLED), notes.output
         done = origin.step if origin else 0
         former, notes.head = notes.head, origin
         if former and origin and origin.id not in (*former.line, former.id):
@@ -357,15 +357,15 @@ class Sequences(RuleBasedStateMachine):
         cfg = command.config(self.base, resume)
         world = cfg.parallel.tp * cfg.parallel.pp
         args = (cfg, command.stride, command.stop_at, command.kill_at)
-        self.notes.said = ""
+        self.notes.output = ""
         try:
             answers = self.pool.run(play, world, *args)
         except RuntimeError as error:
             assert command.kill_at is not None and "rank 0 of" in str(error), error
             assert "has died" in str(error), error
-            self.notes.said = str(error)
+            self.notes.output = str(error)
             return STATUS_KILLED
-        self.notes.said = answers[0][1]
+        self.notes.output = answers[0][1]
         return int(answers[0][0])
 
     def check_checkpoints(
@@ -391,7 +391,7 @@ class Sequences(RuleBasedStateMachine):
             assert int(folder.name[5:13]) == step and step <= command.steps
             assert first < step or origin is None
             start = origin.value if origin else 0
-            assert value == start + command.stride * (step - first), (folder, notes.said)
+            assert value == start + command.stride * (step - first), (folder, notes.output)
             new.append(Known(id_, step, value, line, here))
         for known in sorted(new, key=lambda known: known.step):
             self.number += 1
@@ -404,7 +404,7 @@ class Sequences(RuleBasedStateMachine):
         for id_, known in before.items():
             if id_ in current:
                 continue
-            assert known.counts and not known.foreign, f"{known} is gone: {notes.said}"
+            assert known.counts and not known.foreign, f"{known} is gone: {notes.output}"
             assert id_ in line or any(new_.id == id_ for new_ in new), f"{known} is gone"
             assert status == STATUS_KILLED or len(usable) >= command.keep_last, f"{known} is gone"
             newer = [k for k in usable if k.step > known.step]

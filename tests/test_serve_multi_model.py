@@ -205,10 +205,10 @@ def shared_passes(url: str) -> float:
 class PickyCalls:
     """A handler that refuses calls together with a bad one."""
 
-    asked: list[list[str]]
+    requested: list[list[str]]
 
     def forward_backward(self, calls: list[tuple[Call, Any]]) -> Any:
-        self.asked.append(names([each for each, _ in calls]))
+        self.requested.append(names([each for each, _ in calls]))
         if any(each.owner == "bad" for each, _ in calls):
             raise DataError("the rows are bad")
         return [(Outcome(each.owner.encode()), Changes()) for each, _ in calls]
@@ -224,7 +224,7 @@ def test_one_that_is_refused_takes_no_others_along():
         Failure("the rows are bad", "user"),
         Outcome(b"good"),
     ]
-    assert picky.asked == [["a", "b", "c"], ["a"], ["b"], ["c"]]
+    assert picky.requested == [["a", "b", "c"], ["a"], ["b"], ["c"]]
 
 
 DRAWN: list[dict[str, Any]] = [

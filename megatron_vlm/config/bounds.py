@@ -14,25 +14,25 @@ _YEAR = 365 * 24 * 60  # minutes
 
 @dataclass(frozen=True)
 class Range:
-    """Range from `least` to `most`. An open end is itself not allowed."""
+    """Range from `min` to `max`. An open end is itself not allowed."""
 
-    least: float
-    most: float = _MAX_INT32
-    open_least: bool = False
-    open_most: bool = False
+    min: float
+    max: float = _MAX_INT32
+    is_min_open: bool = False
+    is_max_open: bool = False
 
     def __contains__(self, value: float) -> bool:
-        above = value > self.least if self.open_least else value >= self.least
-        below = value < self.most if self.open_most else value <= self.most
+        above = value > self.min if self.is_min_open else value >= self.min
+        below = value < self.max if self.is_max_open else value <= self.max
         return above and below  # nan fails both
 
     def __str__(self) -> str:
-        lower = f"more than {self.least}" if self.open_least else f"{self.least}"
-        if self.most == _MAX_INT32:
-            return lower if self.open_least else f"at least {self.least}"
-        if math.isinf(self.most):
-            return f"a finite number, {lower}" + " or more" * (not self.open_least)
-        return f"{lower} to {'less than ' * self.open_most}{self.most}"
+        lower = f"more than {self.min}" if self.is_min_open else f"{self.min}"
+        if self.max == _MAX_INT32:
+            return lower if self.is_min_open else f"at least {self.min}"
+        if math.isinf(self.max):
+            return f"a finite number, {lower}" + " or more" * (not self.is_min_open)
+        return f"{lower} to {'less than ' * self.is_max_open}{self.max}"
 
 
 Count = Annotated[int, Range(0)]
@@ -41,13 +41,13 @@ Seed = Annotated[int, Range(0, 2**32 - 1)]
 Port = Annotated[int, Range(0, 65535)]
 ZeroOrOne = Annotated[int, Range(0, 1)]
 FrameCount = Annotated[int, Range(2)]  # a patch covers two frames
-NonNegative = Annotated[float, Range(0, math.inf, open_most=True)]
-AboveZero = Annotated[float, Range(0, math.inf, open_least=True, open_most=True)]
-AboveZero32 = Annotated[float, Range(0, open_least=True)]
+NonNegative = Annotated[float, Range(0, math.inf, is_max_open=True)]
+AboveZero = Annotated[float, Range(0, math.inf, is_min_open=True, is_max_open=True)]
+AboveZero32 = Annotated[float, Range(0, is_min_open=True)]
 Share = Annotated[float, Range(0, 1)]
-Decay = Annotated[float, Range(0, 1, open_most=True)]
-ShareAboveZero = Annotated[float, Range(0, 1, open_least=True)]
-Minutes = Annotated[float, Range(0, _YEAR, open_least=True)]
+Decay = Annotated[float, Range(0, 1, is_max_open=True)]
+ShareAboveZero = Annotated[float, Range(0, 1, is_min_open=True)]
+Minutes = Annotated[float, Range(0, _YEAR, is_min_open=True)]
 FailedReward = Annotated[float, Range(-1e6, 1e6)]
 
 

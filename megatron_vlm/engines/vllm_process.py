@@ -63,7 +63,7 @@ class Engine:
     process: "subprocess.Popen[bytes]"
     reader: StreamReader
     writer: StreamWriter
-    said: BinaryIO
+    output: BinaryIO
     waiting: dict[int, "Future[Any]"] = field(default_factory=dict)
     numbers: Any = field(default_factory=count)
     listening: "asyncio.Task[None] | None" = None
@@ -173,11 +173,11 @@ class Engine:
 
     def last_words(self) -> str:
         """Return the end of the process's output."""
-        if self.said.closed:
+        if self.output.closed:
             return "it was closed"
-        self.said.seek(0, os.SEEK_END)
-        self.said.seek(max(0, self.said.tell() - _OUTPUT_CHARACTERS))
-        return self.said.read().decode(errors="replace").strip()
+        self.output.seek(0, os.SEEK_END)
+        self.output.seek(max(0, self.output.tell() - _OUTPUT_CHARACTERS))
+        return self.output.read().decode(errors="replace").strip()
 
     def _end(self) -> None:
         """Kill the process and all processes that it has started."""
@@ -194,7 +194,7 @@ class Engine:
             if not future.done():
                 future.set_exception(EngineDiedError("it was closed"))
         self._end()
-        self.said.close()
+        self.output.close()
 
 
 def _environment() -> dict[str, str]:

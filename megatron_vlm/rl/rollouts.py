@@ -23,7 +23,7 @@ class Rollout:
     """Samples of a step, and the position of the next step's prompts."""
 
     groups: list[Group]
-    asked: int  # number of prompts
+    num_prompts: int
     alike: int  # number of these prompts whose answers all have the same reward
     after: Position
     seconds: float

@@ -99,7 +99,7 @@ class Trouble:
     """Record of an unexpected error. It does not keep the error itself, because the frames of the
     traceback hold all tensors of the computation."""
 
-    told: str  # message for the client
+    message: str  # for the client
     in_collective: bool
 
     @staticmethod
@@ -113,7 +113,7 @@ def bare(error: Exception) -> Exception:
     """Return the error without its traceback, whose frames hold what was read, such as decoded
     pictures. Return a CallFailedError for an unexpected error."""
     if not isinstance(error, MegatronVLMError | ValidationError):
-        return CallFailedError(Trouble.from_error(error).told)
+        return CallFailedError(Trouble.from_error(error).message)
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 

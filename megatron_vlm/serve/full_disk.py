@@ -12,12 +12,12 @@ class FullDisk:
     """Pause between attempts to write the journal, with a warning from time to time."""
 
     def __init__(self) -> None:
-        self.said = -REPEAT_WARNING_S
+        self.warned_at = -REPEAT_WARNING_S
 
     def wait(self, error: Exception) -> None:
         """Wait a moment before the next attempt."""
-        if time.monotonic() - self.said >= REPEAT_WARNING_S:
-            self.said = time.monotonic()
+        if time.monotonic() - self.warned_at >= REPEAT_WARNING_S:
+            self.warned_at = time.monotonic()
             print_to_user(
                 f"the journal cannot be written: {error}; free space there: work waits until then"
             )

@@ -164,14 +164,14 @@ class ModelCommands:
             not trouble.in_collective and have_all_failed(f"failed/{self.performed}", base.grid)
         )
         if not together:
-            text = f"not all ranks have met this error: {trouble.told}"
+            text = f"not all ranks have met this error: {trouble.message}"
             return BrokenError(text, place=call)
         try:
             base.platform.wait()
             base.platform.release()
         except Exception as error:
             return BrokenError(f"the device no longer does anything: {error}", place=call)
-        return CallFailedError(trouble.told)
+        return CallFailedError(trouble.message)
 
 
 def _perform(models: Models, order: dict[str, Any], batches: Sequence[TensorBatch]) -> Any:

@@ -87,10 +87,10 @@ class StopWords:
 class SampleBounds:
     """Bounds of sampling requests."""
 
-    most_tokens: int  # default of max_tokens
+    max_tokens: int  # default of max_tokens
     longest: int  # maximum tokens of a prompt and its answer together
     whose: str = "the model"  # subject of the error messages
-    least_temperature: float = 0.0  # lowest temperature above 0; 0 is always allowed
+    min_temperature: float = 0.0  # lowest temperature above 0; 0 is always allowed
 
 
 def read_ask(
@@ -107,16 +107,16 @@ def read_ask(
             f"has {length} tokens, and {bounds.whose} takes {bounds.longest} with the answer",
             key="prompt",
         )
-    if 0 < params.temperature < bounds.least_temperature:
+    if 0 < params.temperature < bounds.min_temperature:
         raise RequestError(
-            f": {bounds.whose} draws with at least {bounds.least_temperature}",
+            f": {bounds.whose} draws with at least {bounds.min_temperature}",
             key="sampling_params.temperature",
             found=params.temperature,
             allowed="0, which takes the most likely token, or more",
         )
     ids, texts = stops.ids_and_texts(params.stop)
     settings = SamplingSettings(
-        min(params.max_tokens or bounds.most_tokens, room),
+        min(params.max_tokens or bounds.max_tokens, room),
         params.temperature,
         max(params.top_k, 0),
         params.top_p,

@@ -91,7 +91,7 @@ def limits_of(limits: Mapping[str, Any]) -> RequestLimits:
 
 def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
     if cfg.serve.sampler == "own":
-        return SampleBounds(limits.max_tokens, longest, least_temperature=COLDEST)
+        return SampleBounds(limits.max_tokens, longest, min_temperature=COLDEST)
     longest = min(longest, cfg.serve.engine_max_len or ENGINE_MAX_LEN)
     whose = "the engine (serve.engine_max_len)"
     return SampleBounds(limits.max_tokens, longest, whose, MIN_TEMPERATURE)

@@ -39,7 +39,7 @@ class Admission:
     def __init__(
         self, adapters: int, engines: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.adapters, self.most, self.clock = adapters, AT_ONCE * engines, clock
+        self.adapters, self.max_calls, self.clock = adapters, AT_ONCE * engines, clock
         self.turns = FairQueue(clock)
         self.wants: dict[str, SampleWeights] = {}  # {request id: weights} of waiting calls
         self.queues: dict[Queue, dict[str, Call]] = {}  # waiting calls, in their order
@@ -112,7 +112,7 @@ class Admission:
     def _has_room(self, call: Call, weights: SampleWeights, whole: Path | None) -> bool:
         if not self.inside:
             return True
-        if len(self.inside) >= self.most or self.size + call.size > MAX_ADMITTED_BYTES:
+        if len(self.inside) >= self.max_calls or self.size + call.size > MAX_ADMITTED_BYTES:
             return False
         if weights.whole != whole:
             return False

@@ -64,7 +64,7 @@ class EngineSampling:
         self.switching: asyncio.Task[None] | None = None
         self.sessions: dict[str, SampleWeights | None] = {}
         self.broken: BaseException | None = None
-        self.said: Failure | None = None
+        self.last_failure: Failure | None = None
         self.news = asyncio.Event()
         self.running: Any = None
 
@@ -200,9 +200,10 @@ class EngineSampling:
         the server's, because the client's request was checked before."""
         expected = isinstance(error, MegatronVLMError)
         failure = Failure(str(error) if expected else f"{type(error).__name__}: {error}", "server")
-        if failure != self.said:  # all samples fail alike once the engine has failed for good
+        # All samples fail alike once the engine has failed for good.
+        if failure != self.last_failure:
             print_to_user(f"samples have failed: {failure.text}")
-            self.said = failure
+            self.last_failure = failure
         return failure
 
     def _finish(self, call: Call, outcome: Outcome | Failure) -> None:

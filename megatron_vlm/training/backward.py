@@ -140,7 +140,7 @@ class Backward:
     batches: Sequence[MicroBatch]
     step: ForwardStep
     objective: Objective
-    asked: LossCall
+    call: LossCall
 
     def totals(self, outputs: Sequence[Any]) -> tuple[float, int, dict[str, float]]:
         """Return the loss and the supervised tokens of the global batch, and means, from the
@@ -148,7 +148,7 @@ class Backward:
         loss_sum, count, weight, means = totals(
             self.objective, self.batches, outputs, self.stage.grid, self.stage.device
         )
-        divided_by = self.asked.divisor or weight or 1.0
+        divided_by = self.call.divisor or weight or 1.0
         if count not in (0, divided_by):  # Megatron has divided by the count
             self.gradients.scale(count / divided_by)
         self.gradients.record_backward(len(self.batches), count)
@@ -163,7 +163,7 @@ class Backward:
         """Return the metrics for the caller."""
         loss, count, means = sums
         log_probs = None
-        if self.asked.per_token:
+        if self.call.per_token:
             pieces = [out["log_probs_N"] for out in outputs]
             log_probs = self.stage.gather_by_row(self.batches, pieces)
         stage = self.stage
@@ -180,10 +180,10 @@ def run_backward(requests: Sequence[Backward]) -> list[StepMetrics]:
     with ExitStack() as calls:
         for request in requests:
             request.stage.train(True)
-            calls.enter_context(request.gradients.of_call(request.asked.accumulate))
+            calls.enter_context(request.gradients.of_call(request.call.accumulate))
         losses = [
             router_losses(
-                request.model, request.stage, request.batches, request.step, request.asked.divisor
+                request.model, request.stage, request.batches, request.step, request.call.divisor
             )
             for request in requests
         ]

@@ -72,7 +72,7 @@ def compare_all(
     finally:
         if asking is not None:
             asking.close()
-    answered = [] if asking is None else asking.asked
+    answered = [] if asking is None else asking.answered
     rows = [continue_row(each.prompt.prompt, each.answer.ids) for each in answered if each.answer]
     scores = iter(_scores(worker, rows))
     if asking is None:

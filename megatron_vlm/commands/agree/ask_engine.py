@@ -43,7 +43,7 @@ class Asking:
     settings: AgreeSettings
     dtype: str  # float32 or bfloat16, for engine and trainer
     prompts: list[tuple[str, Row]] = field(default_factory=list)
-    asked: list[AnsweredPrompt] = field(default_factory=list)
+    answered: list[AnsweredPrompt] = field(default_factory=list)
     stop_id: int = 0
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
     sampler: VllmSampler | None = None
@@ -89,7 +89,7 @@ class Asking:
 
     def ask(self) -> None:
         """Request the answers to all prompts at the same time."""
-        self.asked = self.runner.run(self._ask_all())
+        self.answered = self.runner.run(self._ask_all())
 
     async def _ask_all(self) -> list[AnsweredPrompt]:
         tables = PixelTables(str(self.worker.source.path), torch.device("cpu"))

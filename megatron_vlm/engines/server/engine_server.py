@@ -33,7 +33,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
 
 
 @dataclass
-class Asked:
+class PendingRequest:
     """A prompt whose samples are in progress."""
 
     expected: list[int]  # ids of the prompt, with all placeholders
@@ -52,7 +52,7 @@ class Server:
         self.nothing: str | None = None  # adapter without effect that these need on the CPU
         self.adapters = NamedAdapters()
         self.version = 0
-        self.asked: dict[int, Asked] = {}
+        self.pending: dict[int, PendingRequest] = {}
 
     def run(self) -> None:
         """Answer requests forever. An error in vLLM's own step ends the process, because the state
@@ -149,7 +149,7 @@ class Server:
         """Sample an answer for each seed. `prompt` (see vllm_prompt.py) must expand to `expected`.
         The ids of `never` are sampled only at a temperature of 0. `adapter` is the folder of an
         adapter that this request uses instead of the one of `adapt`."""
-        request = self.asked[number] = Asked(expected, [None] * len(seeds))
+        request = self.pending[number] = PendingRequest(expected, [None] * len(seeds))
         try:
             inputs = to_vllm_prompt(**prompt)
             adapter_folder = adapter or (self.nothing if self.adapter is None else None)
@@ -189,18 +189,18 @@ class Server:
     def _take(self, output: Any) -> None:
         """Store a sample that has ended, and answer its request once all samples have ended."""
         number, place = map(int, output.request_id.split("-"))
-        request = self.asked[number]
+        request = self.pending[number]
         if output.prompt_token_ids != request.expected:
             self._forget_request(number)
             self.link.refuse(number, _unlike_ids_message(output.prompt_token_ids, request.expected))
             return
         request.samples[place] = answer_of(output)
         if None not in request.samples:
-            del self.asked[number]
+            del self.pending[number]
             self.link.answer(number, {"samples": request.samples, "version": self.version})
 
     def _forget_request(self, number: int) -> None:
-        if (request := self.asked.pop(number, None)) is not None:
+        if (request := self.pending.pop(number, None)) is not None:
             self.engine.abort_request(request.names)
 
     def folder(self, folder: str, version: int) -> None:
@@ -236,7 +236,7 @@ class Server:
 
     def _renew(self, version: int) -> None:
         """Drop keys, values and features of pictures, which came from former weights."""
-        assert not self.asked, "an update comes when nothing is asked"
+        assert not self.pending, "an update comes when nothing is asked"
         assert self.engine.reset_prefix_cache(), "keys and values of former weights are still used"
         self.engine.reset_encoder_cache()
         self.version = version

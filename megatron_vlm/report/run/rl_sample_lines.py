@@ -61,7 +61,7 @@ class SampleLines:
     """The prompts of a few steps, in the order of steps."""
 
     steps: dict[int, list[ShownPrompt]]
-    told: int  # number of steps in the file
+    num_steps: int  # in the file
     unreadable: int  # number of malformed lines
     whole: bool  # False if the file was longer than is read
 
@@ -88,7 +88,7 @@ class _Index:
     def __init__(self, opened: BinaryIO, file: UntrustedFile):
         self.opened, self.file = opened, file
         self.places: dict[int, list[int]] = {}
-        self.asked: set[str] = set()  # sources of the prompts of the last step
+        self.sources: set[str] = set()  # sources of the prompts of the last step
         self.unreadable = 0
         self.whole = True
         for place, line in self._lines():
@@ -125,12 +125,12 @@ class _Index:
     def _take(self, prompt: ShownPrompt, place: int) -> None:
         last = next(reversed(self.places), -1)
         # A step may have been logged in part before it was repeated. Then a prompt comes twice.
-        again = prompt.step < last or (prompt.step == last and prompt.where in self.asked)
+        again = prompt.step < last or (prompt.step == last and prompt.where in self.sources)
         if again:
             self.places = {k: places for k, places in self.places.items() if k < prompt.step}
         if again or prompt.step > last:
-            self.asked = set()
-        self.asked.add(prompt.where)
+            self.sources = set()
+        self.sources.add(prompt.where)
         self.places.setdefault(prompt.step, []).append(place)
 
 

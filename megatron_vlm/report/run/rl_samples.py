@@ -51,10 +51,10 @@ def sample_cards(metrics: RunMetrics, folder: Path) -> Iterator[sections.Section
 def _notes(sample_lines: SampleLines) -> Iterator[sections.Section]:
     notes = []
     if sample_lines.steps:
-        steps = "1 step" if sample_lines.told == 1 else f"{sample_lines.told:,} steps"
+        steps = "1 step" if sample_lines.num_steps == 1 else f"{sample_lines.num_steps:,} steps"
         some = (
             f", {len(sample_lines.steps)} of them here"
-            if len(sample_lines.steps) < sample_lines.told
+            if len(sample_lines.steps) < sample_lines.num_steps
             else ""
         )
         notes.append(f"{SAMPLES} has samples of {steps}{some}. The best are first.")

@@ -126,7 +126,7 @@ def _gather_answers(answers: Sequence[Answer], dp: GroupAxis, device: torch.devi
 
 def _prediction(data: DataSet, answer: Answer) -> dict[str, str]:
     where = data.where(answer.handle)
-    return {"where": where, "answer": answer.right, "prediction": answer.said}
+    return {"where": where, "answer": answer.right, "prediction": answer.prediction}
 
 
 def _choose_answers(answers: Sequence[Answer], max_count: int) -> list[Answer]:
@@ -145,7 +145,7 @@ def _example(data: DataSet, answer: Answer) -> Example:
     try:
         shown = data.show(answer.handle, pictures=True)
     except DataError as error:
-        return Example(str(error), answer.right, answer.said)
+        return Example(str(error), answer.right, answer.prediction)
     pieces = [piece for turn in shown.turns[:-1] for piece in turn.pieces]
     views = [piece.view for piece in pieces if piece.view is not None]
     prompt = "\n".join(map(_turn_text, shown.turns[:-1]))

@@ -34,11 +34,11 @@ class Answer:
 
     handle: Handle
     right: str
-    said: str
+    prediction: str
 
     @property
     def is_right(self) -> bool:
-        return self.right == self.said
+        return self.right == self.prediction
 
 
 def token_scores(held_out: EvalSet, alive: Callable[[], None]) -> dict[str, float]:
