@@ -31,7 +31,7 @@ from megatron_vlm.commands.agree.token_text import TokenText
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.process import UNLIKE
-from megatron_vlm.engines.inspection import EngineMedia, EngineView
+from megatron_vlm.engines.processed_prompt import ProcessedMedia, ProcessedPrompt
 from megatron_vlm.engines.prompts import Prompts
 from megatron_vlm.engines.vllm_process import EngineSettings
 from megatron_vlm.report.sections import Card, Pictures, Scatter
@@ -71,26 +71,28 @@ def world(tiny, pool, tmp_path_factory) -> World:
     return World(folder, data, rows, answers, PixelTables(folder, CPU))
 
 
-def honest(row: Row, tables: PixelTables) -> EngineView:
+def honest(row: Row, tables: PixelTables) -> ProcessedPrompt:
     """Return the trainer's input as an engine would report it."""
     values_PC = tables.images(row.pixel_values_PC)
     if row.image_grid_I3 is None or values_PC is None:
-        return EngineView(tuple(row.ids_S.tolist()), (), (), "vLLM 0")
+        return ProcessedPrompt(tuple(row.ids_S.tolist()), (), (), "vLLM 0")
     grids = [tuple(grid) for grid in row.image_grid_I3.tolist()]
     parts = values_PC.split([math.prod(grid) for grid in grids])
-    media = tuple(EngineMedia(*pair) for pair in zip(grids, parts, strict=True))
-    return EngineView(tuple(row.ids_S.tolist()), media, (), "vLLM 0")
+    media = tuple(ProcessedMedia(*pair) for pair in zip(grids, parts, strict=True))
+    return ProcessedPrompt(tuple(row.ids_S.tolist()), media, (), "vLLM 0")
 
 
-def changed(seen: EngineView, media: Callable[[EngineMedia], EngineMedia]) -> EngineView:
+def changed(
+    seen: ProcessedPrompt, media: Callable[[ProcessedMedia], ProcessedMedia]
+) -> ProcessedPrompt:
     """Return a view with another first picture."""
     return replace(seen, images=(media(seen.images[0]), *seen.images[1:]))
 
 
-def moved(by: float) -> Callable[[EngineMedia], EngineMedia]:
+def moved(by: float) -> Callable[[ProcessedMedia], ProcessedMedia]:
     """Return a function that changes one value of the patches."""
 
-    def move(media: EngineMedia) -> EngineMedia:
+    def move(media: ProcessedMedia) -> ProcessedMedia:
         patches_PC = media.patches_PC.clone()
         patches_PC[-1, 7] += by
         return replace(media, patches_PC=patches_PC)
@@ -98,17 +100,17 @@ def moved(by: float) -> Callable[[EngineMedia], EngineMedia]:
     return move
 
 
-def turned(media: EngineMedia) -> EngineMedia:
+def turned(media: ProcessedMedia) -> ProcessedMedia:
     time, high, wide = media.grid
     assert high != wide
     return replace(media, grid=(time, wide, high))
 
 
-def other_id(seen: EngineView) -> EngineView:
+def other_id(seen: ProcessedPrompt) -> ProcessedPrompt:
     return replace(seen, ids=(*seen.ids[:4], seen.ids[4] + 1, *seen.ids[5:]))
 
 
-SEEN: dict[str, tuple[Callable[[EngineView], EngineView], str | None]] = {
+SEEN: dict[str, tuple[Callable[[ProcessedPrompt], ProcessedPrompt], str | None]] = {
     "nothing": (lambda seen: seen, None),
     "rounding": (lambda seen: changed(seen, moved(1e-6)), None),
     "an id": (other_id, "1 of 1 prompts have other ids, the first here"),
@@ -252,7 +254,7 @@ def replays(world, tmp_path) -> Path:
 
 
 def write_replay(
-    folder: Path, world: World, row: Row, seen: EngineView, answer: Completion
+    folder: Path, world: World, row: Row, seen: ProcessedPrompt, answer: Completion
 ) -> None:
     request = Prompts(EngineSettings("", world.folder)).request(row, SamplingSettings(1), [])
     file = folder / replay_of(request.fields["prompt"])
@@ -307,7 +309,8 @@ def shifted(answer: Completion) -> Completion:
 
 
 WRONG: dict[
-    str, tuple[Callable[[EngineView], EngineView], Callable[[Completion], Completion], str]
+    str,
+    tuple[Callable[[ProcessedPrompt], ProcessedPrompt], Callable[[Completion], Completion], str],
 ] = {
     "a log-prob": (lambda seen: seen, shifted, "1 of {count} log-probs differ by more than 0.0001"),
     "an id": (other_id, lambda answer: answer, "1 of 5 prompts have other ids"),

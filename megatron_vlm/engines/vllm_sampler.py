@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.engines.inspection import EngineView, seen_of
+from megatron_vlm.engines.processed_prompt import ProcessedPrompt, read_processed_prompt
 from megatron_vlm.engines.prompts import Prompts
 from megatron_vlm.engines.sampler import Adapter, Checkpoint, SamplerError, Weights
 from megatron_vlm.engines.supervisor import EngineReplica
@@ -111,13 +111,13 @@ class VllmSampler:
             for sample in answer["samples"]
         ]
 
-    async def inspect(self, prompt: Row) -> EngineView:
+    async def inspect(self, prompt: Row) -> ProcessedPrompt:
         """Return vLLM's own view of the prompt. The engines must have been started with the option
         mm_processor_cache_gb=0."""
         request = self.prompts.request(prompt, SamplingSettings(1), [])
         fields = {name: request.fields[name] for name in ("prompt", "pictures", "videos")}
         async with self.gate.shared_with_requests():
-            return seen_of(await self._ask("inspect", fields, request.pixels, 1))
+            return read_processed_prompt(await self._ask("inspect", fields, request.pixels, 1))
 
     async def _ask(
         self, do: str, fields: Mapping[str, Any], pixels: Sequence[bytes], samples: int

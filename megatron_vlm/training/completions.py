@@ -1,4 +1,4 @@
-"""Settings of a sampler, and its answers."""
+"""Completion of a prompt, and the settings by which it is sampled."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -87,6 +87,6 @@ class Completion:
 
     @staticmethod
     def from_json(values: Sequence[Any]) -> "Completion":
-        """Build an answer from the JSON form of `plain`."""
+        """Build an answer from the form of `as_json`."""
         ids, log_probs, ended, version = values
         return Completion(tuple(ids), tuple(log_probs), ended, version)

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.engines.inspection import EngineMedia, EngineView
+from megatron_vlm.engines.processed_prompt import ProcessedMedia, ProcessedPrompt
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.25}  # bounds of a log-prob, by the compute type
 # Half the distance between adjacent bytes of a channel, whose standard deviation is 0.5 in
@@ -41,7 +41,7 @@ class ComparedPrompt:
 
     where: str
     prompt: Row
-    seen: EngineView
+    seen: ProcessedPrompt
     grids: bool  # True if the grids are equal
     patches: float  # largest difference of patches; 0 without patches
     tokens: tuple[TokenPair, ...] = ()
@@ -131,7 +131,7 @@ class Agreement:
         return sorted(pairs, key=rank)[:max_count]
 
 
-def compare(where: str, prompt: Row, view: EngineView, tables: PixelTables) -> ComparedPrompt:
+def compare(where: str, prompt: Row, view: ProcessedPrompt, tables: PixelTables) -> ComparedPrompt:
     """Compare the trainer's encoding of a prompt with the engine's."""
     images = zip_longest(_media(prompt, tables, "image"), view.images)
     videos = zip_longest(_media(prompt, tables, "video"), view.videos)
@@ -141,7 +141,9 @@ def compare(where: str, prompt: Row, view: EngineView, tables: PixelTables) -> C
     return ComparedPrompt(where, prompt, view, grids, float(np.max(patches)) if patches else 0.0)
 
 
-def patch_difference(trainer_media: EngineMedia | None, engine_media: EngineMedia | None) -> float:
+def patch_difference(
+    trainer_media: ProcessedMedia | None, engine_media: ProcessedMedia | None
+) -> float:
     """Return the largest difference between the patches of two pictures, in the engine's type; inf
     if their shapes differ."""
     if (
@@ -162,7 +164,7 @@ def token_pairs(
     return tuple(TokenPair(place, *each) for place, each in numbered)
 
 
-def _media(prompt: Row, tables: PixelTables, kind: str) -> list[EngineMedia]:
+def _media(prompt: Row, tables: PixelTables, kind: str) -> list[ProcessedMedia]:
     """Return the pictures or videos of a row as the trainer's vision tower gets them."""
     grid_I3, values_PC = prompt.image_grid_I3, tables.images(prompt.pixel_values_PC)
     if kind == "video":
@@ -172,4 +174,4 @@ def _media(prompt: Row, tables: PixelTables, kind: str) -> list[EngineMedia]:
         return []
     grids = [tuple(map(int, grid)) for grid in grid_I3.tolist()]
     parts = values_PC.split([math.prod(grid) for grid in grids])
-    return [EngineMedia(grid, part) for grid, part in zip(grids, parts, strict=True)]
+    return [ProcessedMedia(grid, part) for grid, part in zip(grids, parts, strict=True)]

@@ -186,7 +186,8 @@ class RewardProcess:
 
 
 class RewardWorker:
-    """Process that is restarted when needed, and the turns of the calls that use it."""
+    """Worker of the pool: its process, which is restarted when needed, and the turns of the calls
+    that use it."""
 
     def __init__(self, kind: str, target: str, timeout_s: float):
         self.kind, self.target, self.timeout_s = kind, target, timeout_s

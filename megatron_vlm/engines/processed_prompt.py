@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class EngineMedia:
+class ProcessedMedia:
     """A picture or a video: its grid, and its normalised patches in the type that the model
     receives."""
 
@@ -22,26 +22,26 @@ class EngineMedia:
 
 
 @dataclass(frozen=True)
-class EngineView:
+class ProcessedPrompt:
     """A whole prompt as an engine sees it, and the version of the engine."""
 
     ids: tuple[int, ...]
-    images: tuple[EngineMedia, ...]
-    videos: tuple[EngineMedia, ...]
+    images: tuple[ProcessedMedia, ...]
+    videos: tuple[ProcessedMedia, ...]
     version: str
 
 
-def seen_of(answer: Mapping[str, Any]) -> EngineView:
+def read_processed_prompt(answer: Mapping[str, Any]) -> ProcessedPrompt:
     """Read the answer of `inspect` in server/engine_server.py."""
     start, media = 0, []
     for entry in (*answer["image"], *answer["video"]):
         shape, dtype = entry["shape"], getattr(torch, entry["dtype"])
         end = start + 4 * math.prod(shape)
         values = torch.frombuffer(bytearray(answer["body"][start:end]), dtype=torch.float32)
-        media.append(EngineMedia(tuple(entry["grid"]), values.view(shape).to(dtype)))
+        media.append(ProcessedMedia(tuple(entry["grid"]), values.view(shape).to(dtype)))
         start = end
     num_images = len(answer["image"])
     version = f"vLLM {answer['vllm']}"
-    return EngineView(
+    return ProcessedPrompt(
         tuple(answer["ids"]), tuple(media[:num_images]), tuple(media[num_images:]), version
     )
