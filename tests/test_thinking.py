@@ -59,7 +59,6 @@ THINKING = """
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n<think>\\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{- '\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}
 """
 
@@ -196,13 +195,13 @@ def test_special_tokens_in_reasoning_cannot_forge(thinking):
     ]
 
 
-def test_variables_reach_the_template(thinking):
+def test_the_prompt_opens_a_block_that_is_trained_all_the_same(thinking):
+    """This template has no switch, and answers are trained as they are shown."""
     make, processor = thinking
     record = {"messages": [say("user", "a")]}
-    for given in ({}, {"enable_thinking": False}):
-        expected = hf_encode(processor, record, add_generation_prompt=True, **given)
-        sample = make(template_kwargs=given).encode(record, "x:1", prompt=True)
-        assert sample.ids_S.tolist() == expected["input_ids"][0].tolist()
+    expected = hf_encode(processor, record, add_generation_prompt=True)["input_ids"][0].tolist()
+    prompt = make().encode(record, "x:1", prompt=True).ids_S.tolist()
+    assert prompt == expected and processor.tokenizer.decode(prompt).endswith("<think>\n")
     assert trained_text(make(), make().encode(THINKS, "x:1")) == [
         "<think>\nc\n</think>\n\nb<|im_end|>"
     ]

@@ -24,14 +24,23 @@ from megatron_vlm.data.tokens.loss_spans import (
     take_turns,
     weight_of_message,
 )
+from megatron_vlm.data.tokens.special_tokens import PRIVATE_USE, cut_special_tokens
 from megatron_vlm.data.tokens.template_timeout import time_limit
+from megatron_vlm.data.tokens.thinking import (
+    EMPTY_BLOCK,
+    SWITCH,
+    SWITCHES,
+    AnswerOpening,
+    contrary_text,
+    remedy_of,
+    split_thoughts,
+)
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import VisionMarks
 from megatron_vlm.io.untrusted import UntrustedFile, reason
 
 START, END = "<|im_start|>", "<|im_end|>"
-_PRIVATE_USE = range(0xE000, 0xF8FF)
-_CUTS = f"[{chr(_PRIVATE_USE.start)}-{chr(_PRIVATE_USE.stop)}]"
+_CUTS = f"[{chr(PRIVATE_USE.start)}-{chr(PRIVATE_USE.stop)}]"
 _LONG_WORD = 2**16  # characters without a space
 _THOUGHT = "thought before it is said"  # text that no template has
 _PATIENCE_S = 60.0  # limit for a template to render a chat, which takes milliseconds
@@ -67,14 +76,7 @@ class ChatRenderer:
             raise ConfigError("is missing", place=self.outside.name, key="chat_template")
         self.tokenizer = tokenizer
         self.variables = dict(variables or {})
-        for name in self.variables:
-            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-                raise ConfigError(
-                    f": the chat template of {tokenizer.name_or_path} does not read it",
-                    key=f"data.template_kwargs.{name}",
-                    found=self.variables[name],
-                    remedy="correct the name, or leave it out",
-                )
+        self._check_variables()
         self.special_tokens, self.marks = special_tokens, marks
         names = (START, END, marks.image, marks.video, marks.start, marks.end)
         with self.outside.wrap_errors("cannot look up its tokens"):
@@ -93,6 +95,39 @@ class ChatRenderer:
         special = sorted({*names, *(token.content for token in added if token.special)})
         self.special = re.compile("|".join(map(re.escape, special)))
 
+    def _check_variables(self) -> None:
+        """Raise a ConfigError for a variable that the template does not read or take."""
+        template = f"the chat template of {self.tokenizer.name_or_path}"
+        for name, value in self.variables.items():
+            if not re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)):
+                raise ConfigError(
+                    f": {template} does not read it",
+                    key=f"data.template_kwargs.{name}",
+                    found=value,
+                    remedy="correct the name, or leave it out",
+                )
+            if name in SWITCHES and not isinstance(value, bool):
+                raise ConfigError(
+                    key=f"data.template_kwargs.{name}", found=value, allowed=(True, False)
+                )
+            if (refusal := self._refusal({name: value})) and not self._refusal({}):
+                raise ConfigError(
+                    f": {template} does not take it: {refusal}",
+                    key=f"data.template_kwargs.{name}",
+                    found=value,
+                    remedy="give a value that it takes, or leave it out",
+                )
+
+    def _refusal(self, variables: Mapping[str, Any]) -> str:
+        """Return why the template does not show a short chat with these variables, or ""."""
+        chat = [{"role": "user", "content": "a"}]
+        try:
+            with time_limit(_PATIENCE_S):
+                self.tokenizer.apply_chat_template(chat, tokenize=False, **variables)
+        except Exception as error:  # a template is a program, which may raise anything
+            return str(error) or type(error).__name__
+        return ""
+
     def render(
         self,
         chat: Conversation,
@@ -102,17 +137,21 @@ class ChatRenderer:
     ) -> Rendered:
         """Return the tokens and the weights of their losses. `videos` has the text of each video.
         `bounded` may shorten the text, or refuse it, before it costs time and memory as tokens."""
-        chat, cut = self._guard(chat)
-        messages, tools = [_message(turn) for turn in chat.turns], list(chat.tools) or None
+        chat, cut = cut_special_tokens(chat, self.special, self.special_tokens)
         try:
-            text = self._apply(messages, tools=tools)
+            messages = [self._message(turn) for turn in chat.turns]
+            text = self._apply(messages, tools=list(chat.tools) or None)
             has_reasoning = any(turn.reasoning for turn in chat.turns)
             is_hidden = has_reasoning and not self._shows_reasoning
         except TemplateSyntaxError as error:
             raise self.outside.error(f"its chat template is wrong: {reason(error)}") from error
         except Exception as error:  # a template is a program, which may raise anything
             template = f"the chat template of {self.tokenizer.name_or_path}"
-            raise DataError(f": {template} cannot show it: {error}", place=chat.where) from error
+            raise DataError(
+                f": {template} cannot show it: {error}",
+                place=chat.where,
+                remedy=remedy_of(str(error)),
+            ) from error
         if is_hidden:
             raise DataError(
                 f"of an answer is not shown by the chat template of {self.tokenizer.name_or_path}",
@@ -130,7 +169,11 @@ class ChatRenderer:
             rendered_messages, choose_trained(rendered_messages, train_on), strict=True
         ):
             if is_trained and message.turns:
-                weights_U[message.body : message.end] = weight_of_message(message, chat.where)
+                given = 0
+                if message.role == "assistant" and self.opening is not None:
+                    given = self.opening.given(ids_U[message.body : message.end])
+                weight = weight_of_message(message, chat.where)
+                weights_U[message.body + given : message.end] = weight
         return Rendered(ids_U, weights_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
 
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -146,6 +189,22 @@ class ChatRenderer:
         out the reasoning before earlier answers."""
         answer = {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT}
         return _THOUGHT in self._apply([{"role": "user", "content": "a"}, answer])
+
+    @cached_property
+    def _reads_thoughts_in_text(self) -> bool:
+        """True if the template finds the thoughts in the text of an answer."""
+        if not self._has_switch:
+            return True
+        question, text = {"role": "user", "content": "a"}, f"<think>\n{_THOUGHT}\n</think>\n\nb"
+        answer = {"role": "assistant", "content": text}
+        found, split = (self._apply([question, each]) for each in (answer, split_thoughts(answer)))
+        return found == split
+
+    def _message(self, turn: ChatMessage) -> dict[str, Any]:
+        """Return the turn in the form that the template expects."""
+        message = _message(turn)
+        in_text = "</think>" in str(message["content"])
+        return split_thoughts(message) if in_text and not self._reads_thoughts_in_text else message
 
     def min_tokens_of(self, text: str) -> int:
         """Return a lower bound of the number of tokens of the text, from the length of the longest
@@ -187,14 +246,33 @@ class ChatRenderer:
         return replace(rendered, ids_U=ids_U, weights_U=weights_U)
 
     @cached_property
+    def _has_switch(self) -> bool:
+        """True if thinking can be switched off in the template."""
+        return bool(re.search(rf"\b{SWITCH}\b", str(self.tokenizer.chat_template)))
+
+    @cached_property
+    def opening(self) -> AnswerOpening | None:
+        """What a prompt has of the answer already, if thinking can be switched off."""
+        line, _, block = self._opening_text.partition("\n") if self._has_switch else ("", "", "")
+        if not block or not EMPTY_BLOCK.startswith(block):
+            return None
+        ids_K, starts_K = self._tokenize([self._opening_text])
+        contrary_K = self._tokenize([contrary_text(block)])[0]
+        return AnswerOpening(ids_K[starts_K > len(line)], contrary_K)
+
+    @cached_property
     def _opening_tokens(self) -> np.ndarray:
         """Tokens that the template adds when an answer is to follow."""
+        return self._tokenize([self._opening_text])[0]
+
+    @cached_property
+    def _opening_text(self) -> str:
         chat = [{"role": "user", "content": ""}]
         with self.outside.wrap_errors("its chat template cannot open an answer"):
             closed, opened = (
                 self._apply(chat, add_generation_prompt=opens) for opens in (False, True)
             )
-        return self._tokenize([opened.removeprefix(closed)])[0]
+        return opened.removeprefix(closed)
 
     def _tokenize(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return ids, and the character at which each token starts. Pieces are tokenized
@@ -214,49 +292,6 @@ class ChatRenderer:
             base += len(piece)
         ids = list(itertools.chain(*encoded["input_ids"]))
         return np.array(ids, dtype=np.int32), np.array(starts, dtype=np.int64)
-
-    def _guard(self, chat: Conversation) -> tuple[Conversation, str]:
-        """Cut in two every special token that the chat's text spells, or raise a DataError. Return
-        the chat and the character that marks the cuts."""
-        contents = [(turn.parts, turn.tool_calls, turn.reasoning) for turn in chat.turns]
-        texts = list(_strings([chat.tools, *contents]))
-        if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
-            raise DataError(
-                ": the text has half of a surrogate pair, which is not valid Unicode",
-                place=chat.where,
-            )
-        hit = next((m for text in texts if (m := self.special.search(text))), None)
-        if hit is None:
-            return chat, ""
-        if self.special_tokens == "refuse":
-            raise DataError(
-                f": the text contains {hit[0]}, which would forge a turn or an image",
-                place=chat.where,
-                remedy="set data.special_tokens=escape to take it as plain text",
-            )
-        whole = "".join(texts)
-        cut = next((chr(code) for code in _PRIVATE_USE if chr(code) not in whole), None)
-        if cut is None:
-            raise DataError(
-                f": the text contains {hit[0]} and every character from U+E000 to U+F8FF, so "
-                "that none is left to escape it with",
-                place=chat.where,
-                remedy="drop the record",
-            )
-
-        def escape(text: str) -> str:
-            return self.special.sub(lambda match: match[0][0] + cut + match[0][1:], text)
-
-        turns = tuple(
-            replace(
-                turn,
-                parts=_map(turn.parts, escape),
-                tool_calls=_map(turn.tool_calls, escape),
-                reasoning=escape(turn.reasoning),
-            )
-            for turn in chat.turns
-        )
-        return Conversation(chat.where, turns, _map(chat.tools, escape)), cut
 
     def _messages(
         self, chat: Conversation, text: str, ids_U: np.ndarray, starts_U: np.ndarray
@@ -317,25 +352,3 @@ def _fill(
         starts.append(len(before) - (before.count(cut) if cut else 0))
         before += video + after
     return before, starts
-
-
-def _strings(value: Any) -> list[str]:
-    """Return every string in nested tuples, lists and dicts, including keys."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        return [s for pair in value.items() for s in _strings(list(pair))]
-    if isinstance(value, list | tuple):
-        return [s for item in value for s in _strings(item)]
-    return []
-
-
-def _map(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the same nested value with every string changed."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {change(key): _map(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_map(item, change) for item in value)
-    return value

@@ -54,7 +54,9 @@ def weight_of_message(message: RenderedMessage, where: str) -> float:
 def take_turns(waiting: list[ChatMessage], role: str) -> list[ChatMessage]:
     """Take the turns that a message with this role shows. A message shows one turn, or several tool
     messages in a row, which Qwen's templates show as one user message. A system prompt that the
-    template adds by itself shows no turn."""
+    template adds by itself shows no turn. A blank system prompt may be left out."""
+    if waiting and waiting[0].role == "system" != role and _is_blank(waiting[0]):
+        del waiting[0]
     if waiting and role == "user" and waiting[0].role == "tool":
         count = next((i for i, t in enumerate(waiting) if t.role != "tool"), len(waiting))
     else:
@@ -62,3 +64,7 @@ def take_turns(waiting: list[ChatMessage], role: str) -> list[ChatMessage]:
     taken = waiting[:count]
     del waiting[:count]
     return taken
+
+
+def _is_blank(turn: ChatMessage) -> bool:
+    return not any(not isinstance(part, str) or part.strip() for part in turn.parts)

@@ -1,0 +1,177 @@
+# .venv/bin/python -m pytest tests/test_qwen3_5_templates.py
+"""Tests of the chat templates of Qwen3.5, 3.6 and 3.8: tokens equal transformers', what a prompt
+already has of an answer is not trained, and what a template refuses is an error of the record."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.tokens.reader import make_encoder, make_reader
+from megatron_vlm.data.tokens.tokenizer import read_tokenizer
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.family import read_sizes
+from tests.chats import FAMILY_CHATS, hf_encode, hf_processor, image, say, think
+from tests.error_fields import raises
+from tests.test_chat_template import trained_text
+
+TEMPLATES = Path(__file__).parent / "templates"
+# The released tokenizers have these as tokens, and not as special ones.
+TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    """Return `make`: make("qwen3_6") is a tiny checkpoint with that template."""
+    root = tmp_path_factory.mktemp("templates")
+
+    def make(name):
+        path = root / name
+        if not path.exists():
+            shutil.copytree(tiny(), path)
+            shutil.copyfile(TEMPLATES / f"{name}.jinja", path / "chat_template.jinja")
+            join_newlines(path / "tokenizer.json")
+        return str(path)
+
+    return make
+
+
+def join_newlines(path):
+    """Make two newlines one token, as in the released tokenizers, instead of the last merge."""
+    tokenizer = json.loads(path.read_text())
+    vocab, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    newline = "\u010a"  # a newline in such a vocabulary
+    vocab[2 * newline] = vocab.pop("".join(merges.pop()))
+    merges.insert(0, [newline, newline])
+    path.write_text(json.dumps(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def reader(folder):
+    def make(name, **options):
+        cfg = DataConfig(**{"add_tokens": TOKENS, **options})
+        path = folder(name)
+        encoder = make_encoder(path, cfg)
+        return make_reader(encoder, cfg, read_sizes(path, cfg.add_tokens), "")
+
+    return make
+
+
+VARIANTS = [
+    ("qwen3_5", {}),
+    ("qwen3_5", {"enable_thinking": True}),
+    ("qwen3_5", {"enable_thinking": False}),
+    ("qwen3_5_small", {}),
+    ("qwen3_5_small", {"enable_thinking": True}),
+    ("qwen3_6", {}),
+    ("qwen3_6", {"preserve_thinking": True}),
+    ("qwen3_6", {"enable_thinking": False, "preserve_thinking": True}),
+    ("qwen3_8", {}),
+    ("qwen3_8", {"reasoning_effort": "low", "preserve_thinking": False}),
+    ("qwen3_8", {"reasoning_effort": "medium"}),
+    ("qwen3_8", {"enable_thinking": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "variables"), VARIANTS)
+@pytest.mark.parametrize("tokens", [(), TOKENS])
+def test_ids_equal_transformers(name, variables, tokens, folder, reader):
+    ours = reader(name, template_kwargs=variables, add_tokens=tokens)
+    processor = hf_processor(folder(name))
+    processor.tokenizer = read_tokenizer(folder(name), tokens)
+    assert len(FAMILY_CHATS) >= 40
+    for title, chat in FAMILY_CHATS.items():
+        for prompt in (False, True):
+            expected = hf_encode(processor, chat, add_generation_prompt=prompt, **variables)
+            sample = ours.encode(chat, "x:1", prompt=prompt)
+            assert sample.ids_S.tolist() == expected["input_ids"][0].tolist(), title
+            grids = expected.get("image_grid_thw", torch.zeros(0, 3))
+            assert [list(grid) for grid in sample.image_grids] == grids.tolist(), title
+            assert sample.trained_S.any() != prompt
+
+
+ASK, PLAIN = [say("user", "a")], {"messages": [say("user", "a"), say("assistant", "b")]}
+THINKS = {"messages": [*ASK, think("r", "b")]}
+END = "<|im_end|>"
+THINKING, QUIET = {"enable_thinking": True}, {"enable_thinking": False}
+TRAINED = [
+    # The prompt ends in <think> and a newline, and the answer goes on.
+    ("qwen3_5", {}, THINKS, [f"r\n</think>\n\nb{END}"]),
+    ("qwen3_6", {}, THINKS, [f"r\n</think>\n\nb{END}"]),
+    ("qwen3_8", {}, THINKS, [f"r\n</think>\n\nb{END}"]),
+    ("qwen3_5_small", THINKING, THINKS, [f"r\n</think>\n\nb{END}"]),
+    # An empty block has one token for its two newlines, which no prompt has.
+    ("qwen3_5", {}, PLAIN, [f"\n\n</think>\n\nb{END}"]),
+    ("qwen3_8", {}, PLAIN, [f"\n\n</think>\n\nb{END}"]),
+    # The prompt has all of the block.
+    ("qwen3_5", QUIET, PLAIN, [f"b{END}"]),
+    ("qwen3_6", QUIET, PLAIN, [f"b{END}"]),
+    ("qwen3_8", QUIET, PLAIN, [f"b{END}"]),
+    ("qwen3_5_small", {}, PLAIN, [f"b{END}"]),
+    ("qwen3_5_small", {}, THINKS, [f"\nr\n</think>\n\nb{END}"]),
+]
+
+
+@pytest.mark.parametrize(("name", "variables", "chat", "expected"), TRAINED)
+def test_what_the_prompt_has_is_not_trained(name, variables, chat, expected, reader):
+    """Where the answer goes on as its prompt asks, its first trained token follows the prompt."""
+    ours = reader(name, template_kwargs=variables)
+    sample = ours.encode(chat, "x:1")
+    assert trained_text(ours, sample) == expected
+    prompt = ours.encode({"messages": ASK}, "x:1", prompt=True).ids_S.tolist()
+    first = int(sample.trained_S.nonzero()[0][0])
+    whole = sample.ids_S.tolist()
+    assert whole[:first] == prompt[:first] and whole[first:] != prompt[first:]
+    assert (first == len(prompt)) == (not expected[0].startswith("\n"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_6", "qwen3_8"])
+def test_what_a_template_refuses_is_a_wrong_record(name, reader):
+    ours = reader(name)
+    answer = say("assistant", "b")
+    for messages, problem, remedy in (
+        ([say("system", image(64, 64)), *ASK, answer], "cannot contain images", "user"),
+        ([say("system", "a"), answer], "No user query found", "a message of the user"),
+        ([say("user", "<tool_response>\n3\n</tool_response>"), answer], "No user", "of a tool"),
+    ):
+        with raises(DataError, place="x:1", problem_has=problem, remedy_has=remedy):
+            ours.encode({"messages": messages}, "x:1")
+    with raises(DataError, place="x:1: message 1", key="role", found="system"):
+        ours.encode({"messages": [*ASK, say("system", "a"), answer]}, "x:1")
+
+
+def test_a_blank_system_message_may_be_left_out(reader):
+    blank = {"messages": [say("system", " "), *PLAIN["messages"]]}
+    ours = reader("qwen3_8", template_kwargs=QUIET)
+    assert ours.encode(blank, "x:1").ids_S.tolist() == ours.encode(PLAIN, "x:1").ids_S.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "said"),
+    [
+        ("qwen3_8", {"reasoning_effort": "high"}, "Supported types are xhigh"),
+        ("qwen3_8", {"reasoning_effort": 3}, "Supported types are xhigh"),
+        ("qwen3_6", {"reasoning_effort": "low"}, "does not read it"),
+        ("qwen3_5", {"preserve_thinking": True}, "does not read it"),
+        ("qwen3_5", {"enable_thinking": "no"}, ""),
+        ("qwen3_6", {"preserve_thinking": None}, ""),
+    ],
+)
+def test_wrong_variables_are_errors_of_the_configuration(name, variables, said, reader):
+    ((key, found),) = variables.items()
+    key = f"data.template_kwargs.{key}"
+    with raises(ConfigError, key=key, found=found, problem_has=said):
+        reader(name, template_kwargs=THINKING | variables)
+
+
+def test_thoughts_in_the_text_are_thoughts(reader):
+    """The template of Qwen3.8 does not take them out of the text."""
+    text = "<think>\nr\n</think>\n\nb"
+    for name in ("qwen3_5", "qwen3_6", "qwen3_8"):
+        ours = reader(name)
+        for answer in (say("assistant", text), say("assistant", {"type": "text", "text": text})):
+            sample = ours.encode({"messages": [*ASK, answer]}, "x:1")
+            assert sample.ids_S.tolist() == ours.encode(THINKS, "x:1").ids_S.tolist()
