@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from tests.chats import FAMILY_CHATS, hf_encode, hf_processor, image, say, think
 from tests.error_fields import raises
+from tests.sets import open_set
 from tests.test_chat_template import trained_text
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -175,3 +177,43 @@ def test_thoughts_in_the_text_are_thoughts(reader):
         for answer in (say("assistant", text), say("assistant", {"type": "text", "text": text})):
             sample = ours.encode({"messages": [*ASK, answer]}, "x:1")
             assert sample.ids_S.tolist() == ours.encode(THINKS, "x:1").ids_S.tolist()
+
+
+MIXED = [PLAIN, THINKS, {"messages": [*ASK, say("assistant", "c")]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "count", "remedy"),
+    [
+        ("qwen3_5", {}, 2, "{enable_thinking: false}"),
+        ("qwen3_6", {"preserve_thinking": True}, 2, "{enable_thinking: false}"),
+        ("qwen3_8", {"reasoning_effort": "low"}, 2, "{enable_thinking: false}"),
+        ("qwen3_5_small", {}, 1, "{enable_thinking: true}"),
+        ("qwen3_5", THINKING, 0, ""),
+        ("qwen3_5", QUIET, 0, ""),
+        ("qwen3_5_small", QUIET, 0, ""),
+    ],
+)
+def test_answers_that_no_prompt_asks_for_are_said(name, variables, count, remedy, folder, tmp_path):
+    """The remark is the same when the cache has the text."""
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("\n".join(map(json.dumps, MIXED)))
+    for _ in range(2):
+        data = open_set(str(path), folder(name), tmp_path / "cache", template_kwargs=variables)
+        lines = Remarks.from_data(data, "data.train", DataConfig()).lines
+        assert len(lines) == bool(count)
+        for line in lines:
+            assert f"data.train: {count} of 3 records have" in line
+            assert f"data.template_kwargs={remedy}" in line
+
+
+def test_a_record_with_reasoning_has_no_remark(reader):
+    """A block in a question, or one that is not trained, is nobody's answer."""
+    ours = reader("qwen3_5")
+    block = "<think>\n\n</think>\n\n"
+    quoted = {"messages": [say("user", block), think("r", "b")]}
+    muted = {"messages": [*ASK, say("assistant", "b", weight=0), *ASK, think("r", "b")]}
+    for chat, contrary in ((quoted, False), (muted, False), (THINKS, False), (PLAIN, True)):
+        sample = ours.encode(chat, "x:1")
+        renderer = ours.encoder.renderer
+        assert renderer.is_contrary(sample.ids_S, sample.trained_S) == contrary

@@ -37,6 +37,29 @@ def _lines(data: DataSet, key: str, cfg: DataConfig) -> Iterator[str]:
     if errors:
         yield f"{key}: {len(errors):,} {records} wrong and skipped, the first: {errors[0]}"
     yield from unused_key_warnings(key, data, cfg)
+    yield from thinking_remarks(key, data)
+
+
+def thinking_remarks(key: str, data: DataSet) -> Iterator[str]:
+    """Yield a remark on answers that begin in another way than the template's prompts ask for."""
+    count = sum(index.faults.contrary for index in data.indexes)
+    opening = data.readers[0].encoder.renderer.opening if count else None
+    if opening is None:
+        return
+    records = f"{key}: {count:,} of {sum(map(len, data.sources)):,} records"
+    if opening.is_open:
+        yield (
+            f"{records} have answers without reasoning, and the chat template thinks by default: "
+            "the model learns an empty <think> block before them, and so to think less; "
+            "data.template_kwargs={enable_thinking: false} puts the block into the prompt, where "
+            "it is not trained"
+        )
+    else:
+        yield (
+            f"{records} have reasoning, and the chat template does not think by default: its "
+            "prompts have an empty <think> block, so that the model is not asked for what it "
+            "learns; data.template_kwargs={enable_thinking: true} asks for it"
+        )
 
 
 def unused_key_warnings(key: str, data: DataSet, cfg: DataConfig) -> Iterator[str]:

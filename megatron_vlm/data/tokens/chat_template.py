@@ -14,10 +14,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from megatron_vlm.data.records.record import ChatMessage, Conversation, Image
+from megatron_vlm.data.records.record import Conversation
 from megatron_vlm.data.tokens.loss_spans import (
     RenderedMessage,
     choose_trained,
@@ -25,25 +24,21 @@ from megatron_vlm.data.tokens.loss_spans import (
     weight_of_message,
 )
 from megatron_vlm.data.tokens.special_tokens import PRIVATE_USE, cut_special_tokens
-from megatron_vlm.data.tokens.template_timeout import time_limit
+from megatron_vlm.data.tokens.template_text import ChatTemplate
 from megatron_vlm.data.tokens.thinking import (
+    CLOSE,
     EMPTY_BLOCK,
     SWITCH,
-    SWITCHES,
     AnswerOpening,
     contrary_text,
-    remedy_of,
-    split_thoughts,
 )
-from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import VisionMarks
-from megatron_vlm.io.untrusted import UntrustedFile, reason
+from megatron_vlm.io.untrusted import UntrustedFile
 
 START, END = "<|im_start|>", "<|im_end|>"
 _CUTS = f"[{chr(PRIVATE_USE.start)}-{chr(PRIVATE_USE.stop)}]"
 _LONG_WORD = 2**16  # characters without a space
-_THOUGHT = "thought before it is said"  # text that no template has
-_PATIENCE_S = 60.0  # limit for a template to render a chat, which takes milliseconds
 _SPARE = 8  # tokens that a mark at the end of a shortened text may take from it
 
 
@@ -57,7 +52,7 @@ class Rendered:
 
 
 class ChatRenderer:
-    """A tokenizer, with everything that locates the messages in its template's output."""
+    """A tokenizer with its template, which turns chats into tokens and locates their messages."""
 
     def __init__(
         self,
@@ -72,11 +67,8 @@ class ChatRenderer:
             ConfigError,
             "give a Qwen3-VL tokenizer as the checkpoint has it",
         )
-        if not isinstance(tokenizer.chat_template, str) or not tokenizer.chat_template:
-            raise ConfigError("is missing", place=self.outside.name, key="chat_template")
         self.tokenizer = tokenizer
-        self.variables = dict(variables or {})
-        self._check_variables()
+        self.template = ChatTemplate(tokenizer, self.outside, dict(variables or {}))
         self.special_tokens, self.marks = special_tokens, marks
         names = (START, END, marks.image, marks.video, marks.start, marks.end)
         with self.outside.wrap_errors("cannot look up its tokens"):
@@ -95,39 +87,6 @@ class ChatRenderer:
         special = sorted({*names, *(token.content for token in added if token.special)})
         self.special = re.compile("|".join(map(re.escape, special)))
 
-    def _check_variables(self) -> None:
-        """Raise a ConfigError for a variable that the template does not read or take."""
-        template = f"the chat template of {self.tokenizer.name_or_path}"
-        for name, value in self.variables.items():
-            if not re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)):
-                raise ConfigError(
-                    f": {template} does not read it",
-                    key=f"data.template_kwargs.{name}",
-                    found=value,
-                    remedy="correct the name, or leave it out",
-                )
-            if name in SWITCHES and not isinstance(value, bool):
-                raise ConfigError(
-                    key=f"data.template_kwargs.{name}", found=value, allowed=(True, False)
-                )
-            if (refusal := self._refusal({name: value})) and not self._refusal({}):
-                raise ConfigError(
-                    f": {template} does not take it: {refusal}",
-                    key=f"data.template_kwargs.{name}",
-                    found=value,
-                    remedy="give a value that it takes, or leave it out",
-                )
-
-    def _refusal(self, variables: Mapping[str, Any]) -> str:
-        """Return why the template does not show a short chat with these variables, or ""."""
-        chat = [{"role": "user", "content": "a"}]
-        try:
-            with time_limit(_PATIENCE_S):
-                self.tokenizer.apply_chat_template(chat, tokenize=False, **variables)
-        except Exception as error:  # a template is a program, which may raise anything
-            return str(error) or type(error).__name__
-        return ""
-
     def render(
         self,
         chat: Conversation,
@@ -138,28 +97,7 @@ class ChatRenderer:
         """Return the tokens and the weights of their losses. `videos` has the text of each video.
         `bounded` may shorten the text, or refuse it, before it costs time and memory as tokens."""
         chat, cut = cut_special_tokens(chat, self.special, self.special_tokens)
-        try:
-            messages = [self._message(turn) for turn in chat.turns]
-            text = self._apply(messages, tools=list(chat.tools) or None)
-            has_reasoning = any(turn.reasoning for turn in chat.turns)
-            is_hidden = has_reasoning and not self._shows_reasoning
-        except TemplateSyntaxError as error:
-            raise self.outside.error(f"its chat template is wrong: {reason(error)}") from error
-        except Exception as error:  # a template is a program, which may raise anything
-            template = f"the chat template of {self.tokenizer.name_or_path}"
-            raise DataError(
-                f": {template} cannot show it: {error}",
-                place=chat.where,
-                remedy=remedy_of(str(error)),
-            ) from error
-        if is_hidden:
-            raise DataError(
-                f"of an answer is not shown by the chat template of {self.tokenizer.name_or_path}",
-                place=chat.where,
-                key="reasoning_content",
-                remedy="train a Thinking checkpoint, or leave it out with data.ignore_keys="
-                "[reasoning_content,reasoning,thinking]",
-            )
+        text = self.template.text_of(chat)
         text, video_chars = _fill(bounded(text), self.marks.video, videos, cut, chat.where)
         ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
         text = text.replace(cut, "") if cut else text
@@ -169,42 +107,22 @@ class ChatRenderer:
             rendered_messages, choose_trained(rendered_messages, train_on), strict=True
         ):
             if is_trained and message.turns:
-                given = 0
-                if message.role == "assistant" and self.opening is not None:
-                    given = self.opening.given(ids_U[message.body : message.end])
-                weight = weight_of_message(message, chat.where)
-                weights_U[message.body + given : message.end] = weight
+                first = message.body + self._given(message, ids_U)
+                weights_U[first : message.end] = weight_of_message(message, chat.where)
         return Rendered(ids_U, weights_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
 
-    def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Return the text that the template renders."""
-        options |= self.variables
-        with time_limit(_PATIENCE_S):
-            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        return text
+    def _given(self, message: RenderedMessage, ids_U: np.ndarray) -> int:
+        """Return how many of the first tokens of an answer its prompt has already."""
+        if message.role != "assistant" or self.opening is None:
+            return 0
+        return self.opening.given(ids_U[message.body : message.end])
 
-    @cached_property
-    def _shows_reasoning(self) -> bool:
-        """True if the template shows the reasoning before the last answer. Qwen's templates leave
-        out the reasoning before earlier answers."""
-        answer = {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT}
-        return _THOUGHT in self._apply([{"role": "user", "content": "a"}, answer])
-
-    @cached_property
-    def _reads_thoughts_in_text(self) -> bool:
-        """True if the template finds the thoughts in the text of an answer."""
-        if not self._has_switch:
-            return True
-        question, text = {"role": "user", "content": "a"}, f"<think>\n{_THOUGHT}\n</think>\n\nb"
-        answer = {"role": "assistant", "content": text}
-        found, split = (self._apply([question, each]) for each in (answer, split_thoughts(answer)))
-        return found == split
-
-    def _message(self, turn: ChatMessage) -> dict[str, Any]:
-        """Return the turn in the form that the template expects."""
-        message = _message(turn)
-        in_text = "</think>" in str(message["content"])
-        return split_thoughts(message) if in_text and not self._reads_thoughts_in_text else message
+    def is_contrary(self, ids_S: np.ndarray, trained_S: np.ndarray) -> bool:
+        """Return whether a trained answer begins in another way than prompts ask for, and nobody
+        has said whether the model is to think."""
+        decided = SWITCH in self.template.variables
+        opening = None if decided else self.opening
+        return opening is not None and opening.is_contrary(ids_S, trained_S)
 
     def min_tokens_of(self, text: str) -> int:
         """Return a lower bound of the number of tokens of the text, from the length of the longest
@@ -246,33 +164,22 @@ class ChatRenderer:
         return replace(rendered, ids_U=ids_U, weights_U=weights_U)
 
     @cached_property
-    def _has_switch(self) -> bool:
-        """True if thinking can be switched off in the template."""
-        return bool(re.search(rf"\b{SWITCH}\b", str(self.tokenizer.chat_template)))
-
-    @cached_property
     def opening(self) -> AnswerOpening | None:
-        """What a prompt has of the answer already, if thinking can be switched off."""
-        line, _, block = self._opening_text.partition("\n") if self._has_switch else ("", "", "")
+        """The part of an answer that a prompt has already, if thinking can be switched off."""
+        if not self.template.has_switch:
+            return None
+        opening = self.template.opening
+        line, _, block = opening.partition("\n")
         if not block or not EMPTY_BLOCK.startswith(block):
             return None
-        ids_K, starts_K = self._tokenize([self._opening_text])
+        ids_K, starts_K = self._tokenize([opening])
         contrary_K = self._tokenize([contrary_text(block)])[0]
-        return AnswerOpening(ids_K[starts_K > len(line)], contrary_K)
+        return AnswerOpening(ids_K[starts_K > len(line)], contrary_K, CLOSE not in block)
 
     @cached_property
     def _opening_tokens(self) -> np.ndarray:
         """Tokens that the template adds when an answer is to follow."""
-        return self._tokenize([self._opening_text])[0]
-
-    @cached_property
-    def _opening_text(self) -> str:
-        chat = [{"role": "user", "content": ""}]
-        with self.outside.wrap_errors("its chat template cannot open an answer"):
-            closed, opened = (
-                self._apply(chat, add_generation_prompt=opens) for opens in (False, True)
-            )
-        return opened.removeprefix(closed)
+        return self._tokenize([self.template.opening])[0]
 
     def _tokenize(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return ids, and the character at which each token starts. Pieces are tokenized
@@ -320,22 +227,6 @@ class ChatRenderer:
                 place=chat.where,
             )
         return messages
-
-
-def _message(turn: ChatMessage) -> dict[str, Any]:
-    """Return the turn in the form that templates expect."""
-    texts = [part for part in turn.parts if isinstance(part, str)]
-    content: Any = "".join(texts)
-    if len(texts) < len(turn.parts):
-        content = [
-            {"type": "text", "text": part}
-            if isinstance(part, str)
-            else {"type": "image" if isinstance(part, Image) else "video"}
-            for part in turn.parts
-        ]
-    calls = {"tool_calls": list(turn.tool_calls)} if turn.tool_calls else {}
-    thoughts = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
-    return {"role": turn.role, "content": content, **thoughts, **calls}
 
 
 def _fill(

@@ -33,7 +33,7 @@ _log = logging.getLogger("megatron_vlm.data")
 
 CHUNK = 512  # records
 _MAX_SURVEYED = 5000  # records that are read again to name all their unknown keys at once
-_VERSION = 6  # version of the files; raise it when the meaning of their content changes
+_VERSION = 7  # version of the files; raise it when the meaning of their content changes
 # These settings decide the content of a sample.
 _DECIDING = [
     "exif_orientation",
@@ -57,6 +57,7 @@ class Faults:
     dropped: tuple[tuple[str, str], ...]  # place and rule
     errors: tuple[str, ...]  # place and mistake
     passed: Mapping[str, int]  # number of records with each unused key
+    contrary: int  # number of records whose answers no prompt of the template asks for
 
 
 class Index:
@@ -82,6 +83,7 @@ class Index:
             ),
             tuple(message for file in files for message in file.errors),
             sum((Counter(file.passed) for file in files), Counter()),
+            sum(len(file.contrary) for file in files),
         )
 
     def __len__(self) -> int:
@@ -237,6 +239,8 @@ class _Chunks:
             try:
                 sample = self.reader.encode(self.source[start + place], where, False, chunk.passed)
                 chunk.samples.append((place, sample))
+                if self.reader.encoder.renderer.is_contrary(sample.ids_S, sample.trained_S):
+                    chunk.contrary.append(place)
             except RecordDropped as rule:
                 chunk.dropped.append((place, str(rule)))
             except DataError as error:

@@ -24,7 +24,7 @@ from megatron_vlm.io.untrusted import UntrustedFile, require_file
 REMEDY = "delete data.cache_dir and start again"
 _SIZES = ("supervised", "patches", "patch_pairs", "images")
 _COLUMNS = ("records", *_SIZES, "checksums", "token_ends", "image_ends", "video_ends")
-_METADATA_KEYS = ("dropped", "errors", "passed")
+_METADATA_KEYS = ("dropped", "errors", "passed", "contrary")
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,12 @@ class Chunk:
     dropped: list[tuple[int, str]] = field(default_factory=list)  # place and rule
     faults: list[str] = field(default_factory=list)
     passed: Counter[str] = field(default_factory=Counter)  # unused keys
+    contrary: list[int] = field(default_factory=list)  # places; see AnswerOpening.is_contrary
 
     def save(self, path: Path) -> None:
         """Write under a temporary name first, so that readers see the complete file or no file."""
         tensors = self._tensors()
-        values = (self.dropped, self.faults, self.passed)
+        values = (self.dropped, self.faults, self.passed, self.contrary)
         metadata = dict(zip(_METADATA_KEYS, map(json.dumps, values), strict=True))
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         checksum = {"checksum": _checksum(shapes, tensors, metadata)}
@@ -86,6 +87,7 @@ class ChunkFile:
     dropped: list[tuple[int, str]]
     errors: list[str]
     passed: dict[str, int]  # number of records with each unused key
+    contrary: list[int]  # places; see AnswerOpening.is_contrary
     weighted: bool  # true if it has weights of tokens
 
     @staticmethod
@@ -99,8 +101,9 @@ class ChunkFile:
             metadata = {name: file.metadata()[name] for name in _METADATA_KEYS}
             if file.metadata()["checksum"] != _checksum(shapes, columns, metadata):
                 raise ValueError("its checksum is another than when it was written")
-            dropped, errors, passed = (outside.parse(metadata[name]) for name in _METADATA_KEYS)
-        return ChunkFile(path, columns, dropped, errors, passed, "weights" in shapes)
+            values = (outside.parse(metadata[name]) for name in _METADATA_KEYS)
+            dropped, errors, passed, contrary = values
+        return ChunkFile(path, columns, dropped, errors, passed, contrary, "weights" in shapes)
 
     def sample(self, place: int) -> Sample:
         """Read a sample. Raise a DataError if it is not as it was written."""

@@ -21,7 +21,8 @@ class AnswerOpening:
     an empty block of thoughts."""
 
     ids_K: np.ndarray
-    contrary_K: np.ndarray  # begin of an answer that such a prompt does not ask for
+    contrary_K: np.ndarray  # beginning of an answer that such a prompt does not ask for
+    is_open: bool  # true if the prompt leaves its block open, so that the model thinks
 
     def given(self, answer_U: np.ndarray) -> int:
         """Return how many of the answer's first tokens the prompt has already."""

@@ -1,0 +1,156 @@
+"""The chat template of a tokenizer: a program that turns messages into text.
+
+It may raise anything and may never end. What it refuses is an error of the record.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+
+from megatron_vlm.data.records.record import ChatMessage, Conversation, Image
+from megatron_vlm.data.tokens.template_timeout import time_limit
+from megatron_vlm.data.tokens.thinking import SWITCH, SWITCHES, remedy_of, split_thoughts
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.io.untrusted import UntrustedFile, reason
+
+_THOUGHT = "thought before it is said"  # text that no template has
+_PATIENCE_S = 60.0  # limit for a template to render a chat, which takes milliseconds
+
+
+class ChatTemplate:
+    """The template of a tokenizer, with the values of its variables."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        outside: UntrustedFile,
+        variables: Mapping[str, Any],
+    ):
+        """Check the template and its variables, which are data.template_kwargs."""
+        if not isinstance(tokenizer.chat_template, str) or not tokenizer.chat_template:
+            raise ConfigError("is missing", place=outside.name, key="chat_template")
+        self.tokenizer, self.outside, self.variables = tokenizer, outside, variables
+        self.name = f"the chat template of {tokenizer.name_or_path}"
+        self._check_variables()
+
+    def text_of(self, chat: Conversation) -> str:
+        """Return the text of a chat."""
+        try:
+            messages = [self._form(turn) for turn in chat.turns]
+            text = self._apply(messages, tools=list(chat.tools) or None)
+            has_reasoning = any(turn.reasoning for turn in chat.turns)
+            is_hidden = has_reasoning and not self._shows_reasoning
+        except TemplateSyntaxError as error:
+            raise self.outside.error(f"its chat template is wrong: {reason(error)}") from error
+        except Exception as error:  # a template is a program, which may raise anything
+            raise DataError(
+                f": {self.name} cannot show it: {error}",
+                place=chat.where,
+                remedy=remedy_of(str(error)),
+            ) from error
+        if is_hidden:
+            raise DataError(
+                f"of an answer is not shown by {self.name}",
+                place=chat.where,
+                key="reasoning_content",
+                remedy="train a Thinking checkpoint, or leave it out with data.ignore_keys="
+                "[reasoning_content,reasoning,thinking]",
+            )
+        return text
+
+    def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """Return the text that the template renders."""
+        options |= self.variables
+        with time_limit(_PATIENCE_S):
+            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return text
+
+    @cached_property
+    def _shows_reasoning(self) -> bool:
+        """True if the template shows the reasoning before the last answer. Qwen's templates leave
+        out the reasoning before earlier answers."""
+        answer = {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT}
+        return _THOUGHT in self._apply([{"role": "user", "content": "a"}, answer])
+
+    @cached_property
+    def _reads_thoughts_in_text(self) -> bool:
+        """True if the template finds the thoughts in the text of an answer."""
+        if not self.has_switch:
+            return True
+        question, text = {"role": "user", "content": "a"}, f"<think>\n{_THOUGHT}\n</think>\n\nb"
+        answer = {"role": "assistant", "content": text}
+        found, split = (self._apply([question, each]) for each in (answer, split_thoughts(answer)))
+        return found == split
+
+    def _form(self, turn: ChatMessage) -> dict[str, Any]:
+        """Return the turn in the form that the template expects."""
+        message = _message(turn)
+        in_text = "</think>" in str(message["content"])
+        return split_thoughts(message) if in_text and not self._reads_thoughts_in_text else message
+
+    def _check_variables(self) -> None:
+        """Raise a ConfigError for a variable that the template does not read or take."""
+        for name, value in self.variables.items():
+            if not re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)):
+                raise ConfigError(
+                    f": {self.name} does not read it",
+                    key=f"data.template_kwargs.{name}",
+                    found=value,
+                    remedy="correct the name, or leave it out",
+                )
+            if name in SWITCHES and not isinstance(value, bool):
+                raise ConfigError(
+                    key=f"data.template_kwargs.{name}", found=value, allowed=(True, False)
+                )
+            if (refusal := self._refusal({name: value})) and not self._refusal({}):
+                raise ConfigError(
+                    f": {self.name} does not take it: {refusal}",
+                    key=f"data.template_kwargs.{name}",
+                    found=value,
+                    remedy="give a value that it takes, or leave it out",
+                )
+
+    def _refusal(self, variables: Mapping[str, Any]) -> str:
+        """Return why the template does not show a short chat with these variables, or ""."""
+        chat = [{"role": "user", "content": "a"}]
+        try:
+            with time_limit(_PATIENCE_S):
+                self.tokenizer.apply_chat_template(chat, tokenize=False, **variables)
+        except Exception as error:  # a template is a program, which may raise anything
+            return str(error) or type(error).__name__
+        return ""
+
+    @cached_property
+    def has_switch(self) -> bool:
+        """True if thinking can be switched off in the template."""
+        return bool(re.search(rf"\b{SWITCH}\b", str(self.tokenizer.chat_template)))
+
+    @cached_property
+    def opening(self) -> str:
+        """Text that the template adds when an answer is to follow."""
+        chat = [{"role": "user", "content": ""}]
+        with self.outside.wrap_errors("its chat template cannot open an answer"):
+            closed, opened = (
+                self._apply(chat, add_generation_prompt=opens) for opens in (False, True)
+            )
+        return opened.removeprefix(closed)
+
+
+def _message(turn: ChatMessage) -> dict[str, Any]:
+    """Return the turn in the form that templates expect."""
+    texts = [part for part in turn.parts if isinstance(part, str)]
+    content: Any = "".join(texts)
+    if len(texts) < len(turn.parts):
+        content = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image" if isinstance(part, Image) else "video"}
+            for part in turn.parts
+        ]
+    calls = {"tool_calls": list(turn.tool_calls)} if turn.tool_calls else {}
+    thoughts = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+    return {"role": turn.role, "content": content, **thoughts, **calls}
