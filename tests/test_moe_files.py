@@ -33,10 +33,10 @@ from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import ALL_TEXT, RowSpec, make_rows
 from tests.error_fields import raises
+from tests.field_tables import released
 from tests.moe import stored_as
 from tests.reference import load_reference, row_log_probs
 from tests.runs import Case, call, loss_and_grads
-from tests.test_model_fields import released
 from tests.test_parity import layout
 
 TINY = dict(experts=4, layers=3, deepstack=1, vision_depth=2)

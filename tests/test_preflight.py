@@ -19,7 +19,8 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.config_json import Counts, read_counts
 from megatron_vlm.training.preflight import check_data, check_model, check_run
-from tests.test_model_fields import CARRIED, REFUSED, RELEASED, TINY, changed, released
+from tests.field_tables import RELEASED, TABLES, released
+from tests.test_model_fields import changed
 
 # Each command line has a mistake, and its value is a part of the message. {base} is a checkpoint,
 # {data} a data file.
@@ -224,10 +225,19 @@ def test_released_models_pass(name, tmp_path):
     assert read_counts(str(tmp_path)) == Counts(layers, by_tp(heads, 8, ffn), len(marks))
 
 
-def test_fields_are_refused_by_name_where_they_are_refused_later(tiny, tmp_path):
-    early = set()
-    for place, (field, value) in enumerate(REFUSED.items()):
-        folder = str(changed(tiny(**TINY), tmp_path / str(place), {field: value}))
+SAID_EARLY = {
+    "qwen3_vl": "model_type text_config.hidden_act text_config.attention_bias",
+    "qwen3_5": "model_type text_config.attn_output_gate text_config.mtp_use_dedicated_embeddings "
+    "quantization_config language_model_only vision_config.deepstack_visual_indexes",
+    "qwen3_5_moe": "model_type text_config.mlp_only_layers text_config.output_router_logits",
+}
+
+
+@pytest.mark.parametrize("family", TABLES)
+def test_fields_are_refused_by_name_where_they_are_refused_later(family, tiny, tmp_path):
+    of, early = TABLES[family], set()
+    for place, (field, value) in enumerate(of.refused.items()):
+        folder = str(changed(tiny(**of.tiny), tmp_path / str(place), {field: value}))
         try:
             read_counts(folder)
         except ConfigError as error:
@@ -235,9 +245,9 @@ def test_fields_are_refused_by_name_where_they_are_refused_later(tiny, tmp_path)
             assert field.rpartition(".")[2] in str(error)
             with pytest.raises(ConfigError):
                 read_sizes(folder)
-    assert {"model_type", "text_config.hidden_act", "text_config.attention_bias"} <= early
-    for field, value in CARRIED.items():
-        read_counts(str(changed(tiny(**TINY), tmp_path / field, {field: value})))
+    assert set(SAID_EARLY[family].split()) <= early
+    for field, value in of.carried.items():
+        read_counts(str(changed(tiny(**of.tiny), tmp_path / field, {field: value})))
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,16 @@ QWEN3_5_FIELDS = ModelFields(
     _vision(QWEN3_VL.vision, "qwen3_5_vision"),
     QWEN3_VL.vision_rope,
 )
+_MOE_TEXT = KnownFields(
+    # transformers reads the number of experts under one name, and no layer has a plain MLP.
+    _without(QWEN3_VL_MOE.text.carried_out, "num_local_experts", "intermediate_size"),
+    QWEN3_VL_MOE.text.idle,
+    _without(QWEN3_VL_MOE.text.fixed, "norm_topk_prob"),
+)
 QWEN3_5_MOE_FIELDS = ModelFields(
     _top(QWEN3_VL.top, "qwen3_5_moe"),
     _text(
-        QWEN3_VL_MOE.text,
+        _MOE_TEXT,
         "qwen3_5_moe_text",
         shared_expert_intermediate_size=whole_number(1, 2**20),
         router_aux_loss_coef=POSITIVE_OR_0,

@@ -1,0 +1,349 @@
+"""Fields of config.json by their use, for each family: the tables of test_model_fields.py and
+test_preflight.py, and the config.json of released models."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PretrainedConfig, Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class FieldTables:
+    """The fields of a family. Each dict has other values than the tiny model's."""
+
+    config: type[PretrainedConfig]  # transformers' class
+    tiny: dict[str, Any]  # sizes of the tiny model
+    carried: dict[str, Any]  # carried out: all of a part change at once, and shapes follow them
+    idle: dict[str, Any]  # they change nothing, all at once
+    refused: dict[str, Any]  # one at a time: declared fields, and others that transformers acts on
+    more: dict[str, dict[str, Any]] = field(default_factory=dict)  # further changes, each by itself
+    elsewhere: dict[str, Any] = field(default_factory=dict)  # refused as in another family's tests
+
+
+# Other values of the fields that are carried out. Shapes follow them.
+_CARRIED: dict[str, Any] = {
+    "image_token_id": 476,
+    "video_token_id": 477,
+    "tie_word_embeddings": True,
+    "text_config.vocab_size": 509,
+    "text_config.hidden_size": 48,
+    "text_config.intermediate_size": 160,
+    "text_config.num_hidden_layers": 3,
+    "text_config.num_attention_heads": 8,
+    "text_config.num_key_value_heads": 4,
+    "text_config.head_dim": 16,
+    "text_config.max_position_embeddings": 1000,
+    "text_config.rms_norm_eps": 1e-2,
+    "text_config.rope_parameters.rope_theta": 1234.0,
+    "text_config.rope_parameters.mrope_section": [6, 1, 1],
+    "text_config.pad_token_id": 7,
+    "vision_config.depth": 3,
+    "vision_config.hidden_size": 48,
+    "vision_config.hidden_act": "relu",
+    "vision_config.intermediate_size": 72,
+    "vision_config.num_heads": 4,
+    "vision_config.in_channels": 1,
+    "vision_config.patch_size": 8,
+    "vision_config.spatial_merge_size": 1,
+    "vision_config.temporal_patch_size": 1,
+    "vision_config.num_position_embeddings": 30,
+    "vision_config.deepstack_visual_indexes": [1, 0],
+    "vision_config.rope_parameters.rope_theta": 100.0,
+}
+# Other values of the fields that change nothing, all at once.
+_IDLE_OF_PARTS: dict[str, Any] = {
+    "transformers_version": "4.57.1",
+    "architectures": ["Other"],
+    "dtype": "bfloat16",
+    "chunk_size_feed_forward": 2,
+    "id2label": {"0": "a"},
+    "label2id": {"a": 0},
+    "problem_type": "regression",
+    "initializer_range": 0.5,
+}
+_IDLE: dict[str, Any] = {
+    **{f"{part}{name}": value for part in ("", "text_config.", "vision_config.")
+       for name, value in _IDLE_OF_PARTS.items()},
+    "output_hidden_states": True,
+    "text_config.output_hidden_states": True,
+    "text_config.use_cache": False,
+    "vision_start_token_id": 3,
+    "vision_end_token_id": 4,
+    # The classes of transformers do not declare these. It or other tools write them.
+    "use_cache": False,
+    "pad_token_id": 3,
+    "bos_token_id": 3,
+    "eos_token_id": 3,
+    "text_config.bos_token_id": 3,
+    "text_config.eos_token_id": 3,
+    "torch_dtype": "float32",
+    "_name_or_path": "other",
+    "attn_implementation": "eager",
+    "temperature": 0.5,
+    "hidden_size": 64,  # a copy of text_config's
+    "text_config.use_sliding_window": False,
+    "text_config.sliding_window": None,
+    "text_config.max_window_layers": 28,
+    "text_config.layer_types": ["full_attention", "full_attention"],
+    "text_config.rope_parameters.type": "mrope",
+    "quantization_config": None,
+}  # fmt: skip
+# Refused values of declared fields, and of others that transformers acts upon.
+_REFUSED: dict[str, Any] = {
+    "is_encoder_decoder": True,
+    "model_type": "qwen2_vl",
+    "rope_parameters": {"rope_type": "yarn"},
+    "quantization_config": {"quant_method": "fp8"},
+    "transformers_weights": "other.safetensors",
+    "auto_map": {"AutoModel": "x.y"},
+    "return_dict": False,
+    "text_config.return_dict": False,
+    "text_config.is_encoder_decoder": True,
+    "text_config.model_type": "qwen3",
+    "text_config.hidden_act": "gelu",
+    "text_config.attention_bias": True,
+    "text_config.attention_dropout": 0.1,
+    "text_config.tie_word_embeddings": True,  # but not at the top level
+    "text_config.sliding_window": 8,
+    "text_config.use_sliding_window": True,
+    "text_config.layer_types": ["full_attention", "sliding_attention"],
+    "text_config.attention_chunk_size": 8,
+    "text_config.is_causal": False,
+    "text_config.per_layer_config": {"1": {"rms_norm_eps": 0.1}},
+    "text_config.partial_rotary_factor": 0.5,
+    "text_config.num_experts": 8,
+    "text_config.scale_embeddings": True,  # a field of unknown meaning
+    "text_config.num_attention_heads": 3,
+    "text_config.num_key_value_heads": 3,
+    "text_config.head_dim": 23,
+    "text_config.pad_token_id": 512,
+    "text_config.hidden_size": "wide",
+    "text_config.rope_parameters.mrope_interleaved": False,
+    "text_config.rope_parameters.mrope_section": [6, 6],
+    "text_config.rope_parameters.type": "yarn",
+    "text_config.rope_parameters.partial_rotary_factor": 0.5,
+    "text_config.rope_parameters.factor": 2.0,
+    "vision_config.is_encoder_decoder": True,
+    "vision_config.model_type": "qwen2_5_vl",
+    "vision_config.output_hidden_states": True,
+    "vision_config.return_dict": False,
+    "vision_config.gradient_checkpointing": True,
+    "vision_config.head_dim": 8,
+    "vision_config.num_heads": 3,
+    "vision_config.patch_size": [16, 16],
+    "vision_config.temporal_patch_size": [2, 2],
+    "vision_config.out_hidden_size": 48,
+    "vision_config.deepstack_visual_indexes": [0, 0],
+    "vision_config.rope_parameters.rope_type": "linear",
+    "vision_config.rope_parameters.partial_rotary_factor": 0.5,
+    "image_token_id": 474,  # the id of videos
+    "video_token_id": 512,
+}
+
+
+def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+# Qwen3.5, 3.6 and 3.8.
+_CARRIED_5: dict[str, Any] = {
+    **_without(_CARRIED, "vision_config.deepstack_visual_indexes"),
+    "text_config.head_dim": 32,
+    "text_config.layer_types": [_LINEAR, _FULL, _LINEAR],
+    "text_config.partial_rotary_factor": 0.5,
+    "text_config.rope_parameters.partial_rotary_factor": 0.5,
+    "text_config.rope_parameters.mrope_section": [2, 5, 1],
+    "text_config.linear_conv_kernel_dim": 3,
+    "text_config.linear_key_head_dim": 8,
+    "text_config.linear_value_head_dim": 20,
+    "text_config.linear_num_key_heads": 3,
+    "text_config.linear_num_value_heads": 9,
+}
+# Fields of released files that transformers keeps and does not read, with the values of its code.
+_IDLE_5: dict[str, Any] = {
+    **_without(
+        _IDLE,
+        *("text_config.layer_types", "text_config.max_window_layers"),
+        *("text_config.use_sliding_window", "text_config.sliding_window"),
+    ),
+    "language_model_only": False,
+    "text_config.attn_output_gate": True,
+    "text_config.output_gate_type": "swish",
+    "text_config.mamba_ssm_dtype": "float32",
+    "text_config.mlp_only_layers": [],
+    "text_config.mtp_num_hidden_layers": 1,
+    "text_config.mtp_use_dedicated_embeddings": False,
+    "text_config.full_attention_interval": 2,  # as the layers of the tiny model are
+    "vision_config.deepstack_visual_indexes": [],
+    "vision_config.model_type": "qwen3_5",  # transformers renames it
+}
+_REFUSED_5: dict[str, Any] = {
+    **_REFUSED,
+    "language_model_only": True,
+    "text_config.model_type": "qwen3_next",
+    "text_config.attn_output_gate": False,
+    "text_config.output_gate_type": "sigmoid",
+    "text_config.mamba_ssm_dtype": "bfloat16",
+    "text_config.mlp_only_layers": [1],
+    "text_config.mtp_use_dedicated_embeddings": True,
+    "text_config.quantization_config": {"quant_method": "fp8"},
+    "text_config.full_attention_interval": 4,  # layer_types says 2
+    "text_config.layer_types": [_LINEAR] * 4,
+    "text_config.linear_num_key_heads": 3,  # of 4 value heads
+    "text_config.linear_num_value_heads": 0,
+    "text_config.linear_conv_kernel_dim": 1,
+    "text_config.linear_key_head_dim": "16",
+    "text_config.linear_value_head_dim": 2**20,
+    "text_config.rope_parameters.partial_rotary_factor": 1.5,
+    "text_config.rope_parameters.scale": 2.0,
+    "vision_config.deepstack_visual_indexes": [1],
+    "vision_config.scale_embeddings": True,
+    "vision_config.rope_parameters.scale": 2.0,
+    "scale_embeddings": True,
+}
+# Layers in any order. The third is what transformers makes of the interval.
+_MORE_5: dict[str, dict[str, Any]] = {
+    "full first": {"text_config.layer_types": [_FULL, _LINEAR, _LINEAR, _LINEAR]},
+    "linear last": {"text_config.layer_types": [_FULL, _FULL, _FULL, _LINEAR]},
+    "interval": {"text_config.layer_types": None, "text_config.full_attention_interval": 3},
+}
+_EXPERTS = {
+    "text_config.num_experts": 6,
+    "text_config.num_experts_per_tok": 3,
+    "text_config.moe_intermediate_size": 24,
+    "text_config.shared_expert_intermediate_size": 72,
+    "text_config.router_aux_loss_coef": 0.5,  # of a loss that transformers leaves out
+}
+# The fields that the two families share are refused by the same rules.
+_REFUSED_MOE: dict[str, Any] = {
+    "model_type": "qwen4_exp",
+    "quantization_config": {"quant_method": "fp8"},
+    "text_config.model_type": "qwen3_5_text",
+    "text_config.attn_output_gate": False,
+    "text_config.mlp_only_layers": [0],
+    "text_config.intermediate_size": 64,
+    "text_config.decoder_sparse_step": 2,
+    "text_config.norm_topk_prob": False,
+    "text_config.output_router_logits": True,
+    "text_config.num_experts_per_tok": 5,
+    "text_config.num_experts": 0,
+    "text_config.num_local_experts": 4,
+    "text_config.shared_expert_intermediate_size": 0,
+    "vision_config.model_type": "qwen3_5_vision",
+}
+TABLES = {
+    "qwen3_vl": FieldTables(
+        Qwen3VLConfig, dict(layers=2, vision_depth=2, deepstack=1), _CARRIED, _IDLE, _REFUSED
+    ),
+    "qwen3_5": FieldTables(
+        Qwen3_5Config,
+        dict(family="qwen3_5", head_dim=64, vision_depth=2, full_attention_interval=2),
+        _CARRIED_5,
+        _IDLE_5,
+        _REFUSED_5,
+        _MORE_5,
+    ),
+    "qwen3_5_moe": FieldTables(
+        Qwen3_5MoeConfig,
+        dict(family="qwen3_5", head_dim=64, vision_depth=2, full_attention_interval=2, experts=4),
+        _without(_CARRIED_5, "text_config.intermediate_size") | _EXPERTS,
+        _IDLE_5 | {"vision_config.model_type": "qwen3_5_moe"},
+        _REFUSED_MOE,
+        elsewhere=_REFUSED_5,
+    ),
+}
+# One setting for each kind of RoPE in transformers, as a config.json asks for it.
+ROPE: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "attention_factor": 1.5,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 1.0,  # newer versions declare this and the next two
+        "mscale_all_dim": 1.0,
+        "truncate": False,
+    },
+    "longrope": {
+        "short_factor": [1.5] * 12,
+        "long_factor": [2.5] * 12,
+        "original_max_position_embeddings": 8,
+        "factor": 4.0,
+    },
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+    "proportional": {"partial_rotary_factor": 0.5},
+}
+
+
+# model: (decoder layers, width, FFN width, heads, tied, depth of the tower, its width and FFN
+# width, DeepStack)
+RELEASED = {
+    "2B": (28, 2048, 6144, 16, True, 24, 1024, 4096, [5, 11, 17]),
+    "4B": (36, 2560, 9728, 32, True, 24, 1024, 4096, [5, 11, 17]),
+    "8B": (36, 4096, 12288, 32, False, 27, 1152, 4304, [8, 16, 24]),
+    "32B": (64, 5120, 25600, 64, False, 27, 1152, 4304, [8, 16, 24]),
+}
+
+
+def released(name: str) -> dict[str, Any]:
+    """Return a config.json as transformers 4.57 wrote it for the released models."""
+    layers, hidden, ffn, heads, tied, depth, width, vision_ffn, deepstack = RELEASED[name]
+    rope = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "image_token_id": 151655,
+        "model_type": "qwen3_vl",
+        "text_config": {
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 151643,
+            "dtype": "bfloat16",
+            "eos_token_id": 151645,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": hidden,
+            "initializer_range": 0.02,
+            "intermediate_size": ffn,
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_vl_text",
+            "num_attention_heads": heads,
+            "num_hidden_layers": layers,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": rope,
+            "rope_theta": 5000000,
+            "tie_word_embeddings": tied,
+            "use_cache": True,
+            "vocab_size": 151936,
+        },
+        "tie_word_embeddings": tied,
+        "transformers_version": "4.57.0.dev0",
+        "video_token_id": 151656,
+        "vision_config": {
+            "deepstack_visual_indexes": deepstack,
+            "depth": depth,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": width,
+            "in_channels": 3,
+            "initializer_range": 0.02,
+            "intermediate_size": vision_ffn,
+            "model_type": "qwen3_vl",
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": hidden,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "vision_end_token_id": 151653,
+        "vision_start_token_id": 151652,
+    }
