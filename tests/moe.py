@@ -1,5 +1,6 @@
-"""Checkpoints of Qwen3-VL-MoE in the other forms in which experts are stored."""
+"""Checkpoints with experts in the other forms in which they are stored."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ def stored_as(folder: str, out: Path, form: ExpertStorage) -> str:
     conversion is written out here and shares no code with the tested one."""
     shutil.copytree(folder, out)
     weights = {}
-    for name, value in load_file(out / "model.safetensors").items():
+    for name, value in _joined(load_file(out / "model.safetensors")).items():
         if ".mlp.experts." not in name or form is ExpertStorage.out_in:
             weights[name] = value
         elif form is ExpertStorage.in_out:
@@ -30,3 +31,25 @@ def stored_as(folder: str, out: Path, form: ExpertStorage) -> str:
                 weights[f"{prefix}.{number}.up_proj.weight"] = expert[half:].clone()
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     return str(out)
+
+
+def _joined(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the experts of Qwen3.5, which transformers writes one by one, as it has them in
+    memory."""
+    joined = {}
+    for name, value in weights.items():
+        found = re.fullmatch(r"(.*\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight", name)
+        if found is None:
+            joined[name] = value
+            continue
+        layer = found[1]
+        count = sum(each.startswith(f"{layer}.") for each in weights) // 3
+        experts = [
+            {p: weights[f"{layer}.{n}.{p}_proj.weight"] for p in ("gate", "up", "down")}
+            for n in range(count)
+        ]
+        joined[f"{layer}.gate_up_proj"] = torch.stack(
+            [torch.cat([each["gate"], each["up"]]) for each in experts]
+        )
+        joined[f"{layer}.down_proj"] = torch.stack([each["down"] for each in experts])
+    return joined

@@ -94,7 +94,15 @@ def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tied": True, "vocab": 509}], ids=["untied", "tied-odd"])
+EXPORTED = {
+    "untied": {},
+    "tied-odd": {"tied": True, "vocab": 509},
+    "qwen3_5": {"family": "qwen3_5", "mtp_layers": 1},
+    "qwen3_5-tied": {"family": "qwen3_5", "mtp_layers": 1, "tied": True},
+}
+
+
+@pytest.mark.parametrize("sizes", EXPORTED.values(), ids=EXPORTED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_load_then_export_is_bit_equal(sizes, dtype, pool, tiny, tmp_path):
     """An export has the files of its source, tensor for tensor, and a card, also at PP=2 x TP=2 and

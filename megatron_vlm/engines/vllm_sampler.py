@@ -51,7 +51,7 @@ class VllmSampler:
         self.prompts = Prompts(settings)
         source = HFCheckpoint(settings.folder)
         source.read_headers()
-        self.names = frozenset(source.tensors)
+        self.names = frozenset(source.tensors) | frozenset(source.passthrough)
         self.buffer, self.kept = SharedBuffer(BUFFER_BYTES), WeightCache(keep)
         self.newest = EngineState()
         self.gate = UpdateLock()

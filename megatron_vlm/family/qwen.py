@@ -267,7 +267,11 @@ def mrope_positions(length: int, runs: Sequence[PlaceholderRun]) -> Tensor:
 
 
 def make_family(
-    model_type: str, sizes_of: Callable[[PretrainedConfig], ModelSizes], make_tower: TowerClass
+    model_type: str,
+    sizes_of: Callable[[PretrainedConfig], ModelSizes],
+    make_tower: TowerClass,
+    passthrough: tuple[str, ...] = (),
 ) -> Family:
     """Return a family of Qwen's models."""
-    return Family(model_type, VISION_MARKS, sizes_of, partial(build_tower, make_tower))
+    tower = partial(build_tower, make_tower)
+    return Family(model_type, VISION_MARKS, sizes_of, tower, passthrough)

@@ -3,7 +3,7 @@
 The name table, loading, checkpoints, the memory estimate, FLOPs and the start-up report read them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -178,6 +178,9 @@ class ModelSizes:
     tensors: tuple[TensorSpec, ...]
     head: TensorSpec  # the head's weight; if tied, the embedding under another name
     names: HFNames
+    # Shapes of some tensors that are passed through (`Family.passthrough`), where a checkpoint has
+    # them.
+    passthrough: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -234,3 +237,6 @@ class Family:
     marks: VisionMarks
     sizes_of: Callable[[PretrainedConfig], ModelSizes]
     tower: Callable[[PretrainedConfig, torch.device, bool, TowerHeads], torch.nn.Module]
+    # Patterns of names (as of fnmatch) of tensors that are not loaded, and that an export copies
+    # from the checkpoint that was trained.
+    passthrough: tuple[str, ...] = ()

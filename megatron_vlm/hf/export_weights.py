@@ -6,7 +6,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +66,13 @@ def stored_tensors(
     the other ranks. This is a collective: all ranks iterate to the end."""
     # The replicas that share experts with the first one send their tensors.
     named = gather_tensors(held, table, grid) if grid.edp.rank == 0 else iter(())
+    is_first = grid.dp.rank == 0 and grid.leads
     for name, tensor in named:
-        if tensor is not None and grid.dp.rank == 0:
+        if tensor is not None and is_first:
             for stored_name, value in _as_stored(name, tensor, source):
                 yield stored_name, value.to(FLOATS[source.tensors[stored_name].dtype])
+    if is_first:
+        yield from source.read_passthrough()
 
 
 def _send_to_first(
@@ -127,13 +129,17 @@ def write_folder(
 ) -> None:
     """Write a Hugging Face checkpoint folder of the tensors with these names: shards and index,
     unchanged copies of the source's other files (config, tokenizer, image processor, chat
-    template), and a model card that describes what was `done`. Tensors keep their dtype. See
-    `new_export`."""
+    template), and a model card that describes what was `done`. Tensors keep their dtype, and those
+    that are passed through also their values. See `new_export`."""
     with new_export(out, mark) as partial:
         writer = _ShardWriter(source, names, partial, max_shard_bytes)
         for name, tensor in named:
             assert tensor is not None
             check_finite(name, tensor, out)
+            for stored_name, value in _as_stored(name, tensor, source):
+                dtype = FLOATS[source.tensors[stored_name].dtype]
+                writer.add(stored_name, value.to(dtype, copy=True).contiguous())
+        for name, tensor in source.read_passthrough():
             writer.add(name, tensor)
         writer.finish()
         (partial / CARD).write_text(model_card(source, done), encoding="utf-8")
@@ -180,8 +186,8 @@ def new_export(out: str | Path, mark: ExportMark | None) -> Iterator[Path]:
 
 
 class _ShardWriter:
-    """Writer that takes tensors in any order and writes each shard as soon as its last tensor has
-    arrived.
+    """Writer that takes tensors in their stored form in any order, and writes each shard as soon as
+    its last tensor has arrived.
 
     The assignment of tensors to shards follows from names and sizes alone.
     """
@@ -194,15 +200,13 @@ class _ShardWriter:
         self.held: dict[str, dict[str, Tensor]] = {shard: {} for shard in self.left}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        for stored_name, value in _as_stored(name, tensor, self.source):
-            dtype = FLOATS[self.source.tensors[stored_name].dtype]
-            shard = self.shard_of[stored_name]
-            self.held[shard][stored_name] = value.to(dtype, copy=True).contiguous()
-            self.left[shard] -= 1
-            if not self.left[shard]:
-                tensors = self.held.pop(shard)
-                ordered = {key: tensors[key] for key in sorted(tensors)}
-                write_tensors(self.folder / shard, ordered)
+        shard = self.shard_of[name]
+        self.held[shard][name] = tensor
+        self.left[shard] -= 1
+        if not self.left[shard]:
+            tensors = self.held.pop(shard)
+            ordered = {key: tensors[key] for key in sorted(tensors)}
+            write_tensors(self.folder / shard, ordered)
 
     def finish(self) -> None:
         assert not self.held, f"tensors never arrived for {sorted(self.held)}"
@@ -250,9 +254,9 @@ def plan_shards(
     complete and written before the next one fills. Return each tensor's shard and the total
     size."""
     number, filled, total, numbers = 0, 0, 0, {}
-    for name in [stored for each in names for stored in _names_of(each, source)]:
-        info = source.tensors[name]
-        size = prod(info.shape) * FLOATS[info.dtype].itemsize
+    infos = [(name, source.tensors[name]) for each in names for name in _names_of(each, source)]
+    for name, info in [*infos, *sorted(source.passthrough.items())]:
+        size = info.num_bytes
         if filled and filled + size > max_bytes:
             number, filled = number + 1, 0
         numbers[name] = number

@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -41,6 +42,7 @@ class TensorInfo:
     file: Path
     shape: tuple[int, ...]
     dtype: str  # safetensors' name, e.g. BF16
+    num_bytes: int
 
 
 class HFCheckpoint:
@@ -61,20 +63,27 @@ class HFCheckpoint:
         self._means: dict[str, Tensor] = {}  # means of the rows of known tokens
         self._open_files: dict[Path, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}  # the stored form
+        # Tensors that an export copies, see `Family.passthrough`.
+        self.passthrough: dict[str, TensorInfo] = {}
         self.is_untied = False  # see `untied`
         self.experts = ExpertLayout(ExpertStorage.out_in)
 
     def read_headers(self) -> None:
-        """Fill `tensors` from the headers of the weight files. If two files have the same tensor,
-        the last one counts, as in transformers. The files of a name on the Hub are downloaded
-        now."""
+        """Fill `tensors` and `passthrough` from the headers of the weight files. If two files have
+        the same tensor, the last one counts, as in transformers. The files of a name on the Hub are
+        downloaded now."""
         folder_of(self.name, weights=True)
         for file in weight_files(self.path):
             for name, info in read_header(file).items():
                 shape = tuple(info["shape"])
+                start, end = info["data_offsets"]
+                num_bytes = end - start
                 if self._has_rows_of_tokens(name) and shape[:1] == (self.stored_vocab,):
+                    num_bytes = num_bytes // self.stored_vocab * self.sizes.text.vocab
                     shape = (self.sizes.text.vocab, *shape[1:])
-                self.tensors[name] = TensorInfo(file, shape, info["dtype"])
+                passes = any(fnmatchcase(name, pattern) for pattern in self.family.passthrough)
+                kind = self.passthrough if passes else self.tensors
+                kind[name] = TensorInfo(file, shape, info["dtype"], num_bytes)
         if self.sizes.text.experts is not None:
             shapes = {name: info.shape for name, info in self.tensors.items()}
             self.experts = find_form(str(self.path), shapes, self.sizes)
@@ -101,8 +110,14 @@ class HFCheckpoint:
             return self._read_grown(name, *(spans or [None]))
         return self.experts.read(self._read, name, spans)
 
+    def read_passthrough(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that an export copies, as they are stored."""
+        for name in sorted(self.passthrough):
+            yield name, self._read(name, ())
+        self.close()
+
     def _read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
-        file = self.tensors[name].file
+        file = (self.tensors.get(name) or self.passthrough[name]).file
         with _untrusted_file(file).wrap_errors(f"{name} cannot be read"):
             if file not in self._open_files:
                 self._open_files[file] = safe_open(file, framework="pt")

@@ -22,6 +22,10 @@ def check_tensors(source: HFCheckpoint) -> None:
     shapes = {name: info.shape for name, info in source.tensors.items()}
     if source.sizes.tied and names.head in shapes:  # some writers also store the tied head
         expected[names.head] = expected[names.embedding]
+    # A checkpoint may lack tensors that are passed through, and have others of any shape.
+    known = source.sizes.passthrough.keys() & source.passthrough.keys()
+    shapes |= {name: source.passthrough[name].shape for name in known}
+    expected |= {name: source.sizes.passthrough[name] for name in known}
     lists = {
         "missing": [f"{name} {expected[name]}" for name in sorted(expected.keys() - shapes.keys())],
         "surplus": [f"{name} {shapes[name]}" for name in sorted(shapes.keys() - expected.keys())],
@@ -34,7 +38,7 @@ def check_tensors(source: HFCheckpoint) -> None:
     lists["of another type"] = [
         f"{name} is {source.tensors[name].dtype}, and only {', '.join(FLOATS)} can be trained: "
         "give the checkpoint in one of these, dequantized if it was quantized"
-        for name in sorted(expected.keys() & shapes.keys())
+        for name in sorted(expected.keys() & source.tensors.keys())
         if source.tensors[name].dtype not in FLOATS
     ]
     if any(lists.values()):

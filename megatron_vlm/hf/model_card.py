@@ -5,10 +5,11 @@ has the same one. Files of this machine appear by their names, without their fol
 outside are shown as code, which neither YAML nor Markdown interprets.
 """
 
+import fnmatch
 import importlib.metadata
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ def model_card(
     """Return the text of README.md, for a model or for an adapter alone."""
     base = done.cfg.model.path if done else source.name
     head = yaml.safe_dump(_head(source, base, done, is_adapter), allow_unicode=False, width=10**6)
-    return f"---\n{head}---\n\n" + "\n".join(_body(base, done)) + "\n"
+    copied = () if is_adapter else source.family.passthrough
+    patterns = [each for each in copied if fnmatch.filter(source.passthrough, each)]
+    return f"---\n{head}---\n\n" + "\n".join(_body(base, done, patterns)) + "\n"
 
 
 def _head(
@@ -96,7 +99,7 @@ def _license_of(card: Path) -> dict[str, str]:
     }
 
 
-def _body(base: str, done: TrainingSummary | None) -> Iterator[str]:
+def _body(base: str, done: TrainingSummary | None, copied: Sequence[str]) -> Iterator[str]:
     name = hub_name(base)
     shown = code(name.repo if name else Path(base).name)
     commit = f" at commit {code(name.commit)}" if name and name.commit else ""
@@ -109,6 +112,13 @@ def _body(base: str, done: TrainingSummary | None) -> Iterator[str]:
         yield (
             f"Fine-tuned from {shown}{commit} with megatron_vlm, for {done.step:,} steps{tokens}."
         )
+    for pattern in copied:
+        yield ""
+        yield (
+            f"The {code(pattern)} tensors are those of the base model: they were not trained with "
+            "it, so drafts may be accepted less often."
+        )
+    if done is not None:
         yield from _data(done)
         yield from _scores(done)
         yield from _settings(done.cfg)

@@ -3,11 +3,13 @@ a tokenizer that is trained here, the chat template and the image processor. Tes
 reference."""
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
@@ -20,12 +22,15 @@ from transformers.utils import logging
 
 from megatron_vlm.commands.demo.tiny_spec import TinySpec
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import families
+from megatron_vlm.hf.hf_checkpoint import WEIGHTS_FILE
 
 _NAMES = """endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start
 quad_end vision_start vision_end vision_pad image_pad video_pad"""
 _TASK = "ForConditionalGeneration"
 _CLASSES = {"qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}
 _FP32 = (".linear_attn.A_log", ".linear_attn.norm.weight")
+_TYPICAL = "model.language_model.embed_tokens.weight"  # it has the dtype of the model
 SPECIAL_TOKENS = [f"<|{name}|>" for name in _NAMES.split()]
 
 # It renders the same text as the template of the released Qwen3-VL.
@@ -65,6 +70,8 @@ def write_tiny(out: str | Path, spec: TinySpec = TinySpec(), dtype: str = "float
         pad_token_id=config.text_config.pad_token_id,
     )
     model.save_pretrained(out)
+    if spec.mtp_layers and spec.family == "qwen3_5":
+        _add_draft_head(out / WEIGHTS_FILE, config, spec.seed)
     tokenizer.save_pretrained(out)
     write_processor(out, spec)
 
@@ -87,6 +94,25 @@ def _set_decays(model: Any, spec: TinySpec) -> None:
             if name.endswith(".A_log"):
                 shares = torch.rand(param.shape, generator=generator)
                 param.copy_((0.01 + (spec.max_decay - 0.01) * shares).log())
+
+
+def _add_draft_head(weights: Path, config: PretrainedConfig, seed: int) -> None:
+    """Add the tensors of a head for drafts ("multi-token prediction"), which transformers leaves
+    out: a product that joins two hidden states, and layers of full attention."""
+    text = families()[config.model_type].sizes_of(config).text
+    width = text.hidden
+    shapes: dict[str, tuple[int, ...]] = {"mtp.fc.weight": (width, 2 * width)}
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        shapes[f"mtp.{name}.weight"] = (width,)
+    layer = next(layer for layer in text.layers if layer.mixer is text.attention)
+    for number in range(config.text_config.mtp_num_hidden_layers):
+        for tensor in chain.from_iterable(param.tensors for param in layer.params(width)):
+            shapes[f"mtp.layers.{number}.{tensor.name}"] = tensor.shape
+    generator, tensors = torch.Generator().manual_seed(seed), load_file(weights)
+    for name, shape in sorted(shapes.items()):
+        value = 0.1 * torch.randn(shape, generator=generator)
+        tensors[name] = value.to(tensors[_TYPICAL].dtype)
+    save_file(tensors, weights, metadata={"format": "pt"})
 
 
 def _show_positions(model: Any, seed: int) -> None:
@@ -190,6 +216,8 @@ def _qwen3_5_text(spec: TinySpec) -> dict[str, Any]:
         "linear_value_head_dim": spec.linear_value_dim,
         "linear_conv_kernel_dim": 4,
     }
+    if spec.mtp_layers:
+        fields |= {"mtp_num_hidden_layers": spec.mtp_layers, "mtp_use_dedicated_embeddings": False}
     if not spec.experts:
         return fields | {"intermediate_size": spec.intermediate}
     return fields | dict(

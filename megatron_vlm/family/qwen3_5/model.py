@@ -3,6 +3,7 @@
 The tower is Qwen3-VL's without DeepStack."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from transformers import PretrainedConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
@@ -68,7 +69,7 @@ def qwen3_5_sizes(config: PretrainedConfig) -> ModelSizes:
     """Return everything that the rest of the package needs from config.json, without experts."""
     check_fields(config, QWEN3_5_FIELDS, _layers_fit)
     text = _text_sizes(config, DenseMLP(config.text_config.intermediate_size))
-    return model_sizes(config, text, Qwen3_5VisionModel)
+    return _with_draft_head(model_sizes(config, text, Qwen3_5VisionModel))
 
 
 def qwen3_5_moe_sizes(config: PretrainedConfig) -> ModelSizes:
@@ -81,7 +82,17 @@ def qwen3_5_moe_sizes(config: PretrainedConfig) -> ModelSizes:
         text.moe_intermediate_size,
         text.shared_expert_intermediate_size,
     )
-    return model_sizes(config, _text_sizes(config, experts), Qwen3_5MoeVisionModel)
+    sizes = model_sizes(config, _text_sizes(config, experts), Qwen3_5MoeVisionModel)
+    return _with_draft_head(sizes)
+
+
+def _with_draft_head(sizes: ModelSizes) -> ModelSizes:
+    """Return the sizes with shapes of the head for drafts, which joins the embedding of a token
+    with the hidden state of the one before."""
+    width = sizes.text.hidden
+    norms = dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), (width,))
+    shapes = {"fc": (width, 2 * width), **norms}
+    return replace(sizes, passthrough={f"mtp.{k}.weight": shape for k, shape in shapes.items()})
 
 
 def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
@@ -121,5 +132,8 @@ def _text_sizes(config: PretrainedConfig, ffn: FeedForward) -> TextSizes:
     )
 
 
-QWEN3_5 = make_family("qwen3_5", qwen3_5_sizes, Qwen3_5VisionModel)
-QWEN3_5_MOE = make_family("qwen3_5_moe", qwen3_5_moe_sizes, Qwen3_5MoeVisionModel)
+# The head for drafts of speculative decoding ("multi-token prediction"), which is not trained.
+_PASSTHROUGH = ("mtp.*",)
+
+QWEN3_5 = make_family("qwen3_5", qwen3_5_sizes, Qwen3_5VisionModel, _PASSTHROUGH)
+QWEN3_5_MOE = make_family("qwen3_5_moe", qwen3_5_moe_sizes, Qwen3_5MoeVisionModel, _PASSTHROUGH)
