@@ -27,6 +27,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
 from tests.runs import Case, call, my_rows
+from tests.test_decode import QWEN3_5
 from tests.test_moe_train import EXPERTS
 from tests.test_parity import layout
 
@@ -62,6 +63,9 @@ LAYOUTS: dict[str, tuple[Case, dict[str, Any]]] = {
     "pp2": (layout(pp=2), {}),
     "tp2-pp2": (layout(tp=2, pp=2), {}),
     "experts-ep2": (layout(dp=2, ep=2), EXPERTS),
+    "qwen3_5": (layout(), QWEN3_5),
+    "qwen3_5-tp2-pp2": (layout(tp=2, pp=2), QWEN3_5),
+    "qwen3_5-experts-ep2": (layout(dp=2, ep=2), {**QWEN3_5, "experts": 4}),
 }
 
 
@@ -144,11 +148,11 @@ def continuously_and_in_waves(worker: MegatronWorker) -> tuple[Found, Found]:
     return (together, passes[:split]), (waves, passes[split:])
 
 
-@pytest.mark.parametrize("name", ["1x1x1", "pp2"])
+@pytest.mark.parametrize("name", ["1x1x1", "pp2", "qwen3_5"])
 def test_a_row_that_ends_makes_place_for_the_next_prompt(name, pool, tiny):
-    case = LAYOUTS[name][0]
+    case, sizes = LAYOUTS[name]
     (together, runs), (waves, wave_runs) = pool.run(
-        call, case.world, tiny(), case, continuously_and_in_waves
+        call, case.world, tiny(**sizes), case, continuously_and_in_waves
     )[0]
     passes, wave_passes = (list(chain.from_iterable(each)) for each in (runs, wave_runs))
     # As many decoding passes are in progress together as there are stages.
@@ -190,8 +194,9 @@ def several_of_each(worker: MegatronWorker) -> dict[str, Found]:
     return results | {"alone": (alone, [])}
 
 
-def test_several_answers_to_a_prompt_that_is_seen_once(pool, tiny):
-    results = pool.run(call, 1, tiny(), layout(), several_of_each)[0]
+@pytest.mark.parametrize("sizes", [{}, QWEN3_5], ids=["qwen3_vl", "qwen3_5"])
+def test_several_answers_to_a_prompt_that_is_seen_once(sizes, pool, tiny):
+    results = pool.run(call, 1, tiny(**sizes), layout(), several_of_each)[0]
     assert len({each for answers in ids_of(results["alone"][0]) for each in answers}) == 15
     for rows in (16, 3):
         answers, runs = results[f"rows {rows}"]
@@ -207,10 +212,11 @@ def across_layouts(worker: MegatronWorker) -> list[list[tuple[int, ...]]]:
     return ids_of(worker.sample(make_rows(MIXED), settings, 3, SEEDS, batch_rows=5))
 
 
-@pytest.mark.parametrize("name", ["tp2", "pp2"])
+@pytest.mark.parametrize("name", ["tp2", "pp2", "qwen3_5-tp2-pp2"])
 def test_samples_are_the_same_at_every_layout(name, pool, tiny):
-    expected = pool.run(call, 1, tiny(), layout(), across_layouts)
-    assert pool.run(call, 2, tiny(), LAYOUTS[name][0], across_layouts) == expected * 2
+    case, sizes = LAYOUTS[name]
+    expected = pool.run(call, 1, tiny(**sizes), layout(), across_layouts)
+    assert pool.run(call, case.world, tiny(**sizes), case, across_layouts) == expected * case.world
 
 
 def letters(ids: Any) -> str:
@@ -493,10 +499,19 @@ def test_what_is_refused(pool, tiny):
     assert "has no experts" in str(no_experts)
 
 
+def _state(newest: list[float]) -> tuple[Tensor, Tensor]:
+    """Return the state of a layer, filled with the newest token of each row."""
+    value_B = torch.tensor(newest, dtype=torch.double)
+    return value_B[:, None, None].expand(-1, 3, 5), -value_B[:, None, None, None].expand(
+        -1, 2, 3, 4
+    )
+
+
 def test_a_cache_holds_what_its_rows_were_given():
     """Rows join, several from one prompt, grow and leave in random order.
 
-    Each layer keeps the tokens of every row, in at most the columns that the longest row needs.
+    Each layer keeps the tokens of every row, in at most the columns that the longest row needs. A
+    layer with a state keeps that of every row.
     """
     rng, device = random.Random(0), torch.device("cpu")
     cache, rows, counter = KVCache([], device), [], 0.0
@@ -511,6 +526,7 @@ def test_a_cache_holds_what_its_rows_were_given():
                 new_rows.append([counter] * length)
                 keys_SBGD[:, row] = counter  # fills the padding, too
             new.store(1, keys_SBGD, -keys_SBGD)
+            new.states[2] = _state([row[0] for row in new_rows])
             taken = [rng.randrange(len(lengths)) for _ in range(rng.randint(1, 6 - len(rows)))]
             cache.add(new, taken, spent=bool(turn % 2))
             rows += [list(new_rows[row]) for row in taken]
@@ -522,7 +538,7 @@ def test_a_cache_holds_what_its_rows_were_given():
             cache.keep(remaining)
             rows = [rows[row] for row in remaining]
         if not rows:
-            assert not cache.layers
+            assert not cache.layers and not cache.states
             continue
         cache.advance()
         counter += 1
@@ -532,6 +548,9 @@ def test_a_cache_holds_what_its_rows_were_given():
         keys = new_B[None, :, None, None].expand(1, -1, 2, 3)
         key_BTGD, value_BTGD = cache.store(1, keys, -keys)
         assert cache.lengths == [len(row) for row in rows]
+        expected = _state([row[-2] for row in rows])
+        assert all(map(torch.equal, cache.states[2], expected))
+        cache.states[2] = _state([row[-1] for row in rows])
         for row, tokens in enumerate(rows):
             assert key_BTGD[row, : len(tokens), 1, 2].tolist() == tokens
             assert cache.mask_B11T[row, 0, 0].sum() == len(tokens)
