@@ -15,8 +15,10 @@ from tests.reference import Reference, load_reference, row_log_probs
 
 # Our groups of targets as PEFT's regular expressions.
 GROUPS = {
-    "attention": r"model\.language_model\.layers\.\d+\.self_attn\.[qkvo]_proj",
-    "mlp": r"model\.language_model\.layers\.\d+\.mlp\.(gate|up|down)_proj",
+    "attention": r"model\.language_model\.layers\.\d+\."
+    r"(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_(qkv|z|b|a)|out_proj))",
+    "mlp": r"model\.language_model\.layers\.\d+\.mlp\."
+    r"((shared_expert\.)?(gate|up|down)_proj|shared_expert_gate)",
     "head": "lm_head",
     "merger": r"model\.visual\..*merger.*\.linear_fc[12]",
     "vision_attention": r"model\.visual\.blocks\.\d+\.attn\.(qkv|proj)",

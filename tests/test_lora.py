@@ -24,8 +24,10 @@ from tests.runs import call, loss_and_grads, train
 from tests.test_parity import layout
 
 EXPERTS = dict(experts=8, layers=4)
+DELTA_NET = dict(family="qwen3_5", head_dim=64)
+SHARED_EXPERT = dict(DELTA_NET, experts=4)
 
-# The error is relative, as in test_parity.py. Measured worst case over all cases below: 2.8e-6.
+# The error is relative, as in test_parity.py. Measured worst case over all cases below: 3.3e-6.
 TOLERANCE = 5e-6
 OPTIM = dict(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
 STEPS = 3
@@ -133,11 +135,50 @@ CASES = {
         EXPERTS,
         "mixed",
     ),
+    "delta-net-all": (layout(), ALL, DELTA_NET, "mixed"),
+    "delta-net-all-tp2": (layout(tp=2), ALL, DELTA_NET, "mixed"),
+    "delta-net-all-pp2": (layout(pp=2, layers_per_stage=[1, 3]), ALL, DELTA_NET, "mixed"),
+    "delta-net-all-tp2-pp2-recompute": (
+        layout(tp=2, pp=2, layers_per_stage=[2, 2], recompute="full"),
+        ALL,
+        DELTA_NET,
+        "mixed",
+    ),
+    "delta-net-8-layers-pp2x2": (
+        layout(pp=2, virtual_stages=2),
+        ALL,
+        {**DELTA_NET, "layers": 8},
+        "mixed",
+    ),
+    "delta-net-qkv-tp2": (layout(tp=2), Adapter(("in_proj_qkv",)), DELTA_NET, "mixed"),
+    "delta-net-decay-tp2": (layout(tp=2), Adapter(("in_proj_a",)), DELTA_NET, "mixed"),
+    "delta-net-q-out-tp2": (layout(tp=2), Adapter(("q_proj", "out_proj")), DELTA_NET, "mixed"),
+    "delta-net-dp2-overlap": (
+        layout(dp=2, overlap_grad_reduce=True),
+        ALL,
+        DELTA_NET,
+        "text_on_one_rank",
+    ),
+    "shared-expert": (layout(), IN_EXPERTS, SHARED_EXPERT, "mixed"),
+    "shared-expert-ep2": (layout(dp=2, ep=2), IN_EXPERTS, SHARED_EXPERT, "mixed"),
+    "shared-expert-ep2-pp2-recompute": (
+        layout(pp=2, dp=2, ep=2, recompute="full"),
+        IN_EXPERTS,
+        SHARED_EXPERT,
+        "mixed",
+    ),
+    "shared-expert-gate-ep2": (
+        layout(dp=2, ep=2),
+        Adapter(("shared_expert_gate",)),
+        SHARED_EXPERT,
+        "mixed",
+    ),
 }
 
 
 # `make test` runs these, `make test-slow` the rest.
 QUICK = ("all-tp2-pp2", "recompute-text", "pp2x2", "dp2-overlap", "in-experts-ep2-pp2-recompute")
+QUICK += ("delta-net-all-tp2-pp2-recompute", "shared-expert-ep2-pp2-recompute")
 PARAMS = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
 
 
@@ -174,6 +215,10 @@ def in_peft(adapter):
         "q_proj": r".*\.q_proj",
         "v_proj": r".*\.v_proj",
         "up_proj": r".*\.up_proj",
+        "out_proj": r".*\.out_proj",
+        "in_proj_qkv": r".*\.in_proj_qkv",
+        "in_proj_a": r".*\.in_proj_a",
+        "shared_expert_gate": r".*\.shared_expert_gate",
         "layers.3.self_attn.o_proj": r".*layers\.3\.self_attn\.o_proj",
         "layers.0.mlp.up_proj": r".*layers\.0\.mlp\.up_proj",
         f"layers.1.{DOWN}": "no linear layer",
@@ -223,6 +268,7 @@ STEP_CASES = [
     "all-tp2-pp2",
     "dp2-overlap",
     "in-experts-ep2",
+    "delta-net-all-tp2-pp2-recompute",
     *(
         pytest.param(n, marks=pytest.mark.slow)
         for n in (
@@ -232,6 +278,7 @@ STEP_CASES = [
             "in-experts",
             "in-experts-ep2-pp2-recompute",
             "in-experts-ep2-plain-optimizer",
+            "shared-expert-ep2-pp2-recompute",
         )
     ),
 ]
