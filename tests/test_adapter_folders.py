@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from megatron_vlm.engines.server.adapter_folders import linear_layer, write_nothing
+from tests.reference import load_reference
 
 
 def _renamed(model: str, out: Path, old: str, new: str, shards: int = 1) -> Path:
@@ -59,6 +61,18 @@ def test_the_adapter_that_adds_nothing_has_a_layer_of_the_model(
     assert not any(weight.any() for weight in weights.values())
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["target_modules"] == [chosen.rpartition(".")[2]]
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_layer_has_full_attention_where_the_first_has_not(experts, tiny, tmp_path):
+    """Three of four layers of Qwen3.5 have no q_proj, and that of the fourth also has the gate's
+    rows."""
+    model = Path(tiny(family="qwen3_5", head_dim=64, experts=experts))
+    assert linear_layer(model) == (f"{LAYERS}.3.self_attn.q_proj", [2 * 4 * 64, 64])
+    write_nothing(str(model), str(tmp_path))
+    loaded = PeftModel.from_pretrained(load_reference(str(model)), tmp_path)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert get_peft_model_state_dict(loaded).keys() == stored.keys()
 
 
 def test_a_model_without_linear_layers_is_refused(tiny, tmp_path):

@@ -22,6 +22,7 @@ from tests.test_parity import layout
 EVERY = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
 LORA = dict(rank=4, alpha=8.0, targets=EVERY, dropout=0.2)
 EXPERTS = dict(experts=8, layers=4)
+DELTA_NET = dict(family="qwen3_5", head_dim=64)
 MERGER = dict(rank=4, targets=("attention",), train=("merger",), dropout=0.1)
 
 
@@ -38,8 +39,20 @@ SAME = {
     "in-experts-ep2": with_lora(
         bf16(layout(dp=2, ep=2, recompute="full")), rank=4, targets=("attention", "mlp")
     ),
+    "delta-net-tp2-pp2": with_lora(
+        layout(tp=2, pp=2, layers_per_stage=[1, 3], recompute="full"), **LORA
+    ),
 }
 SLOW = {"dp2-bf16", "experts-ep2"}
+SIZES = {
+    "experts-ep2": EXPERTS,
+    "in-experts-ep2": EXPERTS,
+    "delta-net-tp2-pp2": DELTA_NET,
+}
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def marked(cases):
@@ -48,7 +61,7 @@ def marked(cases):
 
 @pytest.mark.parametrize("name", marked(SAME))
 def test_resumed_is_bit_for_bit_the_run_without_a_break(name, pool, tiny, tmp_path):
-    case, path = SAME[name], tiny(**(EXPERTS if "experts" in name else {}))
+    case, path = SAME[name], tiny(**SIZES.get(name, {}))
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     figures = pool.run(go, case.world, path, case, Part(straight, range(4), None, (2, 4)))[0]
     part = Part(resumed, range(2, 4), step_folder(straight, 2), (4,))
@@ -65,24 +78,21 @@ def test_resumed_is_bit_for_bit_the_run_without_a_break(name, pool, tiny, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "sizes"),
     [
-        (layout(tp=2, pp=2, layers_per_stage=[0, 4]), layout(dp=2)),
-        (layout(dp=2, ep=2), layout(pp=2)),
-        pytest.param(layout(dp=4, ep=2), layout(dp=4, ep=4), marks=pytest.mark.slow),
-        pytest.param(
-            layout(dp=4, ep=4, distributed_optimizer=False),
-            layout(pp=2, dp=2, ep=2),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(layout(dp=2), layout(tp=2), marks=pytest.mark.slow),
-        pytest.param(layout(tp=2), layout(pp=2, virtual_stages=2), marks=pytest.mark.slow),
+        (layout(tp=2, pp=2, layers_per_stage=[0, 4]), layout(dp=2), {}),
+        (layout(dp=2, ep=2), layout(pp=2), EXPERTS),
+        (layout(tp=2, pp=2), layout(dp=2), DELTA_NET),
+        slow(layout(dp=4, ep=2), layout(dp=4, ep=4), EXPERTS),
+        slow(layout(dp=4, ep=4, distributed_optimizer=False), layout(pp=2, dp=2, ep=2), EXPERTS),
+        slow(layout(dp=2), layout(tp=2), {}),
+        slow(layout(tp=2), layout(pp=2, virtual_stages=2), {}),
+        slow(layout(dp=2, ep=2), layout(pp=2), {**DELTA_NET, "experts": 4}),
     ],
 )
-def test_another_layout_holds_the_same_bits(first, second, pool, tiny, tmp_path):
-    path, lora = tiny(), dict(LORA, train=())
-    if first.parallel.get("ep", 1) > 1:
-        path = tiny(**EXPERTS)
+def test_another_layout_holds_the_same_bits(first, second, sizes, pool, tiny, tmp_path):
+    path, lora = tiny(**sizes), dict(LORA, train=())
+    if "experts" in sizes:
         lora |= dict(targets=("attention", "mlp", "merger"), dropout=0.0)
     first, second = with_lora(first, **lora), with_lora(second, **lora)
     pool.run(go, first.world, path, first, Part(tmp_path / "a", range(1), None, (1,)))

@@ -2,16 +2,19 @@
 """The keys of `lora`: recipes, the weights that they choose, and refused values."""
 
 import pytest
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
 
 from megatron_vlm.config import from_yaml, load_config, to_yaml
 from megatron_vlm.config.trainable import exports, learns, scale_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.lora.targets import adapted_specs, module_of
+from megatron_vlm.lora.targets import adapted_specs, is_of_experts, module_of
 from megatron_vlm.lora.weights import adapted_weights
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.rl.vllm_engines import has_tower_weights
 from tests.error_fields import raises
+from tests.reference import load_reference
 
 HAS = ["model.path=x", "lora=default"]
 
@@ -152,6 +155,65 @@ def test_experts_are_of_the_mlp_and_routers_get_no_adapters(tiny):
         problem = "router model.language_model.layers.1.mlp.gate,"
         with raises(ConfigError, key="lora.targets", found=target, problem_has=problem):
             names("attention", target)
+
+
+def test_both_mixers_are_of_attention(tiny):
+    """The convolution has no adapter: in transformers it is no linear layer."""
+    tensors = read_sizes(tiny(family="qwen3_5", head_dim=64)).tensors
+    linear = [f"linear_attn.{end}" for end in ("in_proj_qkv", "in_proj_z", "in_proj_b")]
+    linear += ["linear_attn.in_proj_a", "linear_attn.out_proj"]
+    full = [f"self_attn.{letter}_proj" for letter in "qkvo"]
+    prefix = "model.language_model.layers."
+    every = [f"{prefix}{n}.{end}" for n in range(3) for end in linear]
+    every += [f"{prefix}3.{end}" for end in full]
+
+    def names(*targets: str) -> list[str]:
+        return [module_of(each) for each in adapted_specs(tensors, targets)]
+
+    assert names("attention") == every
+    assert names("linear_attn.*") == every[:15] and names("self_attn.*") == every[15:]
+    assert names("in_proj_?") == [each for each in every if each[:-1].endswith("in_proj_")]
+    assert names("layers.1.linear_attn.in_proj_qkv") == [f"{prefix}1.linear_attn.in_proj_qkv"]
+    assert len(names("attention", "mlp", "head")) == 19 + 12 + 1
+    # A pattern of Qwen3-VL's tower does not match the mixers, nor theirs the tower.
+    assert all(".visual." in name for name in names("attn.*"))
+    for absent in ("conv1d", "in_proj_ba", "in_proj_qkvz", "A_log", "layers.0.self_attn.q_proj"):
+        with raises(ConfigError, key="lora.targets", found=absent, remedy_has="in_proj_qkv"):
+            names("attention", absent)
+
+
+def test_the_shared_expert_and_its_gate_are_of_the_mlp(tiny):
+    """The gate is a linear layer in transformers, as the router is not, so PEFT's all-linear takes
+    it."""
+    path = tiny(family="qwen3_5", head_dim=64, experts=4)
+    tensors = read_sizes(path).tensors
+    prefix = "model.language_model.layers."
+
+    def names(*targets: str) -> list[str]:
+        return [module_of(each).removeprefix(prefix) for each in adapted_specs(tensors, targets)]
+
+    shared = [f"shared_expert.{name}_proj" for name in ("gate", "up", "down")]
+    each = ["experts.gate_up_proj", "experts.down_proj", *shared, "shared_expert_gate"]
+    assert names("mlp") == [f"{n}.mlp.{end}" for n in range(4) for end in each]
+    assert names("shared_expert_gate") == [f"{n}.mlp.shared_expert_gate" for n in range(4)]
+    assert names("shared_expert.*") == [f"{n}.mlp.{end}" for n in range(4) for end in shared]
+    with raises(ConfigError, key="lora.targets", found="mlp.gate", problem_has="the router"):
+        names("mlp", "mlp.gate")
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_all_linear_of_peft_means_every_group_of_linear_layers(experts, tiny):
+    """In the decoder, PEFT's all-linear and attention with mlp are the same linear layers; experts
+    are no linear layers there."""
+    path = tiny(family="qwen3_5", head_dim=64, experts=experts)
+    model = get_peft_model(load_reference(path), PeftConfig(target_modules="all-linear"))
+    adapted = {
+        name.partition(".lora_A")[0].removeprefix("base_model.model.")
+        for name, _ in model.named_parameters()
+        if ".lora_A." in name and ".visual." not in name
+    }
+    chosen = adapted_specs(read_sizes(path).tensors, ("attention", "mlp"))
+    assert adapted == {module_of(each) for each in chosen if not is_of_experts(each)}
 
 
 def test_dropout_for_experts_is_refused_as_peft_refuses_it(tiny):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
@@ -35,7 +35,15 @@ from tests.peft_reference import Adapter, peft_model
 from tests.peft_reference import save as save_peft
 from tests.reference import load_reference, row_log_probs
 from tests.runs import Case, my_rows
-from tests.test_lora import ALL, BESIDE_MERGER, DOWN, EXPERTS, IN_EXPERTS
+from tests.test_lora import (
+    ALL,
+    BESIDE_MERGER,
+    DELTA_NET,
+    DOWN,
+    EXPERTS,
+    IN_EXPERTS,
+    SHARED_EXPERT,
+)
 from tests.test_parity import layout
 from tests.test_train import go_pooled, steps_of
 
@@ -73,6 +81,10 @@ def slow(*values):
     [
         (ALL, layout(tp=2, pp=2), {}),
         (BESIDE_MERGER, layout(dp=2), {}),
+        (ALL, layout(tp=2, pp=2, layers_per_stage=[1, 3]), DELTA_NET),
+        (Adapter(), layout(pp=2, dp=2, ep=2), SHARED_EXPERT),
+        slow(Adapter(("in_proj_qkv", "in_proj_a", "q_proj")), layout(tp=2), DELTA_NET),
+        slow(Adapter(("in_proj_?", "shared_expert.*_proj")), layout(dp=2, ep=2), SHARED_EXPERT),
         slow(Adapter(), layout(pp=2, dp=2, ep=2), {**EXPERTS, "dense_layers": 1}),
         slow(replace(ALL, rslora=True), layout(pp=2), {}),
         slow(Adapter(("q_proj", "linear_fc1")), layout(tp=2), {}),
@@ -95,6 +107,8 @@ def test_peft_loads_what_is_exported(adapter, case, sizes, pool, tiny, tmp_path)
         assert files.keys() == again.keys() - {"megatron_vlm.json"}  # only a checkpoint has an id
         assert [name for name in files if files[name] != again[name] and name != "README.md"] == []
     loaded = PeftModel.from_pretrained(load_reference(tiny()), tmp_path / "adapter")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert get_peft_model_state_dict(loaded).keys() == stored.keys()
     assert isinstance(loaded.peft_config["default"].lora_alpha, int)  # the type that PEFT declares
     assert difference(log_probs(loaded), trained) < 5e-6
     with loaded.disable_adapter():  # whole mergers are modules_to_save, and are disabled as well
@@ -115,6 +129,8 @@ def log_probs_here(path: str, case: Case) -> list[torch.Tensor]:
     [
         (ALL, {}),
         (IN_EXPERTS, {**EXPERTS, "dense_layers": 1}),
+        (ALL, DELTA_NET),
+        (IN_EXPERTS, SHARED_EXPERT),
         slow(replace(IN_EXPERTS, targets=("nothing",), parameters=(DOWN,)), EXPERTS),
     ],
 )

@@ -123,7 +123,9 @@ def _matches(tensor: TensorSpec, target: str) -> bool:
 
 def _samples(linears: Sequence[TensorSpec]) -> str:
     leaves = dict.fromkeys(module_of(each).rpartition(".")[2] for each in linears)
-    return f"{', '.join(list(leaves)[: 2 * _SHOWN])} or *.layers.0.self_attn.q_proj"
+    first = next(module_of(each) for each in linears if each.part is Part.decoder)
+    whole = "layers." + first.partition(".layers.")[2]
+    return f"{', '.join(list(leaves)[: 2 * _SHOWN])} or *.{whole}"
 
 
 def check_parts(
