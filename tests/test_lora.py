@@ -14,6 +14,7 @@ from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.hf.export_weights import gather_tensors
 from megatron_vlm.hf.weight_map import Origin
+from megatron_vlm.lora import targets
 from megatron_vlm.lora.layers import Adapters, ExpertAdapters, dropout_rng
 from megatron_vlm.lora.peft_tensors import PeftTensor
 from megatron_vlm.lora.targets import AdaptedLinear, HFLinear
@@ -405,7 +406,7 @@ def test_dropout_keeps_the_mean():
     assert not torch.equal(torch.get_rng_state(), state)  # the outer generator's state is restored
 
 
-# Mutants of adapters in experts.
+# Mutants of adapters.
 
 
 def patched_adapters(change):
@@ -448,22 +449,35 @@ def summed_over_all_replicas():
     return mock.patch.object(ExpertAdapters, "__init__", wrong)
 
 
+def cut_as_one_block():
+    """Cut B over TP as if the rows of in_proj_qkv were one block: rank 0 gets those of q and k, and
+    rank 1 those of v."""
+    right = targets._layouts
+
+    def wrong(linear, slot):
+        return right(linear, replace(slot, parts=()))
+
+    return mock.patch.object(targets, "_layouts", wrong)
+
+
 MUTANTS = {
-    "of the next expert": lambda: patched_adapters(of_the_next_expert),
-    "unscaled": lambda: patched_adapters(unscaled),
-    "B by expert": b_by_expert,
-    "summed over all replicas": summed_over_all_replicas,
+    # name: (mutant, case)
+    "of the next expert": (lambda: patched_adapters(of_the_next_expert), "in-experts-ep2"),
+    "unscaled": (lambda: patched_adapters(unscaled), "in-experts-ep2"),
+    "B by expert": (b_by_expert, "in-experts-ep2"),
+    "summed over all replicas": (summed_over_all_replicas, "in-experts-ep2"),
+    "B cut as one block": (cut_as_one_block, "delta-net-qkv-tp2"),
 }
 
 
 def broken(path, case, rows, name):
-    with MUTANTS[name]():
+    with MUTANTS[name][0]():
         return loss_and_grads(path, case, rows)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_parity_notices(name, pool, tiny, adapters, record_property):
-    case, adapter, sizes, batch = CASES["in-experts-ep2"]
+    case, adapter, sizes, batch = CASES[MUTANTS[name][1]]
     folder, reference, _ = adapters
     key = tuple(sorted(sizes.items()))
     case = replace(case, lora=dict(adapter.ours, path=folder(adapter, key)))

@@ -296,9 +296,31 @@ def test_a_run_trains_exports_and_is_scored_by_its_adapters(a_run, tiny, capfd):
         (Adapter().ours, True, "", {}),
         (IN_EXPERTS.ours, True, "", EXPERTS),
         (Adapter((f"layers.0.{DOWN}",)).ours, True, "only where both of a layer's", EXPERTS),
+        (Adapter(("self_attn.*", "out_proj", "mlp")).ours, True, "", DELTA_NET),
+        (
+            Adapter().ours,
+            True,
+            "lora: SGLang does not start with an adapter of in_proj_qkv and in_proj_z (its issue "
+            "30168), and drops the adapter of in_proj_b and in_proj_a (its pull request 30499); "
+            "checkpoint.export=both also writes the merged model, which has no adapters",
+            DELTA_NET,
+        ),
+        (
+            Adapter(("in_proj_a",)).ours,
+            True,
+            "lora: SGLang drops the adapter of in_proj_a (",
+            DELTA_NET,
+        ),
+        (
+            Adapter(("in_proj_z", "layers.0.linear_attn.in_proj_qkv")).ours,
+            True,
+            "lora: vLLM refuses an adapter of in_proj_z where in_proj_qkv has none; SGLang does",
+            DELTA_NET,
+        ),
+        (Adapter().ours, "merged", "", DELTA_NET),
     ],
 )
-def test_adapters_that_vllm_may_not_serve_are_named(lora, export, said, sizes, tiny):
+def test_adapters_that_an_engine_may_not_serve_are_named(lora, export, said, sizes, tiny):
     path = tiny(**sizes)
     cfg = replace(layout(), lora=lora).config(path)
     cfg = replace(cfg, checkpoint=CheckpointConfig(export=export))

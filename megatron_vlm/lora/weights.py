@@ -1,7 +1,7 @@
 """Initial values of adapters, and what is refused or remarked about the chosen ones."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -20,6 +20,7 @@ from megatron_vlm.lora.targets import (
     adapted_specs,
     check_parts,
     is_of_experts,
+    module_of,
     seed_from,
 )
 
@@ -60,12 +61,40 @@ def serving_remark(cfg: Config, weights: Sequence[TensorSpec]) -> str:
     layers = Counter(weight.name.rpartition(".")[0] for weight in weights if is_of_experts(weight))
     if 1 in layers.values():
         notes.append("takes adapters of experts only where both of a layer's weights have one")
-    if not notes:
+    mixers = _linear_attention(weights)
+    if any("in_proj_z" in found and "in_proj_qkv" not in found for found in mixers.values()):
+        notes.append("refuses an adapter of in_proj_z where in_proj_qkv has none")
+    engines = [f"vLLM {', and '.join(notes)}"] if notes else []
+    served = "which it serves"
+    if any(mixers.values()):
+        engines.append(f"SGLang {_sglang(set().union(*mixers.values()))}")
+        served = "which has no adapters"
+    if not engines:
         return ""
     return (
-        f"lora: vLLM {', and '.join(notes)}; checkpoint.export=both also writes the merged model, "
-        "which it serves"
+        f"lora: {'; '.join(engines)}; checkpoint.export=both also writes the merged model, {served}"
     )
+
+
+def _linear_attention(weights: Sequence[TensorSpec]) -> dict[str, set[str]]:
+    """Return the first projections with an adapter of each gated delta net."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for weight in weights:
+        mixer, _, leaf = module_of(weight).rpartition(".")
+        if leaf.startswith("in_proj_"):
+            found[mixer].add(leaf)
+    return found
+
+
+def _sglang(leaves: set[str]) -> str:
+    """Return what SGLang is known to do with adapters of these projections of gated delta nets,
+    which it joins in two layers."""
+    known = {
+        "does not start with an adapter of {} (its issue 30168)": ("in_proj_qkv", "in_proj_z"),
+        "drops the adapter of {} (its pull request 30499)": ("in_proj_b", "in_proj_a"),
+    }
+    chosen = {text: [leaf for leaf in joined if leaf in leaves] for text, joined in known.items()}
+    return ", and ".join(text.format(" and ".join(of)) for text, of in chosen.items() if of)
 
 
 def fill(
