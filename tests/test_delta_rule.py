@@ -79,3 +79,66 @@ def test_keys_that_are_nearly_equal_lose_no_digits(noise):
     truth = results(by_definition, inputs, torch.double)
     found = errors(results(gated_delta_rule, inputs), truth, least=1.0)
     assert max(found.values()) <= WORST_CORRELATED, found
+
+
+def rule_inputs(tokens, **kinds):
+    """Return q, k, v, g and beta."""
+    q, k, v, a, b, A_log = given(tokens, **kinds)
+    return [q, k, v, -A_log.exp() * F.softplus(a), b.sigmoid()]
+
+
+def test_steps_continue_the_chunks():
+    inputs = rule_inputs(70)
+    out, end = gated_delta_rule(*inputs)
+    state = gated_delta_rule(*(x[:, :40] for x in inputs))[1]
+    for t in range(40, 70):
+        step, state = delta_step(*(x[:, t] for x in inputs), state)
+        assert (step - out[:, t]).norm() <= 3e-6 * out[:, t].norm()
+    assert (state - end).norm() <= 3e-6 * end.norm()
+
+
+def test_padding_without_decay_and_beta_leaves_the_state():
+    inputs = rule_inputs(77)
+    inputs[3][:, 40:], inputs[4][:, 40:] = 0, 0
+    alone = gated_delta_rule(*(x[:, :40] for x in inputs))[1]
+    assert torch.equal(gated_delta_rule(*inputs)[1], alone)
+
+
+def test_rows_do_not_see_each_other():
+    inputs = given(70, rows=3)
+    changed = [x.clone() for x in inputs]
+    for x in changed[:5]:
+        x[0] += 1
+    before, after = results(gated_delta_rule, inputs), results(gated_delta_rule, changed)
+    for x, y in zip(before[:-1], after[:-1], strict=True):
+        assert torch.equal(x[1:], y[1:]) and not torch.equal(x[0], y[0])
+
+
+def test_bf16_inputs_are_rounded_once_at_the_end():
+    narrow = [x.bfloat16().requires_grad_() for x in rule_inputs(70)]
+    wide = [x.detach().float().requires_grad_() for x in narrow]
+    (out, state), (wide_out, wide_state) = gated_delta_rule(*narrow), gated_delta_rule(*wide)
+    assert torch.equal(out, wide_out.bfloat16()) and torch.equal(state, wide_state)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    grads = torch.autograd.grad(out, narrow, weight)
+    for x, y in zip(grads, torch.autograd.grad(wide_out, wide, weight.float()), strict=True):
+        assert torch.equal(x, y.bfloat16())
+
+
+def test_nothing_but_the_inputs_is_stored():
+    inputs = [x.requires_grad_() for x in rule_inputs(70)]
+    stored = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: stored.append(x) or x, lambda x: x):
+        gated_delta_rule(*inputs)
+    assert [x.data_ptr() for x in stored] == [x.data_ptr() for x in inputs]
+
+
+def test_recompute_and_no_grad_change_no_digit():
+    inputs = [x.requires_grad_() for x in rule_inputs(70)]
+    out = gated_delta_rule(*inputs)[0]
+    again = checkpoint(lambda *x: gated_delta_rule(*x)[0], *inputs, use_reentrant=True)
+    with torch.no_grad():
+        assert torch.equal(gated_delta_rule(*inputs)[0], out) and torch.equal(again, out)
+    grads = torch.autograd.grad(out.square().sum(), inputs)
+    again.square().sum().backward()  # reentrant checkpoints refuse autograd.grad
+    assert all(torch.equal(x.grad, y) for x, y in zip(inputs, grads, strict=True))

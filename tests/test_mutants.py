@@ -273,11 +273,6 @@ MUTANTS: dict[str, tuple[Callable[[], Any], Case, dict[str, Any]]] = {
     "chunked M-RoPE": (chunked_mrope, layout(), {}),
     "padding in the softmax": (padding_in_softmax, layout(tp=2), {"vocab": 509}),
     "loss per micro-batch": (loss_per_micro_batch, layout(), {}),
-    "context around the block": (
-        context_around_the_block,
-        layout(pp=2, recompute="full"),
-        {"experts": 8},
-    ),
     "norm of the delta net not summed over TP": (
         replaced("copy_to_tensor_model_parallel_region", lambda right: lambda x, group: x),
         layout(tp=2),
@@ -347,6 +342,19 @@ def test_what_is_sent_has_the_shape_that_the_next_stage_waits_for(chunks, pool, 
     case = layout(pp=2, virtual_stages=chunks, layers_per_stage=layers)
     with pytest.raises(RuntimeError, match=r"next stage waits for \(\d+, 2, 64\), and this one"):
         pool.run(forgetful, 2, tiny(), case, make_rows(MIXED))
+
+
+def with_one_context(path: str, case: Case, rows: list) -> Outcome:
+    with context_around_the_block():
+        return loss_and_grads(path, case, rows)
+
+
+def test_a_recomputed_layer_has_the_context_of_its_micro_batch(pool, tiny):
+    """With an attribute of the whole block, it has that of another one: the experts' rows do not
+    fit."""
+    case = layout(pp=2, recompute="full")
+    with pytest.raises(RuntimeError, match=r"_forward_mlp[\s\S]*experts"):
+        pool.run(with_one_context, 2, tiny(experts=8), case, make_rows(MIXED))
 
 
 def touchless(path: str, case: Case, rows: list) -> Outcome:
