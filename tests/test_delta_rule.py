@@ -2,12 +2,19 @@
 """Tests of the gated delta rule: chunks and single tokens against its definition, token by token in
 fp64; and that the rule stores nothing but its inputs."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.decoder_layers import GatedDeltaNet
+from megatron_vlm.model.delta_kernels import choose_delta_rule
 from megatron_vlm.model.delta_rule import delta_step, gated_delta_rule
+from tests.error_fields import raises
 
 NAMES = ("out", "state", "d q", "d k", "d v", "d a", "d beta", "d A_log")
 WORST = 5e-6  # measured: 9.1e-7, for d A_log
@@ -142,3 +149,12 @@ def test_recompute_and_no_grad_change_no_digit():
     grads = torch.autograd.grad(out.square().sum(), inputs)
     again.square().sum().backward()  # reentrant checkpoints refuse autograd.grad
     assert all(torch.equal(x.grad, y) for x, y in zip(inputs, grads, strict=True))
+
+
+def test_a_cpu_has_this_packages_rule_and_imports_no_other():
+    sizes, cpu = GatedDeltaNet(2, 4, 16, 24, 4), pick_platform("cpu")
+    for setting in ("auto", "torch"):
+        assert choose_delta_rule(setting, sizes, torch.float, cpu) is gated_delta_rule
+    with raises(ConfigError, key="model.delta_rule", found="fla", problem_has="it needs CUDA"):
+        choose_delta_rule("fla", sizes, torch.float, cpu)
+    assert "fla" not in sys.modules

@@ -36,6 +36,7 @@ _COLOURS = {OK: "green", WARNING: "yellow", MISSING: "red"}
 # Purpose of the extras of pyproject.toml; the others are for developers.
 EXTRAS = {
     "te": "for model.backend=te, on CUDA",
+    "fla": "for faster linear attention of Qwen3.5, on CUDA",
     "ray": "to start training over Ray",
     "video": "for video files",
 }

@@ -1,4 +1,4 @@
-"""What one pipeline stage sends to the next.
+"""Message from one pipeline stage to the next.
 
 Shapes: S tokens (Megatron is sequence first), B rows, H width of the decoder, K DeepStack features
 still to be added.

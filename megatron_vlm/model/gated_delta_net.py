@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vlm.family.decoder_layers import GatedDeltaNet
+from megatron_vlm.model.delta_kernels import DeltaRule
 from megatron_vlm.model.delta_rule import delta_step, gated_delta_rule
 from megatron_vlm.model.kv_cache import KVCache
 
@@ -46,9 +47,12 @@ class GatedDeltaMixer(MegatronModule):
         layer_number: int,
         sizes: GatedDeltaNet,
         pg_collection: Any,
+        rule: DeltaRule | None = None,
         **_: Any,
     ):
+        """Create the mixer. `rule` computes the delta rule in place of this package's function."""
         super().__init__(config=config)
+        self.rule = rule or gated_delta_rule
         self.layer_number, self.tp = layer_number, pg_collection.tp
         ranks = self.tp.size()
         self.key_dim, self.value_dim = sizes.key_dim, sizes.value_dim
@@ -107,7 +111,7 @@ class GatedDeltaMixer(MegatronModule):
     def _rule(
         self, mixed_BSC: Tensor, decay_BSV: Tensor, beta_BSV: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return gated_delta_rule(*self._heads(mixed_BSC), decay_BSV, beta_BSV)
+        return self.rule(*self._heads(mixed_BSC), decay_BSV, beta_BSV)
 
     def _heads(self, mixed_BSC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = mixed_BSC.split(self.mixed, dim=-1)

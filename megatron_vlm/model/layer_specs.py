@@ -21,6 +21,7 @@ from megatron_vlm.family.decoder_layers import Experts, GatedDeltaNet, LayerSpec
 from megatron_vlm.family.spec import TextSizes
 from megatron_vlm.hf.backend import BACKENDS
 from megatron_vlm.model.attention import CachedAttention, FusedSelfAttention, SDPACoreAttention
+from megatron_vlm.model.delta_kernels import DeltaRule
 from megatron_vlm.model.fused_ops import FusedOps, Norm
 from megatron_vlm.model.gated_delta_net import GatedDeltaMixer
 from megatron_vlm.model.kv_cache import KVCache
@@ -29,8 +30,8 @@ from megatron_vlm.model.router import Routing
 
 @dataclass(frozen=True)
 class PassContext:
-    """What the layers of a chunk read in one pass of a micro-batch, besides hidden states: the
-    routing of its tokens to experts and, in generation, the cache of its rows."""
+    """Values that the layers of a chunk read in one pass of a micro-batch, besides hidden states:
+    the routing of its tokens to experts and, in generation, the cache of its rows."""
 
     routing: Routing
     cache: KVCache | None = None
@@ -82,6 +83,7 @@ class BuildOptions:
     chains: FusedOps
     kernel: str  # for attention
     expert_mlp: Any  # the spec of an MLP with experts
+    delta_rule: DeltaRule | None = None
 
 
 def _norm(options: BuildOptions, text: TextSizes) -> Any:
@@ -160,7 +162,8 @@ def block_spec(
         parts: dict[str, Any] = {}
         if isinstance(layer.mixer, GatedDeltaNet):
             parts["self_attention"] = ModuleSpec(
-                module=GatedDeltaMixer, params={"sizes": layer.mixer}
+                module=GatedDeltaMixer,
+                params={"sizes": layer.mixer, "rule": options.delta_rule},
             )
         if isinstance(layer.ffn, Experts):
             # Transformer Engine's dense layer has the norm inside the MLP's first linear layer.
