@@ -126,9 +126,10 @@ class FullAttention:
 
     def kept_values(self, learns: bool) -> int:
         """Return the number of values per token that autograd keeps, over all TP ranks. Weights
-        that do not learn need no inputs."""
+        that do not learn need no inputs. With a gate, queries and gates are copied together, and
+        the gate and the output times the gate are kept as well."""
         per_head = 5 if learns else 4
-        return per_head * (self.query + self.kv) + 3 * self.query * self.gated
+        return per_head * (self.query + self.kv) + (per_head - 1) * self.query * self.gated
 
 
 @dataclass(frozen=True)
@@ -196,10 +197,12 @@ class GatedDeltaNet:
 
     def kept_values(self, learns: bool) -> int:
         """Return the number of values per token that autograd keeps, over all TP ranks. The rule is
-        recomputed in the backward, so it keeps its inputs alone."""
+        recomputed in the backward, so it keeps its inputs alone. The output of the first linear and
+        its part before, after and within the convolution are kept, then the rule's output, and what
+        the norm and the gate make of it. Weights that do not learn need no inputs."""
         mixed = 2 * self.keys + self.values
-        per_token = 3 * mixed + 4 * self.values + 6 * self.value_heads
-        return per_token + self.values * learns
+        per_value = 6 if learns else 4
+        return 4 * mixed + per_value * self.values + 7 * self.value_heads
 
 
 DELTA_CHUNK = 32  # tokens that the rule takes together: model/delta_rule.py
@@ -265,12 +268,12 @@ class Experts:
         return (self.count - self.top_k) * 3 * self.width * hidden
 
     def kept_values(self, hidden: int, is_frozen: bool, inputs: bool, tp: int) -> int:
-        """Return the number of values per token that a rank keeps: those of the router, and those
-        of each copy of a token that goes to an expert."""
+        """Return the number of values per token that a rank keeps: those of the router, those of
+        each copy of a token that goes to an expert, and those of the shared expert."""
         rows = (2 if inputs else 1) * hidden + (4 if inputs else 3) * self.width
-        shared = (3 if is_frozen else 4) * self.shared_width
-        if shared:
-            shared += 2 * hidden
+        shared = 0
+        if self.shared_width:
+            shared = (3 if is_frozen else 4) * self.shared_width + hidden
         return self.top_k * rows + hidden + 3 * self.count + shared
 
 

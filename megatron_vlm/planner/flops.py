@@ -104,6 +104,7 @@ def _layer(
     exchanged = 0.0
     if isinstance(layer.ffn, Experts):  # each token is sent to its experts, and back
         exchanged = 2 * layer.ffn.top_k * tokens * text.hidden * itemsize
+    of_mixer = layer.mixer.flops_per_token * tokens / tp
     forward = OpCount(
         layer.flops_per_token(text.hidden) * tokens / tp,
         layer.mixer.flops_per_pair * pairs / tp,
@@ -118,7 +119,8 @@ def _layer(
         "full": forward,
     }
     backward = OpCount(
-        _products(cfg, "language") * forward.matmul,
+        # A delta net's rule is computed again, and has the gradients of both factors to compute.
+        _products(cfg, "language") * (forward.matmul - of_mixer) + 3 * of_mixer,
         2 * forward.attention,
         _TOUCHED_BACKWARD * kept_bytes,
         reduced,
