@@ -1,4 +1,4 @@
-"""The tables of docs/what-fits.md: which Qwen3-VL fits on which GPUs, by the planner's estimate.
+"""The tables of docs/what-fits.md: which model fits on which GPUs, by the planner's estimate.
 
     python scripts/make_what_fits.py
 
@@ -9,12 +9,13 @@ if the part is outdated.
 import sys
 from pathlib import Path
 
-from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from megatron_vlm import Config
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, TrainConfig
 from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16
+from megatron_vlm.family.qwen3_5.model import qwen3_5_moe_sizes, qwen3_5_sizes
 from megatron_vlm.family.qwen3_vl import moe
 from megatron_vlm.family.qwen3_vl.dense import sizes_of
 from megatron_vlm.family.spec import ModelSizes
@@ -27,6 +28,7 @@ BEGIN, END = "<!-- fits begin -->\n", "<!-- fits end -->\n"
 CARDS = (24, 48, 80, 141)  # GiB
 COUNTS, COUNTS_OF_EXPERTS = (1, 2, 4, 8), (4, 8, 16, 32)
 KINDS = ("all trained", "tower frozen", "adapters")
+_SMALLEST_TOWER = dict(depth=12, hidden_size=768, intermediate_size=3072, num_heads=12)
 _SMALL_TOWER = dict(depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16)
 _TOWER = dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16)
 _MARKS = {24: [5, 11, 17], 27: [8, 16, 24]}
@@ -39,6 +41,19 @@ MODELS = {
 }
 # Layers, width, width of an expert, heads. There are 128 experts, and each token goes to 8.
 WITH_EXPERTS = {"30B-A3B": (48, 2048, 768, 32)}
+# Layers, width, width of the MLP, heads, heads of keys and values, value heads of the delta nets,
+# tied, tower. The 27B of Qwen3.6 and 3.8 have these sizes as well.
+QWEN3_5 = {
+    "Qwen3.5-0.8B": (24, 1024, 3584, 8, 2, 16, True, _SMALLEST_TOWER),
+    "Qwen3.5-2B": (24, 2048, 6144, 8, 2, 16, True, _SMALL_TOWER),
+    "Qwen3.5-4B": (32, 2560, 9216, 16, 4, 32, True, _SMALL_TOWER),
+    "Qwen3.5-9B": (32, 4096, 12288, 16, 4, 32, False, _TOWER),
+    "Qwen3.5-27B": (64, 5120, 17408, 24, 4, 48, False, _TOWER),
+}
+# Layers, width, experts, those of a token, width of an expert, heads, value heads of the delta
+# nets. Qwen3.6-35B-A3B has these sizes as well.
+QWEN3_5_WITH_EXPERTS = {"Qwen3.5-35B-A3B": (40, 2048, 256, 8, 512, 16, 32)}
+NAMES = (*MODELS, *WITH_EXPERTS, *QWEN3_5, *QWEN3_5_WITH_EXPERTS)
 _SHORT = {
     ("none", False): "",
     ("none", True): ", V",
@@ -51,6 +66,10 @@ def sizes_of_model(name: str) -> ModelSizes:
     """Return the sizes from the config.json that a model of this size has."""
     if name in WITH_EXPERTS:
         return _sizes_with_experts(*WITH_EXPERTS[name])
+    if name in QWEN3_5:
+        return qwen3_5_sizes(qwen3_5_config(*QWEN3_5[name]))
+    if name in QWEN3_5_WITH_EXPERTS:
+        return qwen3_5_moe_sizes(qwen3_5_moe_config(*QWEN3_5_WITH_EXPERTS[name]))
     layers, hidden, ffn, heads, tied, tower = MODELS[name]
     return sizes_of(
         Qwen3VLConfig(
@@ -93,6 +112,59 @@ def _sizes_with_experts(layers: int, hidden: int, width: int, heads: int) -> Mod
     )
 
 
+def qwen3_5_config(
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    value_heads: int,
+    tied: bool,
+    tower: dict[str, int],
+) -> Qwen3_5Config:
+    """Return the config.json of a dense Qwen3.5."""
+    return Qwen3_5Config(
+        text_config=dict(
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            linear_num_value_heads=value_heads,
+            tie_word_embeddings=tied,
+        ),
+        vision_config=dict(**tower, out_hidden_size=hidden),
+        tie_word_embeddings=tied,
+    )
+
+
+def qwen3_5_moe_config(
+    layers: int,
+    hidden: int,
+    experts: int,
+    top_k: int,
+    width: int,
+    heads: int,
+    value_heads: int,
+) -> Qwen3_5MoeConfig:
+    """Return the config.json of a Qwen3.5 with experts. The shared expert has the width of the
+    others."""
+    return Qwen3_5MoeConfig(
+        text_config=dict(
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            num_experts=experts,
+            num_experts_per_tok=top_k,
+            moe_intermediate_size=width,
+            shared_expert_intermediate_size=width,
+            num_attention_heads=heads,
+            num_key_value_heads=2,
+            linear_num_value_heads=value_heads,
+        ),
+        vision_config=dict(**_TOWER, out_hidden_size=hidden),
+    )
+
+
 def cell(sizes: ModelSizes, kind: str, count: int, card: int) -> str:
     """Return the fastest layout that fits, or the memory that the leanest layout needs."""
     cfg = Config(
@@ -122,14 +194,15 @@ def line(name: str, kind: str, count: int) -> str:
 
 def configurations(name: str) -> list[tuple[str, str, int]]:
     """Return the arguments of `line` for each line of a model's table."""
-    counts = COUNTS_OF_EXPERTS if name in WITH_EXPERTS else COUNTS
+    has_experts = name in WITH_EXPERTS or name in QWEN3_5_WITH_EXPERTS
+    counts = COUNTS_OF_EXPERTS if has_experts else COUNTS
     return [(name, kind, count) for kind in KINDS for count in counts]
 
 
 def tables() -> str:
     """Return a table for each model."""
     parts = []
-    for name in (*MODELS, *WITH_EXPERTS):
+    for name in NAMES:
         lines = [f"| {name} | {' | '.join(f'{card} GiB' for card in CARDS)} |", "|---" * 5 + "|"]
         lines += [line(*configuration) for configuration in configurations(name)]
         parts.append("\n".join(lines))

@@ -56,7 +56,8 @@ def test_a_backward_computes_the_rule_again(tiny):
     sizes, batch = read_sizes(path), BatchSizes(2, 100, 50, 0, 0)
     for frozen, products in ((True, 1), (False, 2)):
         cfg = layout(freeze_language=frozen).config(path)
-        for layer, cost in zip(sizes.text.kinds, micro_work(cfg, sizes, 1, batch, 4).layers):
+        costs = micro_work(cfg, sizes, 1, batch, 4).layers
+        for layer, cost in zip(sizes.text.kinds, costs, strict=True):
             rule = 200 * layer.mixer.flops_per_token
             assert (rule > 0) == isinstance(layer.mixer, GatedDeltaNet)
             linear = cost.forward.matmul - rule
