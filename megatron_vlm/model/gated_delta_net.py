@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_vlm.family.decoder_layers import GatedDeltaNet
 from megatron_vlm.model.delta_kernels import DeltaRule
-from megatron_vlm.model.delta_rule import delta_step, gated_delta_rule
+from megatron_vlm.model.delta_rule import delta_step
 from megatron_vlm.model.kv_cache import KVCache
 
 
@@ -47,12 +47,12 @@ class GatedDeltaMixer(MegatronModule):
         layer_number: int,
         sizes: GatedDeltaNet,
         pg_collection: Any,
-        rule: DeltaRule | None = None,
+        rule: DeltaRule,
         **_: Any,
     ):
-        """Create the mixer. `rule` computes the delta rule in place of this package's function."""
+        """Create the mixer. `rule` computes the gated delta rule."""
         super().__init__(config=config)
-        self.rule = rule or gated_delta_rule
+        self.rule = rule
         self.layer_number, self.tp = layer_number, pg_collection.tp
         ranks = self.tp.size()
         self.key_dim, self.value_dim = sizes.key_dim, sizes.value_dim
