@@ -1,4 +1,5 @@
-"""megatron_vlm: fine-tune Qwen3-VL on Megatron-Core, equal to Hugging Face at every layout.
+"""megatron_vlm: fine-tune Qwen3-VL and Qwen3.5 on Megatron-Core, equal to Hugging Face at every
+layout.
 
 The names in `__all__` are the public ones. Each is imported from its module at its first use, so
 `import megatron_vlm` loads neither torch nor Megatron.

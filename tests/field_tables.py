@@ -347,3 +347,99 @@ def released(name: str) -> dict[str, Any]:
         "vision_end_token_id": 151653,
         "vision_start_token_id": 151652,
     }
+
+
+# model: (decoder layers, width, FFN or expert width, heads, key/value heads, value heads of a gated
+# delta net, tied, depth of the tower, its width, FFN width and heads, largest TP)
+RELEASED_5 = {
+    "0.8B": (24, 1024, 3584, 8, 2, 16, True, 12, 768, 3072, 12, 2),
+    "2B": (24, 2048, 6144, 8, 2, 16, True, 24, 1024, 4096, 16, 2),
+    "4B": (32, 2560, 9216, 16, 4, 32, True, 24, 1024, 4096, 16, 4),
+    "9B": (32, 4096, 12288, 16, 4, 32, False, 27, 1152, 4304, 16, 4),
+    "27B": (64, 5120, 17408, 24, 4, 48, False, 27, 1152, 4304, 16, 4),
+    "35B-A3B": (40, 2048, 512, 16, 2, 32, False, 27, 1152, 4304, 16, 1),
+}
+
+
+def released_5(name: str) -> dict[str, Any]:
+    """Return a config.json with the fields of the released models: those up to 9B as Qwen3.5 has
+    them, the others with the fields that Qwen3.6 and 3.8 have in addition."""
+    layers, hidden, ffn, heads, kv_heads, value_heads, tied, *tower = RELEASED_5[name]
+    depth, width, vision_ffn, vision_heads, _ = tower
+    newer, kind = name in ("27B", "35B-A3B"), "qwen3_5_moe" if "-A" in name else "qwen3_5"
+    text = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "layer_types": [_LINEAR if (n + 1) % 4 else _FULL for n in range(layers)],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "model_type": f"{kind}_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": tied,
+        "use_cache": True,
+        "vocab_size": 248320,
+    }
+    if newer:
+        text |= {"bos_token_id": 248044, "pad_token_id": None, "partial_rotary_factor": 0.25}
+        text["output_gate_type"] = "swish"
+    else:
+        text["mlp_only_layers"] = []
+    if kind == "qwen3_5":
+        text["intermediate_size"] = ffn
+    else:
+        text |= {"moe_intermediate_size": ffn, "shared_expert_intermediate_size": ffn}
+        text |= {"num_experts": 256, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001}
+        text["output_router_logits"] = False
+    config = {
+        "architectures": [f"Qwen3_5{'Moe' * ('-A' in name)}ForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": kind,
+        "text_config": text,
+        "tie_word_embeddings": tied,
+        "transformers_version": "4.57.0.dev0",
+        "video_token_id": 248057,
+        "vision_config": {
+            "deepstack_visual_indexes": [],
+            "depth": depth,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": width,
+            "in_channels": 3,
+            "initializer_range": 0.02,
+            "intermediate_size": vision_ffn,
+            "model_type": f"{kind}_vision" if newer else kind,
+            "num_heads": vision_heads,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": hidden,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+    }
+    return config | ({"language_model_only": False} if newer else {})

@@ -20,6 +20,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +82,23 @@ def _peak(reset: bool = False) -> float:
 # Checkpoints of Hugging Face, with one of their files changed.
 
 
-def _checkpoint(folder: Path) -> Path:
+def _checkpoint(folder: Path, family: str = "qwen3_vl") -> Path:
     from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 
     path = folder / "model"
     sizes = dict(hidden=16, intermediate=16, layers=2, heads=2, kv_heads=1, head_dim=8)
     vision = dict(vision_hidden=16, vision_intermediate=16, vision_depth=2, vision_heads=2)
-    write_tiny(path, TinySpec(**sizes, **vision, deepstack=1))
+    if family != "qwen3_vl":
+        sizes |= dict(head_dim=32, full_attention_interval=2)
+    write_tiny(path, TinySpec(family, **sizes, **vision, deepstack=1))
     return path
 
 
-def _settings(folder: Path, name: str, read: Callable[[Path], object]) -> Attempt:
+def _settings(
+    folder: Path, name: str, read: Callable[[Path], object], family: str = "qwen3_vl"
+) -> Attempt:
     """Return an attempt that changes one JSON file of a checkpoint."""
-    path = _checkpoint(folder)
+    path = _checkpoint(folder, family)
     valid = json.loads((path / name).read_bytes())
 
     def attempt(chance: random.Random) -> str:
@@ -120,16 +125,20 @@ def config_json(folder: Path) -> Attempt:
         # Counts that are refused early would be refused later, too.
         assert failure is None, failure
         text, vision = sizes.text, sizes.vision
-        for part in (text, vision):
+        others = ("layers", "norm_eps", "rope_theta", "mrope_section", "pad_id", "centered_norms")
+        of_layers = [part for layer in text.kinds for part in (layer.mixer, layer.ffn)]
+        for part in (replace(text), vision, *of_layers):  # a new copy has no cached properties
             for name, value in vars(part).items():
-                others = ("norm_eps", "rope_theta", "mrope_section", "pad_id", "inputs", "experts")
-                assert type(value) is int or name in others, name
-        assert counts is None or (
-            (counts.layers, counts.divided_by_tp) == (text.num_layers, text.divided_by_tp)
-        )
+                assert type(value) is int or name in (*others, "inputs", "gated"), name
+        assert counts is None or counts.layers == text.num_layers
+        assert counts is None or counts.divided_by_tp.items() <= text.divided_by_tp.items()
         assert all(isinstance(side, int) for spec in sizes.tensors for side in spec.shape)
 
-    return _settings(folder, "config.json", read)
+    attempts = [
+        _settings(folder / family, "config.json", read, family)
+        for family in ("qwen3_vl", "qwen3_5")
+    ]
+    return lambda chance: chance.choice(attempts)(chance)
 
 
 def generation_config(folder: Path) -> Attempt:

@@ -12,7 +12,8 @@ from transformers import AutoConfig, Qwen2VLConfig
 from megatron_vlm.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family import family_of, read_sizes
+from megatron_vlm.family import families, family_of, read_sizes
+from megatron_vlm.family.config_json import check_model_type
 from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.worker import MegatronWorker
@@ -67,9 +68,31 @@ def test_refused_in_the_configuration(name, tiny):
         check_config(replace(good, **change), sizes, DIMS)
 
 
-def test_other_models_are_refused():
+@pytest.mark.parametrize("other", ["qwen2_5_vl", "qwen3_next", "qwen4_exp", "qwen3_5_text", None])
+def test_other_models_are_refused(other):
+    """The remedy names the four families."""
+    with raises(ConfigError, key="model.path", found="x", problem_has=f"model_type={other!r}") as e:
+        check_model_type(other, "x")
+    assert all(f"'{model_type}'" in e.value.remedy for model_type in families())
     with raises(ConfigError, key="model.path", found="x", problem_has="model_type='qwen2_vl'"):
         family_of(Qwen2VLConfig(), "x")
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_transformer_engine_has_no_gated_delta_nets(experts, tiny, tmp_path):
+    """The folder has a config.json and no weights, and the refusal comes first."""
+    path = tiny(family="qwen3_5", head_dim=64, experts=experts)
+    AutoConfig.from_pretrained(path).save_pretrained(tmp_path)
+    cfg = Config(model=ModelConfig(str(tmp_path), backend="te"))
+    with raises(
+        ConfigError,
+        key="model.backend",
+        found="te",
+        problem_has="gated delta nets, gated attention, norms that multiply by 1 + weight",
+        remedy_has="model.backend=torch",
+    ):
+        MegatronWorker(cfg)
+    check_config(replace(cfg, model=ModelConfig("x")), read_sizes(tmp_path), DIMS)
 
 
 def test_ep_needs_experts(tiny):
@@ -77,13 +100,22 @@ def test_ep_needs_experts(tiny):
         check_config(Config(model=ModelConfig("x")), read_sizes(tiny()), replace(DIMS, dp=2, ep=2))
 
 
+QWEN3_5 = dict(family="qwen3_5", head_dim=64)
+
+
 @pytest.mark.parametrize(
-    ("tp", "message"),
-    [(3, "num_attention_heads=4"), (4, "num_key_value_heads=2")],
+    ("tp", "message", "model"),
+    [
+        (3, "num_attention_heads=4", {}),
+        (4, "num_key_value_heads=2", {}),
+        (4, "num_key_value_heads=2", QWEN3_5 | dict(linear_key_heads=4)),
+        (4, "linear_num_key_heads=2", QWEN3_5 | dict(kv_heads=4)),
+    ],
 )
-def test_tp_must_divide_the_model(tp, message, tiny):
-    sizes = read_sizes(tiny())
-    with raises(ConfigError, key="parallel.tp", found=tp, problem_has=message):
+def test_tp_must_divide_the_model(tp, message, model, tiny):
+    """The error names the field, and the degrees that divide all of them."""
+    sizes = read_sizes(tiny(**model))
+    with raises(ConfigError, key="parallel.tp", found=tp, problem_has=message, allowed=[1, 2]):
         check_config(Config(model=ModelConfig("x")), sizes, replace(DIMS, tp=tp))
 
 

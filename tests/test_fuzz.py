@@ -20,7 +20,7 @@ SLOW = {
     "cache": 600,
     "safetensors index": 500,
     "safetensors header": 600,
-    "config.json": 600,
+    "config.json": 900,
     "mp4": 600,
     "parquet": 500,
     "arrow": 500,

@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/test_model_fields.py
 """Every field of config.json is carried out as transformers carries it out, or refused by name."""
 
+import contextlib
 import json
 import shutil
 from dataclasses import fields
@@ -14,11 +15,14 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.family.config_json import read_counts
+from megatron_vlm.model.constraints import check_layout
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
-from tests.field_tables import RELEASED, ROPE, TABLES, released
+from tests.field_tables import RELEASED, RELEASED_5, ROPE, TABLES, released, released_5
 from tests.reference import run_reference
 from tests.runs import Case, loss_and_grads
 from tests.test_parity import layout
@@ -190,5 +194,31 @@ def test_released_models_are_accepted(name, tmp_path):
         *RELEASED[name][:2],
         5e6,
     )
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    assert read_sizes(tmp_path / "again").tensors == sizes.tensors
+
+
+@pytest.mark.parametrize("name", RELEASED_5)
+def test_released_models_of_qwen3_5_are_accepted(name, tmp_path):
+    """They pass both checks of config.json, and the page of layouts has the TP that they allow."""
+    (tmp_path / "config.json").write_text(json.dumps(released_5(name)))
+    counts, sizes = read_counts(str(tmp_path)), read_sizes(tmp_path)
+    layers, hidden, _, heads, kv_heads, value_heads, *_, largest = RELEASED_5[name]
+    numbers = (heads, kv_heads, 16, value_heads)
+    assert counts is not None and counts.divided_by_tp == sizes.text.divided_by_tp
+    assert (counts.layers, counts.deepstack) == (sizes.text.num_layers, 0) == (layers, 0)
+    assert sizes.text.hidden == hidden and bool(counts.experts) == ("-A" in name)
+    billions = float(name.split("B")[0])
+    assert sizes.num_values / 1e9 == pytest.approx(billions, rel=0.15)
+    allowed = []
+    for tp in range(1, 9):
+        with contextlib.suppress(ConfigError):
+            check_layout(counts, ParallelDims(tp, 1, 1, 1, (layers,)))
+            allowed.append(tp)
+    assert allowed == [tp for tp in (1, 2, 4) if tp <= largest]
+    page = (Path(__file__).parent.parent / "docs" / "parallelism.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
+    (cells,) = [cells for cells in rows if name in cells[0].split(", ")]
+    assert cells[1:] == [*map(str, numbers), ", ".join(map(str, allowed))]
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
     assert read_sizes(tmp_path / "again").tensors == sizes.tensors

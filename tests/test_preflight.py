@@ -284,7 +284,8 @@ def test_what_needs_no_deepstack_list_is_checked_without_one(given, places, tmp_
     [
         (
             "[]",
-            "config.json: its content is [], not an object; give a folder of a Qwen3-VL checkpoint",
+            "config.json: its content is [], not an object; give a folder of a Qwen3-VL or Qwen3.5 "
+            "checkpoint",
         ),
         (
             '{"model_type": "qwen3_vl", "text_config": {"num_hidden_layers": "four"}}',

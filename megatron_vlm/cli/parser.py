@@ -38,8 +38,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-vlm",
         allow_abbrev=False,
-        description="Fine-tune Qwen3-VL on Megatron-Core: a Hugging Face checkpoint and a data set "
-        "in, a better Hugging Face checkpoint out.",
+        description="Fine-tune Qwen3-VL and Qwen3.5 on Megatron-Core: a Hugging Face checkpoint "
+        "and a data set in, a better Hugging Face checkpoint out.",
         epilog="The usual order is doctor, inspect, train --dry-run, train, report, eval, export, "
         "chat: docs/quickstart.md goes through it. Exit status: 0 done, 2 a mistake, "
         "explained in one sentence, 70 a rank was stuck, 75 saved after SIGTERM or SIGUSR1: start "
@@ -97,10 +97,10 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(args: argparse.Namespace) -> int:
     """fine-tune a checkpoint on a data set
 
-    Fine-tune a Qwen3-VL checkpoint. The command starts the processes on this machine itself, unless
-    torchrun has already started them (launch.processes: one per GPU, or parallel.tp x parallel.pp
-    on the CPU). If it is started again with the same run=, it resumes from the newest complete
-    checkpoint. docs/configuration.md explains the keys below.
+    Fine-tune a Qwen3-VL or Qwen3.5 checkpoint. The command starts the processes on this machine
+    itself, unless torchrun has already started them (launch.processes: one per GPU, or parallel.tp
+    x parallel.pp on the CPU). If it is started again with the same run=, it resumes from the newest
+    complete checkpoint. docs/configuration.md explains the keys below.
 
     example: megatron-vlm train model=qwen3_vl_2b model.path=Qwen/Qwen3-VL-2B-Instruct parallel.pp=2
     data.train=chats.jsonl train.steps=1000 run=runs/first. It writes into run=: metrics.jsonl,

@@ -40,7 +40,7 @@ TrainScope = Literal["all_assistant", "last_assistant", "record"]
 class ModelConfig:
     """Checkpoint to train, the way it is computed, and the parts that learn."""
 
-    path: str = MISSING  # Qwen3-VL checkpoint: a folder, or ORG/NAME[@REVISION] on the Hub
+    path: str = MISSING  # Qwen3-VL or Qwen3.5: a folder, or ORG/NAME[@REVISION] on the Hub
     backend: Literal["torch", "te"] = "torch"  # PyTorch with SDPA, or Transformer Engine
     delta_rule: Literal["auto", "torch", "fla"] = (
         "auto"  # Qwen3.5; auto: fla on cuda, where it runs

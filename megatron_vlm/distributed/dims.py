@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import gcd
 from typing import Literal
 
 from megatron_vlm.config.schema import ParallelConfig
@@ -94,13 +95,14 @@ class ParallelDims:
 
     def check_divides(self, counts: Mapping[str, int]) -> None:
         """Refuse a TP that does not divide these counts, which have their names in config.json."""
+        largest = gcd(*counts.values())
         for name, count in counts.items():
             if count % self.tp:
                 raise ConfigError(
                     f"does not divide the model's {name}={count}",
                     key="parallel.tp",
                     found=self.tp,
-                    allowed=f"a divisor of {count}",
+                    allowed=[tp for tp in range(1, largest + 1) if largest % tp == 0],
                 )
 
     def padded_vocab(self, vocab: int) -> int:

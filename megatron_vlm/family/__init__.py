@@ -1,8 +1,8 @@
 """Model families: the fields of config.json, tensors, the vision tower.
 
-A family whose layers have the form of Qwen3-VL's is a module next to dense.py, listed in
-`families`, and a table of its fields, listed in config_json.py. docs/architecture.md describes the
-needs of a family with other layers.
+A family whose layers are among those of decoder_layers.py is a module, listed in `families`, and a
+table of its fields, listed in config_json.py. docs/architecture.md describes the needs of a family
+with other layers.
 
 Importing this file, config_json.py and the tables of fields imports neither torch nor
 transformers."""

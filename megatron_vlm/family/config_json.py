@@ -23,7 +23,11 @@ from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile, what_is_at
 
 _MAX_BYTES = 2**20
-_DIVIDED_BY_TP = ("intermediate_size", "linear_num_key_heads", "linear_num_value_heads")
+_MODELS = "Qwen3-VL or Qwen3.5"  # 3.6 and 3.8 are Qwen3.5 by their model_type
+_DIVIDED_BY_TP = (
+    *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
 _FIELDS = {
     "qwen3_vl": QWEN3_VL_FIELDS,
     "qwen3_vl_moe": QWEN3_VL_MOE_FIELDS,
@@ -60,7 +64,7 @@ def read_counts(folder: str) -> Counts | None:
 def read_fields(folder: str | Path) -> JsonField:
     """Read the config.json in a folder, which is an object."""
     file = UntrustedFile(
-        str(Path(folder) / "config.json"), ConfigError, "give a folder of a Qwen3-VL checkpoint"
+        str(Path(folder) / "config.json"), ConfigError, f"give a folder of a {_MODELS} checkpoint"
     )
     config = file.json(_MAX_BYTES)
     config.object()
@@ -81,7 +85,7 @@ def no_config_json(folder: str | Path) -> ConfigError:
         "has no config.json",
         key="model.path",
         found=str(folder),
-        remedy="give the folder of a Qwen3-VL checkpoint, or the name of one on the Hub, such as "
+        remedy=f"give the folder of a {_MODELS} checkpoint, or the name of one on the Hub, such as "
         "Qwen/Qwen3-VL-2B-Instruct",
     )
 
@@ -93,8 +97,9 @@ def check_model_type(model_type: Any, path: str | Path) -> None:
             f"has model_type={model_type!r} in its config.json",
             key="model.path",
             found=str(path),
-            remedy="give a Qwen3-VL (model_type='qwen3_vl') or a Qwen3-VL-MoE ('qwen3_vl_moe'), "
-            "which this version trains",
+            remedy="give a checkpoint of Qwen3-VL (model_type='qwen3_vl'), Qwen3-VL-MoE "
+            "('qwen3_vl_moe'), or Qwen3.5, 3.6 or 3.8 ('qwen3_5', with experts 'qwen3_5_moe'): "
+            "this version trains these",
         )
 
 
@@ -122,16 +127,14 @@ def _other_values(part: str, settings: dict[str, Any], known: KnownFields) -> It
 
 
 def _counts(text: dict[str, Any], vision: dict[str, Any]) -> Counts | None:
-    heads = text.get("num_attention_heads")
     blocks = vision.get("deepstack_visual_indexes")
     deepstack = len(blocks) if isinstance(blocks, list) else None
     experts: Any = text.get("num_experts", text.get("num_local_experts", 0))
     layers: Any = text.get("num_hidden_layers")
+    # transformers fills in what is absent or null.
     by_tp: dict[str, Any] = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": text.get("num_key_value_heads", heads),
+        name: text[name] for name in _DIVIDED_BY_TP if text.get(name) is not None
     }
-    by_tp |= {name: text[name] for name in _DIVIDED_BY_TP if name in text}
     counts = (layers, experts, *by_tp.values())
     if not all(type(count) is int and count >= 0 for count in counts):
         return None

@@ -3,9 +3,13 @@ that follows, and what they cannot do."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.family.decoder_layers import DenseMLP, LayerParam, LayerSpec
+from megatron_vlm.family.decoder_layers import DenseMLP, GatedDeltaNet, LayerParam, LayerSpec
+
+if TYPE_CHECKING:
+    from megatron_vlm.family.spec import TextSizes
 
 # A refusal is the key, the value, the reason and the remedy.
 Refusal = tuple[str, object, str, str]
@@ -41,6 +45,18 @@ class Backend:
             yield "model.attention", cfg.model.attention, reason, remedy
         if self.fuses_norms and cfg.lora.rank:
             yield "lora.rank", cfg.lora.rank, _TE_LORA, "set model.backend=torch"
+
+    def layer_refusals(self, text: "TextSizes") -> Iterator[Refusal]:
+        """Yield what this backend cannot build of a decoder."""
+        has_delta_nets = any(isinstance(layer.mixer, GatedDeltaNet) for layer in text.layers)
+        kinds = {
+            "gated delta nets": has_delta_nets,
+            "gated attention": text.attention.gated,
+            "norms that multiply by 1 + weight": text.centered_norms,
+        }
+        if self.fuses_norms and (found := [kind for kind, is_there in kinds.items() if is_there]):
+            reason = f"only the torch backend has the {', '.join(found)} of this checkpoint"
+            yield "model.backend", self.name, reason, "set model.backend=torch"
 
 
 BACKENDS = {

@@ -32,6 +32,7 @@ def check_config(cfg: Config, sizes: "ModelSizes", dims: ParallelDims) -> None:
     """Refuse settings that cannot work, from the configuration and the checkpoint's config.json
     alone."""
     check_supported(cfg)
+    _raise_first(BACKENDS[cfg.model.backend].layer_refusals(sizes.text))
     text, deepstack = sizes.text, sizes.vision.deepstack
     experts = text.experts.count if text.experts else 0
     counts = Counts(text.num_layers, text.divided_by_tp, deepstack, experts)
@@ -42,12 +43,24 @@ def check_config(cfg: Config, sizes: "ModelSizes", dims: ParallelDims) -> None:
 def check_supported(cfg: Config) -> None:
     """Refuse settings that cannot work with any checkpoint."""
     check_values(cfg)
-    for key, value, reason, remedy in _refusals(cfg):
+    _raise_first(_refusals(cfg))
+
+
+def _raise_first(refusals: Iterator[Refusal]) -> None:
+    for key, value, reason, remedy in refusals:
         raise ConfigError(f": {reason}", key=key, found=value, remedy=remedy)
 
 
 def check_layout(counts: Counts, dims: ParallelDims) -> None:
     """Refuse a layout that does not divide the model."""
+    if counts.experts and dims.tp > 1:
+        raise ConfigError(
+            f"with {counts.experts} experts cannot work: {_MOE_TP}",
+            key="parallel.tp",
+            found=dims.tp,
+            allowed=(1,),
+            remedy="set parallel.tp=1, and divide the weights by parallel.ep and parallel.pp",
+        )
     dims.check_divides(counts.divided_by_tp)
     if (counts.deepstack or 0) > counts.layers:
         raise ConfigError(
@@ -64,14 +77,6 @@ def check_layout(counts: Counts, dims: ParallelDims) -> None:
             found=dims.ep,
             allowed=(1,),
             remedy="set parallel.ep=1",
-        )
-    if counts.experts and dims.tp > 1:
-        raise ConfigError(
-            f"with {counts.experts} experts cannot work: {_MOE_TP}",
-            key="parallel.tp",
-            found=dims.tp,
-            allowed=(1,),
-            remedy="set parallel.tp=1, and divide the weights by parallel.ep and parallel.pp",
         )
     if counts.experts % dims.ep:
         raise ConfigError(

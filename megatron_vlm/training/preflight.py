@@ -53,8 +53,8 @@ def check_records(cfg: Config) -> None:
 
 
 def check_model(path: str) -> Counts | None:
-    """Refuse a model.path without a config.json of Qwen3-VL. Return None if JSON alone cannot
-    decide."""
+    """Refuse a model.path without a config.json of a family that this version trains. Return None
+    if JSON alone cannot decide."""
     if _kind_of_path(str(Path(path) / "config.json")) == "nothing":
         if _NAME.fullmatch(path) and "/" in path and _kind_of_path(path) == "nothing":
             return None

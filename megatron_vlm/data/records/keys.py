@@ -87,7 +87,7 @@ class Keys:
             )
         if marks := sorted(filled & _AUDIO):
             raise DataError(
-                f": there is sound, by {_join_names(marks)}, and Qwen3-VL takes no sound: the "
+                f": there is sound, by {_join_names(marks)}, and the model takes no sound: the "
                 "marks would be learnt as text",
                 place=self.where,
                 key=marks[0],

@@ -153,7 +153,7 @@ def _with_outlines(
     ) <= 1000:
         return views, None
     return views, (
-        f"{record.where}: a box in the text has {worst:g}, above 1000: Qwen3-VL's coordinates are "
+        f"{record.where}: a box in the text has {worst:g}, above 1000: the model's coordinates are "
         "thousandths of the picture's sides, and text is learnt as it stands; to give pixels, use "
         "objects and <bbox> (docs/data.md)"
     )

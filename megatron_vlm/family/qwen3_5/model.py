@@ -35,6 +35,7 @@ def _layers_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
         len(kinds) == count and set(kinds) <= {_LINEAR, _FULL},
         f"text_config.layer_types={kinds}, not {_LINEAR} or {_FULL} for each of the {count} layers",
     )
+    # The planner and Megatron's config take the sizes of attention from such a layer.
     yield _FULL in kinds, f"text_config.layer_types={kinds}, without a layer of {_FULL}"
     interval = getattr(text, "full_attention_interval", None)
     yield (
@@ -51,7 +52,8 @@ def _layers_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
     copied = getattr(text, "partial_rotary_factor", factor)
     yield (
         copied == factor,
-        f"text_config.partial_rotary_factor={copied}, but rope_parameters has {factor}",
+        f"text_config.partial_rotary_factor={copied} (0.25 if absent), but rope_parameters has "
+        f"{factor}",
     )
     width = int(text.head_dim * factor)
     yield (
