@@ -1,5 +1,6 @@
 # .venv/bin/python -m pytest tests/test_moe_files.py
-"""Experts of Qwen3-VL-MoE in config.json, and the forms in which checkpoints store them."""
+"""Experts of Qwen3-VL-MoE in config.json, and the forms in which checkpoints store them, of
+Qwen3.5 too."""
 
 import json
 import re
@@ -40,6 +41,8 @@ from tests.runs import Case, call, loss_and_grads
 from tests.test_parity import layout
 
 TINY = dict(experts=4, layers=3, deepstack=1, vision_depth=2)
+OTHER = dict(family="qwen3_5", mtp_layers=1, full_attention_interval=2)
+QWEN3_5 = dict(**OTHER, experts=4, layers=3, vision_depth=2)
 OF_LAYER = "model.language_model.layers.{}.mlp.experts.{}"
 
 
@@ -105,7 +108,7 @@ def export_of(path: str, case: Case, out: str) -> tuple[list[torch.Tensor], dict
 
     def noted(self, name, spans):
         tensor = right(self, name, spans)
-        if ".mlp.experts." in name:
+        if ".mlp.experts." in name and not name.startswith("mtp."):
             reads.setdefault(name, []).append(list(tensor.shape))
         return tensor
 
@@ -115,14 +118,17 @@ def export_of(path: str, case: Case, out: str) -> tuple[list[torch.Tensor], dict
     return worker.forward(make_rows(ALL_TEXT)), reads
 
 
+@pytest.mark.parametrize("sizes", [TINY, QWEN3_5], ids=["qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize("form", ExpertStorage)
-def test_a_checkpoint_goes_out_as_it_came_in(form, pool, tiny, tmp_path):
-    """The export has the same bits in any form, and each rank reads only its own experts."""
-    source = stored_as(tiny(**TINY), tmp_path / "source", form)
+def test_a_checkpoint_goes_out_as_it_came_in(form, sizes, pool, tiny, tmp_path):
+    """The export has the same bits in any form, and each rank reads only its own experts: none of
+    the head for drafts, nor the shared expert as one of them."""
+    source = stored_as(tiny(**sizes), tmp_path / "source", form)
     out = tmp_path / "out"
     case = layout(dp=2, ep=2)
     outcomes = pool.run(export_of, 2, source, case, str(out))
     before, after = (load_file(Path(f) / "model.safetensors") for f in (source, out))
+    assert any("shared_expert" in name for name in before) == (sizes is QWEN3_5)
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert torch.equal(value, after[name]), name
@@ -133,7 +139,14 @@ def test_a_checkpoint_goes_out_as_it_came_in(form, pool, tiny, tmp_path):
             assert len(reads) == 3 * 2 * 3  # 3 layers, two experts of four, three tensors each
         else:
             assert len(reads) == 6 and all(shapes[0][0] == 2 for shapes in reads.values())
-    if form is not ExpertStorage.single:
+    if sizes is QWEN3_5:
+        pool.run(export_of, 1, source, layout(), str(tmp_path / "alone"))
+        alone = load_file(tmp_path / "alone" / "model.safetensors")
+        assert all(torch.equal(value, alone[name]) for name, value in before.items())
+        assert before.keys() == alone.keys()
+    # transformers takes Qwen3-VL's experts turned, and Qwen3.5's one by one.
+    unread = ExpertStorage.in_out if sizes is QWEN3_5 else ExpertStorage.single
+    if form is not unread:
         with torch.no_grad():
             reference = AutoModelForImageTextToText.from_pretrained(out).eval()
             expected = row_log_probs(reference, make_rows(ALL_TEXT)[0])
