@@ -15,6 +15,8 @@ from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.rl.turn_tokens import TurnEncoder
+from megatron_vlm.run.evaluation.held_out_sets import question_of
 from tests.chats import FAMILY_CHATS, hf_encode, hf_processor, image, say, think
 from tests.error_fields import raises
 from tests.sets import open_set
@@ -217,3 +219,73 @@ def test_a_record_with_reasoning_has_no_remark(reader):
         sample = ours.encode(chat, "x:1")
         renderer = ours.encoder.renderer
         assert renderer.is_contrary(sample.ids_S, sample.trained_S) == contrary
+
+
+DRAWN = ("r\n</think>\n\nb", "late\n</think>\n\nd")  # what a model says after an open block
+TURNS = [
+    ("qwen3_5", {}, say("tool", "3")),
+    ("qwen3_6", {"preserve_thinking": True}, say("user", "and?")),
+    ("qwen3_8", {}, say("user", image(64, 64))),
+    ("qwen3_8", {"reasoning_effort": "medium"}, say("tool", "3")),
+]
+
+
+@pytest.mark.parametrize(("name", "variables", "reply"), TURNS)
+def test_turns_of_an_episode_are_the_chat_of_transformers(name, variables, reply, folder, reader):
+    """The prompt, the drawn tokens and the reply together are what the template shows of the chat
+    so far."""
+    ours = reader(name, template_kwargs=variables)
+    encoder, tokenizer = TurnEncoder(ours), ours.encoder.renderer.tokenizer
+    ids = encoder.opening(ASK, "x:1").ids_S.tolist()
+    ids += tokenizer(f"{DRAWN[0]}{END}")["input_ids"]
+    ids += encoder.reply([reply], "x:1").ids_S.tolist()
+    processor = hf_processor(folder(name))
+    processor.tokenizer = tokenizer
+    chat = {"messages": [*ASK, think("r", "b"), reply]}
+    expected = hf_encode(processor, chat, add_generation_prompt=True, **variables)
+    assert ids == expected["input_ids"][0].tolist()
+    assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n<think>\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [("qwen3_5", {}), ("qwen3_6", {}), ("qwen3_8", {"preserve_thinking": False})],
+)
+def test_a_template_that_forgets_thoughts_takes_no_further_question(name, variables, reader):
+    encoder = TurnEncoder(reader(name, template_kwargs=variables))
+    with raises(DataError, place="x:1", key="data.template_kwargs"):
+        encoder.reply([say("user", "and?")], "x:1")
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "answer"),
+    [
+        ("qwen3_5", QUIET, "b"),
+        ("qwen3_5_small", {}, "b"),
+        ("qwen3_6", {}, "late\n</think>\n\nd"),
+        ("qwen3_8", {}, "late\n</think>\n\nd"),
+    ],
+)
+def test_a_question_of_an_evaluation_ends_as_a_prompt(name, variables, answer, folder, tmp_path):
+    chat = PLAIN if answer == "b" else {"messages": [*THINKS["messages"], *ASK, think("late", "d")]}
+    (tmp_path / "held_out.jsonl").write_text(json.dumps(chat))
+    path = str(tmp_path / "held_out.jsonl")
+    data = open_set(path, folder(name), None, template_kwargs=variables)
+    question = question_of(data, data.handle(0))
+    prompt = data.readers[0].encode({"messages": chat["messages"][:-1]}, "x:1", prompt=True)
+    assert question.prompt.ids_S.tolist() == prompt.ids_S.tolist()
+    tokenizer = data.readers[0].encoder.renderer.tokenizer
+    assert tokenizer.decode(question.answer_ids) == answer
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_6", "qwen3_8"])
+def test_an_answer_of_a_chat_is_shown_as_it_was_thought(name, folder, reader):
+    """The text that a model has said does not have the block's first line, which is in the
+    prompt."""
+    ours = reader(name)
+    chats = [
+        {"messages": [*ASK, answer, say("user", "c")]}
+        for answer in (say("assistant", DRAWN[0]), think("r", "b"))
+    ]
+    said, expected = (ours.encode(chat, "x:1", prompt=True).ids_S.tolist() for chat in chats)
+    assert said == expected

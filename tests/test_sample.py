@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/test_sample.py
 """Truncation, which never cuts an image, and sizes and patches, which equal Hugging Face's."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -288,12 +289,51 @@ def test_video_patches_expand_without_repeating():
     ],
 )
 def test_image_settings_that_cannot_be(change, words, tmp_path):
-    import json
-
     if change is not None:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(change))
     with pytest.raises(ConfigError, match=words):
         ImageSettings.from_checkpoint(tmp_path)
+
+
+RELEASED = {
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
+SMALL = {"size": {"longest_edge": 8192, "shortest_edge": 2048}, "image_std": [0.25, 0.5, 1]}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"preprocessor_config.json": RELEASED},
+        {"processor_config.json": {"image_processor": RELEASED | SMALL}},
+        {
+            "preprocessor_config.json": RELEASED,
+            "processor_config.json": {"image_processor": RELEASED | SMALL},
+        },
+        {
+            "preprocessor_config.json": RELEASED | SMALL,
+            "processor_config.json": {"processor_class": "Qwen3VLProcessor"},
+        },
+    ],
+)
+def test_image_settings_are_what_hugging_face_reads(files, tmp_path):
+    """Qwen3.5 has the files and the processors of Qwen3-VL."""
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    ours = ImageSettings.from_checkpoint(tmp_path)
+    theirs = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    for key in ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor"):
+        assert getattr(ours, key) == getattr(theirs, key), key
+    assert (ours.mean, ours.std) == (tuple(theirs.image_mean), tuple(theirs.image_std))
+    size = theirs.size
+    assert (ours.min_pixels, ours.max_pixels) == (size.shortest_edge, size.longest_edge)
 
 
 @pytest.mark.parametrize(

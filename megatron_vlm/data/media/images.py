@@ -8,7 +8,6 @@ Shapes: P patches, C values of a patch (3 channels x frames x side x side).
 """
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.media.processor_settings import read_settings
+from megatron_vlm.data.media.processor_settings import settings_of
 from megatron_vlm.errors import ConfigError, DataError
 
 # These fields must be true: otherwise patches would be no table look-up of resized RGB bytes.
@@ -28,7 +27,7 @@ _OWN_NAMES = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """The settings in preprocessor_config.json."""
+    """The settings of the checkpoint's image processor."""
 
     patch_size: int = 16
     temporal_patch_size: int = 2
@@ -45,12 +44,8 @@ class ImageSettings:
         folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
     ) -> "ImageSettings":
         """Read the checkpoint's settings; the two bounds, where they are set, replace its own."""
-        path = Path(folder) / "preprocessor_config.json"
-        if not os.path.lexists(path):
-            raise ConfigError(
-                "is missing: the checkpoint's image processor settings are needed", place=str(path)
-            )
-        raw = {key: value for key, value in read_settings(path).items() if value is not None}
+        path, raw = settings_of(folder, "image", "preprocessor_config.json")
+        raw = {key: value for key, value in raw.items() if value is not None}
         for key in _NEEDED:
             if raw.get(key, True) is not True:
                 raise ConfigError(

@@ -1,6 +1,7 @@
 """Settings of a checkpoint's image and video processors, read from its files. Each value is checked
 for its type, and for bounds that keep nonsense from taking hours and memory."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,20 @@ _MAX_FILE_BYTES = 2**20  # bytes
 _MAX_PIXELS = 2**40  # bounds are often set far beyond any picture
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Read the settings in a file."""
-    return check_settings(_file(path))
-
-
-def read_part(path: Path, name: str) -> dict[str, Any] | None:
-    """Read the settings of one processor in a file of several. Return None where it has none."""
-    part = _file(path).get(name)
-    return check_settings(part) or None if part is not None else None
+def settings_of(folder: str | Path, kind: str, name: str) -> tuple[Path, dict[str, Any]]:
+    """Return the file with the settings of the image or the video processor, and its content.
+    transformers 5 saves the settings of both in processor_config.json, and reads that file before
+    the one with this name."""
+    nested, path = Path(folder) / "processor_config.json", Path(folder) / name
+    if os.path.lexists(nested):
+        part = _file(nested).get(f"{kind}_processor")
+        if part is not None and (settings := check_settings(part)):
+            return nested, settings
+    if not os.path.lexists(path):
+        raise ConfigError(
+            f"is missing: the checkpoint's {kind} processor settings are needed", place=str(path)
+        )
+    return path, check_settings(_file(path))
 
 
 def _file(path: Path) -> JsonField:

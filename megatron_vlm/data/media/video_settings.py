@@ -1,13 +1,11 @@
 """Settings of the video processor: the checkpoint's, with those that the configuration chooses."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from megatron_vlm.data.media.processor_settings import read_part, read_settings
+from megatron_vlm.data.media.processor_settings import settings_of
 from megatron_vlm.errors import ConfigError
 
 # Any other value than true would make other patches, and is refused.
@@ -41,7 +39,7 @@ class VideoSettings:
     ) -> "VideoSettings":
         """Read the checkpoint's settings, from the files that Hugging Face reads, in its order.
         Values in `chosen` that are not None replace them."""
-        path, raw = _settings_file(Path(folder))
+        path, raw = settings_of(folder, "video", "video_preprocessor_config.json")
         for key, needed in _FIXED.items():
             if raw.get(key, needed) != needed:
                 raise ConfigError(
@@ -79,17 +77,3 @@ class VideoSettings:
                     found=lower,
                     remedy=f"set both, since one that is null has the value in {path}",
                 )
-
-
-def _settings_file(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the file of the settings, and its content. transformers 5 saves the settings in
-    processor_config.json, and reads that file first."""
-    nested = folder / "processor_config.json"
-    if os.path.lexists(nested) and (settings := read_part(nested, "video_processor")):
-        return nested, settings
-    path = folder / "video_preprocessor_config.json"
-    if not os.path.lexists(path):
-        raise ConfigError(
-            "is missing: the checkpoint's video processor settings are needed", place=str(path)
-        )
-    return path, read_settings(path)
