@@ -89,7 +89,7 @@ def _try_fla(sizes: GatedDeltaNet, dtype: torch.dtype, platform: Platform) -> st
         results.append([out.detach(), *(x.grad for x in inputs)])
     for right, tried in zip(*results, strict=True):
         assert right is not None and tried is not None
-        error = float((tried.float() - right.float()).norm() / right.float().norm())
-        if not error < _MAX_ERROR:
-            return f"its result differs by {error:.1e} from this package's"
+        distance = float((tried.float() - right.float()).norm() / right.float().norm())
+        if not distance < _MAX_ERROR:
+            return f"its result differs by {distance:.1e} from this package's"
     return None

@@ -17,7 +17,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.media.processor_settings import settings_of
+from megatron_vlm.data.media.processor_settings import read_processor
 from megatron_vlm.errors import ConfigError, DataError
 
 # These fields must be true: otherwise patches would be no table look-up of resized RGB bytes.
@@ -44,7 +44,7 @@ class ImageSettings:
         folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
     ) -> "ImageSettings":
         """Read the checkpoint's settings; the two bounds, where they are set, replace its own."""
-        path, raw = settings_of(folder, "image", "preprocessor_config.json")
+        path, raw = read_processor(folder, "image", "preprocessor_config.json")
         raw = {key: value for key, value in raw.items() if value is not None}
         for key in _NEEDED:
             if raw.get(key, True) is not True:

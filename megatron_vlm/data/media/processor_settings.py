@@ -13,7 +13,7 @@ _MAX_FILE_BYTES = 2**20  # bytes
 _MAX_PIXELS = 2**40  # bounds are often set far beyond any picture
 
 
-def settings_of(folder: str | Path, kind: str, name: str) -> tuple[Path, dict[str, Any]]:
+def read_processor(folder: str | Path, kind: str, name: str) -> tuple[Path, dict[str, Any]]:
     """Return the file with the settings of the image or the video processor, and its content.
     transformers 5 saves the settings of both in processor_config.json, and reads that file before
     the one with this name."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_vlm.data.media.processor_settings import settings_of
+from megatron_vlm.data.media.processor_settings import read_processor
 from megatron_vlm.errors import ConfigError
 
 # Any other value than true would make other patches, and is refused.
@@ -39,7 +39,7 @@ class VideoSettings:
     ) -> "VideoSettings":
         """Read the checkpoint's settings, from the files that Hugging Face reads, in its order.
         Values in `chosen` that are not None replace them."""
-        path, raw = settings_of(folder, "video", "video_preprocessor_config.json")
+        path, raw = read_processor(folder, "video", "video_preprocessor_config.json")
         for key, needed in _FIXED.items():
             if raw.get(key, needed) != needed:
                 raise ConfigError(

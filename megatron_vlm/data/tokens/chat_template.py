@@ -28,7 +28,7 @@ from megatron_vlm.data.tokens.template_text import ChatTemplate
 from megatron_vlm.data.tokens.thinking import (
     CLOSE,
     EMPTY_BLOCK,
-    SWITCH,
+    THINKING_VARIABLE,
     AnswerOpening,
     contrary_text,
 )
@@ -120,7 +120,7 @@ class ChatRenderer:
     def is_contrary(self, ids_S: np.ndarray, trained_S: np.ndarray) -> bool:
         """Return whether a trained answer begins in another way than prompts ask for, and nobody
         has said whether the model is to think."""
-        decided = SWITCH in self.template.variables
+        decided = THINKING_VARIABLE in self.template.variables
         opening = None if decided else self.opening
         return opening is not None and opening.is_contrary(ids_S, trained_S)
 

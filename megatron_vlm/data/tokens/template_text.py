@@ -13,7 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.data.records.record import ChatMessage, Conversation, Image
 from megatron_vlm.data.tokens.template_timeout import time_limit
-from megatron_vlm.data.tokens.thinking import SWITCH, SWITCHES, remedy_of, split_thoughts
+from megatron_vlm.data.tokens.thinking import (
+    THINKING_VARIABLE,
+    THINKING_VARIABLES,
+    remedy_of,
+    split_thoughts,
+)
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.untrusted import UntrustedFile, reason
 
@@ -102,7 +107,7 @@ class ChatTemplate:
                     found=value,
                     remedy="correct the name, or leave it out",
                 )
-            if name in SWITCHES and not isinstance(value, bool):
+            if name in THINKING_VARIABLES and not isinstance(value, bool):
                 raise ConfigError(
                     key=f"data.template_kwargs.{name}", found=value, allowed=(True, False)
                 )
@@ -127,7 +132,7 @@ class ChatTemplate:
     @cached_property
     def has_switch(self) -> bool:
         """True if thinking can be switched off in the template."""
-        return bool(re.search(rf"\b{SWITCH}\b", str(self.tokenizer.chat_template)))
+        return bool(re.search(rf"\b{THINKING_VARIABLE}\b", str(self.tokenizer.chat_template)))
 
     @cached_property
     def opening(self) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 
 OPEN_BLOCK, CLOSE = "<think>\n", "</think>"
 EMPTY_BLOCK = "<think>\n\n</think>\n\n"
-SWITCH = "enable_thinking"  # variable of a chat template
-SWITCHES = (SWITCH, "preserve_thinking")  # A template would take "no" for yes.
+THINKING_VARIABLE = "enable_thinking"  # variable of a chat template
+THINKING_VARIABLES = (THINKING_VARIABLE, "preserve_thinking")  # A template would take "no" for yes.
 
 
 @dataclass(frozen=True)
