@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
@@ -53,6 +54,9 @@ def bf16(case: Case) -> Case:
     return replace(case, train={"precision": "bf16"})
 
 
+# Its A_log and the norms of gated delta nets are F32 beside BF16.
+QWEN3_5 = dict(family="qwen3_5", dtype="bfloat16", vision_depth=1)
+
 CASES = {
     "1x1": (layout(), {}),
     "1x1-bf16": (bf16(layout()), {}),
@@ -65,6 +69,8 @@ CASES = {
     "pp2x2-dp2": (layout(pp=2, dp=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2]), {}),
     "pp2-vision-frozen": (layout(pp=2, freeze_vision=True, freeze_merger=True), {}),
     "dp2-language-frozen": (layout(dp=2, freeze_language=True), {}),
+    "qwen3_5-dp2-bf16": (bf16(layout(dp=2)), QWEN3_5),
+    "qwen3_5-dp2-plain-bf16": (bf16(layout(dp=2, distributed_optimizer=False)), QWEN3_5),
 }
 
 
@@ -155,6 +161,8 @@ TO_ANOTHER = {
     "pp2x2-dp2": layout(tp=2),
     "pp2-vision-frozen": layout(tp=2, freeze_vision=True, freeze_merger=True),
     "dp2-language-frozen": layout(pp=2, dp=2, freeze_language=True),
+    "qwen3_5-dp2-bf16": bf16(layout(tp=2)),
+    "qwen3_5-dp2-plain-bf16": bf16(layout(pp=2, dp=2)),
 }
 
 
@@ -170,6 +178,32 @@ def test_another_layout_holds_the_same_bits(name, first_halves, pool, tiny, tmp_
     embedding = "exp_avg/model.language_model.embed_tokens.weight"
     if embedding in actual:  # without padding
         assert len(actual[embedding]) == sizes.get("vocab", 512)
+
+
+def load_and_export(path: str, case: Case, folder: Path, out: str) -> None:
+    worker = MegatronWorker(case.config(path))
+    load(worker, folder)
+    worker.export_hf(out)
+
+
+def test_fp32_weights_beside_bf16_are_never_rounded(first_halves, pool, tiny, tmp_path):
+    """Exports, from training and from the checkpoint, have the bits of the main weights."""
+    case, sizes = CASES["qwen3_5-dp2-bf16"]
+    folder = step_folder(first_halves["qwen3_5-dp2-bf16"][0], 4)
+    pool.run(load_and_export, 2, tiny(**sizes), case, folder, str(tmp_path / "ours"))
+    export_checkpoint(str(folder), str(tmp_path / "theirs"), tiny(**sizes))
+    weights, main = load_file(tmp_path / "ours" / "model.safetensors"), whole(folder)
+    other = load_file(tmp_path / "theirs" / "model.safetensors")
+    before = load_file(Path(tiny(**sizes)) / "model.safetensors")
+    kept = [name for name, value in weights.items() if value.dtype is torch.float32]
+    assert kept == [name for name in weights if re.search(r"A_log|linear_attn\.norm", name)]
+    assert len(kept) == 2 * 3  # of three layers
+    for name, value in weights.items():
+        assert torch.equal(value, other[name]), name
+        assert torch.equal(value, main[name].view(value.shape).to(value.dtype)), name
+        if name in kept:
+            assert not torch.equal(value, value.bfloat16().float()), name
+            assert not torch.equal(value, before[name]), name
 
 
 def test_steps_at_changing_layouts(pool, tiny, tmp_path, record_property):

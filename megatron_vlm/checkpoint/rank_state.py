@@ -43,9 +43,7 @@ def optimizer_parts(
             continue
         inner = chained.optimizer
         if isinstance(chained, DistributedOptimizer):
-            for param in chained.model_param_gbuf_map:
-                group, place = chained.model_param_group_index_map[param]
-                main = inner.param_groups[group]["params"][place]
+            for param, main in _sharded_mains(chained):
                 start = chained._get_model_param_range_map(param)["param"].start
                 parts[param] = OptimizerPart(start, True, _tensors(inner, main))
             continue
@@ -55,6 +53,18 @@ def optimizer_parts(
             if main in mains:
                 parts[param] = OptimizerPart(0, False, _tensors(inner, main))
     return parts
+
+
+def _sharded_mains(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """Yield the parameters that this rank updates a part of, each with the main weight of the part.
+    Megatron's own table of places, `model_param_group_index_map` (0.16.1), is wrong for a group
+    with bf16 and fp32 parameters: the group has those in fp32 first."""
+    for models, mains in (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    ):
+        for params, main_weights in zip(models, mains, strict=True):
+            yield from zip(params, main_weights, strict=True)
 
 
 def _tensors(inner: torch.optim.Optimizer, main: Tensor) -> dict[str, Tensor]:
