@@ -219,6 +219,17 @@ def test_transformers_loads_the_export(sizes, pool, tiny, tmp_path):
     assert not any(info.values()), info
 
 
+def test_fp32_weights_that_are_stored_in_bf16_stay_so(pool, tiny, tmp_path):
+    path = tiny(**TINY, dtype="bfloat16")
+    kept = {n: v for n, v in load_file(Path(path) / WEIGHTS).items() if v.dtype is torch.float32}
+    assert len(kept) == 2 * 3
+    rounded = {name: value.bfloat16() for name, value in kept.items()}
+    source, out = changed(path, tmp_path / "source", rounded), str(tmp_path / "out")
+    case = replace(layout(pp=2), train={"precision": "bf16"})
+    pool.run(export_again, 2, str(source), case, out, 10**9)
+    assert tensors(tmp_path / "out" / WEIGHTS) == tensors(source / WEIGHTS)
+
+
 def stream_names(worker: MegatronWorker) -> list[str]:
     return [name for name, _ in worker.named_weights()]
 
