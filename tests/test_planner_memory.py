@@ -26,8 +26,9 @@ from tests.batches import RowSpec, make_rows
 from tests.runs import Case
 from tests.test_parity import layout
 
-# Relative error. Measured worst case: 3.2 % (full recompute). What is left out is small.
-TOLERANCE = 0.1
+# Relative error. Measured worst cases: 4.2 % (experts), 3.2 % (full recompute). What is left out is
+# small.
+TOLERANCE = 0.07
 ROWS = (RowSpec(150, images=((16, 12), (6, 8))), RowSpec(90, images=((20, 10),)))
 SPEC = {"hidden": 128, "heads": 8, "layers": 3}
 
@@ -109,6 +110,8 @@ def lora(case: Case, targets: tuple[str, ...], **more: object) -> Case:
     return replace(case, lora=dict(rank=4, targets=targets, **more))
 
 
+# Three gated delta nets to one full attention, so that neither hides in the other.
+DELTA = {"family": "qwen3_5", "layers": 4, "head_dim": 64}
 CASES = {
     "1": (layout(), {}),
     "selective": (layout(recompute="selective"), {}),
@@ -161,6 +164,15 @@ CASES = {
         lora(layout(dp=4, ep=2, overlap_grad_reduce=True), EVERY),
         {"experts": 4, "dense_layers": 1},
     ),
+    "delta": (layout(), DELTA),
+    "delta-tp2-tied": (layout(tp=2), {**DELTA, "tied": True}),
+    "delta-full": (layout(recompute="full", recompute_vision=True), DELTA),
+    "delta-pp2": (layout(pp=2, layers_per_stage=[1, 3]), DELTA),
+    "delta-frozen": (layout(freeze_language=True), DELTA),
+    "delta-lora": (lora(layout(tp=2), EVERY), DELTA),
+    "delta-experts": (layout(), {**DELTA, "experts": 4}),
+    "delta-experts-ep2": (layout(dp=2, ep=2), {**DELTA, "experts": 4}),
+    "delta-experts-lora": (lora(layout(), EVERY), {**DELTA, "experts": 4}),
 }
 BF16 = {
     "lora-merger-dp2",
@@ -177,7 +189,7 @@ def test_memory_is_that_of_the_built_worker(name, tiny, pool):
     case, spec = CASES[name]
     case = replace(case, train={"precision": "bf16" if name in BF16 else "fp32"})
     itemsize = 2 if name in BF16 else 4
-    path = tiny(**SPEC, **spec)
+    path = tiny(**{**SPEC, **spec})
     sizes, cfg, batch = read_sizes(path), case.config(path), sizes_of_rows()
     dims = ParallelDims.create(cfg.parallel, case.world, sizes.text.num_layers)
     ranks = pool.run(built, case.world, path, case)
