@@ -489,6 +489,16 @@ def test_closing_leaves_nothing_behind(settings, tiny, tmp_path):
             "folder",
             "32, 64, 80, 96, 112, 128",
         ),
+        (
+            {"fail": "AssertionError: CPU GDN attention requires BF16."},
+            "dtype",
+            "train.precision=bf16",
+        ),
+        (
+            {"fail": "RuntimeError: Unexpected head dim size, 32"},
+            "folder",
+            "both 64 or both 128 wide",
+        ),
         ({"fail": "ValueError: something else"}, "", "ValueError: something else"),
     ],
 )

@@ -49,6 +49,7 @@ from megatron_vlm.serve.startup import facts_of
 from tests.error_fields import raises
 from tests.fake_calls import StandIn, opened
 from tests.mutation import DEEP, mutate_bytes, mutate_json
+from tests.test_decode import QWEN3_5
 
 FACTS = ServerFacts(
     ("tiny/model", "tiny"), 512, version="1.2", layout="tp1 pp1 dp1", vocabulary=509
@@ -1103,9 +1104,18 @@ def test_every_flag_of_the_client_is_said(service):
     assert service.post("telemetry", {"events": []}) == {"status": "accepted"}
 
 
-@pytest.mark.parametrize(("experts", "arch"), [(0, "qwen3_vl"), (4, "qwen3_vl_moe")])
-def test_clients_are_told_the_type_of_the_model(experts, arch, tiny):
-    path = tiny(experts=experts) if experts else tiny()
+@pytest.mark.parametrize(
+    ("sizes", "arch"),
+    [
+        ({}, "qwen3_vl"),
+        ({"experts": 4}, "qwen3_vl_moe"),
+        (QWEN3_5, "qwen3_5"),
+        ({**QWEN3_5, "experts": 4}, "qwen3_5_moe"),
+    ],
+    ids=["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"],
+)
+def test_clients_are_told_the_type_of_the_model(sizes, arch, tiny):
+    path = tiny(**sizes)
     cfg = load_config([f"model.path={path}", "run=run"])
     source = HFCheckpoint(path)
     dims = ParallelDims.create(cfg.parallel, 1, source.sizes.text.num_layers)

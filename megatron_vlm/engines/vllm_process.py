@@ -218,6 +218,26 @@ def _explain_failure(output: str) -> Exception:
     )
 
 
+_ELSEWHERE = "sample from this model on GPUs, or with our own sampler"
+_DELTA_NET_WIDTHS = (
+    ": vLLM's gated delta nets on a CPU take keys and values that are both 64 or both 128 wide, "
+    "and this model's are not",
+    "folder",
+    _ELSEWHERE,
+)
+# By what vLLM says: the problem, the key and the remedy.
+_DELTA_NETS_ON_CPU = {
+    "CPU GDN attention requires BF16": (
+        ": vLLM's gated delta nets on a CPU take bfloat16 alone",
+        "dtype",
+        f"set train.precision=bf16, or {_ELSEWHERE}",
+    ),
+    "expect head_dim to be multiples of 32": _DELTA_NET_WIDTHS,
+    "expect head_dim to be equal to head_dim_v": _DELTA_NET_WIDTHS,
+    "Unexpected head dim size": _DELTA_NET_WIDTHS,
+}
+
+
 def _of_start(error: BaseException, words: str, settings: EngineSettings) -> Exception | None:
     """Return the error of an engine that does not start, with the remedy, or None if the cause is
     unknown."""
@@ -238,8 +258,12 @@ def _of_start(error: BaseException, words: str, settings: EngineSettings) -> Exc
             place="the engine",
             key="folder",
             found=settings.folder,
-            remedy="sample from this model on GPUs, or with our own sampler",
+            remedy=_ELSEWHERE,
         )
+    for sign, (problem, key, remedy) in _DELTA_NETS_ON_CPU.items():
+        if sign in text:
+            found = getattr(settings, key)
+            return ConfigError(problem, place="the engine", key=key, found=found, remedy=remedy)
     if isinstance(error, TimeoutError):
         return SamplerError(
             f": vLLM has not loaded {settings.folder} in this time",
