@@ -67,7 +67,8 @@ def drafts(sizes: ModelSizes) -> int:
     ],
 )
 def test_released_models_have_these_sizes(name, billions, maker):
-    """The numbers of values are those of the released files."""
+    """Up to 27B, the numbers of values are the published ones. Those of the larger models follow
+    from their sizes, and no published number was compared."""
     sizes = maker.sizes_of_model(name)
     assert (sizes.num_values + drafts(sizes)) / 1e9 == pytest.approx(billions, abs=0.005)
 
