@@ -60,10 +60,10 @@ def write_tiny(out: str | Path, spec: TinySpec = TinySpec(), dtype: str = "float
     _set_decays(model, spec)
     if spec.from_scratch:
         _show_positions(model, spec.seed)
-    fp32 = {name: param for name, param in model.named_parameters() if name.endswith(_FP32)}
+    fp32 = {n: param.data.clone() for n, param in model.named_parameters() if n.endswith(_FP32)}
     model = model.to(getattr(torch, dtype))
-    for param in fp32.values():  # released checkpoints have these in fp32
-        param.data = param.data.float()
+    for name, value in fp32.items():  # released checkpoints have these in fp32, never rounded
+        model.get_parameter(name).data = value
     model.generation_config = GenerationConfig(
         bos_token_id=config.text_config.bos_token_id,
         eos_token_id=config.text_config.eos_token_id,
