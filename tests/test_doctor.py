@@ -166,7 +166,8 @@ def test_ranges_are_those_of_pyproject():
     pairs = requirements(EXTRAS)
     required = [str(requirement) for extra, requirement in pairs if not extra]
     assert required == [str(Requirement(t)) for t in project["project"]["dependencies"]]
-    assert [r.name for extra, r in pairs if extra] == ["transformer-engine", "ray", "av"]
+    names = ["flash-linear-attention", "transformer-engine", "ray", "av"]
+    assert [r.name for extra, r in pairs if extra] == names
     assert [r.name for extra, r in requirements(()) if extra] == []
     assert str(machine_facts.python_range()) == project["project"]["requires-python"]
 

@@ -159,16 +159,16 @@ def test_states_are_in_fp32_where_weights_are_in_bf16(pool, tiny):
 @contextmanager
 def state_carried_on() -> Iterator[None]:
     """Let each row begin with the state that the row before it ended with."""
-    import megatron_vlm.model.gated_delta_net as net
+    import megatron_vlm.model.delta_kernels as kernels
 
-    right = net.gated_delta_rule
+    right = kernels.gated_delta_rule
 
     def wrong(*inputs):
         out, state = right(*(x.flatten(0, 1)[None] for x in inputs))
         rows = len(inputs[0])
         return out.unflatten(1, (rows, -1))[0], state.expand(rows, *state.shape[1:]).clone()
 
-    with mock.patch.object(net, "gated_delta_rule", wrong):
+    with mock.patch.object(kernels, "gated_delta_rule", wrong):
         yield
 
 

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 _MODULES = {
+    "flash-linear-attention": "fla",
     "megatron-core": "megatron.core",
     "transformer-engine": "transformer_engine.pytorch",
     "pillow": "PIL",
