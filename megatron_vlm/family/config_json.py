@@ -62,13 +62,24 @@ def read_counts(folder: str) -> Counts | None:
 
 
 def read_fields(folder: str | Path) -> JsonField:
-    """Read the config.json in a folder, which is an object."""
+    """Read the config.json in a folder, which is an object. Refuse fields that contradict each
+    other here: some versions of transformers drop one of them without a word."""
     file = UntrustedFile(
         str(Path(folder) / "config.json"), ConfigError, f"give a folder of a {_MODELS} checkpoint"
     )
     config = file.json(_MAX_BYTES)
     config.object()
+    text = _part(config.value, "text_config")
+    if problems := list(_contradictions(text)):
+        raise other_model(str(folder), problems)
     return config
+
+
+def _contradictions(text: dict[str, Any]) -> Iterator[str]:
+    name, rope = "partial_rotary_factor", _part(text, "rope_parameters")
+    is_other_kind = rope.get("rope_type", "default") != "default"  # which is refused as such
+    if name in text and name in rope and text[name] != rope[name] and not is_other_kind:
+        yield f"text_config.{name}={text[name]!r}, but rope_parameters has {rope[name]!r}"
 
 
 def no_config_json(folder: str | Path) -> ConfigError:

@@ -37,11 +37,13 @@ def choose_delta_rule(
             remedy="pip install flash-linear-attention on a CUDA machine, or set "
             f"{_KEY}=auto, which takes the slower rule of this package instead",
         )
-    if platform.is_cuda and all_reduce_max(int(lacking is not None), platform.device):
+    is_first = torch.distributed.get_rank() == 0
+    if all_reduce_max(int(lacking is not None), platform.device):
         reason = lacking or "another rank cannot run flash-linear-attention"
-        print_to_user(f"{_KEY}={setting} is torch: {reason}; linear attention runs slower")
+        if is_first:
+            print_to_user(f"{_KEY}={setting} is torch: {reason}; linear attention runs slower")
         return gated_delta_rule
-    if torch.distributed.get_rank() == 0:
+    if is_first:
         print_to_user(
             f"{_KEY}={setting} is fla, whose backward is not deterministic: set {_KEY}=torch "
             "for runs that resume bit for bit"

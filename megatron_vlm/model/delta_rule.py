@@ -55,15 +55,12 @@ class _Recomputed(torch.autograd.Function):
                 for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
             ]
             outputs = _in_chunks(*inputs)
-        used = [number for number, grad in enumerate(grads) if grad is not None]
-        input_grads = iter(
-            torch.autograd.grad(
-                [outputs[number] for number in used],
-                [x for x in inputs if x.requires_grad],
-                [grads[number] for number in used],
-                allow_unused=True,  # the state does not depend on the queries
-            )
-        )
+        # Where nothing has used the state, its gradient is zero: without one, autograd would make
+        # zeros for parts of the last chunk.
+        pairs = zip(outputs, grads, strict=True)
+        output_grads = [torch.zeros_like(out) if grad is None else grad for out, grad in pairs]
+        learning = [x for x in inputs if x.requires_grad]
+        input_grads = iter(torch.autograd.grad(outputs, learning, output_grads))
         return tuple(next(input_grads) if x.requires_grad else None for x in inputs)
 
 

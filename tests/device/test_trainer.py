@@ -40,7 +40,9 @@ CASES: dict[str, Case] = {
     "pp2": replace(layout(pp=2, layers_per_stage=[0, 4]), train=FP32),
     "pp2x2": replace(layout(pp=2, virtual_stages=2), train=FP32),
     "dp2": replace(layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True), train=FP32),
+    "qwen3_5": replace(layout(tp=2, recompute_vision=True), train=BF16),
 }
+SIZES: dict[str, dict[str, Any]] = {"qwen3_5": {"family": "qwen3_5", "head_dim": 64}}
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,9 @@ def quick(*names: str) -> list[Any]:
     return [pytest.param(each, marks=() if each in names else pytest.mark.slow) for each in CASES]
 
 
-@pytest.mark.parametrize("name", quick("1", "tp2", "pp2"))
+@pytest.mark.parametrize("name", quick("1", "tp2", "pp2", "qwen3_5"))
 def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny):
-    case, path = CASES[name], tiny()
+    case, path = CASES[name], tiny(**SIZES.get(name, {}))
     eager = replace(case, model={**case.model, "compile": False})
     [loss, *_] = pool.run(on_stand_in, case.world, path, eager)
     for rank, done in enumerate(device_pool.run(second_step, case.world, path, case)):
