@@ -22,7 +22,7 @@ import torch
 from record import record
 from row_sizes import sizes_of_row
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging
 
 from megatron_vlm import Config, MegatronWorker, Row, TinySpec, write_tiny
@@ -48,7 +48,7 @@ MICRO_BATCH = 2
 NUM_ROWS = 8
 PEAK_S = 10.0  # seconds; other users load the machine for a second or two at a time
 NO_ADAPTERS = LoraConfig()
-# Both models have 30 M parameters. In the first one, the head is a large part, as in any small
+# The models have about 30 M parameters. In the first one, the head is a large part, as in any small
 # model. In the second one, head, decoder and tower have the shares of Qwen3-VL 2B (head 15 % of the
 # parameters).
 BASE = TinySpec(
@@ -65,7 +65,21 @@ BASE = TinySpec(
     vision_intermediate=896,
     tied=True,
 )
-SPECS = {"": BASE, "_2b_shares": replace(BASE, layers=10, vocab=10240)}
+# The third model has gated delta nets, whose heads are as wide together as in Qwen3.5.
+SPECS = {
+    "": BASE,
+    "_2b_shares": replace(BASE, layers=10, vocab=10240),
+    "_qwen3_5": replace(
+        BASE,
+        family="qwen3_5",
+        layers=8,
+        vocab=10240,
+        linear_key_heads=6,
+        linear_value_heads=6,
+        linear_key_dim=128,
+        linear_value_dim=128,
+    ),
+}
 
 
 def bench_rows(vocab: int, special: dict[str, int]) -> list[Row]:
@@ -87,7 +101,7 @@ def bench_rows(vocab: int, special: dict[str, int]) -> list[Row]:
 
 def hf_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
     """Return a step of the ordinary loop on Hugging Face's model."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     return loop(model, rows, lr)
 
 
