@@ -77,7 +77,7 @@ def read_fields(folder: str | Path) -> JsonField:
 
 def _contradictions(text: dict[str, Any]) -> Iterator[str]:
     name, rope = "partial_rotary_factor", _part(text, "rope_parameters")
-    is_other_kind = rope.get("rope_type", "default") != "default"  # which is refused as such
+    is_other_kind = rope.get("rope_type", "default") != "default"  # the table of fields refuses it
     if name in text and name in rope and text[name] != rope[name] and not is_other_kind:
         yield f"text_config.{name}={text[name]!r}, but rope_parameters has {rope[name]!r}"
 
