@@ -15,6 +15,7 @@ from megatron_vlm.family.decoder_layers import GatedDeltaNet
 from megatron_vlm.model.delta_kernels import choose_delta_rule
 from megatron_vlm.model.delta_rule import delta_step, gated_delta_rule
 from tests.error_fields import raises
+from tests.reference import rule_by_token
 
 NAMES = ("out", "state", "d q", "d k", "d v", "d a", "d beta", "d A_log")
 WORST = 5e-6  # measured: 9.1e-7, for d A_log
@@ -24,16 +25,8 @@ HEADS = {1: (2, 2), 2: (2, 4), 3: (1, 3)}  # value heads of a key head: key head
 
 def by_definition(q, k, v, g, beta):
     """Return the outputs and the last state in fp64, one token after another."""
-    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q * q.shape[-1] ** -0.5, k))
-    state = q.new_zeros(*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1])
-    outs = []
-    for q_t, k_t, v_t, g_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True):
-        state = state * g_t.exp()[..., None, None]
-        error = v_t - torch.einsum("bvd,bvde->bve", k_t, state)
-        state = state + torch.einsum("bvd,bve->bvde", k_t, beta_t[..., None] * error)
-        outs.append(torch.einsum("bvd,bvde->bve", q_t, state))
-    return torch.stack(outs, 1), state
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    return rule_by_token(q, k, v, g, beta)
 
 
 def given(tokens, heads=(2, 4), decay=1.0, rows=2, seed=0):

@@ -208,7 +208,7 @@ def state_kept_between_rows(right: Any) -> Any:
     def rule(*parts):
         rows = len(parts[0])
         out, state = right(*(part.flatten(0, 1)[None] for part in parts))
-        return out.unflatten(1, (rows, -1))[0], state
+        return out.unflatten(1, (rows, -1))[0], state.expand(rows, *state.shape[1:]).clone()
 
     return rule
 

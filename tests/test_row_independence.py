@@ -6,12 +6,10 @@ to the last bit. The mutants at the end show that these tests can fail.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.runs import Case, call, collect_grads
 from tests.test_decode import QWEN3_5
+from tests.test_mutants import convolution_across_rows, replaced, state_kept_between_rows
 from tests.test_parity import TOLERANCE, layout
 
 CHANGED = 1  # of eight rows, in micro-batches of four
@@ -156,54 +155,21 @@ def test_states_are_in_fp32_where_weights_are_in_bf16(pool, tiny):
     assert pool.run(call, 1, path, case, types_of_states) == [{(torch.bfloat16, torch.float)}]
 
 
-@contextmanager
-def state_carried_on() -> Iterator[None]:
-    """Let each row begin with the state that the row before it ended with."""
-    import megatron_vlm.model.delta_kernels as kernels
-
-    right = kernels.gated_delta_rule
-
-    def wrong(*inputs):
-        out, state = right(*(x.flatten(0, 1)[None] for x in inputs))
-        rows = len(inputs[0])
-        return out.unflatten(1, (rows, -1))[0], state.expand(rows, *state.shape[1:]).clone()
-
-    with mock.patch.object(kernels, "gated_delta_rule", wrong):
-        yield
-
-
-@contextmanager
-def convolution_across_rows() -> Iterator[None]:
-    """Let the convolution see the end of the row before in place of zeros."""
-    import megatron_vlm.model.gated_delta_net as net
-
-    right = net._convolve
-
-    def wrong(x_BSC, weight_C1W):
-        return right(x_BSC.flatten(0, 1)[None], weight_C1W)[0].unflatten(0, x_BSC.shape[:2])
-
-    with mock.patch.object(net, "_convolve", wrong):
-        yield
-
-
-@contextmanager
-def another_rows_state() -> Iterator[None]:
+def state_of_another_row(right: Any) -> Any:
     """Let each row of a decoding pass continue with the state of the row before it."""
-    import megatron_vlm.model.gated_delta_net as net
-
-    right = net.delta_step
-
-    def wrong(*inputs):
-        return right(*inputs[:-1], inputs[-1].roll(1, 0))
-
-    with mock.patch.object(net, "delta_step", wrong):
-        yield
+    return lambda *inputs: right(*inputs[:-1], inputs[-1].roll(1, 0))
 
 
-MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], set[str]]] = {
-    "state carried on": (state_carried_on, {"forward", "decode", "backward"}),
-    "convolution across rows": (convolution_across_rows, {"forward", "decode", "backward"}),
-    "another row's state": (another_rows_state, {"decode"}),
+MUTANTS: dict[str, tuple[Callable[[], Any], set[str]]] = {
+    "state carried on": (
+        replaced("gated_delta_rule", state_kept_between_rows),
+        {"forward", "decode", "backward"},
+    ),
+    "convolution across rows": (
+        replaced("_convolve", convolution_across_rows),
+        {"forward", "decode", "backward"},
+    ),
+    "another row's state": (replaced("delta_step", state_of_another_row), {"decode"}),
 }
 
 

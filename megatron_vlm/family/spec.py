@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_vlm.family.decoder_layers import DenseMLP, Experts, FullAttention, LayerSpec
+from megatron_vlm.family.decoder_layers import (
+    DenseMLP,
+    Experts,
+    FullAttention,
+    GatedDeltaNet,
+    LayerSpec,
+)
 
 TowerInputs = dict[str, Any]
 
@@ -71,6 +77,11 @@ class TextSizes:
     def attention(self) -> FullAttention:
         """The attention of the layers that have it: it is the same in all of them."""
         return next(x.mixer for x in self.layers if isinstance(x.mixer, FullAttention))
+
+    @cached_property
+    def delta_net(self) -> GatedDeltaNet | None:
+        """The gated delta net of the layers that have one: it is the same in all of them."""
+        return next((x.mixer for x in self.layers if isinstance(x.mixer, GatedDeltaNet)), None)
 
     @cached_property
     def experts(self) -> Experts | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.family.decoder_layers import DenseMLP, GatedDeltaNet, LayerParam, LayerSpec
+from megatron_vlm.family.decoder_layers import DenseMLP, LayerParam, LayerSpec
 
 if TYPE_CHECKING:
     from megatron_vlm.family.spec import TextSizes
@@ -48,9 +48,8 @@ class Backend:
 
     def layer_refusals(self, text: "TextSizes") -> Iterator[Refusal]:
         """Yield what this backend cannot build of a decoder."""
-        has_delta_nets = any(isinstance(layer.mixer, GatedDeltaNet) for layer in text.layers)
         kinds = {
-            "gated delta nets": has_delta_nets,
+            "gated delta nets": text.delta_net is not None,
             "gated attention": text.attention.gated,
             "norms that multiply by 1 + weight": text.centered_norms,
         }

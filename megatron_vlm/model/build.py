@@ -13,7 +13,6 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import RankGroups
-from megatron_vlm.family.decoder_layers import GatedDeltaNet
 from megatron_vlm.family.spec import Family, ModelSizes, TextSizes
 from megatron_vlm.hf.backend import BACKENDS
 from megatron_vlm.model.attention_kernels import TORCH, AttentionShape, choose_kernel
@@ -134,10 +133,9 @@ def build_chunks(
     if not BACKENDS[cfg.model.backend].has_own_kernels:
         shape = AttentionShape.from_config(cfg, sizes.text, dims, config.params_dtype)
         kernel = choose_kernel(cfg.model.attention, shape, platform)
-    linear = next((x.mixer for x in sizes.text.kinds if isinstance(x.mixer, GatedDeltaNet)), None)
     rule = None
-    if linear is not None:
-        rule = choose_delta_rule(cfg.model.delta_rule, linear, config.params_dtype, platform)
+    if (net := sizes.text.delta_net) is not None:
+        rule = choose_delta_rule(cfg.model.delta_rule, net, config.params_dtype, platform)
     # Megatron reads only these attributes of a ModuleSpec. A real ModuleSpec would make it warn
     # about an MLP that is not its own.
     params = {

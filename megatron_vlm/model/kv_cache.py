@@ -51,12 +51,14 @@ class KVCache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Continue with these rows, in this order. Only rows whose place changes are copied."""
+        all_stay = list(rows) == list(range(len(self.lengths)))
         self.lengths = [self.lengths[row] for row in rows]
         if not rows:
             self.layers, self.states = {}, {}
-        rows_B = to_device(torch.tensor(rows, dtype=torch.long), self.device)
-        for layer, state in self.states.items():
-            self.states[layer] = (state[0][rows_B], state[1][rows_B])
+        if self.states and not all_stay:  # unlike the columns, they have no spare rows
+            rows_B = to_device(torch.tensor(rows), self.device)
+            for layer, state in self.states.items():
+                self.states[layer] = (state[0][rows_B], state[1][rows_B])
         moves = [(place, row) for place, row in enumerate(rows) if place != row]
         if moves:
             target, source = to_device(torch.tensor(moves), self.device).unbind(1)
