@@ -3,29 +3,20 @@
 Each value head has a state S [D, E] in fp32. A token decays and corrects it, and reads from it:
 S = exp(g) S; S = S + k (beta (v - k^T S))^T; out = q^T S.
 
-Shapes: B rows, S tokens, K key heads, V value heads, D and E their widths, N chunks of C tokens.
+In a chunk, the updates u_i of all tokens solve one triangular system, where S is the state before
+the chunk, G_i the sum of g up to token i, and G_ij that after token j:
+u_i + beta_i sum_{j<i} exp(G_ij) (k_i k_j) u_j = beta_i (v_i - exp(G_i) k_i^T S).
+
+Shapes: B rows, S tokens, K key heads, V value heads, D and E their widths, N chunks of C tokens,
+G = B x K and H = B x V heads of all rows. Rows come first outside, chunks inside (NH...).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_vlm.family.decoder_layers import DELTA_CHUNK
-
-
-def _normalised(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-def _sums_between(g_C: Tensor) -> Tensor:
-    """Return at [i, j] the sum of g over j+1..i, and -inf above the diagonal. The terms have one
-    sign, so no digits are lost, unlike in a difference of two cumulative sums."""
-    chunk = g_C.shape[-1]
-    below = torch.ones(chunk, chunk, dtype=torch.bool, device=g_C.device).tril(-1)
-    rows = g_C[..., :, None].expand(*g_C.shape, chunk).masked_fill(~below, 0)
-    return rows.cumsum(-2).masked_fill(below.T, float("-inf"))
 
 
 def gated_delta_rule(
@@ -33,76 +24,259 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs [B, S, V, E] and the state [B, V, D, E] after the last token. Queries and keys
     are normalised here; g is the logarithm of the decay. Every row begins with an empty state."""
-    out_BSVE, state_BVDE = _Recomputed.apply(q_BSKD, k_BSKD, v_BSVE, g_BSV, beta_BSV)
+    out_BSVE, state_BVDE = _Rule.apply(q_BSKD, k_BSKD, v_BSVE, g_BSV, beta_BSV)
     return out_BSVE, state_BVDE
 
 
-class _Recomputed(torch.autograd.Function):
-    """The rule, whose backward computes it again. Only its inputs are kept for that: the numbers
-    within the chunks are seven times as many."""
+class _Rule(torch.autograd.Function):
+    """The rule with its own backward, which computes what it needs again. Only the inputs are
+    stored for that: the numbers within the chunks are seven times as many."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        return _in_chunks(*inputs)
+        v_BSVE = inputs[2]
+        out_NHCE, state_HDE = _outputs(_make_chunks(*inputs))
+        out_BSVE = torch.empty_like(v_BSVE, memory_format=torch.contiguous_format)
+        _copy_tokens(out_NHCE, out_BSVE)
+        return out_BSVE, state_HDE.unflatten(0, (v_BSVE.shape[0], -1))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
-            inputs = [
-                x.detach().requires_grad_(needed)
-                for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
-            ]
-            outputs = _in_chunks(*inputs)
-        # Where nothing has used the state, its gradient is zero: without one, autograd would make
-        # zeros for parts of the last chunk.
-        pairs = zip(outputs, grads, strict=True)
-        output_grads = [torch.zeros_like(out) if grad is None else grad for out, grad in pairs]
-        learning = [x for x in inputs if x.requires_grad]
-        input_grads = iter(torch.autograd.grad(outputs, learning, output_grads))
-        return tuple(next(input_grads) if x.requires_grad else None for x in inputs)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, ...]:
+        inputs = ctx.saved_tensors
+        chunks = _make_chunks(*inputs)
+        across = _backward_across_chunks(chunks, *grads)
+        results = _backward_inside_chunks(chunks, across, copies=_copies(*inputs[1:3]))
+        input_grads = tuple(torch.empty_like(x) for x in inputs)
+        for result, grad in zip(results, input_grads, strict=True):
+            _copy_tokens(result, grad)
+        return input_grads
 
 
-def _in_chunks(
+class _Chunks(NamedTuple):
+    """Normalised inputs by chunk, and the effects of the tokens of a chunk on each other."""
+
+    kq_NH2CD: Tensor  # keys, then queries: dimension 2 has 2C entries
+    norm_NG2C1: Tensor  # factors that normalised them, by key head
+    v_NHCE: Tensor
+    beta_NHC1: Tensor
+    decay_NHCC: Tensor  # at [i, j] exp of the sum of g over j+1..i; 0 above the diagonal
+    since_NHC1: Tensor  # exp of the sum of g over 0..i
+    products_NH2CC: Tensor  # decayed products of keys with keys, and of queries with keys
+    inverse_NHCC: Tensor  # of the triangular system: updates = inverse @ (beta * errors)
+
+    @property
+    def k_NHCD(self) -> Tensor:
+        """Return the normalised keys."""
+        return self.kq_NH2CD[:, :, :DELTA_CHUNK]
+
+    @property
+    def until_end_NHC1(self) -> Tensor:
+        """Return the decay from after each token to the end of its chunk."""
+        return self.decay_NHCC[:, :, -1, :, None]
+
+    @property
+    def whole_NH11(self) -> Tensor:
+        """Return the decay over each whole chunk."""
+        return self.since_NHC1[:, :, -1:]
+
+
+def _copies(k_BSKD: Tensor, v_BSVE: Tensor) -> int:
+    return v_BSVE.shape[2] // k_BSKD.shape[2]
+
+
+def _by_chunk(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [B, S, heads, ...] as [N, B x heads, C, ...], with zeros after the last token."""
+    rows, tokens, heads = x.shape[:3]
+    full, rest = divmod(tokens, DELTA_CHUNK)
+    size = (full + (rest > 0), rows, heads, DELTA_CHUNK, *x.shape[3:])
+    out = torch.empty(size, dtype=dtype, device=x.device)
+    if full:
+        out[:full] = x[:, : tokens - rest].unflatten(1, (full, -1)).movedim((1, 3), (0, 2))
+    if rest:
+        out[full, :, :, :rest] = x[:, tokens - rest :].movedim(2, 1)
+        out[full, :, :, rest:] = 0
+    return out.flatten(1, 2)
+
+
+def _copy_tokens(x: Tensor, out: Tensor) -> None:
+    """Copy [N, B x heads, C, ...] to [B, S, heads, ...]."""
+    rows, tokens, heads = out.shape[:3]
+    x = x.unflatten(1, (rows, heads))
+    full, rest = divmod(tokens, DELTA_CHUNK)
+    if full:
+        out[:, : tokens - rest].unflatten(1, (full, -1)).copy_(x[:full].movedim((0, 2), (1, 3)))
+    if rest:
+        out[:, tokens - rest :] = x[full, :, :, :rest].movedim(1, 2)
+
+
+def _below_diagonal(device: torch.device) -> Tensor:
+    return torch.ones(DELTA_CHUNK, DELTA_CHUNK, dtype=torch.bool, device=device).tril(-1)
+
+
+def _decay_between(g_NHC: Tensor) -> Tensor:
+    """Return at [i, j] exp of the sum of g over j+1..i, and 0 above the diagonal. The terms have
+    one sign, so no digits are lost, unlike in a difference of two cumulative sums."""
+    below = _below_diagonal(g_NHC.device)
+    terms = g_NHC[..., None].expand(*g_NHC.shape, DELTA_CHUNK).masked_fill(~below, 0)
+    return terms.cumsum(-2).masked_fill_(below.T, float("-inf")).exp_()
+
+
+def _normalisation(x: Tensor, scale: float) -> Tensor:
+    return (x * x).sum(-1, keepdim=True).add_(1e-6).rsqrt_().mul_(scale)
+
+
+def _make_chunks(
     q_BSKD: Tensor, k_BSKD: Tensor, v_BSVE: Tensor, g_BSV: Tensor, beta_BSV: Tensor
+) -> _Chunks:
+    copies, width = _copies(k_BSKD, v_BSVE), k_BSKD.shape[-1]
+    wide = torch.promote_types(v_BSVE.dtype, torch.float)
+    k, q = k_BSKD.to(wide), q_BSKD.to(wide)
+    norms = _normalisation(k, 1.0), _normalisation(q, width**-0.5)
+    kq = torch.cat([_by_chunk(x * norm, wide) for x, norm in zip((k, q), norms, strict=True)], 2)
+    v, g, beta = (_by_chunk(x, wide) for x in (v_BSVE, g_BSV, beta_BSV))
+    decay, beta = _decay_between(g), beta[..., None]
+    # Products of a key head first, then their copies: repeated keys would multiply again.
+    products = (kq @ kq[:, :, :DELTA_CHUNK].mT).unflatten(2, (2, DELTA_CHUNK))
+    if copies > 1:
+        products, kq = products.repeat_interleave(copies, 1), kq.repeat_interleave(copies, 1)
+    products *= decay[:, :, None]
+    system = products[:, :, 0] * beta
+    one = torch.eye(DELTA_CHUNK, dtype=wide, device=v.device).expand_as(system)
+    inverse = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
+    norm = torch.cat([_by_chunk(norm, wide) for norm in norms], 2)
+    return _Chunks(kq, norm, v, beta, decay, g.cumsum(-1).exp_()[..., None], products, inverse)
+
+
+def _outputs(chunks: _Chunks) -> tuple[Tensor, Tensor]:
+    """Return the outputs [N, H, C, E] and the last state."""
+    heads, width = chunks.v_NHCE.shape[1], chunks.v_NHCE.shape[-1]
+    state_HDE = chunks.v_NHCE.new_zeros(heads, chunks.kq_NH2CD.shape[-1], width)
+    out_NHCE = torch.empty_like(chunks.v_NHCE)
+    for n, out in enumerate(out_NHCE):
+        read = torch.bmm(chunks.kq_NH2CD[n], state_HDE).unflatten(1, (2, DELTA_CHUNK))
+        read *= chunks.since_NHC1[n, :, None]
+        errors = (chunks.v_NHCE[n] - read[:, 0]).mul_(chunks.beta_NHC1[n])
+        updates = torch.bmm(chunks.inverse_NHCC[n], errors)
+        torch.baddbmm(read[:, 1], chunks.products_NH2CC[n, :, 1], updates, out=out)
+        state_HDE *= chunks.whole_NH11[n]
+        state_HDE.baddbmm_(chunks.k_NHCD[n].mT, updates.mul_(chunks.until_end_NHC1[n]))
+    return out_NHCE, state_HDE
+
+
+class _States(NamedTuple):
+    """State before each chunk, and the values that the tokens of the chunk find missing in it."""
+
+    state_NHDE: Tensor
+    error_NHCE: Tensor  # v - exp(G) k^T S
+    update_NHCE: Tensor
+    written_NHCE: Tensor  # updates decayed to the end of the chunk
+
+
+def _compute_states(chunks: _Chunks) -> _States:
+    v_NHCE, k_NHCD = chunks.v_NHCE, chunks.k_NHCD
+    states = v_NHCE.new_empty(*v_NHCE.shape[:2], k_NHCD.shape[-1], v_NHCE.shape[-1])
+    errors, updates, written = (torch.empty_like(v_NHCE) for _ in range(3))
+    for n in range(len(v_NHCE)):
+        if n == 0:
+            states[0] = 0
+        else:
+            torch.mul(states[n - 1], chunks.whole_NH11[n - 1], out=states[n])
+            states[n].baddbmm_(k_NHCD[n - 1].mT, written[n - 1])
+        read = torch.bmm(k_NHCD[n], states[n]).mul_(chunks.since_NHC1[n])
+        torch.sub(v_NHCE[n], read, out=errors[n])
+        torch.mul(errors[n], chunks.beta_NHC1[n], out=read)
+        torch.bmm(chunks.inverse_NHCC[n], read, out=updates[n])
+        torch.mul(updates[n], chunks.until_end_NHC1[n], out=written[n])
+    return _States(states, errors, updates, written)
+
+
+class _Across(NamedTuple):
+    """Gradients after the pass from the last chunk to the first: those of keys, queries and decays
+    as far as states carry them, and those of the chunks' own systems."""
+
+    states: _States
+    kq_NH2CD: Tensor
+    negated_and_out_NH2CE: Tensor  # minus that of beta * errors, then that of the outputs
+    since_NHC: Tensor  # of the logarithms of the decays
+    until_end_NHC: Tensor
+    whole_NH: Tensor
+
+
+def _backward_across_chunks(
+    chunks: _Chunks, out_BSVE: Tensor | None, state_BVDE: Tensor | None
+) -> _Across:
+    states = _compute_states(chunks)
+    count, heads, _, width = chunks.v_NHCE.shape
+    both = chunks.v_NHCE.new_empty(count, heads, 2, DELTA_CHUNK, width)
+    both[:, :, 1] = 0 if out_BSVE is None else _by_chunk(out_BSVE, both.dtype)
+    scale = torch.stack([chunks.since_NHC1 * chunks.beta_NHC1, chunks.since_NHC1], 2)
+    d_state = torch.zeros_like(states.state_NHDE[0])
+    if state_BVDE is not None:
+        d_state.copy_(state_BVDE.flatten(0, 1))
+    d_kq, d_written_keys = torch.empty_like(chunks.kq_NH2CD), torch.empty_like(chunks.k_NHCD)
+    d_since = d_kq.new_empty(d_kq.shape[:3])
+    d_until_end, d_whole = d_kq.new_empty(count, heads, DELTA_CHUNK), d_kq.new_empty(count, heads)
+    for n in reversed(range(count)):
+        d_update = torch.bmm(chunks.k_NHCD[n], d_state).mul_(chunks.until_end_NHC1[n])
+        torch.sum(d_update * states.update_NHCE[n], -1, out=d_until_end[n])
+        d_update.baddbmm_(chunks.products_NH2CC[n, :, 1].mT, both[n, :, 1])
+        torch.neg(torch.bmm(chunks.inverse_NHCC[n].mT, d_update), out=both[n, :, 0])
+        d_read = (both[n] * scale[n]).flatten(1, 2)
+        torch.bmm(d_read, states.state_NHDE[n].mT, out=d_kq[n])
+        torch.sum(d_kq[n] * chunks.kq_NH2CD[n], -1, out=d_since[n])
+        torch.bmm(states.written_NHCE[n], d_state.mT, out=d_written_keys[n])
+        d_state *= chunks.whole_NH11[n]
+        torch.sum((d_state * states.state_NHDE[n]).sum(-1), -1, out=d_whole[n])
+        d_state.baddbmm_(chunks.kq_NH2CD[n].mT, d_read)
+    d_kq[:, :, :DELTA_CHUNK] += d_written_keys
+    d_since = d_since.unflatten(2, (2, DELTA_CHUNK)).sum(2)
+    return _Across(states, d_kq, both, d_since, d_until_end, d_whole)
+
+
+def _sums_from(x: Tensor, dim: int) -> Tensor:
+    """Return at [i] the sum of x over i..end."""
+    return x.flip(dim).cumsum(dim).flip(dim)
+
+
+def _backward_inside_chunks(
+    chunks: _Chunks, across: _Across, copies: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, g and beta by chunk."""
+    below = _below_diagonal(across.kq_NH2CD.device)
+    negated = across.negated_and_out_NH2CE[:, :, 0]
+    d_products = across.negated_and_out_NH2CE.flatten(2, 3) @ across.states.update_NHCE.mT
+    d_products = d_products.unflatten(2, (2, DELTA_CHUNK))
+    d_system = d_products[:, :, 0].masked_fill_(~below, 0)
+    d_beta = (d_system * chunks.products_NH2CC[:, :, 0]).sum(-1)
+    d_beta -= (negated * across.states.error_NHCE).sum(-1)
+    d_system *= chunks.beta_NHC1
+    d_between = (d_products * chunks.products_NH2CC).sum(2)
+    d_between[:, :, -1] += across.until_end_NHC
+    across.since_NHC[..., -1] += across.whole_NH
+    d_g = _sums_from(d_between, -2).masked_fill_(~below, 0).sum(-1)
+    d_g += _sums_from(across.since_NHC, -1)
+    d_products *= chunks.decay_NHCC[:, :, None]
+    d_kq, d_products = across.kq_NH2CD, d_products.flatten(2, 3)
+    if copies > 1:
+        d_kq, d_products = (x.unflatten(1, (-1, copies)).sum(2) for x in (d_kq, d_products))
+    kq = chunks.kq_NH2CD[:, ::copies]
+    d_k, d_q = _backward_of_normalisation(kq, d_kq, d_products, chunks.norm_NG2C1)
+    return d_q, d_k, negated.mul(-chunks.beta_NHC1), d_g, d_beta
+
+
+def _backward_of_normalisation(
+    kq_NG2CD: Tensor, d_kq_NG2CD: Tensor, d_products_NG2CC: Tensor, norm_NG2C1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    tokens, (value_heads, width) = v_BSVE.shape[1], v_BSVE.shape[2:]
-    copies, dtype = value_heads // k_BSKD.shape[2], v_BSVE.dtype
-    wide = torch.promote_types(dtype, torch.float)
-    padding = -tokens % DELTA_CHUNK
-
-    def by_chunk(x: Tensor) -> Tensor:  # [B, S, heads, ...] -> [B, heads, N, C, ...]
-        x = F.pad(x.to(wide), (0, 0) * (x.dim() - 2) + (0, padding))
-        return x.unflatten(1, (-1, DELTA_CHUNK)).movedim(3, 1)
-
-    def by_value_head(x: Tensor) -> Tensor:
-        return x.repeat_interleave(copies, 1) if copies > 1 else x
-
-    q = by_chunk(_normalised(q_BSKD.to(wide)) * q_BSKD.shape[-1] ** -0.5)
-    k = by_chunk(_normalised(k_BSKD.to(wide)))
-    v, g, beta = (by_chunk(x) for x in (v_BSVE, g_BSV, beta_BSV))
-    since, between = g.cumsum(-1), _sums_between(g)
-    decay = between.exp()
-    system = by_value_head(k @ k.mT) * decay * beta[..., None]
-    inside = by_value_head(q @ k.mT) * decay
-    k, q = by_value_head(k), by_value_head(q) * since.exp()[..., None]
-    right = torch.cat([v * beta[..., None], k * (beta * since.exp())[..., None]], -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    new, seen = solved.split([width, k.shape[-1]], -1)
-    k = (k * between[..., -1, :].exp()[..., None]).mT
-    whole = since[..., -1].exp()[..., None, None]
-    state = k.new_zeros(k.shape[0], value_heads, k.shape[-2], width)
-    outs = []
-    # Unbound at once: the gradient of each chunk taken alone would be as large as all of them.
-    for new_n, seen_n, q_n, inside_n, k_n, whole_n in zip(
-        *(x.unbind(2) for x in (new, seen, q, inside, k, whole)), strict=True
-    ):
-        fresh = new_n - seen_n @ state
-        outs.append(q_n @ state + inside_n @ fresh)
-        state = state * whole_n + k_n @ fresh
-    out = torch.stack(outs, 2).flatten(2, 3)[:, :, :tokens]
-    return out.transpose(1, 2).to(dtype), state
+    """Return the gradients of keys and queries as they were given."""
+    d_kq = d_kq_NG2CD.add_(d_products_NG2CC @ kq_NG2CD[:, :, :DELTA_CHUNK])
+    d_kq[:, :, :DELTA_CHUNK] += d_products_NG2CC.mT @ kq_NG2CD
+    along = (d_kq * kq_NG2CD).sum(-1, keepdim=True)
+    along[:, :, DELTA_CHUNK:] *= kq_NG2CD.shape[-1]  # queries are scaled by the root of that
+    d_kq.addcmul_(kq_NG2CD, along, value=-1).mul_(norm_NG2C1)
+    d_k, d_q = d_kq.split(DELTA_CHUNK, 2)
+    return d_k, d_q
 
 
 def delta_step(
@@ -111,8 +285,9 @@ def delta_step(
     """Return the output [B, V, E] of one token of each row, and the state after it."""
     copies, dtype = v_BVE.shape[1] // k_BKD.shape[1], v_BVE.dtype
     wide = state_BVDE.dtype
-    q, k = (_normalised(x.to(wide)).repeat_interleave(copies, 1) for x in (q_BKD, k_BKD))
-    q = q * q.shape[-1] ** -0.5
+    k, q = k_BKD.to(wide), q_BKD.to(wide)
+    k, q = k * _normalisation(k, 1.0), q * _normalisation(q, q.shape[-1] ** -0.5)
+    k, q = (x.repeat_interleave(copies, 1) for x in (k, q))
     state = state_BVDE * g_BV.exp()[..., None, None]
     error = (v_BVE.to(wide) - (k[..., None, :] @ state)[..., 0, :]) * beta_BV[..., None]
     state = state + k[..., None] * error[..., None, :]
