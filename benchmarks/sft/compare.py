@@ -22,8 +22,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
+from hf_ratio import BASE  # noqa: E402
 from record import record  # noqa: E402
-from sft.rows import MIXED, SPEC, UNIFORM, Mix, write_inputs  # noqa: E402
+from sft.rows import MIXED, MIXED_QWEN3_5, UNIFORM, Mix, write_inputs  # noqa: E402
 
 WARM_UP, REPEATS = 1, 6
 COMPARED = 3  # the losses of these first steps must agree
@@ -34,7 +35,7 @@ THEIRS, OURS = ROOT / ".venv-trl" / "bin" / "python", Path(sys.executable)
 def same_products() -> str:
     """Return the setting with which torch uses this package's library for matrix products
     elsewhere, too: see megatron_vlm/family/cpu_matmul.py."""
-    enable_onednn(SPEC.hidden, has_experts=False)
+    enable_onednn(BASE.hidden, has_experts=False)
     return torch.get_float32_matmul_precision()
 
 
@@ -118,6 +119,7 @@ def main() -> None:
     if not THEIRS.exists():
         raise SystemExit("make trl-env builds the environment of the other side")
     record("trl", {**compare(MIXED), **compare(UNIFORM)})
+    record("trl_qwen3_5", compare(MIXED_QWEN3_5))
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ This runs in the environment of the package; the other side reads the same files
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from hf_ratio import SPECS
 from PIL import Image
 
-from megatron_vlm import write_tiny
+from megatron_vlm import TinySpec, write_tiny
 
 PHOTOGRAPHS = 36
 # About 30 M parameters; head, decoder and tower have the shares of Qwen3-VL 2B.
@@ -36,11 +36,13 @@ class Mix:
     longest: int
     median: int
     pictures: tuple[int, ...]  # numbers to choose from
+    spec: TinySpec = SPEC
 
 
 # MIXED has text only to eight pictures, 50 to 2,000 tokens. UNIFORM has one photograph each.
 MIXED = Mix("mixed", 16, 4, 30, 1500, 180, (0, 0, 0, 0, 1, 1, 1, 2, 2, 4, 8))
 UNIFORM = Mix("uniform", 16, 4, 110, 110, 110, (1,))
+MIXED_QWEN3_5 = replace(MIXED, name="mixed_qwen3_5", spec=SPECS["_qwen3_5"])
 
 
 def photograph(generator: np.random.Generator) -> Image.Image:
@@ -60,7 +62,7 @@ def photograph(generator: np.random.Generator) -> Image.Image:
 
 def write_inputs(folder: Path, mix: Mix, steps: int) -> None:
     """Write folder/model, folder/images and folder/chats.jsonl."""
-    write_tiny(folder / "model", SPEC)
+    write_tiny(folder / "model", mix.spec)
     generator, rng = np.random.default_rng(0), random.Random(0)
     (folder / "images").mkdir()
     names = [f"images/{number}.jpg" for number in range(PHOTOGRAPHS)]

@@ -32,8 +32,8 @@ for operator in ("nms", "qnms"):
 
 from datasets import Dataset, Image, Sequence  # noqa: E402
 from transformers import (  # noqa: E402
+    AutoModelForImageTextToText,
     AutoProcessor,
-    Qwen3VLForConditionalGeneration,
     TrainerCallback,
 )
 from trl import SFTConfig, SFTTrainer  # noqa: E402
@@ -80,7 +80,7 @@ def main() -> None:
     """Build the trainer and train until the input ends."""
     folder, rows, micro_batch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_float32_matmul_precision(sys.argv[4])
-    model = Qwen3VLForConditionalGeneration.from_pretrained(f"{folder}/model", dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(f"{folder}/model", dtype=torch.float32)
     model.accepts_loss_kwargs = True  # see above: the mean over the supervised tokens of a step
     processor = AutoProcessor.from_pretrained(f"{folder}/model")
     config = SFTConfig(

@@ -64,7 +64,7 @@ class _Chunks(NamedTuple):
     decay_NHCC: Tensor  # at [i, j] exp of the sum of g over j+1..i; 0 above the diagonal
     since_NHC1: Tensor  # exp of the sum of g over 0..i
     products_NH2CC: Tensor  # decayed products of keys with keys, and of queries with keys
-    inverse_NHCC: Tensor  # of the triangular system: updates = inverse @ (beta * errors)
+    inverse_NHCC: Tensor  # the solution of the chunk: updates = inverse @ (beta * errors)
 
     @property
     def k_NHCD(self) -> Tensor:
@@ -199,7 +199,7 @@ class _Across(NamedTuple):
     states: _States
     kq_NH2CD: Tensor
     negated_and_out_NH2CE: Tensor  # minus that of beta * errors, then that of the outputs
-    since_NHC: Tensor  # of the logarithms of the decays
+    since_NHC: Tensor  # this and the next two belong to logarithms of decays
     until_end_NHC: Tensor
     whole_NH: Tensor
 
