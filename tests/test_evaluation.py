@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
+from megatron_vlm.config import load_config
 from megatron_vlm.config.data_sources import parse_sets
 from megatron_vlm.config.schema import CheckpointConfig, EvalConfig
+from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError
@@ -22,12 +26,14 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.run.checkpointing import Progress
 from megatron_vlm.run.evaluation.evaluate import Evaluator, read_candidates
 from megatron_vlm.run.evaluation.held_out_sets import cut_row, first_samples, last_answer
+from megatron_vlm.run.intervals import is_due
 from megatron_vlm.training.worker import MegatronWorker
 from tests.reference import load_reference, row_logits
 from tests.runs import Case
 from tests.sets import data_config, open_set, write_set
 from tests.test_decode import continue_row
 from tests.test_parity import TOLERANCE, layout
+from tests.test_train import go_pooled
 
 ROWS, NEW_TOKENS = 13, 6
 PREFILL = "word"
@@ -260,3 +266,85 @@ def test_the_best_step_is_kept(score, values, best):
     assert (progress.best_step, progress.best) == (best, values[best])
     assert progress.with_best(checkpoint, "held", {score: math.nan}) is progress
     assert Progress().with_best(CheckpointConfig(), "held", {score: 1.0}).best_step is None
+
+
+def steps_due(options: EvalConfig, samples: int, batch: int, steps: int) -> list[int]:
+    """Return the steps at which an interval ends, in a run that takes batches as the loader
+    does."""
+    due, before = [], Position()
+    for step in range(1, steps + 1):
+        start = before if before.taken < samples else Position(before.epoch + 1)
+        taken = start.taken + batch
+        after = Position(start.epoch, taken) if taken <= samples else Position(start.epoch + 1)
+        if is_due(options, step, before, after, samples):
+            due.append(step)
+        before = after
+    return due
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "batch", "expected"),
+    [
+        (EvalConfig(every_epochs=1), 24, 8, [3, 6, 9, 12]),
+        (EvalConfig(every_epochs=1), 23, 7, [4, 8, 12]),  # with 2 samples in each fourth step
+        (EvalConfig(every_epochs=0.5), 23, 7, [2, 4, 6, 8, 10, 12]),
+        (EvalConfig(every_epochs=0.1), 30, 1, [3, 6, 9, 12]),  # 3 x 0.1 is above 0.3 as floats
+        (EvalConfig(every_epochs=0.1), 8, 8, [*range(1, 13)]),  # not more than once a step
+        (EvalConfig(every_epochs=1.5), 16, 8, [3, 6, 9, 12]),
+        (EvalConfig(every=5), 24, 8, [5, 10]),
+        (EvalConfig(), 24, 8, []),
+    ],
+)
+def test_intervals_in_epochs_end_with_them(options, samples, batch, expected):
+    assert steps_due(options, samples, batch, 12) == expected
+
+
+STOPPING = (
+    *("data.eval={held: %s/train.jsonl}", "eval.every_epochs=0.5", "checkpoint.best=held/loss"),
+    *("checkpoint.every=null", "checkpoint.every_epochs=1", "checkpoint.export_from=best"),
+    *("train.early_stopping=2", "train.early_stopping_delta=1e9", "train.steps=12"),
+    "optim.lr=1.0",  # The second half of an epoch makes everything worse.
+)
+
+
+def test_a_run_stops_early_and_exports_its_best(tiny, tmp_path, pool):
+    """An epoch has 4 steps. The evaluation after step 2 is the first, and by the large delta none
+    is better; those after 4 and 6 are waited for."""
+    write_set(tmp_path)
+    words = [word.replace("%s", str(tmp_path)) for word in STOPPING]
+    for name in ("whole", "resumed"):
+        checkpoints = tmp_path / name / "checkpoints"
+        if name == "resumed":  # the count comes from the checkpoint
+            shutil.copytree(tmp_path / "whole", tmp_path / name)
+            for place in ("checkpoints/step-00000006", "export"):
+                shutil.rmtree(tmp_path / name / place)
+        status, out, err = go_pooled(pool, 2, tmp_path, tiny(), name, *words)
+        assert status == 0, err
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        events = [line for line in map(json.loads, lines) if line["kind"] == "event"]
+        losses = {
+            line["step"]: line["loss"] for line in map(json.loads, lines) if line["kind"] == "eval"
+        }
+        assert list(losses) == [2, 4, 6] and losses[2] < min(losses[4], losses[6])
+        text = (
+            "stopped early at step 6 of 12: held/loss has not improved in 2 evaluations; best "
+            f"{losses[2]:.4g} at step 2"
+        )
+        assert (events[-1]["step"], events[-1]["text"]) == (6, text) and text in out
+        steps = sorted(int(each.name[5:]) for each in checkpoints.glob("step-*"))
+        assert steps == [2, 4, 6]  # the best, the end of the epoch, the last
+        assert f"exported step 2, the best, to {tmp_path / name}/export" in out
+        export_checkpoint(str(checkpoints / "step-00000002"), str(tmp_path / f"{name}-best"))
+        one, other = (
+            folder / "model.safetensors"
+            for folder in (tmp_path / name / "export", tmp_path / f"{name}-best")
+        )
+        assert one.read_bytes() == other.read_bytes()
+    status, out, err = go_pooled(pool, 2, tmp_path, tiny(), "resumed", *words)
+    assert status == 0 and "nothing was left to train" in out, err
+    assert f"{tmp_path}/resumed/export already holds step 2" in out
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step-00000002")
+    more = ("train.early_stopping=null", "train.early_stopping_delta=0", "train.steps=8")
+    status, out, err = go_pooled(pool, 2, tmp_path, tiny(), "resumed", *words, *more)
+    assert status == 0 and "of step 2, is not in" in out and "the best is sought anew" in out, err
+    assert f"exported step 8 to {tmp_path}/resumed/export" in out

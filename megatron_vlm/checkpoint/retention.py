@@ -195,6 +195,13 @@ def other_lines(run_folder: Path, head: Manifest | None) -> list[Path]:
     ]
 
 
+def is_in_line(folder: Path, head: Manifest) -> bool:
+    """Return whether a folder is a whole checkpoint of the line that ends with `head`."""
+    manifest = _manifest_of(folder)
+    line_ids = {*head.line, head.id}
+    return manifest is not None and manifest.id in line_ids and _is_whole(folder, manifest)
+
+
 def prune(
     run_folder: Path,
     head: Manifest,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from megatron_vlm.config.bounds import check_bounds
+from megatron_vlm.config.evaluation_checks import check_evaluation, check_measuring
 from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get
 from megatron_vlm.config.trainable import check_lora, learns
 from megatron_vlm.errors import ConfigError
@@ -32,6 +33,7 @@ def check_values(cfg: Config) -> None:
     _check_lists(cfg)
     _check_sources(cfg.data)
     _check_together(cfg)
+    check_evaluation(cfg)
 
 
 def check_candidates(names: Sequence[str]) -> None:
@@ -51,8 +53,8 @@ def require(cfg: Config, key: str) -> None:
 
 
 def check_training(cfg: Config) -> None:
-    """Refuse to train without data, without a number of steps, or without the set that decides
-    which checkpoint is the best."""
+    """Refuse to train without data, without a number of steps, or with measurements that cannot be
+    made."""
     require(cfg, "data.train")
     if cfg.train.steps is None and any(spec.streaming for spec in cfg.data.train):
         raise ConfigError(
@@ -60,14 +62,7 @@ def check_training(cfg: Config) -> None:
             key="train.steps",
             remedy="set train.steps",
         )
-    best, names = cfg.checkpoint.best, [held_out.name for held_out in cfg.data.eval]
-    if best is not None and (set_name := best.rpartition("/")[0]) not in names:
-        raise ConfigError(
-            f": data.eval has no set {set_name!r}",
-            key="checkpoint.best",
-            found=best,
-            remedy=f"it has {', '.join(names) or 'none'}",
-        )
+    check_measuring(cfg)
 
 
 def processes_for(cfg: Config, gpus: int) -> int:
@@ -212,26 +207,10 @@ def _check_together(cfg: Config) -> None:
         raise ConfigError(
             key="log.profile_steps", found=profile, allowed="[first, last), such as [10,12]"
         )
-    if cfg.checkpoint.best is not None:
-        _check_best(cfg.checkpoint.best, cfg)
     if cfg.checkpoint.push is not None and not cfg.checkpoint.export:
         raise ConfigError(
             "uploads the export, and checkpoint.export=false writes none",
             key="checkpoint.push",
             found=cfg.checkpoint.push,
             remedy="change one of them",
-        )
-
-
-def _check_best(best: str, cfg: Config) -> None:
-    is_measured = {"loss": True, "token_accuracy": True, "exact_match": cfg.eval.generate}
-    is_measured["ranking"] = cfg.eval.candidates is not None
-    name, _, score = best.rpartition("/")
-    if not name or not is_measured.get(score):
-        scores = ", ".join(score for score, is_on in is_measured.items() if is_on)
-        raise ConfigError(
-            key="checkpoint.best",
-            found=best,
-            allowed=f"SET/SCORE with a score that is measured: {scores}; exact_match needs "
-            "eval.generate=true, ranking needs eval.candidates",
         )

@@ -12,6 +12,7 @@ WITHOUT_EFFECT = (
     *("eval", "image_root", "unknown_keys", "lone_marks", "max_errors", "cache_dir"),
     *("num_workers", "prefetch"),
 )
+HELD_OUT = "held_out"  # name of the evaluation set that data.split makes
 HUB = "hub:"  # prefix of a data set that is on the Hub, even if this folder has the same name
 
 

@@ -162,6 +162,7 @@ def _build_config(composed: Any) -> Config:
     values["lora"] |= {name: _names(values["lora"][name]) for name in ("targets", "train")}
     data["ignore_keys"] = _names(data["ignore_keys"])
     data["add_tokens"] = _names(data["add_tokens"])
+    evaluation["metrics"] = _names(evaluation["metrics"])
     engines = (values["rl"], values["serve"])
     for group in engines:
         group["engine_gpus"] = _names(group["engine_gpus"])

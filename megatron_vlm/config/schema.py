@@ -94,6 +94,7 @@ class DataConfig:
 
     train: tuple[SourceSpec, ...] = ()  # a path or name, {path: ..., weight: ...}, or a list
     eval: tuple[EvalSource, ...] = ()  # as train, but each entry is a separate set; or {name: ...}
+    split: AboveZero32 | None = None  # records of train to hold out: a share, or a count from 1 on
     image_root: str | None = None  # folder of the images; null: folder of the file of records
     allow_http: bool = False  # fetch http(s) images, from public addresses only
     exif_orientation: bool = True  # rotate images by their EXIF orientation
@@ -151,6 +152,8 @@ class TrainConfig:
 
     steps: Natural | None = None  # optimizer steps; null: from train.epochs
     epochs: AboveZero32 = 1.0  # passes over the data; used if steps is null
+    early_stopping: Natural | None = None  # evaluations without a better checkpoint.best, then stop
+    early_stopping_delta: NonNegative = 0.0  # smallest change of the score that counts as better
     global_batch_size: Natural = 8  # samples of one step, over all data parallel ranks
     micro_batch_size: Natural = 1  # rows of one micro-batch
     micro_batch_tokens: Natural | None = None  # instead: as many rows as fit, padding included
@@ -166,9 +169,12 @@ class EvalConfig:
     """Scores that are measured on data.eval during training."""
 
     every: Natural | None = None  # steps between evaluations; null: only at the end
+    every_epochs: AboveZero32 | None = None  # instead: epochs between them; 0.5: twice an epoch
     batch_size: Natural = 8  # samples of one forward pass, over all data parallel ranks
     samples: Natural | None = None  # samples of each set; null: all
     generate: bool = False  # also measure the exact match of greedily generated answers
+    metrics: tuple[str, ...] = ()  # more scores of generated answers: names, or FILE.py:NAME
+    metric_timeout: AboveZero = 60.0  # maximum seconds of one call of a function in metrics
     candidates: str | tuple[str, ...] | None = None  # answers to rank, or a file with one per line
     answer_samples: Natural | None = None  # samples per set to generate or rank; null: eval.samples
     prefill: str = ""  # beginning of every answer; generation continues from there
@@ -181,12 +187,14 @@ class CheckpointConfig:
     """Checkpoints and exports of a run, and where it resumes."""
 
     every: Natural | None = None  # steps between checkpoints; null: only at the end
+    every_epochs: AboveZero32 | None = None  # instead: epochs between checkpoints
     resume: str = "auto"  # auto (the last complete one of this run) | never | a folder
     keep_last: Natural = 2  # number of newest checkpoints to keep
     keep_every: Natural | None = None  # steps; checkpoints at its multiples are never deleted
     best: str | None = None  # SET/SCORE of an evaluation, e.g. eval/loss; the best is also kept
     async_save: bool = True  # write while training continues
     export: Export = True  # Hugging Face folder at the end; for adapters: adapter, merged or both
+    export_from: Literal["last", "best"] = "last"  # checkpoint that the export is of
     push: str | None = None  # ORG/NAME on the Hub to upload the export to, private if new
 
 

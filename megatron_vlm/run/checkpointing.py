@@ -40,22 +40,39 @@ class Progress:
     tokens: int | None = 0  # trained tokens; None if the run began in a version without this
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # by set, last evaluation
     scored_step: int | None = None
+    waited: int = 0  # evaluations since the last one that train.early_stopping counts as better
+    waited_from: float | None = None  # the score of that one
 
     def with_best(
         self, checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]
     ) -> "Progress":
         """Return the progress with these scores of a set, if they are the best so far by
         checkpoint.best."""
-        set_name, _, score = (checkpoint.best or "").rpartition("/")
-        if set_name != name or not math.isfinite(scores[score]):
+        value = _deciding(checkpoint, name, scores)
+        if value is None or not math.isfinite(value):
             return self
-        lower_is_better = score == "loss"
         known = self.best if self.best_of == checkpoint.best else None
-        if known is not None and (
-            scores[score] >= known if lower_is_better else scores[score] <= known
-        ):
+        if not _is_better(checkpoint, value, known):
             return self
-        return replace(self, best_of=checkpoint.best, best=scores[score], best_step=self.step)
+        return replace(self, best_of=checkpoint.best, best=value, best_step=self.step)
+
+    def with_patience(self, cfg: Config, name: str, scores: Mapping[str, float]) -> "Progress":
+        """Return the progress after these scores of a set, as train.early_stopping counts. Call it
+        before `with_best`, which notes by which score the progress counts."""
+        value = _deciding(cfg.checkpoint, name, scores)
+        if value is None:
+            return self
+        known = self.waited_from if self.best_of == cfg.checkpoint.best else None
+        delta = cfg.train.early_stopping_delta
+        if math.isfinite(value) and _is_better(cfg.checkpoint, value, known, delta):
+            return replace(self, waited=0, waited_from=value)
+        return replace(self, waited=self.waited + 1)
+
+    def has_waited(self, cfg: Config) -> bool:
+        """Return whether train.early_stopping ends the run here."""
+        patience = cfg.train.early_stopping
+        is_counted = self.best_of in (None, cfg.checkpoint.best)
+        return patience is not None and is_counted and self.waited >= patience
 
     def with_scores(self, name: str, scores: Mapping[str, float]) -> "Progress":
         """Return the progress with these scores of a set. Scores of an earlier step are dropped."""
@@ -72,6 +89,23 @@ class Progress:
         return Progress(**{**known, "data": Fingerprint.from_json(saved["data"])})
 
 
+def _deciding(checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]) -> float | None:
+    """Return the score that checkpoint.best names; None if it is of another set, nan if this set
+    lacks it."""
+    set_name, _, score = (checkpoint.best or "").rpartition("/")
+    return scores.get(score, math.nan) if set_name == name else None
+
+
+def _is_better(
+    checkpoint: CheckpointConfig, value: float, known: float | None, delta: float = 0.0
+) -> bool:
+    """Return whether a value of the score is better than the known one by more than `delta`."""
+    if known is None:
+        return True
+    lower_is_better = (checkpoint.best or "").endswith("/loss")
+    return (known - value if lower_is_better else value - known) > delta
+
+
 class CheckpointManager:
     """The checkpoints in cfg.run/checkpoints. Only rank 0 has a `claim` on that folder."""
 
@@ -85,6 +119,7 @@ class CheckpointManager:
         self.saved_step = -1
         self.head: Manifest | None = None  # on rank 0: the checkpoint that training continues from
         self.newest: Path | None = None  # the checkpoint of the current weights
+        self.turned_to: Path | None = None  # a checkpoint whose weights are not loaded yet
         self.remarks: list[str] = []  # on rank 0: notes about the resume
 
     def resume(self) -> Progress:
@@ -115,12 +150,30 @@ class CheckpointManager:
                 remedy="give the same data.*, or start a new run from its weights: "
                 f"megatron-vlm export {origin} DIR, model.path=DIR",
             )
-        self.best_step, self.saved_step = progress.best_step, progress.step
+        self.saved_step = progress.step
         if dist.get_rank() == 0:
             self._go_on_from(origin)
             self.remarks += [f"resumed with {change}" for change in changed]
             self.remarks += changed_since(origin, self.cfg, changed)
+        progress = self._with_own_best(progress)
+        self.best_step = progress.best_step
         return progress
+
+    def _with_own_best(self, progress: Progress) -> Progress:
+        """Return the progress without its best score if the best checkpoint is to be exported at
+        the end, and is not one of this run's."""
+        if progress.best_step is None or self.cfg.checkpoint.export_from != "best":
+            return progress
+        folder = retention.step_folder(self.folder, progress.best_step)
+        is_missing = self.head is not None and not retention.is_in_line(folder, self.head)
+        if not all_reduce_max(int(is_missing), self.worker.platform.device):
+            return progress
+        if dist.get_rank() == 0:
+            self.remarks.append(
+                f"the best checkpoint so far, of step {progress.best_step}, is not in "
+                f"{self.folder} and could not be exported: the best is sought anew"
+            )
+        return replace(progress, best=None, best_step=None)
 
     def _go_on_from(self, origin: Path) -> None:
         self.head, self.newest = read_manifest(origin), origin
@@ -168,6 +221,20 @@ class CheckpointManager:
         if self.pending is not None:
             self.pending.finish()
             self._record_completed(self.pending)
+
+    def turn_to(self, step: int) -> None:
+        """Take the checkpoint of an earlier step for what follows the end of training."""
+        self.turned_to = folder = retention.step_folder(self.folder, step)
+        self.saved_step = step
+        if dist.get_rank() == 0:
+            self.head, self.newest = read_manifest(folder), folder
+
+    def load_turned_to(self) -> None:
+        """Load the weights of the checkpoint that was turned to, unless they are loaded. A
+        collective."""
+        if self.turned_to is not None:
+            load(self.worker, self.turned_to)
+            self.turned_to = None
 
     def export_mark(self) -> ExportMark | None:
         """Return the mark of an export of the current weights, on rank 0."""

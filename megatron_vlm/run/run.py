@@ -22,6 +22,7 @@ from megatron_vlm.report.metrics_lines import has_load_line
 from megatron_vlm.report.run import write_report
 from megatron_vlm.run.checkpointing import CheckpointManager
 from megatron_vlm.run.evaluation.evaluate import Evaluator, write_examples, write_predictions
+from megatron_vlm.run.intervals import Interval, is_due
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.profiler import Profiler
 from megatron_vlm.run.resolve_layers import resolve_layers
@@ -57,6 +58,7 @@ class Run:
         self.saver = CheckpointManager(cfg, worker, self.feeder.fingerprint, claim)
         self.progress = self.saver.resume()
         self.resumed_step = self.progress.step  # 0 for a new run
+        self.position_before = self.progress.position  # before the last step
         length = "" if self.resumed_step else describe_run_length(cfg, self.feeder.length)
         if not asks:
             self.feeder.start(self.progress.position)
@@ -85,13 +87,30 @@ class Run:
         """Do every remaining step and what is due after it. Return the exit status."""
         try:
             for step in range(self.progress.step, self.total_steps):
+                if self._stops_early():
+                    break
                 do_step(step)
                 self.evaluate_if_due()
                 self.save_if_due()
         except Stopped:
-            self.stop_early()
+            self.stop_on_signal()
             return PREEMPTED
         return self.finish()
+
+    def _stops_early(self) -> bool:
+        """Return whether train.early_stopping ends the run here, and log it."""
+        cfg, progress = self.cfg, self.progress
+        if not progress.has_waited(cfg):
+            return False
+        best = "none was finite"
+        if progress.best is not None:
+            best = f"best {progress.best:.4g} at step {progress.best_step}"
+        self.log.event(
+            progress.step,
+            f"stopped early at step {progress.step} of {self.total_steps}: {cfg.checkpoint.best} "
+            f"has not improved in {progress.waited} evaluations; {best}",
+        )
+        return True
 
     def _announce(self, length: str) -> None:
         worker, dims = self.worker, self.worker.dims
@@ -132,6 +151,7 @@ class Run:
         """Log the figures of a finished step and advance the progress."""
         before = self.progress.tokens
         tokens = None if before is None else before + metrics.num_tokens
+        self.position_before = self.progress.position
         self.progress = replace(self.progress, step=step + 1, position=batch.after, tokens=tokens)
         figures = self.meter.read(step, batch.after.epoch, metrics, lr, norm, batch.figures)
         self.log.step(figures)
@@ -146,9 +166,12 @@ class Run:
     def evaluate_if_due(self) -> None:
         """Evaluate after a step if that is due. This comes before the save, so that the checkpoint
         knows whether it is the best."""
-        every, step = self.cfg.eval.every, self.progress.step
-        if step == self.total_steps or (every is not None and step % every == 0):
+        if self.progress.step == self.total_steps or self._is_due(self.cfg.eval):
             self.evaluate()
+
+    def _is_due(self, interval: Interval) -> bool:
+        now = self.progress
+        return is_due(interval, now.step, self.position_before, now.position, self.feeder.length)
 
     def evaluate(self) -> None:
         """Score every held-out set. The result may be the best so far."""
@@ -161,6 +184,7 @@ class Run:
                 write_predictions(Path(self.cfg.run) / "predictions", done, step=step)
                 if place == 0:
                     write_examples(Path(self.cfg.run), step, done)
+            self.progress = self.progress.with_patience(self.cfg, done.name, done.scores)
             self.progress = self.progress.with_best(self.cfg.checkpoint, done.name, done.scores)
         self.meter.skip()
 
@@ -169,12 +193,11 @@ class Run:
         due."""
         self.begin_phase(self.progress.step, "checkpoint", files=True)
         self.saver.poll()
-        every, step = self.cfg.checkpoint.every, self.progress.step
-        if (every is not None and step % every == 0) or self.progress.best_step == step:
+        if self._is_due(self.cfg.checkpoint) or self.progress.best_step == self.progress.step:
             self.saver.save(self.progress)
             self.meter.skip()
 
-    def stop_early(self) -> None:
+    def stop_on_signal(self) -> None:
         """Save after a signal, and log how to resume."""
         self.begin_phase(self.progress.step, "checkpoint", files=True)
         self.saver.save(self.progress)
@@ -196,6 +219,7 @@ class Run:
         self.begin_phase(step, "checkpoint", files=True)
         self.saver.save(self.progress)
         self.saver.finish()
+        self._choose_exported()
         for kind, target in export_folders(self.cfg).items():
             self._export(kind, target)
         if not self.cfg.checkpoint.export:
@@ -206,6 +230,17 @@ class Run:
             self.log.say(f"report: {write_report(Path(self.cfg.run))}")
         return self._push(Path(self.cfg.run) / "export")
 
+    def _choose_exported(self) -> None:
+        """Turn to the best checkpoint, if the export is to be of that one."""
+        progress, key = self.progress, self.cfg.checkpoint.best
+        if self.cfg.checkpoint.export_from == "last":
+            return
+        if progress.best_step is None or progress.best_of != key:
+            text = f"no evaluation had a finite {key}, so the export is of the last step"
+            self.log.event(progress.step, text)
+        elif progress.best_step != progress.step:
+            self.saver.turn_to(progress.best_step)
+
     def _export(self, kind: Exported, target: Path) -> None:
         """Export the weights, unless the same export is already there and unchanged."""
         is_current = self.log.speaks and self._is_current(target) and is_kind(kind, target)
@@ -213,12 +248,14 @@ class Run:
             self.log.say(f"{target / name} has changed since it was written: exporting again")
             is_current = False
         if all_reduce_max(int(is_current), self.worker.platform.device):
-            self.log.say(f"{target} already holds step {self.progress.step}")
+            self.log.say(f"{target} already holds step {self.saver.saved_step}")
             return
         self.begin_phase(self.progress.step, "export", files=True)
+        self.saver.load_turned_to()
         mark, done = self.saver.export_mark(), self.saver.training()
         self.worker.export_hf(str(target), mark, done, kind)
-        self.log.say(f"exported step {self.progress.step} to {target}")
+        best = ", the best," * (self.saver.saved_step != self.progress.step)
+        self.log.say(f"exported step {self.saver.saved_step}{best} to {target}")
 
     def _is_current(self, target: Path) -> bool:
         mark = read_export_mark(target)

@@ -1,0 +1,207 @@
+"""Checks of what a run measures, when, and what follows from the scores."""
+
+from pathlib import Path
+
+from megatron_vlm.config.data_sources import HELD_OUT
+from megatron_vlm.config.schema import Config
+from megatron_vlm.errors import ConfigError
+
+# The scores that each built-in metric of generated answers has.
+BUILT_IN_METRICS = {
+    "exact_match": ("exact_match",),
+    "anls": ("anls",),
+    "relaxed_accuracy": ("relaxed_accuracy",),
+    "iou": ("iou", "iou_accuracy"),
+}
+
+
+def answer_metrics(cfg: Config) -> tuple[str, ...]:
+    """Return the metrics of generated answers; none if no answers are generated."""
+    exact = ("exact_match",) if cfg.eval.generate else ()
+    return tuple(dict.fromkeys((*exact, *cfg.eval.metrics)))
+
+
+def is_user_metric(metric: str) -> bool:
+    """Return whether an entry of eval.metrics names a user's function."""
+    return ":" in metric
+
+
+def metric_name(metric: str) -> str:
+    """Return the name of a metric's score: its own name, or that of the user's function."""
+    return metric.rpartition(":")[2]
+
+
+def held_out_names(cfg: Config) -> list[str]:
+    """Return the names of the evaluation sets."""
+    is_split = cfg.data.split is not None and not cfg.data.eval
+    return [HELD_OUT] if is_split else [held_out.name for held_out in cfg.data.eval]
+
+
+def check_evaluation(cfg: Config) -> None:
+    """Refuse settings of evaluations and checkpoints that contradict each other."""
+    for group in ("eval", "checkpoint"):
+        keys = getattr(cfg, group)
+        if keys.every is not None and keys.every_epochs is not None:
+            raise ConfigError(
+                f"and {group}.every={keys.every} are both set",
+                key=f"{group}.every_epochs",
+                found=keys.every_epochs,
+                remedy=f"give one of them; {group}.every=null clears the other",
+            )
+    split = cfg.data.split
+    if split is not None and split >= 1 and split != int(split):
+        raise ConfigError(
+            key="data.split",
+            found=split,
+            allowed="a share below 1, or a whole number of records",
+        )
+    _check_metrics(cfg.eval.metrics)
+    if cfg.checkpoint.best is not None:
+        _check_best(cfg.checkpoint.best, cfg)
+    _check_use_of_best(cfg)
+
+
+def check_measuring(cfg: Config) -> None:
+    """Refuse to train where the data cannot give what is to be measured."""
+    _check_split(cfg)
+    _check_metric_files(cfg.eval.metrics)
+    is_stream = any(spec.streaming for spec in cfg.data.train)
+    for group in ("eval", "checkpoint"):
+        if is_stream and (epochs := getattr(cfg, group).every_epochs) is not None:
+            raise ConfigError(
+                ": data.train is a stream, whose epochs have no known length",
+                key=f"{group}.every_epochs",
+                found=epochs,
+                remedy=f"count steps: {group}.every=N",
+            )
+    best, names = cfg.checkpoint.best, held_out_names(cfg)
+    if best is not None and (set_name := best.rpartition("/")[0]) not in names:
+        raise ConfigError(
+            f": data.eval has no set {set_name!r}",
+            key="checkpoint.best",
+            found=best,
+            remedy=f"it has {', '.join(names) or 'none'}",
+        )
+    if cfg.train.early_stopping and cfg.eval.every is None and cfg.eval.every_epochs is None:
+        raise ConfigError(
+            "counts evaluations, and there is only one, at the end",
+            key="train.early_stopping",
+            found=cfg.train.early_stopping,
+            remedy="set eval.every or eval.every_epochs",
+        )
+
+
+def _check_split(cfg: Config) -> None:
+    split = cfg.data.split
+    if split is None:
+        return
+    if cfg.data.eval:
+        raise ConfigError(
+            "holds out a part of data.train, and data.eval is set, too",
+            key="data.split",
+            found=split,
+            remedy="give one of them; data.eval=null clears that of a recipe",
+        )
+    if any(spec.streaming for spec in cfg.data.train):
+        raise ConfigError(
+            ": data.train is a stream, of which no records can be set aside before it is read",
+            key="data.split",
+            found=split,
+            remedy="name held-out records in data.eval",
+        )
+
+
+def _check_metrics(metrics: tuple[str, ...]) -> None:
+    names: dict[str, str] = {}
+    for metric in metrics:
+        if not isinstance(metric, str):
+            raise ConfigError(key="eval.metrics", found=metric, allowed="names of metrics")
+        if is_user_metric(metric):
+            _check_user_metric(metric)
+        elif metric not in BUILT_IN_METRICS:
+            raise ConfigError(
+                f": {metric} is no metric",
+                key="eval.metrics",
+                found=metrics,
+                allowed=f"{', '.join(BUILT_IN_METRICS)}, or FILE.py:NAME of a function of your own",
+            )
+        name = metric_name(metric)
+        taken = names.setdefault(name, metric)
+        if taken != metric or metrics.count(metric) > 1 or _is_taken(name, metric):
+            raise ConfigError(
+                f"has two scores with the name {name}",
+                key="eval.metrics",
+                found=metrics,
+                remedy="give each metric once, and functions of your own other names",
+            )
+
+
+def _is_taken(name: str, metric: str) -> bool:
+    scores = {score for built_in in BUILT_IN_METRICS.values() for score in built_in}
+    fields = {"loss", "token_accuracy", "ranking", "samples", "seconds", "step", "name", "metrics"}
+    return is_user_metric(metric) and name in scores | fields
+
+
+def _check_user_metric(metric: str) -> None:
+    where, _, name = metric.rpartition(":")
+    if not where or not name.isidentifier():
+        raise ConfigError(
+            f": {metric} does not name a function",
+            key="eval.metrics",
+            found=metric,
+            allowed="FILE.py:NAME or MODULE:NAME",
+        )
+
+
+def _check_metric_files(metrics: tuple[str, ...]) -> None:
+    for metric in filter(is_user_metric, metrics):
+        where = metric.rpartition(":")[0]
+        if where.endswith(".py") and not Path(where).expanduser().is_file():
+            raise ConfigError(f": there is no file {where}", key="eval.metrics", found=metric)
+
+
+def _check_best(best: str, cfg: Config) -> None:
+    measured = ["loss", "token_accuracy"]
+    for metric in answer_metrics(cfg):
+        measured += BUILT_IN_METRICS.get(metric, (metric_name(metric),))
+    measured += ["ranking"] if cfg.eval.candidates is not None else []
+    # A user's function may return several numbers, whose names begin with its own.
+    prefixes = tuple(metric_name(m) + "_" for m in cfg.eval.metrics if is_user_metric(m))
+    name, _, score = best.rpartition("/")
+    if not name or not (score in measured or score.startswith(prefixes)):
+        raise ConfigError(
+            key="checkpoint.best",
+            found=best,
+            allowed=f"SET/SCORE with a score that is measured: {', '.join(measured)}; exact_match "
+            "needs eval.generate=true, ranking needs eval.candidates, others need eval.metrics",
+        )
+
+
+def _check_use_of_best(cfg: Config) -> None:
+    stopping, best = cfg.train.early_stopping, cfg.checkpoint.best
+    if stopping is None and cfg.train.early_stopping_delta:
+        raise ConfigError(
+            "has no effect without train.early_stopping",
+            key="train.early_stopping_delta",
+            found=cfg.train.early_stopping_delta,
+            remedy="set train.early_stopping=3, for example",
+        )
+    uses = {"train.early_stopping": stopping}
+    if cfg.checkpoint.export_from == "best":
+        uses["checkpoint.export_from"] = "best"
+        if not cfg.checkpoint.export:
+            raise ConfigError(
+                "chooses the checkpoint to export, and checkpoint.export=false exports none",
+                key="checkpoint.export_from",
+                found="best",
+                remedy="change one of them",
+            )
+    for key, value in uses.items():
+        if value is not None and best is None:
+            raise ConfigError(
+                "needs a score that decides which checkpoint is the best",
+                key=key,
+                found=value,
+                remedy="set checkpoint.best=SET/SCORE, such as checkpoint.best="
+                f"{next(iter(held_out_names(cfg)), 'eval')}/loss",
+            )
