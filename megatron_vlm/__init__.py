@@ -47,12 +47,12 @@ if TYPE_CHECKING:
         MegatronVLMError,
         TrainError,
     )
-    from megatron_vlm.rl.environment import Environment, EnvStep
     from megatron_vlm.training.backward import StepMetrics
     from megatron_vlm.training.completions import Completion, SamplingSettings
     from megatron_vlm.training.losses import register
     from megatron_vlm.training.optimizer import AdamStep
     from megatron_vlm.training.worker import MegatronWorker
+    from megatron_vlm.user_code.environment import Environment, EnvStep
 
 __version__ = "0.1.0"
 __all__ = [
@@ -117,7 +117,7 @@ _MODULES = {
     ),
     "controller": ("WorkerError", "WorkerGroup", "local_group"),
     "controller.ray_actors": ("share_ray_group", "start_ray_group"),
-    "rl.environment": ("EnvStep", "Environment"),
+    "user_code.environment": ("EnvStep", "Environment"),
     "engines": (
         *("Adapter", "Checkpoint", "EngineSettings"),
         *("Sampler", "SamplerError", "VllmSampler"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import PIL.Image
 
-from megatron_vlm.rl.environment import EnvStep
+from megatron_vlm.user_code.environment import EnvStep
 
 
 def letters(record: Mapping[str, Any], answer: str) -> dict[str, float]:

@@ -15,7 +15,6 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
-from megatron_vlm.config import load_config
 from megatron_vlm.config.data_sources import parse_sets
 from megatron_vlm.config.schema import CheckpointConfig, EvalConfig
 from megatron_vlm.data.batches.data_position import Position

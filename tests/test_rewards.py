@@ -19,9 +19,9 @@ import PIL.Image
 import pytest
 
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.rl.environment import EnvStep
-from megatron_vlm.rl.rewards.pool import RewardPool, RewardSettings
-from megatron_vlm.rl.rewards.serialize import PackingError, pack_and_unpack
+from megatron_vlm.user_code.environment import EnvStep
+from megatron_vlm.user_code.pool import RewardPool, RewardSettings
+from megatron_vlm.user_code.serialize import PackingError, pack_and_unpack
 from tests.error_fields import raises
 from tests.exit_cases import END_S, Marked
 from tests.test_train import outside_of_jobs
@@ -175,7 +175,7 @@ def test_messages_that_cannot_be_sent_are_wrong_at_once(judging):
     """A process that cannot reply for another reason reports that, too, so nobody waits."""
     reward_pool = judging(
         """
-        from megatron_vlm.rl.environment import EnvStep
+        from megatron_vlm.user_code.environment import EnvStep
 
         class Odd:
             __slots__ = ()
@@ -381,7 +381,7 @@ def test_a_process_that_dies_once_is_started_again(judging):
 COUNTING = """
     import os, time
     from pathlib import Path
-    from megatron_vlm.rl.environment import EnvStep
+    from megatron_vlm.user_code.environment import EnvStep
 
     class Counting:
         def reset(self, record):
@@ -440,7 +440,7 @@ def test_an_environment_sees_and_shows_pictures(judging, tmp_path):
         """
         from pathlib import Path
         import PIL.Image
-        from megatron_vlm.rl.environment import EnvStep
+        from megatron_vlm.user_code.environment import EnvStep
 
         class Turning:
             async def reset(self, record):
@@ -539,7 +539,7 @@ WRONG_STEPS = {
 def test_wrong_results_of_an_environment(judging):
     reward_pool = judging(
         """
-        from megatron_vlm.rl.environment import EnvStep
+        from megatron_vlm.user_code.environment import EnvStep
 
         class Wrong:
             def reset(self, record):
@@ -625,7 +625,7 @@ def test_a_failed_reward_stands_for_errors(judging):
     reward_pool = judging(
         """
         import os, time
-        from megatron_vlm.rl.environment import EnvStep
+        from megatron_vlm.user_code.environment import EnvStep
 
         class Failing:
             def reset(self, record):
@@ -655,7 +655,7 @@ def test_episodes_are_dealt_to_those_with_the_fewest(judging):
     reward_pool = judging(
         """
         import gc, os
-        from megatron_vlm.rl.environment import EnvStep
+        from megatron_vlm.user_code.environment import EnvStep
 
         class Where:
             def reset(self, record): pass
@@ -715,7 +715,7 @@ def test_closing_cancels_what_waits(judging):
 
 HOLDING = """
 import sys
-from megatron_vlm.rl.rewards.pool import RewardPool, RewardSettings
+from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 
 judges = RewardPool(RewardSettings(sys.argv[1], None, 2, 600.0, None))
 for number, answer in enumerate(["time.sleep(600)", "sum(range(10**13))"]):

@@ -23,7 +23,6 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.rl.completion_requests import EngineQueue, LockstepQueue
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner, seed_of
-from megatron_vlm.rl.rewards.pool import RewardPool, RewardSettings
 from megatron_vlm.rl.rollouts import next_prompts
 from megatron_vlm.rl.train_batch import (
     make_train_batch,
@@ -31,6 +30,7 @@ from megatron_vlm.rl.train_batch import (
     train_batch_to_bytes,
 )
 from megatron_vlm.training.completions import Completion
+from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 from tests.chats import picture, say, text
 from tests.error_fields import raises
 from tests.rl_tasks import Looks

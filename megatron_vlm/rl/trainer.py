@@ -16,7 +16,6 @@ from megatron_vlm.report.metrics_lines import has_load_line
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, join_metrics
 from megatron_vlm.rl.rank_commands import RankCommands
-from megatron_vlm.rl.rewards.pool import RewardPool, RewardSettings
 from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollouts
 from megatron_vlm.rl.step_report import rl_line, write_sample_lines
 from megatron_vlm.rl.train_batch import (
@@ -29,6 +28,7 @@ from megatron_vlm.rl.vllm_engines import settings_of, sync_engine_weights
 from megatron_vlm.run.run import Run
 from megatron_vlm.training.data_feed import StepData
 from megatron_vlm.training.worker import StepMetrics
+from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 
 
 class RlTrainer:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megatron_vlm.errors import ConfigError, DataError, show_value
-from megatron_vlm.rl.environment import EnvStep, Message
-from megatron_vlm.rl.rewards.reward_process import (
+from megatron_vlm.user_code.environment import EnvStep, Message
+from megatron_vlm.user_code.reward_process import (
     RewardCallError,
     RewardProcess,
     RewardProcessDiedError,
     RewardWorker,
 )
-from megatron_vlm.rl.rewards.serialize import PackingError
+from megatron_vlm.user_code.serialize import PackingError
 
 _MAX_DEATHS = 3  # maximum deaths of processes while they run a call
 _MAX_LOST = 10  # maximum attempts of a call whose processes die, whichever call is at fault

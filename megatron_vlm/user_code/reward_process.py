@@ -21,7 +21,7 @@ from typing import Any
 from megatron_vlm.distributed.error_json import error_from_json
 from megatron_vlm.distributed.process import without_job
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.rl.rewards.serialize import MESSAGE_HEADER, deserialize, serialize
+from megatron_vlm.user_code.serialize import MESSAGE_HEADER, deserialize, serialize
 
 _GRACE_S = 3.0  # seconds after a timeout to cancel the coroutine; at most the timeout itself
 _START_S = 600.0  # seconds to import a user's file
@@ -72,7 +72,7 @@ class RewardProcess:
         our_socket, child_socket = socket.socketpair()
         arguments = [str(child_socket.fileno()), str(os.getpid()), kind, target, repr(timeout_s)]
         # -P keeps its own imports from the working folder. -u shows users' prints at once.
-        module = ["-u", "-P", "-m", "megatron_vlm.rl.rewards.reward_child"]
+        module = ["-u", "-P", "-m", "megatron_vlm.user_code.reward_child"]
         with child_socket:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,

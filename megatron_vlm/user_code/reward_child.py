@@ -1,6 +1,6 @@
 """Process that runs a user's reward function, or the environments of a user's class.
 
-    python -P -m megatron_vlm.rl.rewards.reward_child SOCKET PARENT KIND TARGET TIMEOUT
+    python -P -m megatron_vlm.user_code.reward_child SOCKET PARENT KIND TARGET TIMEOUT
 
 Requests arrive over a socket. Coroutines run concurrently, and plain functions run in the order of
 their requests. The process imports neither torch nor Megatron, and ends with the trainer.
@@ -28,15 +28,15 @@ from megatron_vlm.distributed.error_json import error_to_json
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.io.parent_death import signal_when_parent_dies
 from megatron_vlm.io.printable import escape_controls
-from megatron_vlm.rl.environment import Environment, EnvStep
-from megatron_vlm.rl.rewards.serialize import (
+from megatron_vlm.user_code.environment import Environment, EnvStep
+from megatron_vlm.user_code.load_code import error_in_one_line, load_user_code, place_of_function
+from megatron_vlm.user_code.serialize import (
     MESSAGE_HEADER,
     PackingError,
     deserialize,
     pack_and_unpack,
     serialize,
 )
-from megatron_vlm.rl.rewards.user_code import error_in_one_line, load_user_code, place_of_function
 
 Request = dict[str, Any]
 _MAX_SHOWN = 200  # maximum characters of a wrong result
