@@ -5,7 +5,9 @@ import json
 import math
 import os
 import shutil
+from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.run.checkpointing import Progress
+from megatron_vlm.run.evaluation.answer_metrics import anls, iou, relaxed_accuracy
 from megatron_vlm.run.evaluation.evaluate import Evaluator, read_candidates
 from megatron_vlm.run.evaluation.held_out_sets import cut_row, first_samples, last_answer
 from megatron_vlm.run.intervals import is_due
@@ -90,12 +93,17 @@ def asked(tiny, tmp_path_factory) -> dict[str, Any]:
             record["messages"][-1]["content"] = text
     for record in records[::3]:
         record["messages"][-1]["weight"] = 0.3
+    for record, text in list(zip(records, texts, strict=True))[1::4]:
+        record["answers"] = [record["messages"][-1]["content"], text]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     answers = [record["messages"][-1]["content"].strip() for record in records]
     return {
         "file": str(file),
         "candidates": list(dict.fromkeys(answers)),
-        "exact_match": sum(a == b for a, b in zip(texts, answers, strict=True)) / ROWS,
+        "texts": texts,
+        "references": [
+            record.get("answers", [answer]) for record, answer in zip(records, answers, strict=True)
+        ],
         "rows": rows_in(str(file), path, pixels),
         "model": model,
         "tokenizer": tokenizer,
@@ -145,23 +153,172 @@ def examine(
         eval=EvalConfig(batch_size=4, **options),
     )
     worker = MegatronWorker(cfg, training=False)
-    results = Evaluator(worker, cfg).examine()
-    return [(done.name, done.scores, done.examples) for done in results]
+    with closing(Evaluator(worker, cfg)) as evaluator:
+        results = list(evaluator.examine())
+    remarks = [remark for done in results for remark in done.remarks]
+    return [(done.name, done.scores | {"remarks": remarks}, done.examples) for done in results]
+
+
+OWN_METRIC = """
+async def own(prediction, answers, record):
+    message = record["messages"][-1]
+    if message.get("weight") and len(answers) == 2:
+        raise ValueError("no such weight")
+    return {"letters": len(prediction), "first": prediction == answers[0]}
+"""
+
+
+def expected_metrics(asked: dict[str, Any]) -> dict[str, float]:
+    """Return the means over the texts that Hugging Face's model generates."""
+    pairs = list(zip(asked["texts"], asked["references"], strict=True))
+    scored = [
+        (text, right)
+        for number, (text, right) in enumerate(pairs)
+        if number % 3 or len(right) == 1  # every third record has a weight
+    ]
+    return {
+        "exact_match": sum(text in right for text, right in pairs) / ROWS,
+        "anls": math.fsum(official_anls(*pair) for pair in pairs) / ROWS,
+        "relaxed_accuracy": sum(official_relaxed(*pair) for pair in pairs) / ROWS,
+        "own_letters": sum(len(text) for text, _ in scored) / len(scored),
+        "own_first": sum(text == right[0] for text, right in scored) / len(scored),
+        "own_failed": ROWS - len(scored),
+    }
+
+
+def official_anls(prediction: str, references: list[str]) -> float:
+    """Return the score of DocVQA's evaluation, with a distance by another algorithm."""
+    distances = []
+    for reference in references:
+        first, second = (" ".join(t.strip().lower().split()) for t in (reference, prediction))
+
+        @cache
+        def distance(i: int, j: int, a: str = first, b: str = second) -> int:
+            if not i or not j:
+                return i + j
+            if a[i - 1] == b[j - 1]:
+                return distance(i - 1, j - 1)
+            return 1 + min(distance(i - 1, j), distance(i, j - 1), distance(i - 1, j - 1))
+
+        length = max(len(reference.upper()), len(prediction.upper()))
+        distances.append(distance(len(first), len(second)) / length if length else 0.0)
+    similarity = 1 - min(distances)
+    return similarity if similarity >= 0.5 else 0.0
+
+
+def official_relaxed(prediction: str, references: list[str]) -> bool:
+    """Return the verdict of ChartQA's evaluation, for any of the references."""
+
+    def to_float(text: str) -> float | None:
+        try:
+            return float(text.rstrip("%")) / 100.0 if text.endswith("%") else float(text)
+        except ValueError:
+            return None
+
+    def is_right(target: str) -> bool:
+        a, b = to_float(prediction), to_float(target)
+        if a is not None and b:
+            return abs(a - b) / abs(b) <= 0.05
+        return prediction.lower() == target.lower()
+
+    return any(map(is_right, references))
+
+
+@pytest.mark.parametrize(
+    ("prediction", "references", "expected"),
+    [
+        ("Kitten", ["sitting"], 1 - 3 / 7),
+        ("kitten", ["dog", "KITTEN"], 1.0),  # the best reference, without letter case
+        ("a  b", ["a b"], 1.0),  # white space
+        ("abcd", ["abxy"], 0.5),  # the threshold itself counts
+        ("abcd", ["axyz"], 0.0),  # a similarity of 0.25
+        ("", ["abc"], 0.0),
+        ("abcdefgh", ["a"], 0.0),
+        ("", [""], 1.0),
+    ],
+)
+def test_anls_is_that_of_docvqa(prediction, references, expected):
+    assert anls(prediction, references) == {"anls": pytest.approx(expected, abs=1e-12)}
+    assert official_anls(prediction, references) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "references", "expected"),
+    [
+        ("104", ["100"], True),
+        ("105", ["100"], True),  # the edge counts
+        ("106", ["100"], False),
+        ("-95", ["-100"], True),
+        ("95", ["-100"], False),
+        ("42%", ["0.42"], True),
+        ("42", ["42%"], False),
+        ("0", ["0"], True),  # as texts
+        ("0.0", ["0"], False),
+        ("1,000", ["1000"], False),  # Python reads no such number
+        ("Yes", ["yes"], True),
+        ("yes", ["no", "YES"], True),
+        ("2021", ["2,021"], False),
+        ("nan", ["nan"], False),
+    ],
+)
+def test_relaxed_accuracy_is_that_of_chartqa(prediction, references, expected):
+    assert relaxed_accuracy(prediction, references) == {"relaxed_accuracy": float(expected)}
+    assert official_relaxed(prediction, references) == expected
+
+
+def boxes(*named: tuple[str, list[float]]) -> str:
+    return json.dumps([{"bbox_2d": numbers, "label": label} for label, numbers in named])
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "expected"),
+    [
+        (boxes(("dog", [0, 0, 10, 10])), boxes(("Dog", [0, 0, 10, 10])), (1.0, 1.0)),
+        ("The dog: [5, 0, 15, 10].", "[0, 0, 10, 10]", (1 / 3, 0.0)),
+        ("(0,0),(10,6)", "(0,0),(10,10)", (0.6, 1.0)),  # as Qwen2-VL writes them
+        ("[10, 10, 0, 0]", "[0, 0, 10, 10]", (1.0, 1.0)),  # corners in another order
+        (f"```json\n{boxes(('a', [0, 0, 9, 10]))}\n```", "[0,0,10,10]", (0.9, 1.0)),
+        # Other labels are no pair, and of two boxes for one the better counts.
+        (boxes(("cat", [0, 0, 10, 10])), boxes(("dog", [0, 0, 10, 10])), (0.0, 0.0)),
+        ("[0,0,10,10] [0,0,10,9]", "[0,0,10,9]", (0.5, 0.5)),
+        # The largest overlap first: 0.9 for the second box leaves 0.5 to the first.
+        ("[0,0,10,10] [0,0,10,5]", "[0,0,10,9] [0,0,10,10]", (0.75 + 5 / 36 / 5 * 2, 1.0)),
+        ("nothing", "[0,0,10,10]", (0.0, 0.0)),
+        ("nothing", "[]", (1.0, 1.0)),
+        ("[0,0,1,1]", "[]", (0.0, 0.0)),
+        ("[0,0,1,1]", "a dog", None),
+        ('{"bbox_2d": [1e999, 0, 1, 1]}', "[0,0,1,1]", (0.0, 0.0)),
+    ],
+)
+def test_boxes_overlap(prediction, reference, expected):
+    scores = iou(prediction, [reference])
+    assert (tuple(scores.values()) or None) == (expected and pytest.approx(expected, abs=1e-12))
+    if expected:
+        worst = boxes(("", [700, 700, 701, 701]))
+        assert iou(prediction, [worst, reference]) == scores  # the best reference counts
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_scores_are_hugging_faces(name, asked, expected, pool):
+    own = Path(asked["file"]).with_name("own.py")
+    own.write_text(OWN_METRIC)
     options = {"generate": True, "max_new_tokens": NEW_TOKENS, "candidates": asked["candidates"]}
+    options["metrics"] = ("anls", "relaxed_accuracy", "iou", f"{own}:own")
     case, sets = LAYOUTS[name], {"held out": asked["file"]}
+    metrics = expected_metrics(asked)
     results = pool.run(examine, case.world, asked["path"], case, sets, options)
     for rank, [(title, scores, examples)] in enumerate(results):
         assert title == "held out" and scores["samples"] == ROWS
         assert scores["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
         assert scores["token_accuracy"] == pytest.approx(expected["token_accuracy"], abs=1e-12)
         assert scores["ranking"] == pytest.approx(expected["ranking"], abs=1e-12)
-        assert scores["exact_match"] == pytest.approx(asked["exact_match"], abs=1e-12)
+        assert {key: scores[key] for key in metrics} == metrics  # to the last digit
         assert bool(examples) == (rank == 0)
-    assert 0.2 < asked["exact_match"] < 0.8  # some right, some wrong
+        failed, no_boxes = scores["remarks"][1], scores["remarks"][0]
+        assert f"{own}:own has no score for {metrics['own_failed']} of {ROWS} answers" in failed
+        assert "train.jsonl:" in failed and "raised ValueError: no such weight at" in failed
+        assert "no right answer of held out has boxes" in no_boxes and "iou" not in scores
+    assert 0.2 < metrics["exact_match"] < 0.8 and metrics["own_failed"]  # some right, some wrong
     assert 0 < expected["ranking"] < 1
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,11 +117,14 @@ def _evaluate(
             for line in held_out.remarks.lines:
                 print_to_user(line)
     watchdog.begin_phase(0, "evaluation")
-    for done in examiner.examine():
-        if dist.get_rank() == 0:
-            print(json.dumps({"name": done.name, **done.scores}), flush=True)
-            if predictions:
-                write_predictions(Path(predictions), done)
+    with closing(examiner):
+        for done in examiner.examine():
+            if dist.get_rank() == 0:
+                print(json.dumps({"name": done.name, **done.scores}), flush=True)
+                for remark in done.remarks:
+                    print_to_user(remark)
+                if predictions:
+                    write_predictions(Path(predictions), done)
 
 
 if __name__ == "__main__":

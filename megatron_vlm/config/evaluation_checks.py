@@ -186,7 +186,7 @@ def _check_use_of_best(cfg: Config) -> None:
             found=cfg.train.early_stopping_delta,
             remedy="set train.early_stopping=3, for example",
         )
-    uses = {"train.early_stopping": stopping}
+    uses: dict[str, int | str | None] = {"train.early_stopping": stopping}
     if cfg.checkpoint.export_from == "best":
         uses["checkpoint.export_from"] = "best"
         if not cfg.checkpoint.export:

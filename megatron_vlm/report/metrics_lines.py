@@ -6,7 +6,7 @@ steps that were done before them.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -112,12 +112,21 @@ class EvalLine:
     token_accuracy: float
     ranking: float | None = None
     exact_match: float | None = None
+    metrics: dict[str, float] | None = None  # scores of eval.metrics by name
     samples: int
     seconds: float
 
+    @staticmethod
+    def from_scores(step: int, name: str, scores: Mapping[str, Any]) -> "EvalLine":
+        """Return the line of an evaluation, in which the scores without a field are metrics."""
+        names = {item.name for item in fields(EvalLine)}
+        known = {key: value for key, value in scores.items() if key in names}
+        metrics = {key: value for key, value in scores.items() if key not in names}
+        return EvalLine(step=step, name=name, metrics=metrics or None, **known)
+
     def score(self, key: str) -> float:
         """Return a score; nan if it was not requested."""
-        value = getattr(self, key)
+        value = (self.metrics or {}).get(key, getattr(self, key, None))
         return math.nan if value is None else value
 
 
@@ -191,6 +200,7 @@ _PLAIN: dict[Any, Callable[[Any], Any]] = {
     dict[str, str]: dict,
     dict[str, float]: lambda figures: {str(k): _figure(v) for k, v in figures.items()},
     int | None: lambda count: None if count is None else int(count),
+    dict[str, float] | None: lambda figures: {str(k): _figure(v) for k, v in figures.items()},
 }
 # Each field is read by its type. A type that is not in _PLAIN is a figure, which may be null.
 _READERS: dict[type[Line], dict[str, Callable[[Any], Any]]] = {

@@ -95,8 +95,8 @@ class RunLog:
             self.say(f"step {step + 1}/{self.total_steps}  {'  '.join(parts)}")
 
     def evaluation(self, step: int, name: str, scores: dict[str, Any]) -> None:
-        """Log the scores of one evaluation set, by the fields of EvalLine."""
-        self._write(EvalLine(step=step, name=name, **scores))
+        """Log the scores of one evaluation set."""
+        self._write(EvalLine.from_scores(step, name, scores))
         text = "  ".join(f"{key} {value:.4g}" for key, value in scores.items())
         self.say(f"{name} after {step} steps: {text}")
 

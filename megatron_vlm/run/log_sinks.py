@@ -147,7 +147,9 @@ def _numbers(line: Line) -> dict[str, float]:
         }
         return _scalars("rl", line) | figures
     if isinstance(line, StepLine | EvalLine):
-        return _scalars("train" if isinstance(line, StepLine) else line.name, line)
+        prefix = "train" if isinstance(line, StepLine) else line.name
+        metrics = (line.metrics or {}) if isinstance(line, EvalLine) else {}
+        return _scalars(prefix, line) | {f"{prefix}/{k}": v for k, v in metrics.items()}
     return {}
 
 

@@ -53,6 +53,7 @@ class Run:
         grid, platform = worker.grid, worker.platform
         self.feeder = Feeder(cfg, worker.source.sizes, grid, platform.device, watchdog, asks)
         self.examiner = Evaluator(worker, cfg)
+        opened.callback(self.examiner.close)
         self.total_steps = total_steps(cfg.train, self.feeder.length)
         self.begin_phase(0, "resuming", files=True)
         self.saver = CheckpointManager(cfg, worker, self.feeder.fingerprint, claim)
@@ -179,6 +180,8 @@ class Run:
         self.begin_phase(step, "evaluation")
         for place, done in enumerate(self.examiner.examine()):
             self.log.evaluation(step, done.name, done.scores)
+            for remark in done.remarks:
+                self.log.event(step, remark)
             self.progress = self.progress.with_scores(done.name, done.scores)
             if done.predictions:
                 write_predictions(Path(self.cfg.run) / "predictions", done, step=step)

@@ -18,9 +18,17 @@ from megatron_vlm.io.untrusted import home_path, real_path
 
 _LONGEST = 300  # maximum characters of an exception's text
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+# The key that names the user's code of each kind, and the key of the time that a call may take.
+KEYS = {"reward": "rl.reward", "environment": "rl.environment", "metric": "eval.metrics"}
+TIMEOUT_KEYS = {
+    "reward": "rl.timeout",
+    "environment": "rl.timeout",
+    "metric": "eval.metric_timeout",
+}
 # {kind: (method, or "" for the object itself; sample arguments; the arguments in words)}
 _CALLS: dict[str, list[tuple[str, tuple[Any, ...], str]]] = {
     "reward": [("", ({}, ""), "(record, answer)")],
+    "metric": [("", ("", [], {}), "(prediction, answers, record)")],
     "environment": [
         ("", (), "()"),
         ("reset", (None, {}), "(self, record)"),
@@ -30,17 +38,17 @@ _CALLS: dict[str, list[tuple[str, tuple[Any, ...], str]]] = {
 
 
 def load_user_code(kind: str, target: str) -> tuple[Callable[..., Any], Path]:
-    """Return the reward function, or the class of environments, and its folder. `kind` is the key
-    of `rl` that names it. Raise ConfigError, with the reason, if it cannot be loaded."""
+    """Return the reward function, the metric or the class of environments, and its folder. `kind`
+    is one of KEYS. Raise ConfigError, with the reason, if it cannot be loaded."""
     place, _, name = target.rpartition(":")
     if not place or not name:
-        raise ConfigError("is neither FILE.py:NAME nor MODULE:NAME", key=f"rl.{kind}", found=target)
+        raise ConfigError("is neither FILE.py:NAME nor MODULE:NAME", key=KEYS[kind], found=target)
     module, home = _module(kind, target, place)
     target_object = getattr(module, name, None)
     if target_object is None:
         none, remedy = _suggest_name(module, name)
         raise ConfigError(
-            f": {place} has no {name!r}{none}", key=f"rl.{kind}", found=target, remedy=remedy
+            f": {place} has no {name!r}{none}", key=KEYS[kind], found=target, remedy=remedy
         )
     _check(kind, target, target_object)
     return target_object, home
@@ -77,7 +85,7 @@ def _module(kind: str, target: str, place: str) -> tuple[ModuleType, Path]:
             path.name, [each.name for each in path.parent.glob("*.py")]
         )
         hint = f"did you mean {near[0]}?" if near else ""
-        raise ConfigError(f": there is no file {path}", key=f"rl.{kind}", found=target, remedy=hint)
+        raise ConfigError(f": there is no file {path}", key=KEYS[kind], found=target, remedy=hint)
     home = path.parent if is_file else Path.cwd()
     sys.path.insert(0, str(home))
     try:
@@ -85,7 +93,7 @@ def _module(kind: str, target: str, place: str) -> tuple[ModuleType, Path]:
     except BaseException as error:  # SystemExit as well
         where = place_of_function(error, home)
         raise ConfigError(
-            f"cannot be imported: {error_in_one_line(error)}{where}", key=f"rl.{kind}", found=target
+            f"cannot be imported: {error_in_one_line(error)}{where}", key=KEYS[kind], found=target
         ) from error
     file = getattr(module, "__file__", None)
     return module, home if file is None else real_path(file).parent
@@ -124,12 +132,14 @@ def _check(kind: str, target: str, imported: Any) -> None:
             remedy="give a class with `reset` and `step`, or give a function of a record and an "
             "answer as rl.reward",
         )
-    if kind == "reward" and (is_class or not callable(imported)):
+    if kind != "environment" and (is_class or not callable(imported)):
         remedy = "give a function of a record and an answer"
-        if is_class:
+        if kind == "metric":
+            remedy = "give a function of the model's answer, the right answers and the record"
+        elif is_class:
             remedy += ", or give a class with `reset` and `step` as rl.environment"
         what = "class" if is_class else type(imported).__name__
-        raise ConfigError(f"is a {what}", key="rl.reward", found=target, remedy=remedy)
+        raise ConfigError(f"is a {what}", key=KEYS[kind], found=target, remedy=remedy)
     for method, arguments, expected in _CALLS[kind]:
         called = getattr(imported, method, None) if method else imported
         if not callable(called):
@@ -146,7 +156,7 @@ def _check(kind: str, target: str, imported: Any) -> None:
             name = f" of {method}" if method else ""
             raise ConfigError(
                 f": the arguments{name} are {signature}, not {expected}",
-                key=f"rl.{kind}",
+                key=KEYS[kind],
                 found=target,
             ) from None
 

@@ -1,4 +1,4 @@
-"""Pool of processes that run users' reward functions and environments.
+"""Pool of processes that run users' reward functions, environments and metrics.
 
 Messages between the processes are JSON and bytes, never pickles. A process that dies or hangs is
 restarted. The call of a reward function is then repeated. An environment has lost its state: a new
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from megatron_vlm.errors import ConfigError, DataError, show_value
 from megatron_vlm.user_code.environment import EnvStep, Message
+from megatron_vlm.user_code.load_code import KEYS
 from megatron_vlm.user_code.reward_process import (
     RewardCallError,
     RewardProcess,
@@ -31,13 +32,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """Settings of the rewards. Exactly one of `reward` and `environment` is set."""
+    """Settings of the rewards or of a metric. Exactly one of `reward`, `environment` and `metric`
+    is set."""
 
     reward: str | None  # FILE.py:NAME or MODULE:NAME of a function
     environment: str | None  # FILE.py:NAME or MODULE:NAME of a class
     processes: int
     timeout_s: float  # seconds per call
     failed_reward: float | None  # reward of a call that fails or times out; None: raise an error
+    metric: str | None = None  # FILE.py:NAME or MODULE:NAME of a function
 
 
 @dataclass(eq=False)
@@ -59,7 +62,13 @@ class RewardPool:
     def __init__(self, settings: RewardSettings):
         """Start the processes. Raise ConfigError if the function cannot be imported, found or
         called."""
-        if (settings.reward is None) == (settings.environment is None):
+        targets = {
+            "metric": settings.metric,
+            "reward": settings.reward,
+            "environment": settings.environment,
+        }
+        given = {kind: target for kind, target in targets.items() if target is not None}
+        if len(given) != 1:
             raise ConfigError(
                 f"and rl.environment={show_value(settings.environment)} do not go together",
                 key="rl.reward",
@@ -67,8 +76,7 @@ class RewardPool:
                 remedy="give one of the two, as FILE.py:NAME or MODULE:NAME",
             )
         self.settings = settings
-        self.kind = "environment" if settings.reward is None else "reward"
-        self.target = str(settings.environment if settings.reward is None else settings.reward)
+        [(self.kind, self.target)] = given.items()
         self._episodes: dict[int, _Episode] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -93,6 +101,14 @@ class RewardPool:
         """Return the response to an answer. After a failure that rl.failed_reward replaces, the
         episode is over."""
         return self._do(self._step(episode, answer))
+
+    def measure(
+        self, prediction: str, references: Sequence[str], record: Mapping[str, Any], where: str
+    ) -> "Future[dict[str, float]]":
+        """Return the numbers of a metric for an answer, by name; a single number has an empty
+        name."""
+        request = {"answer": prediction, "references": list(references), "record": record}
+        return self._do(self._measure(request, where))
 
     def end(self, episode: int) -> None:
         """Forget the episode, as soon as its calls have ended."""
@@ -176,6 +192,22 @@ class RewardPool:
             episode.answers.append(answer)
             return EnvStep(**response)
 
+    async def _measure(self, request: Mapping[str, Any], where: str) -> dict[str, float]:
+        worker = min(self._workers, key=lambda worker: worker.episodes)
+        episode = _Episode(0, request["record"], where, worker)
+        worker.episodes += 1
+        try:
+            request = {"do": "metric", "episode": 0, **request}
+            answer: dict[str, float] = await self._ask_processes(episode, request)
+            return answer
+        except (RewardCallError, PackingError) as error:
+            wrong = error if isinstance(error, RewardCallError) else f"cannot be given it: {error}"
+            raise DataError(
+                f"{wrong}", place=where, key=KEYS["metric"], found=self.target
+            ) from None
+        finally:
+            worker.episodes -= 1
+
     async def _end(self, number: int) -> None:
         if (episode := self._episodes.pop(number, None)) is None:
             return
@@ -198,7 +230,7 @@ class RewardPool:
             raise DataError(
                 f"{method_prefix} {wrong}".lstrip(),
                 place=episode.where,
-                key=f"rl.{self.kind}",
+                key=KEYS[self.kind],
                 found=self.target,
                 remedy="mend it, or set rl.failed_reward=0 to give such answers this reward",
             ) from None

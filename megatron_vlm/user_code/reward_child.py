@@ -1,4 +1,4 @@
-"""Process that runs a user's reward function, or the environments of a user's class.
+"""Process that runs a user's reward function or metric, or the environments of a user's class.
 
     python -P -m megatron_vlm.user_code.reward_child SOCKET PARENT KIND TARGET TIMEOUT
 
@@ -29,7 +29,12 @@ from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.io.parent_death import signal_when_parent_dies
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.user_code.environment import Environment, EnvStep
-from megatron_vlm.user_code.load_code import error_in_one_line, load_user_code, place_of_function
+from megatron_vlm.user_code.load_code import (
+    TIMEOUT_KEYS,
+    error_in_one_line,
+    load_user_code,
+    place_of_function,
+)
 from megatron_vlm.user_code.serialize import (
     MESSAGE_HEADER,
     PackingError,
@@ -74,8 +79,9 @@ class _Link:
 class _UserCodeRunner:
     """User's function or class, and the episodes in progress in this process."""
 
-    def __init__(self, target: Callable[..., Any], home: Path, timeout_s: float):
+    def __init__(self, kind: str, target: Callable[..., Any], home: Path, timeout_s: float):
         self.found, self.home, self.timeout_s = target, home, timeout_s
+        self.kind = kind
         self.episodes: dict[int, Environment] = {}
         self.shown: set[str] = set()  # places in the code whose errors were printed
 
@@ -85,6 +91,9 @@ class _UserCodeRunner:
         if request["do"] == "reward":
             record, answer = request["record"], request["answer"]
             return _of_reward(await self._call_in_time(lambda: self.found(record, answer)))
+        if request["do"] == "metric":
+            arguments = [request[name] for name in ("answer", "references", "record")]
+            return _of_metric(await self._call_in_time(lambda: self.found(*arguments)))
         if request["do"] == "begin":
 
             def begin() -> Any:
@@ -110,7 +119,8 @@ class _UserCodeRunner:
                 ) from None
         # A plain function cannot be cancelled, and a coroutine may refuse to be.
         if limit.expired() or time.monotonic() - began > self.timeout_s:
-            raise _WrongError(f"took longer than rl.timeout={self.timeout_s:g} seconds")
+            key = TIMEOUT_KEYS[self.kind]
+            raise _WrongError(f"took longer than {key}={self.timeout_s:g} seconds")
         return result
 
     def _place(self, error: BaseException) -> str:
@@ -138,6 +148,14 @@ def _of_reward(result: Any) -> Request:
     if "reward" not in result:
         raise _WrongError(f'returned a mapping without "reward": {_quote(result)}')
     return _step(result["reward"], {k: v for k, v in result.items() if k != "reward"}, [])
+
+
+def _of_metric(result: Any) -> dict[str, float]:
+    """Convert the result of a metric into numbers by name; a single number has an empty name."""
+    if isinstance(result, Mapping):
+        figures: dict[str, float] = _step(0.0, result, [])["figures"]
+        return figures
+    return {"": _number(result, "returned", _MAX_FIGURE)}
 
 
 def _of_step(result: Any) -> Request:
@@ -258,7 +276,7 @@ def run_reward_child(socket_file: str, parent: str, kind: str, target: str, time
         link.send({"id": 0, "wrong": str(error), "fields": error_to_json(error)})
         return
     link.send({"id": 0, "answer": None})
-    asyncio.run(_serve(link, _UserCodeRunner(function, home, float(timeout_s))))
+    asyncio.run(_serve(link, _UserCodeRunner(kind, function, home, float(timeout_s))))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 from megatron_vlm.distributed.error_json import error_from_json
 from megatron_vlm.distributed.process import without_job
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.user_code.load_code import KEYS, TIMEOUT_KEYS
 from megatron_vlm.user_code.serialize import MESSAGE_HEADER, deserialize, serialize
 
 _GRACE_S = 3.0  # seconds after a timeout to cancel the coroutine; at most the timeout itself
@@ -61,6 +62,7 @@ class RewardProcess:
     reader: StreamReader
     writer: StreamWriter
     timeout_s: float
+    timeout_key: str
     calls: dict[int, _Call] = field(default_factory=dict)  # pending calls by number
     numbers: Any = field(default_factory=lambda: count(1))
     following: "asyncio.Task[None] | None" = None
@@ -85,14 +87,14 @@ class RewardProcess:
                 start_new_session=True,  # no Ctrl-C for it, and its children end with it
             )
         reader, writer = await asyncio.open_unix_connection(sock=our_socket)
-        reward_process = RewardProcess(process, reader, writer, timeout_s)
+        reward_process = RewardProcess(process, reader, writer, timeout_s, TIMEOUT_KEYS[kind])
         loaded = reward_process.calls[0] = _Call(asyncio.get_running_loop().create_future())
         reward_process.following = asyncio.create_task(reward_process._follow())
         try:
             await asyncio.wait_for(loaded.answered, _START_S)
         except BaseException as error:
             await reward_process.end()
-            if (config_error := _of_start(error, f"rl.{kind}", target)) is None:
+            if (config_error := _of_start(error, KEYS[kind], target)) is None:
                 raise
             raise config_error from None
         return reward_process
@@ -117,7 +119,8 @@ class RewardProcess:
                 alone = self._busy() == 1
                 await self.end()
                 if alone and isinstance(call.answered.exception(), RewardProcessDiedError):
-                    raise RewardCallError(f"took longer than rl.timeout={self.timeout_s:g} seconds")
+                    text = f"took longer than {self.timeout_key}={self.timeout_s:g} seconds"
+                    raise RewardCallError(text)
             return await call.answered
         finally:  # also after a cancellation
             self.calls.pop(number, None)

@@ -26,7 +26,17 @@ _PREFERENCE = frozenset(
     ("chosen", "chosen_messages", "chosen_response", "kto_tag")
     + ("rejected", "rejected_messages", "rejected_response")
 )
+# A list of all right answers to a record's question, by which an evaluation scores. It is not
+# learnt: the record's own answer is.
+REFERENCES = "answers"
 _AUDIO = frozenset({"audio", "audios"})
+
+
+def references_of(raw: Any) -> tuple[str, ...]:
+    """Return all right answers that a record lists: `answers`, if that is a list of texts."""
+    answers = raw.get(REFERENCES) if isinstance(raw, Mapping) else None
+    is_listed = isinstance(answers, list | tuple) and all(isinstance(text, str) for text in answers)
+    return tuple(answers or ()) if is_listed else ()
 
 
 class Keys:
@@ -59,6 +69,8 @@ class Keys:
 
     def _remember(self, key: str, value: Any, known: Collection[str]) -> None:
         """Remember a key of the record itself that is not read."""
+        if key == REFERENCES and references_of({key: value}):
+            return
         is_media = key not in MEANT and looks_like_media(key, value)
         if is_media:
             self.media.add(key)

@@ -119,21 +119,26 @@ def _scaled_boxes(chat: Conversation, sizes: Sequence[Size]) -> list[tuple[int, 
 
 
 def _outlines_in_texts(chat: Conversation) -> Iterator[Outline]:
-    """Yield the boxes and points that the texts hold: {"bbox_2d": [...], "label": ...},
-    "point_2d"."""
     for part in itertools.chain.from_iterable(turn.parts for turn in chat.turns):
-        for match in _FLAT_JSON.finditer(part) if isinstance(part, str) else ():
-            try:
-                value: Any = json.loads(match[0])
-            except (ValueError, RecursionError):
+        if isinstance(part, str):
+            yield from outlines_in_text(part)
+
+
+def outlines_in_text(text: str) -> Iterator[Outline]:
+    """Yield the boxes and points that a text holds: {"bbox_2d": [...], "label": ...},
+    "point_2d"."""
+    for match in _FLAT_JSON.finditer(text):
+        try:
+            value: Any = json.loads(match[0])
+        except (ValueError, RecursionError):
+            continue
+        label = value.get("label")
+        for name, count in (("bbox_2d", 4), ("point_2d", 2)):
+            numbers = value.get(name)
+            if not isinstance(numbers, list) or len(numbers) != count:
                 continue
-            label = value.get("label")
-            for name, count in (("bbox_2d", 4), ("point_2d", 2)):
-                numbers = value.get(name)
-                if not isinstance(numbers, list) or len(numbers) != count:
-                    continue
-                if all(
-                    type(n) in (int, float) and -_MAX_COORDINATE <= n <= _MAX_COORDINATE
-                    for n in numbers
-                ):
-                    yield Outline(label if isinstance(label, str) else "", tuple(numbers))
+            if all(
+                type(n) in (int, float) and -_MAX_COORDINATE <= n <= _MAX_COORDINATE
+                for n in numbers
+            ):
+                yield Outline(label if isinstance(label, str) else "", tuple(numbers))

@@ -25,6 +25,10 @@ CURVE_NAMES = {
     "token_accuracy": "token accuracy",
     "exact_match": "exact match",
     "ranking": "ranking",
+    "anls": "ANLS",
+    "relaxed_accuracy": "relaxed accuracy",
+    "iou": "IoU",
+    "iou_accuracy": "IoU of at least 0.5",
 }
 
 
@@ -123,11 +127,15 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
         return
     yield Heading("Evaluation", "Evaluation")
     charts = []
-    for score, name in CURVE_NAMES.items():
-        if curves := _score_curves(runs, score):
-            charts.append(Chart(name.capitalize(), curves, percent=score != "loss"))
+    more = [name for e in all_evaluations for name in e.metrics or {}]  # users' own metrics too
+    names = {name: name[:_MAX_NAME_LENGTH].replace("_", " ") for name in more} | CURVE_NAMES
+    scores = [s for s in names if any(math.isfinite(e.score(s)) for e in all_evaluations)]
+    scores = sorted(scores, key=[*CURVE_NAMES, *names].index)
+    for score in scores:
+        title = names[score][:1].upper() + names[score][1:]
+        curves = _score_curves(runs, score)
+        charts.append(Chart(title, curves, percent=is_share(score)))
     yield Charts(charts, *steps_span(runs))
-    scores = [s for s in CURVE_NAMES if any(math.isfinite(e.score(s)) for e in all_evaluations)]
     max_rows = max(3, _MAX_ROWS // sum(len(run.metrics.sets()) for run in runs))
     rows = [
         (run.name, *row) if len(runs) > 1 else row
@@ -138,13 +146,18 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     caption = "* the best of its set."
     if len(rows) < len(all_evaluations):
         caption += f" Of each set, the best and the last {max_rows:,}."
-    columns = ("set", "step", *map(CURVE_NAMES.__getitem__, scores), "samples", "seconds")
+    columns = ("set", "step", *map(names.__getitem__, scores), "samples", "seconds")
     yield Table(("run", *columns) if len(runs) > 1 else columns, rows, caption)
 
 
 def score_text(score: str, value: float) -> str:
-    """Format a score: a loss as a number, all others in percent."""
-    return number(value, percent=score != "loss")
+    """Format a score: one of the model's answers in percent, a loss or a user's own as a number."""
+    return number(value, percent=is_share(score))
+
+
+def is_share(score: str) -> bool:
+    """Return whether a score is a share of answers."""
+    return score != "loss" and score in CURVE_NAMES
 
 
 def _charts(

@@ -112,7 +112,7 @@ class LoggedRun:
 def best_of(evaluations: list[EvalLine], score: str) -> EvalLine | None:
     """Return the first evaluation with the best value of this score."""
     measured = [e for e in evaluations if math.isfinite(e.score(score))]
-    return SCORES[score](measured, key=lambda e: e.score(score)) if measured else None
+    return SCORES.get(score, max)(measured, key=lambda e: e.score(score)) if measured else None
 
 
 def read_metrics(path: Path) -> RunMetrics:

@@ -5,9 +5,10 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,10 +24,10 @@ from megatron_vlm.io.atomic import write_text
 from megatron_vlm.io.untrusted import UntrustedFile
 from megatron_vlm.report.example_lines import Example, Examples
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet
+from megatron_vlm.run.evaluation.measure import Answer, AnswerMeter, mean_scores, remarks_on
 from megatron_vlm.run.evaluation.scores import (
-    Answer,
     AnswerDecoder,
-    exact_match,
+    generated_answers,
     rank_answers,
     token_scores,
 )
@@ -39,8 +40,9 @@ class Evaluation:
 
     name: str
     scores: dict[str, float]
-    predictions: list[dict[str, str]]  # for every question: where, answer, prediction
+    predictions: list[dict[str, Any]]  # for every question: where, answer, prediction
     examples: list[Example]  # a few of them, with prompt and pictures
+    remarks: list[str] = field(default_factory=list)  # lines for people
 
 
 class Evaluator:
@@ -54,6 +56,11 @@ class Evaluator:
         if cfg.eval.candidates is not None:
             self.candidates = read_candidates(cfg.eval.candidates)
         self.sets = [EvalSet.open(worker, cfg, entry) for entry in cfg.data.eval]
+        self.meter = AnswerMeter(cfg, worker)
+
+    def close(self) -> None:
+        """End the processes of users' metrics."""
+        self.meter.close()
 
     @cached_property
     def voice(self) -> AnswerDecoder:
@@ -73,20 +80,24 @@ class Evaluator:
         if self.candidates is not None:
             result = rank_answers(held_out, self.voice, self.candidates, alive)
             scores["ranking"], answers = result
-        if self.cfg.eval.generate:
-            scores["exact_match"], answers = exact_match(held_out, self.voice, alive)
-        scores |= {"samples": held_out.samples, "seconds": time.perf_counter() - start}
+        metrics = self.meter.metrics
+        if metrics:
+            answers = generated_answers(held_out, self.voice, self.meter, alive)
         worker = held_out.worker
         answers = _gather_answers(answers, worker.grid.dp, worker.platform.device)
+        scores |= mean_scores(metrics, answers)
+        remarks = remarks_on(metrics, answers, held_out.name)
+        scores |= {"samples": held_out.samples, "seconds": time.perf_counter() - start}
         data = held_out.data
         if data is None or worker.grid.rank != 0:
-            return Evaluation(held_out.name, scores, [], [])
+            return Evaluation(held_out.name, scores, [], [], remarks)
         few = _choose_answers(answers, self.cfg.eval.examples)
         return Evaluation(
             held_out.name,
             scores,
             [_prediction(data, answer) for answer in answers],
             [_example(data, answer) for answer in few],
+            remarks,
         )
 
 
@@ -120,13 +131,21 @@ def _gather_answers(answers: Sequence[Answer], dp: GroupAxis, device: torch.devi
     turns = itertools.zip_longest(*answer_lists)
     dealt = [answer for turn in turns for answer in turn if answer is not None]
     return [
-        Answer((source, index), right, prediction) for (source, index), right, prediction in dealt
+        Answer((source, index), right, prediction, tuple(references), *measured)
+        for (source, index), right, prediction, references, *measured in dealt
     ]
 
 
-def _prediction(data: DataSet, answer: Answer) -> dict[str, str]:
+def _prediction(data: DataSet, answer: Answer) -> dict[str, Any]:
+    """Return the line of an answer. Its scores are given where there are more than exact match."""
     where = data.where(answer.handle)
-    return {"where": where, "answer": answer.right, "prediction": answer.prediction}
+    line: dict[str, Any] = {"where": where, "answer": answer.right}
+    if answer.references:
+        line["answers"] = list(answer.references)
+    line["prediction"] = answer.prediction
+    if set(answer.scores) - {"exact_match"}:
+        line["scores"] = dict(answer.scores)
+    return line
 
 
 def _choose_answers(answers: Sequence[Answer], max_count: int) -> list[Answer]:
@@ -150,4 +169,5 @@ def _example(data: DataSet, answer: Answer) -> Example:
     views = [piece.view for piece in pieces if piece.view is not None]
     prompt = "\n".join(map(_turn_text, shown.turns[:-1]))
     images = tuple(data_uri(view.pictures[0]) for view in views if view.pictures)
-    return Example(**_prediction(data, answer), prompt=prompt, images=images)
+    where = data.where(answer.handle)
+    return Example(where, answer.right, answer.prediction, prompt=prompt, images=images)

@@ -14,6 +14,7 @@ from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet, Handle, Order, open_data, order_of_all
 from megatron_vlm.data.batches.loader import Loader, Replica
 from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.records.keys import references_of
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import Row
@@ -31,6 +32,7 @@ class Question:
     handle: Handle
     prompt: Row
     answer_ids: tuple[int, ...]  # without the token that ends the turn
+    references: tuple[str, ...] = ()  # all right answers, if the record lists them
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class EvalSet:
             max_samples, dp = self.cfg.eval.answer_samples, self.worker.grid.dp
             data = self.data if max_samples is None else first_samples(self.data, max_samples)
             local_handles = data.order.epoch(0)[dp.rank :: dp.size].tolist()
-        return [(source, index) for source, index in self._share(local_handles)]
+        return [(source, index) for source, index in self.share(local_handles)]
 
     def ask(self, handles: Sequence[Handle]) -> list[Question]:
         """Return these samples as questions, on every rank of the replica."""
@@ -97,7 +99,8 @@ class EvalSet:
                     if self.cfg.data.on_error == "raise":
                         failure = error
                         break
-        facts = self._share(failure or [(each.handle, each.answer_ids) for each in questions])
+        known = [(each.handle, each.answer_ids, each.references) for each in questions]
+        facts = self.share(failure or known)
         if not facts:
             return []
         prompts = (
@@ -106,11 +109,12 @@ class EvalSet:
         grid, device = self.worker.grid, self.worker.platform.device
         rows = rows_of(TensorBatch.from_bytes(share_bytes(prompts, grid, device)))
         return [
-            Question((source, index), row, tuple(answer_ids))
-            for ((source, index), answer_ids), row in zip(facts, rows, strict=True)
+            Question((source, index), row, tuple(answer_ids), tuple(references))
+            for ((source, index), answer_ids, references), row in zip(facts, rows, strict=True)
         ]
 
-    def _share(self, value: Any) -> Any:
+    def share(self, value: Any) -> Any:
+        """Return the JSON value of the rank that loads, on all ranks of the replica."""
         return share_json(value, self.worker.grid, self.worker.platform.device)
 
 
@@ -131,7 +135,8 @@ def question_of(data: DataSet, handle: Handle) -> Question:
     ids = sample.ids_S[start:end].tolist()
     if ids and ids[-1] == reader.encoder.renderer.end_id:
         ids.pop()
-    return Question(handle, cut_row(data.row(handle).row, start, reader.tokens), tuple(ids))
+    prompt = cut_row(data.row(handle).row, start, reader.tokens)
+    return Question(handle, prompt, tuple(ids), references_of(data.raw(handle)))
 
 
 def last_answer(trained_S: np.ndarray) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Scores of a set: loss, token accuracy, exact match of answers, ranking of candidates.
+"""Scores of a set: loss, token accuracy, generated answers, ranking of candidates.
 
 Shapes: N supervised tokens, V this rank's part of the padded vocabulary.
 """
@@ -14,31 +14,18 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.batches.dataset import Handle
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.chat_template import END
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import DataError
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet, Question
+from megatron_vlm.run.evaluation.measure import Answer, AnswerMeter
 from megatron_vlm.training.generate import candidate_log_probs, generate
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.stage_inputs import StageInput
 
 BLOCK = 64  # questions held in memory together
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The model's answer to a question."""
-
-    handle: Handle
-    right: str
-    prediction: str
-
-    @property
-    def is_right(self) -> bool:
-        return self.right == self.prediction
 
 
 def token_scores(held_out: EvalSet, alive: Callable[[], None]) -> dict[str, float]:
@@ -54,11 +41,10 @@ def token_scores(held_out: EvalSet, alive: Callable[[], None]) -> dict[str, floa
     return {"loss": -log_prob / (weight or 1.0), "token_accuracy": right / max(count, 1)}
 
 
-def exact_match(
-    held_out: EvalSet, voice: "AnswerDecoder", alive: Callable[[], None]
-) -> tuple[float, list[Answer]]:
-    """Return the share of questions that the model answers word for word, and this replica's
-    answers."""
+def generated_answers(
+    held_out: EvalSet, voice: "AnswerDecoder", meter: AnswerMeter, alive: Callable[[], None]
+) -> list[Answer]:
+    """Return this replica's answers, generated greedily, with their scores. A collective."""
     settings = held_out.cfg.eval
 
     def answer(questions: Sequence[Question]) -> list[str]:
@@ -67,7 +53,8 @@ def exact_match(
         completions = generate(held_out.worker.stage, prompts, *limits)
         return [voice.text([*voice.prefill_ids, *ids]) for ids in completions]
 
-    return _answers(held_out, voice, answer, alive)
+    measure = partial(meter.measure, held_out, alive=alive)
+    return _answers(held_out, voice, answer, alive, measure)
 
 
 def rank_answers(
@@ -98,7 +85,11 @@ def rank_answers(
             stage.score([])  # Replicas that share its experts have more questions.
         return choices
 
-    return _answers(held_out, voice, answer, alive)
+    answers = _answers(held_out, voice, answer, alive)
+    right = sum(answer.prediction == answer.right for answer in answers)
+    totals = torch.tensor([right, len(answers)], dtype=torch.float64, device=stage.device)
+    dist.all_reduce(totals, group=stage.grid.dp.group)
+    return float(totals[0] / totals[1].clamp(min=1)), answers
 
 
 @dataclass(frozen=True)
@@ -132,18 +123,19 @@ def _answers(
     voice: AnswerDecoder,
     answer: Callable[[Sequence[Question]], list[str]],
     alive: Callable[[], None],
-) -> tuple[float, list[Answer]]:
+    measure: Callable[[list[Answer]], list[Answer]] = list,
+) -> list[Answer]:
     handles, stage = held_out.handles(), held_out.worker.stage
     answers: list[Answer] = []
     for start in range(0, stage.global_max(len(handles)), BLOCK):
         alive()
         questions = held_out.ask(handles[start : start + BLOCK])
-        for question, prediction in zip(questions, answer(questions), strict=True):
-            answers.append(Answer(question.handle, voice.text(question.answer_ids), prediction))
-    right = sum(answer.is_right for answer in answers)
-    totals = torch.tensor([right, len(answers)], dtype=torch.float64, device=stage.device)
-    dist.all_reduce(totals, group=stage.grid.dp.group)
-    return float(totals[0] / totals[1].clamp(min=1)), answers
+        block = [
+            Answer(each.handle, voice.text(each.answer_ids), prediction, each.references)
+            for each, prediction in zip(questions, answer(questions), strict=True)
+        ]
+        answers += measure(block)
+    return answers
 
 
 def _count_tokens(stage: Stage, batches: Sequence[MicroBatch]) -> Tensor:

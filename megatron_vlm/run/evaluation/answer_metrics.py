@@ -1,0 +1,150 @@
+"""Metrics of an answer, as the benchmarks define them: pure functions of the model's answer and the
+right answers, of which the best one counts."""
+
+import re
+from collections.abc import Callable, Sequence
+
+from megatron_vlm.data.tokens.boxes_as_text import outlines_in_text
+
+ANLS_THRESHOLD = 0.5  # a lower similarity counts as a wrong answer, not as a misread one
+RELAXED_CHANGE = 0.05  # share by which a number may differ
+IOU_THRESHOLD = 0.5  # from this overlap on, a box counts as found
+
+Box = tuple[float, float, float, float]  # x1, y1, x2, y2
+LabelledBox = tuple[str, Box]
+_NUMBER = r"\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*"
+_FOUR = rf"{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}"
+_CORNERS = rf"\({_NUMBER},{_NUMBER}\)\s*,?\s*\({_NUMBER},{_NUMBER}\)"
+_BOX_TEXT = re.compile(rf"\[{_FOUR}\]|\({_FOUR}\)|{_CORNERS}")
+
+
+def exact_match(prediction: str, references: Sequence[str]) -> dict[str, float]:
+    """Return 1 if the answer is one of the right ones, word for word."""
+    return {"exact_match": float(prediction in [reference.strip() for reference in references])}
+
+
+def anls(prediction: str, references: Sequence[str]) -> dict[str, float]:
+    """Return the average normalized Levenshtein similarity of DocVQA for one question: letter case
+    and repeated white space do not count, and a similarity below a half is 0."""
+    similarity = max(_similarity(prediction, reference) for reference in references)
+    return {"anls": similarity if similarity >= ANLS_THRESHOLD else 0.0}
+
+
+def relaxed_accuracy(prediction: str, references: Sequence[str]) -> dict[str, float]:
+    """Return 1 if the answer is right by ChartQA's rule: a number within 5 % of the right one, or
+    any other text apart from letter case. A number is what Python reads as one; with a percent sign
+    at its end it is divided by 100."""
+    is_right = any(_is_relaxed_match(prediction, reference) for reference in references)
+    return {"relaxed_accuracy": float(is_right)}
+
+
+def iou(prediction: str, references: Sequence[str]) -> dict[str, float]:
+    """Return the mean overlap of boxes (intersection over union), and the share of boxes with an
+    overlap of at least a half. A box that only one side has counts as 0. Return nothing if the
+    right answer has no boxes, unless it is an empty list of them."""
+    expected = [boxes for text in references if (boxes := read_boxes(text)) or text.strip() == "[]"]
+    predicted = read_boxes(prediction)
+    scores = [_overlap_scores(predicted, boxes) for boxes in expected]
+    if not scores:
+        return {}
+    mean, found = max(scores)
+    return {"iou": mean, "iou_accuracy": found}
+
+
+METRICS: dict[str, Callable[[str, Sequence[str]], dict[str, float]]] = {
+    "exact_match": exact_match,
+    "anls": anls,
+    "relaxed_accuracy": relaxed_accuracy,
+    "iou": iou,
+}
+
+
+def _similarity(prediction: str, reference: str) -> float:
+    # The official code divides by the lengths before it changes the texts.
+    length = max(len(prediction.upper()), len(reference.upper()))
+    first, second = (" ".join(text.strip().lower().split()) for text in (prediction, reference))
+    if not length:
+        return 1.0
+    if abs(len(first) - len(second)) > length * (1 - ANLS_THRESHOLD):
+        return 0.0  # below the threshold in any case
+    return 1 - _levenshtein(first, second) / length
+
+
+def _levenshtein(first: str, second: str) -> int:
+    """Return the least number of letters to insert, delete or replace."""
+    row = list(range(len(second) + 1))
+    for above, letter in enumerate(first):
+        diagonal, row[0] = above, above + 1
+        for place, other in enumerate(second, start=1):
+            replaced = diagonal + (letter != other)
+            diagonal = row[place]
+            row[place] = min(replaced, row[place] + 1, row[place - 1] + 1)
+    return row[-1]
+
+
+def _is_relaxed_match(prediction: str, reference: str) -> bool:
+    number, right = _number(prediction), _number(reference)
+    if number is not None and right:  # to 0 there is no relative difference
+        return abs(number - right) / abs(right) <= RELAXED_CHANGE
+    return prediction.lower() == reference.lower()
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        return None
+
+
+def read_boxes(text: str) -> list[LabelledBox]:
+    """Return the boxes that an answer names, with their labels: objects of JSON with `bbox_2d`, or
+    else four numbers in brackets. They may count pixels or thousandths of the picture's sides: an
+    overlap is the same in both, as long as the right answer counts alike."""
+    outlines = [each for each in outlines_in_text(text) if len(each.numbers) == 4]
+    if outlines:
+        return [(each.label.strip().lower(), _ordered(each.numbers)) for each in outlines]
+    matches = _BOX_TEXT.finditer(text)
+    found = ([float(part) for part in match.groups() if part is not None] for match in matches)
+    return [("", _ordered(numbers)) for numbers in found]
+
+
+def _ordered(numbers: Sequence[float]) -> Box:
+    x1, y1, x2, y2 = (float(number) for number in numbers)
+    return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
+
+
+def _overlap_scores(
+    predicted: Sequence[LabelledBox], expected: Sequence[LabelledBox]
+) -> tuple[float, float]:
+    """Pair the boxes, the largest overlap first, and return both scores. Boxes whose labels differ
+    are no pair; a missing label fits every other."""
+    pairs = sorted(
+        (
+            (_iou(box, right), -i, -j)
+            for i, (label, box) in enumerate(predicted)
+            for j, (right_label, right) in enumerate(expected)
+            if label == right_label or not label or not right_label
+        ),
+        reverse=True,
+    )
+    overlaps: list[float] = []
+    taken: tuple[set[int], set[int]] = (set(), set())
+    for overlap, i, j in pairs:
+        if i not in taken[0] and j not in taken[1]:
+            overlaps.append(overlap)
+            taken[0].add(i)
+            taken[1].add(j)
+    count = max(len(predicted), len(expected))
+    if not count:
+        return 1.0, 1.0
+    found = sum(overlap >= IOU_THRESHOLD for overlap in overlaps)
+    return sum(overlaps) / count, found / count
+
+
+def _iou(first: Box, second: Box) -> float:
+    width = min(first[2], second[2]) - max(first[0], second[0])
+    height = min(first[3], second[3]) - max(first[1], second[1])
+    common = max(width, 0.0) * max(height, 0.0)
+    areas = [(x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (first, second)]
+    union = sum(areas) - common
+    return common / union if union > 0 else float(first == second)
