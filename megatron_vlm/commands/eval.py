@@ -12,6 +12,7 @@ from megatron_vlm.checkpoint.retention import find_checkpoint, held_checkpoint
 from megatron_vlm.config import ConfigFile, load_config, read_saved
 from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
 from megatron_vlm.config.checks import require
+from megatron_vlm.config.evaluation_checks import held_out_names
 from megatron_vlm.config.schema import CheckpointConfig, Config
 from megatron_vlm.data.fork_server import start_server
 from megatron_vlm.distributed.dims import loads_data
@@ -55,7 +56,8 @@ def locate(
         checkpoint = find_checkpoint(folder)
         cfg = read_saved(checkpoint, overrides, file)
         cfg = replace(cfg, lora=replace(cfg.lora, path=None))  # the checkpoint continued from there
-    require(cfg, needs)
+    if needs != "data.eval" or not held_out_names(cfg):
+        require(cfg, needs)
     path = pin(cfg.model.path, weights=True)
     return replace(cfg, model=replace(cfg.model, path=path)), checkpoint
 

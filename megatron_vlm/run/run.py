@@ -15,6 +15,7 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.export_folder import changed_file, read_export_mark
 from megatron_vlm.hf.model_card import versions
 from megatron_vlm.hf.push import Upload
+from megatron_vlm.io.atomic import write_text
 from megatron_vlm.lora.peft_config import is_kind
 from megatron_vlm.lora.weights import serving_remark
 from megatron_vlm.report.layout_table import layout_table, stage_reports
@@ -22,11 +23,12 @@ from megatron_vlm.report.metrics_lines import has_load_line
 from megatron_vlm.report.run import write_report
 from megatron_vlm.run.checkpointing import CheckpointManager
 from megatron_vlm.run.evaluation.evaluate import Evaluator, write_examples, write_predictions
+from megatron_vlm.run.evaluation.held_out_sets import list_held_out
 from megatron_vlm.run.intervals import Interval, is_due
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.profiler import Profiler
 from megatron_vlm.run.resolve_layers import resolve_layers
-from megatron_vlm.run.run_folder import export_folders, held_folder
+from megatron_vlm.run.run_folder import HELD_OUT_LIST, export_folders, held_folder
 from megatron_vlm.run.throughput import Meter, NonFiniteGuard
 from megatron_vlm.training.data_feed import Feeder, StepData
 from megatron_vlm.training.expert_routing import percent_of_mean
@@ -134,6 +136,8 @@ class Run:
             dropped=self.feeder.remarks.dropped,
             wrong=self.feeder.remarks.wrong,
         )
+        if self.log.speaks and (text := list_held_out(self.examiner.sets)):
+            write_text(Path(self.cfg.run) / HELD_OUT_LIST, text)
         for remarks in (self.feeder.remarks, *(each.remarks for each in self.examiner.sets)):
             for line in remarks.lines:
                 self.log.event(self.progress.step, line)

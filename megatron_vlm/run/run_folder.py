@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_vlm.checkpoint.retention import check_leftovers, last_serial
 from megatron_vlm.config import to_yaml
+from megatron_vlm.config.evaluation_checks import held_out_names
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import Exported, exports
 from megatron_vlm.distributed.process import restarts
@@ -32,9 +33,10 @@ from megatron_vlm.io.atomic import (
 from megatron_vlm.io.untrusted import what_is_at
 from megatron_vlm.report.metrics_lines import SAMPLES
 
+HELD_OUT_LIST = "held_out.txt"  # the records that data.split holds out
 LOCK = "job.lock"  # names the job that writes the run, or was the last to do so
 # Files that a run overwrites or appends to.
-_FILES = ("config.yaml", "metrics.jsonl", SAMPLES, "examples.json", "report.html")
+_FILES = ("config.yaml", "metrics.jsonl", SAMPLES, "examples.json", "report.html", HELD_OUT_LIST)
 _RUN_FILES = (*_FILES, "predictions")
 _PATIENCE_S = 5  # for an earlier job of the run to release the folder
 _PATIENCE_AFTER_RESTART_S = 60  # A file server releases a dead machine's locks late.
@@ -103,8 +105,14 @@ def _check_ways(cfg: Config) -> None:
     """Refuse anything in the place of a file or a folder that the run will write, even if only at
     its end. Exports and checkpoints are checked separately."""
     folder = Path(cfg.run)
-    predictions = [f"predictions/{each.name}.jsonl" for each in cfg.data.eval]
-    whole = ["config.yaml", "examples.json", MARK, *predictions]  # written under another name first
+    predictions = [f"predictions/{name}.jsonl" for name in held_out_names(cfg)]
+    whole = [
+        "config.yaml",
+        "examples.json",
+        HELD_OUT_LIST,
+        MARK,
+        *predictions,
+    ]  # written under another name first
     files = (LOCK, *_FILES, *whole, *(name + NEW for name in whole))
     ways = dict.fromkeys(("checkpoints", "predictions", "tensorboard", "profile"), "a folder")
     for name, expected in {**ways, **dict.fromkeys(files, "a file")}.items():

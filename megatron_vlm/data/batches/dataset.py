@@ -15,6 +15,7 @@ from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.balance import RowSize
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.held_out import choose_held_out
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.data.sources.source import Source, open_source
 from megatron_vlm.data.sources.stream import open_stream
@@ -162,10 +163,13 @@ def open_data(
     share: tuple[int, int] = (0, 1),
     train: bool = True,
     asks: bool = False,
+    held_out: bool = False,
 ) -> DataSet | StreamSet:
     """Open and index every source of `data.train` or `data.eval`; streams are only opened. If
     several processes index together, `share` is the index of this process and their number. With
-    `asks`, samples are prompts: no token is trained, and an answer at the end is left out."""
+    `asks`, samples are prompts: no token is trained, and an answer at the end is left out. With
+    `train` the records that data.split holds out are left out; with `held_out` there are no
+    others."""
     encoder = make_encoder(model_path, cfg)
     cache = None if cfg.cache_dir is None else home_path(cfg.cache_dir)
     if any(spec.streaming for spec in specs):
@@ -180,6 +184,12 @@ def open_data(
         build_index(source, reader, cfg, scratch, share)
         for source, reader in zip(sources, readers, strict=True)
     )
+    if cfg.split is not None and (train or held_out):
+        chosen = choose_held_out(sources, cfg)
+        indexes = tuple(
+            index.only(part if held_out else ~part)
+            for index, part in zip(indexes, chosen, strict=True)
+        )
     lengths = tuple(len(index) for index in indexes)
     order = order_of_all(lengths)
     if train:

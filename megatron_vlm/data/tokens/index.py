@@ -7,6 +7,7 @@ other, and no process reads half a file.
 """
 
 import contextlib
+import copy
 import hashlib
 import json
 import logging
@@ -88,6 +89,15 @@ class Index:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def only(self, chosen: np.ndarray) -> "Index":
+        """Return the index of the chosen records; one flag for each record of the source."""
+        part = copy.copy(self)
+        kept = chosen[self.records]
+        columns = ("records", "chunk_of", "place", "tokens", "supervised", "patches")
+        for name in (*columns, "patch_pairs", "images"):
+            setattr(part, name, getattr(self, name)[kept])
+        return part
 
     def __getitem__(self, sample: int) -> Sample:
         return self.files[self.chunk_of[sample]].sample(int(self.place[sample]))

@@ -55,7 +55,7 @@ class Evaluator:
         self.candidates: list[str] | None = None
         if cfg.eval.candidates is not None:
             self.candidates = read_candidates(cfg.eval.candidates)
-        self.sets = [EvalSet.open(worker, cfg, entry) for entry in cfg.data.eval]
+        self.sets = EvalSet.open_all(worker, cfg)
         self.meter = AnswerMeter(cfg, worker)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_vlm.config.data_sources import EvalSource
+from megatron_vlm.config.data_sources import HELD_OUT, SourceSpec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_warnings import Remarks
@@ -47,23 +47,45 @@ class EvalSet:
     remarks: Remarks
 
     @staticmethod
-    def open(worker: MegatronWorker, cfg: Config, entry: EvalSource) -> "EvalSet":
-        """Open an entry of data.eval."""
+    def open(
+        worker: MegatronWorker,
+        cfg: Config,
+        name: str,
+        specs: Sequence[SourceSpec],
+        held_out: bool = False,
+    ) -> "EvalSet":
+        """Open the set with this name. With `held_out` it is the part of data.train that data.split
+        holds out."""
         grid, device = worker.grid, worker.platform.device
-
-        name = f"data.eval {entry.name}"
+        key = "data.split" if held_out else f"data.eval {name}"
 
         def opening() -> tuple[DataSet, tuple[int, Any]]:
             share, sizes = (grid.dp.rank, grid.dp.size), worker.source.sizes
-            path, specs = cfg.model.path, (entry.source,)
-            data = open_data(specs, "data.eval", cfg.data, path, sizes, share, train=False)
+            named = "data.split" if held_out else "data.eval"
+            data = open_data(
+                *(specs, named, cfg.data, cfg.model.path, sizes, share),
+                train=False,
+                held_out=held_out,
+            )
             assert isinstance(data, DataSet)
-            remarks = asdict(Remarks.from_data(data, name, cfg.data))
+            remarks = asdict(
+                Remarks((_describe_split(data, cfg),))
+                if held_out
+                else Remarks.from_data(data, key, cfg.data)
+            )
             data = first_samples(data, cfg.eval.samples)
             return data, (len(data.order), remarks)
 
-        data, (samples, remarks) = open_together(name, grid, device, opening, worker.watchdog)
-        return EvalSet(worker, cfg, entry.name, data, samples, Remarks(**remarks))
+        data, (samples, remarks) = open_together(key, grid, device, opening, worker.watchdog)
+        return EvalSet(worker, cfg, name, data, samples, Remarks(**remarks))
+
+    @staticmethod
+    def open_all(worker: MegatronWorker, cfg: Config) -> list["EvalSet"]:
+        """Open all sets of data.eval, or else the one of data.split."""
+        if not cfg.data.eval and cfg.data.split is not None:
+            return [EvalSet.open(worker, cfg, HELD_OUT, cfg.data.train, held_out=True)]
+        sets = [(entry.name, (entry.source,)) for entry in cfg.data.eval]
+        return [EvalSet.open(worker, cfg, *each) for each in sets]
 
     def batches(self) -> Iterator[list[MicroBatch]]:
         """Yield the set's micro-batches, each list on every rank of the replica."""
@@ -118,14 +140,37 @@ class EvalSet:
         return share_json(value, self.worker.grid, self.worker.platform.device)
 
 
+def _describe_split(data: DataSet, cfg: Config) -> str:
+    records = sum(map(len, data.sources))
+    held_out = sum(map(len, data.indexes))
+    return (
+        f"data.split={cfg.data.split:g} holds out {held_out:,} samples of the {records:,} records "
+        f"of data.train: the set {HELD_OUT}"
+    )
+
+
+def list_held_out(sets: Sequence[EvalSet]) -> str:
+    """Return a line with the place of each record that data.split holds out; nothing without."""
+    lines = [
+        f"{each.data.where((source, sample))}\n"
+        for each in sets
+        if each.name == HELD_OUT and each.data is not None and each.cfg.data.split is not None
+        for source, index in enumerate(each.data.indexes)
+        for sample in range(len(index))
+    ]
+    return "".join(lines)
+
+
 def first_samples(data: DataSet, samples: int | None) -> DataSet:
-    """Return at most `samples` samples of one source, the same ones each time. They are spread over
-    the whole source, since files are often sorted. A source with fewer samples returns all of them
-    in their order."""
-    length = len(data.indexes[0])
-    if samples is None or samples >= length:
-        return replace(data, order=order_of_all((length,)))
-    return replace(data, order=Order((length,), (samples / length,), seed=0, shuffle=True))
+    """Return about `samples` samples, the same ones each time. They are spread over each whole
+    source, since files are often sorted. If there are fewer samples, all of them are returned in
+    their order."""
+    lengths = tuple(map(len, data.indexes))
+    total = sum(lengths)
+    if samples is None or samples >= total:
+        return replace(data, order=order_of_all(lengths))
+    weights = (samples / total,) * len(lengths)
+    return replace(data, order=Order(lengths, weights, seed=0, shuffle=True))
 
 
 def question_of(data: DataSet, handle: Handle) -> Question:
