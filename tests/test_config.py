@@ -2,6 +2,7 @@
 """Tests of the configuration: recipes, overrides and keys that do not exist."""
 
 import math
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
@@ -305,3 +306,51 @@ def test_what_is_out_of_range_is_refused_and_the_ends_are_not(key):
             check(value)
         assert (caught.value.key, caught.value.allowed) == (key, str(allowed))
     check(0.5 if allowed.is_min_open else allowed.min)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        ("eval.every=2 eval.every_epochs=1", "eval.every_epochs", "eval.every=null"),
+        ("checkpoint.every=2 checkpoint.every_epochs=1", "checkpoint.every_epochs", "both set"),
+        ("data.split=1.5", "data.split", "whole number"),
+        ("data.split=3 data.eval=b.jsonl", "data.split", "data.eval=null"),
+        ("data.split=3 data.train={path: a, streaming: true}", "data.split", "is a stream"),
+        ("eval.every_epochs=1 data.train={path: a, streaming: true}", "eval.every_epochs", "=N"),
+        ("train.early_stopping=2", "train.early_stopping", "checkpoint.best=b/loss"),
+        ("train.early_stopping=2 checkpoint.best=b/loss", "train.early_stopping", "only one"),
+        ("train.early_stopping_delta=1", "train.early_stopping_delta", "no effect"),
+        ("checkpoint.export_from=best", "checkpoint.export_from", "SET/SCORE"),
+        (
+            "checkpoint.export_from=best checkpoint.best=b/loss checkpoint.export=false",
+            "checkpoint.export_from",
+            "change one",
+        ),
+        ("eval.metrics=[anls,bleu]", "eval.metrics", "bleu is no metric"),
+        ("eval.metrics=[anls,anls]", "eval.metrics", "the name anls"),
+        ("eval.metrics=[nowhere.py:loss]", "eval.metrics", "the name loss"),
+        ("eval.metrics=nowhere.py:score", "eval.metrics", "no file nowhere.py"),
+        ("eval.metrics=my.py:", "eval.metrics", "FILE.py:NAME"),
+        ("checkpoint.best=b/anls", "checkpoint.best", "others need eval.metrics"),
+        ("checkpoint.best=held_out/loss", "checkpoint.best", "it has b"),
+    ],
+)
+def test_measurements_that_cannot_be_made(overrides, key, words):
+    given = re.split(r" (?=\w+\.)", overrides)
+    fixed = ["model.path=x", "data.train=a.jsonl", "train.steps=3"]
+    if not any(word.startswith("data.") for word in given):
+        fixed.append("data.eval=b.jsonl")
+    with raises(ConfigError, key=key) as caught:
+        check_training(load_config([*fixed, *given]))
+    assert words in str(caught.value)
+
+
+def test_measurements_that_can_be_made(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("")
+    words = [f"eval.metrics=[iou,{own}:score]", "data.split=0.1", "eval.every_epochs=0.5"]
+    words += ["train.early_stopping=2", "checkpoint.export_from=best", "data.train=a.jsonl"]
+    for score in ("iou_accuracy", "score", "score_f1"):
+        cfg = load_config(["model.path=x", f"checkpoint.best=held_out/{score}", *words])
+        check_training(cfg)
+        assert from_yaml(to_yaml(cfg)) == cfg

@@ -17,12 +17,15 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
-from megatron_vlm.config.data_sources import parse_sets
+from megatron_vlm.commands.eval import locate
+from megatron_vlm.config.data_sources import parse_sets, parse_sources
+from megatron_vlm.config.evaluation_checks import held_out_names
 from megatron_vlm.config.schema import CheckpointConfig, EvalConfig
 from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.dataset import open_data
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tokens.row import IGNORE, Row
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.run.checkpointing import Progress
 from megatron_vlm.run.evaluation.answer_metrics import anls, iou, relaxed_accuracy
@@ -504,3 +507,63 @@ def test_a_run_stops_early_and_exports_its_best(tiny, tmp_path, pool):
     status, out, err = go_pooled(pool, 2, tmp_path, tiny(), "resumed", *words, *more)
     assert status == 0 and "of step 2, is not in" in out and "the best is sought anew" in out, err
     assert f"exported step 8 to {tmp_path}/resumed/export" in out
+
+
+def both_sides(files: list[str], path: str, **options: Any) -> list[list[str]]:
+    """Return the first message of each record that is trained on, and of each that is held out."""
+    sides = []
+    for held_out in (False, True):
+        cfg, specs = data_config(None, **options), parse_sources(files, "data.train")
+        sizes = read_sizes(path)
+        data = open_data(specs, "data.train", cfg, path, sizes, held_out=held_out)
+        rows = [data.raw((s, i)) for s, index in enumerate(data.indexes) for i in range(len(index))]
+        assert [len(data.row((0, 0)).row.ids_S)] == data.indexes[0].tokens[:1].tolist()
+        sides.append([row["messages"][0]["content"][-1]["text"] for row in rows])
+    assert not set(sides[0]) & set(sides[1])
+    return sides
+
+
+def test_records_are_held_out_by_their_content(tiny, tmp_path):
+    path, file = tiny(), Path(write_set(tmp_path, 40))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    trained, held_out = both_sides([str(file)], path, split=0.25)
+    assert len(held_out) == 10 and len(trained) == 30
+    # Another order, another file and another id change nothing, and a copy is on the same side.
+    copied = [*lines[::-1], *({"id": str(n), **each} for n, each in enumerate(lines[:5]))]
+    halves = [copied[:20], copied[20:]]
+    for number, half in enumerate(halves):
+        text = "".join(json.dumps(each) + "\n" for each in half)
+        (tmp_path / f"{number}.jsonl").write_text(text)
+    files = [str(tmp_path / f"{number}.jsonl") for number in range(2)]
+    again = both_sides(files, path, split=float(len(held_out)))
+    assert set(again[1]) <= set(held_out) and len(again[1]) >= 10
+    assert len(again[0]) + len(again[1]) == 45
+    assert set(both_sides([str(file)], path, split=0.25, seed=1)[1]) != set(held_out)
+    assert len(both_sides([str(file)], path, split=0.001)[1]) == 1
+    with pytest.raises(DataError, match="leaves no record of the 40 to train on"):
+        both_sides([str(file)], path, split=40.0)
+
+
+def test_a_run_holds_out_a_part(tiny, tmp_path, pool):
+    """The set has a name, a list in the folder of the run, and the same records after a resume at
+    another layout and for `eval`."""
+    file = Path(write_set(tmp_path))
+    words = ["data.split=5", "train.steps=2", "checkpoint.best=held_out/loss", "eval.every=1"]
+    status, out, err = go_pooled(pool, 2, tmp_path, tiny(), "split", *words)
+    assert status == 0, err
+    assert "data.split=5 holds out 5 samples of the 23 records of data.train" in out
+    listed = (tmp_path / "split" / "held_out.txt").read_text()
+    assert len(listed.splitlines()) == 5 and all("train.jsonl:" in x for x in listed.splitlines())
+    more = [*words, "train.steps=3", "parallel.pp=1", "data.shuffle=true"]
+    status, out, err = go_pooled(pool, 2, tmp_path, tiny(), "split", *more)
+    assert status == 0 and "resumed from" in out, err
+    assert (tmp_path / "split" / "held_out.txt").read_text() == listed
+    rows = (tmp_path / "split" / "metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in rows]
+    assert {line["samples"] for line in lines if line["kind"] == "start"} == {18}
+    sets = {(line["name"], line["samples"]) for line in lines if line["kind"] == "eval"}
+    assert sets == {("held_out", 5)}
+    cfg, checkpoint = locate(str(tmp_path / "split"), [])
+    assert checkpoint is not None and held_out_names(cfg) == ["held_out"]
+    cfg, _ = locate(str(tmp_path / "split"), [f"data.eval={file}"])
+    assert held_out_names(cfg) == ["train"]
