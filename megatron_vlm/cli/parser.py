@@ -132,8 +132,9 @@ def _eval(args: argparse.Namespace) -> int:
     """score a checkpoint on held-out sets
 
     Measure the loss and token accuracy of each set in data.eval, and the exact match of generated
-    answers with eval.generate=true. With eval.candidates, also measure how often the right
-    candidate is the most likely one. Print one line of JSON per set.
+    answers with eval.generate=true. With eval.metrics=[anls,my.py:score], also measure other
+    metrics of these answers, and with eval.candidates how often the right candidate is the most
+    likely one. Print one line of JSON per set.
 
     example: megatron-vlm eval runs/first data.eval=chats.jsonl eval.generate=true. A run and its
     checkpoints have their configuration: single keys can be changed (parallel.pp=1), but not
