@@ -161,13 +161,15 @@ def _turn_text(turn: ShownTurn) -> str:
 
 
 def _example(data: DataSet, answer: Answer) -> Example:
+    # Of several right answers, the one that the model gave is shown.
+    right = answer.prediction if answer.is_right else answer.right
     try:
         shown = data.show(answer.handle, pictures=True)
     except DataError as error:
-        return Example(str(error), answer.right, answer.prediction)
+        return Example(str(error), right, answer.prediction)
     pieces = [piece for turn in shown.turns[:-1] for piece in turn.pieces]
     views = [piece.view for piece in pieces if piece.view is not None]
     prompt = "\n".join(map(_turn_text, shown.turns[:-1]))
     images = tuple(data_uri(view.pictures[0]) for view in views if view.pictures)
     where = data.where(answer.handle)
-    return Example(where, answer.right, answer.prediction, prompt=prompt, images=images)
+    return Example(where, right, answer.prediction, prompt=prompt, images=images)

@@ -132,7 +132,7 @@ def _measured(
             name = metric_name(metric)
             try:
                 numbers = calls[metric].result()
-            except DataError as error:
+            except (DataError, ConfigError) as error:
                 failures[metric] = str(error)
             else:
                 scores |= {f"{name}_{key}" if key else name: v for key, v in numbers.items()}
