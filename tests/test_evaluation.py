@@ -284,8 +284,8 @@ def boxes(*named: tuple[str, list[float]]) -> str:
         # Other labels are no pair, and of two boxes for one the better counts.
         (boxes(("cat", [0, 0, 10, 10])), boxes(("dog", [0, 0, 10, 10])), (0.0, 0.0)),
         ("[0,0,10,10] [0,0,10,9]", "[0,0,10,9]", (0.5, 0.5)),
-        # The largest overlap first: 0.9 for the second box leaves 0.5 to the first.
-        ("[0,0,10,10] [0,0,10,5]", "[0,0,10,9] [0,0,10,10]", (0.75 + 5 / 36 / 5 * 2, 1.0)),
+        # The largest overlap comes first, and leaves 5 / 9 to the other boxes.
+        ("[0,0,10,10] [0,0,10,5]", "[0,0,10,9] [0,0,10,10]", (7 / 9, 1.0)),
         ("nothing", "[0,0,10,10]", (0.0, 0.0)),
         ("nothing", "[]", (1.0, 1.0)),
         ("[0,0,1,1]", "[]", (0.0, 0.0)),
