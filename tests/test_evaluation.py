@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.commands.eval import locate
 from megatron_vlm.config.data_sources import parse_sets, parse_sources
-from megatron_vlm.config.evaluation_checks import held_out_names
+from megatron_vlm.config.evaluation_checks import BUILT_IN_METRICS, held_out_names
 from megatron_vlm.config.schema import CheckpointConfig, EvalConfig
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import open_data
@@ -28,7 +28,7 @@ from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.run.checkpointing import Progress
-from megatron_vlm.run.evaluation.answer_metrics import anls, iou, relaxed_accuracy
+from megatron_vlm.run.evaluation.answer_metrics import METRICS, anls, iou, relaxed_accuracy
 from megatron_vlm.run.evaluation.evaluate import Evaluator, read_candidates
 from megatron_vlm.run.evaluation.held_out_sets import cut_row, first_samples, last_answer
 from megatron_vlm.run.intervals import is_due
@@ -295,6 +295,8 @@ def boxes(*named: tuple[str, list[float]]) -> str:
 )
 def test_boxes_overlap(prediction, reference, expected):
     scores = iou(prediction, [reference])
+    assert set(METRICS) == set(BUILT_IN_METRICS)
+    assert set(scores) <= set(BUILT_IN_METRICS["iou"])
     assert (tuple(scores.values()) or None) == (expected and pytest.approx(expected, abs=1e-12))
     if expected:
         worst = boxes(("", [700, 700, 701, 701]))

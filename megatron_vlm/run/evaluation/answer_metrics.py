@@ -10,8 +10,8 @@ ANLS_THRESHOLD = 0.5  # a lower similarity counts as a wrong answer, not as a mi
 RELAXED_CHANGE = 0.05  # share by which a number may differ
 IOU_THRESHOLD = 0.5  # from this overlap on, a box counts as found
 
-Box = tuple[float, float, float, float]  # x1, y1, x2, y2
-LabelledBox = tuple[str, Box]
+_Box = tuple[float, float, float, float]  # x1, y1, x2, y2
+_LabelledBox = tuple[str, _Box]
 _NUMBER = r"\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*"
 _FOUR = rf"{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}"
 _CORNERS = rf"\({_NUMBER},{_NUMBER}\)\s*,?\s*\({_NUMBER},{_NUMBER}\)"
@@ -96,7 +96,7 @@ def _number(text: str) -> float | None:
         return None
 
 
-def read_boxes(text: str) -> list[LabelledBox]:
+def read_boxes(text: str) -> list[_LabelledBox]:
     """Return the boxes that an answer names, with their labels: objects of JSON with `bbox_2d`, or
     else four numbers in brackets. They may count pixels or thousandths of the picture's sides: an
     overlap is the same in both, as long as the right answer counts alike."""
@@ -108,13 +108,13 @@ def read_boxes(text: str) -> list[LabelledBox]:
     return [("", _ordered(numbers)) for numbers in found]
 
 
-def _ordered(numbers: Sequence[float]) -> Box:
+def _ordered(numbers: Sequence[float]) -> _Box:
     x1, y1, x2, y2 = (float(number) for number in numbers)
     return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
 
 
 def _overlap_scores(
-    predicted: Sequence[LabelledBox], expected: Sequence[LabelledBox]
+    predicted: Sequence[_LabelledBox], expected: Sequence[_LabelledBox]
 ) -> tuple[float, float]:
     """Pair the boxes, the largest overlap first, and return both scores. Boxes whose labels differ
     are no pair; a missing label fits every other."""
@@ -141,7 +141,7 @@ def _overlap_scores(
     return sum(overlaps) / count, found / count
 
 
-def _iou(first: Box, second: Box) -> float:
+def _iou(first: _Box, second: _Box) -> float:
     width = min(first[2], second[2]) - max(first[0], second[0])
     height = min(first[3], second[3]) - max(first[1], second[1])
     common = max(width, 0.0) * max(height, 0.0)
