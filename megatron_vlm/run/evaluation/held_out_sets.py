@@ -144,7 +144,7 @@ def _describe_split(data: DataSet, cfg: Config) -> str:
     records = sum(map(len, data.sources))
     held_out = sum(map(len, data.indexes))
     return (
-        f"data.split={cfg.data.split:g} holds out {held_out:,} samples of the {records:,} records "
+        f"data.split={cfg.data.split:.10g} holds out {held_out:,} samples of the {records:,} records "
         f"of data.train: the set {HELD_OUT}"
     )
 
