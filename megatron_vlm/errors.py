@@ -5,7 +5,7 @@ import errno
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 NOT_GIVEN: Any = type("NotGiven", (), {"__repr__": lambda _: "NOT_GIVEN"})()
@@ -37,7 +37,10 @@ class MegatronVLMError(ValueError):
     found: value that the key has
     allowed: values that the key may have: a range, several choices, or a phrase
     remedy: what to do about it, in the imperative; by default "give ALLOWED"
+    further: errors of the same kind that were found together with this one; a copy is without them
     """
+
+    further: tuple["MegatronVLMError", ...] = ()
 
     def __init__(
         self,
@@ -153,6 +156,24 @@ _REFUSALS = {
     errno.EIO: "the disk or the network that it is on has failed",
     errno.ESTALE: "the server of this folder has replaced or removed it",
 }
+
+
+def gather_errors(errors: Sequence[ConfigError]) -> ConfigError:
+    """Return the first of these errors with the others as `further`, so that all are shown at
+    once."""
+    first, *further = errors
+    first.further = tuple(further)
+    first.args = ("\n".join(str(error) for error in errors),)
+    return first
+
+
+def sentences(error: Exception) -> list[str]:
+    """Return what a user gets in place of a traceback, a sentence for each mistake; nothing for a
+    fault of the program."""
+    if isinstance(error, MegatronVLMError):
+        return [render(**each.fields()) for each in (error, *error.further)]
+    text = sentence(error)
+    return [] if text is None else [text]
 
 
 def sentence(error: Exception) -> str | None:

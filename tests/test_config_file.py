@@ -184,6 +184,43 @@ def test_mistakes_name_the_file_and_the_line(text, place, key, more):
         load_config(["model.path=x"], ConfigFile.parse(text, "my.yaml"))
 
 
+OF_OTHERS = """\
+### model
+model_name_or_path: Qwen/Qwen3-VL-4B-Instruct
+model: Qwen/Qwen3-VL-4B-Instruct
+optim: adamw_torch
+optim.lr: 1e-4
+peft_config: {r: 8}
+trainer:
+  total_epochs: 3
+  logger: [console]
+  nothing_known: 1
+data:
+  max_prompt_length: ${oc.env:HOME}
+  seed: 1
+"""
+
+
+def test_all_unknown_keys_of_a_file_are_answered_at_once(tmp_path, capfd):
+    (tmp_path / "my.yaml").write_text(OF_OTHERS)
+    assert main(["train", "--config", str(tmp_path / "my.yaml")]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    expected = {
+        2: "model_name_or_path is not a configuration key; did you mean 'model.path'?",
+        3: "did you mean model=qwen3_vl_4b model.path=Qwen/Qwen3-VL-4B-Instruct?",
+        4: "optim=adamw_torch is a group of keys; AdamW is what runs",
+        6: "peft_config is not a configuration key; lora=default trains adapters",
+        8: "trainer.total_epochs is not a configuration key; did you mean 'train.epochs'?",
+        9: "trainer.logger is not a configuration key; log.tensorboard=true",
+        10: "trainer.nothing_known is not a configuration key; the groups of keys are",
+        12: "data.max_prompt_length is not a configuration key; data.max_tokens counts images",
+    }
+    assert len(lines) == len(expected)
+    for line, (number, text) in zip(lines, expected.items(), strict=True):
+        assert line.startswith(f"megatron-vlm: {tmp_path}/my.yaml, line {number}: ")
+        assert text in line
+
+
 def test_a_mistake_of_the_command_line_is_not_blamed_on_the_file():
     file = ConfigFile.parse("train:\n  steps: 3", "my.yaml")
     with raises(ConfigError, place="", key="train.steps", found=0):

@@ -4,7 +4,7 @@ import os
 import sys
 
 from megatron_vlm.distributed.process import DEBUG, ended_by_signals, print_to_user
-from megatron_vlm.errors import MegatronVLMError, sentence
+from megatron_vlm.errors import MegatronVLMError, sentences
 
 _RUNS = ("train", "rl", "eval", "serve")  # commands that schedulers stop and start again
 
@@ -22,15 +22,19 @@ def main(argv: list[str] | None = None) -> int:
                 return _run(words)
         return _run(words)
     except (MegatronVLMError, OSError) as error:
-        if (text := sentence(error)) is None or debug:
+        if not (lines := sentences(error)) or debug:
             raise
-        print_to_user(text)
+        for line in lines:
+            print_to_user(line)
         return 2
 
 
 def _run(words: list[str]) -> int:
     from megatron_vlm.cli.parser import make_parser
     from megatron_vlm.config.arguments import parse_arguments
+    from megatron_vlm.config.command_names import check_command
 
-    args = parse_arguments(make_parser(), words)
+    parser = make_parser()
+    check_command(words, list(parser.get_default("known_commands")))
+    args = parse_arguments(parser, words)
     return args.run(args) or 0

@@ -48,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error, too")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(known_commands=commands.choices)  # for check_command
     with_defaults = argparse.ArgumentDefaultsHelpFormatter
     _train_arguments(_command(commands, _train, formatter_class=ListingFormatter))
     add_rl_arguments(_command(commands, rl))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from megatron_vlm.config.bounds import check_bounds
@@ -19,6 +20,8 @@ TEMPLATE_ARGUMENTS = frozenset(
 )
 
 
+# Words of other trainers for checkpoint.resume.
+_NO_FOLDERS = ("true", "false", "yes", "no", "none", "null", "latest", "last", "disable")
 WARMUP_REMEDY = (
     "give optim.warmup_steps=0 optim.warmup_ratio=0.03, a part of all steps, or train for longer"
 )
@@ -32,6 +35,7 @@ def check_values(cfg: Config) -> None:
     check_lora(cfg)
     _check_lists(cfg)
     _check_sources(cfg.data)
+    _check_switches(cfg)
     _check_together(cfg)
     check_evaluation(cfg)
 
@@ -184,6 +188,30 @@ def _check_sources(data: DataConfig) -> None:
         raise ConfigError(
             f": streams share one image_root, and these have {', '.join(sorted(roots))}",
             key="data.train",
+        )
+
+
+def _check_switches(cfg: Config) -> None:
+    """Refuse true and false for text that has a meaning of its own: a project named true, or a
+    folder named true to resume from."""
+    wandb, resume = cfg.log.wandb, cfg.checkpoint.resume
+    if wandb is not None and wandb.lower() in ("true", "false"):
+        is_on = wandb.lower() == "true"
+        raise ConfigError(
+            key="log.wandb",
+            found=wandb.lower(),
+            allowed="the name of a project, such as megatron_vlm, or null",
+            remedy="give the name of a project, such as log.wandb=megatron_vlm"
+            if is_on
+            else "leave it out, or give log.wandb=null",
+        )
+    if resume.lower() in _NO_FOLDERS and not Path(resume).is_dir():
+        raise ConfigError(
+            key="checkpoint.resume",
+            found=resume.lower(),
+            allowed="auto, never or a folder",
+            remedy="give auto (the newest checkpoint of run, the default), never, or the folder of "
+            "a checkpoint",
         )
 
 

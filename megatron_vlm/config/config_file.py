@@ -16,10 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from megatron_vlm.config.key_hints import hint
+from megatron_vlm.config.group_values import meant_by_value, recipes_of
+from megatron_vlm.config.key_hints import is_of_other_trainer, unknown_key_error
 from megatron_vlm.config.schema import key_types, leaves
-from megatron_vlm.config.yaml_nodes import YamlText
-from megatron_vlm.errors import ConfigError, DataError, show_value
+from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH, YamlText
+from megatron_vlm.errors import ConfigError, DataError, gather_errors
 from megatron_vlm.io.untrusted import home_path, require_file
 
 MAX_CONFIG_BYTES = 2**16
@@ -76,21 +77,25 @@ class ConfigFile:
         recipes: dict[str, str] = {}
         values: dict[str, Any] = {}
         lines: dict[str, int] = {}
+        refused: list[ConfigError] = []
+        found: list[tuple[str, Any, Any]] = []
         for key, node in document.pairs(root):
             if key.value == "defaults":
                 recipes = _recipes(document, node)
-                continue
-            for full, place, leaf in _leaves(document, key.value, key, node):
-                if full in values:
-                    first = lines[full]
-                    raise document.error(
-                        place,
-                        f"is set in line {first} already",
-                        key=full,
-                        remedy="remove one of them",
-                    )
-                values[full] = document.value(leaf, _is_text(full))
-                lines[full] = place.start_mark.line + 1
+            else:
+                found += _leaves(document, key.value, key, node, refused)
+        if refused:
+            raise gather_errors(refused)
+        for full, place, leaf in found:
+            if full in values:
+                raise document.error(
+                    place,
+                    f"is set in line {lines[full]} already",
+                    key=full,
+                    remedy="remove one of them",
+                )
+            values[full] = document.value(leaf, _is_text(full))
+            lines[full] = place.start_mark.line + 1
         return ConfigFile(name, text, recipes, values, lines)
 
     @property
@@ -171,27 +176,44 @@ def _recipes(document: YamlText, node: Any) -> dict[str, str]:
     return recipes
 
 
-def _leaves(document: YamlText, key: str, place: Any, node: Any) -> Iterator[tuple[str, Any, Any]]:
+def _leaves(
+    document: YamlText,
+    key: str,
+    place: Any,
+    node: Any,
+    refused: list[ConfigError],
+    depth: int = 0,
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield every key with a value at or below this one, and the nodes of its name and of its
-    value. A group may be empty."""
+    value. A group may be empty. Errors on keys that do not exist are added to `refused`, so that a
+    file of another trainer gets all answers at once."""
     kinds = key_types()
-    if key not in kinds:
-        raise document.error(
-            place, "is not a configuration key", key=show_value(key), remedy=hint(key)
-        )
-    if not is_dataclass(kinds[key]):
-        yield key, place, node
-    elif node.tag.endswith(":map"):
+    is_map = node.tag.endswith(":map")
+    is_group = is_dataclass(kinds.get(key))
+    # A section of another trainer is answered by its name, or else key by key.
+    is_name = re.fullmatch(r"[\w.-]+", key) is not None and not is_of_other_trainer(key)
+    is_section = key not in kinds and is_name and bool(node.value)
+    if is_map and (is_group or is_section) and depth < MAX_YAML_DEPTH:
         for name, inner in document.pairs(node):
-            yield from _leaves(document, f"{key}.{name.value}", name, inner)
+            full = f"{key}.{name.value}"
+            yield from _leaves(document, full, name, inner, refused, depth + 1)
+    elif key not in kinds:
+        refused.append(unknown_key_error(key, document.place(place)))
+    elif not is_group:
+        yield key, place, node
     elif not node.tag.endswith(":null"):
-        raise document.error(
-            place,
-            "is a group of keys",
-            key=key,
-            remedy=f"write `{key}: {{KEY: VALUE}}`, or choose a recipe by "
-            f"`defaults: [{{{key}: NAME}}]`",
-        )
+        refused.append(_group_error(document, key, place, node))
+
+
+def _group_error(document: YamlText, key: str, place: Any, node: Any) -> ConfigError:
+    """Return the error on a group that has a value in place of keys, such as `model: ORG/NAME`."""
+    problem = "is a group of keys"
+    value = node.value if isinstance(node.value, str) else None
+    is_recipe = value in recipes_of(key)
+    if value is not None and not is_recipe and (meant := meant_by_value(key, value)):
+        return document.error(place, problem, key=key, found=value, remedy=meant)
+    remedy = f"write `{key}: {{KEY: VALUE}}`, or choose a recipe by `defaults: [{{{key}: NAME}}]`"
+    return document.error(place, problem, key=key, remedy=remedy)
 
 
 def _is_text(key: str) -> bool:

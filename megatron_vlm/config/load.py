@@ -1,6 +1,7 @@
 """Loading of the configuration: Hydra fills the dataclasses of schema.py from `configs/` and
 `key=value`."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
@@ -18,21 +19,21 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.data_sources import parse_sets, parse_sources, plain_sets, plain_sources
-from megatron_vlm.config.key_hints import hint
+from megatron_vlm.config.group_values import config_dir, recipe_error, recipes_of
+from megatron_vlm.config.key_hints import unknown_key_error
 from megatron_vlm.config.schema import Config, get, key_types
 from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH
-from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_choices, show_value
+from megatron_vlm.errors import (
+    NOT_GIVEN,
+    ConfigError,
+    gather_errors,
+    show_choices,
+    show_value,
+)
 from megatron_vlm.io.untrusted import UntrustedFile
 
 _PRIMARY = "train"  # configs/train.yaml
 _MAX_SAVED_BYTES = 2**20  # maximum bytes of a config.yaml
-
-
-def config_dir() -> Path:
-    """Return the folder of YAML files: inside the wheel, or next to the package in a checkout."""
-    package = Path(__file__).parents[1]
-    inside = package / "configs"
-    return inside if inside.is_dir() else package.parent / "configs"
 
 
 def load_config(overrides: Sequence[str], file: ConfigFile | None = None) -> Config:
@@ -213,8 +214,9 @@ def _plain_override(override: str) -> str:
 
 
 def _check_keys(overrides: Sequence[str]) -> None:
-    """Refuse an override of an unknown key, and suggest the key that was most likely meant."""
+    """Refuse overrides of unknown keys, all at once, with the key that was most likely meant."""
     keys = known_keys()
+    refused: list[ConfigError] = []
     for override in overrides:
         key = _key(override)
         if "=" not in override and not override.startswith("~"):
@@ -225,8 +227,21 @@ def _check_keys(overrides: Sequence[str]) -> None:
                 remedy=f"give a file as --config {key}" if is_file else "",
             )
         if key not in keys:
-            raise ConfigError("is not a configuration key", key=show_value(key), remedy=hint(key))
+            refused.append(unknown_key_error(key))
+            continue
         _check_text(override, key)
+        if "=" in override and is_dataclass(key_types()[key]):
+            refused += _recipe_errors(key, override.partition("=")[2])
+    if refused:
+        raise gather_errors(refused)
+
+
+def _recipe_errors(group: str, value: str) -> list[ConfigError]:
+    """Return the error on a value of a group that Hydra would not explain: a path, which it takes
+    for a recipe in a folder, or no name at all. A list of recipes is left to Hydra."""
+    is_list = value.startswith("[") and value.endswith("]")
+    name = value.strip().strip("'\"")
+    return [] if is_list or name in recipes_of(group) else [recipe_error(group, name)]
 
 
 def _check_text(override: str, key: str) -> None:
@@ -257,24 +272,33 @@ def _refuse_variables(text: str, place: str = "", key: str = "") -> None:
 def _explain(error: Exception) -> ConfigError:
     """Translate an error of Hydra or OmegaConf into one sentence."""
     if isinstance(error, MissingConfigException):
-        group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        options = ", ".join(error.options or [])
-        return ConfigError(
-            "is not a recipe",
-            key=group or "configuration",
-            found=name,
-            remedy=f"choose one of {options}",
-        )
+        group, _, name = (error.missing_cfg_file or "").partition("/")
+        return recipe_error(group, name)
     if isinstance(error, OverrideParseException):
         key, value = _key(error.override), error.override.partition("=")[2]
-        remedy = (
-            "put values with signs such as < or & in double quotes, and for the shell single ones "
-            """around it all: 'KEY=["<a>","<b>"]'"""
-        )
-        return ConfigError("cannot be read", key=key, found=value, remedy=remedy)
+        return _unreadable(key, value)
+    if "Ambiguous value" in str(error):  # Hydra takes a,b for two runs
+        key, _, value = str(error).partition("argument '")[2].partition("'")[0].partition("=")
+        return _unreadable(key, value)
     if isinstance(error, MissingMandatoryValue):
         key = str(error.full_key)
         return ConfigError("is not set", key=key, remedy=f"give it as {key}=VALUE")
     full_key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
     first_line = str(error.__cause__ or error).splitlines()[0]
     return ConfigError(f": {first_line}", key=full_key or "configuration")
+
+
+def _unreadable(key: str, value: str) -> ConfigError:
+    """Return the error on a value that Hydra cannot read, with what is wrong with it."""
+    remedy = (
+        "put values with signs such as < or & in double quotes, and for the shell single ones "
+        """around it all: 'KEY=["<a>","<b>"]'"""
+    )
+    if value.endswith(","):
+        remedy = f"remove the comma at its end: {key}={value.rstrip(',')}"
+    elif "," in value and not re.search(r"[\[\](){}<>&\"']", value):
+        remedy = (
+            f"""put text with a comma in quotes, '{key}="{value}"', and several values in """
+            f"brackets, '{key}=[{value}]'"
+        )
+    return ConfigError("cannot be read", key=key, found=value, remedy=remedy)

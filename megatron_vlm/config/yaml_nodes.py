@@ -92,8 +92,11 @@ class YamlText:
 
     def error(self, node: Any, problem: str = "", **fields: Any) -> ConfigError:
         """Make an error with the file and the line as its place."""
-        place = f"{self.name}, line {node.start_mark.line + 1}"
-        return ConfigError(problem, place=place, **fields)
+        return ConfigError(problem, place=self.place(node), **fields)
+
+    def place(self, node: Any) -> str:
+        """Return the file and the line of a node."""
+        return f"{self.name}, line {node.start_mark.line + 1}"
 
     def _scalar(self, node: Any, as_text: bool) -> Any:
         kind = node.tag.removeprefix(_TAG)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentence, show_value
+from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentences, show_value
 from megatron_vlm.io.printable import escape_controls
 
 # Exit statuses of a process, and of its job.
@@ -121,10 +121,10 @@ def run_guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str
     try:
         return command(arguments)
     except (MegatronVLMError, OSError) as error:
-        text = sentence(error)
-        if text is None or os.environ.get(DEBUG):
+        lines = sentences(error)
+        if not lines or os.environ.get(DEBUG):
             raise
-        if _is_first_to_say(text):
+        for text in filter(_is_first_to_say, lines):
             print_to_user(f"rank {os.environ.get('RANK', '0')}: {text}")
         return FAILED if isinstance(error, LostError) else MISTAKE
     except KeyboardInterrupt:
