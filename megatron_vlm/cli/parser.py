@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm import __version__
+from megatron_vlm.cli.help_command import TopicHelp, add_help_arguments, explain_command_or_key
+from megatron_vlm.cli.help_text import HelpText, HelpWithDefaults, texts_of
 from megatron_vlm.commands.agree.agree_settings import add_agree_arguments
 from megatron_vlm.commands.agree.command import agree
 from megatron_vlm.commands.chat.command import add_chat_arguments, start_chat
@@ -24,8 +26,8 @@ from megatron_vlm.commands.serve import (
     serve,
     serve_key,
 )
-from megatron_vlm.config.arguments import add_overrides, read_configuration
-from megatron_vlm.config.listing import ListingFormatter, listing
+from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
+from megatron_vlm.config.listing import listing
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.run.config_changes import check_unnamed
@@ -38,6 +40,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-vlm",
         allow_abbrev=False,
+        add_help=False,
+        formatter_class=HelpText,
         description="Fine-tune Qwen3-VL and Qwen3.5 on Megatron-Core: a Hugging Face checkpoint "
         "and a data set in, a better Hugging Face checkpoint out.",
         epilog="The usual order is doctor, inspect, train --dry-run, train, report, eval, export, "
@@ -45,14 +49,14 @@ def make_parser() -> argparse.ArgumentParser:
         "explained in one sentence, 70 a rank was stuck, 75 saved after SIGTERM or SIGUSR1: start "
         "again to resume.",
     )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_topic_help(parser, commands.choices, parser)
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error, too")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     parser.set_defaults(known_commands=commands.choices)  # for check_command
-    with_defaults = argparse.ArgumentDefaultsHelpFormatter
-    _train_arguments(_command(commands, _train, formatter_class=ListingFormatter))
-    add_rl_arguments(_command(commands, rl))
-    add_serve_arguments(_command(commands, serve))
+    _train_arguments(_command(commands, _train, has_keys=True))
+    add_rl_arguments(_command(commands, rl, has_keys=True))
+    add_serve_arguments(_command(commands, serve, has_keys=True))
     add_serve_key_arguments(_command(commands, serve_key))
     add_arguments(_command(commands, _eval))
     _export_arguments(_command(commands, _export))
@@ -60,33 +64,64 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat_arguments(_command(commands, _chat))
     _report_arguments(_command(commands, _report))
     _doctor_arguments(_command(commands, _doctor))
-    add_plan_arguments(_command(commands, _plan))
+    add_plan_arguments(_command(commands, _plan, has_keys=True))
     add_agree_arguments(_command(commands, agree))
-    _inspect_arguments(_command(commands, _inspect))
-    add_shapes_arguments(_command(commands, shapes, formatter_class=with_defaults))
-    add_tiny_arguments(_command(commands, tiny, formatter_class=with_defaults))
+    _inspect_arguments(_command(commands, _inspect, has_keys=True))
+    add_shapes_arguments(_command(commands, shapes, formatter_class=HelpWithDefaults))
+    add_tiny_arguments(_command(commands, tiny, formatter_class=HelpWithDefaults))
+    add_help_arguments(help_parser := _command(commands, _help))
+    help_parser.set_defaults(root=parser, commands=commands.choices)
     return parser
 
 
 def _command(
-    commands: Any, run: Callable[[argparse.Namespace], int | None], **more: Any
+    commands: Any,
+    run: Callable[[argparse.Namespace], int | None],
+    has_keys: bool = False,
+    formatter_class: type[HelpText] = HelpText,
 ) -> argparse.ArgumentParser:
-    """Add a command with the name of its function. The paragraphs of the function's docstring are
-    its line in the list of commands, the description, and the text below the options."""
-    line, description, *rest = (run.__doc__ or "\n\n").split("\n\n")
-    texts = {"help": line, "description": description, "epilog": rest[0] if rest else None}
+    """Add a command with the name of its function. With `has_keys`, --help also explains a key."""
     name = run.__name__.strip("_").replace("_", "-")
-    parser = commands.add_parser(name, allow_abbrev=False, **texts, **more)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        allow_abbrev=False,
+        add_help=not has_keys,
+        formatter_class=formatter_class,
+        **texts_of(run),
+    )
+    if has_keys:
+        _add_topic_help(parser, commands.choices)
     parser.set_defaults(run=run)
     return parser
 
 
+def _add_topic_help(
+    parser: argparse.ArgumentParser, commands: Any, root: argparse.ArgumentParser | None = None
+) -> None:
+    text = "show this help, or explain a key or a group (--help optim), and exit"
+    parser.add_argument(
+        "-h", "--help", action=TopicHelp, nargs="?", metavar="KEY", help=text, root=root,
+        commands=commands,
+    )  # fmt: skip
+
+
+def _help(args: argparse.Namespace) -> None:
+    """explain a command, a key or a group of keys
+
+    Show the --help of a command, or the meaning, type, default and range of a configuration key,
+    with the recipes that set it and the names that other trainers have for it. A word lists the
+    keys whose name or meaning has it.
+
+    example: megatron-vlm help optim.lr
+    """
+    explain_command_or_key(args.root, args.commands, " ".join(args.topic))
+
+
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"{parser.epilog}\n{listing()}"
+    parser.epilog = f"{parser.epilog}\n\n{listing('train')}"
     recipe = "a recipe of a group (model=qwen3_vl_2b) or a value (optim.lr=2e-5); values win"
     add_overrides(parser, recipe)
-    resolved = "print the resolved configuration as YAML and stop"
-    parser.add_argument("--cfg", choices=["job"], help=resolved)
+    add_cfg_option(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -101,11 +136,13 @@ def _train(args: argparse.Namespace) -> int:
     Fine-tune a Qwen3-VL or Qwen3.5 checkpoint. The command starts the processes on this machine
     itself, unless torchrun has already started them (launch.processes: one per GPU, or parallel.tp
     x parallel.pp on the CPU). If it is started again with the same run=, it resumes from the newest
-    complete checkpoint. docs/configuration.md explains the keys below.
+    complete checkpoint. megatron-vlm help KEY explains the keys below.
 
     example: megatron-vlm train model=qwen3_vl_2b model.path=Qwen/Qwen3-VL-2B-Instruct parallel.pp=2
-    data.train=chats.jsonl train.steps=1000 run=runs/first. It writes into run=: metrics.jsonl,
-    checkpoints/, report.html and export/, which transformers loads.
+    data.train=chats.jsonl train.steps=1000 run=runs/first
+
+    It writes into run=: metrics.jsonl, checkpoints/, report.html and export/, which transformers
+    loads.
     """
     from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.checks import check_training
@@ -137,9 +174,10 @@ def _eval(args: argparse.Namespace) -> int:
     metrics of these answers, and with eval.candidates how often the right candidate is the most
     likely one. Print one line of JSON per set.
 
-    example: megatron-vlm eval runs/first data.eval=chats.jsonl eval.generate=true. A run and its
-    checkpoints have their configuration: single keys can be changed (parallel.pp=1), but not
-    recipes. A Hugging Face folder has none: give recipes and keys.
+    example: megatron-vlm eval runs/first data.eval=chats.jsonl eval.generate=true
+
+    A run and its checkpoints have their configuration: single keys can be changed (parallel.pp=1),
+    but not recipes. A Hugging Face folder has none: give recipes and keys.
     """
     file, arguments = read_configuration(args)
     with held_in_place(args.where) as where:
@@ -154,11 +192,12 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="RUN/checkpoints/step-..., or RUN for its newest")
-    parser.add_argument("out", help="folder to write; must not exist or be empty")
-    parser.add_argument(
-        "--model", help="the folder or name on the Hub that was trained, if it has moved since"
-    )
+    where = "RUN/checkpoints/step-..., or RUN for its newest"
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=where)
+    out = "folder to write; must not exist or be empty"
+    parser.add_argument("out", metavar="DIR", help=out)
+    moved = "the folder or name on the Hub that was trained, if it has moved since"
+    parser.add_argument("--model", metavar="PATH", help=moved)
     forms = "of a run with adapters: PEFT's files, or the model that they are merged into"
     parser.add_argument("--as", dest="kind", choices=["adapter", "merged"], help=forms)
 
@@ -169,8 +208,9 @@ def _export(args: argparse.Namespace) -> None:
     Write a folder that transformers loads, from a checkpoint of a run: its weights, and every other
     file of the folder that was trained. This needs no GPU, and memory for one file of weights.
 
-    example: megatron-vlm export runs/first/checkpoints/step-00001000 tuned. Training does this
-    itself at its end, to run=/export.
+    example: megatron-vlm export runs/first/checkpoints/step-00001000 tuned
+
+    Training does this itself at its end, to run=/export.
     """
     from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 
@@ -179,7 +219,8 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _push_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="an export of a run, such as RUN/export")
+    folder = "an export of a run, such as RUN/export"
+    parser.add_argument("folder", type=Path, metavar="DIR", help=folder)
     parser.add_argument("repo", metavar="ORG/NAME", help="the model on the Hub; private if new")
 
 
@@ -190,8 +231,9 @@ def _push(args: argparse.Namespace) -> None:
     one stays as it is, and its weights are replaced. The token comes from HF_TOKEN or `hf auth
     login`.
 
-    example: megatron-vlm push runs/first/export ORG/NAME. Training does this itself at its end with
-    checkpoint.push=ORG/NAME.
+    example: megatron-vlm push runs/first/export ORG/NAME
+
+    Training does this itself at its end with checkpoint.push=ORG/NAME.
     """
     from megatron_vlm.hf.push import check_push, push
 
@@ -280,9 +322,12 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     page = "also write one self-contained page with pictures"
     parser.add_argument("--html", metavar="FILE", help=page)
-    parser.add_argument("--samples", type=int, default=3, help="how many to show (default: 3)")
-    parser.add_argument("--sample", type=int, help="show only the one with this number")
-    parser.add_argument("--ranks", type=int, default=1, help="data parallel ranks to plan for")
+    shown = "how many to show (default: 3)"
+    parser.add_argument("--samples", type=int, default=3, metavar="N", help=shown)
+    one = "show only the one with this number"
+    parser.add_argument("--sample", type=int, metavar="N", help=one)
+    ranks = "data parallel ranks to plan for (default: 1)"
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help=ranks)
 
 
 def _inspect(args: argparse.Namespace) -> None:

@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command and of each of its processes."""
     parser.add_argument(
         "where",
+        metavar="WHERE",
         help="a Hugging Face folder, an adapter or a name on the Hub; or a run or one of its "
         "checkpoints, with its configuration",
     )

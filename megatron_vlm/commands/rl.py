@@ -2,16 +2,19 @@
 
 import argparse
 
-from megatron_vlm.config.arguments import add_overrides, read_configuration
+from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
+from megatron_vlm.config.listing import listing
 from megatron_vlm.run.config_changes import check_unnamed
 from megatron_vlm.run.resolve_model import with_commit, with_model
 from megatron_vlm.training.preflight import check_run
 
 
 def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add recipes, keys and --config, as for training."""
+    """Add recipes, keys, --config and --cfg, as for training."""
+    parser.epilog = f"{parser.epilog}\n\n{listing('rl')}"
     recipe = "a recipe of a group (rl=dapo) or a value (rl.samples=16); values win"
     add_overrides(parser, recipe)
+    add_cfg_option(parser)
 
 
 def rl(args: argparse.Namespace) -> int:
@@ -23,15 +26,20 @@ def rl(args: argparse.Namespace) -> int:
     training.
 
     example: megatron-vlm rl rl=grpo rl.reward=rewards.py:score model.path=DIR data.train=asks.jsonl
-    train.global_batch_size=32 rl.samples=8 run=runs/rl. See docs/rl.md.
+    train.global_batch_size=32 rl.samples=8 run=runs/rl
+
+    docs/rl.md describes rewards, environments and engines.
     """
-    from megatron_vlm.config import load_config
+    from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.command_checks import check_rl
     from megatron_vlm.distributed.launch.launch import launch
     from megatron_vlm.rl.rl_train import run_rl
 
     file, arguments = read_configuration(args)
     cfg = load_config(args.overrides, file)
+    if args.cfg:
+        print(to_yaml(cfg), end="")
+        return 0
     check_rl(cfg)
     check_run(cfg)
     check_unnamed(cfg, args.overrides, file)

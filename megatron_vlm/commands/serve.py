@@ -4,15 +4,18 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from megatron_vlm.config.arguments import add_overrides, read_configuration
+from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
+from megatron_vlm.config.listing import listing
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.run.resolve_model import with_commit, with_model
 from megatron_vlm.training.preflight import check_run
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add keys and --config, as for training."""
-    add_overrides(parser, "a value (serve.port=8000); docs/configuration.md has all keys")
+    """Add keys, --config and --cfg, as for training."""
+    parser.epilog = f"{parser.epilog}\n\n{listing('serve')}"
+    add_overrides(parser, "a recipe of a group (model=qwen3_vl_2b) or a value (serve.port=8000)")
+    add_cfg_option(parser)
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -23,21 +26,25 @@ def serve(args: argparse.Namespace) -> int:
     layout. It completes every call that it has accepted, also after it is killed and started again
     with the same run=.
 
-    example: megatron-vlm serve model.path=DIR parallel.tp=2 run=runs/serve serve.port=8000. See
-    docs/serve.md.
+    example: megatron-vlm serve model.path=DIR parallel.tp=2 run=runs/serve serve.port=8000
+
+    docs/serve.md describes keys for clients, limits and what a service keeps.
     """
-    from megatron_vlm.config import load_config
+    from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.command_checks import check_serve
     from megatron_vlm.distributed.launch.launch import launch
     from megatron_vlm.serve.main import run_serve
 
+    file, arguments = read_configuration(args)
+    cfg = load_config(args.overrides, file)
+    if args.cfg:
+        print(to_yaml(cfg), end="")
+        return 0
     for name in ("fastapi", "uvicorn", "google.protobuf", "zstandard"):
         if importlib.util.find_spec(name.partition(".")[0]) is None:
             raise ConfigError(
                 f"needs {name}", place="serve", remedy="run pip install 'megatron_vlm[serve]'"
             )
-    file, arguments = read_configuration(args)
-    cfg = load_config(args.overrides, file)
     check_serve(cfg)
     check_run(cfg)
     cfg = with_model(cfg)

@@ -18,6 +18,12 @@ def add_overrides(
     add_config_option(parser)
 
 
+def add_cfg_option(parser: argparse.ArgumentParser) -> None:
+    """Add --cfg job, as Hydra's programs have it."""
+    resolved = "print the resolved configuration as YAML and stop"
+    parser.add_argument("--cfg", choices=["job"], help=resolved)
+
+
 def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of a command. Overrides may come before, between and after the options.
     An unknown option is refused with what to write instead."""

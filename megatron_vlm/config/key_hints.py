@@ -2,6 +2,7 @@
 wrong guess is worse than none, so only a close match is suggested."""
 
 import difflib
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import is_dataclass
 
@@ -73,6 +74,17 @@ def hint_sentence(wrong: str) -> str | None:
     if known := _known_elsewhere(wrong):
         return None if known in leaves() else known
     return _section_sentence(wrong, _SENTENCES)
+
+
+def names_elsewhere(key: str) -> list[str]:
+    """Return the names that other trainers have for a key, with values that mean the same."""
+    return SAME_KEYS.get(key, "").split()
+
+
+def related_names(key: str) -> list[str]:
+    """Return the keys of other trainers that a sentence about this key answers."""
+    begins = re.compile(rf"{re.escape(key)}(?![\w.]*\w)")
+    return [name for text, names in OTHER_SENTENCES.items() if begins.match(text) for name in names.split()]
 
 
 def option_error(option: str, value: str | None) -> ConfigError:

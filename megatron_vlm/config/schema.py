@@ -42,9 +42,7 @@ class ModelConfig:
 
     path: str = MISSING  # Qwen3-VL or Qwen3.5: a folder, or ORG/NAME[@REVISION] on the Hub
     backend: Literal["torch", "te"] = "torch"  # PyTorch with SDPA, or Transformer Engine
-    delta_rule: Literal["auto", "torch", "fla"] = (
-        "auto"  # Qwen3.5; auto: fla on cuda, where it runs
-    )
+    delta_rule: Literal["auto", "torch", "fla"] = "auto"  # Qwen3.5; auto: fla on cuda if it runs
     attention: AttentionKernel = "auto"  # kernel to try first; auto: measured once on cuda
     compile: bool | None = None  # fuse a layer's small operations; null: on cuda with a compiler
     fp32_weight_gradients: bool | None = None  # never round the decoder's to bf16; null: on cuda

@@ -18,11 +18,12 @@ def add_agree_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command and of each of its processes."""
     parser.add_argument(
         "where",
+        metavar="WHERE",
         help="a Hugging Face folder or a name on the Hub; or a run or one of its checkpoints, with "
         "its configuration",
     )
     add_overrides(parser)
-    python = "of the environment that has vLLM, such as .venv-vllm/bin/python"
+    python = "of the environment that has vLLM, such as .venv-vllm/bin/python (required)"
     parser.add_argument("--engine", metavar="PYTHON", help=python)
     devices = "CUDA_VISIBLE_DEVICES of the engine (default: as here)"
     parser.add_argument("--devices", metavar="LIST", help=devices)
@@ -31,7 +32,7 @@ def add_agree_arguments(parser: argparse.ArgumentParser) -> None:
     tokens = "of an answer, at most (default: 32)"
     parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help=tokens)
     heat = "at which answers are drawn; 0: the likeliest token each time (default: 1)"
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help=heat)
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help=heat)
     bound = "the largest difference of a log-prob (default: 1e-4 in fp32, 0.25 in bf16)"
     parser.add_argument("--bound", type=float, metavar="X", help=bound)
     page = "also write one self-contained page with the worst tokens and their pictures"

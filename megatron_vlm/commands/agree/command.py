@@ -18,8 +18,10 @@ def agree(args: argparse.Namespace) -> int:
     that the engine drew, in the layout of parallel.*. The exit status is 1 if they differ.
 
     example: megatron-vlm agree runs/first --engine .venv-vllm/bin/python parallel.tp=2
-    parallel.pp=2 --html agree.html. A run and its checkpoints bring their configuration, and the
-    trainer gives their weights to the engine; the engine itself loads a Hugging Face folder.
+    parallel.pp=2 --html agree.html
+
+    A run and its checkpoints bring their configuration, and the trainer gives their weights to the
+    engine; the engine itself loads a Hugging Face folder.
     """
     settings = AgreeSettings.from_arguments(args)
     file, arguments = read_configuration(args)

@@ -25,8 +25,9 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     max_tokens = "of an answer (default: 512)"
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help=max_tokens)
     heat = "above 0, tokens are sampled (default: 0, the likeliest each time)"
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=heat)
-    parser.add_argument("--seed", type=int, default=0, help="of sampled answers (default: 0)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help=heat)
+    seed = "of sampled answers (default: 0)"
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help=seed)
     where = "where to compute (default: auto, a GPU if there is one)"
     parser.add_argument("--platform", choices=PLATFORMS, default="auto", help=where)
 

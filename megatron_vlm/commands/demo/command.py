@@ -7,15 +7,21 @@ from dataclasses import fields
 from megatron_vlm.commands.demo.tiny_spec import TinySpec
 from megatron_vlm.io.printable import escape_controls
 
+_OUT = "folder to write; must not exist or be empty"
+_METAVARS = {int: "N", float: "X", str: "NAME"}
+
 
 def add_shapes_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megatron-vlm shapes`."""
-    parser.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
-    parser.add_argument("--train", type=int, default=2000, help="records to learn from")
-    parser.add_argument("--eval", type=int, default=200, help="records held out")
+    parser.add_argument("--out", required=True, metavar="DIR", help=_OUT)
     easy = "records to start with, in easy.jsonl: one shape and its name"
-    parser.add_argument("--easy", type=int, default=0, help=easy)
-    parser.add_argument("--seed", type=int, default=0, help="of the pictures and questions")
+    for option, default, text in (
+        ("--train", 2000, "records to learn from"),
+        ("--eval", 200, "records held out"),
+        ("--easy", 0, easy),
+        ("--seed", 0, "of the pictures and questions"),
+    ):
+        parser.add_argument(option, type=int, default=default, metavar="N", help=text)
 
 
 def shapes(args: argparse.Namespace) -> None:
@@ -32,7 +38,7 @@ def shapes(args: argparse.Namespace) -> None:
 
 def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megatron-vlm tiny`."""
-    parser.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
+    parser.add_argument("--out", required=True, metavar="DIR", help=_OUT)
     dtypes = ["float32", "bfloat16", "float16"]
     parser.add_argument("--dtype", default="float32", choices=dtypes, help="of the weights")
     for item in fields(TinySpec):
@@ -40,7 +46,10 @@ def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
         if item.type is bool:
             parser.add_argument(option, action="store_true", help=text)
         else:
-            parser.add_argument(option, type=type(item.default), default=item.default, help=text)
+            kind = type(item.default)
+            parser.add_argument(
+                option, type=kind, default=item.default, metavar=_METAVARS[kind], help=text
+            )
 
 
 def tiny(args: argparse.Namespace) -> None:

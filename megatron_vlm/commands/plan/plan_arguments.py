@@ -8,7 +8,8 @@ from megatron_vlm.config.arguments import add_overrides
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command. Importing this file imports no large package."""
     add_overrides(parser)
-    parser.add_argument("--gpus", type=int, default=8, help="how many there are (default: 8)")
+    gpus = "how many there are (default: 8)"
+    parser.add_argument("--gpus", type=int, default=8, metavar="N", help=gpus)
     memory = "of each GPU (default: 80GiB)"
     parser.add_argument("--memory", default="80GiB", metavar="SIZE", help=memory)
     name = "whose speed is assumed, such as A100 or H200 (default: H100)"

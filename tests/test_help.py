@@ -1,0 +1,136 @@
+# .venv/bin/python -m pytest tests/test_help.py
+"""Help in the terminal: every key is explained, and every example can be pasted."""
+
+import inspect
+import re
+import shlex
+
+import pytest
+
+from megatron_vlm.cli import main
+from megatron_vlm.cli.parser import make_parser
+from megatron_vlm.config.key_docs import key_docs, recipe_docs
+from megatron_vlm.config.key_help import explain_topic
+from megatron_vlm.config.key_hints import _OTHER, _SAME
+from megatron_vlm.config.schema import leaves
+
+METAVARS = ["N", "X", "NAME", "TEXT", "FILE", "DIR", "PATH", "SIZE", "LIST", "PYTHON", "KEY"]
+
+
+def commands():
+    (choices,) = (action.choices for action in make_parser()._actions if action.choices)
+    return choices
+
+
+COMMANDS = commands()
+
+
+@pytest.fixture
+def ask(capsys, monkeypatch):
+    """Return a function that runs a command and returns what it prints."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words: str) -> str:
+        try:
+            assert main(list(words)) == 0
+        except SystemExit as ended:
+            assert ended.code == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_every_key_is_explained():
+    assert list(key_docs()) and set(key_docs()) == set(leaves())
+    for key, doc in key_docs().items():
+        assert doc.meaning, key
+        assert explain_topic(key).startswith(f"{key}: ")
+
+
+def test_names_of_other_trainers_lead_to_the_key():
+    for key, names in _SAME.items():
+        for name in names.split():
+            assert f"\n{key}: " in explain_topic(name), name
+    for text, names in _OTHER.items():
+        for name in names.split():
+            shown = " ".join(explain_topic(name).split())
+            assert text in shown, name
+
+
+@pytest.mark.parametrize(
+    ("topic", "has"),
+    [
+        ("optim.lr", ["peak learning rate", "float", "1e-05", "0 or more", "learning_rate"]),
+        ("optim.schedule", ["constant | linear | cosine | wsd", "lr_scheduler_type"]),
+        ("optim", ["AdamW", "optim=frozen_vision", "optim.clip_grad=1"]),
+        ("lr", ["optim.lr=", "optim.vision_lr=", "optim.min_lr_ratio="]),
+        ("learning rate", ["optim.lr=", "optim.merger_lr="]),
+        ("train.", ["train.steps="]),
+        ("lora=all", ["lora.rank=16"]),
+        ("parallel.tp", ["2 by", "more", "tensor_model_parallel_size"]),
+        ("train", ["usage: megatron-vlm train", "megatron-vlm help train."]),
+        ("push", ["usage: megatron-vlm push"]),
+    ],
+)
+def test_topics(topic, has, ask):
+    text = " ".join(ask("help", topic).split())
+    for words in has:
+        assert words in text, text
+    if topic not in COMMANDS:
+        assert " ".join(ask("--help", topic).split()) == text or "=" in topic
+        assert " ".join(ask("train", "--help", topic).split()) == text or "=" in topic
+
+
+def test_help_of_a_line_that_has_keys_is_that_of_the_command(ask):
+    assert ask("train", "--help", "model.path=x") == ask("train", "--help")
+    assert "train.steps=" in ask("train", "--help", "train") != ask("help", "train")
+
+
+@pytest.mark.parametrize(
+    ("topic", "remedy"),
+    [("trian", "did you mean train?"), ("zzz", "the groups of keys are model, lora")],
+)
+def test_an_unknown_topic_is_refused(topic, remedy, capsys):
+    assert main(["help", topic]) == 2
+    assert f"{topic} is neither a command nor a key; {remedy}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_can_be_pasted(command, ask):
+    """The example has the words of the docstring, over lines that a shell joins again."""
+    run = COMMANDS[command].get_default("run")
+    written = re.search(r"example: (.*?)(\n\n|$)", inspect.cleandoc(run.__doc__), re.DOTALL)
+    shown = re.search(r"example:\n(.*?)(\n\n|$)", ask(command, "--help"), re.DOTALL)
+    assert (written is None) == (shown is None)
+    if shown is not None:
+        words = shlex.split(shown[1].replace("\\\n", " "))
+        assert words == shlex.split(written[1]) and words[:2] == ["megatron-vlm", command]
+        assert max(map(len, shown[1].splitlines())) < 80
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_say_what_they_take(command, ask):
+    text = ask(command, "--help")
+    assert "(default: None)" not in text and "(default: False)" not in text
+    for action in COMMANDS[command]._actions:
+        is_valued = action.option_strings and action.nargs != 0 and not action.choices
+        if is_valued and action.help != "==SUPPRESS==":
+            assert action.metavar in METAVARS, action.option_strings
+        if action.required and action.option_strings:
+            assert f"{action.help} (required)" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", ["train", "rl", "serve"])
+def test_recipes_and_keys_are_listed(command, ask):
+    """The default of lora is chosen by name, too: a run without a recipe of lora has none."""
+    text = ask(command, "--help")
+    assert "qwen3_vl_2b" in text and re.search(r"^    model\. .*path", text, re.MULTILINE)
+    assert ("lora=        all default none vision" in text) == (command != "serve")
+    assert ("    rl.  " in text) == (command == "rl")
+    assert "model:\n  path: x\n" in ask(command, "--cfg", "job", "model.path=x")
+
+
+def test_recipes_are_named_with_what_they_set():
+    by_choice = {recipe.choice: recipe for recipe in recipe_docs()}
+    assert by_choice["lora=default"].values["lora.rank"] == "16"
+    assert "model=default" not in by_choice
