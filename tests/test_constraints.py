@@ -78,6 +78,31 @@ def test_other_models_are_refused(other):
         family_of(Qwen2VLConfig(), "x")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "advice"),
+    [
+        (
+            "qwen2_5_vl",
+            "LLaMA-Factory, ms-swift, TRL and NVIDIA Megatron-Bridge can train Qwen2.5-VL",
+        ),
+        ("qwen2_vl", "TRL can train Qwen2-VL"),
+        ("qwen3_moe", "can train Qwen3 (text alone)"),
+        ("qwen3_omni_moe", "Megatron-Bridge can train Qwen3-Omni"),
+        ("internvl_chat", "can train InternVL"),
+        ("llava_onevision", "can train LLaVA"),
+        ("gemma3", "can train Gemma 3"),
+        ("minicpmv", "can train MiniCPM"),
+        ("glm4v_moe", "can train GLM-4.5V"),
+        ("deepseek_vl_v2", "ms-swift can train DeepSeek-VL"),
+        ("qwen4_exp", "this version trains these"),
+    ],
+)
+def test_what_trains_other_models_is_named(model_type, advice):
+    with raises(ConfigError, key="model.path", remedy_has=advice) as caught:
+        check_model_type(model_type, "x")
+    assert caught.value.remedy.endswith(advice)
+
+
 @pytest.mark.parametrize("experts", [0, 4])
 def test_transformer_engine_has_no_gated_delta_nets(experts, tiny, tmp_path):
     """The folder has a config.json and no weights, and the refusal comes first."""

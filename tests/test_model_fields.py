@@ -89,6 +89,25 @@ def test_other_kinds_of_rope_are_refused(family, kind, older, tiny, tmp_path):
         read_sizes(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("Qwen3-VL-8B-Instruct-FP8", "Qwen/Qwen3-VL-8B-Instruct:"),
+        ("models--cpatonn--Qwen3-VL-30B-A3B-Thinking-AWQ-4bit", "Qwen/Qwen3-VL-30B-A3B-Thinking:"),
+        ("Qwen3.5-35B-A3B-GPTQ-Int4", "Qwen/Qwen3.5-35B-A3B:"),
+        ("mine", "from which these were made"),
+    ],
+)
+def test_a_quantized_release_is_answered_with_its_bf16_weights(name, weights, tiny, tmp_path):
+    """It is refused with transformers and, before that, without."""
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    folder = changed(tiny(**TINY), tmp_path / name, quantized)
+    for read in (read_counts, read_sizes):
+        with pytest.raises(ConfigError, match="quantization_config") as caught:
+            read(str(folder))
+        assert weights in caught.value.remedy and "change nothing" not in caught.value.remedy
+
+
 def test_refused_before_a_process_group_is_made(tiny, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(tiny(**TINY), folder)

@@ -17,6 +17,7 @@ from megatron_vlm.family.field_rules import (
     other_model,
     unsupported_fields,
 )
+from megatron_vlm.family.other_models import advise_other_family
 from megatron_vlm.family.qwen3_5.fields import QWEN3_5_FIELDS, QWEN3_5_MOE_FIELDS
 from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS
 from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS
@@ -104,13 +105,14 @@ def no_config_json(folder: str | Path) -> ConfigError:
 def check_model_type(model_type: Any, path: str | Path) -> None:
     """Raise a ConfigError for models of other families."""
     if not isinstance(model_type, str) or model_type not in _FIELDS:
+        advice = advise_other_family(str(model_type))
         raise ConfigError(
             f"has model_type={model_type!r} in its config.json",
             key="model.path",
             found=str(path),
             remedy="give a checkpoint of Qwen3-VL (model_type='qwen3_vl'), Qwen3-VL-MoE "
             "('qwen3_vl_moe'), or Qwen3.5, 3.6 or 3.8 ('qwen3_5', with experts 'qwen3_5_moe'): "
-            "this version trains these",
+            f"this version trains these{advice}",
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.other_models import advise_unquantized
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,15 @@ class ModelFields:
 
 def other_model(folder: str, problems: Sequence[str]) -> ConfigError:
     """Return the error for a config.json with these problems."""
+    remedy = (
+        "give a checkpoint of the released kind, or remove a field that you know to change nothing"
+    )
+    if any(problem.startswith("quantization_config=") for problem in problems):
+        remedy = advise_unquantized(folder)
     return ConfigError(
         "describes another model than this version trains:\n  " + "\n  ".join(problems),
         place=str(Path(folder) / "config.json"),
-        remedy="give a checkpoint of the released kind, or remove a field that you know to change "
-        "nothing",
+        remedy=remedy,
     )
 
 
