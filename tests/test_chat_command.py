@@ -164,6 +164,7 @@ def converse(folder: str, lines: list[str]) -> list[Any]:
 def test_mistakes_are_said_and_the_conversation_goes_on(pool, tiny, pictures, tmp_path):
     (tmp_path / "cut.png").write_bytes(Path(pictures[0]).read_bytes()[:200])
     (tmp_path / "text.png").write_text("no picture")
+    spaced = Path(pictures[2]).rename(tmp_path / "a b.png")
     lines = [
         "/image nowhere.png",
         f"/image {tmp_path}/text.png",
@@ -176,12 +177,22 @@ def test_mistakes_are_said_and_the_conversation_goes_on(pool, tiny, pictures, tm
         "What is it?",
         f"/image {pictures[1]}",
         "What is it?",
+        f"/image {spaced} And this?",
     ]
     ((out, errors, messages),) = pool.run(converse, 1, tiny(), lines)
     error_lines = errors.splitlines()
     for line, words in zip(
         error_lines,
-        ["nowhere.png: does not exist", "not an image", "is a folder", "", HELP, "cut.png"],
+        [
+            "nowhere.png: does not exist",
+            "not an image",
+            "is a folder",
+            "",
+            HELP,
+            "cut.png is shown with the next question",
+            "cut.png",
+            f"{pictures[1]} is shown with the next question",
+        ],
         strict=True,
     ):
         assert line.startswith("megatron-vlm: ") and words in line, errors
@@ -191,6 +202,33 @@ def test_mistakes_are_said_and_the_conversation_goes_on(pool, tiny, pictures, tm
         "type": "image",
         "image": pictures[1],
     }
+    shown, text = questions[2]
+    assert shown["image"] == str(spaced) and text["text"] == "And this?"
+
+
+def test_an_empty_answer_is_reported(pool, tiny):
+    ((out, errors, _),) = pool.run(converse_without_answer, 1, tiny())
+    assert out == "\n" and errors == "megatron-vlm: (the answer is empty)\n"
+
+
+def converse_without_answer(folder: str) -> list[Any]:
+    """Return the output of a model that ends its answer at once: the rows of the head for the end
+    and for the model's real first token are swapped."""
+    conversation = ChatSession(folder, Settings(3))
+    record = {"messages": [{"role": "user", "content": "hello"}]}
+    stage, row = conversation.worker.stage, conversation.rows.row(record, prompt=True)
+    first = generate(stage, [row], 1, ())[0][0]
+    end = min(conversation.stop_ids)
+    (head,) = (p for entry, p in conversation.worker.held.items() if entry.part == Part.head)
+    with torch.no_grad():
+        head[[first, end]] = head[[end, first]]
+    out, errors, lines = io.StringIO(), io.StringIO(), iter(["hello", "/quit"])
+    before, sys.stderr = sys.stderr, errors
+    try:
+        run_conversation(conversation, [], lambda: next(lines), out)
+    finally:
+        sys.stderr = before
+    return [out.getvalue(), errors.getvalue(), conversation.messages]
 
 
 def hf_answer_to_video(folder: str, path: Path, text: str, new_tokens: int) -> str:
@@ -225,7 +263,8 @@ def test_a_video_is_shown_as_transformers_shows_it(pool, tiny, tmp_path):
     (tmp_path / "text.mp4").write_text("no video")
     lines = [f"/video {tmp_path}/text.mp4", "/video", f"/video {path}", "What moves?"]
     ((out, errors, messages),) = pool.run(converse, 1, tiny(), lines)
-    first, second = errors.splitlines()
+    first, second, third = errors.splitlines()
+    assert f"{path} is shown with the next question" in third
     assert "text.mp4: cannot be read as a video" in first and "is a folder" in second
     video_part = {"type": "video", "video": str(path)}
     assert messages[0]["content"] == [video_part, {"type": "text", "text": "What moves?"}]
@@ -280,6 +319,7 @@ def test_folders(tmp_path, tiny):
         (["--max-new-tokens", "0"], "--max-new-tokens=0; give at least 1"),
         (["--temperature", "nan"], "--temperature=nan; give a finite number, 0 or more"),
         (["--seed", "-1"], "--seed=-1; give at least 0"),
+        (["--template-kwargs", "x"], "--template-kwargs=x; give NAME=VALUE, such as"),
     ],
 )
 def test_arguments_are_checked_before_the_model_is_loaded(words, message, tiny, capfd):

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
-from megatron_vlm.commands.eval import locate
+from megatron_vlm.commands.eval import locate, print_scores
 from megatron_vlm.config.data_sources import parse_sets, parse_sources
 from megatron_vlm.config.evaluation_checks import BUILT_IN_METRICS, held_out_names
 from megatron_vlm.config.schema import CheckpointConfig, EvalConfig
@@ -325,6 +325,15 @@ def test_scores_are_hugging_faces(name, asked, expected, pool):
         assert "no right answer of held out has boxes" in no_boxes and "iou" not in scores
     assert 0.2 < metrics["exact_match"] < 0.8 and metrics["own_failed"]  # some right, some wrong
     assert 0 < expected["ranking"] < 1
+
+
+def test_figures_are_shown_as_a_table_beside_the_json(capsys):
+    figures = {"loss": 1.23456789012345678, "samples": 2000, "seconds": 12.3456}
+    print_scores({"charts": figures, "maps": figures | {"exact_match": 0.5}})
+    out, table = capsys.readouterr()
+    assert not out and "1.235" in table and "2,000" in table and "12.35" in table
+    assert table.split()[:5] == ["set", "loss", "samples", "seconds", "exact_match"]
+    assert "1.2345" not in table
 
 
 def test_a_prefill_begins_every_answer(asked, pool):

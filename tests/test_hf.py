@@ -28,6 +28,7 @@ from megatron_vlm.hf.export_weights import export_hf
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors, check_tied
 from megatron_vlm.hf.weight_map import head_groups, rows, vocab_rows
+from megatron_vlm.io.atomic import MARK
 from megatron_vlm.training.worker import MegatronWorker
 from tests.error_fields import raises
 from tests.runs import Case, call
@@ -405,10 +406,11 @@ def test_what_the_export_leaves_out_is_said(tiny, tmp_path, capsys):
     (folder / "\x1b[2Jnotes").write_text("")
     (folder / "LICENSE").symlink_to("/etc/hostname")
     (folder / "README.md").write_text("another model's")
+    (folder / MARK).write_text("{}")  # the folder is an export of a first stage
     copy_files(folder, tmp_path)
     output = capsys.readouterr().err
     assert "the export leaves out '\\x1b[2Jnotes', 'LICENSE' of" in output
-    assert not (tmp_path / "README.md").exists()
+    assert not (tmp_path / "README.md").exists() and not (tmp_path / MARK).exists()
 
 
 def test_the_list_has_every_file_that_transformers_writes(tiny, tmp_path):

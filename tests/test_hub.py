@@ -454,8 +454,11 @@ def test_what_could_not_be_uploaded_is_refused_before_the_first_step(hub, tmp_pa
         load_config(["model.path=x", "checkpoint.push=a/b", "checkpoint.export=false"])
 
 
-def test_only_an_export_is_uploaded(hub, tiny, tmp_path, monkeypatch):
+def test_only_an_export_is_uploaded(hub, tiny, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", "hf_writer")
     with raises(ConfigError, place=tiny()):
         push(Path(tiny()), "somebody/a")
     assert "models/somebody/a" not in hub.repos
+    monkeypatch.delenv("HF_TOKEN")  # the folder is checked before the token
+    assert main(["push", tiny(), "somebody/a"]) == 2
+    assert f"{tiny()}: the folder is not the whole export of a run" in capfd.readouterr().err

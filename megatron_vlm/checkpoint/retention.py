@@ -130,8 +130,16 @@ def held_checkpoint(path: Path) -> Iterator[Path]:
         raise CheckpointError(
             "is neither a complete checkpoint nor a run that has one",
             place=str(path),
-            remedy="give RUN or RUN/checkpoints/step-...",
+            remedy=_remedy_beside(path),
         )
+
+
+def _remedy_beside(path: Path) -> str:
+    """Return the remedy for a folder that is no checkpoint: those that its run still has."""
+    names = sorted(folder.name for folder in complete_checkpoints(path.parent))
+    if not _STEP.fullmatch(path.name) or not names:
+        return "give RUN or RUN/checkpoints/step-..."
+    return f"{path.parent} has {', '.join(names)}: give one of these"
 
 
 def _hold_latest(run_folder: Path, reading: ExitStack) -> Path | None:

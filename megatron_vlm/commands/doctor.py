@@ -39,6 +39,8 @@ EXTRAS = {
     "fla": "for faster linear attention of Qwen3.5, on CUDA",
     "ray": "to start training over Ray",
     "video": "for video files",
+    "log": "for log.tensorboard and log.wandb",
+    "serve": "for megatron-vlm serve",
 }
 _GIB = 2**30
 _LITTLE_SHM = 1 * _GIB

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from megatron_vlm.distributed.process import (
 )
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.io.hub import hub_name, pin
+from megatron_vlm.io.printable import escape_controls
 
 
 @contextmanager
@@ -120,14 +121,43 @@ def _evaluate(
             for line in held_out.remarks.lines:
                 print_to_user(line)
     watchdog.begin_phase(0, "evaluation")
+    scores = {}
     with closing(examiner):
         for done in examiner.examine():
             if dist.get_rank() == 0:
+                scores[done.name] = done.scores
                 print(json.dumps({"name": done.name, **done.scores}), flush=True)
                 for remark in done.remarks:
                     print_to_user(remark)
                 if predictions:
                     write_predictions(Path(predictions), done)
+    if scores:
+        print_scores(scores)
+
+
+def print_scores(scores: Mapping[str, Mapping[str, float]]) -> None:
+    """Print a table of the sets for people. It goes to stderr: stdout has JSON alone."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from megatron_vlm.report.terminal import plain_table
+
+    names = list(dict.fromkeys(name for figures in scores.values() for name in figures))
+    table = plain_table()
+    table.add_column("set", overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right")
+    for held_out, figures in scores.items():
+        shown = (_show_score(figures.get(name)) for name in names)
+        table.add_row(Text(escape_controls(held_out)), *shown)
+    Console(stderr=True, highlight=False).print(table)
+
+
+def _show_score(value: float | None) -> str:
+    """Return a figure with at most four digits that matter."""
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 if __name__ == "__main__":

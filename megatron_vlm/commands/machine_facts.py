@@ -22,6 +22,7 @@ _MODULES = {
     "megatron-core": "megatron.core",
     "transformer-engine": "transformer_engine.pytorch",
     "pillow": "PIL",
+    "protobuf": "google.protobuf",
     "hydra-core": "hydra",
 }
 _TALK_S = 20.0

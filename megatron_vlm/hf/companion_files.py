@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.hf.hf_checkpoint import INDEX
+from megatron_vlm.io.atomic import MARK
 from megatron_vlm.io.untrusted import real_path
 
 # Files that transformers and vLLM read, and files that determine how a record becomes tokens and
@@ -38,7 +39,7 @@ def copy_files(source: Path, target: Path) -> None:
         listed = file.name in SETTINGS or _PAPERS.fullmatch(file.name)
         if listed and is_regular_file(file):
             shutil.copyfile(file, target / file.name)
-        elif not (_WEIGHTS.fullmatch(file.name) or file.name in (INDEX, "README.md")):
+        elif not (_WEIGHTS.fullmatch(file.name) or file.name in (INDEX, "README.md", MARK)):
             left.append(repr(file.name))
     if left:
         more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""

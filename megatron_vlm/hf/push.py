@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_vlm.distributed.process import MISTAKE
 from megatron_vlm.errors import ConfigError, MegatronVLMError
-from megatron_vlm.hf.export_folder import read_export_mark
+from megatron_vlm.hf.export_folder import ExportMark, read_export_mark
 from megatron_vlm.io.hub import is_repo
 
 _STALE = ["*.safetensors", "model.safetensors.index.json"]  # from another number of shards
@@ -46,9 +46,8 @@ def check_push(repo: str, key: str = "checkpoint.push") -> None:
         )
 
 
-def push(folder: Path, repo: str) -> str:
-    """Upload an export and return the address of its commit. An existing repository keeps its
-    visibility and its other files."""
+def check_pushable(folder: Path) -> ExportMark:
+    """Return the mark of an export; refuse a folder that is not a whole one."""
     mark = read_export_mark(folder)
     if mark is None:
         raise ConfigError(
@@ -56,6 +55,13 @@ def push(folder: Path, repo: str) -> str:
             place=str(folder),
             remedy="write one with megatron-vlm export",
         )
+    return mark
+
+
+def push(folder: Path, repo: str) -> str:
+    """Upload an export and return the address of its commit. An existing repository keeps its
+    visibility and its other files."""
+    mark = check_pushable(folder)
 
     def upload(api: Any) -> str:
         api.create_repo(repo, private=True, exist_ok=True)

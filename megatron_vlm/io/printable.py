@@ -9,6 +9,11 @@ _UNSAFE = re.compile(
 )
 
 
+def show_count(count: int, noun: str) -> str:
+    """Return a number with its noun: 1 sample, 2,000 processes."""
+    return f"{count:,} {noun}" + ("es" if noun.endswith("s") else "s") * (count != 1)
+
+
 def escape_controls(text: str) -> str:
     """Return the text with its control characters spelled out."""
     return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_vlm.io.printable import show_count
 from megatron_vlm.report.markup import Html, tag
 from megatron_vlm.report.sections import Bars, Scatter, TimeBox, Timeline
 
@@ -22,13 +23,13 @@ def bars_svg(bars: Bars) -> Html:
         span = f"{first:,}" if step == 1 else f"{first:,} to {first + step - 1:,}"
         tall = 84 * count / max(counts)
         rect = _rect(4 + place * width, 104 - tall, width - 1.5, tall)
-        drawn.append(tag("g", tag("title", f"{span}: {count:,} samples"), rect))
+        drawn.append(tag("g", tag("title", f"{span}: {show_count(count, 'sample')}"), rect))
     end = 4 + len(counts) * width
     last = start + len(counts) * step - 1
     labels = [
         tag("text", f"{start:,}", x=4, y=120),
         tag("text", f"{last:,}", x=f"{end:.2f}", y=120, text_anchor="end"),
-        tag("text", f"tallest bar: {max(counts):,} samples", x=4, y=12),
+        tag("text", f"tallest bar: {show_count(max(counts), 'sample')}", x=4, y=12),
     ]
     line = tag("line", x1=4, y1=104.5, x2=316, y2=104.5, class_="grid")
     return tag("svg", *drawn, line, *labels, viewBox="0 0 320 130", role="img")

@@ -20,6 +20,7 @@ from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.io.printable import show_count
 from megatron_vlm.training.broadcast import share_batch, share_json
 from megatron_vlm.training.data_fingerprint import Fingerprint, fingerprint
 
@@ -94,7 +95,9 @@ class Feeder:
             return ""
         dropped, errors = self.data.faults()
         errors = [*errors, *(self.loader.errors if self.loader is not None else [])]
-        rules = [f"{count} samples dropped: {rule}" for rule, count in dropped.items()]
+        rules = [
+            f"{show_count(count, 'sample')} dropped: {rule}" for rule, count in dropped.items()
+        ]
         skipped = [f"{len(errors)} wrong samples skipped, the first: {errors[0]}"] if errors else []
         return "; ".join([*rules, *skipped])
 

@@ -5,6 +5,7 @@ import math
 from megatron_vlm.config.checks import WARMUP_REMEDY
 from megatron_vlm.config.schema import Config, OptimConfig, TrainConfig
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.printable import show_count
 
 
 def total_steps(train: TrainConfig, samples: int | None) -> int:
@@ -28,7 +29,7 @@ def describe_run_length(cfg: Config, samples: int | None) -> str:
     reaches lr."""
     total, train = total_steps(cfg.train, samples), cfg.train
     warmup = warmup_of(cfg.optim, total)
-    data = "a stream" if samples is None else f"{samples:,} samples"
+    data = "a stream" if samples is None else show_count(samples, "sample")
     if warmup >= total:
         epochs = "" if train.steps is not None else f", train.epochs={train.epochs:g}"
         raise ConfigError(

@@ -1,8 +1,11 @@
 """Settings of a chat, checked before torch is imported."""
 
 import math
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import yaml  # type: ignore[import-untyped]
 
 from megatron_vlm.config.schema import PlatformName
 from megatron_vlm.errors import ConfigError
@@ -18,6 +21,7 @@ class Settings:
     temperature: float = 0.0  # 0: the most likely token each time
     seed: int = 0  # seed of sampled answers
     platform: PlatformName = "auto"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # as data.template_kwargs
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -30,3 +34,22 @@ class Settings:
             )
         if self.seed < 0:
             raise ConfigError(key="--seed", found=self.seed, allowed="at least 0")
+
+
+def parse_template_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the variables of the chat template that are given as NAME=VALUE."""
+    variables = {}
+    for pair in pairs:
+        name, mark, text = pair.partition("=")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        if not name.isidentifier() or not mark:
+            raise ConfigError(
+                key="--template-kwargs",
+                found=pair,
+                allowed="NAME=VALUE, such as enable_thinking=false",
+            )
+        variables[name] = value
+    return variables

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from megatron_vlm.commands.chat.chat_settings import PLATFORMS, Settings
+from megatron_vlm.commands.chat.chat_settings import PLATFORMS, Settings, parse_template_kwargs
 from megatron_vlm.distributed.process import is_under_launcher
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.untrusted import home_path, require_file
@@ -28,13 +28,23 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help=heat)
     seed = "of sampled answers (default: 0)"
     parser.add_argument("--seed", type=int, default=0, metavar="N", help=seed)
+    variable = "variable of the chat template (enable_thinking=false); may be given several times"
+    parser.add_argument(
+        "--template-kwargs", action="append", default=[], metavar="NAME=VALUE", help=variable
+    )
     where = "where to compute (default: auto, a GPU if there is one)"
     parser.add_argument("--platform", choices=PLATFORMS, default="auto", help=where)
 
 
 def start_chat(args: argparse.Namespace) -> int:
     """Check the arguments, load the model and chat; return the exit status."""
-    settings = Settings(args.max_new_tokens, args.temperature, args.seed, args.platform)
+    settings = Settings(
+        args.max_new_tokens,
+        args.temperature,
+        args.seed,
+        args.platform,
+        parse_template_kwargs(args.template_kwargs),
+    )
     folder, adapter = find_model(args.where)
     for path in (*args.image, *args.video):
         require_file(home_path(path))

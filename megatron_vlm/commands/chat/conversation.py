@@ -37,7 +37,10 @@ class ChatSession:
         longest = read_sizes(folder).text.max_positions
         # Users may open any of their files. Their input is text, even if it spells a special token.
         typed = {"special_tokens": "escape", "lone_marks": "text"}
-        self.rows = RowMaker(folder, image_root="/", max_tokens=longest, **typed)
+        variables = settings.template_kwargs
+        self.rows = RowMaker(
+            folder, image_root="/", max_tokens=longest, template_kwargs=variables, **typed
+        )
         self.tokenizer = self.rows.reader.encoder.renderer.tokenizer
         self.stop_ids = stop_ids(folder_of(folder), self.tokenizer.convert_tokens_to_ids(END))
         self.settings = settings

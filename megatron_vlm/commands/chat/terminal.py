@@ -4,6 +4,7 @@ stdout has only the answers and the input prompt; messages of the program go to 
 """
 
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -18,9 +19,11 @@ from megatron_vlm.commands.chat.conversation import AnswerStopped, ChatSession
 from megatron_vlm.distributed.process import INTERRUPTED, print_to_user
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.io.untrusted import home_path
 
 HELP = (
-    "/image PATH or /video PATH shows one with the next question, /reset forgets what was said, "
+    "/image PATH or /video PATH shows one with the next question, or with one that follows the "
+    "path, /reset forgets what was said, "
     "/quit or Ctrl-D ends; Ctrl-C stops an answer"
 )
 
@@ -81,13 +84,37 @@ def _take(line: str, conversation: ChatSession, media: list[dict[str, str]], out
         conversation.reset()
         media.clear()
     elif command in ("/image", "/video"):
-        media.append(conversation.medium(command[1:], rest.strip()))
+        path, question = split_path(rest.strip())
+        media.append(conversation.medium(command[1:], path))
+        if question:
+            _answer_and_clear(conversation, question, media, out)
+        else:
+            print_to_user(f"{path} is shown with the next question")
     elif re.fullmatch(r"/\w*", command):
         print_to_user(HELP)
     elif line:
-        shown = list(media)
-        media.clear()  # a medium that cannot be decoded is not shown again
-        _answer(conversation, line, shown, out)
+        _answer_and_clear(conversation, line, media, out)
+
+
+def _answer_and_clear(
+    conversation: ChatSession, text: str, media: list[dict[str, str]], out: TextIO
+) -> None:
+    shown = list(media)
+    media.clear()  # a medium that cannot be decoded is not shown again
+    _answer(conversation, text, shown, out)
+
+
+def split_path(text: str) -> tuple[str, str]:
+    """Return the path at the beginning of a text, and the question after it. A path with spaces is
+    the longest beginning that exists, or is in quotes."""
+    if text[:1] in ("'", '"') and (end := text.find(text[0], 1)) > 0:
+        return text[1:end], text[end + 1 :].strip()
+    words = text.split(" ")
+    for count in range(len(words), 0, -1):
+        path = " ".join(words[:count])
+        if path and os.path.isfile(home_path(path)):
+            return path, " ".join(words[count:]).strip()
+    return text, ""  # conversation.py explains what is wrong with it
 
 
 def _answer(
@@ -104,7 +131,8 @@ def _answer(
                 raise AnswerStopped
 
         try:
-            conversation.ask(text, media, hear)
+            if not conversation.ask(text, media, hear).strip():
+                print_to_user("(the answer is empty)")
         finally:
             out.write("\n")
             out.flush()

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vlm.io.numbers_as_text import number, time_spent
+from megatron_vlm.io.printable import show_count
 from megatron_vlm.report.metrics_lines import EventLine, StartLine
 from megatron_vlm.report.run.curves import (
     CURVE_NAMES,
@@ -47,7 +48,7 @@ def run_report(run: LoggedRun, folder: Path) -> Report:
 
 
 def _facts(start: StartLine, first: StartLine) -> str:
-    samples = "a stream" if start.samples is None else f"{start.samples:,} samples"
+    samples = "a stream" if start.samples is None else show_count(start.samples, "sample")
     parameters = f"{start.parameters / 1e6:,.4g}M parameters"
     trained = f"{start.trainable / 1e6:,.4g}M of them trained"
     facts = (start.model, samples, f"{parameters}, {trained}", f"started {_time(first)}")
@@ -154,7 +155,7 @@ def layout_text(start: StartLine) -> str:
 
 
 def _processes(start: StartLine) -> str:
-    return f"{start.world:,} processes on {start.platform}"
+    return f"{show_count(start.world, 'process')} on {start.platform}"
 
 
 def _time(start: StartLine) -> str:
