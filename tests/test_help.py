@@ -4,17 +4,34 @@
 import inspect
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 
 import pytest
 
 from megatron_vlm.cli import main
+from megatron_vlm.cli.completion import SHELLS, complete_line
 from megatron_vlm.cli.parser import make_parser
 from megatron_vlm.config.key_docs import key_docs, recipe_docs
 from megatron_vlm.config.key_help import explain_topic
 from megatron_vlm.config.key_hints import _OTHER, _SAME
 from megatron_vlm.config.schema import leaves
 
-METAVARS = ["N", "X", "NAME", "TEXT", "FILE", "DIR", "PATH", "SIZE", "LIST", "PYTHON", "KEY"]
+METAVARS = [
+    "N",
+    "X",
+    "NAME",
+    "NAME=VALUE",
+    "TEXT",
+    "FILE",
+    "DIR",
+    "PATH",
+    "SIZE",
+    "LIST",
+    "PYTHON",
+    "KEY",
+]
 
 
 def commands():
@@ -104,7 +121,8 @@ def test_examples_can_be_pasted(command, ask):
     assert (written is None) == (shown is None)
     if shown is not None:
         words = shlex.split(shown[1].replace("\\\n", " "))
-        assert words == shlex.split(written[1]) and words[:2] == ["megatron-vlm", command]
+        assert words == shlex.split(written[1])
+        assert "megatron-vlm" in shown[1] and command in words
         assert max(map(len, shown[1].splitlines())) < 80
 
 
@@ -134,3 +152,57 @@ def test_recipes_are_named_with_what_they_set():
     by_choice = {recipe.choice: recipe for recipe in recipe_docs()}
     assert by_choice["lora=default"].values["lora.rank"] == "16"
     assert "model=default" not in by_choice
+
+
+LINES = {
+    "megatron-vlm tra": ["train"],
+    "megatron-vlm train --dry": ["--dry-run"],
+    "megatron-vlm train --cfg ": ["job"],
+    "megatron-vlm train lora=": ["lora=all", "lora=default", "lora=none", "lora=vision"],
+    "megatron-vlm train mode": ["model=", "model."],
+    "megatron-vlm train model=tiny_cpu optim.wa": ["optim.warmup_steps=", "optim.warmup_ratio="],
+    "megatron-vlm rl rl.loss=c": ["rl.loss=cispo"],
+    "megatron-vlm eval runs/x log.tensorboard=": ["log.tensorboard=true", "log.tensorboard=false"],
+    "megatron-vlm plan model.path=": [],
+    "megatron-vlm push ": [],
+    "megatron-vlm chat runs/x --platform c": ["cuda", "cpu"],
+    "megatron-vlm help optim.l": ["optim.lr"],
+    "megatron-vlm completion ": [],
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_lines_are_completed(line):
+    assert list(complete_line(line, COMMANDS)) == LINES[line]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes(tmp_path):
+    """bash splits words at =, and receives what follows that sign. One process answers for all
+    lines, as the command would for each."""
+    program = tmp_path / "megatron-vlm"
+    answers = {line: "".join(f"{each}\n" for each in wanted) for line, wanted in LINES.items()}
+    program.write_text(
+        f"#!{sys.executable} -S\nimport sys\n"
+        f"print({answers!r}[sys.argv[2].removeprefix('--line=')], end='')\n"
+    )
+    program.chmod(0o755)
+    ask = "".join(
+        f"COMP_LINE={shlex.quote(line)}; COMP_POINT={len(line)}\n"
+        f'COMP_WORDS=({program}); _megatron_vlm; echo "${{COMPREPLY[*]}}"\n'
+        for line in LINES
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"{SHELLS['bash']}{ask}"], capture_output=True, text=True, check=True
+    )
+    for line, said in zip(LINES, done.stdout.splitlines(), strict=True):
+        before = line.split(" ")[-1].partition("=")[0] + "="
+        assert said.split() == [each.removeprefix(before) for each in LINES[line]], line
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_script_of_each_shell_is_printed_and_parsed(shell, ask):
+    script = ask("completion", shell)
+    assert "completion --line=" in script
+    if program := shutil.which(shell):
+        subprocess.run([program, "-n"], input=script, text=True, check=True)
