@@ -293,6 +293,7 @@ def test_every_sentence_names_keys_and_values_that_are_accepted(text):
         (["--use_lora", "true"], "--use_lora=true: .* lora=default trains adapters"),
         (["--seed", "-1"], "did you mean 'data.seed' or 'train.seed'"),
         (["--model", "Qwen/Qwen3-VL"], "model=NAME chooses a recipe, model.KEY=VALUE sets a value"),
+        (["--predictions", "x"], "--predictions is not an option of train; .* --help lists"),
         (["--dryrun"], "--dryrun is not an option; did you mean --dry-run"),
         (["--dry"], "--dry is not an option; did you mean --dry-run"),
         (["--frobnicate", "3"], "--frobnicate=3 is not an option; the groups of keys are"),
@@ -312,7 +313,7 @@ def test_options_are_answered_with_what_to_write(words, answer, capfd):
 def test_help_names_every_key_and_recipe_and_needs_no_torch():
     code = (
         "import sys\nfrom megatron_vlm.cli import main\n"
-        "for words in ([], ['train'], ['eval'], ['inspect'], ['chat']):\n"
+        "for words in ([], ['train'], ['rl'], ['serve'], ['eval'], ['inspect'], ['chat']):\n"
         "    try: main([*words, '--help'])\n"
         "    except SystemExit as error: assert not error.code\n"
         "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"

@@ -17,6 +17,7 @@ from megatron_vlm.checkpoint.manifest import Manifest, read_manifest, verify, wr
 from megatron_vlm.checkpoint.retention import (
     check_leftovers,
     commit,
+    find_checkpoint,
     find_latest,
     held_checkpoint,
     other_lines,
@@ -83,6 +84,15 @@ def test_the_newest_is_found(tmp_path):
     verify(find_latest(tmp_path))
     make(tmp_path, 12)  # the last one written counts, even with a lower step
     assert find_latest(tmp_path) == tmp_path / "step-00000012"
+
+
+def test_a_deleted_checkpoint_is_answered_with_those_that_exist(tmp_path):
+    for step in (8, 16):
+        make(tmp_path, step)
+    with raises(CheckpointError, remedy_has="has step-00000008, step-00000016"):
+        find_checkpoint(tmp_path / "step-00000004")
+    with raises(CheckpointError, remedy_has="give RUN or RUN/checkpoints/step-..."):
+        find_checkpoint(tmp_path / "other")
 
 
 def test_partial_is_passed_over_and_goes_with_the_next_save(tmp_path, caplog):

@@ -50,6 +50,12 @@ def _option_error(option: str, words: Sequence[str]) -> ConfigError:
     known = ["--config", "--dry-run", "--cfg", "--debug", "--html", "--predictions"]
     known += ["--gpus", "--memory", "--efficiency", "--engine", "--bound"]
     name = option.partition("=")[0].replace("_", "-")
+    if name in known:  # of another command
+        return ConfigError(
+            f"is not an option of {words[0]}",
+            key=option,
+            remedy=f"megatron-vlm {words[0]} --help lists its options",
+        )
     completions = [each for each in known if len(name) > 3 and each.startswith(name)]
     if near := completions or difflib.get_close_matches(name, known, n=1, cutoff=0.85):
         return ConfigError("is not an option", key=option, remedy=f"did you mean {near[0]}?")
