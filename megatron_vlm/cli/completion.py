@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from megatron_vlm.config.listing import group_names, recipe_names
 from megatron_vlm.config.schema import key_types, leaves
+from megatron_vlm.errors import ConfigError
 
 Commands = Mapping[str, argparse.ArgumentParser]
 
@@ -52,6 +53,22 @@ def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the shell, and the line that a script asks about."""
     parser.add_argument("shell", nargs="?", choices=SHELLS, help="shell to print the script for")
     parser.add_argument("--line", help=argparse.SUPPRESS)
+
+
+def completion(args: argparse.Namespace) -> None:
+    """print a script with which a shell completes commands, recipes and keys
+
+    Print the script for bash, zsh or fish. A line such as this one in ~/.bashrc or ~/.zshrc loads
+    it; for fish, write it to ~/.config/fish/completions/megatron-vlm.fish.
+
+    example: source <(megatron-vlm completion bash)
+    """
+    if args.line is not None:
+        print("".join(f"{each}\n" for each in complete_line(args.line, args.commands)), end="")
+    elif args.shell is None:
+        raise ConfigError("is not given", place="completion", key="SHELL", allowed=list(SHELLS))
+    else:
+        print(SHELLS[args.shell], end="")
 
 
 def complete_line(line: str, commands: Commands) -> Iterator[str]:

@@ -17,6 +17,18 @@ def add_help_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("topic", nargs="*", metavar="TOPIC", help=about)
 
 
+def help_(args: argparse.Namespace) -> None:
+    """explain a command, a key or a group of keys
+
+    Show the --help of a command, or the meaning, type, default and range of a configuration key,
+    with the recipes that set it and the names that other trainers have for it. A word lists the
+    keys whose name or meaning has it.
+
+    example: megatron-vlm help optim.lr
+    """
+    explain_command_or_key(args.root, args.commands, " ".join(args.topic))
+
+
 def explain_command_or_key(root: argparse.ArgumentParser, commands: Commands, topic: str) -> None:
     """Print the help of a command, or the explanation of a key. Some groups have the name of a
     command; a dot after it, as in `train.`, means the group."""

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm import __version__
-from megatron_vlm.cli.completion import SHELLS, add_completion_arguments, complete_line
-from megatron_vlm.cli.help_command import TopicHelp, add_help_arguments, explain_command_or_key
+from megatron_vlm.cli.completion import add_completion_arguments, completion
+from megatron_vlm.cli.help_command import TopicHelp, add_help_arguments, help_
 from megatron_vlm.cli.help_text import HelpText, HelpWithDefaults, texts_of
 from megatron_vlm.commands.agree.agree_settings import add_agree_arguments
 from megatron_vlm.commands.agree.command import agree
@@ -29,7 +29,6 @@ from megatron_vlm.commands.serve import (
 )
 from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
-from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.run.config_changes import check_unnamed
@@ -71,10 +70,10 @@ def make_parser() -> argparse.ArgumentParser:
     _inspect_arguments(_command(commands, _inspect, has_keys=True))
     add_shapes_arguments(_command(commands, shapes, formatter_class=HelpWithDefaults))
     add_tiny_arguments(_command(commands, tiny, formatter_class=HelpWithDefaults))
-    add_help_arguments(help_parser := _command(commands, _help))
+    add_help_arguments(help_parser := _command(commands, help_))
     help_parser.set_defaults(root=parser, commands=commands.choices)
-    add_completion_arguments(completion := _command(commands, _completion))
-    completion.set_defaults(commands=commands.choices)
+    add_completion_arguments(completer := _command(commands, completion))
+    completer.set_defaults(commands=commands.choices)
     return parser
 
 
@@ -107,34 +106,6 @@ def _add_topic_help(
         "-h", "--help", action=TopicHelp, nargs="?", metavar="KEY", help=text, root=root,
         commands=commands,
     )  # fmt: skip
-
-
-def _help(args: argparse.Namespace) -> None:
-    """explain a command, a key or a group of keys
-
-    Show the --help of a command, or the meaning, type, default and range of a configuration key,
-    with the recipes that set it and the names that other trainers have for it. A word lists the
-    keys whose name or meaning has it.
-
-    example: megatron-vlm help optim.lr
-    """
-    explain_command_or_key(args.root, args.commands, " ".join(args.topic))
-
-
-def _completion(args: argparse.Namespace) -> None:
-    """print a script with which a shell completes commands, recipes and keys
-
-    Print the script for bash, zsh or fish. A line such as this one in ~/.bashrc or ~/.zshrc loads
-    it; for fish, write it to ~/.config/fish/completions/megatron-vlm.fish.
-
-    example: source <(megatron-vlm completion bash)
-    """
-    if args.line is not None:
-        print("".join(f"{each}\n" for each in complete_line(args.line, args.commands)), end="")
-    elif args.shell is None:
-        raise ConfigError("is not given", place="completion", key="SHELL", allowed=list(SHELLS))
-    else:
-        print(SHELLS[args.shell], end="")
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:

@@ -50,7 +50,7 @@ def _option_error(option: str, words: Sequence[str]) -> ConfigError:
     known = ["--config", "--dry-run", "--cfg", "--debug", "--html", "--predictions"]
     known += ["--gpus", "--memory", "--efficiency", "--engine", "--bound"]
     name = option.partition("=")[0].replace("_", "-")
-    if name in known:  # of another command
+    if name in known:  # Another command has it.
         return ConfigError(
             f"is not an option of {words[0]}",
             key=option,
