@@ -113,6 +113,39 @@ SAME = {
         "output": "A cat.",
         "image": "a.png",
     },
+    "a question, its answer and more": {
+        "image": "a.png",
+        "question": "What is it?",
+        "answer": "A cat.",
+        "answer_type": "animal",
+        "question_id": 7,
+    },
+    "a problem and its answer": {
+        "images": "a.png",
+        "problem": "<image>What is it?",
+        "answer": "A cat.",
+    },
+    "a problem, a worked solution and its bare answer": {
+        "images": ["a.png"],
+        "problem": "<image>What is it?",
+        "solution": "A cat.",
+        "answer": "cat",
+    },
+    "query and response": {"image": "a.png", "query": "What is it?", "response": "A cat."},
+    "prompt and response": {"image": "a.png", "prompt": "What is it?", "response": "A cat."},
+    "answers that are all the same": {
+        "image": {"bytes": None, "path": "a.png"},
+        "question": "What is it?",
+        "answers": ["A cat.", "A cat."],
+    },
+    "the Cauldron": {
+        "images": ["a.png"],
+        "texts": [{"user": "What is it?", "assistant": "A cat.", "source": "AI2D"}],
+    },
+    "ms-swift's pairs": {
+        "images": ["a.png"],
+        "conversation": [{"human": "<image>What is it?", "assistant": "A cat."}],
+    },
 }
 
 
@@ -143,14 +176,48 @@ def test_images_stand_where_their_marks_are():
     ]
 
 
-def test_alpaca_with_history_and_system():
-    raw = {
-        "system": "Be brief.",
-        "history": [["Hi", "Hello"]],
-        "instruction": "Add",
-        "input": "1 and 2",
-        "output": "3",
-    }
+@pytest.mark.parametrize("key", ["text", "caption"])
+def test_a_caption_answers_the_question_of_the_configuration(key):
+    raw = {"image": "a.png", key: "A cat.", "image_id": 7}
+    asked = parse_record(raw, "x:1", caption_prompt="What is it?")
+    assert asked == Conversation("x:1", ASKED)
+    alone = ChatMessage("user", (Image("a.png"),))
+    assert parse_record(raw, "x:1").turns == (alone, ASKED[1])
+
+
+ONLY_ASKING = {
+    "trl's": {"prompt": [{"role": "user", "content": "<image>What is it?"}], "solution": "A cat."},
+    "a text": {"prompt": "What is it?", "label": True, "reward_model": {"ground_truth": "A cat."}},
+    "geometry3k": {"problem": "<image>What is it?", "answer": 7},
+    "a completion": {"prompt": "What is it?", "completion": 7, "response": "b", "chosen": "c"},
+    "keys that other forms read": {"prompt": "What is it?", "query": "b", "input_ids": [1]},
+    "several answers": {"question": "What is it?", "answers": ["A cat.", "cat"]},
+}
+
+
+@pytest.mark.parametrize("name", ONLY_ASKING)
+def test_a_prompt_for_a_reward_needs_no_answer(name):
+    """All keys that are not of the prompt are for the reward, but a slip of a key is none."""
+    raw = {**ONLY_ASKING[name], "image": "a.png"}
+    passed = Counter()
+    record = parse_record(raw, "x:1", passed=passed, asks=True)
+    assert record == Conversation("x:1", ASKED[:1]) and not passed
+    with raises(UnknownKeysError, place="x:1", problem_has="'imagse'"):
+        parse_record({**raw, "imagse": ["b.png"]}, "x:1", asks=True)
+    with pytest.raises(DataError):
+        parse_record(raw, "x:1")
+
+
+def test_a_question_without_its_answer_is_for_rl():
+    with raises(DataError, place="x:1", key="prompt", remedy_has="megatron-vlm rl"):
+        parse_record({"prompt": "What is 1 + 1?", "solution": "2"}, "x:1")
+
+
+@pytest.mark.parametrize("form", [("instruction", "output"), ("query", "response")])
+def test_a_question_with_history_and_system(form):
+    question, answer = form
+    raw = {"system": "Be brief.", "history": [["Hi", "Hello"]], question: "Add", answer: "3"}
+    raw |= {"input": "1 and 2"} if question == "instruction" else {question: "Add\n1 and 2"}
     assert parse_record(raw, "x:1").turns == (
         ChatMessage("system", ("Be brief.",)),
         ChatMessage("user", ("Hi",)),
@@ -289,8 +356,8 @@ WRONG = {
     "a bare string": ("hello", {"place": "a:7", "problem_has": "JSON"}),
     "null": (None, {"place": "a:7", "problem_has": "JSON"}),
     "no known keys": (
-        {"question": "a", "answer": "b"},
-        {"place": "a:7", "problem_has": "['answer', 'question'] match no known"},
+        {"title": "a", "body": "b"},
+        {"place": "a:7", "problem_has": "['body', 'title'] match no known"},
     ),
     "empty": ({}, {"place": "a:7", "problem_has": "match no known format"}),
     "no messages": ({"messages": []}, {"place": "a:7", "key": "messages"}),
@@ -418,6 +485,22 @@ WRONG = {
         {"instruction": "a", "output": 3},
         {"place": "a:7", "key": "output", "problem_has": "an int"},
     ),
+    "several answers": (
+        {"question": "a", "answers": ["b", "c"]},
+        {"place": "a:7", "key": "answers", "problem_has": "2 answers"},
+    ),
+    "answer and response": (
+        {"question": "a", "answer": "b", "response": "c"},
+        {"place": "a:7", "key": "answer", "problem_has": "and response"},
+    ),
+    "the number of an answer": (
+        {"question": "a", "answer": 3},
+        {"place": "a:7", "key": "answer", "problem_has": "an int"},
+    ),
+    "a pair without an answer": (
+        {"texts": [{"user": "a", "assistant": None}]},
+        {"place": "a:7: texts[0]", "key": "assistant", "problem_has": "null"},
+    ),
     "input a list": (
         {"instruction": "a", "input": ["b"], "output": "c"},
         {"place": "a:7", "key": "input", "problem_has": "a list"},
@@ -518,9 +601,9 @@ PREFERENCE = "this is preference data, by "
 # ignores it.
 UNKNOWN = {
     "of other formats": (
-        {"messages": DIALOGUE, "loss_mask": [1], "functions": [{"name": "f"}]},
-        "the meaning of 'loss_mask', 'functions' is",
-        ["functions", "loss_mask"],
+        {"messages": DIALOGUE, "loss_mask": [1], "documents": [{"name": "f"}]},
+        "the meaning of 'loss_mask', 'documents' is",
+        ["documents", "loss_mask"],
     ),
     "a slip": (
         {"messages": DIALOGUE, "imagse": ["a.png"], "tool": [{"name": "f"}], "Systm": "b"},
@@ -546,6 +629,16 @@ UNKNOWN = {
         "'weights', 'bbox' (message 0, part 0), 'refusal' (message 1), "
         "'parameters' (message 2, a tool call) is",
         ["bbox", "parameters", "refusal", "weights"],
+    ),
+    "the choices of a question": (
+        {"question": "Which?", "choices": ["a", "b"], "answer": "b"},
+        "the meaning of 'choices' is",
+        ["choices"],
+    ),
+    "two questions": (
+        {"question": "Which?", "query": "Which of them?", "answer": "b"},
+        "the meaning of 'question' is",
+        ["question"],
     ),
     "another format's": (
         {"prompt": "a", "completion": "b", "history": [["c", "d"]]},

@@ -126,13 +126,17 @@ def _evaluate(
         for done in examiner.examine():
             if dist.get_rank() == 0:
                 scores[done.name] = done.scores
-                print(json.dumps({"name": done.name, **done.scores}), flush=True)
-                for remark in done.remarks:
-                    print_to_user(remark)
-                if predictions:
-                    write_predictions(Path(predictions), done)
+                _report_set(done, predictions)
     if scores:
         print_scores(scores)
+
+
+def _report_set(done: ExaminedSet, predictions: str | None) -> None:
+    print(json.dumps({"name": done.name, **done.scores}), flush=True)
+    for remark in done.remarks:
+        print_to_user(remark)
+    if predictions:
+        write_predictions(Path(predictions), done)
 
 
 def print_scores(scores: Mapping[str, Mapping[str, float]]) -> None:

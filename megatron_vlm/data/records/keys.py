@@ -8,6 +8,7 @@ from megatron_vlm.data.records.record import Image, Record, Video
 from megatron_vlm.data.records.record_values import is_empty
 from megatron_vlm.data.records.unknown_keys import (
     MEANT,
+    MEANT_TO_ASK,
     Unknown,
     UnknownKeysError,
     looks_like_media,
@@ -20,7 +21,9 @@ from megatron_vlm.errors import DataError
 METADATA = frozenset(
     ("id", "idx", "uuid", "image_id", "video_id", "question_id", "conversation_id")
     + ("source", "data_source", "dataset", "_dataset_name", "split")
-    + ("category", "kind", "language", "license")
+    + ("category", "kind", "language", "license", "metadata", "parallel_tool_calls")
+    # The group of a record's loss in ms-swift's log, and the sizes that LLaVA and InternVL note.
+    + ("channel", "width", "height", "width_list", "height_list")
 )
 _PREFERENCE = frozenset(
     ("chosen", "chosen_messages", "chosen_response", "kto_tag")
@@ -43,8 +46,13 @@ class Keys:
     """Reader of a record's keys, which collects those that are neither read nor to be ignored. With
     `strict`, no key of the record itself may be passed over."""
 
-    def __init__(self, where: str, ignored: Collection[str], strict: bool = False):
+    def __init__(
+        self, where: str, ignored: Collection[str], strict: bool = False, asks: bool = False
+    ):
+        """With `asks`, a reward gets the keys that are not read."""
         self.where, self.ignored, self.strict = where, frozenset(ignored), strict
+        self.asks = asks
+        self.needed: Collection[str] = ()  # further keys that may not be passed over
         self.unknown: dict[str, Unknown] = {}
         self.media: set[str] = set()  # unknown keys of the record itself
         self.passed: list[str] = []  # keys of the record itself whose values are not used
@@ -71,13 +79,14 @@ class Keys:
         """Remember a key of the record itself that is not read."""
         if key == REFERENCES and references_of({key: value}):
             return
+        is_meant = key in self.needed or key in (MEANT_TO_ASK if self.asks else MEANT)
         is_media = key not in MEANT and looks_like_media(key, value)
         if is_media:
             self.media.add(key)
         near = "" if key in MEANT or is_media else misspelled_key(key, known)
-        if key in MEANT or is_media or near or self.strict:
+        if is_meant or is_media or near or self.strict:
             self.unknown[key] = Unknown(near=near)
-        else:
+        elif not self.asks:
             self.passed.append(key)
 
     def record(self, raw: Mapping[Any, Any]) -> dict[str, Any]:
@@ -88,7 +97,7 @@ class Keys:
         filled = {key for key, value in fields.items() if not is_empty(value)}
         # In other data, `label` is a class: a key like any other.
         marks = sorted(filled & _PREFERENCE) or ["label"] * isinstance(fields.get("label"), bool)
-        if marks:
+        if marks and not self.asks:
             raise DataError(
                 f": this is preference data, by {_join_names(marks)}: it says how good answers "
                 "are, as for DPO or KTO, and training here is supervised and learns every answer",

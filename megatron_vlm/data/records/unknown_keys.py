@@ -25,6 +25,9 @@ MEANT = frozenset(
     + ("chat_template", "chat_template_kwargs", "template_kwargs", "image_root")
     + tuple(IMAGE_OPTIONS | VIDEO_OPTIONS)
 )
+# Beside a prompt for reinforcement learning, these would be another prompt. All other keys are for
+# the reward.
+MEANT_TO_ASK = frozenset({"messages", "conversations", "conversation", "chunks", "model_input"})
 _MEDIA_NAME = re.compile(
     r"([a-z0-9]+_)*(image|img|picture|pic|photo|video|frame|clip|audio|sound)s?"
     r"(_?(path|file|name|url|uri|link|bytes|data|base64|b64|list|content|\d)s?)*|file_?names?"

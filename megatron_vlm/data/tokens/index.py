@@ -34,7 +34,7 @@ _log = logging.getLogger("megatron_vlm.data")
 
 CHUNK = 512  # records
 _MAX_SURVEYED = 5000  # records that are read again to name all their unknown keys at once
-_VERSION = 7  # version of the files; raise it when the meaning of their content changes
+_VERSION = 8  # version of the files; raise it when the meaning of their content changes
 # These settings decide the content of a sample.
 _DECIDING = [
     "exif_orientation",
@@ -46,6 +46,7 @@ _DECIDING = [
     "ignore_keys",
     "unknown_keys",
     "lone_marks",
+    "caption_prompt",
     "template_kwargs",
     "allow_http",
 ]

@@ -52,8 +52,16 @@ class Reader:
     def parse(self, raw: object, where: str, passed: Counter[str] | None = None) -> Record:
         """Parse a raw record."""
         cfg = self.encoder.cfg
-        strict = cfg.unknown_keys == "refuse"
-        record = parse_record(raw, where, cfg.ignore_keys, strict, cfg.lone_marks, passed)
+        record = parse_record(
+            raw,
+            where,
+            cfg.ignore_keys,
+            strict=cfg.unknown_keys == "refuse",
+            lone_marks=cfg.lone_marks,
+            passed=passed,
+            caption_prompt=cfg.caption_prompt,
+            asks=self.asks,
+        )
         return without_answer(record) if self.asks else record
 
     def row(self, raw: object, where: str, sample: Sample) -> PlacedRow:
