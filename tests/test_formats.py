@@ -2,6 +2,7 @@
 """Every format of records becomes the same turns, and a wrong record is refused with its place."""
 
 import io
+import json
 import re
 from collections import Counter
 
@@ -10,11 +11,13 @@ import pytest
 
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.record import (
+    Box,
     ChatMessage,
     Conversation,
     EncodedRecord,
     Image,
     ImageChunk,
+    Objects,
     Video,
     VideoOptions,
 )
@@ -22,6 +25,14 @@ from megatron_vlm.data.records.unknown_keys import UnknownKeysError
 from megatron_vlm.errors import DataError
 from tests.error_fields import raises
 
+
+def user(content):
+    return {
+        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]
+    }
+
+
+DIALOGUE = user("a")["messages"]
 ASKED = (
     ChatMessage("user", (Image("a.png"), "What is it?")),
     ChatMessage("assistant", ("A cat.",)),
@@ -253,6 +264,140 @@ def test_tool_calls_are_brought_to_one_shape(call):
     assert record.tools == ({"type": "function", "function": {"name": "look"}},)
 
 
+LOOK = {"name": "look", "arguments": {"x": 1}}
+# The calls and results of one answer, as several projects write them.
+CALLS = {
+    "ms-swift": [
+        {"role": "assistant", "content": "I look."},
+        {"role": "tool_call", "content": '{"name": "look", "arguments": {"x": 1}}'},
+        {"role": "tool_call", "content": '{"name": "look", "arguments": {}}'},
+        {"role": "tool_response", "content": "a cat"},
+        {"role": "tool_response", "content": "nothing"},
+    ],
+    "Anthropic": [
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "1", "name": "look", "input": {"x": 1}},
+                {"type": "tool_use", "id": "2", "name": "look", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": "a cat"},
+                {"type": "tool_result", "tool_use_id": "2", "content": [{"text": "nothing"}]},
+            ],
+        },
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_one_answer(name):
+    messages = [DIALOGUE[0], *CALLS[name], DIALOGUE[1]]
+    bare = {"name": "look", "input_schema": {"type": "object"}}
+    record = parse_record({"messages": messages, "tools": [bare]}, "x:1")
+    calls = [
+        {"type": "function", "function": {"name": "look", "arguments": a}} for a in ({"x": 1}, {})
+    ]
+    assert record.turns == (
+        ChatMessage("user", ("a",)),
+        ChatMessage("assistant", ("I look.",), tuple(calls)),
+        ChatMessage("tool", ("a cat",)),
+        ChatMessage("tool", ("nothing",)),
+        ChatMessage("assistant", ("b",)),
+    )
+    function = {"name": "look", "parameters": {"type": "object"}}
+    assert record.tools == ({"type": "function", "function": function},)
+
+
+def test_the_older_function_call_of_openai():
+    function = {"name": "look", "parameters": {"type": "object"}}
+    called = {"role": "assistant", "content": None, "function_call": {**LOOK, "arguments": "{}"}}
+    result = {"role": "function", "name": "look", "content": "a cat"}
+    raw = {"messages": [DIALOGUE[0], called, result, DIALOGUE[1]], "functions": [function]}
+    record = parse_record(raw, "x:1")
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    assert record.turns[1:3] == (
+        ChatMessage("assistant", (), (call,)),
+        ChatMessage("tool", ("a cat",)),
+    )
+    assert record.tools == ({"type": "function", "function": function},)
+    with raises(DataError, place="x:1", key="tools"):
+        parse_record({**raw, "tools": [function]}, "x:1")
+
+
+def test_names_that_change_nothing():
+    picture = {"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}
+    asked = {"role": "user", "name": "Ann", "content": [picture, "What is it?"]}
+    raw = {"messages": [asked, {"role": "assistant", "content": "A cat."}], "channel": "vision"}
+    raw |= {"metadata": {"a": "b"}, "parallel_tool_calls": True, "width": 640, "height": 480}
+    passed = Counter()
+    assert parse_record(raw, "x:1", strict=True, passed=passed) == Conversation("x:1", ASKED)
+    assert not passed
+
+
+def test_the_index_of_a_picture_is_its_place():
+    def parts(*numbers):
+        pictures = [{"type": "image", "text": None, "index": number} for number in numbers]
+        return user([*pictures, {"type": "text", "text": "a", "index": None}])
+
+    for numbers in ((0, 1), (None, None), (0.0, 1.0)):
+        turns = parse_record({**parts(*numbers), "images": ["1.png", "2.png"]}, "x:1").turns
+        assert turns[0].parts == (Image("1.png"), Image("2.png"), "a")
+    with raises(DataError, place="x:1: message 0, part 0", key="index", found=1, allowed=0):
+        parse_record({**parts(1, 0), "images": ["1.png", "2.png"]}, "x:1")
+
+
+@pytest.mark.parametrize("flag", ["train", "training", "trainable", "weight", "loss"])
+def test_a_message_says_whether_it_is_learnt(flag):
+    raw = {"messages": [{**DIALOGUE[0], flag: False}, {**DIALOGUE[1], flag: True}]}
+    assert [turn.weight for turn in parse_record(raw, "x:1").turns] == [0, 1]
+
+
+PICTURES = {
+    "LLaVA's list": {"type": "image", "path": "a.png"},
+    "Oumi": {"type": "image_path", "content": "a.png"},
+    "Oumi's bytes": {"type": "image_binary", "binary": "AAAA"},
+    "Anthropic": {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+        "cache_control": {"type": "ephemeral"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_as_other_projects_write_them(name):
+    parts = (
+        parse_record(user([PICTURES[name], {"type": "text", "content": "a"}]), "x:1").turns[0].parts
+    )
+    is_encoded = "AAAA" in str(PICTURES[name])
+    assert parts == (Image("data:image;base64,AAAA" if is_encoded else "a.png"), "a")
+
+
+def test_an_answer_that_is_a_picture_is_refused():
+    raw = {"messages": [DIALOGUE[0], {"role": "assistant", "content": "<image>"}]}
+    raw["images"] = ["a.png"]
+    with raises(DataError, place="x:1: message 1", key="content", problem_has="is a picture"):
+        parse_record(raw, "x:1")
+    raw["messages"][1] |= {"weight": 0}
+    assert parse_record(raw, "x:1").turns[1].parts == (Image("a.png"),)
+
+
+def test_boxes_in_the_older_form_of_ms_swift():
+    boxes = [{"caption": "dog", "bbox": [1, 2, 3, 4], "bbox_type": "norm_1000", "image": 0}]
+    raw = {"query": "<image>Find the dog.", "response": "<bbox>", "images": ["a.png"]}
+    for objects in (boxes, json.dumps(boxes)):
+        found = parse_record({**raw, "objects": objects}, "x:1").objects
+        assert found == Objects((), (Box((1, 2, 3, 4), "norm1000", 0),))
+    mixed = [*boxes, {**boxes[0], "bbox_type": "real"}]
+    with raises(DataError, place="x:1: objects", key="bbox_type"):
+        parse_record({**raw, "objects": mixed}, "x:1")
+
+
 def test_sharegpt_function_calls():
     raw = {
         "conversations": [
@@ -338,12 +483,6 @@ def test_chunks():
     mask = (False, False, False, False, False, False, True)
     assert record == EncodedRecord("x:1", ((1, 2), chunk, (3,)), mask)
     assert parse_record({"model_input": {"chunks": raw["chunks"]}}, "x:1").mask is None
-
-
-def user(content):
-    return {
-        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]
-    }
 
 
 def chunks(*parts, **more):
@@ -595,7 +734,6 @@ def test_words_that_look_like_marks_stay_text(name):
     assert len(record.turns[0].parts) == 1 and "<image>" in record.turns[0].parts[0]
 
 
-DIALOGUE = user("a")["messages"]
 PREFERENCE = "this is preference data, by "
 # Keys that no format has, or whose meaning is not supported. Each is named, with the setting that
 # ignores it.
@@ -665,15 +803,15 @@ UNKNOWN = {
         "'scale'",
         ["scale"],
     ),
-    "a picture's detail": (
-        user([{"type": "image_url", "image_url": {"url": "a", "detail": "low"}}]),
-        "'detail' (message 0, part 0)",
-        ["detail"],
+    "parts of an answer to be learnt": (
+        {"messages": [DIALOGUE[0], {**DIALOGUE[1], "train_detail": [{"train": True}]}]},
+        "'train_detail' (message 1)",
+        ["train_detail"],
     ),
-    "the name of a speaker": (
-        {"messages": [{"role": "user", "name": "Ann", "content": "a"}, DIALOGUE[1]]},
-        "'name' (message 0)",
-        ["name"],
+    "a refusal": (
+        {"messages": [DIALOGUE[0], {**DIALOGUE[1], "refusal": "No."}]},
+        "'refusal' (message 1)",
+        ["refusal"],
     ),
     "a key that a shell would take apart": (
         {"messages": [{**DIALOGUE[0], "my score, new": 1}, DIALOGUE[1]]},

@@ -29,6 +29,8 @@ def parse_objects(value: Any, turns: Sequence[ChatMessage], keys: Keys) -> Objec
         value = parse_text(value, "objects", keys.where)
     if is_empty(value) and not isinstance(value, Mapping):
         return None
+    if is_list(value):
+        value = _from_list(value, turns, keys)
     if not isinstance(value, Mapping):
         raise DataError(
             f"must be an object with the lists 'ref' and 'bbox', not {kind_of(value)}",
@@ -54,6 +56,39 @@ def parse_objects(value: Any, turns: Sequence[ChatMessage], keys: Keys) -> Objec
     )
     _check_marks(objects, turns, keys.where)
     return objects
+
+
+def _from_list(value: Sequence[Any], turns: Sequence[ChatMessage], keys: Keys) -> dict[str, Any]:
+    """Convert ms-swift's older list of objects, each with its `caption` and `bbox`, into the lists
+    of today. Where the texts have no marks of one kind, its values are notes."""
+    texts = [text for turn in turns for text in _texts(turn)]
+    known = {"caption", "bbox", "bbox_type", "image"}
+    items = []
+    for number, item in enumerate(value):
+        place = f"{keys.where}: objects[{number}]"
+        if not isinstance(item, Mapping):
+            raise DataError(f"must be an object, not {kind_of(item)}", place=place)
+        items.append(keys.read(item, known, place))
+    units = {str(item.get("bbox_type", "real")).replace("norm_", "norm") for item in items}
+    if len(units) > 1:
+        raise DataError(
+            f"differs between the objects: {', '.join(sorted(units))}",
+            place=f"{keys.where}: objects",
+            key="bbox_type",
+            remedy="give all boxes of a record in one unit",
+        )
+    has_refs, has_boxes = (any(mark in text for text in texts) for mark in (REF, BOX))
+    return {
+        "ref": [item.get("caption") for item in items] if has_refs else [],
+        "bbox": [item.get("bbox") for item in items] if has_boxes else [],
+        "bbox_type": units.pop(),
+        "image_id": [item.get("image", 0) for item in items] if has_boxes else [],
+    }
+
+
+def _texts(turn: ChatMessage) -> list[str]:
+    """Return the texts in which marks are filled, in their order."""
+    return [turn.reasoning, *(part for part in turn.parts if isinstance(part, str))]
 
 
 def _list(value: Any, key: str, where: str) -> Sequence[Any]:
@@ -129,7 +164,7 @@ def _check_marks(objects: Objects, turns: Sequence[ChatMessage], where: str) -> 
                 key="tool_calls",
                 remedy="write the coordinates themselves, 0 to 1000",
             )
-        for text in (turn.reasoning, *(part for part in turn.parts if isinstance(part, str))):
+        for text in _texts(turn):
             counts.update(BOX_MARKS.findall(text))
     for mark, name, values in ((REF, "ref", objects.refs), (BOX, "bbox", objects.boxes)):
         if counts[mark] != len(values):

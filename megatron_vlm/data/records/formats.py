@@ -5,10 +5,11 @@ answers in keys of their own, and lists of encoded chunks. All but the last beco
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from megatron_vlm.data.records.boxes import parse_objects
+from megatron_vlm.data.records.calls import parse_tools
 from megatron_vlm.data.records.chunks import parse_chunks
 from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.messages import column, image_of, parse_messages, video_of
@@ -23,7 +24,7 @@ from megatron_vlm.data.records.plain import (
     parse_pairs,
 )
 from megatron_vlm.data.records.record import ChatMessage, Conversation, EncodedRecord
-from megatron_vlm.data.records.record_values import dicts, is_list, kind_of, single_value
+from megatron_vlm.data.records.record_values import is_list, kind_of, single_value
 from megatron_vlm.data.records.unknown_keys import misspelled_key
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile, is_too_deep
@@ -102,7 +103,25 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys, caption_prompt: str) -> Conv
                 found="system",
             )
     objects = parse_objects(raw.get("objects"), turns, keys)
-    return Conversation(where, tuple(turns), _tools(raw, where), objects)
+    if not keys.asks:
+        _check_answers(turns, where)
+    return Conversation(where, tuple(turns), parse_tools(raw, where), objects)
+
+
+def _check_answers(turns: Sequence[ChatMessage], where: str) -> None:
+    """Refuse answers that are pictures alone: only the end of the answer would be learnt."""
+    for number, turn in enumerate(turns):
+        is_picture = turn.parts and not any(isinstance(part, str) for part in turn.parts)
+        says_more = turn.tool_calls or turn.reasoning or turn.weight == 0
+        if turn.role == "assistant" and is_picture and not says_more:
+            raise DataError(
+                ": the answer is a picture or a video, as in data for making pictures, and the "
+                "model writes text alone",
+                place=f"{where}: message {number}",
+                key="content",
+                remedy="leave such records out, or set weight: 0 for this message to show it "
+                "without learning it",
+            )
 
 
 def _find_format(raw: Mapping[str, Any], asks: bool) -> str | PlainForm | None:
@@ -123,17 +142,6 @@ def _has_pairs(value: Any) -> bool:
     """Return whether the entries of a list have an answer each, in place of a role."""
     first = value[0] if is_list(value) and len(value) else None
     return isinstance(first, Mapping) and "assistant" in first and not {"role", "from"} & {*first}
-
-
-def _tools(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...]:
-    """Return the tools. OpenAI's older `functions` become tools."""
-    functions = dicts(raw.get("functions") or (), "functions", where)
-    tools = [{"type": "function", "function": function} for function in functions]
-    if tools and raw.get("tools"):
-        raise DataError(
-            "and functions both have a value", place=where, key="tools", remedy="give one of them"
-        )
-    return tuple(tools or dicts(raw.get("tools") or (), "tools", where))
 
 
 def _unknown_format(raw: Mapping[str, Any], where: str) -> DataError:

@@ -1,6 +1,7 @@
 """Access to the keys of a record: each one is read, passed over or refused. No content of a record
 is left out in silence."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -49,13 +50,14 @@ class Keys:
     def __init__(
         self, where: str, ignored: Collection[str], strict: bool = False, asks: bool = False
     ):
-        """With `asks`, a reward gets the keys that are not read."""
+        """Make a reader. With `asks`, a reward gets the keys that are not read."""
         self.where, self.ignored, self.strict = where, frozenset(ignored), strict
         self.asks = asks
         self.needed: Collection[str] = ()  # further keys that may not be passed over
         self.unknown: dict[str, Unknown] = {}
         self.media: set[str] = set()  # unknown keys of the record itself
         self.passed: list[str] = []  # keys of the record itself whose values are not used
+        self.media_parts: Counter[str] = Counter()  # parts so far that are images and videos
         self.marked: list[str] = []  # texts of formats that have marks for images and videos
 
     def read(self, raw: Mapping[Any, Any], known: Collection[str], where: str) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Conversion of messages in the formats of OpenAI, ShareGPT and LLaMA-Factory into turns."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import PIL.Image
 
+from megatron_vlm.data.records.calls import parse_call, split_results
 from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.media_options import (
     IMAGE_OPTIONS,
@@ -31,6 +33,9 @@ from megatron_vlm.errors import DataError
 # Records name images and videos, or hold their content. Nothing is opened here.
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_SOURCES = ("bytes", "url", "path", "data")  # data: Anthropic's base64
+# OpenAI's resolution, and Anthropic's notes: the bytes of a picture tell its format.
+_WITHOUT_EFFECT_ON_IMAGES = ("detail", "type", "media_type")
 
 
 def column(raw: Mapping[str, Any], kind: str, where: str) -> list[Any]:
@@ -49,10 +54,10 @@ def image_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _N
     `beside` holds the other keys of its part."""
     fields: Mapping[str, Any] = _NOTHING
     if isinstance(source, Mapping):  # {"url": ...}, or an undecoded image of `datasets`
-        fields = keys.read(source, {"bytes", "url", "path", "detail", *IMAGE_OPTIONS}, where)
-        if fields.pop("detail", "auto") != "auto":  # OpenAI's resolution
-            keys.read({"detail": source["detail"]}, (), where)
-        source = next((fields[key] for key in ("bytes", "url", "path") if key in fields), None)
+        fields = keys.read(source, {*_SOURCES, *_WITHOUT_EFFECT_ON_IMAGES, *IMAGE_OPTIONS}, where)
+        source = next((fields[key] for key in _SOURCES if key in fields), None)
+        if "data" in fields and source == fields["data"]:
+            source = f"data:image;base64,{source}"
     if isinstance(source, bytearray | memoryview):
         source = bytes(source)
     if not isinstance(source, str | bytes | PIL.Image.Image) or not source:
@@ -90,22 +95,24 @@ def video_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _N
     return Video(source, video_options(options, None, where))
 
 
+_CALLERS = ("function_call", "tool_call")  # roles whose content is a call, or a list of calls
 _ROLE_NAMES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
     "developer": "system",
     "human": "user",
     **dict.fromkeys(("gpt", "model", "bot", "chatgpt", "bing"), "assistant"),
-    "function_call": "assistant",
-    **dict.fromkeys(("observation", "function", "function_response"), "tool"),
+    **dict.fromkeys(_CALLERS, "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
 }
-_WEIGHTS = ("weight", "loss_weight", "train", "loss")
+_WEIGHTS = ("weight", "loss_weight", "train", "training", "trainable", "loss")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_MESSAGE = {"role", "from", "content", "value", "tool_calls", *_WEIGHTS, *_REASONING}
-_ANSWER = {"tool_call_id", "name"}  # the call of an answer; templates show answers in order
+_MESSAGE = {"role", "from", "content", "value", "tool_calls", "function_call"}
+_MESSAGE |= {"name", "metadata", *_WEIGHTS, *_REASONING}  # the first two change nothing
+_ANSWER = {"tool_call_id"}  # the call of an answer; templates show answers in order
 # The content of each kind of part is at one of these keys.
 _PARTS = {
-    "text": ("text", "value"),
-    "image": ("image", "image_url", "url", "path", "value"),
+    "text": ("text", "value", "content"),
+    "image": ("image", "image_url", "url", "path", "value", "content", "source"),
     "video": ("video", "video_url", "url", "path", "value"),
     "reasoning": (*_REASONING, "text", "value"),
     "tool_call": ("tool_call", "value"),
@@ -113,8 +120,10 @@ _PARTS = {
 _KINDS = {
     **{kind: kind for kind in _PARTS},
     **{"image_url": "image", "video_url": "video", "thinking": "reasoning"},
+    **{"image_path": "image", "image_binary": "image"},
 }
-_MORE = {"image": IMAGE_OPTIONS | {"base64"}, "video": VIDEO_OPTIONS}
+_MORE = {"image": IMAGE_OPTIONS | {"base64", "binary", "index"}, "video": VIDEO_OPTIONS | {"index"}}
+_WITHOUT_EFFECT = ("cache_control", "signature")  # of Anthropic's parts
 _MEDIA = {"image": (AWAITED_IMAGE, image_of), "video": (AWAITED_VIDEO, video_of)}
 
 
@@ -124,7 +133,30 @@ def parse_messages(messages: Any, where: str, keys: Keys) -> list[ChatMessage]:
         messages = parse_text(messages, "messages", where)
     if not is_list(messages):
         raise DataError(f"must be a list, not {kind_of(messages)}", place=where, key="messages")
-    return [_parse_message(m, f"{where}: message {i}", keys) for i, m in enumerate(messages)]
+    turns: list[ChatMessage] = []
+    for number, message in enumerate(messages):
+        place = f"{where}: message {number}"
+        for piece in split_results(message, place, keys):
+            turn = _parse_message(piece, place, keys)
+            is_call = isinstance(piece, Mapping) and _speaker(piece, place) in _CALLERS
+            if is_call and turns and turns[-1].role == "assistant":
+                turns[-1] = _with_calls(turns[-1], turn, place)
+            else:
+                turns.append(turn)
+    return turns
+
+
+def _with_calls(said: ChatMessage, calls: ChatMessage, where: str) -> ChatMessage:
+    """Return one message of what the assistant said and the calls in the next message."""
+    if said.weight != calls.weight:
+        raise DataError(
+            "differs from that of the message before, and both are one answer",
+            place=where,
+            key="weight",
+            found=calls.weight,
+            remedy="give them the same",
+        )
+    return replace(said, tool_calls=said.tool_calls + calls.tool_calls)
 
 
 def _parse_message(message: Any, where: str, keys: Keys) -> ChatMessage:
@@ -137,8 +169,9 @@ def _parse_message(message: Any, where: str, keys: Keys) -> ChatMessage:
     message = keys.read(message, _MESSAGE | (_ANSWER if role == "tool" else set()), where)
     content = single_value(message, ("content", "value"), where)
     calls = dicts(message.get("tool_calls") or (), "tool_calls", where)
-    if speaker == "function_call":
-        calls, content = dicts(content, "function_call", where), None
+    calls += dicts(message.get("function_call") or (), "function_call", where)
+    if speaker in _CALLERS:
+        calls, content = dicts(content, str(speaker), where), None
     by_kind = _parse_content(content, where, keys)
     thoughts = single_value(message, _REASONING, where)
     texts = [*by_kind["reasoning"], *([] if is_empty(thoughts) else [thoughts])]
@@ -156,7 +189,7 @@ def _parse_message(message: Any, where: str, keys: Keys) -> ChatMessage:
     return ChatMessage(
         role,
         tuple(by_kind["parts"]),
-        tuple(_parse_call(call, where, keys) for call in calls),
+        tuple(parse_call(call, where, keys) for call in calls),
         None if weight is None else weight_of(weight, "weight", where),
         reasoning,
     )
@@ -188,6 +221,9 @@ def _parse_content(content: Any, where: str, keys: Keys) -> dict[str, list[Any]]
         kind = _kind_of_part(part) if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind in keys.ignored:
             continue
+        if kind == "tool_use":  # Anthropic's part is the call itself
+            by_kind["tool_call"].append(dict(part))
+            continue
         keys.marked += [part] if isinstance(part, str) else []
         kind, value = ("text", part) if isinstance(part, str) else _parse_part(part, place, keys)
         if kind == "tool_call":
@@ -206,17 +242,19 @@ def _parse_part(part: Any, where: str, keys: Keys) -> tuple[str, Part | Any]:
     if kind is None:
         raise DataError(place=where, key="type", found=type_name, allowed=tuple(_KINDS))
     more = _MORE.get(kind, frozenset())
-    part = keys.read(part, {"type", *_PARTS[kind], *more}, where)
+    part = keys.read(part, {"type", *_PARTS[kind], *more, *_WITHOUT_EFFECT}, where)
     value = single_value(part, _PARTS[kind], where)
     if kind in ("text", "reasoning"):
         return kind, text_of(value, kind, where)
-    if kind == "image" and value is None and "base64" in part:
-        value = f"data:image;base64,{part['base64']}"
+    if kind == "image" and value is None and (encoded := part.keys() & {"base64", "binary"}):
+        held = part[min(encoded)]
+        value = held if isinstance(held, bytes) else f"data:image;base64,{held}"
     if kind in _MEDIA:
+        _check_index(part.get("index"), kind, where, keys)
         awaited, read = _MEDIA[kind]
         if value is not None:
             return kind, read(value, where, keys, part)
-        if options := sorted(part.keys() & _MORE[kind]):
+        if options := sorted(part.keys() & _MORE[kind] - {"index"}):
             raise DataError(
                 f"is an option of a part without {kind}",
                 place=where,
@@ -227,33 +265,21 @@ def _parse_part(part: Any, where: str, keys: Keys) -> tuple[str, Part | Any]:
     return kind, value
 
 
+def _check_index(index: Any, kind: str, where: str, keys: Keys) -> None:
+    """Check that trl's `index` of a picture is its place among those of the record."""
+    place = keys.media_parts[kind]
+    keys.media_parts[kind] += 1
+    if index is not None and (type(index) not in (int, float) or index != place):
+        raise DataError(
+            f"is not the place of this {kind}, and they are taken in order",
+            place=where,
+            key="index",
+            found=index,
+            allowed=place,
+            remedy=f"put the {kind}s in the order of their parts",
+        )
+
+
 def _kind_of_part(part: Mapping[str, Any]) -> Any:
     """Return the type that a part states, or else the kind that its keys tell."""
     return part.get("type") or next((kind for kind in _KINDS if part.get(kind) is not None), "")
-
-
-def _parse_call(call: Mapping[str, Any], where: str, keys: Keys) -> dict[str, Any]:
-    """Convert a variant of a call to {"type": "function", "function": {"name": ..., "arguments":
-    {...}}}."""
-    place, own = f"{where}, a tool call", {"type", "id", "index"}
-    function = call.get("function")
-    if function is None:
-        function = keys.read(call, {*own, "name", "arguments"}, place)
-    else:
-        keys.read(call, {*own, "function"}, place)
-    if call.get("type") not in (None, "function"):
-        raise DataError(place=place, key="type", found=call["type"], allowed="function")
-    if isinstance(function, Mapping):
-        function = keys.read(function, {*own, "name", "arguments"}, place)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise DataError("is missing", place=place, key="function.name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = parse_text(arguments, f"arguments of {name}", where)
-    arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, Mapping):
-        raise DataError(
-            f"must be an object, not {kind_of(arguments)}", place=where, key=f"arguments of {name}"
-        )
-    return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
