@@ -131,7 +131,7 @@ def _evaluate(
         print_scores(scores)
 
 
-def _report_set(done: ExaminedSet, predictions: str | None) -> None:
+def _report_set(done: Evaluation, predictions: str | None) -> None:
     print(json.dumps({"name": done.name, **done.scores}), flush=True)
     for remark in done.remarks:
         print_to_user(remark)

@@ -112,6 +112,7 @@ class DataConfig:
     ignore_keys: tuple[str, ...] = ()  # keys of records that are ignored, at every depth
     unknown_keys: Literal["warn", "refuse", "ignore"] = "warn"  # unknown keys: see docs/data.md
     lone_marks: Literal["refuse", "text"] = "refuse"  # <image> without an image in its record
+    system: str | None = None  # system message of records that have none; null: as the template
     caption_prompt: str = ""  # question of records of an image and a text; empty: the image alone
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     on_error: Literal["raise", "skip"] = "raise"  # action for an invalid record

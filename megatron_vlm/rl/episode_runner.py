@@ -111,7 +111,7 @@ class EpisodeRunner:
         firsts = await asyncio.gather(*map(asyncio.wrap_future, beginning))
         for episode, first in zip(episodes, firsts, strict=True):
             where = f"{episode.where}: what rl.environment says first"
-            opening = row if first is None else dialogue.opening(first, where)
+            opening = row if first is None else dialogue.opening(first, episode.record, where)
             episode.add_observation(opening, dialogue.end_id)
         same_opening = firsts.count(None)
         sharers = [same_opening if first is None else 1 for first in firsts]
@@ -142,7 +142,9 @@ class EpisodeRunner:
             if not response.messages:
                 break
             where = f"{episode.where}: what rl.environment says after answer {turn + 1}"
-            reply = await asyncio.to_thread(dialogue.reply, response.messages, where)
+            reply = await asyncio.to_thread(
+                dialogue.reply, response.messages, episode.record, where
+            )
             longest = len(episode.ids) + len(reply.ids_S) + 1 + rl.max_new_tokens
             if turn + 1 == rl.turns or longest > rl.max_tokens:
                 episode.cut = True

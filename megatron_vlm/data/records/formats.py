@@ -24,7 +24,7 @@ from megatron_vlm.data.records.plain import (
     parse_pairs,
 )
 from megatron_vlm.data.records.record import ChatMessage, Conversation, EncodedRecord
-from megatron_vlm.data.records.record_values import is_list, kind_of, single_value
+from megatron_vlm.data.records.record_values import is_list, kind_of, parse_text, single_value
 from megatron_vlm.data.records.unknown_keys import misspelled_key
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile, is_too_deep
@@ -33,6 +33,9 @@ from megatron_vlm.io.untrusted import UntrustedFile, is_too_deep
 _LISTS = ("messages", "conversations", "conversation", "texts")
 _COMMON = ("system", "system_prompt", "tools", "functions", "objects")
 _COMMON += ("image", "images", "video", "videos")
+# Variables of the chat template: trl's object, and the one that decides about thinking.
+VARIABLE_KEYS = ("chat_template_kwargs", "enable_thinking")
+_COMMON += VARIABLE_KEYS
 _NAMING = frozenset({*_LISTS, *PLAIN_NAMES} - {"texts"})  # most likely, `text` is no slip of it
 _NAMES = (
     "messages; conversations; prompt and completion; question and answer; instruction and output; "
@@ -105,7 +108,31 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys, caption_prompt: str) -> Conv
     objects = parse_objects(raw.get("objects"), turns, keys)
     if not keys.asks:
         _check_answers(turns, where)
-    return Conversation(where, tuple(turns), parse_tools(raw, where), objects)
+    variables = _variables(raw, where)
+    return Conversation(where, tuple(turns), parse_tools(raw, where), objects, variables)
+
+
+def _variables(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the variables of the chat template that the record sets."""
+    given = raw.get("chat_template_kwargs") or {}
+    given = parse_text(given, "chat_template_kwargs", where) if isinstance(given, str) else given
+    if not isinstance(given, Mapping):
+        raise DataError(
+            f"must be an object, not {kind_of(given)}", place=where, key="chat_template_kwargs"
+        )
+    variables = {str(name): value for name, value in given.items() if value is not None}
+    thinks = raw.get("enable_thinking")
+    if thinks is None:
+        return variables
+    if variables.setdefault("enable_thinking", thinks) != thinks:
+        raise DataError(
+            "differs from that of chat_template_kwargs",
+            place=where,
+            key="enable_thinking",
+            found=thinks,
+            remedy="give one of them",
+        )
+    return variables
 
 
 def _check_answers(turns: Sequence[ChatMessage], where: str) -> None:

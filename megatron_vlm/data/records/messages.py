@@ -28,6 +28,7 @@ from megatron_vlm.data.records.record_values import (
     text_of,
     weight_of,
 )
+from megatron_vlm.data.records.unknown_keys import UnknownKeysError
 from megatron_vlm.errors import DataError
 
 # Records name images and videos, or hold their content. Nothing is opened here.
@@ -123,7 +124,7 @@ _KINDS = {
     **{"image_path": "image", "image_binary": "image"},
 }
 _MORE = {"image": IMAGE_OPTIONS | {"base64", "binary", "index"}, "video": VIDEO_OPTIONS | {"index"}}
-_WITHOUT_EFFECT = ("cache_control", "signature")  # of Anthropic's parts
+_WITHOUT_EFFECT = ("cache_control", "signature")  # keys of Anthropic's parts
 _MEDIA = {"image": (AWAITED_IMAGE, image_of), "video": (AWAITED_VIDEO, video_of)}
 
 
@@ -184,6 +185,8 @@ def _parse_message(message: Any, where: str, keys: Keys) -> ChatMessage:
             key="reasoning",
         )
     if not by_kind["parts"] and not calls and role != "system":
+        if keys.unknown:  # most likely the message is not empty, and one of these keys has it
+            raise UnknownKeysError.from_keys(keys.where, keys.unknown, keys.ignored)
         raise DataError(f"is empty in a message of role {role}", place=where, key="content")
     weight = single_value(message, _WEIGHTS, where)
     return ChatMessage(

@@ -3,7 +3,8 @@
 `formats.py` makes them from raw dicts. The code after it knows nothing about formats.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import PIL.Image
@@ -96,6 +97,7 @@ class Conversation:
     turns: tuple[ChatMessage, ...]
     tools: tuple[dict[str, Any], ...] = ()
     objects: Objects | None = None  # None: the marks, if any, are plain text
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
 
     def media(self, kind: type) -> list[Any]:
         """Return all images, or all videos, in the order in which the model sees them."""

@@ -7,6 +7,7 @@ Shapes: U tokens before placeholders are expanded.
 """
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from megatron_vlm.data.tokens.thinking import (
     AnswerOpening,
     contrary_text,
 )
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import VisionMarks
 from megatron_vlm.io.untrusted import UntrustedFile
 
@@ -86,6 +87,24 @@ class ChatRenderer:
         added = tokenizer.added_tokens_decoder.values()
         special = sorted({*names, *(token.content for token in added if token.special)})
         self.special = re.compile("|".join(map(re.escape, special)))
+        self._with_variables: dict[str, ChatRenderer] = {}
+
+    def for_chat(self, chat: Conversation) -> "ChatRenderer":
+        """Return the renderer with the chat's own variables, which precede data.template_kwargs."""
+        if not chat.variables:
+            return self
+        key = json.dumps(chat.variables, sort_keys=True, default=str)
+        if key not in self._with_variables:
+            variables = {**self.template.variables, **chat.variables}
+            try:
+                renderer = ChatRenderer(self.tokenizer, self.special_tokens, self.marks, variables)
+            except ConfigError as error:
+                name = str(error.key).removeprefix("data.template_kwargs.")
+                remedy = f"correct it, or set data.ignore_keys=[{name}]"
+                fields = error.fields() | {"place": chat.where, "key": name, "remedy": remedy}
+                raise DataError(**fields) from error
+            self._with_variables[key] = renderer
+        return self._with_variables[key]
 
     def render(
         self,

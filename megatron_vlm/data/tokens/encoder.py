@@ -67,8 +67,9 @@ class Encoder:
             ]
             bounded = partial(self._shorten_long_text, where=record.where)
             chat = write_boxes_as_text(record, sizes)
-            rendered = self.renderer.render(chat, texts, self.cfg.train_on, bounded)
-            rendered = self.renderer.open_answer(rendered) if prompt else rendered
+            renderer = self.renderer.for_chat(chat)
+            rendered = renderer.render(chat, texts, self.cfg.train_on, bounded)
+            rendered = renderer.open_answer(rendered) if prompt else rendered
         else:
             rendered = self._read_chunks(record, image_grids)
         whole, spans = self._expand(record, rendered, image_grids, plans)

@@ -47,6 +47,7 @@ _DECIDING = [
     "unknown_keys",
     "lone_marks",
     "caption_prompt",
+    "system",
     "template_kwargs",
     "allow_http",
 ]
@@ -250,7 +251,7 @@ class _Chunks:
             try:
                 sample = self.reader.encode(self.source[start + place], where, False, chunk.passed)
                 chunk.samples.append((place, sample))
-                if self.reader.encoder.renderer.is_contrary(sample.ids_S, sample.trained_S):
+                if self.reader.is_contrary(self.source[start + place], sample):
                     chunk.contrary.append(place)
             except RecordDropped as rule:
                 chunk.dropped.append((place, str(rule)))

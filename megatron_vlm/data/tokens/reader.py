@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
 from megatron_vlm.data.media.video import video_patches
 from megatron_vlm.data.media.video_file import iter_frames
 from megatron_vlm.data.media.video_settings import CHOSEN, VideoSettings
-from megatron_vlm.data.records.formats import parse_record
-from megatron_vlm.data.records.record import Conversation, Image, Record, Video
+from megatron_vlm.data.records.formats import VARIABLE_KEYS, parse_record
+from megatron_vlm.data.records.record import ChatMessage, Conversation, Image, Record, Video
 from megatron_vlm.data.tokens.chat_template import ChatRenderer
 from megatron_vlm.data.tokens.encoder import Encoder
 from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, check_ids, place_row
@@ -62,7 +62,15 @@ class Reader:
             caption_prompt=cfg.caption_prompt,
             asks=self.asks,
         )
+        record = record if cfg.system is None else with_system(record, cfg.system)
         return without_answer(record) if self.asks else record
+
+    def is_contrary(self, raw: object, sample: Sample) -> bool:
+        """Return whether an answer begins in another way than its prompt asks for, and neither the
+        configuration nor the record says whether the model is to think."""
+        if isinstance(raw, Mapping) and any(raw.get(key) is not None for key in VARIABLE_KEYS):
+            return False
+        return self.encoder.renderer.is_contrary(sample.ids_S, sample.trained_S)
 
     def row(self, raw: object, where: str, sample: Sample) -> PlacedRow:
         """Return the sample with its pixels."""
@@ -112,6 +120,13 @@ def make_reader(
     root = None if root is None else str(home_path(root))
     policy = MediaPolicy(root, cfg.allow_http, cfg.exif_orientation)
     return Reader(encoder, policy, sizes.tokens, asks)
+
+
+def with_system(record: Record, text: str) -> Record:
+    """Return a chat that begins with a system message: its own, or else this text."""
+    if not isinstance(record, Conversation) or record.turns[0].role == "system":
+        return record
+    return replace(record, turns=(ChatMessage("system", (text,)), *record.turns))
 
 
 def without_answer(record: Record) -> Record:
