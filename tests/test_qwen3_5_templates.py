@@ -247,6 +247,55 @@ def test_turns_of_an_episode_are_the_chat_of_transformers(name, variables, reply
     assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n<think>\n")
 
 
+@pytest.mark.parametrize("key", ["enable_thinking", "chat_template_kwargs"])
+def test_a_record_says_whether_the_model_thinks(key, reader):
+    """Its rows, prompts and turns are those of data.template_kwargs, whatever that says."""
+    off = {"enable_thinking": False}
+    by_config, by_record = (reader("qwen3_5", template_kwargs=each) for each in (off, {}))
+    chat = {"messages": [*ASK, say("assistant", "b")]}
+    own = off if key == "enable_thinking" else {key: off}
+    rows = {}
+    for prompt in (False, True):
+        rows[prompt] = by_config.encode(chat, "x:1", prompt)
+        found = by_record.encode({**chat, **own}, "x:1", prompt)
+        assert found.ids_S.tolist() == rows[prompt].ids_S.tolist()
+        assert found.trained_S.tolist() == rows[prompt].trained_S.tolist()
+        assert found.ids_S.tolist() != by_record.encode(chat, "x:1", prompt).ids_S.tolist()
+    thinks = by_config.encode({**chat, "enable_thinking": True}, "x:1", True)
+    assert thinks.ids_S.tolist() == by_record.encode(chat, "x:1", True).ids_S.tolist()
+    plain = by_record.encode(chat, "x:1")
+    assert by_record.is_contrary(chat, plain) and not by_record.is_contrary({**chat, **own}, plain)
+    turns, reply = TurnEncoder(by_record), [say("tool", "3")]
+    expected = TurnEncoder(by_config).reply(reply, "x:1").ids_S.tolist()
+    assert turns.reply(reply, "x:1", own).ids_S.tolist() == expected
+    assert turns.reply(reply, "x:1").ids_S.tolist() != expected
+
+
+def test_variables_that_a_record_may_not_set(reader):
+    chat = {"messages": [*ASK, say("assistant", "b")]}
+    ours = reader("qwen3_5")
+    for variables, name in (({"mood": 1}, "mood"), ({"enable_thinking": "no"}, "enable_thinking")):
+        with raises(DataError, place="x:1", key=name, remedy_has=f"ignore_keys=[{name}]"):
+            ours.encode({**chat, "chat_template_kwargs": variables}, "x:1")
+    with raises(DataError, place="x:1", key="chat_template_kwargs.tools"):
+        ours.encode({**chat, "chat_template_kwargs": {"tools": []}}, "x:1")
+    with raises(DataError, place="x:1", key="enable_thinking", found=True):
+        both = {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}
+        ours.encode({**chat, **both}, "x:1")
+
+
+def test_the_system_message_of_chats_that_have_none(reader):
+    ours, plain = reader("qwen3_5", system="Be brief."), reader("qwen3_5")
+    chat = [*ASK, say("assistant", "b")]
+    expected = plain.encode({"messages": [say("system", "Be brief."), *chat]}, "x:1")
+    for raw in ({"messages": chat}, {"messages": chat, "system": ""}):
+        found = ours.encode(raw, "x:1")
+        assert found.ids_S.tolist() == expected.ids_S.tolist()
+        assert found.trained_S.tolist() == expected.trained_S.tolist()
+    for raw in ({"messages": [say("system", "Be kind."), *chat]}, {"chunks": [{"tokens": [1, 2]}]}):
+        assert ours.encode(raw, "x:1").ids_S.tolist() == plain.encode(raw, "x:1").ids_S.tolist()
+
+
 @pytest.mark.parametrize(
     ("name", "variables"),
     [("qwen3_5", {}), ("qwen3_6", {}), ("qwen3_8", {"preserve_thinking": False})],

@@ -111,7 +111,7 @@ class EpisodeRunner:
         firsts = await asyncio.gather(*map(asyncio.wrap_future, beginning))
         for episode, first in zip(episodes, firsts, strict=True):
             where = f"{episode.where}: what rl.environment says first"
-            opening = row if first is None else dialogue.opening(first, episode.record, where)
+            opening = row if first is None else dialogue.opening(first, where, episode.record)
             episode.add_observation(opening, dialogue.end_id)
         same_opening = firsts.count(None)
         sharers = [same_opening if first is None else 1 for first in firsts]
@@ -143,7 +143,7 @@ class EpisodeRunner:
                 break
             where = f"{episode.where}: what rl.environment says after answer {turn + 1}"
             reply = await asyncio.to_thread(
-                dialogue.reply, response.messages, episode.record, where
+                dialogue.reply, response.messages, where, episode.record
             )
             longest = len(episode.ids) + len(reply.ids_S) + 1 + rl.max_new_tokens
             if turn + 1 == rl.turns or longest > rl.max_tokens:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from megatron_vlm.data.records.formats import VARIABLE_KEYS
@@ -10,6 +11,7 @@ from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError
 
+_NO_RECORD: Mapping[str, Any] = MappingProxyType({})
 # Stand-ins for the question and the answer: a template renders the later turns in the same way
 # after any text.
 _BEFORE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
@@ -28,14 +30,20 @@ class TurnEncoder:
         self._tokens_before({})
 
     def opening(
-        self, messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any], where: str
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        where: str,
+        record: Mapping[str, Any] = _NO_RECORD,
     ) -> Row:
         """Encode the messages as the beginning of an episode, up to the start of the answer. The
         episode's record may set variables of the chat template."""
         return self._row(messages, _variables(record), where)
 
     def reply(
-        self, messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any], where: str
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        where: str,
+        record: Mapping[str, Any] = _NO_RECORD,
     ) -> Row:
         """Encode the messages as they follow the token that ends an answer, up to the start of the
         next answer. The answer itself stays as it was drawn: it is not rendered again."""

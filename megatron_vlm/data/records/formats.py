@@ -36,6 +36,7 @@ _COMMON += ("image", "images", "video", "videos")
 # Variables of the chat template: trl's object, and the one that decides about thinking.
 VARIABLE_KEYS = ("chat_template_kwargs", "enable_thinking")
 _COMMON += VARIABLE_KEYS
+_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _NAMING = frozenset({*_LISTS, *PLAIN_NAMES} - {"texts"})  # most likely, `text` is no slip of it
 _NAMES = (
     "messages; conversations; prompt and completion; question and answer; instruction and output; "
@@ -121,6 +122,13 @@ def _variables(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"must be an object, not {kind_of(given)}", place=where, key="chat_template_kwargs"
         )
     variables = {str(name): value for name, value in given.items() if value is not None}
+    if taken := sorted(_OWN_VARIABLES & variables.keys()):
+        raise DataError(
+            "is not a variable that a record may set",
+            place=where,
+            key=f"chat_template_kwargs.{taken[0]}",
+            remedy="leave it out; messages and tools have keys of their own",
+        )
     thinks = raw.get("enable_thinking")
     if thinks is None:
         return variables

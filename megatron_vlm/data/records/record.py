@@ -97,7 +97,7 @@ class Conversation:
     turns: tuple[ChatMessage, ...]
     tools: tuple[dict[str, Any], ...] = ()
     objects: Objects | None = None  # None: the marks, if any, are plain text
-    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
+    variables: Mapping[str, Any] = field(default_factory=dict)  # for the chat template
 
     def media(self, kind: type) -> list[Any]:
         """Return all images, or all videos, in the order in which the model sees them."""

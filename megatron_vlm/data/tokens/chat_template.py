@@ -40,6 +40,7 @@ from megatron_vlm.io.untrusted import UntrustedFile
 START, END = "<|im_start|>", "<|im_end|>"
 _CUTS = f"[{chr(PRIVATE_USE.start)}-{chr(PRIVATE_USE.stop)}]"
 _LONG_WORD = 2**16  # characters without a space
+_MAX_RENDERERS = 64  # renderers that are kept, each with other variables of records
 _SPARE = 8  # tokens that a mark at the end of a shortened text may take from it
 
 
@@ -103,6 +104,8 @@ class ChatRenderer:
                 remedy = f"correct it, or set data.ignore_keys=[{name}]"
                 fields = error.fields() | {"place": chat.where, "key": name, "remedy": remedy}
                 raise DataError(**fields) from error
+            if len(self._with_variables) == _MAX_RENDERERS:
+                self._with_variables.clear()
             self._with_variables[key] = renderer
         return self._with_variables[key]
 
