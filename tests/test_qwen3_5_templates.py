@@ -277,6 +277,8 @@ def test_variables_that_a_record_may_not_set(reader):
     for variables, name in (({"mood": 1}, "mood"), ({"enable_thinking": "no"}, "enable_thinking")):
         with raises(DataError, place="x:1", key=name, remedy_has=f"ignore_keys=[{name}]"):
             ours.encode({**chat, "chat_template_kwargs": variables}, "x:1")
+        ignoring = reader("qwen3_5", ignore_keys=(name,))
+        ignoring.encode({**chat, "chat_template_kwargs": variables}, "x:1")
     with raises(DataError, place="x:1", key="chat_template_kwargs.tools"):
         ours.encode({**chat, "chat_template_kwargs": {"tools": []}}, "x:1")
     with raises(DataError, place="x:1", key="enable_thinking", found=True):

@@ -109,19 +109,21 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys, caption_prompt: str) -> Conv
     objects = parse_objects(raw.get("objects"), turns, keys)
     if not keys.asks:
         _check_answers(turns, where)
-    variables = _variables(raw, where)
+    variables = _variables(raw, keys)
     return Conversation(where, tuple(turns), parse_tools(raw, where), objects, variables)
 
 
-def _variables(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _variables(raw: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     """Return the variables of the chat template that the record sets."""
+    where = keys.where
     given = raw.get("chat_template_kwargs") or {}
     given = parse_text(given, "chat_template_kwargs", where) if isinstance(given, str) else given
     if not isinstance(given, Mapping):
         raise DataError(
             f"must be an object, not {kind_of(given)}", place=where, key="chat_template_kwargs"
         )
-    variables = {str(name): value for name, value in given.items() if value is not None}
+    filled = {str(name): value for name, value in given.items() if value is not None}
+    variables = {name: value for name, value in filled.items() if name not in keys.ignored}
     if taken := sorted(_OWN_VARIABLES & variables.keys()):
         raise DataError(
             "is not a variable that a record may set",
