@@ -142,6 +142,12 @@ SAME = {
         "solution": "A cat.",
         "answer": "cat",
     },
+    "a problem, an empty solution and an answer": {
+        "images": ["a.png"],
+        "problem": "<image>What is it?",
+        "solution": "",
+        "answer": "A cat.",
+    },
     "query and response": {"image": "a.png", "query": "What is it?", "response": "A cat."},
     "prompt and response": {"image": "a.png", "prompt": "What is it?", "response": "A cat."},
     "answers that are all the same": {
@@ -632,6 +638,8 @@ WRONG = {
         {"question": "a", "answer": "b", "response": "c"},
         {"place": "a:7", "key": "answer", "problem_has": "and response"},
     ),
+    "an empty answer": ({"question": "a", "answer": ""}, {"place": "a:7", "key": "answer"}),
+    "an empty caption": ({"image": "a", "text": ""}, {"place": "a:7", "key": "text"}),
     "the number of an answer": (
         {"question": "a", "answer": 3},
         {"place": "a:7", "key": "answer", "problem_has": "an int"},

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.messages import parse_messages
 from megatron_vlm.data.records.record import ChatMessage
-from megatron_vlm.data.records.record_values import is_list, single_value, text_of
+from megatron_vlm.data.records.record_values import is_empty, is_list, single_value, text_of
 from megatron_vlm.errors import DataError
 
 
@@ -26,7 +26,8 @@ class PlainForm:
     def known(self, raw: Mapping[str, Any], asks: bool) -> set[str]:
         """Return the keys of this record that are read. A worked solution is learnt in place of the
         bare answer beside it. With `asks`, answers are not read."""
-        answers = {name for name in self.answers if name in raw and not asks}
+        present = {name for name in self.answers if name in raw and not asks}
+        answers = {name for name in present if not is_empty(raw[name])} or present
         answers -= {"answer"} if "solution" in answers else set()
         return {*answers, *self.more} | ({self.question} if self.question else set())
 
@@ -56,6 +57,8 @@ class PlainForm:
             return as_turns(value, "assistant", keys)
         if name == "answers":
             value = _only_answer(value, keys.where)
+        if value == "":
+            raise DataError("is empty", place=keys.where, key=name)
         return [ChatMessage("assistant", (text_of(value, name, keys.where),))]
 
 
