@@ -119,6 +119,8 @@ def test_what_is_no_source(value, found):
         ("image_root", 5),
         *(("split", value) for value in (2020, None)),
         ("subset", ["a"]),
+        ("columns", {"photo": "image"}),
+        ("roles", {"user": 3}),
         ("revision", 1.5),
         ("streaming", "no"),
     ],
@@ -126,6 +128,23 @@ def test_what_is_no_source(value, found):
 def test_wrong_options_of_a_source(name, found):
     with raises(ConfigError, place="x", key=f"data.train.{name}", found=found):
         parse_sources({"path": "x", name: found}, "data.train")
+
+
+def test_columns_and_roles_survive_the_saved_configuration():
+    """Those of an entry, too, and its path may name a set that dataset_info.json describes."""
+    entry = {"path": "a", "columns": {"image": "photo"}, "roles": {"user": ["me", "you"]}}
+    cfg = load_config(
+        [
+            *("model.path=x", "data.columns={content: says, text: q}", "data.roles={user: me}"),
+            "data.train=[{path: a, columns: {image: photo}, roles: {user: [me, you]}},b/c.json:d]",
+            "data.eval=[b/c.json:d,b/c.json:e]",
+        ]
+    )
+    assert cfg.data.train == parse_sources([entry, "b/c.json:d"], "data.train")
+    assert [held_out.name for held_out in cfg.data.eval] == ["d", "e"]
+    assert (cfg.data.columns, cfg.data.roles) == ({"content": "says", "text": "q"}, {"user": "me"})
+    assert from_yaml(to_yaml(cfg)) == cfg
+    assert from_yaml(to_yaml(cfg), ["~data.columns"]).data.columns == {}
 
 
 def test_evaluation_sets_have_names():
@@ -215,6 +234,29 @@ def test_an_evaluation_needs_sets():
             {"problem_has": "image_root, and these have ., x"},
         ),
         ("data.eval={path: a, streaming: true}", "data.eval", "a", {}),
+        ("data.columns=photo", "data.columns", "photo", {"allowed_has": "{image: photo"}),
+        ("data.columns={image: 3}", "data.columns", {"image": 3}, {}),
+        (
+            "data.columns={photo: image}",
+            "data.columns",
+            {"photo": "image"},
+            {"problem_has": "'photo' is not a field", "remedy_has": "{image: photo}"},
+        ),
+        ("data.columns={imgs: a}", "data.columns", {"imgs": "a"}, {"allowed_has": "'images'"}),
+        (
+            "data.columns={image: a, text: a}",
+            "data.columns",
+            NOT_GIVEN,
+            {"problem_has": "'a' more than once"},
+        ),
+        ("data.roles={user: []}", "data.roles", {"user": []}, {"allowed_has": "customer"}),
+        ("data.roles={human: a}", "data.roles", {"human": "a"}, {"allowed_has": "'assistant'"}),
+        (
+            "data.roles={user: [a], assistant: a}",
+            "data.roles",
+            NOT_GIVEN,
+            {"problem_has": "'a' more than once"},
+        ),
         ("eval.candidates=[cat,cat]", "eval.candidates", NOT_GIVEN, {"allowed_has": "2"}),
         ("eval.candidates=7", "eval.candidates", 7, {}),
         ("log.profile_steps=[3]", "log.profile_steps", [3], {"allowed_has": "[10,12]"}),

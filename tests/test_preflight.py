@@ -42,6 +42,7 @@ MISTAKES = {
     "train {ok} parallel.tp=2 launch.processes=3": "launch.processes=3 is not a multiple of",
     "train {ok} train.packing=true": "train.packing=true",
     "train {ok} data.train=missing.jsonl": "data.train=missing.jsonl: there is no such file",
+    "train {ok} data.train={data}.json:a": ".json: does not exist",
     "train {ok} data.eval=a/b/c": "data.eval=a/b/c: there is no such file",
     "train {ok} data.image_root=/no/where": "data.image_root=/no/where: there is no such folder",
     "train {ok} eval.candidates=names.txt": "eval.candidates=names.txt: there is no such file",

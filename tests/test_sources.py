@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/test_sources.py
 """The same records come out of every kind of file; broken files are refused by name and line."""
 
+import csv
 import gzip
 import hashlib
 import io
@@ -19,7 +20,7 @@ from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.sources import text_files as reading
-from megatron_vlm.data.sources.source import open_source
+from megatron_vlm.data.sources.source import named_source, open_source
 from megatron_vlm.data.sources.stream import open_stream
 from megatron_vlm.data.sources.text_files import file_digest, iter_lines, scan_lines
 from megatron_vlm.errors import ConfigError, DataError
@@ -61,6 +62,20 @@ def write_tar(path):
             add(tar, f"x/{index:03d}.json", json.dumps(record).encode())
 
 
+def write_rows(path, **options):
+    """Write messages as JSON in a cell: it has commas, and quotes that are written twice."""
+    delimiter = "\t" if ".tsv" in path.name else ","
+    rows = [
+        [json.dumps(record["messages"], ensure_ascii=False), f"x\t{len(record)}"]
+        for record in RECORDS
+    ]
+    with io.TextIOWrapper(io.BytesIO(), newline="", **options) as text:
+        csv.writer(text, delimiter=delimiter).writerows([["messages", "note, or\nline"], *rows])
+        text.flush()
+        content = text.buffer.getvalue()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
 def zst(data):
     return pyarrow.Codec("zstd").compress(data, asbytes=True)
 
@@ -72,6 +87,9 @@ WRITERS = {
     "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES.encode())),
     "a.jsonl.zst": lambda path: path.write_bytes(zst(LINES.encode())),
     "a.json": lambda path: path.write_text(json.dumps(RECORDS)),
+    "a.csv": lambda path: write_rows(path, encoding="utf-8-sig"),
+    "a.tsv": lambda path: write_rows(path, encoding="utf-8"),
+    "a.csv.gz": lambda path: write_rows(path, encoding="utf-8"),
     "a.parquet": lambda path: table(path).to_parquet(path),
     "a.arrow": write_arrow,
     "saved": lambda path: table(path).save_to_disk(path),
@@ -150,6 +168,38 @@ def test_a_glob_reads_files_in_order_of_name(tmp_path):
     assert [source[i]["from"] for i in range(2)] == ["1.jsonl", "2.jsonl"]
 
 
+CELLS = {
+    'plain,"a,b","say ""hi""" ': None,  # nothing but a delimiter follows a quoted cell
+    'plain,"a,b","say ""hi"""': ["plain", "a,b", 'say "hi"'],
+    '"two\nlines","two\r\nlines", spaces ': ["two\nlines", "two\r\nlines", " spaces "],
+    "null,007,": ["null", "007", ""],
+    'NaN,5" pipe,\ufeff\u2028\x85': ["NaN", '5" pipe', "\ufeff\u2028\x85"],
+}
+
+
+@pytest.mark.parametrize("row", CELLS)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_cells_stay_as_they_are(row, streaming, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(f"\ufeffa,b,c\r\n{row}\r\n\r\n  \nx,y,z".encode())
+    spec = SourceSpec(str(path), streaming=streaming)
+
+    def read():
+        if streaming:
+            stream = open_stream([spec], DataConfig(shuffle=False), train=True)
+            return [(record.where, record.raw()) for record in stream.records(0, None)]
+        source = open_source(spec, None, None)
+        return [(source.where(i), source[i]) for i in range(len(source))]
+
+    if CELLS[row] is None:
+        with raises(DataError, place=f"{path}:2", remedy_has="in double quotes"):
+            read()
+        return
+    last = f"{path}:{5 + 2 * ('lines' in row)}"
+    expected = [dict(zip("abc", cells, strict=True)) for cells in (CELLS[row], "xyz")]
+    assert read() == list(zip([f"{path}:2", last], expected, strict=True))
+
+
 def test_image_columns_are_read_undecoded(tmp_path):
     """No image library but ours, with its limits, sees the bytes."""
     features = datasets.Features(
@@ -221,7 +271,7 @@ def test_tar_samples_with_pictures(tmp_path):
         source[2]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "saved", "a.tar"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "saved", "a.tar"])
 def test_digests_follow_the_content(name, tmp_path):
     for folder in ("1", "2", "3"):
         (tmp_path / folder).mkdir()
@@ -264,6 +314,14 @@ BAD_FILES = {
     "text.jsonl.gz": (b"not packed", r"text\.jsonl\.gz: cannot be unpacked"),
     "lines.json": (LINES.encode(), r"lines\.json: is not JSON: .*JSON lines are named \.jsonl"),
     "object.json": (b"{}", r"object\.json: must hold one list"),
+    "empty.csv": (b"\n", r"empty\.csv: is empty; its first row must have the names"),
+    "twice.csv": (b"a,a\n1,2\n", r"twice\.csv:1: has two columns with the name 'a'"),
+    "one.csv": (b"a;b\n1;2\n", r"one\.csv:1: has a single column with the name 'a;b'; .* a comma"),
+    "latin.csv": (b"a,b\n1,2\n\xe9,2\n", r"latin\.csv:3: is not UTF-8 text, at byte 0"),
+    "more.tsv": (b"a\tb\n\n1\t2\t3\n", r"more\.tsv:3: has 3 cells, and .* 2 columns; .* a tab"),
+    "open.csv": (b'a,b\n1,2\n"3\n4,5\n', r"open\.csv:3: cannot be read as rows .* unexpected end"),
+    "after.csv": (b'a,b\n"1"x,2\n', r"after\.csv:2: cannot be read as rows .* expected after"),
+    "list.csv": (b"images,b\n['a.png'],2\n", r"list\.csv:2: images is a string that is not JSON"),
     "text.parquet": (b"not a table", r"text\.parquet: is not a readable parquet file"),
     "text.arrow": (b"not a table", r"text\.arrow: is not a readable arrow file"),
     "text.tar": (b"not a tar", r"text\.tar: is not a readable, uncompressed tar file"),
@@ -486,3 +544,225 @@ def test_where_the_images_of_streams_lie(tmp_path, monkeypatch):
         open_stream([replace(one, image_root="/y")], DataConfig(image_root="/x"), True).root == "/y"
     )
     assert open_stream([one, other], DataConfig(), True).root is None
+
+
+DIALOG = [{"who": "me", "says": "What?", "role": None}, {"who": "bot", "says": "That."}]
+SAID = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+NAMES = {"columns": {"messages": "dialog", "images": "photo", "role": "who", "content": "says"}}
+NAMES["roles"] = {"user": ["you", "me"], "assistant": "bot"}
+ROW = {"dialog": DIALOG, "photo": ["a.png"]}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_and_roles_get_the_names_of_records(name, streaming, tmp_path):
+    """Whatever the file, and if the names are of the entry or of the configuration."""
+    path = tmp_path / name
+    if name == "a.csv":
+        row = [json.dumps(ROW["dialog"]), '["a.png"]']
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([[*ROW], row])
+    elif name == "a.parquet":
+        datasets.Dataset.from_list([ROW]).to_parquet(path)
+    else:
+        path.write_text(json.dumps([ROW] if name == "a.json" else ROW))
+    if streaming and name == "a.json":
+        pytest.skip("a list is not streamed")
+    for own, general in ((NAMES, {}), ({}, NAMES), (NAMES, {"columns": {"text": "x"}})):
+        spec = SourceSpec(str(path), streaming=streaming, **own)
+        if streaming:
+            stream = open_stream([spec], DataConfig(**general), train=True)
+            found = [record.raw() for record in stream.records(0, None)]
+        else:
+            source = open_source(spec, None, None, **general)
+            found = [source[i] for i in range(len(source))]
+        assert [{**raw, "messages": [*map(filled, raw["messages"])]} for raw in found] == [
+            {"messages": SAID, "images": ["a.png"]}
+        ]
+
+
+def filled(message):
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def test_a_column_that_has_the_name_of_another_field_is_not_read_for_it(tmp_path):
+    """It is reported as a key without a meaning, and two columns may swap their names."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "b", "completion": "a", "images": 3, "picture": null}')
+    columns = {"prompt": "completion", "completion": "prompt", "images": "picture"}
+    source = open_source(SourceSpec(str(path), columns=columns), None, None)
+    expected = {"prompt": "a", "completion": "b", "images": None, "images (not mapped)": 3}
+    assert source[0] == expected
+    assert source.digest != open_source(SourceSpec(str(path)), None, None).digest
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_that_the_data_does_not_have(name, streaming, tmp_path):
+    """A column that later records alone have is one that the data has."""
+    rows = [{"q": "a", "answer": "b"}] * 3 + [{"q": "a", "answer": "b", "photo": "c"}]
+    path = tmp_path / name
+    if name == "a.jsonl":
+        path.write_text("not JSON\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        table = datasets.Dataset.from_list([{**row, "photo": row.get("photo")} for row in rows])
+        table.to_csv(path) if name == "a.csv" else table.to_parquet(path)
+
+    def open_it(**columns):
+        spec = SourceSpec(str(path), streaming=streaming, columns=columns)
+        if streaming:
+            return next(open_stream([spec], DataConfig(), True).records(0, None))
+        return open_source(spec, None, None)
+
+    open_it(question="q", image="photo")
+    fields = {"key": "columns.image", "found": "foto", "allowed": ("q", "answer", "photo")}
+    with raises(ConfigError, **fields) as error:
+        open_it(question="q", image="foto")
+    assert error.value.place.startswith(str(path))
+
+
+INFO = {
+    "plain": {"file_name": "plain.json"},
+    "asked": {
+        "file_name": "asked.jsonl",
+        "columns": {"prompt": "q", "response": "a", "system": "", "images": "image"},
+    },
+    "shared": {"file_name": "shared.csv", "formatting": "sharegpt"},
+    "tagged": {
+        "file_name": "sub/tagged.parquet",
+        "formatting": "openai",
+        "columns": {"messages": "dialog", "images": "photo", "tools": None},
+        "tags": {"role_tag": "who", "content_tag": "says", "user_tag": "me"}
+        | {"assistant_tag": "bot", "system_tag": None},
+    },
+    "hub": {
+        **{"hf_hub_url": "some/chats", "ms_hub_url": "x/y", "subset": "en", "split": "train_sft"},
+        **{"revision": "v2", "ranking": False, "num_samples": None},
+    },
+}
+
+
+@pytest.fixture
+def described(tmp_path):
+    """Return the path before the name of a data set."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+    alpaca = {"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]}
+    (tmp_path / "plain.json").write_text(json.dumps([alpaca]))
+    asked = {"q": "a", "a": "b", "input": "c", "image": "d.png", "id": 1}
+    (tmp_path / "asked.jsonl").write_text(json.dumps(asked))
+    conversation = json.dumps([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}])
+    with (tmp_path / "shared.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["conversations", "system"], [conversation, "c"]])
+    datasets.Dataset.from_list([ROW]).to_parquet(tmp_path / "sub" / "tagged.parquet")
+    return f"{tmp_path / 'dataset_info.json'}:"
+
+
+READ = {
+    "plain": {
+        "instruction": "a",
+        "input": "b",
+        "output": "c",
+        "history (not mapped)": [["d", "e"]],
+    },
+    "asked": {
+        "instruction": "a",
+        "output": "b",
+        "input (not mapped)": "c",
+        "images": "d.png",
+        "id": 1,
+    },
+    "shared": {
+        "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+        "system (not mapped)": "c",
+    },
+    "tagged": {"messages": SAID, "images": ["a.png"]},
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_dataset_info_says_what_is_read(name, described, tmp_path):
+    """As in LLaMA-Factory: from its folder, and no other columns."""
+    source = open_source(SourceSpec(described + name), None, None)
+    assert [source[i] for i in range(len(source))] == [READ[name]]
+    assert source.root == str(tmp_path)
+    assert open_source(SourceSpec(described + name, image_root="/x"), None, None).root == "/x"
+
+
+def test_dataset_info_with_a_data_set_of_the_hub(described):
+    spec, names = named_source(SourceSpec(f"{described}hub", weight=2), {"text": "x"}, {})
+    place = {"split": "train_sft", "subset": "en", "revision": "v2"}
+    assert spec == SourceSpec("hub:some/chats", weight=2, **place)
+    assert not names.fields and {"history", "messages"} <= {*names.unread}
+    assert not {"instruction", "input", "output"} & {*names.unread}
+
+
+SHAREGPT = {"file_name": "x.json", "formatting": "sharegpt"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "fields"),
+    [
+        (None, {"key": "NAME", "found": "new", "allowed": [*INFO]}),
+        ({"file_name": "x.json", "ranking": True}, {"key": "new.ranking"}),
+        *(
+            (
+                {"file_name": "x.json", "columns": {"prompt": "a", key: "b"}},
+                {"key": f"new.columns.{key}"},
+            )
+            for key in ("chosen", "rejected", "kto_tag", "audios", "messages", "promt")
+        ),
+        *(
+            ({key: "x"}, {"key": f"new.{key}"})
+            for key in ("script_url", "cloud_file_name", "ms_hub_url")
+        ),
+        (
+            {"file_name": "x.json", "num_samples": 3},
+            {"key": "new.num_samples", "remedy_has": "weight"},
+        ),
+        ({"hf_hub_url": "a/b", "folder": "x"}, {"key": "new.folder"}),
+        ({"file_name": "x.json", "formating": "x"}, {"key": "new.formating"}),
+        ({"file_name": "x.json", "formatting": "chat"}, {"key": "new.formatting", "found": "chat"}),
+        ({"formatting": "alpaca"}, {"key": "new.file_name", "problem_has": "missing"}),
+        ({"file_name": "x.json", "columns": {"prompt": "text"}}, {"key": "new.columns.response"}),
+        ({"file_name": "x.json", "tags": {"role_tag": "a"}}, {"key": "new.tags.role_tag"}),
+        ({**SHAREGPT, "columns": {"images": "a"}}, {"key": "new.columns.messages"}),
+        ({**SHAREGPT, "columns": {"messages": "a", "images": "a"}}, {"key": "new.columns.images"}),
+        ({**SHAREGPT, "tags": {"role": "a"}}, {"key": "new.tags.role"}),
+    ],
+)
+def test_what_dataset_info_may_not_say(entry, fields, tmp_path):
+    path = tmp_path / "dataset_info.json"
+    path.write_text(json.dumps(INFO if entry is None else {**INFO, "new": entry}))
+    with raises(ConfigError, place=str(path), **fields):
+        open_source(SourceSpec(f"{path}:new"), None, None)
+
+
+def test_columns_beside_dataset_info_are_refused(described):
+    with raises(ConfigError, place=f"{described}plain", problem_has="those of its description"):
+        open_source(SourceSpec(f"{described}plain", columns={"text": "a"}), None, None)
+
+
+def test_mixed_streams_have_the_same_columns(described, tmp_path):
+    path = str(tmp_path / "asked.jsonl")
+    specs = [SourceSpec(path, streaming=True, columns=c) for c in (None, {"prompt": "q"})]
+    with raises(ConfigError, key="data.train", problem_has="these differ"):
+        open_stream(specs, DataConfig(), True)
+    assert open_stream(specs, DataConfig(columns={"prompt": "q"}), True).names.fields
+
+
+@pytest.mark.parametrize("name", ["json", "parquet", "imagefolder"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_that_is_called_like_a_format(name, streaming, tmp_path, monkeypatch):
+    """`datasets` would take the name for that of a reader, and look into the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.jsonl").write_text(json.dumps({"messages": []}))
+    with raises(ConfigError, place=name, problem_has="no such file or folder"):
+        open_source(SourceSpec(name), None, None)
+    write_folder(tmp_path / name)
+    spec = SourceSpec(name, streaming=streaming)
+    if streaming:
+        assert len(list(open_stream([spec], DataConfig(), True).records(0, None))) == 5
+        return
+    source = open_source(spec, None, None)
+    assert (len(source), source.root) == (5, str(tmp_path / name))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron_vlm.config.bounds import check_bounds
+from megatron_vlm.config.data_sources import check_columns, check_roles
 from megatron_vlm.config.evaluation_checks import check_evaluation, check_measuring
 from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get
 from megatron_vlm.config.trainable import check_lora, learns
@@ -170,6 +171,8 @@ def _check_new_tokens(cfg: Config) -> None:
 
 
 def _check_sources(data: DataConfig) -> None:
+    check_columns(data.columns, "data.columns")
+    check_roles(data.roles, "data.roles")
     for held_out in data.eval:
         if held_out.source.streaming:
             raise ConfigError(

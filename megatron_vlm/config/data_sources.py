@@ -1,6 +1,8 @@
 """Entries of data.train and data.eval: each source of records, and each evaluation set."""
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,17 @@ WITHOUT_EFFECT = (
 )
 HELD_OUT = "held_out"  # name of the evaluation set that data.split makes
 HUB = "hub:"  # prefix of a data set that is on the Hub, even if this folder has the same name
+# FILE:NAME is a data set that LLaMA-Factory's dataset_info.json describes.
+DESCRIBED = re.compile(r"(.+\.json):([^:/]+)")
+# Names that data.columns may give columns: fields of a record, and fields of its messages.
+RECORD_FIELDS = (
+    *("messages", "conversations", "conversation", "prompt", "completion", "query", "response"),
+    *("instruction", "input", "output", "history", "question", "answer", "answers", "problem"),
+    *("solution", "text", "caption", "texts", "system", "system_prompt", "tools", "functions"),
+    *("image", "images", "video", "videos", "objects", "chunks", "mask"),
+)
+MESSAGE_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "weight")
+ROLES = ("system", "user", "assistant", "tool", "function_call")
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,8 @@ class SourceSpec:
     streaming: bool = False  # read a Hugging Face data set as it arrives
     image_root: str | None = None  # null: data.image_root
     revision: str | None = None  # branch, tag or commit of a Hugging Face data set
+    columns: dict[str, str] | None = None  # null: data.columns
+    roles: dict[str, Any] | None = None  # null: data.roles
 
 
 @dataclass(frozen=True)
@@ -63,9 +78,13 @@ def _parse_source(entry: Any, key: str) -> SourceSpec:
             found=spec.weight,
             allowed="more than 0 and less than 1000",
         )
+    check_columns(spec.columns or {}, f"{key}.columns", spec.path)
+    check_roles(spec.roles or {}, f"{key}.roles", spec.path)
     for item in fields(SourceSpec):
         value = getattr(spec, item.name)
-        if item.name != "weight" and not isinstance(value, item.type):  # type: ignore[arg-type]
+        if item.name in ("weight", "columns", "roles"):
+            continue
+        if not isinstance(value, item.type):  # type: ignore[arg-type]
             is_switch = item.type is bool
             raise ConfigError(
                 "is not true or false" if is_switch else "is not text",
@@ -77,6 +96,72 @@ def _parse_source(entry: Any, key: str) -> SourceSpec:
     return spec
 
 
+def check_columns(columns: Any, key: str, place: str = "") -> None:
+    """Refuse a mapping from fields to columns with an unknown field, or with a column that is given
+    twice."""
+    if not isinstance(columns, Mapping) or not all(
+        isinstance(text, str) and text for text in (*columns, *columns.values())
+    ):
+        raise ConfigError(
+            place=place,
+            key=key,
+            found=columns,
+            allowed="names of fields with their columns, such as {image: photo, question: q}",
+        )
+    known = (*RECORD_FIELDS, *MESSAGE_FIELDS)
+    for field, column in columns.items():
+        if field not in known:
+            is_reversed = column in known
+            raise ConfigError(
+                f": {field!r} is not a field",
+                place=place,
+                key=key,
+                found=dict(columns),
+                allowed=known,
+                remedy=f"give the field first: {{{column}: {field}}}" if is_reversed else "",
+            )
+    for names in (RECORD_FIELDS, MESSAGE_FIELDS):
+        _refuse_repeated([columns[name] for name in names if name in columns], key, place)
+
+
+def check_roles(roles: Any, key: str, place: str = "") -> None:
+    """Refuse a mapping from roles to the names that a data set has for them, if it has an unknown
+    role, or a name twice."""
+    if not isinstance(roles, Mapping) or not all(map(_is_name_of_role, roles.values())):
+        raise ConfigError(
+            place=place,
+            key=key,
+            found=roles,
+            allowed="roles with the names that the data has for them, such as "
+            "{user: customer, assistant: [agent, bot]}",
+        )
+    for role in roles:
+        if role not in ROLES:
+            problem = f": {role!r} is not a role"
+            raise ConfigError(problem, place=place, key=key, found=dict(roles), allowed=ROLES)
+    _refuse_repeated(
+        [name for names in roles.values() for name in names_of_role(names)], key, place
+    )
+
+
+def names_of_role(names: str | Sequence[str]) -> list[str]:
+    """Return the names that a data set has for a role, of which a single one may stand alone."""
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _is_name_of_role(names: Any) -> bool:
+    listed = names_of_role(names) if isinstance(names, str | list | tuple) else []
+    return bool(listed) and all(isinstance(name, str) and name for name in listed)
+
+
+def _refuse_repeated(names: Sequence[str], key: str, place: str) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ConfigError(
+                f"has {name!r} more than once", place=place, key=key, remedy="give each once"
+            )
+
+
 def parse_sets(value: Any) -> tuple[EvalSource, ...]:
     """Return the sets of data.eval. Each source is a set, named as in {name: SOURCE} or after its
     file."""
@@ -86,11 +171,16 @@ def parse_sets(value: Any) -> tuple[EvalSource, ...]:
             for name, entry in value.items()
         )
     specs = parse_sources(value, "data.eval")
-    names = [Path(spec.path.removeprefix(HUB)).name.split(".")[0] for spec in specs]
+    names = [_name_of_set(spec.path) for spec in specs]
     return tuple(
         EvalSource(name if names.count(name) == 1 else f"{name}-{place}", spec)
         for place, (name, spec) in enumerate(zip(names, specs, strict=True))
     )
+
+
+def _name_of_set(path: str) -> str:
+    described = DESCRIBED.fullmatch(path)
+    return described[2] if described else Path(path.removeprefix(HUB)).name.split(".")[0]
 
 
 def _parse_single_source(name: Any, entry: Any) -> SourceSpec:

@@ -167,7 +167,8 @@ def _build_config(composed: Any) -> Config:
     engines = (values["rl"], values["serve"])
     for group in engines:
         group["engine_gpus"] = _names(group["engine_gpus"])
-    dicts = [(data, "template_kwargs"), (values["serve"], "limits")]
+    dicts = [(data, name) for name in ("template_kwargs", "columns", "roles")]
+    dicts += [(values["serve"], "limits")]
     dicts += [(group, "engine_options") for group in engines]
     for group, name in dicts:
         group[name] = {} if group[name] is None else group[name]

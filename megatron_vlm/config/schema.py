@@ -93,6 +93,8 @@ class DataConfig:
     train: tuple[SourceSpec, ...] = ()  # a path or name, {path: ..., weight: ...}, or a list
     eval: tuple[EvalSource, ...] = ()  # as train, but each entry is a separate set; or {name: ...}
     split: AboveZero32 | None = None  # records of train to hold out: a share, or a count from 1 on
+    columns: dict[str, Any] = field(default_factory=dict)  # {FIELD: COLUMN}: see docs/data.md
+    roles: dict[str, Any] = field(default_factory=dict)  # {ROLE: its name in the data, or several}
     image_root: str | None = None  # folder of the images; null: folder of the file of records
     allow_http: bool = False  # fetch http(s) images, from public addresses only
     exif_orientation: bool = True  # rotate images by their EXIF orientation

@@ -99,6 +99,9 @@ def _order_of_stream(data: StreamSet, cfg: DataConfig) -> tuple[dict[str, str], 
         order[f"data.train[{place}].weight"] = repr(float(spec.weight))
         order[f"data.train[{place}].split"] = repr(spec.split)
         order[f"data.train[{place}].subset"] = repr(spec.subset)
+        for name in ("columns", "roles"):  # earlier versions did not have them
+            if (names := getattr(spec, name)) is not None:
+                order[f"data.train[{place}].{name}"] = repr(names)
     return order, _digest(data.name.encode())
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_vlm.config.checks import processes_for
 from megatron_vlm.config.schema import Config
+from megatron_vlm.data.sources.dataset_info import read_dataset_info
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.process import is_under_launcher
 from megatron_vlm.errors import ConfigError
@@ -72,7 +73,8 @@ def check_data(cfg: Config, key: str) -> None:
     """Refuse files of data.train or data.eval, and folders of their images, that do not exist."""
     held_out = [each.source for each in cfg.data.eval]
     for spec in cfg.data.train if key == "data.train" else held_out:
-        path = spec.path
+        described = read_dataset_info(spec)
+        path = described[0].path if described else spec.path
         name = _NAME.fullmatch(path) and not Path(path).suffix
         if (
             not name

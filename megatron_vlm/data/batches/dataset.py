@@ -177,7 +177,9 @@ def open_data(
         stream = open_stream(specs, cfg, train)
         reader = make_reader(encoder, cfg, sizes, stream.root)
         return StreamSet(stream, reader, cfg, WorkModel.from_sizes(sizes))
-    sources = tuple(open_source(spec, cfg.image_root, cache) for spec in specs)
+    sources = tuple(
+        open_source(spec, cfg.image_root, cache, cfg.columns, cfg.roles) for spec in specs
+    )
     readers = tuple(make_reader(encoder, cfg, sizes, source.root, asks) for source in sources)
     scratch = Path(tempfile.mkdtemp(dir=scratch_folder()))
     indexes = tuple(

@@ -4,19 +4,25 @@ A source has `len`, `source[i]` (a raw dict), `where(i)` (for messages), `digest
 and `root` (the folder of its images). Streams, which have no random access, are in `stream.py`.
 """
 
+import contextlib
 import glob
 import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_vlm.config.data_sources import HUB, SourceSpec
+from megatron_vlm.data.sources.csv_files import DELIMITERS, CsvSource
+from megatron_vlm.data.sources.dataset_info import read_dataset_info
+from megatron_vlm.data.sources.field_names import FieldNames, check_columns_exist, parse_cells
 from megatron_vlm.data.sources.tables import TableSource, load_by_name, root_cause
 from megatron_vlm.data.sources.tar import TarSource
 from megatron_vlm.data.sources.text_files import check_size, parse_json, scan_lines, unpacked_path
@@ -25,6 +31,7 @@ from megatron_vlm.io.untrusted import UntrustedFile, real_path, require_file, re
 
 _MAX_LIST_BYTES = 2**36  # bytes
 _NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # a data set on the Hub
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Source(Protocol):
@@ -40,9 +47,34 @@ class Source(Protocol):
     def digest(self) -> str: ...
 
 
-def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) -> Source:
-    """Open the source of a spec. Its records are located but not read."""
-    root = spec.image_root or image_root
+def open_source(
+    spec: SourceSpec,
+    image_root: str | None,
+    cache: Path | None,
+    columns: Mapping[str, str] = _NOTHING,
+    roles: Mapping[str, Any] = _NOTHING,
+) -> Source:
+    """Open the source of a spec. Its records are located but not read. `image_root`, `columns` and
+    `roles` are those of the configuration, for a spec without its own."""
+    spec, names = named_source(spec, columns, roles)
+    source = _open_unnamed(spec, spec.image_root or image_root, cache)
+    check_columns_exist(names, _keys_of_records(source), source.name)
+    has_cells = isinstance(source, CsvSource)
+    return NamedSource(source, names, has_cells) if names or has_cells else source
+
+
+def named_source(
+    spec: SourceSpec, columns: Mapping[str, str], roles: Mapping[str, Any]
+) -> tuple[SourceSpec, FieldNames]:
+    """Return the spec of a source, and the names of its columns. If a dataset_info.json describes
+    the source, both are as it says."""
+    if described := read_dataset_info(spec):
+        return described
+    own_columns = columns if spec.columns is None else spec.columns
+    return spec, FieldNames.from_options(own_columns, roles if spec.roles is None else spec.roles)
+
+
+def _open_unnamed(spec: SourceSpec, root: str | None, cache: Path | None) -> Source:
     paths = paths_of(spec)
     if not paths:
         is_name = _NAME.fullmatch(spec.path) and not Path(spec.path).suffix
@@ -52,31 +84,45 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
     folder = folder_of_source(paths[0])
     if Path(paths[0]).is_dir():
         return _open_folder(paths[0], spec, root or folder)
+    return _open_files(paths, spec, root or folder, cache)
+
+
+def _open_files(paths: list[str], spec: SourceSpec, root: str, cache: Path | None) -> Source:
     for path in paths:
         require_file(path)
-    kinds = {
-        "".join(Path(path).suffixes[-2:]) if path.endswith((".gz", ".zst")) else Path(path).suffix
-        for path in paths
-    }
+    kinds = {kind_of_file(path) for path in paths}
     if len(kinds) > 1:
         raise ConfigError(
             f"matches files of several kinds: {', '.join(sorted(kinds))}", place=spec.path
         )
     kind = kinds.pop()
     if kind == ".tar":
-        return TarSource(paths, root or folder)
+        return TarSource(paths, root)
     if kind in (".parquet", ".arrow"):
-        return TableSource(_read_tables(kind[1:], paths), spec.path, root or folder)
+        return TableSource(_read_tables(kind[1:], paths), spec.path, root)
     if kind == ".json":
-        return ListSource(paths, spec.path, root or folder)
+        return ListSource(paths, spec.path, root)
     if kind in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"):
-        return JsonlSource([unpacked_path(path, cache) for path in paths], paths, root or folder)
+        return JsonlSource([unpacked_path(path, cache) for path in paths], paths, root)
+    if delimiter := DELIMITERS.get(unpacked_kind(kind)):
+        return CsvSource([unpacked_path(path, cache) for path in paths], paths, delimiter, root)
     raise ConfigError(
         "has a name that does not tell the format",
         place=spec.path,
-        allowed=".jsonl, .jsonl.gz, .jsonl.zst, .json, .parquet, .arrow, .tar, a folder of "
-        "save_to_disk, or the name of a Hugging Face data set",
+        allowed=".jsonl, .jsonl.gz, .jsonl.zst, .json, .csv, .tsv, .parquet, .arrow, .tar, a "
+        "folder of save_to_disk, or the name of a Hugging Face data set",
     )
+
+
+def kind_of_file(path: str) -> str:
+    """Return the suffix of a file's name, with the one before it for a compressed file."""
+    suffixes = Path(path).suffixes
+    return "".join(suffixes[-2:]) if path.endswith((".gz", ".zst")) else Path(path).suffix
+
+
+def unpacked_kind(kind: str) -> str:
+    """Return the suffix of a file once it is unpacked."""
+    return kind.removesuffix(".gz").removesuffix(".zst")
 
 
 def paths_of(spec: SourceSpec) -> list[str]:
@@ -88,6 +134,44 @@ def folder_of_source(path: str) -> str:
     """Return the default folder of the images of a file, or of a folder of files."""
     resolved = real_path(path)
     return str(resolved if resolved.is_dir() else resolved.parent)
+
+
+class NamedSource:
+    """A source whose records get the names that they have here. With `has_cells`, lists are text
+    cells of JSON."""
+
+    def __init__(self, source: Source, names: FieldNames, has_cells: bool):
+        self.source, self.names, self.has_cells = source, names, has_cells
+        self.name, self.root = source.name, source.root
+
+    @cached_property
+    def digest(self) -> str:
+        names = asdict(self.names) | {"unread": sorted(self.names.unread)}
+        text = json.dumps([self.source.digest, names, self.has_cells], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        where = self.where(index)
+        record = self.names.rename(self.source[index], where)
+        return parse_cells(record, where) if self.has_cells else record
+
+    def where(self, index: int) -> str:
+        return self.source.where(index)
+
+
+def _keys_of_records(source: Source) -> Iterable[Collection[str]]:
+    """Yield the keys of the records: of all at once for a table, and else of each one that can be
+    read."""
+    if isinstance(source, TableSource | CsvSource):
+        yield source.columns
+        return
+    for index in range(len(source)):
+        with contextlib.suppress(DataError):  # it is raised where the record is encoded
+            if isinstance(raw := source[index], Mapping):
+                yield raw.keys()
 
 
 class JsonlSource:

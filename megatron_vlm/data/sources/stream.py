@@ -6,31 +6,40 @@ that it had already taken.
 """
 
 import codecs
+import contextlib
 import copy
 import itertools
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.sources.source import folder_of_source, paths_of
+from megatron_vlm.data.sources.csv_files import DELIMITERS, iter_rows, parse_header, parse_row
+from megatron_vlm.data.sources.field_names import FieldNames, check_columns_exist, parse_cells
+from megatron_vlm.data.sources.source import (
+    folder_of_source,
+    kind_of_file,
+    named_source,
+    paths_of,
+    unpacked_kind,
+)
 from megatron_vlm.data.sources.tables import load_by_name, root_cause, table_row
 from megatron_vlm.data.sources.tar import TarSource, join_members
 from megatron_vlm.data.sources.text_files import content_of, iter_lines, parse_json, too_large_error
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.untrusted import UntrustedFile, require_file, require_files_in
 
-_LINES = (".jsonl", ".ndjson", ".gz", ".zst")
+_LINES = (".jsonl", ".ndjson")
 _TABLES = (".parquet", ".arrow")  # read by `datasets`
 # Records that are read here have these columns. Their bytes are parsed later, where an error can
 # be skipped.
 _WHERE, _CONTENT = "__where__", "__content__"
-_LINE = "a line"  # no name of a member has a space
+_LINE, _ROW, _HEADER = "a line", "a row", "the header"  # no name of a member has a space
 
 
 @dataclass(frozen=True)
@@ -40,17 +49,19 @@ class StreamRecord:
     table: Any  # one row, in Arrow format
     where: str
     state: dict[str, Any]
+    names: FieldNames
 
     def raw(self) -> Any:
-        """Return the record as plain values."""
+        """Return the record as plain values, under the names that records have here."""
         raw = table_row(self.table, self.where)
         if _WHERE not in raw:
-            return raw
+            return self.names.rename(raw, self.where)
         members = {member["name"]: member["content"] for member in raw.get(_CONTENT, ())}
-        if not members:
-            raise too_large_error(self.where)
-        line = members.get(_LINE)
-        return join_members(members, self.where) if line is None else parse_json(line, self.where)
+        if _ROW not in members:
+            return self.names.rename(_join(members, self.where), self.where)
+        delimiter, header = json.loads(members[_HEADER])
+        cells = parse_row(members[_ROW], header, delimiter, self.where)
+        return parse_cells(self.names.rename(cells, self.where), self.where)
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class Stream:
     window: int  # records that are shuffled together
     seed: int
     shuffle: bool
+    names: FieldNames
 
     def records(self, epoch: int, state: dict[str, Any] | None) -> Iterator[StreamRecord]:
         """Yield the records of an epoch, from its start or from the state that a record carries."""
@@ -74,6 +86,9 @@ class Stream:
             dataset.load_state_dict(read)
         records = iter(dataset)
         while tables := self._window(records):
+            if not window and self.names:
+                keys = self._keys_of(tables)
+                check_columns_exist(self.names, keys, f"{self.name}: the first {len(tables):,}")
             generator = np.random.default_rng([self.seed, epoch, window])
             order = generator.permutation(len(tables)) if self.shuffle else np.arange(len(tables))
             for count, index in enumerate(order.tolist()):
@@ -81,9 +96,20 @@ class Stream:
                     where = _record_place(tables[index])
                     where = where or f"{self.name}: record {window * self.window + index}"
                     after = {"window": window, "used": count + 1, "state": read}
-                    yield StreamRecord(tables[index], where, after)
+                    yield StreamRecord(tables[index], where, after, self.names)
             # The state is copied because the data set keeps changing its own.
             window, used, read = window + 1, 0, copy.deepcopy(dataset.state_dict())
+
+    def _keys_of(self, tables: Sequence[Any]) -> Iterator[Collection[str]]:
+        """Yield the keys of the records that can be read: of all at once for a table."""
+        for table in tables:
+            if (where := _record_place(table)) is None:
+                yield table.column_names
+                continue
+            with contextlib.suppress(DataError):  # it is raised where the record is encoded
+                raw = StreamRecord(table, where, {}, FieldNames()).raw()
+                if isinstance(raw, Mapping):
+                    yield raw.keys()
 
     def _window(self, records: Iterator[Any]) -> list[Any]:
         """Return the records of the next window, fewer at the end."""
@@ -98,6 +124,14 @@ def open_stream(specs: Sequence[SourceSpec], cfg: DataConfig, train: bool) -> St
     """Open the streams of these specs, mixed by weight until each has been read to its end."""
     import datasets
 
+    named = [named_source(spec, cfg.columns, cfg.roles) for spec in specs]
+    specs, names = [spec for spec, _ in named], named[0][1]
+    if any(other != names for _, other in named):
+        raise ConfigError(
+            ": streams that are mixed have the same columns and roles, and these differ",
+            key="data.train",
+            remedy="turn streaming off, or name the columns alike",
+        )
     streams = [_open(spec) for spec in specs]
     mixed = streams[0]
     if len(streams) > 1:
@@ -111,7 +145,7 @@ def open_stream(specs: Sequence[SourceSpec], cfg: DataConfig, train: bool) -> St
     root = _root(specs, cfg)
     # Values stay in Arrow format: `datasets` would decode images without our limits.
     dataset, name = mixed.with_format("arrow"), " + ".join(spec.path for spec in specs)
-    return Stream(dataset, name, root, cfg.shuffle_window, cfg.seed, train and cfg.shuffle)
+    return Stream(dataset, name, root, cfg.shuffle_window, cfg.seed, train and cfg.shuffle, names)
 
 
 def _root(specs: Sequence[SourceSpec], cfg: DataConfig) -> str | None:
@@ -135,16 +169,17 @@ def _open(spec: SourceSpec) -> Any:
         return load_by_name(spec, streaming=True)
     for path in paths:
         require_file(path)
-    suffix = Path(paths[0]).suffix
-    if suffix in _LINES or suffix == ".tar":
+    suffix = unpacked_kind(kind := kind_of_file(paths[0]))
+    readers = dict.fromkeys(_LINES, _lines) | dict.fromkeys(DELIMITERS, _rows) | {".tar": _samples}
+    if reader := readers.get(suffix, None if suffix == kind else _lines):
         text, data = datasets.Value("string"), datasets.Value("large_binary")
         return datasets.IterableDataset.from_generator(
-            _samples if suffix == ".tar" else _lines,
+            reader,
             features=datasets.Features({_WHERE: text, _CONTENT: [{"name": text, "content": data}]}),
             gen_kwargs={"paths": paths},
         )
     if suffix not in _TABLES:
-        known = (*_LINES, ".tar", *_TABLES)
+        known = (*readers, *_TABLES)
         raise ConfigError("cannot be streamed", place=spec.path, allowed=known)
     try:
         return datasets.load_dataset(
@@ -170,6 +205,25 @@ def _lines(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
                 yield {_WHERE: where}
             elif line.strip():
                 yield {_WHERE: where, _CONTENT: [{"name": _LINE, "content": line}]}
+
+
+def _rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of files of cells, with their headers. A wrong row may be skipped, too."""
+    for path in paths:
+        delimiter = DELIMITERS[unpacked_kind(kind_of_file(path))]
+        rows = iter_rows(content_of(path), path, delimiter)
+        header = json.dumps([delimiter, parse_header(next(rows, None), path, delimiter)]).encode()
+        for line, _, content in rows:
+            members = [{"name": _ROW, "content": content}, {"name": _HEADER, "content": header}]
+            yield {_WHERE: f"{path}:{line}", _CONTENT: members}
+
+
+def _join(members: Mapping[str, Any], where: str) -> Any:
+    """Return the record of a line, or of the members of a sample."""
+    if not members:
+        raise too_large_error(where)
+    line = members.get(_LINE)
+    return join_members(dict(members), where) if line is None else parse_json(line, where)
 
 
 def _samples(paths: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -34,6 +34,11 @@ class TableSource:
     def digest(self) -> str:
         return str(self.dataset._fingerprint)
 
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns."""
+        return list(self.dataset.column_names)
+
     def __len__(self) -> int:
         return len(self.dataset)
 
@@ -131,6 +136,9 @@ def load_by_name(spec: SourceSpec, streaming: bool = False) -> Any:
     folder = name == spec.path and os.path.isdir(name)
     if folder:
         _refuse_addresses(Path(name))
+        name = os.path.abspath(name)  # `datasets` has builders of its own, such as json
+    elif name in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:
+        raise ConfigError(": there is no such file or folder", place=spec.path)
     elif os.path.isdir(name):  # a folder of this name is not meant
         name = f"hf://datasets/{name}"
     which = {"path": name, "name": spec.subset, "revision": spec.revision}

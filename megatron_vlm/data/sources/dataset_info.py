@@ -1,0 +1,182 @@
+"""Data sets that LLaMA-Factory's dataset_info.json describes: FILE.json:NAME.
+
+A description says where the data is, which columns are read, and how roles are called. Columns that
+it does not name are not read, as there.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config.data_sources import DESCRIBED, HUB, RECORD_FIELDS, SourceSpec
+from megatron_vlm.data.sources.field_names import FieldNames
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.untrusted import JsonField, UntrustedFile
+
+_MEDIA = {"system": "system", "tools": "tools", "images": "images", "videos": "videos"}
+# Our fields of a record by the names that a description has for them.
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
+_SHAREGPT = {"messages": "messages"}
+_COLUMNS = {
+    "alpaca": _ALPACA | _MEDIA,
+    "sharegpt": _SHAREGPT | _MEDIA,
+    "openai": _SHAREGPT | _MEDIA,
+}
+# The columns of data without `columns`.
+_DEFAULTS = {
+    "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
+    "sharegpt": {"messages": "conversations"},
+    "openai": {"messages": "conversations"},
+}
+_KEYS = {"role_tag": "role", "content_tag": "content"}
+_ROLES = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+_PREFERENCE = ("chosen", "rejected", "kto_tag")
+_ELSEWHERE = ("script_url", "cloud_file_name", "ms_hub_url", "om_hub_url")
+_KNOWN = (
+    *("hf_hub_url", *_ELSEWHERE, "file_name", "formatting", "ranking", "subset", "split"),
+    *("folder", "num_samples", "revision", "columns", "tags"),
+)
+
+
+def read_dataset_info(spec: SourceSpec) -> tuple[SourceSpec, FieldNames] | None:
+    """Return the source that FILE.json:NAME describes, and its names of columns; None for a spec of
+    another form."""
+    match = DESCRIBED.fullmatch(spec.path)
+    if match is None or os.path.lexists(spec.path):
+        return None
+    path, name = os.path.expanduser(match[1]), match[2]
+    if spec.columns is not None or spec.roles is not None:
+        raise ConfigError(
+            ": the columns and roles of this data set are those of its description",
+            place=spec.path,
+            remedy="change them there, or give the file of the data set itself",
+        )
+    sets = UntrustedFile(path, ConfigError).json().object()
+    if name not in sets:
+        raise ConfigError(
+            "has no such data set", place=path, found=name, key="NAME", allowed=[*sets]
+        )
+    entry = sets[name]
+    _refuse_unsupported(entry)
+    return _place(spec, entry, Path(path).parent), _names(entry)
+
+
+def _refuse_unsupported(entry: JsonField) -> None:
+    fields = entry.object()
+    if unknown := sorted(fields.keys() - {*_KNOWN}):
+        raise entry.file.error(
+            ": the meaning of this key is not known", key=fields[unknown[0]].name
+        )
+    columns = entry.get("columns")
+    named = {} if columns is None else columns.object()
+    marks = [named[key] for key in _PREFERENCE if key in named]
+    if marks or _text(entry, "ranking", False) is not False:
+        raise entry.file.error(
+            ": this is preference data, and training here is supervised",
+            key=(marks or [fields["ranking"]])[0].name,
+            remedy="describe the good answers alone, without ranking, chosen and rejected",
+        )
+    if "audios" in named:
+        raise entry.file.error(
+            ": this data has sound, and the model takes none", key=named["audios"].name
+        )
+    is_elsewhere = "hf_hub_url" not in fields
+    for key in (*(_ELSEWHERE if is_elsewhere else ()), "num_samples", "folder"):
+        if entry.get(key) is not None:
+            raise entry.file.error(
+                "is not supported", key=fields[key].name, remedy=_REMEDIES.get(key, _DOWNLOAD)
+            )
+
+
+_DOWNLOAD = "download the data, and give its file as file_name"
+_REMEDIES = {
+    "num_samples": "remove it, and give the data set a weight: "
+    "data.train={path: FILE.json:NAME, weight: 0.5}",
+}
+
+
+def _place(spec: SourceSpec, entry: JsonField, folder: Path) -> SourceSpec:
+    """Return the spec of the files or of the data set on the Hub."""
+    options: dict[str, Any] = {"split": _text(entry, "split", spec.split)}
+    if entry.get("hf_hub_url") is not None:
+        options |= {
+            "path": HUB + entry["hf_hub_url"].string(),
+            "subset": _text(entry, "subset", spec.subset),
+            "revision": _text(entry, "revision", spec.revision),
+        }
+        return replace(spec, **options)
+    file = folder / entry["file_name"].string()
+    return replace(spec, path=str(file), image_root=spec.image_root or str(folder), **options)
+
+
+def _names(entry: JsonField) -> FieldNames:
+    """Return the names of the columns, of the keys of messages, and of the roles."""
+    formatting = _text(entry, "formatting", "alpaca")
+    if formatting not in _COLUMNS:
+        raise entry.file.error(
+            key=f"{entry.name}.formatting", found=formatting, allowed=tuple(_COLUMNS), remedy=""
+        )
+    if entry.get("columns") is None:
+        fields, read = dict[str, str](), set(_DEFAULTS[formatting].values())
+    else:
+        fields = _texts(entry["columns"], _COLUMNS[formatting], formatting)
+        if "instruction" not in fields.values():  # the question alone
+            fields = {c: "instruction" if f == "input" else f for c, f in fields.items()}
+        read = set(fields.values())
+        _require_texts(entry, read, formatting)
+    keys, roles = dict[str, str](), dict[str, str]()
+    if entry.get("tags") is not None:
+        tags = {} if formatting == "alpaca" else _KEYS | _ROLES
+        meanings = _texts(entry["tags"], tags, formatting)
+        keys = {name: meaning for name, meaning in meanings.items() if meaning in _KEYS.values()}
+        roles = {name: meaning for name, meaning in meanings.items() if meaning in _ROLES.values()}
+    return FieldNames(fields, keys, roles, tuple(sorted({*RECORD_FIELDS} - read)))
+
+
+def _texts(names: JsonField, known: Mapping[str, str], formatting: str) -> dict[str, str]:
+    """Return our names by those of the data set."""
+    ours: dict[str, str] = {}
+    for key, field in names.object().items():
+        if field.value in (None, ""):
+            continue
+        if key not in known:
+            raise names.file.error(
+                f"has no meaning with formatting={formatting}",
+                key=field.name,
+                allowed=tuple(known) or None,
+                remedy="" if known else "set formatting, or remove it",
+            )
+        if field.string() in ours:
+            raise names.file.error(
+                "is the name of another one, too", key=field.name, found=field.value
+            )
+        ours[field.string()] = known[key]
+    return ours
+
+
+def _require_texts(entry: JsonField, read: set[str], formatting: str) -> None:
+    """Refuse columns that have no question or no answer."""
+    needed = {"instruction": "prompt", "output": "response"}
+    for field, key in (needed if formatting == "alpaca" else {"messages": "messages"}).items():
+        if field not in read:
+            raise entry.file.error(
+                "is missing: there are no questions and answers to learn",
+                key=f"{entry.name}.columns.{key}",
+            )
+
+
+def _text(entry: JsonField, key: str, default: Any) -> Any:
+    """Return the value at a key of a description, which has the type of its default value or is
+    text."""
+    field = entry.get(key)
+    if field is None:
+        return default
+    return field.value if isinstance(default, bool) else field.string()
