@@ -228,6 +228,22 @@ def test_forbidden_and_missing_sources(source, words, tmp_path):
     assert words in str(error.value)
 
 
+def test_a_path_from_the_working_directory_is_told_to_be_one(tmp_path, monkeypatch):
+    """Other trainers read paths from there. Nothing is said of files outside of it."""
+    (tmp_path / "root").mkdir()
+    (tmp_path / "here" / "images").mkdir(parents=True)
+    for path in ("here/images/a.png", "b.png"):
+        (tmp_path / path).write_bytes(encoded(noise()))
+    (tmp_path / "here" / "link.png").symlink_to(tmp_path / "b.png")
+    monkeypatch.chdir(tmp_path / "here")
+    for name, remedy in (
+        ("images/a.png", "set data.image_root=."),
+        *((name, "") for name in ("images", "images/c.png", "link.png", "y" * 300)),
+    ):
+        with raises(DataError, place="x:1", remedy=remedy):
+            read(name, MediaPolicy(str(tmp_path / "root")))
+
+
 @pytest.mark.parametrize(
     "url",
     [

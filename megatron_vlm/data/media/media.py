@@ -7,6 +7,7 @@
 import base64
 import binascii
 import io
+import os
 import urllib.parse
 import warnings
 from collections.abc import Iterator
@@ -67,8 +68,23 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
         )
     if kind != "a file":
         instead = "" if kind == "nothing" else f": it is {kind}"
-        raise DataError(f": no file {source} in data.image_root={root}{instead}", place=where)
+        raise DataError(
+            f": no file {source} in data.image_root={root}{instead}",
+            place=where,
+            remedy="set data.image_root=." if _is_file_here(source) else "",
+        )
     return path
+
+
+def _is_file_here(source: str) -> bool:
+    """Return whether this is the path of a file in the working directory, from which other trainers
+    read paths."""
+    try:
+        here = real_path(os.getcwd())
+        path = real_path(here / source)
+        return path.is_relative_to(here) and what_is_at(path) == "a file"
+    except (OSError, ValueError):
+        return False
 
 
 def image_size(image: Image, policy: MediaPolicy, where: str) -> tuple[int, int]:
