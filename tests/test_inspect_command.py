@@ -36,6 +36,7 @@ from megatron_vlm.report.sections import Listing, Marked, OutlinedPictures, Styl
 from megatron_vlm.report.svg import bins
 from megatron_vlm.report.terminal import print_report
 from tests.chats import CHATS, data_uri, image, picture, say, text
+from tests.error_fields import raises
 from tests.report_facts import Facts, browse, check_self_contained, colour, in_a_browser
 
 PINK, TEAL = (200, 30, 120), (20, 140, 130)
@@ -416,13 +417,13 @@ def test_trained_spans_are_marked(facts, page, seen):
 
 def test_many_wrong_records_are_told_in_part(seen):
     """A page lists more of them than a terminal."""
-    wrong = replace(seen[1], errors=tuple(f"wrong {i}." for i in range(60)))
+    wrong = replace(seen[1], errors=tuple(f"wrong {i}." for i in range(1010)))
     facts = Facts(inspection_report(wrong))
-    assert len(facts.of(Listing)[0].sentences) == 60
+    assert len(facts.of(Listing)[0].sentences) == 1010
     page = facts.page()
-    assert len(page.all("li")) == 50 and "Wrong records: 60, the first 50" in page.words
+    assert len(page.all("li")) == 1000 and "Wrong records: 1,010, the first 1000" in page.words
     terminal = printed(wrong)
-    assert "wrong 4." in terminal and "wrong 5." not in terminal and "and 55 more" in terminal
+    assert "wrong 99." in terminal and "wrong 100." not in terminal and "and 910 more" in terminal
 
 
 def test_weights_are_shown(look, folder):
@@ -492,6 +493,38 @@ def test_what_cannot_be_shown_is_refused(options, error, words, overrides):
     arguments = overrides(*options.pop("more"), train=options.pop("train"))
     with pytest.raises(error, match=words):
         run_inspect(load_config(arguments), **options)
+
+
+def test_all_wrong_records_are_listed_before_they_are_an_error(overrides, folder, tmp_path, capsys):
+    """Not only the first one, and more than data.max_errors, which counts skipped ones."""
+    html = str(tmp_path / "wrong.html")
+    strict = [*overrides(), "data.on_error=raise", "data.max_errors=0"]
+    look = {"samples": 1, "sample": None, "ranks": 1}
+    with raises(DataError, key="data.train", problem_has="2 of 17 records are wrong") as error:
+        run_inspect(load_config(strict), html, **look)
+    assert "data.on_error=skip" in error.value.remedy
+    output = " ".join(capsys.readouterr().out.split())
+    for number, name in enumerate(RECORDS, 1):
+        assert (f"mixed.jsonl:{number}: " in output) == name.startswith("wrong")
+    assert "Sample 0" in output and "mixed.jsonl:17" in (tmp_path / "wrong.html").read_text()
+    with raises(DataError, key="data.max_errors"):  # the user's choice stays
+        run_inspect(load_config([*strict, "data.on_error=skip"]), None, **look)
+
+
+def test_wrong_records_are_listed_where_nothing_else_is_left(overrides, tmp_path, capsys):
+    """All keys that are refused are named at once, with the number of records that have them."""
+    records = [
+        {**RECORDS["text"], "loss_mask": 1},
+        {"messages": []},
+        {**RECORDS["text"], "inputs": 1},
+    ]
+    file = tmp_path / "wrong.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    arguments = [*overrides(train=file), "data.on_error=raise"]
+    with raises(DataError, problem_has="3 of 3", remedy_has="[inputs,loss_mask]"):
+        run_inspect(load_config(arguments), None, samples=1, sample=None, ranks=1)
+    output = " ".join(capsys.readouterr().out.split())
+    assert all(f"wrong.jsonl:{number}: " in output for number in (1, 2, 3)) and "wrong: 3" in output
 
 
 def test_the_command_shows_what_is_asked_for(overrides, capsys, tmp_path):

@@ -28,7 +28,7 @@ from megatron_vlm.report.svg import bars_svg, scatter_svg, timeline_svg
 
 # Should any text of a record become markup after all, it still loads nothing and runs nothing.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-_MAX_SENTENCES = 50
+_MAX_SENTENCES = 1000
 _MAX_OUTLINES = 200  # outlines on a picture
 
 

@@ -20,7 +20,7 @@ from megatron_vlm.report.sections import Section
 TRAINED = "black on green"
 STYLES = {"special": "dim", "view": "cyan", "weight": "bold magenta"}
 TONES = {"": "", "quiet": "dim", "alarm": "red", "good": "green"}
-_MAX_SENTENCES = 5
+_MAX_SENTENCES = 100
 _TIMELINE_WIDTH = 72
 _IDLE = "."
 

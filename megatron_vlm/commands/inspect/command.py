@@ -1,14 +1,17 @@
 """`megatron-vlm inspect`: open the data of a configuration and report its contents."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
-from megatron_vlm.commands.inspect.inspection_report import inspection_report
+from megatron_vlm.commands.inspect.inspection_report import inspection_report, no_sample_report
 from megatron_vlm.commands.inspect.statistics import collect_statistics
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.batches.dataset import DataSet, open_data
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.data.batches.dataset import DataSet, NoSampleError, open_data
+from megatron_vlm.data.tokens.index import unknown_keys_error
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.report.show_report import show_report
 from megatron_vlm.run.resolve_model import with_model
@@ -22,7 +25,8 @@ def run_inspect(
     ranks: int,
 ) -> None:
     """Print the model's view of data.train, and write it as a page if `html` is a path: the first
-    `samples`, or the one with number `sample`, and figures for `ranks` replicas."""
+    `samples`, or the one with number `sample`, and figures for `ranks` replicas. All wrong records
+    are listed; then they are an error, unless data.on_error=skip."""
     if samples < 0:
         raise ConfigError(key="--samples", found=samples, allowed="at least 0")
     if ranks < 1:
@@ -36,16 +40,50 @@ def run_inspect(
     cfg = with_model(cfg, weights=False)
     sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
     with _no_warnings_of_the_data():
-        data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, sizes)
+        rules = cfg.data
+        if cfg.data.on_error == "raise":  # after all of them were listed
+            rules = replace(cfg.data, on_error="skip", max_errors=sys.maxsize)
+        try:
+            data = open_data(cfg.data.train, "data.train", rules, cfg.model.path, sizes)
+        except NoSampleError as error:
+            assert error.data is not None
+            dropped, errors = error.data.faults()
+            show_report(no_sample_report(dropped, errors), html)
+            if errors and rules is not cfg.data:
+                raise _wrong_records_error(error.data) from error
+            raise
         assert isinstance(data, DataSet)
         count = sum(map(len, data.indexes))
         if sample is not None and not 0 <= sample < count:
-            problem = f": there are {count} samples"
-            allowed = f"0 to {count - 1}"
-            raise ConfigError(problem, key="--sample", found=sample, allowed=allowed)
+            raise ConfigError(
+                f": there are {count} samples",
+                key="--sample",
+                found=sample,
+                allowed=f"0 to {count - 1}",
+            )
         numbers = range(min(samples, count)) if sample is None else [sample]
         inspection = collect_statistics(cfg, data, numbers, ranks, pictures=html is not None)
     show_report(inspection_report(inspection), html)
+    if inspection.errors and rules is not cfg.data:
+        raise _wrong_records_error(data)
+
+
+def _wrong_records_error(data: DataSet) -> DataError:
+    """Make the error about the wrong records, with the names of all keys for which some of them are
+    refused."""
+    about_keys = (
+        unknown_keys_error(source, reader)
+        for source, reader in zip(data.sources, data.readers, strict=True)
+    )
+    first = next((error for error in about_keys if error is not None), None)
+    count, total = len(data.faults()[1]), sum(map(len, data.sources))
+    return DataError(
+        f": {count:,} of {total:,} records {'is' if count == 1 else 'are'} wrong",
+        key="data.train",
+        remedy="mend them, or set data.on_error=skip to train without them"
+        if first is None
+        else str(first),
+    )
 
 
 @contextmanager

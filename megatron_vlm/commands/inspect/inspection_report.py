@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_vlm.commands.inspect.statistics import (
     SOURCE_COUNTS,
@@ -13,10 +13,11 @@ from megatron_vlm.commands.inspect.statistics import (
 from megatron_vlm.data.tokens.sample_views import ShownSample, ShownTurn, TextPiece, View
 from megatron_vlm.report import sections
 
+_TITLE = "What the model sees"
+
 
 def inspection_report(inspection: Inspection) -> sections.Report:
     """Return the whole report."""
-    title = "What the model sees"
     settings = ", ".join(f"{key}={value}" for key, value in inspection.settings)
     totals = {column.name: column.summary[0] for column in inspection.columns}
     figures = [
@@ -28,7 +29,7 @@ def inspection_report(inspection: Inspection) -> sections.Report:
         (column_figure(len(inspection.errors)), "wrong"),
     ]
     parts = [*_samples(inspection), *_figures(inspection), *_left_out(inspection)]
-    return sections.Report(title, title, [settings], [sections.Tiles(figures)], parts)
+    return sections.Report(_TITLE, _TITLE, [settings], [sections.Tiles(figures)], parts)
 
 
 def _samples(inspection: Inspection) -> Iterator[sections.Section]:
@@ -102,6 +103,22 @@ def _figures(inspection: Inspection) -> Iterator[sections.Section]:
     yield sections.Table(header, rows, inspection.batching.caption)
 
 
+def no_sample_report(dropped: Mapping[str, int], errors: Sequence[str]) -> sections.Report:
+    """Return the report of a set of which no sample is left: the number of records that each rule
+    dropped, and the wrong records."""
+    figures = [
+        (column_figure(0), "samples"),
+        (column_figure(sum(dropped.values())), "dropped"),
+        (column_figure(len(errors)), "wrong"),
+    ]
+    parts: list[sections.Section] = []
+    if dropped:
+        rows = [(rule, column_figure(count)) for rule, count in dropped.items()]
+        parts.append(sections.Table(("dropped by rule", "records"), rows))
+    parts += _wrong(errors)
+    return sections.Report(_TITLE, _TITLE, [], [sections.Tiles(figures)], parts)
+
+
 def _left_out(inspection: Inspection) -> Iterator[sections.Section]:
     """Yield what was dropped, passed over or refused; nothing if all was taken."""
     if not (inspection.dropped or inspection.errors or inspection.passed):
@@ -112,7 +129,9 @@ def _left_out(inspection: Inspection) -> Iterator[sections.Section]:
         yield sections.Table(("dropped by rule", "records", "the first"), rows)
     if inspection.passed:
         yield sections.Note(inspection.passed)
-    if inspection.errors:
-        yield sections.Listing(
-            f"Wrong records: {len(inspection.errors):,}", inspection.errors, "alarm"
-        )
+    yield from _wrong(inspection.errors)
+
+
+def _wrong(errors: Sequence[str]) -> Iterator[sections.Section]:
+    if errors:
+        yield sections.Listing(f"Wrong records: {len(errors):,}", errors, "alarm")

@@ -154,6 +154,15 @@ class DataSet:
         return dropped, [error for fault in faults for error in fault.errors]
 
 
+class NoSampleError(DataError):
+    """Error about a set of which no sample is left. In the process that opened it, `data` has what
+    was wrong."""
+
+    def __init__(self, problem: str = "", *, data: DataSet | None = None, **fields: Any) -> None:
+        super().__init__(problem, **fields)
+        self.data = data
+
+
 def open_data(
     specs: Sequence[SourceSpec],
     key: str,
@@ -205,9 +214,10 @@ def open_data(
     check_errors(data.faults()[1], cfg)
     if not len(order):
         dropped, errors = data.faults()
-        raise DataError(
+        raise NoSampleError(
             f"has no sample left: {sum(dropped.values())} were dropped {dict(dropped)}, and "
             f"{len(errors)} were wrong",
+            data=data,
             key=key,
         )
     return data

@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.records.unknown_keys import UnknownKeysError, unknown_keys_problem
+from megatron_vlm.data.records.unknown_keys import Unknown, UnknownKeysError, unknown_keys_problem
 from megatron_vlm.data.sources.source import Source
 from megatron_vlm.data.tokens.index_file import Chunk, ChunkFile
 from megatron_vlm.data.tokens.reader import Reader
@@ -135,7 +135,7 @@ def build_index(
     scratch_paths: dict[int, Path] = {}
     for chunk, content in map_in_processes(_Chunks(source, reader, cfg), missing(), workers, 2):
         if isinstance(content, UnknownKeysError):
-            raise _all_unknown(source, reader, content)
+            raise unknown_keys_error(source, reader) or content
         if isinstance(content, DataError):
             raise content
         # A chunk with faults is never cached, because its records may be corrected.
@@ -184,19 +184,23 @@ def _write(content: Chunk, path: Path) -> None:
         ) from error
 
 
-def _all_unknown(source: Source, reader: Reader, first: UnknownKeysError) -> DataError:
+def unknown_keys_error(source: Source, reader: Reader) -> DataError | None:
     """Return an error that names all keys for which records of the source are refused, so that
-    users do not correct them one after the other."""
-    keys, counts = dict(first.keys), Counter[str]()
+    users do not correct them one after the other; None if there are none."""
+    first: UnknownKeysError | None = None
+    keys, counts = dict[str, Unknown](), Counter[str]()
     surveyed = min(len(source), _MAX_SURVEYED)
     for number in range(surveyed):
         try:
             reader.parse(source[number], source.where(number))
         except UnknownKeysError as error:
+            first = first or error
             keys = error.keys | keys
             counts.update([*error.keys])
         except DataError:
             continue
+    if first is None:
+        return None
     among = f" of the first {surveyed:,}" if surveyed < len(source) else ""
     records_by_key = {
         name: f"{count:,} record{'s' * (count > 1)}{among}" for name, count in counts.items()
