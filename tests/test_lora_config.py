@@ -40,6 +40,23 @@ def test_recipes():
     assert scale_of(load_config([*HAS, "lora.rslora=true"]).lora) == 8
 
 
+def test_recipes_bring_the_rate_of_adapters():
+    """It is also above that of recipes that train all weights, and an explicit one wins."""
+    for name in ("default", "all", "vision"):
+        words = ["model=qwen3_vl_8b", "model.path=x", f"lora={name}"]
+        optim = load_config([*words, "train=caltech101"]).optim
+        assert (optim.lr, optim.vision_lr) == (1e-4, None)
+        # lora=vision trains the projectors themselves.
+        assert optim.merger_lr == (1e-5 if name == "vision" else None)
+        given = load_config([*words, "optim.lr=3e-5", "optim.merger_lr=2e-5"]).optim
+        assert (given.lr, given.merger_lr) == (3e-5, 2e-5)
+    frozen = load_config(
+        ["model=qwen3_vl_8b", "model.path=x", "lora=default", "optim=frozen_vision"]
+    )
+    assert frozen.optim.lr == 1e-4
+    assert load_config(["model=qwen3_vl_8b", "model.path=x", "lora.rank=16"]).optim.lr == 1e-5
+
+
 REFUSED = {
     "lora.alpha=8": dict(key="lora.alpha", found=8, problem_has="lora.rank=0"),
     "lora.targets=[mlp]": dict(key="lora.targets", found=("mlp",), problem_has="lora.rank=0"),
