@@ -41,7 +41,8 @@ def train(cfg: Config, signals: "Signals | None" = None) -> int:
 
 
 def _train(cfg: Config, watchdog: Watchdog, signals: "Signals | None") -> int:
-    if cfg.data.num_workers and loads_data(cfg.parallel, rank_of_process(), world_of_process()):
+    place = rank_of_process(), world_of_process()
+    if cfg.data.num_workers and not cfg.parallel.auto and loads_data(cfg.parallel, *place):
         start_server()  # it imports while this process imports, too
     from megatron_vlm.run.run import Run
 

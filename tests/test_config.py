@@ -11,8 +11,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from megatron_vlm.config import config_dir, from_yaml, known_keys, load_config, to_yaml
+from megatron_vlm.config.auto_layout import SEARCHED
 from megatron_vlm.config.bounds import check_bounds, ranges_of
 from megatron_vlm.config.checks import check_training, require
+from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.data_sources import SourceSpec, parse_sets, parse_sources
 from megatron_vlm.config.schema import Config, key_types
 from megatron_vlm.errors import NOT_GIVEN, ConfigError
@@ -68,6 +70,32 @@ def test_the_resolved_configuration_reads_back(train, held_out):
     assert cfg.data.train_on == ("user",) and cfg.eval.candidates == ("cat", "dog")
     assert cfg.data.ignore_keys == ("reward", "my score, new")
     assert cfg.data.template_kwargs == {"enable_thinking": False}
+
+
+PLACEHOLDERS = ["model=qwen3_vl_8b", "model.path=x", "parallel=auto"]
+
+
+def test_auto_leaves_to_the_planner_what_nobody_gave(tmp_path):
+    auto = load_config(PLACEHOLDERS)
+    assert auto.parallel.auto == SEARCHED and auto.parallel.tp == 1  # the model's recipe has 4
+    assert from_yaml(to_yaml(auto)) == auto
+    given = load_config([*PLACEHOLDERS, "parallel.tp=2", "train.micro_batch_size=4"])
+    left = set(SEARCHED) - {"parallel.tp", "train.micro_batch_tokens"}
+    assert set(given.parallel.auto) == left and given.parallel.tp == 2
+    taken_back = load_config([*PLACEHOLDERS, "parallel.tp=2", "~parallel.tp"])
+    assert taken_back.parallel.auto == SEARCHED
+    file = tmp_path / "own.yaml"
+    file.write_text("defaults: [{parallel: auto}]\nparallel: {pp: 2}\nmodel: {path: x}\n")
+    in_file = load_config([], ConfigFile.read(str(file)))
+    assert "parallel.pp" not in in_file.parallel.auto and in_file.parallel.pp == 2
+    layers = load_config([*PLACEHOLDERS, "parallel.layers_per_stage=auto"])
+    assert "parallel.layers_per_stage" in layers.parallel.auto
+    with raises(ConfigError, key="parallel.virtual_stages", found=2):
+        load_config([*PLACEHOLDERS, "parallel.virtual_stages=2"])
+    with raises(ConfigError, key="launch.backend", found="ray"):
+        load_config([*PLACEHOLDERS, "launch=ray"])
+    with raises(ConfigError, key="parallel.auto", remedy_has="parallel=auto"):
+        load_config(["model.path=x", "parallel.auto=true"])
 
 
 def test_sources_are_written_as_people_write_them():

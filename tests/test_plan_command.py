@@ -16,15 +16,21 @@ import pytest
 from megatron_vlm.cli import main
 from megatron_vlm.commands.plan.plan_report import pipeline_timeline
 from megatron_vlm.config import load_config
+from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, peak_of
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.planner.advice import rank_layouts
+from megatron_vlm.planner.auto_layout import with_candidate
 from megatron_vlm.planner.flops import OpCount
-from megatron_vlm.planner.hardware import Machine, gpu
+from megatron_vlm.planner.hardware import CARD_MEMORY, Machine, gpu
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.pipeline_time import Stages
 from megatron_vlm.planner.row_sizes import assumed_mix
 from megatron_vlm.planner.search import Cluster, refine_split, search
 from megatron_vlm.report.svg import timeline_svg
 from megatron_vlm.report.terminal import timeline_text
+from tests.error_fields import raises
 from tests.report_facts import Page, check_self_contained
 from tests.sets import write_set
 
@@ -72,6 +78,52 @@ def test_layouts_use_all_gpus_fit_and_come_fastest_first(eight):
     assert refine_split(piped, sizes, mix, cluster).tokens_per_s >= 0.999 * piped.tokens_per_s
 
 
+FIXED = {
+    "parallel.tp=4": lambda each: each.dims.tp == 4,
+    "parallel.pp=2 parallel.layers_per_stage=[10,26]": lambda each: (
+        each.dims.layers_per_stage == (10, 26)
+    ),
+    "parallel.layers_per_stage=null parallel.pp=4": lambda each: (
+        each.dims.layers_per_stage == (9, 9, 9, 9)
+    ),
+    "model.recompute=full": lambda each: each.cfg.model.recompute == "full",
+    "model.recompute_vision=true": lambda each: each.cfg.model.recompute_vision,
+    "train.micro_batch_size=2": lambda each: each.cfg.train.micro_batch_tokens is None,
+    "train.micro_batch_tokens=5000": lambda each: each.cfg.train.micro_batch_tokens == 5000,
+}
+
+
+@pytest.mark.parametrize("words", FIXED)
+def test_with_auto_keys_that_are_given_stay(eight, words):
+    result, what = found(eight, 8, 141, "parallel=auto", *words.split())
+    assert result.fitting and all(map(FIXED[words], result.fitting))
+    best = rank_layouts(*what)[0]
+    settled = with_candidate(what[0], best)
+    assert settled.parallel.auto == () and FIXED[words](replace(best, cfg=settled))
+    dims = ParallelDims.create(settled.parallel, 8, 36)
+    assert dims == best.dims
+
+
+def test_auto_is_the_fastest_layout_of_the_plan(eight):
+    """An adapter needs a layout of its own, and the recipe's is replaced."""
+    recipe = ("model=qwen3_vl_8b", "parallel=auto")
+    for lora in ((), ("lora=default",)):
+        _, what = found(eight, 8, 80, *lora)
+        expected = rank_layouts(*what)[0]
+        _, (cfg, *rest) = found(eight, 8, 80, *recipe, *lora)
+        settled = with_candidate(cfg, rank_layouts(cfg, *rest)[0])
+        assert ParallelDims.create(settled.parallel, 8, 36) == expected.dims
+        assert settled.model.recompute == expected.cfg.model.recompute
+        needs = expected.need
+    assert needs < found(eight, 8, 80)[0].fitting[0].need
+
+
+def test_fixed_keys_without_a_layout_are_named(eight):
+    _, what = found(eight, 8, 141, "parallel=auto", "parallel.tp=3")
+    with raises(ConfigError, key="train.global_batch_size", problem_has="parallel.tp=3"):
+        rank_layouts(*what)
+
+
 def test_predictions_move_as_they_should(eight):
     """More memory recomputes less, more GPUs are faster, and a frozen tower needs less memory."""
     tight, roomy = found(eight, 8, 40)[0].fitting[0], found(eight, 8, 141)[0].fitting[0]
@@ -96,6 +148,16 @@ def test_seconds_of_work_by_hand():
     assert one_by_one.seconds(OpCount(matmul=20, reduced=8, layers=2)) == 2 + 2 + 6
     assert machine.bandwidth_between(8) == 4 and machine.bandwidth_between(9) == 1
     assert gpu("L40S", 1e14).link < gpu("H100", 1e14).link
+
+
+def test_memory_bandwidth_is_that_of_the_card():
+    """The estimate for an H200 is scaled by the ratio of the bandwidths."""
+    h200, h100, b200 = (gpu(name, peak_of(name)).moved for name in ("H200", "H100", "B200"))
+    assert h200 == 989e12 / 200
+    assert h100 / h200 == pytest.approx(3.35 / 4.8) and b200 / h200 == pytest.approx(8 / 4.8)
+    assert set(CARD_MEMORY) == set(PEAK_FLOPS_BF16)
+    assert gpu("NVIDIA H100 80GB HBM3", 989e12).moved == h100
+    assert gpu("NVIDIA L40S", 362e12).link == gpu("L40S", 362e12).link
 
 
 STAGES = Stages(np.ones((3, 2)), 2 * np.ones((3, 2)), np.zeros((3, 2)))

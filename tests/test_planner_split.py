@@ -5,6 +5,7 @@ ranks, shown in the run and in its config.yaml, and safe to resume from."""
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.planner.auto_split import decide, settle_layers
+from megatron_vlm.planner.auto_layout import plan_layout, settle_layers, with_layout_of
+from megatron_vlm.planner.auto_split import decide
 from megatron_vlm.planner.hardware import CPU
 from megatron_vlm.planner.layer_split import (
     choose_layer_split,
@@ -25,7 +27,7 @@ from megatron_vlm.planner.layer_split import (
 )
 from megatron_vlm.planner.memory import estimate
 from megatron_vlm.planner.pipeline_time import ReplicaCosts, idle_share, timeline
-from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, mix_of
+from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, assumed_mix, mix_of
 from tests.error_fields import raises
 from tests.runs import Case
 from tests.sets import write_set
@@ -218,6 +220,33 @@ def test_a_run_decides_once_for_all_ranks_and_resumes(tiny, pool, tmp_path):
     assert status == 0, err
     resumed, even = (values(steps_of(tmp_path / run))[3] for run in ("auto", "list"))
     assert resumed[1] == pytest.approx(even[1], rel=1e-5)
+
+
+def test_a_run_plans_its_whole_layout_once(tiny, pool, tmp_path):
+    """The given degree stays, all ranks have the same layout, and a resumed run keeps it."""
+    write_set(tmp_path)
+    path, auto = tiny(**HEAVY), ["parallel=auto", "checkpoint.export=false"]
+    status, out, err = go_pooled(pool, 4, tmp_path, path, "whole", *auto, "train.steps=3")
+    assert status == 0, err
+    saved = read_saved(tmp_path / "whole")
+    assert saved.parallel.auto == () and (saved.parallel.pp, saved.parallel.tp) == (2, 1)
+    assert "parallel=auto is parallel.tp=1 parallel.pp=2" in out and "predicted step" in out
+    assert saved.train.micro_batch_tokens == 400  # as given
+    assert read_saved(tmp_path / "whole/checkpoints/step-00000003") == saved
+    # The layout is that of the checkpoint, whatever would be planned now.
+    before = replace(saved, parallel=replace(saved.parallel, layers_per_stage=[1, 5]))
+    cfg = load_config(command(tmp_path, path, "whole", *auto)[4:])
+    assert with_layout_of(cfg, before, 4, 6).parallel == before.parallel
+    assert with_layout_of(cfg, before, 3, 6) is None
+    sizes = read_sizes(path)
+    mix = assumed_mix(sizes, 512)
+    planned, _ = plan_layout(cfg, sizes, 4, pick_platform("cpu"), mix)
+    assert planned.parallel.layers_per_stage != [1, 5]
+    status, out, err = go_pooled(pool, 4, tmp_path, path, "whole", *auto, "train.steps=4")
+    assert status == 0, err
+    assert "parallel=auto keeps the layout of the checkpoint: TP 1, PP 2" in out
+    assert "settings changed since step-00000003: train.steps=4, was 3\n" in out
+    assert read_saved(tmp_path / "whole").parallel == saved.parallel
 
 
 def test_what_is_wrong_with_the_data_ends_all_ranks(tiny, pool, tmp_path):

@@ -29,7 +29,7 @@ from megatron_vlm.lora.targets import adapted_linears, adapter_entries
 from megatron_vlm.lora.weights import adapted_weights
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_config
-from megatron_vlm.planner.auto_split import decide, needs_auto_split, with_layers
+from megatron_vlm.planner.auto_layout import needs_planning, plan_layout
 from megatron_vlm.planner.memory import USABLE, StageMemory, estimate
 from megatron_vlm.planner.row_sizes import BatchSizes, mix_of
 from megatron_vlm.report.layout_table import layout_table, stage_reports
@@ -53,10 +53,10 @@ def dry_run(cfg: Config) -> int:
         console.print(remark, soft_wrap=True)
     gpus = count_gpus() if platform.is_cuda else 0
     world = int(os.environ.get("WORLD_SIZE", "0")) or processes_for(cfg, gpus)
-    if needs_auto_split(cfg):
-        split = decide(cfg, source.sizes, world, platform, mix_of(cfg, source.sizes))
-        cfg = with_layers(cfg, split.layers)
-        console.print(split.text, soft_wrap=True)
+    if needs_planning(cfg):
+        mix = mix_of(cfg, source.sizes)
+        cfg, chosen = plan_layout(cfg, source.sizes, world, platform, mix)
+        console.print(chosen, markup=False, soft_wrap=True)
     dims = ParallelDims.create(cfg.parallel, world, source.sizes.text.num_layers)
     check_config(cfg, source.sizes, dims)
     # A folder may have no weights yet, and a plan does not download them.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from megatron_vlm.config.auto_layout import check_auto
 from megatron_vlm.config.bounds import check_bounds
 from megatron_vlm.config.data_sources import check_columns, check_roles
 from megatron_vlm.config.evaluation_checks import check_evaluation, check_measuring
@@ -34,6 +35,7 @@ def check_values(cfg: Config) -> None:
     _check_layers(cfg.parallel.layers_per_stage, cfg.parallel.virtual_stages)
     check_bounds(cfg)
     check_lora(cfg)
+    check_auto(cfg)
     _check_lists(cfg)
     _check_sources(cfg.data)
     _check_switches(cfg)

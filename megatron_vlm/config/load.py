@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from megatron_vlm.config.auto_layout import without_given
 from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.data_sources import parse_sets, parse_sources, plain_sets, plain_sources
@@ -56,7 +57,8 @@ def load_config(overrides: Sequence[str], file: ConfigFile | None = None) -> Con
                 name=name, node={"defaults": [_PRIMARY, "_self_"], **values}
             )
         with initialize_config_dir(str(config_dir().resolve()), version_base="1.3"):
-            return _build_config(compose(name, overrides=composed))
+            cfg = _build_config(compose(name, overrides=composed))
+    return without_given(cfg, overrides, () if file is None else [*file.values])
 
 
 def to_yaml(cfg: Config) -> str:
@@ -160,6 +162,7 @@ def _build_config(composed: Any) -> Config:
     for group, name in ((data, "train_on"), (evaluation, "candidates")):
         if isinstance(group[name], list):
             group[name] = tuple(map(str, group[name]))
+    values["parallel"]["auto"] = _names(values["parallel"]["auto"])
     values["lora"] |= {name: _names(values["lora"][name]) for name in ("targets", "train")}
     data["ignore_keys"] = _names(data["ignore_keys"])
     data["add_tokens"] = _names(data["add_tokens"])

@@ -74,6 +74,7 @@ class LoraConfig:
 class ParallelConfig:
     """Degrees of parallelism. The data parallel degree is the world size / (tp x pp)."""
 
+    auto: tuple[str, ...] = ()  # keys that the planner chooses: parallel=auto; see docs/planning.md
     tp: Natural = 1  # tensor parallel: ranks that share each layer
     pp: Natural = 1  # pipeline parallel: number of stages
     ep: Natural = 1  # expert parallel: replicas that divide the experts of each layer

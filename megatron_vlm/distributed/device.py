@@ -98,9 +98,11 @@ class Platform:
 
     def peak_flops(self) -> float | None:
         """Return the dense bf16 FLOP/s of the device, or None if the table does not have it."""
-        if not self.is_cuda:
-            return None
-        return peak_of(torch.cuda.get_device_name(self.device))
+        return peak_of(self.device_name())
+
+    def device_name(self) -> str:
+        """Return the vendor's name of the device."""
+        return torch.cuda.get_device_name(self.device) if self.is_cuda else self.name
 
     def remark(self, device: str, parameters: int) -> str | None:
         """Return a warning about a model of real size on a CPU that nobody chose, or None."""
@@ -113,13 +115,19 @@ class Platform:
         )
 
 
-def peak_of(name: str) -> float | None:
-    """Return the peak of a device with this name, matched by whole words: an H200 is no H20, and a
-    GB200 no B200. Variants with another power limit, such as Max-Q or Laptop, are other devices."""
+def card_of(name: str) -> str | None:
+    """Return the entry of PEAK_FLOPS_BF16 for a device with this name, matched by whole words: an
+    H200 is no H20, and a GB200 no B200. Variants with another power limit, such as Max-Q or Laptop,
+    are other devices."""
     if re.search(r"\b(Max-Q|Laptop|MIG)\b", name):
         return None
-    patterns = {key: rf"\b{key}\b" for key in PEAK_FLOPS_BF16}
-    return next((PEAK_FLOPS_BF16[key] for key in patterns if re.search(patterns[key], name)), None)
+    return next((key for key in PEAK_FLOPS_BF16 if re.search(rf"\b{key}\b", name)), None)
+
+
+def peak_of(name: str) -> float | None:
+    """Return the peak of a device with this name, or None if the table does not have it."""
+    card = card_of(name)
+    return None if card is None else PEAK_FLOPS_BF16[card]
 
 
 def pick_platform(name: str = "auto") -> Platform:

@@ -1,16 +1,42 @@
-"""Advice where no layout fits: changes to make, each with its numbers."""
+"""The layouts that fit, and where none does, the changes to make, each with its numbers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.auto_layout import SEARCHED, searched_keys
+from megatron_vlm.config.schema import Config, get
 from megatron_vlm.config.trainable import USUAL
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.row_sizes import RowSample
-from megatron_vlm.planner.search import Candidate, Cluster, search
+from megatron_vlm.planner.search import Candidate, Cluster, refine_split, search
 
 _MAX_GPUS = 512
+_POLISHED = 3  # the fastest layouts, whose layers are split again with more care
+
+
+def rank_layouts(
+    cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster
+) -> list[Candidate]:
+    """Return the layouts that fit, the fastest first. Raise ConfigError with a remedy if none
+    does."""
+    results = search(cfg, sizes, mix, cluster)
+    if results.leanest is not None:
+        problem, remedy = advice(cfg, sizes, mix, cluster, results.leanest)
+        raise ConfigError(problem, key="model.path", found=cfg.model.path, remedy=remedy)
+    if not results.fitting:
+        given = [key for key in SEARCHED if key not in searched_keys(cfg)]
+        raise ConfigError(
+            f"allows no layout of {cluster.gpus} devices: TP x PP has to divide that number, and "
+            "each of the other replicas needs a row of a step"
+            + (f" (fixed: {', '.join(f'{key}={get(cfg, key)}' for key in given)})" * bool(given)),
+            key="train.global_batch_size",
+            found=cfg.train.global_batch_size,
+            remedy="raise it, take another number of devices, or leave fixed keys out",
+        )
+    best = [refine_split(each, sizes, mix, cluster) for each in results.fitting[:_POLISHED]]
+    return sorted([*best, *results.fitting[_POLISHED:]], key=lambda each: -each.tokens_per_s)
 
 
 def advice(

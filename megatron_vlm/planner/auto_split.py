@@ -16,7 +16,7 @@ from megatron_vlm.planner.layer_split import (
     step_seconds,
 )
 from megatron_vlm.planner.memory import USABLE
-from megatron_vlm.planner.row_sizes import RowSample, assumed_mix, heaviest_micro_batches
+from megatron_vlm.planner.row_sizes import RowSample, heaviest_micro_batches
 
 _UNKNOWN_GPU = "H100"
 
@@ -37,14 +37,6 @@ def needs_auto_split(cfg: Config) -> bool:
 def with_layers(cfg: Config, layers: tuple[int, ...]) -> Config:
     """Return the configuration with these layers in place of auto."""
     return replace(cfg, parallel=replace(cfg.parallel, layers_per_stage=list(layers)))
-
-
-def settle_layers(cfg: Config, sizes: ModelSizes, world: int, platform: Platform) -> Config:
-    """Replace auto for a worker without a run. Such a worker has no data, so rows are assumed."""
-    if not needs_auto_split(cfg):
-        return cfg
-    mix = assumed_mix(sizes, cfg.data.max_tokens)
-    return with_layers(cfg, decide(cfg, sizes, world, platform, mix).layers)
 
 
 def decide(
@@ -77,4 +69,4 @@ def machine_of(platform: Platform) -> Machine:
         return CPU
     peak = platform.peak_flops() or peak_of(_UNKNOWN_GPU)
     assert peak is not None
-    return gpu("this GPU", peak)
+    return gpu(platform.device_name(), peak)

@@ -1,7 +1,9 @@
 """Assumed speed of a device, and the time that work takes on it."""
 
+import re
 from dataclasses import dataclass
 
+from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, card_of
 from megatron_vlm.planner.flops import OpCount
 
 
@@ -18,6 +20,7 @@ class Machine:
     layer_s: float  # seconds to start the kernels of a layer's forward, for any number of tokens
     devices: int = 8  # devices of a machine
     starts_ahead: bool = True  # kernels run while the host starts the next ones
+    card: str | None = None  # its entry in CARD_MEMORY, whose bandwidth `moved` is scaled by
 
     def seconds(self, work: OpCount, ep: int = 1) -> float:
         """Return the seconds that a rank takes for this work. `ep` neighbours divide the
@@ -47,11 +50,37 @@ def all_to_all(size: float, ranks: int, devices: int) -> tuple[float, float]:
     return size * (near - 1) / ranks, size * (ranks - near) / ranks
 
 
+# Memory of each device of PEAK_FLOPS_BF16 by the vendors' data sheets: bytes per second, and GiB.
+CARD_MEMORY = {
+    "GB200": (8.0e12, 186),
+    "B200": (8.0e12, 180),
+    "GH200": (4.0e12, 96),
+    "H200": (4.8e12, 141),
+    "H100 PCIe": (2.0e12, 80),
+    "H100 NVL": (3.9e12, 94),
+    "H100": (3.35e12, 80),
+    "H800 PCIe": (2.0e12, 80),
+    "H800": (3.35e12, 80),
+    "H20": (4.0e12, 96),
+    "A100": (2.0e12, 80),
+    "A800": (2.0e12, 80),
+    "L40S": (0.864e12, 48),
+    "L4": (0.3e12, 24),
+    "RTX PRO 6000 Blackwell": (1.792e12, 96),
+    "RTX 5090": (1.792e12, 32),
+    "RTX 4090": (1.008e12, 24),
+    "RTX A6000": (0.768e12, 48),
+}
+
 # Fractions of a GPU's peak, estimated from the kernels of an 8B step on an H200; see
 # docs/planning.md.
 EFFICIENCY = 0.6
 _ATTENTION = 0.26  # fraction of the speed of matrix products
+# The same estimate for everything else: an H200 moves a byte in the time of 200 operations at peak.
+# That is a little more than its memory's bandwidth, since caches answer a part. Another card is
+# assumed to reach the same multiple of its own bandwidth.
 _OPERATIONS_PER_BYTE = 200
+MOVED_PER_BANDWIDTH = PEAK_FLOPS_BF16["H200"] / _OPERATIONS_PER_BYTE / CARD_MEMORY["H200"][0]
 _NVLINK, _PCIE = 350e9, 25e9
 _WITHOUT_NVLINK = ("L40S", "L4", "RTX")
 _NETWORK = 40e9
@@ -59,18 +88,17 @@ _LAYER_S = 0.3e-3
 
 
 def gpu(name: str, peak: float, efficiency: float = EFFICIENCY) -> Machine:
-    """Return a GPU with this dense bf16 peak. `efficiency` is the fraction of it that matrix
-    products reach."""
+    """Return a GPU with this name and this dense bf16 peak. `efficiency` is the fraction of it that
+    matrix products reach. A card of unknown memory moves bytes in proportion to its peak, as an
+    H200 does."""
     matmul = efficiency * peak
-    link = _PCIE if name.startswith(_WITHOUT_NVLINK) else _NVLINK
+    link = _PCIE if any(re.search(rf"\b{card}\b", name) for card in _WITHOUT_NVLINK) else _NVLINK
+    card = card_of(name)
+    moved = peak / _OPERATIONS_PER_BYTE
+    if card is not None:
+        moved = MOVED_PER_BANDWIDTH * CARD_MEMORY[card][0]
     return Machine(
-        name,
-        matmul,
-        _ATTENTION * matmul,
-        peak / _OPERATIONS_PER_BYTE,
-        link,
-        min(link, _NETWORK),
-        _LAYER_S,
+        name, matmul, _ATTENTION * matmul, moved, link, min(link, _NETWORK), _LAYER_S, card=card
     )
 
 

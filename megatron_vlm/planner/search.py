@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron_vlm.config.auto_layout import searched_keys
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
@@ -65,17 +66,23 @@ class Candidate:
         return self.tokens / self.step_s
 
     @property
+    def has_own_layers(self) -> bool:
+        """True if a run needs parallel.layers_per_stage for this layout."""
+        is_even = self.dims.layers_per_stage == even_split(self.dims.pp, self.dims.num_layers)
+        return not is_even or self.cfg.parallel.layers_per_stage is not None
+
+    @property
     def overrides(self) -> list[str]:
         """Keys for a run with this layout."""
         dims, model, parallel = self.dims, self.cfg.model, self.cfg.parallel
         keys: dict[str, object] = {"parallel.tp": dims.tp, "parallel.pp": dims.pp}
         if dims.ep > 1 or parallel.ep > 1:
             keys["parallel.ep"] = dims.ep
-        is_even = dims.layers_per_stage == even_split(dims.pp, dims.num_layers)
-        if not is_even or parallel.layers_per_stage is not None:
+        if self.has_own_layers:
             layers = ",".join(map(str, dims.layers_per_stage))
             keys["parallel.layers_per_stage"] = f"[{layers}]"
-        keys["train.micro_batch_tokens"] = self.cfg.train.micro_batch_tokens
+        if (tokens := self.cfg.train.micro_batch_tokens) is not None:
+            keys["train.micro_batch_tokens"] = tokens
         keys["model.recompute"] = model.recompute
         keys["model.recompute_vision"] = str(model.recompute_vision).lower()
         pairs = (f"{key}={value}" for key, value in keys.items())
@@ -91,7 +98,8 @@ class Found:
 
 
 def search(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Found:
-    """Search all layouts, and rank them by predicted tokens per second."""
+    """Search all layouts, and rank them by predicted tokens per second. With parallel.auto, only
+    the keys that it names are searched over."""
     fitting: list[Candidate] = []
     leanest: Candidate | None = None
     for dims, tokens in _options(cfg, sizes, mix, cluster):
@@ -103,7 +111,10 @@ def search(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> 
             elif leanest is None or candidate.need < leanest.need:
                 leanest = candidate
     fitting.sort(
-        key=lambda candidate: (-candidate.tokens_per_s, candidate.cfg.train.micro_batch_tokens)
+        key=lambda candidate: (
+            -candidate.tokens_per_s,
+            candidate.cfg.train.micro_batch_tokens or 0,
+        )
     )
     # A larger limit that changes no micro-batch is the same layout.
     distinct = {(each.dims, each.cfg.model, each.step_s): each for each in reversed(fitting)}
@@ -112,13 +123,16 @@ def search(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> 
 
 def _options(
     cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster
-) -> Iterator[tuple[ParallelDims, int]]:
+) -> Iterator[tuple[ParallelDims, int | None]]:
     """Yield the degrees, with layers spread evenly, and train.micro_batch_tokens."""
-    text, gpus = sizes.text, cluster.gpus
-    limits = {tokens for tokens in _MICRO_TOKENS if tokens >= mix.tokens}
+    text, gpus, free = sizes.text, cluster.gpus, searched_keys(cfg)
+    limits: set[int | None] = {tokens for tokens in _MICRO_TOKENS if tokens >= mix.tokens}
     limits |= {cfg.train.micro_batch_tokens or _MICRO_TOKENS[-1]}
+    if "train.micro_batch_tokens" not in free:
+        limits = {cfg.train.micro_batch_tokens}
     experts = text.experts.count if text.experts else 1
-    for tp in (1,) if text.experts else (1, 2, 4, 8):
+    degrees = (1,) if text.experts else (1, 2, 4, 8)
+    for tp in degrees if "parallel.tp" in free else (cfg.parallel.tp,):
         cut = (*text.divided_by_tp.values(), gpus)
         if any(each % tp for each in cut) or tp > cluster.machine.devices:
             continue
@@ -126,9 +140,29 @@ def _options(
             dp = gpus // (tp * pp)
             if pp > text.num_layers or dp > cfg.train.global_batch_size:
                 continue
+            if "parallel.pp" not in free and pp != cfg.parallel.pp:
+                continue
+            if (split := _first_split(cfg, pp, text.num_layers)) is None:
+                continue
             for ep in _divisors(math.gcd(dp, experts)):
-                dims = ParallelDims(tp, pp, dp, ep, even_split(pp, text.num_layers))
-                yield from ((dims, tokens) for tokens in sorted(limits))
+                if "parallel.ep" in free or ep == cfg.parallel.ep:
+                    dims = ParallelDims(tp, pp, dp, ep, split)
+                    yield from (
+                        (dims, tokens) for tokens in sorted(limits, key=lambda limit: limit or 0)
+                    )
+
+
+def _first_split(cfg: Config, pp: int, layers: int) -> tuple[int, ...] | None:
+    """Return the layers of each stage with which a search begins, or None if those of the
+    configuration stay and belong to another number of stages."""
+    given = cfg.parallel.layers_per_stage
+    if _is_split_free(cfg) or not isinstance(given, list):
+        return even_split(pp, layers)
+    return tuple(given) if len(given) == pp and sum(given) == layers else None
+
+
+def _is_split_free(cfg: Config) -> bool:
+    return "parallel.layers_per_stage" in searched_keys(cfg)
 
 
 def _divisors(number: int) -> list[int]:
@@ -144,9 +178,15 @@ def _modes(
 ) -> Iterator[Candidate]:
     """Yield candidates up to the least recomputation that fits. A candidate that does not fit has
     no time."""
+    free = searched_keys(cfg)
+    modes: dict[tuple[Literal["none", "selective", "full"], bool], None] = {}
     for recompute, vision in _RECOMPUTES:
-        if vision and config_as_trained(cfg, sizes).model.freeze_vision:
+        if "model.recompute_vision" not in free:
+            vision = cfg.model.recompute_vision
+        elif vision and config_as_trained(cfg, sizes).model.freeze_vision:
             continue
+        modes[recompute if "model.recompute" in free else cfg.model.recompute, vision] = None
+    for recompute, vision in modes:
         model = replace(cfg.model, recompute=recompute, recompute_vision=vision)
         trial = replace(cfg, model=model)
         candidate = _candidate(trial, sizes, dims, steps, cluster)
@@ -167,9 +207,9 @@ def _candidate(
     max_layers = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
     if max_layers is not None:
         replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
-        dims = replace(
-            dims, layers_per_stage=level_layers(replicas, max_layers, sizes.text.num_layers)
-        )
+        if _is_split_free(cfg):
+            split = level_layers(replicas, max_layers, sizes.text.num_layers)
+            dims = replace(dims, layers_per_stage=split)
     memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
     if max_layers is None or max(stage.total for stage in memory) > limit:
         return Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0)
@@ -183,6 +223,8 @@ def refine_split(
 ) -> Candidate:
     """Return the candidate with the best split of its layers, which takes longer to find."""
     cfg, dims = candidate.cfg, candidate.dims
+    if not _is_split_free(cfg):
+        return candidate
     itemsize = ITEMSIZE[cfg.train.precision]
     steps = mix.steps(cfg.train, sizes, dims.dp)
     heaviest, limit = heaviest_micro_batches(steps), USABLE * cluster.memory

@@ -27,7 +27,7 @@ from megatron_vlm.run.evaluation.held_out_sets import list_held_out
 from megatron_vlm.run.intervals import Interval, is_due
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.profiler import Profiler
-from megatron_vlm.run.resolve_layers import resolve_layers
+from megatron_vlm.run.resolve_layout import resolve_layout
 from megatron_vlm.run.run_folder import HELD_OUT_LIST, export_folders, held_folder
 from megatron_vlm.run.throughput import Meter, NonFiniteGuard
 from megatron_vlm.training.data_feed import Feeder, StepData
@@ -49,7 +49,7 @@ class Run:
         claim = None
         if rank_of_process() == 0:  # The lock comes before anything that takes long.
             claim = opened.enter_context(held_folder(cfg))
-        cfg, planned = resolve_layers(cfg, watchdog)
+        cfg, planned = resolve_layout(cfg, watchdog)
         self.cfg, self.watchdog, self.signals = cfg, watchdog, signals
         self.worker = worker = MegatronWorker(cfg, watchdog=watchdog)
         grid, platform = worker.grid, worker.platform

@@ -53,7 +53,7 @@ from megatron_vlm.lora.weights import adapted_weights, fill, values
 from megatron_vlm.model.build import build_chunks
 from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.stage_model import StageModel
-from megatron_vlm.planner.auto_split import settle_layers
+from megatron_vlm.planner.auto_layout import settle_layers
 from megatron_vlm.training.backward import Backward, Gradients, LossCall, StepMetrics, run_backward
 from megatron_vlm.training.comm_overlap import WeightGather
 from megatron_vlm.training.completions import Completion, SamplingSettings

@@ -5,23 +5,22 @@ import re
 from megatron_vlm.commands.plan.plan_report import Plan, plan_report
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
-from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, peak_of
+from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, card_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.planner.advice import advice
-from megatron_vlm.planner.hardware import gpu
+from megatron_vlm.planner.advice import rank_layouts
+from megatron_vlm.planner.hardware import CARD_MEMORY, gpu
 from megatron_vlm.planner.row_sizes import mix_of
-from megatron_vlm.planner.search import Cluster, refine_split, search
+from megatron_vlm.planner.search import Cluster
 from megatron_vlm.report.show_report import show_report
 from megatron_vlm.run.resolve_model import with_model
 
 SHOWN = 8
-_POLISHED = 3  # the fastest layouts, whose layers are split again with more care
 _UNITS = {"GIB": 2**30, "GB": 10**9, "": 2**30}
 
 
 def run_plan(
-    cfg: Config, gpus: int, memory: str, name: str, efficiency: float, html: str | None
+    cfg: Config, gpus: int, memory: str | None, name: str, efficiency: float, html: str | None
 ) -> None:
     """Print the best layouts of `gpus` devices called `name`, and write a page if `html` is a path.
     Raise ConfigError with a remedy if nothing fits."""
@@ -35,20 +34,7 @@ def run_plan(
     cfg = with_model(cfg, weights=False)
     sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
     mix = mix_of(cfg, sizes)
-    results = search(cfg, sizes, mix, cluster)
-    if results.leanest is not None:
-        problem, remedy = advice(cfg, sizes, mix, cluster, results.leanest)
-        raise ConfigError(problem, key="model.path", found=cfg.model.path, remedy=remedy)
-    if not results.fitting:
-        raise ConfigError(
-            f": no layout has at most train.global_batch_size={cfg.train.global_batch_size} "
-            "replicas",
-            key="--gpus",
-            found=gpus,
-            remedy="raise that key, or give fewer GPUs",
-        )
-    best = [refine_split(each, sizes, mix, cluster) for each in results.fitting[:_POLISHED]]
-    ranked = sorted([*best, *results.fitting[_POLISHED:]], key=lambda each: -each.tokens_per_s)
+    ranked = rank_layouts(cfg, sizes, mix, cluster)
     shown = ranked[:SHOWN]
     if not any(each.dims.pp > 1 for each in shown):  # add one layout with a pipeline, to compare
         shown += [each for each in ranked[SHOWN:] if each.dims.pp > 1][:1]
@@ -57,7 +43,7 @@ def run_plan(
     show_report(plan_report(plan), html)
 
 
-def _cluster(gpus: int, memory: str, name: str, efficiency: float) -> Cluster:
+def _cluster(gpus: int, memory: str | None, name: str, efficiency: float) -> Cluster:
     if not 1 <= gpus <= 4096:
         raise ConfigError(key="--gpus", found=gpus, allowed=range(1, 4097))
     if not 0 < efficiency <= 1:
@@ -66,7 +52,7 @@ def _cluster(gpus: int, memory: str, name: str, efficiency: float) -> Cluster:
             found=efficiency,
             allowed="a fraction of the peak, above 0 to 1",
         )
-    if (peak := peak_of(name)) is None:
+    if (card := card_of(name)) is None:
         raise ConfigError(
             ": its peak is not known",
             key="--gpu",
@@ -74,7 +60,8 @@ def _cluster(gpus: int, memory: str, name: str, efficiency: float) -> Cluster:
             allowed=tuple(PEAK_FLOPS_BF16),
             remedy=f"choose from {', '.join(PEAK_FLOPS_BF16)}, and scale it with --efficiency",
         )
-    return Cluster(gpus, _bytes(memory), gpu(name, peak, efficiency))
+    size = _bytes(memory or f"{CARD_MEMORY[card][1]}GiB")
+    return Cluster(gpus, size, gpu(name, PEAK_FLOPS_BF16[card], efficiency))
 
 
 def _bytes(text: str) -> float:

@@ -10,8 +10,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     gpus = "how many there are (default: 8)"
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help=gpus)
-    memory = "of each GPU (default: 80GiB)"
-    parser.add_argument("--memory", default="80GiB", metavar="SIZE", help=memory)
+    memory = "of each GPU, such as 80GiB (default: that of --gpu)"
+    parser.add_argument("--memory", metavar="SIZE", help=memory)
     name = "whose speed is assumed, such as A100 or H200 (default: H100)"
     parser.add_argument("--gpu", default="H100", metavar="NAME", help=name)
     share = "of the peak, what matrix products reach (default: 0.6)"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.io.numbers_as_text import time_spent
+from megatron_vlm.planner.hardware import CARD_MEMORY, MOVED_PER_BANDWIDTH, Machine
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.pipeline_time import Stages
 from megatron_vlm.planner.row_sizes import RowSample
@@ -95,7 +96,7 @@ def cells(candidate: Candidate) -> tuple[str, ...]:
         str(dims.ep),
         str(dims.dp),
         layers,
-        f"{cfg.train.micro_batch_tokens:,}",
+        f"{cfg.train.micro_batch_tokens:,}" if cfg.train.micro_batch_tokens else "by rows",
         recompute,
         f"{candidate.need / 2**30:.1f}",
         f"{candidate.bubble:.0%}",
@@ -129,16 +130,27 @@ def pipeline_timeline(stages: Stages, words: str) -> sections.Timeline:
     return sections.Timeline(words, stages.forward_GS.shape[1], boxes)
 
 
+def _moved(machine: Machine) -> str:
+    """Return the speed of reading and writing, and how it follows from the card's memory."""
+    if machine.card is None:
+        return f"{machine.moved / 1e12:.2f} TB/s"
+    bandwidth = CARD_MEMORY[machine.card][0] / 1e12
+    return (
+        f"{machine.moved / 1e12:.2f} TB/s (its memory's {bandwidth:.2f} x "
+        f"{MOVED_PER_BANDWIDTH:.2f}, as estimated for an H200)"
+    )
+
+
 def assumptions(plan: Plan) -> list[str]:
     """Return the assumed numbers, which were not counted, in sentences."""
     machine, cluster = plan.cluster.machine, plan.cluster
-    speeds = [speed / 1e12 for speed in (machine.matmul, machine.attention, machine.moved)]
+    speeds = [speed / 1e12 for speed in (machine.matmul, machine.attention)]
     experts = "Experts: all have equally many tokens; replicas that share them wait for each other."
     return [
         f"Rows: {plan.mix.origin}.",
         *[experts] * plan.has_experts,
         f"{machine.name}: {speeds[0]:,.0f} TFLOP/s in matrix products, {speeds[1]:,.0f} in "
-        f"attention, {speeds[2]:.1f} TB/s in the rest, "
+        f"attention, {_moved(machine)} in the rest, "
         f"{machine.link / 1e9:,.0f} GB/s between the {machine.devices} GPUs of a machine, "
         f"{machine.network / 1e9:,.0f} GB/s between machines.",
         f"Memory: {USABLE:.0%} of {cluster.memory / 2**30:,.0f} GiB; a step has "

@@ -1,0 +1,78 @@
+"""The settings `parallel=auto` and `parallel.layers_per_stage=auto` in a run. Rank 0 reads the data
+and decides for all ranks."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_vlm.config import read_saved, to_yaml
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.agreement import fail_together, store_barrier
+from megatron_vlm.distributed.collectives import broadcast_json
+from megatron_vlm.distributed.device import Platform, pick_platform
+from megatron_vlm.distributed.rendezvous import join_world
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.io.atomic import write_text
+from megatron_vlm.planner.auto_layout import needs_planning, plan_layout, with_layout_of
+from megatron_vlm.planner.row_sizes import mix_of
+from megatron_vlm.training.worker import PATIENCE
+
+_PLANNED = ("parallel", "model", "train")  # groups that have keys which the planner chooses
+
+
+def resolve_layout(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
+    """Return the configuration with the layout, equal on all ranks, and on rank 0 a sentence about
+    it. If it must be decided, this is a collective, and config.yaml then has it, too."""
+    if not needs_planning(cfg):
+        return cfg, ""
+    platform, remark = pick_platform(cfg.platform), ""
+    watchdog.begin_phase(0, "planning the layout", files=True)
+    join_world(platform, PATIENCE * cfg.launch.timeout_minutes)
+    failure: MegatronVLMError | None = None
+    planned = cfg
+    if dist.get_rank() == 0:
+        try:
+            planned, remark = _decide(cfg, platform)
+        except MegatronVLMError as error:
+            failure = error
+    store_barrier("the layout")
+    with fail_together(platform.device, DataError):
+        if failure is not None:
+            raise failure
+    values: dict[str, Any] = {name: asdict(getattr(planned, name)) for name in _PLANNED}
+    values = broadcast_json(values, 0, None, platform.device)
+    values["parallel"]["auto"] = tuple(values["parallel"]["auto"])
+    cfg = replace(cfg, **{name: replace(getattr(cfg, name), **values[name]) for name in _PLANNED})
+    if dist.get_rank() == 0:
+        write_text(Path(cfg.run) / "config.yaml", to_yaml(cfg))
+    return cfg, remark
+
+
+def _decide(cfg: Config, platform: Platform) -> tuple[Config, str]:
+    """Return the layout with which the run began, if it resumes, or else the best one."""
+    sizes, world = read_sizes(cfg.model.path, cfg.data.add_tokens), dist.get_world_size()
+    before = _saved_config(cfg) if cfg.parallel.auto else None
+    if before is not None:
+        kept = with_layout_of(cfg, before, world, sizes.text.num_layers)
+        if kept is not None:
+            degrees = f"TP {kept.parallel.tp}, PP {kept.parallel.pp}, EP {kept.parallel.ep}"
+            return kept, f"parallel=auto keeps the layout of the checkpoint: {degrees}"
+    return plan_layout(cfg, sizes, world, platform, mix_of(cfg, sizes))
+
+
+def _saved_config(cfg: Config) -> Config | None:
+    """Return the configuration of the checkpoint from which this run will probably resume."""
+    resume = cfg.checkpoint.resume
+    if resume == "never":
+        return None
+    folders = sorted((Path(cfg.run) / "checkpoints").glob("step-*[0-9]"))[-1:]
+    if resume != "auto":
+        folders = [Path(resume)]
+    try:
+        return read_saved(folders[0]) if folders else None
+    except ConfigError:  # The checkpoint is of another version, or damaged.
+        return None
