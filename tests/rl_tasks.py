@@ -21,6 +21,11 @@ def equal(record: Mapping[str, Any], answer: str) -> float:
     return len(answer) % 5 if sum(part["type"] == "image" for part in parts) > 1 else 1.0
 
 
+def never(record: Mapping[str, Any], answer: str) -> float:
+    """Return 0 for every answer, as a reward does whose format is never met."""
+    return 0.0
+
+
 def wrong(record: Mapping[str, Any], answer: str) -> float:
     """Raise an error, as a user's mistake does."""
     raise KeyError("solution")

@@ -64,6 +64,9 @@ def words(folder: Path, model: str, run: str, *more: str) -> list[str]:
         "model": "tiny_cpu",
         "model.path": model,
         "data.train": folder / "train.jsonl",
+        "data.eval": folder / "train.jsonl",
+        "eval.samples": 4,
+        "data.num_workers": 0,
         "data.cache_dir": folder / "cache",
         "run": folder / run,
         "train.steps": STEPS,
@@ -151,6 +154,44 @@ def test_every_layout_draws_and_learns_the_same(pool, folder, model, alone, name
     for actual, expected in zip(lines(run, "rl"), lines(alone, "rl"), strict=True):
         assert actual["reward"] == expected["reward"]
         assert actual["kl"] == pytest.approx(expected["kl"], rel=1e-3, abs=1e-7)
+    assert held_out(run) == held_out(alone)
+
+
+def held_out(run: Path) -> list[tuple[int, float]]:
+    """Return step and reward of each evaluation."""
+    return [(line["step"], line["reward"]) for line in lines(run, "eval")]
+
+
+def test_held_out_prompts_are_answered_greedily_and_rewarded(pool, folder, model, alone):
+    """The baseline comes before the first step, and belongs to the same answers in every run."""
+    [(first, before), (last, _)] = held_out(alone)
+    assert (first, last) == (0, STEPS) and all("loss" in line for line in lines(alone, "eval"))
+    more = [f"rl.reward={TASKS}:letters", "train.steps=2", "eval.every=1"]
+    again = learnt(pool, 1, folder, model, "every", *more, "rl.eval_scores=reward")
+    assert [step for step, _ in held_out(again)] == [0, 1, 2]
+    assert held_out(again)[0] == (0, before)
+    assert not any("loss" in line for line in lines(again, "eval"))
+    hot = learnt(pool, 1, folder, model, "hot", *more, "rl.eval_temperature=3", "train.steps=1")
+    assert held_out(hot)[0][1] != before
+    loss = learnt(pool, 1, folder, model, "loss", *more, "rl.eval_scores=loss", "train.steps=1")
+    assert [line["step"] for line in lines(loss, "eval")] == [1]
+    assert "reward" not in lines(loss, "eval")[0]
+
+
+def test_steps_without_a_signal_get_one_hint(pool, folder, model):
+    """The hint shows an answer with its reward, and the right answer of the record."""
+    more = [f"rl.reward={TASKS}:never", "train.steps=5", "rl.eval_scores=loss", "eval.samples=1"]
+    status, out, err = go(pool, 1, folder, model, "silent", *more)
+    assert status == 0, err
+    assert [line["alike"] for line in lines(folder / "silent", "rl")] == [1.0] * 5
+    hints = [line for line in lines(folder / "silent", "event") if "advantage is 0" in line["text"]]
+    assert [line["step"] for line in hints] == [3]
+    text = hints[0]["text"]
+    assert "An answer with the reward 0, where '" in text and "no answer in this step" in text
+    assert text in out
+    third = next(each for each in samples(folder / "silent") if each["step"] == 2)
+    assert third["right"] and f"{third['right'][:200]!r} is right ({third['where']})" in text
+    assert repr(third["episodes"][0]["answers"][0]) in text
 
 
 @pytest.mark.parametrize("name", ["pp2", pytest.param("pp2dp2", marks=pytest.mark.slow)])

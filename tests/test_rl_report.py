@@ -196,6 +196,7 @@ def test_a_sample_has_its_pictures_answers_and_rewards(report):
                 episode(0.5, "right"),
                 images=[asked_uri],
                 where="a.jsonl:7",
+                right="blue",
             )
         ],
     )
@@ -203,6 +204,7 @@ def test_a_sample_has_its_pictures_answers_and_rewards(report):
     assert steps_of(page) == [("0", "1 prompt, mean reward 0.3333", True)]
     assert "a.jsonl:7 \u00b7 3 episodes, mean reward 0.3333" in page.words
     assert "user\nWhat colour?" in page.words
+    assert "Right: blue" in page.words
     assert rewards_of(page) == [(1, "0.75"), (0.75, "0.5"), (0, "-0.25")]
     assert pictures_of(page) == [asked_uri, one_uri, two_uri]
     best, _, worst = page.of(Labelled)

@@ -108,7 +108,7 @@ def _evaluate(
     import torch.distributed as dist
 
     from megatron_vlm.checkpoint.save_load import load
-    from megatron_vlm.run.evaluation.evaluate import Evaluator, write_predictions
+    from megatron_vlm.run.evaluation.evaluate import Evaluator
     from megatron_vlm.training.worker import MegatronWorker
 
     worker = MegatronWorker(cfg, training=False, watchdog=watchdog)

@@ -104,12 +104,13 @@ class RlLine:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalLine:
-    """The scores of one evaluation set. A score that was not requested is None."""
+    """The scores of one evaluation set. A score that was not measured is None."""
 
     step: int
     name: str
-    loss: float
-    token_accuracy: float
+    loss: float | None = None
+    token_accuracy: float | None = None
+    reward: float | None = None  # mean over the set's prompts, from `megatron-vlm rl`
     ranking: float | None = None
     exact_match: float | None = None
     metrics: dict[str, float] | None = None  # scores of eval.metrics by name

@@ -18,6 +18,7 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group
+from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.turn_tokens import TurnEncoder
 from megatron_vlm.training.completions import SamplingSettings
 from megatron_vlm.user_code.pool import RewardPool
@@ -61,6 +62,10 @@ class EpisodeRunner:
         turns = [turn.partition("\n")[2] for turn in str(text).split(START)[1:]]
         shown = [self.data.readers[0].encoder.renderer.special.sub("", turn) for turn in turns]
         return "\n".join(turn.strip() for turn in shown if turn.strip())
+
+    def right_answer(self, episode: Episode) -> str | None:
+        """Return the right answer of an episode's record, if that has one."""
+        return right_answer(episode.record, episode.where, self.data.readers[0])
 
     async def play(
         self, queue: CompletionQueue, handles: Sequence[Handle], step: int, first_group: int

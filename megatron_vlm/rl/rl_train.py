@@ -22,10 +22,13 @@ def learn(cfg: Config, signals: "Signals | None" = None) -> int:
     """Train to the last step, and return the exit status of this rank. `signals`: as for
     `train`."""
     with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+        from megatron_vlm.rl.held_out_rewards import needs_held_out_rewards
         from megatron_vlm.rl.trainer import RlTrainer
         from megatron_vlm.run.run import Run
 
         with Run.open(cfg, watchdog, signals, asks=True) as run, RlTrainer.open(run) as trainer:
+            if run.progress.step == 0 and needs_held_out_rewards(cfg):
+                run.evaluate()  # what the model gets before it learns
             return run.to_the_end(partial(learn_step, trainer))
 
 

@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, Handle
@@ -16,6 +16,9 @@ from megatron_vlm.rl.completion_requests import CompletionQueue, EngineQueue, Lo
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.rank_commands import RankCommands
+from megatron_vlm.training.completions import SamplingSettings
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,18 @@ class Rollout:
     seconds: float
 
 
+# A coroutine function that plays episodes, whose answers come from the queue.
+Play = Callable[[CompletionQueue], Coroutine[Any, Any, T]]
+
+
 class Rollouts(Protocol):
     """Source of rollouts on rank 0."""
 
     def take(self, step: int, position: Position) -> Rollout:
         """Return the rollout of a step, whose prompts begin at this position."""
+
+    def run(self, play: Play[T], episode_runner: EpisodeRunner) -> T:
+        """Return the result of `play`, whose episodes get their answers from the given queue."""
 
     def close(self) -> None: ...
 
@@ -94,17 +104,19 @@ class OwnRollouts:
         self.runner = asyncio.Runner()
 
     def take(self, step: int, position: Position) -> Rollout:
-        return self.runner.run(self._take(step, position))
+        source = self.episode_runner
+        return self.run(lambda queue: collect_rollouts(source, queue, step, position), source)
 
-    async def _take(self, step: int, position: Position) -> Rollout:
+    def run(self, play: Play[T], episode_runner: EpisodeRunner) -> T:
+        return self.runner.run(self._run(play, episode_runner.settings))
+
+    async def _run(self, play: Play[T], settings: SamplingSettings) -> T:
         queue = LockstepQueue()
-        collecting = asyncio.create_task(
-            collect_rollouts(self.episode_runner, queue, step, position)
-        )
+        collecting = asyncio.create_task(play(queue))
         try:
             while not collecting.done():
                 if queue.waiting and queue.all_wait.is_set():
-                    self._answer(queue)
+                    self._answer(queue, settings)
                 waiting = asyncio.create_task(queue.all_wait.wait())
                 await asyncio.wait(
                     [collecting, waiting], timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
@@ -115,10 +127,10 @@ class OwnRollouts:
             collecting.cancel()
         return await collecting
 
-    def _answer(self, queue: LockstepQueue) -> None:
+    def _answer(self, queue: LockstepQueue, settings: SamplingSettings) -> None:
         requests = queue.next_prompts_to_answer()
         for request, completions in zip(
-            requests, self.commands.draw(requests, self.episode_runner.settings), strict=True
+            requests, self.commands.draw(requests, settings), strict=True
         ):
             for answer, completion in zip(request.answers, completions, strict=True):
                 answer.set_result(completion)
@@ -148,6 +160,11 @@ class EngineRollouts:
         if self.ahead and step < self.last_step:
             self.begun = self._begin(step + 1, rollout.after)
         return rollout
+
+    def run(self, play: Play[T], episode_runner: EpisodeRunner) -> T:
+        queue = EngineQueue(self.engines.sampler, episode_runner.settings)
+        result: T = result_of(self.engines.submit(play(queue)), self.commands.wait)
+        return result
 
     def _begin(self, step: int, position: Position) -> "Future[Rollout]":
         queue = EngineQueue(self.engines.sampler, self.episode_runner.settings)

@@ -81,6 +81,7 @@ def _line(step: int, group: Group, episode_runner: EpisodeRunner) -> dict[str, A
         "step": step,
         "where": first.where,
         "question": group.question,
+        "right": episode_runner.right_answer(first),
         "images": _images(first.shown[0], episode_runner),
         "episodes": [_episode(each, episode_runner) for each in group.episodes[:_MAX_EPISODES]],
     }

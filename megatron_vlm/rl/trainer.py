@@ -1,6 +1,6 @@
 """Trainer for reinforcement learning: its state on a rank, in addition to the run's."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -14,6 +14,8 @@ from megatron_vlm.engines.engine_thread import Engines
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.report.metrics_lines import has_load_line
 from megatron_vlm.rl.episode_runner import EpisodeRunner
+from megatron_vlm.rl.held_out_rewards import HeldOutPrompts, needs_held_out_rewards
+from megatron_vlm.rl.no_signal import SignalWatch
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, join_metrics
 from megatron_vlm.rl.rank_commands import RankCommands
 from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollouts
@@ -47,10 +49,14 @@ class RlTrainer:
         self.engines: Engines | None = None
         self.rollouts: Rollouts | None = None
         self.last: Rollout | None = None  # set on rank 0 only
+        self.signal = SignalWatch(self.cfg.rl)
+        held_out = HeldOutPrompts.open(run)
         run.begin_phase(run.progress.step, "starting rewards and engines", files=True)
         with fail_together(run.worker.platform.device, ConfigError):
             if self.leads:
-                self._start_reward_pool()
+                self._start_reward_pool(held_out)
+        if needs_held_out_rewards(self.cfg):
+            run.rate_held_out = self.held_out_rewards
         self._lead(self._start)
         if self.cfg.rl.sampler == "vllm" and (run.progress.step or self.cfg.lora.rank):
             self._renew(run.progress.step)
@@ -62,7 +68,7 @@ class RlTrainer:
         with ExitStack() as opened:
             yield RlTrainer(run, opened)
 
-    def _start_reward_pool(self) -> None:
+    def _start_reward_pool(self, held_out: Mapping[str, DataSet]) -> None:
         rl, data = self.cfg.rl, self.run.feeder.data
         assert isinstance(data, DataSet), "config/command_checks.py refuses streams"
         settings = RewardSettings(
@@ -71,6 +77,7 @@ class RlTrainer:
         pool = RewardPool(settings)
         self.opened.callback(pool.close)
         self.episode_runner = EpisodeRunner(self.cfg, data, pool)
+        self.held_out = HeldOutPrompts.with_pool(self.cfg, held_out, pool)
 
     def _start(self) -> tuple[bytes, dict[str, Any]]:
         """Start the sampler on rank 0."""
@@ -102,6 +109,17 @@ class RlTrainer:
         content, facts = self._lead(sampled)
         return train_batch_from_bytes(content), Position(**facts["after"])
 
+    def held_out_rewards(self) -> dict[str, dict[str, float]]:
+        """Return the scores of the held-out sets under the current weights. This is a
+        collective."""
+
+        def rated() -> tuple[bytes, dict[str, Any]]:
+            assert self.rollouts is not None
+            return b"", self.held_out.rewards(self.rollouts)
+
+        scores: dict[str, dict[str, float]] = self._lead(rated)[1]
+        return scores
+
     def _lead(self, work: Callable[[], tuple[bytes, dict[str, Any]]]) -> tuple[bytes, Any]:
         """Run `work` on rank 0, and return its result on every rank. An error on rank 0 is raised
         on all ranks."""
@@ -117,7 +135,8 @@ class RlTrainer:
 
     def renew(self, step: int) -> None:
         """Send the current weights to the engines, if there are any. This is a collective."""
-        if self.cfg.rl.sampler == "vllm" and step < self.run.total_steps:
+        is_needed = step < self.run.total_steps or needs_held_out_rewards(self.cfg)
+        if self.cfg.rl.sampler == "vllm" and is_needed:
             self.run.begin_phase(step, "weights of the engines")
             self._renew(step)
 
@@ -142,5 +161,9 @@ class RlTrainer:
         if self.leads:
             assert self.last is not None
             self.run.log.samples(rl_line(step, self.last, whole, apart))
+            first = self.last.groups[0].episodes[0]
+            right = self.episode_runner.right_answer(first)
+            if (hint := self.signal.check(self.last.groups, right)) is not None:
+                self.run.log.event(step + 1, hint)
             if has_load_line(step, self.run.total_steps):
                 write_sample_lines(Path(self.cfg.run), step, self.last.groups, self.episode_runner)

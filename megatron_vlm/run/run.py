@@ -54,8 +54,9 @@ class Run:
         self.worker = worker = MegatronWorker(cfg, watchdog=watchdog)
         grid, platform = worker.grid, worker.platform
         self.feeder = Feeder(cfg, worker.source.sizes, grid, platform.device, watchdog, asks)
-        self.examiner = Evaluator(worker, cfg)
+        self.examiner = Evaluator(worker, cfg, asks and cfg.rl.eval_scores == "reward")
         opened.callback(self.examiner.close)
+        self.rate_held_out: Callable[[], dict[str, dict[str, float]]] | None = None
         self.total_steps = total_steps(cfg.train, self.feeder.length)
         self.begin_phase(0, "resuming", files=True)
         self.saver = CheckpointManager(cfg, worker, self.feeder.fingerprint, claim)
@@ -182,18 +183,26 @@ class Run:
         """Score every held-out set. The result may be the best so far."""
         step = self.progress.step
         self.begin_phase(step, "evaluation")
+        rewards = {} if self.rate_held_out is None else self.rate_held_out()
         for place, done in enumerate(self.examiner.examine()):
-            self.log.evaluation(step, done.name, done.scores)
+            done = replace(done, scores=rewards.pop(done.name, {}) | done.scores)
+            self._record_scores(done.name, done.scores)
             for remark in done.remarks:
                 self.log.event(step, remark)
-            self.progress = self.progress.with_scores(done.name, done.scores)
             if done.predictions:
                 write_predictions(Path(self.cfg.run) / "predictions", done, step=step)
                 if place == 0:
                     write_examples(Path(self.cfg.run), step, done)
-            self.progress = self.progress.with_patience(self.cfg, done.name, done.scores)
-            self.progress = self.progress.with_best(self.cfg.checkpoint, done.name, done.scores)
+        for name, scores in rewards.items():  # those of sets whose loss is not measured
+            self._record_scores(name, scores)
         self.meter.skip()
+
+    def _record_scores(self, name: str, scores: dict[str, float]) -> None:
+        step = self.progress.step
+        self.log.evaluation(step, name, scores)
+        self.progress = self.progress.with_scores(name, scores)
+        self.progress = self.progress.with_patience(self.cfg, name, scores)
+        self.progress = self.progress.with_best(self.cfg.checkpoint, name, scores)
 
     def save_if_due(self) -> None:
         """Complete the checkpoint in progress, if it is written, and start a new one if that is

@@ -21,6 +21,7 @@ _SMOOTH_FROM = 80  # steps
 _MAX_FIGURES = 12  # figures of rewards
 _MAX_NAME_LENGTH = 60  # characters
 CURVE_NAMES = {
+    "reward": "reward",
     "loss": "loss",
     "token_accuracy": "token accuracy",
     "exact_match": "exact match",
@@ -151,13 +152,14 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
 
 
 def score_text(score: str, value: float) -> str:
-    """Format a score: one of the model's answers in percent, a loss or a user's own as a number."""
+    """Format a score: one of the model's answers in percent, a loss, a reward or a user's own as a
+    number."""
     return number(value, percent=is_share(score))
 
 
 def is_share(score: str) -> bool:
     """Return whether a score is a share of answers."""
-    return score != "loss" and score in CURVE_NAMES
+    return score not in ("loss", "reward") and score in CURVE_NAMES
 
 
 def _charts(

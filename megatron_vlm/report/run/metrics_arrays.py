@@ -30,7 +30,7 @@ _LONGEST = 2**20  # characters of a line
 _MEAN_OF = 10  # steps; the reward of a single step is too noisy
 _ROW = tuple(field.name for field in fields(StepLine))
 # The scores of an evaluation, and which of their values is the best.
-SCORES = {"loss": min, "token_accuracy": max, "exact_match": max, "ranking": max}
+SCORES = {"reward": max, "loss": min, "token_accuracy": max, "exact_match": max, "ranking": max}
 SCORES |= {"anls": max, "relaxed_accuracy": max, "iou": max, "iou_accuracy": max}
 
 

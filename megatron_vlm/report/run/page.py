@@ -82,12 +82,13 @@ def _loss_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
 
 
 def _score_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
-    """Yield the best loss of each set, and the best value of the strictest score of its answers."""
+    """Yield the best reward and loss of each set, and the best value of the strictest score of its
+    answers."""
     scores = []
     for name, evaluations in metrics.sets().items():
         answers = ("exact_match", "token_accuracy")
         strict = next((score for score in answers if best_of(evaluations, score)), "loss")
-        for score in dict.fromkeys(("loss", strict)):
+        for score in dict.fromkeys(("reward", "loss", strict)):
             if (best := best_of(evaluations, score)) is not None:
                 what = f"best {name} {CURVE_NAMES[score]}, step {best.step:,}"
                 scores.append((score_text(score, best.score(score)), what))

@@ -43,16 +43,19 @@ class ShownPrompt:
     question: str
     images: tuple[str, ...]
     episodes: tuple[ShownEpisode, ...]
+    right: str | None = None  # the right answer, if the record has one
 
     @staticmethod
     def from_line(line: JsonField) -> "ShownPrompt":
         """Parse a line; raise DataError if it is malformed."""
+        right = line.object().get("right")  # lines of earlier versions have none
         return ShownPrompt(
             step=line["step"].whole(),
             where=line["where"].string(),
             question=line["question"].string(),
             images=_strings(line["images"]),
             episodes=tuple(_episode(each) for each in line["episodes"].items()),
+            right=None if right is None or right.value is None else right.string(),
         )
 
 

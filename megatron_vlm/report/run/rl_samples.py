@@ -88,7 +88,12 @@ class _Cards:
         count = f"{len(shown)} of {len(ranked):,}" if len(shown) < len(ranked) else f"{len(shown)}"
         mean = _mean([each.reward for each in ranked])
         facts = f"{shorten_text(prompt.where)} \u00b7 {count} episodes, mean reward {mean}"
-        question = [self._pictures(prompt.images), sections.Said([shorten_text(prompt.question)])]
+        question: list[sections.Section] = [
+            self._pictures(prompt.images),
+            sections.Said([shorten_text(prompt.question)]),
+        ]
+        if prompt.right is not None:
+            question.append(sections.Note(f"Right: {shorten_text(prompt.right)}", "quiet"))
         episodes = sections.SideBySide([self._episode(ranked[place]) for place in shown])
         return sections.Card("", facts, [*question, episodes])
 

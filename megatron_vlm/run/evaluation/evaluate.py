@@ -48,14 +48,14 @@ class Evaluation:
 class Evaluator:
     """The held-out sets of a run. Its methods are collectives."""
 
-    def __init__(self, worker: MegatronWorker, cfg: Config):
-        """Open the sets. The worker's watchdog is notified of progress, since an evaluation may
-        take long."""
+    def __init__(self, worker: MegatronWorker, cfg: Config, is_idle: bool = False):
+        """Open the sets, or none of them if the evaluator is idle. The worker's watchdog is
+        notified of progress, since an evaluation may take long."""
         self.cfg, self.alive = cfg, worker.watchdog.alive
         self.candidates: list[str] | None = None
         if cfg.eval.candidates is not None:
             self.candidates = read_candidates(cfg.eval.candidates)
-        self.sets = EvalSet.open_all(worker, cfg)
+        self.sets = [] if is_idle else EvalSet.open_all(worker, cfg)
         self.meter = AnswerMeter(cfg, worker)
 
     def close(self) -> None:
