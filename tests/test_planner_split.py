@@ -28,6 +28,7 @@ from megatron_vlm.planner.layer_split import (
 from megatron_vlm.planner.memory import estimate
 from megatron_vlm.planner.pipeline_time import ReplicaCosts, idle_share, timeline
 from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, assumed_mix, mix_of
+from megatron_vlm.planner.search import Cluster
 from tests.error_fields import raises
 from tests.runs import Case
 from tests.sets import write_set
@@ -242,6 +243,10 @@ def test_a_run_plans_its_whole_layout_once(tiny, pool, tmp_path):
     mix = assumed_mix(sizes, 512)
     planned, _ = plan_layout(cfg, sizes, 4, pick_platform("cpu"), mix)
     assert planned.parallel.layers_per_stage != [1, 5]
+    # A machine without enough memory may still plan for itself, and for others.
+    small = Cluster(4, 2.0**20, CPU)
+    with raises(ConfigError, key="model.path", problem_has="does not fit"):
+        plan_layout(cfg, sizes, 4, pick_platform("cpu"), mix, small)
     status, out, err = go_pooled(pool, 4, tmp_path, path, "whole", *auto, "train.steps=4")
     assert status == 0, err
     assert "parallel=auto keeps the layout of the checkpoint: TP 1, PP 2" in out

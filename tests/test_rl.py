@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -20,8 +21,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
+from megatron_vlm.config.schema import DataConfig, RlConfig
+from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.distributed.agreement import Signals
 from megatron_vlm.distributed.process import PREEMPTED, run_guarded
+from megatron_vlm.family import read_sizes
+from megatron_vlm.rl.episode import Episode, Group
+from megatron_vlm.rl.no_signal import SignalWatch
+from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.rl_train import run_rl
 from tests.sets import write_set
 
@@ -176,6 +183,43 @@ def test_held_out_prompts_are_answered_greedily_and_rewarded(pool, folder, model
     loss = learnt(pool, 1, folder, model, "loss", *more, "rl.eval_scores=loss", "train.steps=1")
     assert [line["step"] for line in lines(loss, "eval")] == [1]
     assert "reward" not in lines(loss, "eval")[0]
+
+
+def test_a_hint_names_the_cause():
+    def group(*episodes: tuple[str, float, bool]) -> Group:
+        of_prompt = [
+            Episode(0, 0, 0, "a.jsonl:1", {}, answers=[text], reward=reward, cut=cut)
+            for text, reward, cut in episodes
+        ]
+        return Group("What?", of_prompt)
+
+    def hint(*groups: Group) -> str | None:
+        watch = SignalWatch(RlConfig(max_new_tokens=7))
+        hints = [watch.check(groups, "red") for _ in range(5)]
+        assert [each is not None for each in hints] == [False, False, True, False, False]
+        return hints[2]
+
+    assert "raise rl.temperature" in hint(group(("a", 0, False), ("a", 0, False)))
+    assert "rl.max_new_tokens=7" in hint(group(("a", 0, True), ("b", 0, True)))
+    assert "in the form" in hint(group(("a", 0, False), ("b", 0, True)))
+    easy, hard = group(("a", 1, False), ("b", 1, False)), group(("a", 0, False), ("b", 0, False))
+    assert "too easy or too hard" in hint(easy, hard)
+    watch, learns = SignalWatch(RlConfig()), group(("a", 1, False), ("b", 0, False))
+    steps = [hard, hard, learns, hard, hard, hard]
+    hints = [watch.check([each], None) for each in steps]
+    assert [each is not None for each in hints] == [False] * 5 + [True]
+
+
+def test_the_right_answer_is_that_of_the_reward_or_of_the_chat(model):
+    reader = make_reader(make_encoder(model, DataConfig()), DataConfig(), read_sizes(model), None)
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    for record, right in (
+        ({"messages": chat[:1], "solution": 4}, "4"),
+        ({"messages": chat, "answer": ["four", "4"]}, '["four", "4"]'),
+        ({"messages": chat}, "4"),
+        ({"messages": chat[:1]}, None),
+    ):
+        assert right_answer(record, "a record", replace(reader, asks=True)) == right
 
 
 def test_steps_without_a_signal_get_one_hint(pool, folder, model):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine import ENVIRONMENT, MISSING, READY
 from tests.sets import write_set
-from tests.test_rl import learnt, lines, samples
+from tests.test_rl import held_out, learnt, lines, samples
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
@@ -58,6 +58,9 @@ def test_an_engine_says_what_the_trainer_says(pool, folder, model, layout):
     run = learnt(pool, world, folder, model, f"plain-{world}", *ENGINE, layout)
     check(run, 3)
     assert all(len(each["episodes"]) == 4 for each in samples(run))
+    own = learnt(pool, 1, folder, model, f"own-{world}", "data.max_tokens=300", "train.steps=1")
+    assert held_out(run)[0] == held_out(own)[0]  # greedy answers to the held-out prompts
+    assert [step for step, _ in held_out(run)] == [0, 3]
 
 
 @pytest.mark.rotate(1)

@@ -12,7 +12,9 @@ from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.planner.advice import rank_layouts
 from megatron_vlm.planner.auto_split import decide, machine_of, needs_auto_split, with_layers
 from megatron_vlm.planner.row_sizes import RowSample, assumed_mix
-from megatron_vlm.planner.search import Candidate, Cluster
+from megatron_vlm.planner.search import Candidate, Cluster, search
+
+_UNLIMITED = 2.0**60  # bytes
 
 
 def needs_planning(cfg: Config) -> bool:
@@ -28,26 +30,36 @@ def settle_layers(cfg: Config, sizes: ModelSizes, world: int, platform: Platform
 
 
 def plan_layout(
-    cfg: Config, sizes: ModelSizes, world: int, platform: Platform, mix: RowSample
+    cfg: Config,
+    sizes: ModelSizes,
+    world: int,
+    platform: Platform,
+    mix: RowSample,
+    cluster: Cluster | None = None,
 ) -> tuple[Config, str]:
     """Return the configuration with what the planner chooses, and a sentence about it. It is a pure
-    function of its arguments and of the kind of device."""
+    function of its arguments and of the kind of device. `cluster` is for devices that this machine
+    does not have."""
     if not cfg.parallel.auto:
         split = decide(cfg, sizes, world, platform, mix)
         return with_layers(cfg, split.layers), split.text
     is_fp32 = compute_dtype(cfg, platform).itemsize == 4
     train = replace(cfg.train, precision="fp32" if is_fp32 else "bf16")
-    cluster = _cluster_of(platform, world)
-    ranked = rank_layouts(replace(cfg, train=train), sizes, mix, cluster)
+    cfg_of_search = replace(cfg, train=train)
+    is_assumed = cluster is None and not platform.is_cuda
+    cluster, doubt = cluster or _cluster_of(platform, world), ""
+    memory = cluster.memory
+    if is_assumed and not search(cfg_of_search, sizes, mix, cluster).fitting:
+        # The memory of a laptop is no reason against a layout that is planned on it.
+        cluster = replace(cluster, memory=_UNLIMITED)
+        doubt = "; by the estimate no layout fits into the memory of this machine"
+    ranked = rank_layouts(cfg_of_search, sizes, mix, cluster)
     best = ranked[0]
-    where = f"{world} processes on a CPU"
-    if platform.is_cuda:
-        where = f"{world} x {cluster.machine.name}"
     text = (
-        f"parallel=auto is {' '.join(best.overrides)}: of {len(ranked):,} layouts that fit on "
-        f"{where}, it has the fastest predicted step, {best.step_s:.3g} s, with "
-        f"{best.need / 2**30:.1f} of {cluster.memory / 2**30:.1f} GiB on the fullest rank, by rows "
-        f"({mix.origin})"
+        f"parallel=auto is {' '.join(best.overrides)}: the fastest of {len(ranked):,} layouts of "
+        f"{world} x {cluster.machine.name}, with a predicted step of {best.step_s:.3g} s and "
+        f"{best.need / 2**30:.1f} of {memory / 2**30:.1f} GiB on the fullest rank, by rows "
+        f"({mix.origin}){doubt}"
     )
     return with_candidate(cfg, best), text
 

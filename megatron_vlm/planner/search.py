@@ -186,8 +186,8 @@ def _modes(
         elif vision and config_as_trained(cfg, sizes).model.freeze_vision:
             continue
         modes[recompute if "model.recompute" in free else cfg.model.recompute, vision] = None
-    for recompute, vision in modes:
-        model = replace(cfg.model, recompute=recompute, recompute_vision=vision)
+    for decoder, vision in modes:
+        model = replace(cfg.model, recompute=decoder, recompute_vision=vision)
         trial = replace(cfg, model=model)
         candidate = _candidate(trial, sizes, dims, steps, cluster)
         yield candidate

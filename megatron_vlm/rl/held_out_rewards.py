@@ -1,7 +1,9 @@
 """Rewards of held-out prompts: data.eval is answered, and the rewards are averaged."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 from megatron_vlm.config.data_sources import EvalSource
@@ -48,8 +50,10 @@ class HeldOutPrompts:
         """Answer every prompt once, and return the scores of each set."""
         scores = {}
         for name, runner in self.runners.items():
-            values = rollouts.run(lambda queue, each=runner: _play_all(each, queue), runner)
-            scores[name] = {"reward": fmean(values), "samples": len(values)}
+            start = time.perf_counter()
+            values = rollouts.run(partial(_play_all, runner), runner)
+            seconds = time.perf_counter() - start
+            scores[name] = {"reward": fmean(values), "samples": len(values), "seconds": seconds}
         return scores
 
 
@@ -64,8 +68,8 @@ def _open(run: Run, entry: EvalSource) -> DataSet | None:
 
     def opening() -> tuple[DataSet, None]:
         share, sizes = (grid.dp.rank, grid.dp.size), run.worker.source.sizes
-        how = {"share": share, "train": False, "asks": True}
-        data = open_data((entry.source,), "data.eval", cfg.data, cfg.model.path, sizes, **how)
+        path, specs = cfg.model.path, (entry.source,)
+        data = open_data(specs, "data.eval", cfg.data, path, sizes, share, train=False, asks=True)
         assert isinstance(data, DataSet), "config/checks.py refuses streams"
         return first_samples(data, cfg.eval.samples), None
 

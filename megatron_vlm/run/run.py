@@ -185,7 +185,9 @@ class Run:
         self.begin_phase(step, "evaluation")
         rewards = {} if self.rate_held_out is None else self.rate_held_out()
         for place, done in enumerate(self.examiner.examine()):
-            done = replace(done, scores=rewards.pop(done.name, {}) | done.scores)
+            own = rewards.pop(done.name, {"seconds": 0.0})
+            seconds = own["seconds"] + done.scores["seconds"]
+            done = replace(done, scores={**own, **done.scores, "seconds": seconds})
             self._record_scores(done.name, done.scores)
             for remark in done.remarks:
                 self.log.event(step, remark)
