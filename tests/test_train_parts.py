@@ -4,9 +4,11 @@
 import json
 import math
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 
 from megatron_vlm.checkpoint.rank_state import get_step
 from megatron_vlm.config.schema import Config, LogConfig, OptimConfig, TrainConfig
@@ -16,7 +18,8 @@ from megatron_vlm.distributed.agreement import Vote, all_reduce_max
 from megatron_vlm.distributed.watchdog import RankStatus, describe, find_stuck
 from megatron_vlm.errors import ConfigError, TrainError
 from megatron_vlm.report.metrics_lines import StepLine
-from megatron_vlm.run.log import RunLog, duration, step_line
+from megatron_vlm.run.log import RunLog, duration, step_figures
+from megatron_vlm.run.progress_line import progress_line
 from megatron_vlm.run.throughput import NonFiniteGuard
 from megatron_vlm.training.lr_schedule import describe_run_length, lr_at, warmup_of
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
@@ -198,10 +201,29 @@ def figures(step, **more):
 
 
 def test_a_line_for_people():
-    line = step_line([figures(0, loss=3.0, mfu=0.2), figures(1, loss=1.0, mfu=0.4)])
+    line = "  ".join(step_figures([figures(0, loss=3.0, mfu=0.2), figures(1, loss=1.0, mfu=0.4)]))
     assert line.startswith("loss 2.0000  lr 1.00e-03  norm 1  1,000 tok/s  (100 trained)")
     assert "pad 2.0%  MFU 30.0%" in line and line.endswith("1.5 GB")
     assert duration(4000) == "1:06:40"
+
+
+@pytest.mark.parametrize("width", [12, 20, 40, 60, 80, 100, 120, 200])
+def test_the_line_of_progress_fits_the_terminal(width):
+    """Step and time are the last to go, and a bar is never cut."""
+    console = Console(file=StringIO(), width=width, force_terminal=True, color_system=None)
+    window = [figures(466, tokens_per_s=18200.0, trained_tokens_per_s=1900.0, mfu=0.3)]
+    console.print(progress_line(width, 467, 3000, duration(40000), step_figures(window)))
+    (line,) = console.file.getvalue().splitlines()
+    assert len(line) <= width
+    has_bar = "\u2501" in line or "-" * 3 in line
+    expected = {12: "step 467/300", 20: "step 467/3000  11:06"}.get(width)
+    if expected is not None:
+        assert line == expected
+        return
+    assert "step 467/3000  11:06:40 left" in line and not has_bar or width >= 80
+    assert has_bar == (width >= 100)
+    assert ("norm 1  18,200 tok/s" in line) == (width >= 80)
+    assert line.endswith("1.5 GB") == (width == 200)
 
 
 def test_metrics_are_whole_lines_after_a_kill(tmp_path):

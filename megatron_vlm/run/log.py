@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from megatron_vlm.config.schema import Config
@@ -23,6 +22,7 @@ from megatron_vlm.report.metrics_lines import (
     StepLine,
 )
 from megatron_vlm.run.log_sinks import JsonLines, TensorBoard, WandB
+from megatron_vlm.run.progress_line import ProgressLine
 
 
 @dataclass
@@ -37,7 +37,7 @@ class RunLog:
 
     def __post_init__(self) -> None:
         self.sinks: list[Any] = []
-        self.progress: Progress | None = None
+        self.progress: ProgressLine | None = None
         self.window: list[StepLine] = []
         if not self.speaks:
             return
@@ -48,12 +48,8 @@ class RunLog:
             self.sinks.append(TensorBoard(run / "tensorboard"))
         if self.cfg.log.wandb is not None:
             self.sinks.append(WandB(self.cfg))
-        if self.console.is_terminal:
-            self.progress = _progress_bar(self.console)
-            self.task = self.progress.add_task(
-                "", total=self.total_steps, completed=self.first_step, figures=""
-            )
-            self.progress.start()
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            self.progress = ProgressLine(self.console, self.first_step, self.total_steps)
 
     def start(self, **facts: Any) -> None:
         """Log a start or resume, with the fields of StartLine except the time."""
@@ -62,19 +58,21 @@ class RunLog:
 
     def step(self, figures: StepLine) -> None:
         """Log a step. Every step goes to the files; the terminal shows one line per interval, or
-        the bar."""
+        the line of progress."""
         self._write(figures)
         if not self.speaks:
             return
         self.window.append(figures)
-        line = step_line(self.window)
+        done = figures.step + 1
+        left = duration((self.total_steps - done) * _mean(self.window, "seconds"))
         if self.progress is not None:
-            self.progress.update(self.task, completed=figures.step + 1, figures=line)
+            self.progress.update(done, left, step_figures(self.window))
             self.window = self.window[-20:]
-        elif (figures.step + 1) % self.cfg.log.every == 0 or figures.step + 1 == self.total_steps:
-            share = f"step {figures.step + 1}/{self.total_steps}"
-            remaining_s = (self.total_steps - figures.step - 1) * _mean(self.window, "seconds")
-            self.console.print(f"{share}  {line}  {duration(remaining_s)} left", soft_wrap=True)
+        elif done % self.cfg.log.every == 0 or done == self.total_steps:
+            line = "  ".join(step_figures(self.window))
+            self.console.print(
+                f"step {done}/{self.total_steps}  {line}  {left} left", soft_wrap=True
+            )
             self.window = []
 
     def expert_load(self, step: int, layers: list[int], load: list[list[int]]) -> None:
@@ -122,8 +120,8 @@ class RunLog:
             sink.write(line)
 
 
-def step_line(window: list[StepLine]) -> str:
-    """Format the last steps as one line."""
+def step_figures(window: list[StepLine]) -> list[str]:
+    """Format the figures of the last steps for a line, the most important ones first."""
     last = window[-1]
     losses = [figures.loss for figures in window if math.isfinite(figures.loss)]
     loss = sum(losses) / len(losses) if losses else math.nan
@@ -138,8 +136,7 @@ def step_line(window: list[StepLine]) -> str:
     ]
     if last.mfu is not None:
         parts.append(f"MFU {100 * _mean(window, 'mfu'):.1f}%")
-    parts.append(f"{last.memory_gb:.1f} GB")
-    return "  ".join(parts)
+    return [*parts, f"{last.memory_gb:.1f} GB"]
 
 
 def duration(seconds: float) -> str:
@@ -150,13 +147,3 @@ def duration(seconds: float) -> str:
 def _mean(window: list[StepLine], name: str) -> float:
     values: list[float] = [getattr(figures, name) for figures in window]
     return sum(values) / len(values)
-
-
-def _progress_bar(console: Console) -> Progress:
-    return Progress(
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeRemainingColumn(),
-        console=console,
-    )
