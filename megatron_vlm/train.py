@@ -23,7 +23,7 @@ from megatron_vlm.distributed.process import (
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.push import check_push
 from megatron_vlm.run.config_changes import check_unnamed
-from megatron_vlm.run.log_sinks import check_installed
+from megatron_vlm.run.log_sinks import check_sinks
 from megatron_vlm.run.resolve_model import with_model
 from megatron_vlm.training.lr_schedule import lr_at
 from megatron_vlm.training.preflight import check_run
@@ -78,7 +78,7 @@ def compose_config(
     file, _ = read_configuration(args)
     cfg = load_config(args.overrides, file)
     check(cfg)
-    check_installed(cfg)
+    check_sinks(cfg)
     check_run(cfg)
     check_unnamed(cfg, args.overrides, file)
     if cfg.checkpoint.push is not None and rank_of_process() == 0:

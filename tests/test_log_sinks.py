@@ -21,10 +21,11 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.report.layout_table import StageReport, layout_table
 from megatron_vlm.report.metrics_lines import StepLine
 from megatron_vlm.run.log import RunLog
-from megatron_vlm.run.log_sinks import check_installed
+from megatron_vlm.run.log_sinks import check_installed, check_sinks
 from megatron_vlm.run.profiler import Profiler
 from tests.error_fields import raises
 
+KEY = 40 * "0"  # the form of an API key of W&B
 FIGURES = StepLine(0, 0, 2.5, 1e-3, 0.5, 0.1, 1000.0, 100.0, 5.0, 0.02, None, 1.5)
 
 
@@ -122,6 +123,44 @@ def test_what_is_not_installed_is_named(log, monkeypatch):
     with raises(ConfigError, key=f"log.{name}", found=value, remedy_has=remedy):
         check_installed(cfg)
     check_installed(Config())
+
+
+@pytest.mark.parametrize(
+    ("variables", "netrc", "reason"),
+    [
+        ({}, "", "there is no login for https://wandb.example"),
+        ({"WANDB_API_KEY": "abc"}, "", "WANDB_API_KEY invalid"),
+        ({"WANDB_API_KEY": KEY}, "", None),
+        ({"WANDB_MODE": "offline"}, "", None),
+        ({"WANDB_MODE": "disabled"}, "", None),
+        ({}, f"machine wandb.example login user password {KEY}", None),
+        ({}, f"machine other.example login user password {KEY}", "there is no login"),
+    ],
+)
+def test_wandb_without_a_login_is_refused_before_anything_is_loaded(
+    variables, netrc, reason, tmp_path, monkeypatch
+):
+    """The variables, settings and files are those that W&B itself reads; no server is asked."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "netrc").write_text(netrc)
+    (tmp_path / "netrc").chmod(0o600)
+    folders = ("HOME", "WANDB_CONFIG_DIR", "WANDB_DIR")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name, value in dict.fromkeys(folders, str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"WANDB_BASE_URL": "https://wandb.example", **variables}.items():
+        monkeypatch.setenv(name, value)
+    from wandb.sdk import wandb_setup
+
+    monkeypatch.setattr(wandb_setup, "_singleton", None)  # the variables are read once
+    cfg = Config(log=LogConfig(wandb="shapes"))
+    if reason is None:
+        check_sinks(cfg)
+        return
+    with raises(ConfigError, key="log.wandb", found="shapes", remedy_has="wandb login") as caught:
+        check_sinks(cfg)
+    assert reason in str(caught.value) and "WANDB_MODE=offline" in str(caught.value)
 
 
 def test_a_trace_has_the_chosen_steps_of_the_chosen_ranks(tmp_path):

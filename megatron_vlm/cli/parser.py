@@ -32,6 +32,7 @@ from megatron_vlm.config.listing import listing
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.run.config_changes import check_unnamed
+from megatron_vlm.run.log_sinks import check_sinks
 from megatron_vlm.run.resolve_model import with_commit, with_model
 from megatron_vlm.training.preflight import check_records, check_run
 
@@ -146,6 +147,7 @@ def _train(args: argparse.Namespace) -> int:
     check_training(cfg)
     check_run(cfg)
     check_unnamed(cfg, args.overrides, file)
+    check_sinks(cfg)
     if args.dry_run:
         from megatron_vlm.commands.dry_run import dry_run
 

@@ -5,6 +5,7 @@ import argparse
 from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
 from megatron_vlm.run.config_changes import check_unnamed
+from megatron_vlm.run.log_sinks import check_sinks
 from megatron_vlm.run.resolve_model import with_commit, with_model
 from megatron_vlm.training.preflight import check_run
 
@@ -43,5 +44,6 @@ def rl(args: argparse.Namespace) -> int:
     check_rl(cfg)
     check_run(cfg)
     check_unnamed(cfg, args.overrides, file)
+    check_sinks(cfg)
     cfg = with_model(cfg)
     return launch(cfg, "megatron_vlm.rl", run_rl, with_commit(arguments, cfg))

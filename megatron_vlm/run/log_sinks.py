@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.process import rank_of_process
 from megatron_vlm.errors import ConfigError, TrainError
 from megatron_vlm.report.metrics_lines import EvalLine, Line, RlLine, StepLine, to_json
 
@@ -26,6 +27,48 @@ def check_installed(cfg: Config) -> None:
                 found=setting,
                 remedy="run pip install 'megatron_vlm[log]'",
             )
+
+
+def check_sinks(cfg: Config) -> None:
+    """Refuse a sink that could not be opened later, before anything is loaded."""
+    check_installed(cfg)
+    if cfg.log.wandb is not None and rank_of_process() == 0:
+        wandb_mode(cfg)
+
+
+def wandb_mode(cfg: Config) -> str:
+    """Return how W&B will log: online, offline or disabled. Raise a ConfigError if it would need a
+    login that it does not have. This asks W&B's own functions, and no server."""
+    from wandb.errors import AuthenticationError
+    from wandb.sdk import wandb_setup
+
+    settings = wandb_setup.singleton().settings
+    for name, modes in {"offline": ("offline", "dryrun"), "disabled": ("disabled",)}.items():
+        if settings.mode in modes:
+            return name
+    try:
+        from wandb.sdk.lib.wbauth import authenticate_session
+
+        found = authenticate_session(
+            host=settings.base_url, source="log.wandb", prompt=False, update_session=False
+        )
+    except (ImportError, TypeError):  # The version has no such function: its `init` decides.
+        return "online"
+    except AuthenticationError as error:
+        raise _no_login(cfg, str(error).rstrip(".")) from error
+    if found is None:
+        raise _no_login(cfg, f"there is no login for {settings.base_url}")
+    return "online"
+
+
+def _no_login(cfg: Config, reason: str) -> ConfigError:
+    return ConfigError(
+        f": {reason}",
+        key="log.wandb",
+        found=cfg.log.wandb,
+        remedy="run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to log into RUN "
+        "and send it later with `wandb sync`",
+    )
 
 
 class UnbufferedFile:
@@ -118,14 +161,17 @@ class WandB:
         id_path = Path(cfg.run) / "wandb_id"
         if not id_path.exists():
             id_path.write_text(uuid.uuid4().hex[:12])
-        self.run = wandb.init(
-            project=cfg.log.wandb,
-            dir=cfg.run,
-            name=Path(cfg.run).name,
-            id=id_path.read_text().strip(),
-            resume="allow",
-            config=asdict(cfg),
-        )
+        try:
+            self.run = wandb.init(
+                project=cfg.log.wandb,
+                dir=cfg.run,
+                name=Path(cfg.run).name,
+                id=id_path.read_text().strip(),
+                resume="allow",
+                config=asdict(cfg),
+            )
+        except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
+            raise _no_login(cfg, " ".join(str(error).rstrip(".").split())) from error
 
     def write(self, line: Line) -> None:
         if numbers := _numbers(line):
