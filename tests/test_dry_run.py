@@ -3,18 +3,29 @@
 
 import json
 import shutil
+import socket
 from dataclasses import replace
 
-from megatron_vlm.commands.dry_run import dry_run, plan_steps, size_text, warning
+import pytest
+import torch
+
+from megatron_vlm.cli.parser import make_parser
+from megatron_vlm.commands.dry_run.command import dry_run
+from megatron_vlm.commands.dry_run.memory_tables import fit_verdict
+from megatron_vlm.commands.dry_run.target_machine import target_machine
+from megatron_vlm.config.arguments import parse_arguments
 from megatron_vlm.config.data_sources import SourceSpec
-from megatron_vlm.config.schema import LaunchConfig, TrainConfig
+from megatron_vlm.config.schema import LaunchConfig, ModelConfig, TrainConfig
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.loader import Loader, Replica
-from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.planner.first_batches import plan_steps
 from megatron_vlm.planner.memory import StageMemory
+from megatron_vlm.report.layout_table import size_text
 from tests.chats import image, say
+from tests.error_fields import raises
 from tests.sets import data_config, open_set, write_set
 from tests.test_parity import layout
 
@@ -66,6 +77,9 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
     assert "'meta' (1)" in out
     assert "may take 64 of data.max_tokens=100: data.max_pixels=25600 makes that 25" in out
     assert "tp=1 pp=2 dp=2" in out and "First batches" in out and "activations" in out
+    assert "records left out: 1 dropped" in out and "23 samples, 4 steps of 7" in out
+    assert "in this machine" in out and f"{tmp_path / 'run'}: checkpoints at the end" in out
+    assert "begins anew" in out and "none: data.eval is not set" in out
     assert dry_run(replace(cfg, parallel=replace(cfg.parallel, virtual_stages=2))) == 0
     interleaved = capsys.readouterr().out
     assert "pp=2 virtual_stages=2 dp=2" in interleaved and "with its 2 chunks" in interleaved
@@ -74,8 +88,9 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_real_model_that_does_not_fit_is_said(tiny, tmp_path, capsys):
-    """The sizes are those of Qwen3-VL 32B, the memory is that of this machine."""
+def test_a_real_model_is_judged_for_the_machine_that_is_named(tiny, tmp_path, capsys):
+    """The sizes are those of Qwen3-VL 32B. The memory of a machine without a GPU says nothing about
+    GPUs."""
     folder = tmp_path / "large"
     shutil.copytree(tiny(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
@@ -88,20 +103,139 @@ def test_a_real_model_that_does_not_fit_is_said(tiny, tmp_path, capsys):
     cfg = replace(
         layout().config(str(folder)),
         platform="auto",
+        run=str(tmp_path / "run"),
         data=replace(data_config(None), train=(SourceSpec(write_set(tmp_path)),)),
     )
-    assert dry_run(cfg) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "will most likely run out of memory. Try model.recompute_vision=true" in out
-    unchosen = "on the CPU, which is slow; platform=cpu says that this is meant"
-    assert pick_platform().is_cuda or unchosen in out
+
+    def said(cfg, **machine) -> str:
+        assert dry_run(cfg, **machine) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    if not torch.cuda.is_available():
+        out = said(cfg)
+        assert "whether this fits is open: --memory 80GiB judges it" in out
+        assert "cuda, torch.bfloat16" in out and "run out of memory" not in out
+    out = said(cfg, gpus=1, memory="80GiB")
+    assert "there are 80.0 GiB: it will most likely run out of memory" in out
+    assert "Try model.recompute_vision=true, model.recompute=full" in out
+    saves = ModelConfig(path=str(folder), recompute="full", recompute_vision=True)
+    out = said(replace(cfg, model=saves), gpus=2, memory="80GiB")
+    assert "dp=2 in 2 processes" in out and "Try train.micro_batch_size below 2, more" in out
+    wide = replace(cfg, parallel=replace(cfg.parallel, tp=8))
+    out = said(wide, gpus=8, memory="141GiB")
+    assert "of 141.0 GiB in a GPU" in out and "run out of memory" not in out
+    with raises(ConfigError, key="--gpus", found=4, problem_has="launch.processes=8"):
+        dry_run(replace(cfg, launch=LaunchConfig(processes=8)), gpus=4)
+    with raises(ConfigError, key="--memory", found="much"):
+        dry_run(cfg, memory="much")
+    with raises(ConfigError, key="--gpus", problem_has="platform=cpu"):
+        dry_run(replace(cfg, platform="cpu"), gpus=4)
 
 
-def test_the_warning_names_the_stage():
-    platform = pick_platform("cpu")
-    half = platform.memory_total() // 2
+def test_the_verdict_names_the_stage_or_all_processes():
+    cfg = replace(layout(pp=2).config("m"), platform="auto")
+    dims = ParallelDims(tp=1, pp=2, dp=1, ep=1, layers_per_stage=(1, 1))
+    gpu = target_machine(cfg, 0, memory="1GiB")
+    half = 2**29
     memory = [StageMemory(half, 0, 0, 0), StageMemory(half, half, half, 0)]
-    assert warning(memory, platform).startswith("Stage 1 needs about")
-    assert "recompute_vision" not in warning(memory, platform)
-    assert warning(memory[:1], platform) == ""
+    verdict = fit_verdict(cfg, dims, memory, gpu)
+    assert verdict.startswith("Stage 1 needs about 1.5 GiB a rank")
+    assert "recompute_vision" not in verdict
+    assert fit_verdict(cfg, dims, memory[:1], gpu) == ""
+    cpu = target_machine(replace(cfg, platform="cpu"), 0)
+    assert cpu.memory is not None
+    most = [StageMemory(int(cpu.memory * 0.6), 0, 0, 0)] * 2
+    assert fit_verdict(cfg, dims, most[:1], cpu) == ""
+    assert fit_verdict(cfg, dims, most, cpu).startswith("All 2 processes need about")
     assert [size_text(n) for n in (1500, 3 * 2**20, 5 * 2**30)] == ["1.5 KiB", "3.0 MiB", "5.0 GiB"]
+
+
+REWARDS = """
+def score(record, answer):
+    right = answer == record["messages"][-1]["content"]
+    return {"reward": float(right), "length": len(answer)}
+
+
+def divides(record, answer):
+    return 1 / len(answer)
+"""
+
+
+def run_command(*words: str) -> int:
+    """Run a command in this process."""
+    parser = make_parser()
+    args = parse_arguments(parser, words)
+    return args.run(args)
+
+
+@pytest.fixture
+def asked(tiny, tmp_path):
+    """Words of a model, a set of prompts with answers, and a file of rewards."""
+    turns = [[say("user", str(n)), say("assistant", f"number {n}")] for n in range(4)]
+    lines = [json.dumps({"messages": turn}) + "\n" for turn in turns]
+    (tmp_path / "asks.jsonl").write_text("".join(lines))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    words = ["model=tiny_cpu", f"model.path={tiny()}", "data.cache_dir=null"]
+    return tmp_path, [*words, "data.num_workers=0", f"run={tmp_path / 'run'}"]
+
+
+def test_rl_tries_its_reward(asked, capsys):
+    folder, words = asked
+    words = [*words, f"data.train={folder / 'asks.jsonl'}", "rl.samples=2", "rl.max_new_tokens=8"]
+    words += ["train.global_batch_size=2", "train.steps=3"]
+    reward = f"rl.reward={folder / 'rewards.py'}"
+    assert run_command("rl", "--dry-run", *words, f"{reward}:score") == 0
+    out = capsys.readouterr().out
+    assert "2 answers of at most 8 tokens to each of 2 prompts" in " ".join(out.split())
+    assert "the trainer's own decoder" in out and "4 samples, 3 steps of 2" in out
+    assert out.count("'number ") == 3 and out.count("length 8") == 3  # right answers
+    assert out.count("length 0") == 3  # empty ones
+    with raises(DataError, key="rl.reward", problem_has="ZeroDivisionError"):
+        run_command("rl", "--dry-run", *words, f"{reward}:divides")
+    assert run_command("rl", "--dry-run", *words, f"{reward}:divides", "rl.failed_reward=-1") == 0
+    assert "failed 1" in capsys.readouterr().out
+    engine = ["rl.sampler=vllm", f"rl.engine={folder / 'python'}", f"{reward}:score"]
+    with raises(ConfigError, key="rl.engine", problem_has="cannot be started: No such file"):
+        run_command("rl", "--dry-run", *words, *engine)
+    (folder / "python").write_text("#!/bin/sh\necho 0.32.0\n")
+    (folder / "python").chmod(0o755)
+    assert run_command("rl", "--dry-run", *words, *engine) == 0
+    assert "vLLM 0.32.0 of" in capsys.readouterr().out
+    (folder / "python").write_text("#!/bin/sh\nexit 1\n")
+    with raises(ConfigError, key="rl.engine", problem="has no vLLM"):
+        run_command("rl", "--dry-run", *words, *engine)
+    assert not (folder / "run").exists()
+
+
+def test_eval_and_serve_have_a_dry_run(asked, tiny, capsys):
+    folder, words = asked
+    held_out = [f"data.eval={folder / 'asks.jsonl'}", "eval.generate=true", "eval.samples=3"]
+    words = [word for word in words if not word.startswith("model.path")]
+    assert run_command("eval", tiny(), "--dry-run", *words, *held_out) == 0
+    out = capsys.readouterr().out
+    assert "3 samples:" in out and "exact_match of answers of at most 32 tokens" in out
+    assert "weights of" in out and "only the scores, to the screen" in out
+    words = [*words, f"model.path={tiny()}", "serve.port=0"]
+    assert run_command("serve", "--dry-run", *words) == 0
+    out = capsys.readouterr().out
+    assert "a free port" in out and "none: only clients on this machine" in out
+    assert "for the base model, up to" in out
+    run_command("serve-key", "ada", str(folder / "keys"))
+    assert run_command("serve", "--dry-run", *words, f"serve.keys={folder / 'keys'}") == 0
+    assert "API keys    ada" in capsys.readouterr().out
+    with raises(ConfigError, key="serve.host"):
+        run_command("serve", "--dry-run", *words, "serve.host=0.0.0.0")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = f"serve.port={taken.getsockname()[1]}"
+        with raises(ConfigError, key="serve.port"):
+            run_command("serve", "--dry-run", *words, port)
+    assert not (folder / "run").exists()
+
+
+def test_options_of_a_dry_run_belong_to_it():
+    with raises(ConfigError, key="--memory", remedy_has="add --dry-run"):
+        run_command("train", "model.path=m", "--memory", "80GiB")
+    with raises(ConfigError, key="--dry-run", problem="is not an option of this command"):
+        run_command("inspect", "--dry-run", "model.path=m")

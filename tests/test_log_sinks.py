@@ -16,7 +16,6 @@ from rich.console import Console
 
 from megatron_vlm.config.schema import Config, LogConfig
 from megatron_vlm.distributed.device import pick_platform
-from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.report.layout_table import StageReport, layout_table
 from megatron_vlm.report.metrics_lines import StepLine
@@ -63,8 +62,7 @@ def test_frozen_parts_are_in_brackets_and_no_markup_is_printed(tmp_path):
     console = Console(file=io.StringIO(), width=200)
     run_log = RunLog(Config(run=str(tmp_path)), True, 10, console=console)
     report = StageReport(0, (range(2),), Counter(vision=80_000, head=5000), Counter(head=5000))
-    dims = ParallelDims(tp=1, pp=1, dp=1, ep=1, layers_per_stage=(2,))
-    run_log.say(layout_table(Config(), dims, "cpu", [report]))
+    run_log.say(layout_table(Config(), "cpu", [report]))
     run_log.close()
     [row] = [line for line in console.file.getvalue().splitlines() if "(80k)" in line]
     assert row.split() == ["0", "0-1", "(80k)", "-", "-", "-", "5k", "85k", "5k"]

@@ -18,6 +18,10 @@ from megatron_vlm.commands.demo.command import (
     shapes,
     tiny,
 )
+from megatron_vlm.commands.dry_run.dry_run_arguments import (
+    add_dry_run_arguments,
+    check_dry_run_arguments,
+)
 from megatron_vlm.commands.eval import add_arguments, held_in_place, locate, run_eval
 from megatron_vlm.commands.plan.plan_arguments import add_plan_arguments
 from megatron_vlm.commands.rl import add_rl_arguments, rl
@@ -60,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_rl_arguments(_command(commands, rl, has_keys=True))
     add_serve_arguments(_command(commands, serve, has_keys=True))
     add_serve_key_arguments(_command(commands, serve_key))
-    add_arguments(_command(commands, _eval))
+    _eval_arguments(_command(commands, _eval))
     _export_arguments(_command(commands, _export))
     _push_arguments(_command(commands, _push))
     add_chat_arguments(_command(commands, _chat))
@@ -114,12 +118,7 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     recipe = "a recipe of a group (model=qwen3_vl_2b) or a value (optim.lr=2e-5); values win"
     add_overrides(parser, recipe)
     add_cfg_option(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check everything, print the layout, the memory of each stage and the first batches, "
-        "and stop: needs no GPU and reads no weights",
-    )
+    add_dry_run_arguments(parser, "data, steps, layout, memory of each stage and first batches")
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -139,24 +138,30 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.checks import check_training
 
+    check_dry_run_arguments(args)
     file, arguments = read_configuration(args)
     cfg = load_config(args.overrides, file)
     if args.cfg:
         print(to_yaml(cfg), end="")
         return 0
     check_training(cfg)
-    check_run(cfg)
+    check_run(cfg, args.gpus)
     check_unnamed(cfg, args.overrides, file)
     check_sinks(cfg)
     if args.dry_run:
-        from megatron_vlm.commands.dry_run import dry_run
+        from megatron_vlm.commands.dry_run.command import dry_run
 
-        return dry_run(cfg)
+        return dry_run(cfg, args.gpus, args.memory)
     from megatron_vlm.distributed.launch.launch import launch
     from megatron_vlm.train import run_train
 
     cfg = with_model(cfg)
     return launch(cfg, "megatron_vlm.train", run_train, with_commit(arguments, cfg))
+
+
+def _eval_arguments(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    add_dry_run_arguments(parser, "the checkpoint, the sets, the layout and the memory of weights")
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -173,9 +178,14 @@ def _eval(args: argparse.Namespace) -> int:
     but not recipes. A Hugging Face folder has none: give recipes and keys.
     """
     file, arguments = read_configuration(args)
+    check_dry_run_arguments(args)
     with held_in_place(args.where) as where:
-        cfg, _ = locate(where, args.overrides, file)
-        check_run(cfg)
+        cfg, checkpoint = locate(where, args.overrides, file, weights=not args.dry_run)
+        check_run(cfg, args.gpus)
+        if args.dry_run:
+            from megatron_vlm.commands.dry_run.eval_dry_run import eval_dry_run
+
+            return eval_dry_run(cfg, checkpoint, args.predictions, args.gpus, args.memory)
         arguments = [where, *with_commit(arguments, cfg)]
         if args.predictions:
             arguments += ["--predictions", args.predictions]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_vlm.checkpoint.retention import find_checkpoint, held_checkpoint
 from megatron_vlm.config import ConfigFile, load_config, read_saved
@@ -26,6 +27,9 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.io.hub import hub_name, pin
 from megatron_vlm.io.printable import escape_controls
 
+if TYPE_CHECKING:
+    from megatron_vlm.run.evaluation.evaluate import Evaluation
+
 
 @contextmanager
 def held_in_place(where: str) -> Iterator[str]:
@@ -44,10 +48,15 @@ def _is_hugging_face(where: str) -> bool:
 
 
 def locate(
-    where: str, overrides: Sequence[str], file: ConfigFile | None = None, needs: str = "data.eval"
+    where: str,
+    overrides: Sequence[str],
+    file: ConfigFile | None = None,
+    needs: str = "data.eval",
+    weights: bool = True,
 ) -> tuple[Config, Path | None]:
     """Return the configuration and the checkpoint to load, which is None for a Hugging Face folder
-    or a name on the Hub. `file`: the file of --config; `needs`: a key that must be set."""
+    or a name on the Hub. `file`: the file of --config; `needs`: a key that must be set; `weights`:
+    whether those of a model on the Hub are needed, too."""
     folder = Path(where)
     if _is_hugging_face(where):
         cfg, checkpoint = load_config([f"model.path={where}", *overrides], file), None
@@ -59,7 +68,7 @@ def locate(
         cfg = replace(cfg, lora=replace(cfg.lora, path=None))  # the checkpoint continued from there
     if needs != "data.eval" or not held_out_names(cfg):
         require(cfg, needs)
-    path = pin(cfg.model.path, weights=True)
+    path = pin(cfg.model.path, weights)
     return replace(cfg, model=replace(cfg.model, path=path)), checkpoint
 
 
@@ -131,7 +140,9 @@ def _evaluate(
         print_scores(scores)
 
 
-def _report_set(done: Evaluation, predictions: str | None) -> None:
+def _report_set(done: "Evaluation", predictions: str | None) -> None:
+    from megatron_vlm.run.evaluation.evaluate import write_predictions
+
     print(json.dumps({"name": done.name, **done.scores}), flush=True)
     for remark in done.remarks:
         print_to_user(remark)

@@ -2,6 +2,10 @@
 
 import argparse
 
+from megatron_vlm.commands.dry_run.dry_run_arguments import (
+    add_dry_run_arguments,
+    check_dry_run_arguments,
+)
 from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
 from megatron_vlm.run.config_changes import check_unnamed
@@ -11,11 +15,13 @@ from megatron_vlm.training.preflight import check_run
 
 
 def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add recipes, keys, --config and --cfg, as for training."""
+    """Add recipes, keys, --config, --cfg and --dry-run, as for training."""
     parser.epilog = f"{parser.epilog}\n\n{listing('rl')}"
     recipe = "a recipe of a group (rl=dapo) or a value (rl.samples=16); values win"
     add_overrides(parser, recipe)
     add_cfg_option(parser)
+    shown = "data, steps, layout, memory, the engine, and the rewards of a few answers"
+    add_dry_run_arguments(parser, shown)
 
 
 def rl(args: argparse.Namespace) -> int:
@@ -41,9 +47,14 @@ def rl(args: argparse.Namespace) -> int:
     if args.cfg:
         print(to_yaml(cfg), end="")
         return 0
+    check_dry_run_arguments(args)
     check_rl(cfg)
-    check_run(cfg)
+    check_run(cfg, args.gpus)
     check_unnamed(cfg, args.overrides, file)
     check_sinks(cfg)
+    if args.dry_run:
+        from megatron_vlm.commands.dry_run.rl_dry_run import rl_dry_run
+
+        return rl_dry_run(cfg, args.gpus, args.memory)
     cfg = with_model(cfg)
     return launch(cfg, "megatron_vlm.rl", run_rl, with_commit(arguments, cfg))

@@ -4,6 +4,10 @@ import argparse
 import importlib.util
 from pathlib import Path
 
+from megatron_vlm.commands.dry_run.dry_run_arguments import (
+    add_dry_run_arguments,
+    check_dry_run_arguments,
+)
 from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
 from megatron_vlm.errors import ConfigError
@@ -12,10 +16,11 @@ from megatron_vlm.training.preflight import check_run
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add keys, --config and --cfg, as for training."""
+    """Add keys, --config, --cfg and --dry-run, as for training."""
     parser.epilog = f"{parser.epilog}\n\n{listing('serve')}"
     add_overrides(parser, "a recipe of a group (model=qwen3_vl_2b) or a value (serve.port=8000)")
     add_cfg_option(parser)
+    add_dry_run_arguments(parser, "the address, API keys, engine, layout and memory of models")
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -45,8 +50,13 @@ def serve(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"needs {name}", place="serve", remedy="run pip install 'megatron_vlm[serve]'"
             )
+    check_dry_run_arguments(args)
     check_serve(cfg)
-    check_run(cfg)
+    check_run(cfg, args.gpus)
+    if args.dry_run:
+        from megatron_vlm.commands.dry_run.serve_dry_run import serve_dry_run
+
+        return serve_dry_run(cfg, args.gpus, args.memory)
     cfg = with_model(cfg)
     return launch(cfg, "megatron_vlm.serve", run_serve, with_commit(arguments, cfg))
 

@@ -57,6 +57,12 @@ def _option_error(option: str, words: Sequence[str]) -> ConfigError:
             remedy=f"megatron-vlm {words[0]} --help lists its options",
         )
     completions = [each for each in known if len(name) > 3 and each.startswith(name)]
+    if name in known:
+        return ConfigError(
+            "is not an option of this command",
+            key=option,
+            remedy="leave it out; megatron-vlm COMMAND --help lists the options of a command",
+        )
     if near := completions or difflib.get_close_matches(name, known, n=1, cutoff=0.85):
         return ConfigError("is not an option", key=option, remedy=f"did you mean {near[0]}?")
     after = words[list(words).index(option) + 1 :][:1]

@@ -84,7 +84,12 @@ def names_elsewhere(key: str) -> list[str]:
 def related_names(key: str) -> list[str]:
     """Return the keys of other trainers that a sentence about this key answers."""
     begins = re.compile(rf"{re.escape(key)}(?![\w.]*\w)")
-    return [name for text, names in OTHER_SENTENCES.items() if begins.match(text) for name in names.split()]
+    return [
+        name
+        for text, names in OTHER_SENTENCES.items()
+        if begins.match(text)
+        for name in names.split()
+    ]
 
 
 def option_error(option: str, value: str | None) -> ConfigError:

@@ -10,7 +10,13 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.planner.advice import rank_layouts
-from megatron_vlm.planner.auto_split import decide, machine_of, needs_auto_split, with_layers
+from megatron_vlm.planner.auto_split import (
+    decide,
+    decide_for,
+    machine_of,
+    needs_auto_split,
+    with_layers,
+)
 from megatron_vlm.planner.row_sizes import RowSample, assumed_mix
 from megatron_vlm.planner.search import Candidate, Cluster, search
 
@@ -41,7 +47,11 @@ def plan_layout(
     function of its arguments and of the kind of device. `cluster` is for devices that this machine
     does not have."""
     if not cfg.parallel.auto:
-        split = decide(cfg, sizes, world, platform, mix)
+        if cluster is None:
+            split = decide(cfg, sizes, world, platform, mix)
+        else:
+            speeds, itemsize = cluster.machine, compute_dtype(cfg, platform).itemsize
+            split = decide_for(cfg, sizes, world, mix, speeds, cluster.memory, itemsize)
         return with_layers(cfg, split.layers), split.text
     is_fp32 = compute_dtype(cfg, platform).itemsize == 4
     train = replace(cfg.train, precision="fp32" if is_fp32 else "bf16")

@@ -44,11 +44,26 @@ def decide(
 ) -> Decision:
     """Return the split with the fastest steps on rows like these. It is a pure function of its
     arguments and of the kind of device."""
+    memory = platform.memory_total() if platform.is_cuda else None
+    itemsize = compute_dtype(cfg, platform).itemsize
+    return decide_for(cfg, sizes, world, mix, machine_of(platform), memory, itemsize)
+
+
+def decide_for(
+    cfg: Config,
+    sizes: ModelSizes,
+    world: int,
+    mix: RowSample,
+    machine: Machine,
+    memory: float | None,
+    itemsize: int,
+) -> Decision:
+    """Return the split with the fastest steps on devices of this speed. `memory`: bytes of a
+    device, or None if it does not limit the split; `itemsize`: bytes of a weight."""
     dims = ParallelDims.create(cfg.parallel, world, sizes.text.num_layers)
     even = even_split(dims.pp, sizes.text.num_layers)
-    steps, machine = mix.steps(cfg.train, sizes, dims.dp), machine_of(platform)
-    limit = USABLE * platform.memory_total() if platform.is_cuda else None
-    itemsize = compute_dtype(cfg, platform).itemsize
+    steps = mix.steps(cfg.train, sizes, dims.dp)
+    limit = None if memory is None else USABLE * memory
     max_layers = most_layers(cfg, sizes, dims, heaviest_micro_batches(steps), itemsize, limit)
     fits = max_layers is not None
     if max_layers is None:  # no split avoids running out of memory
@@ -67,6 +82,11 @@ def machine_of(platform: Platform) -> Machine:
     """Return the assumed speeds of the device of this process."""
     if not platform.is_cuda:
         return CPU
-    peak = platform.peak_flops() or peak_of(_UNKNOWN_GPU)
+    return machine_of_gpu(platform.device_name(), platform.peak_flops())
+
+
+def machine_of_gpu(name: str = _UNKNOWN_GPU, peak: float | None = None) -> Machine:
+    """Return the assumed speeds of a GPU with this name and peak, or of a common one."""
+    peak = peak or peak_of(_UNKNOWN_GPU)
     assert peak is not None
-    return gpu(platform.device_name(), peak)
+    return gpu(name, peak)

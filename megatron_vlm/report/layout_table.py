@@ -43,15 +43,10 @@ def stage_reports(cfg: Config, dims: ParallelDims, table: Sequence[Entry]) -> li
     return reports
 
 
-def layout_table(
-    cfg: Config, dims: ParallelDims, where: str, reports: Sequence[StageReport]
-) -> Table:
+def layout_table(cfg: Config, where: str, reports: Sequence[StageReport]) -> Table:
     """Return the reports as a table. `where`: the platform and the type of weights."""
-    interleaved = f" virtual_stages={dims.virtual_stages}" if dims.virtual_stages > 1 else ""
-    shared = f" ep={dims.ep}" if dims.ep > 1 else ""
     table = plain_table(
-        title=f"{where}: tp={dims.tp} pp={dims.pp}{interleaved} dp={dims.dp}{shared}; "
-        f"backend={cfg.model.backend}, recompute={cfg.model.recompute}",
+        title=f"{where}; backend={cfg.model.backend}, recompute={cfg.model.recompute}",
         title_justify="left",
         caption="The vision tower sits on stage 0. A part in brackets is frozen.",
         caption_justify="left",
@@ -82,3 +77,11 @@ def short_name(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{unit}"
     return str(count)
+
+
+def size_text(size: float) -> str:
+    """Format bytes in a readable unit."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size / 2**10:,.1f} KiB"

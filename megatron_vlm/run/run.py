@@ -29,10 +29,11 @@ from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.profiler import Profiler
 from megatron_vlm.run.resolve_layout import resolve_layout
 from megatron_vlm.run.run_folder import HELD_OUT_LIST, export_folders, held_folder
+from megatron_vlm.run.start_overview import describe_start, length_of
 from megatron_vlm.run.throughput import Meter, NonFiniteGuard
 from megatron_vlm.training.data_feed import Feeder, StepData
 from megatron_vlm.training.expert_routing import percent_of_mean
-from megatron_vlm.training.lr_schedule import describe_run_length, total_steps
+from megatron_vlm.training.lr_schedule import total_steps
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 
@@ -63,7 +64,7 @@ class Run:
         self.progress = self.saver.resume()
         self.resumed_step = self.progress.step  # 0 for a new run
         self.position_before = self.progress.position  # before the last step
-        length = "" if self.resumed_step else describe_run_length(cfg, self.feeder.length)
+        length = length_of(cfg, self.feeder.length, self.resumed_step)
         if not asks:
             self.feeder.start(self.progress.position)
         self.log = RunLog(cfg, grid.rank == 0, self.total_steps, self.resumed_step)
@@ -71,7 +72,7 @@ class Run:
         self.profiler = Profiler(cfg, grid.rank, platform)
         opened.callback(self.profiler.close)
         self.meter, self.guard = Meter(platform), NonFiniteGuard(cfg)
-        self._announce(length)
+        self._announce(length, asks)
         serving = serving_remark(cfg, worker.adapted)
         for remark in filter(None, [planned, serving, *self.saver.remarks]):
             self.log.event(self.resumed_step, remark)
@@ -116,13 +117,14 @@ class Run:
         )
         return True
 
-    def _announce(self, length: str) -> None:
+    def _announce(self, length: str, asks: bool) -> None:
         worker, dims = self.worker, self.worker.dims
         reports = stage_reports(self.cfg, dims, worker.table)
         where = f"{worker.platform.name}, {worker.chunks[0].config.params_dtype}"
-        self.log.say(layout_table(self.cfg, dims, where, reports))
-        if length:
-            self.log.say(length)
+        if self.log.speaks:
+            self.log.say(layout_table(self.cfg, where, reports))
+            sets = self.examiner.sets
+            self.log.say(describe_start(worker, self.feeder, sets, reports, length, asks))
         self.log.start(
             step=self.progress.step,
             platform=worker.platform.name,

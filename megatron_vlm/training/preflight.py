@@ -23,13 +23,15 @@ from megatron_vlm.model.constraints import check_layout, check_router_losses, ch
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # a name on the Hub
 
 
-def check_run(cfg: Config) -> None:
-    """Refuse a run or an evaluation with an impossible model, layout or data."""
+def check_run(cfg: Config, gpus: int | None = None) -> None:
+    """Refuse a run or an evaluation with an impossible model, layout or data. `gpus`: the number
+    that a dry run plans for."""
     check_supported(cfg)
     counts = check_model(cfg.model.path)
     # Only torch knows the number of GPUs, and only Ray's cluster knows its own.
     processes = cfg.launch.processes if cfg.launch.backend == "local" else None
-    world = processes_for(cfg, 0) if processes else cfg.parallel.tp * cfg.parallel.pp
+    is_known = processes is not None or gpus is not None
+    world = processes_for(cfg, gpus or 0) if is_known else cfg.parallel.tp * cfg.parallel.pp
     if is_under_launcher():
         world = int(os.environ["WORLD_SIZE"])
     if counts is not None:

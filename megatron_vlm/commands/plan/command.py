@@ -1,7 +1,6 @@
 """`megatron-vlm plan`: search, print and write the page; if nothing fits, suggest changes."""
 
-import re
-
+from megatron_vlm.commands.plan.plan_arguments import parse_memory
 from megatron_vlm.commands.plan.plan_report import Plan, plan_report
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
@@ -16,7 +15,6 @@ from megatron_vlm.report.show_report import show_report
 from megatron_vlm.run.resolve_model import with_model
 
 SHOWN = 8
-_UNITS = {"GIB": 2**30, "GB": 10**9, "": 2**30}
 
 
 def run_plan(
@@ -60,15 +58,5 @@ def _cluster(gpus: int, memory: str | None, name: str, efficiency: float) -> Clu
             allowed=tuple(PEAK_FLOPS_BF16),
             remedy=f"choose from {', '.join(PEAK_FLOPS_BF16)}, and scale it with --efficiency",
         )
-    size = _bytes(memory or f"{CARD_MEMORY[card][1]}GiB")
+    size = parse_memory(memory or f"{CARD_MEMORY[card][1]}GiB")
     return Cluster(gpus, size, gpu(name, PEAK_FLOPS_BF16[card], efficiency))
-
-
-def _bytes(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|GB|)", text.strip(), re.IGNORECASE)
-    size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
-    if not 2**30 <= size <= 2**40:
-        raise ConfigError(
-            key="--memory", found=text, allowed="the memory of one GPU, such as 80GiB"
-        )
-    return size

@@ -1,8 +1,12 @@
 """The command line of `megatron-vlm plan`."""
 
 import argparse
+import re
 
 from megatron_vlm.config.arguments import add_overrides
+from megatron_vlm.errors import ConfigError
+
+_UNITS = {"GIB": 2**30, "GB": 10**9, "": 2**30}
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,3 +22,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--efficiency", type=float, default=0.6, metavar="X", help=share)
     page = "also write one self-contained page with the pipeline drawn"
     parser.add_argument("--html", metavar="FILE", help=page)
+
+
+def parse_memory(text: str) -> float:
+    """Return the bytes of --memory."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|GB|)", text.strip(), re.IGNORECASE)
+    size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    if not 2**30 <= size <= 2**40:
+        raise ConfigError(
+            key="--memory", found=text, allowed="the memory of one GPU, such as 80GiB"
+        )
+    return size

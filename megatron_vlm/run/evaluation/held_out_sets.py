@@ -69,7 +69,7 @@ class EvalSet:
             )
             assert isinstance(data, DataSet)
             remarks = asdict(
-                Remarks((_describe_split(data, cfg),))
+                Remarks((describe_split(data, cfg),))
                 if held_out
                 else Remarks.from_data(data, key, cfg.data)
             )
@@ -140,12 +140,13 @@ class EvalSet:
         return share_json(value, self.worker.grid, self.worker.platform.device)
 
 
-def _describe_split(data: DataSet, cfg: Config) -> str:
+def describe_split(data: DataSet, cfg: Config) -> str:
+    """Return a sentence about the number of samples that data.split holds out."""
     records = sum(map(len, data.sources))
     held_out = sum(map(len, data.indexes))
     return (
-        f"data.split={cfg.data.split:.10g} holds out {held_out:,} samples of the {records:,} records "
-        f"of data.train: the set {HELD_OUT}"
+        f"data.split={cfg.data.split:.10g} holds out {held_out:,} samples of the {records:,} "
+        f"records of data.train: the set {HELD_OUT}"
     )
 
 

@@ -22,14 +22,7 @@ class FrontServer:
 
     def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> None:
         self._context: AppContext = app.state.context
-        if self._context.keys is None and not _is_loopback(host):
-            raise ConfigError(
-                ": without keys everybody who reaches it may do everything",
-                key="serve.host",
-                found=host,
-                remedy="set serve.keys=FILE, made with megatron-vlm serve-key NAME FILE, or serve "
-                "on 127.0.0.1",
-            )
+        check_host(host, self._context.keys is not None)
         self._host, self._port = host, port
         limits = self._context.limits
         config = uvicorn.Config(
@@ -78,6 +71,23 @@ class FrontServer:
     def _run(self) -> None:
         # `serve` would take over the signals of the main thread where it could.
         asyncio.run(self._server._serve([self._socket] if self._socket else None))
+
+
+def check_host(host: str, has_keys: bool) -> None:
+    """Refuse an address that others reach, if there are no API keys."""
+    if not has_keys and not _is_loopback(host):
+        raise ConfigError(
+            ": without keys everybody who reaches it may do everything",
+            key="serve.host",
+            found=host,
+            remedy="set serve.keys=FILE, made with megatron-vlm serve-key NAME FILE, or serve "
+            "on 127.0.0.1",
+        )
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port at which this process cannot listen."""
+    _bind_socket(host, port).close()
 
 
 def _bind_socket(host: str, port: int) -> socket.socket:

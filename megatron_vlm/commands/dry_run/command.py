@@ -1,0 +1,176 @@
+"""`megatron-vlm train --dry-run`: the plan of a run, before any weight is read.
+
+One process plans for all ranks: the layout, the data, the memory of each stage, the first batches.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_vlm.checkpoint.manifest import read_manifest
+from megatron_vlm.checkpoint.retention import complete_checkpoints
+from megatron_vlm.checkpoint.tensor_pieces import outside_file
+from megatron_vlm.commands.dry_run.memory_tables import batch_table, fit_verdict, memory_table
+from megatron_vlm.commands.dry_run.target_machine import TargetMachine, target_machine
+from megatron_vlm.config.data_sources import HELD_OUT
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.data_warnings import Remarks
+from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.load_weights import check_tensors
+from megatron_vlm.hf.push import check_push
+from megatron_vlm.hf.weight_map import Entry, name_table
+from megatron_vlm.io.hub import hub_name
+from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.lora.targets import adapted_linears, adapter_entries
+from megatron_vlm.lora.weights import adapted_weights
+from megatron_vlm.model.build import compute_dtype
+from megatron_vlm.model.constraints import check_config
+from megatron_vlm.planner.auto_layout import needs_planning, plan_layout
+from megatron_vlm.planner.first_batches import plan_steps
+from megatron_vlm.planner.memory import StageMemory
+from megatron_vlm.planner.row_sizes import mix_of
+from megatron_vlm.report.layout_table import layout_table, stage_reports
+from megatron_vlm.report.run_overview import RunFacts, aligned_lines, run_overview
+from megatron_vlm.run.evaluation.held_out_sets import describe_split, first_samples
+from megatron_vlm.run.log_sinks import wandb_mode
+from megatron_vlm.run.resolve_model import with_model
+from megatron_vlm.run.start_overview import epochs_of, length_of, memory_of_run
+
+SHOWN_STEPS = 2
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """The model and the layout of a dry run, without weights."""
+
+    cfg: Config  # with a commit of the Hub, and the layers of each stage
+    source: HFCheckpoint
+    target: TargetMachine
+    dims: ParallelDims
+    table: list[Entry]
+
+
+def dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) -> int:
+    """Print the plan of `train`; raise the errors that would end the run."""
+    console = Console(highlight=False)
+    if cfg.checkpoint.push is not None:
+        check_push(cfg.checkpoint.push)
+    model = plan_model(cfg, console, gpus, memory)
+    data = open_training_data(model)
+    needs = print_run(model, data, console)
+    steps = list(islice(plan_steps(data, model.cfg, model.dims), SHOWN_STEPS))
+    if steps:
+        console.print("First batches: rows x tokens of each micro-batch (patches of its images)")
+        console.print(batch_table(steps))
+    print_memory(model, needs, console)
+    return 0
+
+
+def plan_model(cfg: Config, console: Console, gpus: int | None, memory: str | None) -> PlannedModel:
+    """Check the model and the layout on the machine that is planned for."""
+    cfg = with_model(cfg, weights=False)
+    source = HFCheckpoint(cfg.model.path, cfg.data.add_tokens)
+    target = target_machine(cfg, source.sizes.num_values, gpus, memory)
+    world = target.world(cfg)
+    if needs_planning(cfg):
+        mix, cluster = mix_of(cfg, source.sizes), target.cluster(world)
+        cfg, chosen = plan_layout(cfg, source.sizes, world, target.platform, mix, cluster)
+        console.print(chosen, markup=False, soft_wrap=True)
+    dims = ParallelDims.create(cfg.parallel, world, source.sizes.text.num_layers)
+    check_config(cfg, source.sizes, dims)
+    # A folder may have no weights yet, and a plan does not download them.
+    if hub_name(cfg.model.path) is None and any(source.path.glob("*.safetensors")):
+        source.read_headers()
+        check_tensors(source)
+    table = name_table(source.sizes, cfg.model.backend, dims)
+    linears = adapted_linears(table, adapted_weights(cfg, source.sizes))
+    table += adapter_entries(linears, cfg.lora.rank)
+    return PlannedModel(cfg, source, target, dims, table)
+
+
+def open_training_data(model: PlannedModel, asks: bool = False) -> DataSet | StreamSet:
+    """Open data.train. With `asks` its records are prompts."""
+    cfg, sizes = model.cfg, model.source.sizes
+    specs, path = cfg.data.train, cfg.model.path
+    return open_data(specs, "data.train", cfg.data, path, sizes, asks=asks)
+
+
+def print_run(
+    model: PlannedModel, data: DataSet | StreamSet, console: Console, asks: bool = False
+) -> list[StageMemory]:
+    """Print what a run prints at its start, and its remarks. Return the memory of each stage."""
+    cfg, dims, target = model.cfg, model.dims, model.target
+    stages = stage_reports(cfg, dims, model.table)
+    remarks = Remarks.from_data(data, "data.train", cfg.data)
+    sets = list(open_held_out(model))
+    dtype = compute_dtype(cfg, target.platform)
+    needs = memory_of_run(cfg, data, model.source.sizes, dims, dtype.itemsize, asks)
+    done = _steps_done(cfg)
+    facts = RunFacts(
+        length_of(cfg, data.length, done),
+        epochs_of(cfg, data.length),
+        remarks,
+        data,
+        [(name, len(each.order)) for name, each, _ in sets],
+        stages,
+        needs,
+        target.available,
+        asks,
+    )
+    console.print(layout_table(cfg, target.words(cfg), stages))
+    text = run_overview(cfg, dims, facts)
+    rows = {"run": f"goes on from step {done:,}" if done else "begins anew"}
+    if cfg.log.wandb is not None:
+        rows["W&B"] = wandb_mode(cfg)
+    lines = [text, aligned_lines(rows), *remarks.lines]
+    for line in [*lines, *(line for *_, notes in sets for line in notes.lines)]:
+        console.print(escape_controls(line), markup=False, soft_wrap=True)
+    return needs
+
+
+def print_memory(model: PlannedModel, needs: list[StageMemory], console: Console) -> None:
+    """Print the memory of each stage, and whether it fits."""
+    available, dims = model.target.available, model.dims
+    chunks = f" with its {dims.virtual_stages} chunks" if dims.virtual_stages > 1 else ""
+    total = f" ({available})" if available else ""
+    console.print(f"Memory of one rank of each stage{chunks}, estimated{total}")
+    console.print(memory_table(needs))
+    if text := fit_verdict(model.cfg, dims, needs, model.target):
+        console.print(text, soft_wrap=True)
+
+
+def open_held_out(model: PlannedModel) -> Iterator[tuple[str, DataSet, Remarks]]:
+    """Yield the name, the samples to score and the remarks of each evaluation set."""
+    cfg, sizes, path = model.cfg, model.source.sizes, model.cfg.model.path
+    if cfg.data.split is not None and not cfg.data.eval:
+        specs = cfg.data.train
+        data = open_data(specs, "data.split", cfg.data, path, sizes, train=False, held_out=True)
+        assert isinstance(data, DataSet)
+        remarks = Remarks((describe_split(data, cfg),))
+        yield HELD_OUT, first_samples(data, cfg.eval.samples), remarks
+    for entry in cfg.data.eval:
+        data = open_data((entry.source,), "data.eval", cfg.data, path, sizes, train=False)
+        assert isinstance(data, DataSet)
+        remarks = Remarks.from_data(data, f"data.eval {entry.name}", cfg.data)
+        yield entry.name, first_samples(data, cfg.eval.samples), remarks
+
+
+def _steps_done(cfg: Config) -> int:
+    """Return the step from which a run of this folder would go on; 0 for a new run."""
+    resume = cfg.checkpoint.resume
+    if resume == "never":
+        return 0
+    if resume != "auto":
+        newest = Path(resume)
+        read_manifest(newest)  # refuses what is no complete checkpoint
+    elif complete := complete_checkpoints(Path(cfg.run) / "checkpoints"):
+        newest = complete[0]
+    else:
+        return 0
+    return outside_file(newest / "state.json").json()["progress"]["step"].whole()

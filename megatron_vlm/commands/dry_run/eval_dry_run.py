@@ -1,0 +1,56 @@
+"""`megatron-vlm eval --dry-run`: the checkpoint, the sets and the layout of an evaluation."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_vlm.commands.dry_run.command import open_held_out, plan_model
+from megatron_vlm.config.evaluation_checks import answer_metrics, metric_name
+from megatron_vlm.config.schema import Config
+from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.model.build import compute_dtype
+from megatron_vlm.planner.memory import USABLE
+from megatron_vlm.planner.parameters import count
+from megatron_vlm.report.layout_table import size_text
+from megatron_vlm.report.run_overview import aligned_lines, epoch_tokens
+from megatron_vlm.run.evaluation.evaluate import read_candidates
+
+
+def eval_dry_run(
+    cfg: Config,
+    checkpoint: Path | None,
+    predictions: str | None,
+    gpus: int | None = None,
+    memory: str | None = None,
+) -> int:
+    """Print what `eval` would do; raise the errors that would end it."""
+    console = Console(highlight=False)
+    model = plan_model(cfg, console, gpus, memory)
+    dims, target, sizes = model.dims, model.target, model.source.sizes
+    scores = ["loss", "token_accuracy"]
+    if cfg.eval.candidates is not None:
+        scores.append(f"ranking of {len(read_candidates(cfg.eval.candidates)):,} candidates")
+    if metrics := answer_metrics(cfg):
+        names = ", ".join(map(metric_name, metrics))
+        scores.append(f"{names} of answers of at most {cfg.eval.max_new_tokens:,} tokens")
+    itemsize = compute_dtype(cfg, target.platform).itemsize
+    weights = [itemsize * count(cfg, sizes, dims, stage).held for stage in range(dims.pp)]
+    of = f", of {target.available}" if target.available else ""
+    rows = {
+        "model": cfg.model.path if checkpoint is None else str(checkpoint),
+        "device": target.words(cfg),
+        "layout": f"tp={dims.tp} pp={dims.pp} dp={dims.dp} in {dims.world_size:,} "
+        f"process{'es' * (dims.world_size > 1)}",
+        "memory": f"weights of {size_text(max(weights))} on the fullest rank{of}",
+        "scores": ", ".join(scores),
+        "writes": "only the scores, to the screen" if predictions is None else predictions,
+    }
+    notes = []
+    for name, data, remarks in open_held_out(model):
+        rows[name] = f"{len(data.order):,} samples: {epoch_tokens(data)}"
+        notes += remarks.lines
+    for line in [aligned_lines(rows), *notes]:
+        console.print(escape_controls(line), markup=False, soft_wrap=True)
+    if target.memory is not None and max(weights) > USABLE * target.memory:
+        console.print("The weights alone do not fit: give more parallel.tp or parallel.pp.")
+    return 0

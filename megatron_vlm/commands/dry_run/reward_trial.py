@@ -1,0 +1,67 @@
+"""A trial of the reward: it scores an answer to a few prompts, as it will in the run."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from rich.table import Table
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.dataset import DataSet, Handle
+from megatron_vlm.data.records.record import Conversation
+from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.report.terminal import plain_table
+from megatron_vlm.rl.environment import EnvStep
+from megatron_vlm.rl.rewards.pool import RewardPool, RewardSettings
+
+_RECORDS = 3
+_LONGEST = 40  # characters of an answer
+
+
+@dataclass(frozen=True)
+class TriedAnswer:
+    """An answer, and what the reward or the environment said about it."""
+
+    where: str
+    answer: str
+    response: EnvStep
+
+
+def try_reward(cfg: Config, data: DataSet) -> Iterator[TriedAnswer]:
+    """Yield the rewards of answers to the first prompts: the answer that a record ends with, if it
+    has one, and an empty answer, which a model may give. An error of the reward is raised."""
+    rl = cfg.rl
+    settings = RewardSettings(rl.reward, rl.environment, 1, rl.timeout, rl.failed_reward)
+    with closing(RewardPool(settings)) as pool:
+        number = 0
+        for handle, _, _ in islice(data.epoch(Position()), _RECORDS):
+            where, record = data.where(handle), data.raw(handle)
+            for answer in dict.fromkeys(filter(None.__ne__, (answer_of(data, handle), ""))):
+                pool.begin(number, record, where).result()
+                yield TriedAnswer(where, answer, pool.step(number, answer).result())
+                pool.end(number)
+                number += 1
+
+
+def answer_of(data: DataSet, handle: Handle) -> str | None:
+    """Return the text of the answer that ends a record, or None if it ends otherwise."""
+    reader = replace(data.readers[handle[0]], asks=False)
+    record = reader.parse(data.raw(handle), data.where(handle))
+    if not isinstance(record, Conversation) or record.turns[-1].role != "assistant":
+        return None
+    return "".join(part for part in record.turns[-1].parts if isinstance(part, str))
+
+
+def reward_table(tried: list[TriedAnswer]) -> Table:
+    """Return a table with a line for each answer."""
+    table = plain_table()
+    for column in ("record", "answer", "reward", "figures"):
+        table.add_column(column, overflow="fold")
+    for each in tried:
+        figures = "  ".join(f"{name} {value:g}" for name, value in each.response.figures.items())
+        text = each.answer[:_LONGEST] + "..." * (len(each.answer) > _LONGEST)
+        cells = (each.where, repr(text), f"{each.response.reward:g}", figures)
+        table.add_row(*map(escape_controls, cells))
+    return table

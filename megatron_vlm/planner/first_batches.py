@@ -1,0 +1,70 @@
+"""Micro-batches of the first steps of a run, planned from the index of its data as the loader plans
+them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.balance import Limits, plan_batch
+from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.dataset import DataSet, Handle
+from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.planner.row_sizes import (
+    BatchSizes,
+    Step,
+    assumed_mix,
+    heaviest_micro_batches,
+    sizes_of_sample,
+)
+
+
+def plan_steps(data: DataSet | StreamSet, cfg: Config, dims: ParallelDims) -> Iterator[Step]:
+    """Yield the micro-batches of each replica, step by step, through the first epoch. Yield nothing
+    for a stream, whose sizes are not known in advance."""
+    if not isinstance(data, DataSet):
+        return
+    limits = Limits.from_config(cfg.train)
+    epoch = data.epoch(Position())
+    while part := list(islice(epoch, cfg.train.global_batch_size)):
+        rows = [_row_sizes(data, handle) for handle, _, _ in part]
+        plan = plan_batch([size for _, size, _ in part], dims.dp, limits)
+        yield [[BatchSizes.from_rows([rows[n] for n in group]) for group in g] for g in plan]
+
+
+def plan_updates(data: DataSet, cfg: Config, dims: ParallelDims) -> Iterator[Step]:
+    """Yield the micro-batches of each optimizer step of reinforcement learning through the first
+    epoch of prompts. Every answer is assumed to have rl.max_new_tokens, since none is sampled
+    yet."""
+    limits, answer = Limits.from_config(cfg.train), cfg.rl.max_new_tokens
+    epoch = data.epoch(Position())
+    prompts = -(-cfg.train.global_batch_size // cfg.rl.updates)
+    while part := list(islice(epoch, prompts)):
+        rows = [
+            replace(row, tokens=row.tokens + answer, supervised=answer)
+            for row in (_row_sizes(data, handle) for handle, _, _ in part)
+            for _ in range(cfg.rl.samples)
+        ]
+        costs = [
+            data.work.row_size(row.tokens, row.supervised, row.patches, row.patch_pairs)
+            for row in rows
+        ]
+        plan = plan_batch(costs, dims.dp, limits)
+        yield [[BatchSizes.from_rows([rows[n] for n in group]) for group in g] for g in plan]
+
+
+def heaviest_of(
+    steps: Sequence[Step], cfg: Config, sizes: ModelSizes, dims: ParallelDims
+) -> list[BatchSizes]:
+    """Return the micro-batches of the replica with the most tokens, which decide the memory of
+    activations. Without steps, as for a stream, rows are assumed."""
+    if not steps:
+        steps = assumed_mix(sizes, cfg.data.max_tokens).steps(cfg.train, sizes, dims.dp)
+    return heaviest_micro_batches(steps)
+
+
+def _row_sizes(data: DataSet, handle: Handle) -> BatchSizes:
+    source, place = handle
+    return sizes_of_sample(data.indexes[source][place])

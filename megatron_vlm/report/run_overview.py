@@ -1,0 +1,178 @@
+"""The overview of a run before its first step, which a dry run prints, too: what it learns from,
+for how long, which weights learn, what it needs, and where its results go."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.config.trainable import SWITCHES, exports, learns
+from megatron_vlm.data.batches.data_warnings import Remarks
+from megatron_vlm.data.batches.dataset import DataSet
+from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.planner.memory import StageMemory
+from megatron_vlm.report.layout_table import StageReport, short_name, size_text
+
+_WIDTH = 80
+_LABEL = 12
+_MAX_NAMES = 4
+_MAX_STAGES = 4
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts about a run that its configuration does not have."""
+
+    length: str  # number of samples and steps, as a sentence
+    epochs: float | None  # None for a stream
+    remarks: Remarks  # on data.train
+    data: DataSet | StreamSet | None  # data.train, where this process has it
+    held_out: Sequence[tuple[str, int]]  # name and samples of each evaluation set
+    stages: Sequence[StageReport]
+    memory: Sequence[StageMemory]
+    available: str  # memory of a device, in words
+    asks: bool = False  # the samples are prompts
+
+
+def run_overview(cfg: Config, dims: ParallelDims, facts: RunFacts) -> str:
+    """Return the overview: a label and a text in each line, within 80 columns."""
+    rows = {
+        "data": _data(cfg, facts.remarks),
+        "epoch": "" if facts.data is None else epoch_tokens(facts.data, facts.asks),
+        "steps": _steps(facts),
+        "learns": _learning_parts(cfg, facts.stages),
+        "rate": _rates(cfg),
+        "layout": _layout(cfg, dims),
+        "memory": memory_summary(facts.memory, facts.available),
+        "evaluation": _evaluation(cfg, facts.held_out),
+        "writes": _destinations(cfg),
+    }
+    return aligned_lines(rows)
+
+
+def aligned_lines(rows: dict[str, str]) -> str:
+    """Return lines of a label and a text, which continues below itself. Empty texts are left
+    out."""
+    lines = []
+    for label, text in rows.items():
+        wrapped = textwrap.wrap(text, _WIDTH - _LABEL, break_on_hyphens=False)
+        lines += [f"{word:{_LABEL}}{line}" for word, line in zip([label], wrapped, strict=False)]
+        lines += [" " * _LABEL + line for line in wrapped[1:]]
+    return "\n".join(lines)
+
+
+def _data(cfg: Config, remarks: Remarks) -> str:
+    names = [spec.path for spec in cfg.data.train]
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    lost = {"dropped": remarks.dropped, "wrong and skipped": remarks.wrong}
+    left_out = ", ".join(f"{count:,} {why}" for why, count in lost.items() if count)
+    text = f"{', '.join(names[:_MAX_NAMES])}{more}"
+    if any(spec.streaming for spec in cfg.data.train):
+        return f"{text}: a stream, of which nothing is known before it is read"
+    return f"{text}; records left out: {left_out or 'none'}"
+
+
+def epoch_tokens(data: DataSet | StreamSet, asks: bool = False) -> str:
+    """Describe the tokens and images of an epoch; empty for a stream. The index of prepared records
+    has them."""
+    if isinstance(data, StreamSet):
+        return ""
+    sums = dict.fromkeys(("tokens", "supervised", "images"), 0.0)
+    for index, count in zip(data.indexes, data.order.counts, strict=True):
+        for name in sums:
+            sums[name] += float(getattr(index, name).sum()) * count / max(1, len(index))
+    supervised = "in prompts" if asks else f"{sums['supervised']:,.0f} of them trained"
+    return f"{sums['tokens']:,.0f} tokens, {supervised}; {sums['images']:,.0f} images"
+
+
+def _steps(facts: RunFacts) -> str:
+    if facts.epochs is None:
+        return facts.length
+    return f"{facts.length}, {facts.epochs:.3g} epoch{'s' * (facts.epochs != 1)}"
+
+
+def _learning_parts(cfg: Config, stages: Sequence[StageReport]) -> str:
+    total = sum(stage.total.total() for stage in stages)
+    trained = sum(stage.trainable.total() for stage in stages)
+    numbers = f"{short_name(trained)} of {short_name(total)} parameters"
+    parts = [part for part in SWITCHES if learns(cfg, part)]
+    if cfg.lora.rank:
+        targets = ", ".join(cfg.lora.targets)
+        whole = f"; in full: {', '.join(parts)}" if parts else ""
+        return f"{numbers}: adapters of rank {cfg.lora.rank} in {targets}{whole}"
+    frozen = [part for part in SWITCHES if part not in parts]
+    rest = f"; frozen: {', '.join(frozen)}" if frozen else ""
+    return f"{numbers}: {', '.join(parts) or 'none'}{rest}"
+
+
+def _rates(cfg: Config) -> str:
+    optim = cfg.optim
+    lowest = optim.lr * optim.min_lr_ratio
+    schedule = {
+        "constant": "constant",
+        "wsd": f"constant, then down to {lowest:g} in the last {optim.decay_ratio:.0%} of steps",
+    }.get(optim.schedule, f"{optim.schedule} down to {lowest:g}")
+    others = {"vision": optim.vision_lr, "merger": optim.merger_lr}
+    own = "".join(f", {part} {rate:g}" for part, rate in others.items() if rate is not None)
+    return f"lr {optim.lr:g}{own}; {schedule}"
+
+
+def _layout(cfg: Config, dims: ParallelDims) -> str:
+    train, count = cfg.train, dims.world_size
+    chunks = f" virtual_stages={dims.virtual_stages}" if dims.virtual_stages > 1 else ""
+    experts = f" ep={dims.ep}" if dims.ep > 1 else ""
+    rows = f"{train.micro_batch_size} row{'s' * (train.micro_batch_size != 1)}"
+    limit = rows if train.micro_batch_tokens is None else f"{train.micro_batch_tokens:,} tokens"
+    return (
+        f"tp={dims.tp} pp={dims.pp}{chunks} dp={dims.dp}{experts} in {count:,} "
+        f"process{'es' * (count != 1)}; micro-batches of at most {limit}"
+    )
+
+
+def memory_summary(memory: Sequence[StageMemory], available: str) -> str:
+    """Describe the estimated memory of a rank of each stage, or of the fullest and the emptiest of
+    many stages."""
+    totals = [stage.total for stage in memory]
+    if len(totals) == 1:
+        text = f"a rank needs about {size_text(totals[0])}"
+    elif len(totals) <= _MAX_STAGES:
+        each = [f"{size_text(total)} on stage {stage}" for stage, total in enumerate(totals)]
+        text = f"a rank needs about {', '.join(each)}"
+    else:
+        most, least = totals.index(max(totals)), totals.index(min(totals))
+        text = (
+            f"a rank needs about {size_text(totals[most])} on stage {most}, the fullest, and "
+            f"{size_text(totals[least])} on stage {least}, the emptiest"
+        )
+    return f"{text}, of {available}" if available else text
+
+
+def _evaluation(cfg: Config, held_out: Sequence[tuple[str, int]]) -> str:
+    if not held_out:
+        return "none: data.eval is not set"
+    sets = ", ".join(f"{name} ({samples:,} samples)" for name, samples in held_out[:_MAX_NAMES])
+    more = f" and {len(held_out) - _MAX_NAMES} more" if len(held_out) > _MAX_NAMES else ""
+    return f"{sets}{more} {_every(cfg.eval.every)}"
+
+
+def _destinations(cfg: Config) -> str:
+    """Describe where the results of a run go."""
+    kinds = {"model": "the model", "adapter": "the adapters", "merged": "the merged model"}
+    exported = " and ".join(kinds[kind] for kind in exports(cfg)) or "nothing"
+    parts = [
+        f"checkpoints {_every(cfg.checkpoint.every)}",
+        f"export of {exported}",
+        "report.html" * cfg.log.report,
+        "TensorBoard" * cfg.log.tensorboard,
+        f"W&B project {cfg.log.wandb}" if cfg.log.wandb else "",
+        f"upload to {cfg.checkpoint.push}" if cfg.checkpoint.push else "",
+    ]
+    return f"{Path(cfg.run)}: {', '.join(filter(None, parts))}"
+
+
+def _every(steps: int | None) -> str:
+    if steps is None:
+        return "at the end"
+    return f"every {steps:,} steps and at the end" if steps > 1 else "after every step"
