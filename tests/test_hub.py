@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.cli import main
 from megatron_vlm.commands.doctor import MISSING, OK, Check, model_check
-from megatron_vlm.commands.dry_run import dry_run
+from megatron_vlm.commands.dry_run.command import dry_run
 from megatron_vlm.commands.eval import locate
 from megatron_vlm.config import load_config, to_yaml
 from megatron_vlm.config.data_sources import parse_sources

@@ -426,6 +426,6 @@ def test_a_dry_run_shows_what_is_trained_and_refuses_what_cannot_be(a_run, tiny,
     )
     trained = sum(16 * sum(weight.shape) for weight in chosen)
     out = capfd.readouterr().out
-    assert re.search(r"head +lora +trainable", out) and out.count(short_name(trained)) == 2, out
+    assert re.search(r"head +lora +trainable", out) and out.count(short_name(trained)) == 3, out
     assert main([*words, "lora.targets=[q_prj]"]) == 2
     assert "lora.targets=q_prj matches no linear layer" in capfd.readouterr().err

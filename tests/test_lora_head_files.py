@@ -255,7 +255,7 @@ def test_a_dry_run_counts_it(a_run, tiny, capfd):
     assert main(["train", *words, "--dry-run"]) == 0
     head = read_sizes(tiny(tied=True)).head
     out = capfd.readouterr().out
-    assert out.count(short_name(16 * sum(head.shape))) == 2, out
+    assert out.count(short_name(16 * sum(head.shape))) == 3, out
     frozen = ["lora.train=[language]", "checkpoint.export=merged"]
     assert main(["train", *words, *frozen, "--dry-run"]) == 2
     assert "lora.targets has lm_head of the part language" in capfd.readouterr().err

@@ -22,7 +22,7 @@ from megatron_vlm.report.metrics_lines import (
     StepLine,
 )
 from megatron_vlm.run.log_sinks import JsonLines, TensorBoard, WandB
-from megatron_vlm.run.progress_line import ProgressLine
+from megatron_vlm.run.progress_line import LiveProgress
 
 
 @dataclass
@@ -37,7 +37,7 @@ class RunLog:
 
     def __post_init__(self) -> None:
         self.sinks: list[Any] = []
-        self.progress: ProgressLine | None = None
+        self.progress: LiveProgress | None = None
         self.window: list[StepLine] = []
         if not self.speaks:
             return
@@ -49,7 +49,7 @@ class RunLog:
         if self.cfg.log.wandb is not None:
             self.sinks.append(WandB(self.cfg))
         if self.console.is_terminal and not self.console.is_dumb_terminal:
-            self.progress = ProgressLine(self.console, self.first_step, self.total_steps)
+            self.progress = LiveProgress(self.console, self.first_step, self.total_steps)
 
     def start(self, **facts: Any) -> None:
         """Log a start or resume, with the fields of StartLine except the time."""

@@ -14,7 +14,7 @@ _BAR_AFTER = 4  # figures that are more important than the bar
 _GAP = 2
 
 
-class ProgressLine:
+class LiveProgress:
     """The last line of the terminal, which shows the newest figures of a run."""
 
     def __init__(self, console: Console, done: int, total: int):

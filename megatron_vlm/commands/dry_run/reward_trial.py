@@ -38,14 +38,14 @@ def try_reward(cfg: Config, data: DataSet) -> Iterator[TriedAnswer]:
         number = 0
         for handle, _, _ in islice(data.epoch(Position()), _RECORDS):
             where, record = data.where(handle), data.raw(handle)
-            for answer in dict.fromkeys(filter(None.__ne__, (answer_of(data, handle), ""))):
+            for answer in dict.fromkeys(filter(None.__ne__, (own_answer(data, handle), ""))):
                 pool.begin(number, record, where).result()
                 yield TriedAnswer(where, answer, pool.step(number, answer).result())
                 pool.end(number)
                 number += 1
 
 
-def answer_of(data: DataSet, handle: Handle) -> str | None:
+def own_answer(data: DataSet, handle: Handle) -> str | None:
     """Return the text of the answer that ends a record, or None if it ends otherwise."""
     reader = replace(data.readers[handle[0]], asks=False)
     record = reader.parse(data.raw(handle), data.where(handle))
