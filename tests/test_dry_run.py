@@ -146,7 +146,7 @@ def test_the_verdict_names_the_stage_or_all_processes():
     assert cpu.memory is not None
     most = [StageMemory(int(cpu.memory * 0.6), 0, 0, 0)] * 2
     assert fit_verdict(cfg, dims, most[:1], cpu) == ""
-    assert fit_verdict(cfg, dims, most, cpu).startswith("All 2 processes need about")
+    assert fit_verdict(cfg, dims, most, cpu).startswith("2 processes need about")
     assert [size_text(n) for n in (1500, 3 * 2**20, 5 * 2**30)] == ["1.5 KiB", "3.0 MiB", "5.0 GiB"]
 
 

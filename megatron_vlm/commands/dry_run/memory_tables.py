@@ -49,25 +49,19 @@ def fit_verdict(
             "of that size, and --gpus 8 plans for that number of them."
         )
     worst = next(stage for stage, parts in enumerate(memory) if parts.total == need)
-    if target.platform.is_cuda:
-        what = f"Stage {worst} needs about {size_text(need)} a rank, and there are"
-        if need <= USABLE * target.memory:
-            return ""
-    else:
-        # All processes share the memory of the machine.
-        replicas = dims.world_size // dims.pp
-        everything = replicas * sum(parts.total for parts in memory)
-        what = (
-            f"All {dims.world_size:,} processes need about {size_text(everything)}, and there are"
-        )
-        if everything <= USABLE * target.memory:
-            return ""
-    remedies = list(_remedies(cfg, dims, worst))
-    advice = f"Try {', '.join(remedies)}." if remedies else "It needs more or larger GPUs."
-    return (
-        f"{what} {size_text(target.memory)}: it will most likely run out of memory. {advice} "
-        "megatron-vlm plan ranks the layouts that fit."
+    total = size_text(target.memory)
+    needs = f"Stage {worst} needs about {size_text(need)} a rank, and there are {total}"
+    if not target.platform.is_cuda:  # all processes share the memory of the machine
+        need = dims.world_size // dims.pp * sum(parts.total for parts in memory)
+        needs = f"{dims.world_size} processes need about {size_text(need)}, and there are {total}"
+    if need <= USABLE * target.memory:
+        return ""
+    changes = ", ".join(_remedies(cfg, dims, worst)) or "more or larger GPUs"
+    advice = (
+        f"it will most likely run out of memory. Try {changes}. megatron-vlm plan ranks the "
+        "layouts that fit."
     )
+    return f"{needs}: {advice}"
 
 
 def _remedies(cfg: Config, dims: ParallelDims, worst: int) -> list[str]:
