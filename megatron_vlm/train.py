@@ -51,14 +51,14 @@ def _train(cfg: Config, watchdog: Watchdog, signals: "Signals | None") -> int:
 
 
 def train_step(run: "Run", step: int) -> None:
-    """Run one step: data, gradients, weights, metrics."""
+    """Run one step: data, gradients, weights, metrics. `step` steps were done before it."""
     worker = run.worker
-    run.profiler.begin_step(step)
-    run.begin_phase(step, "data")
+    run.profiler.begin_step(step + 1)
+    run.begin_phase(step + 1, "data")
     batch = run.next_batch()
-    run.begin_phase(step, "forward and backward")
+    run.begin_phase(step + 1, "forward and backward")
     metrics = worker.forward_backward(batch.micro_batches)
-    run.begin_phase(step, "optimizer")
+    run.begin_phase(step + 1, "optimizer")
     norm, lr = worker.optim_step(lr_at(run.cfg.optim, step, run.total_steps))
     run.record(step, batch, metrics, norm, lr)
 

@@ -34,8 +34,8 @@ def map_of(run):
 
 @pytest.mark.parametrize("total", [1, 2, 39, 40, 41, 100, 12_345])
 def test_some_steps_tell_the_load_the_first_and_the_last_among_them(total):
-    steps = [step for step in range(total) if has_load_line(step, total)]
-    assert steps[0] == 0 and steps[-1] == total - 1
+    steps = [step for step in range(1, total + 1) if has_load_line(step, total)]
+    assert steps[0] == 1 and steps[-1] == total
     assert min(total, MAX_LOADS // 2) <= len(steps) <= MAX_LOADS + 1
 
 
@@ -47,13 +47,13 @@ def test_a_run_logs_the_load_of_its_experts(pool, tiny, tmp_path):
     status, _, err = go_pooled(pool, 2, tmp_path, path, "run", *words)
     assert status == 0, err
     loads = read_metrics(tmp_path / "run" / "metrics.jsonl").loads
-    assert [line.step for line in loads] == [0, 1]
+    assert [line.step for line in loads] == [1, 2]
     for line in loads:
         assert line.layers == [1, 2, 3] and np.shape(line.load) == (3, 8)
         assert np.mean(line.load, axis=1) == pytest.approx(100, abs=1)
         assert np.max(line.load) > 110
     heat = map_of(tmp_path / "run")
-    assert heat.steps == [0, 1] and heat.rows == [1, 2, 3]
+    assert heat.steps == [1, 2] and heat.rows == [1, 2, 3]
     assert np.array_equal(heat.cells_TRC, np.array([line.load for line in loads]) / 100)
     assert 'class="card heat"' in (tmp_path / "run" / "report.html").read_text()
 

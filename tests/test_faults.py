@@ -100,7 +100,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes(folder, tiny, pool):
     again = steps[len(before) :]
     # The run lost the steps after its last complete checkpoint, and no others.
     complete = [name for name in saved if name.count(".") == 0]
-    assert again[0]["step"] == int(complete[-1].split("-")[1]) >= before[-1] - 3
+    assert again[0]["step"] == int(complete[-1].split("-")[1]) + 1 >= before[-1] - 2
     last = {step["step"]: step for step in steps}
     assert values(list(last.values())) == values(steps_of(folder / "whole"))
     one, other = (folder / run / "export" / "model.safetensors" for run in ("killed", "whole"))

@@ -43,9 +43,9 @@ def model(tiny) -> str:
 
 def check(run: Path, steps: int, behind: int = 0) -> None:
     records = lines(run, "rl")
-    assert [line["step"] for line in records] == list(range(steps))
+    assert [line["step"] for line in records] == list(range(1, steps + 1))
     for line in records:
-        late = min(line["step"], behind)
+        late = min(line["step"] - 1, behind)
         assert line["behind"] == late
         assert (line["apart"] < TOLERANCE) == (late == 0), line["apart"]
         assert (line["weights_cut"] == 0) or late

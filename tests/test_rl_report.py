@@ -55,6 +55,7 @@ def episode(reward=1.0, *answers, heard=(), **more):
 
 def prompt(number, *episodes, where="a.jsonl:1", **more):
     fields = {"step": number, "where": where, "question": "user\nWhat colour?", "images": []}
+    fields["counts_from"] = 1
     return {**fields, "episodes": list(episodes or [episode()]), **more}
 
 
@@ -240,7 +241,7 @@ def test_of_many_steps_the_first_the_last_and_some_between_are_shown(report):
 
 
 def test_a_resumed_run_shows_each_step_once(report):
-    lines = [start(), *(rl(i, 0.25) for i in range(7)), start(3), *(rl(i, 0.75) for i in (3, 4))]
+    lines = [start(), *(rl(i, 0.25) for i in range(7)), start(2), *(rl(i, 0.75) for i in (3, 4))]
     old = [prompt(i, episode(0.0, f"old {i}"), where=w) for i in range(0, 7, 2) for w in "ab"]
     new = [prompt(4, episode(1.0, f"new {w}"), where=w) for w in "ab"]
     page = report(*lines, samples=[*old, *new])
@@ -258,6 +259,15 @@ def test_a_resumed_run_shows_each_step_once(report):
     # Until the resumed run writes samples, those of the discarded weights are not shown.
     page = report(*lines[:-1], samples=old)
     assert [number for number, _, _ in steps_of(page)] == ["2", "0"]
+
+
+def test_samples_of_an_older_version_count_from_0(report):
+    """A newer version resumed the run, which counts from 1."""
+    older = [{k: v for k, v in prompt(i).items() if k != "counts_from"} for i in range(2)]
+    lines = [start(counts_from=0), rl(0), rl(1), start(2), rl(3)]
+    page = report(*lines, samples=[*older, prompt(3)])
+    assert page.chart("Reward")["curves"][0]["x"] == [1, 2, 3]
+    assert [number for number, _, _ in steps_of(page)] == ["3", "2", "1"]
 
 
 def test_a_step_that_was_told_in_part_is_shown_as_it_was_done_again(report):
@@ -382,9 +392,9 @@ def test_text_stays_text(tmp_path):
 
 
 def two_runs(tmp_path):
-    first = [start(), *(line for i in range(20) for line in (step(i, 1.0), rl(i, i / 10)))]
-    second = [start(), step(0, 0.5), rl(0, 5.0, figures={"form": 1.0}), rl(1, 4.0)]
-    runs = {"first": first, "second": second, "third": [start(), step(0, 2.0), evaluation(1, 1.0)]}
+    first = [start(), *(line for i in range(1, 21) for line in (step(i, 1.0), rl(i, i / 10)))]
+    second = [start(), step(1, 0.5), rl(1, 5.0, figures={"form": 1.0}), rl(2, 4.0)]
+    runs = {"first": first, "second": second, "third": [start(), step(1, 2.0), evaluation(1, 1.0)]}
     return [write_run(tmp_path / name, lines) for name, lines in runs.items()]
 
 
@@ -392,17 +402,17 @@ def test_rewards_of_several_runs_are_compared(tmp_path):
     page = Facts(read_report(*two_runs(tmp_path)))
     check_self_contained(page.page(), chart_scripts())
     assert page.tiles == {
-        "best mean reward: second, steps 0 to 1": "4.5",
-        "best loss: third, step 0": "2",  # the runs with samples have none
+        "best mean reward: second, steps 1 to 2": "4.5",
+        "best loss: third, step 1": "2",  # the runs with samples have none
         "best eval loss: third, step 1": "1",
         "best eval token accuracy: third, step 1": "50.0%",
         "most tokens per second, median: first": "1,000",
     }
     rows = [row[:6] for row in page.rows if len(row) == 12]
     assert rows == [
-        ("first", "20/500", "1", "1 at 0", "1.45 at 19", "1.45 at 19"),
-        ("second", "1/500", "0.5", "0.5 at 0", "4.5 at 1", "4.5 at 1"),
-        ("third", "1/500", "2", "2 at 0", "-", "-"),
+        ("first", "20/500", "1", "1 at 1", "1.55 at 20", "1.55 at 20"),
+        ("second", "1/500", "0.5", "0.5 at 1", "4.5 at 2", "4.5 at 2"),
+        ("third", "1/500", "2", "2 at 1", "-", "-"),
     ]
     assert page.text.count("Rewards are means of 10 steps, of which the last is named.") == 1
     curves = page.chart("Reward")["curves"]
@@ -410,8 +420,8 @@ def test_rewards_of_several_runs_are_compared(tmp_path):
         ("first", 0, "c0"),
         ("second", 1, "c1"),
     ]
-    assert curves[1]["x"] == [0, 1] and curves[1]["y"] == [5.0, 4.0]
-    assert page.chart("Reward")["span"] == page.chart("Loss")["span"] == [0, 19]
+    assert curves[1]["x"] == [1, 2] and curves[1]["y"] == [5.0, 4.0]
+    assert page.chart("Reward")["span"] == page.chart("Loss")["span"] == [1, 20]
     assert [c["name"] for c in page.chart("form")["curves"]] == ["second"]
     assert [c["name"] for c in page.chart("Sampling time")["curves"]] == ["first", "second"]
     assert page.page().text.count("Drag over a chart") == 1

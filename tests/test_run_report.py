@@ -48,7 +48,7 @@ def start(step=0, **more):
         **{"kind": "start", "time": "2026-11-21T07:00:00", "step": step, "platform": "cpu"},
         **{"world": 2, "layout": {"tp": 1, "pp": 2, "dp": 1}, "parameters": 30_000_000},
         **{"trainable": 12_000_000, "model": "/models/tiny", "samples": 2000, "total_steps": 500},
-        **{"versions": {"torch": "2.13.0", "megatron-core": "0.16.1"}, **more},
+        **{"versions": {"torch": "2.13.0", "megatron-core": "0.16.1"}, "counts_from": 1, **more},
     }
 
 
@@ -107,15 +107,15 @@ def report(tmp_path):
 def test_tiles_are_those_of_the_run(report):
     page = report(
         start(),
-        *(step(i, loss, tokens_per_s=rate) for i, loss, rate in ((0, 3.0, 900), (1, 1.25, 1100))),
-        step(2, 1.5, tokens_per_s=5000, epoch=1, seconds=61.0),
+        *(step(i, loss, tokens_per_s=rate) for i, loss, rate in ((1, 3.0, 900), (2, 1.25, 1100))),
+        step(3, 1.5, tokens_per_s=5000, epoch=1, seconds=61.0),
         evaluation(1, 2.0, accuracy=0.875, exact_match=0.25),
         evaluation(3, 1.75, accuracy=0.8, exact_match=0.225),
         evaluation(3, 1.0, "other", accuracy=0.9),
     )
     assert page.tiles == {
-        "last loss, step 2": "1.5",
-        "best loss, step 1": "1.25",
+        "last loss, step 3": "1.5",
+        "best loss, step 2": "1.25",
         "best eval loss, step 3": "1.75",
         "best eval exact match, step 1": "25.0%",
         "best other loss, step 3": "1",
@@ -135,16 +135,16 @@ def test_tiles_are_those_of_the_run(report):
 def test_a_resumed_run_replaces_what_it_did_again_and_what_it_lost(report):
     page = report(
         start(),
-        *(step(i, 9.0 - i) for i in range(6)),  # resumes from 3; step 5, the lowest, is lost
+        *(step(i, 10.0 - i) for i in range(1, 7)),  # resumes from 3; step 6, the lowest, is lost
         evaluation(3, 0.75),
         evaluation(6, 0.25),
         event(5, "stopped by a signal"),
         start(3, world=4, layout={"tp": 2, "pp": 2, "dp": 1}),
         event(3, "resumed from step-00000003"),
-        step(3, 6.5),
-        step(4, 6.25, skipped=True),
+        step(4, 6.5),
+        step(5, 6.25, skipped=True),
     )
-    assert page.tiles["last loss, step 4"] == page.tiles["best loss, step 4"] == "6.25"
+    assert page.tiles["last loss, step 5"] == page.tiles["best loss, step 5"] == "6.25"
     assert page.tiles["of 500 steps, epoch 0"] == "5"
     assert page.tiles["in steps, 3 of them lost or done again"] == "4.0 s"
     assert page.tiles["best eval loss, step 3"] == "0.75"
@@ -158,9 +158,22 @@ def test_a_resumed_run_replaces_what_it_did_again_and_what_it_lost(report):
     ]
     assert events[4:] == [("torch", "2.13.0"), ("megatron-core", "0.16.1")]
     assert page.chart("Loss")["marks"] == [
-        {"kind": "short", "x": [4], "run": 0},
+        {"kind": "short", "x": [5], "run": 0},
         {"kind": "tall", "x": [3], "run": 0},
     ]
+
+
+def test_lines_of_an_older_version_count_from_0(report):
+    """A newer version resumed the run, then the older one again."""
+    older = start()
+    del older["counts_from"]
+    lines = [older, step(0, 3.0), step(1, 2.0), evaluation(2, 2.5), step(2, 9.0)]
+    lines += [start(2), step(3, 1.5), step(4, 1.0), {**older, "step": 4}, step(4, 0.5)]
+    page = report(*lines)
+    assert page.curves("Loss")[0][1:] == ([1, 2, 3, 4, 5], [3, 2, 1.5, 1, 0.5])
+    assert page.curves("Loss")[1] == ("eval", [2], [2.5])
+    assert page.tiles["of 500 steps, epoch 0"] == "5"
+    assert page.tiles["in steps, 1 of them lost or done again"] == "3.0 s"
 
 
 def test_the_later_of_two_lines_wins_without_a_start_between(tmp_path):
@@ -405,14 +418,14 @@ def two_runs(tmp_path):
     """Write two runs. The second trained twice as long, with other keys, and was resumed."""
     first = write_run(
         tmp_path / "first",
-        [start(), *(step(i, 3.0 - i / 10) for i in range(10)), evaluation(10, 2.0)],
+        [start(), *(step(i, 3.1 - i / 10) for i in range(1, 11)), evaluation(10, 2.0)],
         config="run: runs/first\noptim:\n  lr: 0.001\n  decay: cosine\ndata:\n  eval: null\n",
     )
-    lines = [start(layout={"tp": 2}), *(step(i, 2.0 - i / 20) for i in range(20))]
+    lines = [start(layout={"tp": 2}), *(step(i, 2.05 - i / 20) for i in range(1, 21))]
     lines += [evaluation(10, 1.5), evaluation(20, 1.0), evaluation(20, 0.5, "other"), start(20)]
     second = write_run(
         tmp_path / "second",
-        [*lines, step(20, 4.0, tokens_per_s=9000.0)],
+        [*lines, step(21, 4.0, tokens_per_s=9000.0)],
         config="run: runs/second\noptim:\n  lr: 0.01\n  decay: cosine\nmodel:\n  path: x\n",
     )
     return first, second
@@ -425,7 +438,7 @@ def test_several_runs_share_a_page(tmp_path):
     check_self_contained(drawn, chart_scripts())
     assert [a.get("aria-pressed") for a in drawn.all("button")] == ["true"] * 2
     assert page.tiles == {
-        "best loss: second, step 19": "1.05",
+        "best loss: second, step 20": "1.05",
         "best eval loss: second, step 20": "1",
         "best eval token accuracy: first, step 10": "50.0%",
         "best other loss: second, step 20": "0.5",
@@ -433,9 +446,9 @@ def test_several_runs_share_a_page(tmp_path):
         "most tokens per second, median: first": "1,000",
     }
     runs = [row for row in page.rows if len(row) == 12]
-    assert runs[0][:6] == ("first", "10/500", "2.1", "2.1 at 9", "2 at 10", "50.0% at 10")
+    assert runs[0][:6] == ("first", "10/500", "2.1", "2.1 at 10", "2 at 10", "50.0% at 10")
     assert runs[0][6:10] == ("-", "-", "1,000", "5.0 s") and runs[0][10] == "tp1 pp2 dp1"
-    assert runs[1][:4] == ("second", "21/500", "4", "1.05 at 19")
+    assert runs[1][:4] == ("second", "21/500", "4", "1.05 at 20")
     assert [row for row in page.rows if len(row) == 3] == [
         ("optim.lr", "0.001", "0.01"),
         ("data.eval", "None", "-"),
@@ -449,7 +462,7 @@ def test_several_runs_share_a_page(tmp_path):
         ("second: eval", 1, "c1"),
         ("second: other", 1, "c1"),
     ]
-    assert page.chart("Loss")["span"] == [0, 20] and len(page.curves("Tokens")) == 2
+    assert page.chart("Loss")["span"] == [1, 21] and len(page.curves("Tokens")) == 2
     marks = [(m["kind"], m["run"]) for m in page.chart("Loss")["marks"] if m["x"]]
     assert marks == [("tall", 1)]
 

@@ -100,7 +100,7 @@ def test_a_run_says_what_it_does(whole):
     assert "The vision tower sits on stage 0" in out
     assert f"step {STEPS}/{STEPS}  loss " in out and f"exported step {STEPS} to" in out
     steps = steps_of(folder / "whole")
-    assert [step["step"] for step in steps] == list(range(STEPS))
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert [step["epoch"] for step in steps] == [0, 0, 0, 1, 1, 1]
     start = json.loads((folder / "whole" / "metrics.jsonl").read_text().splitlines()[0])
@@ -177,10 +177,10 @@ def test_steps_without_a_trained_token_are_passed_over(world, broken_pictures, t
     status, out, err = go_pooled(pool, world, folder, tiny(), run, *more)
     assert status == 0, err
     steps = steps_of(folder / run)
-    assert [step["step"] for step in steps if step["empty"]] == [0, 3, 4]
+    assert [step["step"] for step in steps if step["empty"]] == [1, 4, 5]
     assert [step["loss"] for step in steps if step["empty"]] == [None] * 3
     assert not any(step["skipped"] for step in steps)
-    assert "step 4: no token of its batch is trained: not applied (3 so far)" in out
+    assert "step 5: no token of its batch is trained: not applied (3 so far)" in out
     checkpoints = folder / run / "checkpoints"
     weights = [
         [(checkpoints / f"step-{step:08d}" / f"rank-{rank:05d}.safetensors").read_bytes()
@@ -307,7 +307,7 @@ def test_checkpoints_of_earlier_versions_still_resume(one_step, pool, tmp_path):
     more = "data.train_on=last_assistant"
     status, out, err = resume_again(pool, former, tmp_path, more)
     assert status == 0 and "resumed from" in out, err
-    assert steps_of(tmp_path / "run")[-1]["step"] == 1
+    assert steps_of(tmp_path / "run")[-1]["step"] == 2
     shutil.rmtree(tmp_path / "run")
     status, _, err = resume_again(pool, former, tmp_path, "data.seed=1")
     assert status == 2

@@ -1,7 +1,7 @@
 """The lines of metrics.jsonl, which a run writes and its report reads.
 
-Steps count from 0, as in the loop. The step of an evaluation, an event and a start is the number of
-steps that were done before them.
+Steps count from 1, so the step of a line is the number of steps that were done when it was written.
+Older versions counted steps from 0, and their start lines have no `counts_from`.
 """
 
 import json
@@ -33,6 +33,8 @@ class StartLine:
     versions: dict[str, str]
     dropped: int | None = None  # records of data.train that a rule left out
     wrong: int | None = None  # records that data.on_error=skip left out
+    device: str | None = None  # name of a GPU
+    counts_from: int = 0  # number of the first step in the lines up to the next start
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class StepLine:
     expert_load: float | None = None  # tokens of the busiest expert over those of the mean one
     balance_loss: float | None = None  # sum over the routers, without its coefficient
     z_loss: float | None = None  # sum over the routers, without its coefficient
+    samples: int | None = None  # rows of the global batch
+    wall_s: float | None = None  # seconds since the last start line
 
 
 @dataclass(frozen=True)
@@ -116,14 +120,17 @@ class EvalLine:
     metrics: dict[str, float] | None = None  # scores of eval.metrics by name
     samples: int
     seconds: float
+    wall_s: float | None = None  # seconds since the last start line
 
     @staticmethod
-    def from_scores(step: int, name: str, scores: Mapping[str, Any]) -> "EvalLine":
+    def from_scores(
+        step: int, name: str, scores: Mapping[str, Any], wall_s: float | None = None
+    ) -> "EvalLine":
         """Return the line of an evaluation, in which the scores without a field are metrics."""
         names = {item.name for item in fields(EvalLine)}
         known = {key: value for key, value in scores.items() if key in names}
         metrics = {key: value for key, value in scores.items() if key not in names}
-        return EvalLine(step=step, name=name, metrics=metrics or None, **known)
+        return EvalLine(step=step, name=name, metrics=metrics or None, wall_s=wall_s, **known)
 
     def score(self, key: str) -> float:
         """Return a score; nan if it was not requested."""
@@ -153,7 +160,7 @@ _KINDS: dict[str, type[Line]] = {
 def has_load_line(step: int, total_steps: int) -> bool:
     """Return whether a step has a LoadLine. The line has many numbers, so only some steps and the
     last one have it."""
-    return step % -(-total_steps // MAX_LOADS) == 0 or step + 1 == total_steps
+    return (step - 1) % -(-total_steps // MAX_LOADS) == 0 or step == total_steps
 
 
 def to_json(line: Line) -> str:
@@ -202,6 +209,7 @@ _PLAIN: dict[Any, Callable[[Any], Any]] = {
     dict[str, float]: lambda figures: {str(k): _figure(v) for k, v in figures.items()},
     int | None: lambda count: None if count is None else int(count),
     dict[str, float] | None: lambda figures: {str(k): _figure(v) for k, v in figures.items()},
+    str | None: lambda text: None if text is None else str(text),
 }
 # Each field is read by its type. A type that is not in _PLAIN is a figure, which may be null.
 _READERS: dict[type[Line], dict[str, Callable[[Any], Any]]] = {

@@ -33,19 +33,20 @@ def learn(cfg: Config, signals: "Signals | None" = None) -> int:
 
 
 def learn_step(trainer: "RlTrainer", step: int) -> None:
-    """Run a step: sample, compute the gradients, update the weights, and record the metrics."""
+    """Run a step: sample, compute the gradients, update the weights, and record the metrics.
+    `step` steps were done before it."""
     run, updater = trainer.run, trainer.updater
-    run.profiler.begin_step(step)
-    run.begin_phase(step, "samples")
+    run.profiler.begin_step(step + 1)
+    run.begin_phase(step + 1, "samples")
     batch, after = trainer.train_batch(step)
     rows = updater.local_rows(batch)
-    run.begin_phase(step, "scoring")
+    run.begin_phase(step + 1, "scoring")
     values = updater.values(batch, rows)
     metrics = []
     for update in batch.updates:
-        run.begin_phase(step, "forward and backward")
+        run.begin_phase(step + 1, "forward and backward")
         metrics.append(updater.gradients(update, rows, values))
-        run.begin_phase(step, "optimizer")
+        run.begin_phase(step + 1, "optimizer")
         applied = run.worker.optim_step(lr_at(run.cfg.optim, step, run.total_steps))
     trainer.renew(step + 1)
     trainer.record(step, batch, after, metrics, applied, updater.log_prob_gap(rows, values))

@@ -19,8 +19,8 @@ from megatron_vlm.training.worker import StepMetrics
 
 
 def rl_line(step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | None) -> RlLine:
-    """Return the metrics line of a step. The version of an engine's weights is the number of the
-    step that follows them."""
+    """Return the metrics line of a step. The version of an engine's weights is the number of
+    steps that were done before."""
     episodes = [each for group in done.groups for each in group.episodes]
     rewards = [each.reward for each in episodes]
     lengths = [each.trained for each in episodes]
@@ -46,7 +46,7 @@ def rl_line(step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | 
         apart=None if apart is None else apart.largest,
         apart_mean=None if apart is None else apart.mean,
         weights_cut=None if apart is None else apart.weights_cut,
-        behind=None if apart is None else step - fmean(versions),
+        behind=None if apart is None else step - 1 - fmean(versions),
         figures=_means([each.figures for each in episodes]),
     )
 
@@ -79,6 +79,7 @@ def _line(step: int, group: Group, episode_runner: EpisodeRunner) -> dict[str, A
     first = group.episodes[0]
     return {
         "step": step,
+        "counts_from": 1,  # older versions counted steps from 0
         "where": first.where,
         "question": group.question,
         "right": episode_runner.right_answer(first),

@@ -160,10 +160,12 @@ class RlTrainer:
         self.run.record(step, StepData([], after, total), whole, *applied)
         if self.leads:
             assert self.last is not None
-            self.run.log.samples(rl_line(step, self.last, whole, apart))
+            self.run.log.samples(rl_line(step + 1, self.last, whole, apart))
             first = self.last.groups[0].episodes[0]
             right = self.episode_runner.right_answer(first)
             if (hint := self.signal.check(self.last.groups, right)) is not None:
                 self.run.log.event(step + 1, hint)
-            if has_load_line(step, self.run.total_steps):
-                write_sample_lines(Path(self.cfg.run), step, self.last.groups, self.episode_runner)
+            if has_load_line(step + 1, self.run.total_steps):
+                write_sample_lines(
+                    Path(self.cfg.run), step + 1, self.last.groups, self.episode_runner
+                )

@@ -3,7 +3,8 @@ TensorBoard and W&B are optional. Only rank 0 writes."""
 
 import datetime
 import math
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class RunLog:
         self.sinks: list[Any] = []
         self.progress: LiveProgress | None = None
         self.window: list[StepLine] = []
+        self.began = time.monotonic()
         if not self.speaks:
             return
         run = Path(self.cfg.run)
@@ -54,16 +56,17 @@ class RunLog:
     def start(self, **facts: Any) -> None:
         """Log a start or resume, with the fields of StartLine except the time."""
         now = datetime.datetime.now().isoformat(timespec="seconds")
-        self._write(StartLine(time=now, **facts))
+        self.began = time.monotonic()
+        self._write(StartLine(time=now, counts_from=1, **facts))
 
     def step(self, figures: StepLine) -> None:
         """Log a step. Every step goes to the files; the terminal shows one line per interval, or
         the line of progress."""
-        self._write(figures)
+        self._write(replace(figures, wall_s=self._wall_s()))
         if not self.speaks:
             return
         self.window.append(figures)
-        done = figures.step + 1
+        done = figures.step
         left = duration((self.total_steps - done) * _mean(self.window, "seconds"))
         if self.progress is not None:
             self.progress.update(done, left, step_figures(self.window))
@@ -84,17 +87,17 @@ class RunLog:
         steps."""
         self._write(figures)
         step = figures.step
-        if (step + 1) % self.cfg.log.every == 0 or step + 1 == self.total_steps:
+        if step % self.cfg.log.every == 0 or step == self.total_steps:
             parts = [f"reward {figures.reward:.4g}", f"{figures.answer_tokens:.1f} tokens"]
             for name in ("kl", "apart"):
                 if (value := getattr(figures, name)) is not None:
                     parts.append(f"{name} {value:.2g}")
             parts.append(f"{figures.sampling_s:.1f} s of sampling")
-            self.say(f"step {step + 1}/{self.total_steps}  {'  '.join(parts)}")
+            self.say(f"step {step}/{self.total_steps}  {'  '.join(parts)}")
 
     def evaluation(self, step: int, name: str, scores: dict[str, Any]) -> None:
         """Log the scores of one evaluation set."""
-        self._write(EvalLine.from_scores(step, name, scores))
+        self._write(EvalLine.from_scores(step, name, scores, self._wall_s()))
         text = "  ".join(f"{key} {value:.4g}" for key, value in scores.items())
         self.say(f"{name} after {step} steps: {text}")
 
@@ -114,6 +117,9 @@ class RunLog:
             self.progress.stop()
         for sink in self.sinks:
             sink.close()
+
+    def _wall_s(self) -> float:
+        return round(time.monotonic() - self.began, 3)
 
     def _write(self, line: Line) -> None:
         for sink in self.sinks:

@@ -203,5 +203,5 @@ def _scalars(prefix: str, line: Line) -> dict[str, float]:
     return {
         f"{prefix}/{key}": float(value)
         for key, value in vars(line).items()
-        if isinstance(value, int | float) and key != "step"
+        if isinstance(value, int | float) and key not in ("step", "wall_s")
     }

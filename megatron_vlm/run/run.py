@@ -128,6 +128,7 @@ class Run:
         self.log.start(
             step=self.progress.step,
             platform=worker.platform.name,
+            device=worker.platform.gpu_name(),
             world=dims.world_size,
             layout={"tp": dims.tp, "pp": dims.pp, "dp": dims.dp},
             parameters=sum(report.total.total() for report in reports),
@@ -161,15 +162,16 @@ class Run:
         tokens = None if before is None else before + metrics.num_tokens
         self.position_before = self.progress.position
         self.progress = replace(self.progress, step=step + 1, position=batch.after, tokens=tokens)
-        figures = self.meter.read(step, batch.after.epoch, metrics, lr, norm, batch.figures)
+        done = step + 1
+        figures = self.meter.read(done, batch.after.epoch, metrics, lr, norm, batch.figures)
         self.log.step(figures)
-        if metrics.expert_load_LE is not None and has_load_line(step, self.total_steps):
+        if metrics.expert_load_LE is not None and has_load_line(done, self.total_steps):
             text = self.worker.source.sizes.text
             assert text.experts is not None
             layers, load = list(text.expert_layers), percent_of_mean(metrics.expert_load_LE)
-            self.log.expert_load(step, layers, load)
-        if (warning := self.guard.check(step, metrics, norm)) is not None:
-            self.log.event(step, warning)
+            self.log.expert_load(done, layers, load)
+        if (warning := self.guard.check(done, metrics, norm)) is not None:
+            self.log.event(done, warning)
 
     def evaluate_if_due(self) -> None:
         """Evaluate after a step if that is due. This comes before the save, so that the checkpoint

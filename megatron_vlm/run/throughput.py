@@ -60,6 +60,7 @@ class Meter:
             expert_load=metrics.means.get("expert_load"),
             balance_loss=metrics.means.get("balance_loss"),
             z_loss=metrics.means.get("z_loss"),
+            samples=batch.samples,
         )
 
 

@@ -9,7 +9,7 @@ Shapes: N steps.
 import math
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +48,13 @@ class RunMetrics:
     loads: tuple[LoadLine, ...]  # loads of the experts
     samples: tuple[RlLine, ...]  # one for each step of `megatron-vlm rl`
     seconds: float  # time of all steps, with those that were repeated
+    wall_s: float  # from each start to its last line; 0 in logs of older versions
     replaced: int  # steps that were repeated or lost
     unreadable: int  # lines that are malformed, such as the last one of a killed run
 
     @property
     def steps_done(self) -> int:
-        return int(self.steps_N[-1]) + 1 if len(self.steps_N) else 0
+        return int(self.steps_N[-1]) if len(self.steps_N) else 0
 
     @property
     def starts(self) -> list[StartLine]:
@@ -138,6 +139,8 @@ class _Reading:
         self.loads: dict[int, LoadLine] = {}
         self.samples: dict[int, RlLine] = {}
         self.history: list[StartLine | EventLine] = []
+        self.walls: list[float] = [0.0]  # seconds of each start up to its last line
+        self.shift = 0  # 1 for lines of older versions, which counted steps from 0
         self.unreadable = 0
 
     def take(self, text: str) -> None:
@@ -149,23 +152,32 @@ class _Reading:
             self.unreadable += 1
             return
         if isinstance(line, StepLine):
+            line = replace(line, step=line.step + self.shift)
             self.rows.extend(math.nan if each is None else each for each in vars(line).values())
+            self._see_time(line.wall_s)
         elif isinstance(line, EvalLine):
             self.evaluations[line.name, line.step] = line
+            self._see_time(line.wall_s)
         elif isinstance(line, LoadLine):
-            self.loads[line.step] = line
+            self.loads[line.step + self.shift] = replace(line, step=line.step + self.shift)
         elif isinstance(line, RlLine):
-            self.samples[line.step] = line
+            self.samples[line.step + self.shift] = replace(line, step=line.step + self.shift)
         elif line is not None:
             self.history.append(line)
             if isinstance(line, StartLine):
                 self._resume(line.step)
+                self.walls.append(0.0)
+                self.shift = 0 if line.counts_from else 1
+
+    def _see_time(self, wall_s: float | None) -> None:
+        if wall_s is not None and math.isfinite(wall_s):
+            self.walls[-1] = max(self.walls[-1], wall_s)
 
     def _resume(self, step: int) -> None:
         self.resumes.append((len(self.rows) // len(_ROW), step))
         self.evaluations = {k: e for k, e in self.evaluations.items() if e.step <= step}
-        self.loads = {number: load for number, load in self.loads.items() if number < step}
-        self.samples = {number: each for number, each in self.samples.items() if number < step}
+        self.loads = {number: load for number, load in self.loads.items() if number <= step}
+        self.samples = {number: each for number, each in self.samples.items() if number <= step}
 
     def metrics(self) -> RunMetrics:
         rows = np.array(self.rows).reshape(-1, len(_ROW))
@@ -182,6 +194,7 @@ class _Reading:
             loads=tuple(load for _, load in sorted(self.loads.items())),
             samples=tuple(line for _, line in sorted(self.samples.items())),
             seconds=float(np.nansum(rows[:, _ROW.index("seconds")])),
+            wall_s=sum(self.walls),
             replaced=len(rows) - len(live_rows),
             unreadable=self.unreadable,
         )
@@ -191,6 +204,6 @@ class _Reading:
         resume dropped."""
         alive = np.ones(len(steps), dtype=bool)
         for rows_before, steps_done in self.resumes:
-            alive[:rows_before] &= steps[:rows_before] < steps_done
+            alive[:rows_before] &= steps[:rows_before] <= steps_done
         last = {int(steps[row]): int(row) for row in np.flatnonzero(alive)}
         return (last[step] for step in sorted(last))

@@ -50,7 +50,7 @@ class ShownPrompt:
         """Parse a line; raise DataError if it is malformed."""
         right = line.object().get("right")  # lines of earlier versions have none
         return ShownPrompt(
-            step=line["step"].whole(),
+            step=line["step"].whole() + 1 - _counts_from(line),
             where=line["where"].string(),
             question=line["question"].string(),
             images=_strings(line["images"]),
@@ -135,6 +135,13 @@ class _Index:
             self.sources = set()
         self.sources.add(prompt.where)
         self.places.setdefault(prompt.step, []).append(place)
+
+
+def _counts_from(line: JsonField) -> int:
+    """Return the number of the first step of the run. Lines of older versions, which began with 0,
+    do not have it."""
+    field = line.get("counts_from")
+    return 0 if field is None else field.whole(maximum=1)
 
 
 def _episode(line: JsonField) -> ShownEpisode:
