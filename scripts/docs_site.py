@@ -20,8 +20,9 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite links for the site, and remove everything but the language from the first line of a
-    fence."""
+    """Rewrite links for the site. Remove everything but the language from the first line of a
+    fence, and the remarks for the test that runs the commands."""
+    markdown = re.sub(r" +# writes .*$", "", markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^```(\w+) [\w ]+$", r"```\1", markdown, flags=re.MULTILINE)
     here = page.file.src_uri
     prefix = "docs/" if here in TOP.values() else "../"

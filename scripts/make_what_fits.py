@@ -203,7 +203,8 @@ def tables() -> str:
     """Return a table for each model."""
     parts = []
     for name in NAMES:
-        lines = [f"| {name} | {' | '.join(f'{card} GiB' for card in CARDS)} |", "|---" * 5 + "|"]
+        lines = [f"## {name}", ""]  # the site lists headings next to the page
+        lines += [f"| {name} | {' | '.join(f'{card} GiB' for card in CARDS)} |", "|---" * 5 + "|"]
         lines += [line(*configuration) for configuration in configurations(name)]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"

@@ -46,7 +46,7 @@ class Facts:
         """Return the first chart with this title, as the page's script gets it."""
         group = next(g for g in self.of(Charts) if title in [c.title for c in g.charts])
         chart = next(chart for chart in group.charts if chart.title == title)
-        return chart_data(chart, group.first, group.last)
+        return chart_data(chart, group.span)
 
     def summary(self, title):
         """Return the description in words of the first chart with this title: the values of each

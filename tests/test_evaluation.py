@@ -364,8 +364,9 @@ def test_examples_show_what_was_asked(asked, pool):
         record = json.loads(Path(asked["file"]).read_text().splitlines()[line - 1])
         user, assistant = record["messages"]
         assert example.answer in (assistant["content"].strip(), *record.get("answers", []))
-        assert user["content"][-1]["text"] in example.prompt
-        assert len(example.images) == len(user["content"]) - 1
+        *pictures, said = example.turns[-1].parts
+        assert example.turns[-1].role == "user" and user["content"][-1]["text"] == said.text
+        assert len(pictures) == len(user["content"]) - 1 and all(each.image for each in pictures)
     verdicts = [example.answer == example.prediction for example in examples]
     assert verdicts == [False] * 4 + [True] * 2  # wrong ones first
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from megatron_vlm.commands.inspect.command import run_inspect
 from megatron_vlm.commands.inspect.inspection_report import inspection_report
-from megatron_vlm.commands.inspect.statistics import collect_statistics, column_figure
+from megatron_vlm.commands.inspect.statistics import Column, collect_statistics, column_figure
 from megatron_vlm.config import load_config
 from megatron_vlm.data.batches.balance import Limits, group_cost, plan_batch
 from megatron_vlm.data.batches.dataset import open_data
@@ -31,13 +31,14 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.qwen import VISION_MARKS
 from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.report.html import paging_script
 from megatron_vlm.report.markup import tag
-from megatron_vlm.report.sections import Listing, Marked, OutlinedPictures, Styled
-from megatron_vlm.report.svg import bins
+from megatron_vlm.report.sections import Bars, Listing, Marked, OutlinedPictures, Styled
+from megatron_vlm.report.svg import bars_svg, bins
 from megatron_vlm.report.terminal import print_report
 from tests.chats import CHATS, data_uri, image, picture, say, text
 from tests.error_fields import raises
-from tests.report_facts import Facts, browse, check_self_contained, colour, in_a_browser
+from tests.report_facts import Facts, Page, browse, check_self_contained, colour, in_a_browser
 
 PINK, TEAL = (200, 30, 120), (20, 140, 130)
 LIGHT_MARK, DARK_MARK, LIGHT_PAPER, DARK_PAPER = "ffedb3", "574615", "f7f6f3", "15171b"
@@ -158,8 +159,9 @@ def test_the_terminal_shows_turns_and_collapsed_placeholders(seen):
         + "".join(one.format(*v) for v in ((0, "4x4", 4), (1, "4x6", 6), (2, "2x12", 6)))
         + "Compare.<|im_end|>\n",
         f"And {one.format(3, '6x2', 3)}?<|im_end|>",
-        "<|vision_start|><0.2 seconds><|vision_start|>[video 0, frame 0: 4x4 patches, 4 tokens]"
-        "<|vision_end|><1.2 seconds><|vision_start|>[video 0, frame 1: 4x4 patches, 4 tokens]",
+        "<|vision_start|><0.2 seconds><|vision_start|>"
+        "[video 0, frames 0 and 1: 4x4 patches, 4 tokens]<|vision_end|><1.2 seconds>"
+        "<|vision_start|>[video 0, frames 2 and 3: 4x4 patches, 4 tokens]",
         "assistant  {+\u21b5\n\u21b5\nfour\u21b5\n<|im_end|>+}\n",
         "[image 0: 4x4 patches, 4 tokens][image 1: 6x2 patches, 3 tokens]",
         "<script>alert(1)</script> & caf\u00e9 \u4e09 \U0001f642 [bold]x[/bold] \\x1b[2J\\u202e",
@@ -233,6 +235,7 @@ def test_statistics_are_those_of_the_samples(seen):
         "tokens": [len(sample.ids_S) for sample in samples],
         "trained tokens": [int(sample.trained_S[1:].sum()) for sample in samples],
         "images": [len(sample.image_grids) for sample in samples],
+        "videos": [len(sample.video_grids) for sample in samples],
         "patches": [
             sum(t * h * w for t, h, w in (*sample.image_grids, *sample.video_grids))
             for sample in samples
@@ -371,7 +374,7 @@ def test_pictures_of_the_report_are_those_the_model_gets(facts, page):
 def test_budgets_of_videos_are_named_and_followed(look):
     facts = Facts(inspection_report(look("data.video_max_pixels=6000", pictures=True)[1]))
     assert "data.video_max_pixels=6000" in facts.report.lead[0]
-    assert "[video 0, frame 2: 2x2 patches, 1 tokens]" in facts.words
+    assert "[video 0, frames 4 and 5: 2x2 patches, 1 tokens]" in facts.words
 
 
 def test_a_long_video_gets_pictures_of_its_beginning(look, monkeypatch):
@@ -381,11 +384,11 @@ def test_a_long_video_gets_pictures_of_its_beginning(look, monkeypatch):
     facts = Facts(inspection_report(only))
     assert [len(each.pictures) for each in facts.of(OutlinedPictures)] == [2, 2, 0]
     assert len(facts.page().all("figcaption")) == 2
-    assert "[video 0, frame 2: 4x4 patches, 4 tokens]" in facts.words
+    assert "[video 0, frames 4 and 5: 4x4 patches, 4 tokens]" in facts.words
 
 
 def test_the_page_needs_nothing_else_and_text_of_records_stays_text(page, folder):
-    check_self_contained(page)
+    check_self_contained(page, (paging_script(),))
     text, words = page.text, "".join(page.words)
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; caf\u00e9 \u4e09 \U0001f642 [bold]" in text
     assert words.count("<script>alert(1)</script> & caf\u00e9 \u4e09") == 2
@@ -451,6 +454,22 @@ def test_visible_spells_what_could_steer_a_terminal():
     assert (
         escape_controls("a\x1b[2J\r\n\t\u202e\ud800\x9b") == "a\\x1b[2J\\r\n\t\\u202e\\ud800\\x9b"
     )
+
+
+def test_a_set_of_videos_has_their_number_and_no_empty_histogram(seen):
+    inspection = seen[1]
+    columns = tuple(
+        Column(each.name, 0 * each.values if each.name == "images" else each.values)
+        for each in inspection.columns
+    )
+    facts = Facts(inspection_report(replace(inspection, columns=columns)))
+    assert facts.tiles["videos"] == "1" and "images" not in facts.tiles
+    assert [bars.name for bars in facts.of(Bars)] == ["tokens", "trained tokens", "videos"]
+
+
+def test_a_histogram_of_equal_values_has_one_label():
+    words = Page(bars_svg(Bars("tokens", np.array([104, 104])))).words
+    assert words.count("104") == 1 and "104 to 104" not in words
 
 
 def test_bins():
@@ -536,6 +555,12 @@ def test_the_command_shows_what_is_asked_for(overrides, capsys, tmp_path):
     run_inspect(load_config(overrides()), None, samples=2, sample=None, ranks=1)
     output = capsys.readouterr().out
     assert re.findall(r"^Sample \d+", output, re.MULTILINE) == ["Sample 0", "Sample 1"]
+    # Without a number, the page has more samples than the terminal.
+    page = tmp_path / "many.html"
+    run_inspect(load_config(overrides()), str(page), samples=None, sample=None, ranks=1)
+    output = capsys.readouterr().out
+    assert re.findall(r"^Sample \d+", output, re.MULTILINE) == [f"Sample {i}" for i in range(3)]
+    assert page.read_text(encoding="utf-8").count("<article") == len(SHOWN)
 
 
 def test_warnings_of_the_data_stand_in_the_report_alone(overrides, folder, caplog):

@@ -117,15 +117,15 @@ def test_only_figures_that_the_run_has_are_curves(report):
     )
     assert page.titles == [
         *SOON[:2],
-        *("exact", "form", "Tokens of an episode", "Answers of an episode"),
+        *("Exact", "Form", "Tokens of an episode", "Answers of an episode"),
         *SOON[3:],
         *("KL", "Drift", "Entropy", "Ratio", "Clip fraction", "Agreement of sampler and trainer"),
         *("Weights cut", "Behind", "Sampling time", *TRAIN),
     ]
     assert page.curves("Reward") == [("reward", [0, 1], [0.5, -1.5])]
     assert page.curves("Spread of rewards") == [("spread", [0, 1], [0.25, 0.25])]
-    assert page.curves("exact") == [("mean", [0, 1], [0.5, 0.25])]
-    assert page.curves("form") == [("mean", [0, 1], [None, 1.0])]
+    assert page.curves("Exact") == [("mean", [0, 1], [0.5, 0.25])]
+    assert page.curves("Form") == [("mean", [0, 1], [None, 1.0])]
     tokens = [("mean", [0, 1], [6.5, 6.5]), ("longest", [0, 1], [9, 9])]
     assert page.curves("Tokens of an episode") == tokens
     assert page.curves("Answers of an episode") == [("answers", [0, 1], [2.0, 1.0])]
@@ -422,7 +422,8 @@ def test_rewards_of_several_runs_are_compared(tmp_path):
     ]
     assert curves[1]["x"] == [1, 2] and curves[1]["y"] == [5.0, 4.0]
     assert page.chart("Reward")["span"] == page.chart("Loss")["span"] == [1, 20]
-    assert [c["name"] for c in page.chart("form")["curves"]] == ["second"]
+    assert page.chart("Form")["span"] == [0, 2]  # each chart has its own steps
+    assert [c["name"] for c in page.chart("Form")["curves"]] == ["second"]
     assert [c["name"] for c in page.chart("Sampling time")["curves"]] == ["first", "second"]
     assert page.page().text.count("Drag over a chart") == 1
     page = Facts(read_report(tmp_path / "third", write_run(tmp_path / "4", [step(0, 1.0)])))

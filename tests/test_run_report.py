@@ -21,9 +21,9 @@ import pytest
 from megatron_vlm.cli import main
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.numbers_as_text import CURVE_COLUMNS, number, smooth, thin_out, time_spent
-from megatron_vlm.report.charts import chart_scripts
-from megatron_vlm.report.example_lines import Example, Examples
-from megatron_vlm.report.html import document
+from megatron_vlm.report.charts import ChartControls, chart_scripts
+from megatron_vlm.report.example_lines import Example, ExamplePart, Examples, ExampleTurn
+from megatron_vlm.report.html import document, paging_script
 from megatron_vlm.report.markup import tag
 from megatron_vlm.report.metrics_lines import (
     EvalLine,
@@ -36,6 +36,7 @@ from megatron_vlm.report.metrics_lines import (
 from megatron_vlm.report.run import read_report, write_report
 from megatron_vlm.report.run.comparison import differences
 from megatron_vlm.report.run.metrics_arrays import read_metrics
+from megatron_vlm.report.sections import CardPages
 from tests.error_fields import raises
 from tests.report_facts import Facts, browse, check_self_contained, colour, in_a_browser
 
@@ -120,7 +121,8 @@ def test_tiles_are_those_of_the_run(report):
         "best eval exact match, step 1": "25.0%",
         "best other loss, step 3": "1",
         "best other token accuracy, step 3": "90.0%",
-        "of 500 steps, epoch 1": "3",
+        "of 500 steps": "3",
+        "epoch, from 0": "1",
         "tokens per second, median": "1,100",
         "in steps": "1 min 2 s",
         "2 processes on cpu": "tp1 pp2 dp1",
@@ -145,7 +147,7 @@ def test_a_resumed_run_replaces_what_it_did_again_and_what_it_lost(report):
         step(5, 6.25, skipped=True),
     )
     assert page.tiles["last loss, step 5"] == page.tiles["best loss, step 5"] == "6.25"
-    assert page.tiles["of 500 steps, epoch 0"] == "5"
+    assert page.tiles["of 500 steps"] == "5"
     assert page.tiles["in steps, 3 of them lost or done again"] == "4.0 s"
     assert page.tiles["best eval loss, step 3"] == "0.75"
     assert page.tiles["4 processes on cpu"] == "tp2 pp2 dp1"
@@ -172,7 +174,7 @@ def test_lines_of_an_older_version_count_from_0(report):
     page = report(*lines)
     assert page.curves("Loss")[0][1:] == ([1, 2, 3, 4, 5], [3, 2, 1.5, 1, 0.5])
     assert page.curves("Loss")[1] == ("eval", [2], [2.5])
-    assert page.tiles["of 500 steps, epoch 0"] == "5"
+    assert page.tiles["of 500 steps"] == "5"
     assert page.tiles["in steps, 1 of them lost or done again"] == "3.0 s"
 
 
@@ -306,13 +308,16 @@ def test_two_hundred_thousand_steps_are_thinned_and_keep_their_extremes(report):
     page = report(start(), tail="".join(lines))
     assert time.process_time() - started_s < 30  # measured: 3
     assert len(page.page().text) < 500_000  # measured: 230,000, of which uPlot has 53,000
-    (_, x, y), (_, _, mean) = page.curves("Loss")
+    [(_, x, y)] = page.curves("Loss")
+    [curve] = page.chart("Loss")["curves"]
+    last, mean, counts = curve["columns"]
     assert 1000 < len(x) <= 2 * CURVE_COLUMNS + 2
     assert x[np.argmax(y)] == 80_001 and max(y) == 9
     assert x[np.argmin(y)] == 140_003 and min(y) == 0.5
-    assert len(mean) == CURVE_COLUMNS and np.abs(np.array(mean) - 2).max() < 0.05
-    assert page.tiles["best loss, step 140,003"] == "0.5"
-    assert "highest 9 at step 80,001" in page.summary("Loss")["each step"]
+    assert len(mean) == CURVE_COLUMNS and sum(counts) == 200_000 and last[-1] == 199_999
+    assert np.abs(np.array(mean) - 2).max() < 0.05
+    assert any(name.startswith("best loss, mean of 5,000 steps") for name in page.tiles)
+    assert "highest 9 at step 80,001" in page.summary("Loss")["training"]
 
 
 def test_curves_that_have_nothing_to_say_are_left_out(report):
@@ -376,9 +381,27 @@ def test_broken_examples_are_told(report, tmp_path):
 
 
 def test_examples_are_read_as_they_were_written(tmp_path, report):
-    shown = Examples("eval", 100, (Example("a:1", "red", "blue", "what?", (data_uri(),)),))
+    turns = (
+        ExampleTurn("user", (ExamplePart("in "), ExamplePart(image=data_uri()), ExamplePart("?"))),
+        ExampleTurn("assistant", (ExamplePart("red"),)),
+        ExampleTurn("user", (ExamplePart("sure?"),)),
+    )
+    shown = Examples("eval", 100, (Example("a:1", "red", "blue", turns),))
     shown.write(tmp_path)
     assert Examples.read(tmp_path / "examples.json") == shown
+    shown.write(write_run(tmp_path / "my run", [step(1, 1.0)]))
+    page = Facts(read_report(tmp_path / "my run"))
+    [cards] = page.of(CardPages)
+    labels = [part.label for part in cards.cards[0].sections]
+    assert labels == ["user", "assistant", "user", "answer", "model"] and cards.kinds == ["wrong"]
+    parts = [type(part).__name__ for part in cards.cards[0].sections[0].sections]
+    assert parts == ["Said", "Pictures", "Said"]
+
+
+def test_pictures_that_find_no_room_are_told(report):
+    large = "data:image/png;base64," + "A" * 5 * 2**20
+    page = report(step(1, 1.0), examples=[example(images=[large])] * 4)
+    assert page.words.count(large) == 2 and page.words.count("[no room for the picture]") == 2
 
 
 def hostile_run(folder, text=HOSTILE):
@@ -398,7 +421,7 @@ def hostile_run(folder, text=HOSTILE):
 def test_text_stays_text_and_the_page_needs_no_network(tmp_path):
     facts = Facts(read_report(hostile_run(tmp_path / "run")))
     page = facts.page()
-    check_self_contained(page, chart_scripts())
+    check_self_contained(page, (*chart_scripts(), paging_script()))
     assert "<script>alert" not in page.text and "</script><!--" not in page.text
     assert "\x1b" not in page.text and "\u202e" not in page.text
     assert page.text.count("&lt;script&gt;alert(1)&lt;/script&gt; &amp; \u4e09 \\x1b[2J") >= 12
@@ -437,6 +460,8 @@ def test_several_runs_share_a_page(tmp_path):
     drawn = page.page()
     check_self_contained(drawn, chart_scripts())
     assert [a.get("aria-pressed") for a in drawn.all("button")] == ["true"] * 2
+    assert "second resumed" in drawn.words
+    assert [c["dash"] for c in page.chart("Loss")["curves"]] == [False, False, True, True, True]
     assert page.tiles == {
         "best loss: second, step 20": "1.05",
         "best eval loss: second, step 20": "1",
@@ -451,7 +476,7 @@ def test_several_runs_share_a_page(tmp_path):
     assert runs[1][:4] == ("second", "21/500", "4", "1.05 at 20")
     assert [row for row in page.rows if len(row) == 3] == [
         ("optim.lr", "0.001", "0.01"),
-        ("data.eval", "None", "-"),
+        ("data.eval", "null", "-"),
         ("model.path", "-", "x"),
     ]
     curves = page.chart("Loss")["curves"]
@@ -465,6 +490,39 @@ def test_several_runs_share_a_page(tmp_path):
     assert page.chart("Loss")["span"] == [1, 21] and len(page.curves("Tokens")) == 2
     marks = [(m["kind"], m["run"]) for m in page.chart("Loss")["marks"] if m["x"]]
     assert marks == [("tall", 1)]
+
+
+def test_answers_of_runs_are_side_by_side(tmp_path):
+    """The records that at least two runs were asked, and first those on which they differ."""
+    said = {"first": ["red", "blue", "2", "x"], "second": ["red", "red", "3"], "third": []}
+    folders = []
+    for name, predictions in said.items():
+        run = write_run(tmp_path / name, [step(1, 1.0)])
+        (run / "predictions").mkdir()
+        lines = [
+            json.dumps({"where": f"eval.jsonl:{i}", "answer": answer, "prediction": prediction})
+            for i, (answer, prediction) in enumerate(
+                zip(["red", "red", "1", "y"], predictions, strict=False)
+            )
+        ]
+        (run / "predictions" / "eval.jsonl").write_text("\n".join([*lines, '{"where": 1']))
+        folders.append(run)
+    turns = (ExampleTurn("user", (ExamplePart(image=data_uri()), ExamplePart("Which colour?"))),)
+    asked = Example("eval.jsonl:1", "red", "blue", turns)
+    Examples("eval", 1, (asked,)).write(folders[0])
+    page = Facts(read_report(*folders))
+    assert "eval: first has 1 of 3 right, second has 2 of 3 right." in page.words
+    [cards] = page.of(CardPages)
+    assert cards.kinds == ["different", "all right", "all wrong"]
+    assert [card.where[-1] for card in cards.cards] == ["1", "0", "2"]
+    first = cards.cards[0]
+    labels = [part.label for part in first.sections]
+    assert first.title == "1 of 2 right"
+    assert labels == ["user", "answer", "\u2717 first", "\u2713 second"]
+    drawn = page.page()
+    check_self_contained(drawn, (*chart_scripts(), paging_script()))
+    assert [image["src"] for image in drawn.all("img")] == [data_uri()]
+    assert "Answers" not in Facts(read_report(folders[0], folders[2])).names
 
 
 def test_runs_are_told_apart_and_given_once(tmp_path):
@@ -514,17 +572,54 @@ def test_neither_torch_nor_megatron_is_imported():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_means_are_those_around_each_point():
+def test_a_smoothed_curve_never_looks_ahead():
     y = np.arange(160.0) % 2
     y[7] = math.nan
     x, mean = smooth(np.arange(160), y)
-    # The window has three points, without point 7. At the ends it has two.
-    assert x.tolist() == [i for i in range(160) if i != 7]
-    by_hand = [np.delete(y, 7)[max(0, i - 1) : i + 2].mean() for i in range(159)]
-    assert mean.tolist() == pytest.approx(by_hand) and mean[1] == pytest.approx(1 / 3)
+    # A mean of ten points, without point 7. It begins where there are ten.
+    assert x.tolist() == list(range(10, 160))
+    by_hand = [np.delete(y, 7)[i - 9 : i + 1].mean() for i in range(9, 159)]
+    assert mean.tolist() == pytest.approx(by_hand)
+    jump = np.where(np.arange(100_000) < 50_000, 1.0, 9.0)
+    x, mean = smooth(np.arange(100_000), jump)
+    assert mean[x < 50_000].max() == 1 and 1 < mean[np.searchsorted(x, 51_000)] < 9
     huge = np.full(1000, 0.25)
     huge[10] = 1e20
     assert smooth(np.arange(1000), huge)[1][-1] == 0.25
+    assert smooth(np.arange(39), np.arange(39))[1].tolist() == list(range(39))
+
+
+def test_the_best_loss_is_that_of_the_smoothed_curve(report):
+    """A single step that happens to be easy is not the best."""
+    losses = [3.0 - i / 50 for i in range(60)]
+    losses[20] = 0.01
+    page = report(start(), *(step(i + 1, loss) for i, loss in enumerate(losses)))
+    best = np.mean(losses[-10:])
+    assert page.tiles["best loss, mean of 10 steps up to step 60"] == number(best)
+    assert page.tiles["last loss, step 60"] == "1.82"
+
+
+def test_the_page_has_wall_time_samples_and_the_device(report):
+    page = report(
+        start(device="NVIDIA H100", world=1, parameters=7_000_000, trainable=7_000_000),
+        *(step(i, 1.0, samples=1000, wall_s=10.0 * i) for i in (1, 2, 3)),
+        evaluation(3, 1.0, wall_s=100.0),
+        start(3),
+        step(4, 1.0, samples=1000, wall_s=20.0),
+    )
+    assert page.tiles["wall time, 2.0 s in steps"] == "2 min 0 s"
+    assert page.tiles["samples, 2.0 epochs"] == "4,000"
+    page = report(start(device="NVIDIA H100", world=1, parameters=7_000_000, trainable=7_000_000))
+    assert page.tiles["1 process on NVIDIA H100"] == "tp1 pp2 dp1"
+    assert any("7M parameters, all trained" in text for text in page.words)
+
+
+def test_charts_can_be_over_tokens_and_time(report):
+    page = report(start(), *(step(i, 1.0, seconds=2.0, tokens_per_s=50.0 * i) for i in (1, 2, 3)))
+    [controls] = page.of(ChartControls)
+    [axes] = controls.axes
+    assert axes.tokens.tolist() == [100, 300, 600] and axes.seconds.tolist() == [2, 4, 6]
+    assert [option["value"] for option in page.page().all("option")] == ["steps", "tokens", "time"]
 
 
 def test_few_points_are_not_thinned():
@@ -586,6 +681,6 @@ def test_a_browser_runs_our_scripts_and_no_other(tmp_path):
     drawn = browse(path, "--dump-dom")
     assert "<title>2 runs compared</title>" in drawn
     assert drawn.count("<canvas") == len(charts)
-    assert drawn.count('class="u-legend') == len(charts)
+    assert drawn.count('class="keys') == len(charts)
     assert drawn.count(">linear</button>") + drawn.count(">log</button>") > 5
     assert "&lt;img src=x onerror=" in drawn.split("</table>", 1)[1]

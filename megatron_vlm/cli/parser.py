@@ -326,8 +326,8 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     page = "also write one self-contained page with pictures"
     parser.add_argument("--html", metavar="FILE", help=page)
-    shown = "how many to show (default: 3)"
-    parser.add_argument("--samples", type=int, default=3, metavar="N", help=shown)
+    shown = "how many to show (default: 3, and 50 on the page)"
+    parser.add_argument("--samples", type=int, metavar="N", help=shown)
     one = "show only the one with this number"
     parser.add_argument("--sample", type=int, metavar="N", help=one)
     ranks = "data parallel ranks to plan for (default: 1)"

@@ -5,6 +5,8 @@ import math
 import numpy as np
 
 CURVE_COLUMNS = 600  # width of a thinned curve
+_SMOOTH_FROM = 40  # points
+_MIN_WINDOW = 10  # points
 
 
 def number(value: float, percent: bool = False) -> str:
@@ -47,15 +49,33 @@ def thin_out(
     return x[rows], y[rows]
 
 
-def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean of a fortieth of the curve around each point, or around each column of a long
-    curve. Only neighbours are summed: a running total would lose a small loss after a large one."""
+def smoothing_window(count: int) -> int:
+    """Return the number of points in the mean that smooths a curve of `count` points: 1 for a short
+    curve, which is drawn as it is."""
+    return max(_MIN_WINDOW, count // 40) if count >= _SMOOTH_FROM else 1
+
+
+def column_means(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the columns of a long curve, or its points: the last x, the mean of the finite y, and
+    the number of points in the mean."""
     finite = np.isfinite(y)
     x, y = x[finite].astype(float), y[finite]
     if not len(x):
-        return x, y
+        return x, y, y
     starts = np.unique(np.linspace(0, len(x), CURVE_COLUMNS, endpoint=False).astype(np.int64))
     counts = np.diff([*starts, len(x)])
-    window = np.ones(2 * (len(starts) // 80) + 1)
-    sums, total = (np.convolve(v, window, "same") for v in (np.add.reduceat(y, starts), counts))
-    return np.add.reduceat(x, starts) / counts, sums / total
+    return x[starts + counts - 1], np.add.reduceat(y, starts) / counts, counts
+
+
+def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean of each point, or each column of a long curve, and of those before it, as far
+    as they are in the window. It never looks ahead; points without a whole window are left out.
+    charts.js draws the same means."""
+    x, means, counts = column_means(x, y)
+    if not len(x):
+        return x, means
+    columns = max(1, round(smoothing_window(int(counts.sum())) * len(x) / counts.sum()))
+    window = np.ones(columns)
+    # Only neighbours are summed: a running total would lose a small loss after a large one.
+    sums, total = (np.convolve(values, window, "valid") for values in (means * counts, counts))
+    return x[columns - 1 :], sums / total

@@ -3,6 +3,7 @@
 Python decides what is drawn: thinned points, marks, a summary in words. charts.js decides how.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.io.numbers_as_text import CURVE_COLUMNS, number, thin_out
+from megatron_vlm.io.numbers_as_text import (
+    CURVE_COLUMNS,
+    column_means,
+    number,
+    smoothing_window,
+    thin_out,
+)
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report.markup import Html, json_block, tag
 from megatron_vlm.report.sections import Section
@@ -23,32 +30,41 @@ _LOG_FROM = 30  # a chart whose values span this ratio begins with a logarithmic
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve of one figure. A value of nan makes a gap. `faint` is for raw values under a smoothed
-    curve."""
+    """Curve of one figure. A value of nan makes a gap. Values that change from step to step are
+    smoothed on the page, as much as its reader wants."""
 
     name: str
     x: np.ndarray
     y: np.ndarray
     colour: int = 0
-    faint: bool = False
+    is_smoothed: bool = False
     dots: bool = False
+    dashed: bool = False
     run: int = 0
-    in_legend: bool = True
 
     def data(self) -> dict[str, Any]:
         """Return the curve as charts.js reads it."""
         x, y = thin_out(self.x, self.y)
-        return {
+        data = {
             "name": escape_controls(self.name),
-            "x": [round(float(v), 1) for v in x],
-            "y": [float(f"{v:.6g}") if np.isfinite(v) else None for v in y],
+            "x": _plain(x),
+            "y": _plain(y),
             "colour": f"c{self.colour % CURVE_COLOURS}",
-            "dash": self.colour >= CURVE_COLOURS,
-            "faint": self.faint,
+            "dash": self.dashed or self.colour >= CURVE_COLOURS,
+            "smooth": self.is_smoothed,
             "dots": self.dots and len(x) <= _MAX_DOTS,
             "run": self.run,
-            "legend": self.in_legend,
         }
+        if self.is_smoothed and np.isfinite(self.y).sum() > CURVE_COLUMNS:
+            last, means, counts = column_means(self.x, self.y)
+            data["columns"] = [_plain(last), _plain(means), counts.tolist()]
+        return data
+
+
+def _plain(values: np.ndarray) -> list[float | None]:
+    """Return numbers of six digits for JSON, or of more for whole numbers."""
+    plain = (float(v) if float(v).is_integer() else float(f"{v:.6g}") for v in values.tolist())
+    return [v if math.isfinite(v) else None for v in plain]
 
 
 @dataclass(frozen=True)
@@ -85,22 +101,63 @@ class Chart:
 
 @dataclass(frozen=True)
 class Charts(Section):
-    """Charts over the steps from `first` to `last`, next to each other."""
+    """Charts next to each other, over the steps of the span or each over its own steps."""
 
     charts: Sequence[Chart]
-    first: float
-    last: float
+    span: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
-class RunSwitches(Section):
-    """Legend of all charts of a page, whose buttons show or hide the curves of a run."""
+class RunAxes:
+    """Steps of a run, with the tokens and the seconds from its beginning to the end of each."""
+
+    steps: np.ndarray
+    tokens: np.ndarray
+    seconds: np.ndarray
+
+
+@dataclass(frozen=True)
+class ChartControls(Section):
+    """Controls of all charts of a page: what is on the x axis, how much is smoothed and, for
+    several runs, which of them are shown."""
 
     names: Sequence[str]
+    axes: Sequence[RunAxes]
 
 
-def chart_figure(chart: Chart, first: float, last: float) -> Html:
-    """Return the figure of a chart over the steps from `first` to `last`."""
+def chart_controls(controls: ChartControls) -> Html:
+    """Return the controls, which work where scripts run."""
+    buttons = [
+        tag("button", tag("i"), name, class_=f"c{run % CURVE_COLOURS}", aria_pressed="true")
+        for run, name in enumerate(controls.names)
+    ]
+    switches = [tag("div", *buttons, class_="runs")] if len(buttons) > 1 else []
+    choices = (tag("option", name, value=name) for name in ("steps", "tokens", "time"))
+    over = tag("label", "over ", tag("select", *choices, autocomplete="off"))
+    slider = tag("input", type="range", min=0, max=100, value=0, step=1, autocomplete="off")
+    smoothing = tag("label", "smoothing ", slider, " ", tag("output"))
+    counts = [len(axes.steps) for axes in controls.axes]
+    data = {
+        "window": smoothing_window(max(counts, default=0)),
+        "most": max([2, *(count // 4 for count in counts)]),
+        "runs": [
+            _axes_data(name, a) for name, a in zip(controls.names, controls.axes, strict=True)
+        ],
+    }
+    sticky = " sticky" if switches else ""
+    parts = (*switches, over, smoothing, json_block(data))
+    return tag("div", *parts, class_=f"controls card quiet{sticky}")
+
+
+def _axes_data(name: str, axes: RunAxes) -> dict[str, Any]:
+    """Return the axes of a run at so many steps that the curves between them are straight."""
+    places = np.unique(np.linspace(0, len(axes.steps) - 1, CURVE_COLUMNS).astype(np.int64))
+    columns = {key: _plain(values[places]) for key, values in vars(axes).items() if len(values)}
+    return {"name": escape_controls(name), **columns}
+
+
+def chart_figure(chart: Chart, span: tuple[float, float] | None = None) -> Html:
+    """Return the figure of a chart over the steps of the span, or else over those that it has."""
     if not chart.shown:
         nothing = tag("p", "no number was logged", class_="quiet")
         return tag("figure", tag("b", chart.title), nothing, class_="card chart")
@@ -113,14 +170,13 @@ def chart_figure(chart: Chart, first: float, last: float) -> Html:
     keys = tag("div", *marks.values(), class_="keys quiet")
     is_alone = len({curve.run for curve in chart.shown}) == 1
     caption = [tag("figcaption", summary[0][1])] if is_alone else []
-    data = json_block(chart_data(chart, first, last))
+    data = json_block(chart_data(chart, span))
     return tag("figure", title, keys, plot, *caption, data, class_="card chart")
 
 
 def curve_summaries(chart: Chart) -> Iterator[tuple[str, str]]:
-    """Yield the name of each curve, with its last, lowest and highest value in words; of smoothed
-    curves, those of their raw values."""
-    for curve in [each for each in chart.shown if each.faint] or chart.shown:
+    """Yield the name of each curve, with its last, lowest and highest value in words."""
+    for curve in chart.shown:
         finite = np.isfinite(curve.y)
         steps, values = curve.x[finite], curve.y[finite]
         places = {"last": -1, "lowest": int(values.argmin()), "highest": int(values.argmax())}
@@ -142,11 +198,13 @@ def chart_css() -> str:
     return (_HERE / "uplot" / "uPlot.min.css").read_text() + (_HERE / "charts.css").read_text()
 
 
-def chart_data(chart: Chart, first: float, last: float) -> dict[str, Any]:
+def chart_data(chart: Chart, span: tuple[float, float] | None = None) -> dict[str, Any]:
     """Return a chart with a number as charts.js reads it."""
     values = np.concatenate([curve.y for curve in chart.shown])
     values = values[np.isfinite(values)]
     low, high = float(values.min()), float(values.max())
+    steps = np.concatenate([curve.x for curve in chart.shown])
+    first, last = span or (float(steps.min()), float(steps.max()))
     first, last = (first, last) if last > first else (first - 1, first + 1)
     columns = (last - first) / CURVE_COLUMNS
     return {

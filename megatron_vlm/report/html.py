@@ -15,8 +15,9 @@ from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report import sections
 from megatron_vlm.report.charts import (
     CURVE_COLOURS,
+    ChartControls,
     Charts,
-    RunSwitches,
+    chart_controls,
     chart_css,
     chart_figure,
     chart_scripts,
@@ -39,7 +40,21 @@ def render_page(report: Report) -> str:
         css, scripts = chart_css(), [*chart_scripts()]
     if any(isinstance(part, HeatMap) for part in report.sections):
         css, scripts = css + heat_css(), [*scripts, heat_script()]
+    if any(isinstance(part, sections.Command | sections.Timeline) for part in report.sections):
+        scripts.append(copy_script())
+    if any(isinstance(part, sections.CardPages) for part in report.sections):
+        scripts.append(paging_script())
     return document(report.tab, css, _body(report), scripts)
+
+
+def copy_script() -> str:
+    """Return the script of a page with words to copy or a pipeline to point at."""
+    return Path(__file__).with_name("copy.js").read_text()
+
+
+def paging_script() -> str:
+    """Return the script of a page with cards that are shown a few at a time."""
+    return Path(__file__).with_name("paging.js").read_text()
 
 
 def document(title: str, css: str, body: Iterable[Html], scripts: Sequence[str] = ()) -> str:
@@ -84,7 +99,7 @@ def _anchor(name: str) -> str:
 def _chart_help() -> Iterator[Html]:
     off = "The curves are drawn by JavaScript, which is off. Nothing else here needs it."
     yield tag("noscript", tag("p", off, class_="alarm"))
-    zoom = "Drag over a chart to zoom in on steps, double-click to zoom out."
+    zoom = "Drag over a chart to zoom in, double-click to zoom out."
     yield tag("p", zoom, class_="quiet note")
 
 
@@ -97,6 +112,10 @@ def _draw(part: Section) -> Html:
             return tag("p", text, class_=f"note {tone}")
         case sections.Said(pieces, tone):
             return tag("p", *map(_piece, pieces), class_=f"said {tone}")
+        case sections.Command(title, text):
+            words = tag("p", title, tag("code", text))
+            copy = tag("button", "copy", title="copy the words", hidden="")
+            return tag("div", words, copy, class_="copied note")
         case sections.Code(text):
             return tag("pre", text)
         case sections.Tiles(items):
@@ -126,11 +145,26 @@ def _draw_group(part: Section) -> Html:
         case sections.Fold(title, remark, parts, is_open):
             summary = tag("summary", tag("b", title), " ", tag("span", remark, class_="quiet"))
             return tag("details", summary, *map(_draw, parts), open="" if is_open else None)
-        case Charts(charts, first_step, last_step):
-            figures = (chart_figure(chart, first_step, last_step) for chart in charts)
+        case sections.CardPages():
+            return _card_pages(part)
+        case Charts(charts, span):
+            figures = (chart_figure(chart, span) for chart in charts)
             return tag("div", *figures, class_="beside")
         case _:
             return _draw_picture(part)
+
+
+def _card_pages(part: sections.CardPages) -> Html:
+    """Return the cards, of which paging.js shows some."""
+    kinds = part.kinds or [None] * len(part.cards)
+    cards = (
+        tag("div", _draw(card), data_kind=kind)
+        for card, kind in zip(part.cards, kinds, strict=True)
+    )
+    layout = "" if part.is_wide else " beside"
+    return tag(
+        "div", tag("div", *cards, class_=f"cards{layout}"), class_="paged", data_size=part.at_once
+    )
 
 
 def _draw_picture(part: Section) -> Html:
@@ -149,12 +183,8 @@ def _draw_picture(part: Section) -> Html:
             return _timeline(part)
         case HeatMap():
             return heat_figure(part)
-        case RunSwitches(names):
-            buttons = (
-                tag("button", tag("i"), name, class_=f"c{run % CURVE_COLOURS}", aria_pressed="true")
-                for run, name in enumerate(names)
-            )
-            return tag("div", *buttons, class_="runs card")
+        case ChartControls():
+            return chart_controls(part)
         case _:
             raise TypeError(type(part).__name__)
 
@@ -252,4 +282,5 @@ def _timeline(timeline: sections.Timeline) -> Html:
     keys = (tag("span", tag("i", class_=kind[0]), kind) for kind in kinds)
     legend = tag("div", *keys, class_="legend quiet")
     caption = tag("figcaption", timeline.words)
-    return tag("figure", legend, timeline_svg(timeline), caption, class_="card scroll")
+    told = tag("p", class_="quiet told", aria_live="polite")
+    return tag("figure", legend, timeline_svg(timeline), told, caption, class_="card scroll")

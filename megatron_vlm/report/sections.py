@@ -57,6 +57,14 @@ class Note(Section):
 
 
 @dataclass(frozen=True)
+class Command(Section):
+    """Words to copy, after their title."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Listing(Section):
     """Sentences under a title, of which the first ones are shown."""
 
@@ -157,6 +165,19 @@ class SideBySide(Section):
     and the only one in a terminal."""
 
     sections: Sequence[Section]
+
+
+@dataclass(frozen=True)
+class CardPages(Section):
+    """Cards of which a page shows `at_once`, and which its reader can filter by kind and search. A
+    terminal shows the first `in_terminal`. Cards stand next to each other, or below each other if
+    they are wide."""
+
+    cards: Sequence[Card]
+    kinds: Sequence[str]  # one for each card; empty if all cards are of one kind
+    at_once: int
+    in_terminal: int = 1
+    is_wide: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,12 @@ def bars_svg(bars: Bars) -> Html:
         drawn.append(tag("g", tag("title", f"{span}: {show_count(count, 'sample')}"), rect))
     end = 4 + len(counts) * width
     last = start + len(counts) * step - 1
-    labels = [
-        tag("text", f"{start:,}", x=4, y=120),
-        tag("text", f"{last:,}", x=f"{end:.2f}", y=120, text_anchor="end"),
+    labels = [tag("text", f"{start:,}", x=4, y=120)]
+    if last > start:
+        # Below few bars there is no room for both numbers, so the last one begins behind them.
+        room = dict(x=f"{end:.2f}", text_anchor="end") if end > 110 else dict(x=f"{end + 30:.2f}")
+        labels.append(tag("text", f"to {last:,}" if end <= 110 else f"{last:,}", y=120, **room))
+    labels += [
         tag("text", f"tallest bar: {show_count(max(counts), 'sample')}", x=4, y=12),
     ]
     line = tag("line", x1=4, y1=104.5, x2=316, y2=104.5, class_="grid")
@@ -154,7 +157,8 @@ def timeline_svg(timeline: Timeline) -> Html:
 def _time_box(box: TimeBox, scale: float) -> Html:
     left, wide = _NAMES + box.start * scale, (box.end - box.start) * scale
     top, kind = _row_top(box.row), "forward" if box.is_forward else "backward"
-    label = f"{kind} of micro-batch {box.number} on stage {box.row}: {box.end - box.start:.3f} s"
+    label = f"{kind} of micro-batch {box.number} on stage {box.row}: {box.end - box.start:.3f} s, "
+    label += f"from {box.start:.3f} to {box.end:.3f} s"
     rect = _rect(left, top, wide - min(0.8, wide / 4), _ROW - 6, kind[0])
     middle = dict(x=f"{left + wide / 2:.2f}", y=top + 16, text_anchor="middle")
     number = [tag("text", str(box.number), **middle)] if wide >= _MIN_NUMBERED_WIDTH else []

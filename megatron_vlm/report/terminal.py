@@ -76,6 +76,8 @@ def _show(part: Section, coloured: bool) -> Iterator[RenderableType]:
 
 def _show_group(part: Section, coloured: bool) -> Iterator[RenderableType]:
     match part:
+        case sections.Command(title, text):
+            yield _text(title + text)
         case sections.Labelled(label, parts):
             grid = rich.table.Table.grid(padding=(0, 2, 0, 0))
             grid.add_column(style="bold", no_wrap=True, min_width=9)  # "assistant"
@@ -86,6 +88,8 @@ def _show_group(part: Section, coloured: bool) -> Iterator[RenderableType]:
             yield Text.assemble((escape_controls(title), "bold"), f"  {escape_controls(where)}")
             yield from _all(parts, coloured)
             yield Text()
+        case sections.CardPages():
+            yield from _all(part.cards[: part.in_terminal], coloured)
         case sections.SideBySide(parts):
             has_cards = any(isinstance(each, sections.Card) for each in parts)
             yield from _all(parts[:1] if has_cards else parts, coloured)

@@ -16,18 +16,22 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.report.show_report import show_report
 from megatron_vlm.run.resolve_model import with_model
 
+_IN_TERMINAL = 3
+_ON_PAGE = 50
+
 
 def run_inspect(
     cfg: Config,
     html: str | None,
-    samples: int,
+    samples: int | None,
     sample: int | None,
     ranks: int,
 ) -> None:
     """Print the model's view of data.train, and write it as a page if `html` is a path: the first
-    `samples`, or the one with number `sample`, and figures for `ranks` replicas. All wrong records
-    are listed; then they are an error, unless data.on_error=skip."""
-    if samples < 0:
+    `samples`, or the one with number `sample`, and figures for `ranks` replicas. Without `samples`
+    they are the first few in the terminal, and more of them on the page. All wrong records are
+    listed; then they are an error, unless data.on_error=skip."""
+    if samples is not None and samples < 0:
         raise ConfigError(key="--samples", found=samples, allowed="at least 0")
     if ranks < 1:
         raise ConfigError(key="--ranks", found=ranks, allowed="at least 1")
@@ -61,8 +65,10 @@ def run_inspect(
                 found=sample,
                 allowed=f"0 to {count - 1}",
             )
-        numbers = range(min(samples, count)) if sample is None else [sample]
-        inspection = collect_statistics(cfg, data, numbers, ranks, pictures=html is not None)
+        wanted = samples if samples is not None else _IN_TERMINAL if html is None else _ON_PAGE
+        numbers = range(min(wanted, count)) if sample is None else [sample]
+        in_terminal = _IN_TERMINAL if samples is None else None
+        inspection = collect_statistics(cfg, data, numbers, ranks, html is not None, in_terminal)
     show_report(inspection_report(inspection), html)
     if inspection.errors and rules is not cfg.data:
         raise _wrong_records_error(data)

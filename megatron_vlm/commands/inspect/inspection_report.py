@@ -14,6 +14,7 @@ from megatron_vlm.data.tokens.sample_views import ShownSample, ShownTurn, TextPi
 from megatron_vlm.report import sections
 
 _TITLE = "What the model sees"
+_AT_ONCE = 5
 
 
 def inspection_report(inspection: Inspection) -> sections.Report:
@@ -24,7 +25,11 @@ def inspection_report(inspection: Inspection) -> sections.Report:
         (column_figure(inspection.num_samples), "samples"),
         (column_figure(totals["tokens"]), "tokens"),
         (f"{totals['trained tokens'] / totals['tokens']:.1%}", "trained"),
-        (column_figure(totals["images"]), "images"),
+        *(
+            (column_figure(totals[name]), name)
+            for name in ("images", "videos")
+            if totals[name] or (name == "images" and not totals["videos"])
+        ),
         (column_figure(len(inspection.dropped)), "dropped"),
         (column_figure(len(inspection.errors)), "wrong"),
     ]
@@ -41,8 +46,13 @@ def _samples(inspection: Inspection) -> Iterator[sections.Section]:
         "Pictures are as the model gets them; point at one on the page to see its tokens.",
     ]
     yield sections.Said(legend, "quiet")
-    for shown in inspection.shown:
-        yield _sample(shown, inspection.num_samples)
+    cards = [_sample(shown, inspection.num_samples) for shown in inspection.shown]
+    if len(cards) < inspection.num_wanted:
+        text = (
+            f"Their pictures are large: {len(cards)} of {inspection.num_wanted} samples are here."
+        )
+        yield sections.Note(text, "quiet")
+    yield sections.CardPages(cards, (), _AT_ONCE, inspection.in_terminal, is_wide=True)
 
 
 def _sample(shown: ShownSample, total: int) -> sections.Card:
@@ -86,7 +96,13 @@ def _view(view: View) -> sections.OutlinedPictures:
 
 def _figures(inspection: Inspection) -> Iterator[sections.Section]:
     yield sections.Heading("Sizes of samples", "Sizes")
-    charted = [column for column in inspection.columns if column.name != "patches"]
+    # A set without images has no histogram of them, nor one without videos.
+    media = ("images", "videos")
+    charted = [
+        column
+        for column in inspection.columns
+        if column.name != "patches" and (column.name not in media or column.values.any())
+    ]
     yield sections.SideBySide([sections.Bars(column.name, column.values) for column in charted])
     rows = [(column.name, *map(column_figure, column.summary)) for column in inspection.columns]
     yield sections.Table((f"of {inspection.num_samples:,} samples", *SUMMARY), rows)

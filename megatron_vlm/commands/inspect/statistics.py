@@ -26,6 +26,7 @@ from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.media.video_settings import CHOSEN
 from megatron_vlm.data.tokens.sample_views import ShownSample
 
+_MAX_PIXELS = 2**26  # bytes of all pictures of a page, before they are compressed
 MAX_STEPS = 500  # steps to measure, because planning a whole large epoch would take minutes
 
 
@@ -100,6 +101,8 @@ class Inspection:
     errors: tuple[str, ...]
     passed: str  # the keys that the data ignores, in a sentence; or empty
     batching: Batching
+    num_wanted: int  # samples to show
+    in_terminal: int  # how many of them a terminal shows
 
     @property
     def rules(self) -> list[tuple[str, int, str]]:
@@ -111,26 +114,47 @@ class Inspection:
 
 
 def collect_statistics(
-    cfg: Config, data: DataSet, numbers: Sequence[int], ranks: int, pictures: bool
+    cfg: Config,
+    data: DataSet,
+    numbers: Sequence[int],
+    ranks: int,
+    pictures: bool,
+    in_terminal: int | None = None,
 ) -> Inspection:
-    """Collect the statistics of a data set; the samples with these numbers are shown."""
+    """Collect the statistics of a data set; the samples with these numbers are shown, and in a
+    terminal `in_terminal` of them or all."""
     faults = [index.faults for index in data.indexes]
     titles = {"supervised": "trained tokens"}
     columns = tuple(
         Column(titles.get(name, name), np.concatenate([getattr(i, name) for i in data.indexes]))
-        for name in ("tokens", "supervised", "images", "patches")
+        for name in ("tokens", "supervised", "images", "videos", "patches")
     )
     return Inspection(
         _settings(cfg),
         sum(map(len, data.indexes)),
-        tuple(data.show(data.handle(number), pictures, number) for number in numbers),
+        tuple(_shown(data, numbers, pictures)),
         tuple(_sources(data)),
         columns,
         tuple(entry for fault in faults for entry in fault.dropped),
         tuple(message for fault in faults for message in fault.errors),
         next(unused_key_warnings("data.train", data, cfg.data), ""),
         measure_batching(cfg, data, ranks),
+        len(numbers),
+        len(numbers) if in_terminal is None else in_terminal,
     )
+
+
+def _shown(data: DataSet, numbers: Sequence[int], pictures: bool) -> Iterator[ShownSample]:
+    """Yield the samples with these numbers, until their pictures would make the page too large."""
+    pixels = 0
+    for number in numbers:
+        if pixels > _MAX_PIXELS:
+            return
+        shown = data.show(data.handle(number), pictures, number)
+        pieces = (piece for turn in shown.turns for piece in turn.pieces)
+        views = (piece.view for piece in pieces if piece.view is not None)
+        pixels += sum(picture.size for view in views for picture in view.pictures)
+        yield shown
 
 
 def column_figure(value: float) -> str:

@@ -60,10 +60,12 @@ def _sections(plan: Plan) -> Iterator[sections.Section]:
     best = plan.candidates[0]
     yield sections.Heading("Layouts")
     yield _layouts(plan)
-    yield sections.Note(f"The fastest: {' '.join(best.overrides)}")
+    yield sections.Command("The fastest: ", " ".join(best.overrides))
+    yield sections.Heading("Pipeline of the fastest")
+    yield _pipeline(best)
     pipelined = next((each for each in plan.candidates if each.dims.pp > 1), None)
-    if pipelined is not None:
-        yield sections.Heading("Pipeline")
+    if pipelined is not None and best.dims.pp == 1:
+        yield sections.Heading("Pipeline of the fastest that has several stages")
         yield _pipeline(pipelined)
     yield sections.Heading("Memory of the fastest")
     yield sections.Table(MEMORY, memory_cells(best), "GiB of one rank of each stage.")

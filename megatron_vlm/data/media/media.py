@@ -30,6 +30,8 @@ MAX_ASPECT = 200  # Hugging Face's smart_resize refuses more
 # Pillow's other decoders are rarely needed and less often tested; that of EPS runs Ghostscript on
 # a file of any name. JPEG includes the MPO files of phones.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+_PREVIEW_SIDE = 640
+_PREVIEW_BYTES = 2**16  # bytes of a PNG as a data URI
 MAX_TILE_PIXELS = 4096 * 4096  # limit for a tile of a TIFF
 _TILE_SIDES = (322, 323)  # the tags of a tile's width and height
 _ORIENTATION = 0x0112  # the EXIF tag; values from 5 on swap width and height
@@ -219,6 +221,19 @@ def data_uri(pixels: np.ndarray) -> str:
     file = io.BytesIO()
     PIL.Image.fromarray(pixels).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def preview_uri(pixels: np.ndarray) -> str:
+    """Return a picture as a data URI of at most _PREVIEW_SIDE pixels a side. JPEG takes the place
+    of PNG where that would be large."""
+    image = PIL.Image.fromarray(pixels)
+    image.thumbnail((_PREVIEW_SIDE, _PREVIEW_SIDE))
+    uri = data_uri(np.asarray(image))
+    if len(uri) <= _PREVIEW_BYTES:
+        return uri
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _decode_uri(uri: str, where: str) -> bytes:

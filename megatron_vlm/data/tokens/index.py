@@ -78,6 +78,8 @@ class Index:
             np.concatenate([file.columns[name] for file in files])
             for name in ("supervised", "patches", "patch_pairs", "images")
         )
+        ends = [file.columns["video_ends"] for file in files]
+        self.videos = np.concatenate([np.diff(part, prepend=0) for part in ends])
         self.faults = Faults(
             tuple(
                 (source.where(CHUNK * number + place), rule)

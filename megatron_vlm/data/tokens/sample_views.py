@@ -31,7 +31,7 @@ MAX_SHOWN_FRAMES = 16  # temporal patches of a video that get pictures
 class View:
     """An image, or one temporal patch of a video: the content of one run of placeholders."""
 
-    label: str  # image 0; video 1, frame 2
+    label: str  # image 0; video 1, frames 4 and 5
     name: str  # its path, for display
     height: int  # in patches
     width: int
@@ -122,14 +122,27 @@ def _views(sample: Sample, record: Record, reader: Reader) -> list[View]:
     images = zip(sample.image_grids, record.media(Image), strict=False)  # a cut drops the last ones
     videos = zip(sample.video_grids, record.media(Video), strict=False)
     merged = reader.tokens.merge**2
+    temporal = reader.encoder.videos.temporal_patch_size
     views = [
         View(f"image {i}", _short_name(image.name), h, w, h * w // merged)
         for i, ((_, h, w), image) in enumerate(images)
     ]
     for i, ((t, h, w), video) in enumerate(videos):
         name = _short_name(video.name)
-        views += [View(f"video {i}, frame {j}", name, h, w, h * w // merged) for j in range(t)]
+        views += [
+            View(f"video {i}, {_frames(j, temporal)}", name, h, w, h * w // merged)
+            for j in range(t)
+        ]
     return views
+
+
+def _frames(place: int, count: int) -> str:
+    """Name the frames that the model sees as one: frames 2 and 3 for the second pair."""
+    if count == 1:
+        return f"frame {place}"
+    first = place * count
+    joint = " and " if count == 2 else " to "
+    return f"frames {first}{joint}{first + count - 1}"
 
 
 def _with_outlines(

@@ -30,7 +30,7 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
 def read_report(*folders: Path) -> Report:
     """Return the report of one run, or of several that are compared."""
     runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-    return run_report(runs[0], folders[0]) if len(runs) == 1 else comparison_report(runs)
+    return run_report(runs[0], folders[0]) if len(runs) == 1 else comparison_report(runs, folders)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -1,16 +1,19 @@
 """The page of several runs: the best of them, the differences of their configuration, and their
 curves together."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from megatron_vlm.io.numbers_as_text import number, time_spent
-from megatron_vlm.report.charts import RunSwitches
+from megatron_vlm.report.run.answers import answer_section
 from megatron_vlm.report.run.curves import (
     CURVE_NAMES,
+    control_section,
     curve_section,
     sample_section,
     score_section,
@@ -23,15 +26,15 @@ from megatron_vlm.report.sections import Heading, Note, Report, Section, Table, 
 _MAX_TILES = 8
 
 
-def comparison_report(runs: Sequence[LoggedRun]) -> Report:
-    """Return the report of these runs."""
+def comparison_report(runs: Sequence[LoggedRun], folders: Sequence[Path]) -> Report:
+    """Return the report of these runs, whose answers are in their folders."""
     title = f"{len(runs)} runs compared"
     names = " \u00b7 ".join(run.name for run in runs)
     tiles = Tiles([*_tiles(runs)][:_MAX_TILES])
-    return Report(title, title, [names], [tiles], [*_sections(runs)])
+    return Report(title, title, [names], [tiles], [*_sections(runs, folders)])
 
 
-def _sections(runs: Sequence[LoggedRun]) -> Iterator[Section]:
+def _sections(runs: Sequence[LoggedRun], folders: Sequence[Path]) -> Iterator[Section]:
     yield Heading("Runs", "Runs")
     yield _run_table(runs)
     yield Heading("Differences of configuration", "Differences")
@@ -40,10 +43,12 @@ def _sections(runs: Sequence[LoggedRun]) -> Iterator[Section]:
         yield Table(("key", *(run.name for run in runs)), rows)
     else:
         yield Note("None but the folder.", "quiet")
-    yield RunSwitches([run.name for run in runs])
+    yield from control_section(runs)
     yield from sample_section(runs)
     yield from curve_section(runs)
     yield from score_section(runs)
+    names = (run.name for run in runs)
+    yield from answer_section(dict(zip(names, folders, strict=True)))
 
 
 def _run_table(runs: Sequence[LoggedRun]) -> Table:
@@ -54,7 +59,7 @@ def _run_table(runs: Sequence[LoggedRun]) -> Table:
         *(f"best {s} {CURVE_NAMES[k]}" for s, k in scores),
         *("tokens per second", "time in steps", "layout", "started"),
     )
-    caption = "Best values name their step."
+    caption = "Best values name their step. Best losses are those of the smoothed curves."
     if rewarded:
         caption += " Rewards are means of 10 steps, of which the last is named."
     return Table(header, [_row(run, scores, rewarded) for run in runs], caption)
@@ -82,7 +87,12 @@ def _flatten_config(config: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, dict) and value:
             stack += [(f"{key}.{k}".lstrip("."), v) for k, v in reversed(value.items())]
         elif key:
-            yield key, str(value)
+            yield key, _as_yaml(value)
+
+
+def _as_yaml(value: Any) -> str:
+    """Format a value as config.yaml has it: null, true, 0.1."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _scores(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_vlm.io.numbers_as_text import number, smooth
-from megatron_vlm.report.charts import Chart, Charts, Curve, StepMarks
+from megatron_vlm.io.numbers_as_text import number
+from megatron_vlm.report.charts import Chart, ChartControls, Charts, Curve, RunAxes, StepMarks
 from megatron_vlm.report.metrics_lines import EvalLine
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of
 from megatron_vlm.report.sections import Heading, Note, Section, Table
 
 _MAX_ROWS = 200  # rows of the table of evaluations
-_SMOOTH_FROM = 80  # steps
 _MAX_FIGURES = 12  # figures of rewards
 _MAX_NAME_LENGTH = 60  # characters
 CURVE_NAMES = {
@@ -88,21 +87,24 @@ def sample_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     if not any(run.metrics.samples for run in runs):
         return
     yield Heading("Samples", "Samples")
+    if len(runs) == 1:
+        yield from control_section(runs)
     span = steps_span(runs)
     reward = Chart(_REWARD.title, _curves(runs, _REWARD), _REWARD.unit, height=300)
-    yield Charts([reward], *span)
+    yield Charts([reward], span)
     names = dict.fromkeys(
         name for run in runs for line in run.metrics.samples for name in line.figures
     )
     figures = []
     for name in [*names][:_MAX_FIGURES]:
         short = name if len(name) <= _MAX_NAME_LENGTH else f"{name[:_MAX_NAME_LENGTH]}..."
+        short = short[:1].upper() + short[1:]
         curves = _curves(runs, ChartPlan(short, {"mean": name}), of_rewards=True)
         figures.append(Chart(short, curves, "mean over episodes"))
     first, *others = _SAMPLE_CHARTS
     known = -math.inf  # without a number, a chart is left out
     charts = [*_charts(runs, [first], known), *figures, *_charts(runs, others, known)]
-    yield Charts(charts, *span)
+    yield Charts(charts, span)
     if len(names) > _MAX_FIGURES:
         text = f"The first {_MAX_FIGURES} of {len(names):,} figures of rewards are shown."
         yield Note(text, "quiet")
@@ -114,11 +116,13 @@ def curve_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     if not any(len(run.metrics.steps_N) for run in runs):
         yield Note("No step was logged.", "quiet")
         return
+    if len(runs) == 1 and not runs[0].metrics.samples:
+        yield from control_section(runs)
     span = steps_span(runs)
     losses = _curves(runs, ChartPlan("Loss", {"training": "loss"})) + _score_curves(runs, "loss")
-    loss = Chart("Loss", losses, may_log=True, marks=tuple(_marks(runs, *span)), height=300)
-    yield Charts([loss], *span)
-    yield Charts([*_charts(runs, _STEP_CHARTS)], *span)
+    loss = Chart("Loss", losses, may_log=True, marks=tuple(_marks(runs)), height=300)
+    yield Charts([loss], span)
+    yield Charts([*_charts(runs, _STEP_CHARTS)], span)
 
 
 def score_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
@@ -136,7 +140,7 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
         title = names[score][:1].upper() + names[score][1:]
         curves = _score_curves(runs, score)
         charts.append(Chart(title, curves, percent=is_share(score)))
-    yield Charts(charts, *steps_span(runs))
+    yield Charts(charts, steps_span(runs))
     max_rows = max(3, _MAX_ROWS // sum(len(run.metrics.sets()) for run in runs))
     rows = [
         (run.name, *row) if len(runs) > 1 else row
@@ -175,8 +179,8 @@ def _charts(
 def _curves(
     runs: Sequence[LoggedRun], plan: ChartPlan, of_rewards: bool = False
 ) -> tuple[Curve, ...]:
-    """Return the curve of each run and, if it has enough steps, the smoothed curve over it. A
-    comparison shows only the first key, which is a figure of rewards with `of_rewards`."""
+    """Return the curve of each run. A comparison shows only the first key, which is a figure of
+    rewards with `of_rewards`."""
     curves = []
     alone = len(runs) == 1
     for place, run in enumerate(runs):
@@ -184,14 +188,7 @@ def _curves(
             x_N, y_N = _rewards(run.metrics, key) if of_rewards else _logged(run.metrics, key)
             if not alone:
                 colour, name = place, run.name
-            if plan.steady or len(x_N) < _SMOOTH_FROM:
-                curves.append(Curve(name, x_N, y_N, colour, run=place))
-            else:
-                several = len(plan.keys) > 1
-                raw = name if not alone else f"{name}, each step" if several else "each step"
-                curves.append(Curve(raw, x_N, y_N, colour, faint=True, run=place, in_legend=alone))
-                mean = name if several or not alone else "smoothed"
-                curves.append(Curve(mean, *smooth(x_N, y_N), colour, run=place))
+            curves.append(Curve(name, x_N, y_N, colour, is_smoothed=not plan.steady, run=place))
             if not alone:
                 break
     return tuple(curves)
@@ -223,19 +220,21 @@ def _score_curves(runs: Sequence[LoggedRun], score: str) -> tuple[Curve, ...]:
             y = np.array([e.score(score) for e in evaluations])
             if len(runs) > 1:
                 colour, name = place, f"{run.name}: {name}"
-            curves.append(Curve(name, x, y, colour, dots=True, run=place))
+            # In a comparison the colour is that of the run, so the line tells training from scores.
+            curves.append(Curve(name, x, y, colour, dots=True, dashed=len(runs) > 1, run=place))
     return tuple(curve for curve in curves if np.isfinite(curve.y).any())
 
 
-def _marks(runs: Sequence[LoggedRun], first: float, last: float) -> Iterator[StepMarks]:
+def _marks(runs: Sequence[LoggedRun]) -> Iterator[StepMarks]:
     """Yield marks at steps that were not applied, and at steps where a run was resumed."""
     for place, run in enumerate(runs):
         metrics = run.metrics
         not_applied = metrics.steps_N[metrics.skipped_N | metrics.empty_N]
         yield StepMarks("not applied", not_applied, run=place)
         resumes = np.array([start.step for start in metrics.starts[1:]], dtype=float)
-        inside = resumes[(resumes > first) & (resumes <= last)]
-        yield StepMarks("resumed", inside, tall=True, run=place)
+        inside = resumes[(resumes > 0) & (resumes <= metrics.steps_done)]
+        name = "resumed" if len(runs) == 1 else f"{run.name} resumed"
+        yield StepMarks(name, inside, tall=True, run=place)
 
 
 def _rows(
@@ -249,11 +248,26 @@ def _rows(
             yield (e.name, f"{e.step:,}", *texts, f"{e.samples:,}", number(e.seconds))
 
 
-def steps_span(runs: Sequence[LoggedRun]) -> tuple[float, float]:
-    """Return the first and the last step, which all charts of a page share."""
-    steps: list[float] = []
-    for run in runs:
-        steps += [*run.metrics.steps_N[:1], *run.metrics.steps_N[-1:]]
-        steps += [e.step for e in run.metrics.evaluations]
-        steps += [line.step for line in run.metrics.samples]
+def steps_span(runs: Sequence[LoggedRun]) -> tuple[float, float] | None:
+    """Return the first and the last step of a run, which all of its charts share. In a comparison
+    each chart has its own steps, because one run may be far longer than the others."""
+    if len(runs) > 1:
+        return None
+    [run] = runs
+    steps: list[float] = [*run.metrics.steps_N[:1], *run.metrics.steps_N[-1:]]
+    steps += [e.step for e in run.metrics.evaluations]
+    steps += [line.step for line in run.metrics.samples]
     return float(min(steps)), float(max(steps))
+
+
+def control_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
+    """Yield the controls of the charts of these runs; nothing if none of them has a step."""
+    if any(len(run.metrics.steps_N) for run in runs):
+        yield ChartControls([run.name for run in runs], [_axes(run.metrics) for run in runs])
+
+
+def _axes(metrics: RunMetrics) -> RunAxes:
+    """Return steps with their tokens and seconds. A figure that is not finite counts as 0."""
+    seconds_N = np.nan_to_num(metrics.figures["seconds"], posinf=0, neginf=0)
+    rates_N = np.nan_to_num(metrics.figures["tokens_per_s"], posinf=0, neginf=0)
+    return RunAxes(metrics.steps_N, np.cumsum(np.round(seconds_N * rates_N)), np.cumsum(seconds_N))

@@ -1,20 +1,25 @@
-"""Answers of the model to a few records of an evaluation set, with their pictures."""
+"""Answers of the model to records of an evaluation set, with their pictures."""
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from megatron_vlm.errors import DataError
 from megatron_vlm.report import sections
-from megatron_vlm.report.example_lines import Example, Examples
+from megatron_vlm.report.example_lines import Example, Examples, ExampleTurn
 
-_MAX_TEXT = 1500  # characters of a prompt or an answer
+_MAX_TEXT = 1500  # characters of a text
+_MAX_IMAGES = 8  # pictures in one place of a text
+_PICTURE_BYTES = 12 * 2**20  # bytes of all pictures of these examples
+_AT_ONCE = 12
 _PADS = re.compile(r"(<\|(?:image|video)_pad\|>)\1+")
 
 
 def example_section(path: Path) -> Iterator[sections.Section]:
-    """Yield a card for each example, right or wrong; nothing if the run has no examples."""
+    """Yield the examples, right or wrong; nothing if the run has none."""
     if not os.path.lexists(path):
         return
     yield sections.Heading("Examples", "Examples")
@@ -28,22 +33,58 @@ def example_section(path: Path) -> Iterator[sections.Section]:
         f"{examples.name}, after {examples.step:,} steps: {right} of {len(examples.examples)} right"
     )
     yield sections.Note(title, "quiet")
-    yield sections.SideBySide([*map(_card, examples.examples)])
+    room = PictureRoom(_PICTURE_BYTES)
+    cards = [_card(example, room) for example in examples.examples]
+    kinds = ["right" if example.is_right else "wrong" for example in examples.examples]
+    yield sections.CardPages(cards, kinds, _AT_ONCE)
 
 
-def _card(example: Example) -> sections.Card:
+def _card(example: Example, room: "PictureRoom") -> sections.Card:
     quotes = {"answer": example.answer, "model": example.prediction}
     parts = [
-        sections.Pictures([*map(known_picture, example.images)]),
-        sections.Said([shorten_text(example.prompt)]),
-        *(
-            sections.Labelled(who, [sections.Said([shorten_text(text)])])
-            for who, text in quotes.items()
-        ),
+        *question_parts(example.turns, room),
+        *(sections.Labelled(who, [said_or_nothing(text)]) for who, text in quotes.items()),
     ]
     if example.is_right:
         return sections.Card("\u2713 right", example.where, parts, "good")
     return sections.Card("\u2717 wrong", example.where, parts, "alarm")
+
+
+@dataclass
+class PictureRoom:
+    """Bytes that a page has left for pictures."""
+
+    size: int
+
+    def pictures(self, uris: Sequence[str]) -> sections.Pictures:
+        """Return the pictures, with a text in place of those that find no room."""
+        shown = []
+        for uri in uris[:_MAX_IMAGES]:
+            fits = len(uri) <= self.size
+            self.size -= len(uri) * fits
+            shown.append(known_picture(uri) if fits else "[no room for the picture]")
+        if (more := len(uris) - _MAX_IMAGES) > 0:
+            shown.append(f"[{more:,} more]")
+        return sections.Pictures(shown)
+
+
+def question_parts(turns: Sequence[ExampleTurn], room: PictureRoom) -> Iterator[sections.Section]:
+    """Yield the turns of a question, each next to its role, with pictures at their places."""
+    for turn in turns:
+        parts: list[sections.Section] = []
+        for is_picture, run in groupby(turn.parts, lambda part: bool(part.image)):
+            if is_picture:
+                parts.append(room.pictures([part.image for part in run]))
+            else:
+                parts.append(sections.Said([shorten_text("".join(part.text for part in run))]))
+        yield from [sections.Labelled(turn.role, parts)] if turn.role else parts
+
+
+def said_or_nothing(text: str) -> sections.Section:
+    """Return what a model said, or a remark where that is nothing."""
+    return (
+        sections.Said([shorten_text(text)]) if text.strip() else sections.Note("(nothing)", "quiet")
+    )
 
 
 def known_picture(uri: str) -> str:

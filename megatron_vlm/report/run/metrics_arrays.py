@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vlm.errors import DataError
+from megatron_vlm.io.numbers_as_text import smooth, smoothing_window
 from megatron_vlm.io.untrusted import UntrustedFile
 from megatron_vlm.report.metrics_lines import (
     EvalLine,
@@ -72,13 +73,29 @@ class RunMetrics:
         return float(np.median(rate_N)) if len(rate_N) else math.nan
 
     def losses(self) -> dict[str, tuple[float, int]]:
-        """Return the last and the best training loss, each with its step."""
+        """Return the last training loss and the lowest of the smoothed curve, each with its step:
+        the loss of a single step depends on its samples more than on the model."""
         loss_N = self.figures["loss"]
         finite = np.flatnonzero(np.isfinite(loss_N))
         if not len(finite):
             return {}
-        rows = {"last": finite[-1], "best": finite[np.argmin(loss_N[finite])]}
-        return {name: (float(loss_N[row]), int(self.steps_N[row])) for name, row in rows.items()}
+        steps, means = smooth(self.steps_N, loss_N)
+        last, best = finite[-1], int(np.argmin(means))
+        return {
+            "last": (float(loss_N[last]), int(self.steps_N[last])),
+            "best": (float(means[best]), int(steps[best])),
+        }
+
+    @property
+    def mean_of(self) -> int:
+        """The number of steps in a point of the smoothed loss; 1 if it is not smoothed."""
+        return smoothing_window(int(np.isfinite(self.figures["loss"]).sum()))
+
+    @property
+    def samples_seen(self) -> int | None:
+        """The rows of all steps; None in logs of older versions."""
+        rows_N = self.figures["samples"]
+        return int(rows_N.sum()) if len(rows_N) and np.isfinite(rows_N).all() else None
 
     def rewards(self) -> dict[str, tuple[float, int, int]]:
         """Return the last and the best mean reward of ten steps, or of all if there are fewer. Each

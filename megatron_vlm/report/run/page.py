@@ -51,6 +51,8 @@ def _facts(start: StartLine, first: StartLine) -> str:
     samples = "a stream" if start.samples is None else show_count(start.samples, "sample")
     parameters = f"{start.parameters / 1e6:,.4g}M parameters"
     trained = f"{start.trainable / 1e6:,.4g}M of them trained"
+    if start.trainable == start.parameters:
+        trained = "all trained"
     facts = (start.model, samples, f"{parameters}, {trained}", f"started {_time(first)}")
     return " \u00b7 ".join(facts)
 
@@ -76,7 +78,8 @@ def _known(values: Iterable[tuple[float | None, int]]) -> list[tuple[float, int]
 def _loss_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
     losses = metrics.losses()
     for name, (loss, step) in losses.items():
-        yield number(loss), f"{name} loss, step {step:,}"
+        mean = f", mean of {metrics.mean_of:,} steps up to" if metrics.mean_of > 1 else ","
+        yield number(loss), f"{name} loss{mean if name == 'best' else ','} step {step:,}"
     if not losses:
         yield "-", "loss"
 
@@ -97,18 +100,33 @@ def _score_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
 
 def _run_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
     start = metrics.last_start
-    epoch = f", epoch {metrics.epochs_N[-1]}" if len(metrics.epochs_N) else ""
     steps = "steps" if start is None else f"of {start.total_steps:,} steps"
-    yield f"{metrics.steps_done:,}", steps + epoch
+    yield f"{metrics.steps_done:,}", steps
+    yield from _data_tiles(metrics)
     yield number(metrics.tokens_per_s), "tokens per second, median"
     again = f", {metrics.replaced:,} of them lost or done again" if metrics.replaced else ""
-    yield time_spent(metrics.seconds), f"in steps{again}"
+    in_steps = f"in steps{again}"
+    if metrics.wall_s:
+        yield time_spent(metrics.wall_s), f"wall time, {time_spent(metrics.seconds)} {in_steps}"
+    else:
+        yield time_spent(metrics.seconds), in_steps
     if start is not None:
         lost = {"dropped": start.dropped or 0, "wrong": start.wrong or 0}
         if any(lost.values()):
             which = " and ".join(f"{count:,} {why}" for why, count in lost.items() if count)
             yield f"{sum(lost.values()):,}", f"records left out: {which}"
         yield layout_text(start), _processes(start)
+
+
+def _data_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
+    """Yield the samples that were trained on, or the epoch where a log does not count them."""
+    start, seen = metrics.last_start, metrics.samples_seen
+    if seen is not None:
+        size = start.samples if start is not None else None
+        epochs = f", {seen / size:,.1f} epochs" if size else ""
+        yield f"{seen:,}", f"{'prompts' if metrics.samples else 'samples'}{epochs}"
+    elif len(metrics.epochs_N):
+        yield f"{metrics.epochs_N[-1]}", "epoch, from 0"
 
 
 def _history(metrics: RunMetrics) -> Iterator[Section]:
@@ -156,7 +174,7 @@ def layout_text(start: StartLine) -> str:
 
 
 def _processes(start: StartLine) -> str:
-    return f"{show_count(start.world, 'process')} on {start.platform}"
+    return f"{show_count(start.world, 'process')} on {start.device or start.platform}"
 
 
 def _time(start: StartLine) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.io.numbers_as_text import number
 from megatron_vlm.report import sections
 from megatron_vlm.report.metrics_lines import SAMPLES
-from megatron_vlm.report.run.examples import known_picture, shorten_text
+from megatron_vlm.report.run.examples import PictureRoom, said_or_nothing, shorten_text
 from megatron_vlm.report.run.metrics_arrays import RunMetrics
 from megatron_vlm.report.run.rl_sample_lines import (
     SampleLines,
@@ -22,7 +22,6 @@ from megatron_vlm.report.run.rl_sample_lines import (
 
 _MAX_EPISODES = 8  # episodes of a prompt
 _MAX_ANSWERS = 6  # answers of an episode
-_MAX_IMAGES = 8  # images of a prompt, or in one place of an episode
 _MAX_FIGURES = 8  # figures of an episode
 _PICTURE_BYTES = 6 * 2**20  # bytes of all pictures of a page
 
@@ -74,7 +73,7 @@ class _Cards:
     """Maker of cards. It adds pictures while there is room for them."""
 
     rewards: list[float]  # rewards of all samples shown, which set the scale of the colours
-    room: int = _PICTURE_BYTES
+    room: PictureRoom = field(default_factory=lambda: PictureRoom(_PICTURE_BYTES))
 
     def step(self, step: int, prompts: Sequence[ShownPrompt], is_open: bool) -> sections.Fold:
         rewards = [each.reward for prompt in prompts for each in prompt.episodes]
@@ -89,7 +88,7 @@ class _Cards:
         mean = _mean([each.reward for each in ranked])
         facts = f"{shorten_text(prompt.where)} \u00b7 {count} episodes, mean reward {mean}"
         question: list[sections.Section] = [
-            self._pictures(prompt.images),
+            self.room.pictures(prompt.images),
             sections.Said([shorten_text(prompt.question)]),
         ]
         if prompt.right is not None:
@@ -100,14 +99,10 @@ class _Cards:
     def _episode(self, episode: ShownEpisode) -> sections.Labelled:
         parts: list[sections.Section] = []
         for place, answer in enumerate(episode.answers[:_MAX_ANSWERS]):
-            parts.append(
-                sections.Said([shorten_text(answer)])
-                if answer
-                else sections.Note("(nothing)", "quiet")
-            )
+            parts.append(said_or_nothing(answer))
             if place < min(len(episode.heard), _MAX_ANSWERS - 1):
                 text, images = episode.heard[place]
-                parts += [sections.Said([shorten_text(text)], "quiet"), self._pictures(images)]
+                parts += [sections.Said([shorten_text(text)], "quiet"), self.room.pictures(images)]
         if (more := len(episode.answers) - _MAX_ANSWERS) > 0:
             parts.append(sections.Note(f"[... {more:,} more answers]", "quiet"))
         parts.append(sections.Note(" \u00b7 ".join(_facts(episode)), "quiet"))
@@ -116,16 +111,6 @@ class _Cards:
     def _score(self, reward: float) -> float:
         low, high = min(self.rewards), max(self.rewards)
         return (reward - low) / (high - low) if 0 < high - low < float("inf") else 0.5
-
-    def _pictures(self, images: Sequence[str]) -> sections.Pictures:
-        shown = []
-        for uri in images[:_MAX_IMAGES]:
-            fits = len(uri) <= self.room
-            self.room -= len(uri) * fits
-            shown.append(known_picture(uri) if fits else "[no room for the picture]")
-        if (more := len(images) - _MAX_IMAGES) > 0:
-            shown.append(f"[{more:,} more]")
-        return sections.Pictures(shown)
 
 
 def _facts(episode: ShownEpisode) -> Iterator[str]:

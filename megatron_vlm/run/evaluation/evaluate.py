@@ -15,14 +15,14 @@ import torch
 from megatron_vlm.config.checks import check_candidates
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet
-from megatron_vlm.data.media.media import data_uri
+from megatron_vlm.data.media.media import preview_uri
 from megatron_vlm.data.tokens.sample_views import ShownTurn
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.grid import GroupAxis
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.atomic import write_text
 from megatron_vlm.io.untrusted import UntrustedFile
-from megatron_vlm.report.example_lines import Example, Examples
+from megatron_vlm.report.example_lines import Example, ExamplePart, Examples, ExampleTurn
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet
 from megatron_vlm.run.evaluation.measure import Answer, AnswerMeter, mean_scores, remarks_on
 from megatron_vlm.run.evaluation.scores import (
@@ -156,10 +156,6 @@ def _choose_answers(answers: Sequence[Answer], max_count: int) -> list[Answer]:
     return [*wrong, *right]
 
 
-def _turn_text(turn: ShownTurn) -> str:
-    return "".join(piece.text for piece in turn.pieces if not piece.special).strip()
-
-
 def _example(data: DataSet, answer: Answer) -> Example:
     # Of several right answers, the one that the model gave is shown.
     right = answer.prediction if answer.is_right else answer.right
@@ -167,9 +163,16 @@ def _example(data: DataSet, answer: Answer) -> Example:
         shown = data.show(answer.handle, pictures=True)
     except DataError as error:
         return Example(str(error), right, answer.prediction)
-    pieces = [piece for turn in shown.turns[:-1] for piece in turn.pieces]
-    views = [piece.view for piece in pieces if piece.view is not None]
-    prompt = "\n".join(map(_turn_text, shown.turns[:-1]))
-    images = tuple(data_uri(view.pictures[0]) for view in views if view.pictures)
-    where = data.where(answer.handle)
-    return Example(where, right, answer.prediction, prompt=prompt, images=images)
+    turns = tuple(map(_example_turn, shown.turns[:-1]))
+    return Example(data.where(answer.handle), right, answer.prediction, turns)
+
+
+def _example_turn(turn: ShownTurn) -> ExampleTurn:
+    """Return the texts and pictures of a turn in their order; the first frame stands for a pair."""
+    parts = []
+    for piece in turn.pieces:
+        if piece.view is not None and piece.view.pictures:
+            parts.append(ExamplePart(image=preview_uri(piece.view.pictures[0])))
+        elif piece.view is not None or not piece.special:
+            parts.append(ExamplePart(piece.text))
+    return ExampleTurn(turn.role, tuple(parts))
