@@ -70,11 +70,17 @@ class TopicHelp(argparse.Action):
         super().__init__(*args, **more)
         self.root, self.commands = root, commands
 
-    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: Any, __: Any = None) -> None:
-        if value is None or "=" in value:  # KEY=VALUE is the rest of a command line
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values is None or "=" in values:  # KEY=VALUE is the rest of a command line
             parser.print_help()
         elif self.root is None:
-            explain_key(value, {})
+            explain_key(values, {})
         else:
-            explain_command_or_key(self.root, self.commands, value)
+            explain_command_or_key(self.root, self.commands, values)
         parser.exit()

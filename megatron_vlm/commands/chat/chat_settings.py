@@ -38,7 +38,7 @@ class Settings:
 
 def parse_template_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
     """Return the variables of the chat template that are given as NAME=VALUE."""
-    variables = {}
+    variables: dict[str, Any] = {}
     for pair in pairs:
         name, mark, text = pair.partition("=")
         try:
