@@ -130,22 +130,12 @@ def _evaluate(
             for line in held_out.remarks.lines:
                 print_to_user(line)
     watchdog.begin_phase(0, "evaluation")
-<<<<<<< HEAD
-    scores = {}
+    scores: dict[str, Mapping[str, float]] = {}
     with closing(examiner):
         for done in examiner.examine():
             if dist.get_rank() == 0:
                 scores[done.name] = done.scores
                 _report_set(done, predictions)
-=======
-    scores: dict[str, Mapping[str, float]] = {}
-    for done in examiner.examine():
-        if dist.get_rank() == 0:
-            scores[done.name] = done.scores
-            print(json.dumps({"name": done.name, **done.scores}), flush=True)
-            if predictions:
-                write_predictions(Path(predictions), done)
->>>>>>> 7d07447 (Types of the help option and of the table are exact)
     if scores:
         print_scores(scores)
 

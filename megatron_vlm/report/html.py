@@ -156,7 +156,7 @@ def _draw_group(part: Section) -> Html:
 
 def _card_pages(part: sections.CardPages) -> Html:
     """Return the cards, of which paging.js shows some."""
-    kinds = part.kinds or [None] * len(part.cards)
+    kinds: Sequence[str | None] = part.kinds or [None] * len(part.cards)
     cards = (
         tag("div", _draw(card), data_kind=kind)
         for card, kind in zip(part.cards, kinds, strict=True)

@@ -45,7 +45,7 @@ def eval_dry_run(
         "scores": ", ".join(scores),
         "writes": "only the scores, to the screen" if predictions is None else predictions,
     }
-    notes = []
+    notes: list[str] = []
     for name, data, remarks in open_held_out(model):
         rows[name] = f"{len(data.order):,} samples: {epoch_tokens(data)}"
         notes += remarks.lines

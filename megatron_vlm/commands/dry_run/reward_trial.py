@@ -14,7 +14,7 @@ from megatron_vlm.data.records.record import Conversation
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report.terminal import plain_table
 from megatron_vlm.rl.environment import EnvStep
-from megatron_vlm.rl.rewards.pool import RewardPool, RewardSettings
+from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 
 _RECORDS = 3
 _LONGEST = 40  # characters of an answer
@@ -38,7 +38,8 @@ def try_reward(cfg: Config, data: DataSet) -> Iterator[TriedAnswer]:
         number = 0
         for handle, _, _ in islice(data.epoch(Position()), _RECORDS):
             where, record = data.where(handle), data.raw(handle)
-            for answer in dict.fromkeys(filter(None.__ne__, (own_answer(data, handle), ""))):
+            own = own_answer(data, handle)
+            for answer in dict.fromkeys([""] if own is None else [own, ""]):
                 pool.begin(number, record, where).result()
                 yield TriedAnswer(where, answer, pool.step(number, answer).result())
                 pool.end(number)

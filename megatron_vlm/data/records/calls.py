@@ -42,7 +42,7 @@ def parse_call(call: Mapping[str, Any], where: str, keys: Keys) -> dict[str, Any
 def split_results(message: Any, where: str, keys: Keys) -> list[Any]:
     """Return the messages that one of Anthropic's is: results of tools, which come as parts of a
     user's message, are messages of their own."""
-    content = message.get("content") if isinstance(message, Mapping) else None
+    content: Any = message.get("content") if isinstance(message, Mapping) else None
     if not is_list(content) or message.get("role") != "user":
         return [message]
     is_result = [isinstance(part, Mapping) and part.get("type") == _RESULT for part in content]

@@ -31,7 +31,7 @@ from megatron_vlm.io.untrusted import UntrustedFile, is_too_deep
 
 # The keys of a list of messages or pairs, which identify a format. _COMMON has those of all.
 _LISTS = ("messages", "conversations", "conversation", "texts")
-_COMMON = ("system", "system_prompt", "tools", "functions", "objects")
+_COMMON: tuple[str, ...] = ("system", "system_prompt", "tools", "functions", "objects")
 _COMMON += ("image", "images", "video", "videos")
 # Variables of the chat template: trl's object, and the one that decides about thinking.
 VARIABLE_KEYS = ("chat_template_kwargs", "enable_thinking")
