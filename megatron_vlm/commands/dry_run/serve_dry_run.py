@@ -58,9 +58,7 @@ def _keys(names: list[str] | None) -> str:
 
 def _memory(model: PlannedModel) -> str:
     """Describe the memory of the base model, of an adapter, and of a model trained as a whole."""
-    frozen = replace(
-        model.cfg.model, freeze_vision=True, freeze_merger=True, freeze_language=True
-    )
+    frozen = replace(model.cfg.model, freeze_vision=True, freeze_merger=True, freeze_language=True)
     nothing = replace(model.cfg, model=frozen)
     base = max(stage.weights for stage in _fixed(model, nothing))
     whole = max(stage.fixed for stage in _fixed(model, model.cfg))
