@@ -136,8 +136,10 @@ def held_checkpoint(path: Path) -> Iterator[Path]:
 
 def _remedy_beside(path: Path) -> str:
     """Return the remedy for a folder that is no checkpoint: those that its run still has."""
-    names = sorted(folder.name for folder in complete_checkpoints(path.parent))
-    if not _STEP.fullmatch(path.name) or not names:
+    names: list[str] = []
+    if _STEP.fullmatch(path.name) and path.parent.is_dir():
+        names = sorted(folder.name for folder in complete_checkpoints(path.parent))
+    if not names:
         return "give RUN or RUN/checkpoints/step-..."
     return f"{path.parent} has {', '.join(names)}: give one of these"
 
