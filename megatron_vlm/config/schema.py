@@ -32,6 +32,7 @@ Layers = list[Count] | Literal["auto"] | None
 AttentionKernel = Literal["auto", "flash", "efficient", "cudnn", "math"]
 Export = bool | Literal["adapter", "merged", "both"]
 PolicyLoss = Literal["ppo", "importance_sampling", "gspo", "cispo"]
+EvalScores = Literal["both", "reward", "loss"]
 PlatformName = Literal["auto", "cuda", "cpu"]
 TrainScope = Literal["all_assistant", "last_assistant", "record"]
 
@@ -249,9 +250,7 @@ class RlConfig:
     engine_pictures: Natural | None = None  # maximum images per row; null: as in prompt, + 1 a turn
     engine_videos: Count = 0  # maximum videos of a row
     engine_options: dict[str, Any] = field(default_factory=dict)  # other EngineArgs of vLLM
-    eval_scores: Literal["both", "reward", "loss"] = (
-        "both"  # scores of data.eval: mean reward of an answer to each prompt; supervised loss
-    )
+    eval_scores: EvalScores = "both"  # scores of data.eval: reward of an answer; supervised loss
     eval_temperature: NonNegative = 0.0  # temperature of the answers to data.eval; 0: greedy
     shown: Count = 4  # prompts of a step that samples.jsonl and the report show
 

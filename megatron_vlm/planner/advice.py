@@ -29,7 +29,7 @@ def rank_layouts(
         given = [key for key in SEARCHED if key not in searched_keys(cfg)]
         raise ConfigError(
             f"allows no layout of {cluster.gpus} devices: TP x PP has to divide that number, and "
-            "each of the other replicas needs a row of a step"
+            "each replica needs a row of a step"
             + (f" (fixed: {', '.join(f'{key}={get(cfg, key)}' for key in given)})" * bool(given)),
             key="train.global_batch_size",
             found=cfg.train.global_batch_size,
