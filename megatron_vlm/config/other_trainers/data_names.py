@@ -2,7 +2,7 @@
 
 _SOURCES = (
     "data.train and data.eval are files, globs, or names of Hugging Face data sets; "
-    "dataset_info.json is not read"
+    "data.train=FOLDER/dataset_info.json:NAME is a set that LLaMA-Factory's file describes"
 )
 _TEMPLATE = "the checkpoint's own chat template is used"
 _TEMPLATE_SWITCH = (
@@ -46,7 +46,14 @@ _SPECIAL = (
     "are those of the tokenizer in model.path"
 )
 _BOXES = "`objects` of a record has its boxes, and their `bbox_type` the unit: docs/data.md"
-_SPLIT = "nothing is split off data.train; name held-out data in data.eval"
+_SPLIT = (
+    "data.split holds a share of data.train out (0.1), or a number of records (100); data.eval "
+    "names data that is held out already"
+)
+_COLUMNS = (
+    "data.columns={image: photo, question: q} gives for a field the column that it is in, and "
+    "data.roles={user: customer} for a role its name in the data"
+)
 _HELD_OUT = "data.eval names the held-out sets, each of which is scored by itself"
 _TEXT_FIELD = "a record is a chat, and raw text is not learnt: docs/data.md has the keys of records"
 
@@ -60,8 +67,7 @@ DATA_SENTENCES = {
     "data.train={path: NAME, subset: NAME, split: train} names a part of a Hugging Face data set": (
         "dataset_train_split dataset_config_name subset dataset_test_split train_split test_split"
     ),
-    _SPLIT: "val_size split_dataset_ratio eval_ratio validation_split val_set_size "
-    "dataset_test_size split",
+    _SPLIT: "split",
     _HELD_OUT: "test_datasets eval_on_each_dataset valid_path val_path test_data_path",
     _MIXED: "mix_strategy interleave_probs interleave_prob stopping_strategy sampling_ratio "
     "dataset_weights",
@@ -77,8 +83,6 @@ DATA_SENTENCES = {
     "use_inference_chat_template return_raw_chat return_full_prompt",
     _TEMPLATE_SWITCH: "enable_thinking reasoning_effort preserve_thinking add_non_thinking_prefix "
     "thinking_mode split_thinking",
-    "a record says its system message itself, as its first message with the role system or in its "
-    "key `system`": "system default_system default_system_message system_prompt",
     _TRAINED: "train_on_prompt mask_history train_on_inputs assistant_only_loss "
     "completion_only_loss loss_scale roles_to_train train_on_eos train_on_eot "
     "message_field_training message_field_training_detail train_on_responses_only "
@@ -125,10 +129,12 @@ DATA_SENTENCES = {
     ),
     "the last batch of an epoch may be smaller, and no row is repeated": "dataloader_drop_last "
     "drop_last",
-    _FORM: "dataset_text_field remove_unused_columns columns prompt_key image_key video_key "
-    "response_key messages_key field_messages message_property_mappings label_names "
+    _COLUMNS: "columns prompt_key image_key video_key response_key messages_key field_messages "
+    "message_property_mappings tools_key prompt_dict_keys response_dict_keys tags",
+    _FORM: "dataset_text_field remove_unused_columns "
+    "label_names "
     "return_raw_input_ids return_multi_modal_inputs data_source_key reward_model_key "
-    "reward_fn_key formatting tags tools_key prompt_dict_keys response_dict_keys "
+    "reward_fn_key formatting "
     "drop_system_message multiturn",
     _TEXT_FIELD: "text_field text_column input_column",
     _WRONG_RECORDS: "strict skip_invalid ignore_errors",

@@ -23,6 +23,9 @@ SAME_KEYS = {
     "data.train": "train_dataset train_file train_files train_data train_data_path",
     "data.eval": "eval_dataset val_dataset validation_file eval_file eval_data eval_data_path "
     "val_files valid_data_path",
+    "data.system": "system default_system default_system_message system_prompt",
+    "data.split": "val_size split_dataset_ratio eval_ratio validation_split val_set_size "
+    "dataset_test_size",
     "data.image_root": "media_dir image_folder image_dir data_root",
     "data.max_pixels": "image_max_pixels",
     "data.min_pixels": "image_min_pixels",

@@ -5,7 +5,10 @@ _BATCH = (
     "train.global_batch_size is the samples of a whole step, over all accumulation and all ranks; "
     "train.micro_batch_size is the rows of one pass"
 )
-_STEPS = "checkpoint.every, eval.every and log.every count steps; null means only at the end"
+_STEPS = (
+    "checkpoint.every, eval.every and log.every count steps, checkpoint.every_epochs and "
+    "eval.every_epochs epochs; without them it is only at the end"
+)
 _PRECISION = "train.precision is auto, bf16 or fp32; fp16 is not trained"
 _SCHEDULE = "optim.schedule is constant, linear, cosine or wsd"
 _ADAMW = "AdamW is the only optimizer, and its keys are in the group optim"
@@ -26,7 +29,18 @@ _STOPS = (
     "a run that gets SIGTERM or SIGUSR1 saves and ends, and resumes when it is started again; "
     "train.steps or train.epochs says when it is complete"
 )
-_BEST = "checkpoint.best=SET/SCORE keeps the best checkpoint"
+_BEST = (
+    "checkpoint.best=SET/SCORE keeps the best checkpoint, and checkpoint.export_from says "
+    "whether the export is of it"
+)
+_STOP_EARLY = (
+    "train.early_stopping is the number of evaluations without a better checkpoint.best after "
+    "which a run stops, and train.early_stopping_delta the smallest change that counts"
+)
+_EPOCHS = (
+    "eval.every_epochs and checkpoint.every_epochs are the epochs from one to the next: "
+    "eval.every_epochs=0.5 is twice an epoch"
+)
 _EXPORT = (
     "checkpoint.export=true writes a Hugging Face folder at the end, and megatron-vlm export does "
     "it for any checkpoint"
@@ -63,8 +77,11 @@ TRAINING_SENTENCES = {
         "per_device_eval_batch_size eval_batch_size val_batch_size eval_accumulation_steps "
         "eval_micro_batch_size"
     ),
+    _EPOCHS: "saves_per_epoch evals_per_epoch",
+    "eval.metrics lists more scores of generated answers: names, or FILE.py:NAME": "metric "
+    "compute_metrics eval_metric",
     _STEPS: "save_strategy eval_strategy evaluation_strategy logging_strategy do_eval "
-    "eval_delay saves_per_epoch evals_per_epoch "
+    "eval_delay "
     "save_first_step logging_first_step start_eval",
     _PRECISION: "bf16 fp16 tf32 torch_dtype dtype mixed_precision params_dtype bfloat16 float16 "
     "pure_bf16 bf16_full_eval fp16_full_eval half_precision_backend infer_dtype loss_scale_window "
@@ -124,10 +141,8 @@ TRAINING_SENTENCES = {
     "create_checkpoint_symlink max_critic_ckpt_to_keep save_total_limit_best",
     _BEST: "load_best_model_at_end metric_for_best_model greater_is_better best_metric "
     "save_best best_model_metric",
-    "training goes on to its last step; checkpoint.best=SET/SCORE keeps the best checkpoint": (
-        "early_stopping_patience early_stopping_threshold early_stop_interval early_stopping "
-        "early_stopping_steps early_stop_patience use_early_stopping"
-    ),
+    _STOP_EARLY: "early_stopping_patience early_stopping_steps early_stop_patience "
+    "early_stopping_threshold early_stop_interval early_stopping use_early_stopping",
     _EXPORT: "export_dir export_size export_device export_legacy_format max_shard_size to_mcore "
     "to_hf export_hub_model_id exist_ok save_hf_format output_format commit_message",
     _PUSH: "push_to_hub hub_token hub_private_repo hub_strategy hub_always_push hub_revision "
@@ -145,10 +160,10 @@ TRAINING_SENTENCES = {
     "rl_beta ref_load ref_adapter_load ref_adapters ref_mcore_model ref_mcore_adapter "
     "rejected_loss_weight center_rewards_coefficient process_reward_model "
     "ref_model_quantization_bit max_prompt_and_completion_length",
-    _EVALUATION: "prediction_loss_only include_for_metrics batch_eval_metrics metric "
+    _EVALUATION: "prediction_loss_only include_for_metrics batch_eval_metrics "
     "eval_num_beams num_beams eval_do_concat_batches eval_use_gather_object eval_table_size "
-    "do_causal_lm_eval eval_causal_lm_metrics num_generations_eval val_kwargs compute_metrics "
-    "eval_metric eval_generation_config eval_use_evalscope eval_dataset_args "
+    "do_causal_lm_eval eval_causal_lm_metrics num_generations_eval val_kwargs "
+    "eval_generation_config eval_use_evalscope eval_dataset_args "
     "log_val_generations validation_data_dir",
 }
 TRAINING_FAMILIES = {
