@@ -13,7 +13,7 @@ from megatron_vlm.data.batches.dataset import DataSet, Handle
 from megatron_vlm.data.records.record import Conversation
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report.terminal import plain_table
-from megatron_vlm.rl.environment import EnvStep
+from megatron_vlm.user_code.environment import EnvStep
 from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 
 _RECORDS = 3

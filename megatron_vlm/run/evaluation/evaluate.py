@@ -157,7 +157,7 @@ def _choose_answers(answers: Sequence[Answer], max_count: int) -> list[Answer]:
 
 
 def _example(data: DataSet, answer: Answer) -> Example:
-    # Of several right answers, the one that the model gave is shown.
+    # The right answer that the model gave is shown, if there are several.
     right = answer.prediction if answer.is_right else answer.right
     try:
         shown = data.show(answer.handle, pictures=True)
