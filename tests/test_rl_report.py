@@ -422,7 +422,7 @@ def test_rewards_of_several_runs_are_compared(tmp_path):
     ]
     assert curves[1]["x"] == [1, 2] and curves[1]["y"] == [5.0, 4.0]
     assert page.chart("Reward")["span"] == page.chart("Loss")["span"] == [1, 20]
-    assert page.chart("Form")["span"] == [0, 2]  # each chart has its own steps
+    assert page.chart("Form")["span"] == [1, 2]  # each chart has its own steps
     assert [c["name"] for c in page.chart("Form")["curves"]] == ["second"]
     assert [c["name"] for c in page.chart("Sampling time")["curves"]] == ["first", "second"]
     assert page.page().text.count("Drag over a chart") == 1
