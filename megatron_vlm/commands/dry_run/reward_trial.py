@@ -39,7 +39,7 @@ def try_reward(cfg: Config, data: DataSet) -> Iterator[TriedAnswer]:
         for handle, _, _ in islice(data.epoch(Position()), _RECORDS):
             where, record = data.where(handle), data.raw(handle)
             own = own_answer(data, handle)
-            for answer in dict.fromkeys([""] if own is None else [own, ""]):
+            for answer in [own, ""] if own else [""]:
                 pool.begin(number, record, where).result()
                 yield TriedAnswer(where, answer, pool.step(number, answer).result())
                 pool.end(number)
