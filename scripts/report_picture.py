@@ -17,7 +17,7 @@ from megatron_vlm.report.run import write_report
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 SIZE = (1200, 1210)
 PICTURES = {"report.png": 1, "report-dark.png": 0}  # Chromium's numbers of the colour schemes
-COLOURS = 256  # of a palette, which keeps the files small
+COLOURS = 256  # A palette keeps the files small.
 
 
 def take(page: Path, scheme: int, out: Path) -> None:
