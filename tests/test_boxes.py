@@ -522,9 +522,9 @@ REFUSED = {
         record("<ref-object>", P, ref="a dog"),
         {"place": "a:7: objects", "key": "ref", "problem_has": "a str"},
     ),
-    "a list of objects": (
-        {**record("<bbox>", P), "objects": [{"bbox": [5, 5], "caption": "a"}]},
-        {"place": "a:7", "key": "objects", "problem_has": "a list"},
+    "a list of boxes": (
+        {**record("<bbox>", P), "objects": [[5, 5]]},
+        {"place": "a:7: objects[0]", "problem_has": "a list"},
     ),
     "a number": (
         {**record("<bbox>", P), "objects": 0},

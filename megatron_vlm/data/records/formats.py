@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from megatron_vlm.data.records.boxes import parse_objects
-from megatron_vlm.data.records.calls import parse_tools
 from megatron_vlm.data.records.chunks import parse_chunks
 from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.messages import column, image_of, parse_messages, video_of
@@ -25,6 +24,7 @@ from megatron_vlm.data.records.plain import (
 )
 from megatron_vlm.data.records.record import ChatMessage, Conversation, EncodedRecord
 from megatron_vlm.data.records.record_values import is_list, kind_of, parse_text, single_value
+from megatron_vlm.data.records.tool_calls import parse_tools
 from megatron_vlm.data.records.unknown_keys import misspelled_key
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile, is_too_deep

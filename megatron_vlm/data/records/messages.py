@@ -7,7 +7,6 @@ from typing import Any
 
 import PIL.Image
 
-from megatron_vlm.data.records.calls import parse_call, split_results
 from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.media_options import (
     IMAGE_OPTIONS,
@@ -28,6 +27,7 @@ from megatron_vlm.data.records.record_values import (
     text_of,
     weight_of,
 )
+from megatron_vlm.data.records.tool_calls import parse_call, split_results
 from megatron_vlm.data.records.unknown_keys import UnknownKeysError
 from megatron_vlm.errors import DataError
 
