@@ -96,7 +96,7 @@ def asked(tiny, tmp_path_factory) -> dict[str, Any]:
             record["messages"][-1]["content"] = text
     for record in records[::3]:
         record["messages"][-1]["weight"] = 0.3
-    for record, text in list(zip(records, texts, strict=True))[1::4]:
+    for record, text in list(zip(records, texts, strict=True))[1::8]:
         record["answers"] = [record["messages"][-1]["content"], text]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     answers = [record["messages"][-1]["content"].strip() for record in records]
