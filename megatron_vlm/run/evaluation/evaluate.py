@@ -157,7 +157,7 @@ def _choose_answers(answers: Sequence[Answer], max_count: int) -> list[Answer]:
 
 
 def _example(data: DataSet, answer: Answer) -> Example:
-    # The right answer that the model gave is shown, if there are several.
+    # The page shows which of several right answers the model gave.
     right = answer.prediction if answer.is_right else answer.right
     try:
         shown = data.show(answer.handle, pictures=True)
