@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import CheckpointConfig, Config, EvalConfig
 from megatron_vlm.config.trainable import SWITCHES, exports, learns
 from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet
@@ -154,7 +154,7 @@ def _evaluation(cfg: Config, held_out: Sequence[tuple[str, int]]) -> str:
         return "none: data.eval is not set"
     sets = ", ".join(f"{name} ({samples:,} samples)" for name, samples in held_out[:_MAX_NAMES])
     more = f" and {len(held_out) - _MAX_NAMES} more" if len(held_out) > _MAX_NAMES else ""
-    return f"{sets}{more} {_every(cfg.eval.every)}"
+    return f"{sets}{more} {_when(cfg.eval)}"
 
 
 def _destinations(cfg: Config) -> str:
@@ -162,7 +162,7 @@ def _destinations(cfg: Config) -> str:
     kinds = {"model": "the model", "adapter": "the adapters", "merged": "the merged model"}
     exported = " and ".join(kinds[kind] for kind in exports(cfg)) or "nothing"
     parts = [
-        f"checkpoints {_every(cfg.checkpoint.every)}",
+        f"checkpoints {_when(cfg.checkpoint)}",
         f"export of {exported}",
         "report.html" * cfg.log.report,
         "TensorBoard" * cfg.log.tensorboard,
@@ -172,7 +172,10 @@ def _destinations(cfg: Config) -> str:
     return f"{Path(cfg.run)}: {', '.join(filter(None, parts))}"
 
 
-def _every(steps: int | None) -> str:
-    if steps is None:
+def _when(interval: EvalConfig | CheckpointConfig) -> str:
+    if interval.every_epochs is not None:
+        return f"every {interval.every_epochs:.4g} epochs and at the end"
+    if interval.every is None:
         return "at the end"
+    steps = interval.every
     return f"every {steps:,} steps and at the end" if steps > 1 else "after every step"

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from rich.table import Table
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.data_position import Position
-from megatron_vlm.data.batches.dataset import DataSet, Handle
-from megatron_vlm.data.records.record import Conversation
+from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report.terminal import plain_table
+from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.user_code.environment import EnvStep
 from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 
@@ -30,29 +30,20 @@ class TriedAnswer:
 
 
 def try_reward(cfg: Config, data: DataSet) -> Iterator[TriedAnswer]:
-    """Yield the rewards of answers to the first prompts: the answer that a record ends with, if it
-    has one, and an empty answer, which a model may give. An error of the reward is raised."""
+    """Yield the rewards of answers to the first prompts: the right answer of a record, if it has
+    one, and an empty answer, which a model may give. An error of the reward is raised."""
     rl = cfg.rl
     settings = RewardSettings(rl.reward, rl.environment, 1, rl.timeout, rl.failed_reward)
     with closing(RewardPool(settings)) as pool:
         number = 0
         for handle, _, _ in islice(data.epoch(Position()), _RECORDS):
             where, record = data.where(handle), data.raw(handle)
-            own = own_answer(data, handle)
+            own = right_answer(record, where, data.readers[handle[0]])
             for answer in [own, ""] if own else [""]:
                 pool.begin(number, record, where).result()
                 yield TriedAnswer(where, answer, pool.step(number, answer).result())
                 pool.end(number)
                 number += 1
-
-
-def own_answer(data: DataSet, handle: Handle) -> str | None:
-    """Return the text of the answer that ends a record, or None if it ends otherwise."""
-    reader = replace(data.readers[handle[0]], asks=False)
-    record = reader.parse(data.raw(handle), data.where(handle))
-    if not isinstance(record, Conversation) or record.turns[-1].role != "assistant":
-        return None
-    return "".join(part for part in record.turns[-1].parts if isinstance(part, str))
 
 
 def reward_table(tried: list[TriedAnswer]) -> Table:
