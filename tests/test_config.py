@@ -11,12 +11,12 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from megatron_vlm.config import config_dir, from_yaml, known_keys, load_config, to_yaml
-from megatron_vlm.config.auto_layout import SEARCHED
 from megatron_vlm.config.bounds import check_bounds, ranges_of
 from megatron_vlm.config.checks import check_training, require
 from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.data_sources import SourceSpec, parse_sets, parse_sources
 from megatron_vlm.config.schema import Config, key_types
+from megatron_vlm.config.searched_keys import SEARCHED
 from megatron_vlm.errors import NOT_GIVEN, ConfigError
 from tests.error_fields import raises
 

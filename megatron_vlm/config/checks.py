@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron_vlm.config.auto_layout import check_auto
 from megatron_vlm.config.bounds import check_bounds
 from megatron_vlm.config.data_sources import check_columns, check_roles
 from megatron_vlm.config.evaluation_checks import check_evaluation, check_measuring
 from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get
+from megatron_vlm.config.searched_keys import check_auto
 from megatron_vlm.config.trainable import check_lora, learns
 from megatron_vlm.errors import ConfigError
 

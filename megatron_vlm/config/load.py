@@ -16,13 +16,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from megatron_vlm.config.auto_layout import without_given
 from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.data_sources import parse_sets, parse_sources, plain_sets, plain_sources
 from megatron_vlm.config.group_values import config_dir, recipe_error, recipes_of
 from megatron_vlm.config.key_hints import unknown_key_error
 from megatron_vlm.config.schema import Config, get, key_types
+from megatron_vlm.config.searched_keys import without_given
 from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH
 from megatron_vlm.errors import (
     NOT_GIVEN,

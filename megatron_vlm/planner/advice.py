@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_vlm.config.auto_layout import SEARCHED, searched_keys
 from megatron_vlm.config.schema import Config, get
+from megatron_vlm.config.searched_keys import SEARCHED, searched_keys
 from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_vlm.config.auto_layout import searched_keys
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.searched_keys import searched_keys
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.flops import ring, update
