@@ -238,7 +238,7 @@ def test_an_evaluation_needs_sets():
         ("hydra=x", "hydra", NOT_GIVEN, {}),
         ("~hydra", "hydra", NOT_GIVEN, {}),
         ("model@x=qwen3_vl_2b", "model@x", NOT_GIVEN, {}),
-        ("optim.lr=1e-5,2e-5", "configuration", NOT_GIVEN, {"problem_has": "'optim.lr=1e-5,2e-5'"}),
+        ("optim.lr=1e-5,2e-5", "optim.lr", "1e-5,2e-5", {"remedy_has": "optim.lr=[1e-5,2e-5]"}),
         (
             "optim.lr=choice(1,2)",
             "configuration",

@@ -347,7 +347,8 @@ def test_recipes_of_the_docs_compose(tmp_path, monkeypatch):
             (target / file.name).symlink_to(file)
         (target / f"{name[2]}.yaml").write_text(block.text)
     (tmp_path / "train.yaml").symlink_to(config_dir() / "train.yaml")
-    monkeypatch.setattr("megatron_vlm.config.load.config_dir", lambda: tmp_path)
+    for module in ("load", "group_values"):
+        monkeypatch.setattr(f"megatron_vlm.config.{module}.config_dir", lambda: tmp_path)
     assert written
     load_config([*written, "model.path=x"])
 

@@ -15,7 +15,7 @@ from megatron_vlm.cli.completion import SHELLS, complete_line
 from megatron_vlm.cli.parser import make_parser
 from megatron_vlm.config.key_docs import key_docs, recipe_docs
 from megatron_vlm.config.key_help import explain_topic
-from megatron_vlm.config.key_hints import _OTHER, _SAME
+from megatron_vlm.config.other_trainers import OTHER_SENTENCES, SAME_KEYS
 from megatron_vlm.config.schema import leaves
 
 METAVARS = [
@@ -65,10 +65,10 @@ def test_every_key_is_explained():
 
 
 def test_names_of_other_trainers_lead_to_the_key():
-    for key, names in _SAME.items():
+    for key, names in SAME_KEYS.items():
         for name in names.split():
             assert f"\n{key}: " in explain_topic(name), name
-    for text, names in _OTHER.items():
+    for text, names in OTHER_SENTENCES.items():
         for name in names.split():
             shown = " ".join(explain_topic(name).split())
             assert text in shown, name

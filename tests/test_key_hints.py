@@ -183,7 +183,7 @@ NOTHING = {
     "rank.foo": "the groups of keys are",
     "log.xx": "the keys of log are every, tensorboard",
     "optim.xx": "the keys of optim are lr, vision_lr",
-    "parallel.xx": "the keys of parallel are tp, pp",
+    "parallel.xx": "the keys of parallel are auto, tp, pp",
 }
 
 
@@ -279,7 +279,9 @@ def test_every_sentence_names_keys_and_values_that_are_accepted(text):
         for value in values if text.startswith(f"{key} is ") else ():
             assert value in text
             accepted(f"{key}={value}")
-    for setting in re.findall(rf"\b((?:(?:{groups})\.\w+|run)=(?:\{{.*?\}}|[\w/]+))", text):
+    for setting in re.findall(
+        rf"\b((?:(?:{groups})\.\w+|run)=(?:\{{.*?\}}|[\w/]+(?:\.\d+)?))", text
+    ):
         if setting != "checkpoint.best=SET/SCORE":  # needs a set of data.eval
             accepted(setting)
     if "checkpoint.best=SET/SCORE" in text:

@@ -198,7 +198,8 @@ def _leaves(
             full = f"{key}.{name.value}"
             yield from _leaves(document, full, name, inner, refused, depth + 1)
     elif key not in kinds:
-        refused.append(unknown_key_error(key, document.place(place)))
+        fields = unknown_key_error(key).fields()
+        refused.append(ConfigError(**fields | {"place": document.place(place)}))
     elif not is_group:
         yield key, place, node
     elif not node.tag.endswith(":null"):

@@ -15,10 +15,9 @@ _SENTENCES = {name: text for text, names in OTHER_SENTENCES.items() for name in 
 _FAMILIES = {start: text for text, starts in NAME_FAMILIES.items() for start in starts.split()}
 
 
-def unknown_key_error(key: str, place: str = "") -> ConfigError:
+def unknown_key_error(key: str) -> ConfigError:
     """Return the error on a key that does not exist, with what to write instead."""
-    problem = "is not a configuration key"
-    return ConfigError(problem, place=place, key=show_value(key), remedy=hint(key))
+    return ConfigError("is not a configuration key", key=show_value(key), remedy=hint(key))
 
 
 def hint(wrong: str) -> str:
