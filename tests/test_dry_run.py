@@ -238,5 +238,5 @@ def test_eval_and_serve_have_a_dry_run(asked, tiny, capsys):
 def test_options_of_a_dry_run_belong_to_it():
     with raises(ConfigError, key="--memory", remedy_has="add --dry-run"):
         run_command("train", "model.path=m", "--memory", "80GiB")
-    with raises(ConfigError, key="--dry-run", problem="is not an option of this command"):
+    with raises(ConfigError, key="--dry-run", problem="is not an option of inspect"):
         run_command("inspect", "--dry-run", "model.path=m")

@@ -382,7 +382,7 @@ def write_wrong(folder):
         record("pictures/0.png"): None,
         "{": "not a line of JSON",
         "[" * 100_000: "is nested too deeply|not a line of JSON",
-        '{"prompt": "a"}': "match no known format",
+        '{"prompt": "a"}': "has a question, and none",
         record("pictures/1.png"): "no file pictures/1.png",
         record("pictures/\x1b[2J.png"): r"no file pictures/\\x1b\[2J\.png",
         record("../a.jsonl"): "lies outside",
@@ -453,7 +453,7 @@ def test_a_stream_says_keys_that_are_passed_over_where_they_first_come(tiny, tmp
 def test_errors_of_a_stream(stream, tiny, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "completion": "c"}\n')
     spec = {"path": str(tmp_path / "a.jsonl"), "streaming": True}
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the keys"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: prompt has a question"):
         load(spec, tiny(), tmp_path, shuffle=False)
     steps = load(spec, tiny(), tmp_path, shuffle=False, on_error="skip", epochs=1)
     assert [len(rows) for rows, _ in steps] == [1]

@@ -233,7 +233,7 @@ def test_steps_without_a_signal_get_one_hint(pool, folder, model):
     text = hints[0]["text"]
     assert "An answer with the reward 0, where '" in text and "no answer in this step" in text
     assert text in out
-    third = next(each for each in samples(folder / "silent") if each["step"] == 2)
+    third = next(each for each in samples(folder / "silent") if each["step"] == 3)
     assert third["right"] and f"{third['right'][:200]!r} is right ({third['where']})" in text
     assert repr(third["episodes"][0]["answers"][0]) in text
 
