@@ -18,6 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -304,6 +305,7 @@ def _replace_cuda(findings: Findings, streams: Streams) -> None:
         device=lambda _: contextlib.nullcontext(),
         get_device_capability=lambda *_: (9, 0),
         get_device_name=lambda *_: "an emulated device",
+        get_device_properties=lambda *_: SimpleNamespace(total_memory=80 * 2**30),
     )
     # As with NCCL, a collective puts the tensors that it creates on the device.
     _replace(
