@@ -8,16 +8,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 from megatron_vlm.distributed.device import install_cpu_stand_in
 from tests.pool import Pool
 from tests.process_tree import ProcessTree
-from tests.random_runs import not_played
+from tests.random_runs import LONG, not_played
 
 # The last digits of results depend on the number of threads, and a launcher derives that number
 # from the machine's cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+# The random inputs of a test follow from its code alone, but for those of a long run.
+settings.register_profile("fixed", deadline=None, derandomize=not LONG)
+settings.load_profile("fixed")
 
 
 # A worker takes one file at a time. These files take minutes and run first, so that no worker is

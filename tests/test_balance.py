@@ -59,7 +59,7 @@ SIZES = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SIZES, st.integers(1, 9), st.one_of(st.none(), st.integers(1, 9000)), st.integers(1, 8))
 def test_a_plan_has_every_row_once_and_keeps_its_limits(sizes, ranks, tokens, rows):
     plan = plan_batch(sizes, ranks, Limits(rows, tokens))

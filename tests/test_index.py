@@ -17,6 +17,7 @@ import pytest
 
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
 from megatron_vlm.data.batches.data_warnings import Remarks
+from megatron_vlm.data.batches.dataset import NoSampleError
 from megatron_vlm.data.tokens import index as indexing
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.errors import DataError
@@ -235,7 +236,7 @@ def test_too_many_wrong_records_stop_a_run(tiny, tmp_path):
 
 def test_a_set_with_nothing_left_says_why(tiny, tmp_path):
     path = write_set(tmp_path, 3)
-    with raises(DataError, key="data.train", problem_has=": 3 "):
+    with raises(NoSampleError, key="data.train", problem_has=": 3 "):
         open_set(path, tiny(), tmp_path / "cache", max_tokens=3, truncation="drop")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError) as caught:

@@ -108,7 +108,7 @@ def test_a_link_to_a_card_elsewhere_is_not_read(tiny, tmp_path):
     assert "secret" not in model_card(HFCheckpoint(tmp_path / "base"))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @example("a`b\n---\n# <script>", "``x``]( http://evil \x1b[2J|")
 @example("\nlicense: mit\n---\n- [x](y)", " ")
 @given(st.text(max_size=30), st.text(max_size=30))

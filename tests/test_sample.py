@@ -58,7 +58,7 @@ def build(pieces, trained_seed):
     return Sample(ids, trained, tuple(images), tuple(videos)), spans
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(PIECES, st.integers(1, 80), st.one_of(st.none(), st.integers(1, 6)), st.integers(0, 9))
 def test_a_cut_is_the_longest_that_is_safe(pieces, max_tokens, max_images, seed):
     sample, spans = build(pieces, seed)
@@ -180,7 +180,6 @@ def test_what_cannot_fit_is_never_tokenized(truncation, reader, monkeypatch):  #
 ANY = st.text(max_size=60) | st.text("\u1112\u1161\u11ab\u03b1\u0313\u0301 \n", max_size=60)
 
 
-@settings(deadline=None)
 @given(words=ANY)
 def test_no_text_has_fewer_tokens_than_its_least(words, escaping):
     renderer = escaping.encoder.renderer
@@ -204,7 +203,7 @@ PARTS |= LONG.map(lambda word: [text(word * 700)])
 TURNS = st.lists(st.tuples(PARTS, WORDS), min_size=1, max_size=4)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(turns=TURNS, max_tokens=st.integers(5, 120), max_images=st.sampled_from([None, 1, 2]))
 def test_random_records_are_cut_safely(turns, max_tokens, max_images, escaping):
     """The placeholders match the remaining patches, and some tokens are trained.
@@ -242,7 +241,7 @@ def test_random_records_are_cut_safely(turns, max_tokens, max_images, escaping):
 SETTINGS = ImageSettings(min_pixels=4096, max_pixels=200_000)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 3000), st.integers(1, 3000))
 def test_sizes_equal_hugging_face(height, width):
     if max(height, width) > 200 * min(height, width):
@@ -251,7 +250,7 @@ def test_sizes_equal_hugging_face(height, width):
     assert SETTINGS.resized_size(height, width) == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 99), st.booleans())
 def test_patches_equal_hugging_face_bit_for_bit(height, width, seed, clip):
     if max(height, width) > 200 * min(height, width):

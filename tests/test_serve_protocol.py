@@ -571,7 +571,7 @@ def attempt(body: bytes) -> None:
         assert datum.chunks and datum.inputs["target_tokens"].ndim in (1, 2)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(st.integers(0, 2**32), st.booleans())
 def test_mutated_requests_are_read_or_refused(seed, packed):
     chance = random.Random(seed)
@@ -585,7 +585,7 @@ def test_mutated_requests_are_read_or_refused(seed, packed):
     attempt(mutate_bytes(body, chance))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused(body):
     attempt(body)
@@ -709,7 +709,7 @@ def test_refused_prompts(name):
     assert len(str(refused.value)) < 500
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2**32))
 def test_mutated_prompts_are_read_or_refused(seed):
     both = {"chunks": of_text([1, 2])["chunks"] + of_image(expected_tokens=3)["chunks"]}

@@ -13,7 +13,7 @@ from dataclasses import replace
 import datasets
 import pyarrow
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_vlm.config.data_sources import SourceSpec
@@ -131,7 +131,6 @@ def test_places_are_lines_of_the_file(tmp_path):
     assert [source.where(i) for i in range(5)] == [f"{path}:{n}" for n in (3, 5, 7, 9, 11)]
 
 
-@settings(deadline=None)
 @given(content=st.binary(max_size=60), block=st.sampled_from([1, 3, 8, 64]))
 def test_lines_are_found_whatever_the_blocks(content, block, tmp_path_factory):
     content = content.translate(bytes(b"\n \r\tab{}"[i % 8] for i in range(256)))

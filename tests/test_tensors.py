@@ -163,7 +163,7 @@ def test_one_row_and_iteration():
 
 
 @given(tensor_lists(), st.integers(1, 8), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_laws_of_a_list(rows, n, data):
     plain = bits(rows)
     parts = rows.chunk(n)
@@ -185,7 +185,7 @@ def test_laws_of_a_list(rows, n, data):
 
 
 @given(tensor_batches(), st.integers(1, 8), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_laws_of_a_batch(batch, n, data):
     """A batch does to each field what a list does to its rows."""
     parts = batch.chunk(n)
@@ -202,7 +202,7 @@ def test_laws_of_a_batch(batch, n, data):
 
 
 @given(tensor_batches(), st.integers(2, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_bytes_bring_back_every_bit(batch, protocol):
     written = batch.to_bytes()
     for buffer in (written, bytearray(written), memoryview(written)):
@@ -349,7 +349,7 @@ def test_foreign_bytes_are_refused(name):
 
 
 @given(tensor_batches(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_changed_byte_is_refused_or_harmless(batch, data):
     buffer = bytearray(batch.to_bytes())
     header = 16 + int.from_bytes(buffer[8:16], "little")

@@ -122,7 +122,7 @@ def test_the_cap_of_a_frame_is_by_default_that_of_this_transformers(tmp_path):
 # Plans
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(
     count=st.one_of(st.integers(1, 12), st.integers(1, 20000)),
     fps=st.one_of(st.none(), st.floats(0.1, 240), st.sampled_from([24.0, 25.0, 30000 / 1001])),

@@ -186,7 +186,7 @@ def test_a_part_of_a_file_and_a_number_of_frames(given, first, total, num_frames
     assert_equal(row, tiny(), expected, oracle)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     count=st.integers(2, 3000),
     fps=st.floats(1, 120),

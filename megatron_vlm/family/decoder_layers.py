@@ -185,9 +185,10 @@ class GatedDeltaNet:
     def flops_per_token(self) -> int:
         """Operations per token of the rule in chunks, besides the products with weights. The
         products of keys with keys and with queries are made for key heads, all others for value
-        heads: the solution of the chunk's equations, and reading, writing and keeping the state."""
+        heads: the inverse of the chunk's equations, what it is multiplied with, and reading,
+        writing and keeping the state."""
         chunk, key, value = DELTA_CHUNK, self.key_dim, self.value_dim
-        per_value_head = 6 * key * value + 2 * chunk * value + chunk * (key + value)
+        per_value_head = 6 * key * value + 4 * chunk * value + chunk * chunk
         return self.value_heads * per_value_head + self.key_heads * 4 * chunk * key
 
     @property

@@ -69,7 +69,10 @@ def _from_list(value: Sequence[Any], turns: Sequence[ChatMessage], keys: Keys) -
         if not isinstance(item, Mapping):
             raise DataError(f"must be an object, not {kind_of(item)}", place=place)
         items.append(keys.read(item, known, place))
-    units = {str(item.get("bbox_type", "real")).replace("norm_", "norm") for item in items}
+        unit = items[-1].setdefault("bbox_type", "real")
+        if not isinstance(unit, str):
+            raise DataError(place=place, key="bbox_type", found=unit, allowed=UNITS)
+    units = {item["bbox_type"].replace("norm_", "norm") for item in items}
     if len(units) > 1:
         raise DataError(
             f"differs between the objects: {', '.join(sorted(units))}",
