@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat_template.py sample.py \
 	row_maker.py hf.py tiny_model.py)
 
-.PHONY: setup trl-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-lora reinforce test test-slow test-long test-newest test-torch test-parity lint format docs bench scale clean
+.PHONY: setup trl-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-lora reinforce test test-slow test-slow-all test-long test-newest test-torch test-parity lint format docs bench scale clean
 
 setup: .venv/ready
 
@@ -38,9 +38,9 @@ reinforce: setup
 test: setup
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
-# Each commit plays a part of the long random runs and of the layouts with engines: see
-# tests/random_runs.py. `make test-long` plays all of them, which takes hours. What starts jobs and
-# kills them runs alone.
+# Each commit plays a third of the files, and of the random runs and the layouts with engines a part:
+# see tests/random_runs.py. `make test-slow-all` plays all files, `make test-long` all runs as well,
+# which takes hours. What starts jobs and kills them runs alone.
 SIDE_BY_SIDE := $(addprefix tests/test_,agree_vllm.py fuzz.py sequences.py fused_ops.py what_fits.py lora.py \
 	lora_checkpoint.py lora_files.py rl_engine.py trl_losses.py moe.py moe_balance.py moe_train.py plan_experts.py \
 	vllm.py vllm_sampler.py wheel.py simulate_scale.py full_disk.py hub.py log_sinks.py hostile.py \
@@ -48,12 +48,14 @@ SIDE_BY_SIDE := $(addprefix tests/test_,agree_vllm.py fuzz.py sequences.py fused
 	multi_model.py lora_head.py lora_head_files.py lora_head_vllm.py lora_delta_net_vllm.py serve_unembed.py \
 	serve_vllm.py agree_command.py golden.py rl.py loader.py prepare.py run_report.py preflight.py \
 	tinker_losses.py tinker_recipes.py serve_multi_model.py mutants.py accumulate.py retention.py moe_files.py qwen3_5.py) tests/device
-test-slow: setup
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))
+test-slow test-slow-all: setup
+	$(PARTS) $(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(SIDE_BY_SIDE)
+	$(PARTS) $(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))
+
+test-slow: PARTS = SLOW_PARTS=3
 
 test-long:
-	LONG=1 $(MAKE) test-slow
+	LONG=1 $(MAKE) test-slow-all
 
 # The newest versions that pyproject.toml allows. All quick tests: make test-newest NEWEST=tests
 test-newest: .venv-newest/ready

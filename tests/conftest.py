@@ -14,7 +14,7 @@ from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 from megatron_vlm.distributed.device import install_cpu_stand_in
 from tests.pool import Pool
 from tests.process_tree import ProcessTree
-from tests.random_runs import LONG, not_played
+from tests.random_runs import LONG, in_other_parts, not_played
 
 # The last digits of results depend on the number of threads, and a launcher derives that number
 # from the machine's cores.
@@ -34,7 +34,7 @@ LONGEST += ("vllm_sampler", "vllm", "run_folder", "rl", "parity", "checkpoint")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the cases that other commits play, and run the longest files first."""
-    others = not_played(items)
+    others = {*not_played(items), *in_other_parts(items)}
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
     first = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}

@@ -41,6 +41,16 @@ def test_plain(): pass
 """
 
 
+def collected(folder: Path, **environment: str) -> list[str]:
+    """Return the names of the tests in a folder that run in this environment."""
+    options = ["-p", "tests.conftest", "--collect-only", "--rootdir", str(folder), str(folder)]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *options],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [line.partition("::test_")[2] for line in result.stdout.splitlines() if "::" in line]
+
+
 @pytest.mark.parametrize(
     ("environment", "cases", "others"),
     [
@@ -53,10 +63,18 @@ def test_plain(): pass
 def test_marked_cases_rotate(environment, cases, others, tmp_path):
     """The hook of conftest.py deselects the cases that another commit plays."""
     (tmp_path / "test_played.py").write_text(PLAYED)
-    options = ["-p", "tests.conftest", "--collect-only", "--rootdir", str(tmp_path), str(tmp_path)]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *options],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    names = [line.partition("::test_")[2] for line in result.stdout.splitlines() if "::" in line]
+    names = collected(tmp_path, **environment)
     assert names == [*(f"cases[{case}]" for case in cases), *others, "plain"]
+
+
+def test_commits_play_all_files_of_slow_tests_between_them(tmp_path):
+    """A quick test runs with every commit, also one in a file with slow tests."""
+    for name in "abcd":
+        slow = f"@pytest.mark.slow\ndef test_slow_{name}(): pass"
+        lines = ["import pytest", slow, f"def test_quick_{name}(): pass"]
+        (tmp_path / f"test_{name}.py").write_text("\n".join(lines))
+    quick = {f"quick_{name}" for name in "abcd"}
+    for part, files in enumerate(("ad", "b", "c")):
+        names = collected(tmp_path, COMMIT=f"{part}000000", SLOW_PARTS="3")
+        assert {*names} == quick | {f"slow_{name}" for name in files}
+    assert len(collected(tmp_path, COMMIT="0", SLOW_PARTS="1")) == 8

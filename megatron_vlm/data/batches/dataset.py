@@ -196,7 +196,7 @@ def open_data(
         for source, reader in zip(sources, readers, strict=True)
     )
     if cfg.split is not None and (train or held_out):
-        chosen = choose_held_out(sources, cfg)
+        chosen = choose_held_out(indexes, cfg)
         indexes = tuple(
             index.only(part if held_out else ~part)
             for index, part in zip(indexes, chosen, strict=True)

@@ -23,8 +23,9 @@ from safetensors import SafetensorError
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.records.unknown_keys import Unknown, UnknownKeysError, unknown_keys_problem
 from megatron_vlm.data.sources.source import Source
-from megatron_vlm.data.tokens.index_file import Chunk, ChunkFile
+from megatron_vlm.data.tokens.index_file import Chunk, ChunkFile, RecordId
 from megatron_vlm.data.tokens.reader import Reader
+from megatron_vlm.data.tokens.record_digest import digest_record
 from megatron_vlm.data.tokens.sample import RecordDropped, Sample
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
@@ -34,7 +35,7 @@ _log = logging.getLogger("megatron_vlm.data")
 
 CHUNK = 512  # records
 _MAX_SURVEYED = 5000  # records that are read again to name all their unknown keys at once
-_VERSION = 8  # version of the files; raise it when the meaning of their content changes
+_VERSION = 9  # version of the files; raise it when the meaning of their content changes
 # These settings decide the content of a sample.
 _DECIDING = [
     "exif_orientation",
@@ -74,9 +75,9 @@ class Index:
         self.place = np.concatenate([np.arange(len(part)) for part in places])
         ends = [file.columns["token_ends"] for file in files]
         self.tokens = np.concatenate([np.diff(part, prepend=0) for part in ends])
-        self.supervised, self.patches, self.patch_pairs, self.images = (
+        self.digests, self.supervised, self.patches, self.patch_pairs, self.images = (
             np.concatenate([file.columns[name] for file in files])
-            for name in ("supervised", "patches", "patch_pairs", "images")
+            for name in ("digests", "supervised", "patches", "patch_pairs", "images")
         )
         ends = [file.columns["video_ends"] for file in files]
         self.videos = np.concatenate([np.diff(part, prepend=0) for part in ends])
@@ -95,12 +96,11 @@ class Index:
         return len(self.records)
 
     def only(self, chosen: np.ndarray) -> "Index":
-        """Return the index of the chosen records; one flag for each record of the source."""
+        """Return the index of the chosen samples; `chosen` has a flag for each."""
         part = copy.copy(self)
-        kept = chosen[self.records]
-        columns = ("records", "chunk_of", "place", "tokens", "supervised", "patches")
-        for name in (*columns, "patch_pairs", "images"):
-            setattr(part, name, getattr(self, name)[kept])
+        columns = ("records", "chunk_of", "place", "tokens", "digests", "supervised", "patches")
+        for name in (*columns, "patch_pairs", "images", "videos"):
+            setattr(part, name, getattr(self, name)[chosen])
         return part
 
     def __getitem__(self, sample: int) -> Sample:
@@ -255,9 +255,11 @@ class _Chunks:
         for place in range(min(CHUNK, len(self.source) - start)):
             where = self.source.where(start + place)
             try:
-                sample = self.reader.encode(self.source[start + place], where, False, chunk.passed)
-                chunk.samples.append((place, sample))
-                if self.reader.is_contrary(self.source[start + place], sample):
+                raw = self.source[start + place]
+                record = RecordId(place, digest_record(raw, self.cfg.ignore_keys))
+                sample = self.reader.encode(raw, where, False, chunk.passed)
+                chunk.samples.append((record, sample))
+                if self.reader.is_contrary(raw, sample):
                     chunk.contrary.append(place)
             except RecordDropped as rule:
                 chunk.dropped.append((place, str(rule)))

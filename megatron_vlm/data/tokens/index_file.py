@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import safe_open
@@ -23,16 +23,22 @@ from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
 REMEDY = "delete data.cache_dir and start again"
 _SIZES = ("supervised", "patches", "patch_pairs", "images")
-_COLUMNS = ("records", *_SIZES, "checksums", "token_ends", "image_ends", "video_ends")
+_COLUMNS = ("records", "digests", *_SIZES, "checksums", "token_ends", "image_ends", "video_ends")
 _METADATA_KEYS = ("dropped", "errors", "passed", "contrary")
+
+
+class RecordId(NamedTuple):
+    """The record of a sample: its place in the chunk, and the digest of its content."""
+
+    place: int
+    digest: int
 
 
 @dataclass(frozen=True)
 class Chunk:
     """The encoded records of one chunk."""
 
-    # Each sample has its record's place in the chunk.
-    samples: list[tuple[int, Sample]] = field(default_factory=list)
+    samples: list[tuple[RecordId, Sample]] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)  # place and rule
     faults: list[str] = field(default_factory=list)
     passed: Counter[str] = field(default_factory=Counter)  # unused keys
@@ -57,7 +63,8 @@ class Chunk:
     def _tensors(self) -> dict[str, np.ndarray]:
         samples = [sample for _, sample in self.samples]
         tensors = {
-            "records": _column(place for place, _ in self.samples),
+            "records": _column(record.place for record, _ in self.samples),
+            "digests": _column(record.digest for record, _ in self.samples),
             "ids": np.concatenate([np.zeros(0, np.int32), *(s.ids_S for s in samples)]),
             "trained": np.concatenate([np.zeros(0, bool), *(s.trained_S for s in samples)]),
             "token_ends": _column(len(s.ids_S) for s in samples).cumsum(),
