@@ -38,7 +38,7 @@ reinforce: setup
 test: setup
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
-# Each commit plays a third of the files, and of the random runs and the layouts with engines a part:
+# Each commit plays a sixth of the files, and of the random runs and the layouts with engines a part:
 # see tests/random_runs.py. `make test-slow-all` plays all files, `make test-long` all runs as well,
 # which takes hours. What starts jobs and kills them runs alone.
 SIDE_BY_SIDE := $(addprefix tests/test_,agree_vllm.py fuzz.py sequences.py fused_ops.py what_fits.py lora.py \
@@ -52,7 +52,7 @@ test-slow test-slow-all: setup
 	$(PARTS) $(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(SIDE_BY_SIDE)
 	$(PARTS) $(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))
 
-test-slow: PARTS = SLOW_PARTS=3
+test-slow: PARTS = SLOW_PARTS=6
 
 test-long:
 	LONG=1 $(MAKE) test-slow-all

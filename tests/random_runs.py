@@ -7,8 +7,8 @@ whole set. COMMIT=... replays the window of another commit.
 `@pytest.mark.rotate(2)` makes each commit play two of a test's cases. Tests with a common `group`
 rotate together. conftest.py deselects the others.
 
-SLOW_PARTS=3, which `make test-slow` sets, divides the files of slow tests in three parts, of which
-a commit plays one. `make test-slow-all` plays all three.
+SLOW_PARTS=6, which `make test-slow` sets, divides the files of slow tests in six parts, of which a
+commit plays one. `make test-slow-all` plays all of them.
 """
 
 import os

@@ -265,12 +265,20 @@ def mistaken(tmp_path, monkeypatch):
     path = tmp_path / "mistaken.py"
     path.write_text(
         "import os, sys, time\n"
+        "from pathlib import Path\n"
         "from megatron_vlm.distributed.process import run_guarded\n"
         "from megatron_vlm.errors import ConfigError\n"
         "def fail(_):\n"
         "    raise ConfigError('alone' if os.environ['RANK'] == '1' else 'the same')\n"
         "status = run_guarded(fail, [])\n"
-        "time.sleep(1)\n"  # the launcher ends all ranks when the first ends
+        # The launcher ends all ranks when the first ends, so each waits until all have spoken.
+        "ranks = range(int(os.environ['WORLD_SIZE']))\n"
+        "files = [Path(__file__).with_suffix(f'.{rank}') for rank in ranks]\n"
+        "mine = files[int(os.environ['RANK'])]\n"
+        "attempt = mine.stat().st_size + 1 if mine.exists() else 1\n"
+        "mine.write_bytes(b'.' * attempt)\n"
+        "while not all(x.exists() and x.stat().st_size >= attempt for x in files):\n"
+        "    time.sleep(0.02)\n"
         "sys.exit(status)\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")

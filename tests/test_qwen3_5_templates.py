@@ -80,6 +80,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.rotate(8)
 @pytest.mark.parametrize(("name", "variables"), VARIANTS)
 @pytest.mark.parametrize("tokens", [(), TOKENS])
 def test_ids_equal_transformers(name, variables, tokens, folder, reader):

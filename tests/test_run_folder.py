@@ -223,6 +223,7 @@ def test_what_is_in_the_way_is_refused_before_the_first_step(theirs, words, fold
     assert path.read_text() == "years of work" and not (folder.run / "metrics.jsonl").exists()
 
 
+@pytest.mark.rotate(30)
 @pytest.mark.parametrize("kind", ["link to nothing", "file", "folder", "pipe", "loop"])
 @pytest.mark.parametrize(
     "name",

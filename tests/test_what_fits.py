@@ -18,12 +18,11 @@ def maker(monkeypatch):
 
 
 def test_lines_of_the_page_are_up_to_date(maker):
-    """Each commit computes a line of each model anew."""
+    """Each commit computes some lines anew."""
     lines = maker.PAGE.read_text().splitlines()
-    for name in maker.NAMES:
-        configurations = maker.configurations(name)
-        for number in window(len(configurations), 1):
-            assert maker.line(*configurations[number]) in lines
+    configurations = [each for name in maker.NAMES for each in maker.configurations(name)]
+    for number in window(len(configurations), 4):
+        assert maker.line(*configurations[number]) in lines
 
 
 @pytest.mark.slow

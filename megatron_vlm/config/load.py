@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -43,16 +44,14 @@ def load_config(overrides: Sequence[str], file: ConfigFile | None = None) -> Con
     _check_keys(overrides)
     if file is not None and file.is_complete:
         _refuse_recipes(overrides)
-    ConfigStore.instance().store(name="schema", node=_as_omegaconf_class(Config))
+    _store_schema()
     composed = [*_recipes_of(file), *map(_plain_override, overrides)]
     GlobalHydra.instance().clear()
     with _explain_errors(file, overrides):
         name = _PRIMARY
         if file is not None:
             name, values = "own_file", file.values_by_group()
-            OmegaConf.merge(
-                OmegaConf.structured(_as_omegaconf_class(Config)), values
-            )  # checks the types
+            OmegaConf.merge(OmegaConf.structured(_schema_class()), values)  # checks the types
             ConfigStore.instance().store(
                 name=name, node={"defaults": [_PRIMARY, "_self_"], **values}
             )
@@ -76,7 +75,7 @@ def from_yaml(text: str, overrides: Sequence[str] = (), file: ConfigFile | None 
     _refuse_variables(text, "config.yaml")
     with _explain_errors(file, overrides):
         changes = OmegaConf.from_dotlist([_plain_override(override) for override in overrides])
-        schema = OmegaConf.structured(_as_omegaconf_class(Config))
+        schema = OmegaConf.structured(_schema_class())
         values = {} if file is None else file.values_by_group()
         return _build_config(OmegaConf.merge(schema, OmegaConf.create(text), values, changes))
 
@@ -129,6 +128,17 @@ def _explain_errors(file: ConfigFile | None, overrides: Sequence[str]) -> Iterat
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         explained = _explain(error)
         raise (file.blame(explained, overrides) if file else explained) from error
+
+
+@cache
+def _schema_class() -> Any:
+    return _as_omegaconf_class(Config)
+
+
+@cache
+def _store_schema() -> None:
+    """Store the schema under the name that configs/train.yaml has for it."""
+    ConfigStore.instance().store(name="schema", node=_schema_class())
 
 
 def _as_omegaconf_class(cls: Any) -> Any:
@@ -211,7 +221,7 @@ def _plain_override(override: str) -> str:
         return override
     if override[0] == "+":
         return override.lstrip("+")
-    default = get(_as_omegaconf_class(Config)(), key)
+    default = get(_schema_class()(), key)
     if isinstance(default, tuple):
         default = list(default)
     return f"{key}={'null' if default is None else default}"
