@@ -27,10 +27,18 @@ from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.report.example_lines import Example
 from megatron_vlm.run.checkpointing import Progress
-from megatron_vlm.run.evaluation.answer_metrics import METRICS, anls, iou, relaxed_accuracy
+from megatron_vlm.run.evaluation.answer_metrics import (
+    METRICS,
+    anls,
+    exact_match,
+    iou,
+    relaxed_accuracy,
+)
 from megatron_vlm.run.evaluation.evaluate import Evaluator, read_candidates
 from megatron_vlm.run.evaluation.held_out_sets import cut_row, first_samples, last_answer
+from megatron_vlm.run.evaluation.measure import Answer
 from megatron_vlm.run.intervals import is_due
 from megatron_vlm.training.worker import MegatronWorker
 from tests.reference import load_reference, row_logits
@@ -124,7 +132,7 @@ def expected(asked) -> dict[str, float]:
     """Return the loss, the token accuracy and the ranking score by Hugging Face's logits."""
     model, tokenizer = asked["model"], asked["tokenizer"]
     total, right, count, ranked, weight = 0.0, 0, 0, 0, 0.0
-    for row in asked["rows"]:
+    for row, references in zip(asked["rows"], asked["references"], strict=True):
         log_probs = logits_of(model, row)[:-1].log_softmax(-1)
         targets = row.labels_S[1:]
         for place in (targets != IGNORE).nonzero()[:, 0]:
@@ -142,7 +150,7 @@ def expected(asked) -> dict[str, float]:
             sums.append(float(tail[range(len(ids)), ids].sum()))
         assert sorted(sums)[-1] - sorted(sums)[-2] > MARGIN
         choice = asked["candidates"][int(np.argmax(sums))]
-        ranked += choice == tokenizer.decode(answer[:-1]).strip()
+        ranked += choice in [reference.strip() for reference in references]
     assert weight < count
     return {"loss": total / weight, "token_accuracy": right / count, "ranking": ranked / ROWS}
 
@@ -225,6 +233,23 @@ def official_relaxed(prediction: str, references: list[str]) -> bool:
         return prediction.lower() == target.lower()
 
     return any(map(is_right, references))
+
+
+@pytest.mark.parametrize(
+    ("prediction", "references", "expected"),
+    [
+        ("red", ["blue", " red\n"], 1.0),
+        (" red", ["red"], 1.0),
+        ("Red", ["red"], 0.0),
+        ("", ["red"], 0.0),
+    ],
+)
+def test_an_answer_is_right_in_scores_and_on_pages_alike(prediction, references, expected):
+    assert exact_match(prediction, references) == {"exact_match": expected}
+    for first, listed in ((references[0], references), (references[-1], ())):
+        shown = Example("x:1", first, prediction, answers=tuple(listed))
+        assert shown.is_right == Answer((0, 0), first, prediction, tuple(listed)).is_right
+        assert shown.is_right == bool(expected)
 
 
 @pytest.mark.parametrize(
@@ -363,11 +388,12 @@ def test_examples_show_what_was_asked(asked, pool):
         line = int(example.where.rpartition(":")[2])
         record = json.loads(Path(asked["file"]).read_text().splitlines()[line - 1])
         user, assistant = record["messages"]
-        assert example.answer in (assistant["content"].strip(), *record.get("answers", []))
+        assert example.answer == assistant["content"].strip()
+        assert list(example.answers) == record.get("answers", [])
         *pictures, said = example.turns[-1].parts
         assert example.turns[-1].role == "user" and user["content"][-1]["text"] == said.text
         assert len(pictures) == len(user["content"]) - 1 and all(each.image for each in pictures)
-    verdicts = [example.answer == example.prediction for example in examples]
+    verdicts = [example.is_right for example in examples]
     assert verdicts == [False] * 4 + [True] * 2  # wrong ones first
 
 

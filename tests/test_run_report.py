@@ -38,7 +38,7 @@ from megatron_vlm.report.run.comparison import differences
 from megatron_vlm.report.run.metrics_arrays import read_metrics
 from megatron_vlm.report.sections import CardPages
 from tests.error_fields import raises
-from tests.report_facts import Facts, browse, check_self_contained, colour, in_a_browser
+from tests.report_facts import Facts, browse, check_self_contained, colour, in_a_browser, walk
 
 TEAL = (20, 140, 130)
 HOSTILE = "<script>alert(1)</script> & \u4e09 \x1b[2J\u202e"
@@ -386,14 +386,18 @@ def test_examples_are_read_as_they_were_written(tmp_path, report):
         ExampleTurn("assistant", (ExamplePart("red"),)),
         ExampleTurn("user", (ExamplePart("sure?"),)),
     )
-    shown = Examples("eval", 100, (Example("a:1", "red", "blue", turns),))
+    several = Example("a:2", "red", "crimson ", turns, (" crimson", "red"))
+    shown = Examples("eval", 100, (Example("a:1", "red", "blue", turns), several))
     shown.write(tmp_path)
     assert Examples.read(tmp_path / "examples.json") == shown
     shown.write(write_run(tmp_path / "my run", [step(1, 1.0)]))
     page = Facts(read_report(tmp_path / "my run"))
     [cards] = page.of(CardPages)
     labels = [part.label for part in cards.cards[0].sections]
-    assert labels == ["user", "assistant", "user", "answer", "model"] and cards.kinds == ["wrong"]
+    assert labels == ["user", "assistant", "user", "answer", "model"]
+    assert cards.kinds == ["wrong", "right"]
+    texts = [part for part in walk(cards.cards[1].sections[3]) if isinstance(part, str)]
+    assert [text for text in texts if text] == ["answers", " crimson", "red"]
     parts = [type(part).__name__ for part in cards.cards[0].sections[0].sections]
     assert parts == ["Said", "Pictures", "Said"]
 
@@ -494,13 +498,20 @@ def test_several_runs_share_a_page(tmp_path):
 
 def test_answers_of_runs_are_side_by_side(tmp_path):
     """The records that at least two runs were asked, and first those on which they differ."""
-    said = {"first": ["red", "blue", "2", "x"], "second": ["red", "red", "3"], "third": []}
+    said = {"first": ["red", "blue", "2", "x"], "second": ["red", " crimson", "3"], "third": []}
     folders = []
     for name, predictions in said.items():
         run = write_run(tmp_path / name, [step(1, 1.0)])
         (run / "predictions").mkdir()
         lines = [
-            json.dumps({"where": f"eval.jsonl:{i}", "answer": answer, "prediction": prediction})
+            json.dumps(
+                {
+                    "where": f"eval.jsonl:{i}",
+                    "answer": answer,
+                    **({"answers": ["red", "crimson"]} if i == 1 else {}),
+                    "prediction": prediction,
+                }
+            )
             for i, (answer, prediction) in enumerate(
                 zip(["red", "red", "1", "y"], predictions, strict=False)
             )
@@ -518,7 +529,7 @@ def test_answers_of_runs_are_side_by_side(tmp_path):
     first = cards.cards[0]
     labels = [part.label for part in first.sections]
     assert first.title == "1 of 2 right"
-    assert labels == ["user", "answer", "\u2717 first", "\u2713 second"]
+    assert labels == ["user", "answers", "\u2717 first", "\u2713 second"]
     drawn = page.page()
     check_self_contained(drawn, (*chart_scripts(), paging_script()))
     assert [image["src"] for image in drawn.all("img")] == [data_uri()]

@@ -1,6 +1,7 @@
 """examples.json of a run: questions of an evaluation set, with pictures and answers."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,10 +33,16 @@ class Example:
     answer: str
     prediction: str
     turns: tuple[ExampleTurn, ...] = ()
+    answers: tuple[str, ...] = ()  # all right answers, if the record lists them
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The right answers."""
+        return self.answers or (self.answer,)
 
     @property
     def is_right(self) -> bool:
-        return is_right(self.answer, self.prediction)
+        return is_right(self.prediction, self.references)
 
 
 @dataclass(frozen=True)
@@ -58,13 +65,20 @@ class Examples:
             texts = {key: item[key].string() for key in ("where", "answer", "prediction")}
             turns = item.get("turns")
             read = _older_turns(item) if turns is None else map(_turn, turns.items())
-            examples.append(Example(**texts, turns=tuple(read)))
+            answers = strings_of(item.get("answers"))
+            examples.append(Example(**texts, turns=tuple(read), answers=answers))
         return Examples(raw["name"].string(), raw["step"].whole(), tuple(examples))
 
 
-def is_right(answer: str, prediction: str) -> bool:
-    """Return whether a prediction is the answer, as exact match counts."""
-    return prediction.strip() == answer.strip()
+def is_right(prediction: str, references: Sequence[str]) -> bool:
+    """Return whether a prediction is one of the right answers, word for word. White space around
+    either does not count. This is exact match everywhere: in scores, files and pages."""
+    return prediction.strip() in [reference.strip() for reference in references]
+
+
+def strings_of(field: JsonField | None) -> tuple[str, ...]:
+    """Return a list of strings, which may be missing."""
+    return () if field is None else tuple(item.string() for item in field.items())
 
 
 def _turn(field: JsonField) -> ExampleTurn:

@@ -7,15 +7,20 @@ from pathlib import Path
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 from megatron_vlm.report import sections
-from megatron_vlm.report.example_lines import Examples, ExampleTurn, is_right
-from megatron_vlm.report.run.examples import PictureRoom, question_parts, said_or_nothing
+from megatron_vlm.report.example_lines import Examples, ExampleTurn, is_right, strings_of
+from megatron_vlm.report.run.examples import (
+    PictureRoom,
+    question_parts,
+    right_answers,
+    said_or_nothing,
+)
 
 _MAX_LINES = 20_000  # answers of a set that are read
 _LONGEST = 2**20  # characters of a line
 _MAX_CARDS = 200
 _PICTURE_BYTES = 12 * 2**20
 _AT_ONCE = 12
-_Answers = dict[str, tuple[str, str]]  # place of the record: right answer, prediction
+_Answers = dict[str, tuple[str, tuple[str, ...]]]  # prediction and right answers, by run or place
 
 
 def answer_section(folders: Mapping[str, Path]) -> Iterator[sections.Section]:
@@ -45,7 +50,7 @@ def answer_section(folders: Mapping[str, Path]) -> Iterator[sections.Section]:
 
 
 def _shared(by_run: Mapping[str, _Answers]) -> dict[str, _Answers]:
-    """Return, for each record that at least two runs were asked with the same right answer, the
+    """Return, for each record that at least two runs were asked with the same right answers, the
     answers of the runs."""
     places = dict.fromkeys(where for answers in by_run.values() for where in answers)
     found = {
@@ -55,7 +60,7 @@ def _shared(by_run: Mapping[str, _Answers]) -> dict[str, _Answers]:
     return {
         where: answers
         for where, answers in found.items()
-        if len(answers) > 1 and len({right for right, _ in answers.values()}) == 1
+        if len(answers) > 1 and len({references for _, references in answers.values()}) == 1
     }
 
 
@@ -74,17 +79,17 @@ def _kind(answers: _Answers) -> str:
 def _card(
     where: str, answers: _Answers, turns: Sequence[ExampleTurn], room: PictureRoom
 ) -> sections.Card:
-    [right] = {right for right, _ in answers.values()}
+    [references] = {references for _, references in answers.values()}
     quotes = [
         sections.Labelled(
-            f"{chr(0x2713 if is_right(right, said) else 0x2717)} {run}", [said_or_nothing(said)]
+            f"{chr(0x2713 if is_right(said, references) else 0x2717)} {run}",
+            [said_or_nothing(said)],
         )
-        for run, (_, said) in answers.items()
+        for run, (said, _) in answers.items()
     ]
     count = sum(is_right(*each) for each in answers.values())
     tone: sections.Tone = "good" if count == len(answers) else "alarm" if not count else ""
-    reference = sections.Labelled("answer", [said_or_nothing(right)])
-    parts = [*question_parts(turns, room), reference, *quotes]
+    parts = [*question_parts(turns, room), right_answers(references), *quotes]
     return sections.Card(f"{count} of {len(answers)} right", where, parts, tone)
 
 
@@ -121,10 +126,8 @@ def _answers(path: Path) -> _Answers:
                 break
             try:
                 line = JsonField(file.parse(text), "", file)
-                answers[line["where"].string()] = (
-                    line["answer"].string(),
-                    line["prediction"].string(),
-                )
+                references = strings_of(line.get("answers")) or (line["answer"].string(),)
+                answers[line["where"].string()] = (line["prediction"].string(), references)
             except DataError:
                 continue
     return answers

@@ -40,10 +40,10 @@ def example_section(path: Path) -> Iterator[sections.Section]:
 
 
 def _card(example: Example, room: "PictureRoom") -> sections.Card:
-    quotes = {"answer": example.answer, "model": example.prediction}
     parts = [
         *question_parts(example.turns, room),
-        *(sections.Labelled(who, [said_or_nothing(text)]) for who, text in quotes.items()),
+        right_answers(example.references),
+        sections.Labelled("model", [said_or_nothing(example.prediction)]),
     ]
     if example.is_right:
         return sections.Card("\u2713 right", example.where, parts, "good")
@@ -78,6 +78,12 @@ def question_parts(turns: Sequence[ExampleTurn], room: PictureRoom) -> Iterator[
             else:
                 parts.append(sections.Said([shorten_text("".join(part.text for part in run))]))
         yield from [sections.Labelled(turn.role, parts)] if turn.role else parts
+
+
+def right_answers(references: Sequence[str]) -> sections.Section:
+    """Return the right answers to a question below each other."""
+    label = "answer" if len(references) == 1 else "answers"
+    return sections.Labelled(label, [said_or_nothing(text) for text in references])
 
 
 def said_or_nothing(text: str) -> sections.Section:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from megatron_vlm.data.tokens.boxes_as_text import outlines_in_text
+from megatron_vlm.report.example_lines import is_right
 
 ANLS_THRESHOLD = 0.5  # a lower similarity counts as a wrong answer, not as a misread one
 RELAXED_CHANGE = 0.05  # share by which a number may differ
@@ -20,7 +21,7 @@ _BOX_TEXT = re.compile(rf"\[{_FOUR}\]|\({_FOUR}\)|{_CORNERS}")
 
 def exact_match(prediction: str, references: Sequence[str]) -> dict[str, float]:
     """Return 1 if the answer is one of the right ones, word for word."""
-    return {"exact_match": float(prediction in [reference.strip() for reference in references])}
+    return {"exact_match": float(is_right(prediction, references))}
 
 
 def anls(prediction: str, references: Sequence[str]) -> dict[str, float]:
@@ -34,8 +35,8 @@ def relaxed_accuracy(prediction: str, references: Sequence[str]) -> dict[str, fl
     """Return 1 if the answer is right by ChartQA's rule: a number within 5 % of the right one, or
     any other text apart from letter case. A number is what Python reads as one; with a percent sign
     at its end it is divided by 100."""
-    is_right = any(_is_relaxed_match(prediction, reference) for reference in references)
-    return {"relaxed_accuracy": float(is_right)}
+    matches = any(_is_relaxed_match(prediction, reference) for reference in references)
+    return {"relaxed_accuracy": float(matches)}
 
 
 def iou(prediction: str, references: Sequence[str]) -> dict[str, float]:

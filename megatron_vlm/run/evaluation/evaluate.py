@@ -131,8 +131,8 @@ def _gather_answers(answers: Sequence[Answer], dp: GroupAxis, device: torch.devi
     turns = itertools.zip_longest(*answer_lists)
     dealt = [answer for turn in turns for answer in turn if answer is not None]
     return [
-        Answer((source, index), right, prediction, tuple(references), *measured)
-        for (source, index), right, prediction, references, *measured in dealt
+        Answer((source, index), right, prediction, tuple(known), *measured)
+        for (source, index), right, prediction, known, *measured in dealt
     ]
 
 
@@ -140,8 +140,8 @@ def _prediction(data: DataSet, answer: Answer) -> dict[str, Any]:
     """Return the line of an answer. Its scores are given where there are more than exact match."""
     where = data.where(answer.handle)
     line: dict[str, Any] = {"where": where, "answer": answer.right}
-    if answer.references:
-        line["answers"] = list(answer.references)
+    if answer.answers:
+        line["answers"] = list(answer.answers)
     line["prediction"] = answer.prediction
     if set(answer.scores) - {"exact_match"}:
         line["scores"] = dict(answer.scores)
@@ -157,14 +157,14 @@ def _choose_answers(answers: Sequence[Answer], max_count: int) -> list[Answer]:
 
 
 def _example(data: DataSet, answer: Answer) -> Example:
-    # The page shows which of several right answers the model gave.
-    right = answer.prediction if answer.is_right else answer.right
+    where, turns = data.where(answer.handle), ()
     try:
         shown = data.show(answer.handle, pictures=True)
     except DataError as error:
-        return Example(str(error), right, answer.prediction)
-    turns = tuple(map(_example_turn, shown.turns[:-1]))
-    return Example(data.where(answer.handle), right, answer.prediction, turns)
+        where = str(error)
+    else:
+        turns = tuple(map(_example_turn, shown.turns[:-1]))
+    return Example(where, answer.right, answer.prediction, turns, answer.answers)
 
 
 def _example_turn(turn: ShownTurn) -> ExampleTurn:

@@ -12,6 +12,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, Handle
 from megatron_vlm.distributed.agreement import all_reduce_max, fail_together
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.report.example_lines import is_right
 from megatron_vlm.run.evaluation.answer_metrics import METRICS
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet
 from megatron_vlm.training.worker import MegatronWorker
@@ -27,13 +28,18 @@ class Answer:
     handle: Handle
     right: str
     prediction: str
-    references: tuple[str, ...] = ()  # all right answers, if the record lists them
+    answers: tuple[str, ...] = ()  # all right answers, if the record lists them
     scores: Mapping[str, float] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)  # errors of users' metrics
 
     @property
+    def references(self) -> tuple[str, ...]:
+        """The right answers."""
+        return self.answers or (self.right,)
+
+    @property
     def is_right(self) -> bool:
-        return self.prediction in (self.right, *self.references)
+        return is_right(self.prediction, self.references)
 
 
 class AnswerMeter:
@@ -74,7 +80,7 @@ class AnswerMeter:
     def _call(self, data: DataSet | None, answer: Answer) -> dict[str, "Future[dict[str, float]]"]:
         if data is None or not self.pools:
             return {}
-        arguments = (answer.prediction, _right_answers(answer))
+        arguments = (answer.prediction, answer.references)
         record, where = data.raw(answer.handle), data.where(answer.handle)
         pools = self.pools.items()
         return {metric: pool.measure(*arguments, record, where) for metric, pool in pools}
@@ -116,10 +122,6 @@ def remarks_on(metrics: Sequence[str], answers: Sequence[Answer], name: str) -> 
     return lines
 
 
-def _right_answers(answer: Answer) -> tuple[str, ...]:
-    return answer.references or (answer.right,)
-
-
 def _measured(
     metrics: Sequence[str], answer: Answer, calls: Mapping[str, "Future[dict[str, float]]"]
 ) -> Answer:
@@ -127,7 +129,7 @@ def _measured(
     failures: dict[str, str] = {}
     for metric in metrics:
         if metric in METRICS:
-            scores |= METRICS[metric](answer.prediction, _right_answers(answer))
+            scores |= METRICS[metric](answer.prediction, answer.references)
         elif metric in calls:
             name = metric_name(metric)
             try:

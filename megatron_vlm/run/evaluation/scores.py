@@ -86,7 +86,7 @@ def rank_answers(
         return choices
 
     answers = _answers(held_out, voice, answer, alive)
-    right = sum(answer.prediction == answer.right for answer in answers)
+    right = sum(answer.is_right for answer in answers)
     totals = torch.tensor([right, len(answers)], dtype=torch.float64, device=stage.device)
     dist.all_reduce(totals, group=stage.grid.dp.group)
     return float(totals[0] / totals[1].clamp(min=1)), answers
