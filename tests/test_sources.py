@@ -261,13 +261,20 @@ def test_tar_samples_with_pictures(tmp_path):
         add(tar, "1.img1.png", png(2))
         add(tar, "1.txt", b" two pictures\n")
         add(tar, "2.txt", b"nothing to see")
+        add(tar, "3.jpg", png(3))
+        add(tar, "3.txt", b"\n")
     source = open_source(SourceSpec(str(tmp_path / "a.tar")), None, None)
-    first, second = (parse_record(source[i], source.where(i)) for i in range(2))
+    first, second = (
+        parse_record(source[i], source.where(i), caption_prompt="Describe it.") for i in range(2)
+    )
     assert [part.source for part in first.turns[0].parts[:1]] == [png(0)]
-    assert [part.source for part in second.turns[0].parts] == [png(1), png(2)]
-    assert second.turns[1].parts == ("two pictures",)
+    *pictures, question = second.turns[0].parts
+    assert [part.source for part in pictures] == [png(1), png(2)]
+    assert (question, second.turns[1].parts) == ("Describe it.", ("two pictures",))
     with pytest.raises(DataError, match=r"a\.tar: 2: has .* a sample needs \.json"):
         source[2]
+    with raises(DataError, place=source.where(3), key="text", problem_has="is empty"):
+        parse_record(source[3], source.where(3))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "saved", "a.tar"])

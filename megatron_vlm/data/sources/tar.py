@@ -94,7 +94,7 @@ def join_members(values: dict[str, Any], where: str) -> Any:
         return record
     if text is not None and pictures:
         text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        return {"prompt": "", "completion": text.strip(), "images": pictures}
+        return {"images": pictures, "text": text.strip()}
     raise DataError(
         f"has {sorted(values)}, and a sample needs .json, or a picture and .txt", place=where
     )
