@@ -32,6 +32,7 @@ from megatron_vlm.commands.doctor import (
     python_check,
     run_doctor,
     shm_check,
+    torchvision_check,
 )
 from megatron_vlm.commands.machine_facts import (
     gloo_problem,
@@ -78,7 +79,7 @@ def test_this_machine_can_train(here):
     assert here["gloo"].found == "two processes can communicate"
     for name in ("Python", "megatron-core", "transformers", "datasets", "pyarrow", "GPU"):
         assert here[name].status == OK
-    assert {"transformer-engine", "ray", "av", "/dev/shm", "open files"} <= set(here)
+    assert {"transformer-engine", "ray", "av", "torchvision", "/dev/shm", "open files"} <= set(here)
     assert {"disk for data.cache_dir", "disk for run", "C compiler"} <= set(here)
     if not torch.cuda.is_available():
         assert here["GPU"].found == "none: CPU with gloo, in fp32" and "NCCL" not in here
@@ -159,6 +160,20 @@ def test_packages(extra, requirement, found, problem, status, says):
         assert check.advice == "for model.backend=te, on CUDA: pip install 'megatron_vlm[te]'"
     else:
         assert check.advice == "pip install 'torch<2.14,>=2.9'"
+
+
+@pytest.mark.parametrize(
+    ("found", "problem", "status", "says"),
+    [
+        ("0.28.0", None, OK, "0.28.0"),
+        (None, None, WARNING, "not installed"),
+        ("0.20.0", "RuntimeError: nms", WARNING, "0.20.0, but its import fails: RuntimeError: nms"),
+    ],
+)
+def test_exports_are_loaded_with_torchvision(found, problem, status, says):
+    check = torchvision_check(found, problem)
+    assert (check.status, check.found) == (status, says)
+    assert ("AutoProcessor" in check.advice) == (status == WARNING)
 
 
 def test_ranges_are_those_of_pyproject():

@@ -102,6 +102,9 @@ def all_checks() -> Iterator[Check]:
         version = machine_facts.installed_version(requirement.name)
         problem = None if version is None else machine_facts.import_problem(requirement.name)
         yield package_check(extra, requirement, version, problem)
+    version = machine_facts.installed_version("torchvision")
+    problem = None if version is None else machine_facts.import_problem("torchvision")
+    yield torchvision_check(version, problem)
     if machine_facts.import_problem("torch") is None:
         from megatron_vlm.distributed.device import (
             find_gpus,
@@ -156,6 +159,18 @@ def package_check(
     else:
         return Check(requirement.name, OK, installed)
     return Check(requirement.name, WARNING if extra else MISSING, fault, advice)
+
+
+def torchvision_check(installed: str | None, problem: str | None) -> Check:
+    """Check the package without which exports load in parts alone. Its compiled operators fit one
+    release of torch, so it cannot have a range of its own."""
+    detail = f"{installed}, but its import fails: {problem}" if problem else installed
+    advice = (
+        "for AutoProcessor of transformers, which loads exports; training needs none: pip install "
+        "torchvision, from the index and of the release that belong to the installed torch"
+    )
+    is_good = installed is not None and problem is None
+    return _check("torchvision", is_good, detail or "not installed", advice)
 
 
 def gpu_checks(gpus: "Sequence[Gpu]", driver: str | None, nccl: str | None) -> Iterator[Check]:
