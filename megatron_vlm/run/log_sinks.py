@@ -30,7 +30,9 @@ def check_installed(cfg: Config) -> None:
 
 
 def check_sinks(cfg: Config) -> None:
-    """Refuse a sink that could not be opened later, before anything is loaded."""
+    """Refuse a sink that could not be opened later, before anything is loaded. A command asks
+    before it starts a job, and rank 0 asks again: torchrun runs no command, and Ray may place the
+    rank on a machine with another login."""
     check_installed(cfg)
     if cfg.log.wandb is not None and rank_of_process() == 0:
         wandb_mode(cfg)
@@ -39,10 +41,20 @@ def check_sinks(cfg: Config) -> None:
 def wandb_mode(cfg: Config) -> str:
     """Return how W&B will log: online, offline or disabled. Raise a ConfigError if it would need a
     login that it does not have. This asks W&B's own functions, and no server."""
+    from pydantic import ValidationError
     from wandb.errors import AuthenticationError
     from wandb.sdk import wandb_setup
 
-    settings = wandb_setup.singleton().settings
+    try:
+        settings = wandb_setup.singleton().settings
+    except ValidationError as error:  # a WANDB_ variable or its settings file is wrong
+        faults = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise ConfigError(
+            f": wandb cannot read its settings: {'; '.join(faults)}",
+            key="log.wandb",
+            found=cfg.log.wandb,
+            remedy="correct the WANDB_ variables, such as WANDB_MODE, or wandb's settings file",
+        ) from error
     for name, modes in {"offline": ("offline", "dryrun"), "disabled": ("disabled",)}.items():
         if settings.mode in modes:
             return name
