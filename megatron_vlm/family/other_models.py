@@ -8,7 +8,7 @@ _WITH_BRIDGE = "LLaMA-Factory, ms-swift, TRL and NVIDIA Megatron-Bridge"
 _TWO = "LLaMA-Factory and ms-swift"
 _BRIDGE = "ms-swift and NVIDIA Megatron-Bridge"
 # Name and programs by the model_type of config.json, or by its beginning with a * at the end. The
-# first row that fits counts.
+# first row that fits counts. A program is named where its own list of models has the family.
 _TRAINED_BY = {
     "qwen2_5_vl": ("Qwen2.5-VL", _WITH_BRIDGE),
     "qwen2_vl": ("Qwen2-VL", _MOST),
@@ -25,21 +25,27 @@ _TRAINED_BY = {
     "llava*": ("LLaVA", _MOST),
     "gemma3n*": ("Gemma 3n", _TWO),
     "gemma3*": ("Gemma 3", _WITH_BRIDGE),
-    "gemma4*": ("Gemma 4", _BRIDGE),
-    "paligemma": ("PaliGemma", _MOST),
+    "gemma4*": ("Gemma 4", "LLaMA-Factory, axolotl and NVIDIA Megatron-Bridge"),
+    "paligemma": ("PaliGemma", _TWO),
     "pixtral": ("Pixtral", _TWO),
-    "mistral3": ("Mistral 3", _BRIDGE),
+    "mistral3": ("Mistral 3", f"LLaMA-Factory, {_BRIDGE}"),
     "minicpm*": ("MiniCPM", _TWO),
     "glm4v_moe": ("GLM-4.5V", f"LLaMA-Factory, {_BRIDGE}"),
     "glm4v*": ("GLM-4.1V", _TWO),
-    "llama4": ("Llama 4", _MOST),
+    "llama4": ("Llama 4", "LLaMA-Factory, ms-swift and axolotl"),
     "mllama": ("Llama 3.2 Vision", _MOST),
     "llama": ("Llama (text alone)", _WITH_BRIDGE),
     "multi_modality": ("DeepSeek-VL or Janus", "ms-swift"),
     "deepseek_vl*": ("DeepSeek-VL", "ms-swift"),
     "kimi_vl": ("Kimi-VL", _TWO),
     "idefics*": ("Idefics", "ms-swift and TRL"),
-    "smolvlm": ("SmolVLM", "TRL"),
+    "smolvlm": ("SmolVLM", "TRL and axolotl"),
+    "lfm2_vl": ("LFM2-VL", "axolotl"),
+    "paddleocr_vl": ("PaddleOCR-VL", "ms-swift and axolotl"),
+    "dots_ocr": ("dots.ocr", _TWO),
+    "phi3_v": ("Phi-3 Vision", "ms-swift"),
+    "phi4mm": ("Phi-4 Multimodal", "ms-swift"),
+    "molmo*": ("Molmo", "ms-swift"),
     "ovis*": ("Ovis", "ms-swift"),
 }
 # The name of a release, before the end that says how its weights are quantized, such as -FP8.
