@@ -230,7 +230,8 @@ def test_how_many_processes():
 
     assert count(0) == 1 and count(0, tp=2, pp=2) == 4
     assert count(8, tp=2) == 8 and count(8, 4, pp=2) == 4
-    with raises(ConfigError, key="launch.processes", found=3, problem_has="= 2"):
+    refused = {"found": 3, "problem_has": "= 2", "remedy_has": "parallel=auto"}
+    with raises(ConfigError, key="launch.processes", **refused):
         count(0, 3, pp=2)
 
 

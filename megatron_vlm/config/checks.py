@@ -82,7 +82,7 @@ def processes_for(cfg: Config, gpus: int) -> int:
             f"is not a multiple of parallel.tp x parallel.pp = {model_parallel}",
             key="launch.processes",
             found=count,
-            remedy="change one of them",
+            remedy="change one of them, or give parallel=auto in place of the layout",
         )
     return count
 
