@@ -90,7 +90,7 @@ MODEL_SENTENCES = {
     _TUNE: "tune_mm_vision tune_mm_mlp tune_mm_llm freeze_parameters trainable_parameters "
     "freeze_parameters_ratio freeze_parameters_regex trainable_parameters_regex "
     "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules unfrozen_parameters "
-    "freeze_mm_mlp",
+    "freeze_mm_mlp freeze_mm_modules",
     _SHARDS: "deepspeed fsdp fsdp_config zero_stage deepspeed_config use_fsdp fsdp_version "
     "fsdp_size accelerator_config parallelism_config actor.strategy wrap_policy zero3_init_flag "
     "zero_hpz_partition_size reshard_after_forward data_parallel_sharding_strategy dp_shard_size "
@@ -131,7 +131,8 @@ MODEL_SENTENCES = {
     "use_mcore_models vit_attn_impl use_te",
     _HEAD: "use_liger_kernel liger_kernel_config use_liger liger_kernel enable_liger_kernel "
     "use_liger_loss use_cce cut_cross_entropy cross_entropy_loss_fusion cross_entropy_fusion_impl "
-    "use_fused_kernels fused_linear_cross_entropy use_v1_kernels chunked_cross_entropy",
+    "use_fused_kernels fused_linear_cross_entropy use_v1_kernels chunked_cross_entropy use_kernels "
+    "fused_kernel_options",
     "model.compile fuses the small operations of a layer; null is on with cuda and a compiler": (
         "torch_compile torch_compile_backend torch_compile_mode use_torch_compile "
         "no_bias_dropout_fusion no_bias_swiglu_fusion no_rope_fusion apply_rope_fusion "
@@ -152,8 +153,9 @@ MODEL_SENTENCES = {
     "model.router_z_loss is the coefficient of the mean over layers and tokens": (
         "moe_z_loss_coeff router_z_loss_coef"
     ),
-    _EXPERTS: "output_router_logits freeze_moe_router",
-    _SIZES: "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention "
+    _EXPERTS: "output_router_logits freeze_moe_router use_scattermoe experts_implementation",
+    _SIZES: "hf_config_path num_layers hidden_size ffn_hidden_size num_attention_heads "
+    "group_query_attention "
     "num_query_groups max_position_embeddings position_embedding_type no_position_embedding "
     "rotary_base rotary_percent rope_scaling normalization norm_epsilon swiglu kv_channels "
     "qk_layernorm untie_embeddings_and_output_weights disable_bias_linear add_qkv_bias "

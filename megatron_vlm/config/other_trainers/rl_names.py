@@ -112,7 +112,7 @@ RL_SENTENCES = {
     "max_num_seqs max_num_batched_tokens enable_chunked_prefill enable_prefix_caching swap_space "
     "disable_custom_all_reduce engine_kwargs load_format disable_log_stats cudagraph_capture_sizes "
     "session_len cache_max_entry_count quant_policy vision_batch_size max_lora_rank "
-    "mm_processor_cache_gb",
+    "mm_processor_cache_gb rollout.expert_parallel_size skip_tokenizer_init",
     "engines get the new weights tensor by tensor, after each step": "layered_summon "
     "update_weights_bucket_megabytes weight_sync_backend",
     _ENGINE_GPUS: "vllm_tensor_parallel_size rollout.tensor_model_parallel_size "

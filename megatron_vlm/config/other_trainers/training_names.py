@@ -98,7 +98,8 @@ TRAINING_SENTENCES = {
     "total_train_samples",
     _ADAMW: "optimizer optim_type optim_args optim_target_modules optimizer_name adam_beta3 "
     "adam_epsilon2 sgd_momentum adamw muon use_muon use_adam_mini decoupled_weight_decay "
-    "override_optimizer_config optimizer_impl torchdistx_path optimizer_type optim_per_parameter",
+    "override_optimizer_config optimizer_impl torchdistx_path optimizer_type optim_per_parameter "
+    "optim.betas",
     "AdamW's main weights and moments are fp32": "use_precision_aware_optimizer main_params_dtype "
     "exp_avg_dtype exp_avg_sq_dtype",
     "weight decay is constant over the run: optim.weight_decay": "start_weight_decay "
