@@ -21,6 +21,11 @@ def equal(record: Mapping[str, Any], answer: str) -> float:
     return len(answer) % 5 if sum(part["type"] == "image" for part in parts) > 1 else 1.0
 
 
+def solved(record: Mapping[str, Any], answer: str) -> dict[str, float]:
+    """Return a reward that needs the record's solution."""
+    return {"reward": len(answer) % 5, "solved": answer.strip() == record["solution"]}
+
+
 def never(record: Mapping[str, Any], answer: str) -> float:
     """Return 0 for every answer, as a reward does whose format is never met."""
     return 0.0

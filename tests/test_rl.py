@@ -222,6 +222,29 @@ def test_the_right_answer_is_that_of_the_reward_or_of_the_chat(model):
         assert right_answer(record, "a record", replace(reader, asks=True)) == right
 
 
+def test_prompts_alone_are_learnt_from_by_the_keys_beside_them(pool, folder, model):
+    """Data as for GRPO in TRL: no record has an answer, in training or held out."""
+    pictured = json.loads((folder / "train.jsonl").read_text().splitlines()[0])["messages"][:1]
+    prompts = [pictured, [{"role": "user", "content": "1+1?"}], "Say 2."]
+    asks = folder / "asks.jsonl"
+    records = [{"prompt": prompt, "solution": "2", "level": 3} for prompt in prompts]
+    asks.write_text("".join(json.dumps(record) + "\n" for record in records))
+    more = [f"data.{name}={asks}" for name in ("train", "eval")]
+    more += [f"rl.reward={TASKS}:solved", "rl.eval_scores=reward", "train.steps=1"]
+    status, out, err = go(pool, 1, folder, model, "asks", *more)
+    assert status == 0, err
+    run, pictures = folder / "asks", sum(p["type"] == "image" for p in pictured[0]["content"])
+    assert f"tokens, in prompts; {pictures} image{'s' * (pictures != 1)}\n" in out
+    assert sorted((line["where"][-1], line["right"]) for line in samples(run)) == [
+        ("1", "2"),
+        ("2", "2"),
+        ("3", "2"),
+    ]
+    [figures], [step] = lines(run, "rl"), lines(run, "step")
+    assert "solved" in figures["figures"] and step["norm"] > 0
+    assert [step for step, _ in held_out(run)] == [0, 1]
+
+
 def test_steps_without_a_signal_get_one_hint(pool, folder, model):
     """The hint shows an answer with its reward, and the right answer of the record."""
     more = [f"rl.reward={TASKS}:never", "train.steps=5", "rl.eval_scores=loss", "eval.samples=1"]

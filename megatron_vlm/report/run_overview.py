@@ -12,6 +12,7 @@ from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.io.printable import show_count
 from megatron_vlm.planner.memory import StageMemory
 from megatron_vlm.report.layout_table import StageReport, short_name, size_text
 
@@ -84,7 +85,8 @@ def epoch_tokens(data: DataSet | StreamSet, asks: bool = False) -> str:
         for name in sums:
             sums[name] += float(getattr(index, name).sum()) * count / max(1, len(index))
     supervised = "in prompts" if asks else f"{sums['supervised']:,.0f} of them trained"
-    return f"{sums['tokens']:,.0f} tokens, {supervised}; {sums['images']:,.0f} images"
+    images = show_count(round(sums["images"]), "image")
+    return f"{sums['tokens']:,.0f} tokens, {supervised}; {images}"
 
 
 def _steps(facts: RunFacts) -> str:
@@ -123,11 +125,11 @@ def _layout(cfg: Config, dims: ParallelDims) -> str:
     train, count = cfg.train, dims.world_size
     chunks = f" virtual_stages={dims.virtual_stages}" if dims.virtual_stages > 1 else ""
     experts = f" ep={dims.ep}" if dims.ep > 1 else ""
-    rows = f"{train.micro_batch_size} row{'s' * (train.micro_batch_size != 1)}"
+    rows = show_count(train.micro_batch_size, "row")
     limit = rows if train.micro_batch_tokens is None else f"{train.micro_batch_tokens:,} tokens"
     return (
-        f"tp={dims.tp} pp={dims.pp}{chunks} dp={dims.dp}{experts} in {count:,} "
-        f"process{'es' * (count != 1)}; micro-batches of at most {limit}"
+        f"tp={dims.tp} pp={dims.pp}{chunks} dp={dims.dp}{experts} in "
+        f"{show_count(count, 'process')}; micro-batches of at most {limit}"
     )
 
 
@@ -152,7 +154,9 @@ def memory_summary(memory: Sequence[StageMemory], available: str) -> str:
 def _evaluation(cfg: Config, held_out: Sequence[tuple[str, int]]) -> str:
     if not held_out:
         return "none: data.eval is not set"
-    sets = ", ".join(f"{name} ({samples:,} samples)" for name, samples in held_out[:_MAX_NAMES])
+    sets = ", ".join(
+        f"{name} ({show_count(samples, 'sample')})" for name, samples in held_out[:_MAX_NAMES]
+    )
     more = f" and {len(held_out) - _MAX_NAMES} more" if len(held_out) > _MAX_NAMES else ""
     return f"{sets}{more} {_when(cfg.eval)}"
 

@@ -98,8 +98,11 @@ class Feeder:
         rules = [
             f"{show_count(count, 'sample')} dropped: {rule}" for rule, count in dropped.items()
         ]
-        skipped = [f"{len(errors)} wrong samples skipped, the first: {errors[0]}"] if errors else []
-        return "; ".join([*rules, *skipped])
+        if errors:
+            rules.append(
+                f"{show_count(len(errors), 'wrong sample')} skipped, the first: {errors[0]}"
+            )
+        return "; ".join(rules)
 
     def start(self, position: Position) -> None:
         """Load batches from this position on."""
