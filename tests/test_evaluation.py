@@ -598,7 +598,8 @@ def test_a_run_holds_out_a_part(tiny, tmp_path, pool):
     assert (tmp_path / "split" / "held_out.txt").read_text() == listed
     rows = (tmp_path / "split" / "metrics.jsonl").read_text().splitlines()
     lines = [json.loads(line) for line in rows]
-    assert {line["samples"] for line in lines if line["kind"] == "start"} == {18}
+    starts = [line for line in lines if line["kind"] == "start"]
+    assert {(line["samples"], line["device"]) for line in starts} == {(18, "cpu")}
     sets = {(line["name"], line["samples"]) for line in lines if line["kind"] == "eval"}
     assert sets == {("held_out", 5)}
     cfg, checkpoint = locate(str(tmp_path / "split"), [])

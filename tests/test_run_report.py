@@ -33,10 +33,11 @@ from megatron_vlm.report.metrics_lines import (
     from_json,
     to_json,
 )
+from megatron_vlm.report.picture_uri import preview_uri
 from megatron_vlm.report.run import read_report, write_report
 from megatron_vlm.report.run.comparison import differences
 from megatron_vlm.report.run.metrics_arrays import read_metrics
-from megatron_vlm.report.sections import CardPages
+from megatron_vlm.report.sections import CardPages, Table, is_picture_uri
 from tests.error_fields import raises
 from tests.report_facts import Facts, browse, check_self_contained, colour, in_a_browser, walk
 
@@ -365,7 +366,7 @@ def test_examples_are_shown_with_their_pictures(report):
         ],
     )
     assert [image["src"] for image in page.page().all("img")] == [*pictures, data_uri()]
-    assert "eval, after 100 steps: 1 of 3 right" in page.words
+    assert "eval, after 100 steps: 1 of these 3 right." in page.text
     assert page.words.count("\u2713 right") == 1 and page.words.count("\u2717 wrong") == 2
     assert page.words.count("[no picture]") == 2
     assert "<|image_pad|> x 64 !" in page.words
@@ -400,6 +401,19 @@ def test_examples_are_read_as_they_were_written(tmp_path, report):
     assert [text for text in texts if text] == ["answers", " crimson", "red"]
     parts = [type(part).__name__ for part in cards.cards[0].sections[0].sections]
     assert parts == ["Said", "Pictures", "Said"]
+
+
+def test_previews_are_small():
+    """A picture of a few colours keeps every pixel; a photo is a JPEG."""
+    flat = np.zeros((40, 64, 3), np.uint8) + np.array(TEAL, np.uint8)
+    photo = np.random.default_rng(0).integers(0, 256, (600, 1280, 3), np.uint8)
+    opened = {}
+    for name, pixels in (("flat", flat), ("photo", photo)):
+        uri = preview_uri(pixels)
+        assert is_picture_uri(uri)
+        opened[name] = PIL.Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1])))
+    assert opened["flat"].format == "PNG" and np.array_equal(opened["flat"], flat)
+    assert opened["photo"].format == "JPEG" and opened["photo"].size == (640, 300)
 
 
 def test_pictures_that_find_no_room_are_told(report):
@@ -474,11 +488,13 @@ def test_several_runs_share_a_page(tmp_path):
         "best other token accuracy: second, step 20": "50.0%",
         "most tokens per second, median: first": "1,000",
     }
-    runs = [row for row in page.rows if len(row) == 12]
-    assert runs[0][:6] == ("first", "10/500", "2.1", "2.1 at 10", "2 at 10", "50.0% at 10")
-    assert runs[0][6:10] == ("-", "-", "1,000", "5.0 s") and runs[0][10] == "tp1 pp2 dp1"
-    assert runs[1][:4] == ("second", "21/500", "4", "1.05 at 20")
-    assert [row for row in page.rows if len(row) == 3] == [
+    table, different = page.of(Table)[:2]
+    assert table.header == ("", "first", "second")
+    columns = [*zip(*table.rows, strict=True)][1:]
+    assert columns[0][:5] == ("10/500", "2.1", "2.1 at 10", "2 at 10", "50.0% at 10")
+    assert columns[0][5:9] == ("-", "-", "1,000", "5.0 s") and columns[0][9] == "tp1 pp2 dp1"
+    assert columns[1][:3] == ("21/500", "4", "1.05 at 20")
+    assert different.rows == [
         ("optim.lr", "0.001", "0.01"),
         ("data.eval", "null", "-"),
         ("model.path", "-", "x"),

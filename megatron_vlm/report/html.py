@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from megatron_vlm.data.media.media import data_uri
 from megatron_vlm.data.tokens.boxes_as_text import Outline
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report import sections
@@ -24,6 +23,7 @@ from megatron_vlm.report.charts import (
 )
 from megatron_vlm.report.heat import HeatMap, heat_css, heat_figure, heat_script
 from megatron_vlm.report.markup import Html, tag
+from megatron_vlm.report.picture_uri import data_uri
 from megatron_vlm.report.sections import Marked, PictureSource, Report, Section, Styled
 from megatron_vlm.report.svg import bars_svg, scatter_svg, timeline_svg
 
@@ -120,13 +120,21 @@ def _draw(part: Section) -> Html:
             return tag("pre", text)
         case sections.Tiles(items):
             cards = (tag("div", tag("b", v), tag("span", name), class_="card") for v, name in items)
-            return tag("div", *cards, class_="tiles")
+            columns = f"--columns: {tile_columns(len(items))}"
+            return tag("div", *cards, class_="tiles", style=columns)
         case sections.Table():
             return _table(part)
         case sections.Listing():
             return _listing(part)
         case _:
             return _draw_group(part)
+
+
+def tile_columns(count: int) -> int:
+    """Return the number of columns of tiles on a wide page, which leaves the fewest places empty in
+    the last row."""
+    few = (3,) if count <= 6 else ()
+    return min((5, 4, *few), key=lambda columns: -count % columns)
 
 
 def _draw_group(part: Section) -> Html:

@@ -6,10 +6,10 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from megatron_vlm.data.media.media import data_uri
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.prompts import seen_by_trainer
 from megatron_vlm.report.metrics_lines import SAMPLES, RlLine
+from megatron_vlm.report.picture_uri import data_uri
 from megatron_vlm.rl.episode import Episode, Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.policy_update import LogProbGap

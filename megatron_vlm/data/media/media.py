@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
@@ -30,8 +29,6 @@ MAX_ASPECT = 200  # Hugging Face's smart_resize refuses more
 # Pillow's other decoders are rarely needed and less often tested; that of EPS runs Ghostscript on
 # a file of any name. JPEG includes the MPO files of phones.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
-_PREVIEW_SIDE = 640
-_PREVIEW_BYTES = 2**16  # bytes of a PNG as a data URI
 MAX_TILE_PIXELS = 4096 * 4096  # limit for a tile of a TIFF
 _TILE_SIDES = (322, 323)  # the tags of a tile's width and height
 _ORIENTATION = 0x0112  # the EXIF tag; values from 5 on swap width and height
@@ -214,26 +211,6 @@ def _open_source(source: str, policy: MediaPolicy, where: str, name: str) -> byt
             )
         return fetch(source, f"{where}: {name}")
     return resolve_path(source, policy, where)
-
-
-def data_uri(pixels: np.ndarray) -> str:
-    """Return a picture [height, width, 3] as a data URI. PNG keeps every pixel."""
-    file = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-def preview_uri(pixels: np.ndarray) -> str:
-    """Return a picture as a data URI of at most _PREVIEW_SIDE pixels a side. JPEG takes the place
-    of PNG where that would be large."""
-    image = PIL.Image.fromarray(pixels)
-    image.thumbnail((_PREVIEW_SIDE, _PREVIEW_SIDE))
-    uri = data_uri(np.asarray(image))
-    if len(uri) <= _PREVIEW_BYTES:
-        return uri
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=85)
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _decode_uri(uri: str, where: str) -> bytes:

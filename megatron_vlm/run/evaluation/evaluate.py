@@ -15,7 +15,6 @@ import torch
 from megatron_vlm.config.checks import check_candidates
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet
-from megatron_vlm.data.media.media import preview_uri
 from megatron_vlm.data.tokens.sample_views import ShownTurn
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.grid import GroupAxis
@@ -23,6 +22,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.atomic import write_text
 from megatron_vlm.io.untrusted import UntrustedFile
 from megatron_vlm.report.example_lines import Example, ExamplePart, Examples, ExampleTurn
+from megatron_vlm.report.picture_uri import preview_uri
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet
 from megatron_vlm.run.evaluation.measure import Answer, AnswerMeter, mean_scores, remarks_on
 from megatron_vlm.run.evaluation.scores import (
@@ -150,10 +150,11 @@ def _prediction(data: DataSet, answer: Answer) -> dict[str, Any]:
 
 def _choose_answers(answers: Sequence[Answer], max_count: int) -> list[Answer]:
     """Select at most `max_count` answers. Wrong answers come first, since they teach more, but
-    leave room for right ones."""
-    wrong = [answer for answer in answers if not answer.is_right][: max_count - max_count // 3]
-    right = [answer for answer in answers if answer.is_right][: max_count - len(wrong)]
-    return [*wrong, *right]
+    leave a third of the room to right ones if there are so many."""
+    wrong = [answer for answer in answers if not answer.is_right]
+    right = [answer for answer in answers if answer.is_right]
+    wrong = wrong[: max_count - min(len(right), max_count // 3)]
+    return [*wrong, *right[: max_count - len(wrong)]]
 
 
 def _example(data: DataSet, answer: Answer) -> Example:

@@ -1,0 +1,31 @@
+"""Pictures as data URIs, which a page shows without another file."""
+
+import base64
+import io
+
+import numpy as np
+import PIL.Image
+
+_PREVIEW_SIDE = 640  # pixels
+_PREVIEW_PNG_LENGTH = 2**16  # characters of a PNG, above which a JPEG takes its place
+_JPEG_QUALITY = 85
+
+
+def data_uri(pixels: np.ndarray) -> str:
+    """Return a picture [height, width, 3] as a data URI. PNG keeps every pixel."""
+    return _uri(PIL.Image.fromarray(pixels), "PNG")
+
+
+def preview_uri(pixels: np.ndarray) -> str:
+    """Return a picture as a data URI of at most _PREVIEW_SIDE pixels a side. JPEG takes the place
+    of PNG where that would be large."""
+    image = PIL.Image.fromarray(pixels)
+    image.thumbnail((_PREVIEW_SIDE, _PREVIEW_SIDE))
+    uri = _uri(image, "PNG")
+    return uri if len(uri) <= _PREVIEW_PNG_LENGTH else _uri(image, "JPEG", quality=_JPEG_QUALITY)
+
+
+def _uri(image: PIL.Image.Image, kind: str, **options: int) -> str:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return f"data:image/{kind.lower()};base64," + base64.b64encode(file.getvalue()).decode()
