@@ -96,17 +96,13 @@ class Platform:
             return torch.cuda.get_device_properties(self.device).total_memory
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-    def gpu_name(self) -> str | None:
-        """Return the name of the GPU, or None on a CPU."""
-        return torch.cuda.get_device_name(self.device) if self.is_cuda else None
-
     def peak_flops(self) -> float | None:
         """Return the dense bf16 FLOP/s of the device, or None if the table does not have it."""
         return peak_of(self.device_name())
 
     def device_name(self) -> str:
-        """Return the vendor's name of the device."""
-        return self.gpu_name() or self.name
+        """Return the vendor's name of a GPU, or cpu."""
+        return torch.cuda.get_device_name(self.device) if self.is_cuda else self.name
 
     def remark(self, device: str, parameters: int) -> str | None:
         """Return a warning about a model of real size on a CPU that nobody chose, or None."""

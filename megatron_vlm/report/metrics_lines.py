@@ -33,7 +33,7 @@ class StartLine:
     versions: dict[str, str]
     dropped: int | None = None  # records of data.train that a rule left out
     wrong: int | None = None  # records that data.on_error=skip left out
-    device: str | None = None  # name of a GPU
+    device: str | None = None  # name of a GPU, or cpu; None in logs of older versions
     counts_from: int = 0  # number of the first step in the lines up to the next start
 
 

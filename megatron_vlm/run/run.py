@@ -128,7 +128,7 @@ class Run:
         self.log.start(
             step=self.progress.step,
             platform=worker.platform.name,
-            device=worker.platform.gpu_name(),
+            device=worker.platform.device_name(),
             world=dims.world_size,
             layout={"tp": dims.tp, "pp": dims.pp, "dp": dims.dp},
             parameters=sum(report.total.total() for report in reports),
