@@ -26,5 +26,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = re.sub(r"^```(\w+) [\w ]+$", r"```\1", markdown, flags=re.MULTILINE)
     here = page.file.src_uri
     prefix = "docs/" if here in TOP.values() else "../"
-    markdown = markdown.replace(f"]({prefix}", "](")
+    markdown = markdown.replace(f"]({prefix}", "](").replace(f'="{prefix}', '="')
     return re.sub(r"\]\(([A-Z]+\.md)\)", lambda link: f"]({TOP.get(link[1], link[1])})", markdown)
