@@ -86,13 +86,20 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_resolve(page):
     prose = FENCE.sub("", page.read_text())
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+    for target in re.findall(r'(?:\]\(|src(?:set)?=")([^)"\s]+)[)"]', prose):
         if "://" in target:
             continue
         name, _, anchor = target.partition("#")
         file = page.parent / name if name else page
         assert file.exists(), f"{page.name}: {target}"
         assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_the_site_needs_no_network():
+    """The search from disk needs a script, which the theme would load from the network."""
+    settings = (ROOT / "mkdocs.yml").read_text()
+    [script] = re.findall(r"polyfills: \[(.*?)\]", settings)
+    assert "iframe-worker" in script and (ROOT / "docs" / script).exists()
 
 
 def test_links_of_the_notebook_resolve():
