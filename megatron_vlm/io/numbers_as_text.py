@@ -15,8 +15,16 @@ def number(value: float, percent: bool = False) -> str:
     if not math.isfinite(value):
         return "-"
     if percent:
-        return f"{100 * value:.1f}%" if abs(value) >= 0.01 else f"{100 * value:.2f}%"
+        return f"{100 * value:.2f}%" if 0 < abs(value) < 0.01 else f"{100 * value:.1f}%"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def short_name(count: int) -> str:
+    """Shorten a count: 1,720,574,976 becomes 1.72B."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
 
 
 def time_spent(seconds: float) -> str:

@@ -15,12 +15,15 @@
   const number = (value, percent) => {
     if (value == null) return "-";
     const size = Math.abs(value);
-    if (percent) return `${(100 * value).toFixed(size < 0.01 ? 2 : 1)}%`;
+    if (percent) return `${(100 * value).toFixed(size && size < 0.01 ? 2 : 1)}%`;
     if (size >= 1000) return Math.round(value).toLocaleString("en");
-    return size && size < 1e-4 ? value.toExponential(3) : String(+value.toPrecision(4));
+    return size && size < 1e-4 ? exponential(+value.toPrecision(4)) : String(+value.toPrecision(4));
   };
 
-  // Short text for an axis, without the noise of binary fractions: 0.25, 5k, 20M, 1e-5.
+  // 6.852e-07, as Python writes it in the texts of the page.
+  const exponential = (value) => value.toExponential().replace(/e([+-])(\d)$/, "e$10$2");
+
+  // Short text for an axis, without the noise of binary fractions: 0.25, 5k, 20M, 1e-05.
   const tick = (value, percent) => {
     if (value == null) return "";
     if (percent) return `${+(100 * value).toPrecision(6)}%`;
@@ -28,7 +31,7 @@
     for (const [unit, sign] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
       if (size >= unit * (sign === "k" ? 10 : 1)) return `${+(value / unit).toPrecision(6)}${sign}`;
     }
-    if (size && size < 1e-4) return (+value.toPrecision(6)).toExponential();
+    if (size && size < 1e-4) return exponential(+value.toPrecision(6));
     return String(+value.toPrecision(6));
   };
 
@@ -44,6 +47,12 @@
     const kept = wide ? ["1"] : ["1", "2", "5"];
     return splits.map((value) => (kept.includes(value.toExponential(0)[0]) ? value : null));
   };
+
+  // The width of an axis, which its longest text needs.
+  const font = "11.5px system-ui, sans-serif";
+  const pen = document.createElement("canvas").getContext("2d");
+  pen.font = font;
+  const roomFor = (_, texts) => Math.max(52, ...(texts || []).map((text) => 10 + pen.measureText(text).width));
 
   // The x axis. Time has one unit on the whole page, so that its ticks are round.
   const longest = Math.max(0, ...shared.runs.map((run) => (run.seconds || [0]).at(-1)));
@@ -203,7 +212,7 @@
   const options = (own, data, width) => {
     const { chart, lines } = own;
     const axis = (values, more) => ({
-      stroke: () => css("--quiet"), font: "11.5px system-ui, sans-serif",
+      stroke: () => css("--quiet"), font,
       grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false },
       values: (_, splits) => splits.map(values), ...more,
     });
@@ -225,12 +234,12 @@
     };
     return {
       width,
-      height: chart.height + 34,
+      height: chart.height + 38,
       scales: { x: { time: false }, y: chart.log ? { distr: 3, range: logRange } : linear },
       axes: [
-        axis(xTick, { grid: { show: false }, size: 24 }),
+        axis(xTick, { grid: { show: false }, size: 28, gap: 9 }),
         axis((value) => tick(value, chart.percent), {
-          size: 52, gap: 6, ...(chart.log && { filter: logLines }),
+          size: roomFor, gap: 6, ...(chart.log && { filter: logLines }),
           grid: { stroke: () => css("--line"), width: 1, ...(chart.log && { filter: logLines }) },
         }),
       ],

@@ -11,6 +11,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.weight_map import Entry, Origin
+from megatron_vlm.io.numbers_as_text import short_name
 from megatron_vlm.report.terminal import plain_table
 
 ADAPTERS = "lora"
@@ -69,14 +70,6 @@ def _cell(total: int, trainable: int) -> Text:
     if not total:
         return Text("-")
     return Text(short_name(total)) if trainable else Text(f"({short_name(total)})", style="dim")
-
-
-def short_name(count: int) -> str:
-    """Shorten a count: 1,720,574,976 becomes 1.72B."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(count)
 
 
 def size_text(size: float) -> str:

@@ -13,7 +13,6 @@ from megatron_vlm.io.numbers_as_text import number, time_spent
 from megatron_vlm.report.run.answer_comparison import answer_section
 from megatron_vlm.report.run.curves import (
     CURVE_NAMES,
-    control_section,
     curve_section,
     sample_section,
     score_section,
@@ -43,7 +42,6 @@ def _sections(runs: Sequence[LoggedRun], folders: Sequence[Path]) -> Iterator[Se
         yield Table(("key", *(run.name for run in runs)), rows)
     else:
         yield Note("None but the folder.", "quiet")
-    yield from control_section(runs)
     yield from sample_section(runs)
     yield from curve_section(runs)
     yield from score_section(runs)
@@ -52,9 +50,10 @@ def _sections(runs: Sequence[LoggedRun], folders: Sequence[Path]) -> Iterator[Se
 
 
 def _run_table(runs: Sequence[LoggedRun]) -> Table:
+    """Return a row for each figure and a column for each run."""
     rewarded, scores = any(run.metrics.samples for run in runs), _scores(runs)
-    header = (
-        *("run", "steps", "last loss", "best loss"),
+    figures = (
+        *("steps", "last loss", "best loss"),
         *(["last mean reward", "best mean reward"] * rewarded),
         *(f"best {s} {CURVE_NAMES[k]}" for s, k in scores),
         *("tokens per second", "time in steps", "layout", "started"),
@@ -62,7 +61,9 @@ def _run_table(runs: Sequence[LoggedRun]) -> Table:
     caption = "Best values name their step. Best losses are those of the smoothed curves."
     if rewarded:
         caption += " Rewards are means of 10 steps, of which the last is named."
-    return Table(header, [_row(run, scores, rewarded) for run in runs], caption)
+    columns = [_column(run, scores, rewarded) for run in runs]
+    rows = [*zip(figures, *columns, strict=True)]
+    return Table(("", *(run.name for run in runs)), rows, caption)
 
 
 def differences(configs: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -130,7 +131,7 @@ def _tiles(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, str]]:
         yield number(run.metrics.tokens_per_s), f"most tokens per second, median: {run.name}"
 
 
-def _row(run: LoggedRun, scores: Sequence[tuple[str, str]], rewarded: bool) -> tuple[str, ...]:
+def _column(run: LoggedRun, scores: Sequence[tuple[str, str]], rewarded: bool) -> tuple[str, ...]:
     metrics, start = run.metrics, run.metrics.last_start
     losses, sets = metrics.losses(), metrics.sets()
     last = number(losses["last"][0]) if losses else "-"
@@ -147,7 +148,6 @@ def _row(run: LoggedRun, scores: Sequence[tuple[str, str]], rewarded: bool) -> t
         )
     total = f"/{start.total_steps:,}" if start is not None else ""
     return (
-        run.name,
         f"{metrics.steps_done:,}{total}",
         last,
         best,

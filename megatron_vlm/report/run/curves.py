@@ -87,8 +87,7 @@ def sample_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     if not any(run.metrics.samples for run in runs):
         return
     yield Heading("Samples", "Samples")
-    if len(runs) == 1:
-        yield from control_section(runs)
+    yield from control_section(runs)
     span = steps_span(runs)
     reward = Chart(_REWARD.title, _curves(runs, _REWARD), _REWARD.unit, height=300)
     yield Charts([reward], span)
@@ -112,11 +111,11 @@ def sample_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
 
 def curve_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     """Yield the curves of the figures that are logged with each step."""
-    yield Heading("Curves over steps", "Curves")
+    yield Heading("Curves", "Curves")
     if not any(len(run.metrics.steps_N) for run in runs):
         yield Note("No step was logged.", "quiet")
         return
-    if len(runs) == 1 and not runs[0].metrics.samples:
+    if not any(run.metrics.samples for run in runs):  # their section has them already
         yield from control_section(runs)
     span = steps_span(runs)
     losses = _curves(runs, ChartPlan("Loss", {"training": "loss"})) + _score_curves(runs, "loss")

@@ -29,10 +29,11 @@ def example_section(path: Path) -> Iterator[sections.Section]:
         yield sections.Note(f"{path.name} cannot be read: {error}", "alarm")
         return
     right = sum(example.is_right for example in examples.examples)
-    title = (
-        f"{examples.name}, after {examples.step:,} steps: {right} of {len(examples.examples)} right"
+    yield sections.Note(
+        f"{examples.name}, after {examples.step:,} steps: {right} of these "
+        f"{len(examples.examples)} right. Wrong answers come first; the scores are those of all.",
+        "quiet",
     )
-    yield sections.Note(title, "quiet")
     room = PictureRoom(_PICTURE_BYTES)
     cards = [_card(example, room) for example in examples.examples]
     kinds = ["right" if example.is_right else "wrong" for example in examples.examples]

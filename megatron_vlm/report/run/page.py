@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_vlm.io.numbers_as_text import number, time_spent
+from megatron_vlm.io.numbers_as_text import number, short_name, time_spent
 from megatron_vlm.io.printable import show_count
 from megatron_vlm.report.metrics_lines import EventLine, StartLine
 from megatron_vlm.report.run.curves import (
@@ -49,8 +49,8 @@ def run_report(run: LoggedRun, folder: Path) -> Report:
 
 def _facts(start: StartLine, first: StartLine) -> str:
     samples = "a stream" if start.samples is None else show_count(start.samples, "sample")
-    parameters = f"{start.parameters / 1e6:,.4g}M parameters"
-    trained = f"{start.trainable / 1e6:,.4g}M of them trained"
+    parameters = f"{short_name(start.parameters)} parameters"
+    trained = f"{short_name(start.trainable)} of them trained"
     if start.trainable == start.parameters:
         trained = "all trained"
     facts = (start.model, samples, f"{parameters}, {trained}", f"started {_time(first)}")
