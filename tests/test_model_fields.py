@@ -75,6 +75,16 @@ def test_refused_by_name(family, field, tiny, tmp_path):
     assert str(folder) in str(caught.value)
 
 
+@pytest.mark.parametrize("read", [read_counts, read_sizes])
+def test_an_interval_of_null_needs_layer_types(read, tiny, tmp_path):
+    """With layer_types, nothing reads the interval."""
+    path, interval = tiny(**TABLES["qwen3_5"].tiny), {"text_config.full_attention_interval": None}
+    folder = changed(path, tmp_path / "x", interval | {"text_config.layer_types": None})
+    with pytest.raises(ConfigError, match="full_attention_interval=None, without layer_types"):
+        read(str(folder))
+    assert read(str(changed(path, tmp_path / "y", interval)))
+
+
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("kind", ROPE)
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])

@@ -64,7 +64,7 @@ def read_counts(folder: str) -> Counts | None:
 
 def read_fields(folder: str | Path) -> JsonField:
     """Read the config.json in a folder, which is an object. Refuse fields that contradict each
-    other here: some versions of transformers drop one of them without a word."""
+    other here: some versions of transformers drop one of them without a word, or fail at them."""
     file = UntrustedFile(
         str(Path(folder) / "config.json"), ConfigError, f"give a folder of a {_MODELS} checkpoint"
     )
@@ -81,6 +81,10 @@ def _contradictions(text: dict[str, Any]) -> Iterator[str]:
     is_other_kind = rope.get("rope_type", "default") != "default"  # the table of fields refuses it
     if name in text and name in rope and text[name] != rope[name] and not is_other_kind:
         yield f"text_config.{name}={text[name]!r}, but rope_parameters has {rope[name]!r}"
+    name = "full_attention_interval"
+    # transformers has a default for an absent interval, but none for one that is null.
+    if name in text and text[name] is None and text.get("layer_types") is None:
+        yield f"text_config.{name}=None, without layer_types to say which layers have attention"
 
 
 def no_config_json(folder: str | Path) -> ConfigError:

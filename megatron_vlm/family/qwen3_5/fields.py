@@ -26,7 +26,8 @@ _LINEAR = {
     "linear_num_key_heads": _COUNT,
     "linear_num_value_heads": _COUNT,
     "layer_types": or_null(LIST),
-    "full_attention_interval": _COUNT,  # layer_types overrules it, and must agree with it
+    # layer_types overrules it, and must agree with it.
+    "full_attention_interval": or_null(_COUNT),
     "partial_rotary_factor": _SHARE,  # a copy of the field in rope_parameters
 }
 # transformers keeps these fields of released checkpoints and computes as if they had these values.
