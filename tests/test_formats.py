@@ -217,10 +217,10 @@ def test_a_prompt_for_a_reward_needs_no_answer(name):
     """All keys that are not of the prompt are for the reward, but a slip of a key is none."""
     raw = {**ONLY_ASKING[name], "image": "a.png"}
     passed = Counter()
-    record = parse_record(raw, "x:1", passed=passed, asks=True)
+    record = parse_record(raw, "x:1", passed=passed, prompts_only=True)
     assert record == Conversation("x:1", ASKED[:1]) and not passed
     with raises(UnknownKeysError, place="x:1", problem_has="'imagse'"):
-        parse_record({**raw, "imagse": ["b.png"]}, "x:1", asks=True)
+        parse_record({**raw, "imagse": ["b.png"]}, "x:1", prompts_only=True)
     with pytest.raises(DataError):
         parse_record(raw, "x:1")
 

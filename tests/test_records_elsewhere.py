@@ -29,7 +29,7 @@ def test_the_table_has_enough_and_each_once():
 
 @pytest.mark.parametrize("case", READ, ids=name_of)
 def test_a_record_is_read_as_its_project_means_it(case):
-    record = parse_record(case["record"], "x:1", asks=case.get("rl", False))
+    record = parse_record(case["record"], "x:1", prompts_only=case.get("rl", False))
     assert isinstance(record, Conversation)
     assert [turn.role for turn in record.turns] == case["roles"]
     assert len(record.media(Image)) == case["images"]

@@ -83,7 +83,7 @@ def table_of(cfg: Config) -> EpisodeRunner:
         cfg.data,
         cfg.model.path,
         read_sizes(cfg.model.path),
-        asks=True,
+        prompts_only=True,
     )
     assert isinstance(data, DataSet)
     rl = cfg.rl
@@ -301,10 +301,10 @@ def test_prompts_have_a_cache_of_their_own(folder, model, tmp_path):
     cfg = config(folder, model, reward=f"{TASKS}:letters")
     data = replace(cfg.data, cache_dir=str(tmp_path))
     sizes, found = read_sizes(model), {}
-    for asks in (True, False, True):
-        opened = open_data(data.train, "data.train", data, model, sizes, asks=asks)
+    for prompts_only in (True, False, True):
+        opened = open_data(data.train, "data.train", data, model, sizes, prompts_only=prompts_only)
         assert isinstance(opened, DataSet)
-        found[asks] = [len(opened.indexes[0]), int(opened.indexes[0].supervised.sum())]
+        found[prompts_only] = [len(opened.indexes[0]), int(opened.indexes[0].supervised.sum())]
     assert found[True] == [3, 0]
     assert found[False][0] == 2 and found[False][1] > 0  # two records have an answer
 

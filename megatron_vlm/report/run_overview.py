@@ -35,14 +35,14 @@ class RunFacts:
     stages: Sequence[StageReport]
     memory: Sequence[StageMemory]
     available: str  # memory of a device, in words
-    asks: bool = False  # the samples are prompts
+    prompts_only: bool = False  # the samples are prompts
 
 
 def run_overview(cfg: Config, dims: ParallelDims, facts: RunFacts) -> str:
     """Return the overview: a label and a text in each line, within 80 columns."""
     rows = {
         "data": _data(cfg, facts.remarks),
-        "epoch": "" if facts.data is None else epoch_tokens(facts.data, facts.asks),
+        "epoch": "" if facts.data is None else epoch_tokens(facts.data, facts.prompts_only),
         "steps": _steps(facts),
         "learns": _learning_parts(cfg, facts.stages),
         "rate": _rates(cfg),
@@ -76,7 +76,7 @@ def _data(cfg: Config, remarks: Remarks) -> str:
     return f"{text}; records left out: {left_out or 'none'}"
 
 
-def epoch_tokens(data: DataSet | StreamSet, asks: bool = False) -> str:
+def epoch_tokens(data: DataSet | StreamSet, prompts_only: bool = False) -> str:
     """Describe the tokens and images of an epoch; empty for a stream. The index of prepared records
     has them."""
     if isinstance(data, StreamSet):
@@ -85,7 +85,7 @@ def epoch_tokens(data: DataSet | StreamSet, asks: bool = False) -> str:
     for index, count in zip(data.indexes, data.order.counts, strict=True):
         for name in sums:
             sums[name] += float(getattr(index, name).sum()) * count / max(1, len(index))
-    supervised = "in prompts" if asks else f"{sums['supervised']:,.0f} of them trained"
+    supervised = "in prompts" if prompts_only else f"{sums['supervised']:,.0f} of them trained"
     images = show_count(round(sums["images"]), "image")
     return f"{sums['tokens']:,.0f} tokens, {supervised}; {images}"
 

@@ -26,7 +26,10 @@ def learn(cfg: Config, signals: "Signals | None" = None) -> int:
         from megatron_vlm.rl.trainer import RlTrainer
         from megatron_vlm.run.run import Run
 
-        with Run.open(cfg, watchdog, signals, asks=True) as run, RlTrainer.open(run) as trainer:
+        with (
+            Run.open(cfg, watchdog, signals, prompts_only=True) as run,
+            RlTrainer.open(run) as trainer,
+        ):
             if run.progress.step == 0 and needs_held_out_rewards(cfg):
                 run.evaluate()  # what the model gets before it learns
             return run.to_the_end(partial(learn_step, trainer))

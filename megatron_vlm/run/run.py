@@ -41,10 +41,15 @@ class Run:
     """A training run on one rank. Open it with `with Run.open(cfg, watchdog) as run`."""
 
     def __init__(
-        self, cfg: Config, watchdog: Watchdog, signals: Signals, opened: ExitStack, asks: bool
+        self,
+        cfg: Config,
+        watchdog: Watchdog,
+        signals: Signals,
+        opened: ExitStack,
+        prompts_only: bool,
     ):
         """Open the model and the data, and read what an earlier run of this folder has done.
-        `opened` closes them. With `asks` the data are prompts, which the caller takes from
+        `opened` closes them. With `prompts_only` the data are prompts, which the caller takes from
         `feeder.data`."""
         opened.callback(signals.restore)
         claim = None
@@ -54,8 +59,10 @@ class Run:
         self.cfg, self.watchdog, self.signals = cfg, watchdog, signals
         self.worker = worker = MegatronWorker(cfg, watchdog=watchdog)
         grid, platform = worker.grid, worker.platform
-        self.feeder = Feeder(cfg, worker.source.sizes, grid, platform.device, watchdog, asks)
-        self.examiner = Evaluator(worker, cfg, asks and cfg.rl.eval_scores == "reward")
+        self.feeder = Feeder(
+            cfg, worker.source.sizes, grid, platform.device, watchdog, prompts_only
+        )
+        self.examiner = Evaluator(worker, cfg, prompts_only and cfg.rl.eval_scores == "reward")
         opened.callback(self.examiner.close)
         self.rate_held_out: Callable[[], dict[str, dict[str, float]]] | None = None
         self.total_steps = total_steps(cfg.train, self.feeder.length)
@@ -65,14 +72,14 @@ class Run:
         self.resumed_step = self.progress.step  # 0 for a new run
         self.position_before = self.progress.position  # before the last step
         length = length_of(cfg, self.feeder.length, self.resumed_step)
-        if not asks:
+        if not prompts_only:
             self.feeder.start(self.progress.position)
         self.log = RunLog(cfg, grid.rank == 0, self.total_steps, self.resumed_step)
         opened.callback(self.log.close)
         self.profiler = Profiler(cfg, grid.rank, platform)
         opened.callback(self.profiler.close)
         self.meter, self.guard = Meter(platform), NonFiniteGuard(cfg)
-        self._announce(length, asks)
+        self._announce(length, prompts_only)
         serving = serving_remark(cfg, worker.adapted)
         for remark in filter(None, [planned, serving, *self.saver.remarks]):
             self.log.event(self.resumed_step, remark)
@@ -81,11 +88,11 @@ class Run:
     @staticmethod
     @contextmanager
     def open(
-        cfg: Config, watchdog: Watchdog, signals: Signals | None = None, asks: bool = False
+        cfg: Config, watchdog: Watchdog, signals: Signals | None = None, prompts_only: bool = False
     ) -> Iterator["Run"]:
         """Open a run that is always closed again. Without an error, all ranks end together."""
         with ExitStack() as opened:
-            yield Run(cfg, watchdog, signals or Signals(), opened, asks)
+            yield Run(cfg, watchdog, signals or Signals(), opened, prompts_only)
         dist.barrier()
 
     def to_the_end(self, do_step: Callable[[int], None]) -> int:
@@ -117,14 +124,14 @@ class Run:
         )
         return True
 
-    def _announce(self, length: str, asks: bool) -> None:
+    def _announce(self, length: str, prompts_only: bool) -> None:
         worker, dims = self.worker, self.worker.dims
         reports = stage_reports(self.cfg, dims, worker.table)
         where = f"{worker.platform.name}, {worker.chunks[0].config.params_dtype}"
         if self.log.speaks:
             self.log.say(layout_table(self.cfg, where, reports))
             sets = self.examiner.sets
-            self.log.say(describe_start(worker, self.feeder, sets, reports, length, asks))
+            self.log.say(describe_start(worker, self.feeder, sets, reports, length, prompts_only))
         self.log.start(
             step=self.progress.step,
             platform=worker.platform.name,

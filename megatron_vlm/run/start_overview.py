@@ -28,13 +28,13 @@ def describe_start(
     held_out: Sequence[EvalSet],
     stages: Sequence[StageReport],
     length: str,
-    asks: bool,
+    prompts_only: bool,
 ) -> str:
     """Return the overview of a run on rank 0. `length`: its samples and steps, as a sentence."""
     cfg, dims, data = worker.cfg, worker.dims, feeder.data
     assert data is not None, "rank 0 loads data"
     dtype = worker.chunks[0].config.params_dtype
-    memory = memory_of_run(cfg, data, worker.source.sizes, dims, dtype.itemsize, asks)
+    memory = memory_of_run(cfg, data, worker.source.sizes, dims, dtype.itemsize, prompts_only)
     facts = RunFacts(
         length,
         epochs_of(cfg, feeder.length),
@@ -44,7 +44,7 @@ def describe_start(
         stages,
         memory,
         device_memory(worker.platform),
-        asks,
+        prompts_only,
     )
     return run_overview(cfg, dims, facts)
 
@@ -55,12 +55,12 @@ def memory_of_run(
     sizes: ModelSizes,
     dims: ParallelDims,
     itemsize: int,
-    asks: bool = False,
+    prompts_only: bool = False,
 ) -> list[StageMemory]:
-    """Return the memory of a rank of each stage, estimated from the first steps. With `asks` the
-    samples are prompts, whose answers are trained."""
+    """Return the memory of a rank of each stage, estimated from the first steps. With
+    `prompts_only` the samples are prompts, whose answers are trained."""
     count = min(_MAX_STEPS, max(1, _MAX_ROWS // cfg.train.global_batch_size))
-    if asks and isinstance(data, DataSet):
+    if prompts_only and isinstance(data, DataSet):
         steps = list(islice(plan_updates(data, cfg, dims), max(1, count // cfg.rl.samples)))
     else:
         steps = list(islice(plan_steps(data, cfg, dims), count))

@@ -67,10 +67,10 @@ class Feeder:
         grid: RankGroups,
         device: torch.device,
         watchdog: Watchdog,
-        asks: bool = False,
+        prompts_only: bool = False,
     ):
-        """Open data.train. With `asks` the samples are prompts, see open_data. The caller then
-        takes them from `data`, and nothing is started."""
+        """Open data.train. With `prompts_only` the samples are prompts, see open_data. The caller
+        then takes them from `data`, and nothing is started."""
         self.cfg, self.grid, self.device = cfg, grid, device
         self.replica = Replica(grid.dp.rank, grid.dp.size)
         self.loader: Loader | None = None
@@ -78,7 +78,9 @@ class Feeder:
         def opening() -> tuple[DataSet | StreamSet, tuple[int | None, Any, Any]]:
             share = (grid.dp.rank, grid.dp.size)
             specs, path = cfg.data.train, cfg.model.path
-            data = open_data(specs, "data.train", cfg.data, path, sizes, share, asks=asks)
+            data = open_data(
+                specs, "data.train", cfg.data, path, sizes, share, prompts_only=prompts_only
+            )
             remarks = asdict(Remarks.from_data(data, "data.train", cfg.data))
             return data, (data.length, fingerprint(data, cfg).to_json(), remarks)
 

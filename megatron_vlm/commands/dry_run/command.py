@@ -94,15 +94,15 @@ def plan_model(cfg: Config, console: Console, gpus: int | None, memory: str | No
     return PlannedModel(cfg, source, target, dims, table)
 
 
-def open_training_data(model: PlannedModel, asks: bool = False) -> DataSet | StreamSet:
-    """Open data.train. With `asks` its records are prompts."""
+def open_training_data(model: PlannedModel, prompts_only: bool = False) -> DataSet | StreamSet:
+    """Open data.train. With `prompts_only` its records are prompts."""
     cfg, sizes = model.cfg, model.source.sizes
     specs, path = cfg.data.train, cfg.model.path
-    return open_data(specs, "data.train", cfg.data, path, sizes, asks=asks)
+    return open_data(specs, "data.train", cfg.data, path, sizes, prompts_only=prompts_only)
 
 
 def print_run(
-    model: PlannedModel, data: DataSet | StreamSet, console: Console, asks: bool = False
+    model: PlannedModel, data: DataSet | StreamSet, console: Console, prompts_only: bool = False
 ) -> list[StageMemory]:
     """Print what a run prints at its start, and its remarks. Return the memory of each stage."""
     cfg, dims, target = model.cfg, model.dims, model.target
@@ -110,7 +110,7 @@ def print_run(
     remarks = Remarks.from_data(data, "data.train", cfg.data)
     sets = list(open_held_out(model))
     dtype = compute_dtype(cfg, target.platform)
-    needs = memory_of_run(cfg, data, model.source.sizes, dims, dtype.itemsize, asks)
+    needs = memory_of_run(cfg, data, model.source.sizes, dims, dtype.itemsize, prompts_only)
     done = _steps_done(cfg)
     facts = RunFacts(
         length_of(cfg, data.length, done),
@@ -121,7 +121,7 @@ def print_run(
         stages,
         needs,
         target.available,
-        asks,
+        prompts_only,
     )
     console.print(layout_table(cfg, target.words(cfg), stages))
     text = run_overview(cfg, dims, facts)

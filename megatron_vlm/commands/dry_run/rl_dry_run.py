@@ -23,9 +23,9 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
         check_push(cfg.checkpoint.push)
     sampler = _sampler(cfg)
     model = plan_model(cfg, console, gpus, memory)
-    data = open_training_data(model, asks=True)
+    data = open_training_data(model, prompts_only=True)
     assert isinstance(data, DataSet), "config/command_checks.py refuses streams"
-    needs = print_run(model, data, console, asks=True)
+    needs = print_run(model, data, console, prompts_only=True)
     rl, train = cfg.rl, cfg.train
     rows = {
         "samples": f"{rl.samples} answers of at most {rl.max_new_tokens:,} tokens to each of "

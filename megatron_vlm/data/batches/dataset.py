@@ -171,13 +171,13 @@ def open_data(
     sizes: ModelSizes,
     share: tuple[int, int] = (0, 1),
     train: bool = True,
-    asks: bool = False,
+    prompts_only: bool = False,
     held_out: bool = False,
 ) -> DataSet | StreamSet:
     """Open and index every source of `data.train` or `data.eval`; streams are only opened. If
     several processes index together, `share` is the index of this process and their number. With
-    `asks`, samples are prompts: no token is trained, and an answer at the end is left out. With
-    `train` the records that data.split holds out are left out; with `held_out` there are no
+    `prompts_only`, samples are prompts: no token is trained, and an answer at the end is left out.
+    With `train` the records that data.split holds out are left out; with `held_out` there are no
     others."""
     encoder = make_encoder(model_path, cfg)
     cache = None if cfg.cache_dir is None else home_path(cfg.cache_dir)
@@ -189,7 +189,9 @@ def open_data(
     sources = tuple(
         open_source(spec, cfg.image_root, cache, cfg.columns, cfg.roles) for spec in specs
     )
-    readers = tuple(make_reader(encoder, cfg, sizes, source.root, asks) for source in sources)
+    readers = tuple(
+        make_reader(encoder, cfg, sizes, source.root, prompts_only) for source in sources
+    )
     scratch = Path(tempfile.mkdtemp(dir=scratch_folder()))
     indexes = tuple(
         build_index(source, reader, cfg, scratch, share)

@@ -52,18 +52,18 @@ def parse_record(
     lone_marks: Literal["refuse", "text"] = "refuse",
     passed: Counter[str] | None = None,
     caption_prompt: str = "",
-    asks: bool = False,
+    prompts_only: bool = False,
 ) -> Conversation | EncodedRecord:
     """Parse a raw dict into a Record, or raise a DataError with the problem and its place. A key
     that has a meaning in some format, or most likely has one, is an error where it is neither read
     nor in `ignore_keys`. Other keys of the record itself are counted in `passed`; `strict` makes
-    them errors, too. `lone_marks`, `caption_prompt`: see the configuration. With `asks`, the record
-    is a prompt for reinforcement learning: keys with answers are for the reward alone."""
+    them errors, too. `lone_marks`, `caption_prompt`: see the configuration. With `prompts_only`, the
+    record is a prompt for reinforcement learning: keys with answers are for the reward alone."""
     if not isinstance(raw, Mapping):
         raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
     if is_too_deep(raw):
         raise UntrustedFile(where, remedy="mend the record or drop it").depth_error()
-    keys = Keys(where, ignore_keys, strict, asks)
+    keys = Keys(where, ignore_keys, strict, prompts_only)
     raw = keys.record(raw)
     encoded = "chunks" in raw or "model_input" in raw
     record = parse_chunks(raw, keys) if encoded else _parse_chat(raw, keys, caption_prompt)
@@ -77,10 +77,10 @@ def parse_record(
 
 def _parse_chat(raw: Mapping[str, Any], keys: Keys, caption_prompt: str) -> Conversation:
     where = keys.where
-    form = _find_format(raw, keys.asks)
+    form = _find_format(raw, keys.prompts_only)
     if isinstance(form, PlainForm):
-        keys.needed = needed_beside(form, keys.asks)
-        raw = keys.read(raw, {*form.known(raw, keys.asks), *_COMMON}, where)
+        keys.needed = needed_beside(form, keys.prompts_only)
+        raw = keys.read(raw, {*form.known(raw, keys.prompts_only), *_COMMON}, where)
         turns = form.turns(raw, keys, caption_prompt)
     elif form:
         raw = keys.read(raw, {form, *_COMMON}, where)
@@ -107,7 +107,7 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys, caption_prompt: str) -> Conv
                 found="system",
             )
     objects = parse_objects(raw.get("objects"), turns, keys)
-    if not keys.asks:
+    if not keys.prompts_only:
         _check_answers(turns, where)
     variables = _variables(raw, keys)
     return Conversation(where, tuple(turns), parse_tools(raw, where), objects, variables)
@@ -161,10 +161,10 @@ def _check_answers(turns: Sequence[ChatMessage], where: str) -> None:
             )
 
 
-def _find_format(raw: Mapping[str, Any], asks: bool) -> str | PlainForm | None:
+def _find_format(raw: Mapping[str, Any], prompts_only: bool) -> str | PlainForm | None:
     """Return the key of the record's list of messages or pairs, or its plain form."""
     names = (name for name in _LISTS if name in raw and (name != "texts" or _has_pairs(raw[name])))
-    return next(names, None) or find_plain_form(raw, asks)
+    return next(names, None) or find_plain_form(raw, prompts_only)
 
 
 def _turns_of_list(value: Any, name: str, keys: Keys) -> list[ChatMessage]:

@@ -48,11 +48,11 @@ class Keys:
     `strict`, no key of the record itself may be passed over."""
 
     def __init__(
-        self, where: str, ignored: Collection[str], strict: bool = False, asks: bool = False
+        self, where: str, ignored: Collection[str], strict: bool = False, prompts_only: bool = False
     ):
-        """Make a reader. With `asks`, a reward gets the keys that are not read."""
+        """Make a reader. With `prompts_only`, a reward gets the keys that are not read."""
         self.where, self.ignored, self.strict = where, frozenset(ignored), strict
-        self.asks = asks
+        self.prompts_only = prompts_only
         self.needed: Collection[str] = ()  # further keys that may not be passed over
         self.unknown: dict[str, Unknown] = {}
         self.media: set[str] = set()  # unknown keys of the record itself
@@ -81,14 +81,14 @@ class Keys:
         """Remember a key of the record itself that is not read."""
         if key == REFERENCES and references_of({key: value}):
             return
-        is_meant = key in self.needed or key in (MEANT_TO_ASK if self.asks else MEANT)
+        is_meant = key in self.needed or key in (MEANT_TO_ASK if self.prompts_only else MEANT)
         is_media = key not in MEANT and looks_like_media(key, value)
         if is_media:
             self.media.add(key)
         near = "" if key in MEANT or is_media else misspelled_key(key, known)
         if is_meant or is_media or near or self.strict:
             self.unknown[key] = Unknown(near=near)
-        elif not self.asks:
+        elif not self.prompts_only:
             self.passed.append(key)
 
     def record(self, raw: Mapping[Any, Any]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Keys:
         filled = {key for key, value in fields.items() if not is_empty(value)}
         # In other data, `label` is a class: a key like any other.
         marks = sorted(filled & _PREFERENCE) or ["label"] * isinstance(fields.get("label"), bool)
-        if marks and not self.asks:
+        if marks and not self.prompts_only:
             raise DataError(
                 f": this is preference data, by {_join_names(marks)}: it says how good answers "
                 "are, as for DPO or KTO, and training here is supervised and learns every answer",

@@ -23,10 +23,10 @@ class PlainForm:
     answers: tuple[str, ...]
     more: tuple[str, ...] = ()
 
-    def known(self, raw: Mapping[str, Any], asks: bool) -> set[str]:
+    def known(self, raw: Mapping[str, Any], prompts_only: bool) -> set[str]:
         """Return the keys of this record that are read. A worked solution is learnt in place of the
-        bare answer beside it. With `asks`, answers are not read."""
-        present = {name for name in self.answers if name in raw and not asks}
+        bare answer beside it. With `prompts_only`, answers are not read."""
+        present = {name for name in self.answers if name in raw and not prompts_only}
         answers = {name for name in present if not is_empty(raw[name])} or present
         answers -= {"answer"} if "solution" in answers else set()
         return {*answers, *self.more} | ({self.question} if self.question else set())
@@ -43,7 +43,7 @@ class PlainForm:
             names = (self.question, "input") if "input" in self.more else (self.question,)
             texts = [text_of(raw[name], name, where) for name in names if name in raw]
             turns.append(ChatMessage("user", ("\n".join(filter(None, texts)),)))
-        if not keys.asks:
+        if not keys.prompts_only:
             turns += self._answer(raw, keys)
         if not (self.question is None or "completion" in raw):  # trl's prompts have no marks
             texts = [part for turn in turns for part in turn.parts if isinstance(part, str)]
@@ -79,20 +79,20 @@ PLAIN_NAMES = frozenset({*QUESTIONS, *(name for form in _FORMS for name in form.
 _NEEDED = frozenset({"answers", "options", "choices", "context", "passage", "hint"})
 
 
-def find_plain_form(raw: Mapping[str, Any], asks: bool) -> PlainForm | None:
-    """Return the form of a record, or None. With `asks`, records need no answer."""
+def find_plain_form(raw: Mapping[str, Any], prompts_only: bool) -> PlainForm | None:
+    """Return the form of a record, or None. With `prompts_only`, records need no answer."""
     for form in _FORMS:
-        if form.question in raw and (asks or any(name in raw for name in form.answers)):
+        if form.question in raw and (prompts_only or any(name in raw for name in form.answers)):
             return form
     has_picture = any(name in raw for name in _PICTURES)
     return _CAPTION if has_picture and any(name in raw for name in _CAPTION.answers) else None
 
 
-def needed_beside(form: PlainForm, asks: bool) -> Collection[str]:
+def needed_beside(form: PlainForm, prompts_only: bool) -> Collection[str]:
     """Return the keys that may not be passed over in a record of this form."""
     if form.question is None or form.question == "prompt":
         return ()
-    return {*_NEEDED, *QUESTIONS} - ({"answers"} if asks else set())
+    return {*_NEEDED, *QUESTIONS} - ({"answers"} if prompts_only else set())
 
 
 def parse_pairs(value: Any, key: str, keys: Keys) -> list[ChatMessage]:

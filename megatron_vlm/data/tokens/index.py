@@ -234,7 +234,7 @@ def index_key(source: Source, reader: Reader, cfg: DataConfig) -> str:
         "videos": asdict(encoder.videos),
         "rules": {key: getattr(cfg, key) for key in _DECIDING},
     }
-    if reader.asks:
+    if reader.prompts_only:
         parts["prompts"] = True
     text = json.dumps(parts, sort_keys=True, default=list)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -37,7 +37,7 @@ class Reader:
     encoder: Encoder
     policy: MediaPolicy
     tokens: Tokens
-    asks: bool = False  # every record is a prompt; an answer that ends it is left out
+    prompts_only: bool = False  # every record is a prompt; an answer that ends it is left out
 
     def encode(
         self, raw: object, where: str, prompt: bool = False, passed: Counter[str] | None = None
@@ -45,7 +45,7 @@ class Reader:
         """Encode a record as tokens and grids. Only the headers of images are read, not their
         pixels. `passed` counts the unused keys."""
         record = self.parse(raw, where, passed)
-        sample = self.encoder.encode(record, self.policy, prompt or self.asks)
+        sample = self.encoder.encode(record, self.policy, prompt or self.prompts_only)
         check_ids(sample.ids_S, self.tokens, where)
         return sample
 
@@ -60,10 +60,10 @@ class Reader:
             lone_marks=cfg.lone_marks,
             passed=passed,
             caption_prompt=cfg.caption_prompt,
-            asks=self.asks,
+            prompts_only=self.prompts_only,
         )
         record = record if cfg.system is None else with_system(record, cfg.system)
-        return without_answer(record) if self.asks else record
+        return without_answer(record) if self.prompts_only else record
 
     def is_contrary(self, raw: object, sample: Sample) -> bool:
         """Return whether an answer begins in another way than its prompt asks for, and neither the
@@ -114,12 +114,16 @@ def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
 
 
 def make_reader(
-    encoder: Encoder, cfg: DataConfig, sizes: ModelSizes, root: str | None, asks: bool = False
+    encoder: Encoder,
+    cfg: DataConfig,
+    sizes: ModelSizes,
+    root: str | None,
+    prompts_only: bool = False,
 ) -> Reader:
     """Return a reader for records whose images are in `root`; with None it opens no local files."""
     root = None if root is None else str(home_path(root))
     policy = MediaPolicy(root, cfg.allow_http, cfg.exif_orientation)
-    return Reader(encoder, policy, sizes.tokens, asks)
+    return Reader(encoder, policy, sizes.tokens, prompts_only)
 
 
 def with_system(record: Record, text: str) -> Record:

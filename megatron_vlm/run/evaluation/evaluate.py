@@ -158,7 +158,7 @@ def _choose_answers(answers: Sequence[Answer], max_count: int) -> list[Answer]:
 
 
 def _example(data: DataSet, answer: Answer) -> Example:
-    where, turns = data.where(answer.handle), ()
+    where, turns = data.where(answer.handle), tuple[ExampleTurn, ...]()
     try:
         shown = data.show(answer.handle, pictures=True)
     except DataError as error:
