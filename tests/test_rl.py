@@ -15,18 +15,20 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
-from megatron_vlm.config.schema import DataConfig, RlConfig
+from megatron_vlm.config.schema import Config, DataConfig, RlConfig
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.distributed.agreement import Signals
 from megatron_vlm.distributed.process import PREEMPTED, run_guarded
 from megatron_vlm.family import read_sizes
 from megatron_vlm.rl.episode import Episode, Group
+from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.no_signal import SignalWatch
 from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.rl_train import run_rl
@@ -219,7 +221,7 @@ def test_the_right_answer_is_that_of_the_reward_or_of_the_chat(model):
         ({"messages": chat}, "4"),
         ({"messages": chat[:1]}, None),
     ):
-        assert right_answer(record, "a record", replace(reader, asks=True)) == right
+        assert right_answer(record, "a record", replace(reader, prompts_only=True)) == right
 
 
 def test_prompts_alone_are_learnt_from_by_the_keys_beside_them(pool, folder, model):
@@ -243,6 +245,20 @@ def test_prompts_alone_are_learnt_from_by_the_keys_beside_them(pool, folder, mod
     [figures], [step] = lines(run, "rl"), lines(run, "step")
     assert "solved" in figures["figures"] and step["norm"] > 0
     assert [step for step, _ in held_out(run)] == [0, 1]
+
+
+def test_turns_of_a_question_have_their_roles(model):
+    reader = make_reader(make_encoder(model, DataConfig()), DataConfig(), read_sizes(model), None)
+    runner = EpisodeRunner(Config(), SimpleNamespace(readers=[reader]), None)
+
+    def words(*turns):
+        text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
+        ids = runner.tokenizer(f"{text}<|im_start|>assistant\n")["input_ids"]
+        return runner.words(SimpleNamespace(ids_S=torch.tensor(ids)))
+
+    assert words(("user", "Which colour?")) == "Which colour?"
+    turns = ("user", "2+2?"), ("assistant", "4"), ("user", "Sure?")
+    assert words(*turns) == "user: 2+2?\nassistant: 4\nuser: Sure?"
 
 
 def test_steps_without_a_signal_get_one_hint(pool, folder, model):

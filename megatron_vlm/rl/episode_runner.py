@@ -56,12 +56,17 @@ class EpisodeRunner:
         return str(self.tokenizer.decode(answer_ids, skip_special_tokens=True))
 
     def words(self, row: Row) -> str:
-        """Return the readable text of a row that was shown to the model."""
+        """Return the readable text of a row that was shown to the model. Several turns begin with
+        their roles."""
         text = self.tokenizer.decode(row.ids_S.tolist(), skip_special_tokens=False)
-        # Each turn begins with a line that contains its role.
-        turns = [turn.partition("\n")[2] for turn in str(text).split(START)[1:]]
-        shown = [self.data.readers[0].encoder.renderer.special.sub("", turn) for turn in turns]
-        return "\n".join(turn.strip() for turn in shown if turn.strip())
+        special = self.data.readers[0].encoder.renderer.special
+        # The first line of each turn is its role.
+        parts = [turn.partition("\n") for turn in str(text).split(START)[1:]]
+        turns = [(role, special.sub("", words).strip()) for role, _, words in parts]
+        turns = [(role, words) for role, words in turns if words]
+        if len(turns) == 1:
+            return turns[0][1]
+        return "\n".join(f"{role}: {words}" for role, words in turns)
 
     def right_answer(self, episode: Episode) -> str | None:
         """Return the right answer of an episode's record, if that has one."""

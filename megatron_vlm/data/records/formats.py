@@ -57,8 +57,9 @@ def parse_record(
     """Parse a raw dict into a Record, or raise a DataError with the problem and its place. A key
     that has a meaning in some format, or most likely has one, is an error where it is neither read
     nor in `ignore_keys`. Other keys of the record itself are counted in `passed`; `strict` makes
-    them errors, too. `lone_marks`, `caption_prompt`: see the configuration. With `prompts_only`, the
-    record is a prompt for reinforcement learning: keys with answers are for the reward alone."""
+    them errors, too. `lone_marks`, `caption_prompt`: see the configuration. With `prompts_only`,
+    the record is a prompt for reinforcement learning: keys with answers are for the reward
+    alone."""
     if not isinstance(raw, Mapping):
         raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
     if is_too_deep(raw):

@@ -155,7 +155,7 @@ def _column(run: LoggedRun, scores: Sequence[tuple[str, str]], rewarded: bool) -
         number(metrics.tokens_per_s),
         time_spent(metrics.seconds),
         "-" if start is None else layout_text(start),
-        "-" if start is None else metrics.starts[0].time.replace("T", " "),
+        "-" if start is None else metrics.starts[0].time[:16].replace("T", " "),
     )
 
 
