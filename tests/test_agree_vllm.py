@@ -28,6 +28,11 @@ PROMPTS = 12
 # nets may be 64 or 128 wide, not 32.
 FULL_ATTENTION = {"head_dim": 32, "from_scratch": True}
 DELTA_NETS = {"family": "qwen3_5", "linear_key_dim": 64, "linear_value_dim": 64, **FULL_ATTENTION}
+BF16 = {
+    "qwen3_vl": FULL_ATTENTION,
+    "qwen3_5": DELTA_NETS,
+    "qwen3_5_moe": DELTA_NETS | {"experts": 4},
+}
 SERVER = Path(__file__).parent.parent / "megatron_vlm" / "engines" / "server"
 TP2_PP2 = {"parallel.tp": 2, "parallel.pp": 2}
 # vLLM's own processor would make these pictures and videos smaller: here it takes 65536 pixels.
@@ -90,14 +95,16 @@ def test_vllm_and_the_trainer_agree(keys, base, data, pool):
     assert prompts == PROMPTS and tokens > 20 * PROMPTS
 
 
-@pytest.mark.parametrize("sizes", [FULL_ATTENTION, DELTA_NETS], ids=["qwen3_vl", "qwen3_5"])
-def test_in_bf16_they_agree_less(sizes, data, tiny, pool):
+@pytest.mark.rotate(2)
+@pytest.mark.parametrize("family", BF16)
+def test_in_bf16_they_agree_less(family, data, tiny, pool, record_property):
     """The measured difference is 0.024, and 0.032 for longer answers; with gated delta nets, which
-    vLLM on the CPU takes in bf16 alone, it is 0.064. The bound also allows for deeper models."""
-    path = tiny(**sizes)
+    vLLM on the CPU takes in bf16 alone, it is 0.064, and with experts 0.14. The bound also allows
+    for deeper models."""
+    path = tiny(**BF16[family])
     [(status, output)] = pool.run(_agree, 1, words(path, data, **{"train.precision": "bf16"}))
     worst, *_ = figures(output)
-    print(output[output.index("worst difference") :])
+    record_property("worst", worst)
     assert status == 0 and 1e-3 < worst < 0.25
 
 
