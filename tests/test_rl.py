@@ -243,7 +243,7 @@ def test_prompts_alone_are_learnt_from_by_the_keys_beside_them(pool, folder, mod
         ("3", "2"),
     ]
     [figures], [step] = lines(run, "rl"), lines(run, "step")
-    assert "solved" in figures["figures"] and step["norm"] > 0
+    assert "solved" in figures["figures"] and step["grad_norm"] > 0
     assert [step for step, _ in held_out(run)] == [0, 1]
 
 
