@@ -20,6 +20,9 @@ pytestmark = [
 
 # Log-probs from -3 to -9 in fp32 on the CPU. Measured worst case: 3.9e-6.
 TOLERANCE = 2e-5
+# vLLM on the CPU takes gated delta nets in bf16 alone. Measured worst case: 0.054. After the first
+# step, the KL to the initial model is 0.26 or more, so former weights in the engine would show.
+TOLERANCE_BF16 = 0.25
 ENGINE = [
     "rl.sampler=vllm",
     f"rl.engine={ENVIRONMENT}/bin/python",
@@ -41,13 +44,13 @@ def model(tiny) -> str:
     return tiny(head_dim=32, deepstack=1, from_scratch=True)
 
 
-def check(run: Path, steps: int, behind: int = 0) -> None:
+def check(run: Path, steps: int, behind: int = 0, tolerance: float = TOLERANCE) -> None:
     records = lines(run, "rl")
     assert [line["step"] for line in records] == list(range(1, steps + 1))
     for line in records:
         late = min(line["step"] - 1, behind)
         assert line["behind"] == late
-        assert (line["apart"] < TOLERANCE) == (late == 0), line["apart"]
+        assert (line["apart"] < tolerance) == (late == 0), line["apart"]
         assert (line["weights_cut"] == 0) or late
 
 
@@ -69,7 +72,27 @@ def test_so_does_one_that_gets_adapters_alone(parts, pool, folder, model):
     lora = ["lora=default", f"lora.targets=[{parts}]", "optim.lr=1e-2"]
     run = learnt(pool, 2, folder, model, f"lora-{parts[-3:]}", *ENGINE, *lora)
     check(run, 3)
-    assert [path.name for path in (run / "engine").iterdir()] == ["adapter-2"]
+    assert [path.name for path in (run / "engine").iterdir()] == ["adapter-3"]
+
+
+HYBRIDS = {
+    "dense": (2, {"mtp_layers": 1}, ["parallel.pp=2"]),
+    "adapters": (1, {}, ["lora=default"]),
+}
+
+
+@pytest.mark.rotate(1)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_an_engine_has_the_weights_of_gated_delta_nets(pool, folder, tiny, name, record_property):
+    """Their heads are 64 wide, the least that vLLM takes. All weights reach the engine, fp32
+    decays among them, and the head for drafts, which it does not load, does no harm."""
+    world, more, keys = HYBRIDS[name]
+    sizes = dict(family="qwen3_5", head_dim=32, linear_key_dim=64, linear_value_dim=64)
+    path = tiny("bfloat16", from_scratch=True, **sizes, **more)
+    faster = ["train.precision=bf16", "optim.lr=3e-2", "optim.eps=1e-8"]
+    run = learnt(pool, world, folder, path, f"hybrid-{name}", *ENGINE, *faster, *keys)
+    record_property("apart", [line["apart"] for line in lines(run, "rl")])
+    check(run, 3, tolerance=TOLERANCE_BF16)
 
 
 def test_a_resumed_run_gives_its_engine_the_weights_that_it_has(pool, folder, model):
