@@ -36,7 +36,7 @@ from megatron_vlm.run.evaluation.answer_metrics import (
     iou,
     relaxed_accuracy,
 )
-from megatron_vlm.run.evaluation.evaluate import Evaluator, read_candidates
+from megatron_vlm.run.evaluation.evaluate import Evaluator, choose_answers, read_candidates
 from megatron_vlm.run.evaluation.held_out_sets import cut_row, first_samples, last_answer
 from megatron_vlm.run.evaluation.measure import Answer
 from megatron_vlm.run.intervals import is_due
@@ -378,6 +378,15 @@ def test_a_prefill_begins_every_answer(asked, pool):
     )
     assert scores["exact_match"] == pytest.approx(right / ROWS, abs=1e-12)
     assert all(example.prediction.startswith(PREFILL) for example in examples)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "chosen"), [(9, 9, (4, 2)), (9, 1, (5, 1)), (1, 9, (1, 5)), (2, 2, (2, 2))]
+)
+def test_examples_fill_their_room_with_wrong_answers_first(wrong, right, chosen):
+    answers = [Answer((0, i), "red", "red" if i < right else "blue") for i in range(wrong + right)]
+    verdicts = [answer.is_right for answer in choose_answers(answers, 6)]
+    assert verdicts == [False] * chosen[0] + [True] * chosen[1]
 
 
 def test_examples_show_what_was_asked(asked, pool):

@@ -91,7 +91,7 @@ class Evaluator:
         data = held_out.data
         if data is None or worker.grid.rank != 0:
             return Evaluation(held_out.name, scores, [], [], remarks)
-        few = _choose_answers(answers, self.cfg.eval.examples)
+        few = choose_answers(answers, self.cfg.eval.examples)
         return Evaluation(
             held_out.name,
             scores,
@@ -148,7 +148,7 @@ def _prediction(data: DataSet, answer: Answer) -> dict[str, Any]:
     return line
 
 
-def _choose_answers(answers: Sequence[Answer], max_count: int) -> list[Answer]:
+def choose_answers(answers: Sequence[Answer], max_count: int) -> list[Answer]:
     """Select at most `max_count` answers. Wrong answers come first, since they teach more, but
     leave a third of the room to right ones if there are so many."""
     wrong = [answer for answer in answers if not answer.is_right]
