@@ -3,6 +3,7 @@
 
 import importlib
 import re
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -19,7 +20,12 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.auto_split import decide
 from megatron_vlm.planner.hardware import CPU, gpu
-from megatron_vlm.planner.layer_split import even_split, replicas_of, step_seconds
+from megatron_vlm.planner.layer_split import (
+    even_split,
+    most_layers,
+    replicas_of,
+    step_seconds,
+)
 from megatron_vlm.planner.memory import USABLE, estimate
 from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, assumed_mix
 from megatron_vlm.planner.search import Cluster, search
@@ -135,6 +141,27 @@ def test_the_command_plans_a_model_of_two_kinds_of_layers(maker, tmp_path, capsy
     assert re.search(r"The fastest: parallel.tp=[124] ", out)
     layers = re.search(r"tp=\d pp=2 dp=\d, layers \[(\d+), (\d+)\]: one step of one replica", out)
     assert layers and sum(map(int, layers.groups())) == 32
+
+
+def test_memory_for_layers_counts_for_layers_of_any_kind(tiny):
+    """A delta net takes more memory than attention here. The last two layers of the model are one
+    of each, and a stage in the middle may get two delta nets."""
+    path = tiny(family="qwen3_5", layers=8)
+    sizes, cfg = read_sizes(path), layout(pp=3).config(path)
+    dims, batches = ParallelDims(1, 3, 1, 1, (3, 2, 3)), [BatchSizes(2, 200, 100, 256, 256)] * 4
+
+    def stages(split: tuple[int, ...]) -> list[int]:
+        stages = estimate(cfg, sizes, replace(dims, layers_per_stage=split), batches, 4)
+        return [stage.total for stage in stages]
+
+    tried = 0
+    for limit in {stages(split)[1] for split in splits(3, 8)}:
+        most = most_layers(cfg, sizes, dims, batches, 4, limit)
+        for split in splits(3, 8) if most else ():
+            if all(count <= limit for count, limit in zip(split, most, strict=True)):
+                assert max(stages(split)) <= limit, (split, most)
+                tried += 1
+    assert tried > 20
 
 
 LONG = BatchSizes(1, 700, 20, 0, 0)

@@ -1,6 +1,6 @@
 """Number of decoder layers on each stage: the fastest split that fits into memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_vlm.config.schema import Config, ParallelConfig
@@ -78,18 +78,18 @@ def most_layers(
     itemsize: int,
     limit: float | None,
 ) -> Split | None:
-    """Return how many layers each stage has memory for at these degrees, or None if that is too few
-    for the model."""
+    """Return how many layers each stage has memory for at these degrees, whichever layers they are,
+    or None if that is too few for the model."""
     pp, layers = dims.pp, sizes.text.num_layers
     if limit is None:
         return (layers,) * pp
+    kinds = [sizes.text.kinds.index(layer) for layer in sizes.text.layers]
 
     def need(stage: int, count: int) -> int:
-        split = [0] * pp
-        split[stage] = count
-        split[stage - 1] += layers - count  # so that features arrive as they would
-        trial = replace(dims, layers_per_stage=tuple(split))
-        return stage_memory(cfg, sizes, trial, stage, batches, itemsize).total
+        trials = (
+            replace(dims, layers_per_stage=split) for split in _splits_with(stage, count, pp, kinds)
+        )
+        return max(stage_memory(cfg, sizes, d, stage, batches, itemsize).total for d in trials)
 
     max_layers = tuple(
         _largest_fitting(lambda count: need(stage, count) <= limit, layers)  # noqa: B023 - called at once
@@ -97,6 +97,26 @@ def most_layers(
     )
     is_enough = sum(max_layers) >= layers and min(max_layers) >= 0 and all(max_layers[1:])
     return max_layers if is_enough else None
+
+
+def _splits_with(stage: int, count: int, pp: int, kinds: Sequence[int]) -> Iterator[Split]:
+    """Yield splits in which a stage has `count` layers: one for each number of layers of each kind
+    that it may get. The stage before it has all layers before these, so that features arrive as
+    they would. `kinds`: the kind of each layer of the model."""
+    rest, seen = len(kinds) - count, set()
+    starts = [rest] if stage else [0]
+    if 0 < stage < pp - 1:
+        starts = list(range(rest, -1, -1))
+    for start in starts:
+        taken = kinds[start : start + count]
+        if (mix := tuple(map(taken.count, range(max(kinds) + 1)))) in seen:
+            continue
+        seen.add(mix)
+        split = [0] * pp
+        split[stage] += count
+        split[stage - 1] += start
+        split[-1] += rest - start
+        yield tuple(split)
 
 
 def _largest_fitting(fits: Callable[[int], bool], maximum: int) -> int:
