@@ -23,6 +23,9 @@ TOLERANCE = 2e-5
 # vLLM on the CPU takes gated delta nets in bf16 alone. Measured worst case: 0.054. After the first
 # step, the KL to the initial model is 0.26 or more, so former weights in the engine would show.
 TOLERANCE_BF16 = 0.25
+# Rounding also moves tokens to other experts. Measured worst case: 0.31; 1.7 where vLLM does not
+# pack the experts again after an update.
+TOLERANCE_OF_EXPERTS = 1.0
 ENGINE = [
     "rl.sampler=vllm",
     f"rl.engine={ENVIRONMENT}/bin/python",
@@ -77,6 +80,7 @@ def test_so_does_one_that_gets_adapters_alone(parts, pool, folder, model):
 
 HYBRIDS = {
     "dense": (2, {"mtp_layers": 1}, ["parallel.pp=2"]),
+    "experts": (2, {"experts": 4}, ["parallel.ep=2"]),
     "adapters": (1, {}, ["lora=default"]),
 }
 
@@ -84,15 +88,15 @@ HYBRIDS = {
 @pytest.mark.rotate(1)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_an_engine_has_the_weights_of_gated_delta_nets(pool, folder, tiny, name, record_property):
-    """Their heads are 64 wide, the least that vLLM takes. All weights reach the engine, fp32
-    decays among them, and the head for drafts, which it does not load, does no harm."""
+    """Their heads are 64 wide, the least that vLLM takes. All weights reach the engine, experts and
+    fp32 decays among them; the head for drafts, which it does not load, does no harm."""
     world, more, keys = HYBRIDS[name]
     sizes = dict(family="qwen3_5", head_dim=32, linear_key_dim=64, linear_value_dim=64)
     path = tiny("bfloat16", from_scratch=True, **sizes, **more)
     faster = ["train.precision=bf16", "optim.lr=3e-2", "optim.eps=1e-8"]
     run = learnt(pool, world, folder, path, f"hybrid-{name}", *ENGINE, *faster, *keys)
     record_property("apart", [line["apart"] for line in lines(run, "rl")])
-    check(run, 3, tolerance=TOLERANCE_BF16)
+    check(run, 3, tolerance=TOLERANCE_OF_EXPERTS if "experts" in more else TOLERANCE_BF16)
 
 
 def test_a_resumed_run_gives_its_engine_the_weights_that_it_has(pool, folder, model):

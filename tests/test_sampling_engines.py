@@ -499,6 +499,11 @@ def test_closing_leaves_nothing_behind(settings, tiny, tmp_path):
             "folder",
             "both 64 or both 128 wide",
         ),
+        (
+            {"fail": "AttributeError: module 'triton.language' has no attribute 'bfloat16'"},
+            "lora_rank",
+            "no adapters for a model with experts",
+        ),
         ({"fail": "ValueError: something else"}, "", "ValueError: something else"),
     ],
 )

@@ -29,6 +29,7 @@ pytestmark = [
 
 # fp32 on the CPU, of log-probs from -3 to -9. Measured worst case: see each test.
 TOLERANCE = 1e-5
+TOLERANCE_BF16 = 0.25
 PATIENCE_S = 120.0
 ENGINE = [
     "serve.sampler=vllm",
@@ -211,6 +212,53 @@ def test_what_was_under_way_when_it_died_is_the_same(path, tmp_path):
             assert found[0][0] == calm and found[0] == found[1] == found[2]
     finally:
         running.kill()
+
+
+def test_samples_of_gated_delta_nets_are_of_their_weights(tiny, tmp_path, record_property):
+    """vLLM on the CPU computes these in bf16 alone. The ranks score each answer with the weights of
+    its sampler and with those of another one."""
+    sizes = dict(family="qwen3_5", head_dim=32, linear_key_dim=64, linear_value_dim=64)
+    path = tiny("bfloat16", from_scratch=True, **sizes)
+    given = [*ENGINE, "train.precision=bf16"]
+    with (
+        served(path, tmp_path, free_port(), *given) as running,
+        Client(running.url, path) as client,
+    ):
+        samplers = samplers_of(client, path)
+        asked = dict(max_tokens=6, temperature=1.0, seed=3, stop=[])
+        cuts = ({}, {"top_k": 1})  # at a temperature of 0, placeholders might be drawn
+        cases = [(i, chunks, cut) for i in range(5) for chunks in PROMPTS for cut in cuts]
+        drawn = [samplers[place].ask(chunks, **asked, **cut) for place, chunks, cut in cases]
+        answers = [client.sampled(promise) for promise in drawn]
+        own = differences(client, samplers, cases, answers, 0)
+        other = differences(client, samplers, cases, answers, 1)
+    record_property("own", [own.max(), own.mean(1).tolist()])
+    record_property("other", [other.max(), other.mean(1).tolist()])
+    assert own.max() < TOLERANCE_BF16
+    assert (other.mean(1) > 2 * own.mean(1)).all()
+
+
+def differences(
+    client: Client,
+    samplers: list[Sampler],
+    cases: list[tuple[int, Chunks, dict[str, int]]],
+    answers: list[Any],
+    step: int,
+) -> np.ndarray:
+    """Return the differences of log-probs by vLLM from those by the ranks: a row for each sampler.
+    The ranks score with the weights of the sampler that is so many places further."""
+    more, found = {"prompt_logprobs": True}, []
+    promises = [
+        samplers[(place + step) % len(samplers)].ask(
+            [*chunks, tokens_of(answer)[0]], 1, more, max_tokens=1
+        )
+        for (place, chunks, _), answer in zip(cases, answers, strict=True)
+    ]
+    for promise, answer in zip(promises, answers, strict=True):
+        scored = np.frombuffer(client.sampled(promise).prompt_logprobs, "<f4")
+        [log_probs] = log_probs_of(answer)
+        found.append(np.abs(scored[-len(log_probs) :] - log_probs))
+    return np.array(found).reshape(len(samplers), -1)
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason=NO_COOKBOOK)

@@ -226,7 +226,7 @@ _DELTA_NET_WIDTHS = (
     _ELSEWHERE,
 )
 # By what vLLM says: the problem, the key and the remedy.
-_DELTA_NETS_ON_CPU = {
+_LIMITS_ON_CPU = {
     "CPU GDN attention requires BF16": (
         ": vLLM's gated delta nets on a CPU take bfloat16 alone",
         "dtype",
@@ -235,6 +235,12 @@ _DELTA_NETS_ON_CPU = {
     "expect head_dim to be multiples of 32": _DELTA_NET_WIDTHS,
     "expect head_dim to be equal to head_dim_v": _DELTA_NET_WIDTHS,
     "Unexpected head dim size": _DELTA_NET_WIDTHS,
+    # Its kernel for adapters of experts is written in Triton, which a CPU lacks.
+    "module 'triton.language' has no attribute": (
+        ": vLLM on a CPU takes no adapters for a model with experts",
+        "lora_rank",
+        f"train all weights, or {_ELSEWHERE}",
+    ),
 }
 
 
@@ -260,7 +266,7 @@ def _of_start(error: BaseException, words: str, settings: EngineSettings) -> Exc
             found=settings.folder,
             remedy=_ELSEWHERE,
         )
-    for sign, (problem, key, remedy) in _DELTA_NETS_ON_CPU.items():
+    for sign, (problem, key, remedy) in _LIMITS_ON_CPU.items():
         if sign in text:
             found = getattr(settings, key)
             return ConfigError(problem, place="the engine", key=key, found=found, remedy=remedy)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_vlm.data.batches.dataset import DataSet
-from megatron_vlm.engines import Adapter, EngineSettings
+from megatron_vlm.distributed.agreement import fail_together
+from megatron_vlm.engines import Adapter, EngineSettings, SamplerError
 from megatron_vlm.engines.engine_thread import Engines, side_by_side
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.io.hub import folder_of
@@ -43,14 +44,25 @@ def sync_engine_weights(
     worker: MegatronWorker, engines: Engines | None, version: int, folder: Path
 ) -> None:
     """Send the current weights to the engines: tensor by tensor, or as an adapter in `folder`. This
-    is a collective; rank 0 has the engines."""
+    is a collective; rank 0 has the engines, and all ranks raise its error."""
+    with fail_together(worker.platform.device, SamplerError):
+        _send_weights(worker, engines, version, folder)
+
+
+def _send_weights(
+    worker: MegatronWorker, engines: Engines | None, version: int, folder: Path
+) -> None:
     if not worker.cfg.lora.rank:
         named = worker.named_weights()
         if engines is None:
             for _ in named:
                 pass
             return
-        engines.submit(engines.sampler.update(named, version)).result()
+        try:
+            engines.submit(engines.sampler.update(named, version)).result()
+        finally:
+            for _ in named:  # the other ranks wait for each tensor, also if the engine refused one
+                pass
         return
     target = folder / f"adapter-{version}"
     worker.export_hf(str(target), kind="adapter")

