@@ -205,7 +205,11 @@ def test_people_are_shown_what_was_said_without_the_template(folder, model):
     episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
     groups = play(episode_runner)
     episode_runner.reward_pool.close()
-    assert [group.question for group in groups] == ["be short\nwhat?", "and", "word?\nred\n0?"]
+    assert [group.question for group in groups] == [
+        "system: be short\nuser: what?",
+        "and",
+        "user: word?\nassistant: red\nuser: 0?",
+    ]
     assert [episode_runner.words(row) for row in groups[0].episodes[0].shown[1:]] == [
         "look again 1",
         "look again 2",
