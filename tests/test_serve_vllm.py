@@ -232,8 +232,8 @@ def test_samples_of_gated_delta_nets_are_of_their_weights(tiny, tmp_path, record
         answers = [client.sampled(promise) for promise in drawn]
         own = differences(client, samplers, cases, answers, 0)
         other = differences(client, samplers, cases, answers, 1)
-    record_property("own", [own.max(), own.mean(1).tolist()])
-    record_property("other", [other.max(), other.mean(1).tolist()])
+    record_property("own", [float(own.max()), own.mean(1).tolist()])
+    record_property("other", [float(other.max()), other.mean(1).tolist()])
     assert own.max() < TOLERANCE_BF16
     assert (other.mean(1) > 2 * own.mean(1)).all()
 
