@@ -256,8 +256,9 @@ class _Chunks:
             where = self.source.where(start + place)
             try:
                 raw = self.source[start + place]
-                record = RecordId(place, digest_record(raw, self.cfg.ignore_keys))
                 sample = self.reader.encode(raw, where, False, chunk.passed)
+                # Only what was understood is digested: other records may be nested without an end.
+                record = RecordId(place, digest_record(raw, self.cfg.ignore_keys))
                 chunk.samples.append((record, sample))
                 if self.reader.is_contrary(raw, sample):
                     chunk.contrary.append(place)
