@@ -57,7 +57,7 @@ def train_step(run: "Run", step: int) -> None:
     run.begin_phase(step + 1, "data")
     batch = run.next_batch()
     run.begin_phase(step + 1, "forward and backward")
-    metrics = worker.forward_backward(batch.micro_batches)
+    metrics = run.objective.forward_backward(batch)
     run.begin_phase(step + 1, "optimizer")
     norm, lr = worker.optim_step(lr_at(run.cfg.optim, step, run.total_steps))
     run.record(step, batch, metrics, norm, lr)

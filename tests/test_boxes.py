@@ -34,7 +34,7 @@ from megatron_vlm.data.sources.stream import open_stream
 from megatron_vlm.data.tokens.boxes_as_text import write_boxes_as_text
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.data.tokens.row_maker import RowMaker
-from megatron_vlm.data.tokens.sample_views import show_sample
+from megatron_vlm.data.tokens.sample_views import show_example
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.report.html import render_page
@@ -299,7 +299,8 @@ def test_a_box_of_a_turned_picture_is_around_its_object(orientation, reader):
     box = [int(v) for v in (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)]
     raw = record("<bbox>", file.getvalue(), ref=[], bbox=[box])
     record_reader = reader()
-    shown = show_sample(record_reader, raw, "x:1", record_reader.encode(raw, "x:1"), pictures=True)
+    example = record_reader.encode_example(raw, "x:1")
+    shown = show_example(record_reader, raw, "x:1", example, pictures=True)
     view = next(piece.view for turn in shown.turns for piece in turn.pieces if piece.view)
     x1, y1, x2, y2 = view.outlines[0].numbers
     displayed = view.pictures[0]
@@ -769,8 +770,8 @@ def test_boxes_of_images_that_were_cut_off_are_not_drawn_elsewhere(reader):
     raw["objects"]["bbox"] *= 2
     raw["objects"]["image_id"] *= 2
     record_reader = reader(truncation="image_safe", max_images=1)
-    views_of_sample = show_sample(
-        record_reader, raw, "x:1", record_reader.encode(raw, "x:1"), pictures=True
+    views_of_sample = show_example(
+        record_reader, raw, "x:1", record_reader.encode_example(raw, "x:1"), pictures=True
     )
     views = [piece.view for turn in views_of_sample.turns for piece in turn.pieces if piece.view]
     assert [view.label for view in views][:2] == ["image 0", "video 0, frames 0 and 1"]
@@ -782,9 +783,9 @@ def test_a_picture_that_has_gone_is_told(reader):
     path = Path(record_reader.policy.root, "gone.png")
     path.write_bytes(blank(64, 64))
     raw = record("<bbox>", "gone.png", bbox=[[32, 32]])
-    sample = record_reader.encode(raw, "x:1")
+    example = record_reader.encode_example(raw, "x:1")
     path.unlink()
-    view = show_sample(record_reader, raw, "x:1", sample, pictures=False)
+    view = show_example(record_reader, raw, "x:1", example, pictures=False)
     assert view.problem.startswith("x:1: image 0: no file gone.png")
 
 

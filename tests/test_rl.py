@@ -221,7 +221,7 @@ def test_the_right_answer_is_that_of_the_reward_or_of_the_chat(model):
         ({"messages": chat}, "4"),
         ({"messages": chat[:1]}, None),
     ):
-        assert right_answer(record, "a record", replace(reader, prompts_only=True)) == right
+        assert right_answer(record, "a record", replace(reader, kind="prompt")) == right
 
 
 def test_prompts_alone_are_learnt_from_by_the_keys_beside_them(pool, folder, model):

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from megatron_vlm.config.bounds import check_bounds
 from megatron_vlm.config.data_sources import check_columns, check_roles
 from megatron_vlm.config.evaluation_checks import check_evaluation, check_measuring
+from megatron_vlm.config.objectives import check_objective
 from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get
 from megatron_vlm.config.searched_keys import check_auto
 from megatron_vlm.config.trainable import check_lora, learns
@@ -40,6 +41,7 @@ def check_values(cfg: Config) -> None:
     _check_sources(cfg.data)
     _check_switches(cfg)
     _check_together(cfg)
+    check_objective(cfg)
     check_evaluation(cfg)
 
 

@@ -177,6 +177,8 @@ def _build_config(composed: Any) -> Config:
     data["ignore_keys"] = _names(data["ignore_keys"])
     data["add_tokens"] = _names(data["add_tokens"])
     evaluation["metrics"] = _names(evaluation["metrics"])
+    for name in ("losses", "loss_weights"):
+        values["preference"][name] = _names(values["preference"][name])
     engines = (values["rl"], values["serve"])
     for group in engines:
         group["engine_gpus"] = _names(group["engine_gpus"])

@@ -26,6 +26,7 @@ from megatron_vlm.config.bounds import (
     ZeroOrOne,
 )
 from megatron_vlm.config.data_sources import EvalSource, SourceSpec
+from megatron_vlm.config.preference_config import ObjectiveName, PreferenceConfig, Reference
 
 Role = Literal["system", "user", "assistant", "tool"]
 Layers = list[Count] | Literal["auto"] | None
@@ -152,14 +153,16 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Length of training, and how a batch becomes a step."""
+    """Objective and length of training, and how a batch becomes a step."""
 
+    objective: ObjectiveName = "sft"  # what is learnt; all but sft: see docs/preferences.md
+    reference: Reference = "auto"  # where log-probs of the initial model are from: see there
     steps: Natural | None = None  # optimizer steps; null: from train.epochs
     epochs: AboveZero32 = 1.0  # passes over the data; used if steps is null
     early_stopping: Natural | None = None  # evaluations without a better checkpoint.best, then stop
     early_stopping_delta: NonNegative = 0.0  # smallest change of the score that counts as better
     global_batch_size: Natural = 8  # samples of one step, over all data parallel ranks
-    micro_batch_size: Natural = 1  # rows of one micro-batch
+    micro_batch_size: Natural = 1  # samples of one micro-batch; a pair of answers is one sample
     micro_batch_tokens: Natural | None = None  # instead: as many rows as fit, padding included
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on cuda, fp32 on cpu
     seed: Seed = 0  # seed of the ranks' random generators; it has no effect without dropout
@@ -304,6 +307,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -1,6 +1,7 @@
 """Micro-batches of the first steps of a run, planned from the index of its data as the loader plans
 them."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -31,7 +32,10 @@ def plan_steps(data: DataSet | StreamSet, cfg: Config, dims: ParallelDims) -> It
     while part := list(islice(epoch, cfg.train.global_batch_size)):
         rows = [_row_sizes(data, handle) for handle, _, _ in part]
         plan = plan_batch([size for _, size, _ in part], dims.dp, limits)
-        yield [[BatchSizes.from_rows([rows[n] for n in group]) for group in g] for g in plan]
+        yield [
+            [BatchSizes.from_rows([row for n in group for row in rows[n]]) for group in share]
+            for share in plan
+        ]
 
 
 def plan_updates(data: DataSet, cfg: Config, dims: ParallelDims) -> Iterator[Step]:
@@ -44,7 +48,7 @@ def plan_updates(data: DataSet, cfg: Config, dims: ParallelDims) -> Iterator[Ste
     while part := list(islice(epoch, prompts)):
         rows = [
             replace(row, tokens=row.tokens + answer, supervised=answer)
-            for row in (_row_sizes(data, handle) for handle, _, _ in part)
+            for row in itertools.chain(*(_row_sizes(data, handle) for handle, _, _ in part))
             for _ in range(cfg.rl.samples)
         ]
         costs = [
@@ -65,6 +69,5 @@ def heaviest_of(
     return heaviest_micro_batches(steps)
 
 
-def _row_sizes(data: DataSet, handle: Handle) -> BatchSizes:
-    source, place = handle
-    return sizes_of_sample(data.indexes[source][place])
+def _row_sizes(data: DataSet, handle: Handle) -> list[BatchSizes]:
+    return [sizes_of_sample(sample) for sample in data.example(handle)]

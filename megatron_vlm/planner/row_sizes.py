@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.schema import Config, TrainConfig
-from megatron_vlm.data.batches.balance import Limits, plan_batch
+from megatron_vlm.data.batches.balance import Limits, RowSize, plan_batch
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.batches.dataset import Order
 from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
-from megatron_vlm.data.tokens.sample import RecordDropped, Sample
+from megatron_vlm.data.tokens.sample import Example, RecordDropped, Sample
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.io.untrusted import home_path
@@ -34,6 +35,14 @@ class BatchSizes:
     @property
     def padded_tokens(self) -> int:
         return self.rows * self.tokens
+
+    def planned(self, work: WorkModel) -> RowSize:
+        """Return the size of the rows of a sample, all as long as the longest, for planning."""
+        pairs = self.rows * self.tokens * (self.tokens + 1) // 2
+        counts = (self.padded_tokens, self.supervised, self.patches, self.patch_pairs, pairs)
+        longest = self.tokens if self.rows > 1 else None
+        cost = float(work.row(*counts))
+        return RowSize(self.padded_tokens, cost, self.patches, 0, self.rows, longest)
 
     def patches_of_rank(self, tp: int, shared: bool) -> int:
         """Return the patches of the TP rank with the most. The ranks divide the images if they are
@@ -59,7 +68,7 @@ Step = list[list[BatchSizes]]  # micro-batches of each replica
 
 @dataclass(frozen=True)
 class RowSample:
-    """Sample of a data set's rows, each as its own micro-batch, and its origin."""
+    """Sample of a data set's records, each as its own micro-batch, and its origin."""
 
     rows: tuple[BatchSizes, ...]
     origin: str
@@ -77,10 +86,7 @@ class RowSample:
         for step in range(count):
             places = range(step * rows_per_step, (step + 1) * rows_per_step)
             rows = [self.rows[place % len(self.rows)] for place in places]
-            costs = [
-                work.row_size(row.tokens, row.supervised, row.patches, row.patch_pairs)
-                for row in rows
-            ]
+            costs = [row.planned(work) for row in rows]
             plan = plan_batch(costs, replicas, limits)
             share = [[BatchSizes.from_rows([rows[r] for r in group]) for group in g] for g in plan]
             steps.append(share)
@@ -137,17 +143,18 @@ def mix_of(cfg: Config, sizes: ModelSizes) -> RowSample:
         raise DataError("has no records", key="data.train")
     places = np.unique(np.linspace(0, len(epoch) - 1, _RECORDS).astype(int))
     encoder = make_encoder(cfg.model.path, cfg.data)
-    readers = [make_reader(encoder, cfg.data, sizes, source.root) for source in sources]
+    kind = spec_of(cfg).records
+    readers = [make_reader(encoder, cfg.data, sizes, source.root, kind) for source in sources]
 
-    def samples() -> Iterator[Sample]:
+    def examples() -> Iterator[Example]:
         for number, record in epoch[places].tolist():
             source = sources[number]
             try:
-                yield readers[number].encode(source[record], source.where(record))
+                yield readers[number].encode_example(source[record], source.where(record))
             except (RecordDropped, DataError):  # the run reports them, and whether they matter
                 continue
 
-    rows = tuple(map(sizes_of_sample, samples()))
+    rows = tuple(BatchSizes.from_rows([*map(sizes_of_sample, example)]) for example in examples())
     if not rows:
         raise DataError(
             f": none of the {len(places)} records that were sampled can be used",

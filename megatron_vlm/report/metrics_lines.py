@@ -59,7 +59,8 @@ class StepLine:
     expert_load: float | None = None  # tokens of the busiest expert over those of the mean one
     balance_loss: float | None = None  # sum over the routers, without its coefficient
     z_loss: float | None = None  # sum over the routers, without its coefficient
-    samples: int | None = None  # rows of the global batch
+    samples: int | None = None  # samples of the global batch
+    figures: dict[str, float] | None = None  # figures of the objective by name, means
     wall_s: float | None = None  # seconds since the last start line
 
 

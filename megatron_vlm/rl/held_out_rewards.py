@@ -70,7 +70,7 @@ def _open(run: Run, entry: EvalSource) -> DataSet | None:
         share, sizes = (grid.dp.rank, grid.dp.size), run.worker.source.sizes
         path, specs = cfg.model.path, (entry.source,)
         data = open_data(
-            specs, "data.eval", cfg.data, path, sizes, share, train=False, prompts_only=True
+            specs, "data.eval", cfg.data, path, sizes, share, train=False, kind="prompt"
         )
         assert isinstance(data, DataSet), "config/checks.py refuses streams"
         return first_samples(data, cfg.eval.samples), None

@@ -22,7 +22,7 @@ def right_answer(record: Mapping[str, Any], where: str, reader: Reader) -> str |
         if value:
             return json.dumps(value, ensure_ascii=False, default=str)
     try:
-        parsed = replace(reader, prompts_only=False).parse(record, where)
+        parsed = replace(reader, kind="chat").parse(record, where)
     except DataError:  # only its prompt is in a form that is read
         return None
     if not isinstance(parsed, Conversation) or parsed.turns[-1].role != "assistant":

@@ -24,7 +24,7 @@ class TurnEncoder:
         # A program's messages have their images as parts, so placeholders in them are plain text.
         # They have no columns with misspelled names.
         cfg = replace(reader.encoder.cfg, unknown_keys="refuse", lone_marks="text")
-        self.reader = replace(reader, prompts_only=False, encoder=replace(reader.encoder, cfg=cfg))
+        self.reader = replace(reader, kind="chat", encoder=replace(reader.encoder, cfg=cfg))
         self.end_id = reader.encoder.renderer.end_id
         self.before: dict[str, list[int]] = {}  # tokens of _BEFORE with each choice of variables
         self._tokens_before({})

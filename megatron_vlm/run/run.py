@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import Exported
+from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.agreement import Signals, Stopped, Vote, all_reduce_max
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
@@ -34,6 +36,8 @@ from megatron_vlm.run.throughput import Meter, NonFiniteGuard
 from megatron_vlm.training.data_feed import Feeder, StepData
 from megatron_vlm.training.expert_routing import percent_of_mean
 from megatron_vlm.training.lr_schedule import total_steps
+from megatron_vlm.training.objectives import objective_of
+from megatron_vlm.training.reference import with_reference
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 
@@ -62,8 +66,12 @@ class Run:
         self.feeder = Feeder(
             cfg, worker.source.sizes, grid, platform.device, watchdog, prompts_only
         )
-        self.examiner = Evaluator(worker, cfg, prompts_only and cfg.rl.eval_scores == "reward")
+        self.objective = objective_of(worker, cfg)
+        is_idle = prompts_only and cfg.rl.eval_scores == "reward"
+        self.examiner = Evaluator(worker, cfg, self.objective, is_idle)
         opened.callback(self.examiner.close)
+        if reference_of(cfg) == "keep":  # Before a resume the weights are the initial ones.
+            self._keep_reference()
         self.rate_held_out: Callable[[], dict[str, dict[str, float]]] | None = None
         self.total_steps = total_steps(cfg.train, self.feeder.length)
         self.begin_phase(0, "resuming", files=True)
@@ -94,6 +102,17 @@ class Run:
         with ExitStack() as opened:
             yield Run(cfg, watchdog, signals or Signals(), opened, prompts_only)
         dist.barrier()
+
+    def _keep_reference(self) -> None:
+        """Compute the reference log-probs of all data, or read them from the cache."""
+        worker, cfg = self.worker, self.cfg
+        data = self.feeder.data
+        assert not isinstance(data, StreamSet), "checked with the configuration"
+        self.feeder.data = with_reference(worker, cfg, data, "data.train")
+        self.examiner.sets = [
+            replace(each, data=with_reference(worker, cfg, each.data, each.name))
+            for each in self.examiner.sets
+        ]
 
     def to_the_end(self, do_step: Callable[[int], None]) -> int:
         """Do every remaining step and what is due after it. Return the exit status."""

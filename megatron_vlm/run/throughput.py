@@ -12,6 +12,8 @@ from megatron_vlm.errors import TrainError
 from megatron_vlm.report.metrics_lines import StepLine
 from megatron_vlm.training.worker import StepMetrics
 
+_OWN_FIELDS = frozenset({"expert_load", "balance_loss", "z_loss"})  # means with fields of a line
+
 
 class Meter:
     """A meter of the seconds, rates and memory of a step."""
@@ -61,6 +63,7 @@ class Meter:
             balance_loss=metrics.means.get("balance_loss"),
             z_loss=metrics.means.get("z_loss"),
             samples=batch.samples,
+            figures={n: v for n, v in metrics.means.items() if n not in _OWN_FIELDS} or None,
         )
 
 

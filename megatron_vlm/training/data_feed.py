@@ -1,11 +1,12 @@
 """Batches on every rank, for training and evaluation alike."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
+from megatron_vlm.config.objectives import needs_mismatched, spec_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_position import Position
@@ -37,6 +38,7 @@ class StepData:
     micro_batches: list[MicroBatch]
     after: Position
     figures: BatchFigures
+    mismatched: list[MicroBatch] = field(default_factory=list)  # see Loader.with_mismatched
 
 
 class SharedBatches:
@@ -52,9 +54,12 @@ class SharedBatches:
         with fail_together(self.device, DataError, _ELSEWHERE, vote, catches=DataError):
             if self.batches is not None:
                 batch = next(self.batches)
-                loaded = (batch.micro_batches, (asdict(batch.after), asdict(batch.figures)))
-        micro_batches, (after, figures) = share_batch(loaded, self.grid, self.device)
-        return StepData(micro_batches, Position(**after), BatchFigures(**figures))
+                count = len(batch.micro_batches)
+                facts = (asdict(batch.after), asdict(batch.figures), count)
+                loaded = ([*batch.micro_batches, *batch.mismatched], facts)
+        batches, (after, figures, count) = share_batch(loaded, self.grid, self.device)
+        position, known = Position(**after), BatchFigures(**figures)
+        return StepData(batches[:count], position, known, batches[count:])
 
 
 class Feeder:
@@ -78,9 +83,8 @@ class Feeder:
         def opening() -> tuple[DataSet | StreamSet, tuple[int | None, Any, Any]]:
             share = (grid.dp.rank, grid.dp.size)
             specs, path = cfg.data.train, cfg.model.path
-            data = open_data(
-                specs, "data.train", cfg.data, path, sizes, share, prompts_only=prompts_only
-            )
+            kind = "prompt" if prompts_only else spec_of(cfg).records
+            data = open_data(specs, "data.train", cfg.data, path, sizes, share, kind=kind)
             remarks = asdict(Remarks.from_data(data, "data.train", cfg.data))
             return data, (data.length, fingerprint(data, cfg).to_json(), remarks)
 
@@ -111,7 +115,10 @@ class Feeder:
         size, limits = self.cfg.train.global_batch_size, Limits.from_config(self.cfg.train)
         if self.data is not None:
             data = self.cfg.data
-            self.loader = Loader(self.data, data, size, limits, self.replica, position)
+            self.loader = Loader(
+                *(self.data, data, size, limits, self.replica, position),
+                with_mismatched=needs_mismatched(self.cfg),
+            )
         self.batches = SharedBatches(self.loader, self.grid, self.device)
 
     def next(self, vote: Vote) -> StepData:

@@ -15,6 +15,11 @@ the sum of all weights instead, so that equal weights change nothing. A `divisor
 replaces either. Each loss also takes the options of `Objective`. Losses of sampled tokens are in
 policy_losses.py.
 
+A loss that compares whole rows has `rows` as its second parameter: a RowInputs, with the row of
+each token, the example of each row, and what is known of rows. It returns the loss of each example,
+and the values to report of each example. Their sums are divided by the number of examples of the
+global batch. Losses over preferences are in preference_losses.py.
+
 Shapes: N supervised tokens of a micro-batch. N may be 0.
 """
 
@@ -42,7 +47,7 @@ from megatron_vlm.training.policy_losses import (
     kl_k3,
     ppo,
 )
-from megatron_vlm.training.stage_inputs import StageInput
+from megatron_vlm.training.stage_inputs import RowInputs, StageInput
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 REFERENCE = "ref_log_probs"
@@ -87,6 +92,7 @@ class Objective:
     kl_coef: float | None = None
     entropy_coef: float | None = None
     metrics: tuple[str, ...] = ()  # names of the values that are reported in addition to the loss
+    reads_rows: bool = False  # the function reads rows, and returns a loss for each example
 
     @staticmethod
     def create(loss: str | LossFunction, options: Mapping[str, float]) -> "Objective":
@@ -118,14 +124,14 @@ class Objective:
                 raise ConfigError(
                     place=f"loss {loss.__name__}", key=name, found=value, allowed="a finite number"
                 )
+        read = [p.name.removesuffix("_N") for p in parameters if p.kind is not p.KEYWORD_ONLY][1:]
         objective = Objective(
             loss,
-            tuple(p.name.removesuffix("_N") for p in parameters if p.kind is not p.KEYWORD_ONLY)[
-                1:
-            ],
+            tuple(name for name in read if name != "rows"),
             {name: value for name, value in options.items() if name in own},
             options.get("kl_coef"),
             options.get("entropy_coef"),
+            reads_rows="rows" in read,
         )
         # Called with no tokens, the function refuses bad options here, before any forward.
         empty_N = torch.zeros(0)
@@ -156,10 +162,19 @@ class Objective:
         return tuple(dict.fromkeys([*self.own_names, *more]))
 
     def of_tokens(
-        self, log_probs_N: Tensor, entropy_N: Tensor | None, values_N: Mapping[str, Tensor]
+        self,
+        log_probs_N: Tensor,
+        entropy_N: Tensor | None,
+        values_N: Mapping[str, Tensor],
+        rows: RowInputs | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of each token, and the reported values of each token."""
+        """Return the loss and the reported values of each token, or of each example if the function
+        reads rows."""
         own = [values_N[name] for name in self.own_names]
+        if self.reads_rows:
+            assert self.kl_coef is None and self.entropy_coef is None
+            rows = rows or RowInputs.empty(log_probs_N.device)
+            return self.function(log_probs_N, rows, *own, **self.options)
         loss_N, report = self.function(log_probs_N, *own, **self.options)
         report = dict(report)
         if self.kl_coef is not None:
@@ -197,8 +212,11 @@ def loss_of(
     """
     log_probs_N, entropy_N = (output, None) if objective.extra_output is None else output
     values_N = batch.values_M(objective.value_names)
-    loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N)
-    loss_sum = (loss_N if batch.weights_M is None else loss_N * batch.weights_M).sum()
+    loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N, batch.rows)
+    weights_M = None if objective.reads_rows else batch.weights_M
+    loss_sum = (loss_N if weights_M is None else loss_N * weights_M).sum()
+    if objective.reads_rows:  # so that a batch without rows has gradients, too
+        loss_sum = loss_sum.to(log_probs_N.dtype) + 0 * log_probs_N.sum()
     count = torch.full((), log_probs_N.numel(), dtype=torch.int, device=log_probs_N.device)
     report = {name: report_N[name].detach().sum() for name in objective.metrics}
     report |= {"loss_sum": loss_sum.detach(), "log_probs_N": log_probs_N.detach()}
@@ -212,20 +230,23 @@ def totals(
     grid: RankGroups,
     device: torch.device,
 ) -> tuple[float, int, float, dict[str, float]]:
-    """Return the figures of the global batch: the summed loss, the supervised tokens, the sum of
-    their weights, and the means of the loss's reports. `outputs` are the reports of `loss_of` on
-    the last stage. A collective."""
+    """Return the figures of the global batch: the summed loss, the supervised tokens, the divisor
+    of the loss, and the means of the loss's reports. The divisor is the sum of the tokens' weights,
+    or the number of examples if the loss reads rows. `outputs` are the reports of `loss_of` on the
+    last stage. A collective."""
     names = ("loss_sum", *objective.metrics)
     total = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
     if grid.is_last_stage:
-        counts = (sum(batch.num_supervised for batch in batches), sum(b.weight for b in batches))
+        weights = [b.num_examples if objective.reads_rows else b.weight for b in batches]
+        counts = (sum(batch.num_supervised for batch in batches), sum(weights))
         total[:2] = to_device(torch.tensor(counts, dtype=torch.float64), device)
         for place, name in enumerate(names, start=2):
             total[place] = sum(output[name].double() for output in outputs)
         dist.all_reduce(total, group=grid.dp.group)
     grid.from_last_stage(total)
     count, weight, loss_sum, *sums = total.tolist()
-    means = [value / max(count, 1.0) for value in sums]
+    reported_of = weight if objective.reads_rows else count
+    means = [value / max(reported_of, 1.0) for value in sums]
     reported = dict(zip(objective.metrics, means, strict=True))
     return loss_sum, int(count), weight, reported
 

@@ -7,7 +7,7 @@ token.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -18,6 +18,45 @@ from megatron_vlm.model.router import Routing, real_places
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.model.vision import VisualPlan
 from megatron_vlm.training.expert_routing import given_routing
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """Values of the rows of a micro-batch on the device, for losses that compare rows."""
+
+    row_M: Tensor  # row of each target
+    example_R: Tensor  # number of each row's example in the micro-batch
+    is_rejected_R: Tensor
+    reference_R: Tensor | None = None  # log-prob of each row under the reference model
+    surrogate_R2: Tensor | None = None  # see MicroBatch
+
+    @staticmethod
+    def from_batch(batch: MicroBatch, move: Callable[[Tensor], Tensor]) -> "RowInputs":
+        """Return the values of a batch of rated answers."""
+        assert batch.examples_R2 is not None
+        table = move(batch.examples_R2)
+        values = [
+            None if tensor is None else move(tensor)
+            for tensor in (batch.reference_R, batch.surrogate_R2)
+        ]
+        return RowInputs(move(batch.row_M), table[:, 0].long(), table[:, 1].bool(), *values)
+
+    @staticmethod
+    def empty(device: torch.device) -> "RowInputs":
+        """Return the values of a batch without rows."""
+        nothing = torch.zeros(0, dtype=torch.long, device=device)
+        return RowInputs(nothing, nothing, nothing.bool())
+
+    def sums(self, values_M: Tensor) -> Tensor:
+        """Return the sum of each row's values in float64. The order of the additions is fixed."""
+        rows = torch.arange(len(self.example_R), device=values_M.device)
+        is_of_row_RM = self.row_M == rows[:, None]
+        return torch.where(is_of_row_RM, values_M.double(), 0.0).sum(1)
+
+    @cached_property
+    def counts_R(self) -> Tensor:
+        """Number of targets of each row."""
+        return self.sums(torch.ones_like(self.row_M, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
@@ -35,6 +74,7 @@ class StageInput:
     of_M: Tensor | None = None  # place of each target, if places have several targets
     values_MF: Tensor | None = None
     weights_M: Tensor | None = None
+    rows: "RowInputs | None" = None  # set if a loss reads rows
     number: int = 0  # number of this micro-batch in the step
     routing: Routing | None = None  # set if there are experts
 
@@ -66,7 +106,7 @@ def stage_input(
     def moved(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else move(tensor)
 
-    parts: dict[str, Tensor | VisualPlan | Routing | None] = {}
+    parts: dict[str, Tensor | VisualPlan | Routing | RowInputs | None] = {}
     if chunk.pre_process and sees:
         plan = chunk.plan_visuals(batch.ids_BS, batch.image_grid_I3, batch.video_grid_I3)
         parts["visuals"] = plan.moved(move)
@@ -77,6 +117,8 @@ def stage_input(
         parts["places_N"] = move(column_N * len(batch.lengths) + row_N)
         for name in ("targets_M", "of_M", "values_MF", "weights_M"):
             parts[name] = moved(getattr(batch, name))
+        if batch.examples_R2 is not None:
+            parts["rows"] = RowInputs.from_batch(batch, move)
     if chunk.sizes.text.experts is not None:
         # A filler's rows belong to no sample, so they are padding.
         lengths = batch.lengths if batch.rows else (0,) * len(batch.lengths)

@@ -16,6 +16,7 @@ from megatron_vlm.checkpoint.tensor_pieces import outside_file
 from megatron_vlm.commands.dry_run.memory_tables import batch_table, fit_verdict, memory_table
 from megatron_vlm.commands.dry_run.target_machine import TargetMachine, target_machine
 from megatron_vlm.config.data_sources import HELD_OUT
+from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet, open_data
@@ -98,7 +99,8 @@ def open_training_data(model: PlannedModel, prompts_only: bool = False) -> DataS
     """Open data.train. With `prompts_only` its records are prompts."""
     cfg, sizes = model.cfg, model.source.sizes
     specs, path = cfg.data.train, cfg.model.path
-    return open_data(specs, "data.train", cfg.data, path, sizes, prompts_only=prompts_only)
+    kind = "prompt" if prompts_only else spec_of(cfg).records
+    return open_data(specs, "data.train", cfg.data, path, sizes, kind=kind)
 
 
 def print_run(
@@ -148,14 +150,19 @@ def print_memory(model: PlannedModel, needs: list[StageMemory], console: Console
 def open_held_out(model: PlannedModel) -> Iterator[tuple[str, DataSet, Remarks]]:
     """Yield the name, the samples to score and the remarks of each evaluation set."""
     cfg, sizes, path = model.cfg, model.source.sizes, model.cfg.model.path
+    kind = spec_of(cfg).records
     if cfg.data.split is not None and not cfg.data.eval:
         specs = cfg.data.train
-        data = open_data(specs, "data.split", cfg.data, path, sizes, train=False, held_out=True)
+        data = open_data(
+            specs, "data.split", cfg.data, path, sizes, train=False, kind=kind, held_out=True
+        )
         assert isinstance(data, DataSet)
         remarks = Remarks((describe_split(data, cfg),))
         yield HELD_OUT, first_samples(data, cfg.eval.samples), remarks
     for entry in cfg.data.eval:
-        data = open_data((entry.source,), "data.eval", cfg.data, path, sizes, train=False)
+        data = open_data(
+            (entry.source,), "data.eval", cfg.data, path, sizes, train=False, kind=kind
+        )
         assert isinstance(data, DataSet)
         remarks = Remarks.from_data(data, f"data.eval {entry.name}", cfg.data)
         yield entry.name, first_samples(data, cfg.eval.samples), remarks

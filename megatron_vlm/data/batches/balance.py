@@ -18,17 +18,26 @@ from megatron_vlm.data.even_split import deal
 
 @dataclass(frozen=True)
 class RowSize:
-    """The size of a row, as far as planning needs it."""
+    """The size of a row, or of the rows of one record, as far as planning needs it. The rows of a
+    record are never divided."""
 
     tokens: int
     cost: float  # in any unit of work; see cost.py
     patches: int = 0
     images: int = 0
+    rows: int = 1
+    longest_row: int | None = None  # its tokens; None: there is one row
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return self.tokens if self.longest_row is None else self.longest_row
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limit of one micro-batch: `tokens`, padding included, if it is set; otherwise `rows`."""
+    """The limit of one micro-batch: `tokens`, padding included, if it is set; otherwise `rows`,
+    where the rows of one record count as one."""
 
     rows: int = 1
     tokens: int | None = None
@@ -45,7 +54,7 @@ Plan = list[list[list[int]]]  # [rank][micro-batch][row]
 def plan_batch(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> Plan:
     """Place every row once. All ranks get micro-batches of nearly equal total cost. If there are
     fewer rows than ranks, some ranks get no micro-batch."""
-    order = sorted(range(len(sizes)), key=lambda row: (sizes[row].tokens, sizes[row].cost, row))
+    order = sorted(range(len(sizes)), key=lambda row: (sizes[row].longest, sizes[row].cost, row))
     if limits.tokens is not None:
         return _deal_groups(_group_by_tokens(order, sizes, ranks, limits.tokens), sizes, ranks)
     # With a fixed number of rows, three plans compete. Groups of similar length have the least
@@ -102,18 +111,19 @@ def _fill_groups(
     # Groups that cost more could not be dealt out evenly. A single row may still cost more.
     max_cost = sum(size.cost for size in sizes) / ranks / _PIECES_PER_RANK
     groups: list[list[int]] = []
-    longest, cost = 0, 0.0
+    longest, rows, cost = 0, 0, 0.0
     for row in order:
         size = sizes[row]
         fits = groups and (
-            longest * (len(groups[-1]) + 1) <= tokens
+            longest * (rows + size.rows) <= tokens
             and cost + size.cost <= max_cost
-            and longest - size.tokens <= _MAX_PADDING * longest
+            and longest - size.longest <= _MAX_PADDING * longest
         )
         if not fits:
             groups.append([])
-            longest, cost = size.tokens, 0.0
+            longest, rows, cost = size.longest, 0, 0.0
         groups[-1].append(row)
+        rows += size.rows
         cost += size.cost
     return groups
 
@@ -125,8 +135,8 @@ _MAX_PADDING = 0.06  # share of the longest row; the mean over a group is then a
 def group_cost(rows: Sequence[RowSize]) -> float:
     """Return the cost of a micro-batch. A padding position costs half as much as a token of its
     row."""
-    longest = max(size.tokens for size in rows)
-    return sum(size.cost * (1 + 0.5 * (longest / size.tokens - 1)) for size in rows)
+    longest = max(size.longest for size in rows)
+    return sum(size.cost * (1 + 0.5 * (longest * size.rows / size.tokens - 1)) for size in rows)
 
 
 def level(shares: list[list[int]], costs: Sequence[float], rounds: int = 200) -> list[list[int]]:
@@ -191,7 +201,10 @@ def measure(plan: Plan, sizes: Sequence[RowSize]) -> Balance:
 def padded_tokens(plan: Plan, sizes: Sequence[RowSize]) -> int:
     """Count all positions of a plan's micro-batches: tokens and padding."""
     groups = itertools.chain(*plan)
-    return sum(len(group) * max(sizes[row].tokens for row in group) for group in groups)
+    return sum(
+        sum(sizes[row].rows for row in group) * max(sizes[row].longest for row in group)
+        for group in groups
+    )
 
 
 def naive_plan(sizes: Sequence[RowSize], ranks: int, rows: int) -> Plan:

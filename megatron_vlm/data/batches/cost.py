@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_vlm.data.batches.balance import RowSize
+from megatron_vlm.data.tokens.sample import Example
 from megatron_vlm.family.spec import ModelSizes, Part
 
 
@@ -41,11 +42,21 @@ class WorkModel:
         """Operations of the linear layers of the vision tower, mergers included."""
         return self.per_patch_of_tower + self.per_patch_of_mergers
 
-    def row(self, tokens: int, supervised: int, patches: int, patch_pairs: int) -> int:
-        """Return the operations of one row's forward; its backward takes twice as many."""
+    def row(
+        self,
+        tokens: int,
+        supervised: int,
+        patches: int,
+        patch_pairs: int,
+        token_pairs: int | None = None,
+    ) -> int:
+        """Return the operations of the forward of a row, or of several rows together, whose pairs
+        of tokens are then `token_pairs`. A backward takes twice as many."""
+        if token_pairs is None:
+            token_pairs = tokens * (tokens + 1) // 2
         return (
             self.per_token * tokens
-            + self.per_token_pair * tokens * (tokens + 1) // 2
+            + self.per_token_pair * token_pairs
             + self.per_supervised * supervised
             + self.per_patch * patches
             + self.per_patch_pair * patch_pairs
@@ -57,6 +68,26 @@ class WorkModel:
         """Return the size of a row with these counts, as planning needs it."""
         cost = float(self.row(tokens, supervised, patches, patch_pairs))
         return RowSize(tokens, cost, patches, images)
+
+    def example_size(self, example: Example) -> RowSize:
+        """Return the size of the rows of a record, as planning needs it."""
+        rows = [
+            self.row_size(
+                *(len(row.ids_S), row.num_supervised, row.num_patches, row.patch_pairs),
+                len(row.image_grids),
+            )
+            for row in example
+        ]
+        if len(rows) == 1:
+            return rows[0]
+        return RowSize(
+            sum(row.tokens for row in rows),
+            sum(row.cost for row in rows),
+            sum(row.patches for row in rows),
+            sum(row.images for row in rows),
+            len(rows),
+            max(row.tokens for row in rows),
+        )
 
 
 def _matrices(sizes: ModelSizes, part: Part) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_vlm.config.data_sources import SourceSpec
+from megatron_vlm.config.preference_config import RecordKind
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.balance import RowSize
 from megatron_vlm.data.batches.cost import WorkModel
@@ -22,7 +23,8 @@ from megatron_vlm.data.sources.stream import open_stream
 from megatron_vlm.data.tokens.index import Index, build_index, check_errors
 from megatron_vlm.data.tokens.reader import Reader, make_encoder, make_reader
 from megatron_vlm.data.tokens.row import PlacedRow
-from megatron_vlm.data.tokens.sample_views import ShownSample, show_sample
+from megatron_vlm.data.tokens.sample import Example
+from megatron_vlm.data.tokens.sample_views import ShownSample, show_example
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.io.printable import escape_controls
@@ -96,6 +98,8 @@ class DataSet:
     indexes: tuple[Index, ...]
     order: Order
     work: WorkModel
+    # For each source, of each sample's rows [samples, rows]: see training/reference.py.
+    reference_log_probs: tuple[np.ndarray, ...] | None = None
     known_ahead = True
 
     @property
@@ -106,8 +110,11 @@ class DataSet:
     def size(self, source: int, sample: int) -> RowSize:
         """Return the size of a sample, as planning needs it."""
         index = self.indexes[source]
-        counts = (index.tokens, index.supervised, index.patches, index.patch_pairs, index.images)
-        return self.work.row_size(*(int(count[sample]) for count in counts))
+        columns = (index.tokens, index.supervised, index.patches, index.patch_pairs)
+        counts = [int(column[sample]) for column in (*columns, index.token_pairs)]
+        cost, images, rows = float(self.work.row(*counts)), index.images[sample], index.rows[sample]
+        longest = int(index.longest[sample]) if rows > 1 else None
+        return RowSize(counts[0], cost, counts[2], int(images), int(rows), longest)
 
     def epoch(self, start: Position) -> Iterator[tuple[Handle, RowSize, Position]]:
         """Yield the samples from a position to the end of its epoch, each with its size and the
@@ -127,11 +134,38 @@ class DataSet:
         source, sample = handle
         return self.sources[source][int(self.indexes[source].records[sample])]
 
-    def row(self, handle: Handle) -> PlacedRow:
-        """Return the sample with its pixels."""
+    def rows(self, handle: Handle) -> list[PlacedRow]:
+        """Return the rows of the sample with their pixels."""
         source, sample = handle
         reader, index = self.readers[source], self.indexes[source]
-        return reader.row(self.raw(handle), self.where(handle), index[sample])
+        return reader.rows(self.raw(handle), self.where(handle), index.example(sample))
+
+    def row(self, handle: Handle) -> PlacedRow:
+        """Return the first row of the sample with its pixels: its only one, or the chosen answer
+        of a pair."""
+        source, sample = handle
+        reader, index = self.readers[source], self.indexes[source]
+        chat, _ = reader.chats(self.raw(handle), self.where(handle))[0]
+        return reader.row_of_chat(chat, index[sample])
+
+    def example(self, handle: Handle) -> Example:
+        """Return the rows of the sample without their pixels."""
+        source, sample = handle
+        return self.indexes[source].example(sample)
+
+    def reference(self, handle: Handle) -> list[float] | None:
+        """Return the log-prob of each row of the sample under the reference model, if it is
+        known."""
+        if self.reference_log_probs is None:
+            return None
+        source, sample = handle
+        rows = int(self.indexes[source].rows[sample])
+        return [float(value) for value in self.reference_log_probs[source][sample, :rows]]
+
+    @property
+    def reader(self) -> Reader:
+        """The reader of the first source; those of the others differ in their folders alone."""
+        return self.readers[0]
 
     def handle(self, number: int) -> Handle:
         """Return the sample with this number, counted over all sources."""
@@ -145,7 +179,7 @@ class DataSet:
         source, sample = handle
         raw, where = self.raw(handle), self.where(handle)
         reader, index = self.readers[source], self.indexes[source]
-        return show_sample(reader, raw, where, index[sample], pictures, number)
+        return show_example(reader, raw, where, index.example(sample), pictures, number)
 
     def faults(self) -> tuple[Counter[str], list[str]]:
         """Return the number of samples that each rule dropped, and the errors of wrong records."""
@@ -171,27 +205,24 @@ def open_data(
     sizes: ModelSizes,
     share: tuple[int, int] = (0, 1),
     train: bool = True,
-    prompts_only: bool = False,
+    kind: RecordKind = "chat",
     held_out: bool = False,
 ) -> DataSet | StreamSet:
     """Open and index every source of `data.train` or `data.eval`; streams are only opened. If
-    several processes index together, `share` is the index of this process and their number. With
-    `prompts_only`, samples are prompts: no token is trained, and an answer at the end is left out.
-    With `train` the records that data.split holds out are left out; with `held_out` there are no
-    others."""
+    several processes index together, `share` is the index of this process and their number. `kind`
+    is that of the records; if it is prompt, no token is trained. With `train` the records that
+    data.split holds out are left out; with `held_out` there are no others."""
     encoder = make_encoder(model_path, cfg)
     cache = None if cfg.cache_dir is None else home_path(cfg.cache_dir)
     if any(spec.streaming for spec in specs):
         assert all(spec.streaming for spec in specs)
         stream = open_stream(specs, cfg, train)
-        reader = make_reader(encoder, cfg, sizes, stream.root)
+        reader = make_reader(encoder, cfg, sizes, stream.root, kind)
         return StreamSet(stream, reader, cfg, WorkModel.from_sizes(sizes))
     sources = tuple(
         open_source(spec, cfg.image_root, cache, cfg.columns, cfg.roles) for spec in specs
     )
-    readers = tuple(
-        make_reader(encoder, cfg, sizes, source.root, prompts_only) for source in sources
-    )
+    readers = tuple(make_reader(encoder, cfg, sizes, source.root, kind) for source in sources)
     scratch = Path(tempfile.mkdtemp(dir=scratch_folder()))
     indexes = tuple(
         build_index(source, reader, cfg, scratch, share)

@@ -6,7 +6,7 @@ not communicate, and a resumed run only goes on counting. No consumed row is dec
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,15 @@ from torch.utils.data import IterableDataset
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.balance import Limits, Plan, RowSize, padded_tokens, plan_batch
 from megatron_vlm.data.batches.data_position import Position, SampleSource
-from megatron_vlm.data.batches.micro_batch import MicroBatch, collate, filler_batch
+from megatron_vlm.data.batches.micro_batch import (
+    MicroBatch,
+    collate,
+    collate_examples,
+    filler_batch,
+)
+from megatron_vlm.data.batches.mismatched import mismatched_rows
 from megatron_vlm.data.tokens.index import check_errors
+from megatron_vlm.data.tokens.row import PlacedRow
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.printable import escape_controls
@@ -67,6 +74,8 @@ class StepBatch:
     after: Position  # position at which the next step starts
     figures: BatchFigures
     skipped: tuple[str, ...] = ()  # errors of samples that this replica left out
+    # The same prompts with the answers to other prompts of the global batch, on request.
+    mismatched: list[MicroBatch] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,8 @@ class _Task:
     """A micro-batch that a worker process is to make."""
 
     handles: tuple[Any, ...]
-    places: tuple[int, ...]  # places of its rows in the replica's share
+    places: tuple[int, ...]  # places of its samples in the global batch
+    partners: tuple[Any, ...]  # samples whose answers follow the prompts of these, or none
     last: bool  # true for the last micro-batch of a step
     after: Position
     figures: BatchFigures
@@ -87,17 +97,51 @@ class _Decoded:
     data: SampleSource
     cfg: DataConfig
 
-    def __getitem__(self, task: _Task) -> tuple[_Task, MicroBatch | DataError, tuple[str, ...]]:
-        rows, places, errors = [], [], []
+    def __getitem__(self, task: _Task) -> tuple[_Task, "_Outcome | DataError", tuple[str, ...]]:
+        examples, errors = dict[int, list[PlacedRow]](), list[str]()
         for handle, place in zip(task.handles, task.places, strict=True):
             try:
-                rows.append(self.data.row(handle))
-                places.append(place)
+                examples[place] = self.data.rows(handle)
             except DataError as error:
                 if self.cfg.on_error == "raise":
                     return task, error, ()  # a DataLoader would wrap a raised error's message
                 errors.append(str(error))
-        return task, collate(rows, places) if rows else filler_batch(), tuple(errors)
+        if not examples:
+            return task, _Outcome(filler_batch(), filler_batch()), tuple(errors)
+        if self.data.reader.kind not in ("pair", "label"):
+            rows = [row for [row] in examples.values()]
+            return task, _Outcome(collate(rows, list(examples))), tuple(errors)
+        return task, self._rated(task, examples), tuple(errors)
+
+    def _rated(self, task: _Task, examples: Mapping[int, list[PlacedRow]]) -> "_Outcome":
+        """Return the micro-batches of rated answers."""
+        handles = dict(zip(task.places, task.handles, strict=True))
+        rejected = {
+            place: [row.is_rejected for row in self.data.example(handles[place])]
+            for place in examples
+        }
+        known = {place: self.data.reference(handles[place]) for place in examples}
+        reference = {place: values for place, values in known.items() if values is not None}
+        batch = collate_examples(examples, rejected, reference or None)
+        if not task.partners:
+            return _Outcome(batch)
+        partners, tokens = (
+            dict(zip(task.places, task.partners, strict=True)),
+            self.data.reader.tokens,
+        )
+        others = {
+            place: mismatched_rows(rows, self.data.example(partners[place]), tokens)
+            for place, rows in examples.items()
+        }
+        return _Outcome(batch, collate_examples(others, rejected))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """A micro-batch, and on request the one of its prompts with other answers."""
+
+    batch: MicroBatch
+    mismatched: MicroBatch | None = None
 
 
 @dataclass
@@ -116,16 +160,18 @@ class Loader:
 
     data: SampleSource
     cfg: DataConfig
-    batch_size: int  # rows of the global batch
+    batch_size: int  # samples of the global batch
     limits: Limits
     replica: Replica = Replica()
     start: Position = field(default_factory=Position)
     epochs: float = float("inf")
+    with_mismatched: bool = False  # whether batches have prompts with answers to other prompts
     errors: list[str] = field(default_factory=list)  # errors of samples that could not be decoded
 
     def __iter__(self) -> Iterator[StepBatch]:
         decoded, cfg = _Decoded(self.data, self.cfg), self.cfg
         micro_batches: list[MicroBatch] = []
+        mismatched: list[MicroBatch] = []
         skipped: tuple[str, ...] = ()
         tasks = self.tasks()
         if cfg.num_workers and self.batch_size >= PLANNED_APART and self.data.known_ahead:
@@ -139,11 +185,12 @@ class Loader:
             for error in errors:
                 log.warning("skipped %s", escape_controls(error))
             check_errors([*self.data.faults()[1], *self.errors], cfg)
-            micro_batches.append(outcome)
+            micro_batches.append(outcome.batch)
+            mismatched += [outcome.mismatched] if outcome.mismatched and task.partners else []
             skipped += errors
             if task.last:
-                yield StepBatch(micro_batches, task.after, task.figures, skipped)
-                micro_batches, skipped = [], ()
+                yield StepBatch(micro_batches, task.after, task.figures, skipped, mismatched)
+                micro_batches, mismatched, skipped = [], [], ()
 
     def tasks(self) -> Iterator[_Task]:
         """Yield the tasks of this replica, epoch after epoch."""
@@ -166,4 +213,7 @@ class Loader:
         for number, group in enumerate(groups or [[]]):
             handles = tuple(batch[row][0] for row in group)
             last = number + 1 >= len(groups)
-            yield _Task(handles, tuple(group), last, after, figures)
+            # As in TRL, the answer is that of the sample before; a single sample has no other.
+            is_mixed = self.with_mismatched and len(batch) > 1
+            partners = tuple(batch[row - 1][0] for row in group if is_mixed)
+            yield _Task(handles, tuple(group), partners, last, after, figures)

@@ -8,8 +8,8 @@ unless positions have several), T the tokens of all rows, L decoder layers with 
 of a token.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +45,13 @@ class MicroBatch:
     weights_BS: Tensor | None = None  # float32, weights of the targets' losses; None: each is 1
     routing_TLK: Tensor | None = None  # int32, row by row; -1: the routers choose
     visual: bool = False  # has images or videos; set on stages without them, too
+    # int32: the number of each row's example in this micro-batch, and 1 if its answer is rejected.
+    # None: the rows are not rated answers.
+    examples_R2: Tensor | None = None
+    reference_R: Tensor | None = None  # float64, log-prob of each row under the reference model
+    # float64, of each row: the derivative of the loss of the global batch by its log-prob, and its
+    # share of that loss. For losses that compare all rows of a global batch.
+    surrogate_R2: Tensor | None = None
     # Targets of all rows, if a row has several at a position. IGNORE fills shorter lists.
     targets_BSJ: Tensor | None = None
     values_BSJF: Tensor | None = None  # values of these targets, which replace values_BSF
@@ -113,6 +120,19 @@ class MicroBatch:
             return self.values_BSJF[self.supervised][self.target_positions]
         return None if self.values_BSF is None else self.values_BSF[self.supervised]
 
+    @property
+    def num_examples(self) -> int:
+        """Number of samples that its rows belong to."""
+        if self.examples_R2 is None:
+            return len(self.rows)
+        return len(self.examples_R2[:, 0].unique())
+
+    @property
+    def row_M(self) -> Tensor:
+        """Row of each target."""
+        row_N = self.supervised[0]
+        return row_N if self.of_M is None else row_N[self.of_M]
+
     @cached_property
     def weight(self) -> float:
         """Sum of the weights: the number of supervised tokens if each has the weight 1."""
@@ -151,7 +171,7 @@ class MicroBatch:
 
 
 VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
-LOSS_FIELDS = ("values_BSF", "weights_BS", "values_BSJF")
+LOSS_FIELDS = ("values_BSF", "weights_BS", "values_BSJF", "examples_R2", "reference_R")
 
 
 def collate(
@@ -193,6 +213,30 @@ def collate(
         optional["weights_BS"] = pad_sequence(weights, batch_first=True)
     optional["routing_TLK"] = _concatenate_routing([row.row.routing_SLK for row in rows], lengths)
     return MicroBatch(tokens_BS5, lengths, tuple(places), **optional)
+
+
+MAX_ROWS = 2  # rows of one example
+
+
+def collate_examples(
+    examples: Mapping[int, Sequence[PlacedRow]],
+    rejected: Mapping[int, Sequence[bool]],
+    reference: Mapping[int, Sequence[float]] | None = None,
+) -> MicroBatch:
+    """Collate the rows of rated answers, by the places of their examples in the global batch.
+    `rejected` tells of each row whether its answer is rejected; `reference` are the rows' log-probs
+    under the reference model, if they are known."""
+    flat = [row for rows in examples.values() for row in rows]
+    places = [place * MAX_ROWS + n for place, rows in examples.items() for n in range(len(rows))]
+    table = [
+        (number, int(flag)) for number, place in enumerate(examples) for flag in rejected[place]
+    ]
+    values = None
+    if reference is not None:
+        listed = [value for place in examples for value in reference[place]]
+        values = torch.tensor(listed, dtype=torch.float64)
+    numbers = torch.tensor(table, dtype=torch.int32)
+    return replace(collate(flat, places), examples_R2=numbers, reference_R=values)
 
 
 def cut_micro_batches(

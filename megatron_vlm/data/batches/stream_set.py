@@ -17,7 +17,7 @@ from megatron_vlm.data.sources.tables import root_cause
 from megatron_vlm.data.tokens.index import check_errors
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import PlacedRow
-from megatron_vlm.data.tokens.sample import RecordDropped, Sample
+from megatron_vlm.data.tokens.sample import Example, RecordDropped
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.printable import escape_controls
@@ -31,7 +31,7 @@ class Item:
 
     raw: Any
     where: str
-    sample: Sample
+    example: Example
     passed: tuple[str, ...] = ()  # keys of the record that are not used
 
 
@@ -79,7 +79,11 @@ class StreamSet:
             else:
                 taken += 1
                 self._say_passed(outcome)
-                yield outcome, self._size(outcome.sample), Position(start.epoch, taken, state)
+                yield (
+                    outcome,
+                    self.work.example_size(outcome.example),
+                    Position(start.epoch, taken, state),
+                )
         if not taken:
             raise DataError(
                 f"has no sample left: {sum(self.dropped.values())} were dropped "
@@ -101,19 +105,21 @@ class StreamSet:
             )
         self.passed.update(new_keys)
 
-    def row(self, handle: Item) -> PlacedRow:
-        """Return the sample with its pixels."""
-        return self.reader.row(handle.raw, handle.where, handle.sample)
+    def rows(self, handle: Item) -> list[PlacedRow]:
+        """Return the rows of the sample with their pixels."""
+        return self.reader.rows(handle.raw, handle.where, handle.example)
+
+    def example(self, handle: Item) -> Example:
+        """Return the rows of the sample without their pixels."""
+        return handle.example
+
+    def reference(self, handle: Item) -> None:
+        """Return nothing: a stream's samples are not known before they are trained."""
 
     def faults(self) -> tuple[Counter[str], list[str]]:
         """Return the number of samples that each rule dropped so far, and the errors of wrong
         records."""
         return self.dropped, self.errors
-
-    def _size(self, sample: Sample) -> RowSize:
-        supervised, pairs = sample.num_supervised, sample.patch_pairs
-        counts = (len(sample.ids_S), supervised, sample.num_patches, pairs)
-        return self.work.row_size(*counts, len(sample.image_grids))
 
 
 @dataclass
@@ -145,7 +151,7 @@ class _EncodedRecords(IterableDataset[Outcome]):
         try:
             raw = record.raw()
             passed = Counter[str]()
-            sample = self.reader.encode(raw, record.where, False, passed)
-            return Item(raw, record.where, sample, tuple(passed))
+            example = self.reader.encode_example(raw, record.where, passed)
+            return Item(raw, record.where, example, tuple(passed))
         except (RecordDropped, DataError) as reason:
             return reason

@@ -26,7 +26,7 @@ from megatron_vlm.data.sources.source import Source
 from megatron_vlm.data.tokens.index_file import Chunk, ChunkFile, RecordId
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.record_digest import digest_record
-from megatron_vlm.data.tokens.sample import RecordDropped, Sample
+from megatron_vlm.data.tokens.sample import Example, RecordDropped, Sample
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import home_path
@@ -35,7 +35,7 @@ _log = logging.getLogger("megatron_vlm.data")
 
 CHUNK = 512  # records
 _MAX_SURVEYED = 5000  # records that are read again to name all their unknown keys at once
-_VERSION = 9  # version of the files; raise it when the meaning of their content changes
+_VERSION = 10  # version of the files; raise it when the meaning of their content changes
 # These settings decide the content of a sample.
 _DECIDING = [
     "exif_orientation",
@@ -65,22 +65,35 @@ class Faults:
 
 
 class Index:
-    """The usable samples of a source: `len`, `index[i]`, and the sizes and the record of each."""
+    """The usable records of a source, of one row or several: `len`, `example(i)`, and the sizes and
+    the record of each. A size is the sum over the rows."""
 
     def __init__(self, source: Source, files: list[ChunkFile]):
         self.files = files
         places = [file.columns["records"] for file in files]  # places in the chunks
-        self.records = np.concatenate([places[i] + CHUNK * i for i in range(len(files))])
-        self.chunk_of = np.repeat(range(len(files)), [len(part) for part in places])
-        self.place = np.concatenate([np.arange(len(part)) for part in places])
-        ends = [file.columns["token_ends"] for file in files]
-        self.tokens = np.concatenate([np.diff(part, prepend=0) for part in ends])
-        self.digests, self.supervised, self.patches, self.patch_pairs, self.images = (
-            np.concatenate([file.columns[name] for file in files])
-            for name in ("digests", "supervised", "patches", "patch_pairs", "images")
+        records = np.concatenate([places[i] + CHUNK * i for i in range(len(files))])
+        starts = np.flatnonzero(np.diff(records, prepend=-1))  # first row of each record
+        self.records, self.rows = records[starts], np.diff(starts, append=len(records))
+        self.chunk_of = np.repeat(range(len(files)), [len(part) for part in places])[starts]
+        self.place = np.concatenate([np.arange(len(part)) for part in places])[starts]
+
+        def column(name: str) -> np.ndarray:
+            return np.concatenate([file.columns[name] for file in files])
+
+        def lengths(name: str) -> np.ndarray:
+            return np.concatenate([np.diff(file.columns[name], prepend=0) for file in files])
+
+        def total(rows: np.ndarray) -> np.ndarray:
+            return np.add.reduceat(rows, starts) if len(starts) else rows
+
+        tokens = lengths("token_ends")
+        self.digests, self.tokens = column("digests")[starts], total(tokens)
+        self.token_pairs = total(tokens * (tokens + 1) // 2)
+        self.longest = np.maximum.reduceat(tokens, starts) if len(starts) else tokens
+        self.supervised, self.patches, self.patch_pairs, self.images = (
+            total(column(name)) for name in ("supervised", "patches", "patch_pairs", "images")
         )
-        ends = [file.columns["video_ends"] for file in files]
-        self.videos = np.concatenate([np.diff(part, prepend=0) for part in ends])
+        self.videos = total(lengths("video_ends"))
         self.faults = Faults(
             tuple(
                 (source.where(CHUNK * number + place), rule)
@@ -98,13 +111,19 @@ class Index:
     def only(self, chosen: np.ndarray) -> "Index":
         """Return the index of the chosen samples; `chosen` has a flag for each."""
         part = copy.copy(self)
-        columns = ("records", "chunk_of", "place", "tokens", "digests", "supervised", "patches")
-        for name in (*columns, "patch_pairs", "images", "videos"):
+        sizes = ("tokens", "token_pairs", "longest", "supervised", "patches", "patch_pairs")
+        for name in ("records", "rows", "chunk_of", "place", "digests", "images", "videos", *sizes):
             setattr(part, name, getattr(self, name)[chosen])
         return part
 
-    def __getitem__(self, sample: int) -> Sample:
-        return self.files[self.chunk_of[sample]].sample(int(self.place[sample]))
+    def __getitem__(self, number: int) -> Sample:
+        """Read the first row of a record: its only one, or the chosen answer of a pair."""
+        return self.files[self.chunk_of[number]].sample(int(self.place[number]))
+
+    def example(self, number: int) -> Example:
+        """Read all rows of a record."""
+        file, start = self.files[self.chunk_of[number]], int(self.place[number])
+        return tuple(file.sample(start + row) for row in range(int(self.rows[number])))
 
 
 def build_index(
@@ -194,7 +213,7 @@ def unknown_keys_error(source: Source, reader: Reader) -> DataError | None:
     surveyed = min(len(source), _MAX_SURVEYED)
     for number in range(surveyed):
         try:
-            reader.parse(source[number], source.where(number))
+            reader.chats(source[number], source.where(number))
         except UnknownKeysError as error:
             first = first or error
             keys = error.keys | keys
@@ -234,8 +253,8 @@ def index_key(source: Source, reader: Reader, cfg: DataConfig) -> str:
         "videos": asdict(encoder.videos),
         "rules": {key: getattr(cfg, key) for key in _DECIDING},
     }
-    if reader.prompts_only:
-        parts["prompts"] = True
+    if reader.kind != "chat":
+        parts["records"] = reader.kind
     text = json.dumps(parts, sort_keys=True, default=list)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -256,11 +275,11 @@ class _Chunks:
             where = self.source.where(start + place)
             try:
                 raw = self.source[start + place]
-                sample = self.reader.encode(raw, where, False, chunk.passed)
+                example = self.reader.encode_example(raw, where, chunk.passed)
                 # Only what was understood is digested: other records may be nested without an end.
                 record = RecordId(place, digest_record(raw, self.cfg.ignore_keys))
-                chunk.samples.append((record, sample))
-                if self.reader.is_contrary(raw, sample):
+                chunk.samples.extend((record, sample) for sample in example)
+                if self.reader.is_contrary(raw, example[0]):
                     chunk.contrary.append(place)
             except RecordDropped as rule:
                 chunk.dropped.append((place, str(rule)))

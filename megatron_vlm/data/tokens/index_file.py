@@ -23,7 +23,8 @@ from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
 REMEDY = "delete data.cache_dir and start again"
 _SIZES = ("supervised", "patches", "patch_pairs", "images")
-_COLUMNS = ("records", "digests", *_SIZES, "checksums", "token_ends", "image_ends", "video_ends")
+_ENDS = ("token_ends", "image_ends", "video_ends")
+_COLUMNS = ("records", "digests", "rejected", *_SIZES, "checksums", *_ENDS)
 _METADATA_KEYS = ("dropped", "errors", "passed", "contrary")
 
 
@@ -36,7 +37,7 @@ class RecordId(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """The encoded records of one chunk."""
+    """The encoded records of one chunk. The samples of one record follow each other."""
 
     samples: list[tuple[RecordId, Sample]] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)  # place and rule
@@ -65,6 +66,7 @@ class Chunk:
         tensors = {
             "records": _column(record.place for record, _ in self.samples),
             "digests": _column(record.digest for record, _ in self.samples),
+            "rejected": _column(int(s.is_rejected) for s in samples),
             "ids": np.concatenate([np.zeros(0, np.int32), *(s.ids_S for s in samples)]),
             "trained": np.concatenate([np.zeros(0, bool), *(s.trained_S for s in samples)]),
             "token_ends": _column(len(s.ids_S) for s in samples).cumsum(),
@@ -125,7 +127,8 @@ class ChunkFile:
             ids_S, trained_S = (file.get_slice(name)[tokens] for name in ("ids", "trained"))
             grids = _grids(file, "image_grids", images), _grids(file, "video_grids", videos)
             weights_S = uneven_weights(file.get_slice("weights")[tokens]) if self.weighted else None
-            sample = Sample(ids_S, trained_S, *grids, weights_S)
+            rejected = bool(self.columns["rejected"][place])
+            sample = Sample(ids_S, trained_S, *grids, weights_S, rejected)
             if _checksum_of_sample(sample) != self.columns["checksums"][place]:
                 raise ValueError(f"the checksum of sample {place} is another than when written")
         return sample

@@ -4,12 +4,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vlm.config.preference_config import RecordKind
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
@@ -17,11 +19,12 @@ from megatron_vlm.data.media.video import video_patches
 from megatron_vlm.data.media.video_file import iter_frames
 from megatron_vlm.data.media.video_settings import CHOSEN, VideoSettings
 from megatron_vlm.data.records.formats import VARIABLE_KEYS, parse_record
+from megatron_vlm.data.records.preferences import parse_labelled, parse_pair
 from megatron_vlm.data.records.record import ChatMessage, Conversation, Image, Record, Video
 from megatron_vlm.data.tokens.chat_template import ChatRenderer
 from megatron_vlm.data.tokens.encoder import Encoder
 from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, check_ids, place_row
-from megatron_vlm.data.tokens.sample import Grid, Sample
+from megatron_vlm.data.tokens.sample import Example, Grid, Sample
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_family
@@ -37,20 +40,60 @@ class Reader:
     encoder: Encoder
     policy: MediaPolicy
     tokens: Tokens
-    prompts_only: bool = False  # every record is a prompt; an answer that ends it is left out
+    kind: RecordKind = "chat"  # of a prompt, an answer that ends it is left out
+
+    @property
+    def prompts_only(self) -> bool:
+        """Whether every record is a prompt."""
+        return self.kind == "prompt"
 
     def encode(
         self, raw: object, where: str, prompt: bool = False, passed: Counter[str] | None = None
     ) -> Sample:
-        """Encode a record as tokens and grids. Only the headers of images are read, not their
-        pixels. `passed` counts the unused keys."""
-        record = self.parse(raw, where, passed)
+        """Encode a record of one chat as tokens and grids. Only the headers of images are read, not
+        their pixels. `passed` counts the unused keys."""
+        return self._encode_chat(self.parse(raw, where, passed), prompt)
+
+    def encode_example(
+        self, raw: object, where: str, passed: Counter[str] | None = None
+    ) -> Example:
+        """Encode a record of any kind: one row for each of its chats."""
+        example = tuple(
+            replace(self._encode_chat(chat), is_rejected=is_rejected)
+            for chat, is_rejected in self.chats(raw, where, passed)
+        )
+        if self.kind in ("pair", "label"):
+            _check_weights(example, where)
+        if len(example) == 2 and np.array_equal(example[0].ids_S, example[1].ids_S):
+            raise DataError(
+                "and chosen have the same tokens: nothing can be learnt from the pair",
+                place=where,
+                key="rejected",
+                remedy="leave the record out, or set data.on_error=skip",
+            )
+        return example
+
+    def _encode_chat(self, record: Record, prompt: bool = False) -> Sample:
         sample = self.encoder.encode(record, self.policy, prompt or self.prompts_only)
-        check_ids(sample.ids_S, self.tokens, where)
+        check_ids(sample.ids_S, self.tokens, record.where)
         return sample
 
+    def chats(
+        self, raw: object, where: str, passed: Counter[str] | None = None
+    ) -> list[tuple[Record, bool]]:
+        """Parse a record of any kind. Return its chats, and of each whether its answer is
+        rejected."""
+        if self.kind in ("chat", "prompt"):
+            return [(self.parse(raw, where, passed), False)]
+        read = parse_pair if self.kind == "pair" else parse_labelled
+        counts = Counter[str]()
+        answers = read(raw, where, partial(self.parse, passed=counts), self.encoder.cfg.ignore_keys)
+        if passed is not None:
+            passed.update({*counts})  # a key counts once for a record
+        return [(answer.chat, answer.is_rejected) for answer in answers]
+
     def parse(self, raw: object, where: str, passed: Counter[str] | None = None) -> Record:
-        """Parse a raw record."""
+        """Parse a raw record of one chat."""
         cfg = self.encoder.cfg
         record = parse_record(
             raw,
@@ -73,8 +116,19 @@ class Reader:
         return self.encoder.renderer.is_contrary(sample.ids_S, sample.trained_S)
 
     def row(self, raw: object, where: str, sample: Sample) -> PlacedRow:
-        """Return the sample with its pixels."""
-        record = self.parse(raw, where)
+        """Return the sample of a record of one chat with its pixels."""
+        return self.row_of_chat(self.parse(raw, where), sample)
+
+    def rows(self, raw: object, where: str, example: Example) -> list[PlacedRow]:
+        """Return the rows of a record with their pixels."""
+        chats = self.chats(raw, where)
+        return [
+            self.row_of_chat(chat, sample) for (chat, _), sample in zip(chats, example, strict=True)
+        ]
+
+    def row_of_chat(self, record: Record, sample: Sample) -> PlacedRow:
+        """Return the sample of a parsed chat with its pixels."""
+        where = record.where
         images = _read(record.media(Image), sample.image_grids, self.picture, f"{where}: image")
         videos = _read(record.media(Video), sample.video_grids, self._video, f"{where}: video")
         ids_S = torch.from_numpy(sample.ids_S.astype(np.int64))
@@ -100,6 +154,17 @@ class Reader:
             raise error.within(where) from error
 
 
+def _check_weights(example: Example, where: str) -> None:
+    """Refuse weights of tokens, which losses over whole answers have no place for."""
+    if any(sample.weights_S is not None for sample in example):
+        raise DataError(
+            "has no meaning where whole answers are compared",
+            place=where,
+            key="weight",
+            remedy="give 0 or 1, or leave it out",
+        )
+
+
 def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     """Return an encoder with the checkpoint's tokenizer and processors, and the configuration's
     rules."""
@@ -118,12 +183,12 @@ def make_reader(
     cfg: DataConfig,
     sizes: ModelSizes,
     root: str | None,
-    prompts_only: bool = False,
+    kind: RecordKind = "chat",
 ) -> Reader:
     """Return a reader for records whose images are in `root`; with None it opens no local files."""
     root = None if root is None else str(home_path(root))
     policy = MediaPolicy(root, cfg.allow_http, cfg.exif_orientation)
-    return Reader(encoder, policy, sizes.tokens, prompts_only)
+    return Reader(encoder, policy, sizes.tokens, kind)
 
 
 def with_system(record: Record, text: str) -> Record:

@@ -223,3 +223,21 @@ def continue_row(prompt: Row, ids: Sequence[int], **values: float) -> Row:
     values_S = {name: torch.full(ids_S.shape, value) for name, value in values.items()}
     new = {"ids_S": ids_S, "labels_S": labels_S, "values_S": values_S}
     return replace(prompt, **new, loss_weights_S=None, routing_SLK=None, targets=None)  # type: ignore[arg-type]
+
+
+def cut_row(row: Row, end: int, tokens: Tokens) -> Row:
+    """Return the row's first tokens, with the images and videos among them."""
+    ids_S = row.ids_S[:end]
+
+    def visible(
+        token: int, pixels: Tensor | None, grid: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if pixels is None or grid is None:
+            return None, None
+        patches = grid.prod(1).cumsum(0)
+        count = int((patches <= int((ids_S == token).sum()) * tokens.merge**2).sum())
+        return (pixels[: patches[count - 1]], grid[:count]) if count else (None, None)
+
+    images = visible(tokens.image_id, row.pixel_values_PC, row.image_grid_I3)
+    videos = visible(tokens.video_id, row.pixel_values_videos_PC, row.video_grid_I3)
+    return Row(ids_S, row.labels_S[:end], *images, *videos)

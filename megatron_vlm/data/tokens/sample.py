@@ -22,6 +22,7 @@ class Sample:
     image_grids: tuple[Grid, ...] = ()
     video_grids: tuple[Grid, ...] = ()
     weights_S: np.ndarray | None = None  # float32
+    is_rejected: bool = False  # the worse answer of a pair, or one that is labelled as bad
 
     @property
     def num_supervised(self) -> int:
@@ -36,6 +37,11 @@ class Sample:
     def patch_pairs(self) -> int:
         """Number of pairs of patches that attend to each other: patches of the same frame."""
         return sum(t * (h * w) ** 2 for t, h, w in (*self.image_grids, *self.video_grids))
+
+
+# The rows of a record: one, or the chosen and the rejected answer of a pair. They are trained in
+# one micro-batch.
+Example = tuple[Sample, ...]
 
 
 class RecordDropped(Exception):  # noqa: N818 - not an error
@@ -68,6 +74,7 @@ def cut_sample(
         sample.image_grids[: kinds.count("image")],
         sample.video_grids[: kinds.count("video")],
         None if sample.weights_S is None else uneven_weights(sample.weights_S[:end]),
+        sample.is_rejected,
     )
 
 

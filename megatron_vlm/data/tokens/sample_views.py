@@ -21,7 +21,7 @@ from megatron_vlm.data.tokens.encoder import Encoder, image_sizes
 from megatron_vlm.data.tokens.mrope_positions import GridQueue
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.data.tokens.sample import Sample
+from megatron_vlm.data.tokens.sample import Example, Sample
 from megatron_vlm.errors import DataError
 
 MAX_SHOWN_FRAMES = 16  # temporal patches of a video that get pictures
@@ -91,15 +91,42 @@ class ShownSample:
         return ", ".join(sizes)
 
 
-def show_sample(
-    reader: Reader, raw: Any, where: str, sample: Sample, pictures: bool, number: int = 0
+def show_example(
+    reader: Reader, raw: Any, where: str, example: Example, pictures: bool, number: int = 0
 ) -> ShownSample:
-    """Return the sample of a raw record. Its views have pictures if `pictures` is set."""
-    record = reader.parse(raw, where)
+    """Return the rows of a raw record. Of a second answer, only the turns that differ are shown.
+    Views have pictures if `pictures` is set."""
+    shown = [
+        _show_row(reader, chat, where, sample, pictures, number)
+        for (chat, _), sample in zip(reader.chats(raw, where), example, strict=True)
+    ]
+    if len(shown) == 1 and not example[0].is_rejected:
+        return shown[0]
+    turns = list[ShownTurn]()
+    for each in shown:
+        name = "rejected" if each.sample.is_rejected else "chosen"
+        is_new = [turn not in shown[0].turns or each is shown[0] for turn in each.turns]
+        turns += [
+            replace(turn, role=f"{turn.role} ({name})") if _is_trained(turn) else turn
+            for turn, new in zip(each.turns, is_new, strict=True)
+            if new
+        ]
+    problem = next((each.problem for each in shown if each.problem), None)
+    return replace(shown[0], turns=tuple(turns), problem=problem)
+
+
+def _is_trained(turn: ShownTurn) -> bool:
+    return any(piece.trained for piece in turn.pieces)
+
+
+def _show_row(
+    reader: Reader, record: Record, where: str, sample: Sample, pictures: bool, number: int = 0
+) -> ShownSample:
+    """Return the sample of a parsed chat. Its views have pictures if `pictures` is set."""
     views, problem = _with_outlines(_views(sample, record, reader), sample, record, reader)
     if pictures and views:
         try:
-            row = reader.row(raw, where, sample).row
+            row = reader.row_of_chat(record, sample).row
             views = _with_pictures(views, row, sample, reader.encoder)
         except DataError as error:
             problem = str(error)

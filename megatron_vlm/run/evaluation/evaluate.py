@@ -28,9 +28,12 @@ from megatron_vlm.run.evaluation.measure import Answer, AnswerMeter, mean_scores
 from megatron_vlm.run.evaluation.scores import (
     AnswerDecoder,
     generated_answers,
+    preference_scores,
     rank_answers,
     token_scores,
 )
+from megatron_vlm.training.objectives import SupervisedObjective
+from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -48,9 +51,16 @@ class Evaluation:
 class Evaluator:
     """The held-out sets of a run. Its methods are collectives."""
 
-    def __init__(self, worker: MegatronWorker, cfg: Config, is_idle: bool = False):
+    def __init__(
+        self,
+        worker: MegatronWorker,
+        cfg: Config,
+        objective: SupervisedObjective | PreferenceObjective | None = None,
+        is_idle: bool = False,
+    ):
         """Open the sets, or none of them if the evaluator is idle. The worker's watchdog is
         notified of progress, since an evaluation may take long."""
+        self.objective = objective
         self.cfg, self.alive = cfg, worker.watchdog.alive
         self.candidates: list[str] | None = None
         if cfg.eval.candidates is not None:
@@ -75,7 +85,10 @@ class Evaluator:
 
     def _evaluate(self, held_out: EvalSet) -> Evaluation:
         start, alive = time.perf_counter(), self.alive
-        scores = token_scores(held_out, alive)
+        if isinstance(self.objective, PreferenceObjective):
+            scores = preference_scores(held_out, self.objective, alive)
+        else:
+            scores = token_scores(held_out, alive)
         answers: list[Answer] = []
         if self.candidates is not None:
             result = rank_answers(held_out, self.voice, self.candidates, alive)

@@ -5,23 +5,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron_vlm.config.data_sources import HELD_OUT, SourceSpec
+from megatron_vlm.config.objectives import needs_mismatched, spec_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet, Handle, Order, open_data, order_of_all
 from megatron_vlm.data.batches.loader import Loader, Replica
-from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.records.keys import references_of
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
-from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.data.tokens.row import Row, cut_row
 from megatron_vlm.errors import DataError
-from megatron_vlm.family.spec import Tokens
 from megatron_vlm.training.broadcast import share_bytes, share_json
-from megatron_vlm.training.data_feed import SharedBatches, open_together
+from megatron_vlm.training.data_feed import SharedBatches, StepData, open_together
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -65,6 +63,7 @@ class EvalSet:
             data = open_data(
                 *(specs, named, cfg.data, cfg.model.path, sizes, share),
                 train=False,
+                kind=spec_of(cfg).records,
                 held_out=held_out,
             )
             assert isinstance(data, DataSet)
@@ -87,18 +86,20 @@ class EvalSet:
         sets = [(entry.name, (entry.source,)) for entry in cfg.data.eval]
         return [EvalSet.open(worker, cfg, *each) for each in sets]
 
-    def batches(self) -> Iterator[list[MicroBatch]]:
-        """Yield the set's micro-batches, each list on every rank of the replica."""
+    def batches(self) -> Iterator[StepData]:
+        """Yield the set's batches, each on every rank of the replica."""
         grid, cfg, size = self.worker.grid, self.cfg, self.cfg.eval.batch_size
         loader = None
         if self.data is not None:
             replica = Replica(grid.dp.rank, grid.dp.size)
             loader = Loader(
-                self.data, cfg.data, size, Limits.from_config(cfg.train), replica, epochs=1
+                *(self.data, cfg.data, size, Limits.from_config(cfg.train), replica),
+                epochs=1,
+                with_mismatched=needs_mismatched(cfg),
             )
         batches = SharedBatches(loader, grid, self.worker.platform.device)
         for _ in range(-(-self.samples // size)):
-            yield batches.next().micro_batches
+            yield batches.next()
 
     def handles(self) -> list[Handle]:
         """Return the samples whose questions this replica answers, equal on all of its ranks."""
@@ -190,21 +191,3 @@ def last_answer(trained_S: np.ndarray) -> tuple[int, int]:
     end = int(trained_S.nonzero()[0][-1]) + 1
     untrained = (~trained_S[:end]).nonzero()[0]
     return (int(untrained[-1]) + 1 if len(untrained) else 0), end
-
-
-def cut_row(row: Row, end: int, tokens: Tokens) -> Row:
-    """Return the row's first tokens, with the images and videos among them."""
-    ids_S = row.ids_S[:end]
-
-    def visible(
-        token: int, pixels: torch.Tensor | None, grid: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if pixels is None or grid is None:
-            return None, None
-        patches = grid.prod(1).cumsum(0)
-        count = int((patches <= int((ids_S == token).sum()) * tokens.merge**2).sum())
-        return (pixels[: patches[count - 1]], grid[:count]) if count else (None, None)
-
-    images = visible(tokens.image_id, row.pixel_values_PC, row.image_grid_I3)
-    videos = visible(tokens.video_id, row.pixel_values_videos_PC, row.video_grid_I3)
-    return Row(ids_S, row.labels_S[:end], *images, *videos)

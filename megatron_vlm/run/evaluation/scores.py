@@ -23,6 +23,7 @@ from megatron_vlm.run.evaluation.held_out_sets import EvalSet, Question
 from megatron_vlm.run.evaluation.measure import Answer, AnswerMeter
 from megatron_vlm.training.generate import candidate_log_probs, generate
 from megatron_vlm.training.pipeline import Stage
+from megatron_vlm.training.preference_step import PreferenceObjective, finished_figures
 from megatron_vlm.training.stage_inputs import StageInput
 
 BLOCK = 64  # questions held in memory together
@@ -33,12 +34,26 @@ def token_scores(held_out: EvalSet, alive: Callable[[], None]) -> dict[str, floa
     finds most likely. A collective."""
     stage = held_out.worker.stage
     totals = torch.zeros(4, dtype=torch.float64, device=stage.device)
-    for batches in held_out.batches():
-        totals += _count_tokens(stage, batches)
+    for batch in held_out.batches():
+        totals += _count_tokens(stage, batch.micro_batches)
         alive()
     dist.all_reduce(totals, group=stage.grid.dp.group)
     log_prob, right, count, weight = totals.tolist()
     return {"loss": -log_prob / (weight or 1.0), "token_accuracy": right / max(count, 1)}
+
+
+def preference_scores(
+    held_out: EvalSet, objective: PreferenceObjective, alive: Callable[[], None]
+) -> dict[str, float]:
+    """Return the mean loss of the examples of a set, and the figures of its answers. A
+    collective."""
+    sums: dict[str, float] = {}
+    for batch in held_out.batches():
+        for name, value in objective.scores(batch.micro_batches, batch.mismatched).items():
+            sums[name] = sums.get(name, 0.0) + value
+        alive()
+    count = max(sums.pop("examples", 0.0), 1.0)
+    return finished_figures({name: value / count for name, value in sums.items()}, held_out.cfg)
 
 
 def generated_answers(

@@ -1,0 +1,204 @@
+"""Objectives of `megatron-vlm train`: the records that each one reads, and the losses that it
+offers. The losses themselves are in training/preference_losses.py."""
+
+import math
+from dataclasses import dataclass
+
+from megatron_vlm.config.preference_config import ObjectiveName, RecordKind, Reference
+from megatron_vlm.config.schema import Config
+from megatron_vlm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ObjectiveSpec:
+    """Properties of an objective that are known without a model."""
+
+    records: RecordKind
+    losses: tuple[str, ...] = ()  # the first one is the default
+    has_reference: bool = False
+    sft_coef: float = 0.0  # default of preference.sft_coef
+
+
+_PAIR_LOSSES = (
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+) + ("aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm")
+OBJECTIVES: dict[ObjectiveName, ObjectiveSpec] = {
+    "sft": ObjectiveSpec("chat"),
+    "dpo": ObjectiveSpec("pair", _PAIR_LOSSES, has_reference=True),
+    "ipo": ObjectiveSpec("pair", ("ipo",), has_reference=True),
+    "kto": ObjectiveSpec("label", ("kto", "apo_zero_unpaired"), has_reference=True),
+    "orpo": ObjectiveSpec("pair", ("orpo",), sft_coef=1.0),
+    "simpo": ObjectiveSpec("pair", ("simpo",)),
+    "cpo": ObjectiveSpec("pair", ("cpo", "hinge", "ipo"), sft_coef=1.0),
+}
+# The loss of an example depends on the whole global batch.
+BATCH_LOSSES = frozenset({"aot", "aot_unpaired"})
+SMOOTHED = frozenset({"exo_pair", "robust", "aot", "aot_unpaired", "simpo", "cpo"})
+
+
+def spec_of(cfg: Config) -> ObjectiveSpec:
+    """Return the properties of the configured objective."""
+    return OBJECTIVES[cfg.train.objective]
+
+
+def losses_of(cfg: Config) -> dict[str, float]:
+    """Return the losses of the objective, each with its weight."""
+    losses = cfg.preference.losses or spec_of(cfg).losses[:1]
+    weights = cfg.preference.loss_weights or (1.0,) * len(losses)
+    return dict(zip(losses, weights, strict=True))
+
+
+def reference_of(cfg: Config) -> Reference | None:
+    """Return where the log-probs of the initial model are from, or None if none are needed."""
+    if not spec_of(cfg).has_reference:
+        return None
+    if cfg.train.reference != "auto":
+        return cfg.train.reference
+    if cfg.lora.rank and not cfg.lora.train and cfg.lora.path is None:
+        return "adapters_off"
+    is_stream = any(spec.streaming for spec in cfg.data.train)
+    # The answers that kto compares with change with each batch.
+    return "model" if is_stream or needs_mismatched(cfg) else "keep"
+
+
+def needs_mismatched(cfg: Config) -> bool:
+    """Return whether the loss reads log-probs of answers to other prompts."""
+    return cfg.train.objective == "kto" and "kto" in losses_of(cfg)
+
+
+def check_objective(cfg: Config) -> None:
+    """Refuse settings of objectives that contradict each other."""
+    spec, preference, name = spec_of(cfg), cfg.preference, cfg.train.objective
+    unknown = [loss for loss in preference.losses if loss not in spec.losses]
+    if unknown:
+        raise ConfigError(
+            f"is not a loss of train.objective={name}",
+            key="preference.losses",
+            found=unknown[0],
+            allowed=spec.losses or ("none",),
+            remedy=_remedy_of(unknown[0]),
+        )
+    if len(set(preference.losses)) < len(preference.losses):
+        raise ConfigError(
+            "has a loss twice", key="preference.losses", found=list(preference.losses)
+        )
+    _check_weights(cfg)
+    if name == "sft":
+        return
+    if cfg.data.train_on not in ("all_assistant", "last_assistant"):
+        raise ConfigError(
+            f": train.objective={name} compares the answers of the assistant",
+            key="data.train_on",
+            found=cfg.data.train_on,
+            allowed=("all_assistant", "last_assistant"),
+        )
+    _check_smoothing(cfg)
+    _check_reference(cfg)
+
+
+def _remedy_of(loss: str) -> str:
+    """Name the objective that has a loss."""
+    names = [name for name, spec in OBJECTIVES.items() if loss in spec.losses]
+    return f"train.objective={names[0]} has it" if names else ""
+
+
+def _check_weights(cfg: Config) -> None:
+    losses, weights = cfg.preference.losses, cfg.preference.loss_weights
+    for number, weight in enumerate(weights):
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 0 <= weight < math.inf:
+            raise ConfigError(
+                key=f"preference.loss_weights[{number}]",
+                found=weight,
+                allowed="a finite number, 0 or more",
+            )
+    if weights and len(weights) != len(losses):
+        raise ConfigError(
+            f"has {len(weights)} entries, and preference.losses has {len(losses)}",
+            key="preference.loss_weights",
+            remedy="give one for each loss",
+        )
+    if weights and not any(weights):
+        raise ConfigError("is 0 for each loss", key="preference.loss_weights")
+
+
+def _check_smoothing(cfg: Config) -> None:
+    smoothing, losses = cfg.preference.label_smoothing, losses_of(cfg)
+    uses = SMOOTHED & set(losses)
+    if smoothing and not uses:
+        raise ConfigError(
+            f"has no effect on {', '.join(losses)}",
+            key="preference.label_smoothing",
+            found=smoothing,
+            remedy=f"choose one of {', '.join(sorted(SMOOTHED))}; robust is sigmoid with it",
+        )
+    if "exo_pair" in losses and not smoothing:
+        raise ConfigError(
+            ": exo_pair takes its logarithm",
+            key="preference.label_smoothing",
+            found=smoothing,
+            allowed="more than 0, such as 0.001",
+        )
+    if "robust" in losses and smoothing >= 0.5:
+        raise ConfigError(
+            ": robust divides by 1 - 2 x label_smoothing",
+            key="preference.label_smoothing",
+            found=smoothing,
+            allowed="less than 0.5",
+        )
+
+
+def _check_reference(cfg: Config) -> None:
+    reference = reference_of(cfg)
+    is_stream = any(spec.streaming for spec in cfg.data.train)
+    if reference == "adapters_off":
+        _check_adapters_off(cfg)
+    if reference == "keep" and is_stream:
+        raise ConfigError(
+            ": data.train is a stream, whose samples are not known before the first step",
+            key="train.reference",
+            found="keep",
+            allowed=("adapters_off", "model"),
+        )
+    if reference == "keep" and needs_mismatched(cfg):
+        raise ConfigError(
+            ": kto compares each answer with those to other prompts of its batch, which are not "
+            "known before the first step",
+            key="train.reference",
+            found="keep",
+            allowed=("adapters_off", "model"),
+            remedy="or choose preference.losses=[apo_zero_unpaired], which compares with none",
+        )
+    compared = sorted(BATCH_LOSSES & set(losses_of(cfg)))
+    if cfg.lora.dropout and compared:
+        raise ConfigError(
+            f": the gradient of {', '.join(compared)} is taken at log-probs of a forward pass "
+            "without dropout",
+            key="lora.dropout",
+            found=cfg.lora.dropout,
+            allowed=0,
+        )
+
+
+def _check_adapters_off(cfg: Config) -> None:
+    why = ""
+    if not cfg.lora.rank:
+        why = "there are no adapters"
+    elif cfg.lora.train:
+        why = f"lora.train={list(cfg.lora.train)} trains other weights, too"
+    elif cfg.lora.path is not None:
+        why = "lora.path continues an adapter, so the model without it is not the initial one"
+    if why:
+        raise ConfigError(
+            f": {why}",
+            key="train.reference",
+            found="adapters_off",
+            allowed=("keep", "model"),
+        )

@@ -1,0 +1,307 @@
+"""Preference records: a prompt with a better and a worse answer, or an answer with a label.
+
+Each answer becomes a chat of its own: the raw record is rewritten as one that only has this answer,
+and `formats.py` parses it. The turns before the answer are not trained.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_vlm.data.records.keys import Keys
+from megatron_vlm.data.records.plain import as_turns
+from megatron_vlm.data.records.record import ChatMessage, Conversation, Record
+from megatron_vlm.data.records.record_values import dicts, is_empty, is_list, kind_of
+from megatron_vlm.errors import DataError
+from megatron_vlm.io.untrusted import UntrustedFile
+
+Parse = Callable[[Mapping[str, Any], str], Record]
+
+_LISTS = ("messages", "conversations", "conversation")
+# The key of a question, and the one that has its answer in a record without preferences.
+_ANSWER_OF = {
+    "prompt": "completion",
+    "instruction": "output",
+    "query": "response",
+    "question": "answer",
+    "problem": "answer",
+    "input": "output",
+}
+_CHOSEN = ("chosen", "chosen_response", "chosen_messages")
+_REJECTED = ("rejected", "rejected_response", "rejected_messages")
+_LABELS = ("label", "kto_tag")
+_PICTURES = ("image", "images", "video", "videos")
+_FIRST_ROLES = frozenset({"system", "developer", "user", "human"})
+_REMEDY = "see docs/preferences.md for the formats"
+
+
+@dataclass(frozen=True)
+class RatedAnswer:
+    """A chat whose last turns are the answer, and whether that answer is the worse one of a pair or
+    labelled as bad."""
+
+    chat: Conversation
+    is_rejected: bool
+
+
+def parse_pair(
+    raw: Any, where: str, parse: Parse, ignored: Sequence[str] = ()
+) -> tuple[RatedAnswer, ...]:
+    """Parse a record with a chosen and a rejected answer. `parse` parses a record of one chat."""
+    raw = _filled(raw, where, ignored)
+    chosen, rejected = (_value(raw, names, where) for names in (_CHOSEN, _REJECTED))
+    rest = {key: raw[key] for key in raw if key not in (*_CHOSEN, *_REJECTED)}
+    if rejected is None:
+        raise DataError(
+            "is missing: a pair has a chosen and a rejected answer",
+            place=where,
+            key="rejected",
+            remedy=_REMEDY,
+        )
+    if chosen is None:
+        answers = _pair_after_chat(rest, rejected, where, parse)
+    elif _is_chat(chosen) and _is_chat(rejected):
+        answers = _pair_of_chats(rest, chosen, rejected, where, parse)
+    elif _is_chat(chosen) or _is_chat(rejected):
+        raise DataError(
+            "and rejected differ in form: one has the whole chat, and one only the answer",
+            place=where,
+            key="chosen",
+            remedy=_REMEDY,
+        )
+    else:
+        answers = [
+            _untrained_prompt(*_answered(rest, answer, f"{where}: {name}", parse))
+            for name, answer in (("chosen", chosen), ("rejected", rejected))
+        ]
+    good, bad = answers
+    if good.turns == bad.turns:
+        raise DataError(
+            "and chosen are the same answer: nothing can be learnt from the pair",
+            place=where,
+            key="rejected",
+            remedy="leave the record out, or set data.on_error=skip",
+        )
+    return RatedAnswer(good, False), RatedAnswer(bad, True)
+
+
+def parse_labelled(
+    raw: Any, where: str, parse: Parse, ignored: Sequence[str] = ()
+) -> tuple[RatedAnswer, ...]:
+    """Parse a record whose answer has a label, true if it is good. A pair is one good and one bad
+    answer."""
+    raw = _filled(raw, where, ignored)
+    if any(name in raw for name in _REJECTED):
+        return parse_pair(raw, where, parse)
+    names = [name for name in _LABELS if name in raw]
+    if not names:
+        raise DataError(
+            "is missing: it says whether the answer is good",
+            place=where,
+            key="label",
+            remedy=_REMEDY,
+        )
+    values = {name: raw.pop(name) for name in names}
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise DataError(place=where, key=name, found=value, allowed=(True, False))
+    if len({*values.values()}) > 1:
+        raise DataError("and kto_tag differ", place=where, key="label", remedy="give one of them")
+    chat = _chat(parse(raw, where), where)
+    if chat.turns[-1].role != "assistant":
+        raise DataError(
+            ": the last message is not an answer of the assistant, and the label rates that",
+            place=where,
+            key=names[0],
+        )
+    answer = raw.get("completion")
+    length = len(as_turns(answer, "assistant", Keys(where, ()))) if is_list(answer) else 1
+    return (RatedAnswer(_untrained_prompt(chat, length), not values[names[0]]),)
+
+
+def _filled(raw: Any, where: str, ignored: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of a record that have a value."""
+    if not isinstance(raw, Mapping):
+        raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
+    return {key: value for key, value in raw.items() if value is not None and key not in ignored}
+
+
+def _value(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
+    """Return the answer at one of these keys: a text, or a list of messages. None if there is
+    none."""
+    present = [name for name in names if name in raw]
+    if not present:
+        return None
+    if len(present) > 1:
+        raise DataError(
+            f"and {present[1]} both have a value",
+            place=where,
+            key=present[0],
+            remedy="give one of them",
+        )
+    value = raw[present[0]]
+    if isinstance(value, str):
+        value = _messages_in(value, where)
+    if is_empty(value) or (isinstance(value, str) and not value.strip()):
+        raise DataError(
+            "is empty: nothing can be compared with it",
+            place=where,
+            key=present[0],
+            remedy="leave the record out, or set data.on_error=skip",
+        )
+    return value if isinstance(value, str) else dicts(value, present[0], where)
+
+
+def _messages_in(text: str, where: str) -> Any:
+    """Return the messages that a text has as JSON, or the text itself: an answer may be JSON, too,
+    but its objects have no roles."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return text
+    try:
+        value = UntrustedFile(where).parse(text, "is no JSON")
+    except DataError:
+        return text
+    first = value[0] if is_list(value) and value else value
+    is_message = isinstance(first, Mapping) and ({"role", "content"} <= {*first} or "from" in first)
+    return value if is_message else text
+
+
+def _is_chat(answer: Any) -> bool:
+    """Return whether messages begin with the prompt, and not with the answer."""
+    if isinstance(answer, str):
+        return False
+    return (answer[0].get("role") or answer[0].get("from")) in _FIRST_ROLES
+
+
+def _answered(
+    rest: Mapping[str, Any], answer: Any, where: str, parse: Parse
+) -> tuple[Conversation, int]:
+    """Return the chat of the record's question with this answer, and the number of turns of the
+    answer."""
+    length = len(as_turns(answer, "assistant", Keys(where, ())))
+    listed = next((name for name in _LISTS if name in rest), None)
+    if listed is not None:
+        messages = dicts(rest[listed], listed, where)
+        spelled = {"from": "gpt", "value": answer} if "from" in (messages or [{}])[0] else {}
+        spelled = spelled or {"role": "assistant", "content": answer}
+        more = [spelled] if isinstance(answer, str) else answer
+        return _chat(parse({**rest, listed: [*messages, *more]}, where), where), length
+    question = next((name for name in _ANSWER_OF if name in rest), None)
+    if question is None:
+        raise DataError(
+            "is missing: there are two answers, and no question",
+            place=where,
+            key="prompt",
+            remedy=f"give the question as prompt, messages or conversations; {_REMEDY}",
+        )
+    if question != "prompt" and not isinstance(answer, str):
+        [answer] = [_content(message) for message in answer] if length == 1 else [answer]
+    return _chat(parse({**rest, _ANSWER_OF[question]: answer}, where), where), length
+
+
+def _content(message: Mapping[str, Any]) -> Any:
+    return message.get("content", message.get("value"))
+
+
+def _pair_of_chats(
+    rest: dict[str, Any], chosen: Any, rejected: Any, where: str, parse: Parse
+) -> list[Conversation]:
+    """Return the chats of a pair that both have the prompt: the turns that begin both of them. A
+    prompt of its own must be among these."""
+    prompt = rest.pop("prompt", None)
+    good, bad = (
+        _chat(parse({**rest, "messages": messages}, f"{where}: {name}"), where)
+        for name, messages in (("chosen", chosen), ("rejected", rejected))
+    )
+    pairs = zip(good.turns, bad.turns, strict=False)
+    shared = next(
+        (number for number, (one, other) in enumerate(pairs) if one != other),
+        min(len(good.turns), len(bad.turns)),
+    )
+    if prompt is not None:
+        _check_prompt(prompt, good.turns[:shared], where)
+    for name, chat in (("chosen", good), ("rejected", bad)):
+        has_user = any(turn.role == "user" for turn in chat.turns[:shared])
+        if not has_user or not any(turn.role == "assistant" for turn in chat.turns[shared:]):
+            if good.turns == bad.turns:
+                return [good, bad]  # refused as a pair of the same answers
+            raise DataError(
+                ": the turns that chosen and rejected share are the prompt, and there must be a "
+                "question among them and an answer after them",
+                place=where,
+                key=name,
+                remedy="check that both begin with the same messages",
+            )
+    return [_untrained_prompt(chat, len(chat.turns) - shared) for chat in (good, bad)]
+
+
+def _check_prompt(prompt: Any, shared: Sequence[ChatMessage], where: str) -> None:
+    """Refuse a prompt that is not what chosen and rejected begin with."""
+    texts = [part for turn in shared for part in turn.parts if isinstance(part, str)]
+    messages = [prompt] if isinstance(prompt, str) else [_content(m) for m in prompt]
+    known = [text.strip() for text in texts]
+    if all(not isinstance(text, str) or text.strip() in known for text in messages):
+        return
+    raise DataError(
+        "is not among the messages that chosen and rejected both begin with",
+        place=where,
+        key="prompt",
+        remedy="leave it out, or let chosen and rejected have the answers alone",
+    )
+
+
+def _pair_after_chat(
+    rest: dict[str, Any], rejected: Any, where: str, parse: Parse
+) -> list[Conversation]:
+    """Return the chats of ms-swift's pairs: a whole chat, and another answer or another chat."""
+    pictures = {
+        name.removeprefix("rejected_"): rest.pop(name)
+        for name in [f"rejected_{kind}" for kind in _PICTURES]
+        if name in rest
+    }
+    listed = next((name for name in _LISTS if name in rest), None)
+    other = {**rest, **pictures}
+    if listed is not None and not isinstance(rejected, str) and _is_chat(rejected):
+        del other[listed]
+        if pictures:
+            raise DataError(
+                ": the two chats have other pictures, so they have no prompt in common",
+                place=where,
+                key=f"rejected_{next(iter(pictures))}",
+                remedy="give the pictures of the prompt once, as images",
+            )
+        return _pair_of_chats(other, dicts(rest[listed], listed, where), rejected, where, parse)
+    chat = _chat(parse(rest, f"{where}: chosen"), where)
+    if chat.turns[-1].role != "assistant":
+        raise DataError(
+            "is missing: the record has a rejected answer, and its last message is a question",
+            place=where,
+            key="chosen",
+            remedy=_REMEDY,
+        )
+    if listed is not None:
+        messages = dicts(rest[listed], listed, where)
+        other[listed] = messages[:-1]
+    else:
+        for name in ("completion", "response", "output", "answer", "solution"):
+            other.pop(name, None)
+    bad = _answered(other, rejected, f"{where}: rejected", parse)
+    return [_untrained_prompt(chat, 1), _untrained_prompt(*bad)]
+
+
+def _chat(record: Record, where: str) -> Conversation:
+    if not isinstance(record, Conversation):
+        raise DataError(
+            ": encoded chunks have no answers to compare",
+            place=where,
+            key="chunks",
+            remedy="give messages",
+        )
+    return record
+
+
+def _untrained_prompt(chat: Conversation, answers: int) -> Conversation:
+    """Return the chat with a weight of 0 for all but its last turns."""
+    end = len(chat.turns) - answers
+    prompt = [replace(turn, weight=0.0) for turn in chat.turns[:end]]
+    return replace(chat, turns=(*prompt, *chat.turns[end:]))

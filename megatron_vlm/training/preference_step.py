@@ -1,0 +1,295 @@
+"""Gradients and scores of an objective over preferences, for a global batch.
+
+Most losses compare the answers of one example. Two kinds need more: losses that sort all answers of
+the global batch, and KTO, which estimates a divergence from it. For these, a forward pass without
+gradients comes first, and the replicas exchange one number for each answer.
+
+Shapes: E examples, R rows of a micro-batch, N supervised tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vlm.config.objectives import (
+    OBJECTIVES,
+    losses_of,
+    needs_mismatched,
+    spec_of,
+)
+from megatron_vlm.config.preference_config import PreferenceConfig
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.micro_batch import MicroBatch, filler_batch
+from megatron_vlm.distributed.collectives import all_gather_json
+from megatron_vlm.training.data_feed import StepData
+from megatron_vlm.training.losses import LossFunction
+from megatron_vlm.training.preference_losses import (
+    GLOBAL_LOSSES,
+    LABEL_LOSSES,
+    PAIR_LOSSES,
+    Labelled,
+    Pairs,
+)
+from megatron_vlm.training.reference import ReferenceModel, row_log_probs
+from megatron_vlm.training.stage_inputs import RowInputs
+from megatron_vlm.training.worker import MegatronWorker, StepMetrics
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """Numbers of a global batch that the loss of an example needs."""
+
+    chosen_tokens: float = 0.0  # of an example, mean; for a term that is a mean over tokens
+    kl: float = 0.0  # of kto
+
+
+class PreferenceObjective:
+    """The configured objective over preferences, on one rank. Its methods are collectives."""
+
+    def __init__(self, worker: MegatronWorker, cfg: Config):
+        self.worker, self.cfg = worker, cfg
+        self.reference = ReferenceModel(worker, cfg)
+
+    def forward_backward(self, batch: StepData) -> StepMetrics:
+        """Compute the gradients of the mean loss over the examples of a global batch."""
+        batches, facts = self._prepare(batch.micro_batches, batch.mismatched)
+        loss = loss_function(self.cfg, facts)
+        metrics = self.worker.forward_backward(batches, loss=loss)
+        means = finished_figures(metrics.means, self.cfg)
+        kl = {"kl": facts.kl} if needs_mismatched(self.cfg) else {}
+        return replace(metrics, means=means | kl)
+
+    def scores(
+        self, micro_batches: Sequence[MicroBatch], mismatched: Sequence[MicroBatch]
+    ) -> Figures:
+        """Return the sums over the examples of a global batch of the loss and of each figure, and
+        the number of examples."""
+        batches, facts = self._prepare(micro_batches, mismatched, is_training=False)
+        loss, device = loss_function(self.cfg, facts), torch.device("cpu")
+        sums: Figures = {"examples": 0.0, "loss": 0.0}
+        for batch, log_probs in zip(batches, self._log_probs(batches), strict=True):
+            if batch.examples_R2 is None:
+                continue
+            loss_E, report = loss(
+                log_probs, RowInputs.from_batch(batch, lambda each: each.to(device))
+            )
+            values = {"examples": torch.ones(batch.num_examples), "loss": loss_E, **report}
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0.0) + float(value.sum())
+        parts = all_gather_json(sums, self.worker.grid.dp.group, self.worker.platform.device)
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+
+    def _log_probs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the log-probs of the supervised tokens of each micro-batch."""
+        places = sorted(place for batch in batches for place in batch.rows)
+        by_row = dict(zip(places, self.worker.forward(batches), strict=True))
+        pieces = []
+        for batch in batches:
+            row_N, column_N = batch.supervised
+            # The log-prob of a token is in the place of that token, one after its position.
+            values = [
+                by_row[place][1 + column_N[row_N == row]] for row, place in enumerate(batch.rows)
+            ]
+            pieces.append(torch.cat(values) if values else torch.zeros(0))
+        return pieces
+
+    def _prepare(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        mismatched: Sequence[MicroBatch],
+        is_training: bool = True,
+    ) -> tuple[list[MicroBatch], BatchFacts]:
+        """Return the batches with what the loss reads of each row, and what it needs of the global
+        batch."""
+        batches = self.reference.added_to(micro_batches)
+        facts = BatchFacts()
+        if _has_token_mean(self.cfg):
+            facts = replace(facts, chosen_tokens=self._mean_chosen_tokens(batches))
+        if needs_mismatched(self.cfg):
+            facts = replace(facts, kl=self._divergence(mismatched))
+        if _global_losses(self.cfg):
+            batches = self._with_surrogates(batches)
+        return batches, facts
+
+    def _mean_chosen_tokens(self, batches: Sequence[MicroBatch]) -> float:
+        local = [0, 0]
+        for batch in batches:
+            if batch.examples_R2 is None:
+                continue
+            is_chosen_R = batch.examples_R2[:, 1] == 0
+            local[0] += int(is_chosen_R[batch.row_M].sum())
+            local[1] += batch.num_examples
+        tokens, examples = zip(*self._gather(local), strict=True)
+        return sum(tokens) / max(sum(examples), 1)
+
+    def _divergence(self, mismatched: Sequence[MicroBatch]) -> float:
+        """Return KTO's estimate of the KL divergence: the mean log-ratio of answers to other
+        prompts, at least 0."""
+        batches = self.reference.added_to(mismatched or [filler_batch()])
+        sums = row_log_probs(self.worker, batches)
+        ratios = [
+            value
+            for batch, sums_R in zip(batches, sums, strict=True)
+            if batch.reference_R is not None
+            for value in (sums_R - batch.reference_R).tolist()
+        ]
+        parts = self._gather([sum(ratios), len(ratios)])
+        total, count = (sum(part) for part in zip(*parts, strict=True))
+        return max(total / max(count, 1), 0.0)
+
+    def _with_surrogates(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the batches with the derivative of the losses over the global batch by the
+        log-prob of each answer."""
+        sums = row_log_probs(self.worker, batches)
+        local = [
+            [sums_R.tolist(), [] if batch.reference_R is None else batch.reference_R.tolist()]
+            for batch, sums_R in zip(batches, sums, strict=True)
+            if batch.examples_R2 is not None
+        ]
+        parts = self._gather(local)
+        flat = [pair for part in parts for pair in part]
+        sums_R = torch.tensor(
+            [value for values, _ in flat for value in values], dtype=torch.float64
+        ).requires_grad_()
+        reference_R = torch.tensor([v for _, values in flat for v in values], dtype=torch.float64)
+        pairs = _pairs_of(sums_R, reference_R)
+        losses = _global_losses(self.cfg).items()
+        total = torch.zeros((), dtype=torch.float64)
+        for name, weight in losses:
+            total = total + weight * GLOBAL_LOSSES[name](pairs, self.cfg.preference).sum()
+        [gradient_R] = torch.autograd.grad(total, [sums_R])
+        share = float(total) / max(len(sums_R), 1)
+        before = parts[: self.worker.grid.dp.rank]
+        start = sum(len(values) for part in before for values, _ in part)
+        extended = []
+        for batch in batches:
+            if batch.examples_R2 is None:
+                extended.append(batch)
+                continue
+            count = len(batch.examples_R2)
+            slopes = gradient_R[start : start + count]
+            table = torch.stack([slopes, torch.full_like(slopes, share)], dim=1)
+            extended.append(replace(batch, surrogate_R2=table))
+            start += count
+        return extended
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all replicas in order."""
+        return all_gather_json(value, self.worker.grid.dp.group, self.worker.platform.device)
+
+
+def loss_function(cfg: Config, facts: BatchFacts) -> LossFunction:
+    """Return the loss of each example, as training/losses.py takes it."""
+    if spec_of(cfg).records == "label":
+        return _label_loss(cfg, facts)
+    return _pair_loss(cfg, facts)
+
+
+def _pair_loss(cfg: Config, facts: BatchFacts) -> LossFunction:
+    p, sft = cfg.preference, _sft_coef(cfg)
+    losses = {name: w for name, w in losses_of(cfg).items() if name in PAIR_LOSSES}
+    is_mean = cfg.train.objective in ("orpo", "simpo")
+
+    def pair_loss(log_probs_N: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        pairs = Pairs.from_rows(log_probs_N, rows)
+        loss_E = torch.zeros_like(pairs.chosen_E)
+        for name, weight in losses.items():
+            loss_E = loss_E + weight * PAIR_LOSSES[name](pairs, p)
+        if sft:
+            loss_E = loss_E - sft * pairs.chosen_E / facts.chosen_tokens
+        if rows.surrogate_R2 is not None:
+            slope_R, share_R = rows.surrogate_R2.unbind(1)
+            sums_R = rows.sums(log_probs_N)
+            surrogate_R = share_R + slope_R * (sums_R - sums_R.detach())
+            loss_E = loss_E + surrogate_R.view(-1, 2).sum(1)
+        return loss_E, _pair_figures(pairs, p, is_mean)
+
+    return pair_loss
+
+
+def _pair_figures(pairs: Pairs, p: PreferenceConfig, is_mean: bool) -> dict[str, Tensor]:
+    """Return the figures of each pair, as TRL defines them. Rewards of losses that compare means
+    over tokens are such means, too."""
+    chosen, rejected = pairs.chosen_ratio.detach(), pairs.rejected_ratio.detach()
+    if is_mean:
+        chosen, rejected = chosen / pairs.chosen_tokens_E, rejected / pairs.rejected_tokens_E
+    return {
+        "rewards_chosen": p.beta * chosen,
+        "rewards_rejected": p.beta * rejected,
+        "rewards_margin": p.beta * (chosen - rejected),
+        "reward_accuracy": (chosen > rejected).double(),
+        "logps_chosen": pairs.chosen_E.detach(),
+        "logps_rejected": pairs.rejected_E.detach(),
+    }
+
+
+def _label_loss(cfg: Config, facts: BatchFacts) -> LossFunction:
+    p, losses = cfg.preference, losses_of(cfg)
+
+    def label_loss(log_probs_N: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        sums_R = rows.sums(log_probs_N)
+        reference_R = rows.reference_R
+        assert reference_R is not None or not len(sums_R)
+        ratio_R = sums_R if reference_R is None else sums_R - reference_R
+        answers = Labelled(ratio_R, rows.is_rejected_R)
+        loss_R = torch.zeros_like(sums_R)
+        for name, weight in losses.items():
+            loss_R = loss_R + weight * LABEL_LOSSES[name](answers, p, facts.kl)
+        is_chosen_R = (~rows.is_rejected_R).double()
+        rewards_R, logps_R = p.beta * ratio_R.detach(), sums_R.detach()
+        report = {
+            "share_chosen": is_chosen_R,
+            "rewards_chosen": is_chosen_R * rewards_R,
+            "rewards_rejected": (1 - is_chosen_R) * rewards_R,
+            "logps_chosen": is_chosen_R * logps_R,
+            "logps_rejected": (1 - is_chosen_R) * logps_R,
+        }
+        return loss_R, report
+
+    return label_loss
+
+
+def finished_figures(means: Figures, cfg: Config) -> Figures:
+    """Return the figures that are reported, from means over examples. Those of labelled answers
+    become means over the answers with that label."""
+    if spec_of(cfg).records == "pair":
+        return means
+    means = dict(means)
+    chosen = means.pop("share_chosen", 0.0)
+    for name, share in (("chosen", chosen), ("rejected", 1 - chosen)):
+        for kind in ("rewards", "logps"):
+            value = means.pop(f"{kind}_{name}", 0.0)
+            if share > 0:
+                means[f"{kind}_{name}"] = value / share
+    if {"rewards_chosen", "rewards_rejected"} <= {*means}:
+        means["rewards_margin"] = means["rewards_chosen"] - means["rewards_rejected"]
+    return means
+
+
+def _pairs_of(sums_R: Tensor, reference_R: Tensor) -> Pairs:
+    reference_R = reference_R if len(reference_R) else torch.zeros_like(sums_R)
+    ones = torch.ones(len(sums_R) // 2, dtype=torch.float64)
+    (chosen, rejected), (ref_chosen, ref_rejected) = (
+        values.view(-1, 2).unbind(1) for values in (sums_R, reference_R)
+    )
+    return Pairs(chosen, rejected, ref_chosen, ref_rejected, ones, ones)
+
+
+def _global_losses(cfg: Config) -> dict[str, float]:
+    return {name: weight for name, weight in losses_of(cfg).items() if name in GLOBAL_LOSSES}
+
+
+def _sft_coef(cfg: Config) -> float:
+    """Return the coefficient of the cross-entropy of chosen answers."""
+    own, spec = cfg.preference.sft_coef, OBJECTIVES[cfg.train.objective]
+    return (spec.sft_coef if own is None else own) + losses_of(cfg).get("sft", 0.0)
+
+
+def _has_token_mean(cfg: Config) -> bool:
+    return spec_of(cfg).records == "pair" and _sft_coef(cfg) > 0

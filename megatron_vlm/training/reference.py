@@ -1,0 +1,190 @@
+"""Log-probs of answers under the reference model, which is the model before the first step.
+
+`keep` computes them once for all of data.train and stores them; `adapters_off` and `model` compute
+them for each batch.
+
+Shapes: R rows of a micro-batch.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from megatron_vlm.config.objectives import reference_of
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.balance import Limits
+from megatron_vlm.data.batches.dataset import DataSet, order_of_all
+from megatron_vlm.data.batches.loader import Loader, Replica
+from megatron_vlm.data.batches.micro_batch import MAX_ROWS, MicroBatch
+from megatron_vlm.data.tokens.index import index_key
+from megatron_vlm.distributed.collectives import broadcast_json
+from megatron_vlm.io.untrusted import home_path
+from megatron_vlm.lora.layers import LowRank
+from megatron_vlm.training.broadcast import share_json
+from megatron_vlm.training.data_feed import SharedBatches
+from megatron_vlm.training.worker import MegatronWorker
+
+
+def row_log_probs(worker: MegatronWorker, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Return the log-prob of the supervised tokens of each row [R], in float64, for each
+    micro-batch. A collective."""
+    places = sorted(place for batch in batches for place in batch.rows)
+    scored = worker.forward(batches)
+    by_place = {place: float(row.double().sum()) for place, row in zip(places, scored, strict=True)}
+    return [
+        torch.tensor([by_place[place] for place in batch.rows], dtype=torch.float64)
+        for batch in batches
+    ]
+
+
+class ReferenceModel:
+    """The reference model of a run, if its objective has one. Its methods are collectives."""
+
+    def __init__(self, worker: MegatronWorker, cfg: Config):
+        self.worker, self.cfg, self.how = worker, cfg, reference_of(cfg)
+
+    @cached_property
+    def model(self) -> MegatronWorker:
+        """The initial model in the same processes, loaded at first use."""
+        return MegatronWorker(self.cfg, training=False, watchdog=self.worker.watchdog)
+
+    def added_to(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the batches with the log-probs of their rows."""
+        if self.how is None:
+            return list(batches)
+        if self.how == "keep":
+            assert all(batch.reference_R is not None or not batch.rows for batch in batches)
+            return list(batches)
+        off = self.how == "adapters_off"
+        with without_adapters(self.worker) if off else nullcontext():
+            scored = row_log_probs(self.worker if off else self.model, batches)
+        return [
+            replace(batch, reference_R=log_probs) if batch.rows else batch
+            for batch, log_probs in zip(batches, scored, strict=True)
+        ]
+
+
+@contextmanager
+def without_adapters(worker: MegatronWorker) -> Iterator[None]:
+    """Switch off all adapters: their second matrices are zero inside the context."""
+    worker.gather.finish()
+    matrices = [
+        module.B
+        for chunk in worker.chunks
+        for module in chunk.modules()
+        if isinstance(module, LowRank)
+    ]
+    saved = [matrix.detach().clone() for matrix in matrices]
+    try:
+        with torch.no_grad():
+            for matrix in matrices:
+                matrix.zero_()
+        yield
+    finally:
+        with torch.no_grad():
+            for matrix, values in zip(matrices, saved, strict=True):
+                matrix.copy_(values)
+
+
+def with_reference(
+    worker: MegatronWorker, cfg: Config, data: DataSet | None, name: str
+) -> DataSet | None:
+    """Return the data with the log-probs of all their rows under the worker's current weights, from
+    the cache or computed now. Only ranks that load have the data. A collective."""
+    grid, device = worker.grid, worker.platform.device
+    key = "" if data is None else _key(worker, cfg, data)
+    lengths = share_json(None if data is None else [*map(len, data.indexes)], grid, device)
+    path = _path(cfg, key) if grid.rank == 0 else None
+    tables = _read(path, lengths) if path is not None else None
+    is_known = broadcast_json(tables is not None if grid.rank == 0 else None, 0, None, device)
+    if is_known:
+        values = (
+            np.concatenate(tables) if tables is not None else np.zeros((sum(lengths), MAX_ROWS))
+        )
+        table = torch.from_numpy(values).to(device)
+        dist.broadcast(table, 0)
+    else:
+        worker.watchdog.begin_phase(0, f"reference log-probs of {name}")
+        table = _compute(worker, cfg, data, lengths)
+    tables = np.split(table.cpu().numpy(), np.cumsum(lengths)[:-1])
+    if path is not None and not is_known:
+        _write(path, tables)
+    return None if data is None else replace(data, reference_log_probs=tuple(tables))
+
+
+def _compute(
+    worker: MegatronWorker, cfg: Config, data: DataSet | None, lengths: Sequence[int]
+) -> Tensor:
+    """Return the log-probs [samples, rows] of all samples, zero where there is no row."""
+    grid, device, size = worker.grid, worker.platform.device, cfg.train.global_batch_size
+    loader = None
+    if data is not None:
+        in_order = replace(data, order=order_of_all(lengths))
+        replica, limits = Replica(grid.dp.rank, grid.dp.size), Limits.from_config(cfg.train)
+        loader = Loader(in_order, cfg.data, size, limits, replica, epochs=1)
+    batches = SharedBatches(loader, grid, device)
+    table = torch.zeros(sum(lengths), MAX_ROWS, dtype=torch.float64)
+    for start in range(0, sum(lengths), size):
+        micro_batches = batches.next().micro_batches
+        for batch, log_probs in zip(
+            micro_batches, row_log_probs(worker, micro_batches), strict=True
+        ):
+            for place, value in zip(batch.rows, log_probs.tolist(), strict=True):
+                sample, row = divmod(place, MAX_ROWS)
+                table[start + sample, row] = value
+        worker.watchdog.alive()
+    table = table.to(device)
+    dist.all_reduce(table, group=grid.dp.group)
+    return table
+
+
+def _key(worker: MegatronWorker, cfg: Config, data: DataSet) -> str:
+    """Return a digest of everything that the log-probs depend on."""
+    hasher = hashlib.blake2b(worker.base_digest.encode(), digest_size=16)
+    hasher.update(repr([cfg.lora.path, str(worker.chunks[0].config.params_dtype)]).encode())
+    for source, reader, index in zip(data.sources, data.readers, data.indexes, strict=True):
+        hasher.update(index_key(source, reader, cfg.data).encode() + index.records.tobytes())
+    return hasher.hexdigest()
+
+
+def _path(cfg: Config, key: str) -> Path | None:
+    """Return the file of the cache; None without a cache, or for a continued adapter, whose
+    contents the key does not know."""
+    if cfg.data.cache_dir is None or cfg.lora.path is not None:
+        return None
+    return home_path(cfg.data.cache_dir) / "reference" / f"{key}.safetensors"
+
+
+def _read(path: Path, lengths: Sequence[int]) -> list[np.ndarray] | None:
+    """Read the tables of all sources, or return None if there are none or they are damaged."""
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError):
+        return None
+    tables = [tensors.get(str(number)) for number in range(len(lengths))]
+    shapes = [None if table is None else table.shape for table in tables]
+    if shapes != [(length, MAX_ROWS) for length in lengths]:
+        return None
+    return [table for table in tables if table is not None]
+
+
+def _write(path: Path, tables: Sequence[np.ndarray]) -> None:
+    """Write the tables of all sources. A cache that cannot be written is not an error."""
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({str(number): table.copy() for number, table in enumerate(tables)}, partial)
+        os.replace(partial, path)
+    except (OSError, SafetensorError):
+        partial.unlink(missing_ok=True)
