@@ -62,8 +62,13 @@ def test_the_index_is_what_the_reader_gives(tiny, tmp_path, small_chunks):
 def encodes(monkeypatch):
     """Return a list that gets an item for each record encoded from now on."""
     calls = []
-    encode = Reader.encode
-    monkeypatch.setattr(Reader, "encode", lambda *args: calls.append(args[2]) or encode(*args))
+    encode = Reader.encode_example
+
+    def counted(*args):
+        calls.append(args[2])
+        return encode(*args)
+
+    monkeypatch.setattr(Reader, "encode_example", counted)
     return calls
 
 

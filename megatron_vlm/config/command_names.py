@@ -10,7 +10,10 @@ _REWARDS = "did you mean rl?"
 _SCORES = "did you mean eval?"
 _CHATS = "did you mean chat?"
 _CHECKS = "did you mean doctor?"
-_NO_PREFERENCES = "there is no preference training: train is supervised, and rl learns from rewards"
+_PREFERENCES = "did you mean train? It learns from preferences with train.objective=dpo"
+_NO_REWARD_MODEL = (
+    "no reward model is trained; train.objective=dpo learns from preferences directly"
+)
 _SERVERS = (
     "vLLM serves the folder that `megatron-vlm export` writes (docs/checkpoints.md); "
     "`megatron-vlm serve` is a training service for the Tinker client"
@@ -19,7 +22,8 @@ _SERVERS = (
 _OTHER_COMMANDS = {
     _SUPERVISED: "sft pt pretrain finetune fine-tune fine_tune fit run launch lora",
     _REWARDS: "grpo ppo rlhf gspo dapo rloo reinforce",
-    _NO_PREFERENCES: "dpo kto orpo simpo cpo rm reward gkd bco",
+    _PREFERENCES: "dpo ipo kto orpo simpo cpo bco",
+    _NO_REWARD_MODEL: "rm reward",
     _SCORES: "evaluate evaluation test score benchmark validate",
     "did you mean eval? Its option --predictions FILE writes the answers": "predict",
     _CHATS: "infer inference generate demo webchat webui web-ui app ask",

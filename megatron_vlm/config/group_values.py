@@ -23,18 +23,21 @@ _ADAMW = (
     "AdamW is what runs, and the only optimizer: leave it out, and set optim.lr, optim.beta1, "
     "optim.beta2, optim.eps and optim.weight_decay"
 )
-_NO_PREFERENCES = (
-    "there is no preference training: megatron-vlm train is supervised, and megatron-vlm rl learns "
-    "from rewards, with a recipe such as rl=grpo"
+_PREFERENCES = (
+    "preferences are an objective of megatron-vlm train, such as train.objective=dpo, and "
+    "megatron-vlm rl learns from rewards, with a recipe such as rl=grpo"
 )
 _NO_CRITIC = (
     "no critic is trained: rl=grpo and rl=rloo compare the answers to one prompt, and rl.loss=ppo "
     "clips the ratio as PPO does"
 )
+_OBJECTIVES = ("sft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo")
 # Values of other trainers, by group.
 _VALUES = {
+    "train": {name: f"did you mean train.objective={name}?" for name in _OBJECTIVES},
+    "preference": {name: f"did you mean train.objective={name}?" for name in _OBJECTIVES},
     "rl": {
-        **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo"), _NO_PREFERENCES),
+        **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo"), _PREFERENCES),
         **dict.fromkeys(("ppo", "gae", "reinforce", "reinforce_plus_plus"), _NO_CRITIC),
     },
     "lora": {

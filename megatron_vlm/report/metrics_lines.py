@@ -13,6 +13,10 @@ from typing import Any
 from megatron_vlm.io.untrusted import UntrustedFile
 
 SAMPLES = "samples.jsonl"  # next to metrics.jsonl: the samples of some steps of `megatron-vlm rl`
+PREFERENCE_FIGURES: tuple[str, ...] = (
+    *("rewards_chosen", "rewards_rejected", "rewards_margin", "reward_accuracy"),
+    *("logps_chosen", "logps_rejected", "kl_estimate"),
+)
 MAX_LOADS = 40  # load lines of a run, in addition to that of its last step
 
 
@@ -60,7 +64,14 @@ class StepLine:
     balance_loss: float | None = None  # sum over the routers, without its coefficient
     z_loss: float | None = None  # sum over the routers, without its coefficient
     samples: int | None = None  # samples of the global batch
-    figures: dict[str, float] | None = None  # figures of the objective by name, means
+    # Means over the answers of the batch, if the objective compares answers.
+    rewards_chosen: float | None = None
+    rewards_rejected: float | None = None
+    rewards_margin: float | None = None
+    reward_accuracy: float | None = None  # share of pairs whose chosen answer has the higher reward
+    logps_chosen: float | None = None
+    logps_rejected: float | None = None
+    kl_estimate: float | None = None  # of kto
     wall_s: float | None = None  # seconds since the last start line
 
 

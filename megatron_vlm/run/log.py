@@ -135,6 +135,7 @@ def step_figures(window: list[StepLine]) -> list[str]:
         f"loss {loss:.4f}",
         f"lr {last.lr:.2e}",
         f"norm {last.grad_norm:.3g}",
+        *_pair_figures(window),
         f"{_mean(window, 'tokens_per_s'):,.0f} tok/s",
         f"({_mean(window, 'trained_tokens_per_s'):,.0f} trained)",
         f"{_mean(window, 'images_per_s'):,.1f} img/s",
@@ -143,6 +144,14 @@ def step_figures(window: list[StepLine]) -> list[str]:
     if last.mfu is not None:
         parts.append(f"MFU {100 * _mean(window, 'mfu'):.1f}%")
     return [*parts, f"{last.memory_gb:.1f} GB"]
+
+
+def _pair_figures(window: list[StepLine]) -> list[str]:
+    """Format the figures of objectives over pairs; nothing for others."""
+    if window[-1].reward_accuracy is None:
+        return []
+    accuracy, margin = _mean(window, "reward_accuracy"), _mean(window, "rewards_margin")
+    return [f"accuracy {100 * accuracy:.0f}%", f"margin {margin:.3g}"]
 
 
 def duration(seconds: float) -> str:

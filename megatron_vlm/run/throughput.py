@@ -9,10 +9,8 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.loader import BatchFigures
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.errors import TrainError
-from megatron_vlm.report.metrics_lines import StepLine
+from megatron_vlm.report.metrics_lines import PREFERENCE_FIGURES, StepLine
 from megatron_vlm.training.worker import StepMetrics
-
-_OWN_FIELDS = frozenset({"expert_load", "balance_loss", "z_loss"})  # means with fields of a line
 
 
 class Meter:
@@ -63,7 +61,7 @@ class Meter:
             balance_loss=metrics.means.get("balance_loss"),
             z_loss=metrics.means.get("z_loss"),
             samples=batch.samples,
-            figures={n: v for n, v in metrics.means.items() if n not in _OWN_FIELDS} or None,
+            **{name: metrics.means.get(name) for name in PREFERENCE_FIGURES},
         )
 
 

@@ -61,7 +61,7 @@ class PreferenceObjective:
         loss = loss_function(self.cfg, facts)
         metrics = self.worker.forward_backward(batches, loss=loss)
         means = finished_figures(metrics.means, self.cfg)
-        kl = {"kl": facts.kl} if needs_mismatched(self.cfg) else {}
+        kl = {"kl_estimate": facts.kl} if needs_mismatched(self.cfg) else {}
         return replace(metrics, means=means | kl)
 
     def scores(
@@ -154,17 +154,9 @@ class PreferenceObjective:
         ]
         parts = self._gather(local)
         flat = [pair for part in parts for pair in part]
-        sums_R = torch.tensor(
-            [value for values, _ in flat for value in values], dtype=torch.float64
-        ).requires_grad_()
+        sums_R = torch.tensor([v for values, _ in flat for v in values], dtype=torch.float64)
         reference_R = torch.tensor([v for _, values in flat for v in values], dtype=torch.float64)
-        pairs = _pairs_of(sums_R, reference_R)
-        losses = _global_losses(self.cfg).items()
-        total = torch.zeros((), dtype=torch.float64)
-        for name, weight in losses:
-            total = total + weight * GLOBAL_LOSSES[name](pairs, self.cfg.preference).sum()
-        [gradient_R] = torch.autograd.grad(total, [sums_R])
-        share = float(total) / max(len(sums_R), 1)
+        table_R2 = surrogates(self.cfg, sums_R, reference_R)
         before = parts[: self.worker.grid.dp.rank]
         start = sum(len(values) for part in before for values, _ in part)
         extended = []
@@ -173,15 +165,30 @@ class PreferenceObjective:
                 extended.append(batch)
                 continue
             count = len(batch.examples_R2)
-            slopes = gradient_R[start : start + count]
-            table = torch.stack([slopes, torch.full_like(slopes, share)], dim=1)
-            extended.append(replace(batch, surrogate_R2=table))
+            extended.append(replace(batch, surrogate_R2=table_R2[start : start + count]))
             start += count
         return extended
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the values of all replicas in order."""
         return all_gather_json(value, self.worker.grid.dp.group, self.worker.platform.device)
+
+
+def surrogates(cfg: Config, sums_R: Tensor, reference_R: Tensor) -> Tensor:
+    """Return, for the log-probs of all answers of a global batch, the derivative of the losses over
+    that batch by each of them, and each answer's share of these losses: [R, 2]."""
+    leaf_R = sums_R.clone().requires_grad_()
+    values = (leaf_R, reference_R, torch.ones_like(leaf_R))
+    (chosen, rejected), (ref_chosen, ref_rejected), tokens = (
+        value_R.view(-1, 2).unbind(1) for value_R in values
+    )
+    pairs = Pairs(chosen, rejected, ref_chosen, ref_rejected, *tokens)
+    total = torch.zeros((), dtype=torch.float64)
+    for name, weight in _global_losses(cfg).items():
+        total = total + weight * GLOBAL_LOSSES[name](pairs, cfg.preference).sum()
+    [slope_R] = torch.autograd.grad(total, [leaf_R])
+    share = total.detach() / max(len(leaf_R), 1)
+    return torch.stack([slope_R, share.expand_as(slope_R)], dim=1)
 
 
 def loss_function(cfg: Config, facts: BatchFacts) -> LossFunction:
@@ -270,15 +277,6 @@ def finished_figures(means: Figures, cfg: Config) -> Figures:
     if {"rewards_chosen", "rewards_rejected"} <= {*means}:
         means["rewards_margin"] = means["rewards_chosen"] - means["rewards_rejected"]
     return means
-
-
-def _pairs_of(sums_R: Tensor, reference_R: Tensor) -> Pairs:
-    reference_R = reference_R if len(reference_R) else torch.zeros_like(sums_R)
-    ones = torch.ones(len(sums_R) // 2, dtype=torch.float64)
-    (chosen, rejected), (ref_chosen, ref_rejected) = (
-        values.view(-1, 2).unbind(1) for values in (sums_R, reference_R)
-    )
-    return Pairs(chosen, rejected, ref_chosen, ref_rejected, ones, ones)
 
 
 def _global_losses(cfg: Config) -> dict[str, float]:

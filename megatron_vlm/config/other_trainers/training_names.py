@@ -49,10 +49,29 @@ _PUSH = (
     "checkpoint.push=ORG/NAME uploads the export at the end; a new repository is private, and the "
     "token comes from HF_TOKEN or `hf auth login`"
 )
-_SUPERVISED = "megatron-vlm train does nothing but supervised fine-tuning"
+_SUPERVISED = (
+    "megatron-vlm train learns answers, and with train.objective=dpo or kto preferences; "
+    "megatron-vlm rl learns from rewards"
+)
 _PREFERENCES = (
-    "there is no preference training (DPO, KTO, ORPO, reward models): megatron-vlm train is "
-    "supervised, and megatron-vlm rl learns from rewards"
+    "train.objective is sft, dpo, ipo, kto, orpo, simpo or cpo, preference.losses and "
+    "preference.beta choose the loss, and train.reference says where the reference is from: see "
+    "docs/preferences.md"
+)
+_PREFERENCE_SFT = (
+    "preference.losses=[sigmoid,sft] preference.loss_weights=[1,0.2] adds the cross-entropy of "
+    "chosen answers to dpo, and preference.sft_coef weighs it in orpo, simpo and cpo"
+)
+_DPO_PLAIN = (
+    "dpo compares sums of log-probs with the reverse KL divergence, every pair with the same weight"
+)
+_KEPT_REFERENCE = (
+    "train.reference=keep computes the log-probs of the reference once, before the first step, and "
+    "stores them in data.cache_dir"
+)
+_NO_REWARD_MODEL = (
+    "no reward model is trained: megatron-vlm train learns from preferences directly "
+    "(train.objective=dpo), and megatron-vlm rl takes a function as its reward"
 )
 _EVALUATION = (
     "eval.generate=true asks for a greedy answer to each record, of at most eval.max_new_tokens "
@@ -153,14 +172,18 @@ TRAINING_SENTENCES = {
     "do_rlhf job_type",
     "megatron-vlm eval RUN --predictions FILE writes the answers to a data set": "do_predict "
     "result_path output_predictions",
-    _PREFERENCES: "ref_model label_smoothing rpo_alpha ref_model_init_kwargs ref_adapter_name "
-    "reference_free force_use_ref_model f_divergence_type f_alpha_divergence_coef "
-    "precompute_ref_log_probs precompute_ref_batch_size ref_model_adapters ref_model_type "
-    "ref_model_revision loss_weights ld_alpha discopop_tau use_weighting use_logits_to_keep "
-    "simpo_gamma cpo_alpha orpo_alpha desirable_weight undesirable_weight calculate_kl "
-    "rl_beta ref_load ref_adapter_load ref_adapters ref_mcore_model ref_mcore_adapter "
-    "rejected_loss_weight center_rewards_coefficient process_reward_model "
-    "ref_model_quantization_bit max_prompt_and_completion_length",
+    _PREFERENCES: "ref_model ref_model_init_kwargs ref_adapter_name reference_free "
+    "force_use_ref_model ref_model_adapters ref_model_type ref_model_revision "
+    "orpo_alpha calculate_kl rl_beta ref_load ref_adapter_load ref_adapters ref_mcore_model "
+    "ref_mcore_adapter ref_model_quantization_bit max_prompt_and_completion_length",
+    _PREFERENCE_SFT: "rpo_alpha cpo_alpha pref_ftx nll_alpha",
+    _DPO_PLAIN: "f_divergence_type f_alpha_divergence_coef ld_alpha use_weighting",
+    _KEPT_REFERENCE: "precompute_ref_log_probs precompute_ref_batch_size use_logits_to_keep",
+    "preference.label_smoothing, preference.loss_weights, preference.discopop_tau, "
+    "preference.simpo_gamma, preference.desirable_weight and preference.undesirable_weight have "
+    "TRL's meanings": "label_smoothing loss_weights discopop_tau simpo_gamma desirable_weight "
+    "undesirable_weight kto_chosen_weight kto_rejected_weight",
+    _NO_REWARD_MODEL: "rejected_loss_weight center_rewards_coefficient process_reward_model",
     _EVALUATION: "prediction_loss_only include_for_metrics batch_eval_metrics "
     "eval_num_beams num_beams eval_do_concat_batches eval_use_gather_object eval_table_size "
     "do_causal_lm_eval eval_causal_lm_metrics num_generations_eval val_kwargs "

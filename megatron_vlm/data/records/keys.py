@@ -102,11 +102,11 @@ class Keys:
         if marks and not self.prompts_only:
             raise DataError(
                 f": this is preference data, by {_join_names(marks)}: it says how good answers "
-                "are, as for DPO or KTO, and training here is supervised and learns every answer",
+                "are, and train.objective=sft learns every answer",
                 place=self.where,
                 key=marks[0],
-                remedy="make records of the good answers alone, as messages; or, if all the other "
-                f"keys hold what is to be learnt, {remedy(marks, self.ignored)}",
+                remedy="train with train.objective=dpo (kto for labels); or, if all the other keys "
+                f"hold what is to be learnt, {remedy(marks, self.ignored)}",
             )
         if marks := sorted(filled & _AUDIO):
             raise DataError(

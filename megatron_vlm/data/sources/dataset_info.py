@@ -19,10 +19,11 @@ _MEDIA = {"system": "system", "tools": "tools", "images": "images", "videos": "v
 # Our fields of a record by the names that a description has for them.
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
 _SHAREGPT = {"messages": "messages"}
+_PREFERENCE = {"chosen": "chosen", "rejected": "rejected", "kto_tag": "kto_tag"}
 _COLUMNS = {
-    "alpaca": _ALPACA | _MEDIA,
-    "sharegpt": _SHAREGPT | _MEDIA,
-    "openai": _SHAREGPT | _MEDIA,
+    "alpaca": _ALPACA | _MEDIA | _PREFERENCE,
+    "sharegpt": _SHAREGPT | _MEDIA | _PREFERENCE,
+    "openai": _SHAREGPT | _MEDIA | _PREFERENCE,
 }
 # The columns of data without `columns`.
 _DEFAULTS = {
@@ -38,7 +39,6 @@ _ROLES = {
     "function_tag": "function_call",
     "system_tag": "system",
 }
-_PREFERENCE = ("chosen", "rejected", "kto_tag")
 _ELSEWHERE = ("script_url", "cloud_file_name", "ms_hub_url", "om_hub_url")
 _KNOWN = (
     *("hf_hub_url", *_ELSEWHERE, "file_name", "formatting", "ranking", "subset", "split"),
@@ -77,12 +77,12 @@ def _refuse_unsupported(entry: JsonField) -> None:
         )
     columns = entry.get("columns")
     named = {} if columns is None else columns.object()
-    marks = [named[key] for key in _PREFERENCE if key in named]
-    if marks or _text(entry, "ranking", False) is not False:
+    is_ranking, has_pair = _text(entry, "ranking", False), {"chosen", "rejected"} <= named.keys()
+    if is_ranking is not False and not has_pair:
         raise entry.file.error(
-            ": this is preference data, and training here is supervised",
-            key=(marks or [fields["ranking"]])[0].name,
-            remedy="describe the good answers alone, without ranking, chosen and rejected",
+            ": a ranking has columns for chosen and rejected",
+            key=fields["ranking"].name,
+            remedy="name both in columns, and train with train.objective=dpo",
         )
     if "audios" in named:
         raise entry.file.error(
@@ -165,6 +165,8 @@ def _texts(names: JsonField, known: Mapping[str, str], formatting: str) -> dict[
 def _require_texts(entry: JsonField, read: set[str], formatting: str) -> None:
     """Refuse columns that have no question or no answer."""
     needed = {"instruction": "prompt", "output": "response"}
+    if {"chosen", "rejected"} <= read:
+        del needed["output"]
     for field, key in (needed if formatting == "alpaca" else {"messages": "messages"}).items():
         if field not in read:
             raise entry.file.error(

@@ -9,7 +9,10 @@ from megatron_vlm.config.data_sources import MESSAGE_FIELDS, names_of_role
 from megatron_vlm.data.records.record_values import is_list, parse_text
 from megatron_vlm.errors import ConfigError
 
-_LISTS_OF_MESSAGES = ("messages", "conversations", "prompt", "completion")
+_LISTS_OF_MESSAGES = (
+    *("messages", "conversations", "prompt", "completion"),
+    *("chosen", "rejected", "rejected_messages"),
+)
 # Text in a cell of these columns is JSON where it begins like a list or an object.
 _JSON_CELLS = (
     *("messages", "conversations", "conversation", "image", "images", "video", "videos"),
@@ -51,6 +54,8 @@ class FieldNames:
                     messages = parse_text(messages, name, where)
                 if is_list(messages):
                     record[name] = [*map(self._rename_message, messages)]
+                elif isinstance(messages, Mapping):  # LLaMA-Factory's chosen and rejected
+                    record[name] = self._rename_message(messages)
         return record
 
     def _rename_message(self, message: Any) -> Any:

@@ -29,7 +29,11 @@ CURVE_NAMES = {
     "relaxed_accuracy": "relaxed accuracy",
     "iou": "IoU",
     "iou_accuracy": "IoU of at least 0.5",
+    "reward_accuracy": "reward accuracy",
 }
+
+
+_ANY = -math.inf  # a chart is left out if it has no number
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,17 @@ _STEP_CHARTS = (
     ChartPlan("Step time", {"time": "seconds"}, "seconds", may_log=True),
     ChartPlan("Padding", {"padding": "padding"}, "of all positions", percent=True),
     ChartPlan("MFU", {"MFU": "mfu"}, "of peak FLOP/s", percent=True, above=0),
+    ChartPlan("Rewards", {"chosen": "rewards_chosen", "rejected": "rewards_rejected"}, above=_ANY),
+    ChartPlan("Margin of rewards", {"margin": "rewards_margin"}, above=_ANY),
+    ChartPlan(
+        "Reward accuracy", {"accuracy": "reward_accuracy"}, "of pairs", percent=True, above=_ANY
+    ),
+    ChartPlan(
+        "Log-probs of answers",
+        {"chosen": "logps_chosen", "rejected": "logps_rejected"},
+        above=_ANY,
+    ),
+    ChartPlan("KL of kto", {"KL": "kl_estimate"}, "estimate", above=_ANY),
     ChartPlan("Busiest expert", {"busiest": "expert_load"}, "times the mean", above=0),
     ChartPlan("Balancing loss", {"balance": "balance_loss"}, above=0),
     ChartPlan("Router z loss", {"z": "z_loss"}, may_log=True, above=0),
@@ -101,8 +116,7 @@ def sample_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
         curves = _curves(runs, ChartPlan(short, {"mean": name}), of_rewards=True)
         figures.append(Chart(short, curves, "mean over episodes"))
     first, *others = _SAMPLE_CHARTS
-    known = -math.inf  # without a number, a chart is left out
-    charts = [*_charts(runs, [first], known), *figures, *_charts(runs, others, known)]
+    charts = [*_charts(runs, [first], _ANY), *figures, *_charts(runs, others, _ANY)]
     yield Charts(charts, span)
     if len(names) > _MAX_FIGURES:
         text = f"The first {_MAX_FIGURES} of {len(names):,} figures of rewards are shown."

@@ -1,0 +1,335 @@
+# .venv/bin/python -m pytest tests/test_preferences.py
+"""Losses over preferences and every gradient equal Hugging Face's, at each layout, for a policy
+that differs from the reference. tests/test_trl_preferences.py compares the losses with TRL's."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vlm.config.data_sources import parse_sources
+from megatron_vlm.config.objectives import reference_of, spec_of
+from megatron_vlm.config.preference_config import PreferenceConfig
+from megatron_vlm.config.schema import Config, DataConfig
+from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.tokens.row import IGNORE, Row, cut_row
+from megatron_vlm.distributed.agreement import Vote
+from megatron_vlm.family import read_sizes
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.load_weights import load_hf
+from megatron_vlm.lora.weights import fill, values
+from megatron_vlm.training.data_feed import Feeder
+from megatron_vlm.training.preference_losses import (
+    GLOBAL_LOSSES,
+    PAIR_LOSSES,
+    Labelled,
+    Pairs,
+    kto,
+)
+from megatron_vlm.training.preference_step import PreferenceObjective
+from megatron_vlm.training.reference import with_reference
+from megatron_vlm.training.worker import MegatronWorker
+from tests.chats import image, say, text
+from tests.peft_reference import Adapter, as_ours, peft_model, save, trained
+from tests.reference import load_reference, row_log_probs
+from tests.runs import Case, collect_grads
+
+# Relative, in fp32 on the CPU, as in tests/test_parity.py. Measured worst case: see below.
+TOLERANCE = 2e-5
+ADAPTER = Adapter(("attention", "mlp", "merger"))
+SIZES: dict[str, Any] = {}
+EXPERTS = dict(experts=4, top_k=2)
+PAIRS = 5  # not a multiple of the replicas
+
+
+def answer(value: str) -> list[dict[str, Any]]:
+    return [say("assistant", value)]
+
+
+def pairs() -> list[dict[str, Any]]:
+    """Pairs with pictures in the prompt and in later turns, of several turns, and of text alone."""
+    return [
+        {
+            "prompt": [say("user", image(64, 96, 1), text("What is it?"))],
+            "chosen": answer("a red circle"),
+            "rejected": answer("it might be something like a circle, I think"),
+        },
+        {"prompt": "2 + 2?", "chosen": "4", "rejected": "I would say it is 5"},
+        {
+            "prompt": [
+                say("user", image(96, 64, 2), text("Colour?")),
+                say("assistant", "blue"),
+                say("user", "And its shape?"),
+            ],
+            "chosen": answer("a square"),
+            "rejected": answer("no"),
+        },
+        {
+            "prompt": [say("user", "Look.")],
+            "chosen": [
+                say("assistant", "Show me."),
+                say("user", image(64, 64, 3)),
+                say("assistant", "A star."),
+            ],
+            "rejected": [
+                say("assistant", "Show me the picture."),
+                say("user", image(64, 128, 4)),
+                say("assistant", "I see nothing here"),
+            ],
+        },
+        {
+            "prompt": [say("user", "Sing.")],
+            "chosen": answer("la la la la"),
+            "rejected": answer("no"),
+        },
+    ]
+
+
+def labelled() -> list[dict[str, Any]]:
+    """The answers of the pairs one by one, some good and some bad."""
+    return [
+        {
+            "prompt": pair["prompt"],
+            "completion": pair[name],
+            "label": name == "chosen",
+        }
+        for number, pair in enumerate(pairs()[:3] + pairs()[4:])
+        for name in (("chosen", "rejected") if number != 1 else ("rejected",))
+    ]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An objective, with its settings."""
+
+    objective: str
+    preference: dict[str, Any] = field(default_factory=dict)
+    reference: str = "auto"
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return labelled() if self.objective == "kto" else pairs()
+
+    def config(self, path: str, case: Case, data: str) -> Config:
+        cfg = case.config(path)
+        sources = parse_sources(data, "data.train")
+        return replace(
+            cfg,
+            data=DataConfig(train=sources, num_workers=0, cache_dir=None, shuffle=False),
+            preference=PreferenceConfig(**self.preference),
+            train=replace(
+                cfg.train,
+                objective=self.objective,
+                reference=self.reference,
+                global_batch_size=len(self.records),
+            ),
+        )
+
+
+SIGMOID, KTO = Trial("dpo", dict(beta=0.3)), Trial("kto", dict(beta=0.3, undesirable_weight=0.5))
+SEVERAL = Trial("dpo", dict(beta=0.2, losses=("sigmoid", "aot", "sft"), loss_weights=(1, 0.5, 0.2)))
+ORPO = Trial("orpo", dict(beta=0.2))
+
+
+def layout(tp: int = 1, pp: int = 1, dp: int = 1, **parallel: Any) -> Case:
+    return Case(world=tp * pp * dp, parallel=dict(tp=tp, pp=pp, **parallel))
+
+
+CASES: dict[str, tuple[Trial, Case, dict[str, Any]]] = {
+    "dpo": (SIGMOID, layout(), SIZES),
+    "dpo-tp2": (SIGMOID, layout(tp=2), SIZES),
+    "dpo-pp2": (SIGMOID, layout(pp=2), SIZES),
+    "dpo-dp2": (SIGMOID, layout(dp=2), SIZES),
+    "dpo-pp2x2": (SIGMOID, layout(pp=2, virtual_stages=2), SIZES),
+    "dpo-experts-ep2": (SIGMOID, layout(dp=2, ep=2), EXPERTS),
+    "dpo-model-tp2-pp2": (replace(SIGMOID, reference="model"), layout(tp=2, pp=2), SIZES),
+    "dpo-adapters-tp2": (SIGMOID, layout(tp=2), SIZES),
+    "several-dp2": (SEVERAL, layout(dp=2), SIZES),
+    "several-adapters-pp2": (SEVERAL, layout(pp=2), SIZES),
+    "orpo-tp2-dp2": (ORPO, layout(tp=2, dp=2), SIZES),
+    "kto-dp2": (KTO, layout(dp=2), SIZES),
+    "kto-dp4": (KTO, layout(dp=4), SIZES),
+    "kto-pp2": (KTO, layout(pp=2), SIZES),
+    "kto-adapters-tp2": (KTO, layout(tp=2), SIZES),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    loss: float
+    means: dict[str, float]
+    scores: dict[str, float]  # the same loss and figures without gradients
+    grads: dict[str, Tensor]
+
+
+def step_of(path: str, cfg: Config, policy: str, adapter: str | None) -> Result:
+    """One step of an objective in which the weights are those of another checkpoint, or the base
+    with an adapter, and the reference is the initial model."""
+    worker = MegatronWorker(cfg)
+    feeder = Feeder(cfg, worker.source.sizes, worker.grid, worker.platform.device, worker.watchdog)
+    if reference_of(cfg) == "keep":
+        feeder.data = with_reference(worker, cfg, feeder.data, "data.train")
+    if adapter is None:
+        source = HFCheckpoint(policy)
+        source.read_headers()
+        load_hf(worker.held, source, worker.grid, lambda: None)
+    else:
+        continued = replace(cfg, lora=replace(cfg.lora, path=adapter))
+        fill(worker.held, worker.grid, values(continued, worker.adapted, worker.source))
+    feeder.start(Position())
+    batch = feeder.next(Vote.OK)
+    objective = PreferenceObjective(worker, cfg)
+    metrics = objective.forward_backward(batch)
+    grads = collect_grads(worker)
+    sums = objective.scores(batch.micro_batches, batch.mismatched)
+    scores = {name: value / sums["examples"] for name, value in sums.items()}
+    return Result(metrics.loss, metrics.means, scores, grads)
+
+
+@dataclass(frozen=True)
+class Given:
+    """The rows of a data set in its order, as Hugging Face takes them."""
+
+    rows: list[Row]
+    rejected: list[bool]
+
+
+def rows_of(cfg: Config) -> Given:
+    """The rows that the package makes, with floats as pixels."""
+    sizes, pixels = read_sizes(cfg.model.path), PixelTables(cfg.model.path, torch.device("cpu"))
+    kind = spec_of(cfg).records
+    data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, sizes, kind=kind)
+    assert isinstance(data, DataSet)
+    rows, rejected = [], []
+    for sample in range(len(data.order)):
+        rejected += [row.is_rejected for row in data.example((0, sample))]
+        for placed in data.rows((0, sample)):
+            patches = pixels.images(placed.row.pixel_values_PC)
+            rows.append(replace(placed.row, pixel_values_PC=patches))
+    return Given(rows, rejected)
+
+
+def mismatched(rows: Sequence[Row], cfg: Config) -> list[Row]:
+    """Each prompt with the answer of the row before, as TRL's collator makes them."""
+    tokens, made = read_sizes(cfg.model.path).tokens, []
+    for number, row in enumerate(rows):
+        start, other = first_label(row), rows[number - 1]
+        prompt, answered = cut_row(row, start, tokens), first_label(other)
+        ids = torch.cat([prompt.ids_S, other.ids_S[answered:]])
+        labels = torch.cat([torch.full((start,), IGNORE), other.labels_S[answered:]])
+        made.append(replace(prompt, ids_S=ids, labels_S=labels))
+    return made
+
+
+def first_label(row: Row) -> int:
+    return int((row.labels_S != IGNORE).nonzero()[0])
+
+
+def expected(trial: Trial, cfg: Config, policy: Any, initial: Any) -> tuple[float, Any]:
+    """Return the loss by Hugging Face's models, and its gradients by the policy's parameters."""
+    given = rows_of(cfg)
+
+    def sums(model: Any, rows: Sequence[Row]) -> Tensor:
+        return torch.stack([row_log_probs(model, row).double().sum() for row in rows])
+
+    with torch.no_grad():
+        reference = sums(initial, given.rows)
+    own, p = sums(policy, given.rows), cfg.preference
+    if trial.objective == "kto":
+        with torch.no_grad():
+            others = mismatched(given.rows, cfg)
+            kl = float((sums(policy, others) - sums(initial, others)).mean().clamp(min=0))
+        assert kl > 0
+        loss = kto(Labelled(own - reference, torch.tensor(given.rejected)), p, kl).mean()
+    else:
+        counts = [int((row.labels_S != IGNORE).sum()) for row in given.rows]
+        tokens = torch.tensor(counts, dtype=torch.float64)
+        if trial.objective == "orpo":
+            reference = torch.zeros_like(reference)
+        split = [each.view(-1, 2).unbind(1) for each in (own, reference, tokens)]
+        pairs = Pairs(*split[0], *split[1], *split[2])
+        cross_entropy = -pairs.chosen_E.sum() / pairs.chosen_tokens_E.sum()
+        if trial.objective == "orpo":
+            loss = PAIR_LOSSES["orpo"](pairs, p).mean() + cross_entropy
+        elif not p.losses:
+            loss = PAIR_LOSSES["sigmoid"](pairs, p).mean()
+        else:
+            one, two, three = p.loss_weights
+            loss = one * PAIR_LOSSES["sigmoid"](pairs, p).mean()
+            loss = loss + two * GLOBAL_LOSSES["aot"](pairs, p).mean() + three * cross_entropy
+    loss.backward()
+    return float(loss.detach()), policy
+
+
+@pytest.fixture(scope="module")
+def references(tiny, tmp_path_factory):
+    """Return a function for what Hugging Face computes for a trial, and the files of the policy."""
+    root = tmp_path_factory.mktemp("preferences")
+
+    @cache
+    def data_of(objective: str) -> str:
+        records = labelled() if objective == "kto" else pairs()
+        path = root / f"{objective}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return str(path)
+
+    @cache
+    def adapter_of(sizes: tuple[tuple[str, Any], ...]) -> str:
+        return save(peft_model(tiny(**dict(sizes)), ADAPTER), root / f"adapter{len(sizes)}")
+
+    @cache
+    def compute(name: str) -> tuple[float, dict[str, Tensor]]:
+        trial, case, sizes = CASES[name]
+        cfg = trial.config(tiny(**sizes), case, data_of(trial.objective))
+        initial = load_reference(tiny(**sizes)).eval()
+        if "adapters" in name:
+            policy = peft_model(tiny(**sizes), ADAPTER)
+            loss, _ = expected(trial, cfg, policy, initial)
+            grads = {key: param.grad for key, param in trained(policy).items()}
+            return loss, as_ours(policy, {k: g for k, g in grads.items() if g is not None})
+        policy = load_reference(tiny(**sizes, seed=1))
+        loss, _ = expected(trial, cfg, policy, initial)
+        return loss, {
+            key: torch.zeros_like(param) if param.grad is None else param.grad
+            for key, param in policy.named_parameters()
+        }
+
+    return data_of, adapter_of, compute
+
+
+def run_case(name: str, pool, tiny, references) -> tuple[Result, dict[str, float]]:
+    """Return what rank 0 computes, and its relative errors."""
+    trial, case, sizes = CASES[name]
+    data_of, adapter_of, compute = references
+    has_adapters = "adapters" in name
+    if has_adapters:
+        case = replace(case, lora=ADAPTER.ours)
+    cfg = trial.config(tiny(**sizes), case, data_of(trial.objective))
+    adapter = adapter_of(tuple(sorted(sizes.items()))) if has_adapters else None
+    loss, grads = compute(name)
+    results = pool.run(step_of, case.world, cfg.model.path, cfg, tiny(**sizes, seed=1), adapter)
+    actual = results[0]
+    errors = {"loss": abs(actual.loss - loss) / abs(loss)}
+    errors["score"] = abs(actual.scores["loss"] - loss) / abs(loss)
+    assert actual.grads.keys() == grads.keys()
+    largest = max(float(grad.norm()) for grad in grads.values())
+    for key, grad in grads.items():
+        # Gradients that are zero but for rounding are compared with the largest one.
+        scale = max(float(grad.norm()), 1e-4 * largest)
+        errors[key] = float((actual.grads[key] - grad).norm()) / scale
+    return actual, errors
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_hugging_face(name, pool, tiny, references, record_property):
+    _, errors = run_case(name, pool, tiny, references)
+    worst = max(errors, key=lambda key: errors[key])
+    record_property("worst", errors[worst])
+    assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.2e}"
