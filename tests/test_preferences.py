@@ -3,10 +3,14 @@
 that differs from the reference. tests/test_trl_preferences.py compares the losses with TRL's."""
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,21 +29,24 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import load_hf
 from megatron_vlm.lora.weights import fill, values
+from megatron_vlm.training import reference
 from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.preference_losses import (
     GLOBAL_LOSSES,
     PAIR_LOSSES,
-    Labelled,
+    LabelledAnswers,
     Pairs,
     kto,
 )
 from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.reference import with_reference
+from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker
 from tests.chats import image, say, text
 from tests.peft_reference import Adapter, as_ours, peft_model, save, trained
 from tests.reference import load_reference, row_log_probs
 from tests.runs import Case, collect_grads
+from tests.test_train import run_rank
 
 # Relative, in fp32 on the CPU, as in tests/test_parity.py. Measured worst case: see below.
 TOLERANCE = 2e-5
@@ -240,20 +247,20 @@ def expected(trial: Trial, cfg: Config, policy: Any, initial: Any) -> tuple[floa
         return torch.stack([row_log_probs(model, row).double().sum() for row in rows])
 
     with torch.no_grad():
-        reference = sums(initial, given.rows)
+        initially = sums(initial, given.rows)
     own, p = sums(policy, given.rows), cfg.preference
     if trial.objective == "kto":
         with torch.no_grad():
             others = mismatched(given.rows, cfg)
             kl = float((sums(policy, others) - sums(initial, others)).mean().clamp(min=0))
         assert kl > 0
-        loss = kto(Labelled(own - reference, torch.tensor(given.rejected)), p, kl).mean()
+        loss = kto(LabelledAnswers(own - initially, torch.tensor(given.rejected)), p, kl).mean()
     else:
         counts = [int((row.labels_S != IGNORE).sum()) for row in given.rows]
         tokens = torch.tensor(counts, dtype=torch.float64)
         if trial.objective == "orpo":
-            reference = torch.zeros_like(reference)
-        split = [each.view(-1, 2).unbind(1) for each in (own, reference, tokens)]
+            initially = torch.zeros_like(initially)
+        split = [each.view(-1, 2).unbind(1) for each in (own, initially, tokens)]
         pairs = Pairs(*split[0], *split[1], *split[2])
         cross_entropy = -pairs.chosen_E.sum() / pairs.chosen_tokens_E.sum()
         if trial.objective == "orpo":
@@ -304,8 +311,8 @@ def references(tiny, tmp_path_factory):
     return data_of, adapter_of, compute
 
 
-def run_case(name: str, pool, tiny, references) -> tuple[Result, dict[str, float]]:
-    """Return what rank 0 computes, and its relative errors."""
+def errors_of(name: str, pool, tiny, references, mutant: str | None = None) -> dict[str, float]:
+    """Return the relative errors of rank 0, with a mutant of the package if it is named."""
     trial, case, sizes = CASES[name]
     data_of, adapter_of, compute = references
     has_adapters = "adapters" in name
@@ -314,8 +321,8 @@ def run_case(name: str, pool, tiny, references) -> tuple[Result, dict[str, float
     cfg = trial.config(tiny(**sizes), case, data_of(trial.objective))
     adapter = adapter_of(tuple(sorted(sizes.items()))) if has_adapters else None
     loss, grads = compute(name)
-    results = pool.run(step_of, case.world, cfg.model.path, cfg, tiny(**sizes, seed=1), adapter)
-    actual = results[0]
+    arguments = (cfg.model.path, cfg, tiny(**sizes, seed=1), adapter)
+    actual, *_ = pool.run(mutated_step, case.world, mutant, *arguments)
     errors = {"loss": abs(actual.loss - loss) / abs(loss)}
     errors["score"] = abs(actual.scores["loss"] - loss) / abs(loss)
     assert actual.grads.keys() == grads.keys()
@@ -324,12 +331,133 @@ def run_case(name: str, pool, tiny, references) -> tuple[Result, dict[str, float
         # Gradients that are zero but for rounding are compared with the largest one.
         scale = max(float(grad.norm()), 1e-4 * largest)
         errors[key] = float((actual.grads[key] - grad).norm()) / scale
-    return actual, errors
+    return errors
 
 
-@pytest.mark.parametrize("name", CASES)
+# `make test` runs these, `make test-slow` the rest.
+QUICK = ("dpo-adapters-tp2", "dpo-experts-ep2", "several-dp2", "orpo-tp2-dp2", "kto-dp4")
+PARAMS = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
+
+
+@pytest.mark.parametrize("name", PARAMS)
 def test_equals_hugging_face(name, pool, tiny, references, record_property):
-    _, errors = run_case(name, pool, tiny, references)
+    errors = errors_of(name, pool, tiny, references)
     worst = max(errors, key=lambda key: errors[key])
     record_property("worst", errors[worst])
     assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.2e}"
+
+
+# Mutants that show that these comparisons can fail.
+
+
+def swapped(log_probs_N: Tensor, rows: RowInputs) -> Pairs:
+    """Take the rejected answers for the chosen ones."""
+    right = FROM_ROWS(log_probs_N, rows)
+    fields = [right.rejected_E, right.chosen_E, right.ref_rejected_E, right.ref_chosen_E]
+    return Pairs(*fields, right.rejected_tokens_E, right.chosen_tokens_E)
+
+
+def means(rows: RowInputs, values_M: Tensor) -> Tensor:
+    """Average the log-probs of an answer in place of adding them up."""
+    sums = SUMS(rows, values_M)
+    return sums / SUMS(rows, torch.ones_like(values_M)).clamp(min=1)
+
+
+FROM_ROWS, SUMS = Pairs.from_rows, RowInputs.sums
+MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    # name: the case, and the patch
+    "adapters stay on": (
+        "dpo-adapters-tp2",
+        lambda: mock.patch.object(reference, "without_adapters", lambda worker: nullcontext()),
+    ),
+    "answers swapped": (
+        "dpo",
+        lambda: mock.patch.object(Pairs, "from_rows", staticmethod(swapped)),
+    ),
+    "means for sums": ("dpo", lambda: mock.patch.object(RowInputs, "sums", means)),
+    "divergence of one replica": (
+        "kto-dp2",
+        lambda: mock.patch.object(PreferenceObjective, "_gather", lambda self, value: [value]),
+    ),
+}
+
+
+def mutated_step(mutant: str | None, *arguments: Any) -> Result:
+    with nullcontext() if mutant is None else MUTANTS[mutant][1]():
+        return step_of(*arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_far_from_hugging_face(mutant, pool, tiny, references):
+    errors = errors_of(MUTANTS[mutant][0], pool, tiny, references, mutant)
+    assert max(errors.values()) > 1000 * TOLERANCE
+
+
+# Whole runs.
+
+
+def run_words(tiny, run: Path, data: str, *more: str) -> list[str]:
+    keys = {
+        "model.path": tiny(),
+        "data.train": data,
+        "data.eval": data,
+        "data.cache_dir": "null",
+        "data.num_workers": 0,
+        "run": run,
+        "train.steps": 4,
+        "train.global_batch_size": 3,
+        "eval.generate": "true",
+        "eval.max_new_tokens": 3,
+        "checkpoint.every": 2,
+        "optim.lr": 1e-3,
+        "launch.timeout_minutes": 2,
+    }
+    return [*(f"{key}={value}" for key, value in keys.items()), *more]
+
+
+def logged(run: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of a kind, without what depends on the clock."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    clock = ("seconds", "wall_s", "memory_gb")
+    return [
+        {k: v for k, v in line.items() if k not in clock and "per_s" not in k}
+        for line in lines
+        if line["kind"] == kind
+    ]
+
+
+RESUMED = {
+    "dpo": (2, ["train.objective=dpo", "parallel.pp=2"]),
+    "dpo-adapters": (2, ["train.objective=dpo", "lora=default", "parallel.tp=2"]),
+    "kto": (2, ["train.objective=kto"]),
+    "aot": (2, ["train.objective=dpo", "preference.losses=[aot]"]),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "dpo" else pytest.mark.slow) for n in RESUMED]
+)
+def test_resumed_is_bit_for_bit_the_run_without_a_break(name, pool, tiny, references, tmp_path):
+    """The reference of a resumed run is still the initial model."""
+    world, more = RESUMED[name]
+    data_of, _, _ = references
+    data = data_of("kto" if name == "kto" else "dpo")
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    status, _, err = pool.run(run_rank, world, run_words(tiny, whole, data, *more))[0]
+    assert status == 0, err
+    steps, scores = logged(whole, "step"), logged(whole, "eval")
+    assert {"rewards_chosen", "rewards_margin", "logps_rejected"} <= {*steps[-1]}
+    assert scores[-1]["exact_match"] is not None
+    assert scores[-1]["metrics"]["rewards_margin"] > 0
+    checkpoint = Path("checkpoints", "step-00000002")
+    shutil.copytree(whole / checkpoint, resumed / checkpoint)
+    status, out, err = pool.run(run_rank, world, run_words(tiny, resumed, data, *more))[0]
+    assert status == 0, err
+    assert "resumed from" in out
+    assert logged(resumed, "step") == steps[2:]
+    assert logged(resumed, "eval") == scores
+    exported = {path.name: path.read_bytes() for path in (whole / "export").glob("*.safetensors")}
+    assert exported
+    for file, content in exported.items():
+        assert (resumed / "export" / file).read_bytes() == content

@@ -641,6 +641,20 @@ INFO = {
         "tags": {"role_tag": "who", "content_tag": "says", "user_tag": "me"}
         | {"assistant_tag": "bot", "system_tag": None},
     },
+    "ranked": {
+        **{"file_name": "ranked.json", "formatting": "sharegpt", "ranking": True},
+        "columns": {"messages": "dialog", "chosen": "good", "rejected": "bad"},
+        "tags": {
+            "role_tag": "who",
+            "content_tag": "says",
+            "user_tag": "me",
+            "assistant_tag": "bot",
+        },
+    },
+    "labelled": {
+        **{"file_name": "asked.jsonl", "formatting": "alpaca"},
+        "columns": {"prompt": "q", "response": "a", "kto_tag": "id"},
+    },
     "hub": {
         **{"hf_hub_url": "some/chats", "ms_hub_url": "x/y", "subset": "en", "split": "train_sft"},
         **{"revision": "v2", "ranking": False, "num_samples": None},
@@ -657,6 +671,10 @@ def described(tmp_path):
     (tmp_path / "plain.json").write_text(json.dumps([alpaca]))
     asked = {"q": "a", "a": "b", "input": "c", "image": "d.png", "id": 1}
     (tmp_path / "asked.jsonl").write_text(json.dumps(asked))
+    ranked = {"dialog": [{"who": "me", "says": "a"}], "good": {"who": "bot", "says": "b"}}
+    (tmp_path / "ranked.json").write_text(
+        json.dumps([ranked | {"bad": {"who": "bot", "says": "c"}}])
+    )
     conversation = json.dumps([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}])
     with (tmp_path / "shared.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["conversations", "system"], [conversation, "c"]])
@@ -683,6 +701,18 @@ READ = {
         "system (not mapped)": "c",
     },
     "tagged": {"messages": SAID, "images": ["a.png"]},
+    "ranked": {
+        "messages": [{"role": "user", "content": "a"}],
+        "chosen": {"role": "assistant", "content": "b"},
+        "rejected": {"role": "assistant", "content": "c"},
+    },
+    "labelled": {
+        "instruction": "a",
+        "output": "b",
+        "input (not mapped)": "c",
+        "image (not mapped)": "d.png",
+        "kto_tag": 1,
+    },
 }
 
 
@@ -716,7 +746,7 @@ SHAREGPT = {"file_name": "x.json", "formatting": "sharegpt"}
                 {"file_name": "x.json", "columns": {"prompt": "a", key: "b"}},
                 {"key": f"new.columns.{key}"},
             )
-            for key in ("chosen", "rejected", "kto_tag", "audios", "messages", "promt")
+            for key in ("audios", "messages", "promt")
         ),
         *(
             ({key: "x"}, {"key": f"new.{key}"})

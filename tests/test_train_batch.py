@@ -83,7 +83,7 @@ def table_of(cfg: Config) -> EpisodeRunner:
         cfg.data,
         cfg.model.path,
         read_sizes(cfg.model.path),
-        prompts_only=True,
+        kind="prompt",
     )
     assert isinstance(data, DataSet)
     rl = cfg.rl
@@ -306,7 +306,8 @@ def test_prompts_have_a_cache_of_their_own(folder, model, tmp_path):
     data = replace(cfg.data, cache_dir=str(tmp_path))
     sizes, found = read_sizes(model), {}
     for prompts_only in (True, False, True):
-        opened = open_data(data.train, "data.train", data, model, sizes, prompts_only=prompts_only)
+        kind = "prompt" if prompts_only else "chat"
+        opened = open_data(data.train, "data.train", data, model, sizes, kind=kind)
         assert isinstance(opened, DataSet)
         found[prompts_only] = [len(opened.indexes[0]), int(opened.indexes[0].supervised.sum())]
     assert found[True] == [3, 0]

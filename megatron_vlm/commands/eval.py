@@ -14,6 +14,7 @@ from megatron_vlm.config import ConfigFile, load_config, read_saved
 from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
 from megatron_vlm.config.checks import require
 from megatron_vlm.config.evaluation_checks import held_out_names
+from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import CheckpointConfig, Config
 from megatron_vlm.data.fork_server import start_server
 from megatron_vlm.distributed.dims import loads_data
@@ -24,6 +25,7 @@ from megatron_vlm.distributed.process import (
     world_of_process,
 )
 from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.hub import hub_name, pin
 from megatron_vlm.io.printable import escape_controls
 
@@ -68,6 +70,13 @@ def locate(
         cfg = replace(cfg, lora=replace(cfg.lora, path=None))  # the checkpoint continued from there
     if needs != "data.eval" or not held_out_names(cfg):
         require(cfg, needs)
+    if checkpoint is None and reference_of(cfg) is not None:
+        raise ConfigError(
+            f": its rewards compare a trained model with the initial one, and {where} is one model",
+            key="train.objective",
+            found=cfg.train.objective,
+            remedy="give the folder of the run, or train.objective=sft with records of chats",
+        )
     path = pin(cfg.model.path, weights)
     return replace(cfg, model=replace(cfg.model, path=path)), checkpoint
 
@@ -118,13 +127,16 @@ def _evaluate(
 
     from megatron_vlm.checkpoint.save_load import load
     from megatron_vlm.run.evaluation.evaluate import Evaluator
+    from megatron_vlm.training.run_objective import objective_of
     from megatron_vlm.training.worker import MegatronWorker
 
     worker = MegatronWorker(cfg, training=False, watchdog=watchdog)
+    examiner = Evaluator(worker, cfg, objective_of(worker, cfg))
+    if reference_of(cfg) == "keep":
+        examiner.keep_reference()  # the weights are still the initial ones
     if checkpoint is not None:
         watchdog.begin_phase(0, "loading the checkpoint", files=True)
         load(worker, checkpoint)
-    examiner = Evaluator(worker, cfg)
     if dist.get_rank() == 0:
         for held_out in examiner.sets:
             for line in held_out.remarks.lines:

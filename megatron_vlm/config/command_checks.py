@@ -11,6 +11,7 @@ from megatron_vlm.errors import ConfigError
 def check_rl(cfg: Config) -> None:
     """Refuse settings from which nothing could be learnt, or that contradict each other."""
     check_training(cfg)
+    require_supervised(cfg, "megatron-vlm rl learns from rewards")
     rl = cfg.rl
     if (rl.reward is None) == (rl.environment is None):
         is_neither = rl.reward is None
@@ -54,6 +55,18 @@ def check_rl(cfg: Config) -> None:
         )
 
 
+def require_supervised(cfg: Config, why: str) -> None:
+    """Refuse other objectives of training for a command that has none."""
+    if cfg.train.objective != "sft":
+        raise ConfigError(
+            f": {why}",
+            key="train.objective",
+            found=cfg.train.objective,
+            allowed="sft",
+            remedy="leave train.objective out",
+        )
+
+
 def _check_target(key: str, value: str | None) -> None:
     if value is None:
         return
@@ -94,6 +107,7 @@ def _check_sampler(cfg: Config) -> None:
 def check_serve(cfg: Config) -> None:
     """Refuse settings that a service cannot have, or that it would ignore."""
     serve = cfg.serve
+    require_supervised(cfg, "clients choose the losses of their models")
     for name, default in vars(LoraConfig()).items():
         if (value := getattr(cfg.lora, name)) != default:
             raise ConfigError(

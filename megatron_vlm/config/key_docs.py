@@ -1,8 +1,9 @@
-"""Descriptions of keys, groups and recipes, from the comments of schema.py and the files in
+"""Descriptions of keys, groups and recipes, from the comments of the dataclasses and the files in
 configs/: for docs/configuration.md, for the help in the terminal, and for completion."""
 
 import ast
 import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -57,11 +58,12 @@ class RecipeDoc:
 @cache
 def group_docs() -> dict[str, GroupDoc]:
     """Return every group by its name, in the order of schema.py."""
-    comments = comments_of(inspect.getsource(schema))
     groups: dict[str, type] = {"": schema.Config}
     for item in fields(schema.Config):
         if isinstance(item.type, type) and is_dataclass(item.type):
             groups[item.name] = item.type
+    sources = {sys.modules[cls.__module__] for cls in groups.values()}
+    comments = {k: v for each in sources for k, v in comments_of(inspect.getsource(each)).items()}
     return {name: _group_doc(name, cls, comments) for name, cls in groups.items()}
 
 

@@ -1,7 +1,6 @@
 """Objectives of `megatron-vlm train`: the records that each one reads, and the losses that it
 offers. The losses themselves are in training/preference_losses.py."""
 
-import math
 from dataclasses import dataclass
 
 from megatron_vlm.config.preference_config import ObjectiveName, RecordKind, Reference
@@ -112,13 +111,9 @@ def _remedy_of(loss: str) -> str:
 def _check_weights(cfg: Config) -> None:
     losses, weights = cfg.preference.losses, cfg.preference.loss_weights
     for number, weight in enumerate(weights):
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not 0 <= weight < math.inf:
-            raise ConfigError(
-                key=f"preference.loss_weights[{number}]",
-                found=weight,
-                allowed="a finite number, 0 or more",
-            )
+        if not isinstance(weight, int | float):
+            key = f"preference.loss_weights[{number}]"
+            raise ConfigError(key=key, found=weight, allowed="a finite number, 0 or more")
     if weights and len(weights) != len(losses):
         raise ConfigError(
             f"has {len(weights)} entries, and preference.losses has {len(losses)}",

@@ -17,7 +17,7 @@ class PreferenceConfig:
     """Losses over preferences, with the names and defaults of TRL. See docs/preferences.md."""
 
     losses: tuple[str, ...] = ()  # losses of the objective; (): its own one, of dpo sigmoid
-    loss_weights: tuple[float, ...] = ()  # weights of preference.losses; (): each 1
+    loss_weights: tuple[NonNegative, ...] = ()  # weights of preference.losses; (): each 1
     beta: AboveZero = 0.1  # strength of the pull towards the reference; scale of the rewards
     label_smoothing: Decay = 0.0  # probability that a label is wrong, of the losses that use it
     simpo_gamma: NonNegative = 0.5  # margin of simpo

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims
@@ -82,8 +83,9 @@ def stage_memory(
         sum(sum(each[:number]) for each, number in zip(kept_by_chunk, numbers, strict=True))
         for numbers in micro_batches_in_flight(dims, stage, len(batches))
     )
+    models = 2 if reference_of(cfg) == "model" else 1  # the second one is frozen
     return StageMemory(
-        itemsize * counts.held,
+        itemsize * counts.held * models,
         _FP32 * counts.gradients,
         _FP32 * copies * counts.optimized,
         peak_activations,

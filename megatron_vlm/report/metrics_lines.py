@@ -71,7 +71,7 @@ class StepLine:
     reward_accuracy: float | None = None  # share of pairs whose chosen answer has the higher reward
     logps_chosen: float | None = None
     logps_rejected: float | None = None
-    kl_estimate: float | None = None  # of kto
+    kl_estimate: float | None = None  # the divergence that kto estimates
     wall_s: float | None = None  # seconds since the last start line
 
 

@@ -36,8 +36,8 @@ from megatron_vlm.run.throughput import Meter, NonFiniteGuard
 from megatron_vlm.training.data_feed import Feeder, StepData
 from megatron_vlm.training.expert_routing import percent_of_mean
 from megatron_vlm.training.lr_schedule import total_steps
-from megatron_vlm.training.objectives import objective_of
 from megatron_vlm.training.reference import with_reference
+from megatron_vlm.training.run_objective import objective_of
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 
@@ -109,10 +109,7 @@ class Run:
         data = self.feeder.data
         assert not isinstance(data, StreamSet), "checked with the configuration"
         self.feeder.data = with_reference(worker, cfg, data, "data.train")
-        self.examiner.sets = [
-            replace(each, data=with_reference(worker, cfg, each.data, each.name))
-            for each in self.examiner.sets
-        ]
+        self.examiner.keep_reference()
 
     def to_the_end(self, do_step: Callable[[int], None]) -> int:
         """Do every remaining step and what is due after it. Return the exit status."""

@@ -196,34 +196,34 @@ GLOBAL_LOSSES: Mapping[str, PairLoss] = {"aot": aot, "aot_unpaired": aot_unpaire
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledAnswers:
     """Answers with labels: their log-probs over those of the reference model."""
 
     ratio_R: Tensor
     is_rejected_R: Tensor
 
 
-def kto(answers: Labelled, p: PreferenceConfig, kl: float) -> Tensor:
+def kto(answers: LabelledAnswers, p: PreferenceConfig, kl: float) -> Tensor:
     """Return the loss of KTO. `kl` is the mean log-ratio of mismatched answers, at least 0."""
     sign_R = 1 - 2 * answers.is_rejected_R.double()
     loss_R = 1 - torch.sigmoid(p.beta * sign_R * (answers.ratio_R - kl))
     return label_weights(answers, p) * loss_R
 
 
-def apo_zero_unpaired(answers: Labelled, p: PreferenceConfig, kl: float) -> Tensor:
+def apo_zero_unpaired(answers: LabelledAnswers, p: PreferenceConfig, kl: float) -> Tensor:
     """Return the loss of APO-zero for answers with labels."""
     sign_R = 1 - 2 * answers.is_rejected_R.double()
     loss_R = torch.sigmoid(-p.beta * sign_R * answers.ratio_R)
     return label_weights(answers, p) * loss_R
 
 
-def label_weights(answers: Labelled, p: PreferenceConfig) -> Tensor:
+def label_weights(answers: LabelledAnswers, p: PreferenceConfig) -> Tensor:
     """Return the weight of each answer's label."""
     weights = torch.full_like(answers.ratio_R, p.desirable_weight)
     return torch.where(answers.is_rejected_R, p.undesirable_weight, weights)
 
 
-LABEL_LOSSES: Mapping[str, Callable[[Labelled, PreferenceConfig, float], Tensor]] = {
+LABEL_LOSSES: Mapping[str, Callable[[LabelledAnswers, PreferenceConfig, float], Tensor]] = {
     "kto": kto,
     "apo_zero_unpaired": apo_zero_unpaired,
 }

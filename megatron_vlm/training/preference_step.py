@@ -30,7 +30,7 @@ from megatron_vlm.training.preference_losses import (
     GLOBAL_LOSSES,
     LABEL_LOSSES,
     PAIR_LOSSES,
-    Labelled,
+    LabelledAnswers,
     Pairs,
 )
 from megatron_vlm.training.reference import ReferenceModel, row_log_probs
@@ -44,8 +44,8 @@ Figures = dict[str, float]
 class BatchFacts:
     """Numbers of a global batch that the loss of an example needs."""
 
-    chosen_tokens: float = 0.0  # of an example, mean; for a term that is a mean over tokens
-    kl: float = 0.0  # of kto
+    chosen_tokens: float = 0.0  # mean of an example, for a term that is a mean over tokens
+    kl: float = 0.0  # the divergence that kto estimates
 
 
 class PreferenceObjective:
@@ -244,7 +244,7 @@ def _label_loss(cfg: Config, facts: BatchFacts) -> LossFunction:
         reference_R = rows.reference_R
         assert reference_R is not None or not len(sums_R)
         ratio_R = sums_R if reference_R is None else sums_R - reference_R
-        answers = Labelled(ratio_R, rows.is_rejected_R)
+        answers = LabelledAnswers(ratio_R, rows.is_rejected_R)
         loss_R = torch.zeros_like(sums_R)
         for name, weight in losses.items():
             loss_R = loss_R + weight * LABEL_LOSSES[name](answers, p, facts.kl)

@@ -179,10 +179,9 @@ TRAINING_SENTENCES = {
     _PREFERENCE_SFT: "rpo_alpha cpo_alpha pref_ftx nll_alpha",
     _DPO_PLAIN: "f_divergence_type f_alpha_divergence_coef ld_alpha use_weighting",
     _KEPT_REFERENCE: "precompute_ref_log_probs precompute_ref_batch_size use_logits_to_keep",
-    "preference.label_smoothing, preference.loss_weights, preference.discopop_tau, "
-    "preference.simpo_gamma, preference.desirable_weight and preference.undesirable_weight have "
-    "TRL's meanings": "label_smoothing loss_weights discopop_tau simpo_gamma desirable_weight "
-    "undesirable_weight kto_chosen_weight kto_rejected_weight",
+    "preference.desirable_weight and preference.undesirable_weight weigh the labels of kto": (
+        "kto_chosen_weight kto_rejected_weight"
+    ),
     _NO_REWARD_MODEL: "rejected_loss_weight center_rewards_coefficient process_reward_model",
     _EVALUATION: "prediction_loss_only include_for_metrics batch_eval_metrics "
     "eval_num_beams num_beams eval_do_concat_batches eval_use_gather_object eval_table_size "
@@ -191,6 +190,6 @@ TRAINING_SENTENCES = {
     "log_val_generations validation_data_dir",
 }
 TRAINING_FAMILIES = {
-    _PREFERENCES: "dpo_ kto_ orpo_ pref_ simpo_ cpo_",
+    _PREFERENCES: "dpo_ kto_ orpo_ pref_ cpo_",
     _PUSH: "hub_",
 }

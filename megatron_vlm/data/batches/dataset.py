@@ -174,12 +174,16 @@ class DataSet:
             source, sample = source + 1, sample - len(self.indexes[source])
         return source, sample
 
-    def show(self, handle: Handle, pictures: bool, number: int = 0) -> ShownSample:
-        """Return the sample as the model sees it; `number` is its number over all sources."""
+    def show(
+        self, handle: Handle, pictures: bool, number: int = 0, all_answers: bool = True
+    ) -> ShownSample:
+        """Return the sample as the model sees it; `number` is its number over all sources. Of a
+        pair, both answers are shown, or only the chosen one without `all_answers`."""
         source, sample = handle
         raw, where = self.raw(handle), self.where(handle)
         reader, index = self.readers[source], self.indexes[source]
-        return show_example(reader, raw, where, index.example(sample), pictures, number)
+        example = index.example(sample)[: None if all_answers else 1]
+        return show_example(reader, raw, where, example, pictures, number)
 
     def faults(self) -> tuple[Counter[str], list[str]]:
         """Return the number of samples that each rule dropped, and the errors of wrong records."""

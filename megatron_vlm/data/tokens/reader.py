@@ -40,11 +40,11 @@ class Reader:
     encoder: Encoder
     policy: MediaPolicy
     tokens: Tokens
-    kind: RecordKind = "chat"  # of a prompt, an answer that ends it is left out
+    kind: RecordKind = "chat"  # prompt: an answer that ends a record is left out
 
     @property
     def prompts_only(self) -> bool:
-        """Whether every record is a prompt."""
+        """True if every record is a prompt."""
         return self.kind == "prompt"
 
     def encode(

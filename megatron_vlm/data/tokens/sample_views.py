@@ -94,22 +94,21 @@ class ShownSample:
 def show_example(
     reader: Reader, raw: Any, where: str, example: Example, pictures: bool, number: int = 0
 ) -> ShownSample:
-    """Return the rows of a raw record. Of a second answer, only the turns that differ are shown.
-    Views have pictures if `pictures` is set."""
+    """Return the rows of a raw record. Of a second row only the answer is shown. Views have pictures
+    if `pictures` is set."""
     shown = [
         _show_row(reader, chat, where, sample, pictures, number)
-        for (chat, _), sample in zip(reader.chats(raw, where), example, strict=True)
+        for (chat, _), sample in zip(reader.chats(raw, where), example, strict=False)
     ]
-    if len(shown) == 1 and not example[0].is_rejected:
+    if reader.kind in ("chat", "prompt"):
         return shown[0]
     turns = list[ShownTurn]()
     for each in shown:
         name = "rejected" if each.sample.is_rejected else "chosen"
-        is_new = [turn not in shown[0].turns or each is shown[0] for turn in each.turns]
+        answer = next(n for n, turn in enumerate(each.turns) if _is_trained(turn))
         turns += [
             replace(turn, role=f"{turn.role} ({name})") if _is_trained(turn) else turn
-            for turn, new in zip(each.turns, is_new, strict=True)
-            if new
+            for turn in each.turns[answer if turns else 0 :]
         ]
     problem = next((each.problem for each in shown if each.problem), None)
     return replace(shown[0], turns=tuple(turns), problem=problem)

@@ -5,7 +5,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ from megatron_vlm.run.evaluation.scores import (
     rank_answers,
     token_scores,
 )
-from megatron_vlm.training.objectives import SupervisedObjective
 from megatron_vlm.training.preference_step import PreferenceObjective
+from megatron_vlm.training.reference import with_reference
+from megatron_vlm.training.run_objective import SupervisedObjective
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -67,6 +68,14 @@ class Evaluator:
             self.candidates = read_candidates(cfg.eval.candidates)
         self.sets = [] if is_idle else EvalSet.open_all(worker, cfg)
         self.meter = AnswerMeter(cfg, worker)
+
+    def keep_reference(self) -> None:
+        """Compute the reference log-probs of all sets, or read them from the cache. The weights
+        must be the initial ones."""
+        self.sets = [
+            replace(each, data=with_reference(each.worker, self.cfg, each.data, each.name))
+            for each in self.sets
+        ]
 
     def close(self) -> None:
         """End the processes of users' metrics."""
@@ -173,7 +182,7 @@ def choose_answers(answers: Sequence[Answer], max_count: int) -> list[Answer]:
 def _example(data: DataSet, answer: Answer) -> Example:
     where, turns = data.where(answer.handle), tuple[ExampleTurn, ...]()
     try:
-        shown = data.show(answer.handle, pictures=True)
+        shown = data.show(answer.handle, pictures=True, all_answers=False)
     except DataError as error:
         where = str(error)
     else:
