@@ -68,13 +68,13 @@ def main(demo: Path, out: Path) -> int:
     run(
         *("train", *COMMON, f"model.path={demo / 'run' / 'export'}", images),
         *(f"data.train={out}/data/wordy.jsonl", f"data.eval={out}/data/eval.jsonl"),
-        *("eval.every=null", f"run={out}/wordy"),
+        *("optim.lr=5e-4", "eval.every=null", f"run={out}/wordy"),
     )
     run(
         *("train", *COMMON, f"model.path={out / 'wordy' / 'export'}", images),
         *(f"data.train={out}/data/pairs.jsonl", f"data.eval={out}/data/eval_pairs.jsonl"),
-        *("train.objective=dpo", "optim.lr=3e-4", "optim.warmup_steps=5", "eval.every=10"),
-        f"run={out}/dpo",
+        *("train.objective=dpo", "preference.losses=[sigmoid,sft]"),
+        *("optim.lr=2e-4", "optim.warmup_steps=5", "eval.every=25", f"run={out}/dpo"),
     )
     [before], after = last_scores(out / "wordy"), last_scores(out / "dpo")[-1]
     minutes = (time.perf_counter() - start) / 60
