@@ -47,7 +47,7 @@ test: setup
 # see tests/random_runs.py. `make test-slow-all` plays all files, `make test-long` all runs as well,
 # which takes hours. What starts jobs and kills them runs alone.
 SIDE_BY_SIDE := $(addprefix tests/test_,agree_vllm.py fuzz.py sequences.py fused_ops.py what_fits.py lora.py \
-	lora_checkpoint.py lora_files.py rl_engine.py trl_losses.py moe.py moe_balance.py moe_train.py plan_experts.py \
+	lora_checkpoint.py lora_files.py rl_engine.py trl_losses.py trl_distill.py moe.py moe_balance.py moe_train.py plan_experts.py \
 	vllm.py vllm_sampler.py wheel.py simulate_scale.py full_disk.py hub.py log_sinks.py hostile.py \
 	prompt_targets.py top_log_probs.py shared_weights.py serve_losses.py tinker_converters.py tinker_client.py \
 	multi_model.py lora_head.py lora_head_files.py lora_head_vllm.py lora_delta_net_vllm.py serve_unembed.py \

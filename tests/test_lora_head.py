@@ -17,7 +17,7 @@ from megatron_vlm.controller import local_group
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.lora.layers import Adapters
 from megatron_vlm.model import log_probs as head
-from megatron_vlm.model.log_probs import _Gradients
+from megatron_vlm.model.log_probs import FactorGradients
 from megatron_vlm.training.generate import generate
 from megatron_vlm.training.token_sampling import whole_logits
 from megatron_vlm.training.worker import MegatronWorker
@@ -315,26 +315,26 @@ def unscaled() -> Iterator[None]:
 
 @contextmanager
 def not_summed_over_tp() -> Iterator[None]:
-    right = _Gradients.reduce
+    right = FactorGradients.reduce
 
-    def wrong(self: _Gradients, group: Any) -> Any:
+    def wrong(self: FactorGradients, group: Any) -> Any:
         if self.input_NI.shape[1] == ALONE.rank:
             return self.grad_NI, self.grad_VI
         return right(self, group)
 
-    with mock.patch.object(_Gradients, "reduce", wrong):
+    with mock.patch.object(FactorGradients, "reduce", wrong):
         yield
 
 
 @contextmanager
 def only_in_the_first_slice() -> Iterator[None]:
-    right = _Gradients.add
+    right = FactorGradients.add
 
-    def wrong(self: _Gradients, slope_Nv: Tensor, start: int, end: int) -> None:
+    def wrong(self: FactorGradients, slope_Nv: Tensor, start: int, end: int) -> None:
         if start == 0 or self.input_NI.shape[1] != ALONE.rank:
             right(self, slope_Nv, start, end)
 
-    with mock.patch.object(_Gradients, "add", wrong):
+    with mock.patch.object(FactorGradients, "add", wrong):
         yield
 
 

@@ -93,17 +93,39 @@ def plain_dro(log_probs: Tensor, entropy: Tensor, values: dict[str, Tensor]):
     return loss, {"ratio": ratio, "old_kl": ratio - 1 - torch.log(ratio)}
 
 
-def with_terms(loss_of: Callable, kl_coef: float = 0.0, entropy_coef: float = 0.0):
+def with_terms(loss_of: Callable, kl_coef: float = 0.0, entropy_coef: float | None = None):
     """Add the k3 estimate of the KL to the reference, and subtract the entropy."""
 
     def total(log_probs: Tensor, entropy: Tensor, values: dict[str, Tensor]):
         loss, report = loss_of(log_probs, entropy, values)
         ratio = torch.exp(values["ref_log_probs"] - log_probs)
         kl = ratio - 1 - (values["ref_log_probs"] - log_probs)
-        report = {**report, "kl": kl, "entropy": entropy}
-        return loss + kl_coef * kl - entropy_coef * entropy, report
+        report = {**report, "kl": kl} | ({"entropy": entropy} if entropy_coef is not None else {})
+        return loss + kl_coef * kl - (entropy_coef or 0.0) * entropy, report
 
     return total
+
+
+def plain_distill(beta: float, temperature: float = 1.0, ce_coef: float = 0.0):
+    """Compare the events of two distributions, the J given tokens and all others, by the formulas
+    of GKD's paper."""
+
+    def loss_of(log_probs: Tensor, entropy: Tensor, values: dict[str, Tensor]):
+        ids, teacher = values["teacher_ids"].long(), values["teacher_log_probs"].double().exp()
+        probs = (values["logits"].double() / temperature).softmax(-1)
+        others = probs.scatter(1, ids, 0).sum(1, keepdim=True)
+        student = torch.cat([probs.gather(1, ids), others], dim=1)
+
+        def kl(first: Tensor, second: Tensor) -> Tensor:
+            return (first * (first / second).log()).sum(1)
+
+        mixture = beta * teacher + (1 - beta) * student
+        jsd = beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+        divergence = {0.0: kl(teacher, student), 1.0: kl(student, teacher)}.get(beta, jsd)
+        report = {"divergence": divergence, "cross_entropy": -log_probs}
+        return divergence - ce_coef * log_probs, report
+
+    return loss_of
 
 
 LOSSES: dict[str, Plain] = {
@@ -115,7 +137,7 @@ LOSSES: dict[str, Plain] = {
         with_terms(plain_ppo(0.1, 0.3), 0.4, 0.3),
     ),
     "terms reported only": Plain(
-        dict(kl_coef=0.0, entropy_coef=0.0), with_terms(plain_cross_entropy)
+        dict(kl_coef=0.0, entropy_coef=0.0), with_terms(plain_cross_entropy, 0.0, 0.0)
     ),
     "entropy alone": Plain(
         dict(loss="weighted", power=2.0, kl_coef=0, entropy_coef=5.0),
@@ -123,6 +145,12 @@ LOSSES: dict[str, Plain] = {
     ),
     "weights of any sign": Plain({"loss": "weighted_cross_entropy"}, plain_sum_of_weighted),
     "dro": Plain({"loss": "dro", "beta": 0.7}, plain_dro),
+    "forward KL": Plain(dict(loss="distill"), plain_distill(0.0)),
+    "reverse KL": Plain(dict(loss="distill", beta=1.0), plain_distill(1.0)),
+    "JSD, all terms": Plain(
+        dict(loss="distill", beta=0.3, temperature=1.7, ce_coef=0.2, kl_coef=0.4),
+        with_terms(plain_distill(0.3, 1.7, 0.2), 0.4),
+    ),
     "a user's own": Plain(dict(loss="weighted", power=2.0), plain_weighted),
 }
 LAYOUTS = {"1x1": layout(), "tp2": layout(tp=2), "pp2": layout(pp=2), "dp2": layout(dp=2)}
@@ -133,6 +161,20 @@ class Expected:
     loss: float
     means: dict[str, float]
     grads: dict[str, Tensor]
+
+
+def with_teacher(row: Row, logits_SV: Tensor, generator: torch.Generator) -> Row:
+    """Return the row with the four likeliest tokens of a teacher that is near the model."""
+    picked = (row.labels_S[1:] != IGNORE).nonzero()[:, 0]
+    noise = torch.randn(len(picked), logits_SV.shape[1], generator=generator)
+    log_probs = (logits_SV[picked].float() + 1.5 * noise).log_softmax(-1)
+    likeliest = log_probs.topk(4)
+    others = log_probs.scatter(1, likeliest.indices, -torch.inf).logsumexp(1, keepdim=True)
+    return replace(
+        row,
+        teacher_ids_NJ=likeliest.indices.int(),
+        teacher_log_probs_NR=torch.cat([likeliest.values, others], dim=1),
+    )
 
 
 def with_values(rows: list[Row], log_probs: list[Tensor]) -> list[Row]:
@@ -163,8 +205,10 @@ def with_values(rows: list[Row], log_probs: list[Tensor]) -> list[Row]:
 def rl_rows(tiny) -> list[Row]:
     model = load_reference(tiny(vocab=VOCAB))
     rows = make_rows(MIXED, VOCAB)
+    generator = torch.Generator().manual_seed(8)
     with torch.no_grad():
-        return with_values(rows, [row_log_probs(model, row) for row in rows])
+        valued = with_values(rows, [row_log_probs(model, row) for row in rows])
+        return [with_teacher(row, row_logits(model, row), generator) for row in valued]
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +222,14 @@ def expected(tiny, rl_rows) -> Callable[[str], Expected]:
         sums: dict[str, float] = {}
         for row in rl_rows:
             picked = (row.labels_S[1:] != IGNORE).nonzero()[:, 0]
-            all_log_probs = row_logits(model, row)[picked].float().log_softmax(-1)
+            logits = row_logits(model, row)[picked].float()
+            all_log_probs = logits.log_softmax(-1)
             log_probs = all_log_probs.gather(-1, row.ids_S[1 + picked, None])[:, 0]
             entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
             values = {key: value[1 + picked] for key, value in row.values_S.items()}
+            assert row.teacher_ids_NJ is not None and row.teacher_log_probs_NR is not None
+            values |= {"logits": logits, "teacher_ids": row.teacher_ids_NJ}
+            values["teacher_log_probs"] = row.teacher_log_probs_NR
             loss, report = LOSSES[name].theirs(log_probs, entropy, values)
             (loss.sum() / count).backward()
             for key, value in {"loss": loss, **report}.items():
@@ -230,9 +278,10 @@ def test_equals_plain_pytorch(name, pool, tiny, rl_rows, expected, record_proper
 
 def by_other_ways(worker: MegatronWorker, rows: list[Row]) -> list[float]:
     """Return the losses of rows, of a batch that went through bytes and of micro-batches that one
-    rank has and shares; the ratio of rows whose log-probs were given as the reference; and the loss
-    of the rows again."""
-    ppo = dict(loss="ppo", kl_coef=0.1)
+    rank has and shares; the ratio of rows whose log-probs were given as the reference; the loss of
+    the rows again; and the losses of distillation of the first three."""
+    ppo: dict[str, Any] = dict(loss="ppo", kl_coef=0.1)
+    distill: dict[str, Any] = dict(loss="distill", beta=0.5)
     batch = TensorBatch.from_bytes(batch_of(rows).to_bytes())
     names = ("old_log_probs", "unread", "advantages", "ref_log_probs")
     shared = None
@@ -253,6 +302,7 @@ def by_other_ways(worker: MegatronWorker, rows: list[Row]) -> list[float]:
         worker.forward_backward(micro_batches, **ppo).loss,
         worker.forward_backward(scored, loss="importance_sampling").means["ratio"],
         worker.forward_backward([*rows, rows[2]][:8], **ppo).loss,
+        *(worker.forward_backward(each, **distill).loss for each in (rows, batch, micro_batches)),
     ]
 
 
@@ -263,9 +313,10 @@ def call_with_rows(path: str, case: Case, action: Callable, rows: list[Row]) -> 
 def test_values_go_every_way_that_rows_go(pool, tiny, rl_rows):
     answers = pool.run(call_with_rows, 2, tiny(vocab=VOCAB), layout(pp=2), by_other_ways, rl_rows)
     assert answers[0] == answers[1]
-    rows, batch, micro_batches, ratio, again = answers[0]
+    rows, batch, micro_batches, ratio, again, *distilled = answers[0]
     assert rows == batch == again
     assert micro_batches == pytest.approx(rows, rel=1e-6)  # the micro-batches are cut differently
+    assert distilled[0] == distilled[1] == pytest.approx(distilled[2], rel=1e-6)
     assert ratio == pytest.approx(1, abs=1e-6)  # `forward` gave the old log-probs
 
 
@@ -466,6 +517,71 @@ def test_rows_that_a_loss_cannot_take(name):
     assert all(part in str(caught.value) for part in parts)
 
 
+TAUGHT = Row(
+    torch.tensor([5, 6, 7]),
+    torch.tensor([IGNORE, IGNORE, 7]),
+    teacher_ids_NJ=torch.tensor([[7, 9]]),
+    teacher_log_probs_NR=torch.tensor([[0.5, 0.3, 0.2]]).log(),
+)
+REFUSED_TEACHERS: dict[str, tuple[dict[str, Tensor | None], str, str]] = {
+    "of another count": (
+        {"teacher_ids_NJ": torch.tensor([[7, 9], [8, 9]])},
+        "teacher_ids",
+        "(2, 2) and (1, 3), and the row has 1",
+    ),
+    "without log-probs": ({"teacher_log_probs_NR": None}, "teacher_ids", "(1, 2) and ()"),
+    "without the others": (
+        {"teacher_log_probs_NR": torch.tensor([[0.5, 0.5]]).log()},
+        "teacher_ids",
+        "(1, 2) and (1, 2)",
+    ),
+    "of another vocabulary": (
+        {"teacher_ids_NJ": torch.tensor([[7, 512]])},
+        "teacher_ids[0,1]",
+        "data.add_tokens",
+    ),
+    "with a token twice": ({"teacher_ids_NJ": torch.tensor([[7, 7]])}, "teacher_ids", "twice"),
+    "that is no distribution": (
+        {"teacher_log_probs_NR": torch.tensor([[0.5, 0.3, 0.3]]).log()},
+        "teacher_log_probs[0]",
+        "sum is 1.1",
+    ),
+    "that is no number": (
+        {"teacher_log_probs_NR": torch.tensor([[torch.nan, -1, -1]])},
+        "teacher_log_probs[0]",
+        "sum is nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_TEACHERS)
+def test_teachers_that_are_refused(name):
+    fields, key, part = REFUSED_TEACHERS[name]
+    with raises(DataError, place="row 1", key=key) as caught:
+        cut_micro_batches([TAUGHT, replace(TAUGHT, **fields)], 2, TOKENS)  # type: ignore[arg-type]
+    assert part in str(caught.value)
+
+
+def test_rows_of_a_batch_have_teachers_of_one_width():
+    wider = replace(
+        TAUGHT,
+        teacher_ids_NJ=torch.tensor([[7, 9, 1]]),
+        teacher_log_probs_NR=torch.full((1, 4), 0.25).log(),
+    )
+    untaught = replace(TAUGHT, teacher_ids_NJ=None, teacher_log_probs_NR=None)
+    for other in (wider, untaught):
+        with raises(DataError, key="teacher_ids"):
+            cut_micro_batches([TAUGHT, other], 2, TOKENS)
+    # A row without supervised tokens needs no teacher.
+    prompt = replace(untaught, labels_S=torch.full((3,), IGNORE))
+    batch = cut_micro_batches([prompt, TAUGHT], 2, TOKENS)[0]
+    assert batch.teacher_ids_NJ is not None and batch.teacher_ids_NJ.tolist() == [[7, 9]]
+    objective = Objective.create("distill", {})
+    objective.check_batches([batch])
+    with raises(DataError, place="micro-batch 1", key="teacher_ids"):
+        objective.check_batches([batch, cut_micro_batches([untaught], 1, TOKENS)[0]])
+
+
 @pytest.mark.parametrize(
     ("name", "options", "fields"),
     [
@@ -481,6 +597,11 @@ def test_rows_that_a_loss_cannot_take(name):
         ("ppo", {"kl_coef": float("nan")}, dict(place="loss ppo", key="kl_coef")),
         ("dro", {"beta": -0.1}, dict(place="loss dro", key="beta", found=-0.1)),
         ("ppo", {"clip_low": 1.5}, dict(place="loss ppo", key="clip_low", found=1.5)),
+        ("distill", {"beta": 1.5}, dict(place="loss distill", key="beta", found=1.5)),
+        ("distill", {"ce_coef": -1.0}, dict(place="loss distill", key="ce_coef", found=-1.0)),
+        ("distill", {"temperature": 0}, dict(place="loss distill", key="temperature", found=0)),
+        ("distill", {"entropy_coef": 1}, dict(place="loss distill", key="entropy_coef")),
+        ("ppo", {"temperature": 2.0}, dict(place="loss ppo", key="temperature")),
         ("cispo", {"clip_high": 0.0}, dict(place="loss cispo", key="clip_high", found=0.0)),
     ],
 )

@@ -22,7 +22,7 @@ from torch import Tensor
 # 256 MiB in fp32 on each rank.
 LOGITS_AT_ONCE = 2**26
 
-ExtraOutput = Literal["entropy", "hits"]
+ExtraOutput = Literal["entropy", "hits", "lumped"]  # the last: see lumped_log_probs.py
 Factors = tuple[Tensor, Tensor]  # an input [N, I] and a weight [V, I]: logits are input @ weight.T
 
 
@@ -95,6 +95,14 @@ class VocabShard:
         inside_M, place_M = self._targets_in_slice(slope_Nv, start)
         slope_Nv.view(-1).index_add_(0, place_M, values_M * inside_M)
         return slope_Nv
+
+    def hide(self, logits_Nv: Tensor, start: int) -> Tensor:
+        """Set the targets' logits in place to minus infinity, where the target is in this slice."""
+        inside_M, place_M = self._targets_in_slice(logits_Nv, start)
+        bound_M = torch.full_like(place_M, torch.inf, dtype=logits_Nv.dtype)
+        bound_M.masked_fill_(inside_M, -torch.inf)
+        logits_Nv.view(-1).scatter_reduce_(0, place_M, bound_M, "amin")
+        return logits_Nv
 
     def _targets_in_slice(self, slice_Nv: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Return a mask of the targets in the slice, and a place in the flattened slice for every
@@ -196,7 +204,7 @@ class _Predict(torch.autograd.Function):
         temperature: float,
         *given: Tensor,
     ) -> Tensor:
-        products, places = _pairs_of(given), len(given[0])
+        products, places = factor_pairs(given), len(given[0])
         softmax = _Softmax(columns, places, also)
         ctx.slices = list(slices(places, valid))
         ctx.group, ctx.also, ctx.columns = group, also, columns
@@ -226,12 +234,14 @@ class _Predict(torch.autograd.Function):
         """Compute the gradient. With p = softmax(logits): d log p_t = [v = t] - p_v; dH = -p_v (log
         p_v + H)."""
         log_sum_N, entropy_N, probs_Nv, *inputs = ctx.saved_tensors
-        products = _pairs_of(inputs)
+        products = factor_pairs(inputs)
         log_prob_grad_M = grads[0] if ctx.also is None else grads[0][0]
         log_prob_grad_N = ctx.columns.per_place(log_prob_grad_M, len(log_sum_N))
         sums = [
-            _Gradients(*factors, *needed)
-            for factors, needed in zip(products, _pairs_of(ctx.needs_input_grad[5:]), strict=True)
+            FactorGradients(*factors, *needed)
+            for factors, needed in zip(
+                products, factor_pairs(ctx.needs_input_grad[5:]), strict=True
+            )
         ]
         for start, end in ctx.slices:
             if probs_Nv is None:
@@ -247,7 +257,7 @@ class _Predict(torch.autograd.Function):
         return None, None, None, None, None, *input_grads
 
 
-class _Gradients:
+class FactorGradients:
     """Gradients of the two factors of a product, where they are needed."""
 
     def __init__(self, input_NI: Tensor, weight_VI: Tensor, of_input: bool, of_weight: bool):
@@ -271,7 +281,8 @@ class _Gradients:
         return self.grad_NI.to(self.input_NI.dtype), self.grad_VI
 
 
-def _pairs_of(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+def factor_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Return a flat list of inputs and weights by product."""
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 

@@ -21,6 +21,7 @@ from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.kv_cache import KVCache
 from megatron_vlm.model.layer_specs import PassContext
 from megatron_vlm.model.log_probs import ExtraOutput, predict
+from megatron_vlm.model.lumped_log_probs import predict_lumped
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.router import Routing
 from megatron_vlm.model.top_log_probs import likeliest_tokens
@@ -221,8 +222,10 @@ class StageModel(GPTModel):
         of_M: Tensor | None = None,
         likeliest: tuple[int, float] | None = None,
         temperature: float = 1.0,
+        given_NJ: Tensor | None = None,
     ) -> Tensor:
-        """Apply the head at supervised positions only, because the others carry no loss."""
+        """Apply the head at supervised positions only, because the others carry no loss. With the
+        `given` tokens of each, the result is that of `predict_lumped`."""
         weight = self.head_weight
         places_N = loss_mask
         if places_N is None or places_N.dim() == 2:
@@ -243,6 +246,9 @@ class StageModel(GPTModel):
         if likeliest is not None:
             return likeliest_tokens(products, *likeliest, vocab, tp_group)
         assert labels is not None
+        if also == "lumped":
+            assert given_NJ is not None
+            return predict_lumped(products, labels, given_NJ, vocab, tp_group, temperature)
         return predict(products, labels, vocab, tp_group, also, of_M, temperature)
 
 

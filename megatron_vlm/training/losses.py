@@ -20,7 +20,11 @@ each token, the example of each row, and what is known of rows. It returns the l
 and the values to report of each example. Their sums are divided by the number of examples of the
 global batch. Losses over preferences are in preference_losses.py.
 
-Shapes: N supervised tokens of a micro-batch. N may be 0.
+A loss with the parameters `student_NR` and `teacher_NR` reads the log-probs of whole distributions,
+as those in distill_losses.py do.
+
+Shapes: N supervised tokens of a micro-batch, R a teacher's tokens and all others (see
+lumped_log_probs.py). N may be 0.
 """
 
 import difflib
@@ -38,6 +42,7 @@ from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.log_probs import ExtraOutput
+from megatron_vlm.training.distill_losses import distill
 from megatron_vlm.training.policy_losses import (
     cispo,
     dro,
@@ -51,6 +56,7 @@ from megatron_vlm.training.stage_inputs import RowInputs, StageInput
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 REFERENCE = "ref_log_probs"
+_DISTRIBUTIONS = ("student_NR", "teacher_NR")
 _REGISTRY: dict[str, LossFunction] = {}
 
 
@@ -76,7 +82,7 @@ def weighted_cross_entropy(
     return -weights_N * log_probs_N, {}
 
 
-for _function in (importance_sampling, ppo, gspo, gspo_token, cispo, dro):
+for _function in (importance_sampling, ppo, gspo, gspo_token, cispo, dro, distill):
     register(_function)
 
 
@@ -84,13 +90,15 @@ for _function in (importance_sampling, ppo, gspo, gspo_token, cispo, dro):
 class Objective:
     """A loss with its options, and two terms that any loss can have. `kl_coef` adds that multiple
     of `kl_k3` to `ref_log_probs`. `entropy_coef` subtracts that multiple of the entropy. 0 only
-    reports a term, and None does not compute it."""
+    reports a term, and None does not compute it. A loss that reads distributions has the option
+    `temperature`, which divides the logits of the model; the teacher's were divided already."""
 
     function: LossFunction
     own_names: tuple[str, ...] = ()  # names of the values of each token that the function reads
     options: Mapping[str, float] = field(default_factory=dict)
     kl_coef: float | None = None
     entropy_coef: float | None = None
+    temperature: float = 1.0
     metrics: tuple[str, ...] = ()  # names of the values that are reported in addition to the loss
     reads_rows: bool = False  # the function reads rows, and returns a loss for each example
 
@@ -110,7 +118,8 @@ class Objective:
             loss = _REGISTRY[loss]
         parameters = inspect.signature(loss).parameters.values()
         own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        known = [*own, "kl_coef", "entropy_coef"]
+        has_teacher = set(_DISTRIBUTIONS) <= {p.name for p in parameters}
+        known = [*own, "kl_coef", "temperature" if has_teacher else "entropy_coef"]
         for name, value in options.items():
             if name not in known:
                 raise ConfigError(
@@ -131,22 +140,40 @@ class Objective:
             {name: value for name, value in options.items() if name in own},
             options.get("kl_coef"),
             options.get("entropy_coef"),
+            options.get("temperature", 1.0),
             reads_rows="rows" in read,
         )
+        if objective.temperature <= 0:
+            raise ConfigError(
+                place=f"loss {loss.__name__}",
+                key="temperature",
+                found=objective.temperature,
+                allowed="more than 0",
+            )
         # Called with no tokens, the function refuses bad options here, before any forward.
         empty_N = torch.zeros(0)
-        report = objective.of_tokens(
-            empty_N, empty_N, dict.fromkeys(objective.value_names, empty_N)
-        )[1]
+        values = dict.fromkeys(objective.value_names, empty_N)
+        values |= dict.fromkeys(_DISTRIBUTIONS, torch.zeros(0, 1))
+        report = objective.of_tokens(empty_N, empty_N, values)[1]
         return replace(objective, metrics=tuple(report))
 
     @property
     def extra_output(self) -> ExtraOutput | None:
         """Values that the model must return in addition to the log-probs."""
+        if self.needs_teacher:
+            return "lumped"
         return None if self.entropy_coef is None else "entropy"
 
-    def check_targets(self, batches: Sequence[MicroBatch]) -> None:
-        """Refuse such values if places have several targets, which would have to share them."""
+    @property
+    def needs_teacher(self) -> bool:
+        """True if the loss compares the model with a teacher."""
+        return _DISTRIBUTIONS[0] in self.own_names
+
+    def check_batches(self, batches: Sequence[MicroBatch]) -> None:
+        """Refuse batches without a teacher where the loss needs one, and extra values of the model
+        where places have several targets, which would have to share them."""
+        for place, batch in enumerate(batches) if self.needs_teacher else ():
+            batch.check_teacher(f"micro-batch {place}")
         if self.extra_output is not None and any(batch.of_M is not None for batch in batches):
             raise ConfigError(
                 ": an entropy belongs to a token, but rows have several targets at one place",
@@ -159,7 +186,8 @@ class Objective:
     def value_names(self) -> tuple[str, ...]:
         """Names of the values of each token that the objective needs."""
         more = [REFERENCE] if self.kl_coef is not None else []
-        return tuple(dict.fromkeys([*self.own_names, *more]))
+        own = [name for name in self.own_names if name not in _DISTRIBUTIONS]
+        return tuple(dict.fromkeys([*own, *more]))
 
     def of_tokens(
         self,
@@ -204,14 +232,20 @@ def loss_of(
     objective: Objective, batch: StageInput, output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the triple that Megatron's schedules take: summed loss, token count, and report.
-    `output` is what the model returns: log-probs [N], or [2, N] with the entropies.
+    `output` is what the model returns: log-probs [N], or [2, N] with the entropies, or [N, 1 + R]
+    with those of the teacher's tokens.
 
     The loss is summed, not averaged. Megatron's finalize_model_grads divides the gradient once, by
     the count of the global batch. backward.py changes that to a division by the sum of the weights,
     if there are any, or by the divisor of the call.
     """
-    log_probs_N, entropy_N = (output, None) if objective.extra_output is None else output
     values_N = batch.values_M(objective.value_names)
+    entropy_N = None
+    if objective.needs_teacher:
+        log_probs_N = output[:, 0]
+        values_N |= {"student_NR": output[:, 1:], "teacher_NR": batch.teacher[1]}
+    else:
+        log_probs_N, entropy_N = (output, None) if objective.extra_output is None else output
     loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N, batch.rows)
     weights_M = None if objective.reads_rows else batch.weights_M
     loss_sum = (loss_N if weights_M is None else loss_N * weights_M).sum()

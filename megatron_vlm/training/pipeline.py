@@ -130,6 +130,8 @@ class Stage:
     ) -> Tensor:
         """Return a chunk's output for a micro-batch; on the last stage, its targets' log-probs."""
         heads = {"labels": batch.targets_M, "loss_mask": batch.places_N, "of_M": batch.of_M}
+        if also == "lumped":
+            heads["given_NJ"] = batch.teacher[0]
         return self.call(chunk, batch, **heads, also=also, temperature=temperature)
 
     def score(self, batches: Sequence[MicroBatch], temperature: float = 1.0) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """A micro-batch on its way to a stage's device, with only the parts that the stage needs.
 
 Shapes: S tokens of a row, B rows, N supervised places, M their targets, P patches, C values of a
-patch, F the values of a target that a loss reads, 3 the axes of a position, 5 the columns of a
-token.
+patch, F the values of a target that a loss reads, J a teacher's tokens of a place, R the J + 1
+log-probs of these and of all others, 3 the axes of a position, 5 the columns of a token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.batches.micro_batch import TEACHER_FIELDS, MicroBatch
 from megatron_vlm.distributed.device import CopyStream
 from megatron_vlm.model.router import Routing, real_places
 from megatron_vlm.model.stage_model import StageModel
@@ -75,6 +75,9 @@ class StageInput:
     values_MF: Tensor | None = None
     weights_M: Tensor | None = None
     rows: "RowInputs | None" = None  # set if a loss reads rows
+    # A teacher's most likely tokens of each place, and the log-probs of these and of all others.
+    teacher_ids_NJ: Tensor | None = None
+    teacher_log_probs_NR: Tensor | None = None
     number: int = 0  # number of this micro-batch in the step
     routing: Routing | None = None  # set if there are experts
 
@@ -85,6 +88,16 @@ class StageInput:
     @property
     def position_ids_3BS(self) -> Tensor:
         return self.tokens_BS5[..., 2:].permute(2, 0, 1).long()
+
+    @property
+    def teacher(self) -> tuple[Tensor, Tensor]:
+        """A teacher's tokens [N, J] and log-probs [N, R]. A batch without supervised places, such
+        as a filler, has none."""
+        if self.teacher_ids_NJ is None or self.teacher_log_probs_NR is None:
+            device = self.tokens_BS5.device
+            no_ids = torch.zeros(0, 1, dtype=torch.int32, device=device)
+            return no_ids, torch.zeros(0, 2, device=device)
+        return self.teacher_ids_NJ, self.teacher_log_probs_NR
 
     def values_M(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the values of the targets by name. A batch without targets needs no values."""
@@ -115,7 +128,7 @@ def stage_input(
     if chunk.post_process:
         row_N, column_N = batch.supervised
         parts["places_N"] = move(column_N * len(batch.lengths) + row_N)
-        for name in ("targets_M", "of_M", "values_MF", "weights_M"):
+        for name in ("targets_M", "of_M", "values_MF", "weights_M", *TEACHER_FIELDS):
             parts[name] = moved(getattr(batch, name))
         if batch.examples_R2 is not None:
             parts["rows"] = RowInputs.from_batch(batch, move)

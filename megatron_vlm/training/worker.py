@@ -279,7 +279,7 @@ class MegatronWorker:
         check_divisor(call.divisor)
         objective = Objective.create(call.loss, call.options)
         batches = self.micro_batches(batch, objective.value_names)
-        objective.check_targets(batches)
+        objective.check_batches(batches)
         check_built(self.chunks[0].config, self.dims)
         step = partial(self._loss_step, objective)
         model = self.stage, self.gradients, self.cfg.model
@@ -370,5 +370,6 @@ class MegatronWorker:
         number = self.gradients.micro_batches + batch.number  # among all micro-batches of the step
         where = self.cfg.train.seed, self.steps, self.grid.dp.rank, number
         with dropout_rng(*where):
-            output = self.stage.predict(chunk, batch, objective.extra_output)
+            head = objective.extra_output, objective.temperature
+            output = self.stage.predict(chunk, batch, *head)
         return output, partial(loss_of, objective, batch)

@@ -4,8 +4,8 @@ Shapes: S tokens of a row, B rows of a micro-batch (S is then the longest row), 
 of all images, C values of a patch, 3 the axes time, height, width, 5 the columns of a token: its
 id, its target (the token that it predicts) and its position on three axes, F the values of a token
 that a loss reads, J targets of a position, N supervised positions, M their targets (N of them,
-unless positions have several), T the tokens of all rows, L decoder layers with experts, K experts
-of a token.
+unless positions have several), R a teacher's log-probs of J tokens and of all others, T the tokens
+of all rows, L decoder layers with experts, K experts of a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,6 +52,10 @@ class MicroBatch:
     # float64, of each row: the derivative of the loss of the global batch by its log-prob, and its
     # share of that loss. For losses that compare all rows of a global batch.
     surrogate_R2: Tensor | None = None
+    # A teacher's most likely tokens at each of the N positions (int32), and its log-probs of these
+    # and of all others together.
+    teacher_ids_NJ: Tensor | None = None
+    teacher_log_probs_NR: Tensor | None = None
     # Targets of all rows, if a row has several at a position. IGNORE fills shorter lists.
     targets_BSJ: Tensor | None = None
     values_BSJF: Tensor | None = None  # values of these targets, which replace values_BSF
@@ -151,6 +155,17 @@ class MicroBatch:
                 remedy=f"place and collate its rows with value_names={tuple(names)}",
             )
 
+    def check_teacher(self, where: str) -> None:
+        """Raise a DataError if the batch has supervised tokens but not a teacher's."""
+        if self.num_supervised and self.teacher_ids_NJ is None:
+            raise DataError(
+                "is missing: the loss compares the model with a teacher at each supervised token",
+                place=where,
+                key="teacher_ids",
+                remedy="score the data with megatron-vlm score and top_k, and name the folder in "
+                "data.teacher",
+            )
+
     def log_probs_by_row(self, log_probs_M: Tensor) -> list[Tensor]:
         """Return the log-probs of the targets of each row: [S], each at its own token, or in the
         shape and the order of the row's targets."""
@@ -170,8 +185,12 @@ class MicroBatch:
         ]
 
 
+TEACHER_FIELDS = ("teacher_ids_NJ", "teacher_log_probs_NR")
 VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
-LOSS_FIELDS = ("values_BSF", "weights_BS", "values_BSJF", "examples_R2", "reference_R")
+LOSS_FIELDS = (
+    *("values_BSF", "weights_BS", "values_BSJF", "examples_R2", "reference_R"),
+    *TEACHER_FIELDS,
+)
 
 
 def collate(
@@ -211,6 +230,7 @@ def collate(
             for row, length in zip(rows, lengths, strict=True)
         ]
         optional["weights_BS"] = pad_sequence(weights, batch_first=True)
+    optional |= _concatenate_teacher([row.row for row in rows if row.is_supervised])
     optional["routing_TLK"] = _concatenate_routing([row.row.routing_SLK for row in rows], lengths)
     return MicroBatch(tokens_BS5, lengths, tuple(places), **optional)
 
@@ -305,6 +325,25 @@ def _concatenate_routing(
         for each, length in zip(routing_of_rows, lengths, strict=True)
     ]
     return torch.cat([piece.to(torch.int32) for piece in pieces])
+
+
+def _concatenate_teacher(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Concatenate what a teacher has for the supervised tokens of these rows, row by row."""
+    pairs = [(row.teacher_ids_NJ, row.teacher_log_probs_NR) for row in rows]
+    present = [(ids, log_probs) for ids, log_probs in pairs if ids is not None]
+    if not present:
+        return {}
+    if len(present) < len(rows) or len({ids.shape[1] for ids, _ in present}) > 1:
+        raise DataError(
+            "has several widths, or is missing, in rows of one micro-batch",
+            key="teacher_ids",
+            remedy="give the same number of tokens for each supervised token of all rows",
+        )
+    columns = zip(*present, strict=True)
+    return {
+        name: torch.cat([tensor for tensor in column if tensor is not None])
+        for name, column in zip(TEACHER_FIELDS, columns, strict=True)
+    }
 
 
 def _cat(tensors: Sequence[Tensor | None], name: str) -> Tensor | None:

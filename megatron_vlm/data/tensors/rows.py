@@ -20,6 +20,8 @@ FIELDS = {
     "video_grid_thw": "video_grid_I3",
     "loss_weights": "loss_weights_S",
     "routing": "routing_SLK",
+    "teacher_ids": "teacher_ids_NJ",
+    "teacher_log_probs": "teacher_log_probs_NR",
     "targets": "targets",
 }
 PIXEL_FIELDS = ("pixel_values", "pixel_values_videos")

@@ -3,7 +3,8 @@
 Shapes: S tokens of a row, I images, P patches of all images, C values of a patch, 3 the axes time,
 height, width, 5 the columns of a token: its id, its target (the token that it predicts) and its
 position on three axes, F the values of a token that a loss reads, J targets of a position, L
-decoder layers with experts, K experts of a token.
+decoder layers with experts, K experts of a token, N supervised tokens, R a teacher's log-probs of
+J tokens and of all others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from megatron_vlm.data.tokens.mrope_positions import GridQueue
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import Tokens
 
+PROBABILITY_TOLERANCE = 1e-3  # by which a teacher's probabilities may miss 1: those of bf16 do
 IGNORE = -100  # a label that carries no loss, as in Hugging Face
 
 
@@ -28,6 +30,9 @@ class Row:
     Pixels are floats as the image processor returns them, or bytes as `image_patches` does.
     `routing_SLK` has the experts of each token, in place of the routers' choice. With -1 the
     routers choose for a token, and with None for all tokens.
+
+    A row to be distilled has, for each supervised token in order, the most likely tokens of a
+    teacher and its log-probs of these and of all others together.
 
     A row may have `targets` in place of labels: [S], the token that each position predicts, or [S,
     J], several ids that it may predict; IGNORE fills the rest. Values then have the shape and the
@@ -42,6 +47,8 @@ class Row:
     values_S: Mapping[str, Tensor] = field(default_factory=dict)
     loss_weights_S: Tensor | None = None
     routing_SLK: Tensor | None = None
+    teacher_ids_NJ: Tensor | None = None
+    teacher_log_probs_NR: Tensor | None = None
     targets: Tensor | None = None
 
     def check_pixels(self, where: str) -> None:
@@ -74,6 +81,11 @@ class PlacedRow:
     targets_SJ: np.ndarray | None = None
     values_SJF: np.ndarray | None = None
 
+    @property
+    def is_supervised(self) -> bool:
+        """True if any position has a target."""
+        return bool((self.tokens_S5[:, 1] != IGNORE).any())
+
 
 def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -> PlacedRow:
     """Check every image against its placeholders, shift the labels and compute the positions. Only
@@ -88,6 +100,7 @@ def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -
     check_ids(row.ids_S.numpy(), tokens, where, "ids")
     targets = _targets(row, tokens, where)
     row.check_pixels(where)
+    _check_teacher(row, targets, tokens, where)
     if row.routing_SLK is not None and len(row.routing_SLK) != len(row.ids_S):
         raise DataError(
             f"has shape {tuple(row.routing_SLK.shape)}, and ids has {tuple(row.ids_S.shape)}",
@@ -136,6 +149,40 @@ def _targets(row: Row, tokens: Tokens, where: str) -> np.ndarray:
         )
     check_ids(np.where(targets == IGNORE, 0, targets), tokens, where, "targets")
     return targets
+
+
+def _check_teacher(row: Row, targets: np.ndarray, tokens: Tokens, where: str) -> None:
+    """Raise a DataError if a teacher's tokens and log-probs do not belong to the supervised tokens,
+    or are no distribution."""
+    ids_NJ, log_probs_NR = row.teacher_ids_NJ, row.teacher_log_probs_NR
+    if ids_NJ is None and log_probs_NR is None:
+        return
+    count = int((targets != IGNORE).sum()) if targets.ndim == 1 else 0
+    shapes = [() if part is None else tuple(part.shape) for part in (ids_NJ, log_probs_NR)]
+    width = shapes[0][1] if len(shapes[0]) == 2 else 0
+    if ids_NJ is None or log_probs_NR is None or shapes != [(count, width), (count, width + 1)]:
+        raise DataError(
+            f"and teacher_log_probs have the shapes {shapes[0]} and {shapes[1]}, and the row has "
+            f"{count} supervised tokens",
+            place=where,
+            key="teacher_ids",
+            remedy=f"give [{count}, J], J tokens for each supervised token in order, and "
+            f"[{count}, J + 1], their log-probs and that of all other tokens together",
+        )
+    check_ids(ids_NJ.numpy(), tokens, where, "teacher_ids")
+    ordered_NJ = ids_NJ.sort(dim=1).values
+    if (ordered_NJ[:, 1:] == ordered_NJ[:, :-1]).any():
+        raise DataError("has a token twice in one place", place=where, key="teacher_ids")
+    sums_N = log_probs_NR.double().exp().sum(dim=1)
+    if not bool(((sums_N - 1).abs() <= PROBABILITY_TOLERANCE).all()):
+        worst = int((sums_N - 1).abs().nan_to_num(torch.inf).argmax())
+        raise DataError(
+            f"has probabilities whose sum is {float(sums_N[worst]):.6g}, and not 1",
+            place=where,
+            key=f"teacher_log_probs[{worst}]",
+            remedy="give natural logarithms of the probabilities of the tokens of teacher_ids, and "
+            "of all others together",
+        )
 
 
 def check_ids(ids: np.ndarray, tokens: Tokens, where: str, name: str = "tokens") -> None:
@@ -222,7 +269,8 @@ def continue_row(prompt: Row, ids: Sequence[int], **values: float) -> Row:
     labels_S = torch.cat([torch.full_like(prompt.ids_S, IGNORE), answer_S])
     values_S = {name: torch.full(ids_S.shape, value) for name, value in values.items()}
     new = {"ids_S": ids_S, "labels_S": labels_S, "values_S": values_S}
-    return replace(prompt, **new, loss_weights_S=None, routing_SLK=None, targets=None)  # type: ignore[arg-type]
+    others = ("loss_weights_S", "routing_SLK", "teacher_ids_NJ", "teacher_log_probs_NR", "targets")
+    return replace(prompt, **new, **dict.fromkeys(others))  # type: ignore[arg-type]
 
 
 def cut_row(row: Row, end: int, tokens: Tokens) -> Row:
