@@ -6,7 +6,7 @@ import sys
 from megatron_vlm.distributed.process import DEBUG, ended_by_signals, print_to_user
 from megatron_vlm.errors import MegatronVLMError, sentences
 
-_RUNS = ("train", "rl", "eval", "serve")  # commands that schedulers stop and start again
+_RUNS = ("train", "rl", "eval", "score", "serve")  # commands that schedulers stop and start again
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -25,6 +25,7 @@ from megatron_vlm.commands.dry_run.dry_run_arguments import (
 from megatron_vlm.commands.eval import add_arguments, held_in_place, locate, run_eval
 from megatron_vlm.commands.plan.plan_arguments import add_plan_arguments
 from megatron_vlm.commands.rl import add_rl_arguments, rl
+from megatron_vlm.commands.score import add_score_arguments, score
 from megatron_vlm.commands.serve import (
     add_serve_arguments,
     add_serve_key_arguments,
@@ -65,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_serve_arguments(_command(commands, serve, has_keys=True))
     add_serve_key_arguments(_command(commands, serve_key))
     _eval_arguments(_command(commands, _eval))
+    add_score_arguments(_command(commands, score))
     _export_arguments(_command(commands, _export))
     _push_arguments(_command(commands, _push))
     add_chat_arguments(_command(commands, _chat))

@@ -196,6 +196,26 @@ def _check_sources(data: DataConfig) -> None:
             f": streams share one image_root, and these have {', '.join(sorted(roots))}",
             key="data.train",
         )
+    _check_teacher(data)
+
+
+def _check_teacher(data: DataConfig) -> None:
+    """Refuse targets of a teacher for records that are not known ahead, and a number of targets of
+    no teacher."""
+    if data.teacher is None and data.teacher_top_k is not None:
+        raise ConfigError(
+            ": there is no teacher",
+            key="data.teacher_top_k",
+            found=data.teacher_top_k,
+            remedy="give data.teacher, a folder of megatron-vlm score",
+        )
+    if data.teacher is not None and any(spec.streaming for spec in data.train):
+        raise ConfigError(
+            "has scores of records, and those of a stream are not known ahead",
+            key="data.teacher",
+            found=data.teacher,
+            remedy="download the data, and give its files",
+        )
 
 
 def _check_switches(cfg: Config) -> None:

@@ -24,7 +24,7 @@ _OTHER_COMMANDS = {
     _REWARDS: "grpo ppo rlhf gspo dapo rloo reinforce",
     _PREFERENCES: "dpo ipo kto orpo simpo cpo bco",
     _NO_REWARD_MODEL: "rm reward",
-    _SCORES: "evaluate evaluation test score benchmark validate",
+    _SCORES: "evaluate evaluation test benchmark validate",
     "did you mean eval? Its option --predictions FILE writes the answers": "predict",
     _CHATS: "infer inference generate demo webchat webui web-ui app ask",
     "did you mean export? With --as merged it merges adapters into the model": (

@@ -124,6 +124,8 @@ class DataConfig:
     max_errors: Count = 100  # records that may be skipped; one more stops the run
     cache_dir: str | None = "~/.cache/megatron_vlm"  # folder of encoded text; null: no cache
     num_workers: Count = 2  # worker processes of each replica that decode ahead of the step
+    teacher: str | None = None  # folder of megatron-vlm score, for train.objective=distill
+    teacher_top_k: Natural | None = None  # tokens to learn of each place; null: all that it has
     prefetch: Natural = 2  # batches that each worker process keeps ready
     shuffle: bool = True  # false: keep the order of the files
     shuffle_window: Natural = 1000  # records of a stream that are shuffled together

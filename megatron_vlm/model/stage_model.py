@@ -225,7 +225,8 @@ class StageModel(GPTModel):
         given_NJ: Tensor | None = None,
     ) -> Tensor:
         """Apply the head at supervised positions only, because the others carry no loss. With the
-        `given` tokens of each, the result is that of `predict_lumped`."""
+        `given` tokens of each, the result is that of `predict_lumped`. With labels and `likeliest`
+        the likeliest tokens are given, and the result begins with their ids, in float64."""
         weight = self.head_weight
         places_N = loss_mask
         if places_N is None or places_N.dim() == 2:
@@ -244,7 +245,14 @@ class StageModel(GPTModel):
             products.append(adapters.factors(hidden_NH))
         vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
         if likeliest is not None:
-            return likeliest_tokens(products, *likeliest, vocab, tp_group)
+            top_NJ2 = likeliest_tokens(products, *likeliest, vocab, tp_group)
+            if labels is None:
+                return top_NJ2
+            ids_NJ = top_NJ2[..., 0]
+            log_probs = predict_lumped(
+                products, labels, ids_NJ.long(), vocab, tp_group, likeliest[1]
+            )
+            return torch.cat([ids_NJ, log_probs.double()], dim=1)
         assert labels is not None
         if also == "lumped":
             assert given_NJ is not None

@@ -66,6 +66,8 @@ def fingerprint(data: DataSet | StreamSet, cfg: Config) -> Fingerprint:
         order, whole = _order_of_set(data), _digest(*_parts(data))
         tokens = [index.tokens.tobytes() for index in data.indexes]
         rows["set of sample lengths in data.train"] = _digest(*tokens)
+        if data.teacher is not None:
+            rows["content of data.teacher"] = data.teacher.digest
     return Fingerprint(order, rows, whole)
 
 

@@ -3,7 +3,7 @@ stages."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from megatron_vlm.model.log_probs import ExtraOutput
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.expert_routing import routing_of_rows, routing_tables
 from megatron_vlm.training.stage_inputs import StageInput, arrivals
+
+OfRow = TypeVar("OfRow")
 
 # A forward step takes an iterator of items and a chunk. It returns the stage's output and a
 # function that reads the output of the last stage. For a backward that function returns (scaled
@@ -164,7 +166,7 @@ class Stage:
         with self.evaluating():
             outputs = self.run(batches, step, forward_only=True)
         sizes = [len(batch.supervised[0]) for batch in batches]
-        pieces = self._from_last(outputs, sizes, torch.empty(0, count, 2, dtype=torch.double))
+        pieces = self.share_last(outputs, sizes, torch.empty(0, count, 2, dtype=torch.double))
 
         def rows(batch: MicroBatch, piece: Tensor) -> list[Tensor]:
             spread = piece.new_zeros(*batch.tokens_BS5.shape[:2], count, 2)
@@ -172,7 +174,7 @@ class Stage:
             lengths = batch.lengths
             return [row[:length].clone() for row, length in zip(spread, lengths, strict=True)]
 
-        return _by_place(batches, map(rows, batches, pieces))
+        return rows_by_place(batches, map(rows, batches, pieces))
 
     def routing(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the experts [S, L, K] of each token of each row, on every rank of the replica.
@@ -195,10 +197,10 @@ class Stage:
     ) -> list[Tensor]:
         """Return the last stage's log-probs [M] of each micro-batch, by row, on every rank."""
         counts = [batch.num_supervised for batch in batches]
-        pieces = self._from_last(outputs, counts, torch.empty(0))
-        return _by_place(batches, map(MicroBatch.log_probs_by_row, batches, pieces))
+        pieces = self.share_last(outputs, counts, torch.empty(0))
+        return rows_by_place(batches, map(MicroBatch.log_probs_by_row, batches, pieces))
 
-    def _from_last(
+    def share_last(
         self, outputs: Sequence[Tensor], sizes: Sequence[int], like: Tensor
     ) -> tuple[Tensor, ...]:
         """Send the last stage's output for each micro-batch to the host of every rank. `sizes` are
@@ -235,7 +237,7 @@ def pass_through(output: Tensor, non_loss_data: bool = True) -> Any:
     return output
 
 
-def _by_place(batches: Sequence[MicroBatch], rows: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+def rows_by_place(batches: Sequence[MicroBatch], rows: Iterable[Sequence[OfRow]]) -> list[OfRow]:
     """Return the rows of micro-batches in the order of the batch that they were cut from."""
     row_at = {
         place: row

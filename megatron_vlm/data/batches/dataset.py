@@ -4,7 +4,8 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.held_out import choose_held_out
 from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.data.scores.teacher_targets import TeacherTargets
 from megatron_vlm.data.sources.source import Source, open_source
 from megatron_vlm.data.sources.stream import open_stream
 from megatron_vlm.data.tokens.index import Index, build_index, check_errors
@@ -100,6 +102,7 @@ class DataSet:
     work: WorkModel
     # For each source, of each sample's rows [samples, rows]: see training/reference.py.
     reference_log_probs: tuple[np.ndarray, ...] | None = None
+    teacher: TeacherTargets | None = None
     known_ahead = True
 
     @property
@@ -138,7 +141,10 @@ class DataSet:
         """Return the rows of the sample with their pixels."""
         source, sample = handle
         reader, index = self.readers[source], self.indexes[source]
-        return reader.rows(self.raw(handle), self.where(handle), index.example(sample))
+        teach = None
+        if self.teacher is not None:
+            teach = partial(self.teacher.taught, digest=int(index.digests[sample]))
+        return reader.rows(self.raw(handle), self.where(handle), index.example(sample), teach)
 
     def row(self, handle: Handle) -> PlacedRow:
         """Return the first row of the sample with its pixels: its only one, or the chosen answer
@@ -257,4 +263,16 @@ def open_data(
             data=data,
             key=key,
         )
-    return data
+    return _with_teacher(data, cfg) if kind == "chat" else data
+
+
+def _with_teacher(data: DataSet, cfg: DataConfig) -> DataSet:
+    """Return the data with the targets of data.teacher, if there is one. Each sample must have its
+    own."""
+    if cfg.teacher is None:
+        return data
+    vocabulary = data.readers[0].encoder.renderer.tokenizer.get_vocab()
+    teacher = TeacherTargets.open(cfg.teacher, cfg.teacher_top_k, vocabulary)
+    for source, index in enumerate(data.indexes):
+        teacher.check(index, lambda sample, source=source: data.where((source, sample)))  # type: ignore[misc]
+    return replace(data, teacher=teacher)

@@ -32,6 +32,8 @@ from megatron_vlm.family.spec import ModelSizes, Tokens
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.io.untrusted import home_path
 
+Teach = Callable[[Row, Sample, str], Row]  # of a sample from the record at a place
+
 
 @dataclass(frozen=True)
 class Reader:
@@ -119,14 +121,17 @@ class Reader:
         """Return the sample of a record of one chat with its pixels."""
         return self.row_of_chat(self.parse(raw, where), sample)
 
-    def rows(self, raw: object, where: str, example: Example) -> list[PlacedRow]:
-        """Return the rows of a record with their pixels."""
+    def rows(
+        self, raw: object, where: str, example: Example, teach: Teach | None = None
+    ) -> list[PlacedRow]:
+        """Return the rows of a record with their pixels. `teach` adds the targets of a teacher."""
         chats = self.chats(raw, where)
         return [
-            self.row_of_chat(chat, sample) for (chat, _), sample in zip(chats, example, strict=True)
+            self.row_of_chat(chat, sample, teach)
+            for (chat, _), sample in zip(chats, example, strict=True)
         ]
 
-    def row_of_chat(self, record: Record, sample: Sample) -> PlacedRow:
+    def row_of_chat(self, record: Record, sample: Sample, teach: Teach | None = None) -> PlacedRow:
         """Return the sample of a parsed chat with its pixels."""
         where = record.where
         images = _read(record.media(Image), sample.image_grids, self.picture, f"{where}: image")
@@ -135,6 +140,7 @@ class Reader:
         labels_S = torch.where(torch.from_numpy(sample.trained_S), ids_S, IGNORE)
         weights_S = None if sample.weights_S is None else torch.from_numpy(sample.weights_S)
         row = replace(Row(ids_S, labels_S, *images, *videos), loss_weights_S=weights_S)
+        row = row if teach is None else teach(row, sample, where)
         return place_row(row, self.tokens, where)
 
     def picture(self, image: Image, where: str) -> Tensor:

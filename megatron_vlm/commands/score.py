@@ -1,0 +1,177 @@
+"""`megatron-vlm score WHERE KEY=VALUE ... --out DIR`: log-probs of a data set by any model, and the
+targets of its students."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_vlm.commands.eval import held_in_place, locate
+from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
+from megatron_vlm.config.checks import require
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.fork_server import start_server
+from megatron_vlm.distributed.dims import loads_data
+from megatron_vlm.distributed.process import (
+    print_to_user,
+    rank_of_process,
+    run_process,
+    world_of_process,
+)
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.untrusted import home_path
+from megatron_vlm.run.resolve_model import with_commit
+from megatron_vlm.training.preflight import check_run
+
+if TYPE_CHECKING:
+    from megatron_vlm.training.worker import MegatronWorker
+
+
+def add_score_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command and of each of its processes."""
+    parser.add_argument(
+        "where",
+        metavar="WHERE",
+        help="a Hugging Face folder, an adapter or a name on the Hub; or a run or one of its "
+        "checkpoints, with its configuration",
+    )
+    add_overrides(parser)
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        required=True,
+        help="folder to write; one that is not complete is continued",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="also store the K likeliest tokens at each supervised token, for the training of "
+        "students (default: 0)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="divide the logits of these tokens by T (default: 1)",
+    )
+
+
+def score(args: argparse.Namespace) -> int:
+    """write a model's log-probs of a data set, and targets for students
+
+    Score every record of data.train and data.eval: the log-prob of each supervised token and, with
+    --top-k, the tokens that the model finds likeliest there, from which data.teacher=DIR
+    distillation learns. Print one line of JSON per source, a table, and the records with the
+    highest perplexity.
+
+    example: megatron-vlm score Qwen/Qwen3-VL-32B-Instruct data.train=chats.jsonl --top-k 64
+    --out teacher
+
+    The command continues where an earlier one was stopped. A folder with scores of other data, of
+    another model or with other options is refused.
+    """
+    file, arguments = read_configuration(args)
+    _check_options(args)
+    with held_in_place(args.where) as where:
+        cfg, _ = locate(where, args.overrides, file, needs="model.path")
+        _check_data(cfg)
+        check_run(cfg)
+        arguments = [where, *with_commit(arguments, cfg), "--out", args.out]
+        arguments += ["--top-k", str(args.top_k), "--temperature", str(args.temperature)]
+        from megatron_vlm.distributed.launch.launch import launch
+
+        return launch(cfg, "megatron_vlm.commands.score", run_score, arguments)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options that cannot be."""
+    if args.top_k < 0:
+        raise ConfigError(key="--top-k", found=args.top_k, allowed="0 or above")
+    if not 0 < args.temperature < float("inf"):
+        raise ConfigError(key="--temperature", found=args.temperature, allowed="more than 0")
+
+
+def _check_data(cfg: Config) -> None:
+    if not cfg.data.eval:
+        require(cfg, "data.train")
+    for spec in cfg.data.train:
+        if spec.streaming:
+            raise ConfigError(
+                "is a stream: its records are not known ahead, so that none could be found again",
+                key="data.train",
+                found=spec.path,
+                remedy="download the data, and give its files",
+            )
+
+
+def run_score(arguments: Sequence[str]) -> int:
+    """Score on one rank."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_score_arguments(parser)
+    args = parse_arguments(parser, arguments)
+    file, _ = read_configuration(args)
+    _check_options(args)
+    cfg, checkpoint = locate(args.where, args.overrides, file, needs="model.path")
+    _check_data(cfg)
+    with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+        _score(cfg, checkpoint, args, watchdog)
+    return 0
+
+
+def _score(
+    cfg: Config, checkpoint: Path | None, args: argparse.Namespace, watchdog: Watchdog
+) -> None:
+    if cfg.data.num_workers and loads_data(cfg.parallel, rank_of_process(), world_of_process()):
+        start_server()  # the server imports at the same time as this process
+    import torch.distributed as dist
+
+    from megatron_vlm.checkpoint.save_load import load
+    from megatron_vlm.run.scoring.score_data import Scorer, ScoreSettings
+    from megatron_vlm.run.scoring.score_tables import print_tables, summarize
+    from megatron_vlm.training.worker import MegatronWorker
+
+    worker = MegatronWorker(cfg, training=False, watchdog=watchdog)
+    if checkpoint is not None:
+        watchdog.begin_phase(0, "loading the checkpoint", files=True)
+        load(worker, checkpoint)
+    vocab = worker.source.sizes.text.vocab
+    if args.top_k > vocab:
+        raise ConfigError(key="--top-k", found=args.top_k, allowed=range(vocab + 1))
+    settings = ScoreSettings(args.top_k, args.temperature)
+    folder = home_path(args.out)
+    scorer = Scorer(worker, cfg, folder, settings, _weights_digest(worker, checkpoint))
+    watchdog.begin_phase(0, "scoring")
+    is_first = dist.get_rank() == 0
+    if is_first and (present := len(scorer.index.files) - scorer.missing):
+        print_to_user(f"{folder} has {present} of {len(scorer.index.files)} files already")
+    scorer.compute(lambda done, missing: print_to_user(f"wrote file {done} of {missing}"))
+    if is_first:
+        lines, worst = summarize(scorer)
+        scorer.finish(lines)
+        for line in lines:
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+        print_tables(lines, worst)
+
+
+def _weights_digest(worker: "MegatronWorker", checkpoint: Path | None) -> str:
+    """Return a digest of the weights that compute the scores."""
+    from megatron_vlm.checkpoint.manifest import COMPLETE
+    from megatron_vlm.io.atomic import digest_of
+
+    digest = worker.base_digest
+    if checkpoint is not None:
+        digest += f" {digest_of(checkpoint / COMPLETE)}"
+    if (adapter := worker.cfg.lora.path) is not None:
+        for file in sorted(home_path(adapter).glob("adapter_model.*")):
+            digest += f" {digest_of(file)}"
+    return digest
+
+
+if __name__ == "__main__":
+    sys.exit(run_process(run_score, sys.argv[1:]))

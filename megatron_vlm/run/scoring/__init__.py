@@ -1,0 +1,1 @@
+"""Scores of whole data sets by a model: `megatron-vlm score`."""

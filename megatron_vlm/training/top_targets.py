@@ -1,0 +1,56 @@
+"""What a model says about the supervised tokens of rows: the log-probs of the tokens themselves,
+and the targets of a student that learns from this model.
+
+Shapes: N supervised tokens of a row, J the likeliest tokens of each, R these and all others.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.training.pipeline import Stage, pass_through, rows_by_place
+from megatron_vlm.training.stage_inputs import StageInput
+
+
+@dataclass(frozen=True)
+class TopTargets:
+    """A model's view of a row's supervised tokens, in order."""
+
+    label_log_probs_N: Tensor  # float32, at temperature 1
+    ids_NJ: Tensor  # int32, the likeliest tokens in falling order; J may be 0
+    log_probs_NR: Tensor  # float32, of these tokens and of all others, at a temperature
+
+
+def top_targets(
+    stage: Stage, batches: Sequence[MicroBatch], count: int, temperature: float
+) -> list[TopTargets]:
+    """Return the targets of each row of the batches, with `count` tokens, on the host of every rank
+    of the replica. Replicas that share experts call it together; a replica that has nothing to
+    score passes no batches."""
+
+    def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+        batch = next(data)
+        if not count:
+            return stage.predict(chunk, batch)[..., None], pass_through
+        heads = {"labels": batch.targets_M, "loss_mask": batch.places_N}
+        return stage.call(chunk, batch, **heads, likeliest=(count, temperature)), pass_through
+
+    with stage.evaluating():
+        outputs = stage.run(batches, step, forward_only=True)
+    widths = [count, 1, count + 1] if count else [0, 1, 0]
+    sizes = [len(batch.supervised[0]) for batch in batches]
+    pieces = stage.share_last(outputs, sizes, torch.empty(0, sum(widths), dtype=torch.double))
+
+    def rows(batch: MicroBatch, piece: Tensor) -> list[TopTargets]:
+        counts = torch.bincount(batch.supervised[0], minlength=len(batch.lengths))
+        split = (part.split(widths, dim=1) for part in piece.split(counts.tolist()))
+        return [
+            TopTargets(label_N1[:, 0].float(), ids_NJ.int(), log_probs_NR.float())
+            for ids_NJ, label_N1, log_probs_NR in split
+        ]
+
+    return rows_by_place(batches, map(rows, batches, pieces))
