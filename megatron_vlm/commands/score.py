@@ -5,10 +5,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vlm.commands.eval import held_in_place, locate
+from megatron_vlm.config import ConfigFile
 from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
 from megatron_vlm.config.checks import require
 from megatron_vlm.config.schema import Config
@@ -79,8 +81,7 @@ def score(args: argparse.Namespace) -> int:
     file, arguments = read_configuration(args)
     _check_options(args)
     with held_in_place(args.where) as where:
-        cfg, _ = locate(where, args.overrides, file, needs="model.path")
-        _check_data(cfg)
+        cfg, _ = _locate(where, args, file)
         check_run(cfg)
         arguments = [where, *with_commit(arguments, cfg), "--out", args.out]
         arguments += ["--top-k", str(args.top_k), "--temperature", str(args.temperature)]
@@ -95,6 +96,16 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError(key="--top-k", found=args.top_k, allowed="0 or above")
     if not 0 < args.temperature < float("inf"):
         raise ConfigError(key="--temperature", found=args.temperature, allowed="more than 0")
+
+
+def _locate(
+    where: str, args: argparse.Namespace, file: ConfigFile | None
+) -> tuple[Config, Path | None]:
+    """Return the configuration, whose data can be scored, and the checkpoint to load. The scores of
+    a model do not depend on its teacher."""
+    cfg, checkpoint = locate(where, args.overrides, file, needs="model.path")
+    _check_data(cfg)
+    return replace(cfg, data=replace(cfg.data, teacher=None, teacher_top_k=None)), checkpoint
 
 
 def _check_data(cfg: Config) -> None:
@@ -117,8 +128,7 @@ def run_score(arguments: Sequence[str]) -> int:
     args = parse_arguments(parser, arguments)
     file, _ = read_configuration(args)
     _check_options(args)
-    cfg, checkpoint = locate(args.where, args.overrides, file, needs="model.path")
-    _check_data(cfg)
+    cfg, checkpoint = _locate(args.where, args, file)
     with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         _score(cfg, checkpoint, args, watchdog)
     return 0

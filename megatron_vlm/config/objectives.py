@@ -36,6 +36,7 @@ OBJECTIVES: dict[ObjectiveName, ObjectiveSpec] = {
     "orpo": ObjectiveSpec("pair", ("orpo",), sft_coef=1.0),
     "simpo": ObjectiveSpec("pair", ("simpo",)),
     "cpo": ObjectiveSpec("pair", ("cpo", "hinge", "ipo"), sft_coef=1.0),
+    "distill": ObjectiveSpec("chat"),
 }
 # The loss of an example depends on the whole global batch.
 BATCH_LOSSES = frozenset({"aot", "aot_unpaired"})
@@ -89,7 +90,8 @@ def check_objective(cfg: Config) -> None:
             "has a loss twice", key="preference.losses", found=list(preference.losses)
         )
     _check_weights(cfg)
-    if name == "sft":
+    _check_distill(cfg)
+    if spec.records == "chat":
         return
     if cfg.data.train_on not in ("all_assistant", "last_assistant"):
         raise ConfigError(
@@ -122,6 +124,32 @@ def _check_weights(cfg: Config) -> None:
         )
     if weights and not any(weights):
         raise ConfigError("is 0 for each loss", key="preference.loss_weights")
+
+
+def _check_distill(cfg: Config) -> None:
+    """Refuse distillation without a teacher, and a teacher of nothing."""
+    distill, teacher, is_distilled = cfg.distill, cfg.data.teacher, cfg.train.objective == "distill"
+    if is_distilled and teacher is None:
+        raise ConfigError(
+            "is not set",
+            key="data.teacher",
+            remedy="train.objective=distill learns from a folder that megatron-vlm score has "
+            "written with --top-k",
+        )
+    if teacher is not None and not is_distilled:
+        raise ConfigError(
+            f"has no effect with train.objective={cfg.train.objective}",
+            key="data.teacher",
+            found=teacher,
+            remedy="give train.objective=distill",
+        )
+    if distill.beta != 0.5 and distill.divergence != "jsd":
+        raise ConfigError(
+            f"has no effect with distill.divergence={distill.divergence}",
+            key="distill.beta",
+            found=distill.beta,
+            remedy="give distill.divergence=jsd",
+        )
 
 
 def _check_smoothing(cfg: Config) -> None:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from megatron_vlm.config.bounds import AboveZero, Decay, NonNegative
 
-ObjectiveName = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo"]
+ObjectiveName = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "distill"]
 Reference = Literal["auto", "keep", "adapters_off", "model"]
 # What a record of data.train is: a chat; a prompt for samples; a prompt with a better and a worse
 # answer; an answer with the label good or bad.

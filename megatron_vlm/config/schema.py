@@ -26,6 +26,7 @@ from megatron_vlm.config.bounds import (
     ZeroOrOne,
 )
 from megatron_vlm.config.data_sources import EvalSource, SourceSpec
+from megatron_vlm.config.distill_config import DistillConfig
 from megatron_vlm.config.preference_config import ObjectiveName, PreferenceConfig, Reference
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -157,7 +158,7 @@ class OptimConfig:
 class TrainConfig:
     """Objective and length of training, and how a batch becomes a step."""
 
-    objective: ObjectiveName = "sft"  # what is learnt; all but sft: see docs/preferences.md
+    objective: ObjectiveName = "sft"  # what is learnt: docs/preferences.md, distillation.md
     reference: Reference = "auto"  # where log-probs of the initial model are from: see there
     steps: Natural | None = None  # optimizer steps; null: from train.epochs
     epochs: AboveZero32 = 1.0  # passes over the data; used if steps is null
@@ -310,6 +311,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -42,7 +42,7 @@ def check_run(cfg: Config, gpus: int | None = None) -> None:
     check_data(cfg, "data.train")
     check_data(cfg, "data.eval")
     if cfg.data.teacher is not None:
-        check_teacher(cfg.data.teacher, cfg.data.teacher_top_k)
+        check_teacher(cfg.data.teacher, cfg.data.teacher_top_k, cfg.distill.temperature)
     names = cfg.eval.candidates
     if isinstance(names, str) and _kind_of_path(names) == "nothing":
         raise ConfigError(

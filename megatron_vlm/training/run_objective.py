@@ -3,6 +3,7 @@
 from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.training.data_feed import StepData
+from megatron_vlm.training.distill_step import DistillObjective
 from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
@@ -17,8 +18,13 @@ class SupervisedObjective:
         return self.worker.forward_backward(batch.micro_batches)
 
 
-def objective_of(worker: MegatronWorker, cfg: Config) -> SupervisedObjective | PreferenceObjective:
+TrainObjective = SupervisedObjective | PreferenceObjective | DistillObjective
+
+
+def objective_of(worker: MegatronWorker, cfg: Config) -> TrainObjective:
     """Return the configured objective."""
+    if cfg.train.objective == "distill":
+        return DistillObjective(worker, cfg)
     if spec_of(cfg).records == "chat":
         return SupervisedObjective(worker)
     return PreferenceObjective(worker, cfg)

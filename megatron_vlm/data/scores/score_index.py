@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.errors import DataError
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.atomic import write_text
 from megatron_vlm.io.untrusted import UntrustedFile, home_path
 
@@ -119,9 +119,9 @@ def digest_vocabulary(tokens: Mapping[str, int]) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
-def check_teacher(folder: str, top_k: int | None) -> ScoreIndex:
-    """Read the index of a teacher's folder. Refuse one that is not complete, or that stores fewer
-    than `top_k` tokens for each supervised token."""
+def check_teacher(folder: str, top_k: int | None, temperature: float | None = None) -> ScoreIndex:
+    """Read the index of a teacher's folder. Refuse one that is not complete, that stores fewer than
+    `top_k` tokens for each supervised token, or that was written at another temperature."""
     index = ScoreIndex.read(folder)
     if not index.is_complete:
         raise DataError(
@@ -143,6 +143,14 @@ def check_teacher(folder: str, top_k: int | None) -> ScoreIndex:
             key="data.teacher_top_k",
             found=top_k,
             allowed=range(1, index.top_k + 1),
+        )
+    if temperature not in (None, index.temperature):
+        raise ConfigError(
+            f"is not the temperature {index.temperature:g} at which {folder} was written",
+            key="distill.temperature",
+            found=temperature,
+            remedy=f"give distill.temperature={index.temperature:g}, or score the data again with "
+            f"--temperature {temperature:g}",
         )
     return index
 

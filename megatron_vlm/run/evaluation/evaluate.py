@@ -27,14 +27,16 @@ from megatron_vlm.run.evaluation.held_out_sets import EvalSet
 from megatron_vlm.run.evaluation.measure import Answer, AnswerMeter, mean_scores, remarks_on
 from megatron_vlm.run.evaluation.scores import (
     AnswerDecoder,
+    distill_scores,
     generated_answers,
     preference_scores,
     rank_answers,
     token_scores,
 )
+from megatron_vlm.training.distill_step import DistillObjective
 from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.reference import with_reference
-from megatron_vlm.training.run_objective import SupervisedObjective
+from megatron_vlm.training.run_objective import TrainObjective
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -56,7 +58,7 @@ class Evaluator:
         self,
         worker: MegatronWorker,
         cfg: Config,
-        objective: SupervisedObjective | PreferenceObjective | None = None,
+        objective: TrainObjective | None = None,
         is_idle: bool = False,
     ):
         """Open the sets, or none of them if the evaluator is idle. The worker's watchdog is
@@ -96,6 +98,8 @@ class Evaluator:
         start, alive = time.perf_counter(), self.alive
         if isinstance(self.objective, PreferenceObjective):
             scores = preference_scores(held_out, self.objective, alive)
+        elif isinstance(self.objective, DistillObjective):
+            scores = distill_scores(held_out, self.objective, alive)
         else:
             scores = token_scores(held_out, alive)
         answers: list[Answer] = []

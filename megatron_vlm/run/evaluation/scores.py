@@ -21,6 +21,7 @@ from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import DataError
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet, Question
 from megatron_vlm.run.evaluation.measure import Answer, AnswerMeter
+from megatron_vlm.training.distill_step import DistillObjective
 from megatron_vlm.training.generate import candidate_log_probs, generate
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.preference_step import PreferenceObjective, finished_figures
@@ -54,6 +55,20 @@ def preference_scores(
         alive()
     count = max(sums.pop("examples", 0.0), 1.0)
     return finished_figures({name: value / count for name, value in sums.items()}, held_out.cfg)
+
+
+def distill_scores(
+    held_out: EvalSet, objective: DistillObjective, alive: Callable[[], None]
+) -> dict[str, float]:
+    """Return the mean loss of the supervised tokens of a set, and its parts. A collective."""
+    sums: dict[str, float] = {}
+    for batch in held_out.batches():
+        for name, value in objective.scores(batch.micro_batches).items():
+            sums[name] = sums.get(name, 0.0) + value
+        alive()
+    loss, weight, tokens = (sums.pop(name, 0.0) for name in ("loss", "weight", "tokens"))
+    means = {name: value / max(tokens, 1.0) for name, value in sums.items()}
+    return {"loss": loss / (weight or 1.0), **means}
 
 
 def generated_answers(

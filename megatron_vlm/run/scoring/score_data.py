@@ -71,8 +71,7 @@ class Scorer:
         weights: str,
     ):
         """Open the sets and the folder. `weights` is a digest of the model's weights."""
-        # A teacher of an earlier run is no matter of these scores, and every record counts once.
-        self.cfg = replace(cfg, data=replace(cfg.data, teacher=None, teacher_top_k=None))
+        self.cfg = cfg
         self.worker, self.folder, self.settings = worker, folder, settings
         self.device = worker.platform.device
         sets = [("data.train", cfg.data.train)] if cfg.data.train else []
