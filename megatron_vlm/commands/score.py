@@ -52,7 +52,7 @@ def add_score_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="K",
-        help="also store the K likeliest tokens at each supervised token, for the training of "
+        help="also store the K most likely tokens at each supervised token, for the training of "
         "students (default: 0)",
     )
     parser.add_argument(
@@ -68,9 +68,8 @@ def score(args: argparse.Namespace) -> int:
     """write a model's log-probs of a data set, and targets for students
 
     Score every record of data.train and data.eval: the log-prob of each supervised token and, with
-    --top-k, the tokens that the model finds likeliest there, from which data.teacher=DIR
-    distillation learns. Print one line of JSON per source, a table, and the records with the
-    highest perplexity.
+    --top-k, the most likely tokens there, from which a student learns with data.teacher=DIR. Print
+    one line of JSON per source, a table, and the records with the highest perplexity.
 
     example: megatron-vlm score Qwen/Qwen3-VL-32B-Instruct data.train=chats.jsonl --top-k 64
     --out teacher

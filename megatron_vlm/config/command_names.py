@@ -11,6 +11,10 @@ _SCORES = "did you mean eval?"
 _CHATS = "did you mean chat?"
 _CHECKS = "did you mean doctor?"
 _PREFERENCES = "did you mean train? It learns from preferences with train.objective=dpo"
+_DISTILLATION = (
+    "did you mean train? It learns from the scores of a teacher with train.objective=distill, and "
+    "megatron-vlm score writes them"
+)
 _NO_REWARD_MODEL = (
     "no reward model is trained; train.objective=dpo learns from preferences directly"
 )
@@ -23,6 +27,8 @@ _OTHER_COMMANDS = {
     _SUPERVISED: "sft pt pretrain finetune fine-tune fine_tune fit run launch lora",
     _REWARDS: "grpo ppo rlhf gspo dapo rloo reinforce",
     _PREFERENCES: "dpo ipo kto orpo simpo cpo bco",
+    _DISTILLATION: "gkd distill distillation kd",
+    "did you mean score? It writes log-probs and perplexities": "perplexity ppl logprobs logits",
     _NO_REWARD_MODEL: "rm reward",
     _SCORES: "evaluate evaluation test benchmark validate",
     "did you mean eval? Its option --predictions FILE writes the answers": "predict",

@@ -225,8 +225,9 @@ class StageModel(GPTModel):
         given_NJ: Tensor | None = None,
     ) -> Tensor:
         """Apply the head at supervised positions only, because the others carry no loss. With the
-        `given` tokens of each, the result is that of `predict_lumped`. With labels and `likeliest`
-        the likeliest tokens are given, and the result begins with their ids, in float64."""
+        `given` tokens of each, the result is that of `predict_lumped`. With labels and a count and
+        temperature for `likeliest_tokens`, these tokens are given, and the result begins with their
+        ids, in float64."""
         weight = self.head_weight
         places_N = loss_mask
         if places_N is None or places_N.dim() == 2:

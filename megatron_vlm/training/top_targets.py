@@ -1,7 +1,7 @@
-"""What a model says about the supervised tokens of rows: the log-probs of the tokens themselves,
-and the targets of a student that learns from this model.
+"""Scores of the supervised tokens of rows: the log-probs of the tokens themselves, and the targets
+of a student that learns from this model.
 
-Shapes: N supervised tokens of a row, J the likeliest tokens of each, R these and all others.
+Shapes: N supervised tokens of a row, J the most likely tokens of each, R these and all others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ class TopTargets:
     """A model's view of a row's supervised tokens, in order."""
 
     label_log_probs_N: Tensor  # float32, at temperature 1
-    ids_NJ: Tensor  # int32, the likeliest tokens in falling order; J may be 0
+    ids_NJ: Tensor  # int32, the most likely tokens in falling order; J may be 0
     log_probs_NR: Tensor  # float32, of these tokens and of all others, at a temperature
 
 

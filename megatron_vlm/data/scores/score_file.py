@@ -4,8 +4,8 @@ A record is found by the digest of its content, and by that of its sample: its t
 them are supervised. One checksum covers the columns, which are read at once. Each record has its
 own, which is verified whenever the record is read.
 
-Shapes: N supervised tokens of a record, J the model's likeliest tokens of each, R the J + 1 events:
-these tokens, and all others together.
+Shapes: N supervised tokens of a record, J the model's most likely tokens of each, R the J + 1
+events: these tokens, and all others together.
 """
 
 import hashlib
@@ -34,10 +34,10 @@ _TOP = ("top_ids", "top_log_probs")
 @dataclass(frozen=True)
 class RecordScore:
     """The score of a record: of each supervised token its place in the sample, its id and its
-    log-prob, and the likeliest tokens with the log-probs of these and of all others."""
+    log-prob, and the most likely tokens with the log-probs of these and of all others."""
 
-    number: int  # of the sample in its data set
-    digest: int  # of the record's content
+    number: int  # place of the sample in its data set
+    digest: int  # digest of the record's content
     sample_digest: int
     tokens: int  # number of tokens of the sample
     where: str  # place of the record, for people

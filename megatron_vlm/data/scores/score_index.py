@@ -25,7 +25,7 @@ class ScoredSet:
     """A data set of which every record is scored, in chunks of this many records."""
 
     name: str  # data.train, or the name of an evaluation set
-    digest: str  # of the records, their order and their lengths
+    digest: str  # digest of the records, their order and their lengths
     samples: int
     chunk: int
 
@@ -46,8 +46,8 @@ class ScoreIndex:
     model: str  # path or name, for people
     weights: str  # digest of the weights
     vocabulary: str  # digest of the tokenizer's tokens and their ids
-    top_k: int  # likeliest tokens that are stored for each supervised token
-    temperature: float  # that divided the logits of these tokens
+    top_k: int  # tokens that are stored for each supervised token
+    temperature: float  # divisor of the logits of these tokens
     precision: str
     sets: tuple[ScoredSet, ...] = ()
     is_complete: bool = False

@@ -1,7 +1,7 @@
 """Targets of a teacher, from a folder that `megatron-vlm score` has written. Each sample finds its
 own by digest, and gets none but its own.
 
-Shapes: N supervised tokens of a sample, J the teacher's likeliest tokens of each, R the J + 1
+Shapes: N supervised tokens of a sample, J the teacher's most likely tokens of each, R the J + 1
 events: these tokens, and all others together.
 """
 
@@ -33,10 +33,10 @@ class TeacherTargets:
     """The targets of a folder. `places` [records] are sorted by digest."""
 
     folder: str
-    digest: str  # of what the scores were computed from
+    digest: str  # digest of what the scores were computed from
     top_k: int  # tokens that a sample gets of those that are stored
     files: tuple[ScoreFile, ...]
-    digests: np.ndarray  # of all records, in rising order
+    digests: np.ndarray  # those of all records, in rising order
     places: np.ndarray  # [records, 2]: the file of each digest, and its place there
 
     @staticmethod

@@ -32,7 +32,8 @@ from megatron_vlm.family.spec import ModelSizes, Tokens
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.io.untrusted import home_path
 
-Teach = Callable[[Row, Sample, str], Row]  # of a sample from the record at a place
+# This function adds targets to the row of a sample, whose record is at this place.
+Teach = Callable[[Row, Sample, str], Row]
 
 
 @dataclass(frozen=True)

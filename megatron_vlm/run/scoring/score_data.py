@@ -44,10 +44,10 @@ CHUNK = 512  # records of a file, rounded up to whole batches
 
 @dataclass(frozen=True)
 class ScoreSettings:
-    """What is stored of each supervised token in addition to its own log-prob."""
+    """Values that are stored for each supervised token in addition to its own log-prob."""
 
-    top_k: int = 0  # likeliest tokens; 0: none
-    temperature: float = 1.0  # that divides the logits of these tokens
+    top_k: int = 0  # number of most likely tokens; 0: none
+    temperature: float = 1.0  # divisor of the logits of these tokens
 
 
 @dataclass(frozen=True)
