@@ -18,7 +18,8 @@ policy_losses.py.
 A loss that compares whole rows has `rows` as its second parameter: a RowInputs, with the row of
 each token, the example of each row, and what is known of rows. It returns the loss of each example,
 and the values to report of each example. Their sums are divided by the number of examples of the
-global batch. Losses over preferences are in preference_losses.py.
+global batch. Losses over preferences are in preference_losses.py. If its first parameter is
+`embeddings_NH`, it receives the normalised hidden states in place of log-probs.
 
 Shapes: N supervised tokens of a micro-batch. N may be 0.
 """
@@ -93,6 +94,7 @@ class Objective:
     entropy_coef: float | None = None
     metrics: tuple[str, ...] = ()  # names of the values that are reported in addition to the loss
     reads_rows: bool = False  # the function reads rows, and returns a loss for each example
+    reads_embeddings: bool = False  # the function reads hidden states in place of log-probs
 
     @staticmethod
     def create(loss: str | LossFunction, options: Mapping[str, float]) -> "Objective":
@@ -124,7 +126,8 @@ class Objective:
                 raise ConfigError(
                     place=f"loss {loss.__name__}", key=name, found=value, allowed="a finite number"
                 )
-        read = [p.name.removesuffix("_N") for p in parameters if p.kind is not p.KEYWORD_ONLY][1:]
+        first, *names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        read = [name.removesuffix("_N") for name in names]
         objective = Objective(
             loss,
             tuple(name for name in read if name != "rows"),
@@ -132,6 +135,7 @@ class Objective:
             options.get("kl_coef"),
             options.get("entropy_coef"),
             reads_rows="rows" in read,
+            reads_embeddings=first == "embeddings_NH",
         )
         # Called with no tokens, the function refuses bad options here, before any forward.
         empty_N = torch.zeros(0)
@@ -143,11 +147,13 @@ class Objective:
     @property
     def extra_output(self) -> ExtraOutput | None:
         """Values that the model must return in addition to the log-probs."""
+        if self.reads_embeddings:
+            return "embedding"
         return None if self.entropy_coef is None else "entropy"
 
     def check_targets(self, batches: Sequence[MicroBatch]) -> None:
         """Refuse such values if places have several targets, which would have to share them."""
-        if self.extra_output is not None and any(batch.of_M is not None for batch in batches):
+        if self.extra_output == "entropy" and any(batch.of_M is not None for batch in batches):
             raise ConfigError(
                 ": an entropy belongs to a token, but rows have several targets at one place",
                 key="entropy_coef",
@@ -204,20 +210,21 @@ def loss_of(
     objective: Objective, batch: StageInput, output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the triple that Megatron's schedules take: summed loss, token count, and report.
-    `output` is what the model returns: log-probs [N], or [2, N] with the entropies.
+    `output` is what the model returns: log-probs [N], or [2, N] with the entropies, or hidden
+    states [N, H].
 
     The loss is summed, not averaged. Megatron's finalize_model_grads divides the gradient once, by
     the count of the global batch. backward.py changes that to a division by the sum of the weights,
     if there are any, or by the divisor of the call.
     """
-    log_probs_N, entropy_N = (output, None) if objective.extra_output is None else output
+    log_probs_N, entropy_N = output if objective.extra_output == "entropy" else (output, None)
     values_N = batch.values_M(objective.value_names)
     loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N, batch.rows)
     weights_M = None if objective.reads_rows else batch.weights_M
     loss_sum = (loss_N if weights_M is None else loss_N * weights_M).sum()
     if objective.reads_rows:  # so that a batch without rows has gradients, too
         loss_sum = loss_sum.to(log_probs_N.dtype) + 0 * log_probs_N.sum()
-    count = torch.full((), log_probs_N.numel(), dtype=torch.int, device=log_probs_N.device)
+    count = torch.full((), len(log_probs_N), dtype=torch.int, device=log_probs_N.device)
     report = {name: report_N[name].detach().sum() for name in objective.metrics}
     report |= {"loss_sum": loss_sum.detach(), "log_probs_N": log_probs_N.detach()}
     return loss_sum, count, report

@@ -45,13 +45,14 @@ class MicroBatch:
     weights_BS: Tensor | None = None  # float32, weights of the targets' losses; None: each is 1
     routing_TLK: Tensor | None = None  # int32, row by row; -1: the routers choose
     visual: bool = False  # has images or videos; set on stages without them, too
-    # int32: the number of each row's example in this micro-batch, and 1 if its answer is rejected.
-    # None: the rows are not rated answers.
+    # int32: the number of each row's example in this micro-batch, and 1 if its answer is rejected
+    # or its document is a negative. None: each row is an example.
     examples_R2: Tensor | None = None
     reference_R: Tensor | None = None  # float64, log-prob of each row under the reference model
     # float64, of each row: the derivative of the loss of the global batch by its log-prob, and its
     # share of that loss. For losses that compare all rows of a global batch.
     surrogate_R2: Tensor | None = None
+    slopes_RH: Tensor | None = None  # the derivative of that loss by the embedding of each row
     # Targets of all rows, if a row has several at a position. IGNORE fills shorter lists.
     targets_BSJ: Tensor | None = None
     values_BSJF: Tensor | None = None  # values of these targets, which replace values_BSF
@@ -171,7 +172,10 @@ class MicroBatch:
 
 
 VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
-LOSS_FIELDS = ("values_BSF", "weights_BS", "values_BSJF", "examples_R2", "reference_R")
+LOSS_FIELDS = (
+    *("values_BSF", "weights_BS", "values_BSJF", "targets_BSJ"),
+    *("examples_R2", "reference_R"),
+)
 
 
 def collate(
@@ -215,7 +219,7 @@ def collate(
     return MicroBatch(tokens_BS5, lengths, tuple(places), **optional)
 
 
-MAX_ROWS = 2  # rows of one example
+MAX_ROWS = 2**12  # rows of one example
 
 
 def collate_examples(
@@ -223,8 +227,9 @@ def collate_examples(
     rejected: Mapping[int, Sequence[bool]],
     reference: Mapping[int, Sequence[float]] | None = None,
 ) -> MicroBatch:
-    """Collate the rows of rated answers, by the places of their examples in the global batch.
-    `rejected` tells of each row whether its answer is rejected; `reference` are the rows' log-probs
+    """Collate the rows of rated answers, or of queries and documents, by the places of their
+    examples in the global batch. `rejected` tells of each row whether its answer is rejected, or
+    its document is a negative; `reference` are the rows' log-probs
     under the reference model, if they are known."""
     flat = [row for rows in examples.values() for row in rows]
     places = [place * MAX_ROWS + n for place, rows in examples.items() for n in range(len(rows))]
