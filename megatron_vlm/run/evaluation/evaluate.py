@@ -25,6 +25,7 @@ from megatron_vlm.report.example_lines import Example, ExamplePart, Examples, Ex
 from megatron_vlm.report.picture_uri import preview_uri
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet
 from megatron_vlm.run.evaluation.measure import Answer, AnswerMeter, mean_scores, remarks_on
+from megatron_vlm.run.evaluation.retrieval_scores import embedding_scores, rerank_scores
 from megatron_vlm.run.evaluation.scores import (
     AnswerDecoder,
     generated_answers,
@@ -34,7 +35,8 @@ from megatron_vlm.run.evaluation.scores import (
 )
 from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.reference import with_reference
-from megatron_vlm.training.run_objective import SupervisedObjective
+from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective
+from megatron_vlm.training.run_objective import RunObjective
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -56,7 +58,7 @@ class Evaluator:
         self,
         worker: MegatronWorker,
         cfg: Config,
-        objective: SupervisedObjective | PreferenceObjective | None = None,
+        objective: RunObjective | None = None,
         is_idle: bool = False,
     ):
         """Open the sets, or none of them if the evaluator is idle. The worker's watchdog is
@@ -96,6 +98,10 @@ class Evaluator:
         start, alive = time.perf_counter(), self.alive
         if isinstance(self.objective, PreferenceObjective):
             scores = preference_scores(held_out, self.objective, alive)
+        elif isinstance(self.objective, EmbeddingObjective):
+            scores = embedding_scores(held_out, self.objective, alive)
+        elif isinstance(self.objective, RerankObjective):
+            scores = rerank_scores(held_out, self.objective, alive)
         else:
             scores = token_scores(held_out, alive)
         answers: list[Answer] = []
