@@ -27,7 +27,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.run.evaluation.evaluate import Evaluator
 from megatron_vlm.run.evaluation.retrieval_scores import ranks_of, retrieval_metrics
 from megatron_vlm.training.data_feed import Feeder
-from megatron_vlm.training.objectives import objective_of
+from megatron_vlm.training.run_objective import objective_of
 from megatron_vlm.training.worker import MegatronWorker
 from tests.chats import image, say, text
 from tests.reference import inputs_of, load_reference
