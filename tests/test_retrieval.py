@@ -5,8 +5,10 @@ tests/test_sentence_transformers.py runs the library itself."""
 
 import json
 import math
+import shutil
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.data_sources import parse_sets, parse_sources
 from megatron_vlm.config.objectives import records_of
-from megatron_vlm.config.retrieval_config import EmbedConfig, RerankConfig
+from megatron_vlm.config.retrieval_checks import check_embedding_size
+from megatron_vlm.config.retrieval_config import EmbedConfig, RerankConfig, RetrievalForm
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.records.formats import parse_record
+from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.agreement import Vote
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.run.evaluation.evaluate import Evaluator
 from megatron_vlm.run.evaluation.retrieval_scores import ranks_of, retrieval_metrics
@@ -32,6 +39,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.chats import image, say, text
 from tests.reference import inputs_of, load_reference
 from tests.runs import Case, collect_grads
+from tests.test_train import run_rank, steps_of, values
 
 # Relative, in fp32 on the CPU, as in tests/test_parity.py.
 TOLERANCE = 2e-5
@@ -264,3 +272,162 @@ def test_ranks_and_metrics():
     assert found["recall@5"] == pytest.approx((1 + 1 + 1 / 2) / 3)
     ideal = 1 + 1 / math.log2(3)
     assert found["ndcg@5"] == pytest.approx((1 + 1 / 2 + 1 / math.log2(3) / ideal) / 3)
+
+
+def chat(*texts: str) -> list[dict[str, Any]]:
+    return [say("user", text) for text in texts]
+
+
+FORM, JUDGE = RetrievalForm("Find."), RetrievalForm("Find.", answers=("y", "n"))
+LIST = replace(JUDGE, needs_positive=True)
+JUDGE = replace(JUDGE, needs_positive=False)
+WRONG: dict[str, tuple[dict[str, Any], RetrievalForm, str]] = {
+    "no query": ({"positive": "a"}, FORM, "anchor"),
+    "two queries": ({"anchor": "a", "query": "b", "positive": "c"}, FORM, "anchor"),
+    "no positive": ({"anchor": "a", "negative": "b"}, FORM, "positive"),
+    "empty query": ({"anchor": " ", "positive": "a"}, FORM, "anchor"),
+    "empty positive": ({"anchor": "a", "positive": ""}, FORM, "positive"),
+    "empty object": ({"anchor": "a", "positive": {"text": ""}}, FORM, "positive"),
+    "empty negative": ({"anchor": "a", "positive": "b", "negative_2": " "}, FORM, "negative_2"),
+    "query as positive": ({"anchor": "a", "positive": "a"}, FORM, "positive"),
+    "positive as negative": (
+        {"anchor": "a", "positive": "b", "negative_1": "c", "negative_2": "b"},
+        FORM,
+        "negative_2",
+    ),
+    "two positives": (
+        {"messages": chat("a"), "positive_messages": [chat("b"), chat("c")]},
+        FORM,
+        "positive_messages[1]",
+    ),
+    "no negatives": (
+        {"anchor": "a", "positive": "b"},
+        replace(FORM, hard_negatives=1),
+        "negative",
+    ),
+    "a list of texts": ({"anchor": "a", "positive": "b", "negative": ["c"]}, FORM, "negative"),
+    "a label": ({"anchor": "a", "positive": "b", "label": 1}, FORM, "label"),
+    "whose picture": ({"anchor": "a", "positive": "b", "image": "c.png"}, FORM, "image"),
+    "unknown key": ({"anchor": {"text": "a", "imgae": "b"}, "positive": "b"}, FORM, "anchor"),
+    "messages once": (
+        {"messages": chat("a"), "positive_messages": chat("b")},
+        FORM,
+        "positive_messages",
+    ),
+    "pictures of one": (
+        {
+            "messages": chat("a"),
+            "positive_messages": [chat("<image>")],
+            "positive_images": ["a.png", "b.png"],
+        },
+        FORM,
+        "positive_images",
+    ),
+    "no label": ({"query": "a", "document": "b"}, JUDGE, "label"),
+    "half a label": ({"query": "a", "document": "b", "label": 0.5}, JUDGE, "label"),
+    "labels of other documents": (
+        {"query": "a", "documents": ["b", "c"], "labels": [1]},
+        JUDGE,
+        "labels",
+    ),
+    "a list without negatives": ({"query": "a", "positive": "b"}, LIST, "negative"),
+    "several messages": ({"query": chat("a", "b"), "positive": "c"}, JUDGE, "messages"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_records_are_refused(name):
+    raw, form, key = WRONG[name]
+    with pytest.raises(DataError) as error:
+        parse_retrieval(raw, "record 7", parse_record, form)
+    assert error.value.key == key and error.value.place.startswith("record 7")
+
+
+def parsed(raw: dict[str, Any], form: RetrievalForm) -> list[tuple[str, bool]]:
+    """The texts of each row, with its roles."""
+    rows = parse_retrieval(raw, "here", parse_record, form)
+    return [
+        ("|".join(f"{turn.role}:{''.join(map(str, turn.parts))}" for turn in row.turns), negative)
+        for row, negative in rows
+    ]
+
+
+def test_records_become_rows():
+    own = {"anchor": [say("system", "Own."), say("user", "a")], "positive": "b"}
+    own |= {"negative_10": "e", "negative_2": "d", "negative": "c"}
+    assert parsed(own, FORM) == [
+        ("system:Own.|user:a", False),
+        ("system:Find.|user:b", False),
+        ("system:Find.|user:c", True),
+        ("system:Find.|user:d", True),
+        ("system:Find.|user:e", True),
+    ]
+    assert len(parsed(own, replace(FORM, hard_negatives=1))) == 3
+    listed = {"query": "a", "documents": ["b", "c"], "labels": [0, True]}
+    rows = parsed(listed, JUDGE)
+    assert [negative for _, negative in rows] == [False, True]
+    assert rows[0][0].endswith("|user:<Instruct>: Find.<Query>:a\n<Document>:c")
+    swift = {"messages": chat("a"), "positive_messages": [[say("assistant", "b")]]}
+    assert parsed(swift, FORM)[1] == ("system:Find.|user:b", False)
+
+
+def test_settings_that_cannot_work(tiny):
+    base = TRIALS["embed"].config(tiny(), layout(), "x.jsonl")
+    hidden = read_sizes(tiny()).text.hidden
+    check_embedding_size(replace(base, embed=EmbedConfig(dimensions=(hidden,))), hidden)
+    with pytest.raises(ConfigError) as error:
+        check_embedding_size(replace(base, embed=EmbedConfig(dimensions=(hidden + 1,))), hidden)
+    assert error.value.key == "embed.dimensions"
+    wrong = {
+        "lora.dropout": replace(base, lora=replace(base.lora, rank=4, dropout=0.1)),
+        "eval.generate": replace(base, eval=replace(base.eval, generate=True)),
+        "data.truncation": replace(base, data=replace(base.data, truncation="image_safe")),
+        "data.system": replace(base, data=replace(base.data, system="Be brief.")),
+        "embed.dimension_weights": replace(
+            base, embed=EmbedConfig(dimensions=(8, 4), dimension_weights=(1.0,))
+        ),
+    }
+    for key, cfg in wrong.items():
+        with pytest.raises(ConfigError) as error:
+            check_values(cfg)
+        assert error.value.key == key
+
+
+@pytest.mark.parametrize("objective", ["embed", "rerank"])
+def test_a_run_resumes_bit_for_bit(objective, pool, tiny, written, tmp_path):
+    def go(run: str) -> Path:
+        words = {
+            "model": "tiny_cpu",
+            "model.path": tiny(),
+            "data.train": written,
+            "data.eval": written,
+            "data.cache_dir": "null",
+            "data.num_workers": 0,
+            "run": tmp_path / run,
+            "train.objective": objective,
+            "train.steps": 4,
+            "train.global_batch_size": 3,
+            "train.micro_batch_size": 1,
+            "checkpoint.every": 2,
+            "checkpoint.best": "train/recall@1",
+            "rerank.positive_token": "y",
+            "rerank.negative_token": "n",
+            "launch.timeout_minutes": 2,
+        }
+        answers = pool.run(run_rank, 2, [f"{key}={value}" for key, value in words.items()])
+        assert answers[0][0] == 0, answers[0][2]
+        return tmp_path / run
+
+    whole = go("whole")
+    checkpoint = "checkpoints/step-00000002"
+    shutil.copytree(whole / checkpoint, tmp_path / "resumed" / checkpoint)
+    resumed = go("resumed")
+    steps = steps_of(whole)
+    assert values(steps_of(resumed)) == values(steps)[2:]
+    assert 0 <= steps[-1]["accuracy"] <= 1
+    one, other = (run / "export" / "model.safetensors" for run in (whole, resumed))
+    assert one.read_bytes() == other.read_bytes()
+    assert (whole / "export" / "modules.json").exists() == (objective == "embed")
+    scores = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    [last] = [line["metrics"] for line in scores if line["kind"] == "eval"]
+    assert {"recall@1", "ndcg@10"} <= {*last}

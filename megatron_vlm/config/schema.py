@@ -156,7 +156,7 @@ class OptimConfig:
 class TrainConfig:
     """Objective and length of training, and how a batch becomes a step."""
 
-    objective: ObjectiveName = "sft"  # what is learnt; all but sft: see docs/preferences.md
+    objective: ObjectiveName = "sft"  # see docs/preferences.md and docs/embeddings.md
     reference: Reference = "auto"  # where log-probs of the initial model are from: see there
     steps: Natural | None = None  # optimizer steps; null: from train.epochs
     epochs: AboveZero32 = 1.0  # passes over the data; used if steps is null
