@@ -1,7 +1,7 @@
-# make embed-env, then .venv/bin/python -m pytest tests/test_sentence_transformers.py
+# make embed-env vllm-env, then .venv/bin/python -m pytest tests/test_sentence_transformers.py
 """The library sentence-transformers itself: it loads an export, its embeddings are the trainer's,
 and its MultipleNegativesRankingLoss and MatryoshkaLoss with the whole batch on one device have our
-loss and every one of our gradients."""
+loss and every one of our gradients. vLLM's pooling runner has the same embeddings."""
 
 import json
 import os
@@ -17,23 +17,24 @@ from torch import Tensor
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.distributed.agreement import Vote
+from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.retrieval_step import EmbeddingObjective, gather_rows
 from megatron_vlm.training.worker import MegatronWorker
 from tests.chats import picture
+from tests.engine import MISSING, READY
 from tests.runs import collect_grads
-from tests.test_retrieval import TRIALS, layout
+from tests.test_retrieval import TRIALS, layout, rows_of_data
 
 ROOT = Path(__file__).parent.parent
 PYTHON = ROOT / ".venv-embed" / "bin" / "python"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (ROOT / ".venv-embed" / "ready").exists(),
-        reason="sentence-transformers is not there: make embed-env builds its environment",
-    ),
-]
+VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+pytestmark = pytest.mark.slow  # each library takes 15 s to start
+needs_library = pytest.mark.skipif(
+    not (ROOT / ".venv-embed" / "ready").exists(),
+    reason="sentence-transformers is not there: make embed-env builds its environment",
+)
 # Relative, norm over norm, of gradients; and the largest difference of an embedding.
 TOLERANCE, EMBEDDING_TOLERANCE = 2e-5, 2e-6
 CASES = {
@@ -90,6 +91,7 @@ def our_step(path: str, cfg: Config, export: str) -> tuple[float, dict[str, Tens
     return metrics.loss, grads, embeddings.clone()
 
 
+@needs_library
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_the_library(name, pool, tiny, columns, tmp_path, record_property):
     trial, case = CASES[name]
@@ -123,3 +125,42 @@ def test_equal_to_the_library(name, pool, tiny, columns, tmp_path, record_proper
     worst = max(errors, key=errors.__getitem__)
     record_property("worst", errors[worst])
     assert errors[worst] < TOLERANCE, worst
+
+
+@pytest.mark.skipif(not READY, reason=MISSING)
+def test_vllm_has_the_same_embeddings(pool, tiny, columns, tmp_path, record_property):
+    data, table = columns
+    path = tiny(
+        head_dim=32, from_scratch=True
+    )  # as tests/test_vllm.py: vLLM takes no narrower head
+    cfg = TRIALS["embed"].config(path, layout(), data)
+    [(_, _, embeddings)] = pool.run(our_step, 1, path, cfg, str(tmp_path / "export"))
+    rows = [row for rows, _ in rows_of_data(path, cfg) for row in rows]
+    image_id = read_sizes(path).tokens.image_id
+    items = [item for record in zip(*table, strict=True) for item in record]
+    prompts = [
+        {
+            # vLLM repeats the placeholder of a picture itself.
+            "ids": [
+                i
+                for i, before in zip(ids, [None, *ids], strict=False)
+                if i != image_id or before != image_id
+            ],
+            "pictures": [part["image"] for part in item[0]["content"] if "image" in part],
+        }
+        for item, ids in zip(items, [row.ids_S.tolist() for row in rows], strict=True)
+    ]
+    (tmp_path / "task.json").write_text(json.dumps(prompts))
+    done = subprocess.run(
+        [VLLM, ROOT / "tests" / "vllm_engine" / "embed.py"]
+        + [tmp_path / "export", tmp_path / "task.json", tmp_path / "out.safetensors"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OMP_"))},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    served = load_file(tmp_path / "out.safetensors")["embeddings"]
+    difference = float((embeddings - served).abs().max())
+    record_property("embedding", difference)
+    assert difference < EMBEDDING_TOLERANCE
