@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat_template.py sample.py \
 	row_maker.py hf.py tiny_model.py)
 
-.PHONY: setup trl-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-lora reinforce test test-slow test-slow-all test-long test-newest test-torch test-parity lint format docs bench scale clean
+.PHONY: setup trl-env embed-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-lora reinforce test test-slow test-slow-all test-long test-newest test-torch test-parity lint format docs bench scale clean
 
 setup: .venv/ready
 
@@ -130,6 +130,17 @@ trl-env: .venv-trl/ready
 	.venv-trl/bin/pip install --quiet --no-compile torch==2.13.0
 	.venv-trl/bin/pip install --quiet --no-compile trl==1.16.0 transformers==5.17.0 accelerate datasets pillow
 	.venv-trl/bin/pip install --quiet --no-compile --no-deps torchvision==0.28.0
+	touch $@
+
+# sentence-transformers, for tests/test_sentence_transformers.py.
+embed-env: .venv-embed/ready
+
+.venv-embed/ready: tests/vllm_engine/torchvision_operators.py tests/vllm_engine/torchvision_operators.pth
+	$(PYTHON) -m venv .venv-embed
+	.venv-embed/bin/pip install --quiet --no-compile torch==2.13.0
+	.venv-embed/bin/pip install --quiet --no-compile sentence-transformers==6.2.0 transformers==5.17.0 pillow
+	.venv-embed/bin/pip install --quiet --no-compile --no-deps torchvision==0.28.0
+	cp tests/vllm_engine/torchvision_operators.* .venv-embed/lib/python3*/site-packages
 	touch $@
 
 # vLLM, for tests/test_vllm.py, and what lets it import torchvision.

@@ -37,6 +37,14 @@ def held_out_names(cfg: Config) -> list[str]:
     return [HELD_OUT] if is_split else [held_out.name for held_out in cfg.data.eval]
 
 
+def loss_scores(cfg: Config) -> list[str]:
+    """Return the scores of a set that need no generated answers."""
+    if cfg.train.objective not in ("embed", "rerank"):
+        return ["loss", "token_accuracy"]
+    ks = cfg.eval.recall_at
+    return ["loss", "accuracy", *(f"{name}@{k}" for name in ("recall", "ndcg") for k in ks)]
+
+
 def check_evaluation(cfg: Config) -> None:
     """Refuse settings of evaluations and checkpoints that contradict each other."""
     for group in ("eval", "checkpoint"):
@@ -161,7 +169,7 @@ def _check_metric_files(metrics: tuple[str, ...]) -> None:
 
 
 def _check_best(best: str, cfg: Config) -> None:
-    measured = ["loss", "token_accuracy"]
+    measured = loss_scores(cfg)
     for metric in answer_metrics(cfg):
         measured += BUILT_IN_METRICS.get(metric, (metric_name(metric),))
     measured += ["ranking"] if cfg.eval.candidates is not None else []

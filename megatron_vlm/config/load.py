@@ -177,8 +177,11 @@ def _build_config(composed: Any) -> Config:
     data["ignore_keys"] = _names(data["ignore_keys"])
     data["add_tokens"] = _names(data["add_tokens"])
     evaluation["metrics"] = _names(evaluation["metrics"])
+    evaluation["recall_at"] = _names(evaluation["recall_at"])
     for name in ("losses", "loss_weights"):
         values["preference"][name] = _names(values["preference"][name])
+    for name in ("dimensions", "dimension_weights"):
+        values["embed"][name] = _names(values["embed"][name])
     engines = (values["rl"], values["serve"])
     for group in engines:
         group["engine_gpus"] = _names(group["engine_gpus"])

@@ -3,7 +3,14 @@ offers. The losses themselves are in training/preference_losses.py."""
 
 from dataclasses import dataclass
 
-from megatron_vlm.config.preference_config import ObjectiveName, RecordKind, Reference
+from megatron_vlm.config.preference_config import (
+    ObjectiveName,
+    RecordKind,
+    RecordName,
+    Reference,
+)
+from megatron_vlm.config.retrieval_checks import check_retrieval
+from megatron_vlm.config.retrieval_config import RetrievalForm
 from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import ConfigError
 
@@ -12,7 +19,7 @@ from megatron_vlm.errors import ConfigError
 class ObjectiveSpec:
     """Properties of an objective that are known without a model."""
 
-    records: RecordKind
+    records: RecordName
     losses: tuple[str, ...] = ()  # the first one is the default
     has_reference: bool = False
     sft_coef: float = 0.0  # default of preference.sft_coef
@@ -37,6 +44,8 @@ OBJECTIVES: dict[ObjectiveName, ObjectiveSpec] = {
     "simpo": ObjectiveSpec("pair", ("simpo",)),
     "cpo": ObjectiveSpec("pair", ("cpo", "hinge", "ipo"), sft_coef=1.0),
     "distill": ObjectiveSpec("chat"),
+    "embed": ObjectiveSpec("query"),
+    "rerank": ObjectiveSpec("query"),
 }
 # The loss of an example depends on the whole global batch.
 BATCH_LOSSES = frozenset({"aot", "aot_unpaired"})
@@ -46,6 +55,18 @@ SMOOTHED = frozenset({"exo_pair", "robust", "aot", "aot_unpaired", "simpo", "cpo
 def spec_of(cfg: Config) -> ObjectiveSpec:
     """Return the properties of the configured objective."""
     return OBJECTIVES[cfg.train.objective]
+
+
+def records_of(cfg: Config) -> RecordKind:
+    """Return the kind of the records, and for queries with documents their form."""
+    if (records := spec_of(cfg).records) != "query":
+        return records
+    if cfg.train.objective == "embed":
+        return RetrievalForm(cfg.embed.instruction, cfg.embed.hard_negatives)
+    rerank = cfg.rerank
+    tokens = (rerank.positive_token, rerank.negative_token)
+    is_list = rerank.loss == "listwise"
+    return RetrievalForm(rerank.instruction, rerank.hard_negatives, tokens, is_list)
 
 
 def losses_of(cfg: Config) -> dict[str, float]:
@@ -92,6 +113,9 @@ def check_objective(cfg: Config) -> None:
     _check_weights(cfg)
     _check_distill(cfg)
     if spec.records == "chat":
+        return
+    if spec.records == "query":
+        check_retrieval(cfg)
         return
     if cfg.data.train_on not in ("all_assistant", "last_assistant"):
         raise ConfigError(

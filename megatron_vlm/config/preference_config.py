@@ -4,12 +4,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_vlm.config.bounds import AboveZero, Decay, NonNegative
+from megatron_vlm.config.retrieval_config import RetrievalForm
 
-ObjectiveName = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "distill"]
+ObjectiveName = Literal[
+    "sft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "distill", "embed", "rerank"
+]
 Reference = Literal["auto", "keep", "adapters_off", "model"]
 # What a record of data.train is: a chat; a prompt for samples; a prompt with a better and a worse
-# answer; an answer with the label good or bad.
-RecordKind = Literal["chat", "prompt", "pair", "label"]
+# answer; an answer with the label good or bad; a query with its documents.
+RecordName = Literal["chat", "prompt", "pair", "label", "query"]
+RecordKind = RecordName | RetrievalForm
 
 
 @dataclass(frozen=True)

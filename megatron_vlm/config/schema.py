@@ -28,6 +28,7 @@ from megatron_vlm.config.bounds import (
 from megatron_vlm.config.data_sources import EvalSource, SourceSpec
 from megatron_vlm.config.distill_config import DistillConfig
 from megatron_vlm.config.preference_config import ObjectiveName, PreferenceConfig, Reference
+from megatron_vlm.config.retrieval_config import EmbedConfig, RerankConfig
 
 Role = Literal["system", "user", "assistant", "tool"]
 Layers = list[Count] | Literal["auto"] | None
@@ -158,7 +159,7 @@ class OptimConfig:
 class TrainConfig:
     """Objective and length of training, and how a batch becomes a step."""
 
-    objective: ObjectiveName = "sft"  # what is learnt: docs/preferences.md, distillation.md
+    objective: ObjectiveName = "sft"  # docs/preferences.md, distillation.md, embeddings.md
     reference: Reference = "auto"  # where log-probs of the initial model are from: see there
     steps: Natural | None = None  # optimizer steps; null: from train.epochs
     epochs: AboveZero32 = 1.0  # passes over the data; used if steps is null
@@ -186,6 +187,7 @@ class EvalConfig:
     metrics: tuple[str, ...] = ()  # more scores of generated answers: names, or FILE.py:NAME
     metric_timeout: AboveZero = 60.0  # maximum seconds of one call of a function in metrics
     candidates: str | tuple[str, ...] | None = None  # answers to rank, or a file with one per line
+    recall_at: tuple[Natural, ...] = (1, 5, 10)  # k of recall@k and ndcg@k of embed and rerank
     answer_samples: Natural | None = None  # samples per set to generate or rank; null: eval.samples
     prefill: str = ""  # beginning of every answer; generation continues from there
     max_new_tokens: Natural = 32  # maximum tokens of one generated answer
@@ -312,6 +314,8 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    embed: EmbedConfig = field(default_factory=EmbedConfig)
+    rerank: RerankConfig = field(default_factory=RerankConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

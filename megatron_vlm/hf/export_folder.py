@@ -34,8 +34,9 @@ def finish_mark(folder: Path, mark: ExportMark | None) -> None:
     facts: dict[str, Any] = {"step": mark.step, "checkpoint": mark.checkpoint}
     if mark.base is not None:
         facts["base"] = mark.base
-    facts["files"] = {path.name: path.stat().st_size for path in content}
-    facts["digests"] = {path.name: digest for path, digest in zip(content, digests, strict=True)}
+    names = [_name_in(folder, path) for path in content]
+    facts["files"] = {name: path.stat().st_size for name, path in zip(names, content, strict=True)}
+    facts["digests"] = dict(zip(names, digests, strict=True))
     write_mark(folder, mark.run, **facts)
 
 
@@ -57,9 +58,10 @@ def changed_file(folder: Path, since_ns: int = 0) -> str | None:
     sizes, digests = mark.get("files", {}), mark.get("digests", {})
 
     def is_changed(path: Path) -> bool:
-        if path.is_dir() or path.is_symlink() or path.stat().st_size != sizes.get(path.name):
+        name = _name_in(folder, path)
+        if path.is_dir() or path.is_symlink() or path.stat().st_size != sizes.get(name):
             return True
-        digest = digests.get(path.name)
+        digest = digests.get(name)
         suspect = digest is not None and path.stat().st_ctime_ns >= since_ns
         return suspect and digest_of(path) != digest
 
@@ -67,7 +69,7 @@ def changed_file(folder: Path, since_ns: int = 0) -> str | None:
     with ThreadPoolExecutor(_THREADS) as threads:
         changed = threads.map(is_changed, content)
         return next(
-            (path.name for path, is_so in zip(content, changed, strict=True) if is_so), None
+            (_name_in(folder, p) for p, is_so in zip(content, changed, strict=True) if is_so), None
         )
 
 
@@ -108,4 +110,11 @@ def is_replaceable(folder: Path, run: str | None) -> bool:
 
 
 def _content(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.name != MARK]
+    """Return the files of a folder and of the folders in it, and folders that are empty or
+    links."""
+    paths = [path for path in folder.rglob("*") if path != folder / MARK]
+    return [p for p in paths if p.is_symlink() or not p.is_dir() or not any(p.iterdir())]
+
+
+def _name_in(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).as_posix()

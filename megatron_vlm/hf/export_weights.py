@@ -20,6 +20,7 @@ from megatron_vlm.distributed.collectives import receive_json, send_json
 from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.companion_files import copy_files
+from megatron_vlm.hf.embedding_files import write_embedding_files
 from megatron_vlm.hf.export_folder import ExportMark, check_replaceable, finish_mark, is_replaceable
 from megatron_vlm.hf.hf_checkpoint import FLOATS, INDEX, WEIGHTS_FILE, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
@@ -142,6 +143,8 @@ def write_folder(
         for name, tensor in source.read_passthrough():
             writer.add(name, tensor)
         writer.finish()
+        if done is not None and done.cfg.train.objective == "embed":
+            write_embedding_files(partial, done.cfg, source.sizes.text.hidden)
         (partial / CARD).write_text(model_card(source, done), encoding="utf-8")
 
 
@@ -167,7 +170,7 @@ def new_export(out: str | Path, mark: ExportMark | None) -> Iterator[Path]:
     try:
         yield partial
         finish_mark(partial, mark)
-        for path in partial.iterdir():
+        for path in partial.rglob("*"):
             sync(path)
         check_replaceable(out, run)
         put_in_place(out)

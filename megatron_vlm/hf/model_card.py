@@ -23,6 +23,7 @@ from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.companion_files import is_regular_file
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.retrieval_usage import retrieval_usage
 from megatron_vlm.io.hub import hub_name
 from megatron_vlm.io.numbers_as_text import number
 from megatron_vlm.io.printable import escape_controls
@@ -36,6 +37,7 @@ _LICENSE = ("license", "license_name", "license_link")
 _SHOWN = 40  # maximum number of added tokens to list
 _LONGEST = 300  # maximum characters of a licence's name or address
 _BENEATH = ("megatron-core", "torch", "transformers")
+_TASKS = {"embed": "sentence-similarity", "rerank": "text-ranking"}
 _NAMES = {"vision": "vision tower", "merger": "mergers", "language": "decoder"}
 
 
@@ -66,9 +68,11 @@ def model_card(
 def _head(
     source: HFCheckpoint, base: str, done: TrainingSummary | None, is_adapter: bool
 ) -> dict[str, Any]:
+    objective = done.cfg.train.objective if done else "sft"
+    library = "sentence-transformers" if objective == "embed" else "transformers"
     fields: dict[str, Any] = {
-        "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "image-text-to-text",
+        "library_name": "peft" if is_adapter else library,
+        "pipeline_tag": _TASKS.get(objective, "image-text-to-text"),
         "tags": ["megatron_vlm"],
         **_license_of(source.path / CARD),
     }
@@ -119,6 +123,7 @@ def _body(base: str, done: TrainingSummary | None, copied: Sequence[str]) -> Ite
             "it, so drafts may be accepted less often."
         )
     if done is not None:
+        yield from retrieval_usage(done.cfg)
         yield from _data(done)
         yield from _scores(done)
         yield from _settings(done.cfg)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_vlm.config.checks import check_values
+from megatron_vlm.config.retrieval_checks import check_embedding_size
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims
@@ -34,6 +35,7 @@ def check_config(cfg: Config, sizes: "ModelSizes", dims: ParallelDims) -> None:
     check_supported(cfg)
     _raise_first(BACKENDS[cfg.model.backend].layer_refusals(sizes.text))
     text, deepstack = sizes.text, sizes.vision.deepstack
+    check_embedding_size(cfg, text.hidden)
     experts = text.experts.count if text.experts else 0
     counts = Counts(text.num_layers, text.divided_by_tp, deepstack, experts)
     check_layout(counts, dims)

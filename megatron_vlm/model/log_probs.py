@@ -22,7 +22,8 @@ from torch import Tensor
 # 256 MiB in fp32 on each rank.
 LOGITS_AT_ONCE = 2**26
 
-ExtraOutput = Literal["entropy", "hits", "lumped"]  # the last: see lumped_log_probs.py
+# lumped: see lumped_log_probs.py
+ExtraOutput = Literal["entropy", "hits", "lumped", "embedding"]
 Factors = tuple[Tensor, Tensor]  # an input [N, I] and a weight [V, I]: logits are input @ weight.T
 
 

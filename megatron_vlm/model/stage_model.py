@@ -227,7 +227,8 @@ class StageModel(GPTModel):
         """Apply the head at supervised positions only, because the others carry no loss. With the
         `given` tokens of each, the result is that of `predict_lumped`. With labels and a count and
         temperature for `likeliest_tokens`, these tokens are given, and the result begins with their
-        ids, in float64."""
+        ids, in float64. With also="embedding" the result has the normalised hidden states [N, H]
+        there."""
         weight = self.head_weight
         places_N = loss_mask
         if places_N is None or places_N.dim() == 2:
@@ -241,6 +242,9 @@ class StageModel(GPTModel):
         if likeliest is None and labels is None:
             logits_N1V, _ = self.output_layer(hidden_NH[:, None], weight=weight)
             return logits_N1V[:, 0]
+        if also == "embedding":
+            hidden_NH = mark_ready_with_zero_grads(hidden_NH, self.output_layer)
+            return nn.functional.normalize(hidden_NH.float(), dim=1)
         products = [(hidden_NH, weight)]
         if (adapters := getattr(self.output_layer, "lora", None)) is not None:
             products.append(adapters.factors(hidden_NH))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_vlm.config.objectives import spec_of
+from megatron_vlm.config.objectives import records_of
 from megatron_vlm.config.schema import Config, TrainConfig
 from megatron_vlm.data.batches.balance import Limits, RowSize, plan_batch
 from megatron_vlm.data.batches.cost import WorkModel
@@ -143,7 +143,7 @@ def mix_of(cfg: Config, sizes: ModelSizes) -> RowSample:
         raise DataError("has no records", key="data.train")
     places = np.unique(np.linspace(0, len(epoch) - 1, _RECORDS).astype(int))
     encoder = make_encoder(cfg.model.path, cfg.data)
-    kind = spec_of(cfg).records
+    kind = records_of(cfg)
     readers = [make_reader(encoder, cfg.data, sizes, source.root, kind) for source in sources]
 
     def examples() -> Iterator[Example]:

@@ -17,6 +17,7 @@ PREFERENCE_FIGURES: tuple[str, ...] = (
     *("rewards_chosen", "rewards_rejected", "rewards_margin", "reward_accuracy"),
     *("logps_chosen", "logps_rejected", "kl_estimate"),
 )
+RETRIEVAL_FIGURES = ("accuracy", "positive_similarity", "nearest_negative_similarity")
 MAX_LOADS = 40  # load lines of a run, in addition to that of its last step
 
 
@@ -72,6 +73,11 @@ class StepLine:
     logps_chosen: float | None = None
     logps_rejected: float | None = None
     kl_estimate: float | None = None  # the divergence that kto estimates
+    # Means over queries: whether the positive is nearest of all documents. For a reranker the
+    # accuracy is the share of documents that are judged as they are labelled.
+    accuracy: float | None = None
+    positive_similarity: float | None = None
+    nearest_negative_similarity: float | None = None
     wall_s: float | None = None  # seconds since the last start line
 
 

@@ -22,7 +22,7 @@ from megatron_vlm.errors import DataError
 
 _ON_HOST = ("tokens_BS5", *LOSS_FIELDS, "routing_TLK", "image_grid_I3", "video_grid_I3")
 _PATCHES = ("pixel_values_PC", "pixel_values_videos_PC")
-_FACTS = ("lengths", "rows", "value_names")
+_FACTS = ("lengths", "rows", "value_names", "target_shapes")
 
 
 def share_json(value: Any, grid: RankGroups, device: torch.device) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_vlm.config.objectives import needs_mismatched, spec_of
+from megatron_vlm.config.objectives import needs_mismatched, records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_position import Position
@@ -83,7 +83,7 @@ class Feeder:
         def opening() -> tuple[DataSet | StreamSet, tuple[int | None, Any, Any]]:
             share = (grid.dp.rank, grid.dp.size)
             specs, path = cfg.data.train, cfg.model.path
-            kind = "prompt" if prompts_only else spec_of(cfg).records
+            kind = "prompt" if prompts_only else records_of(cfg)
             data = open_data(specs, "data.train", cfg.data, path, sizes, share, kind=kind)
             remarks = asdict(Remarks.from_data(data, "data.train", cfg.data))
             return data, (data.length, fingerprint(data, cfg).to_json(), remarks)

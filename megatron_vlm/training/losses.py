@@ -18,7 +18,8 @@ policy_losses.py.
 A loss that compares whole rows has `rows` as its second parameter: a RowInputs, with the row of
 each token, the example of each row, and what is known of rows. It returns the loss of each example,
 and the values to report of each example. Their sums are divided by the number of examples of the
-global batch. Losses over preferences are in preference_losses.py.
+global batch. Losses over preferences are in preference_losses.py. If its first parameter is
+`embeddings_NH`, it receives the normalised hidden states in place of log-probs.
 
 A loss with the parameters `student_NR` and `teacher_NR` reads the log-probs of whole distributions,
 as those in distill_losses.py do.
@@ -101,6 +102,7 @@ class Objective:
     temperature: float = 1.0
     metrics: tuple[str, ...] = ()  # names of the values that are reported in addition to the loss
     reads_rows: bool = False  # the function reads rows, and returns a loss for each example
+    reads_embeddings: bool = False  # the function reads hidden states in place of log-probs
 
     @staticmethod
     def create(loss: str | LossFunction, options: Mapping[str, float]) -> "Objective":
@@ -133,7 +135,8 @@ class Objective:
                 raise ConfigError(
                     place=f"loss {loss.__name__}", key=name, found=value, allowed="a finite number"
                 )
-        read = [p.name.removesuffix("_N") for p in parameters if p.kind is not p.KEYWORD_ONLY][1:]
+        first, *names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        read = [name.removesuffix("_N") for name in names]
         objective = Objective(
             loss,
             tuple(name for name in read if name != "rows"),
@@ -142,6 +145,7 @@ class Objective:
             options.get("entropy_coef"),
             options.get("temperature", 1.0),
             reads_rows="rows" in read,
+            reads_embeddings=first == "embeddings_NH",
         )
         if objective.temperature <= 0:
             raise ConfigError(
@@ -162,6 +166,8 @@ class Objective:
         """Values that the model must return in addition to the log-probs."""
         if self.needs_teacher:
             return "lumped"
+        if self.reads_embeddings:
+            return "embedding"
         return None if self.entropy_coef is None else "entropy"
 
     @property
@@ -174,7 +180,8 @@ class Objective:
         where places have several targets, which would have to share them."""
         for place, batch in enumerate(batches) if self.needs_teacher else ():
             batch.check_teacher(f"micro-batch {place}")
-        if self.extra_output is not None and any(batch.of_M is not None for batch in batches):
+        is_shared = self.extra_output in ("entropy", "lumped")
+        if is_shared and any(batch.of_M is not None for batch in batches):
             raise ConfigError(
                 ": an entropy belongs to a token, but rows have several targets at one place",
                 key="entropy_coef",
@@ -233,7 +240,7 @@ def loss_of(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the triple that Megatron's schedules take: summed loss, token count, and report.
     `output` is what the model returns: log-probs [N], or [2, N] with the entropies, or [N, 1 + R]
-    with those of the teacher's tokens.
+    with those of the teacher's tokens, or hidden states [N, H].
 
     The loss is summed, not averaged. Megatron's finalize_model_grads divides the gradient once, by
     the count of the global batch. backward.py changes that to a division by the sum of the weights,
@@ -245,13 +252,13 @@ def loss_of(
         log_probs_N = output[:, 0]
         values_N |= {"student_NR": output[:, 1:], "teacher_NR": batch.teacher[1]}
     else:
-        log_probs_N, entropy_N = (output, None) if objective.extra_output is None else output
+        log_probs_N, entropy_N = output if objective.extra_output == "entropy" else (output, None)
     loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N, batch.rows)
     weights_M = None if objective.reads_rows else batch.weights_M
     loss_sum = (loss_N if weights_M is None else loss_N * weights_M).sum()
     if objective.reads_rows:  # so that a batch without rows has gradients, too
         loss_sum = loss_sum.to(log_probs_N.dtype) + 0 * log_probs_N.sum()
-    count = torch.full((), log_probs_N.numel(), dtype=torch.int, device=log_probs_N.device)
+    count = torch.full((), len(log_probs_N), dtype=torch.int, device=log_probs_N.device)
     report = {name: report_N[name].detach().sum() for name in objective.metrics}
     report |= {"loss_sum": loss_sum.detach(), "log_probs_N": log_probs_N.detach()}
     return loss_sum, count, report

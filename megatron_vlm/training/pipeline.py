@@ -176,6 +176,18 @@ class Stage:
 
         return rows_by_place(batches, map(rows, batches, pieces))
 
+    def embed(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the normalised hidden states [N, H] at the supervised positions of each
+        micro-batch, on the last stage, and on the other stages nothing. Replicas that share experts
+        call it together."""
+
+        def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+            return self.predict(chunk, next(data), also="embedding"), pass_through
+
+        with self.evaluating():
+            outputs = self.run(batches, step, forward_only=True)
+        return outputs if self.grid.is_last_stage else []
+
     def routing(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the experts [S, L, K] of each token of each row, on every rank of the replica.
         Replicas that share experts call it together."""

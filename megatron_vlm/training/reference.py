@@ -35,6 +35,8 @@ from megatron_vlm.training.broadcast import share_json
 from megatron_vlm.training.data_feed import SharedBatches
 from megatron_vlm.training.worker import MegatronWorker
 
+_ANSWERS = 2  # rows of one sample
+
 
 def row_log_probs(worker: MegatronWorker, batches: Sequence[MicroBatch]) -> list[Tensor]:
     """Return the log-prob of the supervised tokens of each row [R], in float64, for each
@@ -110,7 +112,7 @@ def with_reference(
     is_known = broadcast_json(tables is not None if grid.rank == 0 else None, 0, None, device)
     if is_known:
         values = (
-            np.concatenate(tables) if tables is not None else np.zeros((sum(lengths), MAX_ROWS))
+            np.concatenate(tables) if tables is not None else np.zeros((sum(lengths), _ANSWERS))
         )
         table = torch.from_numpy(values).to(device)
         dist.broadcast(table, 0)
@@ -134,7 +136,7 @@ def _compute(
         replica, limits = Replica(grid.dp.rank, grid.dp.size), Limits.from_config(cfg.train)
         loader = Loader(in_order, cfg.data, size, limits, replica, epochs=1)
     batches = SharedBatches(loader, grid, device)
-    table = torch.zeros(sum(lengths), MAX_ROWS, dtype=torch.float64)
+    table = torch.zeros(sum(lengths), _ANSWERS, dtype=torch.float64)
     for start in range(0, sum(lengths), size):
         micro_batches = batches.next().micro_batches
         for batch, log_probs in zip(
@@ -174,7 +176,7 @@ def _read(path: Path, lengths: Sequence[int]) -> list[np.ndarray] | None:
         return None
     tables = [tensors.get(str(number)) for number in range(len(lengths))]
     shapes = [None if table is None else table.shape for table in tables]
-    if shapes != [(length, MAX_ROWS) for length in lengths]:
+    if shapes != [(length, _ANSWERS) for length in lengths]:
         return None
     return [table for table in tables if table is not None]
 

@@ -5,6 +5,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.training.data_feed import StepData
 from megatron_vlm.training.distill_step import DistillObjective
 from megatron_vlm.training.preference_step import PreferenceObjective
+from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 
@@ -18,7 +19,13 @@ class SupervisedObjective:
         return self.worker.forward_backward(batch.micro_batches)
 
 
-TrainObjective = SupervisedObjective | PreferenceObjective | DistillObjective
+TrainObjective = (
+    SupervisedObjective
+    | PreferenceObjective
+    | DistillObjective
+    | EmbeddingObjective
+    | RerankObjective
+)
 
 
 def objective_of(worker: MegatronWorker, cfg: Config) -> TrainObjective:
@@ -27,4 +34,7 @@ def objective_of(worker: MegatronWorker, cfg: Config) -> TrainObjective:
         return DistillObjective(worker, cfg)
     if spec_of(cfg).records == "chat":
         return SupervisedObjective(worker)
+    if spec_of(cfg).records == "query":
+        make = EmbeddingObjective if cfg.train.objective == "embed" else RerankObjective
+        return make(worker, cfg)
     return PreferenceObjective(worker, cfg)

@@ -2,7 +2,8 @@
 
 Shapes: S tokens of a row, B rows, N supervised places, M their targets, P patches, C values of a
 patch, F the values of a target that a loss reads, J a teacher's tokens of a place, R the J + 1
-log-probs of these and of all others, 3 the axes of a position, 5 the columns of a token.
+log-probs of these and of all others, or the rows, 3 the axes of a position, 5 the columns of a
+token, H the width of the decoder.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,8 @@ class RowInputs:
     example_R: Tensor  # number of each row's example in the micro-batch
     is_rejected_R: Tensor
     reference_R: Tensor | None = None  # log-prob of each row under the reference model
-    surrogate_R2: Tensor | None = None  # see MicroBatch
+    surrogate_R2: Tensor | None = None  # see MicroBatch, as for the next
+    slopes_RH: Tensor | None = None
 
     @staticmethod
     def from_batch(batch: MicroBatch, move: Callable[[Tensor], Tensor]) -> "RowInputs":
@@ -37,7 +39,7 @@ class RowInputs:
         table = move(batch.examples_R2)
         values = [
             None if tensor is None else move(tensor)
-            for tensor in (batch.reference_R, batch.surrogate_R2)
+            for tensor in (batch.reference_R, batch.surrogate_R2, batch.slopes_RH)
         ]
         return RowInputs(move(batch.row_M), table[:, 0].long(), table[:, 1].bool(), *values)
 

@@ -16,7 +16,7 @@ from megatron_vlm.checkpoint.tensor_pieces import outside_file
 from megatron_vlm.commands.dry_run.memory_tables import batch_table, fit_verdict, memory_table
 from megatron_vlm.commands.dry_run.target_machine import TargetMachine, target_machine
 from megatron_vlm.config.data_sources import HELD_OUT
-from megatron_vlm.config.objectives import spec_of
+from megatron_vlm.config.objectives import records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet, open_data
@@ -99,7 +99,7 @@ def open_training_data(model: PlannedModel, prompts_only: bool = False) -> DataS
     """Open data.train. With `prompts_only` its records are prompts."""
     cfg, sizes = model.cfg, model.source.sizes
     specs, path = cfg.data.train, cfg.model.path
-    kind = "prompt" if prompts_only else spec_of(cfg).records
+    kind = "prompt" if prompts_only else records_of(cfg)
     return open_data(specs, "data.train", cfg.data, path, sizes, kind=kind)
 
 
@@ -150,7 +150,7 @@ def print_memory(model: PlannedModel, needs: list[StageMemory], console: Console
 def open_held_out(model: PlannedModel) -> Iterator[tuple[str, DataSet, Remarks]]:
     """Yield the name, the samples to score and the remarks of each evaluation set."""
     cfg, sizes, path = model.cfg, model.source.sizes, model.cfg.model.path
-    kind = spec_of(cfg).records
+    kind = records_of(cfg)
     if cfg.data.split is not None and not cfg.data.eval:
         specs = cfg.data.train
         data = open_data(

@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_vlm.commands.dry_run.command import open_held_out, plan_model
-from megatron_vlm.config.evaluation_checks import answer_metrics, metric_name
+from megatron_vlm.config.evaluation_checks import answer_metrics, loss_scores, metric_name
 from megatron_vlm.config.schema import Config
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.model.build import compute_dtype
@@ -27,7 +27,7 @@ def eval_dry_run(
     console = Console(highlight=False)
     model = plan_model(cfg, console, gpus, memory)
     dims, target, sizes = model.dims, model.target, model.source.sizes
-    scores = ["loss", "token_accuracy"]
+    scores = loss_scores(cfg)
     if cfg.eval.candidates is not None:
         scores.append(f"ranking of {len(read_candidates(cfg.eval.candidates)):,} candidates")
     if metrics := answer_metrics(cfg):

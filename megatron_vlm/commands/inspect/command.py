@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_vlm.commands.inspect.inspection_report import inspection_report, no_sample_report
 from megatron_vlm.commands.inspect.statistics import collect_statistics
-from megatron_vlm.config.objectives import spec_of
+from megatron_vlm.config.objectives import records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, NoSampleError, open_data
 from megatron_vlm.data.tokens.index import unknown_keys_error
@@ -49,7 +49,7 @@ def run_inspect(
         if cfg.data.on_error == "raise":  # after all of them were listed
             rules = replace(cfg.data, on_error="skip", max_errors=sys.maxsize)
         try:
-            specs, kind = cfg.data.train, spec_of(cfg).records
+            specs, kind = cfg.data.train, records_of(cfg)
             data = open_data(specs, "data.train", rules, cfg.model.path, sizes, kind=kind)
         except NoSampleError as error:
             assert error.data is not None

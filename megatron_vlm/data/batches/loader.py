@@ -108,7 +108,7 @@ class _Decoded:
                 errors.append(str(error))
         if not examples:
             return task, _Outcome(filler_batch(), filler_batch()), tuple(errors)
-        if self.data.reader.kind not in ("pair", "label"):
+        if self.data.reader.kind in ("chat", "prompt"):
             rows = [row for [row] in examples.values()]
             return task, _Outcome(collate(rows, list(examples))), tuple(errors)
         return task, self._rated(task, examples), tuple(errors)

@@ -45,8 +45,8 @@ class MicroBatch:
     weights_BS: Tensor | None = None  # float32, weights of the targets' losses; None: each is 1
     routing_TLK: Tensor | None = None  # int32, row by row; -1: the routers choose
     visual: bool = False  # has images or videos; set on stages without them, too
-    # int32: the number of each row's example in this micro-batch, and 1 if its answer is rejected.
-    # None: the rows are not rated answers.
+    # int32: the number of each row's example in this micro-batch, and 1 if its answer is rejected
+    # or its document is a negative. None: each row is an example.
     examples_R2: Tensor | None = None
     reference_R: Tensor | None = None  # float64, log-prob of each row under the reference model
     # float64, of each row: the derivative of the loss of the global batch by its log-prob, and its
@@ -56,6 +56,7 @@ class MicroBatch:
     # and of all others together.
     teacher_ids_NJ: Tensor | None = None
     teacher_log_probs_NR: Tensor | None = None
+    slopes_RH: Tensor | None = None  # the derivative of that loss by the embedding of each row
     # Targets of all rows, if a row has several at a position. IGNORE fills shorter lists.
     targets_BSJ: Tensor | None = None
     values_BSJF: Tensor | None = None  # values of these targets, which replace values_BSF
@@ -188,7 +189,7 @@ class MicroBatch:
 TEACHER_FIELDS = ("teacher_ids_NJ", "teacher_log_probs_NR")
 VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
 LOSS_FIELDS = (
-    *("values_BSF", "weights_BS", "values_BSJF", "examples_R2", "reference_R"),
+    *("values_BSF", "weights_BS", "values_BSJF", "targets_BSJ", "examples_R2", "reference_R"),
     *TEACHER_FIELDS,
 )
 
@@ -235,7 +236,7 @@ def collate(
     return MicroBatch(tokens_BS5, lengths, tuple(places), **optional)
 
 
-MAX_ROWS = 2  # rows of one example
+MAX_ROWS = 2**12  # rows of one example
 
 
 def collate_examples(
@@ -243,8 +244,9 @@ def collate_examples(
     rejected: Mapping[int, Sequence[bool]],
     reference: Mapping[int, Sequence[float]] | None = None,
 ) -> MicroBatch:
-    """Collate the rows of rated answers, by the places of their examples in the global batch.
-    `rejected` tells of each row whether its answer is rejected; `reference` are the rows' log-probs
+    """Collate the rows of rated answers, or of queries and documents, by the places of their
+    examples in the global batch. `rejected` tells of each row whether its answer is rejected, or
+    its document is a negative; `reference` are the rows' log-probs
     under the reference model, if they are known."""
     flat = [row for rows in examples.values() for row in rows]
     places = [place * MAX_ROWS + n for place, rows in examples.items() for n in range(len(rows))]

@@ -203,6 +203,34 @@ class ChatRenderer:
         """Tokens that the template adds when an answer is to follow."""
         return self._tokenize([self.template.opening])[0]
 
+    @cached_property
+    def end_of_text(self) -> tuple[int, ...]:
+        """Tokens that the tokenizer itself adds at the end of any text, as that of
+        Qwen3-VL-Embedding does. Other programs that read an export add the same."""
+        with self.outside.wrap_errors("cannot encode text"):
+            whole, bare = (
+                list(self.tokenizer("a", add_special_tokens=adds)["input_ids"])
+                for adds in (True, False)
+            )
+        if whole[: len(bare)] != bare:
+            raise ConfigError(
+                ": it adds tokens before each text", place=self.outside.name, key="post_processor"
+            )
+        return tuple(whole[len(bare) :])
+
+    def ids_of(self, words: Sequence[str]) -> list[int]:
+        """Return the token of each word that is one token."""
+        vocab = self.tokenizer.get_vocab()
+        for word in words:
+            if word not in vocab:
+                raise ConfigError(
+                    "is not one of its tokens",
+                    place=self.outside.name,
+                    key="rerank.positive_token" if word == words[0] else "rerank.negative_token",
+                    found=word,
+                )
+        return [vocab[word] for word in words]
+
     def _tokenize(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return ids, and the character at which each token starts. Pieces are tokenized
         separately: a special token that was cut in two is plain text in both pieces."""

@@ -254,7 +254,7 @@ def index_key(source: Source, reader: Reader, cfg: DataConfig) -> str:
         "rules": {key: getattr(cfg, key) for key in _DECIDING},
     }
     if reader.kind != "chat":
-        parts["records"] = reader.kind
+        parts["records"] = reader.kind if isinstance(reader.kind, str) else asdict(reader.kind)
     text = json.dumps(parts, sort_keys=True, default=list)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

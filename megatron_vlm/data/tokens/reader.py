@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.config.preference_config import RecordKind
+from megatron_vlm.config.retrieval_config import RetrievalForm
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
@@ -21,6 +22,7 @@ from megatron_vlm.data.media.video_settings import CHOSEN, VideoSettings
 from megatron_vlm.data.records.formats import VARIABLE_KEYS, parse_record
 from megatron_vlm.data.records.preferences import parse_labelled, parse_pair
 from megatron_vlm.data.records.record import ChatMessage, Conversation, Image, Record, Video
+from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.tokens.chat_template import ChatRenderer
 from megatron_vlm.data.tokens.encoder import Encoder
 from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, check_ids, place_row
@@ -77,7 +79,11 @@ class Reader:
         return example
 
     def _encode_chat(self, record: Record, prompt: bool = False) -> Sample:
-        sample = self.encoder.encode(record, self.policy, prompt or self.prompts_only)
+        is_retrieval = isinstance(self.kind, RetrievalForm)
+        prompt = prompt or self.prompts_only or is_retrieval
+        sample = self.encoder.encode(record, self.policy, prompt)
+        if is_retrieval:
+            sample = with_end(sample, self.encoder.renderer.end_of_text)
         check_ids(sample.ids_S, self.tokens, record.where)
         return sample
 
@@ -88,12 +94,24 @@ class Reader:
         rejected."""
         if self.kind in ("chat", "prompt"):
             return [(self.parse(raw, where, passed), False)]
+        if isinstance(self.kind, RetrievalForm):
+            return self._retrieval_chats(raw, where, self.kind, passed)
         read = parse_pair if self.kind == "pair" else parse_labelled
         counts = Counter[str]()
         answers = read(raw, where, partial(self.parse, passed=counts), self.encoder.cfg.ignore_keys)
         if passed is not None:
             passed.update({*counts})  # a key counts once for a record
         return [(answer.chat, answer.is_rejected) for answer in answers]
+
+    def _retrieval_chats(
+        self, raw: object, where: str, form: RetrievalForm, passed: Counter[str] | None
+    ) -> list[tuple[Record, bool]]:
+        counts = Counter[str]()
+        parse = partial(self.parse, passed=counts)
+        chats = parse_retrieval(raw, where, parse, form, self.encoder.cfg.ignore_keys)
+        if passed is not None:
+            passed.update({*counts})
+        return chats
 
     def parse(self, raw: object, where: str, passed: Counter[str] | None = None) -> Record:
         """Parse a raw record of one chat."""
@@ -114,6 +132,8 @@ class Reader:
     def is_contrary(self, raw: object, sample: Sample) -> bool:
         """Return whether an answer begins in another way than its prompt asks for, and neither the
         configuration nor the record says whether the model is to think."""
+        if isinstance(self.kind, RetrievalForm):
+            return False
         if isinstance(raw, Mapping) and any(raw.get(key) is not None for key in VARIABLE_KEYS):
             return False
         return self.encoder.renderer.is_contrary(sample.ids_S, sample.trained_S)
@@ -142,7 +162,20 @@ class Reader:
         weights_S = None if sample.weights_S is None else torch.from_numpy(sample.weights_S)
         row = replace(Row(ids_S, labels_S, *images, *videos), loss_weights_S=weights_S)
         row = row if teach is None else teach(row, sample, where)
+        if isinstance(self.kind, RetrievalForm):
+            row = self._read_at_end(row, self.kind)
         return place_row(row, self.tokens, where)
+
+    def _read_at_end(self, row: Row, form: RetrievalForm) -> Row:
+        """Return the row with its last token as the only place that is read: for the logits of yes
+        and no, or for its hidden state, where the target has no meaning."""
+        targets = [int(row.ids_S[-1])]
+        if form.answers is not None:
+            targets = self.encoder.renderer.ids_of(form.answers)
+        targets_SJ = torch.full((len(row.ids_S), len(targets)), IGNORE)
+        targets_SJ[-1] = torch.tensor(targets)
+        labels_S = torch.full_like(row.ids_S, IGNORE)
+        return replace(row, labels_S=labels_S, targets=targets_SJ.squeeze(1))
 
     def picture(self, image: Image, where: str) -> Tensor:
         """Decode an image, resize it and cut it into patches: bytes [P, C]."""
@@ -193,9 +226,20 @@ def make_reader(
     kind: RecordKind = "chat",
 ) -> Reader:
     """Return a reader for records whose images are in `root`; with None it opens no local files."""
+    if isinstance(kind, RetrievalForm) and kind.answers is not None:
+        encoder.renderer.ids_of(kind.answers)  # checked before anything is read
     root = None if root is None else str(home_path(root))
     policy = MediaPolicy(root, cfg.allow_http, cfg.exif_orientation)
     return Reader(encoder, policy, sizes.tokens, kind)
+
+
+def with_end(sample: Sample, end_ids: Sequence[int]) -> Sample:
+    """Return a sample that ends with these tokens, and whose last token is the only one that
+    counts."""
+    ids_S = np.concatenate([sample.ids_S, np.array(end_ids, dtype=sample.ids_S.dtype)])
+    trained_S = np.zeros(len(ids_S), dtype=bool)
+    trained_S[-1] = True
+    return replace(sample, ids_S=ids_S, trained_S=trained_S)
 
 
 def with_system(record: Record, text: str) -> Record:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_vlm.config.retrieval_config import RetrievalForm
 from megatron_vlm.data.records.record import Conversation, Image, Record, Video
 from megatron_vlm.data.tokens.boxes_as_text import Outline, outlines_of
 from megatron_vlm.data.tokens.chat_template import START
@@ -94,14 +95,16 @@ class ShownSample:
 def show_example(
     reader: Reader, raw: Any, where: str, example: Example, pictures: bool, number: int = 0
 ) -> ShownSample:
-    """Return the rows of a raw record. Of a second row only the answer is shown. Views have pictures
-    if `pictures` is set."""
+    """Return the rows of a raw record. Of a second row only the answer is shown. Views have
+    pictures if `pictures` is set."""
     shown = [
         _show_row(reader, chat, where, sample, pictures, number)
         for (chat, _), sample in zip(reader.chats(raw, where), example, strict=False)
     ]
     if reader.kind in ("chat", "prompt"):
         return shown[0]
+    if isinstance(reader.kind, RetrievalForm):
+        return _show_documents(shown, reader.kind)
     turns = list[ShownTurn]()
     for each in shown:
         name = "rejected" if each.sample.is_rejected else "chosen"
@@ -110,6 +113,19 @@ def show_example(
             replace(turn, role=f"{turn.role} ({name})") if _is_trained(turn) else turn
             for turn in each.turns[answer if turns else 0 :]
         ]
+    problem = next((each.problem for each in shown if each.problem), None)
+    return replace(shown[0], turns=tuple(turns), problem=problem)
+
+
+def _show_documents(shown: Sequence[ShownSample], form: RetrievalForm) -> ShownSample:
+    """Return the rows of a query and its documents as one sample, each turn with its part."""
+    first = "positive" if form.answers is not None else "query"
+    names = [first, *("positive" for _ in shown[1:])]
+    turns = [
+        replace(turn, role=f"{turn.role} ({'negative' if each.sample.is_rejected else name})")
+        for each, name in zip(shown, names, strict=True)
+        for turn in each.turns
+    ]
     problem = next((each.problem for each in shown if each.problem), None)
     return replace(shown[0], turns=tuple(turns), problem=problem)
 

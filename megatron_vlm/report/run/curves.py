@@ -90,6 +90,14 @@ _STEP_CHARTS = (
         above=_ANY,
     ),
     ChartPlan("KL of kto", {"KL": "kl_estimate"}, "estimate", above=_ANY),
+    ChartPlan(
+        "Accuracy", {"accuracy": "accuracy"}, "of queries or documents", percent=True, above=_ANY
+    ),
+    ChartPlan(
+        "Similarity to the query",
+        {"positive": "positive_similarity", "nearest other": "nearest_negative_similarity"},
+        above=_ANY,
+    ),
     ChartPlan("Busiest expert", {"busiest": "expert_load"}, "times the mean", above=0),
     ChartPlan("Balancing loss", {"balance": "balance_loss"}, above=0),
     ChartPlan("Router z loss", {"z": "z_loss"}, may_log=True, above=0),

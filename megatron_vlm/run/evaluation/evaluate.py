@@ -25,6 +25,7 @@ from megatron_vlm.report.example_lines import Example, ExamplePart, Examples, Ex
 from megatron_vlm.report.picture_uri import preview_uri
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet
 from megatron_vlm.run.evaluation.measure import Answer, AnswerMeter, mean_scores, remarks_on
+from megatron_vlm.run.evaluation.retrieval_scores import embedding_scores, rerank_scores
 from megatron_vlm.run.evaluation.scores import (
     AnswerDecoder,
     distill_scores,
@@ -36,6 +37,7 @@ from megatron_vlm.run.evaluation.scores import (
 from megatron_vlm.training.distill_step import DistillObjective
 from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.reference import with_reference
+from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective
 from megatron_vlm.training.run_objective import TrainObjective
 from megatron_vlm.training.worker import MegatronWorker
 
@@ -100,6 +102,10 @@ class Evaluator:
             scores = preference_scores(held_out, self.objective, alive)
         elif isinstance(self.objective, DistillObjective):
             scores = distill_scores(held_out, self.objective, alive)
+        elif isinstance(self.objective, EmbeddingObjective):
+            scores = embedding_scores(held_out, self.objective, alive)
+        elif isinstance(self.objective, RerankObjective):
+            scores = rerank_scores(held_out, self.objective, alive)
         else:
             scores = token_scores(held_out, alive)
         answers: list[Answer] = []

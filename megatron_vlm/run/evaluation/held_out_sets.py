@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_vlm.config.data_sources import HELD_OUT, SourceSpec
-from megatron_vlm.config.objectives import needs_mismatched, spec_of
+from megatron_vlm.config.objectives import needs_mismatched, records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_warnings import Remarks
@@ -63,7 +63,7 @@ class EvalSet:
             data = open_data(
                 *(specs, named, cfg.data, cfg.model.path, sizes, share),
                 train=False,
-                kind=spec_of(cfg).records,
+                kind=records_of(cfg),
                 held_out=held_out,
             )
             assert isinstance(data, DataSet)

@@ -1,0 +1,217 @@
+"""Gradients of embeddings and rerankers for a global batch.
+
+The loss of an embedding depends on all documents of the global batch. So a forward pass without
+gradients comes first, the replicas gather the embeddings, and a second pass has the surrogate loss
+that has the same derivative by each embedding. So the activations of one micro-batch are in memory
+at a time, as for other losses.
+
+Shapes: R rows of a micro-batch, N supervised places, T rows of the global batch, H width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vlm.config.retrieval_config import RerankConfig
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.micro_batch import MAX_ROWS, MicroBatch
+from megatron_vlm.distributed.collectives import all_gather_json
+from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.training.data_feed import StepData
+from megatron_vlm.training.losses import LossFunction
+from megatron_vlm.training.retrieval_losses import (
+    InfoNCE,
+    RetrievalRows,
+    info_nce,
+    listwise,
+    pointwise,
+)
+from megatron_vlm.training.stage_inputs import RowInputs
+from megatron_vlm.training.worker import MegatronWorker, StepMetrics
+
+FIGURES = ("accuracy", "positive_similarity", "nearest_negative_similarity")
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A value of each row of a global batch, in the order of the rows, on one rank of each
+    replica's last stage."""
+
+    values_TH: Tensor
+    places: tuple[int, ...]  # MicroBatch.rows
+    mine: tuple[int, ...]  # numbers of this replica's rows, micro-batch after micro-batch
+
+    @property
+    def samples(self) -> list[tuple[int, int]]:
+        """The example of each row in the global batch, and the number of the row in it."""
+        return [divmod(place, MAX_ROWS) for place in self.places]
+
+    @property
+    def example_T(self) -> Tensor:
+        """Number of each row's example in the global batch."""
+        examples = torch.tensor([example for example, _ in self.samples], dtype=torch.long)
+        return examples.to(self.values_TH.device)
+
+
+def gather_rows(
+    outputs: Sequence[Tensor], batches: Sequence[MicroBatch], grid: RankGroups
+) -> Gathered:
+    """Gather a value of each row from all replicas. The order does not depend on the layout. A
+    collective of the replicas' last stages."""
+    local = torch.cat(
+        [output for output, batch in zip(outputs, batches, strict=True) if batch.rows]
+        or [outputs[0][:0]]
+    )
+    own = [place for batch in batches for place in batch.rows]
+    by_replica = all_gather_json(own, grid.dp.group, local.device)
+    padded = local.new_zeros(max(map(len, by_replica)), *local.shape[1:])
+    padded[: len(local)] = local
+    parts = [torch.empty_like(padded) for _ in by_replica]
+    dist.all_gather(parts, padded, group=grid.dp.group)
+    values = torch.cat([part[: len(of)] for part, of in zip(parts, by_replica, strict=True)])
+    flat = [place for of in by_replica for place in of]
+    order = sorted(range(len(flat)), key=flat.__getitem__)
+    number = {flat[old]: new for new, old in enumerate(order)}
+    ordered = values[torch.tensor(order, dtype=torch.long, device=values.device)]
+    return Gathered(ordered, tuple(flat[old] for old in order), tuple(number[p] for p in own))
+
+
+class EmbeddingObjective:
+    """InfoNCE over the documents of the global batch, on one rank. Its methods are collectives."""
+
+    def __init__(self, worker: MegatronWorker, cfg: Config):
+        self.worker, self.cfg = worker, cfg
+
+    def forward_backward(self, batch: StepData) -> StepMetrics:
+        """Compute the gradients of the mean loss over the queries of a global batch."""
+        batches = batch.micro_batches
+        loss, gathered = self._loss(batches)
+        queries, total, *sums = self._on_all_ranks(loss, gathered)
+        if loss is not None and gathered is not None:
+            batches = _with_slopes(batches, loss.slopes_RH, gathered)
+        metrics = self.worker.forward_backward(batches, loss=surrogate)
+        means = {name: value / queries for name, value in zip(FIGURES, sums, strict=True)}
+        return replace(metrics, loss=total / queries, means=metrics.means | means)
+
+    def loss_sums(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], Gathered | None]:
+        """Return the number of queries of a global batch, the sum of their losses and of each
+        figure, and on last stages the embeddings."""
+        loss, gathered = self._loss(batches)
+        names = ("queries", "loss", *FIGURES)
+        return dict(zip(names, self._on_all_ranks(loss, gathered), strict=True)), gathered
+
+    def _loss(self, batches: Sequence[MicroBatch]) -> tuple[InfoNCE | None, Gathered | None]:
+        """Return the loss and the embeddings of a global batch, on last stages."""
+        outputs = self.worker.stage.embed(batches)
+        if not self.worker.grid.is_last_stage:
+            return None, None
+        gathered = gather_rows(outputs, batches, self.worker.grid)
+        rows = RetrievalRows.from_examples(gathered.example_T)
+        return info_nce(gathered.values_TH, rows, self.cfg.embed), gathered
+
+    def _on_all_ranks(self, loss: InfoNCE | None, gathered: Gathered | None) -> list[float]:
+        """Return the number of queries, their summed loss and figures, on every stage."""
+        facts = torch.zeros(2 + len(FIGURES), dtype=torch.float64)
+        if loss is not None and gathered is not None:
+            queries = len({example for example, _ in gathered.samples})
+            sums = [loss.figures.get(name, 0.0) for name in FIGURES]
+            facts = torch.tensor([queries, loss.loss, *sums], dtype=torch.float64)
+        facts = facts.to(self.worker.platform.device)
+        self.worker.grid.from_last_stage(facts)
+        queries, *others = facts.tolist()
+        return [max(queries, 1.0), *others]
+
+
+def _with_slopes(
+    batches: Sequence[MicroBatch], slopes_TH: Tensor, gathered: Gathered
+) -> list[MicroBatch]:
+    """Return the batches with the derivative of the loss by the embedding of each row."""
+    mine_RH = slopes_TH[torch.tensor(gathered.mine, dtype=torch.long, device=slopes_TH.device)]
+    parts = mine_RH.float().split([len(batch.rows) for batch in batches])
+    return [
+        replace(batch, slopes_RH=part) if batch.rows else batch
+        for batch, part in zip(batches, parts, strict=True)
+    ]
+
+
+def surrogate(embeddings_NH: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return for each example a loss with the right derivative by each embedding. Its value has no
+    meaning."""
+    if rows.slopes_RH is None:
+        return embeddings_NH.new_zeros(0), {}
+    return (embeddings_NH * rows.slopes_RH).sum(1), {}
+
+
+class RerankObjective:
+    """Losses of the logits of yes and no, on one rank. Its methods are collectives."""
+
+    def __init__(self, worker: MegatronWorker, cfg: Config):
+        self.worker, self.cfg = worker, cfg
+
+    def forward_backward(self, batch: StepData) -> StepMetrics:
+        """Compute the gradients of the mean loss over the documents of a global batch, or with
+        listwise over its positives."""
+        examples, documents, positives = self._counts(batch.micro_batches)
+        terms = positives if self.cfg.rerank.loss == "listwise" else documents
+        loss, divisor = rerank_loss(self.cfg.rerank), max(terms, 1.0)
+        metrics = self.worker.forward_backward(batch.micro_batches, loss=loss, divisor=divisor)
+        accuracy = metrics.means["accuracy"] * examples / max(documents, 1.0)
+        return replace(metrics, means=metrics.means | {"accuracy": accuracy})
+
+    def scored(self, batches: Sequence[MicroBatch]) -> list["ScoredRow"]:
+        """Return the logit of each document of a global batch, in order, on every rank."""
+        scored = self.worker.forward(batches)
+        places = sorted(place for batch in batches for place in batch.rows)
+        flags = {
+            place: bool(flag)
+            for batch in batches
+            if batch.examples_R2 is not None
+            for place, flag in zip(batch.rows, batch.examples_R2[:, 1].tolist(), strict=True)
+        }
+        local = [
+            (place, float(row_SJ[-1, 0] - row_SJ[-1, 1]), flags[place])
+            for place, row_SJ in zip(places, scored, strict=True)
+        ]
+        parts = all_gather_json(local, self.worker.grid.dp.group, self.worker.platform.device)
+        rows = sorted(row for part in parts for row in part)
+        return [ScoredRow(place // MAX_ROWS, *values) for place, *values in rows]
+
+    def _counts(self, batches: Sequence[MicroBatch]) -> tuple[float, float, float]:
+        """Return the numbers of examples, documents and positives in the global batch."""
+        tables = [batch.examples_R2 for batch in batches if batch.examples_R2 is not None]
+        local = [
+            sum(batch.num_examples for batch in batches if batch.rows),
+            sum(len(table) for table in tables),
+            sum(int((table[:, 1] == 0).sum()) for table in tables),
+        ]
+        parts = all_gather_json(local, self.worker.grid.dp.group, self.worker.platform.device)
+        examples, documents, positives = (sum(part) for part in zip(*parts, strict=True))
+        return float(examples), float(documents), float(positives)
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """A document of a reranker: its example, its logit of yes minus that of no, and its label."""
+
+    example: int
+    logit: float
+    is_negative: bool
+
+
+def rerank_loss(cfg: RerankConfig) -> LossFunction:
+    """Return the loss of each document, as training/losses.py takes it."""
+
+    def loss(log_probs_N: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        yes_R, no_R = log_probs_N.double().view(-1, 2).unbind(1)
+        logits_R, is_negative_R = yes_R - no_R, rows.is_rejected_R
+        if cfg.loss == "listwise":
+            loss_R = listwise(logits_R, is_negative_R, rows.example_R)
+        else:
+            loss_R = pointwise(logits_R, is_negative_R)
+        is_right_R = (logits_R.detach() > 0) != is_negative_R
+        return loss_R, {"accuracy": is_right_R.double()}
+
+    return loss
