@@ -5,6 +5,7 @@ from typing import Literal
 
 from megatron_vlm.config.checks import check_training, require
 from megatron_vlm.config.schema import Config, LoraConfig
+from megatron_vlm.config.teachers import check_teacher
 from megatron_vlm.errors import ConfigError
 
 
@@ -12,15 +13,8 @@ def check_rl(cfg: Config) -> None:
     """Refuse settings from which nothing could be learnt, or that contradict each other."""
     check_training(cfg)
     rl = cfg.rl
-    if (rl.reward is None) == (rl.environment is None):
-        is_neither = rl.reward is None
-        raise ConfigError(
-            f"is {'not ' * is_neither}set, and {'neither' if is_neither else 'so'} is "
-            "rl.environment",
-            key="rl.reward",
-            remedy="give one of them, as FILE.py:NAME: a function of a record and an answer, or "
-            "the class of an episode",
-        )
+    check_teacher(cfg)
+    _check_rewards(cfg)
     _check_target("rl.reward", rl.reward)
     _check_target("rl.environment", rl.environment)
     if any(spec.streaming for spec in cfg.data.train):
@@ -29,7 +23,7 @@ def check_rl(cfg: Config) -> None:
             key="data.train",
             remedy="save it as a file, and give that",
         )
-    if rl.samples < 2:
+    if rl.samples < 2 and needs_comparison(cfg):
         raise ConfigError(
             ": an answer is compared with the others to its prompt",
             key="rl.samples",
@@ -52,6 +46,48 @@ def check_rl(cfg: Config) -> None:
             key="rl.updates",
             found=rl.updates,
         )
+
+
+def _check_rewards(cfg: Config) -> None:
+    rl = cfg.rl
+    count = (rl.reward is not None) + (rl.environment is not None)
+    is_neither = count == 0
+    if count == 2 or (is_neither and rl.teacher is None):
+        raise ConfigError(
+            f"is {'not ' * is_neither}set, and {'neither' if is_neither else 'so'} is "
+            "rl.environment",
+            key="rl.reward",
+            remedy="give one of them, as FILE.py:NAME: a function of a record and an answer, or "
+            "the class of an episode",
+        )
+    if rl.advantage == "none" and rl.teacher is None:
+        raise ConfigError(
+            "only reports the rewards, and without rl.teacher nothing else is learnt from",
+            key="rl.advantage",
+            found="none",
+            remedy="give rl.advantage=grpo, or rl.teacher=CHECKPOINT",
+        )
+    if rl.dynamic_sampling and not needs_comparison(cfg):
+        raise ConfigError(
+            "replaces prompts whose answers all got the same reward, and no reward is learnt from",
+            key="rl.dynamic_sampling",
+            found=True,
+            remedy="set rl.dynamic_sampling=false",
+        )
+    if is_neither and rl.eval_scores == "reward":
+        raise ConfigError(
+            "needs a reward, and neither rl.reward nor rl.environment is set",
+            key="rl.eval_scores",
+            found="reward",
+            remedy="give rl.eval_scores=loss, or a reward; with rl.advantage=none it is only "
+            "reported",
+        )
+
+
+def needs_comparison(cfg: Config) -> bool:
+    """Return whether the answers to a prompt are compared with each other by their rewards."""
+    is_rewarded = cfg.rl.reward is not None or cfg.rl.environment is not None
+    return is_rewarded and cfg.rl.advantage != "none"
 
 
 def _check_target(key: str, value: str | None) -> None:

@@ -156,7 +156,9 @@ def _as_omegaconf_class(cls: Any) -> Any:
             with_default = field(default_factory=kind)
         elif get_origin(kind) is Literal:
             kind = str
-        elif any(get_origin(part) in (tuple, Literal) for part in (kind, *get_args(kind))):
+        elif get_origin(kind) is tuple or any(
+            get_origin(part) in (tuple, Literal, dict) for part in get_args(kind)
+        ):
             kind = Any
         elif get_origin(kind) is dict:  # a dict with any keys may have no default in Hydra
             kind, with_default = Any, field(default=None)

@@ -23,7 +23,7 @@ from megatron_vlm.model.layer_specs import PassContext
 from megatron_vlm.model.log_probs import ExtraOutput, predict
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.router import Routing
-from megatron_vlm.model.top_log_probs import likeliest_tokens
+from megatron_vlm.model.top_log_probs import likeliest_tokens, targets_and_likeliest
 from megatron_vlm.model.vision import VisualPlan, encode, mark_ready_with_zero_grads
 
 
@@ -241,7 +241,9 @@ class StageModel(GPTModel):
             products.append(adapters.factors(hidden_NH))
         vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
         if likeliest is not None:
-            return likeliest_tokens(products, *likeliest, vocab, tp_group)
+            if labels is None:
+                return likeliest_tokens(products, *likeliest, vocab, tp_group)
+            return targets_and_likeliest(products, labels, *likeliest, vocab, tp_group)
         assert labels is not None
         return predict(products, labels, vocab, tp_group, also, of_M, temperature)
 

@@ -95,6 +95,7 @@ class RlLine:
     turns: float  # answers of an episode, mean
     sampling_s: float  # from the first question to the last reward
     kl: float | None = None  # to the initial model
+    teacher_kl: float | None = None  # reverse KL to the teacher, mean over tokens
     entropy: float | None = None
     ratio: float | None = None  # probability of a token now over that at the time of sampling
     clip_fraction: float | None = None  # share of tokens
