@@ -10,7 +10,7 @@ from megatron_vlm.config.teachers import teachers_of
 from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.media.video_settings import CHOSEN, VideoSettings
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import folder_of
 
@@ -20,6 +20,10 @@ _BOUNDS = ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames")
 def check_teachers(cfg: Config) -> None:
     """Refuse a teacher that would score other tokens, or see other pixels, than the student."""
     for path in dict.fromkeys(teachers_of(cfg.rl.teacher).values()):
+        try:
+            read_sizes(path)
+        except MegatronVLMError as error:
+            raise error.within(f"rl.teacher={path}") from error
         if path != cfg.model.path or cfg.data.add_tokens:
             _check_ids(cfg, path)
             _check_vocab(cfg, path)
