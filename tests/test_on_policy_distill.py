@@ -5,6 +5,7 @@ models, at each kind of layout, and a teacher that is the student teaches exactl
 import json
 import math
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,6 +35,7 @@ from tests.runs import Case, collect_grads
 from tests.sets import write_set
 from tests.test_policy_losses import LAYOUTS, VOCAB, apart, picked
 from tests.test_rl import furthest, learnt, lines, run_rank, samples, words
+from tests.test_sampling_engines import STAND_IN
 
 # Relative error in fp32 on the CPU against float64. Measured worst case: 2.9e-6.
 TOLERANCE = 5e-6
@@ -363,3 +365,41 @@ def test_a_teacher_that_reads_other_things_is_refused(pool, folder, model, teach
         )
         assert status == 2 and text in err, (path, err)
         assert "rl.teacher" in err and path in err
+
+
+def by_engine(folder: Path, teacher: str, name: str, **options: Any) -> list[str]:
+    """Return the arguments for a stand-in engine, whose log-prob of a token is minus its id."""
+    python = folder / f"python-{name}"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
+    python.chmod(0o755)
+    entries = ", ".join(f"{key}: {value}" for key, value in options.items())
+    return [
+        *(*DISTIL, f"rl.teacher={teacher}", "rl.teacher_scorer=vllm", f"rl.engine={python}"),
+        f"rl.teacher_options={{{entries}}}",
+    ]
+
+
+def test_the_scores_of_engines_are_learnt_from_whole_or_not_at_all(pool, folder, model, teacher):
+    """An engine that dies in the middle of a step is asked again. One that always dies ends the
+    run, before anything was learnt."""
+    arguments = by_engine(folder, teacher, "well")
+    run = learnt(pool, 1, folder, model, "engine", *arguments)
+    for episode in (each for line in samples(run) for each in line["episodes"]):
+        assert episode["teacher_kl"] > 20  # the mean id of a token, and more
+    once = folder / "once"
+    arguments = by_engine(folder, teacher, "dying", lives=5, once=once)
+    again = learnt(pool, 4, folder, model, "dying", *arguments, "parallel.pp=2")
+    assert once.exists() and without_kl(again) == without_kl(run)
+    assert furthest(again, run) < 1e-6
+    arguments = by_engine(folder, teacher, "dead", lives=3)
+    status, _, err = run_rank(words(folder, model, "dead", *arguments))
+    assert status == 2 and f"rl.teacher={teacher}" in err and "died" in err
+    assert not lines(folder / "dead", "step")
+
+
+def test_a_token_that_the_teacher_lacks_is_refused(pool, folder, model, teacher):
+    """The student has 16 rows more than its tokenizer has tokens, and draws one of them."""
+    status, _, err = run_rank(
+        words(folder, teacher, "lacks", *DISTIL, f"rl.teacher={model}", "rl.max_new_tokens=40")
+    )
+    assert status == 2 and "has 512 rows" in err and "the student has drawn it" in err

@@ -169,7 +169,9 @@ def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
             remedy="give the Python of an environment that has vLLM, such as "
             ".venv-vllm/bin/python after `make vllm-env`",
         )
-    if keys.sampler == "own" and (keys.engine is not None or keys.engine_gpus):
+    is_for_teacher = group == "rl" and cfg.rl.teacher_scorer == "vllm"
+    has_unused_engine = keys.engine is not None and not is_for_teacher
+    if keys.sampler == "own" and (has_unused_engine or keys.engine_gpus):
         _refuse_unused(group)
     if not isinstance(keys.engine_options, dict):
         raise ConfigError(

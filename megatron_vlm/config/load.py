@@ -182,9 +182,11 @@ def _build_config(composed: Any) -> Config:
     engines = (values["rl"], values["serve"])
     for group in engines:
         group["engine_gpus"] = _names(group["engine_gpus"])
+    values["rl"]["teacher_gpus"] = _names(values["rl"]["teacher_gpus"])
     dicts = [(data, name) for name in ("template_kwargs", "columns", "roles")]
     dicts += [(values["serve"], "limits")]
     dicts += [(group, "engine_options") for group in engines]
+    dicts += [(values["rl"], "teacher_options")]
     for group, name in dicts:
         group[name] = {} if group[name] is None else group[name]
     groups: dict[str, Any] = {key: kind for key, kind in key_types().items() if is_dataclass(kind)}

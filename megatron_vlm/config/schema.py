@@ -242,6 +242,9 @@ class RlConfig:
     teacher_scorer: Literal["own", "vllm"] = "own"  # runs on the ranks, or in vLLM engines
     teacher_coef: AboveZero = 1.0  # coefficient of the reverse KL to the teacher
     teacher_top_k: Count = 0  # exact KL over its most likely tokens and the rest; 0: sampled token
+    teacher_gpus: tuple[str, ...] = ()  # GPUs of each engine of a teacher, as rl.engine_gpus
+    teacher_options: dict[str, Any] = field(default_factory=dict)  # other EngineArgs of these
+    teacher_timeout: AboveZero = 600.0  # maximum seconds in which an engine scores a row
     dynamic_sampling: bool = False  # replace prompts whose answers all got the same reward
     max_rounds: Natural = 8  # maximum rounds of replacement; then the step has fewer prompts
     updates: Natural = 1  # optimizer steps among which the samples of a step are divided

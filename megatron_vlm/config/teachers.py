@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, RlConfig
 from megatron_vlm.errors import ConfigError
 
 ALL_SOURCES = ""  # the name of the only teacher
@@ -32,6 +32,7 @@ def check_teacher(cfg: Config) -> None:
             found=rl.teacher,
             allowed="a checkpoint's folder, its name on the Hub, or {SOURCE: CHECKPOINT, ...}",
         )
+    _check_engines(cfg)
     if not rl.teacher_top_k:
         return
     for name in ("kl_coef", "entropy_coef"):
@@ -46,11 +47,45 @@ def check_teacher(cfg: Config) -> None:
 
 
 def _refuse_unused(cfg: Config) -> None:
-    for name, unset in (("teacher_top_k", 0), ("teacher_coef", 1.0), ("teacher_scorer", "own")):
-        if (value := getattr(cfg.rl, name)) != unset:
+    for name, default in vars(RlConfig()).items():
+        value = getattr(cfg.rl, name)
+        if name.startswith("teacher_") and value != default:
             raise ConfigError(
                 "belongs to rl.teacher, which is not set",
                 key=f"rl.{name}",
                 found=value,
                 remedy="give rl.teacher=CHECKPOINT, or leave it out",
             )
+
+
+def _check_engines(cfg: Config) -> None:
+    """Refuse engines that could not be started, or settings of engines that are not started."""
+    rl = cfg.rl
+    if not isinstance(rl.teacher_options, dict):
+        raise ConfigError(
+            key="rl.teacher_options", found=rl.teacher_options, allowed="{NAME: VALUE}"
+        )
+    if rl.teacher_scorer == "own":
+        if rl.teacher_gpus or rl.teacher_options:
+            raise ConfigError(
+                "starts no engine, and rl.teacher_gpus or rl.teacher_options is set",
+                key="rl.teacher_scorer",
+                found="own",
+                remedy="give rl.teacher_scorer=vllm, or leave them out",
+            )
+        return
+    if rl.engine is None:
+        raise ConfigError(
+            "is not set, and rl.teacher_scorer=vllm needs it",
+            key="rl.engine",
+            remedy="give the Python of an environment that has vLLM, such as "
+            ".venv-vllm/bin/python after `make vllm-env`",
+        )
+    count = len(set(teachers_of(rl.teacher).values()))
+    if len(rl.teacher_gpus) % count:
+        raise ConfigError(
+            f"has {len(rl.teacher_gpus)} engines for {count} teachers, which get equal shares",
+            key="rl.teacher_gpus",
+            found=list(rl.teacher_gpus),
+            remedy=f"give a multiple of {count}, the engines of the first teacher first",
+        )

@@ -141,7 +141,8 @@ class PolicyUpdater:
             }
         scores: dict[int, TeacherScores] = {}
         for place, model in enumerate(self.teachers):
-            check_ids_of_teacher(train_batch, place, model.source)
+            vocab, path = model.source.sizes.text.vocab, model.cfg.model.path
+            check_ids_of_teacher(train_batch, place, vocab, path)
             own_rows = {number: each for number, each in rows.items() if each.teacher == place}
             if count := self.cfg.rl.teacher_top_k:
                 score = partial(model.likeliest, count=count, with_targets=True)

@@ -14,7 +14,6 @@ from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import DataError
-from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.rl.train_batch import TrainBatch, TrainRow
 
 
@@ -66,14 +65,13 @@ def _at_predicting_position(own_S: Tensor, last: float) -> Tensor:
     return torch.cat([own_S[1:], own_S.new_full((1,), last)])
 
 
-def check_ids_of_teacher(train_batch: TrainBatch, place: int, source: HFCheckpoint) -> None:
-    """Refuse drawn ids that this teacher has no row for. Every rank has the whole train batch, so
-    all ranks raise this error together."""
-    vocab = source.sizes.text.vocab
+def check_ids_of_teacher(train_batch: TrainBatch, place: int, vocab: int, path: str) -> None:
+    """Refuse drawn ids that this teacher has no row for. Ranks that have the whole train batch all
+    raise this error together."""
     for train_row in train_batch.rows:
         if train_row.teacher == place and int(train_row.row.ids_S.max()) >= vocab:
             raise DataError(
-                f": the student has drawn it, and the vocabulary of the teacher {source.name} has "
+                f": the student has drawn it, and the vocabulary of the teacher {path} has "
                 f"{vocab} rows; no text has this token, so the student draws at random",
                 place="an answer",
                 key="tokens",

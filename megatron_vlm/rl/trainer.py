@@ -26,6 +26,7 @@ from megatron_vlm.rl.rank_commands import RankCommands
 from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollouts
 from megatron_vlm.rl.step_report import rl_line, write_sample_lines
 from megatron_vlm.rl.teacher_checks import check_teachers
+from megatron_vlm.rl.teacher_engines import EngineTeachers
 from megatron_vlm.rl.train_batch import (
     TrainBatch,
     groups_of_updates,
@@ -61,6 +62,7 @@ class RlTrainer:
         self.commands = RankCommands(run.worker, run.signals)
         self.engines: Engines | None = None
         self.rollouts: Rollouts | None = None
+        self.teachers: EngineTeachers | None = None  # set on rank 0, if there are such engines
         self.last: Rollout | None = None  # set on rank 0 only
         self.signal = SignalWatch(self.cfg.rl)
         held_out = HeldOutPrompts.open(run)
@@ -106,6 +108,9 @@ class RlTrainer:
             last = self.run.total_steps - 1
             self.rollouts = EngineRollouts(self.episode_runner, self.commands, self.engines, last)
         self.opened.callback(self.rollouts.close)
+        if self.cfg.rl.teacher_scorer == "vllm":
+            data, waiting = self.episode_runner.data, self.commands.wait
+            self.teachers = EngineTeachers.start(self.run.worker, data, self.opened, waiting)
         return b"", {}
 
     def train_batch(self, step: int) -> tuple[TrainBatch, Position]:
@@ -119,6 +124,8 @@ class RlTrainer:
             batch = make_train_batch(
                 self.last.groups, self.cfg, self.episode_runner.data.work, replicas
             )
+            if self.teachers is not None:
+                batch = self.teachers.score(batch, self.commands.wait)
             return train_batch_to_bytes(batch), {"after": asdict(self.last.after)}
 
         content, facts = self._lead(sampled)

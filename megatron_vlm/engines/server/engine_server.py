@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import traceback
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ class PendingRequest:
     expected: list[int]  # ids of the prompt, with all placeholders
     samples: list[Message | None]
     names: list[str] = field(default_factory=list)  # names of vLLM's requests
+    top_k: int | None = None  # set if the prompt itself is scored
 
 
 class Server:
@@ -72,6 +74,8 @@ class Server:
         try:
             if do == "sample":
                 self.sample(number, body=body, **message)
+            elif do == "score":
+                self.score(number, body=body, **message)
             elif do == "abort":
                 self._forget_request(number)
             elif do == "inspect":
@@ -169,6 +173,27 @@ class Server:
             self._forget_request(number)
             raise
 
+    def score(self, number: int, expected: list[int], top_k: int, **prompt: Any) -> None:
+        """Score the tokens of a prompt. The answer is a table of float64 with the id and the
+        log-prob of each token, and then those of the `top_k` most likely tokens in its place."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.pending[number] = request = PendingRequest(expected, [None], top_k=top_k)
+        params = SamplingParams(
+            max_tokens=1,  # vLLM draws one token at least
+            prompt_logprobs=top_k,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        try:
+            name = f"{number}-0"
+            self.engine.add_request(name, to_vllm_prompt(**prompt), params)
+            request.names.append(name)
+        except Exception:
+            self._forget_request(number)
+            raise
+
     def inspect(self, **prompt: Any) -> tuple[Message, bytes]:
         """Return a prompt as vLLM's processor prepares it, without sampling."""
         import vllm
@@ -195,6 +220,11 @@ class Server:
         if output.prompt_token_ids != request.expected:
             self._forget_request(number)
             self.link.refuse(number, _unlike_ids_message(output.prompt_token_ids, request.expected))
+            return
+        if request.top_k is not None:
+            del self.pending[number]
+            scores = table_of(output.prompt_token_ids, output.prompt_logprobs, request.top_k)
+            self.link.answer(number, {"version": self.version}, scores)
             return
         request.samples[place] = answer_of(output)
         if None not in request.samples:
@@ -287,6 +317,19 @@ def answer_of(output: Any) -> Message:
         for token, candidates in zip(ids, completion.logprobs, strict=True)
     ]
     return {"ids": ids, "log_probs": log_probs, "ended": completion.finish_reason}
+
+
+def table_of(ids: list[int], log_probs: list[Any], top_k: int) -> bytes:
+    """Return the scores of a prompt. Nothing predicts its first token, whose scores are 0."""
+    values = array("d")
+    for token, candidates in zip(ids, log_probs, strict=True):
+        if candidates is None:
+            values.extend([0.0] * 2 * (1 + top_k))
+            continue
+        ranked = sorted(candidates.items(), key=lambda item: item[1].rank)[:top_k]
+        for other, scored in [(token, candidates[token]), *ranked]:
+            values.extend((other, scored.logprob))
+    return values.tobytes()
 
 
 def _unlike_ids_message(ids: list[int], expected: list[int]) -> str:
