@@ -86,8 +86,12 @@ def _check_rewards(cfg: Config) -> None:
 
 def needs_comparison(cfg: Config) -> bool:
     """Return whether the answers to a prompt are compared with each other by their rewards."""
-    is_rewarded = cfg.rl.reward is not None or cfg.rl.environment is not None
-    return is_rewarded and cfg.rl.advantage != "none"
+    return has_rewards(cfg) and cfg.rl.advantage != "none"
+
+
+def has_rewards(cfg: Config) -> bool:
+    """Return whether answers get rewards. A teacher alone needs none."""
+    return cfg.rl.reward is not None or cfg.rl.environment is not None
 
 
 def _check_target(key: str, value: str | None) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
+from megatron_vlm.config.command_checks import has_rewards
 from megatron_vlm.config.data_sources import EvalSource
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, open_data
@@ -63,11 +64,6 @@ class HeldOutPrompts:
 def needs_held_out_rewards(cfg: Config) -> bool:
     """Return whether the held-out sets are answered and rewarded."""
     return bool(cfg.data.eval) and cfg.rl.eval_scores != "loss" and has_rewards(cfg)
-
-
-def has_rewards(cfg: Config) -> bool:
-    """Return whether answers get rewards. A teacher alone needs none."""
-    return cfg.rl.reward is not None or cfg.rl.environment is not None
 
 
 def _open(run: Run, entry: EvalSource) -> DataSet | None:

@@ -18,9 +18,11 @@ from megatron_vlm.run.log_sinks import JsonLines
 from megatron_vlm.training.worker import StepMetrics
 
 
-def rl_line(step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | None) -> RlLine:
+def rl_line(
+    step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | None, rewarded: bool = True
+) -> RlLine:
     """Return the metrics line of a step. The version of an engine's weights is the number of
-    steps that were done before."""
+    steps that were done before. Without rewards there are no figures of them."""
     episodes = [each for group in done.groups for each in group.episodes]
     rewards = [each.reward for each in episodes]
     lengths = [each.trained for each in episodes]
@@ -28,11 +30,11 @@ def rl_line(step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | 
     means = metrics.means
     return RlLine(
         step=step,
-        reward=fmean(rewards),
-        reward_std=pstdev(rewards),
+        reward=fmean(rewards) if rewarded else None,
+        reward_std=pstdev(rewards) if rewarded else None,
         prompts=len(done.groups),
         asked=done.num_prompts,
-        alike=done.alike / done.num_prompts,
+        alike=done.alike / done.num_prompts if rewarded else None,
         answer_tokens=fmean(lengths),
         longest_answer=max(lengths),
         cut=fmean(each.cut for each in episodes),

@@ -6,6 +6,7 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.config.command_checks import has_rewards
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import BatchFigures
@@ -16,7 +17,6 @@ from megatron_vlm.report.metrics_lines import has_load_line
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.held_out_rewards import (
     HeldOutPrompts,
-    has_rewards,
     needs_held_out_rewards,
 )
 from megatron_vlm.rl.no_rewards import NoRewards
@@ -187,7 +187,7 @@ class RlTrainer:
             episodes = [each for groups in updates for group in groups for each in group.episodes]
             for number, kl in teacher_kls.items():
                 episodes[number].teacher_kl = kl
-            self.run.log.samples(rl_line(step + 1, self.last, whole, apart))
+            self.run.log.samples(rl_line(step + 1, self.last, whole, apart, has_rewards(self.cfg)))
             first = self.last.groups[0].episodes[0]
             right = self.episode_runner.right_answer(first)
             teaches = self.cfg.rl.teacher is not None
