@@ -120,7 +120,7 @@ class VllmSampler:
 
     async def score(self, row: Row, top_k: int, timeout_s: float) -> Tensor:
         """Return the scores of a row's tokens under the engines' first weights, as
-        `MegatronWorker.likeliest` does with targets: [S, 1 + k, 2] in float64, at the position that
+        the worker scores them on the ranks: [S, 1 + k, 2] in float64, at the position that
         predicts a token. An engine that takes longer than `timeout_s` is taken for dead."""
         request = self.prompts.request(row, SamplingSettings(1), [])
         names = ("prompt", "expected", "pictures", "videos")
