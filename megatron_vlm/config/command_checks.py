@@ -58,7 +58,7 @@ def _check_rewards(cfg: Config) -> None:
             "rl.environment",
             key="rl.reward",
             remedy="give one of them, as FILE.py:NAME: a function of a record and an answer, or "
-            "the class of an episode",
+            "the class of an episode; a run that learns from rl.teacher needs neither",
         )
     if rl.advantage == "none" and rl.teacher is None:
         raise ConfigError(

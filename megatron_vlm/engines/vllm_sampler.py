@@ -130,7 +130,7 @@ class VllmSampler:
         table = torch.frombuffer(bytearray(answer["body"]), dtype=torch.float64)
         table_SJ2 = table.view(len(row.ids_S), 1 + top_k, 2)
         if not table_SJ2.isfinite().all():
-            raise SamplerError("has scores that are not finite numbers", place="the engine")
+            raise SamplerError("a score is not a finite number", place="the engine")
         return torch.cat([table_SJ2[1:], torch.zeros_like(table_SJ2[:1])])
 
     async def inspect(self, prompt: Row) -> ProcessedPrompt:
