@@ -14,7 +14,6 @@ import shutil
 import sys
 import tempfile
 import traceback
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from adapter_folders import NamedAdapters, rank_for, write_nothing
 from channel import ParentChannel
 from cpu_fixes import fix_vllm_on_cpu
 from frames import Message
+from prompt_scores import scoring_params, table_of
 from vllm_prompt import inspect_request, to_vllm_prompt
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -176,19 +176,10 @@ class Server:
     def score(self, number: int, expected: list[int], top_k: int, **prompt: Any) -> None:
         """Score the tokens of a prompt. The answer is a table of float64 with the id and the
         log-prob of each token, and then those of the `top_k` most likely tokens in its place."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         self.pending[number] = request = PendingRequest(expected, [None], top_k=top_k)
-        params = SamplingParams(
-            max_tokens=1,  # vLLM draws one token at least
-            prompt_logprobs=top_k,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         try:
             name = f"{number}-0"
-            self.engine.add_request(name, to_vllm_prompt(**prompt), params)
+            self.engine.add_request(name, to_vllm_prompt(**prompt), scoring_params(top_k))
             request.names.append(name)
         except Exception:
             self._forget_request(number)
@@ -317,19 +308,6 @@ def answer_of(output: Any) -> Message:
         for token, candidates in zip(ids, completion.logprobs, strict=True)
     ]
     return {"ids": ids, "log_probs": log_probs, "ended": completion.finish_reason}
-
-
-def table_of(ids: list[int], log_probs: list[Any], top_k: int) -> bytes:
-    """Return the scores of a prompt. Nothing predicts its first token, whose scores are 0."""
-    values = array("d")
-    for token, candidates in zip(ids, log_probs, strict=True):
-        if candidates is None:
-            values.extend([0.0] * 2 * (1 + top_k))
-            continue
-        ranked = sorted(candidates.items(), key=lambda item: item[1].rank)[:top_k]
-        for other, scored in [(token, candidates[token]), *ranked]:
-            values.extend((other, scored.logprob))
-    return values.tobytes()
 
 
 def _unlike_ids_message(ids: list[int], expected: list[int]) -> str:
