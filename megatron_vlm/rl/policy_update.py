@@ -110,7 +110,7 @@ class PolicyUpdater:
         teacher = {} if rl.teacher is None else self._teacher_scores(train_batch, rows)
         # Log-probs of the own decoder are the trainer's already, but not to the last digit. A
         # teacher that is the student has nothing to teach, and so not even a rounding error.
-        if rl.sampler != "own" or teacher:
+        if rl.sampler != "own" or rl.teacher is not None:
             old = self._log_probs_of_rows(self.worker, train_batch, rows)
         if rl.sampler != "own":
             for number, train_row in rows.items():
