@@ -372,6 +372,7 @@ def by_engine(folder: Path, teacher: str, name: str, **options: Any) -> list[str
     python = folder / f"python-{name}"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
     python.chmod(0o755)
+    options["mm_processor_cache_gb"] = 1  # it has no processor whose patches could be compared
     entries = ", ".join(f"{key}: {value}" for key, value in options.items())
     return [
         *(*DISTIL, f"rl.teacher={teacher}", "rl.teacher_scorer=vllm", f"rl.engine={python}"),

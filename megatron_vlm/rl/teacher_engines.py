@@ -3,20 +3,25 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.teachers import teachers_of
 from megatron_vlm.data.batches.dataset import DataSet
+from megatron_vlm.data.batches.micro_batch import VISUAL_FIELDS
+from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.distributed.rank0 import result_of
 from megatron_vlm.engines import EngineSettings
 from megatron_vlm.engines.engine_thread import Engines, side_by_side
-from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.engines.processed_prompt import HALF_STEP, compare_media
+from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import folder_of
+from megatron_vlm.rl.episode import pictures_of
 from megatron_vlm.rl.teacher_scores import check_ids_of_teacher
 from megatron_vlm.rl.train_batch import TrainBatch
 from megatron_vlm.rl.vllm_engines import settings_of
@@ -32,6 +37,7 @@ class EngineTeachers:
     cfg: Config
     paths: Sequence[str]
     engines: Sequence[Engines]
+    checked: set[str] = field(default_factory=set)  # teachers that see what the student sees
 
     @staticmethod
     def start(
@@ -59,6 +65,7 @@ class EngineTeachers:
         rl = self.cfg.rl
         for place, path in enumerate(self.paths):
             check_ids_of_teacher(batch, place, read_sizes(path).text.vocab, path)
+            self._check_sight(batch, place, waiting)
         asked: list[Future[Tensor]] = []
         for row in batch.rows:
             engines = self.engines[row.teacher]
@@ -76,6 +83,34 @@ class EngineTeachers:
                 future.cancel()
         return replace(batch, rows=rows)
 
+    def _check_sight(self, batch: TrainBatch, place: int, waiting: Callable[[], None]) -> None:
+        """Refuse engines whose own processor makes other patches of the first row with pictures
+        than the student's. Engines that show no patches are not checked."""
+        path, sampler = self.paths[place], self.engines[place].sampler
+        options = sampler.settings.options
+        is_open = options["mm_processor_cache_gb"] == 0 and options["tensor_parallel_size"] == 1
+        rows = (each.row for each in batch.rows if each.teacher == place)
+        row = next((each for each in rows if pictures_of([each]) != _NO_PICTURES), None)
+        if path in self.checked or row is None or not is_open:
+            return
+        view = result_of(self.engines[place].submit(sampler.inspect(row)), waiting)
+        tables = PixelTables(str(folder_of(self.cfg.model.path)), torch.device("cpu"))
+        grids, difference = compare_media(row, view, tables)
+        if not grids or not difference < HALF_STEP:
+            what = f"patches that differ by {difference:.2g}" if grids else "other grids"
+            raise ConfigError(
+                f": {view.version} makes {what} of a picture, so this teacher would not see what "
+                "the student sees",
+                key="rl.teacher",
+                found=path,
+                remedy="see what `megatron-vlm agree model.path=TEACHER` says, or set "
+                "rl.teacher_scorer=own",
+            )
+        self.checked.add(path)
+
+
+_NO_PICTURES: dict[str, Any] = dict.fromkeys(VISUAL_FIELDS)
+
 
 def share_of_gpus(gpus: Sequence[str], place: int, teachers: int) -> Sequence[str]:
     """Return the engines of a teacher. Several teachers have equal shares, in their order, which
@@ -90,7 +125,8 @@ def teacher_settings(
     """Return the settings of a teacher's engines. They take the longest row that a step can have,
     and one token, which vLLM draws after it."""
     own, rl = settings_of(worker, data), worker.cfg.rl
-    options: dict[str, Any] = {}
+    # Without a cache, an engine can show what it sees; see `_check_sight`.
+    options: dict[str, Any] = {"mm_processor_cache_gb": 0, "tensor_parallel_size": 1}
     if rl.teacher_top_k > _MAX_LOG_PROBS:
         options["max_logprobs"] = rl.teacher_top_k
     return replace(
@@ -99,5 +135,5 @@ def teacher_settings(
         max_len=own.max_len + 1,
         lora_rank=0,
         lora_vision=False,
-        options=side_by_side(gpus) | options | rl.teacher_options,
+        options=options | side_by_side(gpus) | rl.teacher_options,
     )
