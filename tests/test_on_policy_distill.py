@@ -287,6 +287,7 @@ def test_every_layout_learns_the_same(pool, folder, model, teacher, alone, layou
         assert actual["teacher_kl"] == pytest.approx(expected["teacher_kl"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_the_student_comes_near_its_teacher(pool, folder, model, tiny, top_k):
     teacher = tiny(deepstack=1, from_scratch=True, layers=5, seed=3)
