@@ -51,6 +51,7 @@ RL = ["rl.max_new_tokens=4", "rl.sampler_rows=256"]
 SIXTEEN = ["train.global_batch_size=16", "rl.samples=16"]
 DISTILL = ["rl=distill", "rl.teacher_top_k=8", "rl.advantage=none", "rl.kl_coef=null"]
 DISTILL += ["train.global_batch_size=64", "rl.samples=1", "optim.lr=2e-3"]
+DISTILL += ["eval.generate=false", "rl.eval_scores=reward"]
 ANSWERS = {"own": 256, "vllm": 256, "distill": 64}  # answers of a step
 RL += ["optim.schedule=wsd", "optim.decay_ratio=0.4"]  # the decay keeps the result stable
 
