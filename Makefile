@@ -35,7 +35,7 @@ demo-lora: setup
 	rm -rf .demo-lora
 	$(BIN)/python scripts/demo_lora.py .demo .demo-lora
 
-# Three runs that learn from samples; one of them needs `make vllm-env`. EXAMPLES="own vllm": these.
+# Four runs that learn from samples; one of them needs `make vllm-env`. EXAMPLES="own vllm": these.
 reinforce: setup
 	rm -rf .reinforce
 	$(BIN)/python scripts/rl/examples.py .reinforce $(EXAMPLES)
@@ -52,7 +52,8 @@ SIDE_BY_SIDE := $(addprefix tests/test_,agree_vllm.py fuzz.py sequences.py fused
 	prompt_targets.py top_log_probs.py shared_weights.py serve_losses.py tinker_converters.py tinker_client.py \
 	multi_model.py lora_head.py lora_head_files.py lora_head_vllm.py lora_delta_net_vllm.py serve_unembed.py \
 	serve_vllm.py agree_command.py golden.py rl.py loader.py prepare.py run_report.py preflight.py \
-	tinker_losses.py tinker_recipes.py serve_multi_model.py mutants.py accumulate.py retention.py moe_files.py qwen3_5.py) tests/device
+	tinker_losses.py tinker_recipes.py serve_multi_model.py mutants.py accumulate.py retention.py moe_files.py qwen3_5.py \
+	on_policy_distill.py) tests/device
 test-slow test-slow-all: setup
 	$(PARTS) $(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(SIDE_BY_SIDE)
 	$(PARTS) $(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))

@@ -13,6 +13,7 @@ only the first time. If the environment variable REPLAYS is set to a folder, the
 there: see tests/test_agree_command.py.
 """
 
+import array
 import hashlib
 import json
 import os
@@ -55,6 +56,7 @@ class StandIn:
         self.held: list[dict[str, Any]] = []
         self.slow: list[tuple[float, dict[str, Any]]] = []
         self.options: dict[str, Any] = {}
+        self.scores = 0
 
     def run(self) -> None:
         while True:
@@ -82,7 +84,7 @@ class StandIn:
             if not self.load(**message["options"]):
                 self.link.refuse(number, self.options["fail"])
                 return
-        elif do == "sample":
+        elif do in ("sample", "score"):
             self.sample(message)
             return
         elif do == "abort":
@@ -119,6 +121,8 @@ class StandIn:
         return "fail" not in options
 
     def sample(self, message: dict[str, Any]) -> None:
+        if message["do"] == "score" and self.dies():
+            os._exit(3)
         if "asked" in self.options:
             with Path(self.options["asked"]).open("a") as file:
                 print(json.dumps([message["prompt"], message.get("adapter")]), file=file)
@@ -136,7 +140,22 @@ class StandIn:
         else:
             self.answer(message)
 
+    def dies(self) -> bool:
+        """Return whether the engine dies at this score: at one in `lives`, until `once` exists."""
+        self.scores += 1
+        if self.scores != self.options.get("lives"):
+            return False
+        once = Path(self.options.get("once", "/nowhere"))
+        if once.exists():
+            return False
+        if once.parent.exists():
+            once.touch()
+        return True
+
     def answer(self, message: dict[str, Any]) -> None:
+        if message["do"] == "score":
+            self.score(message)
+            return
         number, ended = self.number, {"ended": "stop"}
         if adapter := message.get("adapter"):
             number = self.number_in(adapter, number)
@@ -146,6 +165,14 @@ class StandIn:
             one, weights = {**ended, "log_probs": [-1.0, -2.0, -3.0, -4.0]}, ids_of(number, vocab)
             samples = [{**one, "ids": [s % vocab, *weights]} for s in message["seeds"]]
         self.link.answer(message["id"], {"samples": samples, "version": self.version})
+
+    def score(self, message: dict[str, Any]) -> None:
+        """Answer with the ids of the prompt, and with log-probs that are their negatives."""
+        table = array.array("d")
+        for token in message["expected"]:
+            for other in range(1 + message["top_k"]):
+                table.extend((token + other, -token - other))
+        self.link.answer(message["id"], {"version": self.version}, table.tobytes())
 
 
 if __name__ == "__main__":

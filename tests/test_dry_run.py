@@ -14,13 +14,17 @@ from megatron_vlm.commands.dry_run.command import dry_run
 from megatron_vlm.commands.dry_run.memory_tables import fit_verdict
 from megatron_vlm.commands.dry_run.target_machine import target_machine
 from megatron_vlm.config.arguments import parse_arguments
+from megatron_vlm.config.command_checks import check_rl
 from megatron_vlm.config.data_sources import SourceSpec
+from megatron_vlm.config.load import load_config
 from megatron_vlm.config.schema import LaunchConfig, ModelConfig, TrainConfig
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.loader import Loader, Replica
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.io.numbers_as_text import short_name
 from megatron_vlm.planner.first_batches import plan_steps
 from megatron_vlm.planner.memory import StageMemory
 from megatron_vlm.report.layout_table import size_text
@@ -208,6 +212,57 @@ def test_rl_tries_its_reward(asked, capsys):
     with raises(ConfigError, key="rl.engine", problem="has no vLLM"):
         run_command("rl", "--dry-run", *words, *engine)
     assert not (folder / "run").exists()
+
+
+def test_rl_describes_its_teachers(asked, tiny, capsys):
+    """They are checked as in a run, and need no reward."""
+    folder, words = asked
+    words = [*words, f"data.train={folder / 'asks.jsonl'}", "rl=distill", "train.steps=3"]
+    teacher = tiny(layers=6, hidden=128)
+    alone = [*words, f"rl.teacher={teacher}", "rl.teacher_top_k=4", "parallel.pp=2"]
+    assert run_command("rl", "--dry-run", *alone) == 0
+    out = "".join(capsys.readouterr().out.split())  # long paths are broken over lines
+    assert f"{teacher};reverseKLofits4mostlikelytokensandtherest,times1" in out
+    sizes = read_sizes(teacher)
+    assert f"iBfor{short_name(sizes.num_values)}parametersof{teacher}" in out
+    (folder / "python").write_text("#!/bin/sh\necho 0.32.0\n")
+    (folder / "python").chmod(0o755)
+    both = f"rl.teacher={{asks: {teacher}, b: {tiny()}}}"
+    engines = ["rl.teacher_scorer=vllm", f"rl.engine={folder / 'python'}"]
+    assert run_command("rl", "--dry-run", *words, both, *engines) == 0
+    out = "".join(capsys.readouterr().out.split())
+    assert f"{teacher}forasks,{tiny()}forb;reverseKLofthesampledtoken" in out
+    assert "vLLM0.32.0of" in out and "2engines" in out
+    with raises(ConfigError, key="rl.teacher", problem_has="another tokenizer"):
+        run_command("rl", "--dry-run", *words, f"rl.teacher={tiny(vocab=300)}")
+    with raises(ConfigError, place=f"rl.teacher={tiny(layers=1, deepstack=1)}", key="parallel.pp"):
+        run_command(
+            "rl", "--dry-run", *words, f"rl.teacher={tiny(layers=1, deepstack=1)}", "parallel.pp=2"
+        )
+
+
+REFUSED_TEACHERS = {
+    "rl.teacher_top_k=2": "rl.teacher_top_k",
+    "rl.advantage=none": "rl.advantage",
+    "rl.teacher=[a]": "rl.teacher",
+    "rl.teacher={a: 3}": "rl.teacher",
+    "rl.teacher=a rl.teacher_scorer=vllm": "rl.engine",
+    "rl.teacher=a rl.teacher_gpus=[0]": "rl.teacher_scorer",
+    "rl.teacher=a rl.teacher_top_k=2 rl.kl_coef=0": "rl.kl_coef",
+    "rl.teacher=a rl.dynamic_sampling=true rl.reward=null": "rl.dynamic_sampling",
+    "rl.teacher=a rl.eval_scores=reward rl.reward=null": "rl.eval_scores",
+    "rl.teacher={a: x, b: y} rl.teacher_scorer=vllm rl.engine=p rl.teacher_gpus=[0]": (
+        "rl.teacher_gpus"
+    ),
+}
+
+
+@pytest.mark.parametrize("given", REFUSED_TEACHERS)
+def test_settings_of_teachers_are_refused(given):
+    words = ["model.path=m", "data.train=d.jsonl", "train.steps=1", "rl.reward=a:b"]
+    words += [f"rl.{word}" for word in given.removeprefix("rl.").split(" rl.")]
+    with raises(ConfigError, key=REFUSED_TEACHERS[given]):
+        check_rl(load_config(words))
 
 
 def test_eval_and_serve_have_a_dry_run(asked, tiny, capsys):

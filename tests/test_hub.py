@@ -27,7 +27,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.push import check_push, push
 from megatron_vlm.io.hub import HubName, folder_of, hub_name, pin
-from megatron_vlm.run.resolve_model import with_model
+from megatron_vlm.run.resolve_model import with_commit, with_model
 from tests.chats import say, text
 from tests.error_fields import raises
 from tests.hub_server import HubServer, Repo, hub_server
@@ -272,12 +272,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_run_does_not_go_on_with_another_commit(hub, tmp_path):
     repo = hub.repos[f"models/{NAME}"]
     first = repo.branches["main"]
-    cfg = load_config(["model=tiny_cpu", f"model.path={NAME}", f"run={tmp_path / 'run'}"])
+    words = ["model=tiny_cpu", f"model.path={NAME}", f"run={tmp_path / 'run'}"]
+    cfg = load_config([*words, f"rl.teacher={{a: {NAME}, b: x, c: {NAME}@main}}"])
     (tmp_path / "run").mkdir()
     resolved = with_model(cfg)
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(resolved))
     second = repo.commit({**repo.files, "merges.txt": b"#version: 0.2\n"})
     assert with_model(cfg).model.path == resolved.model.path == f"{NAME}@{first}"
+    teachers = {"a": f"{NAME}@{first}", "b": "x", "c": f"{NAME}@{second}"}
+    assert with_model(cfg).rl.teacher == teachers
+    [_, argument] = with_commit([], with_model(cfg))
+    assert load_config([*words, argument]).rl.teacher == teachers
     with raises(ConfigError, key="model.path", found=f"{NAME}@main", problem_has=first):
         with_model(replace(cfg, model=replace(cfg.model, path=f"{NAME}@main")))
     chosen = replace(cfg, model=replace(cfg.model, path=f"{NAME}@{second}"))

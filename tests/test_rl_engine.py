@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine import ENVIRONMENT, MISSING, READY
 from tests.sets import write_set
-from tests.test_rl import held_out, learnt, lines, samples
+from tests.test_rl import furthest, held_out, learnt, lines, samples
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
@@ -119,3 +119,17 @@ def test_an_environment_shows_pictures_to_an_engine(pool, folder, model):
     run = learnt(pool, 1, folder, model, "looks", *ENGINE, *more)
     check(run, 3)
     assert all(line["turns"] > 2 for line in lines(run, "rl"))
+
+
+def test_a_teacher_in_an_engine_teaches_what_one_on_the_ranks_does(pool, folder, model, tiny):
+    """The student's own decoder draws, and the rows have pictures."""
+    teacher = tiny(head_dim=32, deepstack=1, from_scratch=True, layers=3, seed=3)
+    taught = ["rl=distill", f"rl.teacher={teacher}", "rl.teacher_top_k=4", "data.max_tokens=300"]
+    taught += ["rl.kl_coef=null", "rl.entropy_coef=null", "rl.reward=null"]
+    own = learnt(pool, 1, folder, model, "taught", *taught)
+    engine = [f"rl.engine={ENVIRONMENT}/bin/python", "rl.teacher_scorer=vllm"]
+    engine += ["rl.teacher_options={skip_mm_profiling:true}", "parallel.pp=2"]
+    run = learnt(pool, 2, folder, model, "taught-by-engine", *taught, *engine)
+    for actual, expected in zip(lines(run, "rl"), lines(own, "rl"), strict=True):
+        assert actual["teacher_kl"] == pytest.approx(expected["teacher_kl"], abs=TOLERANCE)
+    assert furthest(run, own) < 1e-5

@@ -102,7 +102,17 @@ TRAIN += ["Memory"]
 EVERY = {
     **{"kl": 0.25, "entropy": 1.5, "ratio": 1.0, "clip_fraction": 0.5, "drift": 0.75},
     **{"apart": 2.0, "apart_mean": 0.01, "weights_cut": 0.03, "behind": 1.5},
+    "teacher_kl": 0.125,
 }
+
+
+def test_a_run_without_rewards_shows_its_teacher(report):
+    alone = dict(reward_std=None, alike=None)
+    page = report(*(rl(i, None, teacher_kl=0.5 - 0.125 * i, **alone) for i in range(2)))
+    assert page.curves("KL to the teacher") == [("KL", [0, 1], [0.5, 0.375])]
+    assert not {"Reward", "Spread of rewards", "Prompts alike"} & {*page.titles}
+    assert page.tiles["KL to the teacher, step 1"] == "0.375"
+    assert not [name for name in page.tiles if "reward" in name]
 
 
 def test_only_figures_that_the_run_has_are_curves(report):
@@ -120,7 +130,15 @@ def test_only_figures_that_the_run_has_are_curves(report):
         *SOON[:2],
         *("Exact", "Form", "Tokens of an episode", "Answers of an episode"),
         *SOON[3:],
-        *("KL", "Drift", "Entropy", "Ratio", "Clip fraction", "Agreement of sampler and trainer"),
+        *(
+            "KL",
+            "KL to the teacher",
+            "Drift",
+            "Entropy",
+            "Ratio",
+            "Clip fraction",
+            "Agreement of sampler and trainer",
+        ),
         *("Weights cut", "Behind", "Sampling time", *TRAIN),
     ]
     assert page.curves("Reward") == [("reward", [0, 1], [0.5, -1.5])]
@@ -132,7 +150,8 @@ def test_only_figures_that_the_run_has_are_curves(report):
     assert page.curves("Answers of an episode") == [("answers", [0, 1], [2.0, 1.0])]
     assert page.curves("Episodes cut") == [("cut", [0, 1], [0.0625, 0.0625])]
     assert page.curves("Prompts alike") == [("alike", [0, 1], [0.125, 0.125])]
-    for title, key in (("KL", "kl"), ("Drift", "drift"), ("Entropy", "entropy")):
+    names = ("KL to the teacher", "teacher_kl")
+    for title, key in (("KL", "kl"), names, ("Drift", "drift"), ("Entropy", "entropy")):
         assert [y for _, _, y in page.curves(title)] == [[None, EVERY[key]]]
     for title, key in (("Ratio", "ratio"), ("Weights cut", "weights_cut"), ("Behind", "behind")):
         assert [y for _, _, y in page.curves(title)] == [[None, EVERY[key]]]

@@ -335,6 +335,22 @@ def test_a_prompt_that_kills_engines_is_given_up_and_no_other(settings):
     run(settings, steps)
 
 
+def test_scores_outlive_an_engine(settings):
+    """A row whose engine dies, or does not answer, is scored again by the next one."""
+
+    async def steps(sampler: VllmSampler) -> None:
+        scores = await sampler.score(row(DEADLY_ONCE, 20, 30), 1, PATIENCE_S)
+        expected = [[[20, -20], [21, -21]], [[30, -30], [31, -31]], [[0, 0], [0, 0]]]
+        assert scores.tolist() == expected
+        first = sampler.replicas[0].engine
+        with raises(SamplerError, place="a prompt of 2 tokens", problem_has="within 0.05 s"):
+            await sampler.score(row(HELD, 20), 0, 0.05)
+        assert (await sampler.score(row(1, 20), 0, PATIENCE_S)).shape == (2, 1, 2)
+        assert sampler.replicas[0].engine is not first
+
+    run(settings, steps)
+
+
 def test_an_engine_that_dies_while_it_starts_again_is_started_once_more(settings, tmp_path):
     stumble = tmp_path / "stumble"
 

@@ -168,6 +168,26 @@ def test_log_probs_are_the_trainers(case, loop, pool, sampler, base, prompts):
         assert difference < TOLERANCE
 
 
+def test_scores_are_the_trainers(loop, pool, sampler, base, prompts, record_property):
+    """An engine scores the tokens of whole rows, most of which have pictures, and finds the same
+    most likely tokens. Measured: 2.4e-6."""
+    found = loop.run(ask_all(sampler, prompts, DRAWN))
+    rows = [replace(row, labels_S=row.ids_S) for row in answered(prompts, found)]
+
+    async def score(top_k: int) -> list[Tensor]:
+        return await asyncio.gather(*(sampler.score(row, top_k, 60.0) for row in rows))
+
+    ask = methodcaller("likeliest", rows, 4, with_targets=True)
+    ours = pool.run(call, 1, base, layout(), ask)[0]
+    largest = 0.0
+    for top_k in (0, 4):
+        for expected, scores in zip(ours, loop.run(score(top_k)), strict=True):
+            assert torch.equal(scores[..., 0], expected[:, : 1 + top_k, 0])
+            largest = max(largest, float((scores - expected[:, : 1 + top_k]).abs().max()))
+    record_property("scores", largest)
+    assert largest < TOLERANCE
+
+
 def test_greedy_answers_are_ours(loop, pool, sampler, base, prompts):
     """None was seen to differ; a tie closer than the log-probs agree may fall either way."""
     found = [each.ids for [each] in loop.run(ask_all(sampler, prompts, GREEDY))]

@@ -5,6 +5,7 @@ from typing import Literal
 
 from megatron_vlm.config.checks import check_training, require
 from megatron_vlm.config.schema import Config, LoraConfig
+from megatron_vlm.config.teachers import check_teacher
 from megatron_vlm.errors import ConfigError
 
 
@@ -13,15 +14,8 @@ def check_rl(cfg: Config) -> None:
     check_training(cfg)
     require_supervised(cfg, "megatron-vlm rl learns from rewards")
     rl = cfg.rl
-    if (rl.reward is None) == (rl.environment is None):
-        is_neither = rl.reward is None
-        raise ConfigError(
-            f"is {'not ' * is_neither}set, and {'neither' if is_neither else 'so'} is "
-            "rl.environment",
-            key="rl.reward",
-            remedy="give one of them, as FILE.py:NAME: a function of a record and an answer, or "
-            "the class of an episode",
-        )
+    check_teacher(cfg)
+    _check_rewards(cfg)
     _check_target("rl.reward", rl.reward)
     _check_target("rl.environment", rl.environment)
     if any(spec.streaming for spec in cfg.data.train):
@@ -30,7 +24,7 @@ def check_rl(cfg: Config) -> None:
             key="data.train",
             remedy="save it as a file, and give that",
         )
-    if rl.samples < 2:
+    if rl.samples < 2 and needs_comparison(cfg):
         raise ConfigError(
             ": an answer is compared with the others to its prompt",
             key="rl.samples",
@@ -65,6 +59,52 @@ def require_supervised(cfg: Config, why: str) -> None:
             allowed="sft",
             remedy="leave train.objective out",
         )
+
+
+def _check_rewards(cfg: Config) -> None:
+    rl = cfg.rl
+    count = (rl.reward is not None) + (rl.environment is not None)
+    is_neither = count == 0
+    if count == 2 or (is_neither and rl.teacher is None):
+        raise ConfigError(
+            f"is {'not ' * is_neither}set, and {'neither' if is_neither else 'so'} is "
+            "rl.environment",
+            key="rl.reward",
+            remedy="give one of them, as FILE.py:NAME: a function of a record and an answer, or "
+            "the class of an episode; a run that learns from rl.teacher needs neither",
+        )
+    if rl.advantage == "none" and rl.teacher is None:
+        raise ConfigError(
+            "only reports the rewards, and without rl.teacher nothing else is learnt from",
+            key="rl.advantage",
+            found="none",
+            remedy="give rl.advantage=grpo, or rl.teacher=CHECKPOINT",
+        )
+    if rl.dynamic_sampling and not needs_comparison(cfg):
+        raise ConfigError(
+            "replaces prompts whose answers all got the same reward, and no reward is learnt from",
+            key="rl.dynamic_sampling",
+            found=True,
+            remedy="set rl.dynamic_sampling=false",
+        )
+    if is_neither and rl.eval_scores == "reward":
+        raise ConfigError(
+            "needs a reward, and neither rl.reward nor rl.environment is set",
+            key="rl.eval_scores",
+            found="reward",
+            remedy="give rl.eval_scores=loss, or a reward; with rl.advantage=none it is only "
+            "reported",
+        )
+
+
+def needs_comparison(cfg: Config) -> bool:
+    """Return whether the answers to a prompt are compared with each other by their rewards."""
+    return has_rewards(cfg) and cfg.rl.advantage != "none"
+
+
+def has_rewards(cfg: Config) -> bool:
+    """Return whether answers get rewards. A teacher alone needs none."""
+    return cfg.rl.reward is not None or cfg.rl.environment is not None
 
 
 def _check_target(key: str, value: str | None) -> None:
@@ -147,7 +187,9 @@ def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
             remedy="give the Python of an environment that has vLLM, such as "
             ".venv-vllm/bin/python after `make vllm-env`",
         )
-    if keys.sampler == "own" and (keys.engine is not None or keys.engine_gpus):
+    is_for_teacher = group == "rl" and cfg.rl.teacher_scorer == "vllm"
+    has_unused_engine = keys.engine is not None and not is_for_teacher
+    if keys.sampler == "own" and (has_unused_engine or keys.engine_gpus):
         _refuse_unused(group)
     if not isinstance(keys.engine_options, dict):
         raise ConfigError(

@@ -172,14 +172,15 @@ def parse_sets(value: Any) -> tuple[EvalSource, ...]:
             for name, entry in value.items()
         )
     specs = parse_sources(value, "data.eval")
-    names = [_name_of_set(spec.path) for spec in specs]
+    names = [name_of_source(spec.path) for spec in specs]
     return tuple(
         EvalSource(name if names.count(name) == 1 else f"{name}-{place}", spec)
         for place, (name, spec) in enumerate(zip(names, specs, strict=True))
     )
 
 
-def _name_of_set(path: str) -> str:
+def name_of_source(path: str) -> str:
+    """Return the name of a source that has none of its own: its file's, or its data set's."""
     described = DESCRIBED.fullmatch(path)
     return described[2] if described else Path(path.removeprefix(HUB)).name.split(".")[0]
 

@@ -156,7 +156,9 @@ def _as_omegaconf_class(cls: Any) -> Any:
             with_default = field(default_factory=kind)
         elif get_origin(kind) is Literal:
             kind = str
-        elif any(get_origin(part) in (tuple, Literal) for part in (kind, *get_args(kind))):
+        elif get_origin(kind) is tuple or any(
+            get_origin(part) in (tuple, Literal, dict) for part in get_args(kind)
+        ):
             kind = Any
         elif get_origin(kind) is dict:  # a dict with any keys may have no default in Hydra
             kind, with_default = Any, field(default=None)
@@ -185,9 +187,11 @@ def _build_config(composed: Any) -> Config:
     engines = (values["rl"], values["serve"])
     for group in engines:
         group["engine_gpus"] = _names(group["engine_gpus"])
+    values["rl"]["teacher_gpus"] = _names(values["rl"]["teacher_gpus"])
     dicts = [(data, name) for name in ("template_kwargs", "columns", "roles")]
     dicts += [(values["serve"], "limits")]
     dicts += [(group, "engine_options") for group in engines]
+    dicts += [(values["rl"], "teacher_options")]
     for group, name in dicts:
         group[name] = {} if group[name] is None else group[name]
     groups: dict[str, Any] = {key: kind for key, kind in key_types().items() if is_dataclass(kind)}

@@ -35,6 +35,7 @@ Layers = list[Count] | Literal["auto"] | None
 AttentionKernel = Literal["auto", "flash", "efficient", "cudnn", "math"]
 Export = bool | Literal["adapter", "merged", "both"]
 PolicyLoss = Literal["ppo", "importance_sampling", "gspo", "cispo"]
+Advantage = Literal["grpo", "rloo", "dr_grpo", "none"]
 EvalScores = Literal["both", "reward", "loss"]
 PlatformName = Literal["auto", "cuda", "cpu"]
 TrainScope = Literal["all_assistant", "last_assistant", "record"]
@@ -241,10 +242,17 @@ class RlConfig:
     loss: PolicyLoss = "ppo"  # policy loss; with one update on own samples all but gspo are equal
     clip_low: ShareAboveZero | None = None  # the ratio is clipped at 1 - clip_low; null: by rl.loss
     clip_high: AboveZero | None = None  # the ratio is clipped at 1 + clip_high; null: by rl.loss
-    advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"  # estimator of the advantages
+    advantage: Advantage = "grpo"  # estimator of the advantages; none: rewards are only reported
     aggregate: Literal["tokens", "sequences", "constant"] = "tokens"  # averaging of the loss
     kl_coef: NonNegative | None = None  # coefficient of KL to the initial model; null: not computed
     entropy_coef: NonNegative | None = None  # coefficient of the entropy; null: not computed
+    teacher: str | dict[str, Any] | None = None  # a teacher's checkpoint, or one for each source
+    teacher_scorer: Literal["own", "vllm"] = "own"  # runs on the ranks, or in vLLM engines
+    teacher_coef: AboveZero = 1.0  # coefficient of the reverse KL to the teacher
+    teacher_top_k: Count = 0  # exact KL over its most likely tokens and the rest; 0: sampled token
+    teacher_gpus: tuple[str, ...] = ()  # GPUs of each engine of a teacher, as rl.engine_gpus
+    teacher_options: dict[str, Any] = field(default_factory=dict)  # other EngineArgs of these
+    teacher_timeout: AboveZero = 600.0  # maximum seconds in which an engine scores a row
     dynamic_sampling: bool = False  # replace prompts whose answers all got the same reward
     max_rounds: Natural = 8  # maximum rounds of replacement; then the step has fewer prompts
     updates: Natural = 1  # optimizer steps among which the samples of a step are divided

@@ -1,4 +1,4 @@
-"""A prompt as an engine's own processor has prepared it.
+"""A prompt as an engine's own processor has prepared it, and its comparison with the trainer's.
 
 Shapes: P patches, C values of a patch.
 """
@@ -6,10 +6,19 @@ Shapes: P patches, C values of a patch.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.tokens.row import Row
+
+# Half the distance between adjacent bytes of a channel, whose standard deviation is 0.5 in
+# Qwen3-VL: smaller differences of patches are rounding.
+HALF_STEP = 0.5 / 255 / 0.5
 
 
 @dataclass(frozen=True)
@@ -45,3 +54,42 @@ def read_processed_prompt(answer: Mapping[str, Any]) -> ProcessedPrompt:
     return ProcessedPrompt(
         tuple(answer["ids"]), tuple(media[:num_images]), tuple(media[num_images:]), version
     )
+
+
+def compare_media(prompt: Row, view: ProcessedPrompt, tables: PixelTables) -> tuple[bool, float]:
+    """Return whether the grids of trainer and engine are equal, and the largest difference of their
+    patches; 0 without patches."""
+    images = zip_longest(_seen_media(prompt, tables, "image"), view.images)
+    videos = zip_longest(_seen_media(prompt, tables, "video"), view.videos)
+    pairs = [*images, *videos]
+    grids = all(a is not None and b is not None and a.grid == b.grid for a, b in pairs)
+    patches = [patch_difference(a, b) for a, b in pairs]
+    return grids, float(np.max(patches)) if patches else 0.0
+
+
+def patch_difference(
+    trainer_media: ProcessedMedia | None, engine_media: ProcessedMedia | None
+) -> float:
+    """Return the largest difference between the patches of two pictures, in the engine's type; inf
+    if their shapes differ."""
+    if (
+        trainer_media is None
+        or engine_media is None
+        or trainer_media.patches_PC.shape != engine_media.patches_PC.shape
+    ):
+        return math.inf
+    our_patches_PC = trainer_media.patches_PC.to(engine_media.patches_PC.dtype).float()
+    return float((our_patches_PC - engine_media.patches_PC.float()).abs().max())
+
+
+def _seen_media(prompt: Row, tables: PixelTables, kind: str) -> list[ProcessedMedia]:
+    """Return the pictures or videos of a row as the trainer's vision tower gets them."""
+    grid_I3, values_PC = prompt.image_grid_I3, tables.images(prompt.pixel_values_PC)
+    if kind == "video":
+        grid_I3 = prompt.video_grid_I3
+        values_PC = tables.videos(prompt.pixel_values_videos_PC)
+    if grid_I3 is None or values_PC is None:
+        return []
+    grids = [tuple(map(int, grid)) for grid in grid_I3.tolist()]
+    parts = values_PC.split([math.prod(grid) for grid in grids])
+    return [ProcessedMedia(grid, part) for grid, part in zip(grids, parts, strict=True)]

@@ -132,7 +132,7 @@ class Engine:
                 await self.writer.drain()
             return await future
         except asyncio.CancelledError:
-            if do == "sample" and self.alive:
+            if do in ("sample", "score") and self.alive:
                 self._send({"id": number, "do": "abort"})
             raise
         finally:

@@ -7,6 +7,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.processed_prompt import ProcessedPrompt, read_processed_prompt
 from megatron_vlm.engines.prompts import Prompts
@@ -25,6 +28,7 @@ from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.training.completions import Completion, SamplingSettings
 
 MAX_TRIES = 3  # attempts for a request whose engines die
+SCORES_AT_ONCE = 64  # rows that an engine scores at a time
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,9 @@ class VllmSampler:
         self.gate = UpdateLock()
         self.suspects = asyncio.Lock()  # held by a request during its last attempt
         self.renewing = asyncio.Lock()  # held by a transfer of weights: there is one buffer
+        # Requests that an engine would only hold in its queue wait here, so that their time-out
+        # counts from the start of their work.
+        self.scoring = asyncio.Semaphore(SCORES_AT_ONCE * len(replicas))
         self.replicas = [EngineReplica(each, self._start, self._renew) for each in replicas]
 
     @classmethod
@@ -111,6 +118,21 @@ class VllmSampler:
             for sample in answer["samples"]
         ]
 
+    async def score(self, row: Row, top_k: int, timeout_s: float) -> Tensor:
+        """Return the scores of a row's tokens under the engines' first weights, as
+        the worker scores them on the ranks: [S, 1 + k, 2] in float64, at the position that
+        predicts a token. An engine that takes longer than `timeout_s` is taken for dead."""
+        request = self.prompts.request(row, SamplingSettings(1), [])
+        names = ("prompt", "expected", "pictures", "videos")
+        fields = {name: request.fields[name] for name in names} | {"top_k": top_k}
+        async with self.scoring, self.gate.shared_with_requests():
+            answer = await self._ask("score", fields, request.pixels, 1, timeout_s)
+        table = torch.frombuffer(bytearray(answer["body"]), dtype=torch.float64)
+        table_SJ2 = table.view(len(row.ids_S), 1 + top_k, 2)
+        if not table_SJ2.isfinite().all():
+            raise SamplerError("a score is not a finite number", place="the engine")
+        return torch.cat([table_SJ2[1:], torch.zeros_like(table_SJ2[:1])])
+
     async def inspect(self, prompt: Row) -> ProcessedPrompt:
         """Return vLLM's own view of the prompt. The engines must have been started with the option
         mm_processor_cache_gb=0."""
@@ -120,7 +142,12 @@ class VllmSampler:
             return read_processed_prompt(await self._ask("inspect", fields, request.pixels, 1))
 
     async def _ask(
-        self, do: str, fields: Mapping[str, Any], pixels: Sequence[bytes], samples: int
+        self,
+        do: str,
+        fields: Mapping[str, Any],
+        pixels: Sequence[bytes],
+        samples: int,
+        timeout_s: float | None = None,
     ) -> dict[str, Any]:
         died: EngineDiedError | None = None
         for attempt in range(MAX_TRIES):
@@ -130,12 +157,13 @@ class VllmSampler:
                 replica, engine = await self._wait_for_idlest()
                 replica.in_flight += samples
                 try:
-                    answer: dict[str, Any] = await engine.ask(do, body=pixels, **fields)
+                    asking = engine.ask(do, body=pixels, **fields)
+                    answer: dict[str, Any] = await asyncio.wait_for(asking, timeout_s)
                     replica.reset_deaths()
                     return answer
-                except EngineDiedError as error:
-                    died = error
-                    replica.replace_engine(engine, error)
+                except (EngineDiedError, TimeoutError) as error:
+                    died = _as_death(error, timeout_s)
+                    replica.replace_engine(engine, died)
                 finally:
                     replica.in_flight -= samples
         length = len(fields.get("expected", fields["prompt"]))
@@ -230,3 +258,9 @@ class VllmSampler:
         self.kept.close()
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(0)  # transports need it to end
+
+
+def _as_death(error: EngineDiedError | TimeoutError, timeout_s: float | None) -> EngineDiedError:
+    if isinstance(error, EngineDiedError):
+        return error
+    return EngineDiedError(f"it has not answered within {timeout_s:g} s, and was ended")

@@ -102,17 +102,18 @@ class RlLine:
     None."""
 
     step: int
-    reward: float  # mean over episodes
-    reward_std: float  # standard deviation over episodes
+    reward: float | None  # mean over episodes; null with a teacher and no rewards
+    reward_std: float | None  # standard deviation over episodes
     prompts: int  # prompts that the step trained on
     asked: int  # prompts that were sampled to get them
-    alike: float  # share of the sampled prompts whose answers all have the same reward
+    alike: float | None  # share of the sampled prompts whose answers all have the same reward
     answer_tokens: float  # tokens of an episode, mean
     longest_answer: int
     cut: float  # share of episodes that a limit of length ended
     turns: float  # answers of an episode, mean
     sampling_s: float  # from the first question to the last reward
     kl: float | None = None  # to the initial model
+    teacher_kl: float | None = None  # reverse KL to the teacher, mean over tokens
     entropy: float | None = None
     ratio: float | None = None  # probability of a token now over that at the time of sampling
     clip_fraction: float | None = None  # share of tokens

@@ -8,7 +8,8 @@ from typing import Literal, assert_never
 
 import numpy as np
 
-Advantage = Literal["grpo", "rloo", "dr_grpo"]
+from megatron_vlm.config.schema import Advantage
+
 Aggregate = Literal["tokens", "sequences", "constant"]
 
 STD_FLOOR = 1e-4  # added to a group's standard deviation, as in TRL
@@ -18,10 +19,12 @@ MAX_LOG = 700.0  # exp of a larger number may overflow float64
 def group_advantages(rewards: Sequence[float], kind: Advantage) -> list[float]:
     """Return the advantages of the answers to a prompt. grpo subtracts the mean and divides by the
     sample standard deviation, rloo subtracts the mean of the other answers, and dr_grpo subtracts
-    the mean. All are zero where all rewards are equal."""
+    the mean. All are zero where all rewards are equal, and with none."""
     assert rewards and all(map(math.isfinite, rewards)), rewards
     assert kind != "rloo" or len(rewards) > 1, "rloo compares an answer with others"
-    if min(rewards) == max(rewards):  # exact zeros: the sums would leave a rounding error
+    if kind == "none" or min(rewards) == max(
+        rewards
+    ):  # exact zeros: the sums would leave a rounding error
         return [0.0] * len(rewards)
     count = len(rewards)
     mean = math.fsum(rewards) / count

@@ -33,6 +33,7 @@ class Episode:
     answers: list[str] = field(default_factory=list)
     reward: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
+    teacher_kl: float | None = None  # mean over its tokens
     cut: bool = False  # the last answer, or the episode, has reached its maximum length
 
     def add_observation(self, row: Row, end_id: int) -> None:
@@ -79,6 +80,7 @@ class Group:
 
     question: str  # text of the prompt
     episodes: list[Episode]
+    source: int = 0  # place of its record's source in data.train
 
     @property
     def rewards(self) -> list[float]:

@@ -18,6 +18,7 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group
+from megatron_vlm.rl.no_rewards import NoRewards
 from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.turn_tokens import TurnEncoder
 from megatron_vlm.training.completions import SamplingSettings
@@ -30,7 +31,7 @@ class EpisodeRunner:
 
     cfg: Config
     data: DataSet
-    reward_pool: RewardPool
+    reward_pool: RewardPool | NoRewards
     skipped: list[DataError] = field(default_factory=list)  # errors of skipped prompts
     begun: int = 0  # number of episodes so far
 
@@ -109,7 +110,7 @@ class EpisodeRunner:
             Episode(first + place, number, place, where, record)
             for place in range(self.cfg.rl.samples)
         ]
-        return Group(self.words(row), episodes)
+        return Group(self.words(row), episodes, handle[0])
 
     async def _play_group(
         self, queue: CompletionQueue, group: Group, row: Row, dialogue: TurnEncoder, step: int

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
+from megatron_vlm.config.command_checks import has_rewards
 from megatron_vlm.config.data_sources import EvalSource
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode_runner import EpisodeRunner
+from megatron_vlm.rl.no_rewards import NoRewards
 from megatron_vlm.rl.rollouts import Rollouts
 from megatron_vlm.run.evaluation.held_out_sets import first_samples
 from megatron_vlm.run.run import Run
@@ -35,7 +37,9 @@ class HeldOutPrompts:
         return {name: data for name, data in sets.items() if data is not None}
 
     @staticmethod
-    def with_pool(cfg: Config, sets: Mapping[str, DataSet], pool: RewardPool) -> "HeldOutPrompts":
+    def with_pool(
+        cfg: Config, sets: Mapping[str, DataSet], pool: RewardPool | NoRewards
+    ) -> "HeldOutPrompts":
         """Return the prompts with the rewards that judge their answers."""
         # An answer is compared with no other here.
         rl = replace(cfg.rl, samples=1, temperature=cfg.rl.eval_temperature)
@@ -59,7 +63,7 @@ class HeldOutPrompts:
 
 def needs_held_out_rewards(cfg: Config) -> bool:
     """Return whether the held-out sets are answered and rewarded."""
-    return bool(cfg.data.eval) and cfg.rl.eval_scores != "loss"
+    return bool(cfg.data.eval) and cfg.rl.eval_scores != "loss" and has_rewards(cfg)
 
 
 def _open(run: Run, entry: EvalSource) -> DataSet | None:

@@ -3,20 +3,29 @@
 Shapes: S tokens of a row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
+from megatron_vlm.config.teachers import teachers_of
 from megatron_vlm.data.batches.micro_batch import MicroBatch, collate, filler_batch
 from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.rl.advantages import importance_weights
+from megatron_vlm.rl.frozen_models import FrozenModels
+from megatron_vlm.rl.teacher_scores import (
+    TeacherScores,
+    check_ids_of_teacher,
+    mean_teacher_kls,
+    row_with_targets,
+)
 from megatron_vlm.rl.train_batch import TrainBatch, TrainRow, Update
-from megatron_vlm.training.losses import Objective
+from megatron_vlm.training.losses import LossFunction, Objective
+from megatron_vlm.training.lumped_kl import with_lumped_kl
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 _DISTINCT = 2**20  # row numbers below this are exact as floats, so neighbouring rows differ
@@ -44,13 +53,22 @@ class PolicyUpdater:
             "entropy_coef": rl.entropy_coef,
         }
         self.options = {name: value for name, value in options.items() if value is not None}
-        self.names = Objective.create(rl.loss, self.options).value_names
+        objective = Objective.create(rl.loss, self.options)
+        self.loss: str | LossFunction = rl.loss
+        self.names = objective.value_names  # values of the policy loss
+        if rl.teacher_top_k:
+            self.loss = with_lumped_kl(objective.function, rl.teacher_top_k, rl.teacher_coef)
+        self.models = FrozenModels(worker)
 
     @cached_property
     def reference(self) -> MegatronWorker:
-        """Reference model: the initial model, in the same processes, loaded at first use. With LoRA
-        its adapters are zero, or those of lora.path."""
-        return MegatronWorker(self.cfg, training=False, watchdog=self.worker.watchdog)
+        """Reference model, loaded at first use."""
+        return self.models.reference()
+
+    @cached_property
+    def teachers(self) -> list[MegatronWorker]:
+        """Teachers that the ranks run, loaded at first use, in the order of rl.teacher."""
+        return [self.models.teacher(path) for path in teachers_of(self.cfg.rl.teacher).values()]
 
     def gradients(
         self, update: Update, rows: Mapping[int, TrainRow], values: "Values"
@@ -58,22 +76,30 @@ class PolicyUpdater:
         """Compute the gradients of an update, in place of earlier gradients. This is a
         collective."""
         placed = {n: self._row(n, rows[n], values) for n in self._local_numbers(update)}
-        batches = self._batches(update, placed, self.names)
-        loss, divisor = self.cfg.rl.loss, update.divisor
-        return self.worker.forward_backward(
-            batches, False, loss, divisor, accumulate=False, **self.options
+        names = Objective.create(self.loss, self.options).value_names
+        batches = self._batches(update, placed, self.worker, names)
+        metrics = self.worker.forward_backward(
+            batches, False, self.loss, update.divisor, accumulate=False, **self.options
         )
+        return replace(metrics, num_tokens=metrics.num_tokens // (1 + self.cfg.rl.teacher_top_k))
 
     def _row(self, number: int, each: TrainRow, values: "Values") -> Row:
-        like_S = each.sampler_log_probs_S
+        like_S, rl = each.sampler_log_probs_S, self.cfg.rl
+        old_S = values.old.get(number, like_S)
+        advantages_S = torch.full_like(like_S, each.advantage)
+        scores = values.teacher.get(number)
+        if scores is not None and not rl.teacher_top_k:
+            advantages_S += rl.teacher_coef * (scores.log_probs_S - old_S)
         inputs = {
-            "advantages": each.advantage * values.weights.get(number, torch.ones_like(like_S)),
-            "old_log_probs": values.old.get(number, like_S),
+            "advantages": advantages_S * values.weights.get(number, torch.ones_like(like_S)),
+            "old_log_probs": old_S,
             "sequences": torch.full_like(like_S, number % _DISTINCT),
             "ref_log_probs": values.reference.get(number, like_S),
         }
-        weights_S = None if each.weight == 1 else torch.full_like(like_S, each.weight)
         values_S = {name: inputs[name] for name in self.names}
+        if scores is not None and rl.teacher_top_k:
+            return row_with_targets(each.row, values_S, each.weight, scores)
+        weights_S = None if each.weight == 1 else torch.full_like(like_S, each.weight)
         return replace(each.row, values_S=values_S, loss_weights_S=weights_S)
 
     def values(self, train_batch: TrainBatch, rows: Mapping[int, TrainRow]) -> "Values":
@@ -81,38 +107,89 @@ class PolicyUpdater:
         rl = self.cfg.rl
         old: dict[int, Tensor] = {}
         weights: dict[int, Tensor] = {}
-        if rl.sampler != "own":  # log-probs of the own decoder are the trainer's already
+        teacher = {} if rl.teacher is None else self._teacher_scores(train_batch, rows)
+        # Log-probs of the own decoder are the trainer's already, but not to the last digit. A
+        # teacher that is the student has nothing to teach, and so not even a rounding error.
+        if rl.sampler != "own" or rl.teacher is not None:
             old = self._log_probs_of_rows(self.worker, train_batch, rows)
+        if rl.sampler != "own":
             for number, train_row in rows.items():
                 log_probs = old[number].tolist(), train_row.sampler_log_probs_S.tolist()
                 weights[number] = torch.tensor(importance_weights(*log_probs, rl.max_weight))
         reference = {}
         if rl.kl_coef is not None:
             reference = self._log_probs_of_rows(self.reference, train_batch, rows)
-        return Values(old, weights, reference)
+        return Values(old, weights, reference, teacher)
+
+    def teacher_kls(self, rows: Mapping[int, TrainRow], values: "Values") -> dict[int, float]:
+        """Return the mean KL to the teacher of each row of the train batch. A collective."""
+        if self.cfg.rl.teacher is None:
+            return {}
+        device = self.worker.platform.device
+        return mean_teacher_kls(rows, values.old, values.teacher, self.worker.grid, device)
+
+    def _teacher_scores(
+        self, train_batch: TrainBatch, rows: Mapping[int, TrainRow]
+    ) -> dict[int, TeacherScores]:
+        """Return the scores of this replica's rows: those of engines, which the rows have already,
+        or those of the ranks' own teachers. A collective."""
+        if self.cfg.rl.teacher_scorer == "vllm":
+            return {
+                number: TeacherScores.from_table(each.teacher_table)
+                for number, each in rows.items()
+                if each.teacher_table is not None
+            }
+        scores: dict[int, TeacherScores] = {}
+        for place, model in enumerate(self.teachers):
+            vocab, path = model.source.sizes.text.vocab, model.cfg.model.path
+            check_ids_of_teacher(train_batch, place, vocab, path)
+            own_rows = {number: each for number, each in rows.items() if each.teacher == place}
+            if count := self.cfg.rl.teacher_top_k:
+                score = partial(model.likeliest, count=count, with_targets=True)
+                tables = self._score_rows(model, score, train_batch, own_rows)
+                scores |= {n: TeacherScores.from_table(each) for n, each in tables.items()}
+            else:
+                log_probs = self._log_probs_of_rows(model, train_batch, own_rows)
+                scores |= {number: TeacherScores(each) for number, each in log_probs.items()}
+        return scores
 
     def _log_probs_of_rows(
         self, worker: MegatronWorker, train_batch: TrainBatch, rows: Mapping[int, TrainRow]
     ) -> dict[int, Tensor]:
-        """Return the log-probs of this replica's rows under a model."""
-        log_probs: dict[int, Tensor] = {}
+        """Return the log-probs of these rows of this replica under a model."""
+        return self._score_rows(worker, worker.forward, train_batch, rows)
+
+    def _score_rows(
+        self,
+        worker: MegatronWorker,
+        score: Callable[[list[MicroBatch]], list[Tensor]],
+        train_batch: TrainBatch,
+        rows: Mapping[int, TrainRow],
+    ) -> dict[int, Tensor]:
+        """Return the result of `score`, a method of this worker, for each of these rows."""
+        scores: dict[int, Tensor] = {}
         plain = {number: each.row for number, each in rows.items()}
         for update in train_batch.updates:
-            numbers = sorted(self._local_numbers(update))
-            scored = worker.forward(self._batches(update, plain))
-            log_probs |= zip(numbers, scored, strict=True)
-        return log_probs
+            numbers = sorted(n for n in self._local_numbers(update) if n in plain)
+            scores |= zip(numbers, score(self._batches(update, plain, worker)), strict=True)
+        return scores
 
     def _batches(
-        self, update: Update, rows: Mapping[int, Row], names: Sequence[str] = ()
+        self,
+        update: Update,
+        rows: Mapping[int, Row],
+        worker: MegatronWorker,
+        names: Sequence[str] = (),
     ) -> list[MicroBatch]:
-        """Return this replica's micro-batches of an update, or a single filler batch if it has
-        none."""
-        tokens = self.worker.source.sizes.tokens
+        """Return this replica's micro-batches of an update, with these rows alone, in the form of a
+        worker's model. Without rows there is a single filler batch."""
+        tokens = worker.source.sizes.tokens
         batches = []
         for share in update.plan[self.worker.grid.dp.rank]:
-            placed = [place_row(rows[number], tokens, f"row {number}", names) for number in share]
-            batches.append(collate(placed, share, names))
+            if not (numbers := [number for number in share if number in rows]):
+                continue
+            placed = [place_row(rows[number], tokens, f"row {number}", names) for number in numbers]
+            batches.append(collate(placed, numbers, names))
         return batches or [filler_batch()]
 
     def _local_numbers(self, update: Update) -> list[int]:
@@ -153,6 +230,7 @@ class Values:
     old: Mapping[int, Tensor]  # log-probs before the step
     weights: Mapping[int, Tensor]  # weights of the advantages
     reference: Mapping[int, Tensor]  # log-probs under the reference model
+    teacher: Mapping[int, TeacherScores]
 
 
 def join_metrics(parts: Sequence[StepMetrics]) -> StepMetrics:

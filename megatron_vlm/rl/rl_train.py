@@ -52,7 +52,8 @@ def learn_step(trainer: "RlTrainer", step: int) -> None:
         run.begin_phase(step + 1, "optimizer")
         applied = run.worker.optim_step(lr_at(run.cfg.optim, step, run.total_steps))
     trainer.renew(step + 1)
-    trainer.record(step, batch, after, metrics, applied, updater.log_prob_gap(rows, values))
+    gap, teacher_kls = updater.log_prob_gap(rows, values), updater.teacher_kls(rows, values)
+    trainer.record(step, batch, after, metrics, applied, gap, teacher_kls)
 
 
 def run_rl(arguments: Sequence[str], signals: "Signals | None" = None) -> int:

@@ -18,9 +18,11 @@ from megatron_vlm.run.log_sinks import JsonLines
 from megatron_vlm.training.worker import StepMetrics
 
 
-def rl_line(step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | None) -> RlLine:
+def rl_line(
+    step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | None, rewarded: bool = True
+) -> RlLine:
     """Return the metrics line of a step. The version of an engine's weights is the number of
-    steps that were done before."""
+    steps that were done before. Without rewards there are no figures of them."""
     episodes = [each for group in done.groups for each in group.episodes]
     rewards = [each.reward for each in episodes]
     lengths = [each.trained for each in episodes]
@@ -28,17 +30,18 @@ def rl_line(step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | 
     means = metrics.means
     return RlLine(
         step=step,
-        reward=fmean(rewards),
-        reward_std=pstdev(rewards),
+        reward=fmean(rewards) if rewarded else None,
+        reward_std=pstdev(rewards) if rewarded else None,
         prompts=len(done.groups),
         asked=done.num_prompts,
-        alike=done.alike / done.num_prompts,
+        alike=done.alike / done.num_prompts if rewarded else None,
         answer_tokens=fmean(lengths),
         longest_answer=max(lengths),
         cut=fmean(each.cut for each in episodes),
         turns=fmean(len(each.answers) for each in episodes),
         sampling_s=done.seconds,
         kl=means.get("kl"),
+        teacher_kl=means.get("teacher_kl", _mean_teacher_kl(episodes)),
         entropy=means.get("entropy"),
         ratio=means.get("ratio"),
         clip_fraction=means.get("clip_fraction"),
@@ -49,6 +52,14 @@ def rl_line(step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | 
         behind=None if apart is None else step - 1 - fmean(versions),
         figures=_means([each.figures for each in episodes]),
     )
+
+
+def _mean_teacher_kl(episodes: Sequence[Episode]) -> float | None:
+    """Return the mean over all tokens of the episodes."""
+    scored = [(each.teacher_kl, each.trained) for each in episodes if each.teacher_kl is not None]
+    if not scored:
+        return None
+    return sum(kl * tokens for kl, tokens in scored) / sum(tokens for _, tokens in scored)
 
 
 def _means(figures: list[dict[str, float]]) -> dict[str, float]:
@@ -93,6 +104,7 @@ def _episode(episode: Episode, episode_runner: EpisodeRunner) -> dict[str, Any]:
         {"text": episode_runner.words(row), "images": _images(row, episode_runner)}
         for row in episode.shown[1:]
     ]
+    teacher = {} if episode.teacher_kl is None else {"teacher_kl": episode.teacher_kl}
     return {
         "answers": episode.answers,
         "heard": heard,  # messages after each answer but the last
@@ -100,6 +112,7 @@ def _episode(episode: Episode, episode_runner: EpisodeRunner) -> dict[str, Any]:
         "figures": episode.figures,
         "tokens": episode.trained,
         "cut": episode.cut,
+        **teacher,
     }
 
 

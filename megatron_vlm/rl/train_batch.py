@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_vlm.config.data_sources import name_of_source
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.teachers import ALL_SOURCES, teachers_of
 from megatron_vlm.data.batches.balance import Limits, Plan, RowSize, plan_batch
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.batches.loader import BatchFigures
 from megatron_vlm.data.batches.micro_batch import VISUAL_FIELDS
 from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
 from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.errors import DataError
 from megatron_vlm.rl.advantages import divisor_of, group_advantages, token_weights
 from megatron_vlm.rl.episode import Episode, Group, pictures_of
 
@@ -40,6 +43,14 @@ class TrainRow:
     sampler_log_probs_S: Tensor  # log-probs of the drawn tokens; 0 for the other tokens
     advantage: float
     weight: float  # weight of each token's loss
+    teacher: int = 0  # place of its teacher among those of rl.teacher
+    # The scores of a teacher's engine [S, 1 + K, 2]: see teacher_scores.py. None: the ranks score.
+    teacher_table: Tensor | None = None
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of tokens that were drawn."""
+        return int((self.row.labels_S != IGNORE).sum())
 
 
 @dataclass(frozen=True)
@@ -50,15 +61,19 @@ class TrainBatch:
     updates: list[Update]
 
 
+def groups_of_updates(groups: Sequence[Group], updates: int) -> list[list[Group]]:
+    """Return the groups of each update, in the order of their rows in the train batch. Dynamic
+    sampling may have left fewer prompts than there are updates."""
+    return [list(each) for turn in range(updates) if (each := groups[turn::updates])]
+
+
 def make_train_batch(
     groups: Sequence[Group], cfg: Config, work: WorkModel, replicas: int
 ) -> TrainBatch:
     """Build the train batch of these groups. The prompts are divided among the updates."""
     rows: list[TrainRow] = []
     updates = []
-    for turn in range(cfg.rl.updates):
-        if not (update_groups := groups[turn :: cfg.rl.updates]):
-            continue  # dynamic sampling has left fewer prompts than there are updates
+    for update_groups in groups_of_updates(groups, cfg.rl.updates):
         first = len(rows)
         rows += _rows(update_groups, cfg)
         lengths = [each.trained for group in update_groups for each in group.episodes]
@@ -67,6 +82,8 @@ def make_train_batch(
         figures = BatchFigures.from_plan(sizes, plan)
         plan = [[[first + row for row in batch] for batch in share] for share in plan]
         divisor = divisor_of(lengths, cfg.rl.aggregate, cfg.rl.max_new_tokens)
+        if divisor is None and cfg.rl.teacher_top_k:  # its rows have the weights as values
+            divisor = sum(each.weight * each.num_drawn for each in rows[first:])
         updates.append(Update(plan, divisor, figures))
     return TrainBatch(rows, updates)
 
@@ -77,10 +94,34 @@ def _rows(groups: Sequence[Group], cfg: Config) -> list[TrainRow]:
     advantages = [
         each for group in groups for each in group_advantages(group.rewards, cfg.rl.advantage)
     ]
+    teachers = [_teacher_of(group, cfg) for group in groups for _ in group.episodes]
     return [
-        TrainRow(_row(episode), _sampled_log_probs(episode), advantage, weight)
-        for episode, advantage, weight in zip(episodes, advantages, weights, strict=True)
+        TrainRow(_row(episode), _sampled_log_probs(episode), advantage, weight, teacher)
+        for episode, advantage, weight, teacher in zip(
+            episodes, advantages, weights, teachers, strict=True
+        )
     ]
+
+
+def _teacher_of(group: Group, cfg: Config) -> int:
+    """Return the place of the teacher of a group's source."""
+    names = list(teachers_of(cfg.rl.teacher))
+    if names in ([], [ALL_SOURCES]):
+        return 0
+    first = group.episodes[0]
+    name = first.record.get("data_source")
+    if not isinstance(name, str):
+        name = name_of_source(cfg.data.train[group.source].path)
+    if name not in names:
+        raise DataError(
+            f": rl.teacher has no teacher for its source {name!r}",
+            place=first.where,
+            key="data_source",
+            found=name,
+            allowed=names,
+            remedy=f"give rl.teacher={{..., {name}: CHECKPOINT}}",
+        )
+    return names.index(name)
 
 
 def _row(episode: Episode) -> Row:
@@ -121,7 +162,9 @@ def train_batch_to_bytes(train_batch: TrainBatch) -> bytes:
                 place = column_places.setdefault((name, id(tensor)), len(columns[name]))
                 columns[name] += [tensor] * (place == len(columns[name]))
             places[name].append(place)
-    numbers = [[each.advantage, each.weight] for each in train_batch.rows]
+    numbers = [[each.advantage, each.weight, each.teacher] for each in train_batch.rows]
+    tables = [each.teacher_table for each in train_batch.rows]
+    columns["teacher_tables"] = [each for each in tables if each is not None]
     updates = [[each.plan, each.divisor, vars(each.figures)] for each in train_batch.updates]
     meta = {"places": places, "numbers": numbers, "updates": updates}
     return pack({name: (True, rows) for name, rows in columns.items()}, meta)
@@ -131,6 +174,7 @@ def train_batch_from_bytes(data: bytes) -> TrainBatch:
     """Deserialize the result of `train_batch_to_bytes`."""
     fields, meta = unpack(data)
     columns = {name: rows for name, (_, rows) in fields.items()}
+    tables = columns["teacher_tables"]  # empty if the ranks score
     texts = zip(columns["ids"], columns["labels"], columns["log_probs"], strict=True)
     rows = []
     for number, (ids_S, labels_S, log_probs_S) in enumerate(texts):
@@ -138,8 +182,10 @@ def train_batch_from_bytes(data: bytes) -> TrainBatch:
         for name in VISUAL_FIELDS:
             place = meta["places"][name][number]
             shown[name] = None if place < 0 else columns[name][place]
-        advantage, weight = meta["numbers"][number]
-        rows.append(TrainRow(Row(ids_S, labels_S, **shown), log_probs_S, advantage, weight))
+        table = tables[number] if tables else None
+        row = Row(ids_S, labels_S, **shown)
+        advantage, weight, teacher = meta["numbers"][number]
+        rows.append(TrainRow(row, log_probs_S, advantage, weight, teacher, table))
     updates = [
         Update(plan, divisor, BatchFigures(**figures)) for plan, divisor, figures in meta["updates"]
     ]

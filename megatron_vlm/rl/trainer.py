@@ -6,6 +6,7 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.config.command_checks import has_rewards
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import BatchFigures
@@ -14,14 +15,21 @@ from megatron_vlm.engines.engine_thread import Engines
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.report.metrics_lines import has_load_line
 from megatron_vlm.rl.episode_runner import EpisodeRunner
-from megatron_vlm.rl.held_out_rewards import HeldOutPrompts, needs_held_out_rewards
+from megatron_vlm.rl.held_out_rewards import (
+    HeldOutPrompts,
+    needs_held_out_rewards,
+)
+from megatron_vlm.rl.no_rewards import NoRewards
 from megatron_vlm.rl.no_signal import SignalWatch
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, join_metrics
 from megatron_vlm.rl.rank_commands import RankCommands
 from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollouts
 from megatron_vlm.rl.step_report import rl_line, write_sample_lines
+from megatron_vlm.rl.teacher_checks import check_teachers
+from megatron_vlm.rl.teacher_engines import EngineTeachers
 from megatron_vlm.rl.train_batch import (
     TrainBatch,
+    groups_of_updates,
     make_train_batch,
     train_batch_from_bytes,
     train_batch_to_bytes,
@@ -42,12 +50,19 @@ class RlTrainer:
         self.run, self.opened = run, opened
         self.cfg, self.leads = run.cfg, run.worker.grid.rank == 0
         self.updater = PolicyUpdater(run.worker)
+        with fail_together(run.worker.platform.device, ConfigError):
+            if self.leads:
+                check_teachers(self.cfg)
         if self.cfg.rl.kl_coef is not None:
             run.begin_phase(run.progress.step, "loading the initial model", files=True)
             assert self.updater.reference
+        if self.cfg.rl.teacher is not None and self.cfg.rl.teacher_scorer == "own":
+            run.begin_phase(run.progress.step, "loading the teachers", files=True)
+            assert self.updater.teachers
         self.commands = RankCommands(run.worker, run.signals)
         self.engines: Engines | None = None
         self.rollouts: Rollouts | None = None
+        self.teachers: EngineTeachers | None = None  # set on rank 0, if there are such engines
         self.last: Rollout | None = None  # set on rank 0 only
         self.signal = SignalWatch(self.cfg.rl)
         held_out = HeldOutPrompts.open(run)
@@ -71,10 +86,12 @@ class RlTrainer:
     def _start_reward_pool(self, held_out: Mapping[str, DataSet]) -> None:
         rl, data = self.cfg.rl, self.run.feeder.data
         assert isinstance(data, DataSet), "config/command_checks.py refuses streams"
-        settings = RewardSettings(
-            rl.reward, rl.environment, rl.processes, rl.timeout, rl.failed_reward
-        )
-        pool = RewardPool(settings)
+        pool: RewardPool | NoRewards = NoRewards()
+        if has_rewards(self.cfg):
+            settings = RewardSettings(
+                rl.reward, rl.environment, rl.processes, rl.timeout, rl.failed_reward
+            )
+            pool = RewardPool(settings)
         self.opened.callback(pool.close)
         self.episode_runner = EpisodeRunner(self.cfg, data, pool)
         self.held_out = HeldOutPrompts.with_pool(self.cfg, held_out, pool)
@@ -91,6 +108,9 @@ class RlTrainer:
             last = self.run.total_steps - 1
             self.rollouts = EngineRollouts(self.episode_runner, self.commands, self.engines, last)
         self.opened.callback(self.rollouts.close)
+        if self.cfg.rl.teacher_scorer == "vllm":
+            data, waiting = self.episode_runner.data, self.commands.wait
+            self.teachers = EngineTeachers.start(self.run.worker, data, self.opened, waiting)
         return b"", {}
 
     def train_batch(self, step: int) -> tuple[TrainBatch, Position]:
@@ -104,6 +124,8 @@ class RlTrainer:
             batch = make_train_batch(
                 self.last.groups, self.cfg, self.episode_runner.data.work, replicas
             )
+            if self.teachers is not None:
+                batch = self.teachers.score(batch, self.commands.wait)
             return train_batch_to_bytes(batch), {"after": asdict(self.last.after)}
 
         content, facts = self._lead(sampled)
@@ -151,19 +173,25 @@ class RlTrainer:
         metrics: Sequence[StepMetrics],
         applied: tuple[float, float],
         apart: LogProbGap | None,
+        teacher_kls: Mapping[int, float],
     ) -> None:
         """Log the data and the metrics of a finished step. `applied`: gradient norm and learning
-        rate."""
+        rate. `teacher_kls`: the mean KL to the teacher of each row of the train batch."""
         figures = [astuple(update.figures) for update in train_batch.updates]
         total = BatchFigures(*(sum(column) for column in zip(*figures, strict=True)))
         whole = join_metrics(metrics)
         self.run.record(step, StepData([], after, total), whole, *applied)
         if self.leads:
             assert self.last is not None
-            self.run.log.samples(rl_line(step + 1, self.last, whole, apart))
+            updates = groups_of_updates(self.last.groups, self.cfg.rl.updates)
+            episodes = [each for groups in updates for group in groups for each in group.episodes]
+            for number, kl in teacher_kls.items():
+                episodes[number].teacher_kl = kl
+            self.run.log.samples(rl_line(step + 1, self.last, whole, apart, has_rewards(self.cfg)))
             first = self.last.groups[0].episodes[0]
             right = self.episode_runner.right_answer(first)
-            if (hint := self.signal.check(self.last.groups, right)) is not None:
+            teaches = self.cfg.rl.teacher is not None
+            if not teaches and (hint := self.signal.check(self.last.groups, right)) is not None:
                 self.run.log.event(step + 1, hint)
             if has_load_line(step + 1, self.run.total_steps):
                 write_sample_lines(

@@ -24,6 +24,7 @@ _LEARNING_RL = (
     "rl.loss",
     "rl.advantage",
     "rl.kl_coef",
+    "rl.teacher",
 )
 _GOING_ON = frozenset(
     ("train.steps", "train.epochs", "train.micro_batch_size", "train.micro_batch_tokens")

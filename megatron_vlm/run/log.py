@@ -88,8 +88,10 @@ class RunLog:
         self._write(figures)
         step = figures.step
         if step % self.cfg.log.every == 0 or step == self.total_steps:
-            parts = [f"reward {figures.reward:.4g}", f"{figures.answer_tokens:.1f} tokens"]
-            for name in ("kl", "apart"):
+            parts = [f"{figures.answer_tokens:.1f} tokens"]
+            if figures.reward is not None:
+                parts.insert(0, f"reward {figures.reward:.4g}")
+            for name in ("kl", "teacher_kl", "apart"):
                 if (value := getattr(figures, name)) is not None:
                     parts.append(f"{name} {value:.2g}")
             parts.append(f"{figures.sampling_s:.1f} s of sampling")

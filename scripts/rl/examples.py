@@ -1,10 +1,12 @@
-"""Three runs of `megatron-vlm rl` that learn: `make reinforce` runs them.
+"""Four runs of `megatron-vlm rl` that learn: `make reinforce` runs them.
 
-    python scripts/rl/examples.py OUT [own vllm crop]
+    python scripts/rl/examples.py OUT [own vllm distill crop]
 
 - own, vllm: a tiny model learns by trial and error what colour a shape has. The reward shows only
   whether it was right, never the right answer. The samples come from its own decoder, on two
   pipeline stages, or from vLLM (`make vllm-env`; without vLLM, this run is left out).
+- distill: a smaller model learns the same from the model of the run before, its teacher. Rewards
+  are only reported. The page OUT/comparison.html has the curves of both.
 - crop: the model looks twice. It sees a small grey picture, chooses a crop, and names the colour
   there.
 
@@ -13,11 +15,13 @@ colour that does not depend on the picture. The exit status is 1 if a run has no
 """
 
 import json
+import math
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -35,8 +39,9 @@ TINY = TinySpec(
     from_scratch=True,
 )
 LAST = 10  # the mean over these last steps must reach WANTED
-WANTED = {"own": 0.9, "vllm": 0.9, "crop": 0.8}
-STEPS = {"own": 90, "vllm": 90, "crop": 100}
+WANTED = {"own": 0.9, "vllm": 0.9, "distill": 0.9, "crop": 0.8}
+STEPS = {"own": 90, "vllm": 90, "distill": 60, "crop": 100}
+SMALL = replace(TINY, layers=2, hidden=64, vision_depth=1)
 ALIKE = 0.25  # maximum distance of the curves of both samplers, in the mean over all steps
 COMMON = ["model=tiny_cpu", "data.cache_dir=null", "train.micro_batch_size=64"]
 COMMON += ["optim.lr=1e-3", "optim.beta2=0.98", "optim.schedule=constant", "log.every=10"]
@@ -44,6 +49,10 @@ RL = ["rl.max_new_tokens=4", "rl.sampler_rows=256"]
 # A colour that is no longer tried is not learnt again. Many answers to few prompts and kl_coef
 # prevent that.
 SIXTEEN = ["train.global_batch_size=16", "rl.samples=16"]
+DISTILL = ["rl=distill", "rl.teacher_top_k=8", "rl.advantage=none", "rl.kl_coef=null"]
+DISTILL += ["train.global_batch_size=64", "rl.samples=1", "optim.lr=2e-3"]
+DISTILL += ["eval.generate=false", "rl.eval_scores=reward"]
+ANSWERS = {"own": 256, "vllm": 256, "distill": 64}  # answers of a step
 RL += ["optim.schedule=wsd", "optim.decay_ratio=0.4"]  # the decay keeps the result stable
 
 
@@ -53,11 +62,11 @@ def megatron_vlm(command: str, *words: str, processes: int = 1) -> None:
     subprocess.run([sys.executable, "-m", "megatron_vlm.cli", command, *words], check=True)
 
 
-def learn_words(out: Path, data: Path, ignored: str) -> str:
+def learn_words(base: Path, data: Path, ignored: str) -> str:
     """Train a model that knows the form of answers; return its folder as an override."""
-    run = data.parent / "words"
+    run = data.parent / f"words-{base.name}"
     more = ["train.steps=60", "train.global_batch_size=64", f"data.ignore_keys={ignored}"]
-    megatron_vlm("train", f"model.path={out / 'base'}", f"data.train={data}", f"run={run}", *more)
+    megatron_vlm("train", f"model.path={base}", f"data.train={data}", f"run={run}", *more)
     return f"model.path={run / 'export'}"
 
 
@@ -73,18 +82,25 @@ def make_colours(out: Path) -> list[str]:
         record["messages"][-1] = answer
     words = folder / "words.jsonl"
     words.write_text("".join(json.dumps(record) + "\n" for record in records))
-    model = learn_words(out, words, "[kind]")
+    model = learn_words(out / "base", words, "[kind]")
     data = [f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'eval.jsonl'}"]
     more = ["data.ignore_keys=[kind]", "data.max_tokens=256", "eval.generate=true"]
     reward = f"rl.reward={HERE / 'colour.py'}:right"
     return [model, *data, *more, "eval.max_new_tokens=4", "rl.kl_coef=0.1", *SIXTEEN, reward]
 
 
+def make_student(out: Path, colours: Sequence[str], teacher: str) -> list[str]:
+    """Train the words of a smaller model, and return the task with that model and a teacher."""
+    write_tiny(out / "small", SMALL)
+    model = learn_words(out / "small", out / "colours" / "words.jsonl", "[kind]")
+    return [*colours, model, *DISTILL, f"rl.teacher={out / teacher / 'export'}"]
+
+
 def make_crops(out: Path) -> list[str]:
     """Write the task of crop.py, and train a model that knows the words of the conversation."""
     folder = out / "crops"
     subprocess.run([sys.executable, HERE / "crop.py", folder, "3000"], check=True)
-    model = learn_words(out, folder / "words.jsonl", "[]")
+    model = learn_words(out / "base", folder / "words.jsonl", "[]")
     game = f"rl.environment={HERE / 'crop.py'}:Crop"
     ignored = "data.ignore_keys=[picture,side,colour]"
     # Until the model looks where the shape is, half of its guesses are noise: see docs/rl.md.
@@ -106,6 +122,26 @@ def learn(out: Path, name: str, task: Sequence[str]) -> list[float]:
     return [line["reward"] for line in entries if line["kind"] == "rl"]
 
 
+def answers_until(curve: Sequence[float], name: str) -> float:
+    """Return the answers that were drawn until the mean reward of some steps reached WANTED."""
+    means = (fmean(curve[step - LAST : step]) for step in range(LAST, len(curve) + 1))
+    steps = (step for step, mean in enumerate(means, start=LAST) if mean >= WANTED[name])
+    return next(steps, math.inf) * ANSWERS[name]
+
+
+def compare_answers(out: Path, curves: Mapping[str, Sequence[float]]) -> tuple[str, bool]:
+    """Return how many answers the student and its teacher have needed, and whether the student has
+    needed fewer. Write the page of both."""
+    teacher = next(name for name in curves if name in ("own", "vllm"))
+    needed = {name: answers_until(curves[name], name) for name in (teacher, "distill")}
+    page = out / "comparison.html"
+    runs = [str(out / name) for name in needed]
+    command = [sys.executable, "-m", "megatron_vlm.cli", "report", *runs, "--out", str(page)]
+    subprocess.run(command, check=True)
+    text = " and ".join(f"{count:,.0f} answers with {name}" for name, count in needed.items())
+    return f"{text} until the mean reward was 0.9: {page}", needed["distill"] < needed[teacher]
+
+
 def main(out: Path, names: Sequence[str]) -> int:
     """Run the examples; return the exit status."""
     if out.exists():
@@ -120,8 +156,16 @@ def main(out: Path, names: Sequence[str]) -> int:
         if name == "vllm" and not ENGINE.exists():
             print("vLLM is not there (make vllm-env): the run with its samples is left out")
             continue
+        if name == "distill" and not curves:
+            print("distill has no teacher: name own or vllm before it")
+            continue
         start = time.perf_counter()
-        curves[name] = curve = learn(out, name, make_crops(out) if name == "crop" else colours)
+        task = colours
+        if name == "crop":
+            task = make_crops(out)
+        if name == "distill":
+            task = make_student(out, colours, next(iter(curves)))
+        curves[name] = curve = learn(out, name, task)
         minutes, last = (time.perf_counter() - start) / 60, fmean(curve[-LAST:])
         summary.append(
             f"{name}: mean reward {fmean(curve[:3]):.3f} at first, {last:.3f} at the end (needs "
@@ -132,6 +176,10 @@ def main(out: Path, names: Sequence[str]) -> int:
         apart = abs(fmean(curves["own"]) - fmean(curves["vllm"]))
         summary.append(f"own and vllm: mean rewards over all steps are {apart:.3f} apart")
         failed += ["own and vllm"] * (apart > ALIKE)
+    if "distill" in curves:
+        text, fewer = compare_answers(out, curves)
+        summary.append(text)
+        failed += ["distill"] * (not fewer)
     print("\n".join([*summary, f"failed: {', '.join(failed)}" if failed else "all have learnt"]))
     return int(bool(failed))
 

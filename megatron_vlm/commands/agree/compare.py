@@ -13,12 +13,9 @@ import numpy as np
 
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.engines.processed_prompt import ProcessedMedia, ProcessedPrompt
+from megatron_vlm.engines.processed_prompt import HALF_STEP, ProcessedPrompt, compare_media
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.25}  # bounds of a log-prob, by the compute type
-# Half the distance between adjacent bytes of a channel, whose standard deviation is 0.5 in
-# Qwen3-VL: smaller differences of patches are rounding.
-HALF_STEP = 0.5 / 255 / 0.5
 
 
 @dataclass(frozen=True)
@@ -133,27 +130,8 @@ class Agreement:
 
 def compare(where: str, prompt: Row, view: ProcessedPrompt, tables: PixelTables) -> ComparedPrompt:
     """Compare the trainer's encoding of a prompt with the engine's."""
-    images = zip_longest(_media(prompt, tables, "image"), view.images)
-    videos = zip_longest(_media(prompt, tables, "video"), view.videos)
-    pairs = [*images, *videos]
-    grids = all(a is not None and b is not None and a.grid == b.grid for a, b in pairs)
-    patches = [patch_difference(a, b) for a, b in pairs]
-    return ComparedPrompt(where, prompt, view, grids, float(np.max(patches)) if patches else 0.0)
-
-
-def patch_difference(
-    trainer_media: ProcessedMedia | None, engine_media: ProcessedMedia | None
-) -> float:
-    """Return the largest difference between the patches of two pictures, in the engine's type; inf
-    if their shapes differ."""
-    if (
-        trainer_media is None
-        or engine_media is None
-        or trainer_media.patches_PC.shape != engine_media.patches_PC.shape
-    ):
-        return math.inf
-    our_patches_PC = trainer_media.patches_PC.to(engine_media.patches_PC.dtype).float()
-    return float((our_patches_PC - engine_media.patches_PC.float()).abs().max())
+    grids, patches = compare_media(prompt, view, tables)
+    return ComparedPrompt(where, prompt, view, grids, patches)
 
 
 def token_pairs(
@@ -162,16 +140,3 @@ def token_pairs(
     """Return the tokens of an answer with both log-probs."""
     numbered = enumerate(zip(ids, engine, trainer, strict=True))
     return tuple(TokenPair(place, *each) for place, each in numbered)
-
-
-def _media(prompt: Row, tables: PixelTables, kind: str) -> list[ProcessedMedia]:
-    """Return the pictures or videos of a row as the trainer's vision tower gets them."""
-    grid_I3, values_PC = prompt.image_grid_I3, tables.images(prompt.pixel_values_PC)
-    if kind == "video":
-        grid_I3 = prompt.video_grid_I3
-        values_PC = tables.videos(prompt.pixel_values_videos_PC)
-    if grid_I3 is None or values_PC is None:
-        return []
-    grids = [tuple(map(int, grid)) for grid in grid_I3.tolist()]
-    parts = values_PC.split([math.prod(grid) for grid in grids])
-    return [ProcessedMedia(grid, part) for grid, part in zip(grids, parts, strict=True)]

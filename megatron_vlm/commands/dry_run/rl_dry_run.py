@@ -9,6 +9,8 @@ from megatron_vlm.commands.dry_run.command import (
     print_run,
 )
 from megatron_vlm.commands.dry_run.reward_trial import reward_table, try_reward
+from megatron_vlm.commands.dry_run.teacher_plan import describe_teachers
+from megatron_vlm.config.command_checks import has_rewards
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.engines.find_vllm import find_vllm
@@ -32,11 +34,14 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
         f"{train.global_batch_size:,} prompts a step, in {rl.updates} "
         f"update{'s' * (rl.updates > 1)}",
         "sampler": sampler,
-        "reward": f"{rl.reward or rl.environment}, in {rl.processes} "
-        f"process{'es' * (rl.processes > 1)}",
+        **describe_teachers(model),
     }
+    if has_rewards(cfg):
+        count = f"{rl.processes} process{'es' * (rl.processes > 1)}"
+        rows["reward"] = f"{rl.reward or rl.environment}, in {count}"
     console.print(aligned_lines(rows), markup=False, soft_wrap=True)
-    console.print(reward_table(list(try_reward(cfg, data))))
+    if has_rewards(cfg):
+        console.print(reward_table(list(try_reward(cfg, data))))
     print_memory(model, needs, console)
     notes = ["Answers are counted with rl.max_new_tokens each; what sampling needs comes on top."]
     if rl.kl_coef is not None:

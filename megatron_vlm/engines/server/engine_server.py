@@ -22,6 +22,7 @@ from adapter_folders import NamedAdapters, rank_for, write_nothing
 from channel import ParentChannel
 from cpu_fixes import fix_vllm_on_cpu
 from frames import Message
+from prompt_scores import scoring_params, table_of
 from vllm_prompt import inspect_request, to_vllm_prompt
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,6 +41,7 @@ class PendingRequest:
     expected: list[int]  # ids of the prompt, with all placeholders
     samples: list[Message | None]
     names: list[str] = field(default_factory=list)  # names of vLLM's requests
+    top_k: int | None = None  # set if the prompt itself is scored
 
 
 class Server:
@@ -72,6 +74,8 @@ class Server:
         try:
             if do == "sample":
                 self.sample(number, body=body, **message)
+            elif do == "score":
+                self.score(number, body=body, **message)
             elif do == "abort":
                 self._forget_request(number)
             elif do == "inspect":
@@ -169,6 +173,18 @@ class Server:
             self._forget_request(number)
             raise
 
+    def score(self, number: int, expected: list[int], top_k: int, **prompt: Any) -> None:
+        """Score the tokens of a prompt. The answer is a table of float64 with the id and the
+        log-prob of each token, and then those of the `top_k` most likely tokens in its place."""
+        self.pending[number] = request = PendingRequest(expected, [None], top_k=top_k)
+        try:
+            name = f"{number}-0"
+            self.engine.add_request(name, to_vllm_prompt(**prompt), scoring_params(top_k))
+            request.names.append(name)
+        except Exception:
+            self._forget_request(number)
+            raise
+
     def inspect(self, **prompt: Any) -> tuple[Message, bytes]:
         """Return a prompt as vLLM's processor prepares it, without sampling."""
         import vllm
@@ -195,6 +211,11 @@ class Server:
         if output.prompt_token_ids != request.expected:
             self._forget_request(number)
             self.link.refuse(number, _unlike_ids_message(output.prompt_token_ids, request.expected))
+            return
+        if request.top_k is not None:
+            del self.pending[number]
+            scores = table_of(output.prompt_token_ids, output.prompt_logprobs, request.top_k)
+            self.link.answer(number, {"version": self.version}, scores)
             return
         request.samples[place] = answer_of(output)
         if None not in request.samples:

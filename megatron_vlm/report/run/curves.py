@@ -57,6 +57,7 @@ _SAMPLE_CHARTS = (
     ChartPlan("Episodes cut", {"cut": "cut"}, "by a limit of length", percent=True),
     ChartPlan("Prompts alike", {"alike": "alike"}, "all got one reward", percent=True),
     ChartPlan("KL", {"KL": "kl"}, "to the initial model"),
+    ChartPlan("KL to the teacher", {"KL": "teacher_kl"}, "reverse KL of a token"),
     ChartPlan("Drift", {"drift": "drift"}, "KL from the policy that drew"),
     ChartPlan("Entropy", {"entropy": "entropy"}, "of a token"),
     ChartPlan("Ratio", {"ratio": "ratio"}, "of probabilities, new to old"),
@@ -112,8 +113,11 @@ def sample_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     yield Heading("Samples", "Samples")
     yield from control_section(runs)
     span = steps_span(runs)
-    reward = Chart(_REWARD.title, _curves(runs, _REWARD), _REWARD.unit, height=300)
-    yield Charts([reward], span)
+    rewarded = any(run.metrics.rewards() for run in runs)
+    taught = any(line.teacher_kl is not None for run in runs for line in run.metrics.samples)
+    if rewarded or not taught:  # a teacher needs no rewards
+        reward = Chart(_REWARD.title, _curves(runs, _REWARD), _REWARD.unit, height=300)
+        yield Charts([reward], span)
     names = dict.fromkeys(
         name for run in runs for line in run.metrics.samples for name in line.figures
     )

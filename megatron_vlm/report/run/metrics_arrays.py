@@ -101,14 +101,15 @@ class RunMetrics:
     def rewards(self) -> dict[str, tuple[float, int, int]]:
         """Return the last and the best mean reward of ten steps, or of all if there are fewer. Each
         comes with its first and its last step."""
-        known = [line for line in self.samples if math.isfinite(line.reward)]
+        rewards = [(line.step, line.reward) for line in self.samples if line.reward is not None]
+        known = [(step, reward) for step, reward in rewards if math.isfinite(reward)]
         if not known:
             return {}
         width = min(_MEAN_OF, len(known))
-        means = np.convolve([line.reward for line in known], np.full(width, 1 / width), "valid")
+        means = np.convolve([reward for _, reward in known], np.full(width, 1 / width), "valid")
         rows = {"last": len(means) - 1, "best": int(means.argmax())}
         return {
-            name: (float(means[row]), known[row].step, known[row + width - 1].step)
+            name: (float(means[row]), known[row][0], known[row + width - 1][0])
             for name, row in rows.items()
         }
 

@@ -65,6 +65,9 @@ def _sample_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
     if kl := _known((line.kl, line.step) for line in metrics.samples):
         value, step = kl[-1]
         yield number(value), f"KL to the initial model, step {step:,}"
+    if teacher_kl := _known((line.teacher_kl, line.step) for line in metrics.samples):
+        value, step = teacher_kl[-1]
+        yield number(value), f"KL to the teacher, step {step:,}"
     if apart := _known((line.apart, line.step) for line in metrics.samples):
         value, step = max(apart, key=lambda found: found[0])
         what = "largest difference of log-probs, sampler and trainer"

@@ -32,6 +32,7 @@ class ShownEpisode:
     figures: dict[str, float]
     tokens: int
     cut: bool
+    teacher_kl: float | None = None  # mean over its tokens, if there was a teacher
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ def _episode(line: JsonField) -> ShownEpisode:
         figures={name: float(value.number()) for name, value in figures.items()},
         tokens=line["tokens"].whole(),
         cut=line["cut"].value,
+        teacher_kl=None if (kl := line.get("teacher_kl")) is None else float(kl.number()),
     )
 
 

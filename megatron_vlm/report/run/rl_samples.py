@@ -117,6 +117,8 @@ def _facts(episode: ShownEpisode) -> Iterator[str]:
     yield "1 token" if episode.tokens == 1 else f"{episode.tokens:,} tokens"
     if episode.cut:
         yield "cut by its length"
+    if episode.teacher_kl is not None:
+        yield f"KL to the teacher {number(episode.teacher_kl)}"
     for name in [*episode.figures][:_MAX_FIGURES]:
         yield f"{shorten_text(name)} {number(episode.figures[name])}"
 

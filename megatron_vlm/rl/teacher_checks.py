@@ -1,0 +1,109 @@
+"""Checks that a teacher reads what the student writes and sees: the same ids, and the same pixels.
+They need files of both checkpoints, but no weights."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.config.teachers import teachers_of
+from megatron_vlm.data.media.images import ImageSettings
+from megatron_vlm.data.media.video_settings import CHOSEN, VideoSettings
+from megatron_vlm.data.tokens.tokenizer import read_tokenizer
+from megatron_vlm.errors import ConfigError, MegatronVLMError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.io.hub import folder_of
+
+_BOUNDS = ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames")
+
+
+def check_teachers(cfg: Config) -> None:
+    """Refuse a teacher that would score other tokens, or see other pixels, than the student."""
+    for path in dict.fromkeys(teachers_of(cfg.rl.teacher).values()):
+        try:
+            read_sizes(path)
+        except MegatronVLMError as error:
+            raise error.within(f"rl.teacher={path}") from error
+        if path != cfg.model.path or cfg.data.add_tokens:
+            _check_ids(cfg, path)
+            _check_vocab(cfg, path)
+            _check_pixels(cfg, path)
+
+
+def _check_ids(cfg: Config, path: str) -> None:
+    student = read_tokenizer(cfg.model.path, cfg.data.add_tokens).get_vocab()
+    teacher = read_tokenizer(path).get_vocab()
+    if student == teacher:
+        return
+    token, own_id, other_id = _first_difference(student, teacher)
+    of_student = "is none there" if own_id is None else f"has the id {own_id} there"
+    of_teacher = "none here" if other_id is None else f"the id {other_id} here"
+    raise ConfigError(
+        f"has another tokenizer than model.path={cfg.model.path}: {token!r} {of_student}, and "
+        f"{of_teacher}",
+        key="rl.teacher",
+        found=path,
+        remedy="give a teacher with the student's tokenizer, such as a larger model of the same "
+        "family",
+    )
+
+
+def _first_difference(
+    student: Mapping[str, int], teacher: Mapping[str, int]
+) -> tuple[str, int | None, int | None]:
+    """Return the token with the lowest id that has another id, or none, in the other tokenizer."""
+    ids = {token: (student.get(token), teacher.get(token)) for token in {**student, **teacher}}
+    different = ((token, *both) for token, both in ids.items() if both[0] != both[1])
+    return min(different, key=lambda each: min(id_ for id_ in each[1:] if id_ is not None))
+
+
+def _check_vocab(cfg: Config, path: str) -> None:
+    """Refuse a teacher whose most likely tokens may have ids that the student lacks. Its tokenizer
+    is the student's, so that these ids are padding."""
+    rows = {
+        name: read_sizes(name, added).text.vocab
+        for name, added in ((cfg.model.path, cfg.data.add_tokens), (path, ()))
+    }
+    if cfg.rl.teacher_top_k and rows[path] > rows[cfg.model.path]:
+        raise ConfigError(
+            f"has {rows[path]} rows in its vocabulary, more than the {rows[cfg.model.path]} of "
+            "model.path, and one of its most likely tokens may be one that the student lacks",
+            key="rl.teacher",
+            found=path,
+            remedy="set rl.teacher_top_k=0, which scores the student's tokens alone",
+        )
+
+
+def _check_pixels(cfg: Config, path: str) -> None:
+    data = cfg.data
+    bounds = data.min_pixels, data.max_pixels
+    chosen = {name: getattr(data, f"video_{name}") for name in CHOSEN}
+    settings = [
+        (
+            ImageSettings.from_checkpoint(folder, *bounds),
+            VideoSettings.from_checkpoint(folder, chosen),
+        )
+        for folder in (folder_of(cfg.model.path), folder_of(path))
+    ]
+    for kind, (student, teacher) in zip(
+        ("image", "video"), zip(*settings, strict=True), strict=True
+    ):
+        for item in fields(student):
+            values = getattr(student, item.name), getattr(teacher, item.name)
+            if values[0] != values[1]:
+                raise _pixel_error(cfg, path, kind, item.name, values)
+
+
+def _pixel_error(
+    cfg: Config, path: str, kind: str, name: str, values: tuple[Any, Any]
+) -> ConfigError:
+    key = f"data.{'video_' if kind == 'video' else ''}{name}"
+    return ConfigError(
+        f"would see other pixels than model.path={cfg.model.path}: its {kind} processor has "
+        f"{name}={values[1]}, and the student's {name}={values[0]}",
+        key="rl.teacher",
+        found=path,
+        remedy=f"set {key}, which both then use"
+        if name in _BOUNDS
+        else "give a teacher with the student's processor",
+    )
