@@ -1,13 +1,16 @@
 # .venv/bin/python -m pytest tests/test_preference_records.py
 """Records with preferences in the formats of TRL, LLaMA-Factory, ms-swift and OpenRLHF, as rows."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.batches.dataset import open_data
 from megatron_vlm.data.records.unknown_keys import UnknownKeysError
 from megatron_vlm.data.tokens.reader import Reader, make_encoder, make_reader
 from megatron_vlm.data.tokens.sample import Sample
@@ -296,3 +299,15 @@ def test_ignored_keys_are_absent(readers, tiny):
     reader = replace(reader, encoder=replace(reader.encoder, cfg=cfg))
     good, _ = reader.encode_example({**GOOD, "score": 3}, "x:1")
     assert trained_text(reader, good) == "b<|im_end|>"
+
+
+@pytest.mark.parametrize(("labels", "word"), [((True, True), "good"), ((False, False), "bad")])
+def test_labels_all_of_one_kind_are_refused(labels, word, tiny, tmp_path):
+    records = [{"prompt": "a", "completion": f"b{n}", "label": x} for n, x in enumerate(labels)]
+    path = tmp_path / "labels.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    cfg, sources = DataConfig(cache_dir=None), parse_sources(str(path), "data.train")
+    arguments = (sources, "data.train", cfg, tiny(), read_sizes(tiny()))
+    with pytest.raises(DataError, match=f"all 2 answers are labelled as {word}"):
+        open_data(*arguments, kind="label")
+    assert open_data(*arguments, kind="label", train=False).length == 2

@@ -15,6 +15,11 @@ _DISTILLATION = (
     "did you mean train? It learns from the scores of a teacher with train.objective=distill, and "
     "megatron-vlm score writes them"
 )
+_TEACHERS = (
+    "did you mean rl? It learns from a teacher with rl=distill, and train does from stored scores "
+    "with train.objective=distill"
+)
+_EMBEDDINGS = "did you mean train? It learns them with train.objective=embed or rerank"
 _NO_REWARD_MODEL = (
     "no reward model is trained; train.objective=dpo learns from preferences directly"
 )
@@ -30,6 +35,8 @@ _OTHER_COMMANDS = {
     _DISTILLATION: "gkd distill distillation kd",
     "did you mean score? It writes log-probs and perplexities": "perplexity ppl logprobs logits",
     _NO_REWARD_MODEL: "rm reward",
+    _TEACHERS: "gkd distill distillation opd",
+    _EMBEDDINGS: "embed embedding embeddings rerank reranker",
     _SCORES: "evaluate evaluation test benchmark validate",
     "did you mean eval? Its option --predictions FILE writes the answers": "predict",
     _CHATS: "infer inference generate demo webchat webui web-ui app ask",

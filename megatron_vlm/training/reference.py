@@ -29,6 +29,7 @@ from megatron_vlm.data.batches.loader import Loader, Replica
 from megatron_vlm.data.batches.micro_batch import MAX_ROWS, MicroBatch
 from megatron_vlm.data.tokens.index import index_key
 from megatron_vlm.distributed.collectives import broadcast_json
+from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.io.untrusted import home_path
 from megatron_vlm.lora.layers import LowRank
 from megatron_vlm.training.broadcast import share_json
@@ -118,6 +119,10 @@ def with_reference(
         dist.broadcast(table, 0)
     else:
         worker.watchdog.begin_phase(0, f"reference log-probs of {name}")
+        if grid.rank == 0:
+            print_to_user(
+                f"computing the reference log-probs of {sum(lengths):,} samples of {name}, once"
+            )
         table = _compute(worker, cfg, data, lengths)
     tables = np.split(table.cpu().numpy(), np.cumsum(lengths)[:-1])
     if path is not None and not is_known:

@@ -263,7 +263,23 @@ def open_data(
             data=data,
             key=key,
         )
+    if kind == "label" and train:
+        _check_labels(indexes, key)
     return _with_teacher(data, cfg) if kind == "chat" else data
+
+
+def _check_labels(indexes: Sequence[Index], key: str) -> None:
+    """Refuse answers that all have the same label."""
+    answers = sum(int(index.rows.sum()) for index in indexes)
+    rejected = sum(int(index.rejected.sum()) for index in indexes)
+    if rejected in (0, answers):
+        raise DataError(
+            f": all {answers:,} answers are labelled as {'bad' if rejected else 'good'}, and kto "
+            "compares good ones with bad ones",
+            key=key,
+            remedy="add answers with the other label; good answers alone are for "
+            "train.objective=sft",
+        )
 
 
 def _with_teacher(data: DataSet, cfg: DataConfig) -> DataSet:

@@ -93,7 +93,7 @@ class Index:
         self.supervised, self.patches, self.patch_pairs, self.images = (
             total(column(name)) for name in ("supervised", "patches", "patch_pairs", "images")
         )
-        self.videos = total(lengths("video_ends"))
+        self.videos, self.rejected = total(lengths("video_ends")), total(column("rejected"))
         self.faults = Faults(
             tuple(
                 (source.where(CHUNK * number + place), rule)
@@ -111,8 +111,18 @@ class Index:
     def only(self, chosen: np.ndarray) -> "Index":
         """Return the index of the chosen samples; `chosen` has a flag for each."""
         part = copy.copy(self)
+        of_rows = (
+            "records",
+            "rows",
+            "rejected",
+            "chunk_of",
+            "place",
+            "digests",
+            "images",
+            "videos",
+        )
         sizes = ("tokens", "token_pairs", "longest", "supervised", "patches", "patch_pairs")
-        for name in ("records", "rows", "chunk_of", "place", "digests", "images", "videos", *sizes):
+        for name in (*of_rows, *sizes):
             setattr(part, name, getattr(self, name)[chosen])
         return part
 
