@@ -74,7 +74,7 @@ def score_rank(words: list[str], fail_at: int = -1) -> tuple[int, str, str]:
         save(path, records)
 
     with (
-        mock.patch.object(score_data, "CHUNK", CHUNK),
+        mock.patch.object(score_data, "RECORDS_PER_FILE", CHUNK),
         mock.patch.object(score_data, "save_scores", save_scores),
         redirect_stdout(StringIO()) as out,
         redirect_stderr(StringIO()) as err,

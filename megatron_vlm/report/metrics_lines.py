@@ -18,6 +18,7 @@ PREFERENCE_FIGURES: tuple[str, ...] = (
     *("logps_chosen", "logps_rejected", "kl_estimate"),
 )
 RETRIEVAL_FIGURES = ("accuracy", "positive_similarity", "nearest_negative_similarity")
+DISTILL_FIGURES: tuple[str, ...] = ("divergence", "cross_entropy")
 MAX_LOADS = 40  # load lines of a run, in addition to that of its last step
 
 
@@ -78,6 +79,8 @@ class StepLine:
     accuracy: float | None = None
     positive_similarity: float | None = None
     nearest_negative_similarity: float | None = None
+    divergence: float | None = None  # from the teacher, mean over the supervised tokens
+    cross_entropy: float | None = None  # of the same tokens, if there is a teacher
     wall_s: float | None = None  # seconds since the last start line
 
 

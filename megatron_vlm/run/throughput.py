@@ -9,8 +9,15 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.loader import BatchFigures
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.errors import TrainError
-from megatron_vlm.report.metrics_lines import PREFERENCE_FIGURES, RETRIEVAL_FIGURES, StepLine
+from megatron_vlm.report.metrics_lines import (
+    DISTILL_FIGURES,
+    PREFERENCE_FIGURES,
+    RETRIEVAL_FIGURES,
+    StepLine,
+)
 from megatron_vlm.training.worker import StepMetrics
+
+_FIGURES = (*PREFERENCE_FIGURES, *RETRIEVAL_FIGURES, *DISTILL_FIGURES)
 
 
 class Meter:
@@ -61,7 +68,7 @@ class Meter:
             balance_loss=metrics.means.get("balance_loss"),
             z_loss=metrics.means.get("z_loss"),
             samples=batch.samples,
-            **{name: metrics.means.get(name) for name in PREFERENCE_FIGURES + RETRIEVAL_FIGURES},
+            **{name: metrics.means.get(name) for name in _FIGURES},
         )
 
 

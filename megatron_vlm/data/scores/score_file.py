@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from megatron_vlm.data.tokens.sample import Sample
 from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
-REMEDY = "delete the file and run megatron-vlm score again, which computes it anew"
+_REMEDY = "delete the file and run megatron-vlm score again, which computes it anew"
 _COLUMNS = ("numbers", "digests", "sample_digests", "tokens", "ends", "checksums")
 _VALUES = ("positions", "ids", "log_probs")
 _TOP = ("top_ids", "top_log_probs")
@@ -110,7 +110,7 @@ class ScoreFile:
     @staticmethod
     def open(path: Path) -> "ScoreFile":
         """Open a file. Raise a DataError if it is not as it was written."""
-        outside = UntrustedFile(str(path), remedy=REMEDY)
+        outside = UntrustedFile(str(path), remedy=_REMEDY)
         outside.regular_path()
         require_file(path)
         with outside.wrap_errors("the file is damaged"), safe_open(path, "np") as file:
@@ -137,7 +137,7 @@ class ScoreFile:
         ends = self.columns["ends"]
         span = slice(int(ends[place - 1]) if place else 0, int(ends[place]))
         names = (*_VALUES, *_TOP) if self.has_top else _VALUES
-        outside = UntrustedFile(str(self.path), remedy=REMEDY)
+        outside = UntrustedFile(str(self.path), remedy=_REMEDY)
         with outside.wrap_errors("the file is damaged"), safe_open(self.path, "np") as file:
             values = [file.get_slice(name)[span] for name in names]
             if _checksum(values) != self.columns["checksums"][place]:
@@ -150,7 +150,7 @@ class ScoreFile:
 
     def log_probs(self) -> list[np.ndarray]:
         """Read the log-probs of all records."""
-        outside = UntrustedFile(str(self.path), remedy=REMEDY)
+        outside = UntrustedFile(str(self.path), remedy=_REMEDY)
         with outside.wrap_errors("the file is damaged"), safe_open(self.path, "np") as file:
             if not len(self):
                 return []

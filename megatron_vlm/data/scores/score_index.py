@@ -15,7 +15,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.atomic import write_text
 from megatron_vlm.io.untrusted import UntrustedFile, home_path
 
-INDEX = "scores.json"
+SCORES_FILE = "scores.json"
 _VERSION = 1
 _REMEDY = "give a folder that megatron-vlm score has written"
 
@@ -67,12 +67,12 @@ class ScoreIndex:
     def write(self, folder: Path) -> None:
         """Write FOLDER/scores.json."""
         content = {"version": _VERSION, **asdict(self)}
-        write_text(folder / INDEX, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+        write_text(folder / SCORES_FILE, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     @staticmethod
     def read(folder: str | Path) -> "ScoreIndex":
         """Read FOLDER/scores.json."""
-        file = UntrustedFile(str(home_path(folder) / INDEX), remedy=_REMEDY)
+        file = UntrustedFile(str(home_path(folder) / SCORES_FILE), remedy=_REMEDY)
         content = file.json()
         if content["version"].whole() != _VERSION:
             found = content["version"].value
@@ -162,7 +162,7 @@ def check_folder(folder: Path, index: ScoreIndex) -> Collection[str]:
         folder.mkdir(parents=True, exist_ok=True)
         index.write(folder)
         return ()
-    if not (folder / INDEX).exists():
+    if not (folder / SCORES_FILE).exists():
         raise DataError(
             "has files, and no scores.json among them",
             place=str(folder),

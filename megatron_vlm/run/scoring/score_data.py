@@ -39,7 +39,7 @@ from megatron_vlm.training.data_feed import SharedBatches, open_together
 from megatron_vlm.training.top_targets import TopTargets, top_targets
 from megatron_vlm.training.worker import MegatronWorker
 
-CHUNK = 512  # records of a file, rounded up to whole batches
+RECORDS_PER_FILE = 512  # records of a file, rounded up to whole batches
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Scorer:
             share, sizes = (grid.dp.rank, grid.dp.size), self.worker.source.sizes
             data = open_data(specs, name, cfg.data, cfg.model.path, sizes, share, train=False)
             assert isinstance(data, DataSet)
-            chunk = -(-CHUNK // cfg.eval.batch_size) * cfg.eval.batch_size
+            chunk = -(-RECORDS_PER_FILE // cfg.eval.batch_size) * cfg.eval.batch_size
             return data, asdict(ScoredSet(name, _digest_of(data), data.length, chunk))
 
         data, scored = open_together(name, grid, self.device, opening, self.worker.watchdog)
