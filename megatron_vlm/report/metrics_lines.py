@@ -80,7 +80,7 @@ class StepLine:
     positive_similarity: float | None = None
     nearest_negative_similarity: float | None = None
     divergence: float | None = None  # from the teacher, mean over the supervised tokens
-    cross_entropy: float | None = None  # of the same tokens, if there is a teacher
+    cross_entropy: float | None = None  # mean over the same tokens, beside a teacher
     wall_s: float | None = None  # seconds since the last start line
 
 

@@ -119,7 +119,7 @@ def digest_vocabulary(tokens: Mapping[str, int]) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
-def check_teacher(folder: str, top_k: int | None, temperature: float | None = None) -> ScoreIndex:
+def check_scores(folder: str, top_k: int | None, temperature: float | None = None) -> ScoreIndex:
     """Read the index of a teacher's folder. Refuse one that is not complete, that stores fewer than
     `top_k` tokens for each supervised token, or that was written at another temperature."""
     index = ScoreIndex.read(folder)

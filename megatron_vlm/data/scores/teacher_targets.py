@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.data.scores.score_file import RecordScore, ScoreFile, digest_sample
-from megatron_vlm.data.scores.score_index import check_teacher, digest_vocabulary
+from megatron_vlm.data.scores.score_index import check_scores, digest_vocabulary
 from megatron_vlm.data.tokens.index import Index
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.sample import Sample
@@ -43,7 +43,7 @@ class TeacherTargets:
     def open(folder: str, top_k: int | None, vocabulary: Mapping[str, int]) -> "TeacherTargets":
         """Open a folder for a student with this vocabulary. With `top_k` samples get that many
         tokens of a place."""
-        index = check_teacher(folder, top_k)
+        index = check_scores(folder, top_k)
         if index.vocabulary != digest_vocabulary(vocabulary):
             raise DataError(
                 "was scored with another tokenizer: its tokens have other ids than those of "
