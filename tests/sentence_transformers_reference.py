@@ -8,6 +8,7 @@ import json
 import sys
 from typing import Any
 
+import PIL.Image
 import torch
 from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer, losses
@@ -17,6 +18,9 @@ from torch import Tensor
 def run(folder: str, task: dict[str, Any]) -> dict[str, Tensor]:
     model = SentenceTransformer(folder, device="cpu", model_kwargs={"dtype": torch.float32})
     columns = task["columns"]
+    for part in (part for column in columns for [turn] in column for part in turn["content"]):
+        if "image" in part:  # this torchvision cannot read files
+            part["image"] = PIL.Image.open(part["image"])
     model.eval()
     result = {
         f"column {number}": torch.stack(

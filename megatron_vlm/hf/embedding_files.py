@@ -25,8 +25,13 @@ def write_embedding_files(folder: Path, cfg: Config, hidden: int) -> None:
         "default_prompt_name": "document" if prompts else None,
         "similarity_fn_name": "cosine",
     }
+    # Without these, sentence-transformers takes the model for one of bare texts.
+    forward = {"method": "forward", "method_output_name": "last_hidden_state"}
+    modalities = dict.fromkeys(("text", "image", "video"), forward)
     transformer = {
         "transformer_task": "feature-extraction",
+        "modality_config": modalities | {"message": forward | {"format": "structured"}},
+        "module_output_name": "token_embeddings",
         "max_seq_length": cfg.data.max_tokens,
         "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
     }
