@@ -51,8 +51,8 @@ def add_score_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-k",
         type=int,
         default=0,
-        metavar="K",
-        help="also store the K most likely tokens at each supervised token, for the training of "
+        metavar="N",
+        help="also store the N most likely tokens at each supervised token, for the training of "
         "students (default: 0)",
     )
     parser.add_argument(

@@ -66,6 +66,7 @@ SAME_KEYS = {
     "log.profile_ranks": "profile_ranks",
     "rl.samples": "num_generations rollout.n num_return_sequences",
     "rl.max_new_tokens": "max_completion_length response_length max_response_length",
+    "rl.temperature": "rollout.temperature",
     "rl.kl_coef": "kl_loss_coef",
     "rl.entropy_coef": "entropy_coeff",
     "rl.clip_low": "clip_ratio_low",
