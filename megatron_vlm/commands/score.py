@@ -59,8 +59,8 @@ def add_score_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=float,
         default=1.0,
-        metavar="T",
-        help="divide the logits of these tokens by T (default: 1)",
+        metavar="X",
+        help="divide the logits of these tokens by X (default: 1)",
     )
 
 
