@@ -182,7 +182,7 @@ def step_of(path: str, cfg: Config, policy: str, adapter: str | None) -> Result:
     worker = MegatronWorker(cfg)
     feeder = Feeder(cfg, worker.source.sizes, worker.grid, worker.platform.device, worker.watchdog)
     if reference_of(cfg) == "keep":
-        feeder.data = with_reference(worker, cfg, feeder.data, "data.train")
+        feeder.data = with_reference(worker, cfg, feeder.data, "data.train", None)
     if adapter is None:
         source = HFCheckpoint(policy)
         source.read_headers()
@@ -461,3 +461,28 @@ def test_resumed_is_bit_for_bit_the_run_without_a_break(name, pool, tiny, refere
     assert exported
     for file, content in exported.items():
         assert (resumed / "export" / file).read_bytes() == content
+
+
+def test_the_reference_is_computed_once_and_only_for_what_is_trained(
+    pool, tiny, references, tmp_path
+):
+    """A second run reads it from the cache, and a run of few steps does not wait for all data."""
+    data_of, _, _ = references
+    cache = f"data.cache_dir={tmp_path / 'cache'}"
+    more = [cache, "train.objective=dpo", "eval.generate=false", "data.eval=null"]
+
+    def run_of(name: str, *settings: str) -> tuple[list[dict[str, Any]], str]:
+        words = run_words(tiny, tmp_path / name, data_of("dpo"), *more, *settings)
+        status, _, err = pool.run(run_rank, 2, words)[0]
+        assert status == 0, err
+        return logged(tmp_path / name, "step"), err
+
+    few, said = run_of("few", "train.steps=1")
+    assert "log-probs of 3 samples of data.train" in said
+    whole, said = run_of("whole")
+    assert "log-probs of 5 samples of data.train" in said
+    again, said = run_of("again")
+    assert "reference log-probs" not in said
+    assert again == whole
+    assert {**few[0], "lr": whole[0]["lr"]} == whole[0]
+    assert len(list((tmp_path / "cache" / "reference").iterdir())) == 2

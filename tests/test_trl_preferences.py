@@ -283,7 +283,7 @@ def three_steps(path: str, cfg: Config) -> tuple[list[dict[str, float]], dict[st
     worker = MegatronWorker(cfg)
     feeder = Feeder(cfg, worker.source.sizes, worker.grid, worker.platform.device, worker.watchdog)
     if reference_of(cfg) == "keep":
-        feeder.data = with_reference(worker, cfg, feeder.data, "data.train")
+        feeder.data = with_reference(worker, cfg, feeder.data, "data.train", None)
     feeder.start(Position())
     objective, steps = PreferenceObjective(worker, cfg), []
     for _ in range(3):

@@ -16,7 +16,10 @@ _LONGEST = 200  # characters of a value
 _PLAIN: dict[str, Callable[[Any], Any]] = {"data.train": plain_sources, "data.eval": plain_sets}
 # Keys that make a run another experiment, since they change what it learns from, and how. A run may
 # continue for longer.
-_LEARNING = ("model.path", "model.freeze", "model.router", "lora.", "data.", "optim.", "train.")
+_LEARNING = (
+    *("model.path", "model.freeze", "model.router", "lora.", "data.", "optim.", "train."),
+    *("preference.", "distill.", "embed.", "rerank."),
+)
 _LEARNING_RL = (
     "rl.reward",
     "rl.environment",

@@ -70,10 +70,10 @@ class Run:
         is_idle = prompts_only and cfg.rl.eval_scores == "reward"
         self.examiner = Evaluator(worker, cfg, self.objective, is_idle)
         opened.callback(self.examiner.close)
-        if reference_of(cfg) == "keep":  # Before a resume the weights are the initial ones.
-            self._keep_reference()
         self.rate_held_out: Callable[[], dict[str, dict[str, float]]] | None = None
         self.total_steps = total_steps(cfg.train, self.feeder.length)
+        if reference_of(cfg) == "keep":  # Before a resume the weights are the initial ones.
+            self._keep_reference()
         self.begin_phase(0, "resuming", files=True)
         self.saver = CheckpointManager(cfg, worker, self.feeder.fingerprint, claim)
         self.progress = self.saver.resume()
@@ -108,7 +108,8 @@ class Run:
         worker, cfg = self.worker, self.cfg
         data = self.feeder.data
         assert not isinstance(data, StreamSet), "checked with the configuration"
-        self.feeder.data = with_reference(worker, cfg, data, "data.train")
+        samples = self.total_steps * cfg.train.global_batch_size
+        self.feeder.data = with_reference(worker, cfg, data, "data.train", samples)
         self.examiner.keep_reference()
 
     def to_the_end(self, do_step: Callable[[int], None]) -> int:

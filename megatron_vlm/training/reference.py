@@ -7,10 +7,11 @@ Shapes: R rows of a micro-batch.
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -101,65 +102,95 @@ def without_adapters(worker: MegatronWorker) -> Iterator[None]:
 
 
 def with_reference(
-    worker: MegatronWorker, cfg: Config, data: DataSet | None, name: str
+    worker: MegatronWorker, cfg: Config, data: DataSet | None, name: str, samples: int | None
 ) -> DataSet | None:
-    """Return the data with the log-probs of all their rows under the worker's current weights, from
-    the cache or computed now. Only ranks that load have the data. A collective."""
+    """Return the data with the log-probs of their rows under the worker's current weights, from the
+    cache or computed now: of the first `samples` in the data's order, or of all. Only ranks that
+    load have the data. A collective."""
     grid, device = worker.grid, worker.platform.device
-    key = "" if data is None else _key(worker, cfg, data)
-    lengths = share_json(None if data is None else [*map(len, data.indexes)], grid, device)
+    handles = None if data is None else _handles(data, samples)
+    key = "" if data is None or handles is None else _key(worker, cfg, data, handles)
+    counts = None if data is None or handles is None else [len(handles), *map(len, data.indexes)]
+    count, *lengths = share_json(counts, grid, device)
     path = _path(cfg, key) if grid.rank == 0 else None
     tables = _read(path, lengths) if path is not None else None
     is_known = broadcast_json(tables is not None if grid.rank == 0 else None, 0, None, device)
     if is_known:
-        values = (
-            np.concatenate(tables) if tables is not None else np.zeros((sum(lengths), _ANSWERS))
-        )
-        table = torch.from_numpy(values).to(device)
+        nothing = np.zeros((sum(lengths), _ANSWERS))
+        table = torch.from_numpy(nothing if tables is None else np.concatenate(tables)).to(device)
         dist.broadcast(table, 0)
     else:
         worker.watchdog.begin_phase(0, f"reference log-probs of {name}")
         if grid.rank == 0:
-            print_to_user(
-                f"computing the reference log-probs of {sum(lengths):,} samples of {name}, once"
-            )
-        table = _compute(worker, cfg, data, lengths)
+            print_to_user(f"computing the reference log-probs of {count:,} samples of {name}, once")
+        table = _compute(worker, cfg, data, handles, count, lengths)
     tables = np.split(table.cpu().numpy(), np.cumsum(lengths)[:-1])
     if path is not None and not is_known:
         _write(path, tables)
     return None if data is None else replace(data, reference_log_probs=tuple(tables))
 
 
+@dataclass(frozen=True)
+class _Listed:
+    """The order of listed samples, in place of that of the data."""
+
+    handles_N2: np.ndarray
+
+    def epoch(self, number: int) -> np.ndarray:
+        assert number == 0
+        return self.handles_N2
+
+
+def _handles(data: DataSet, samples: int | None) -> np.ndarray:
+    """Return the first samples of the data's order, or each sample once if a run takes them all."""
+    if samples is not None and samples < len(data.order):
+        return data.order.epoch(0)[:samples]
+    if len(data.order) < sum(map(len, data.indexes)):  # an evaluation of some of them
+        return data.order.epoch(0)
+    return order_of_all([*map(len, data.indexes)]).epoch(0)
+
+
 def _compute(
-    worker: MegatronWorker, cfg: Config, data: DataSet | None, lengths: Sequence[int]
+    worker: MegatronWorker,
+    cfg: Config,
+    data: DataSet | None,
+    handles_N2: np.ndarray | None,
+    count: int,
+    lengths: Sequence[int],
 ) -> Tensor:
-    """Return the log-probs [samples, rows] of all samples, zero where there is no row."""
+    """Return the log-probs [samples, rows] of the listed samples, and nan for all others."""
     grid, device, size = worker.grid, worker.platform.device, cfg.train.global_batch_size
     loader = None
-    if data is not None:
-        in_order = replace(data, order=order_of_all(lengths))
+    if data is not None and handles_N2 is not None:
+        listed = replace(data, order=_Listed(handles_N2))  # type: ignore[arg-type]
         replica, limits = Replica(grid.dp.rank, grid.dp.size), Limits.from_config(cfg.train)
-        loader = Loader(in_order, cfg.data, size, limits, replica, epochs=1)
+        loader = Loader(listed, cfg.data, size, limits, replica, epochs=1)
     batches = SharedBatches(loader, grid, device)
-    table = torch.zeros(sum(lengths), _ANSWERS, dtype=torch.float64)
-    for start in range(0, sum(lengths), size):
+    values = torch.zeros(2, count, _ANSWERS, dtype=torch.float64)  # log-probs, and 1 for each
+    for start in range(0, count, size):
         micro_batches = batches.next().micro_batches
         for batch, log_probs in zip(
             micro_batches, row_log_probs(worker, micro_batches), strict=True
         ):
             for place, value in zip(batch.rows, log_probs.tolist(), strict=True):
                 sample, row = divmod(place, MAX_ROWS)
-                table[start + sample, row] = value
+                values[:, start + sample, row] = torch.tensor([value, 1.0])
         worker.watchdog.alive()
-    table = table.to(device)
-    dist.all_reduce(table, group=grid.dp.group)
+    values = values.to(device)
+    dist.all_reduce(values, group=grid.dp.group)
+    table = torch.full((sum(lengths), _ANSWERS), math.nan, dtype=torch.float64, device=device)
+    if handles_N2 is not None:
+        starts = np.cumsum([0, *lengths[:-1]])
+        rows_N = torch.from_numpy(starts[handles_N2[:, 0]] + handles_N2[:, 1]).to(device)
+        table[rows_N] = torch.where(values[1] > 0, values[0], math.nan)
     return table
 
 
-def _key(worker: MegatronWorker, cfg: Config, data: DataSet) -> str:
+def _key(worker: MegatronWorker, cfg: Config, data: DataSet, handles_N2: np.ndarray) -> str:
     """Return a digest of everything that the log-probs depend on."""
     hasher = hashlib.blake2b(worker.base_digest.encode(), digest_size=16)
     hasher.update(repr([cfg.lora.path, str(worker.chunks[0].config.params_dtype)]).encode())
+    hasher.update(handles_N2[np.lexsort(handles_N2.T)].tobytes())
     for source, reader, index in zip(data.sources, data.readers, data.indexes, strict=True):
         hasher.update(index_key(source, reader, cfg.data).encode() + index.records.tobytes())
     return hasher.hexdigest()

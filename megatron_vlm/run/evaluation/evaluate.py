@@ -77,7 +77,7 @@ class Evaluator:
         """Compute the reference log-probs of all sets, or read them from the cache. The weights
         must be the initial ones."""
         self.sets = [
-            replace(each, data=with_reference(each.worker, self.cfg, each.data, each.name))
+            replace(each, data=with_reference(each.worker, self.cfg, each.data, each.name, None))
             for each in self.sets
         ]
 
