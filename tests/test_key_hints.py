@@ -429,6 +429,8 @@ def test_a_value_of_other_trainers_is_refused_at_once(setting, answer):
         ("grpo", "did you mean rl?"),
         ("deploy", "docs/checkpoints.md"),
         ("dpo", "train.objective=dpo"),
+        ("gkd", "rl=distill"),
+        ("embedding", "train.objective=embed"),
         ("model.path=x", "did you mean `megatron-vlm train model.path=x`?"),
         ("frobnicate", "the commands are train, rl, serve,"),
     ],

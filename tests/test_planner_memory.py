@@ -264,6 +264,20 @@ def test_stages_and_tp_share_what_they_should(tiny):
     assert one[1].activations == two[1].activations
 
 
+def test_a_reference_model_is_a_second_set_of_weights(tiny):
+    cfg, sizes = layout(tp=2).config(tiny()), read_sizes(tiny())
+    dims = ParallelDims.create(cfg.parallel, 2, sizes.text.num_layers)
+    kept, second = (
+        estimate(
+            replace(cfg, train=replace(cfg.train, objective="dpo", reference=where)),
+            *(sizes, dims, [sizes_of_rows()], 2),
+        )[0]
+        for where in ("keep", "model")
+    )
+    assert second.weights == 2 * kept.weights
+    assert second.total - kept.total == kept.weights
+
+
 def test_no_more_logits_exist_at_once_than_the_head_makes(tiny):
     def working(supervised: int) -> int:
         batch = BatchSizes(4, 2000, supervised, 0, 0)
