@@ -15,7 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from megatron_vlm import Row
 from megatron_vlm.data.batches.balance import Limits, RowSize, measure, naive_plan, plan_batch
-from megatron_vlm.data.batches.micro_batch import collate
+from megatron_vlm.data.batches.collate import collate
 from megatron_vlm.data.media.images import (
     ImageSettings,
     expand_patches,

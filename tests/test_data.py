@@ -8,7 +8,8 @@ import torch
 from transformers import AutoConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from megatron_vlm.data.batches.micro_batch import MicroBatch, cut_micro_batches
+from megatron_vlm.data.batches.collate import cut_micro_batches
+from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.mrope_positions import check_placeholders
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import DataError

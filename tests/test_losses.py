@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.batches.micro_batch import cut_micro_batches
+from megatron_vlm.data.batches.collate import cut_micro_batches
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList

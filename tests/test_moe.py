@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from megatron_vlm.data.batches.micro_batch import filler_batch
+from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, RowSpec, make_rows
 from tests.reference import Reference, run_reference

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.controller import local_group
-from megatron_vlm.data.batches.micro_batch import cut_micro_batches
+from megatron_vlm.data.batches.collate import cut_micro_batches
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError

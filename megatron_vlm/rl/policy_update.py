@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.config.teachers import teachers_of
-from megatron_vlm.data.batches.micro_batch import MicroBatch, collate, filler_batch
+from megatron_vlm.data.batches.collate import collate, filler_batch
+from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.rl.advantages import importance_weights

@@ -3,7 +3,7 @@ training."""
 
 from collections.abc import Collection, Sequence
 
-from megatron_vlm.data.batches.micro_batch import cut_micro_batches
+from megatron_vlm.data.batches.collate import cut_micro_batches
 from megatron_vlm.data.tokens.row import Row, continue_row
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.training.completions import Completion, SamplingSettings

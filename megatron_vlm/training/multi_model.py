@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_vlm.data.batches.micro_batch import MicroBatch, filler_batch
+from megatron_vlm.data.batches.collate import filler_batch
+from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.pipeline import ForwardStep, Stage
 

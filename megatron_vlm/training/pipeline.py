@@ -12,7 +12,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from torch import Tensor, nn
 
-from megatron_vlm.data.batches.micro_batch import MicroBatch, filler_batch
+from megatron_vlm.data.batches.collate import filler_batch
+from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.distributed.device import CopyStream
 from megatron_vlm.distributed.grid import RankGroups

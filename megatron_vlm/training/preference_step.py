@@ -22,7 +22,8 @@ from megatron_vlm.config.objectives import (
 )
 from megatron_vlm.config.preference_config import PreferenceConfig
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.batches.micro_batch import MicroBatch, filler_batch
+from megatron_vlm.data.batches.collate import filler_batch
+from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.training.data_feed import StepData
 from megatron_vlm.training.losses import LossFunction

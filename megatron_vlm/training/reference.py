@@ -25,9 +25,10 @@ from torch import Tensor
 from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
+from megatron_vlm.data.batches.collate import MAX_ROWS
 from megatron_vlm.data.batches.dataset import DataSet, order_of_all
 from megatron_vlm.data.batches.loader import Loader, Replica
-from megatron_vlm.data.batches.micro_batch import MAX_ROWS, MicroBatch
+from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.index import index_key
 from megatron_vlm.distributed.collectives import broadcast_json
 from megatron_vlm.distributed.process import print_to_user

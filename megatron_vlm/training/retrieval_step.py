@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_vlm.config.retrieval_config import RerankConfig
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.batches.micro_batch import MAX_ROWS, MicroBatch
+from megatron_vlm.data.batches.collate import MAX_ROWS
+from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.training.data_feed import StepData
