@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from megatron_vlm.run.evaluation.evaluate import Evaluation
 
 
+_MAX_COLUMNS = 7  # scores in a row of the table
+
+
 @contextmanager
 def held_in_place(where: str) -> Iterator[str]:
     """Yield the checkpoint of a run that all processes of a command will read, and keep it from
@@ -170,13 +173,20 @@ def print_scores(scores: Mapping[str, Mapping[str, float]]) -> None:
     from megatron_vlm.report.terminal import plain_table
 
     names = list(dict.fromkeys(name for figures in scores.values() for name in figures))
+    sets = [Text(escape_controls(held_out)) for held_out in scores]
     table = plain_table()
-    table.add_column("set", overflow="fold")
-    for name in names:
-        table.add_column(name, justify="right")
-    for held_out, figures in scores.items():
-        shown = (_show_score(figures.get(name)) for name in names)
-        table.add_row(Text(escape_controls(held_out)), *shown)
+    if len(names) > _MAX_COLUMNS:  # a row for each score
+        table.add_column("score")
+        for held_out in sets:
+            table.add_column(held_out, justify="right", overflow="fold")
+        for name in names:
+            table.add_row(name, *(_show_score(each.get(name)) for each in scores.values()))
+    else:
+        table.add_column("set", overflow="fold")
+        for name in names:
+            table.add_column(name, justify="right")
+        for held_out, figures in zip(sets, scores.values(), strict=True):
+            table.add_row(held_out, *(_show_score(figures.get(name)) for name in names))
     Console(stderr=True, highlight=False).print(table)
 
 
