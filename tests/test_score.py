@@ -3,6 +3,7 @@
 layout; a killed command continues; a folder never holds scores of two things."""
 
 import json
+import re
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -147,8 +148,8 @@ def test_scores_are_hugging_faces(name, asked, tiny, pool, record_property):
         assert (line["records"], line["tokens"]) == (ROWS if file == "train" else 3, tokens)
         assert line["log_prob"] == pytest.approx(total / tokens, abs=TOLERANCE)
         assert line["perplexity"] == pytest.approx(np.exp(-total / tokens), rel=1e-4)
-    shown = "".join(err.split())  # paths are folded where the table is narrow
-    assert "highestperplexity" in shown and "train.jsonl:" in shown
+    shown = err[err.index("records with the highest perplexity") :].splitlines()
+    assert all(re.search(r" /\S+/(train|eval)\.jsonl:\d+$", line) for line in shown[1 : ROWS + 1])
 
 
 @pytest.fixture(scope="module")

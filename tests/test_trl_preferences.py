@@ -294,8 +294,10 @@ def three_steps(path: str, cfg: Config) -> tuple[list[dict[str, float]], dict[st
     return steps, {name: value.clone() for name, value in named if value is not None}
 
 
-# Relative, in fp32; figures below 0.01 are compared with that. Measured worst case: 2.0e-6.
+# Relative to the largest value of a figure, or to 0.01 if that is larger, in fp32. Measured worst
+# case: 2.4e-6.
 RUN_TOLERANCE = 1e-5
+ROUNDING = 1e-4  # of a margin between log-probs that are equal
 FIGURES = {
     "loss": "loss",
     "grad_norm": "grad_norm",
@@ -359,13 +361,21 @@ def test_a_run_is_that_of_trl(name, pool, tiny, trained_by_trl, record_property)
     [(steps, weights), *_] = pool.run(three_steps, world, cfg.model.path, cfg)
     parallel["dp"] = dp
     errors = {}
-    for number, (ours_of_step, theirs_of_step) in enumerate(zip(steps, logged, strict=True)):
-        for key, their_key in FIGURES.items():
-            if their_key in theirs_of_step and key in ours_of_step:
-                value = theirs_of_step[their_key]
-                scale = max(abs(value), 1e-2)
-                errors[f"{key} {number}"] = abs(ours_of_step[key] - value) / scale
-    assert len(errors) >= 3 * 8
+    for key, their_key in FIGURES.items():
+        pairs = [
+            (ours[key], theirs[their_key])
+            for ours, theirs in zip(steps, logged, strict=True)
+            if key in ours and their_key in theirs
+        ]
+        # At step 0 the policy is the reference: rewards are rounding there, and it decides which
+        # answer is ahead. So the largest of a figure's values is its scale.
+        scale = max([1e-2, *(abs(value) for _, value in pairs)])
+        for number, (ours_of_step, theirs_of_step) in enumerate(pairs):
+            if (key, number) == ("reward_accuracy", 0):
+                assert abs(logged[0]["rewards/margins"]) < ROUNDING
+                continue
+            errors[f"{key} {number}"] = abs(ours_of_step - theirs_of_step) / scale
+    assert len(errors) >= 3 * 8 - 1
     if kind == "kto":
         assert max(line["kl"] for line in logged) > 0.01
     initial = load_file(Path(tiny()) / "model.safetensors")

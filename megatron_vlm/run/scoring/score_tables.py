@@ -89,11 +89,9 @@ def print_tables(lines: Sequence[dict[str, Any]], worst: Sequence[RecordLine]) -
         counts = (f"{line[key]:,}" for key in ("records", "tokens"))
         table.add_row(*names, *counts, f"{line['log_prob']:.4f}", f"{line['perplexity']:.4g}")
     console.print(table)
-    table = plain_table()
-    table.add_column("highest perplexity", overflow="fold")
-    for name in ("tokens", "perplexity"):
-        table.add_column(name, justify="right")
+    # A line per record that no width folds, so that a path can be copied.
+    console.print("perplexity  tokens  records with the highest perplexity", soft_wrap=True)
     for record in worst:
-        shown = Text(escape_controls(record.where))
-        table.add_row(shown, f"{record.tokens:,}", f"{record.perplexity:.4g}")
-    console.print(table)
+        place = escape_controls(record.where)
+        shown = f"{record.perplexity:>10.4g}  {record.tokens:>6,}  {place}"
+        console.print(Text(shown), soft_wrap=True)
