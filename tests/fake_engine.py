@@ -113,8 +113,8 @@ class StandIn:
     def load(self, **options: Any) -> bool:
         """Return whether the engine has started."""
         self.options = options
-        if (stumble := Path(options.get("stumble", "/nowhere"))).exists():
-            stumble.unlink()
+        if "stumble" in options and Path(options["stumble"]).exists():
+            Path(options["stumble"]).unlink()
             os._exit(4)
         while "loads" in options and not Path(options["loads"]).exists():
             time.sleep(0.01)
@@ -127,11 +127,8 @@ class StandIn:
             with Path(self.options["asked"]).open("a") as file:
                 print(json.dumps([message["prompt"], message.get("adapter")]), file=file)
         kind = message["prompt"][0]
-        once = Path(self.options.get("once", "/nowhere"))
-        if kind == DEADLY or (kind == DEADLY_ONCE and not once.exists()):
+        if kind == DEADLY or (kind == DEADLY_ONCE and self.is_first_death()):
             print("the prompt was too much", flush=True)
-            once.parent.mkdir(exist_ok=True)
-            once.touch()
             os._exit(3)
         if kind == SLOW:
             self.slow.append((time.monotonic() + SLOW_S, message))
@@ -143,14 +140,18 @@ class StandIn:
     def dies(self) -> bool:
         """Return whether the engine dies at this score: at one in `lives`, until `once` exists."""
         self.scores += 1
-        if self.scores != self.options.get("lives"):
-            return False
-        once = Path(self.options.get("once", "/nowhere"))
-        if once.exists():
-            return False
-        if once.parent.exists():
-            once.touch()
-        return True
+        return self.scores == self.options.get("lives") and self.is_first_death()
+
+    def is_first_death(self) -> bool:
+        """Return whether no engine has died yet that has the same file `once`. Without this option
+        it is always true."""
+        if "once" not in self.options:
+            return True
+        once = Path(self.options["once"])
+        is_first = not once.exists()
+        once.parent.mkdir(exist_ok=True)
+        once.touch()
+        return is_first
 
     def answer(self, message: dict[str, Any]) -> None:
         if message["do"] == "score":

@@ -361,7 +361,11 @@ def test_an_engine_that_dies_while_it_starts_again_is_started_once_more(settings
         [completion] = await sampler.sample(row(1), SHORT, [0])
         assert process_of(completion) != process_of(before) and not stumble.exists()
 
-    run(replace(settings, options={**settings.options, "stumble": str(stumble)}), steps)
+    settings = replace(settings, options={**settings.options, "stumble": str(stumble)})
+    run(settings, steps)
+    stumble.touch()
+    with raises(SamplerError, place="the engine", problem_has="ended with status 4, without"):
+        run(settings, steps)
 
 
 def test_an_engine_that_always_dies_is_given_up(settings):

@@ -67,6 +67,7 @@ class Engine:
     waiting: dict[int, "Future[Any]"] = field(default_factory=dict)
     numbers: Any = field(default_factory=count)
     listening: "asyncio.Task[None] | None" = None
+    has_ended: bool = False
 
     @staticmethod
     async def start(
@@ -172,19 +173,27 @@ class Engine:
         return self.process.poll() is None and not self.writer.is_closing()
 
     def last_words(self) -> str:
-        """Return the end of the process's output."""
+        """Return the end of the process's output, or how the process has ended if it has said
+        nothing."""
         if self.output.closed:
             return "it was closed"
         self.output.seek(0, os.SEEK_END)
         self.output.seek(max(0, self.output.tell() - _OUTPUT_CHARACTERS))
-        return self.output.read().decode(errors="replace").strip()
+        words = self.output.read().decode(errors="replace").strip()
+        status = self.process.poll()
+        if words or status is None:
+            return words
+        how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+        return f"it ended {how}, without a word"
 
     def _end(self) -> None:
         """Kill the process and all processes that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.writer.close()
+        if not self.has_ended:  # afterwards, other processes may get this number
+            self.has_ended = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.writer.close()
 
     def close(self) -> None:
         """End the process immediately."""
