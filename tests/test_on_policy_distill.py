@@ -208,7 +208,9 @@ def test_gradients_are_those_of_the_formula(name, pool, paths, rows, expected, r
         assert all(other[key][:2] == outcomes[0][key][:2] for key in outcomes[0])
     for key in alone:
         metrics, kls, grads = outcomes[0].pop(key)
-        assert metrics.loss == 0 and set(kls.values()) == {0.0}, key
+        assert metrics.loss == 0, key
+        # Over several tokens, the teacher's head sums the vocabulary in another order.
+        assert max(map(abs, kls.values())) <= ("top" in key) * TOLERANCE, key
         assert max(float(grad.abs().max()) for grad in grads.values()) == 0, key
     worst: dict[str, float] = {}
     for key, (metrics, kls, grads) in outcomes[0].items():

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from operator import methodcaller
 from pathlib import Path
@@ -22,11 +23,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from megatron_vlm.data.tokens.row import Row, continue_row
+from megatron_vlm.data.tokens.row import IGNORE, Row, continue_row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.engines import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.rl.teacher_scores import TeacherScores
 from megatron_vlm.training.completions import Completion, SamplingSettings
+from megatron_vlm.training.top_targets import top_targets
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import token_ids
 from tests.chats import picture, say, text
@@ -168,22 +171,33 @@ def test_log_probs_are_the_trainers(case, loop, pool, sampler, base, prompts):
         assert difference < TOLERANCE
 
 
+def ranks_scores(worker: MegatronWorker, rows: list[Row]) -> list[TeacherScores]:
+    """Return the scores of rows by the ranks, with the four most likely tokens."""
+    targets = top_targets(worker.stage, worker.micro_batches(rows), 4, temperature=1.0)
+    return [TeacherScores.from_targets(each, row) for each, row in zip(targets, rows, strict=True)]
+
+
 def test_scores_are_the_trainers(loop, pool, sampler, base, prompts, record_property):
     """An engine scores the tokens of whole rows, most of which have pictures, and finds the same
     most likely tokens. Measured: 2.4e-6."""
     found = loop.run(ask_all(sampler, prompts, DRAWN))
-    rows = [replace(row, labels_S=row.ids_S) for row in answered(prompts, found)]
+    rows = answered(prompts, found)
+    first = torch.tensor([IGNORE])  # nothing predicts it
+    rows = [replace(row, labels_S=torch.cat([first, row.ids_S[1:]])) for row in rows]
 
     async def score(top_k: int) -> list[Tensor]:
         return await asyncio.gather(*(sampler.score(row, top_k, 60.0) for row in rows))
 
-    ask = methodcaller("likeliest", rows, 4, with_targets=True)
-    ours = pool.run(call, 1, base, layout(), ask)[0]
+    ours = pool.run(call, 1, base, layout(), partial(ranks_scores, rows=rows))[0]
     largest = 0.0
     for top_k in (0, 4):
-        for expected, scores in zip(ours, loop.run(score(top_k)), strict=True):
-            assert torch.equal(scores[..., 0], expected[:, : 1 + top_k, 0])
-            largest = max(largest, float((scores - expected[:, : 1 + top_k]).abs().max()))
+        for row, expected, table in zip(rows, ours, loop.run(score(top_k)), strict=True):
+            scores = TeacherScores.from_table(table, row)
+            pairs = [(scores.log_probs_S, expected.log_probs_S)]
+            if top_k:
+                assert torch.equal(scores.ids_NJ, expected.ids_NJ)
+                pairs.append((scores.log_probs_NR, expected.log_probs_NR))
+            largest = max(largest, *(float((a - b).abs().max()) for a, b in pairs))
     record_property("scores", largest)
     assert largest < TOLERANCE
 

@@ -33,17 +33,13 @@ def check_teacher(cfg: Config) -> None:
             allowed="a checkpoint's folder, its name on the Hub, or {SOURCE: CHECKPOINT, ...}",
         )
     _check_engines(cfg)
-    if not rl.teacher_top_k:
-        return
-    for name in ("kl_coef", "entropy_coef"):
-        if (value := getattr(rl, name)) is not None:
-            raise ConfigError(
-                ": with rl.teacher_top_k a place has several targets, and this term belongs to one "
-                "token",
-                key=f"rl.{name}",
-                found=value,
-                remedy=f"set rl.{name}=null, or rl.teacher_top_k=0",
-            )
+    if rl.teacher_top_k and rl.entropy_coef is not None:
+        raise ConfigError(
+            ": with rl.teacher_top_k the head computes the divergence from the teacher instead",
+            key="rl.entropy_coef",
+            found=rl.entropy_coef,
+            remedy="set rl.entropy_coef=null, or rl.teacher_top_k=0",
+        )
 
 
 def _refuse_unused(cfg: Config) -> None:

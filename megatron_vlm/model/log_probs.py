@@ -23,7 +23,7 @@ from torch import Tensor
 LOGITS_AT_ONCE = 2**26
 
 # lumped: see lumped_log_probs.py
-ExtraOutput = Literal["entropy", "hits", "lumped", "likeliest", "embedding"]
+ExtraOutput = Literal["entropy", "hits", "lumped", "embedding"]
 Factors = tuple[Tensor, Tensor]  # an input [N, I] and a weight [V, I]: logits are input @ weight.T
 
 

@@ -24,7 +24,7 @@ from megatron_vlm.model.log_probs import ExtraOutput, predict
 from megatron_vlm.model.lumped_log_probs import predict_lumped
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.router import Routing
-from megatron_vlm.model.top_log_probs import likeliest_tokens, targets_and_likeliest
+from megatron_vlm.model.top_log_probs import likeliest_tokens
 from megatron_vlm.model.vision import VisualPlan, encode, mark_ready_with_zero_grads
 
 
@@ -250,9 +250,6 @@ class StageModel(GPTModel):
             products.append(adapters.factors(hidden_NH))
         vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
         if likeliest is not None:
-            if also == "likeliest":
-                assert labels is not None
-                return targets_and_likeliest(products, labels, *likeliest, vocab, tp_group)
             top_NJ2 = likeliest_tokens(products, *likeliest, vocab, tp_group)
             if labels is None:
                 return top_NJ2

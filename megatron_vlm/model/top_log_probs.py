@@ -1,7 +1,7 @@
 """Most likely tokens at each place, without the logits of the whole vocabulary at once.
 
 Shapes: N places, v a slice of this rank's part of the padded vocabulary, k requested tokens per
-place, T the ranks of TP, 2 an id and its log-prob, M targets, J targets of a place.
+place, T the ranks of TP, 2 an id and its log-prob.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.model.log_probs import Factors, logits_of, part_of, predict, slices
+from megatron_vlm.model.log_probs import Factors, logits_of, part_of, slices
 
 
 @torch.no_grad()
@@ -47,27 +47,6 @@ def likeliest_tokens(
     best_Nk, best_ids_Nk = _top_logits(logits.flatten(1), ids.flatten(1), count)
     log_probs_Nk = best_Nk - totals[..., 0].logsumexp(dim=1, keepdim=True)
     return torch.stack([best_ids_Nk, log_probs_Nk], dim=-1)
-
-
-@torch.no_grad()
-def targets_and_likeliest(
-    products: Sequence[Factors],
-    targets_N: Tensor,
-    count: int,
-    temperature: float,
-    vocab: int,
-    tp_group: dist.ProcessGroup,
-) -> Tensor:
-    """Return the target of each place and then its `count` most likely tokens: [N, 1 + k, 2], as
-    `likeliest_tokens` does. The log-probs are those of `predict`, to the last digit."""
-    top = likeliest_tokens(products, count, temperature, vocab, tp_group)
-    ids_NJ = torch.cat([targets_N[:, None], top[..., 0].long()], dim=1)
-    places_N = torch.arange(len(targets_N), device=targets_N.device)
-    of_M = places_N.repeat_interleave(1 + count)
-    log_probs_M = predict(
-        products, ids_NJ.flatten(), vocab, tp_group, of_M=of_M, temperature=temperature
-    )
-    return torch.stack([ids_NJ.double(), log_probs_M.double().view_as(ids_NJ)], dim=-1)
 
 
 def _top_logits(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import fmean
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,13 +23,13 @@ from megatron_vlm.rl.teacher_scores import (
     TeacherScores,
     check_ids_of_teacher,
     mean_teacher_kls,
-    row_with_targets,
 )
 from megatron_vlm.rl.train_batch import TrainBatch, TrainRow, Update
-from megatron_vlm.training.losses import LossFunction, Objective
-from megatron_vlm.training.lumped_kl import with_lumped_kl
+from megatron_vlm.training.losses import Objective
+from megatron_vlm.training.top_targets import top_targets
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
+Score = TypeVar("Score")
 _DISTINCT = 2**20  # row numbers below this are exact as floats, so neighbouring rows differ
 
 
@@ -52,13 +53,10 @@ class PolicyUpdater:
             "clip_high": rl.clip_high,
             "kl_coef": rl.kl_coef,
             "entropy_coef": rl.entropy_coef,
+            "teacher_coef": rl.teacher_coef if rl.teacher_top_k else None,
         }
         self.options = {name: value for name, value in options.items() if value is not None}
-        objective = Objective.create(rl.loss, self.options)
-        self.loss: str | LossFunction = rl.loss
-        self.names = objective.value_names  # values of the policy loss
-        if rl.teacher_top_k:
-            self.loss = with_lumped_kl(objective.function, rl.teacher_top_k, rl.teacher_coef)
+        self.names = Objective.create(rl.loss, self.options).value_names
         self.models = FrozenModels(worker)
 
     @cached_property
@@ -77,12 +75,11 @@ class PolicyUpdater:
         """Compute the gradients of an update, in place of earlier gradients. This is a
         collective."""
         placed = {n: self._row(n, rows[n], values) for n in self._local_numbers(update)}
-        names = Objective.create(self.loss, self.options).value_names
-        batches = self._batches(update, placed, self.worker, names)
-        metrics = self.worker.forward_backward(
-            batches, False, self.loss, update.divisor, accumulate=False, **self.options
+        batches = self._batches(update, placed, self.worker, self.names)
+        loss = self.cfg.rl.loss
+        return self.worker.forward_backward(
+            batches, False, loss, update.divisor, accumulate=False, **self.options
         )
-        return replace(metrics, num_tokens=metrics.num_tokens // (1 + self.cfg.rl.teacher_top_k))
 
     def _row(self, number: int, each: TrainRow, values: "Values") -> Row:
         like_S, rl = each.sampler_log_probs_S, self.cfg.rl
@@ -97,11 +94,13 @@ class PolicyUpdater:
             "sequences": torch.full_like(like_S, number % _DISTINCT),
             "ref_log_probs": values.reference.get(number, like_S),
         }
-        values_S = {name: inputs[name] for name in self.names}
-        if scores is not None and rl.teacher_top_k:
-            return row_with_targets(each.row, values_S, each.weight, scores)
-        weights_S = None if each.weight == 1 else torch.full_like(like_S, each.weight)
-        return replace(each.row, values_S=values_S, loss_weights_S=weights_S)
+        return replace(
+            each.row,
+            values_S={name: inputs[name] for name in self.names},
+            loss_weights_S=None if each.weight == 1 else torch.full_like(like_S, each.weight),
+            teacher_ids_NJ=None if scores is None else scores.ids_NJ,
+            teacher_log_probs_NR=None if scores is None else scores.log_probs_NR,
+        )
 
     def values(self, train_batch: TrainBatch, rows: Mapping[int, TrainRow]) -> "Values":
         """Compute the inputs of the loss that are not in the train batch. This is a collective."""
@@ -136,7 +135,7 @@ class PolicyUpdater:
         or those of the ranks' own teachers. A collective."""
         if self.cfg.rl.teacher_scorer == "vllm":
             return {
-                number: TeacherScores.from_table(each.teacher_table)
+                number: TeacherScores.from_table(each.teacher_table, each.row)
                 for number, each in rows.items()
                 if each.teacher_table is not None
             }
@@ -146,9 +145,10 @@ class PolicyUpdater:
             check_ids_of_teacher(train_batch, place, vocab, path)
             own_rows = {number: each for number, each in rows.items() if each.teacher == place}
             if count := self.cfg.rl.teacher_top_k:
-                score = partial(model.likeliest, count=count, with_targets=True)
-                tables = self._score_rows(model, score, train_batch, own_rows)
-                scores |= {n: TeacherScores.from_table(each) for n, each in tables.items()}
+                score = partial(top_targets, model.stage, count=count, temperature=1.0)
+                targets = self._score_rows(model, score, train_batch, own_rows)
+                for number, each in targets.items():
+                    scores[number] = TeacherScores.from_targets(each, rows[number].row)
             else:
                 log_probs = self._log_probs_of_rows(model, train_batch, own_rows)
                 scores |= {number: TeacherScores(each) for number, each in log_probs.items()}
@@ -163,12 +163,13 @@ class PolicyUpdater:
     def _score_rows(
         self,
         worker: MegatronWorker,
-        score: Callable[[list[MicroBatch]], list[Tensor]],
+        score: Callable[[list[MicroBatch]], list[Score]],
         train_batch: TrainBatch,
         rows: Mapping[int, TrainRow],
-    ) -> dict[int, Tensor]:
-        """Return the result of `score`, a method of this worker, for each of these rows."""
-        scores: dict[int, Tensor] = {}
+    ) -> dict[int, Score]:
+        """Return the result of `score`, which runs the model of this worker, for each of these
+        rows."""
+        scores: dict[int, Score] = {}
         plain = {number: each.row for number, each in rows.items()}
         for update in train_batch.updates:
             numbers = sorted(n for n in self._local_numbers(update) if n in plain)

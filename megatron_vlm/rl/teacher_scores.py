@@ -1,11 +1,11 @@
-"""Scores of a teacher for the tokens of a row, and the row that learns from its most likely tokens.
+"""Scores of a teacher for the tokens of a row.
 
-Shapes: S tokens of a row, K most likely tokens of the teacher, J = 1 + K targets of a position,
-2 an id and its log-prob.
+Shapes: S tokens of a row, N its drawn tokens, J most likely tokens of the teacher, R these and all
+others, 2 an id and its log-prob.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,54 +15,43 @@ from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.train_batch import TrainBatch, TrainRow
+from megatron_vlm.training.top_targets import TopTargets
+
+# The smallest probability of the tokens that an engine does not name. It is 1 minus the sum of
+# fp32 probabilities, so below this it would be their rounding.
+_SMALLEST_REST = 2.0**-20
 
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """Log-probs under the teacher: of each drawn token, at that token, and of the teacher's most
-    likely tokens, at the position that predicts them; None without rl.teacher_top_k."""
+    """Log-probs under the teacher: of each drawn token, at that token, and with rl.teacher_top_k of
+    the teacher's most likely tokens and of all others together, for each drawn token in order."""
 
     log_probs_S: Tensor
-    top_SK2: Tensor | None = None
+    ids_NJ: Tensor | None = None
+    log_probs_NR: Tensor | None = None
 
     @staticmethod
-    def from_table(table_SJ2: Tensor) -> "TeacherScores":
-        """Return the scores from a table that has the drawn token first at each position."""
-        log_probs_S = _at_own_token(table_SJ2[:, 0, 1].float())
-        return TeacherScores(log_probs_S, table_SJ2[:, 1:] if table_SJ2.shape[1] > 1 else None)
+    def from_targets(targets: TopTargets, row: Row) -> "TeacherScores":
+        """Return the scores of a row by a teacher of the ranks."""
+        is_drawn_S = row.labels_S != IGNORE
+        log_probs_S = torch.zeros(len(is_drawn_S))
+        log_probs_S[is_drawn_S] = targets.label_log_probs_N
+        return TeacherScores(log_probs_S, targets.ids_NJ, targets.log_probs_NR)
 
-
-def row_with_targets(
-    row: Row, values_S: Mapping[str, Tensor], weight: float, scores: TeacherScores
-) -> Row:
-    """Return a row whose positions have the drawn token and the teacher's tokens as targets, with
-    the values of `with_lumped_kl`. `values_S` and the labels are at their own tokens."""
-    assert scores.top_SK2 is not None
-    next_S = _at_predicting_position(row.labels_S, IGNORE)
-    is_drawn_S1 = (next_S != IGNORE)[:, None]
-    ids_SJ = torch.cat([next_S[:, None], scores.top_SK2[..., 0].long()], dim=1)
-    columns = {name: _at_predicting_position(value, 0) for name, value in values_S.items()}
-    columns["token_weights"] = torch.full_like(scores.log_probs_S, weight)
-    values = {}
-    for name, column_S in columns.items():
-        values[name] = torch.zeros(ids_SJ.shape)
-        values[name][:, 0] = column_S
-    values["teacher_log_probs"] = torch.zeros(ids_SJ.shape)
-    values["teacher_log_probs"][:, 1:] = scores.top_SK2[..., 1]
-    return replace(
-        row,
-        labels_S=torch.full_like(row.labels_S, IGNORE),
-        targets=ids_SJ.where(is_drawn_S1, IGNORE),
-        values_S=values,
-    )
-
-
-def _at_own_token(predicted_S: Tensor) -> Tensor:
-    return torch.cat([predicted_S.new_zeros(1), predicted_S[:-1]])
-
-
-def _at_predicting_position(own_S: Tensor, last: float) -> Tensor:
-    return torch.cat([own_S[1:], own_S.new_full((1,), last)])
+    @staticmethod
+    def from_table(table_SK2: Tensor, row: Row) -> "TeacherScores":
+        """Return the scores of a row from an engine's table, which has the row's own token first at
+        each position, at the position that predicts it."""
+        own_S, top_SJ2 = table_SK2[:, 0, 1], table_SK2[:, 1:]
+        log_probs_S = torch.cat([own_S.new_zeros(1), own_S[:-1]]).float()
+        if not top_SJ2.shape[1]:
+            return TeacherScores(log_probs_S)
+        drawn_N = (row.labels_S != IGNORE).nonzero()[:, 0]
+        ids_NJ, log_probs_NJ = top_SJ2[drawn_N - 1].unbind(-1)
+        rest_N1 = (1 - log_probs_NJ.exp().sum(1, keepdim=True)).clamp(min=_SMALLEST_REST)
+        log_probs_NR = torch.cat([log_probs_NJ, rest_N1.log()], dim=1)
+        return TeacherScores(log_probs_S, ids_NJ.int(), log_probs_NR.float())
 
 
 def check_ids_of_teacher(train_batch: TrainBatch, place: int, vocab: int, path: str) -> None:

@@ -82,8 +82,6 @@ def make_train_batch(
         figures = BatchFigures.from_plan(sizes, plan)
         plan = [[[first + row for row in batch] for batch in share] for share in plan]
         divisor = divisor_of(lengths, cfg.rl.aggregate, cfg.rl.max_new_tokens)
-        if divisor is None and cfg.rl.teacher_top_k:  # its rows have the weights as values
-            divisor = sum(each.weight * each.num_drawn for each in rows[first:])
         updates.append(Update(plan, divisor, figures))
     return TrainBatch(rows, updates)
 

@@ -22,7 +22,8 @@ global batch. Losses over preferences are in preference_losses.py. If its first 
 `embeddings_NH`, it receives the normalised hidden states in place of log-probs.
 
 A loss with the parameters `student_NR` and `teacher_NR` reads the log-probs of whole distributions,
-as those in distill_losses.py do.
+as those in distill_losses.py do. The option `teacher_coef` adds the divergence from a teacher to
+any other loss.
 
 Shapes: N supervised tokens of a micro-batch, R a teacher's tokens and all others (see
 lumped_log_probs.py). N may be 0.
@@ -43,7 +44,7 @@ from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.log_probs import ExtraOutput
-from megatron_vlm.training.distill_losses import distill
+from megatron_vlm.training.distill_losses import distill, generalized_jsd
 from megatron_vlm.training.policy_losses import (
     cispo,
     dro,
@@ -89,9 +90,10 @@ for _function in (importance_sampling, ppo, gspo, gspo_token, cispo, dro, distil
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss with its options, and two terms that any loss can have. `kl_coef` adds that multiple
-    of `kl_k3` to `ref_log_probs`. `entropy_coef` subtracts that multiple of the entropy. 0 only
-    reports a term, and None does not compute it. A loss that reads distributions has the option
+    """A loss with its options, and three terms that any loss can have. `kl_coef` adds that multiple
+    of `kl_k3` to `ref_log_probs`. `entropy_coef` subtracts that multiple of the entropy.
+    `teacher_coef` adds that multiple of the reverse KL to the teacher of the rows. 0 only reports a
+    term, and None does not compute it. A loss that reads distributions has the option
     `temperature`, which divides the logits of the model; the teacher's were divided already."""
 
     function: LossFunction
@@ -99,6 +101,7 @@ class Objective:
     options: Mapping[str, float] = field(default_factory=dict)
     kl_coef: float | None = None
     entropy_coef: float | None = None
+    teacher_coef: float | None = None
     temperature: float = 1.0
     metrics: tuple[str, ...] = ()  # names of the values that are reported in addition to the loss
     reads_rows: bool = False  # the function reads rows, and returns a loss for each example
@@ -121,7 +124,8 @@ class Objective:
         parameters = inspect.signature(loss).parameters.values()
         own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         has_teacher = set(_DISTRIBUTIONS) <= {p.name for p in parameters}
-        known = [*own, "kl_coef", "temperature" if has_teacher else "entropy_coef"]
+        more = ["temperature"] if has_teacher else ["entropy_coef", "teacher_coef"]
+        known = [*own, "kl_coef", *more]
         for name, value in options.items():
             if name not in known:
                 raise ConfigError(
@@ -143,6 +147,7 @@ class Objective:
             {name: value for name, value in options.items() if name in own},
             options.get("kl_coef"),
             options.get("entropy_coef"),
+            options.get("teacher_coef"),
             options.get("temperature", 1.0),
             reads_rows="rows" in read,
             reads_embeddings=first == "embeddings_NH",
@@ -173,13 +178,20 @@ class Objective:
     @property
     def needs_teacher(self) -> bool:
         """True if the loss compares the model with a teacher."""
-        return _DISTRIBUTIONS[0] in self.own_names
+        return _DISTRIBUTIONS[0] in self.own_names or self.teacher_coef is not None
 
     def check_batches(self, batches: Sequence[MicroBatch]) -> None:
         """Refuse batches without a teacher where the loss needs one, and extra values of the model
         where places have several targets, which would have to share them."""
         for place, batch in enumerate(batches) if self.needs_teacher else ():
             batch.check_teacher(f"micro-batch {place}")
+        if self.entropy_coef is not None and self.teacher_coef is not None:
+            raise ConfigError(
+                ": the head computes either entropies or the divergence from a teacher",
+                key="entropy_coef",
+                found=self.entropy_coef,
+                remedy="leave out entropy_coef or teacher_coef",
+            )
         is_shared = self.extra_output in ("entropy", "lumped")
         if is_shared and any(batch.of_M is not None for batch in batches):
             raise ConfigError(
@@ -207,7 +219,7 @@ class Objective:
         reads rows."""
         own = [values_N[name] for name in self.own_names]
         if self.reads_rows:
-            assert self.kl_coef is None and self.entropy_coef is None
+            assert (self.kl_coef, self.entropy_coef, self.teacher_coef) == (None,) * 3
             rows = rows or RowInputs.empty(log_probs_N.device)
             return self.function(log_probs_N, rows, *own, **self.options)
         loss_N, report = self.function(log_probs_N, *own, **self.options)
@@ -219,6 +231,10 @@ class Objective:
             assert entropy_N is not None
             report["entropy"] = entropy_N
             loss_N = loss_N - self.entropy_coef * entropy_N
+        if self.teacher_coef is not None:
+            student_NR, teacher_NR = (values_N[name] for name in _DISTRIBUTIONS)
+            report["teacher_kl"] = generalized_jsd(student_NR, teacher_NR, beta=1)
+            loss_N = loss_N + self.teacher_coef * report["teacher_kl"]
         return loss_N, report
 
 

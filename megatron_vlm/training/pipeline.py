@@ -153,34 +153,24 @@ class Stage:
         return self.gather_by_row(batches, outputs)
 
     def likeliest(
-        self,
-        batches: Sequence[MicroBatch],
-        count: int,
-        temperature: float,
-        with_targets: bool = False,
+        self, batches: Sequence[MicroBatch], count: int, temperature: float
     ) -> list[Tensor]:
         """Return the most likely tokens at each position where a row predicts one: [S, k, 2], ids
         and log-probs at this temperature in float64, at the position that predicts them, and zeros
-        elsewhere. With `with_targets` the position's own target comes first: [S, 1 + k, 2]. The
-        rest is the same as for `score`."""
+        elsewhere. The rest is the same as for `score`."""
 
         def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
             batch = next(data)
-            heads: dict[str, Any] = {
-                "loss_mask": batch.places_N,
-                "likeliest": (count, temperature),
-            }
-            heads |= {"labels": batch.targets_M, "also": "likeliest"} if with_targets else {}
+            heads = {"loss_mask": batch.places_N, "likeliest": (count, temperature)}
             return self.call(chunk, batch, **heads), pass_through
 
         with self.evaluating():
             outputs = self.run(batches, step, forward_only=True)
         sizes = [len(batch.supervised[0]) for batch in batches]
-        width = count + with_targets
-        pieces = self.share_last(outputs, sizes, torch.empty(0, width, 2, dtype=torch.double))
+        pieces = self.share_last(outputs, sizes, torch.empty(0, count, 2, dtype=torch.double))
 
         def rows(batch: MicroBatch, piece: Tensor) -> list[Tensor]:
-            spread = piece.new_zeros(*batch.tokens_BS5.shape[:2], width, 2)
+            spread = piece.new_zeros(*batch.tokens_BS5.shape[:2], count, 2)
             spread[batch.supervised] = piece
             lengths = batch.lengths
             return [row[:length].clone() for row, length in zip(spread, lengths, strict=True)]

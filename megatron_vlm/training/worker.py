@@ -200,14 +200,10 @@ class MegatronWorker:
             )
         return self.stage.score(self.micro_batches(batch), temperature)
 
-    def likeliest(
-        self, batch: Batch, count: int, temperature: float = 1.0, with_targets: bool = False
-    ) -> list[Tensor]:
+    def likeliest(self, batch: Batch, count: int, temperature: float = 1.0) -> list[Tensor]:
         """Return the most likely tokens at each position where a row predicts one: [S, k, 2], ids
         and log-probs at this temperature, at the position that predicts them, and zeros elsewhere.
-        They are float64 on the host, the same on every rank of the replica. With `with_targets` the
-        token that the row predicts there comes first, [S, 1 + k, 2], and all log-probs are those of
-        `forward`, to the last digit."""
+        They are float64 on the host, the same on every rank of the replica."""
         tokens = range(1, self.source.sizes.text.vocab + 1)
         if count not in tokens:
             raise ConfigError(place="likeliest", key="count", found=count, allowed=tokens)
@@ -215,7 +211,7 @@ class MegatronWorker:
             raise ConfigError(
                 place="likeliest", key="temperature", found=temperature, allowed="more than 0"
             )
-        return self.stage.likeliest(self.micro_batches(batch), count, temperature, with_targets)
+        return self.stage.likeliest(self.micro_batches(batch), count, temperature)
 
     def routing(self, batch: Batch) -> list[Tensor]:
         """Return the experts of each token of each row. As `routing_SLK` of a Row, they route its
