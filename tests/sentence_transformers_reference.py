@@ -2,7 +2,8 @@
 tests/sentence_transformers_reference.py FOLDER TASK.json OUT.safetensors
 
 The task has the messages of the columns anchor, positive and negatives. The output has the
-embeddings of each column, and the loss with every gradient."""
+embeddings of each column, and the loss with every gradient. Or the task has pairs of a query and a
+document, each a list of parts, and the output has the score of each and its logit."""
 
 import json
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import PIL.Image
 import torch
 from safetensors.torch import save_file
-from sentence_transformers import SentenceTransformer, losses
+from sentence_transformers import CrossEncoder, SentenceTransformer, losses
 from torch import Tensor
 
 
@@ -44,6 +45,23 @@ def run(folder: str, task: dict[str, Any]) -> dict[str, Tensor]:
     return result
 
 
+def score(folder: str, task: dict[str, Any]) -> dict[str, Tensor]:
+    model = CrossEncoder(folder, device="cpu", model_kwargs={"dtype": torch.float32})
+    pairs = [tuple(map(as_input, pair)) for pair in task["pairs"]]
+    options: dict[str, Any] = dict(convert_to_tensor=True, batch_size=3)
+    logits = model.predict(pairs, activation_fn=torch.nn.Identity(), **options)
+    return {"scores": model.predict(pairs, **options), "logits": logits}
+
+
+def as_input(parts: list[dict[str, str]]) -> Any:
+    """Return parts as a user would give them: a text, a picture, or an object with both."""
+    values = {part["type"]: part[part["type"]] for part in parts}
+    if "image" in values:
+        values["image"] = PIL.Image.open(values["image"])
+    return next(iter(values.values())) if len(values) == 1 else values
+
+
 if __name__ == "__main__":
     with open(sys.argv[2]) as file:
-        save_file(run(sys.argv[1], json.load(file)), sys.argv[3])
+        task = json.load(file)
+    save_file((score if "pairs" in task else run)(sys.argv[1], task), sys.argv[3])

@@ -8,12 +8,14 @@ import math
 import shutil
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from jinja2 import TemplateError
 from torch import Tensor
 
 from megatron_vlm.config.checks import check_values
@@ -28,9 +30,11 @@ from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.distributed.agreement import Vote
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.hf.retrieval_files import rerank_template
 from megatron_vlm.run.evaluation.evaluate import Evaluator
 from megatron_vlm.run.evaluation.retrieval_scores import ranks_of, retrieval_metrics
 from megatron_vlm.training.data_feed import Feeder
@@ -44,6 +48,7 @@ from tests.test_train import run_rank, steps_of, values
 # Relative, in fp32 on the CPU, as in tests/test_parity.py.
 TOLERANCE = 2e-5
 EXPERTS = dict(experts=4, top_k=2)
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 def records() -> list[dict[str, Any]]:
@@ -371,6 +376,46 @@ def test_records_become_rows():
     assert parsed(swift, FORM)[1] == ("system:Find.|user:b", False)
 
 
+@pytest.mark.parametrize("released", [None, "qwen3_5", "qwen3_8"])
+def test_template_of_a_reranker_makes_the_rows_of_training(released, tiny, tmp_path):
+    picture, question = image(64, 96, 1), text("What is it?")
+    sides: list[tuple[list[Any], list[Any]]] = [
+        ([text("2 + 2")], [text("four\n ")]),
+        ([picture, question], [text("A 'star' {{ 1 }}.")]),
+        ([text("a star")], [image(64, 64, 2), text("Look."), image(96, 64, 3)]),
+    ]
+    own = say("system", 'Find the "sum".')
+    file = tmp_path / "train.jsonl"
+    raws = [
+        {"query": [own, say("user", *query)], "document": document, "label": 1}
+        for query, document in sides
+    ]
+    raws += [{"query": query, "document": document, "label": 0} for query, document in sides]
+    file.write_text("".join(json.dumps(raw) + "\n" for raw in raws))
+    shutil.copytree(tiny(), path := tmp_path / "model")
+    if released:
+        shutil.copy(TEMPLATES / f"{released}.jinja", path / "chat_template.jinja")
+    trial = replace(TRIALS["pointwise"], settings=dict(WORDS, instruction="It's\n{% x %}"))
+    cfg = trial.config(str(path), layout(), str(file))
+    variables = {"enable_thinking": False} if released else {}
+    cfg = replace(cfg, data=replace(cfg.data, template_kwargs=variables))
+    tokenizer = read_tokenizer(str(path))
+    template = rerank_template(str(tokenizer.chat_template), cfg)
+    pad = read_sizes(path).tokens.image_id
+    for number, (rows, _) in enumerate(rows_of_data(str(path), cfg)):
+        query, document = sides[number % 3]
+        messages = [say("query", *query), say("document", *document)]
+        if number < 3:
+            messages.insert(0, say("system", text('Find the "sum".')))
+        shown = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        row = [key for key, _ in groupby(rows[0].ids_S.tolist(), lambda i: i)]
+        assert row == [key for key, _ in groupby(tokenizer(shown)["input_ids"], lambda i: i)]
+        assert (pad in row) == (number % 3 > 0)
+    for wrong in ([say("query", "a")], [say("query", "a"), say("user", "b")]):
+        with pytest.raises(TemplateError):
+            tokenizer.apply_chat_template(wrong, chat_template=template, tokenize=False)
+
+
 def test_settings_that_cannot_work(tiny):
     base = TRIALS["embed"].config(tiny(), layout(), "x.jsonl")
     hidden = read_sizes(tiny()).text.hidden
@@ -427,7 +472,8 @@ def test_a_run_resumes_bit_for_bit(objective, pool, tiny, written, tmp_path):
     assert 0 <= steps[-1]["accuracy"] <= 1
     one, other = (run / "export" / "model.safetensors" for run in (whole, resumed))
     assert one.read_bytes() == other.read_bytes()
-    assert (whole / "export" / "modules.json").exists() == (objective == "embed")
+    assert (whole / "export" / "modules.json").exists()
+    assert (whole / "export" / "reranker.jinja").exists() == (objective == "rerank")
     scores = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     [last] = [line["metrics"] for line in scores if line["kind"] == "eval"]
     assert {"recall@1", "ndcg@10"} <= {*last}

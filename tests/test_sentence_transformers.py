@@ -1,7 +1,8 @@
 # make embed-env vllm-env, then .venv/bin/python -m pytest tests/test_sentence_transformers.py
 """The library sentence-transformers itself: it loads an export, its embeddings are the trainer's,
 and its MultipleNegativesRankingLoss and MatryoshkaLoss with the whole batch on one device have our
-loss and every one of our gradients. vLLM's pooling runner has the same embeddings."""
+loss and every one of our gradients. vLLM's pooling runner has the same embeddings. Both give the
+scores of a reranker."""
 
 import json
 import os
@@ -19,8 +20,9 @@ from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.distributed.agreement import Vote
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.model_card import TrainingSummary
+from megatron_vlm.hf.retrieval_usage import vllm_overrides
 from megatron_vlm.training.data_feed import Feeder
-from megatron_vlm.training.retrieval_step import EmbeddingObjective, gather_rows
+from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective, gather_rows
 from megatron_vlm.training.worker import MegatronWorker
 from tests.chats import picture
 from tests.engine import MISSING, READY
@@ -38,6 +40,7 @@ needs_library = pytest.mark.skipif(
 # Relative, norm over norm, of gradients; and the largest difference of an embedding. Measured worst
 # cases: 1.8e-6 and 1.8e-7.
 TOLERANCE, EMBEDDING_TOLERANCE = 2e-5, 2e-6
+LOGIT_TOLERANCE = 3e-5  # measured: 3.2e-6
 CASES = {
     "embed-dp1": ("embed", layout()),
     "embed-dp2": ("embed", layout(dp=2)),
@@ -92,6 +95,34 @@ def our_step(path: str, cfg: Config, export: str) -> tuple[float, dict[str, Tens
     return metrics.loss, grads, embeddings.clone()
 
 
+def run_library(folder: Path) -> dict[str, Tensor]:
+    """Run sentence-transformers on the export and the task in a folder."""
+    done = subprocess.run(
+        [PYTHON, ROOT / "tests" / "sentence_transformers_reference.py"]
+        + [folder / "export", folder / "task.json", folder / "out.safetensors"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return load_file(folder / "out.safetensors")
+
+
+def run_vllm(folder: Path) -> dict[str, Tensor]:
+    """Run vLLM on the export and the task in a folder."""
+    done = subprocess.run(
+        [VLLM, ROOT / "tests" / "vllm_engine" / "pooling.py"]
+        + [folder / "export", folder / "task.json", folder / "out.safetensors"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OMP_"))},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return load_file(folder / "out.safetensors")
+
+
 @needs_library
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_the_library(name, pool, tiny, columns, tmp_path, record_property):
@@ -104,16 +135,7 @@ def test_equal_to_the_library(name, pool, tiny, columns, tmp_path, record_proper
     settings = ("temperature", "dimensions", "dimension_weights")
     task = {"columns": table} | {key: getattr(cfg.embed, key) for key in settings}
     (tmp_path / "task.json").write_text(json.dumps(task))
-    done = subprocess.run(
-        [PYTHON, ROOT / "tests" / "sentence_transformers_reference.py"]
-        + [tmp_path / "export", tmp_path / "task.json", tmp_path / "out.safetensors"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    expected = load_file(tmp_path / "out.safetensors")
+    expected = run_library(tmp_path)
     assert loss == pytest.approx(float(expected.pop("loss")), rel=TOLERANCE)
     by_row = torch.stack([expected.pop(f"column {n}") for n in range(3)], dim=1).flatten(0, 1)
     difference = float((embeddings - by_row).abs().max())
@@ -151,17 +173,68 @@ def test_vllm_has_the_same_embeddings(pool, tiny, columns, tmp_path, record_prop
         }
         for item, ids in zip(items, [row.ids_S.tolist() for row in rows], strict=True)
     ]
-    (tmp_path / "task.json").write_text(json.dumps(prompts))
-    done = subprocess.run(
-        [VLLM, ROOT / "tests" / "vllm_engine" / "embed.py"]
-        + [tmp_path / "export", tmp_path / "task.json", tmp_path / "out.safetensors"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OMP_"))},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    served = load_file(tmp_path / "out.safetensors")["embeddings"]
+    (tmp_path / "task.json").write_text(json.dumps({"prompts": prompts}))
+    served = run_vllm(tmp_path)["embeddings"]
     difference = float((embeddings - served).abs().max())
     record_property("embedding", difference)
     assert difference < EMBEDDING_TOLERANCE
+
+
+# vLLM takes no narrower heads, and its delta net for the CPU computes in bf16. Scores of these
+# documents are between 0.42 and 0.48, and between 0.09 and 0.69.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_vl": dict(head_dim=32),
+    "qwen3_5": dict(family="qwen3_5", head_dim=64, linear_key_dim=128, linear_value_dim=128),
+}
+DTYPES = {"qwen3_vl": "float32", "qwen3_5": "bfloat16"}
+SCORE_TOLERANCES = {"float32": 1e-6, "bfloat16": 0.05}  # measured: 1.2e-7, 0.010
+
+
+def our_scores(path: str, cfg: Config, export: str) -> list[float]:
+    """Logits of a step's documents; the untrained model is exported."""
+    worker = MegatronWorker(cfg)
+    feeder = Feeder(cfg, worker.source.sizes, worker.grid, worker.platform.device, worker.watchdog)
+    feeder.start(Position())
+    rows = RerankObjective(worker, cfg).scored(feeder.next(Vote.OK).micro_batches)
+    worker.export_hf(export, done=TrainingSummary(cfg, 1))
+    return [row.logit for row in rows]
+
+
+@pytest.fixture
+def reranker(request, pool, tiny, columns, tmp_path) -> tuple[Path, list[float]]:
+    """An exported reranker in a folder with its task, and our logits."""
+    data, table = columns
+    path = tiny(from_scratch=True, **FAMILIES[request.param])
+    cfg = TRIALS["pointwise"].config(path, layout(), data)
+    [logits] = pool.run(our_scores, 1, path, cfg, str(tmp_path / "export"))
+    records = zip(*table, strict=True)
+    pairs = [
+        [query[0]["content"], document[0]["content"]]
+        for query, *documents in records
+        for document in documents
+    ]
+    task = {"pairs": pairs, "overrides": vllm_overrides(cfg), "dtype": DTYPES[request.param]}
+    task["template"] = str(tmp_path / "export" / "reranker.jinja")
+    (tmp_path / "task.json").write_text(json.dumps(task))
+    return tmp_path, logits
+
+
+@needs_library
+@pytest.mark.parametrize("reranker", FAMILIES, indirect=True)
+def test_the_library_has_the_same_scores(reranker, record_property):
+    folder, logits = reranker
+    theirs = run_library(folder)
+    difference = float((torch.tensor(logits) - theirs["logits"]).abs().max())
+    record_property("logit", difference)
+    assert difference < LOGIT_TOLERANCE
+    assert torch.equal(theirs["scores"], theirs["logits"].sigmoid())
+
+
+@pytest.mark.skipif(not READY, reason=MISSING)
+@pytest.mark.parametrize("reranker", FAMILIES, indirect=True)
+def test_vllm_has_the_same_scores(reranker, record_property):
+    folder, logits = reranker
+    dtype = json.loads((folder / "task.json").read_text())["dtype"]
+    difference = float((torch.tensor(logits).sigmoid() - run_vllm(folder)["scores"]).abs().max())
+    record_property("score", difference)
+    assert difference < SCORE_TOLERANCES[dtype]

@@ -9,6 +9,13 @@ RerankLoss = Literal["pointwise", "listwise"]
 # Qwen3-VL-Embedding's default, and Qwen3-VL-Reranker's.
 EMBED_INSTRUCTION = "Represent the user's input."
 RERANK_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
+# The prompt of Qwen3-VL-Reranker: its system message, and what precedes instruction, query and
+# document in the message of the user.
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+PAIR_MARKS = ("<Instruct>: ", "<Query>:", "\n<Document>:")
 
 
 @dataclass(frozen=True)

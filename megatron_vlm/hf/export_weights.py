@@ -20,10 +20,10 @@ from megatron_vlm.distributed.collectives import receive_json, send_json
 from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.companion_files import copy_files
-from megatron_vlm.hf.embedding_files import write_embedding_files
 from megatron_vlm.hf.export_folder import ExportMark, check_replaceable, finish_mark, is_replaceable
 from megatron_vlm.hf.hf_checkpoint import FLOATS, INDEX, WEIGHTS_FILE, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
+from megatron_vlm.hf.retrieval_files import write_retrieval_files
 from megatron_vlm.hf.weight_map import Entry, Origin, exported_names
 from megatron_vlm.io.atomic import MARK, asides_of, begin, discard, put_in_place, sync
 
@@ -143,8 +143,8 @@ def write_folder(
         for name, tensor in source.read_passthrough():
             writer.add(name, tensor)
         writer.finish()
-        if done is not None and done.cfg.train.objective == "embed":
-            write_embedding_files(partial, done.cfg, source.sizes.text.hidden)
+        if done is not None:
+            write_retrieval_files(partial, done.cfg, source.sizes.text.hidden)
         (partial / CARD).write_text(model_card(source, done), encoding="utf-8")
 
 

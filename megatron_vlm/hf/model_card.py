@@ -62,14 +62,15 @@ def model_card(
     head = yaml.safe_dump(_head(source, base, done, is_adapter), allow_unicode=False, width=10**6)
     copied = () if is_adapter else source.family.passthrough
     patterns = [each for each in copied if fnmatch.filter(source.passthrough, each)]
-    return f"---\n{head}---\n\n" + "\n".join(_body(base, done, patterns)) + "\n"
+    use = [] if done is None or is_adapter else list(retrieval_usage(done.cfg))
+    return f"---\n{head}---\n\n" + "\n".join(_body(base, done, patterns, use)) + "\n"
 
 
 def _head(
     source: HFCheckpoint, base: str, done: TrainingSummary | None, is_adapter: bool
 ) -> dict[str, Any]:
     objective = done.cfg.train.objective if done else "sft"
-    library = "sentence-transformers" if objective == "embed" else "transformers"
+    library = "sentence-transformers" if objective in _TASKS else "transformers"
     fields: dict[str, Any] = {
         "library_name": "peft" if is_adapter else library,
         "pipeline_tag": _TASKS.get(objective, "image-text-to-text"),
@@ -103,7 +104,9 @@ def _license_of(card: Path) -> dict[str, str]:
     }
 
 
-def _body(base: str, done: TrainingSummary | None, copied: Sequence[str]) -> Iterator[str]:
+def _body(
+    base: str, done: TrainingSummary | None, copied: Sequence[str], use: Sequence[str]
+) -> Iterator[str]:
     name = hub_name(base)
     shown = code(name.repo if name else Path(base).name)
     commit = f" at commit {code(name.commit)}" if name and name.commit else ""
@@ -123,7 +126,7 @@ def _body(base: str, done: TrainingSummary | None, copied: Sequence[str]) -> Ite
             "it, so drafts may be accepted less often."
         )
     if done is not None:
-        yield from retrieval_usage(done.cfg)
+        yield from use
         yield from _data(done)
         yield from _scores(done)
         yield from _settings(done.cfg)

@@ -1,9 +1,11 @@
 """Section of a model card that says how embeddings and rerankers are used."""
 
 import json
+import shlex
 from collections.abc import Iterator
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.hf.retrieval_files import RERANK_TEMPLATE
 
 _EMBED = """
 ```python
@@ -19,17 +21,17 @@ With vLLM: `vllm serve FOLDER --runner pooling`, and a chat to `/v1/embeddings` 
 message and one message of a user, with `"add_generation_prompt": true`.
 """
 _RERANK = """
-A document is as relevant as the logit of {yes} after this prompt is above that of {no}:
+```python
+from sentence_transformers import CrossEncoder
 
+model = CrossEncoder("FOLDER")
+pairs = [("a red circle", {"image": "circle.png"}), ("a red circle", "a blue square")]
+print(model.predict(pairs))
 ```
-<|im_start|>system
-Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
-Note that the answer can only be "yes" or "no".<|im_end|>
-<|im_start|>user
-<Instruct>: {instruction}<Query>:QUERY
-<Document>:DOCUMENT<|im_end|>
-<|im_start|>assistant
-```
+
+With vLLM, whose `/rerank` and `/score` give the same:
+
+```bash
 """
 
 
@@ -37,14 +39,26 @@ def retrieval_usage(cfg: Config) -> Iterator[str]:
     """Yield the lines of the section; none for other objectives."""
     if cfg.train.objective == "embed":
         yield from ("", "## Use", "")
-        yield "The embedding is the normalised hidden state of the last token. The instruction is "
+        yield "The embedding is the normalised hidden state of the last token. The instruction is"
         yield f"`{json.dumps(cfg.embed.instruction, ensure_ascii=False)}`."
         yield _EMBED.rstrip()
         if sizes := cfg.embed.dimensions:
             listing = ", ".join(map(str, sizes))
             yield from ("", f"Embeddings may be cut to their first {listing} values.")
     elif cfg.train.objective == "rerank":
-        yield from ("", "## Use")
-        words = {"yes": cfg.rerank.positive_token, "no": cfg.rerank.negative_token}
-        shown = {name: f"`{word}`" for name, word in words.items()}
-        yield _RERANK.format(instruction=cfg.rerank.instruction, **shown).rstrip()
+        yes, no = cfg.rerank.positive_token, cfg.rerank.negative_token
+        yield from ("", "## Use", "")
+        yield f"The score of a document is the logit of `{yes}` minus that of `{no}` after the"
+        yield f"prompt that `{RERANK_TEMPLATE}` makes, as a probability. The instruction is"
+        yield f"`{json.dumps(cfg.rerank.instruction, ensure_ascii=False)}`."
+        yield _RERANK.rstrip()
+        yield "vllm serve FOLDER --runner pooling --convert classify \\"
+        yield f"    --chat-template FOLDER/{RERANK_TEMPLATE} \\"
+        yield f"    --hf-overrides {shlex.quote(json.dumps(vllm_overrides(cfg)))}"
+        yield "```"
+
+
+def vllm_overrides(cfg: Config) -> dict[str, object]:
+    """Return the values of config.json with which vLLM makes a classifier of a reranker."""
+    tokens = [cfg.rerank.negative_token, cfg.rerank.positive_token]
+    return {"classifier_from_token": tokens, "method": "from_2_way_softmax"}

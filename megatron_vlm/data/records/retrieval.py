@@ -13,7 +13,7 @@ from typing import Any
 
 import PIL.Image
 
-from megatron_vlm.config.retrieval_config import RetrievalForm
+from megatron_vlm.config.retrieval_config import JUDGE, PAIR_MARKS, RetrievalForm
 from megatron_vlm.data.records.record import ChatMessage, Conversation, Part, Record
 from megatron_vlm.data.records.record_values import is_empty, is_list, kind_of
 from megatron_vlm.errors import DataError
@@ -28,11 +28,6 @@ _LABELS = ("label", "labels", "score", "scores")
 _PICTURES = ("image", "images", "video", "videos")
 _OBJECT = frozenset({"text", "instruction", *_PICTURES})
 _REMEDY = "see docs/embeddings.md for the formats"
-# The prompt of Qwen3-VL-Reranker.
-_JUDGE = (
-    "Judge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".'
-)
 
 
 @dataclass(frozen=True)
@@ -342,14 +337,15 @@ def _pair(query: Conversation, document: Conversation, form: RetrievalForm) -> C
     instruction = form.instruction
     if first.role == "system":
         instruction = "".join(part for part in first.parts if isinstance(part, str))
+    before_instruction, before_query, before_document = PAIR_MARKS
     parts = (
-        f"<Instruct>: {instruction}",
-        "<Query>:",
+        before_instruction + instruction,
+        before_query,
         *_only_parts(query),
-        "\n<Document>:",
+        before_document,
         *_only_parts(document),
     )
-    turns = (ChatMessage("system", (_JUDGE,)), ChatMessage("user", parts))
+    turns = (ChatMessage("system", (JUDGE,)), ChatMessage("user", parts))
     return replace(document, turns=turns)
 
 
