@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat_template.py sample.py \
 	row_maker.py hf.py tiny_model.py)
 
-.PHONY: setup trl-env embed-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-lora reinforce test test-slow test-slow-all test-long test-newest test-torch test-parity lint format docs bench scale clean
+.PHONY: setup trl-env embed-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-torch test-parity lint format docs bench scale clean
 
 setup: .venv/ready
 
@@ -24,11 +24,16 @@ demo: setup
 	rm -rf .demo
 	$(BIN)/python scripts/demo.py .demo $(MODEL)
 
-# The model of `make demo`, which is made where it is not there, learns something new by adapters.
+# The model of `make demo`, which is made where it is not there, learns something new.
 demo-dpo: setup
 	test -e .demo/run/export || $(MAKE) demo
 	rm -rf .demo-dpo
 	$(BIN)/python scripts/demo_dpo.py .demo .demo-dpo
+
+demo-embed: setup
+	test -e .demo/run/export || $(MAKE) demo
+	rm -rf .demo-embed
+	$(BIN)/python scripts/demo_embed.py .demo .demo-embed
 
 demo-lora: setup
 	test -e .demo/run/export || $(MAKE) demo
@@ -193,4 +198,4 @@ scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-torch-* .venv-docs .venv-trl .venv-vllm .venv-tinker site .demo .demo-dpo .demo-lora .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-newest .venv-torch-* .venv-docs .venv-trl .venv-vllm .venv-tinker .venv-embed site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels

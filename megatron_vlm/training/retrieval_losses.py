@@ -61,7 +61,7 @@ def info_nce(embeddings_RH: Tensor, rows: RetrievalRows, cfg: EmbedConfig) -> In
             loss_A = F.cross_entropy(cosine_AD / cfg.temperature, positive_A, reduction="none")
             loss = weight * loss_A.sum()
             result.slopes_RH += torch.autograd.grad(loss, [leaf_RH])[0]
-            result.loss += float(loss)
+            result.loss += float(loss.detach())
             if size == max(sizes):
                 _add_figures(result.figures, cosine_AD.detach(), positive_A)
     return result
