@@ -58,7 +58,7 @@ SIDE_BY_SIDE := $(addprefix tests/test_,agree_vllm.py fuzz.py sequences.py fused
 	multi_model.py lora_head.py lora_head_files.py lora_head_vllm.py lora_delta_net_vllm.py serve_unembed.py \
 	serve_vllm.py agree_command.py golden.py rl.py loader.py prepare.py run_report.py preflight.py \
 	tinker_losses.py tinker_recipes.py serve_multi_model.py mutants.py accumulate.py retention.py moe_files.py qwen3_5.py \
-	on_policy_distill.py preferences.py trl_preferences.py score.py sentence_transformers.py) tests/device
+	on_policy_distill.py preferences.py trl_preferences.py score.py sentence_transformers.py retrieval.py) tests/device
 test-slow test-slow-all: setup
 	$(PARTS) $(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(SIDE_BY_SIDE)
 	$(PARTS) $(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))
