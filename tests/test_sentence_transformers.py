@@ -38,9 +38,9 @@ needs_library = pytest.mark.skipif(
     reason="sentence-transformers is not there: make embed-env builds its environment",
 )
 # Relative, norm over norm, of gradients; and the largest difference of an embedding. Measured worst
-# cases: 1.8e-6 and 1.8e-7.
+# cases: 1.8e-6, and 1.8e-7 in the library and 3.0e-7 in vLLM.
 TOLERANCE, EMBEDDING_TOLERANCE = 2e-5, 2e-6
-LOGIT_TOLERANCE = 3e-5  # measured: 3.2e-6
+LOGIT_TOLERANCE = 1e-5  # measured: 1.8e-6
 CASES = {
     "embed-dp1": ("embed", layout()),
     "embed-dp2": ("embed", layout(dp=2)),

@@ -18,8 +18,7 @@ print(model.similarity(queries, documents))
 ```
 
 With vLLM: `vllm serve FOLDER --runner pooling`, and a chat to `/v1/embeddings` that has this system
-message and one message of a user, with `"add_generation_prompt": true`.
-"""
+message and one message of a user, with `"add_generation_prompt": true`"""
 _RERANK = """
 ```python
 from sentence_transformers import CrossEncoder
@@ -41,7 +40,9 @@ def retrieval_usage(cfg: Config) -> Iterator[str]:
         yield from ("", "## Use", "")
         yield "The embedding is the normalised hidden state of the last token. The instruction is"
         yield f"`{json.dumps(cfg.embed.instruction, ensure_ascii=False)}`."
-        yield _EMBED.rstrip()
+        kwargs = json.dumps(cfg.data.template_kwargs)
+        more = f' and `"chat_template_kwargs": {kwargs}`' if cfg.data.template_kwargs else ""
+        yield f"{_EMBED}{more}."
         if sizes := cfg.embed.dimensions:
             listing = ", ".join(map(str, sizes))
             yield from ("", f"Embeddings may be cut to their first {listing} values.")
