@@ -35,7 +35,7 @@ def top_targets(
     def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
         batch = next(data)
         if not count:
-            return stage.predict(chunk, batch)[..., None], pass_through
+            return stage.predict(chunk, batch), _as_column
         heads = {"labels": batch.targets_M, "loss_mask": batch.places_N}
         return stage.call(chunk, batch, **heads, likeliest=(count, temperature)), pass_through
 
@@ -54,3 +54,9 @@ def top_targets(
         ]
 
     return rows_by_place(batches, map(rows, batches, pieces))
+
+
+def _as_column(output: Tensor, non_loss_data: bool = True) -> Tensor:
+    """Return the last stage's log-probs [N] as [N, 1], for Megatron's forward-only schedules."""
+    assert non_loss_data
+    return output[:, None]
