@@ -23,6 +23,7 @@ from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.scores.score_index import ScoreIndex
 from megatron_vlm.data.tokens.row import IGNORE, Row, cut_row
 from megatron_vlm.distributed.agreement import Vote
 from megatron_vlm.family import read_sizes
@@ -46,6 +47,7 @@ from tests.chats import image, say, text
 from tests.peft_reference import Adapter, as_ours, peft_model, save, trained
 from tests.reference import load_reference, row_log_probs
 from tests.runs import Case, collect_grads
+from tests.test_score import records_of, score
 from tests.test_train import run_rank
 
 # Relative, in fp32 on the CPU, as in tests/test_parity.py. Measured worst case: see below.
@@ -486,3 +488,69 @@ def test_the_reference_is_computed_once_and_only_for_what_is_trained(
     assert again == whole
     assert {**few[0], "lr": whole[0]["lr"]} == whole[0]
     assert len(list((tmp_path / "cache" / "reference").iterdir())) == 2
+
+
+def test_the_reference_is_read_from_scores(pool, tiny, references, tmp_path):
+    """Its log-probs are those that the run would compute, also on two stages, and what does not
+    belong to the run is refused. The scores of another model are another reference."""
+    data_of, _, _ = references
+    data = data_of("dpo")
+
+    def score_with(path: str, out: str, records: str, *more: str) -> tuple[int, str, str]:
+        keys = [f"data.train={records}", "data.cache_dir=null", "data.num_workers=0"]
+        keys += ["eval.batch_size=2", "parallel.pp=2", *more, "--out", str(tmp_path / out)]
+        return score(pool, [path, *keys], 2)
+
+    def run_of(name: str, *more: str) -> tuple[int, str]:
+        words = run_words(tiny, tmp_path / name, data, "eval.generate=false", "train.steps=2")
+        status, _, err = pool.run(run_rank, 1, [*words, "train.objective=dpo", *more])[0]
+        return status, err
+
+    status, out, err = score_with(tiny(), "scores", data, "train.objective=dpo", "--top-k", "2")
+    assert status == 0, err
+    [line] = map(json.loads, out.splitlines())
+    assert line["records"] == PAIRS
+    [records] = records_of(tmp_path / "scores")
+    answers = [record.where.partition("jsonl:")[2] for record in records]
+    assert answers[2:4] == ["2, chosen answer", "2, rejected answer"] and len(answers) == 2 * PAIRS
+    status, err = run_of("computed")
+    assert status == 0 and "computing the reference" in err
+    status, err = run_of("stored", f"data.reference={tmp_path / 'scores'}")
+    assert status == 0 and "reference log-probs" not in err, err
+    for kind in ("step", "eval"):
+        computed, stored = (logged(tmp_path / name, kind) for name in ("computed", "stored"))
+        assert len(stored) == len(computed) > 0
+        for one, other in zip(computed, stored, strict=True):
+            metrics, others = one.pop("metrics", {}), other.pop("metrics", {})
+            for figures, theirs in ((one, other), (metrics, others)):
+                numbers = {k: v for k, v in figures.items() if isinstance(v, float)}
+                assert {k: theirs[k] for k in numbers} == pytest.approx(numbers, rel=1e-5, abs=1e-6)
+
+    other = score_with(tiny(seed=1), "other", data, "train.objective=dpo")
+    assert other[0] == 0, other[2]
+    status, err = run_of("far", f"data.reference={tmp_path / 'other'}")
+    assert status == 0, err
+    assert abs(logged(tmp_path / "computed", "step")[0]["rewards_chosen"]) < 1e-6
+    assert abs(logged(tmp_path / "far", "step")[0]["rewards_chosen"]) > 1e-3
+
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(Path(data).read_text().splitlines(True)[:3]))
+    assert score_with(tiny(), "few", str(few), "train.objective=dpo")[0] == 0
+    shutil.copytree(tmp_path / "scores", tmp_path / "stopped")
+    replace(ScoreIndex.read(tmp_path / "stopped"), is_complete=False).write(tmp_path / "stopped")
+    shutil.copytree(tmp_path / "scores", tmp_path / "foreign")
+    replace(ScoreIndex.read(tmp_path / "foreign"), vocabulary="x", is_complete=True).write(
+        tmp_path / "foreign"
+    )
+    cases = {
+        "has no scores of 2 of 5 samples; the first is": ["few"],
+        "is not complete": ["stopped"],
+        "was scored with another tokenizer": ["foreign"],
+        "has other tokens of": ["scores", "data.system=be brief"],
+        "has no effect with train.reference=model": ["scores", "train.reference=model"],
+        "has no effect with train.objective=orpo": ["scores", "train.objective=orpo"],
+        "kto compares each answer": ["scores", "train.objective=kto"],
+    }
+    for problem, (folder, *more) in cases.items():
+        status, err = run_of("refused", f"data.reference={tmp_path / folder}", *more)
+        assert status == 2 and "data.reference=" in err and problem in err, err

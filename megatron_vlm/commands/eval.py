@@ -73,7 +73,7 @@ def locate(
         cfg = replace(cfg, lora=replace(cfg.lora, path=None))  # the checkpoint continued from there
     if needs != "data.eval" or not held_out_names(cfg):
         require(cfg, needs)
-    if checkpoint is None and reference_of(cfg) is not None:
+    if needs == "data.eval" and checkpoint is None and reference_of(cfg) is not None:
         raise ConfigError(
             f": its rewards compare a trained model with the initial one, and {where} is one model",
             key="train.objective",

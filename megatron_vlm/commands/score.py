@@ -13,6 +13,7 @@ from megatron_vlm.commands.eval import held_in_place, locate
 from megatron_vlm.config import ConfigFile
 from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
 from megatron_vlm.config.checks import require
+from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.fork_server import start_server
 from megatron_vlm.distributed.dims import loads_data
@@ -74,6 +75,9 @@ def score(args: argparse.Namespace) -> int:
     example: megatron-vlm score Qwen/Qwen3-VL-32B-Instruct data.train=chats.jsonl --top-k 64
     --out teacher
 
+    With train.objective=dpo or kto the records are preferences, and every answer is scored. A run
+    reads the log-probs of its reference from there with data.reference=DIR.
+
     The command continues where an earlier one was stopped. A folder with scores of other data, of
     another model or with other options is refused.
     """
@@ -101,13 +105,21 @@ def _locate(
     where: str, args: argparse.Namespace, file: ConfigFile | None
 ) -> tuple[Config, Path | None]:
     """Return the configuration, whose data can be scored, and the checkpoint to load. The scores of
-    a model do not depend on its teacher."""
+    a model do not depend on its teacher or its reference."""
     cfg, checkpoint = locate(where, args.overrides, file, needs="model.path")
     _check_data(cfg)
-    return replace(cfg, data=replace(cfg.data, teacher=None, teacher_top_k=None)), checkpoint
+    data = replace(cfg.data, teacher=None, teacher_top_k=None, reference=None)
+    return replace(cfg, data=data), checkpoint
 
 
 def _check_data(cfg: Config) -> None:
+    if spec_of(cfg).records == "query":
+        raise ConfigError(
+            "has records without answers, so they have no log-probs",
+            key="train.objective",
+            found=cfg.train.objective,
+            remedy="give train.objective=sft for chats, or dpo or kto for preferences",
+        )
     if not cfg.data.eval:
         require(cfg, "data.train")
     for spec in cfg.data.train:

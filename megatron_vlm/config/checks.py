@@ -200,8 +200,8 @@ def _check_sources(data: DataConfig) -> None:
 
 
 def _check_teacher(data: DataConfig) -> None:
-    """Refuse targets of a teacher for records that are not known ahead, and a number of targets of
-    no teacher."""
+    """Refuse scores for records that are not known ahead, and a number of targets of no
+    teacher."""
     if data.teacher is None and data.teacher_top_k is not None:
         raise ConfigError(
             ": there is no teacher",
@@ -209,13 +209,15 @@ def _check_teacher(data: DataConfig) -> None:
             found=data.teacher_top_k,
             remedy="give data.teacher, a folder of megatron-vlm score",
         )
-    if data.teacher is not None and any(spec.streaming for spec in data.train):
-        raise ConfigError(
-            "has scores of records, and those of a stream are not known ahead",
-            key="data.teacher",
-            found=data.teacher,
-            remedy="download the data, and give its files",
-        )
+    for name in ("teacher", "reference"):
+        folder = getattr(data, name)
+        if folder is not None and any(spec.streaming for spec in data.train):
+            raise ConfigError(
+                "has scores of records, and those of a stream are not known ahead",
+                key=f"data.{name}",
+                found=folder,
+                remedy="download the data, and give its files",
+            )
 
 
 def _check_switches(cfg: Config) -> None:

@@ -77,9 +77,11 @@ def losses_of(cfg: Config) -> dict[str, float]:
 
 
 def reference_of(cfg: Config) -> Reference | None:
-    """Return where the log-probs of the initial model are from, or None if none are needed."""
+    """Return where the log-probs of the reference are from, or None if none are needed."""
     if not spec_of(cfg).has_reference:
         return None
+    if cfg.data.reference is not None:
+        return "keep"
     if cfg.train.reference != "auto":
         return cfg.train.reference
     if cfg.lora.rank and not cfg.lora.train and cfg.lora.path is None:
@@ -112,6 +114,7 @@ def check_objective(cfg: Config) -> None:
         )
     _check_weights(cfg)
     _check_distill(cfg)
+    _check_reference_scores(cfg)
     if spec.records == "chat":
         return
     if spec.records == "query":
@@ -176,6 +179,23 @@ def _check_distill(cfg: Config) -> None:
         )
 
 
+def _check_reference_scores(cfg: Config) -> None:
+    """Refuse log-probs of a reference that nothing would read."""
+    if (folder := cfg.data.reference) is None:
+        return
+    why, remedy = "", ""
+    if not spec_of(cfg).has_reference:
+        why = f"train.objective={cfg.train.objective}"
+        names = [name for name, spec in OBJECTIVES.items() if spec.has_reference]
+        remedy = f"give train.objective={' or '.join(names)}"
+    elif cfg.train.reference not in ("auto", "keep"):
+        why, remedy = f"train.reference={cfg.train.reference}", "leave one of the two out"
+    if why:
+        raise ConfigError(
+            f"has no effect with {why}", key="data.reference", found=folder, remedy=remedy
+        )
+
+
 def _check_smoothing(cfg: Config) -> None:
     smoothing, losses = cfg.preference.label_smoothing, losses_of(cfg)
     uses = SMOOTHED & set(losses)
@@ -207,21 +227,24 @@ def _check_reference(cfg: Config) -> None:
     is_stream = any(spec.streaming for spec in cfg.data.train)
     if reference == "adapters_off":
         _check_adapters_off(cfg)
+    key, found = "train.reference", "keep"
+    if cfg.data.reference is not None:
+        key, found = "data.reference", cfg.data.reference
     if reference == "keep" and is_stream:
         raise ConfigError(
             ": data.train is a stream, whose samples are not known before the first step",
-            key="train.reference",
-            found="keep",
-            allowed=("adapters_off", "model"),
+            key=key,
+            found=found,
+            remedy="give train.reference=adapters_off or model",
         )
     if reference == "keep" and needs_mismatched(cfg):
         raise ConfigError(
             ": kto compares each answer with those to other prompts of its batch, which are not "
             "known before the first step",
-            key="train.reference",
-            found="keep",
-            allowed=("adapters_off", "model"),
-            remedy="or choose preference.losses=[apo_zero_unpaired], which compares with none",
+            key=key,
+            found=found,
+            remedy="give train.reference=adapters_off or model, or choose "
+            "preference.losses=[apo_zero_unpaired], which compares with none",
         )
     compared = sorted(BATCH_LOSSES & set(losses_of(cfg)))
     if cfg.lora.dropout and compared:

@@ -129,6 +129,7 @@ class DataConfig:
     num_workers: Count = 2  # worker processes of each replica that decode ahead of the step
     teacher: str | None = None  # folder of megatron-vlm score, for train.objective=distill
     teacher_top_k: Natural | None = None  # tokens to learn of each place; null: all that it has
+    reference: str | None = None  # folder of megatron-vlm score over preferences, for dpo and kin
     prefetch: Natural = 2  # batches that each worker process keeps ready
     shuffle: bool = True  # false: keep the order of the files
     shuffle_window: Natural = 1000  # records of a stream that are shuffled together

@@ -67,7 +67,10 @@ def fingerprint(data: DataSet | StreamSet, cfg: Config) -> Fingerprint:
         tokens = [index.tokens.tobytes() for index in data.indexes]
         rows["set of sample lengths in data.train"] = _digest(*tokens)
         if data.teacher is not None:
-            rows["content of data.teacher"] = data.teacher.digest
+            rows["content of data.teacher"] = data.teacher.scores.index.digest
+        if data.reference_log_probs is not None:
+            tables = [table.tobytes() for table in data.reference_log_probs]
+            rows["content of data.reference"] = _digest(*tables)
     return Fingerprint(order, rows, whole)
 
 

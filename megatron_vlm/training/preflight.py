@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_vlm.config.checks import processes_for
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.scores.score_index import check_scores
+from megatron_vlm.data.scores.score_index import check_scores, read_complete
 from megatron_vlm.data.sources.dataset_info import read_dataset_info
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.process import is_under_launcher
@@ -43,6 +43,8 @@ def check_run(cfg: Config, gpus: int | None = None) -> None:
     check_data(cfg, "data.eval")
     if cfg.data.teacher is not None:
         check_scores(cfg.data.teacher, cfg.data.teacher_top_k, cfg.distill.temperature)
+    if cfg.data.reference is not None:
+        read_complete("data.reference", cfg.data.reference)
     names = cfg.eval.candidates
     if isinstance(names, str) and _kind_of_path(names) == "nothing":
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""Log-probs of answers under the reference model, which is the model before the first step.
+"""Log-probs of answers under the reference model, which is the model before the first step, or one
+that has scored the data before.
 
-`keep` computes them once for all of data.train and stores them; `adapters_off` and `model` compute
-them for each batch.
+`keep` computes them once for all of data.train and stores them, unless data.reference has them;
+`adapters_off` and `model` compute them for each batch.
 
 Shapes: R rows of a micro-batch.
 """
@@ -108,6 +109,8 @@ def with_reference(
     """Return the data with the log-probs of their rows under the worker's current weights, from the
     cache or computed now: of the first `samples` in the data's order, or of all. Only ranks that
     load have the data. A collective."""
+    if cfg.data.reference is not None:
+        return data  # open_data has read them
     grid, device = worker.grid, worker.platform.device
     handles = None if data is None else _handles(data, samples)
     key = "" if data is None or handles is None else _key(worker, cfg, data, handles)

@@ -19,6 +19,7 @@ from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.held_out import choose_held_out
 from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.data.scores.reference_scores import ReferenceScores
 from megatron_vlm.data.scores.teacher_targets import TeacherTargets
 from megatron_vlm.data.sources.source import Source, open_source
 from megatron_vlm.data.sources.stream import open_stream
@@ -100,7 +101,8 @@ class DataSet:
     indexes: tuple[Index, ...]
     order: Order
     work: WorkModel
-    # For each source, of each sample's rows [samples, rows]: see training/reference.py.
+    # For each source, of each sample's rows [samples, rows]: from data.reference, or see
+    # training/reference.py.
     reference_log_probs: tuple[np.ndarray, ...] | None = None
     teacher: TeacherTargets | None = None
     known_ahead = True
@@ -265,7 +267,9 @@ def open_data(
         )
     if kind == "label" and train:
         _check_labels(indexes, key)
-    return _with_teacher(data, cfg) if kind == "chat" else data
+    if kind == "chat":
+        return _with_teacher(data, cfg)
+    return _with_reference(data, cfg) if kind in ("pair", "label") else data
 
 
 def _check_labels(indexes: Sequence[Index], key: str) -> None:
@@ -287,8 +291,21 @@ def _with_teacher(data: DataSet, cfg: DataConfig) -> DataSet:
     own."""
     if cfg.teacher is None:
         return data
-    vocabulary = data.readers[0].encoder.renderer.tokenizer.get_vocab()
+    vocabulary = data.reader.encoder.renderer.tokenizer.get_vocab()
     teacher = TeacherTargets.open(cfg.teacher, cfg.teacher_top_k, vocabulary)
     for source, index in enumerate(data.indexes):
         teacher.check(index, lambda sample, source=source: data.where((source, sample)))  # type: ignore[misc]
     return replace(data, teacher=teacher)
+
+
+def _with_reference(data: DataSet, cfg: DataConfig) -> DataSet:
+    """Return the data with the log-probs of data.reference, if there is one. Each answer must have
+    its own."""
+    if cfg.reference is None:
+        return data
+    scores = ReferenceScores(cfg.reference, data.reader.encoder.renderer.tokenizer.get_vocab())
+    tables = [
+        scores.table(index, lambda sample, source=source: data.where((source, sample)))  # type: ignore[misc]
+        for source, index in enumerate(data.indexes)
+    ]
+    return replace(data, reference_log_probs=tuple(tables))

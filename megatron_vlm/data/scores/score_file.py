@@ -134,19 +134,32 @@ class ScoreFile:
 
     def record(self, place: int) -> RecordScore:
         """Read a record. Raise a DataError if it is not as it was written."""
-        ends = self.columns["ends"]
-        span = slice(int(ends[place - 1]) if place else 0, int(ends[place]))
-        names = (*_VALUES, *_TOP) if self.has_top else _VALUES
         outside = UntrustedFile(str(self.path), remedy=_REMEDY)
         with outside.wrap_errors("the file is damaged"), safe_open(self.path, "np") as file:
-            values = [file.get_slice(name)[span] for name in names]
-            if _checksum(values) != self.columns["checksums"][place]:
-                raise ValueError(f"the checksum of record {place} is another than when written")
+            values = self._values(file, place)
         number, digest, sample_digest, tokens = (
             int(self.columns[name][place]) for name in _COLUMNS[:4]
         )
         where = self.where[place]
         return RecordScore(number, digest, sample_digest, tokens, where, *values)
+
+    def _values(self, file: Any, place: int) -> list[np.ndarray]:
+        """Read the values of a record from the opened file."""
+        ends = self.columns["ends"]
+        span = slice(int(ends[place - 1]) if place else 0, int(ends[place]))
+        names = (*_VALUES, *_TOP) if self.has_top else _VALUES
+        values = [file.get_slice(name)[span] for name in names]
+        if _checksum(values) != self.columns["checksums"][place]:
+            raise ValueError(f"the checksum of record {place} is another than when written")
+        return values
+
+    def sums(self) -> np.ndarray:
+        """Read the sum of the log-probs of each record, in float64. Raise a DataError if a record
+        is not as it was written."""
+        outside = UntrustedFile(str(self.path), remedy=_REMEDY)
+        with outside.wrap_errors("the file is damaged"), safe_open(self.path, "np") as file:
+            log_probs = [self._values(file, place)[2] for place in range(len(self))]
+        return np.array([values.sum(dtype=np.float64) for values in log_probs])
 
     def log_probs(self) -> list[np.ndarray]:
         """Read the log-probs of all records."""

@@ -119,17 +119,23 @@ def digest_vocabulary(tokens: Mapping[str, int]) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
-def check_scores(folder: str, top_k: int | None, temperature: float | None = None) -> ScoreIndex:
-    """Read the index of a teacher's folder. Refuse one that is not complete, that stores fewer than
-    `top_k` tokens for each supervised token, or that was written at another temperature."""
+def read_complete(key: str, folder: str) -> ScoreIndex:
+    """Read the index of a folder that a key names. Refuse one that is not complete."""
     index = ScoreIndex.read(folder)
     if not index.is_complete:
         raise DataError(
             "is not complete",
-            key="data.teacher",
+            key=key,
             found=folder,
             remedy="run the same megatron-vlm score again: it continues where it stopped",
         )
+    return index
+
+
+def check_scores(folder: str, top_k: int | None, temperature: float | None = None) -> ScoreIndex:
+    """Read the index of a teacher's folder. Refuse one that is not complete, that stores fewer than
+    `top_k` tokens for each supervised token, or that was written at another temperature."""
+    index = read_complete("data.teacher", folder)
     if not index.top_k:
         raise DataError(
             "has log-probs of the supervised tokens alone",

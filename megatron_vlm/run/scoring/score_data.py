@@ -11,8 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vlm.config.data_sources import SourceSpec
+from megatron_vlm.config.objectives import records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
+from megatron_vlm.data.batches.collate import MAX_ROWS
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.data.batches.loader import Loader, Replica
@@ -100,7 +102,11 @@ class Scorer:
 
         def opening() -> tuple[DataSet, Any]:
             share, sizes = (grid.dp.rank, grid.dp.size), self.worker.source.sizes
-            data = open_data(specs, name, cfg.data, cfg.model.path, sizes, share, train=False)
+            data = open_data(
+                *(specs, name, cfg.data, cfg.model.path, sizes, share),
+                train=False,
+                kind=records_of(cfg),
+            )
             assert isinstance(data, DataSet)
             chunk = -(-RECORDS_PER_FILE // cfg.eval.batch_size) * cfg.eval.batch_size
             return data, asdict(ScoredSet(name, _digest_of(data), data.length, chunk))
@@ -151,11 +157,12 @@ class Scorer:
                 if dist.get_rank() == 0:
                     assert opened.data is not None
                     for place, targets in sorted(by_place.items()):
-                        records.append(_record(opened.data, first + place, targets))
+                        sample, row = self._place_of(place)
+                        records.append(_record(opened.data, first + sample, row, targets))
             yield name, records
 
     def _score_batch(self, micro_batches: Sequence[Any]) -> dict[int, TopTargets]:
-        """Return the scores of the rows of a global batch, by their places in it."""
+        """Return the scores of the rows of a global batch, by `MicroBatch.rows`."""
         self.worker.watchdog.busy()
         settings = self.settings.top_k, self.settings.temperature
         rows = top_targets(self.worker.stage, micro_batches, *settings)
@@ -173,6 +180,10 @@ class Scorer:
             for place, (_, (label_N, ids_NJ, log_probs_NR)) in unpack(message)[0].items():
                 by_place[int(place)] = TopTargets(label_N, ids_NJ.int(), log_probs_NR)
         return by_place
+
+    def _place_of(self, place: int) -> tuple[int, int]:
+        """Return the sample of a row, by its place in the global batch, and the row's number."""
+        return (place, 0) if records_of(self.cfg) == "chat" else divmod(place, MAX_ROWS)
 
     def finish(self, summary: list[dict[str, Any]]) -> None:
         """Mark the folder as complete, with these results. Only rank 0 calls it."""
@@ -196,9 +207,12 @@ def _write(path: Path, records: Sequence[RecordScore]) -> None:
         ) from error
 
 
-def _record(data: DataSet, number: int, targets: TopTargets) -> RecordScore:
+def _record(data: DataSet, number: int, row: int, targets: TopTargets) -> RecordScore:
     source, place = data.handle(number)
-    sample = data.indexes[source][place]
+    example = data.indexes[source].example(place)
+    sample, where = example[row], data.where((source, place))
+    if len(example) > 1:
+        where += ", rejected answer" if sample.is_rejected else ", chosen answer"
     positions_N = supervised_positions(sample)
     assert len(positions_N) == len(targets.label_log_probs_N)
     has_top = bool(targets.ids_NJ.shape[1])
@@ -207,7 +221,7 @@ def _record(data: DataSet, number: int, targets: TopTargets) -> RecordScore:
         digest=int(data.indexes[source].digests[place]),
         sample_digest=digest_sample(sample),
         tokens=len(sample.ids_S),
-        where=data.where((source, place)),
+        where=where,
         positions_N=positions_N,
         ids_N=sample.ids_S[positions_N],
         log_probs_N=targets.label_log_probs_N.numpy(),

@@ -63,10 +63,12 @@ def _records(scorer: Scorer, scores: dict[tuple[str, int], SourceScore]) -> Iter
     for opened, _, file in scorer.files():
         assert isinstance(opened.data, DataSet)
         columns = zip(file.columns["numbers"], file.where, file.log_probs(), strict=True)
+        before = None
         for number, where, log_probs_N in columns:
             score = scores[opened.scored.name, opened.data.handle(int(number))[0]]
             total = math.fsum(log_probs_N.tolist())
-            score.records += 1
+            score.records += int(number != before)  # the answers of a pair are neighbours
+            before = number
             score.tokens += len(log_probs_N)
             score.sum += total
             yield RecordLine(perplexity(total / len(log_probs_N)), len(log_probs_N), where)
