@@ -5,22 +5,27 @@ Hugging Face's model, an exact resume, and the refusals."""
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_vlm.commands.eval import run_eval
 from megatron_vlm.config import load_config
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.scores.score_index import ScoreIndex
 from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.errors import ConfigError
 from tests.error_fields import raises
 from tests.reference import load_reference
-from tests.sets import open_set
+from tests.sets import open_set, write_set
 from tests.test_evaluation import hf_row, logits_of
 from tests.test_score import asked, records_of, score, words_of  # noqa: F401
 from tests.test_train import run_rank, steps_of, values
@@ -69,6 +74,13 @@ def train_words(folder: Path, model: str, run: str, **more: Any) -> list[str]:
     }
     keys |= {key.replace("__", "."): value for key, value in more.items()}
     return [f"{key}={value}" for key, value in keys.items()]
+
+
+def eval_rank(words: list[str]) -> tuple[int, str, str]:
+    """Run one rank of megatron-vlm eval."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        status = run_guarded(run_eval, words)
+    return status, out.getvalue(), err.getvalue()
 
 
 def train(pool: Any, world: int, words: list[str]) -> tuple[int, str, str]:
@@ -223,3 +235,46 @@ def test_what_does_not_belong_together_is_refused(taught, tiny, pool):
 def test_keys_that_contradict_each_other(overrides, key):
     with raises(ConfigError, key=key):
         load_config(["model.path=m", *overrides])
+
+
+def test_the_command_evaluates_as_the_run_does(whole, pool):
+    """To the last digit, with the configuration of the run."""
+    answers = pool.run(eval_rank, 2, [str(whole)])
+    status, out, err = answers[0]
+    assert status == 0, err
+    [scores] = map(json.loads, out.splitlines())
+    last = evaluations_of(whole)[-1]
+    assert {name: scores[name] for name in ("loss", "divergence", "cross_entropy")} == {
+        name: last[name] for name in ("loss", "divergence", "cross_entropy")
+    }
+    assert (scores["name"], scores["samples"]) == ("eval", 3)
+
+
+def test_a_student_gets_nearer_to_its_teacher(tiny, pool, tmp_path):
+    """The divergence of held-out records. Measured: 2.43 before, and 0.40 after."""
+    teacher, student = tmp_path / "certain", tiny(vocab=509)
+    shutil.copytree(tiny(vocab=509, layers=3), teacher)
+    weights = load_file(teacher / "model.safetensors")
+    weights["lm_head.weight"] *= 20  # random models are nearly alike; this one is certain
+    save_file(weights, teacher / "model.safetensors", {"format": "pt"})
+    keys = {
+        "data.train": write_set(tmp_path, 24),
+        "data.cache_dir": tmp_path / "cache",
+        "data.num_workers": 0,
+        "data.split": 6,
+        "launch.timeout_minutes": 2,
+    }
+    words = [f"{key}={value}" for key, value in keys.items()]
+    scores = [str(teacher), *words, "--top-k", "8", "--out", str(tmp_path / "teacher")]
+    status, _, err = score(pool, scores)
+    assert status == 0, err
+    words += [f"data.teacher={tmp_path / 'teacher'}", "train.objective=distill"]
+    status, before, err = pool.run(eval_rank, 1, [student, *words])[0]
+    assert status == 0, err
+    more = ["model=tiny_cpu", f"model.path={student}", f"run={tmp_path / 'run'}", "train.steps=24"]
+    more += ["train.global_batch_size=9", "optim.lr=1e-2", "checkpoint.export=false"]
+    status, _, err = train(pool, 1, [*words, *more])
+    assert status == 0, err
+    [first], last = map(json.loads, before.splitlines()), evaluations_of(tmp_path / "run")[-1]
+    assert first["samples"] == 6 and first["divergence"] > 2
+    assert last["step"] == 24 and last["divergence"] < first["divergence"] / 4
