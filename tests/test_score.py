@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_vlm.cli import main
 from megatron_vlm.commands.score import run_score
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.scores.score_file import RecordScore, ScoreFile
@@ -22,7 +23,8 @@ from megatron_vlm.data.scores.score_index import ScoreIndex
 from megatron_vlm.data.scores.teacher_targets import lump_tail
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.process import run_guarded
-from megatron_vlm.run.scoring import score_data
+from megatron_vlm.run.scoring import score_folder
+from megatron_vlm.run.scoring.engine_scores import SMALLEST_REST, targets_of_table
 from tests.reference import load_reference
 from tests.sets import open_set, write_set
 from tests.test_evaluation import hf_row, logits_of
@@ -65,7 +67,7 @@ def words_of(folder: Path, model: str, out: str, *more: str) -> list[str]:
 
 def score_rank(words: list[str], fail_at: int = -1) -> tuple[int, str, str]:
     """Run one rank of the command, which dies when it is about to write a file."""
-    save, written = score_data.save_scores, 0
+    save, written = score_folder.save_scores, 0
 
     def save_scores(path: Path, records: list[RecordScore]) -> None:
         nonlocal written
@@ -75,8 +77,8 @@ def score_rank(words: list[str], fail_at: int = -1) -> tuple[int, str, str]:
         save(path, records)
 
     with (
-        mock.patch.object(score_data, "RECORDS_PER_FILE", CHUNK),
-        mock.patch.object(score_data, "save_scores", save_scores),
+        mock.patch.object(score_folder, "RECORDS_PER_FILE", CHUNK),
+        mock.patch.object(score_folder, "save_scores", save_scores),
         redirect_stdout(StringIO()) as out,
         redirect_stderr(StringIO()) as err,
     ):
@@ -210,6 +212,7 @@ def test_scores_of_something_else_are_refused(whole, asked, tiny, pool):
         "--top-k=600": words_of(asked, model, "new", "--top-k", "600"),
         "--top-k=-1": words_of(asked, model, "new", "--top-k", "-1"),
         "--temperature=0.0": words_of(asked, model, "new", "--temperature", "0"),
+        "--devices=0 has no effect without --engine": words_of(asked, model, "new", "--devices=0"),
         "data.train is not set": [model, "--out", str(asked / "new")],
     }
     for problem, words in cases.items():
@@ -240,8 +243,34 @@ def test_damaged_files_are_refused(damage, whole, asked, tiny, pool):
     assert status == 2 and file.name in err and "delete the file and run" in err
 
 
+def test_an_engines_table_has_the_rest_of_each_place():
+    """The scores are at the position that predicts a token. A rest that fp32 cannot tell from
+    nothing has the smallest probability that it can."""
+    table = torch.tensor([[[9, 0.25], [3, 0.5], [9, 0.25]], [[4, 1e-9], [5, 1.0], [6, 1e-7]]])
+    table = torch.cat([table[..., :1], table[..., 1:].log()], dim=-1).double()
+    targets = targets_of_table(table, np.array([1, 2]))
+    assert targets.ids_NJ.tolist() == [[3, 9], [5, 6]]
+    assert targets.label_log_probs_N.exp().tolist() == pytest.approx([0.25, 1e-9])
+    rest = targets.log_probs_NR[:, -1].exp()
+    assert rest.tolist() == pytest.approx([0.25, SMALLEST_REST])
+
+
 def test_fewer_tokens_leave_the_rest_to_all_others():
     log_probs = torch.tensor([[0.5, 0.2, 0.1, 0.2]]).log()
     lumped = lump_tail(log_probs, 1).exp()
     assert torch.allclose(lumped, torch.tensor([[0.5, 0.5]]))
     assert torch.equal(lump_tail(log_probs, 3), log_probs)
+
+
+def test_what_engines_cannot_score_is_refused(asked, tiny, capsys):
+    model, engine = tiny(vocab=509), ["--engine", "/no/such/python"]
+    cases = {
+        "--temperature=0.7: vLLM's log-probs of a prompt": ["--temperature", "0.7"],
+        "data.add_tokens=['<x>']: the engines have": ['data.add_tokens=["<x>"]'],
+        "lora.rank=16: the engines get": ["lora=default"],
+        "--engine=/no/such/python cannot be started": [],
+    }
+    for problem, more in cases.items():
+        status = main(["score", *words_of(asked, model, "engine", *engine, *more)])
+        assert status == 2 and problem in capsys.readouterr().err
+    assert not (asked / "engine").exists()

@@ -27,9 +27,11 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.untrusted import home_path
 from megatron_vlm.run.resolve_model import with_commit
-from megatron_vlm.training.preflight import check_run
+from megatron_vlm.training.preflight import check_records, check_run
 
 if TYPE_CHECKING:
+    from megatron_vlm.family.spec import ModelSizes
+    from megatron_vlm.run.scoring.score_folder import ScoreFolder
     from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -63,6 +65,19 @@ def add_score_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="divide the logits of these tokens by X (default: 1)",
     )
+    parser.add_argument(
+        "--engine",
+        metavar="PYTHON",
+        help="score in vLLM engines: the python of an environment that has vLLM",
+    )
+    parser.add_argument(
+        "--devices",
+        metavar="LIST",
+        action="append",
+        default=[],
+        help="GPUs of an engine, such as 0,1; several times for several engines (default: one "
+        "engine, with CUDA_VISIBLE_DEVICES as here)",
+    )
 
 
 def score(args: argparse.Namespace) -> int:
@@ -75,6 +90,8 @@ def score(args: argparse.Namespace) -> int:
     example: megatron-vlm score Qwen/Qwen3-VL-32B-Instruct data.train=chats.jsonl --top-k 64
     --out teacher
 
+    With --engine vLLM scores the records; otherwise the ranks do, at any layout.
+
     With train.objective=dpo or kto the records are preferences, and every answer is scored. A run
     reads the log-probs of its reference from there with data.reference=DIR.
 
@@ -84,7 +101,12 @@ def score(args: argparse.Namespace) -> int:
     file, arguments = read_configuration(args)
     _check_options(args)
     with held_in_place(args.where) as where:
-        cfg, _ = _locate(where, args, file)
+        cfg, checkpoint = _locate(where, args, file)
+        if args.engine is not None:
+            _check_engine(cfg, checkpoint, args)
+            check_records(cfg)
+            _score_with_engines(cfg, args)
+            return 0
         check_run(cfg)
         arguments = [where, *with_commit(arguments, cfg), "--out", args.out]
         arguments += ["--top-k", str(args.top_k), "--temperature", str(args.temperature)]
@@ -99,6 +121,42 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError(key="--top-k", found=args.top_k, allowed="0 or above")
     if not 0 < args.temperature < float("inf"):
         raise ConfigError(key="--temperature", found=args.temperature, allowed="more than 0")
+    if args.devices and args.engine is None:
+        raise ConfigError(
+            "has no effect without --engine",
+            key="--devices",
+            found=args.devices[0],
+            remedy="the ranks take their GPUs from launch.processes and CUDA_VISIBLE_DEVICES",
+        )
+
+
+def _check_engine(cfg: Config, checkpoint: Path | None, args: argparse.Namespace) -> None:
+    """Refuse what engines cannot score: they take a whole model in a folder of Hugging Face's."""
+    whole = "write a folder with megatron-vlm export RUN DIR --as merged, and give that one"
+    if args.temperature != 1:
+        raise ConfigError(
+            ": vLLM's log-probs of a prompt are those at temperature 1",
+            key="--temperature",
+            found=args.temperature,
+            remedy="score without --engine",
+        )
+    if checkpoint is not None:
+        problem = "is a run or one of its checkpoints, which engines do not load"
+        raise ConfigError(problem, key="WHERE", found=args.where, remedy=whole)
+    if cfg.lora.rank:
+        raise ConfigError(
+            ": the engines get whole weights, without adapters",
+            key="lora.rank",
+            found=cfg.lora.rank,
+            remedy=whole,
+        )
+    if cfg.data.add_tokens:
+        raise ConfigError(
+            ": the engines have the model's own vocabulary",
+            key="data.add_tokens",
+            found=cfg.data.add_tokens,
+            remedy=whole,
+        )
 
 
 def _locate(
@@ -153,31 +211,68 @@ def _score(
     import torch.distributed as dist
 
     from megatron_vlm.checkpoint.save_load import load
-    from megatron_vlm.run.scoring.score_data import Scorer, ScoreSettings
-    from megatron_vlm.run.scoring.score_tables import print_tables, summarize
+    from megatron_vlm.run.scoring.score_data import Scorer
+    from megatron_vlm.run.scoring.score_folder import ScoreSettings
     from megatron_vlm.training.worker import MegatronWorker
 
     worker = MegatronWorker(cfg, training=False, watchdog=watchdog)
     if checkpoint is not None:
         watchdog.begin_phase(0, "loading the checkpoint", files=True)
         load(worker, checkpoint)
-    vocab = worker.source.sizes.text.vocab
-    if args.top_k > vocab:
-        raise ConfigError(key="--top-k", found=args.top_k, allowed=range(vocab + 1))
+    _check_top_k(args, worker.source.sizes)
     settings = ScoreSettings(args.top_k, args.temperature)
-    folder = home_path(args.out)
-    scorer = Scorer(worker, cfg, folder, settings, _weights_digest(worker, checkpoint))
+    weights = _weights_digest(worker, checkpoint)
+    scorer = Scorer(worker, cfg, home_path(args.out), settings, weights)
     watchdog.begin_phase(0, "scoring")
-    is_first = dist.get_rank() == 0
-    if is_first and (present := len(scorer.index.files) - scorer.missing):
-        print_to_user(f"{folder} has {present} of {len(scorer.index.files)} files already")
-    scorer.compute(lambda done, missing: print_to_user(f"wrote file {done} of {missing}"))
+    if is_first := dist.get_rank() == 0:
+        _report_present(scorer.folder)
+    scorer.compute(_report_file)
     if is_first:
-        lines, worst = summarize(scorer)
-        scorer.finish(lines)
-        for line in lines:
-            print(json.dumps(line, ensure_ascii=False), flush=True)
-        print_tables(lines, worst)
+        _finish(scorer.folder)
+
+
+def _score_with_engines(cfg: Config, args: argparse.Namespace) -> None:
+    """Score in engines that this process starts."""
+    if cfg.data.num_workers:
+        start_server()
+    from megatron_vlm.engines.find_vllm import find_vllm
+    from megatron_vlm.family import read_sizes
+    from megatron_vlm.run.scoring.engine_scores import EngineScorer
+    from megatron_vlm.run.scoring.score_folder import ScoreSettings
+
+    find_vllm(args.engine, "--engine")
+    _check_top_k(args, read_sizes(cfg.model.path))
+    settings = ScoreSettings(args.top_k, args.temperature)
+    scorer = EngineScorer(cfg, home_path(args.out), settings, args.engine, args.devices)
+    _report_present(scorer.folder)
+    scorer.compute(_report_file)
+    _finish(scorer.folder)
+
+
+def _check_top_k(args: argparse.Namespace, sizes: "ModelSizes") -> None:
+    if args.top_k > sizes.text.vocab:
+        raise ConfigError(key="--top-k", found=args.top_k, allowed=range(sizes.text.vocab + 1))
+
+
+def _report_present(folder: "ScoreFolder") -> None:
+    count = len(folder.index.files)
+    if present := count - folder.missing:
+        print_to_user(f"{folder.path} has {present} of {count} files already")
+
+
+def _report_file(done: int, missing: int) -> None:
+    print_to_user(f"wrote file {done} of {missing}")
+
+
+def _finish(folder: "ScoreFolder") -> None:
+    """Print the results, and mark the folder as complete."""
+    from megatron_vlm.run.scoring.score_tables import print_tables, summarize
+
+    lines, worst = summarize(folder)
+    folder.finish(lines)
+    for line in lines:
+        print(json.dumps(line, ensure_ascii=False), flush=True)
+    print_tables(lines, worst)
 
 
 def _weights_digest(worker: "MegatronWorker", checkpoint: Path | None) -> str:

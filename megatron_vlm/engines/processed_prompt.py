@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,15 @@ def compare_media(prompt: Row, view: ProcessedPrompt, tables: PixelTables) -> tu
     grids = all(a is not None and b is not None and a.grid == b.grid for a, b in pairs)
     patches = [patch_difference(a, b) for a, b in pairs]
     return grids, float(np.max(patches)) if patches else 0.0
+
+
+def describe_difference(prompt: Row, view: ProcessedPrompt, folder: str | Path) -> str:
+    """Return in words what the engine makes of the pictures of a prompt, if it is not what the
+    trainer makes of them with the settings in `folder`; else an empty text."""
+    grids, difference = compare_media(prompt, view, PixelTables(str(folder), torch.device("cpu")))
+    if grids and difference < HALF_STEP:
+        return ""
+    return f"patches that differ by {difference:.2g}" if grids else "other grids"
 
 
 def patch_difference(

@@ -28,6 +28,7 @@ from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.training.completions import Completion, SamplingSettings
 
 MAX_TRIES = 3  # attempts for a request whose engines die
+MAX_LOG_PROBS = 20  # vLLM's own limit of tokens in a place
 SCORES_AT_ONCE = 64  # rows that an engine scores at a time
 
 

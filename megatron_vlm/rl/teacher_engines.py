@@ -6,18 +6,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.teachers import teachers_of
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.micro_batch import VISUAL_FIELDS
-from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.distributed.rank0 import result_of
 from megatron_vlm.engines import EngineSettings
 from megatron_vlm.engines.engine_thread import Engines, side_by_side
-from megatron_vlm.engines.processed_prompt import HALF_STEP, compare_media
+from megatron_vlm.engines.processed_prompt import describe_difference
+from megatron_vlm.engines.vllm_sampler import MAX_LOG_PROBS
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import folder_of
@@ -26,8 +25,6 @@ from megatron_vlm.rl.teacher_scores import check_ids_of_teacher
 from megatron_vlm.rl.train_batch import TrainBatch
 from megatron_vlm.rl.vllm_engines import settings_of
 from megatron_vlm.training.worker import MegatronWorker
-
-_MAX_LOG_PROBS = 20  # vLLM's own limit of tokens in a place
 
 
 @dataclass(frozen=True)
@@ -94,10 +91,7 @@ class EngineTeachers:
         if path in self.checked or row is None or not is_open:
             return
         view = result_of(self.engines[place].submit(sampler.inspect(row)), waiting)
-        tables = PixelTables(str(folder_of(self.cfg.model.path)), torch.device("cpu"))
-        grids, difference = compare_media(row, view, tables)
-        if not grids or not difference < HALF_STEP:
-            what = f"patches that differ by {difference:.2g}" if grids else "other grids"
+        if what := describe_difference(row, view, folder_of(self.cfg.model.path)):
             raise ConfigError(
                 f": {view.version} makes {what} of a picture, so this teacher would not see what "
                 "the student sees",
@@ -127,7 +121,7 @@ def teacher_settings(
     own, rl = settings_of(worker, data), worker.cfg.rl
     # Without a cache, an engine can show what it sees; see `_check_sight`.
     options: dict[str, Any] = {"mm_processor_cache_gb": 0, "tensor_parallel_size": 1}
-    if rl.teacher_top_k > _MAX_LOG_PROBS:
+    if rl.teacher_top_k > MAX_LOG_PROBS:
         options["max_logprobs"] = rl.teacher_top_k
     return replace(
         own,

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.io.printable import escape_controls
-from megatron_vlm.run.scoring.score_data import Scorer
+from megatron_vlm.run.scoring.score_folder import ScoreFolder
 
 _SHOWN = 10  # records with the highest perplexity
 
@@ -45,22 +45,24 @@ def perplexity(mean_log_prob: float) -> float:
     return math.exp(-mean_log_prob) if mean_log_prob > -700 else math.inf
 
 
-def summarize(scorer: Scorer) -> tuple[list[dict[str, Any]], list[RecordLine]]:
+def summarize(folder: ScoreFolder) -> tuple[list[dict[str, Any]], list[RecordLine]]:
     """Return a line for each source, and the records with the highest perplexity. Only rank 0 calls
     it."""
     scores: dict[tuple[str, int], SourceScore] = {}
-    for opened in scorer.sets:
+    for opened in folder.sets:
         assert opened.data is not None
         for place, source in enumerate(opened.data.sources):
             name = opened.scored.name
             scores[name, place] = SourceScore(name, source.name)
-    worst = heapq.nlargest(_SHOWN, _records(scorer, scores))
+    worst = heapq.nlargest(_SHOWN, _records(folder, scores))
     return [score.line() for score in scores.values() if score.records], worst
 
 
-def _records(scorer: Scorer, scores: dict[tuple[str, int], SourceScore]) -> Iterator[RecordLine]:
+def _records(
+    folder: ScoreFolder, scores: dict[tuple[str, int], SourceScore]
+) -> Iterator[RecordLine]:
     """Yield every record, and add it to the score of its source."""
-    for opened, _, file in scorer.files():
+    for opened, _, file in folder.files():
         assert isinstance(opened.data, DataSet)
         columns = zip(file.columns["numbers"], file.where, file.log_probs(), strict=True)
         before = None

@@ -1,0 +1,181 @@
+"""A folder of scores that is written: its data sets, the files that it still lacks, and its
+index."""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config.data_sources import SourceSpec
+from megatron_vlm.config.objectives import records_of
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.data.scores.score_file import (
+    RecordScore,
+    ScoreFile,
+    digest_sample,
+    save_scores,
+    supervised_positions,
+)
+from megatron_vlm.data.scores.score_index import ScoredSet, ScoreIndex, digest_vocabulary
+from megatron_vlm.data.tokens.tokenizer import read_tokenizer
+from megatron_vlm.errors import DataError
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.training.top_targets import TopTargets
+
+RECORDS_PER_FILE = 512  # records of a file, rounded up to whole batches
+
+
+@dataclass(frozen=True)
+class ScoreSettings:
+    """Values that are stored for each supervised token in addition to its own log-prob."""
+
+    top_k: int = 0  # number of most likely tokens; 0: none
+    temperature: float = 1.0  # divisor of the logits of these tokens
+
+
+@dataclass(frozen=True)
+class OpenedSet:
+    """A data set on this rank; only the loading ranks have `data`."""
+
+    scored: ScoredSet
+    data: DataSet | None
+
+
+@dataclass(frozen=True)
+class MissingFile:
+    """A file that is to be computed: its name, and the numbers of its records."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ScoreFolder:
+    """A folder, its data sets, and the names of the files that it had at the start."""
+
+    path: Path
+    index: ScoreIndex
+    sets: Sequence[OpenedSet]
+    present: frozenset[str]
+
+    @property
+    def missing(self) -> int:
+        """Number of files that are still to be computed."""
+        return sum(name not in self.present for name in self.index.files)
+
+    def gaps(self) -> Iterator[tuple[OpenedSet, list[MissingFile]]]:
+        """Yield the missing files: those that are neighbours together, with their set."""
+        for number, opened in enumerate(self.sets):
+            scored = opened.scored
+            pairs = zip(scored.files(number), scored.starts, strict=True)
+            for is_present, run in groupby(pairs, lambda pair: pair[0] in self.present):
+                if not is_present:
+                    yield (
+                        opened,
+                        [
+                            MissingFile(name, start, min(start + scored.chunk, scored.samples))
+                            for name, start in run
+                        ],
+                    )
+
+    def write(self, name: str, records: Sequence[RecordScore]) -> None:
+        """Write a file."""
+        try:
+            save_scores(self.path / name, records)
+        except OSError as error:
+            raise DataError(
+                f"cannot be written: {error.strerror}",
+                place=str(self.path / name),
+                remedy="free space there and run the same command again: it continues with this "
+                "file",
+            ) from error
+
+    def finish(self, summary: list[dict[str, Any]]) -> None:
+        """Mark the folder as complete, with these results."""
+        replace(self.index, is_complete=True, summary=summary).write(self.path)
+
+    def files(self) -> Iterator[tuple[OpenedSet, int, ScoreFile]]:
+        """Yield each file of scores with its set and the number of its first record."""
+        for number, opened in enumerate(self.sets):
+            for name, start in zip(opened.scored.files(number), opened.scored.starts, strict=True):
+                yield opened, start, ScoreFile.open(self.path / name)
+
+
+Report = Callable[[int, int], None]  # receives the numbers of computed and of missing files
+
+
+def scored_sets(cfg: Config) -> list[tuple[str, Collection[SourceSpec]]]:
+    """Return the names and sources of the sets that are scored."""
+    sets: list[tuple[str, Collection[SourceSpec]]] = []
+    if cfg.data.train:
+        sets.append(("data.train", cfg.data.train))
+    return sets + [(entry.name, (entry.source,)) for entry in cfg.data.eval]
+
+
+def open_scored(
+    name: str,
+    specs: Sequence[SourceSpec],
+    cfg: Config,
+    sizes: ModelSizes,
+    share: tuple[int, int] = (0, 1),
+) -> tuple[DataSet, ScoredSet]:
+    """Open a set, with all of its records. `share` is that of open_data."""
+    data = open_data(
+        *(specs, name, cfg.data, cfg.model.path, sizes, share), train=False, kind=records_of(cfg)
+    )
+    assert isinstance(data, DataSet)
+    chunk = -(-RECORDS_PER_FILE // cfg.eval.batch_size) * cfg.eval.batch_size
+    return data, ScoredSet(name, _digest_of(data), data.length, chunk)
+
+
+def index_of(
+    cfg: Config, settings: ScoreSettings, weights: str, precision: str, sets: Sequence[OpenedSet]
+) -> ScoreIndex:
+    """Return the index of a folder. `weights` is a digest of the model's weights."""
+    vocabulary = read_tokenizer(cfg.model.path, cfg.data.add_tokens).get_vocab()
+    return ScoreIndex(
+        model=cfg.model.path,
+        weights=weights,
+        vocabulary=digest_vocabulary(vocabulary),
+        top_k=settings.top_k,
+        temperature=settings.temperature,
+        precision=precision,
+        sets=tuple(each.scored for each in sets),
+    )
+
+
+def record_score(data: DataSet, number: int, row: int, targets: TopTargets) -> RecordScore:
+    """Return the score of a row of a record, which has several if it is a pair."""
+    source, place = data.handle(number)
+    example = data.indexes[source].example(place)
+    sample, where = example[row], data.where((source, place))
+    if len(example) > 1:
+        where += ", rejected answer" if sample.is_rejected else ", chosen answer"
+    positions_N = supervised_positions(sample)
+    assert len(positions_N) == len(targets.label_log_probs_N)
+    has_top = bool(targets.ids_NJ.shape[1])
+    return RecordScore(
+        number=number,
+        digest=int(data.indexes[source].digests[place]),
+        sample_digest=digest_sample(sample),
+        tokens=len(sample.ids_S),
+        where=where,
+        positions_N=positions_N,
+        ids_N=sample.ids_S[positions_N],
+        log_probs_N=targets.label_log_probs_N.numpy(),
+        top_ids_NJ=targets.ids_NJ.numpy() if has_top else None,
+        top_log_probs_NR=targets.log_probs_NR.numpy() if has_top else None,
+    )
+
+
+def _digest_of(data: DataSet) -> str:
+    """Return a digest of the records of a set, of their order and of the sizes of their samples."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for index in data.indexes:
+        for column in (index.digests, index.tokens, index.supervised):
+            hasher.update(column.astype("<i8").tobytes())
+    return hasher.hexdigest()
