@@ -332,6 +332,22 @@ def test_curves_that_have_nothing_to_say_are_left_out(report):
     assert [name for name, _, _ in page.curves("Tokens")] == ["all", "trained"]
 
 
+def test_a_student_has_charts_of_its_divergence(report, tmp_path):
+    """The lowest one is the best, and none is a share."""
+    metrics = [{"divergence": value, "cross_entropy": 3.0} for value in (0.75, 0.25, 0.5)]
+    lines = [step(i, 1.0, divergence=0.5**i, cross_entropy=2.0) for i in range(4)]
+    lines += [evaluation(i, 1.0, accuracy=None, metrics=each) for i, each in enumerate(metrics)]
+    page = report(*lines)
+    training = [("divergence", [0, 1, 2, 3], [1.0, 0.5, 0.25, 0.125])]
+    assert page.curves("Divergence from the teacher") == training
+    assert page.curves("Cross-entropy")[0] == ("cross-entropy", [0, 1, 2, 3], [2.0] * 4)
+    assert page.curves("Divergence") == [("eval", [0, 1, 2], [0.75, 0.25, 0.5])]
+    assert [row[3] for row in page.rows if len(row) == 7] == ["0.75", "0.25\u00a0*", "0.5"]
+    runs = [write_run(tmp_path / name, lines) for name in ("one", "other")]
+    tiles = Facts(read_report(*runs)).tiles
+    assert tiles["best eval divergence: one, step 1"] == "0.25"
+
+
 def test_evaluations_have_rows_and_curves_of_each_set(report):
     page = report(
         *(step(i, 1.0) for i in range(30)),

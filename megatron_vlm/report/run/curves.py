@@ -30,7 +30,10 @@ CURVE_NAMES = {
     "iou": "IoU",
     "iou_accuracy": "IoU of at least 0.5",
     "reward_accuracy": "reward accuracy",
+    "divergence": "divergence",
+    "cross_entropy": "cross-entropy",
 }
+_NO_SHARES = frozenset({"loss", "reward", "divergence", "cross_entropy"})
 
 
 _ANY = -math.inf  # a chart is left out if it has no number
@@ -98,6 +101,16 @@ _STEP_CHARTS = (
         "Similarity to the query",
         {"positive": "positive_similarity", "nearest other": "nearest_negative_similarity"},
         above=_ANY,
+    ),
+    ChartPlan(
+        "Divergence from the teacher",
+        {"divergence": "divergence"},
+        "of a token",
+        may_log=True,
+        above=_ANY,
+    ),
+    ChartPlan(
+        "Cross-entropy", {"cross-entropy": "cross_entropy"}, "of the records' tokens", above=_ANY
     ),
     ChartPlan("Busiest expert", {"busiest": "expert_load"}, "times the mean", above=0),
     ChartPlan("Balancing loss", {"balance": "balance_loss"}, above=0),
@@ -188,7 +201,7 @@ def score_text(score: str, value: float) -> str:
 
 def is_share(score: str) -> bool:
     """Return whether a score is a share of answers."""
-    return score not in ("loss", "reward") and score in CURVE_NAMES
+    return score not in _NO_SHARES and score in CURVE_NAMES
 
 
 def _charts(

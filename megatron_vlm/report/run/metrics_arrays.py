@@ -32,7 +32,7 @@ _MEAN_OF = 10  # steps; the reward of a single step is too noisy
 _ROW = tuple(field.name for field in fields(StepLine))
 # The scores of an evaluation, and which of their values is the best.
 SCORES = {"reward": max, "loss": min, "token_accuracy": max, "exact_match": max, "ranking": max}
-SCORES |= {"reward_accuracy": max, "rewards_margin": max}
+SCORES |= {"reward_accuracy": max, "rewards_margin": max, "divergence": min, "cross_entropy": min}
 SCORES |= {"anls": max, "relaxed_accuracy": max, "iou": max, "iou_accuracy": max}
 
 
