@@ -490,58 +490,78 @@ def test_the_reference_is_computed_once_and_only_for_what_is_trained(
     assert len(list((tmp_path / "cache" / "reference").iterdir())) == 2
 
 
-def test_the_reference_is_read_from_scores(pool, tiny, references, tmp_path):
-    """Its log-probs are those that the run would compute, also on two stages, and what does not
-    belong to the run is refused. The scores of another model are another reference."""
-    data_of, _, _ = references
-    data = data_of("dpo")
+class Scored:
+    """Scores of the records of an objective, and runs that read them, in a folder."""
 
-    def score_with(path: str, out: str, records: str, *more: str) -> tuple[int, str, str]:
-        keys = [f"data.train={records}", "data.cache_dir=null", "data.num_workers=0"]
-        keys += ["eval.batch_size=2", "parallel.pp=2", *more, "--out", str(tmp_path / out)]
-        return score(pool, [path, *keys], 2)
+    def __init__(self, pool: Any, tiny: Any, folder: Path, data: str, *objective: str):
+        self.pool, self.tiny, self.folder, self.data = pool, tiny, folder, data
+        self.objective = objective
 
-    def run_of(name: str, *more: str) -> tuple[int, str]:
-        words = run_words(tiny, tmp_path / name, data, "eval.generate=false", "train.steps=2")
-        status, _, err = pool.run(run_rank, 1, [*words, "train.objective=dpo", *more])[0]
+    def score(self, path: str, out: str, data: str, *more: str) -> str:
+        """Score on two stages, and return the printed line of JSON."""
+        keys = [f"data.train={data}", "data.cache_dir=null", "data.num_workers=0"]
+        keys += ["eval.batch_size=2", "parallel.pp=2", *self.objective, *more]
+        status, said, err = score(self.pool, [path, *keys, "--out", str(self.folder / out)], 2)
+        assert status == 0, err
+        return said
+
+    def train(self, name: str, *more: str) -> tuple[int, str]:
+        few = ("eval.generate=false", "train.steps=2")
+        words = run_words(self.tiny, self.folder / name, self.data, *few, *self.objective, *more)
+        status, _, err = self.pool.run(run_rank, 1, words)[0]
         return status, err
 
-    status, out, err = score_with(tiny(), "scores", data, "train.objective=dpo", "--top-k", "2")
-    assert status == 0, err
-    [line] = map(json.loads, out.splitlines())
-    assert line["records"] == PAIRS
+    def figures(self, name: str) -> list[dict[str, float]]:
+        """Return the numbers of each step and each evaluation."""
+        lines = [*logged(self.folder / name, "step"), *logged(self.folder / name, "eval")]
+        merged = [line | line.get("metrics", {}) for line in lines]
+        return [{k: v for k, v in line.items() if isinstance(v, float)} for line in merged]
+
+
+@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+def test_the_reference_is_read_from_scores(name, pool, tiny, references, tmp_path):
+    """Its log-probs are those that the run would compute. The scores of another model are another
+    reference."""
+    data_of, _, _ = references
+    objective = [f"train.objective={name}"]
+    objective += ["preference.losses=[apo_zero_unpaired]"] if name == "kto" else []
+    scored = Scored(pool, tiny, tmp_path, data_of(name), *objective)
+    answers = 2 if name == "dpo" else 1
+    said = json.loads(scored.score(tiny(), "scores", scored.data, "--top-k", "2"))
     [records] = records_of(tmp_path / "scores")
-    answers = [record.where.partition("jsonl:")[2] for record in records]
-    assert answers[2:4] == ["2, chosen answer", "2, rejected answer"] and len(answers) == 2 * PAIRS
-    status, err = run_of("computed")
-    assert status == 0 and "computing the reference" in err
-    status, err = run_of("stored", f"data.reference={tmp_path / 'scores'}")
+    assert said["records"] == len(records) // answers
+    if name == "dpo":
+        places = [record.where.partition("jsonl:")[2] for record in records]
+        assert places[2:4] == ["2, chosen answer", "2, rejected answer"]
+    status, err = scored.train("computed", "train.reference=keep")
+    assert status == 0 and "computing the reference" in err, err
+    status, err = scored.train("stored", f"data.reference={tmp_path / 'scores'}")
     assert status == 0 and "reference log-probs" not in err, err
-    for kind in ("step", "eval"):
-        computed, stored = (logged(tmp_path / name, kind) for name in ("computed", "stored"))
-        assert len(stored) == len(computed) > 0
-        for one, other in zip(computed, stored, strict=True):
-            metrics, others = one.pop("metrics", {}), other.pop("metrics", {})
-            for figures, theirs in ((one, other), (metrics, others)):
-                numbers = {k: v for k, v in figures.items() if isinstance(v, float)}
-                assert {k: theirs[k] for k in numbers} == pytest.approx(numbers, rel=1e-5, abs=1e-6)
-
-    other = score_with(tiny(seed=1), "other", data, "train.objective=dpo")
-    assert other[0] == 0, other[2]
-    status, err = run_of("far", f"data.reference={tmp_path / 'other'}")
+    computed, stored = scored.figures("computed"), scored.figures("stored")
+    assert len(computed) == len(stored) > 2
+    for one, other in zip(computed, stored, strict=True):
+        assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
+    scored.score(tiny(seed=1), "other", scored.data)
+    status, err = scored.train("far", f"data.reference={tmp_path / 'other'}")
     assert status == 0, err
-    assert abs(logged(tmp_path / "computed", "step")[0]["rewards_chosen"]) < 1e-6
-    assert abs(logged(tmp_path / "far", "step")[0]["rewards_chosen"]) > 1e-3
+    near, far = (scored.figures(name)[0]["rewards_chosen"] for name in ("computed", "far"))
+    assert abs(near) < 1e-6 and abs(far) > 1e-3
 
+
+def test_scores_that_are_of_no_use_as_a_reference_are_refused(pool, tiny, references, tmp_path):
+    data = references[0]("dpo")
+    scored = Scored(pool, tiny, tmp_path, data, "train.objective=dpo")
+    scored.score(tiny(), "scores", data)
     few = tmp_path / "few.jsonl"
     few.write_text("".join(Path(data).read_text().splitlines(True)[:3]))
-    assert score_with(tiny(), "few", str(few), "train.objective=dpo")[0] == 0
-    shutil.copytree(tmp_path / "scores", tmp_path / "stopped")
-    replace(ScoreIndex.read(tmp_path / "stopped"), is_complete=False).write(tmp_path / "stopped")
-    shutil.copytree(tmp_path / "scores", tmp_path / "foreign")
-    replace(ScoreIndex.read(tmp_path / "foreign"), vocabulary="x", is_complete=True).write(
-        tmp_path / "foreign"
-    )
+    scored.score(tiny(), "few", str(few))
+    changes: dict[str, dict[str, Any]] = {
+        "stopped": {"is_complete": False},
+        "foreign": {"vocabulary": "x", "is_complete": True},
+    }
+    for name, change in changes.items():
+        shutil.copytree(tmp_path / "scores", tmp_path / name)
+        replace(ScoreIndex.read(tmp_path / name), **change).write(tmp_path / name)
     cases = {
         "has no scores of 2 of 5 samples; the first is": ["few"],
         "is not complete": ["stopped"],
@@ -552,5 +572,5 @@ def test_the_reference_is_read_from_scores(pool, tiny, references, tmp_path):
         "kto compares each answer": ["scores", "train.objective=kto"],
     }
     for problem, (folder, *more) in cases.items():
-        status, err = run_of("refused", f"data.reference={tmp_path / folder}", *more)
+        status, err = scored.train("refused", f"data.reference={tmp_path / folder}", *more)
         assert status == 2 and "data.reference=" in err and problem in err, err
