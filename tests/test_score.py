@@ -24,7 +24,7 @@ from megatron_vlm.data.scores.teacher_targets import lump_tail
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.run.scoring import score_folder
-from megatron_vlm.run.scoring.engine_scores import SMALLEST_REST, targets_of_table
+from megatron_vlm.training.top_targets import SMALLEST_REST, TopTargets
 from tests.reference import load_reference
 from tests.sets import open_set, write_set
 from tests.test_evaluation import hf_row, logits_of
@@ -248,7 +248,7 @@ def test_an_engines_table_has_the_rest_of_each_place():
     nothing has the smallest probability that it can."""
     table = torch.tensor([[[9, 0.25], [3, 0.5], [9, 0.25]], [[4, 1e-9], [5, 1.0], [6, 1e-7]]])
     table = torch.cat([table[..., :1], table[..., 1:].log()], dim=-1).double()
-    targets = targets_of_table(table, np.array([1, 2]))
+    targets = TopTargets.from_table(table, torch.tensor([1, 2]))
     assert targets.ids_NJ.tolist() == [[3, 9], [5, 6]]
     assert targets.label_log_probs_N.exp().tolist() == pytest.approx([0.25, 1e-9])
     rest = targets.log_probs_NR[:, -1].exp()

@@ -1,7 +1,7 @@
 """Scores of a teacher for the tokens of a row.
 
 Shapes: S tokens of a row, N its drawn tokens, J most likely tokens of the teacher, R these and all
-others, 2 an id and its log-prob.
+others, K the row's own token and these, 2 an id and its log-prob.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,6 @@ from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.train_batch import TrainBatch, TrainRow
 from megatron_vlm.training.top_targets import TopTargets
-
-# The smallest probability of the tokens that an engine does not name. It is 1 minus the sum of
-# fp32 probabilities, so below this it would be their rounding.
-_SMALLEST_REST = 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -43,15 +39,9 @@ class TeacherScores:
     def from_table(table_SK2: Tensor, row: Row) -> "TeacherScores":
         """Return the scores of a row from an engine's table, which has the row's own token first at
         each position, at the position that predicts it."""
-        own_S, top_SJ2 = table_SK2[:, 0, 1], table_SK2[:, 1:]
-        log_probs_S = torch.cat([own_S.new_zeros(1), own_S[:-1]]).float()
-        if not top_SJ2.shape[1]:
-            return TeacherScores(log_probs_S)
         drawn_N = (row.labels_S != IGNORE).nonzero()[:, 0]
-        ids_NJ, log_probs_NJ = top_SJ2[drawn_N - 1].unbind(-1)
-        rest_N1 = (1 - log_probs_NJ.exp().sum(1, keepdim=True)).clamp(min=_SMALLEST_REST)
-        log_probs_NR = torch.cat([log_probs_NJ, rest_N1.log()], dim=1)
-        return TeacherScores(log_probs_S, ids_NJ.int(), log_probs_NR.float())
+        scores = TeacherScores.from_targets(TopTargets.from_table(table_SK2, drawn_N), row)
+        return scores if table_SK2.shape[1] > 1 else TeacherScores(scores.log_probs_S)
 
 
 def check_ids_of_teacher(train_batch: TrainBatch, place: int, vocab: int, path: str) -> None:

@@ -1,7 +1,8 @@
 """Scores of the supervised tokens of rows: the log-probs of the tokens themselves, and the targets
 of a student that learns from this model.
 
-Shapes: N supervised tokens of a row, J the most likely tokens of each, R these and all others.
+Shapes: S tokens of a row, N supervised ones, J the most likely tokens of each, R these and all
+others, K the token itself and the most likely ones, 2 an id and its log-prob.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,10 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.training.pipeline import Stage, pass_through, rows_by_place
 from megatron_vlm.training.stage_inputs import StageInput
 
+# An engine gives the most likely tokens alone. The probability of all others is 1 minus theirs,
+# whose log-probs are fp32: what is below their precision cannot be told from nothing.
+SMALLEST_REST = 2.0**-24
+
 
 @dataclass(frozen=True)
 class TopTargets:
@@ -23,6 +28,16 @@ class TopTargets:
     label_log_probs_N: Tensor  # float32, at temperature 1
     ids_NJ: Tensor  # int32, the most likely tokens in falling order; J may be 0
     log_probs_NR: Tensor  # float32, of these tokens and of all others, at a temperature
+
+    @staticmethod
+    def from_table(table_SK2: Tensor, positions_N: Tensor) -> "TopTargets":
+        """Return the targets of the supervised tokens from an engine's scores of a row, which have
+        the token itself and then the most likely ones at the position that predicts it."""
+        at_NK2 = table_SK2[positions_N.long() - 1]
+        ids_NJ, log_probs_NJ = at_NK2[:, 1:].unbind(-1)
+        rest_N1 = (1 - log_probs_NJ.exp().sum(dim=1, keepdim=True)).clamp(min=SMALLEST_REST)
+        log_probs_NR = torch.cat([log_probs_NJ, rest_N1.log()], dim=1)
+        return TopTargets(at_NK2[:, 0, 1].float(), ids_NJ.int(), log_probs_NR.float())
 
 
 def top_targets(

@@ -15,7 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,9 +54,6 @@ from megatron_vlm.training.top_targets import TopTargets
 log = logging.getLogger("megatron_vlm.data")
 
 _TIMEOUT_S = 600.0  # time in which an engine scores a row
-# The probability of all other tokens is 1 minus that of the stored ones, whose log-probs are fp32.
-# What is below their precision cannot be told from nothing.
-SMALLEST_REST = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -173,8 +169,8 @@ class EngineScorer:
             table_SJ2 = result_of(future, _wait)
         except MegatronVLMError as error:
             raise error.within(data.where(handle)) from error
-        positions_N = supervised_positions(data.example(handle)[place])
-        return record_score(data, number, place, targets_of_table(table_SJ2, positions_N))
+        positions_N = torch.from_numpy(supervised_positions(data.example(handle)[place]))
+        return record_score(data, number, place, TopTargets.from_table(table_SJ2, positions_N))
 
     def _skip(self, error: DataError) -> None:
         """Leave a record out, as training with data.on_error=skip does."""
@@ -200,19 +196,6 @@ class EngineScorer:
                 "without --engine",
             )
         self.is_checked = True
-
-
-def targets_of_table(table_SJ2: Tensor, positions_N: np.ndarray) -> TopTargets:
-    """Return the targets of the supervised tokens from the scores of a row, which are at the
-    position that predicts a token."""
-    at_NJ2 = table_SJ2[torch.from_numpy(positions_N).long() - 1]
-    ids_NJ, log_probs_NJ = at_NJ2[:, 1:].unbind(-1)
-    rest_N = (1 - log_probs_NJ.exp().sum(dim=1)).clamp(min=SMALLEST_REST).log()
-    return TopTargets(
-        at_NJ2[:, 0, 1].float(),
-        ids_NJ.int(),
-        torch.cat([log_probs_NJ, rest_N[:, None]], dim=1).float(),
-    )
 
 
 def _wait() -> None:
