@@ -16,8 +16,8 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.training.pipeline import Stage, pass_through, rows_by_place
 from megatron_vlm.training.stage_inputs import StageInput
 
-# An engine gives the most likely tokens alone. The probability of all others is 1 minus theirs,
-# whose log-probs are fp32: what is below their precision cannot be told from nothing.
+# An engine gives the most likely tokens alone, in fp32. All others have what is left of 1, and a
+# smaller rest than this cannot be told from nothing.
 SMALLEST_REST = 2.0**-24
 
 
