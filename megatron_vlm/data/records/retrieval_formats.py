@@ -1,0 +1,259 @@
+"""Formats of records with a query and documents: sentence-transformers' (`anchor`, `positive`,
+`negative_1`), ms-swift's (`messages`, `positive_messages`, `negative_messages`), and for rerankers
+also documents with labels. A query or document is a text, an object with a text and pictures, a
+list of parts, or a list of messages."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import PIL.Image
+
+from megatron_vlm.config.retrieval_config import RetrievalForm
+from megatron_vlm.data.records.record_values import is_empty, is_list, kind_of
+from megatron_vlm.errors import DataError
+
+MAX_DOCUMENTS = 1000  # documents of one record, which is trained as a whole
+RETRIEVAL_REMEDY = "see docs/embeddings.md for the formats"
+_QUERIES = ("anchor", "query", "messages")
+_DOCUMENTS = ("document", "passage")
+_NEGATIVE = re.compile(r"negative(_(\d+))?")
+_LABELS = ("label", "labels", "score", "scores")
+_PICTURES = ("image", "images", "video", "videos")
+_OBJECT = frozenset({"text", "instruction", *_PICTURES})
+
+
+@dataclass(frozen=True)
+class RetrievalItem:
+    """A query or document of a raw record: the key that it has there, and its value."""
+
+    key: str
+    value: Any
+    pictures: Mapping[str, Any]  # columns of pictures that belong to it
+
+
+@dataclass(frozen=True)
+class RetrievalItems:
+    """The query and the documents of a raw record, and its other keys."""
+
+    query: RetrievalItem
+    positives: Sequence[RetrievalItem]
+    negatives: Sequence[RetrievalItem]
+    rest: Mapping[str, Any]
+
+
+def read_items(raw: dict[str, Any], where: str, form: RetrievalForm) -> RetrievalItems:
+    """Find the query and the documents of a raw record, as many of them as the form takes."""
+    query, rest = _query(raw, where)
+    positives, rest = _positives(rest, where)
+    negatives, rest = _negatives(rest, where)
+    if form.answers is not None:
+        labelled, rest = _labelled(rest, where)
+        positives += [item for item, is_relevant in labelled if is_relevant]
+        negatives += [item for item, is_relevant in labelled if not is_relevant]
+    elif names := [name for name in _LABELS if name in rest]:
+        raise DataError(
+            f"has no place in train.objective=embed, which learns that {query.key} and its "
+            "positive belong together",
+            place=where,
+            key=names[0],
+            remedy="give pairs that belong together alone, or set train.objective=rerank",
+        )
+    _check_numbers(positives, negatives, form, where)
+    return RetrievalItems(query, positives, negatives[: form.hard_negatives], rest)
+
+
+def _query(raw: dict[str, Any], where: str) -> tuple[RetrievalItem, dict[str, Any]]:
+    """Return the query, and the other keys of the record."""
+    names = [name for name in _QUERIES if name in raw]
+    if len(names) != 1:
+        raise DataError(
+            f"and {names[1]} both have a value" if names else "is missing",
+            place=where,
+            key=names[0] if names else "anchor",
+            remedy=f"give one of them; {RETRIEVAL_REMEDY}" if names else RETRIEVAL_REMEDY,
+        )
+    [name] = names
+    columns = {key: value for key, value in raw.items() if key in _PICTURES}
+    if columns and name != "messages":
+        raise DataError(
+            f": it does not tell whether its pictures are those of {name} or of a document",
+            place=where,
+            key=next(iter(columns)),
+            remedy=f'give them with their text: {{"text": ..., "{next(iter(columns))}": ...}}',
+        )
+    rest = {key: value for key, value in raw.items() if key != name and key not in columns}
+    return RetrievalItem(name, raw[name], columns), rest
+
+
+def _positives(raw: dict[str, Any], where: str) -> tuple[list[RetrievalItem], dict[str, Any]]:
+    items = [RetrievalItem("positive", raw["positive"], {})] if "positive" in raw else []
+    listed, rest = _listed(raw, "positive", where)
+    rest.pop("positive", None)
+    return items + listed, rest
+
+
+def _negatives(raw: dict[str, Any], where: str) -> tuple[list[RetrievalItem], dict[str, Any]]:
+    """Return negative, negative_1 and so on in the order of their numbers, then lists of them."""
+    numbered = [(int(match[2] or 0), key) for key in raw if (match := _NEGATIVE.fullmatch(key))]
+    items = [RetrievalItem(key, raw[key], {}) for _, key in sorted(numbered)]
+    listed, rest = _listed(raw, "negative", where)
+    return items + listed, {k: v for k, v in rest.items() if not _NEGATIVE.fullmatch(k)}
+
+
+def _listed(
+    raw: dict[str, Any], kind: str, where: str
+) -> tuple[list[RetrievalItem], dict[str, Any]]:
+    """Return the entries of ms-swift's lists of messages, with their pictures, and of a list such
+    as `negatives`."""
+    rest, items = dict(raw), list[RetrievalItem]()
+    for key in (f"{kind}s", f"{kind}_messages"):
+        if is_empty(values := rest.pop(key, None)):
+            continue
+        if not is_list(values):
+            raise DataError(f"must be a list, not {kind_of(values)}", place=where, key=key)
+        if key.endswith("_messages") and not all(map(is_list, values)):
+            raise DataError(
+                "must be a list with a list of messages for each document", place=where, key=key
+            )
+        columns = dict[str, Any]()
+        for name in _PICTURES if key.endswith("_messages") else ():
+            if is_empty(column := rest.pop(f"{kind}_{name}", None)):
+                continue
+            if not is_list(column) or len(column) != len(values):
+                raise DataError(
+                    f"must be a list with a list for each of the {len(values)} documents of {key}",
+                    place=where,
+                    key=f"{kind}_{name}",
+                )
+            columns[name] = column
+        items += [
+            RetrievalItem(
+                f"{key}[{n}]", value, {name: column[n] for name, column in columns.items()}
+            )
+            for n, value in enumerate(values)
+        ]
+    return items, rest
+
+
+def _labelled(
+    raw: dict[str, Any], where: str
+) -> tuple[list[tuple[RetrievalItem, bool]], dict[str, Any]]:
+    """Return the documents that have labels, each with its own."""
+    rest = dict(raw)
+    names = [name for name in (*_DOCUMENTS, *(f"{name}s" for name in _DOCUMENTS)) if name in rest]
+    labels = [name for name in ("label", "labels") if name in rest]
+    if not names and not labels:
+        return [], rest
+    if len(names) != 1 or len(labels) != 1:
+        raise DataError(
+            f"belongs to one of {' or '.join(_DOCUMENTS)}, and the record has "
+            f"{' and '.join(names) or 'none'}"
+            if labels
+            else "is missing: it says whether the document is relevant",
+            place=where,
+            key=labels[0] if labels else "label",
+            remedy=RETRIEVAL_REMEDY,
+        )
+    values, flags = rest.pop(names[0]), rest.pop(labels[0])
+    if not names[0].endswith("s"):
+        values, flags = [values], [flags]
+    if not is_list(values) or not is_list(flags) or len(values) != len(flags):
+        raise DataError(
+            f"must be a list with a label for each of {names[0]}", place=where, key=labels[0]
+        )
+    for flag in flags:
+        if flag not in (0, 1) or not isinstance(flag, bool | int | float):
+            raise DataError(
+                place=where, key=labels[0], found=flag, allowed="1 (or true) or 0 (or false)"
+            )
+    items = [RetrievalItem(f"{names[0]}[{n}]", value, {}) for n, value in enumerate(values)]
+    return list(zip(items, map(bool, flags), strict=True)), rest
+
+
+def _check_numbers(
+    positives: Sequence[RetrievalItem],
+    negatives: Sequence[RetrievalItem],
+    form: RetrievalForm,
+    where: str,
+) -> None:
+    """Refuse a record with too few or too many documents."""
+    if form.needs_positive and not positives:
+        raise DataError("is missing", place=where, key="positive", remedy=RETRIEVAL_REMEDY)
+    if form.answers is None and len(positives) > 1:
+        raise DataError(
+            f"and {positives[0].key} are two positives, and train.objective=embed learns one for "
+            "each query",
+            place=where,
+            key=positives[1].key,
+            remedy="make a record of each",
+        )
+    if not positives and not negatives:
+        raise DataError("is missing: there is no document", place=where, key="document")
+    needed = form.hard_negatives
+    if form.answers is not None and form.needs_positive:  # a list of one positive has no loss
+        needed = max(needed or 0, 1)
+    if needed and len(negatives) < needed:
+        raise DataError(
+            f"is missing: the record has {len(negatives)} negatives, and {needed} are needed",
+            place=where,
+            key="negative" if not negatives else f"negative_{len(negatives)}",
+            remedy="leave the record out, lower hard_negatives, or set data.on_error=skip",
+        )
+    if len(positives) + len(negatives[: form.hard_negatives]) > MAX_DOCUMENTS:
+        raise DataError(
+            f": the record has more than {MAX_DOCUMENTS} documents",
+            place=where,
+            key=negatives[-1].key,
+            remedy="set hard_negatives to take fewer",
+        )
+
+
+def item_as_chat(item: RetrievalItem, where: str) -> dict[str, Any]:
+    """Return a value in the form of a record with messages."""
+    value = item.value
+    if isinstance(value, PIL.Image.Image) or (
+        isinstance(value, Mapping) and {*value} <= {"bytes", "path"}
+    ):
+        value = {"image": value}
+    if isinstance(value, str):
+        return {"messages": [{"role": "user", "content": value}]}
+    if isinstance(value, Mapping):
+        if unknown := sorted({*map(str, value)} - _OBJECT):
+            raise DataError(
+                f"has the key {unknown[0]!r}, which is not known here",
+                place=where,
+                key=item.key,
+                remedy=f"give {', '.join(sorted(_OBJECT))}",
+            )
+        return _object_as_chat(value)
+    if not is_list(value) or not all(isinstance(part, Mapping) for part in value):
+        raise DataError(
+            "must be a text, an object with text and image, a list of parts or a list of messages",
+            place=where,
+            key=item.key,
+            remedy=f"several documents are a list with a key of its own: positives or negatives; "
+            f"{RETRIEVAL_REMEDY}",
+        )
+    is_chat = any("role" in part or "from" in part for part in value)
+    return {"messages": list(value) if is_chat else [{"role": "user", "content": list(value)}]}
+
+
+def _object_as_chat(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object with a text and pictures as a record. Pictures without marks in the text
+    come before it, as Qwen's models have them."""
+    columns = {name: value[name] for name in _PICTURES if not is_empty(value.get(name))}
+    content: Any = value.get("text")
+    if is_empty(content):
+        counts = {
+            name: len(column) if is_list(column) and name in ("images", "videos") else 1
+            for name, column in columns.items()
+        }
+        content = [
+            {"type": name.removesuffix("s")} for name, count in counts.items() for _ in range(count)
+        ]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+    if not is_empty(value.get("instruction")):
+        messages.insert(0, {"role": "system", "content": value["instruction"]})
+    return {"messages": messages, **columns}
