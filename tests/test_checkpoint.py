@@ -54,6 +54,10 @@ def bf16(case: Case) -> Case:
     return replace(case, train={"precision": "bf16"})
 
 
+def moments(states: str, case: Case) -> Case:
+    return replace(case, optim={"states": states})
+
+
 # Its A_log and the norms of gated delta nets are F32 beside BF16.
 QWEN3_5 = dict(family="qwen3_5", dtype="bfloat16", vision_depth=1)
 
@@ -71,6 +75,9 @@ CASES = {
     "dp2-language-frozen": (layout(dp=2, freeze_language=True), {}),
     "qwen3_5-dp2-bf16": (bf16(layout(dp=2)), QWEN3_5),
     "qwen3_5-dp2-plain-bf16": (bf16(layout(dp=2, distributed_optimizer=False)), QWEN3_5),
+    "tp2-dp2-bf16-moments": (moments("bf16", bf16(layout(tp=2, dp=2))), {}),
+    "pp2-dp2-tied-int8-moments": (moments("int8", bf16(layout(pp=2, dp=2))), {"tied": True}),
+    "dp2-plain-int8-moments": (moments("int8", layout(dp=2, distributed_optimizer=False)), {}),
 }
 
 
@@ -88,7 +95,8 @@ class Part:
 
 def go(path: str, case: Case, part: Part) -> list[tuple[float, float]]:
     """Run the steps of a part, and return losses and gradient norms."""
-    worker = MegatronWorker(replace(case, optim={"lr": LR, "weight_decay": 0.1}).config(path))
+    optim = {"lr": LR, "weight_decay": 0.1, **case.optim}
+    worker = MegatronWorker(replace(case, optim=optim).config(path))
     if part.start is not None:
         assert load(worker, part.start) == progress(part.steps.start)
     figures, pending = [], None
@@ -163,6 +171,9 @@ TO_ANOTHER = {
     "dp2-language-frozen": layout(pp=2, dp=2, freeze_language=True),
     "qwen3_5-dp2-bf16": bf16(layout(tp=2)),
     "qwen3_5-dp2-plain-bf16": bf16(layout(pp=2, dp=2)),
+    "tp2-dp2-bf16-moments": moments("bf16", bf16(layout(pp=2))),
+    "pp2-dp2-tied-int8-moments": bf16(layout(tp=2)),  # with fp32 moments
+    "dp2-plain-int8-moments": layout(dp=2),
 }
 
 

@@ -21,6 +21,7 @@ from megatron_vlm.planner.memory import (
 )
 from megatron_vlm.planner.parameters import ParamCounts, RankParam, _shards, count
 from megatron_vlm.planner.row_sizes import BatchSizes
+from megatron_vlm.training.optimizer_parts import main_weights
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import RowSpec, make_rows
 from tests.runs import Case
@@ -210,6 +211,29 @@ def test_memory_is_that_of_the_built_worker(name, tiny, pool):
         assert memory.optimizer == (12 if name in BF16 else 8) * optimized
         if dims.virtual_stages == 1:
             assert memory.activations == expected
+
+
+def bytes_of_moments(path: str, case: Case) -> int:
+    """Return the bytes of a worker's moments."""
+    worker = MegatronWorker(case.config(path))
+    assert worker.optimizer is not None
+    weights = main_weights(worker.optimizer, worker.held.values())
+    moments = [each.optimizer.moments(each.main) for each in weights]
+    return sum(t.nbytes for each in moments for moment in each.values() for t in moment.tensors)
+
+
+@pytest.mark.parametrize(("states", "tolerance"), [("bf16", 0), ("int8", 0.06)])
+def test_small_moments_take_what_was_planned(states, tolerance, tiny, pool, record_property):
+    """In 8 bits, tensors of fewer than 4096 weights keep fp32 moments, which is not counted."""
+    case = replace(layout(dp=2), train={"precision": "bf16"}, optim={"states": states})
+    path = tiny(**{**SPEC, "hidden": 256, "vision_hidden": 128, "vision_intermediate": 512})
+    sizes, cfg = read_sizes(path), case.config(path)
+    dims = ParallelDims.create(cfg.parallel, case.world, sizes.text.num_layers)
+    planned = stage_memory(cfg, sizes, dims, 0, [sizes_of_rows()], 2).optimizer
+    planned -= 4 * count(cfg, sizes, dims, 0).optimized  # the main weights
+    measured = max(pool.run(bytes_of_moments, case.world, path, case))
+    record_property("ratio", measured / planned)
+    assert planned <= measured <= (1 + tolerance) * planned
 
 
 def test_what_the_heads_adapter_keeps_goes_with_its_rank(tiny):

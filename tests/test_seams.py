@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from megatron_vlm.checkpoint.rank_state import held_pieces, shapes_of
+from megatron_vlm.checkpoint.rank_state import held_pieces, local_parts, shapes_of
 from megatron_vlm.checkpoint.tensor_pieces import (
     PieceReader,
     make_index,
@@ -65,7 +65,7 @@ def with_second_chunk(worker: MegatronWorker) -> SimpleNamespace:
 def write(worker: MegatronWorker, folder: Path) -> tuple[list[str], list[str]]:
     """Write this rank's file; return the names of the gathered tensors and those of an export."""
     extended = with_second_chunk(worker)
-    pieces = list(held_pieces(extended, writing=True))
+    pieces = list(held_pieces(extended, local_parts(extended), writing=True))
     rank = worker.grid.rank
     with open(folder / rank_file(rank), "wb") as file:
         for part in safetensors_chunks({piece.name: piece.data for piece in pieces}):
@@ -87,7 +87,7 @@ def read(worker: MegatronWorker, folder: Path) -> list[list[float]]:
     files = sorted(folder.glob("[0-9]*.json"))
     places = [[(key, tuple(place)) for key, place in json.loads(f.read_text())] for f in files]
     reader = PieceReader(folder, make_index(shapes, places))
-    pieces = list(held_pieces(extended, writing=False))
+    pieces = list(held_pieces(extended, local_parts(extended), writing=False))
     reader.check([piece.key for piece in pieces], shapes_of(extended), "give another")
     for piece in pieces:
         reader.fill(piece)

@@ -4,24 +4,26 @@ Megatron's own sharded optimizer state (0.16.1) depends on the optimizer that wr
 one cannot load a state of the distributed one, so DP 2 could not resume at DP 1. Here every
 optimizer looks the same: it has, for each trainable parameter, a flat part of the fp32 main weight
 and of both moments. A checkpoint stores only the fp32 main weight, because the model's weight is
-the rounded main weight.
+the rounded main weight. It stores the values of moments in 8 bits, in fp32, because their codes
+depend on where the tensor is cut. Writing them as codes again changes none.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megatron_vlm.checkpoint.tensor_pieces import Piece, TensorShape, blocks_of, cut_pieces
+from megatron_vlm.config.optimizer_spec import STATE_NAMES
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.hf.weight_map import Entry, Origin
+from megatron_vlm.training.optimizer_parts import MainWeight, main_weights
+from megatron_vlm.training.small_adamw import SmallAdamW
+from megatron_vlm.training.small_moments import Int8Moment
 from megatron_vlm.training.worker import MegatronWorker
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -31,52 +33,43 @@ class OptimizerPart:
     start: int  # offset in the flattened parameter
     sharded: bool  # True: DP ranks hold different parts; False: they all hold the same one
     tensors: dict[str, Tensor]  # flat, by prefix: "" for the main weight, others for moments
+    moments: dict[str, Int8Moment]  # moments whose tensors are copies of their values
+
+    def store_moments(self) -> None:
+        """Store the moments of which `tensors` has copies."""
+        for prefix, moment in self.moments.items():
+            values = self.tensors[prefix].to(moment.codes_W.device)
+            moment.write(0, values, None)
 
 
 def optimizer_parts(
     optimizer: MegatronOptimizer, params: Collection[torch.nn.Parameter]
 ) -> dict[torch.nn.Parameter, OptimizerPart]:
     """Return the parts of these parameters that this rank's optimizer updates."""
-    parts = {}
-    for chained in optimizer.chained_optimizers:
-        if chained.is_stub_optimizer:  # a frozen stage has no optimizer
-            continue
-        inner = chained.optimizer
-        if isinstance(chained, DistributedOptimizer):
-            for param, main in _sharded_mains(chained):
-                start = chained._get_model_param_range_map(param)["param"].start
-                parts[param] = OptimizerPart(start, True, _tensors(inner, main))
-            continue
-        mains = {main for group in inner.param_groups for main in group["params"]}
-        for param in params:
-            main = getattr(param, "main_param", param)
-            if main in mains:
-                parts[param] = OptimizerPart(0, False, _tensors(inner, main))
-    return parts
+    return {each.param: _part_of(each) for each in main_weights(optimizer, params)}
 
 
-def _sharded_mains(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """Yield the parameters that this rank updates a part of, each with the main weight of the part.
-    Megatron's own table of places, `model_param_group_index_map` (0.16.1), is wrong for a group
-    with bf16 and fp32 parameters: the group has those in fp32 first."""
-    for models, mains in (
-        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
-    ):
-        for params, main_weights in zip(models, mains, strict=True):
-            yield from zip(params, main_weights, strict=True)
-
-
-def _tensors(inner: torch.optim.Optimizer, main: Tensor) -> dict[str, Tensor]:
+def _part_of(weight: MainWeight) -> OptimizerPart:
+    inner, main = weight.optimizer, weight.main
+    tensors, coded = {"": _flatten(main)}, {}
+    if isinstance(inner, SmallAdamW):
+        for name, moment in inner.moments(main).items():
+            if isinstance(moment, Int8Moment):
+                coded[f"{name}/"] = moment
+                tensors[f"{name}/"] = moment.read(0, main.numel()).cpu()
+            else:
+                (tensors[f"{name}/"],) = moment.tensors
+        return OptimizerPart(weight.start, weight.is_sharded, tensors, coded)
     state = inner.state[main]
     if isinstance(inner, torch.optim.Adam):
         # The first step of Adam creates its count like this. The fused optimizers count in the
         # group instead.
         state.setdefault("step", torch.zeros((), dtype=torch.float32, device=main.device))
-    for key in MOMENTS:
-        if key not in state:
-            state[key] = torch.zeros_like(main, requires_grad=False)
-    return {"": _flatten(main)} | {f"{key}/": _flatten(state[key]) for key in MOMENTS}
+    for name in STATE_NAMES:
+        if name not in state:
+            state[name] = torch.zeros_like(main, requires_grad=False)
+        tensors[f"{name}/"] = _flatten(state[name])
+    return OptimizerPart(weight.start, weight.is_sharded, tensors, coded)
 
 
 def _flatten(tensor: Tensor) -> Tensor:
@@ -95,13 +88,23 @@ def shapes_of(worker: MegatronWorker) -> dict[str, TensorShape]:
     return {tensor.name: tensor.shape for entry in entries for tensor in entry.theirs}
 
 
-def held_pieces(worker: MegatronWorker, writing: bool, moments: bool = True) -> Iterator[Piece]:
-    """Yield this rank's pieces of the checkpoint. For writing, each piece belongs to a single rank,
-    and ranks that hold the same piece take turns. For reading, these are all pieces that the rank
-    has to fill, with the weights first. Without `moments` there are only weights."""
-    parts = {}
-    if worker.optimizer is not None:
-        parts = optimizer_parts(worker.optimizer, worker.held.values())
+def local_parts(worker: MegatronWorker) -> dict[torch.nn.Parameter, OptimizerPart]:
+    """Return the parts of the optimizer's state on this rank; none without an optimizer."""
+    if worker.optimizer is None:
+        return {}
+    return optimizer_parts(worker.optimizer, worker.held.values())
+
+
+def held_pieces(
+    worker: MegatronWorker,
+    parts: Mapping[torch.nn.Parameter, OptimizerPart],
+    writing: bool,
+    moments: bool = True,
+) -> Iterator[Piece]:
+    """Yield this rank's pieces of the checkpoint, of its weights and of these parts of the
+    optimizer's state. For writing, each piece belongs to a single rank, and ranks that hold the
+    same piece take turns. For reading, these are all pieces that the rank has to fill, with the
+    weights first. Without `moments` there are only weights."""
     numbers = {entry: number for number, entry in enumerate(worker.table)}
     for entry, param in worker.held.items():
         if not is_kept(worker.cfg, entry):
@@ -134,10 +137,9 @@ def _writes(grid: RankGroups, entry: Entry, sharded: bool, turn: int) -> bool:
     return is_tp_turn and (sharded or turn % copies.size == copies.rank)
 
 
-def clear_moments(worker: MegatronWorker) -> None:
+def clear_moments(parts: Mapping[torch.nn.Parameter, OptimizerPart]) -> None:
     """Reset the moments to their state before the first step."""
-    assert worker.optimizer is not None
-    for part in optimizer_parts(worker.optimizer, worker.held.values()).values():
+    for part in parts.values():
         for prefix, flat in part.tensors.items():
             if prefix:
                 flat.zero_()

@@ -26,6 +26,7 @@ from megatron_vlm.checkpoint.rank_state import (
     clear_moments,
     get_step,
     held_pieces,
+    local_parts,
     set_step,
     shapes_of,
 )
@@ -43,6 +44,7 @@ from megatron_vlm.config import to_yaml
 from megatron_vlm.config.trainable import scale_of
 from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.collectives import broadcast_json, gather_json
+from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import CheckpointError, show_value
 from megatron_vlm.io.atomic import begin, discard, partial_of
 from megatron_vlm.io.untrusted import JsonField
@@ -83,6 +85,7 @@ def save(
         "add_tokens": list(worker.cfg.data.add_tokens),
         "optimizer_steps": int(steps),
         "lr": worker.lr,
+        "moments": worker.cfg.optim.states,
         "progress": progress,
     }
     if worker.cfg.lora.rank:
@@ -94,7 +97,8 @@ def save(
     with fail_together(worker.platform.device, CheckpointError):
         if dist.get_rank() == 0:
             begin(folder, run)
-    pieces = list(held_pieces(worker, writing=True, moments=moments))
+    parts = local_parts(worker)
+    pieces = list(held_pieces(worker, parts, writing=True, moments=moments))
     tensors = {piece.name: piece.data for piece in pieces}
     if async_save:
         tensors = {name: data.to("cpu", copy=True) for name, data in tensors.items()}
@@ -228,17 +232,22 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
         progress = state["progress"]
         progress.object()
         reader = PieceReader(folder, read_index(folder))
-        pieces = list(held_pieces(worker, writing=False, moments=moments))
+        parts = local_parts(worker)
+        pieces = list(held_pieces(worker, parts, writing=False, moments=moments))
         keys = [piece.key for piece in pieces]
         reader.check(keys, shapes_of(worker), "resume with the configuration in its config.yaml")
     with fail_together(device, CheckpointError), torch.no_grad():
         for piece in pieces:
             reader.fill(piece)
             worker.watchdog.busy()
+        if moments:
+            _say_conversion(worker, folder, state)
+        else:
+            clear_moments(parts)
+        for part in parts.values():
+            part.store_moments()
     worker.lr, worker.steps = lr, steps
     if worker.optimizer is not None:
-        if not moments:
-            clear_moments(worker)
         set_step(worker.optimizer, steps if moments else 0)
         set_lr(worker.optimizer, worker.lr, worker.cfg.optim.lr)
     return dict(progress.value)
@@ -258,6 +267,14 @@ def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> Non
             remedy="give the same ones in the same order, or add to its export: megatron-vlm "
             f"export {folder} DIR, model.path=DIR",
         )
+
+
+def _say_conversion(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
+    """Tell the user if the run keeps moments in another type than the checkpoint's run did."""
+    saved = state.get("moments")  # older checkpoints have none: theirs are fp32
+    before, after = "fp32" if saved is None else saved.string(), worker.cfg.optim.states
+    if before != after and worker.optimizer is not None and dist.get_rank() == 0:
+        print_to_user(f"the moments of {folder} were {before}, and go on as {after}")
 
 
 def _check_lora(worker: MegatronWorker, folder: Path, state: JsonField) -> None:

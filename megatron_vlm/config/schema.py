@@ -146,6 +146,7 @@ class OptimConfig:
     beta1: Decay = 0.9  # decay of the first moment
     beta2: Decay = 0.999  # decay of the second moment
     eps: ShareAboveZero = 1e-8  # added to the root of the second moment
+    states: Literal["fp32", "bf16", "int8"] = "fp32"  # type of the moments
     weight_decay: NonNegative = 0.0  # not applied to norms and biases
     vision_weight_decay: NonNegative | None = None  # null: weight_decay
     merger_weight_decay: NonNegative | None = None  # null: weight_decay

@@ -18,6 +18,7 @@ import yaml  # type: ignore[import-untyped]
 
 import megatron_vlm
 from megatron_vlm.config.data_sources import HUB, SourceSpec
+from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.errors import CheckpointError
@@ -177,7 +178,7 @@ def _settings(cfg: Config) -> Iterator[str]:
     if optim.warmup_ratio and not optim.warmup_steps:
         warmup = f"warm-up in the first {100 * optim.warmup_ratio:g}% of them"
     yield (
-        f"- AdamW: learning rate {optim.lr:g}, {optim.schedule}, {warmup}, "
+        f"- {optimizer_spec(optim).title}: learning rate {optim.lr:g}, {optim.schedule}, {warmup}, "
         f"weight decay {optim.weight_decay:g}, gradients clipped at {optim.clip_grad:g}"
     )
     chosen = cfg.data.train_on

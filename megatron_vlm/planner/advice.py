@@ -60,7 +60,8 @@ def advice(
 
 
 def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Iterator[str]:
-    """Yield those of these changes that fit: more GPUs, frozen parts, shorter rows, larger GPUs."""
+    """Yield those of these changes that fit: more GPUs, small moments, frozen parts, shorter
+    rows, larger GPUs."""
     count = cluster.gpus
     while (count := 2 * count) <= _MAX_GPUS:
         # Each replica needs a row in each step.
@@ -68,6 +69,11 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) 
         scaled = replace(cfg, train=replace(cfg.train, global_batch_size=rows))
         if need := _need(scaled, sizes, mix, replace(cluster, gpus=count)):
             yield f"{count} such GPUs ({need})"
+            break
+    for states in ("bf16", "int8"):
+        small = replace(cfg, optim=replace(cfg.optim, states=states))
+        if cfg.optim.states == "fp32" and (need := _need(small, sizes, mix, cluster)):
+            yield f"optim.states={states} ({need})"
             break
     if not cfg.lora.rank:  # with adapters everything else is frozen already
         yield from _trained_less(cfg, sizes, mix, cluster)

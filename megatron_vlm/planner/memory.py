@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_vlm.config.objectives import reference_of
+from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims
@@ -67,8 +68,9 @@ def stage_memory(
 ) -> StageMemory:
     """Return the estimate of one stage."""
     counts = count(cfg, sizes, dims, stage)
-    # Adam has two moments, and fp32 main weights where the model's weights are not fp32.
-    copies = 2 if itemsize == _FP32 else 3
+    # Main weights are in fp32. Where the model's weights are so, too, they are the same tensors.
+    main_bytes = 0 if itemsize == _FP32 else _FP32
+    state_bytes = main_bytes + optimizer_spec(cfg.optim).state_bytes
     effective, kept_by_chunk, working = config_as_trained(cfg, sizes), [], []
     for chunk in range(dims.virtual_stages):
         place = dims.place_of(stage, chunk)
@@ -87,7 +89,7 @@ def stage_memory(
     return StageMemory(
         itemsize * counts.held * models,
         _FP32 * counts.gradients,
-        _FP32 * copies * counts.optimized,
+        int(state_bytes * counts.optimized),
         peak_activations,
         max(working, default=0),
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.searched_keys import searched_keys
 from megatron_vlm.distributed.dims import ParallelDims
@@ -272,7 +273,7 @@ def _step_end_seconds(
 ) -> float:
     """Return the seconds after the last backward: gradients over DP, AdamW, weights over DP."""
     counts, itemsize = count(cfg, sizes, dims, stage), ITEMSIZE[cfg.train.precision]
-    seconds = machine.seconds(update(counts))
+    seconds = machine.seconds(update(counts, optimizer_spec(cfg.optim).state_bytes))
     link = machine.bandwidth_between(dims.tp * dims.dp)
     bytes_per_value = (_FP32 + itemsize) / 2 if cfg.parallel.distributed_optimizer else _FP32
     rest = counts.gradients - counts.of_experts

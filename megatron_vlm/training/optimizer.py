@@ -2,7 +2,7 @@
 AdamW."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,12 +21,15 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor, nn
 
+from megatron_vlm.config.optimizer_spec import OptimizerSpec, optimizer_spec
 from megatron_vlm.config.schema import Config, OptimConfig
 from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import Part
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.comm_overlap import GradReduce, WeightGather
+from megatron_vlm.training.optimizer_parts import main_weights
+from megatron_vlm.training.small_adamw import SmallAdamW
 
 
 @dataclass(frozen=True)
@@ -172,10 +175,24 @@ def build_optimizer(
         config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
     )
     set_adam(optimizer, AdamStep.from_config(optim))
+    if optim.states != "fp32":
+        _use_small_moments(optimizer, optimizer_spec(optim), list(parts))
+        return optimizer
     for group in optimizer.param_groups:
         if "foreach" in group:  # torch's AdamW: neither TE nor Apex provides a fused one
             group["fused"] = True
     return optimizer
+
+
+def _use_small_moments(
+    optimizer: MegatronOptimizer, spec: OptimizerSpec, params: Collection[nn.Parameter]
+) -> None:
+    """Replace the AdamW that Megatron has made. The groups stay the same objects, because
+    Megatron's optimizers keep them as well."""
+    starts = {each.main: each.start for each in main_weights(optimizer, params)}
+    for chained in optimizer.chained_optimizers:
+        if not chained.is_stub_optimizer:
+            chained.optimizer = SmallAdamW(chained.optimizer.param_groups, spec, starts)
 
 
 def _part_overrides(

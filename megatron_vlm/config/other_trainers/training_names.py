@@ -11,7 +11,10 @@ _STEPS = (
 )
 _PRECISION = "train.precision is auto, bf16 or fp32; fp16 is not trained"
 _SCHEDULE = "optim.schedule is constant, linear, cosine or wsd"
-_ADAMW = "AdamW is the only optimizer, and its keys are in the group optim"
+_ADAMW = (
+    "AdamW is the only optimizer, and its keys are in the group optim; optim.states=int8 keeps its "
+    "moments in 8 bits"
+)
 _LOSS = (
     "supervised training has one loss, the cross-entropy of the supervised tokens; in "
     "reinforcement learning a recipe such as rl=dapo sets rl.loss, rl.advantage and rl.aggregate"
@@ -119,8 +122,8 @@ TRAINING_SENTENCES = {
     "adam_epsilon2 sgd_momentum adamw muon use_muon use_adam_mini decoupled_weight_decay "
     "override_optimizer_config optimizer_impl torchdistx_path optimizer_type optim_per_parameter "
     "optim.betas",
-    "AdamW's main weights and moments are fp32": "use_precision_aware_optimizer main_params_dtype "
-    "exp_avg_dtype exp_avg_sq_dtype",
+    "main weights are fp32, and optim.states=bf16 or int8 makes AdamW's moments smaller": ""
+    "use_precision_aware_optimizer main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
     "weight decay is constant over the run: optim.weight_decay": "start_weight_decay "
     "end_weight_decay weight_decay_incr_style",
     "optim.vision_lr and optim.merger_lr are the only rates beside optim.lr": "lr_scale_groups "
