@@ -271,7 +271,7 @@ def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> Non
 
 def _say_conversion(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
     """Tell the user if the run keeps moments in another type than the checkpoint's run did."""
-    saved = state.get("moments")  # older checkpoints have none: theirs are fp32
+    saved = state.get("moments")  # older checkpoints, with fp32 moments, have none
     before, after = "fp32" if saved is None else saved.string(), worker.cfg.optim.states
     if before != after and worker.optimizer is not None and dist.get_rank() == 0:
         print_to_user(f"the moments of {folder} were {before}, and go on as {after}")
