@@ -9,7 +9,7 @@ from megatron_vlm.config.preference_config import (
     RecordName,
     Reference,
 )
-from megatron_vlm.config.retrieval_checks import check_retrieval
+from megatron_vlm.config.retrieval_checks import check_retrieval, check_weights_of_terms
 from megatron_vlm.config.retrieval_config import RetrievalForm
 from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import ConfigError
@@ -112,7 +112,7 @@ def check_objective(cfg: Config) -> None:
         raise ConfigError(
             "has a loss twice", key="preference.losses", found=list(preference.losses)
         )
-    _check_weights(cfg)
+    check_weights_of_terms(cfg, "preference.loss_weights", "preference.losses", "loss")
     _check_distill(cfg)
     _check_reference_scores(cfg)
     if spec.records == "chat":
@@ -135,22 +135,6 @@ def _remedy_of(loss: str) -> str:
     """Name the objective that has a loss."""
     names = [name for name, spec in OBJECTIVES.items() if loss in spec.losses]
     return f"train.objective={names[0]} has it" if names else ""
-
-
-def _check_weights(cfg: Config) -> None:
-    losses, weights = cfg.preference.losses, cfg.preference.loss_weights
-    for number, weight in enumerate(weights):
-        if not isinstance(weight, int | float):
-            key = f"preference.loss_weights[{number}]"
-            raise ConfigError(key=key, found=weight, allowed="a finite number, 0 or more")
-    if weights and len(weights) != len(losses):
-        raise ConfigError(
-            f"has {len(weights)} entries, and preference.losses has {len(losses)}",
-            key="preference.loss_weights",
-            remedy="give one for each loss",
-        )
-    if weights and not any(weights):
-        raise ConfigError("is 0 for each loss", key="preference.loss_weights")
 
 
 def _check_distill(cfg: Config) -> None:

@@ -2,7 +2,7 @@
 
 import math
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, get
 from megatron_vlm.errors import ConfigError
 
 
@@ -68,7 +68,7 @@ def _check_no_answers(cfg: Config) -> None:
 
 
 def _check_dimensions(cfg: Config) -> None:
-    dimensions, weights = cfg.embed.dimensions, cfg.embed.dimension_weights
+    dimensions = cfg.embed.dimensions
     if any(type(size) is not int for size in dimensions):
         raise ConfigError(
             key="embed.dimensions",
@@ -77,22 +77,25 @@ def _check_dimensions(cfg: Config) -> None:
         )
     if len(set(dimensions)) < len(dimensions):
         raise ConfigError("has a size twice", key="embed.dimensions", found=list(dimensions))
+    check_weights_of_terms(cfg, "embed.dimension_weights", "embed.dimensions", "size")
+
+
+def check_weights_of_terms(cfg: Config, key: str, terms_key: str, term: str) -> None:
+    """Refuse weights of the terms of a loss that are no weights, or do not belong to the terms."""
+    weights, terms = get(cfg, key), get(cfg, terms_key)
     for number, weight in enumerate(weights):
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not is_number or not 0 <= weight < math.inf:
-            raise ConfigError(
-                key=f"embed.dimension_weights[{number}]",
-                found=weight,
-                allowed="a finite number, 0 or more",
-            )
-    if weights and len(weights) != len(dimensions):
+            allowed = "a finite number, 0 or more"
+            raise ConfigError(key=f"{key}[{number}]", found=weight, allowed=allowed)
+    if weights and len(weights) != len(terms):
         raise ConfigError(
-            f"has {len(weights)} entries, and embed.dimensions has {len(dimensions)}",
-            key="embed.dimension_weights",
-            remedy="give one for each size",
+            f"has {len(weights)} entries, and {terms_key} has {len(terms)}",
+            key=key,
+            remedy=f"give one for each {term}",
         )
     if weights and not any(weights):
-        raise ConfigError("is 0 for each size", key="embed.dimension_weights")
+        raise ConfigError(f"is 0 for each {term}", key=key)
 
 
 def _check_dropout(cfg: Config) -> None:

@@ -15,7 +15,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,25 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
+
+
+@contextmanager
+def replaced_file(path: Path, is_synced: bool = False) -> Iterator[Path]:
+    """Give the path of a new file, which takes the place of `path` at the end. After an error the
+    former file stays. Other users may read the file, as they may read one that is just opened."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=NEW)
+    os.close(handle)
+    new = Path(name)
+    try:
+        yield new
+        if is_synced:
+            with new.open("rb") as file:
+                os.fsync(file.fileno())
+        new.chmod(0o644)
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def read_mark(folder: Path) -> dict[str, Any] | None:

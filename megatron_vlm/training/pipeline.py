@@ -260,6 +260,13 @@ def rows_by_place(batches: Sequence[MicroBatch], rows: Iterable[Sequence[OfRow]]
     return [row_at[place] for place in sorted(row_at)]
 
 
+def values_by_place(batches: Sequence[MicroBatch], values: Iterable[OfRow]) -> dict[int, OfRow]:
+    """Return what was computed of each row, by the row's place in the batch that the micro-batches
+    were cut from. `values` are in the order of these places."""
+    places = sorted(place for batch in batches for place in batch.rows)
+    return dict(zip(places, values, strict=True))
+
+
 # The shapes of the tensors between stages are known in advance.
 #
 # With varying lengths, Megatron sends the shape of each tensor ahead of it, and the device stops

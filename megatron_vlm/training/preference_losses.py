@@ -35,9 +35,14 @@ class Pairs:
         """Return the pairs of a micro-batch, whose rows are chosen and rejected answers in turn."""
         sums_R = rows.sums(log_probs_N)
         reference_R = torch.zeros_like(sums_R) if rows.reference_R is None else rows.reference_R
-        values = (sums_R, reference_R, rows.counts_R)
+        return Pairs.from_sums(sums_R, reference_R, rows.counts_R)
+
+    @staticmethod
+    def from_sums(sums_R: Tensor, reference_R: Tensor, counts_R: Tensor) -> "Pairs":
+        """Return the pairs of chosen and rejected answers in turn, from their log-probs, those of
+        the reference, and their numbers of tokens."""
         (chosen, rejected), (ref_chosen, ref_rejected), tokens = (
-            value_R.view(-1, 2).unbind(1) for value_R in values
+            value_R.view(-1, 2).unbind(1) for value_R in (sums_R, reference_R, counts_R)
         )
         return Pairs(chosen, rejected, ref_chosen, ref_rejected, *tokens)
 

@@ -27,6 +27,7 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.training.data_feed import StepData
 from megatron_vlm.training.losses import LossFunction
+from megatron_vlm.training.pipeline import values_by_place
 from megatron_vlm.training.preference_losses import (
     GLOBAL_LOSSES,
     LABEL_LOSSES,
@@ -70,7 +71,7 @@ class PreferenceObjective:
     ) -> Figures:
         """Return the sums over the examples of a global batch of the loss and of each figure, and
         the number of examples."""
-        batches, facts = self._prepare(micro_batches, mismatched, is_training=False)
+        batches, facts = self._prepare(micro_batches, mismatched)
         loss, device = loss_function(self.cfg, facts), torch.device("cpu")
         sums: Figures = {"examples": 0.0, "loss": 0.0}
         for batch, log_probs in zip(batches, self._log_probs(batches), strict=True):
@@ -88,8 +89,7 @@ class PreferenceObjective:
 
     def _log_probs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probs of the supervised tokens of each micro-batch."""
-        places = sorted(place for batch in batches for place in batch.rows)
-        by_row = dict(zip(places, self.worker.forward(batches), strict=True))
+        by_row = values_by_place(batches, self.worker.forward(batches))
         pieces = []
         for batch in batches:
             row_N, column_N = batch.supervised
@@ -101,10 +101,7 @@ class PreferenceObjective:
         return pieces
 
     def _prepare(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        mismatched: Sequence[MicroBatch],
-        is_training: bool = True,
+        self, micro_batches: Sequence[MicroBatch], mismatched: Sequence[MicroBatch]
     ) -> tuple[list[MicroBatch], BatchFacts]:
         """Return the batches with what the loss reads of each row, and what it needs of the global
         batch."""
@@ -179,11 +176,7 @@ def surrogates(cfg: Config, sums_R: Tensor, reference_R: Tensor) -> Tensor:
     """Return, for the log-probs of all answers of a global batch, the derivative of the losses over
     that batch by each of them, and each answer's share of these losses: [R, 2]."""
     leaf_R = sums_R.clone().requires_grad_()
-    values = (leaf_R, reference_R, torch.ones_like(leaf_R))
-    (chosen, rejected), (ref_chosen, ref_rejected), tokens = (
-        value_R.view(-1, 2).unbind(1) for value_R in values
-    )
-    pairs = Pairs(chosen, rejected, ref_chosen, ref_rejected, *tokens)
+    pairs = Pairs.from_sums(leaf_R, reference_R, torch.ones_like(leaf_R))
     total = torch.zeros((), dtype=torch.float64)
     for name, weight in _global_losses(cfg).items():
         total = total + weight * GLOBAL_LOSSES[name](pairs, cfg.preference).sum()
@@ -212,10 +205,9 @@ def _pair_loss(cfg: Config, facts: BatchFacts) -> LossFunction:
         if sft:
             loss_E = loss_E - sft * pairs.chosen_E / facts.chosen_tokens
         if rows.surrogate_R2 is not None:
-            slope_R, share_R = rows.surrogate_R2.unbind(1)
-            sums_R = rows.sums(log_probs_N)
-            surrogate_R = share_R + slope_R * (sums_R - sums_R.detach())
-            loss_E = loss_E + surrogate_R.view(-1, 2).sum(1)
+            slope_E2, share_E2 = rows.surrogate_R2.view(-1, 2, 2).unbind(2)
+            sums_E2 = torch.stack([pairs.chosen_E, pairs.rejected_E], dim=1)
+            loss_E = loss_E + (share_E2 + slope_E2 * (sums_E2 - sums_E2.detach())).sum(1)
         return loss_E, _pair_figures(pairs, p, is_mean)
 
     return pair_loss

@@ -9,9 +9,8 @@ Shapes: R rows of a micro-batch.
 
 import hashlib
 import math
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,10 +32,12 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.index import index_key
 from megatron_vlm.distributed.collectives import broadcast_json
 from megatron_vlm.distributed.process import print_to_user
+from megatron_vlm.io.atomic import replaced_file
 from megatron_vlm.io.untrusted import home_path
 from megatron_vlm.lora.layers import LowRank
 from megatron_vlm.training.broadcast import share_json
 from megatron_vlm.training.data_feed import SharedBatches
+from megatron_vlm.training.pipeline import values_by_place
 from megatron_vlm.training.worker import MegatronWorker
 
 _ANSWERS = 2  # rows of one sample
@@ -45,11 +46,9 @@ _ANSWERS = 2  # rows of one sample
 def row_log_probs(worker: MegatronWorker, batches: Sequence[MicroBatch]) -> list[Tensor]:
     """Return the log-prob of the supervised tokens of each row [R], in float64, for each
     micro-batch. A collective."""
-    places = sorted(place for batch in batches for place in batch.rows)
-    scored = worker.forward(batches)
-    by_place = {place: float(row.double().sum()) for place, row in zip(places, scored, strict=True)}
+    scored = values_by_place(batches, worker.forward(batches))
     return [
-        torch.tensor([by_place[place] for place in batch.rows], dtype=torch.float64)
+        torch.tensor([float(scored[p].double().sum()) for p in batch.rows], dtype=torch.float64)
         for batch in batches
     ]
 
@@ -223,10 +222,7 @@ def _read(path: Path, lengths: Sequence[int]) -> list[np.ndarray] | None:
 
 def _write(path: Path, tables: Sequence[np.ndarray]) -> None:
     """Write the tables of all sources. A cache that cannot be written is not an error."""
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
+    with suppress(OSError, SafetensorError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({str(number): table.copy() for number, table in enumerate(tables)}, partial)
-        os.replace(partial, path)
-    except (OSError, SafetensorError):
-        partial.unlink(missing_ok=True)
+        with replaced_file(path) as new:
+            save_file({str(number): table.copy() for number, table in enumerate(tables)}, new)

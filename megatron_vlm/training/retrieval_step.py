@@ -23,6 +23,7 @@ from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.training.data_feed import StepData
 from megatron_vlm.training.losses import LossFunction
+from megatron_vlm.training.pipeline import values_by_place
 from megatron_vlm.training.retrieval_losses import (
     InfoNCE,
     RetrievalRows,
@@ -164,8 +165,7 @@ class RerankObjective:
 
     def scored(self, batches: Sequence[MicroBatch]) -> list["ScoredRow"]:
         """Return the logit of each document of a global batch, in order, on every rank."""
-        scored = self.worker.forward(batches)
-        places = sorted(place for batch in batches for place in batch.rows)
+        scored = values_by_place(batches, self.worker.forward(batches))
         flags = {
             place: bool(flag)
             for batch in batches
@@ -174,7 +174,7 @@ class RerankObjective:
         }
         local = [
             (place, float(row_SJ[-1, 0] - row_SJ[-1, 1]), flags[place])
-            for place, row_SJ in zip(places, scored, strict=True)
+            for place, row_SJ in scored.items()
         ]
         parts = all_gather_json(local, self.worker.grid.dp.group, self.worker.platform.device)
         rows = sorted(row for part in parts for row in part)

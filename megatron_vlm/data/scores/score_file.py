@@ -10,8 +10,6 @@ events: these tokens, and all others together.
 
 import hashlib
 import json
-import os
-import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from megatron_vlm.data.tokens.sample import Sample
+from megatron_vlm.io.atomic import replaced_file
 from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
 _REMEDY = "delete the file and run megatron-vlm score again, which computes it anew"
@@ -85,17 +84,8 @@ def save_scores(path: Path, records: Sequence[RecordScore]) -> None:
     values = {name: np.concatenate(part) for name, part in zip(names, parts, strict=False)}
     metadata = {"where": json.dumps([record.where for record in records])}
     metadata["checksum"] = _checksum_of_columns(columns, values, metadata["where"])
-    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    os.close(handle)
-    try:
-        save_file(columns | values, partial, metadata)
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    with replaced_file(path, is_synced=True) as new:
+        save_file(columns | values, new, metadata)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ whenever the sample is read: data that a disk has changed is never trained.
 """
 
 import json
-import os
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,6 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from megatron_vlm.data.tokens.sample import Sample, uneven_weights
+from megatron_vlm.io.atomic import replaced_file
 from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
 REMEDY = "delete data.cache_dir and start again"
@@ -52,14 +51,8 @@ class Chunk:
         metadata = dict(zip(_METADATA_KEYS, map(json.dumps, values), strict=True))
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         checksum = {"checksum": _checksum(shapes, tensors, metadata)}
-        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        os.close(handle)
-        try:
-            save_file(tensors, partial, metadata | checksum)
-            os.replace(partial, path)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        with replaced_file(path) as new:
+            save_file(tensors, new, metadata | checksum)
 
     def _tensors(self) -> dict[str, np.ndarray]:
         samples = [sample for _, sample in self.samples]

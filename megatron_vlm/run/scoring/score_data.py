@@ -35,6 +35,7 @@ from megatron_vlm.run.scoring.score_folder import (
     scored_sets,
 )
 from megatron_vlm.training.data_feed import SharedBatches, open_together
+from megatron_vlm.training.pipeline import values_by_place
 from megatron_vlm.training.top_targets import TopTargets, top_targets
 from megatron_vlm.training.worker import MegatronWorker
 
@@ -109,12 +110,11 @@ class Scorer:
         self.worker.watchdog.busy()
         settings = self.settings.top_k, self.settings.temperature
         rows = top_targets(self.worker.stage, micro_batches, *settings)
-        places = sorted(place for batch in micro_batches for place in batch.rows)
         # One dtype for all three: float32 has every id.
         packed = pack(
             {
                 str(place): (True, [row.label_log_probs_N, row.ids_NJ.float(), row.log_probs_NR])
-                for place, row in zip(places, rows, strict=True)
+                for place, row in values_by_place(micro_batches, rows).items()
             },
             {},
         )
