@@ -10,7 +10,8 @@ number. The file `asked` gets a line for each request.
 The first id of a prompt selects the answer. For HELD it comes once the file `release` of the
 options exists; for SLOW it comes after a while. For DEADLY the engine dies; for DEADLY_ONCE it dies
 only the first time. If the environment variable REPLAYS is set to a folder, the answers come from
-there: see tests/test_agree_command.py.
+there: see tests/test_agree_command.py. The environment variable STAND_IN_OPTIONS has further
+options, as JSON.
 """
 
 import array
@@ -26,6 +27,7 @@ from typing import Any
 HELD, DEADLY, DEADLY_ONCE, SLOW = 11, 12, 13, 14
 SLOW_S = 0.3
 REPLAYS = "STAND_IN_REPLAYS"
+OPTIONS = "STAND_IN_OPTIONS"
 
 
 def number_of(values: bytes, before: int = 0) -> int:
@@ -112,7 +114,7 @@ class StandIn:
 
     def load(self, **options: Any) -> bool:
         """Return whether the engine has started."""
-        self.options = options
+        self.options = options = {**options, **json.loads(os.environ.get(OPTIONS, "{}"))}
         if "stumble" in options and Path(options["stumble"]).exists():
             Path(options["stumble"]).unlink()
             os._exit(4)

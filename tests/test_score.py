@@ -5,6 +5,7 @@ layout; a killed command continues; a folder never holds scores of two things.""
 import json
 import re
 import shutil
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -28,6 +29,7 @@ from megatron_vlm.training.top_targets import SMALLEST_REST, TopTargets
 from tests.reference import load_reference
 from tests.sets import open_set, write_set
 from tests.test_evaluation import hf_row, logits_of
+from tests.test_sampling_engines import STAND_IN
 
 TOLERANCE = 5e-6  # absolute, fp32 on the CPU; measured worst: 9.1e-7
 ROWS, EVAL_ROWS, TOP, CHUNK = 13, 3, 6, 4
@@ -241,6 +243,42 @@ def test_damaged_files_are_refused(damage, whole, asked, tiny, pool):
         return
     status, _, err = score(pool, words_of(asked, tiny(vocab=509), folder.name))
     assert status == 2 and file.name in err and "delete the file and run" in err
+
+
+def by_engine(asked: Path, model: str, out: str, **options: Any) -> list[str]:
+    """Return the command that scores the texts by a stand-in with these options."""
+    lines = (asked / "train.jsonl").read_text().splitlines()
+    texts = asked / "texts.jsonl"
+    texts.write_text("".join(f"{line}\n" for line in lines if "image" not in line))
+    python = asked / f"python-{out}"
+    environment = f"STAND_IN_OPTIONS='{json.dumps(options)}'"
+    version = '[ "$1" = -c ] && echo 0 && exit'  # of vLLM, which the command asks for
+    start = f'{environment} exec {sys.executable} {STAND_IN} "$@"'
+    python.write_text(f"#!/bin/sh\n{version}\n{start}\n")
+    python.chmod(0o755)
+    more = ["data.eval=null", f"data.train={texts}", "--top-k", "2", "--engine", str(python)]
+    return ["score", *words_of(asked, model, out, *more)]
+
+
+def test_an_engine_that_dies_is_asked_again_or_ends_the_command(asked, tiny, capsys):
+    """Of a file that is not whole, nothing is left, and the next command writes it."""
+    model, once = tiny(vocab=509), asked / "once"
+    assert main(by_engine(asked, model, "well")) == 0
+    assert main(by_engine(asked, model, "dying", lives=2, once=str(once))) == 0
+    assert once.exists()
+    [well], [dying] = records_of(asked / "well"), records_of(asked / "dying")
+    assert len(well) == len(dying) > 2
+    for first, second in zip(well, dying, strict=True):
+        assert first.where == second.where
+        assert all(map(np.array_equal, first.values, second.values))
+    capsys.readouterr()
+    assert main(by_engine(asked, model, "dead", lives=1)) == 2
+    said = capsys.readouterr().err
+    assert "texts.jsonl:1" in said and "died" in said, said
+    assert not list((asked / "dead").glob("*.safetensors*"))
+    assert main(by_engine(asked, model, "dead")) == 0
+    [continued] = records_of(asked / "dead")
+    assert [each.where for each in continued] == [each.where for each in well]
 
 
 def test_an_engines_table_has_the_rest_of_each_place():
