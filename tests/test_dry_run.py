@@ -248,7 +248,7 @@ REFUSED_TEACHERS = {
     "rl.teacher={a: 3}": "rl.teacher",
     "rl.teacher=a rl.teacher_scorer=vllm": "rl.engine",
     "rl.teacher=a rl.teacher_gpus=[0]": "rl.teacher_scorer",
-    "rl.teacher=a rl.teacher_top_k=2 rl.kl_coef=0": "rl.kl_coef",
+    "rl.teacher=a rl.teacher_top_k=2 rl.entropy_coef=0": "rl.entropy_coef",
     "rl.teacher=a rl.dynamic_sampling=true rl.reward=null": "rl.dynamic_sampling",
     "rl.teacher=a rl.eval_scores=reward rl.reward=null": "rl.eval_scores",
     "rl.teacher={a: x, b: y} rl.teacher_scorer=vllm rl.engine=p rl.teacher_gpus=[0]": (
