@@ -343,7 +343,8 @@ def test_broken_files_are_refused_by_name(name, tmp_path):
         source = open_source(SourceSpec(str(tmp_path / name)), None, tmp_path / "cache")
         for index in range(len(source)):
             source[index]
-    assert not list((tmp_path / "cache").rglob("*.new"))
+    unfinished = [*(tmp_path / "cache").rglob("*.new"), *(tmp_path / "cache").rglob("*.tmp")]
+    assert not unfinished
 
 
 def test_a_truncated_tar_is_refused(tmp_path):

@@ -1,7 +1,6 @@
 """Files as bytes: their digests, their unpacked content, and their lines."""
 
 import codecs
-import contextlib
 import hashlib
 import logging
 import os
@@ -13,6 +12,7 @@ import numpy as np
 import pyarrow
 
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.io.atomic import replaced_file
 from megatron_vlm.io.scratch import scratch_folder
 from megatron_vlm.io.untrusted import UntrustedFile
 
@@ -71,15 +71,9 @@ def unpacked_path(path: str, cache: Path | None) -> str:
 
 
 def _unpack(path: str, target: Path) -> str:
-    partial = target.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as plain:
-            plain.writelines(content_of(path))
-        os.replace(partial, target)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with replaced_file(target) as new, new.open("wb") as plain:
+        plain.writelines(content_of(path))
     return str(target)
 
 
