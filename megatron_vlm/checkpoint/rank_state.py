@@ -8,7 +8,7 @@ the rounded main weight. It stores the values of moments in 8 bits, in fp32, bec
 depend on where the tensor is cut. Writing them as codes again changes none.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,24 +42,32 @@ class OptimizerPart:
             moment.write(0, values, None)
 
 
-def optimizer_parts(
-    optimizer: MegatronOptimizer, params: Collection[torch.nn.Parameter]
+def local_parts(
+    worker: MegatronWorker, moments: bool = True
 ) -> dict[torch.nn.Parameter, OptimizerPart]:
-    """Return the parts of these parameters that this rank's optimizer updates."""
-    return {each.param: _part_of(each) for each in main_weights(optimizer, params)}
+    """Return the parts of parameters that this rank's optimizer updates, with or without their
+    moments; none without an optimizer."""
+    if worker.optimizer is None:
+        return {}
+    weights = main_weights(worker.optimizer, worker.held.values())
+    return {each.param: _part_of(each, moments) for each in weights}
 
 
-def _part_of(weight: MainWeight) -> OptimizerPart:
+def _part_of(weight: MainWeight, moments: bool) -> OptimizerPart:
     inner, main = weight.optimizer, weight.main
-    tensors, coded = {"": _flatten(main)}, {}
+    tensors = {"": _flatten(main)}
+    coded: dict[str, Int8Moment] = {}
+    part = OptimizerPart(weight.start, weight.is_sharded, tensors, coded)
+    if not moments:
+        return part
     if isinstance(inner, SmallAdamW):
         for name, moment in inner.moments(main).items():
             if isinstance(moment, Int8Moment):
                 coded[f"{name}/"] = moment
                 tensors[f"{name}/"] = moment.read(0, main.numel()).cpu()
             else:
-                (tensors[f"{name}/"],) = moment.tensors
-        return OptimizerPart(weight.start, weight.is_sharded, tensors, coded)
+                tensors[f"{name}/"] = moment.values_W
+        return part
     state = inner.state[main]
     if isinstance(inner, torch.optim.Adam):
         # The first step of Adam creates its count like this. The fused optimizers count in the
@@ -69,7 +77,7 @@ def _part_of(weight: MainWeight) -> OptimizerPart:
         if name not in state:
             state[name] = torch.zeros_like(main, requires_grad=False)
         tensors[f"{name}/"] = _flatten(state[name])
-    return OptimizerPart(weight.start, weight.is_sharded, tensors, coded)
+    return part
 
 
 def _flatten(tensor: Tensor) -> Tensor:
@@ -88,23 +96,13 @@ def shapes_of(worker: MegatronWorker) -> dict[str, TensorShape]:
     return {tensor.name: tensor.shape for entry in entries for tensor in entry.theirs}
 
 
-def local_parts(worker: MegatronWorker) -> dict[torch.nn.Parameter, OptimizerPart]:
-    """Return the parts of the optimizer's state on this rank; none without an optimizer."""
-    if worker.optimizer is None:
-        return {}
-    return optimizer_parts(worker.optimizer, worker.held.values())
-
-
 def held_pieces(
-    worker: MegatronWorker,
-    parts: Mapping[torch.nn.Parameter, OptimizerPart],
-    writing: bool,
-    moments: bool = True,
+    worker: MegatronWorker, parts: Mapping[torch.nn.Parameter, OptimizerPart], writing: bool
 ) -> Iterator[Piece]:
     """Yield this rank's pieces of the checkpoint, of its weights and of these parts of the
     optimizer's state. For writing, each piece belongs to a single rank, and ranks that hold the
     same piece take turns. For reading, these are all pieces that the rank has to fill, with the
-    weights first. Without `moments` there are only weights."""
+    weights first."""
     numbers = {entry: number for number, entry in enumerate(worker.table)}
     for entry, param in worker.held.items():
         if not is_kept(worker.cfg, entry):
@@ -116,11 +114,7 @@ def held_pieces(
         if not writing or not param.requires_grad:
             tensors.append(("", _flatten(param), 0))
         if part is not None:
-            tensors += [
-                (prefix, flat, part.start)
-                for prefix, flat in part.tensors.items()
-                if moments or not prefix
-            ]
+            tensors += [(prefix, flat, part.start) for prefix, flat in part.tensors.items()]
         blocks = blocks_of(entry, *worker.grid.along(entry.layout.cut))
         width = param.numel() // len(param)
         for prefix, flat, start in tensors:
@@ -137,12 +131,13 @@ def _writes(grid: RankGroups, entry: Entry, sharded: bool, turn: int) -> bool:
     return is_tp_turn and (sharded or turn % copies.size == copies.rank)
 
 
-def clear_moments(parts: Mapping[torch.nn.Parameter, OptimizerPart]) -> None:
+def clear_moments(worker: MegatronWorker) -> None:
     """Reset the moments to their state before the first step."""
-    for part in parts.values():
+    for part in local_parts(worker).values():
         for prefix, flat in part.tensors.items():
             if prefix:
                 flat.zero_()
+        part.store_moments()
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:

@@ -97,8 +97,7 @@ def save(
     with fail_together(worker.platform.device, CheckpointError):
         if dist.get_rank() == 0:
             begin(folder, run)
-    parts = local_parts(worker)
-    pieces = list(held_pieces(worker, parts, writing=True, moments=moments))
+    pieces = list(held_pieces(worker, local_parts(worker, moments), writing=True))
     tensors = {piece.name: piece.data for piece in pieces}
     if async_save:
         tensors = {name: data.to("cpu", copy=True) for name, data in tensors.items()}
@@ -232,20 +231,20 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
         progress = state["progress"]
         progress.object()
         reader = PieceReader(folder, read_index(folder))
-        parts = local_parts(worker)
-        pieces = list(held_pieces(worker, parts, writing=False, moments=moments))
+        parts = local_parts(worker, moments)
+        pieces = list(held_pieces(worker, parts, writing=False))
         keys = [piece.key for piece in pieces]
         reader.check(keys, shapes_of(worker), "resume with the configuration in its config.yaml")
     with fail_together(device, CheckpointError), torch.no_grad():
         for piece in pieces:
             reader.fill(piece)
             worker.watchdog.busy()
+        for part in parts.values():
+            part.store_moments()
         if moments:
             _say_conversion(worker, folder, state)
         else:
-            clear_moments(parts)
-        for part in parts.values():
-            part.store_moments()
+            clear_moments(worker)
     worker.lr, worker.steps = lr, steps
     if worker.optimizer is not None:
         set_step(worker.optimizer, steps if moments else 0)
