@@ -16,8 +16,6 @@ many decades as the first moment: a weight with small gradients would else be di
 Shapes: W weights of a part of a tensor, B blocks of them.
 """
 
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor
 
@@ -27,45 +25,31 @@ _DECADES = 7
 _NOISE_BITS = 16
 
 
-class Moment(ABC):
-    """A moment of the weights of a flat tensor, in any form."""
-
-    @abstractmethod
-    def read(self, start: int, end: int) -> Tensor:
-        """Return the values of the weights from `start` to `end`, in fp32, as a copy."""
-
-    @abstractmethod
-    def write(self, start: int, values: Tensor, noise: Tensor | None) -> None:
-        """Store values from `start` on. `noise` has a random number between 0 and 1 for each, and
-        None rounds to the nearest value."""
-
-    @property
-    @abstractmethod
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that are in memory."""
-
-
-class FloatMoment(Moment):
-    """A moment in fp32 or bf16."""
+class FloatMoment:
+    """A moment of the weights of a flat tensor, in fp32 or bf16."""
 
     def __init__(self, weights: int, dtype: torch.dtype, device: torch.device):
         self.values_W = torch.zeros(weights, dtype=dtype, device=device)
 
     def read(self, start: int, end: int) -> Tensor:
+        """Return the values of the weights from `start` to `end`, in fp32, as a copy."""
         return self.values_W[start:end].to(torch.float32, copy=True)
 
     def write(self, start: int, values: Tensor, noise: Tensor | None) -> None:
+        """Store values from `start` on. `noise` has a random number between 0 and 1 for each, and
+        None rounds to the nearest value."""
         if self.values_W.dtype == torch.bfloat16 and noise is not None:
             values = round_to_bf16(values, noise)
         self.values_W[start : start + len(values)] = values
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """Tensors that are in memory."""
         return (self.values_W,)
 
 
-class Int8Moment(Moment):
-    """A moment in 8 bits. Reads and writes begin at blocks."""
+class Int8Moment:
+    """A moment in 8 bits, which is read and written like a FloatMoment, but from blocks on."""
 
     def __init__(self, weights: int, is_root: bool, device: torch.device):
         self.is_root = is_root  # the codes are of the root, which has no sign
@@ -100,6 +84,9 @@ class Int8Moment(Moment):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.codes_W, self.scales_B
+
+
+Moment = FloatMoment | Int8Moment
 
 
 def make_moment(name: str, weights: int, states: str, device: torch.device) -> Moment:
