@@ -111,9 +111,10 @@ def with_reference(
     if cfg.data.reference is not None:
         return data  # open_data has read them
     grid, device = worker.grid, worker.platform.device
-    handles = None if data is None else _handles(data, samples)
-    key = "" if data is None or handles is None else _key(worker, cfg, data, handles)
-    counts = None if data is None or handles is None else [len(handles), *map(len, data.indexes)]
+    handles, key, counts = None, "", None
+    if data is not None:
+        handles = _handles(data, samples)
+        key, counts = _key(worker, cfg, data, handles), [len(handles), *map(len, data.indexes)]
     count, *lengths = share_json(counts, grid, device)
     path = _path(cfg, key) if grid.rank == 0 else None
     tables = _read(path, lengths) if path is not None else None
