@@ -33,6 +33,7 @@ from megatron_vlm.checkpoint.tensor_pieces import (
 )
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.io.atomic import partial_of
+from megatron_vlm.training import offload
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
@@ -58,6 +59,10 @@ def moments(states: str, case: Case) -> Case:
     return replace(case, optim={"states": states})
 
 
+def in_host_memory(share: float, case: Case) -> Case:
+    return replace(case, optim={**case.optim, "offload": share})
+
+
 # Its A_log and the norms of gated delta nets are F32 beside BF16.
 QWEN3_5 = dict(family="qwen3_5", dtype="bfloat16", vision_depth=1)
 
@@ -78,6 +83,15 @@ CASES = {
     "tp2-dp2-bf16-moments": (moments("bf16", bf16(layout(tp=2, dp=2))), {}),
     "pp2-dp2-tied-int8-moments": (moments("int8", bf16(layout(pp=2, dp=2))), {"tied": True}),
     "dp2-plain-int8-moments": (moments("int8", layout(dp=2, distributed_optimizer=False)), {}),
+}
+# With a share of the main weights and moments in host memory, no bit changes.
+OFFLOADED = {
+    "1x1": 0.5,
+    "dp2-bf16": 0.5,
+    "pp2-vision-frozen": 1.0,
+    "qwen3_5-dp2-plain-bf16": 1.0,
+    "tp2-dp2-bf16-moments": 0.7,
+    "pp2-dp2-tied-int8-moments": 1.0,
 }
 
 
@@ -155,6 +169,32 @@ def test_resumed_is_bit_for_bit_the_run_without_a_break(name, first_halves, pool
     assert {"complete.json", "config.yaml", "index.json", "state.json"} < names
     for file in names:  # weights, moments, steps and learning rate
         assert (actual / file).read_bytes() == (expected / file).read_bytes(), file
+
+
+def go_in_buckets(path: str, case: Case, part: Part) -> list[tuple[float, float]]:
+    """Run the steps of a part with buckets that are smaller than most weights."""
+    before, offload.BUCKET = offload.BUCKET, 2048
+    try:
+        return go(path, case, part)
+    finally:
+        offload.BUCKET = before
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_offload_changes_no_bit(name, first_halves, pool, tiny, tmp_path):
+    """A run with offload, and one that resumes it without, equal the run on the device alone."""
+    (case, sizes), (run, figures) = CASES[name], first_halves[name]
+    offloaded = in_host_memory(OFFLOADED[name], case)
+    part = Part(tmp_path, range(3), None, (3,), True, sizes.get("vocab", 512))
+    assert pool.run(go_in_buckets, case.world, tiny(**sizes), offloaded, part)[0] == figures[:3]
+    part = replace(part, steps=range(3, 4), start=step_folder(tmp_path, 3), save_at=(4,))
+    assert pool.run(go, case.world, tiny(**sizes), case, part)[0] == figures[3:]
+    part = Part(tmp_path / "resumed", range(2, 4), step_folder(run, 2), (4,), vocab=part.vocab)
+    pool.run(go_in_buckets, case.world, tiny(**sizes), offloaded, part)
+    expected = step_folder(run, 4)
+    for folder in (step_folder(tmp_path, 4), step_folder(tmp_path / "resumed", 4)):
+        for file in expected.glob("*.safetensors"):
+            assert (folder / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 TO_ANOTHER = {

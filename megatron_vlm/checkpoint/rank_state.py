@@ -20,7 +20,7 @@ from megatron_vlm.config.optimizer_spec import STATE_NAMES
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.hf.weight_map import Entry, Origin
-from megatron_vlm.training.optimizer_parts import MainWeight, main_weights
+from megatron_vlm.training.optimizer_parts import MainWeight, inner_optimizers, main_weights
 from megatron_vlm.training.small_adamw import SmallAdamW
 from megatron_vlm.training.small_moments import Int8Moment
 from megatron_vlm.training.worker import MegatronWorker
@@ -142,24 +142,22 @@ def clear_moments(worker: MegatronWorker) -> None:
 
 def get_step(optimizer: MegatronOptimizer) -> int:
     """Return the number of steps of this rank's optimizer; 0 where it has nothing to update."""
-    for chained in optimizer.chained_optimizers:
-        if chained.is_stub_optimizer:
-            continue
-        for state in chained.optimizer.state.values():
-            if "step" in state:
-                return int(state["step"])
-        return max(int(group.get("step", 0)) for group in chained.optimizer.param_groups)
-    return 0
+    return max(map(_steps_of, inner_optimizers(optimizer)), default=0)
+
+
+def _steps_of(inner: torch.optim.Optimizer) -> int:
+    for state in inner.state.values():
+        if "step" in state:
+            return int(state["step"])
+    return max((int(group.get("step", 0)) for group in inner.param_groups), default=0)
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
     """Set the count of steps to continue from: Adam corrects its moments by this count."""
-    for chained in optimizer.chained_optimizers:
-        if chained.is_stub_optimizer:
-            continue
-        if isinstance(chained.optimizer, torch.optim.Adam):
-            for state in chained.optimizer.state.values():
+    for inner in inner_optimizers(optimizer):
+        if isinstance(inner, torch.optim.Adam):
+            for state in inner.state.values():
                 state["step"].fill_(step)
         else:
-            for group in chained.optimizer.param_groups:
+            for group in inner.param_groups:
                 group["step"] = step

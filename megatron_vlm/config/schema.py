@@ -147,6 +147,7 @@ class OptimConfig:
     beta2: Decay = 0.999  # decay of the second moment
     eps: ShareAboveZero = 1e-8  # added to the root of the second moment
     states: Literal["fp32", "bf16", "int8"] = "fp32"  # type of the moments
+    offload: Share = 0.0  # share of the weights whose main weights and moments are in host memory
     weight_decay: NonNegative = 0.0  # not applied to norms and biases
     vision_weight_decay: NonNegative | None = None  # null: weight_decay
     merger_weight_decay: NonNegative | None = None  # null: weight_decay

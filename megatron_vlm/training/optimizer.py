@@ -3,6 +3,7 @@ AdamW."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +29,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import Part
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.comm_overlap import GradReduce, WeightGather
+from megatron_vlm.training.offload import MainsWithoutMemory, offload_optimizer
 from megatron_vlm.training.optimizer_parts import main_weights
 from megatron_vlm.training.small_adamw import SmallAdamW
 
@@ -171,16 +173,18 @@ def build_optimizer(
         overlap_param_gather=is_gather_overlapped(cfg, grid),
     )
     overrides = {**get_standard_config_overrides(config), **_part_overrides(optim, parts)}
-    optimizer = get_megatron_optimizer(
-        config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
-    )
+    with MainsWithoutMemory() if optim.offload else nullcontext():
+        optimizer = get_megatron_optimizer(
+            config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
+        )
     set_adam(optimizer, AdamStep.from_config(optim))
-    if optim.states != "fp32":
-        _use_small_moments(optimizer, optimizer_spec(optim), list(parts))
-        return optimizer
     for group in optimizer.param_groups:
         if "foreach" in group:  # torch's AdamW: neither TE nor Apex provides a fused one
             group["fused"] = True
+    if optim.offload:
+        offload_optimizer(optimizer, list(parts), optim.offload, optimizer_spec(optim))
+    elif optim.states != "fp32":
+        _use_small_moments(optimizer, optimizer_spec(optim), list(parts))
     return optimizer
 
 

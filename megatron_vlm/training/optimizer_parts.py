@@ -4,8 +4,9 @@ Every optimizer of Megatron looks the same here: for each trainable parameter it
 the fp32 main weight. The plain ones have the whole parameter, the distributed one a part of it.
 """
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -23,25 +24,65 @@ class MainWeight:
     start: int  # offset in the flattened parameter
     is_sharded: bool  # True: DP ranks have different parts; False: they all have the same one
 
+    @property
+    def model_part(self) -> Tensor:
+        """The same part of the parameter, flat."""
+        return self.param.detach().view(-1)[self.start : self.start + self.main.numel()]
+
+
+class SplitOptimizer(torch.optim.Optimizer):
+    """Several optimizers in place of one. The first has Megatron's main weights. For some of them
+    another one has another tensor, and both are in `owners`."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        owners: Mapping[Tensor, tuple[Tensor, torch.optim.Optimizer]],
+    ):
+        super().__init__([{"params": []}], {})
+        self.param_groups = groups
+        self.optimizers, self.owners = optimizers, owners
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers that have this rank's states; none on a frozen stage."""
+    for chained in optimizer.chained_optimizers:
+        if not chained.is_stub_optimizer:
+            inner = chained.optimizer
+            yield from inner.optimizers if isinstance(inner, SplitOptimizer) else (inner,)
+
 
 def main_weights(
     optimizer: MegatronOptimizer, params: Collection[torch.nn.Parameter]
 ) -> Iterator[MainWeight]:
     """Yield the parts of these parameters that this rank's optimizer updates."""
     for chained in optimizer.chained_optimizers:
-        if chained.is_stub_optimizer:  # a frozen stage has no optimizer
-            continue
-        inner = chained.optimizer
-        if isinstance(chained, DistributedOptimizer):
-            for param, main in _sharded_mains(chained):
-                start = chained._get_model_param_range_map(param)["param"].start
-                yield MainWeight(param, main, inner, start, True)
-            continue
-        mains = {main for group in inner.param_groups for main in group["params"]}
-        for param in params:
-            main = getattr(param, "main_param", param)
-            if main in mains:
-                yield MainWeight(param, main, inner, 0, False)
+        for weight in megatron_weights(chained, params):
+            inner = weight.optimizer
+            if isinstance(inner, SplitOptimizer):
+                main, inner = inner.owners.get(weight.main, (weight.main, inner.optimizers[0]))
+                weight = replace(weight, main=main, optimizer=inner)
+            yield weight
+
+
+def megatron_weights(
+    chained: MegatronOptimizer, params: Collection[torch.nn.Parameter]
+) -> Iterator[MainWeight]:
+    """Yield the parts of one of Megatron's optimizers, as Megatron has them."""
+    if chained.is_stub_optimizer:  # a frozen stage has no optimizer
+        return
+    inner = chained.optimizer
+    if isinstance(chained, DistributedOptimizer):
+        for param, main in _sharded_mains(chained):
+            start = chained._get_model_param_range_map(param)["param"].start
+            yield MainWeight(param, main, inner, start, True)
+        return
+    mains = {main for group in inner.param_groups for main in group["params"]}
+    for param in params:
+        main = getattr(param, "main_param", param)
+        if main in mains:
+            yield MainWeight(param, main, inner, 0, False)
 
 
 def _sharded_mains(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:

@@ -1,20 +1,21 @@
-"""AdamW whose moments are stored in bf16 or in 8 bits, and computed in fp32."""
+"""AdamW that updates a range of a tensor at a time, with moments in fp32, bf16 or 8 bits."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from megatron_vlm.config.optimizer_spec import QUANTIZED_BLOCK, OptimizerSpec
-from megatron_vlm.training.small_moments import Moment, make_moment, noise_of
+from megatron_vlm.training.small_moments import FloatMoment, Moment, make_moment, noise_of
 
 _AT_ONCE = 2**14 * QUANTIZED_BLOCK  # weights whose moments are in fp32 at once
 
 
 class SmallAdamW(torch.optim.Optimizer):
-    """AdamW with small moments. With those in fp32 it would be torch's AdamW. A parameter is a part
-    of a flattened one; `starts` has its offset there."""
+    """AdamW that computes in fp32, whatever its moments are stored in. With those in fp32 it is
+    torch's AdamW. A parameter is a part of a flattened one; `starts` has its offset there."""
 
     def __init__(
         self,
@@ -39,25 +40,69 @@ class SmallAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters that have gradients."""
         assert closure is None
+        self.count_step()
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, group)
+                    self.update(param, group, 0, param.grad.detach().view(-1))
 
-    def _update(self, param: Tensor, group: Mapping[str, Any]) -> None:
-        moments, first, step = self.moments(param), self.starts[param], group["step"]
+    def count_step(self) -> None:
+        """Begin a step, in which each weight is updated at most once."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+    def update(self, param: Tensor, group: Mapping[str, Any], start: int, grads: Tensor) -> None:
+        """Update the weights from `start` on, which have these gradients. The moments of a block
+        of weights in 8 bits are updated together."""
+        flat, end = param.detach().view(-1), start + len(grads)
+        if self.spec.states == "fp32":
+            self._update_at_once(param, group, start, grads)
+            return
+        flat[start:end].mul_(1 - group["lr"] * group["weight_decay"])
+        for first in range(start, end, _AT_ONCE):
+            last = min(first + _AT_ONCE, end)
+            self._update_small(param, group, first, grads[first - start : last - start].float())
+
+    def _update_at_once(
+        self, param: Tensor, group: Mapping[str, Any], start: int, grads: Tensor
+    ) -> None:
+        """Update weights by torch's fused kernel."""
+        values = [param.detach().view(-1)]
+        for moment in self.moments(param).values():
+            assert isinstance(moment, FloatMoment)
+            values.append(moment.values_W)
+        weights, means, squares = ([each[start : start + len(grads)]] for each in values)
+        # The kernel adds 1 to the count, which is of this call alone.
+        step = torch.tensor(float(group["step"] - 1), device=param.device)
         (beta1, beta2), lr = group["betas"], group["lr"]
-        flat, grads = param.detach().view(-1), param.grad.detach().view(-1)  # type: ignore[union-attr]
-        flat.mul_(1 - lr * group["weight_decay"])
-        for start in range(0, len(flat), _AT_ONCE):
-            end = min(start + _AT_ONCE, len(flat))
-            grad = grads[start:end].float()
-            mean = moments["exp_avg"].read(start, end).lerp_(grad, 1 - beta1)
-            square = moments["exp_avg_sq"].read(start, end).mul_(beta2)
-            square.addcmul_(grad, grad, value=1 - beta2)
-            root = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-            flat[start:end].addcdiv_(mean, root, value=-lr / (1 - beta1**step))
-            moments["exp_avg"].write(start, mean, None)
-            noise = noise_of(first + start, end - start, step, flat.device)
-            moments["exp_avg_sq"].write(start, square, noise)
+        adamw(
+            weights,
+            [grads],
+            means,
+            squares,
+            [],
+            [step],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _update_small(
+        self, param: Tensor, group: Mapping[str, Any], start: int, grad: Tensor
+    ) -> None:
+        moments, step, end = self.moments(param), group["step"], start + len(grad)
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        mean = moments["exp_avg"].read(start, end).lerp_(grad, 1 - beta1)
+        square = moments["exp_avg_sq"].read(start, end).mul_(beta2)
+        square.addcmul_(grad, grad, value=1 - beta2)
+        root = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+        flat = param.detach().view(-1)
+        flat[start:end].addcdiv_(mean, root, value=-lr / (1 - beta1**step))
+        moments["exp_avg"].write(start, mean, None)
+        noise = noise_of(self.starts[param] + start, end - start, step, flat.device)
+        moments["exp_avg_sq"].write(start, square, noise)

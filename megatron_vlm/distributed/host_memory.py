@@ -1,0 +1,48 @@
+"""Host memory beside a device, and copies between the two while the device computes. On the CPU the
+same copies run at once, from memory to memory."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Copied = torch.cuda.Event | None  # a point in the order of copies; None on the CPU
+
+
+def empty_on_host(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return flat memory of the host, which is pinned if the device can copy it by itself."""
+    return torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class HostCopies:
+    """Copies between host and device, in their order, on a stream of their own."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def follow(self) -> None:
+        """Let the copies from now on wait for the work that the device has been given so far."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Copied:
+        """Copy the second tensor of each pair into the first. Return an event for `wait`."""
+        if self.stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        with torch.cuda.stream(self.stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return self.stream.record_event()
+
+    @staticmethod
+    def wait(event: Copied) -> None:
+        """Let the host wait until the copies before this event are done."""
+        if event is not None:
+            event.synchronize()
+
+    def join(self) -> None:
+        """Let the work that the device is given from now on wait for the copies so far."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)

@@ -1,0 +1,258 @@
+"""Main weights and moments in host memory, where they are updated too: `optim.offload`.
+
+A step goes over buckets of weights. The gradients of a bucket are copied to the host while the one
+before is updated there, and its new weights are copied back behind the next one. Everything before
+that, such as the norm of the gradients and their clipping, remains work of the device.
+
+Megatron has an optimizer for this (HybridDeviceOptimizer in 0.16.1). It is not used because it
+keeps the main weights on the device, unless Transformer Engine's AdamW is there, because it does
+nothing on a CPU, and because it has pinned memory for all gradients.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_vlm.config.optimizer_spec import OptimizerSpec
+from megatron_vlm.distributed.host_memory import Copied, HostCopies, empty_on_host
+from megatron_vlm.training.optimizer_parts import MainWeight, SplitOptimizer, megatron_weights
+from megatron_vlm.training.small_adamw import SmallAdamW
+
+# Weights of a bucket, a multiple of the blocks of moments in 8 bits. Two buckets of gradients, and
+# two of weights, are in host memory.
+BUCKET = 2**24
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+class MainsWithoutMemory(TorchDispatchMode):
+    """Lets Megatron make its fp32 main weights of bf16 ones without memory for their values. All of
+    them at once would not fit where only a part of them shall be on the device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.bfloat16:
+            return args[0].new_empty((), dtype=kwargs["dtype"]).expand(args[0].shape)
+        return func(*args, **kwargs)
+
+
+def choose_offloaded(weights: Sequence[MainWeight], fraction: float) -> list[MainWeight]:
+    """Return those that have at least this fraction of the weights, the largest first. A weight
+    that two stages have copies of is the last, so that both treat it alike."""
+    left = fraction * sum(each.main.numel() for each in weights)
+    chosen = []
+    for weight in sorted(weights, key=lambda each: (_is_tied(each.param), -each.main.numel())):
+        if left <= 0:
+            break
+        chosen.append(weight)
+        left -= weight.main.numel()
+    return chosen
+
+
+def _is_tied(param: nn.Parameter) -> bool:
+    return getattr(param, "shared_embedding", False)
+
+
+def offload_optimizer(
+    optimizer: MegatronOptimizer,
+    params: Collection[nn.Parameter],
+    fraction: float,
+    spec: OptimizerSpec,
+) -> None:
+    """Move this fraction of the main weights and moments of an optimizer to the host. It was built
+    with MainsWithoutMemory, and the other main weights get theirs here."""
+    for chained in optimizer.chained_optimizers:
+        if chained.is_stub_optimizer:
+            continue
+        weights = list(megatron_weights(chained, params))
+        offloaded = choose_offloaded(weights, fraction)
+        mains = {each.main for each in offloaded}
+        rounded = [
+            each for each in weights if each.main not in mains and each.param.dtype != torch.float32
+        ]
+        for each in rounded:
+            each.main.data = each.model_part.float().view_as(each.main)
+        starts = {each.main: each.start for each in weights if each.main not in mains}
+        chained.optimizer = OffloadedAdamW(chained.optimizer, starts, offloaded, spec)
+        # Megatron would copy all main weights to the model. The step copies those of the host.
+        chained._copy_main_params_to_model_params = partial(_copy_to_model, rounded)
+
+
+def _copy_to_model(weights: Sequence[MainWeight]) -> None:
+    for each in weights:
+        each.model_part.copy_(each.main.view(-1))
+
+
+class OffloadedAdamW(SplitOptimizer):
+    """AdamW over weights on the device and weights on the host. `param_groups` are those of
+    Megatron, which have the settings of a step."""
+
+    def __init__(
+        self,
+        megatrons: torch.optim.Optimizer,
+        starts: dict[Tensor, int],
+        offloaded: Sequence[MainWeight],
+        spec: OptimizerSpec,
+    ):
+        groups: list[dict[str, Any]] = megatrons.param_groups
+        on_device = [
+            _group_of(group, [p for p in group["params"] if p in starts]) for group in groups
+        ]
+        hosted = {each.main: _to_host(each) for each in offloaded}
+        on_host = [
+            _group_of(group, [hosted[p] for p in group["params"] if p in hosted])
+            for group in groups
+        ]
+        if spec.states == "fp32":
+            self.device_optimizer = megatrons
+            megatrons.param_groups = on_device
+        else:
+            self.device_optimizer = SmallAdamW(on_device, spec, starts)
+        host_starts = {hosted[each.main]: each.start for each in offloaded}
+        self.host_optimizer = SmallAdamW(on_host, spec, host_starts)
+        super().__init__(
+            groups,
+            (self.device_optimizer, self.host_optimizer),
+            {main: (values, self.host_optimizer) for main, values in hosted.items()},
+        )
+        group_of = {each: group for group in on_host for each in group["params"]}
+        ranges = [
+            _Range(each, hosted[each.main], group_of[hosted[each.main]], start, end)
+            for each in offloaded
+            for start, end in _cut(each.main.numel())
+        ]
+        self.transfers = _Transfers(ranges) if ranges else None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all weights that have gradients."""
+        assert closure is None
+        for optimizer in self.optimizers:
+            for own, group in zip(optimizer.param_groups, self.param_groups, strict=True):
+                own.update({name: group[name] for name in _SETTINGS})
+        self.device_optimizer.step()  # on a GPU this is only queued
+        self.host_optimizer.count_step()
+        if self.transfers is not None:
+            for part, grads in self.transfers.exchange():
+                self.host_optimizer.update(part.values, part.group, part.start, grads)
+
+
+def _group_of(group: dict[str, Any], params: list[Tensor]) -> dict[str, Any]:
+    return {**group, "params": params}
+
+
+def _to_host(weight: MainWeight) -> Tensor:
+    """Return an fp32 copy of a weight on the host."""
+    values = empty_on_host(weight.main.numel(), torch.float32, weight.param.device)
+    return values.copy_(weight.model_part)
+
+
+def _cut(count: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of at most BUCKET weights that a weight is divided into."""
+    for start in range(0, count, BUCKET):
+        yield start, min(start + BUCKET, count)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Some neighbouring values of an offloaded weight."""
+
+    weight: MainWeight
+    values: Tensor  # the whole main weight, flat, on the host
+    group: dict[str, Any]
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_rounded(self) -> bool:
+        """True if the model has the weight in bf16."""
+        return self.weight.param.dtype != torch.float32
+
+    @property
+    def updated(self) -> Tensor:
+        """The values on the host."""
+        return self.values[self.start : self.end]
+
+    @property
+    def model_part(self) -> Tensor:
+        """The values of the model."""
+        return self.weight.model_part[self.start : self.end]
+
+    @property
+    def grads(self) -> Tensor | None:
+        """The gradients on the device, after clipping."""
+        grads = self.weight.main.grad
+        return None if grads is None else grads.view(-1)[self.start : self.end]
+
+
+class _Transfers:
+    """Gradients to the host and weights to the device, in buckets. Two of each are under way."""
+
+    def __init__(self, ranges: Sequence[_Range]):
+        device = ranges[0].weight.param.device
+        self.copies = HostCopies(device)
+        self.buckets: list[list[_Range]] = [[]]
+        for each in ranges:
+            if _size(self.buckets[-1]) + each.size > BUCKET:
+                self.buckets.append([])
+            self.buckets[-1].append(each)
+        grads = max(map(_size, self.buckets))
+        # Weights in fp32 are sent as they are.
+        rounded = max(_size([e for e in bucket if e.is_rounded]) for bucket in self.buckets)
+        self.grads = [empty_on_host(grads, torch.float32, device) for _ in range(2)]
+        self.rounded = [empty_on_host(rounded, torch.bfloat16, device) for _ in range(2)]
+
+    def exchange(self) -> Iterator[tuple[_Range, Tensor]]:
+        """Yield each range with its gradients, and send the weights of a bucket after it."""
+        self.copies.follow()
+        arriving = self._fetch(0)
+        sent: list[Copied] = [None, None]
+        for number, bucket in enumerate(self.buckets):
+            self.copies.wait(arriving)
+            if number + 1 < len(self.buckets):
+                arriving = self._fetch(number + 1)
+            for each, grads in _with_slices(bucket, self.grads[number % 2]):
+                if each.grads is not None:
+                    yield each, grads
+            self.copies.wait(sent[number % 2])
+            sent[number % 2] = self._send(number)
+        self.copies.join()
+
+    def _fetch(self, number: int) -> Copied:
+        """Let the gradients of a bucket be copied to the host."""
+        staged = _with_slices(self.buckets[number], self.grads[number % 2])
+        return self.copies.copy(
+            [(place, each.grads) for each, place in staged if each.grads is not None]
+        )
+
+    def _send(self, number: int) -> Copied:
+        """Let the weights of a bucket be copied to the device."""
+        bucket = self.buckets[number]
+        pairs = [(each.model_part, each.updated) for each in bucket if not each.is_rounded]
+        rounded = [each for each in bucket if each.is_rounded]
+        for each, place in _with_slices(rounded, self.rounded[number % 2]):
+            pairs.append((each.model_part, place.copy_(each.updated)))
+        return self.copies.copy(pairs)
+
+
+def _size(bucket: Sequence[_Range]) -> int:
+    return sum(each.size for each in bucket)
+
+
+def _with_slices(bucket: Sequence[_Range], memory: Tensor) -> Iterator[tuple[_Range, Tensor]]:
+    """Yield each range with its place in this memory."""
+    start = 0
+    for each in bucket:
+        yield each, memory[start : start + each.size]
+        start += each.size
