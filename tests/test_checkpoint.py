@@ -173,11 +173,11 @@ def test_resumed_is_bit_for_bit_the_run_without_a_break(name, first_halves, pool
 
 def go_in_buckets(path: str, case: Case, part: Part) -> list[tuple[float, float]]:
     """Run the steps of a part with buckets that are smaller than most weights."""
-    before, offload.BUCKET = offload.BUCKET, 2048
+    before, offload.OFFLOAD_BUCKET = offload.OFFLOAD_BUCKET, 2048
     try:
         return go(path, case, part)
     finally:
-        offload.BUCKET = before
+        offload.OFFLOAD_BUCKET = before
 
 
 @pytest.mark.parametrize("name", OFFLOADED)

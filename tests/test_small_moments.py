@@ -105,7 +105,7 @@ def steps(states: str | None, decades: float = 0) -> Tensor:
     start, grads = problem(decades)
     weight = torch.nn.Parameter(start)
     optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW([weight], **SETTINGS)
+        torch.optim.AdamW([weight], fused=True, **SETTINGS)
         if states is None
         else SmallAdamW([dict(params=[weight], **SETTINGS)], spec(states), {weight: 0})
     )

@@ -11,6 +11,9 @@ from megatron_vlm.config.schema import OptimConfig
 STATE_NAMES = ("exp_avg", "exp_avg_sq")  # in the optimizer and in a checkpoint
 QUANTIZED_BLOCK = 256  # weights whose int8 states share a scale
 MIN_INT8_WEIGHTS = 4096  # smaller tensors keep fp32 states, which cost nothing there
+# Weights that optim.offload moves at once, a multiple of the blocks above. Host memory has two such
+# buckets of gradients, and two of weights.
+OFFLOAD_BUCKET = 2**24
 _FP32 = 4
 _BYTES = {"fp32": _FP32, "bf16": 2, "int8": 1 + _FP32 / QUANTIZED_BLOCK}
 

@@ -9,13 +9,14 @@ from torch import Tensor
 Copied = torch.cuda.Event | None  # a point in the order of copies; None on the CPU
 
 
-def empty_on_host(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return flat memory of the host, which is pinned if the device can copy it by itself."""
+def pinned_memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return flat memory of the host that the device can copy without the host. torch rounds its
+    size up to a power of two."""
     return torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-class HostCopies:
-    """Copies between host and device, in their order, on a stream of their own."""
+class HostStream:
+    """A stream of copies between host and device, in their order."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -19,14 +19,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vlm.config.optimizer_spec import OptimizerSpec
-from megatron_vlm.distributed.host_memory import Copied, HostCopies, empty_on_host
+from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, OptimizerSpec
+from megatron_vlm.distributed.host_memory import Copied, HostStream, pinned_memory
 from megatron_vlm.training.optimizer_parts import MainWeight, SplitOptimizer, megatron_weights
 from megatron_vlm.training.small_adamw import SmallAdamW
 
-# Weights of a bucket, a multiple of the blocks of moments in 8 bits. Two buckets of gradients, and
-# two of weights, are in host memory.
-BUCKET = 2**24
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -149,15 +146,15 @@ def _group_of(group: dict[str, Any], params: list[Tensor]) -> dict[str, Any]:
 
 
 def _to_host(weight: MainWeight) -> Tensor:
-    """Return an fp32 copy of a weight on the host."""
-    values = empty_on_host(weight.main.numel(), torch.float32, weight.param.device)
-    return values.copy_(weight.model_part)
+    """Return an fp32 copy of a weight on the host, where it is not pinned: what the device copies
+    goes through other memory."""
+    return torch.empty(weight.main.numel()).copy_(weight.model_part)
 
 
 def _cut(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of at most BUCKET weights that a weight is divided into."""
-    for start in range(0, count, BUCKET):
-        yield start, min(start + BUCKET, count)
+    """Yield the ranges of at most OFFLOAD_BUCKET weights that a weight is divided into."""
+    for start in range(0, count, OFFLOAD_BUCKET):
+        yield start, min(start + OFFLOAD_BUCKET, count)
 
 
 @dataclass(frozen=True)
@@ -173,11 +170,6 @@ class _Range:
     @property
     def size(self) -> int:
         return self.end - self.start
-
-    @property
-    def is_rounded(self) -> bool:
-        """True if the model has the weight in bf16."""
-        return self.weight.param.dtype != torch.float32
 
     @property
     def updated(self) -> Tensor:
@@ -201,49 +193,57 @@ class _Transfers:
 
     def __init__(self, ranges: Sequence[_Range]):
         device = ranges[0].weight.param.device
-        self.copies = HostCopies(device)
+        self.stream = HostStream(device)
         self.buckets: list[list[_Range]] = [[]]
         for each in ranges:
-            if _size(self.buckets[-1]) + each.size > BUCKET:
+            if _size(self.buckets[-1]) + each.size > OFFLOAD_BUCKET:
                 self.buckets.append([])
             self.buckets[-1].append(each)
-        grads = max(map(_size, self.buckets))
-        # Weights in fp32 are sent as they are.
-        rounded = max(_size([e for e in bucket if e.is_rounded]) for bucket in self.buckets)
-        self.grads = [empty_on_host(grads, torch.float32, device) for _ in range(2)]
-        self.rounded = [empty_on_host(rounded, torch.bfloat16, device) for _ in range(2)]
+        size = max(map(_size, self.buckets))
+        dtypes = {each.weight.param.dtype for each in ranges}
+        self.grads = [pinned_memory(size, torch.float32, device) for _ in range(2)]
+        self.weights = [
+            {dtype: pinned_memory(self._most(dtype), dtype, device) for dtype in dtypes}
+            for _ in range(2)
+        ]
+
+    def _most(self, dtype: torch.dtype) -> int:
+        return max(_size(_of_dtype(bucket, dtype)) for bucket in self.buckets)
 
     def exchange(self) -> Iterator[tuple[_Range, Tensor]]:
         """Yield each range with its gradients, and send the weights of a bucket after it."""
-        self.copies.follow()
+        self.stream.follow()
         arriving = self._fetch(0)
         sent: list[Copied] = [None, None]
         for number, bucket in enumerate(self.buckets):
-            self.copies.wait(arriving)
+            self.stream.wait(arriving)
             if number + 1 < len(self.buckets):
                 arriving = self._fetch(number + 1)
             for each, grads in _with_slices(bucket, self.grads[number % 2]):
                 if each.grads is not None:
                     yield each, grads
-            self.copies.wait(sent[number % 2])
+            self.stream.wait(sent[number % 2])  # whose memory the next weights take
             sent[number % 2] = self._send(number)
-        self.copies.join()
+        self.stream.join()
 
     def _fetch(self, number: int) -> Copied:
         """Let the gradients of a bucket be copied to the host."""
         staged = _with_slices(self.buckets[number], self.grads[number % 2])
-        return self.copies.copy(
+        return self.stream.copy(
             [(place, each.grads) for each, place in staged if each.grads is not None]
         )
 
     def _send(self, number: int) -> Copied:
-        """Let the weights of a bucket be copied to the device."""
-        bucket = self.buckets[number]
-        pairs = [(each.model_part, each.updated) for each in bucket if not each.is_rounded]
-        rounded = [each for each in bucket if each.is_rounded]
-        for each, place in _with_slices(rounded, self.rounded[number % 2]):
-            pairs.append((each.model_part, place.copy_(each.updated)))
-        return self.copies.copy(pairs)
+        """Let the weights of a bucket be copied to the device, in the type of the model."""
+        pairs = []
+        for dtype, memory in self.weights[number % 2].items():
+            for each, place in _with_slices(_of_dtype(self.buckets[number], dtype), memory):
+                pairs.append((each.model_part, place.copy_(each.updated)))
+        return self.stream.copy(pairs)
+
+
+def _of_dtype(bucket: Sequence[_Range], dtype: torch.dtype) -> list[_Range]:
+    return [each for each in bucket if each.weight.param.dtype == dtype]
 
 
 def _size(bucket: Sequence[_Range]) -> int:
