@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.distributed.cuda_stand_in import install_cpu_stand_in, stand_in_installed
+from megatron_vlm.distributed.host_memory import host_memory_total
 from megatron_vlm.errors import ConfigError
 
 T = TypeVar("T")
@@ -94,7 +95,7 @@ class Platform:
         """Return the bytes of memory that the device has."""
         if self.is_cuda:
             return torch.cuda.get_device_properties(self.device).total_memory
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return host_memory_total()
 
     def peak_flops(self) -> float | None:
         """Return the dense bf16 FLOP/s of the device, or None if the table does not have it."""

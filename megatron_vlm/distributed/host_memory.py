@@ -1,12 +1,25 @@
 """Host memory beside a device, and copies between the two while the device computes. On the CPU the
 same copies run at once, from memory to memory."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+# Limits of a container's memory: of the second version of control groups, and of the first.
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 Copied = torch.cuda.Event | None  # a point in the order of copies; None on the CPU
+
+
+def host_memory_total() -> int:
+    """Return the bytes of memory that this machine has, or that this container may use."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in map(Path, _LIMITS):
+        if path.exists() and (text := path.read_text().strip()).isdigit():
+            sizes.append(int(text))
+    return min(sizes)
 
 
 def pinned_memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, card_of
 from megatron_vlm.planner.flops import OpCount
 
+_FP32 = 4  # bytes
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -21,6 +23,8 @@ class Machine:
     devices: int = 8  # devices of a machine
     starts_ahead: bool = True  # kernels run while the host starts the next ones
     card: str | None = None  # its entry in CARD_MEMORY, whose bandwidth `moved` is scaled by
+    host_link: float = 22e9  # bytes from the device to host memory, or back
+    host_moved: float = 25e9  # bytes that the host reads and writes for one device
 
     def seconds(self, work: OpCount, ep: int = 1) -> float:
         """Return the seconds that a rank takes for this work. `ep` neighbours divide the
@@ -31,6 +35,13 @@ class Machine:
         launch_s = work.layers * self.layer_s
         send_s = work.reduced / self.link + self.exchange(work.exchanged, ep)
         return (max(compute_s, launch_s) if self.starts_ahead else compute_s + launch_s) + send_s
+
+    def host_update(self, weights: float, itemsize: int, state_bytes: float) -> float:
+        """Return the seconds of an optimizer step over weights in host memory. Gradients and new
+        weights travel while others are updated, where gradient, weight and states are read, and the
+        last two written."""
+        travel_s = weights * (_FP32 + itemsize) / self.host_link
+        return max(travel_s, weights * (3 * _FP32 + 2 * state_bytes) / self.host_moved)
 
     def exchange(self, size: float, ranks: int) -> float:
         """Return the seconds of an all-to-all. Links and network are busy at the same time."""
@@ -82,6 +93,13 @@ _ATTENTION = 0.26  # fraction of the speed of matrix products
 _OPERATIONS_PER_BYTE = 200
 MOVED_PER_BANDWIDTH = PEAK_FLOPS_BF16["H200"] / _OPERATIONS_PER_BYTE / CARD_MEMORY["H200"][0]
 _NVLINK, _PCIE = 350e9, 25e9
+# Assumed of the way to host memory: PCIe 4.0 and 5.0 with 16 lanes, and NVLink-C2C, each with about
+# 70 % of its peak in one direction. Two sockets with eight channels of DDR5 each, half of whose
+# bandwidth AdamW reaches on the CPU, are shared by eight devices.
+_HOST_PCIE4, _HOST_PCIE5, _HOST_C2C = 22e9, 45e9, 300e9
+_CARDS_PCIE4 = ("A100", "A800", "L40S", "L4", "RTX 4090", "RTX A6000")
+_CARDS_C2C = ("GB200", "GH200")
+_HOST_MOVED = 40e9
 _WITHOUT_NVLINK = ("L40S", "L4", "RTX")
 _NETWORK = 40e9
 _LAYER_S = 0.3e-3
@@ -98,8 +116,23 @@ def gpu(name: str, peak: float, efficiency: float = EFFICIENCY) -> Machine:
     if card is not None:
         moved = MOVED_PER_BANDWIDTH * CARD_MEMORY[card][0]
     return Machine(
-        name, matmul, _ATTENTION * matmul, moved, link, min(link, _NETWORK), _LAYER_S, card=card
+        name,
+        matmul,
+        _ATTENTION * matmul,
+        moved,
+        link,
+        min(link, _NETWORK),
+        _LAYER_S,
+        card=card,
+        host_link=_host_link(card),
+        host_moved=_HOST_MOVED,
     )
+
+
+def _host_link(card: str | None) -> float:
+    if card in _CARDS_C2C:
+        return _HOST_C2C
+    return _HOST_PCIE4 if card is None or card in _CARDS_PCIE4 else _HOST_PCIE5
 
 
 # One core of a server, in fp32, fitted to the stages of benchmarks/plan.py on a Zen 4. Only the

@@ -5,12 +5,13 @@ counted per token, patch and supervised position. The counts are checked against
 tests/test_planner_memory.py.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_vlm.config.objectives import reference_of
-from megatron_vlm.config.optimizer_spec import optimizer_spec
+from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, optimizer_spec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims
@@ -35,9 +36,11 @@ class StageMemory:
     optimizer: int
     activations: int  # kept for the backward of all micro-batches in flight
     working: int = 0  # temporary within one micro-batch
+    host: int = 0  # in host memory
 
     @property
     def total(self) -> int:
+        """Bytes on the device."""
         return self.fixed + self.activations + self.working
 
     @property
@@ -68,9 +71,7 @@ def stage_memory(
 ) -> StageMemory:
     """Return the estimate of one stage."""
     counts = count(cfg, sizes, dims, stage)
-    # Main weights are in fp32. Where the model's weights are so, too, they are the same tensors.
-    main_bytes = 0 if itemsize == _FP32 else _FP32
-    state_bytes = main_bytes + optimizer_spec(cfg.optim).state_bytes
+    optimizer, host = optimizer_memory(cfg, counts.optimized, itemsize)
     effective, kept_by_chunk, working = config_as_trained(cfg, sizes), [], []
     for chunk in range(dims.virtual_stages):
         place = dims.place_of(stage, chunk)
@@ -89,9 +90,24 @@ def stage_memory(
     return StageMemory(
         itemsize * counts.held * models,
         _FP32 * counts.gradients,
-        int(state_bytes * counts.optimized),
+        optimizer,
         peak_activations,
         max(working, default=0),
+        host,
+    )
+
+
+def optimizer_memory(cfg: Config, weights: int, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of main weights and states of so many weights, on the device and on the
+    host. Main weights are in fp32. Where the model's weights are so, too, they are the same
+    tensors, except for those of the host."""
+    on_host = math.ceil(cfg.optim.offload * weights)
+    state_bytes = optimizer_spec(cfg.optim).state_bytes
+    main_bytes = 0 if itemsize == _FP32 else _FP32
+    buckets = 2 * min(on_host, OFFLOAD_BUCKET) * (_FP32 + itemsize)  # gradients and weights
+    return (
+        int((main_bytes + state_bytes) * (weights - on_host)),
+        int((_FP32 + state_bytes) * on_host) + buckets,
     )
 
 

@@ -12,6 +12,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.flops import ring, update
 from megatron_vlm.planner.hardware import Machine
+from megatron_vlm.planner.host_check import host_need
 from megatron_vlm.planner.layer_split import (
     choose_layer_split,
     even_split,
@@ -19,7 +20,12 @@ from megatron_vlm.planner.layer_split import (
     most_layers,
     replicas_of,
 )
-from megatron_vlm.planner.memory import USABLE, StageMemory, config_as_trained, estimate
+from megatron_vlm.planner.memory import (
+    USABLE,
+    StageMemory,
+    config_as_trained,
+    estimate,
+)
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.pipeline_time import ReplicaCosts, Stages, trained_values
 from megatron_vlm.planner.row_sizes import RowSample, Step, heaviest_micro_batches
@@ -43,6 +49,7 @@ class Cluster:
     gpus: int
     memory: float  # bytes of each GPU
     machine: Machine
+    host_memory: float = math.inf  # bytes of each machine, for all of its GPUs
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Candidate:
 
     @property
     def need(self) -> int:
-        """Bytes of the fullest rank."""
+        """Bytes of the fullest rank on its device."""
         return max(stage.total for stage in self.memory)
 
     @property
@@ -212,7 +219,9 @@ def _candidate(
             split = level_layers(replicas, max_layers, sizes.text.num_layers)
             dims = replace(dims, layers_per_stage=split)
     memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
-    if max_layers is None or max(stage.total for stage in memory) > limit:
+    host = host_need(dims, memory, cluster.machine.devices)
+    is_over = max(stage.total for stage in memory) > limit or host > USABLE * cluster.host_memory
+    if max_layers is None or is_over:
         return Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0)
     return _time_candidate(
         Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0), sizes, replicas, steps, cluster
@@ -273,7 +282,10 @@ def _step_end_seconds(
 ) -> float:
     """Return the seconds after the last backward: gradients over DP, AdamW, weights over DP."""
     counts, itemsize = count(cfg, sizes, dims, stage), ITEMSIZE[cfg.train.precision]
-    seconds = machine.seconds(update(counts, optimizer_spec(cfg.optim).state_bytes))
+    state_bytes, offloaded = optimizer_spec(cfg.optim).state_bytes, cfg.optim.offload
+    on_device = replace(counts, optimized=int((1 - offloaded) * counts.optimized))
+    seconds = machine.seconds(update(on_device, state_bytes))
+    seconds += machine.host_update(offloaded * counts.optimized, itemsize, state_bytes)
     link = machine.bandwidth_between(dims.tp * dims.dp)
     bytes_per_value = (_FP32 + itemsize) / 2 if cfg.parallel.distributed_optimizer else _FP32
     rest = counts.gradients - counts.of_experts

@@ -149,7 +149,9 @@ def memory_summary(memory: Sequence[StageMemory], available: str) -> str:
             f"a rank needs about {size_text(totals[most])} on stage {most}, the fullest, and "
             f"{size_text(totals[least])} on stage {least}, the emptiest"
         )
-    return f"{text}, of {available}" if available else text
+    text = f"{text}, of {available}" if available else text
+    host = max(stage.host for stage in memory)
+    return f"{text}; and up to {size_text(host)} of host memory" if host else text
 
 
 def _evaluation(cfg: Config, held_out: Sequence[tuple[str, int]]) -> str:

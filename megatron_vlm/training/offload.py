@@ -41,16 +41,20 @@ class MainsWithoutMemory(TorchDispatchMode):
 
 
 def choose_offloaded(weights: Sequence[MainWeight], fraction: float) -> list[MainWeight]:
-    """Return those that have at least this fraction of the weights, the largest first. A weight
-    that two stages have copies of is the last, so that both treat it alike."""
+    """Return some that have at least this fraction of all values, and hardly more: the largest
+    that fit, and at last the smallest that is left. A weight that two stages have copies of is
+    offloaded with all others or not at all, so that both treat it alike."""
+    if fraction == 1:
+        return list(weights)
     left = fraction * sum(each.main.numel() for each in weights)
-    chosen = []
-    for weight in sorted(weights, key=lambda each: (_is_tied(each.param), -each.main.numel())):
-        if left <= 0:
-            break
-        chosen.append(weight)
-        left -= weight.main.numel()
-    return chosen
+    rest, chosen = [], []
+    for weight in sorted(weights, key=lambda each: -each.main.numel()):
+        if _is_tied(weight.param) or weight.main.numel() > left:
+            rest.append(weight)
+        else:
+            chosen.append(weight)
+            left -= weight.main.numel()
+    return chosen + [each for each in rest if not _is_tied(each.param)][-1:] * (left > 0)
 
 
 def _is_tied(param: nn.Parameter) -> bool:
@@ -117,7 +121,7 @@ class OffloadedAdamW(SplitOptimizer):
         super().__init__(
             groups,
             (self.device_optimizer, self.host_optimizer),
-            {main: (values, self.host_optimizer) for main, values in hosted.items()},
+            hosted,
         )
         group_of = {each: group for group in on_host for each in group["params"]}
         ranges = [

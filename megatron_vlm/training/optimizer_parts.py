@@ -23,6 +23,7 @@ class MainWeight:
     optimizer: torch.optim.Optimizer
     start: int  # offset in the flattened parameter
     is_sharded: bool  # True: DP ranks have different parts; False: they all have the same one
+    is_offloaded: bool = False  # the main weight is in host memory
 
     @property
     def model_part(self) -> Tensor:
@@ -31,18 +32,18 @@ class MainWeight:
 
 
 class SplitOptimizer(torch.optim.Optimizer):
-    """Several optimizers in place of one. The first has Megatron's main weights. For some of them
-    another one has another tensor, and both are in `owners`."""
+    """An optimizer of the weights on the device and one of those in host memory, in place of a
+    single one. `offloaded` has the host's tensor of some of Megatron's main weights."""
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        optimizers: tuple[torch.optim.Optimizer, ...],
-        owners: Mapping[Tensor, tuple[Tensor, torch.optim.Optimizer]],
+        optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer],
+        offloaded: Mapping[Tensor, Tensor],
     ):
         super().__init__([{"params": []}], {})
         self.param_groups = groups
-        self.optimizers, self.owners = optimizers, owners
+        self.optimizers, self.offloaded = optimizers, offloaded
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
@@ -61,8 +62,10 @@ def main_weights(
         for weight in megatron_weights(chained, params):
             inner = weight.optimizer
             if isinstance(inner, SplitOptimizer):
-                main, inner = inner.owners.get(weight.main, (weight.main, inner.optimizers[0]))
-                weight = replace(weight, main=main, optimizer=inner)
+                is_offloaded = weight.main in inner.offloaded
+                main = inner.offloaded.get(weight.main, weight.main)
+                owner = inner.optimizers[is_offloaded]
+                weight = replace(weight, main=main, optimizer=owner, is_offloaded=is_offloaded)
             yield weight
 
 

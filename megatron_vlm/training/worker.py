@@ -29,11 +29,13 @@ from megatron_vlm.distributed.agreement import check_same, compared_keys, fail_t
 from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.distributed.host_memory import host_memory_total
 from megatron_vlm.distributed.process import is_under_launcher, print_to_user, rank_of_process
 from megatron_vlm.distributed.rendezvous import join_world, meeting_place
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family.cpu_matmul import enable_onednn
+from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.hf.digest import digests, weights_digest
 from megatron_vlm.hf.export_folder import ExportMark
 from megatron_vlm.hf.export_weights import export_hf, stored_tensors
@@ -51,10 +53,11 @@ from megatron_vlm.lora.export_adapter import export_adapter
 from megatron_vlm.lora.layers import attach, dropout_rng
 from megatron_vlm.lora.targets import adapted_linears, adapter_entries
 from megatron_vlm.lora.weights import adapted_weights, fill, values
-from megatron_vlm.model.build import build_chunks
+from megatron_vlm.model.build import build_chunks, compute_dtype
 from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.planner.auto_layout import settle_layers
+from megatron_vlm.planner.host_check import check_offload
 from megatron_vlm.training.backward import Backward, Gradients, LossCall, StepMetrics, run_backward
 from megatron_vlm.training.comm_overlap import WeightGather
 from megatron_vlm.training.completions import Completion, SamplingSettings
@@ -106,11 +109,9 @@ class MegatronWorker:
         sizes = self.source.sizes
         self._remark(sizes.num_values)
         world_size = int(os.environ["WORLD_SIZE"]) if is_under_launcher() else 1
-        self.cfg = cfg = settle_layers(cfg, sizes, world_size, self.platform)
         # Everything that can be refused is refused here, before a process group or any weight
         # exists.
-        self.dims = ParallelDims.create(cfg.parallel, world_size, sizes.text.num_layers)
-        check_config(cfg, sizes, self.dims)
+        self.cfg = cfg = self._settle(cfg, sizes, world_size, training)
         self.adapted = adapted_weights(cfg, sizes)
         self.source.read_headers()
         check_tensors(self.source)
@@ -145,6 +146,17 @@ class MegatronWorker:
         self.lr = cfg.optim.lr
         self.steps = 0  # completed steps of the optimizer
         self.pending_save: Any = None  # checkpoint/save_load.py: the save that started last
+
+    def _settle(self, cfg: Config, sizes: ModelSizes, world: int, training: bool) -> Config:
+        """Return the configuration with its layout, which is checked."""
+        cfg = settle_layers(cfg, sizes, world, self.platform)
+        self.dims = ParallelDims.create(cfg.parallel, world, sizes.text.num_layers)
+        check_config(cfg, sizes, self.dims)
+        if training:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+            itemsize = compute_dtype(cfg, self.platform).itemsize
+            check_offload(cfg, sizes, self.dims, itemsize, local, host_memory_total())
+        return cfg
 
     def _remark(self, parameters: int) -> None:
         """Report, once in a job, what users may not expect of the platform."""

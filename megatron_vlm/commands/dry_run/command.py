@@ -22,6 +22,7 @@ from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.host_memory import host_memory_total
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.hf.push import check_push
@@ -34,6 +35,7 @@ from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.auto_layout import needs_planning, plan_layout
 from megatron_vlm.planner.first_batches import plan_steps
+from megatron_vlm.planner.host_check import check_offload
 from megatron_vlm.planner.memory import StageMemory
 from megatron_vlm.planner.row_sizes import mix_of
 from megatron_vlm.report.layout_table import layout_table, stage_reports
@@ -85,6 +87,9 @@ def plan_model(cfg: Config, console: Console, gpus: int | None, memory: str | No
         console.print(chosen, markup=False, soft_wrap=True)
     dims = ParallelDims.create(cfg.parallel, world, source.sizes.text.num_layers)
     check_config(cfg, source.sizes, dims)
+    if target.is_here:
+        itemsize = compute_dtype(cfg, target.platform).itemsize
+        check_offload(cfg, source.sizes, dims, itemsize, world, host_memory_total())
     # A folder may have no weights yet, and a plan does not download them.
     if hub_name(cfg.model.path) is None and any(source.path.glob("*.safetensors")):
         source.read_headers()

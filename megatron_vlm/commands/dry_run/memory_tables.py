@@ -29,7 +29,9 @@ def batch_table(steps: Sequence[Step]) -> Table:
 def memory_table(memory: Sequence[StageMemory]) -> Table:
     """Return a table with one line per stage."""
     table = plain_table()
-    columns = ("weights", "gradients", "optimizer", "activations", "working", "total")
+    columns = ["weights", "gradients", "optimizer", "activations", "working", "total"]
+    if any(parts.host for parts in memory):
+        columns.append("host")
     for column in ("stage", *columns):
         table.add_column(column, justify="right")
     for stage, parts in enumerate(memory):
@@ -52,7 +54,7 @@ def fit_verdict(
     total = size_text(target.memory)
     needs = f"Stage {worst} needs about {size_text(need)} a rank, and there are {total}"
     if not target.platform.is_cuda:  # all processes share the memory of the machine
-        need = dims.world_size // dims.pp * sum(parts.total for parts in memory)
+        need = dims.world_size // dims.pp * sum(parts.total + parts.host for parts in memory)
         needs = f"{dims.world_size} processes need about {size_text(need)}, and there are {total}"
     if need <= USABLE * target.memory:
         return ""

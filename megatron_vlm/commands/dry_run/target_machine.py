@@ -29,6 +29,11 @@ class TargetMachine:
     memory: float | None  # bytes of a GPU, or of this machine on the CPU; None: not known
 
     @property
+    def is_here(self) -> bool:
+        """True if the run is planned for this machine."""
+        return self.platform is not _GPU
+
+    @property
     def available(self) -> str:
         """The memory in words; empty if it is not known."""
         if self.memory is None:
@@ -42,7 +47,7 @@ class TargetMachine:
     def cluster(self, world: int) -> Cluster | None:
         """Return the GPUs that this machine does not have, or None if it is this machine. Memory
         that is not known is that of a common GPU."""
-        if self.platform is not _GPU:
+        if self.is_here:
             return None
         return Cluster(world, self.memory or COMMON_MEMORY, machine_of_gpu())
 

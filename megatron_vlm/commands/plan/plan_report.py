@@ -25,7 +25,17 @@ PLAN_COLUMNS = (
     "GiB",
     "bubble",
 )
-MEMORY = ("stage", "layers", "weights", "gradients", "optimizer", "activations", "working", "GiB")
+MEMORY = (
+    "stage",
+    "layers",
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "working",
+    "GiB",
+    "host",
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,9 @@ def memory_cells(candidate: Candidate) -> list[tuple[str, ...]]:
     rows = []
     for stage, memory in enumerate(candidate.memory):
         parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
-        sizes = [f"{size / 2**30:.1f}" for size in (*parts, memory.working, memory.total)]
+        sizes = [
+            f"{size / 2**30:.1f}" for size in (*parts, memory.working, memory.total, memory.host)
+        ]
         rows.append((str(stage), str(candidate.dims.layers_per_stage[stage]), *sizes))
     return rows
 
