@@ -22,9 +22,11 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.planner.advice import rank_layouts
 from megatron_vlm.planner.auto_layout import with_candidate
+from megatron_vlm.planner.fit import fitting_sets, switch_costs
 from megatron_vlm.planner.flops import OpCount
 from megatron_vlm.planner.hardware import CARD_MEMORY, Machine, gpu
-from megatron_vlm.planner.memory import USABLE
+from megatron_vlm.planner.host_check import check_offload, host_need
+from megatron_vlm.planner.memory import USABLE, estimate
 from megatron_vlm.planner.pipeline_time import Stages
 from megatron_vlm.planner.row_sizes import assumed_mix
 from megatron_vlm.planner.search import Cluster, refine_split, search
@@ -123,6 +125,54 @@ def test_fixed_keys_without_a_layout_are_named(eight):
     _, what = found(eight, 8, 141, "parallel=auto", "parallel.tp=3")
     with raises(ConfigError, key="train.global_batch_size", problem_has="parallel.tp=3"):
         rank_layouts(*what)
+
+
+def test_fit_proposes_the_fastest_switches_that_fit(eight):
+    """18 bytes of 8.77e9 parameters do not fit on one GPU. With the optimizer in host memory 6 do,
+    and with moments in 8 bits as well it takes longer, since the host computes them."""
+    _, what = found(eight, 1, 80)
+    [best] = fitting_sets(*what)
+    assert best.keys == ["optim.offload=1"] and best.best.need <= USABLE * 80 * GIB
+    [cost] = switch_costs(best, *what[1:])
+    assert cost.key == "optim.offload=1" and cost.slowdown > 0.3
+    assert cost.saved == pytest.approx(12 * 8.77e9, rel=0.03)
+    assert cost.host == pytest.approx(12 * 8.77e9, rel=0.03)
+    _, (cfg, sizes, mix, cluster) = found(eight, 4, 40)
+    sets = fitting_sets(cfg, sizes, mix, cluster)
+    assert [each.keys for each in sets] == [
+        ["optim.states=int8"],
+        ["optim.states=bf16"],
+        ["optim.offload=1"],
+        ["optim.offload=0.5"],
+    ]
+    seconds = [each.best.step_s for each in sets]
+    assert seconds == sorted(seconds) and search(cfg, sizes, mix, cluster).fitting == ()
+    # A machine with little memory of its own cannot take main weights.
+    small = replace(cluster, host_memory=16.0 * GIB)
+    assert all(
+        "optim.offload" not in each.switches for each in fitting_sets(cfg, sizes, mix, small)
+    )
+    roomy = replace(cluster, memory=141.0 * GIB)
+    assert fitting_sets(cfg, sizes, mix, roomy)[0].switches == {}
+    # What the user has chosen stays.
+    chosen = replace(cfg, optim=replace(cfg.optim, states="bf16"))
+    assert all(
+        "optim.states" not in each.switches for each in fitting_sets(chosen, sizes, mix, cluster)
+    )
+    with raises(ConfigError, key="model.path", problem_has="does not fit"):
+        fitting_sets(cfg, sizes, mix, replace(cluster, gpus=1, memory=16.0 * GIB))
+
+
+def test_an_optimizer_that_host_memory_cannot_take_is_refused(eight):
+    cfg = load_config([f"model.path={eight}", "parallel.tp=2", "optim.offload=0.5"])
+    dims, sizes = ParallelDims(2, 1, 2, 1, (36,)), read_sizes(eight)
+    need = host_need(dims, estimate(cfg, sizes, dims, [], 2), 4)
+    # Both TP ranks have the tower, whose 0.57e9 values are divided by DP alone.
+    assert need == pytest.approx(6 * (8.77e9 + 0.57e9) + 4 * 2**25 * 6, rel=0.01)
+    check_offload(cfg, sizes, dims, 2, 4, 1.12 * need)
+    check_offload(cfg, sizes, dims, 2, 2, 0.56 * need)  # two machines
+    with raises(ConfigError, key="optim.offload", found=0.5, problem_has="4 ranks need"):
+        check_offload(cfg, sizes, dims, 2, 4, 1.1 * need)
 
 
 def test_predictions_move_as_they_should(eight):

@@ -308,7 +308,7 @@ def _plan(args: argparse.Namespace) -> None:
     Rank the layouts (TP x PP x DP, layers of each stage, micro-batches, recomputation) by predicted
     tokens per second, with the memory of the fullest rank and the bubble, and draw the pipeline.
     Rows are like those of data.train, or assumed without it. The command needs no GPU, reads no
-    weights, and prints its assumptions.
+    weights, and prints its assumptions. With --fit it tries the switches that save memory, too.
 
     example: megatron-vlm plan model.path=DIR data.train=chats.jsonl train.global_batch_size=64
     --gpus 8 --memory 80GiB --html plan.html
@@ -319,9 +319,12 @@ def _plan(args: argparse.Namespace) -> None:
     cfg = load_config(args.overrides, file)
     check_supported(cfg)
     check_records(cfg)
-    from megatron_vlm.commands.plan.command import run_plan
+    from megatron_vlm.commands.plan.command import plan_cluster, run_plan
 
-    run_plan(cfg, args.gpus, args.memory, args.gpu, args.efficiency, args.html)
+    cluster = plan_cluster(
+        args.gpus, args.memory, args.gpu, args.efficiency, args.host_memory, args.host_link
+    )
+    run_plan(cfg, cluster, args.fit, args.html)
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:

@@ -60,8 +60,8 @@ def advice(
 
 
 def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Iterator[str]:
-    """Yield those of these changes that fit: more GPUs, small moments, frozen parts, shorter
-    rows, larger GPUs."""
+    """Yield those of these changes that fit: more GPUs, small moments, an optimizer in host memory,
+    frozen parts, shorter rows, larger GPUs."""
     count = cluster.gpus
     while (count := 2 * count) <= _MAX_GPUS:
         # Each replica needs a row in each step.
@@ -70,11 +70,7 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) 
         if need := _need(scaled, sizes, mix, replace(cluster, gpus=count)):
             yield f"{count} such GPUs ({need})"
             break
-    for states in ("bf16", "int8"):
-        small = replace(cfg, optim=replace(cfg.optim, states=states))
-        if cfg.optim.states == "fp32" and (need := _need(small, sizes, mix, cluster)):
-            yield f"optim.states={states} ({need})"
-            break
+    yield from _smaller_optimizer(cfg, sizes, mix, cluster)
     if not cfg.lora.rank:  # with adapters everything else is frozen already
         yield from _trained_less(cfg, sizes, mix, cluster)
     longest = max(row.tokens for row in mix.rows)
@@ -88,6 +84,20 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) 
         if larger.memory > cluster.memory and (need := _need(cfg, sizes, mix, larger)):
             yield f"{cluster.gpus} of {size} GiB ({need})"
             break
+
+
+def _smaller_optimizer(
+    cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster
+) -> Iterator[str]:
+    """Yield the changes that fit among smaller moments, and an optimizer in host memory."""
+    for states in ("bf16", "int8"):
+        small = replace(cfg, optim=replace(cfg.optim, states=states))
+        if cfg.optim.states == "fp32" and (need := _need(small, sizes, mix, cluster)):
+            yield f"optim.states={states} ({need})"
+            break
+    offloaded = replace(cfg, optim=replace(cfg.optim, offload=1.0))
+    if cfg.optim.offload < 1 and (need := _need(offloaded, sizes, mix, cluster)):
+        yield f"optim.offload=1 ({need})"
 
 
 def _trained_less(

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from megatron_vlm.config.optimizer_spec import OptimizerSpec
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, card_of
 from megatron_vlm.planner.flops import OpCount
 
@@ -25,6 +26,7 @@ class Machine:
     card: str | None = None  # its entry in CARD_MEMORY, whose bandwidth `moved` is scaled by
     host_link: float = 22e9  # bytes from the device to host memory, or back
     host_moved: float = 25e9  # bytes that the host reads and writes for one device
+    host_cores: int = 1  # of the host, for one device
 
     def seconds(self, work: OpCount, ep: int = 1) -> float:
         """Return the seconds that a rank takes for this work. `ep` neighbours divide the
@@ -36,12 +38,14 @@ class Machine:
         send_s = work.reduced / self.link + self.exchange(work.exchanged, ep)
         return (max(compute_s, launch_s) if self.starts_ahead else compute_s + launch_s) + send_s
 
-    def host_update(self, weights: float, itemsize: int, state_bytes: float) -> float:
+    def host_update(self, weights: float, itemsize: int, optimizer: OptimizerSpec) -> float:
         """Return the seconds of an optimizer step over weights in host memory. Gradients and new
         weights travel while others are updated, where gradient, weight and states are read, and the
         last two written."""
-        travel_s = weights * (_FP32 + itemsize) / self.host_link
-        return max(travel_s, weights * (3 * _FP32 + 2 * state_bytes) / self.host_moved)
+        travel_s = (_FP32 + itemsize) / self.host_link
+        memory_s = (3 * _FP32 + 2 * optimizer.state_bytes) / self.host_moved
+        compute_s = _HOST_CORE_S[optimizer.states] / self.host_cores
+        return weights * max(travel_s, memory_s, compute_s)
 
     def exchange(self, size: float, ranks: int) -> float:
         """Return the seconds of an all-to-all. Links and network are busy at the same time."""
@@ -99,7 +103,9 @@ _NVLINK, _PCIE = 350e9, 25e9
 _HOST_PCIE4, _HOST_PCIE5, _HOST_C2C = 22e9, 45e9, 300e9
 _CARDS_PCIE4 = ("A100", "A800", "L40S", "L4", "RTX 4090", "RTX A6000")
 _CARDS_C2C = ("GB200", "GH200")
-_HOST_MOVED = 40e9
+_HOST_MOVED, _HOST_CORES = 40e9, 8
+# Seconds of one core to update a weight, by the type of the moments, measured on an EPYC with AVX2.
+_HOST_CORE_S = {"fp32": 1e-9, "bf16": 14e-9, "int8": 52e-9}
 _WITHOUT_NVLINK = ("L40S", "L4", "RTX")
 _NETWORK = 40e9
 _LAYER_S = 0.3e-3
@@ -126,6 +132,7 @@ def gpu(name: str, peak: float, efficiency: float = EFFICIENCY) -> Machine:
         card=card,
         host_link=_host_link(card),
         host_moved=_HOST_MOVED,
+        host_cores=_HOST_CORES,
     )
 
 

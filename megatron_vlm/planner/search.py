@@ -248,6 +248,17 @@ def refine_split(
     return _time_candidate(best, sizes, replicas, steps, cluster)
 
 
+def evaluate(
+    cfg: Config, sizes: ModelSizes, dims: ParallelDims, mix: RowSample, cluster: Cluster
+) -> Candidate:
+    """Return the cost of this layout, whether it fits or not."""
+    itemsize, steps = ITEMSIZE[cfg.train.precision], mix.steps(cfg.train, sizes, dims.dp)
+    memory = tuple(estimate(cfg, sizes, dims, heaviest_micro_batches(steps), itemsize))
+    replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
+    plain = Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0)
+    return _time_candidate(plain, sizes, replicas, steps, cluster)
+
+
 def _time_candidate(
     candidate: Candidate,
     sizes: ModelSizes,
@@ -282,10 +293,10 @@ def _step_end_seconds(
 ) -> float:
     """Return the seconds after the last backward: gradients over DP, AdamW, weights over DP."""
     counts, itemsize = count(cfg, sizes, dims, stage), ITEMSIZE[cfg.train.precision]
-    state_bytes, offloaded = optimizer_spec(cfg.optim).state_bytes, cfg.optim.offload
+    optimizer, offloaded = optimizer_spec(cfg.optim), cfg.optim.offload
     on_device = replace(counts, optimized=int((1 - offloaded) * counts.optimized))
-    seconds = machine.seconds(update(on_device, state_bytes))
-    seconds += machine.host_update(offloaded * counts.optimized, itemsize, state_bytes)
+    seconds = machine.seconds(update(on_device, optimizer.state_bytes))
+    seconds += machine.host_update(offloaded * counts.optimized, itemsize, optimizer)
     link = machine.bandwidth_between(dims.tp * dims.dp)
     bytes_per_value = (_FP32 + itemsize) / 2 if cfg.parallel.distributed_optimizer else _FP32
     rest = counts.gradients - counts.of_experts

@@ -10,7 +10,8 @@ from torch.optim.adamw import adamw
 from megatron_vlm.config.optimizer_spec import QUANTIZED_BLOCK, OptimizerSpec
 from megatron_vlm.training.small_moments import FloatMoment, Moment, make_moment, noise_of
 
-_AT_ONCE = 2**14 * QUANTIZED_BLOCK  # weights whose moments are in fp32 at once
+# Weights whose moments are in fp32 at once: few kernels on a device, and a CPU's cache.
+_AT_ONCE = {"cuda": 2**14 * QUANTIZED_BLOCK, "cpu": 2**10 * QUANTIZED_BLOCK}
 
 
 class SmallAdamW(torch.optim.Optimizer):
@@ -59,8 +60,9 @@ class SmallAdamW(torch.optim.Optimizer):
             self._update_at_once(param, group, start, grads)
             return
         flat[start:end].mul_(1 - group["lr"] * group["weight_decay"])
-        for first in range(start, end, _AT_ONCE):
-            last = min(first + _AT_ONCE, end)
+        at_once = _AT_ONCE[flat.device.type]
+        for first in range(start, end, at_once):
+            last = min(first + at_once, end)
             self._update_small(param, group, first, grads[first - start : last - start].float())
 
     def _update_at_once(

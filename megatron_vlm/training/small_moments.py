@@ -16,6 +16,8 @@ many decades as the first moment: a weight with small gradients would else be di
 Shapes: W weights of a part of a tensor, B blocks of them.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,7 @@ class Int8Moment:
 
     def __init__(self, weights: int, is_root: bool, device: torch.device):
         self.is_root = is_root  # the codes are of the root, which has no sign
-        self.map = dynamic_map(not is_root).to(device)
+        self.map, self.table = (each.to(device) for each in code_tables(not is_root))
         zero = int((self.map == 0).nonzero())
         self.codes_W = torch.full((weights,), zero, dtype=torch.uint8, device=device)
         self.scales_B = torch.zeros(-(-weights // QUANTIZED_BLOCK), device=device)
@@ -62,7 +64,7 @@ class Int8Moment:
         assert start % QUANTIZED_BLOCK == 0
         scales_B = self.scales_B[start // QUANTIZED_BLOCK : -(-end // QUANTIZED_BLOCK)]
         scales_W = scales_B.repeat_interleave(QUANTIZED_BLOCK)[: end - start]
-        values = self.map[self.codes_W[start:end].int()] * scales_W
+        values = self.map.index_select(0, self.codes_W[start:end].int()) * scales_W
         return values.square_() if self.is_root else values
 
     def write(self, start: int, values: Tensor, noise: Tensor | None) -> None:
@@ -74,8 +76,10 @@ class Int8Moment:
         self.scales_B[start // QUANTIZED_BLOCK :][: len(scales_B)] = scales_B
         scales_W = scales_B.repeat_interleave(QUANTIZED_BLOCK)[: len(values)]
         shares = (values / scales_W).nan_to_num_(0.0)  # a block of zeros has no shares
-        below = torch.searchsorted(self.map, shares, right=True).sub_(1).clamp_(max=254)
-        low, high = self.map[below], self.map[below + 1]
+        below = self.table.index_select(0, (shares.view(torch.int32) >> 16) & 0xFFFF)
+        below += self.map.index_select(0, below + 1) <= shares
+        below.clamp_(max=254)
+        low, high = self.map.index_select(0, below), self.map.index_select(0, below + 1)
         is_up = (0.5 if noise is None else noise) < (shares - low) / (high - low)
         if self.is_root:
             is_up |= (below == 0) & (shares > 0)  # never zero, which would divide by nothing
@@ -111,6 +115,21 @@ def dynamic_map(signed: bool) -> Tensor:
     else:
         values = [0.0, *positive, 1.0]
     return torch.tensor(values, dtype=torch.float32)
+
+
+@cache
+def code_tables(signed: bool) -> tuple[Tensor, Tensor]:
+    """Return the dynamic map, and a table to find the code of the largest value in it that is not
+    above a number. The upper 16 bits of the number have an entry there, which is at most 1 too low.
+    A search in the map takes 40 times as long on a CPU."""
+    values = dynamic_map(signed)
+    upper = torch.arange(2**16, dtype=torch.int32)
+    upper = torch.where(upper < 2**15, upper, upper - 2**16) << 16  # as signed numbers
+    first, last = upper.view(torch.float32), (upper | 0xFFFF).view(torch.float32)
+    ends = torch.stack([first, torch.where(last.isnan(), first, last)]).clamp(-1, 1)
+    codes = torch.searchsorted(values, ends, right=True).sub_(1).clamp_(max=254)
+    assert int((codes[0] - codes[1]).abs().max()) <= 1
+    return values, codes.amin(dim=0).int()
 
 
 def noise_of(start: int, count: int, step: int, device: torch.device) -> Tensor:

@@ -1,6 +1,10 @@
 """`megatron-vlm plan`: search, print and write the page; if nothing fits, suggest changes."""
 
-from megatron_vlm.commands.plan.plan_arguments import parse_memory
+import math
+from dataclasses import replace
+
+from megatron_vlm.commands.plan.fit_report import fit_report
+from megatron_vlm.commands.plan.plan_arguments import parse_host_memory, parse_memory
 from megatron_vlm.commands.plan.plan_report import Plan, plan_report
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
@@ -8,6 +12,7 @@ from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, card_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.planner.advice import rank_layouts
+from megatron_vlm.planner.fit import fitting_sets, switch_costs
 from megatron_vlm.planner.hardware import CARD_MEMORY, gpu
 from megatron_vlm.planner.row_sizes import mix_of
 from megatron_vlm.planner.search import Cluster
@@ -17,12 +22,9 @@ from megatron_vlm.run.resolve_model import with_model
 SHOWN = 8
 
 
-def run_plan(
-    cfg: Config, gpus: int, memory: str | None, name: str, efficiency: float, html: str | None
-) -> None:
-    """Print the best layouts of `gpus` devices called `name`, and write a page if `html` is a path.
-    Raise ConfigError with a remedy if nothing fits."""
-    cluster = _cluster(gpus, memory, name, efficiency)
+def run_plan(cfg: Config, cluster: Cluster, fit: bool, html: str | None) -> None:
+    """Print the best layouts of a cluster, or with `fit` the switches with which the model fits.
+    Write a page if `html` is a path. Raise ConfigError with a remedy if nothing fits."""
     if not cfg.lora.rank and not any(learns(cfg, part) for part in SWITCHES):
         raise ConfigError(
             ": everything is frozen, and nothing is left to plan for",
@@ -32,16 +34,30 @@ def run_plan(
     cfg = with_model(cfg, weights=False)
     sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
     mix = mix_of(cfg, sizes)
+    has_experts = sizes.text.experts is not None
+    if fit:
+        sets = fitting_sets(cfg, sizes, mix, cluster)
+        plan = Plan(cfg, mix, cluster, (sets[0].best,), len(sets), has_experts)
+        costs = switch_costs(sets[0], sizes, mix, cluster)
+        show_report(fit_report(plan, sets, costs), html)
+        return
     ranked = rank_layouts(cfg, sizes, mix, cluster)
     shown = ranked[:SHOWN]
     if not any(each.dims.pp > 1 for each in shown):  # add one layout with a pipeline, to compare
         shown += [each for each in ranked[SHOWN:] if each.dims.pp > 1][:1]
-    has_experts = sizes.text.experts is not None
     plan = Plan(cfg, mix, cluster, tuple(shown), len(ranked), has_experts)
     show_report(plan_report(plan), html)
 
 
-def _cluster(gpus: int, memory: str | None, name: str, efficiency: float) -> Cluster:
+def plan_cluster(
+    gpus: int,
+    memory: str | None,
+    name: str,
+    efficiency: float,
+    host_memory: str | None = None,
+    host_link: float | None = None,
+) -> Cluster:
+    """Return the GPUs of the command line. `name` is that of the card."""
     if not 1 <= gpus <= 4096:
         raise ConfigError(key="--gpus", found=gpus, allowed=range(1, 4097))
     if not 0 < efficiency <= 1:
@@ -59,4 +75,10 @@ def _cluster(gpus: int, memory: str | None, name: str, efficiency: float) -> Clu
             remedy=f"choose from {', '.join(PEAK_FLOPS_BF16)}, and scale it with --efficiency",
         )
     size = parse_memory(memory or f"{CARD_MEMORY[card][1]}GiB")
-    return Cluster(gpus, size, gpu(name, PEAK_FLOPS_BF16[card], efficiency))
+    machine = gpu(name, PEAK_FLOPS_BF16[card], efficiency)
+    if host_link is not None:
+        if not 0 < host_link <= 10_000:
+            raise ConfigError(key="--host-link", found=host_link, allowed="GB/s, above 0 to 10,000")
+        machine = replace(machine, host_link=host_link * 1e9)
+    host = math.inf if host_memory is None else parse_host_memory(host_memory)
+    return Cluster(gpus, size, machine, host)

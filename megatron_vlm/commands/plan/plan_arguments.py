@@ -6,7 +6,8 @@ import re
 from megatron_vlm.config.arguments import add_overrides
 from megatron_vlm.errors import ConfigError
 
-_UNITS = {"GIB": 2**30, "GB": 10**9, "": 2**30}
+_UNITS = {"GIB": 2**30, "GB": 10**9, "TIB": 2**40, "TB": 10**12, "": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB|TiB|TB|)", re.IGNORECASE)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,16 +21,36 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="H100", metavar="NAME", help=name)
     share = "of the peak, what matrix products reach (default: 0.6)"
     parser.add_argument("--efficiency", type=float, default=0.6, metavar="X", help=share)
+    host = "of host memory in a machine, such as 1TiB (default: not limited)"
+    parser.add_argument("--host-memory", metavar="SIZE", help=host)
+    link = "GB/s between a GPU and host memory (default: that of --gpu)"
+    parser.add_argument("--host-link", type=float, metavar="X", help=link)
+    fit = "propose the switches that make the model fit, the fastest first"
+    parser.add_argument("--fit", action="store_true", help=fit)
     page = "also write one self-contained page with the pipeline drawn"
     parser.add_argument("--html", metavar="FILE", help=page)
 
 
 def parse_memory(text: str) -> float:
     """Return the bytes of --memory."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|GB|)", text.strip(), re.IGNORECASE)
-    size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    size = _bytes_of(text)
     if not 2**30 <= size <= 2**40:
         raise ConfigError(
             key="--memory", found=text, allowed="the memory of one GPU, such as 80GiB"
         )
     return size
+
+
+def parse_host_memory(text: str) -> float:
+    """Return the bytes of --host-memory."""
+    size = _bytes_of(text)
+    if not 2**30 <= size <= 2**45:
+        raise ConfigError(
+            key="--host-memory", found=text, allowed="the memory of one machine, such as 512GiB"
+        )
+    return size
+
+
+def _bytes_of(text: str) -> float:
+    match = _SIZE.fullmatch(text.strip())
+    return float(match[1]) * _UNITS[match[2].upper()] if match else 0.0

@@ -167,6 +167,8 @@ def assumptions(plan: Plan) -> list[str]:
         f"attention, {_moved(machine)} in the rest, "
         f"{machine.link / 1e9:,.0f} GB/s between the {machine.devices} GPUs of a machine, "
         f"{machine.network / 1e9:,.0f} GB/s between machines.",
+        f"Host memory: {machine.host_link / 1e9:,.0f} GB/s to each GPU; AdamW moves "
+        f"{machine.host_moved / 1e9:,.0f} GB/s there for each, on {machine.host_cores} cores.",
         f"Memory: {USABLE:.0%} of {cluster.memory / 2**30:,.0f} GiB; a step has "
         f"train.global_batch_size={plan.cfg.train.global_batch_size} rows.",
     ]

@@ -1,0 +1,130 @@
+"""Sets of memory switches with which a model fits, the fastest first: `megatron-vlm plan --fit`.
+
+A search over layouts chooses recomputation and micro-batches by itself. Here it is repeated for
+each combination of the switches that it leaves alone.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from megatron_vlm.config.schema import Config, get
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.planner.advice import advice
+from megatron_vlm.planner.row_sizes import RowSample
+from megatron_vlm.planner.search import Candidate, Cluster, evaluate, search
+
+# Keys, with the values to try. The first is the default, which saves nothing.
+MEMORY_SWITCHES: Mapping[str, tuple[object, ...]] = {
+    "optim.states": ("fp32", "bf16", "int8"),
+    "optim.offload": (0.0, 0.5, 1.0),
+}
+_RECOMPUTATION: Mapping[str, object] = {"model.recompute": "none", "model.recompute_vision": False}
+_ROUNDING = frozenset({"optim.states"})  # the others change no bit
+_SAME = 0.02  # relative difference of two predictions that means nothing
+
+
+@dataclass(frozen=True)
+class FittingSet:
+    """Values of the switches with which the model fits, and the fastest layout."""
+
+    switches: Mapping[str, object]  # those that are not at their default
+    best: Candidate
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys for a run."""
+        return [shown(key, value) for key, value in self.switches.items()]
+
+
+@dataclass(frozen=True)
+class SwitchCost:
+    """Effect of one switch of a set, all else equal."""
+
+    key: str
+    saved: int  # bytes of the fullest rank on its device
+    host: int  # bytes of host memory of the same rank
+    slowdown: float  # relative increase of the step's time
+
+
+def fitting_sets(
+    cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster
+) -> list[FittingSet]:
+    """Return the sets of switches that fit, the fastest first. Among equally fast ones, those that
+    round nothing are first, and then the smaller ones. Raise ConfigError if none fits."""
+    results, leanest = [], None
+    for switches in _combinations(cfg):
+        trial = with_keys(cfg, switches)
+        found = search(trial, sizes, mix, cluster)
+        if found.fitting:
+            results.append(FittingSet(switches, found.fitting[0]))
+        elif found.leanest and (leanest is None or found.leanest.need < leanest.need):
+            leanest = found.leanest
+    if not results:
+        assert leanest is not None
+        problem, remedy = advice(cfg, sizes, mix, cluster, leanest)
+        raise ConfigError(problem, key="model.path", found=cfg.model.path, remedy=remedy)
+    fastest = min(each.best.step_s for each in results)
+
+    def order(each: FittingSet) -> tuple[int, int, int, float]:
+        slower = round((each.best.step_s / fastest - 1) / _SAME)
+        return slower, len(_ROUNDING & each.switches.keys()), len(each.switches), each.best.step_s
+
+    results.sort(key=order)
+    return [each for place, each in enumerate(results) if not _adds_to(each, results[:place])]
+
+
+def _adds_to(result: FittingSet, better: Sequence[FittingSet]) -> bool:
+    """Return whether a better set has some of these switches, or the same at smaller values."""
+    return any(
+        all(
+            key in result.switches and values.index(value) <= values.index(result.switches[key])
+            for key, value in each.switches.items()
+            for values in [MEMORY_SWITCHES[key]]
+        )
+        for each in better
+    )
+
+
+def _combinations(cfg: Config) -> Iterator[dict[str, object]]:
+    """Yield the switches that are on, for each combination. A key that the user has set stays."""
+    free = {key: values for key, values in MEMORY_SWITCHES.items() if get(cfg, key) == values[0]}
+    for chosen in product(*free.values()):
+        yield {
+            key: value
+            for (key, values), value in zip(free.items(), chosen, strict=True)
+            if value != values[0]
+        }
+
+
+def with_keys(cfg: Config, values: Mapping[str, object]) -> Config:
+    """Return the configuration with other values of some keys."""
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        cfg = replace(cfg, **{group: replace(getattr(cfg, group), **{name: value})})
+    return cfg
+
+
+def switch_costs(
+    fitting: FittingSet, sizes: ModelSizes, mix: RowSample, cluster: Cluster
+) -> list[SwitchCost]:
+    """Return what each switch of a set saves and costs in its layout, recomputation included."""
+    best, costs = fitting.best, []
+    on: dict[str, object] = {key: MEMORY_SWITCHES[key][0] for key in fitting.switches}
+    on |= {key: off for key, off in _RECOMPUTATION.items() if get(best.cfg, key) != off}
+    for key, off in on.items():
+        without = evaluate(with_keys(best.cfg, {key: off}), sizes, best.dims, mix, cluster)
+        host = max(each.host for each in best.memory) - max(each.host for each in without.memory)
+        slowdown = best.step_s / without.step_s - 1
+        costs.append(
+            SwitchCost(shown(key, get(best.cfg, key)), without.need - best.need, host, slowdown)
+        )
+    return costs
+
+
+def shown(key: str, value: object) -> str:
+    """Return a key with its value as an override."""
+    if isinstance(value, bool):
+        return f"{key}={str(value).lower()}"
+    return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
