@@ -68,7 +68,7 @@ def offload_optimizer(
     spec: OptimizerSpec,
 ) -> None:
     """Move this fraction of the main weights and moments of an optimizer to the host. It was built
-    with MainsWithoutMemory, and the other main weights get theirs here."""
+    with MainsWithoutMemory, and here the other main weights get their values."""
     for chained in optimizer.chained_optimizers:
         if chained.is_stub_optimizer:
             continue
@@ -193,7 +193,7 @@ class _Range:
 
 
 class _Transfers:
-    """Gradients to the host and weights to the device, in buckets. Two of each are under way."""
+    """Gradients to the host and weights to the device, in buckets. Two of each are in progress."""
 
     def __init__(self, ranges: Sequence[_Range]):
         device = ranges[0].weight.param.device
@@ -226,7 +226,7 @@ class _Transfers:
             for each, grads in _with_slices(bucket, self.grads[number % 2]):
                 if each.grads is not None:
                     yield each, grads
-            self.stream.wait(sent[number % 2])  # whose memory the next weights take
+            self.stream.wait(sent[number % 2])  # The next weights need its memory.
             sent[number % 2] = self._send(number)
         self.stream.join()
 
