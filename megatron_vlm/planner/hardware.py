@@ -26,7 +26,7 @@ class Machine:
     card: str | None = None  # its entry in CARD_MEMORY, whose bandwidth `moved` is scaled by
     host_link: float = 22e9  # bytes from the device to host memory, or back
     host_moved: float = 25e9  # bytes that the host reads and writes for one device
-    host_cores: int = 1  # of the host, for one device
+    host_cores: int = 1  # cores of the host for one device
 
     def seconds(self, work: OpCount, ep: int = 1) -> float:
         """Return the seconds that a rank takes for this work. `ep` neighbours divide the
