@@ -15,7 +15,7 @@ _AT_ONCE = {"cuda": 2**14 * QUANTIZED_BLOCK, "cpu": 2**10 * QUANTIZED_BLOCK}
 
 
 class SmallAdamW(torch.optim.Optimizer):
-    """AdamW that computes in fp32. With moments that are stored in fp32, too, it is torch's AdamW. A
+    """AdamW that computes in fp32. With moments that are stored in fp32 it is torch's AdamW. A
     parameter is a part of a flattened one; `starts` has its offset there."""
 
     def __init__(
