@@ -1,0 +1,154 @@
+"""Peak of resident memory for each switch of docs/memory.md, against the planner's figure, and the
+time of a step beside it. The models have 30 M and 200 M parameters, in fp32 on the CPU.
+
+    make bench   (or: .venv/bin/python benchmarks/memory.py [SWITCH ...])
+
+Host memory and that of the device are the same here, so the figure is the sum of both. What the
+process itself needs is measured with a tiny model, and subtracted.
+"""
+
+import datetime
+import gc
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from hf_ratio import BASE, MICRO_BATCH, bench_rows
+from record import DOC, cpu_name
+from row_sizes import sizes_of_row
+from transformers import AutoTokenizer
+
+from megatron_vlm import TinySpec, load_config, write_tiny
+from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS
+
+MODELS = {
+    "30 M": replace(BASE, layers=10, vocab=10240),
+    "200 M": replace(
+        BASE,
+        layers=16,
+        hidden=896,
+        intermediate=2688,
+        heads=14,
+        vocab=16384,
+        vision_hidden=448,
+        vision_heads=8,
+        vision_intermediate=1792,
+        vision_depth=8,
+    ),
+}
+TINY = replace(BASE, vocab=10240, layers=1, hidden=64, intermediate=64, vision_depth=1)
+SWITCHES: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "optim.states=bf16": ("optim.states=bf16",),
+    "optim.states=int8": ("optim.states=int8",),
+    "optim.offload=0.5": ("optim.offload=0.5",),
+    "optim.offload=1": ("optim.offload=1",),
+    "model.recompute=full": ("model.recompute=full",),
+    "model.recompute_vision=true": ("model.recompute_vision=true",),
+    "lora=default": ("lora=default",),
+}
+STEPS = 4
+TOLERANCE = 0.1
+# Memory that is freed goes back to the system at once, which takes time: so that is measured apart.
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+
+
+def measure(pipe: Connection, path: str, vocab: int, words: tuple[str, ...]) -> None:
+    """Send the peak of this process during some steps, the planner's figure and the seconds of a
+    step."""
+    from megatron_vlm.planner.memory import estimate
+    from megatron_vlm.planner.row_sizes import BatchSizes
+    from megatron_vlm.training.worker import MegatronWorker
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    keys = ("train.precision=fp32", f"train.micro_batch_size={MICRO_BATCH}", "platform=cpu")
+    cfg = load_config([f"model.path={path}", *keys, *words])
+    worker = MegatronWorker(cfg)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    special = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL_TOKENS}
+    rows = bench_rows(vocab, special)
+    sizes = [sizes_of_row(row) for row in rows]
+    batches = [
+        BatchSizes.from_rows(sizes[first : first + MICRO_BATCH])
+        for first in range(0, len(sizes), MICRO_BATCH)
+    ]
+    [planned] = estimate(cfg, worker.source.sizes, worker.dims, batches, 4)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
+    seconds = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        worker.forward_backward(rows)
+        worker.optim_step()
+        seconds.append(time.perf_counter() - start)
+    [line] = [x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x]
+    peak = 1024 * int(line.split()[1])
+    pipe.send((peak, planned.total + planned.host, statistics.median(seconds[1:])))
+
+
+def run(path: str, spec: TinySpec, words: tuple[str, ...], exact: bool) -> tuple[int, int, float]:
+    """Return what `measure` sends, from a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    parent, child = context.Pipe()
+    before = dict(os.environ)
+    os.environ.update(EXACT if exact else {})
+    process = context.Process(target=measure, args=(child, path, spec.vocab, words))
+    process.start()
+    os.environ.clear()
+    os.environ.update(before)
+    child.close()  # so that the failure of the process is noticed
+    result: tuple[int, int, float] = parent.recv()
+    process.join()
+    return result
+
+
+def table(chosen: tuple[str, ...]) -> str:
+    """Return the lines of the table."""
+    lines = [
+        "| model | switch | measured MiB | planned MiB | ratio | step s |",
+        "|---|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: f"{folder}/{name.split()[0]}" for name in (*MODELS, "tiny")}
+        for name, spec in {**MODELS, "tiny": TINY}.items():
+            write_tiny(paths[name], spec)
+        peak, planned, _ = run(paths["tiny"], TINY, (), exact=True)
+        process = peak - planned
+        print(f"the process needs {process / 2**20:.0f} MiB", flush=True)
+        for name, spec in MODELS.items():
+            for switch in chosen:
+                peak, planned, _ = run(paths[name], spec, SWITCHES[switch], exact=True)
+                seconds = run(paths[name], spec, SWITCHES[switch], exact=False)[2]
+                ratio = (peak - process) / planned
+                mark = "" if abs(ratio - 1) <= TOLERANCE else " (!)"
+                lines.append(
+                    f"| {name} | `{switch}` | {(peak - process) / 2**20:,.0f} | "
+                    f"{planned / 2**20:,.0f} | {ratio:.2f}{mark} | {seconds:.2f} |"
+                )
+                print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print, and write docs/benchmarks.md."""
+    chosen = tuple(sys.argv[1:]) or tuple(SWITCHES)
+    text = table(chosen)
+    if len(chosen) < len(SWITCHES):
+        return
+    begin, end = "<!-- memory begin -->", "<!-- memory end -->"
+    head, rest = DOC.read_text().split(begin)
+    tail = rest.split(end)[1]
+    where = f"Measured {datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores."
+    DOC.write_text(f"{head}{begin}\n\n{where}\n\n{text}\n\n{end}{tail}")
+
+
+if __name__ == "__main__":
+    main()
