@@ -26,12 +26,11 @@ from megatron_vlm.checkpoint.save_load import load, save
 from megatron_vlm.checkpoint.tensor_pieces import (
     Piece,
     PieceReader,
-    RowBlock,
     cut_pieces,
     make_index,
-    rectangles,
 )
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.rectangles import RowBlock, rectangles
 from megatron_vlm.io.atomic import partial_of
 from megatron_vlm.training import offload
 from megatron_vlm.training.worker import MegatronWorker

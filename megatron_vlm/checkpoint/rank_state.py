@@ -15,10 +15,11 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megatron_vlm.checkpoint.tensor_pieces import Piece, TensorShape, blocks_of, cut_pieces
+from megatron_vlm.checkpoint.tensor_pieces import Piece, TensorShape, cut_pieces
 from megatron_vlm.config.optimizer_spec import STATE_NAMES
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.hf.rectangles import blocks_of
 from megatron_vlm.hf.weight_map import Entry, Origin
 from megatron_vlm.training.optimizer_parts import MainWeight, inner_optimizers, main_weights
 from megatron_vlm.training.small_adamw import SmallAdamW

@@ -33,7 +33,6 @@ from megatron_vlm.checkpoint.rank_state import (
 from megatron_vlm.checkpoint.read_lock import hold_for_reading
 from megatron_vlm.checkpoint.tensor_pieces import (
     PieceReader,
-    Rectangle,
     make_index,
     outside_file,
     rank_file,
@@ -46,6 +45,7 @@ from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.collectives import broadcast_json, gather_json
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import CheckpointError, show_value
+from megatron_vlm.hf.rectangles import Rectangle
 from megatron_vlm.io.atomic import begin, discard, partial_of
 from megatron_vlm.io.untrusted import JsonField
 from megatron_vlm.training.optimizer import set_lr

@@ -5,9 +5,6 @@ A checkpoint has Hugging Face's tensors, whole and without padding, independent 
 wrote it. Each rank writes the rectangles that it holds to its own safetensors file, and a layout
 that loads them reads the rectangles that it needs, from any of the files. Neither writing
 nor loading exchanges a tensor between ranks.
-
-Every tensor counts as a matrix here: its first dimension by the product of the others (1 for a
-vector).
 """
 
 import json
@@ -22,13 +19,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.weight_map import Entry
+from megatron_vlm.hf.rectangles import MAX_ROWS, Rectangle, RowBlock, flat_rectangles
 from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
 TensorShape = tuple[int, ...]
-Rectangle = tuple[int, int, int, int]  # row, column, rows, columns
 
-_FAR = 2**40  # more rows than any tensor has
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -36,17 +31,6 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.uint8: "U8",
 }
-
-
-@dataclass(frozen=True)
-class RowBlock:
-    """Rows of this rank's part of a parameter that are consecutive in one checkpoint tensor."""
-
-    name: str
-    start: int  # first row in the part
-    rows: int
-    row: int  # first row in the tensor
-    col: int
 
 
 @dataclass(frozen=True)
@@ -73,58 +57,14 @@ def _piece_name(key: str, row: int, col: int) -> str:
     return f"{key}@{row},{col}"
 
 
-def blocks_of(entry: Entry, rank: int, ranks: int) -> list[RowBlock]:
-    """Return the blocks of rows of this rank's part. The table itself determines them: it loads row
-    numbers in place of weights. Rows of padding come out as zero and belong to no block."""
-    names = entry.names
-    shapes = {tensor.name: tensor.shape for tensor in entry.theirs}
-    first_col = dict.fromkeys(names, 0)
-
-    def read(name: str, slices: Sequence[tuple[int, int] | None]) -> Tensor:
-        start, end = (slices[0] if slices else None) or (0, shapes[name][0])
-        if len(slices) > 1 and (cols := slices[1]):
-            first_col[name] = cols[0]
-        return (torch.arange(start, end) + 1 + names.index(name) * _FAR)[:, None]
-
-    codes = entry.layout.load(read, names, rank, ranks).flatten()
-    breaks = (codes.diff() != 1).nonzero().flatten() + 1
-    blocks, start = [], 0
-    for run in codes.tensor_split(breaks):
-        if code := int(run[0]):
-            number, row = divmod(code - 1, _FAR)
-            name = names[number]
-            blocks.append(RowBlock(name, start, len(run), row, first_col[name]))
-        start += len(run)
-    return blocks
-
-
-def rectangles(start: int, end: int, width: int) -> Iterator[Rectangle]:
-    """Yield the rectangles that make up [start, end) of a flattened matrix: the end of a row, whole
-    rows, the beginning of a row."""
-    while start < end:
-        row, col = divmod(start, width)
-        if col or end - start < width:
-            rows, cols = 1, min(width - col, end - start)
-        else:
-            rows, cols = (end - start) // width, width
-        yield row, col, rows, cols
-        start += rows * cols
-
-
 def cut_pieces(
     prefix: str, flat: Tensor, start: int, width: int, blocks: Iterable[RowBlock]
 ) -> list[Piece]:
     """Return the pieces of the flattened part of a parameter that begins at `start`."""
-    pieces = []
-    for row, col, rows, cols in rectangles(start, start + len(flat), width):
-        for block in blocks:
-            first, last = max(row, block.start), min(row + rows, block.start + block.rows)
-            if first < last:
-                place = first * width + col - start
-                data = flat[place : place + (last - first) * cols].view(last - first, cols)
-                at = block.row + first - block.start
-                pieces.append(Piece(prefix + block.name, at, block.col + col, data))
-    return pieces
+    return [
+        Piece(prefix + each.name, each.row, each.col, each.view(flat))
+        for each in flat_rectangles(start, len(flat), width, blocks)
+    ]
 
 
 def safetensors_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -259,8 +199,10 @@ def read_index(folder: Path) -> dict[str, Any]:
     rectangle."""
     index: dict[str, Any] = {}
     for key, entry in outside_file(folder / "index.json").json().object().items():
-        shape = [side.whole(1, _FAR) for side in entry["shape"].items()]
-        pieces = [[number.whole(0, _FAR) for number in p.items()] for p in entry["pieces"].items()]
+        shape = [side.whole(1, MAX_ROWS) for side in entry["shape"].items()]
+        pieces = [
+            [number.whole(0, MAX_ROWS) for number in p.items()] for p in entry["pieces"].items()
+        ]
         if not shape or any(len(piece) != 5 for piece in pieces):
             raise entry.error("a shape, and pieces of a rank, a row, a column, rows and columns")
         index[key] = {"shape": shape, "pieces": pieces}

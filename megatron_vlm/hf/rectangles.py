@@ -1,0 +1,101 @@
+"""Rectangles of a checkpoint's tensors in the part of a parameter that a rank holds or updates.
+
+Every tensor counts as a matrix here: its first dimension by the product of the others (1 for a
+vector).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_vlm.hf.weight_map import Entry
+
+Rectangle = tuple[int, int, int, int]  # row, column, rows, columns
+
+MAX_ROWS = 2**40  # more rows than any tensor has
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of this rank's part of a parameter that are consecutive in one checkpoint tensor."""
+
+    name: str
+    start: int  # first row in the part
+    rows: int
+    row: int  # first row in the tensor
+    col: int
+
+
+@dataclass(frozen=True)
+class FlatRectangle:
+    """Rectangle of a tensor whose values are consecutive in a flat part of a parameter."""
+
+    name: str
+    row: int
+    col: int
+    rows: int
+    cols: int
+    offset: int  # place of its first value in the flat part
+
+    @property
+    def num_values(self) -> int:
+        return self.rows * self.cols
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the values of the rectangle as a view of the flat part."""
+        return flat[self.offset : self.offset + self.num_values].view(self.rows, self.cols)
+
+
+def blocks_of(entry: Entry, rank: int, ranks: int) -> list[RowBlock]:
+    """Return the blocks of rows of this rank's part. The table itself determines them: it loads row
+    numbers in place of weights. Rows of padding come out as zero and belong to no block."""
+    names = entry.names
+    shapes = {tensor.name: tensor.shape for tensor in entry.theirs}
+    first_col = dict.fromkeys(names, 0)
+
+    def read(name: str, slices: Sequence[tuple[int, int] | None]) -> Tensor:
+        start, end = (slices[0] if slices else None) or (0, shapes[name][0])
+        if len(slices) > 1 and (cols := slices[1]):
+            first_col[name] = cols[0]
+        return (torch.arange(start, end) + 1 + names.index(name) * MAX_ROWS)[:, None]
+
+    codes = entry.layout.load(read, names, rank, ranks).flatten()
+    breaks = (codes.diff() != 1).nonzero().flatten() + 1
+    blocks, start = [], 0
+    for run in codes.tensor_split(breaks):
+        if code := int(run[0]):
+            number, row = divmod(code - 1, MAX_ROWS)
+            name = names[number]
+            blocks.append(RowBlock(name, start, len(run), row, first_col[name]))
+        start += len(run)
+    return blocks
+
+
+def rectangles(start: int, end: int, width: int) -> Iterator[Rectangle]:
+    """Yield the rectangles that make up [start, end) of a flattened matrix: the end of a row, whole
+    rows, the beginning of a row."""
+    while start < end:
+        row, col = divmod(start, width)
+        if col or end - start < width:
+            rows, cols = 1, min(width - col, end - start)
+        else:
+            rows, cols = (end - start) // width, width
+        yield row, col, rows, cols
+        start += rows * cols
+
+
+def flat_rectangles(
+    start: int, length: int, width: int, blocks: Iterable[RowBlock]
+) -> list[FlatRectangle]:
+    """Return the rectangles in [start, start + length) of a flattened parameter."""
+    found = []
+    for row, col, rows, cols in rectangles(start, start + length, width):
+        for block in blocks:
+            first, last = max(row, block.start), min(row + rows, block.start + block.rows)
+            if first < last:
+                place = block.row + first - block.start, block.col + col
+                offset = first * width + col - start
+                found.append(FlatRectangle(block.name, *place, last - first, cols, offset))
+    return found
