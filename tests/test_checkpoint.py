@@ -62,6 +62,10 @@ def in_host_memory(share: float, case: Case) -> Case:
     return replace(case, optim={**case.optim, "offload": share})
 
 
+def muon(case: Case, **optim: object) -> Case:
+    return replace(case, optim={"name": "muon", **optim})
+
+
 # Its A_log and the norms of gated delta nets are F32 beside BF16.
 QWEN3_5 = dict(family="qwen3_5", dtype="bfloat16", vision_depth=1)
 
@@ -82,6 +86,8 @@ CASES = {
     "tp2-dp2-bf16-moments": (moments("bf16", bf16(layout(tp=2, dp=2))), {}),
     "pp2-dp2-tied-int8-moments": (moments("int8", bf16(layout(pp=2, dp=2))), {"tied": True}),
     "dp2-plain-int8-moments": (moments("int8", layout(dp=2, distributed_optimizer=False)), {}),
+    "tp2-dp2-bf16-muon": (muon(bf16(layout(tp=2, dp=2))), {}),
+    "ep2-muon-int8": (muon(layout(dp=2, ep=2), states="int8"), {"experts": 4}),
 }
 # With a share of the main weights and moments in host memory, no bit changes.
 OFFLOADED = {

@@ -199,7 +199,7 @@ def test_memory_is_that_of_the_built_worker(name, tiny, pool):
         of_stage = [(counts, measured) for number, counts, measured in ranks if number == stage]
         optimized = max(counts.optimized for counts, _ in of_stage)
         counts = count(cfg, sizes, dims, stage)
-        assert counts == replace(of_stage[0][0], optimized=optimized)
+        assert counts == replace(of_stage[0][0], optimized=optimized, states=2 * optimized)
         measured = max(measured for _, measured in of_stage)
         expected = activations(config_as_trained(cfg, sizes), sizes, dims, stage, batch, itemsize)
         if itemsize == 4:  # in bf16 the CPU's norms keep fp32 copies, which no GPU does
@@ -238,14 +238,22 @@ def optimizer_bytes(path: str, case: Case) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("states", "offload", "tolerance"),
-    [("bf16", 0.0, 0), ("int8", 0.0, 0.06), ("bf16", 0.5, 0.03), ("bf16", 1.0, 0)],
+    ("optim", "tolerance"),
+    [
+        ({"states": "bf16"}, 0),
+        ({"states": "int8"}, 0.06),
+        ({"states": "bf16", "offload": 0.5}, 0.03),
+        ({"states": "bf16", "offload": 1.0}, 0),
+        ({"states": "bf16", "name": "muon"}, 0),
+        ({"states": "bf16", "name": "muon", "distributed_optimizer": False}, 0),
+    ],
 )
-def test_an_optimizer_takes_what_was_planned(states, offload, tolerance, tiny, pool):
+def test_an_optimizer_takes_what_was_planned(optim, tolerance, tiny, pool):
     """In 8 bits, tensors of fewer than 4096 weights keep fp32 moments, which is not counted. Whole
     tensors are offloaded, at least the share that was asked for."""
-    optim = {"states": states, "offload": offload}
-    case = replace(layout(dp=2), train={"precision": "bf16"}, optim=optim)
+    settings = dict(optim)
+    parallel = {"distributed_optimizer": settings.pop("distributed_optimizer", True)}
+    case = replace(layout(dp=2, **parallel), train={"precision": "bf16"}, optim=settings)
     path = tiny(**{**SPEC, "hidden": 256, "vision_hidden": 128, "vision_intermediate": 512})
     sizes, cfg = read_sizes(path), case.config(path)
     dims = ParallelDims.create(cfg.parallel, case.world, sizes.text.num_layers)
@@ -253,7 +261,7 @@ def test_an_optimizer_takes_what_was_planned(states, offload, tolerance, tiny, p
     ranks = pool.run(optimizer_bytes, case.world, path, case)
     on_device, on_host = max(device for device, _ in ranks), max(host for _, host in ranks)
     assert planned.host <= on_host <= (1 + tolerance) * planned.host
-    if states == "int8":
+    if optim["states"] == "int8":
         assert planned.optimizer <= on_device <= (1 + tolerance) * planned.optimizer
     else:
         assert (1 - tolerance) * planned.optimizer <= on_device <= planned.optimizer
@@ -276,9 +284,9 @@ def test_a_buffer_is_cut_into_buckets_and_each_bucket_into_shares():
     is padded to 256 and cut in two, and the 300 alone are padded to 384. In one bucket the 300
     begin at 192, and all is padded to 512."""
     params = [RankParam(300, True), RankParam(60, True), RankParam(100, True)]
-    assert _shards(params, 2, bucket_size=150) == (256 + 384, 100 + 192)
-    assert _shards([replace(params[0], shared=True), *params[1:]], 2, None) == (640, 292)
-    assert _shards(params, 2, None) == (512, 492 - 256)
+    assert _shards(params, 2, bucket_size=150) == (256 + 384, 100 + 192, 0)
+    assert _shards([replace(params[0], shared=True), *params[1:]], 2, None) == (640, 292, 0)
+    assert _shards(params, 2, None) == (512, 492 - 256, 0)
 
 
 def memory_of(path: str, batches, itemsize=2, **parallel) -> list[StageMemory]:

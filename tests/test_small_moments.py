@@ -56,7 +56,7 @@ def test_values_that_were_read_are_written_unchanged(name, states, record_proper
     record_property("error", error)
     assert error <= {"fp32": 0, "bf16": 0.005, "int8": 0.1}[states]
     size = sum(each.nbytes for each in moment.tensors)
-    assert size == pytest.approx(spec(states).state_bytes / 2 * WEIGHTS, rel=1e-3)
+    assert size == pytest.approx(spec(states).bytes_of_state * WEIGHTS, rel=1e-3)
 
 
 def test_rounding_has_no_bias():

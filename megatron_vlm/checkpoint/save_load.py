@@ -85,6 +85,7 @@ def save(
         "add_tokens": list(worker.cfg.data.add_tokens),
         "optimizer_steps": int(steps),
         "lr": worker.lr,
+        "optimizer": worker.cfg.optim.name,
         "moments": worker.cfg.optim.states,
         "progress": progress,
     }
@@ -227,6 +228,8 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
         tokens = [] if added is None else [each.string() for each in added.items()]
         _check_tokens(worker, folder, tokens)
         _check_lora(worker, folder, state)
+        if moments and worker.optimizer is not None:
+            _check_optimizer(worker, folder, state)
         lr, steps = state["lr"].number(0), state["optimizer_steps"].whole()
         progress = state["progress"]
         progress.object()
@@ -265,6 +268,21 @@ def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> Non
             found=tokens,
             remedy="give the same ones in the same order, or add to its export: megatron-vlm "
             f"export {folder} DIR, model.path=DIR",
+        )
+
+
+def _check_optimizer(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
+    """Refuse the states of another optimizer, which mean something else."""
+    saved = state.get("optimizer")  # older checkpoints, all of AdamW, have none
+    before, now = "adamw" if saved is None else saved.string(), worker.cfg.optim.name
+    if before != now:
+        raise CheckpointError(
+            f"keeps other states of the weights than {before}, which saved the checkpoint",
+            place=str(folder),
+            key="optim.name",
+            found=now,
+            remedy=f"resume with optim.name={before}, or start a new run from its weights: "
+            f"megatron-vlm export {folder} DIR, model.path=DIR",
         )
 
 

@@ -40,6 +40,7 @@ Natural = Annotated[int, Range(1)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 Port = Annotated[int, Range(0, 65535)]
 ZeroOrOne = Annotated[int, Range(0, 1)]
+NsSteps = Annotated[int, Range(1, 99)]  # torch.optim.Muon's
 FrameCount = Annotated[int, Range(2)]  # a patch covers two frames
 NonNegative = Annotated[float, Range(0, math.inf, is_max_open=True)]
 AboveZero = Annotated[float, Range(0, math.inf, is_min_open=True, is_max_open=True)]

@@ -9,7 +9,7 @@ from megatron_vlm.config.bounds import check_bounds
 from megatron_vlm.config.data_sources import check_columns, check_roles
 from megatron_vlm.config.evaluation_checks import check_evaluation, check_measuring
 from megatron_vlm.config.objectives import check_objective
-from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get
+from megatron_vlm.config.schema import Config, DataConfig, OptimConfig, Role, TrainScope, get
 from megatron_vlm.config.searched_keys import check_auto
 from megatron_vlm.config.trainable import check_lora, learns
 from megatron_vlm.errors import ConfigError
@@ -244,6 +244,27 @@ def _check_switches(cfg: Config) -> None:
         )
 
 
+def _check_muon(optim: OptimConfig) -> None:
+    """Refuse settings of Muon that would have no effect, and a rate that nothing scales."""
+    defaults = OptimConfig()
+    for key in ("lr", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"):
+        name = f"muon_{key}"
+        if optim.name != "muon" and (value := getattr(optim, name)) != getattr(defaults, name):
+            raise ConfigError(
+                f"is a setting of Muon, and optim.name is {optim.name}",
+                key=f"optim.{name}",
+                found=value,
+                remedy="give optim.name=muon, or leave it out",
+            )
+    if optim.muon_lr is not None and not optim.lr:
+        raise ConfigError(
+            ": the schedule scales optim.muon_lr as it scales optim.lr, which is 0",
+            key="optim.muon_lr",
+            found=optim.muon_lr,
+            remedy="give optim.lr more than 0: it is the rate of embeddings, norms and the head",
+        )
+
+
 def _check_together(cfg: Config) -> None:
     data, train, profile = cfg.data, cfg.train, cfg.log.profile_steps
     for part in ("{}_pixels", "video_{}_frames", "video_{}_pixels"):
@@ -260,6 +281,7 @@ def _check_together(cfg: Config) -> None:
             found=cfg.optim.warmup_steps,
             remedy=WARMUP_REMEDY,
         )
+    _check_muon(cfg.optim)
     if profile is not None and (len(profile) != 2 or not 0 <= profile[0] < profile[1]):
         raise ConfigError(
             key="log.profile_steps", found=profile, allowed="[first, last), such as [10,12]"

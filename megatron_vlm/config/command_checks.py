@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_vlm.config.checks import check_training, require
+from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.config.teachers import check_teacher
 from megatron_vlm.errors import ConfigError
@@ -156,6 +157,13 @@ def check_serve(cfg: Config) -> None:
                 found=value,
                 remedy="leave it out, and see serve.lora_alpha and serve.max_rank",
             )
+    if not optimizer_spec(cfg.optim).step_settings:
+        raise ConfigError(
+            ": clients send settings of AdamW with each step, and it has others as well",
+            key="optim.name",
+            found=cfg.optim.name,
+            remedy="leave it out",
+        )
     for name in ("train", "eval"):
         if getattr(cfg.data, name):
             raise ConfigError(

@@ -20,8 +20,9 @@ _PATH_KEYS = {
     "checkpoint": "checkpoint.resume",
 }
 _ADAMW = (
-    "AdamW is what runs, and the only optimizer: leave it out, and set optim.lr, optim.beta1, "
-    "optim.beta2, optim.eps and optim.weight_decay; optim.states=int8 keeps moments in 8 bits"
+    "AdamW is what runs unless optim.name=muon is given: leave it out, and set optim.lr, "
+    "optim.beta1, optim.beta2, optim.eps and optim.weight_decay; optim.states=int8 keeps moments "
+    "in 8 bits"
 )
 _PREFERENCES = (
     "preferences are an objective of megatron-vlm train, such as train.objective=dpo, and "

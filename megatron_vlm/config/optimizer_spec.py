@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_vlm.config.schema import OptimConfig
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")  # in the optimizer and in a checkpoint
+ADAM_SETTINGS = ("beta1", "beta2", "eps", "weight_decay", "clip_grad")  # keys of AdamW
 QUANTIZED_BLOCK = 256  # weights whose int8 states share a scale
 MIN_INT8_WEIGHTS = 4096  # smaller tensors keep fp32 states, which cost nothing there
 # Weights that optim.offload moves at once, a multiple of the blocks above. Host memory has two such
@@ -20,19 +21,39 @@ _BYTES = {"fp32": _FP32, "bf16": 2, "int8": 1 + _FP32 / QUANTIZED_BLOCK}
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer as the configuration describes it."""
+    """An optimizer as the configuration describes it. training/optimizer.py makes it."""
 
     title: str  # for people
     state_names: tuple[str, ...]  # states of each weight
     states: str  # type of the states, a value of optim.states
+    # States of each weight of a matrix (hf/matrices.py); (): those of all weights.
+    matrix_state_names: tuple[str, ...] = ()
+    # What a step may set instead of the configured settings, in addition to the learning rate.
+    step_settings: tuple[str, ...] = ADAM_SETTINGS
 
     @property
-    def state_bytes(self) -> float:
-        """Bytes of all states of a weight."""
-        return len(self.state_names) * _BYTES[self.states]
+    def bytes_of_state(self) -> float:
+        """Bytes of one state of a weight."""
+        return _BYTES[self.states]
+
+    @property
+    def num_states(self) -> tuple[int, int]:
+        """Number of states of each weight of a matrix, and of each other weight."""
+        others = len(self.state_names)
+        return len(self.matrix_state_names) or others, others
 
 
 def optimizer_spec(optim: OptimConfig) -> OptimizerSpec:
     """Return the optimizer of a configuration."""
-    title = "AdamW" if optim.states == "fp32" else f"AdamW with {optim.states} moments"
-    return OptimizerSpec(title, STATE_NAMES, optim.states)
+    title, matrix_state_names, settings = _OPTIMIZERS[optim.name]
+    if optim.states != "fp32":
+        title += f" with {optim.states} moments"
+    return OptimizerSpec(title, STATE_NAMES, optim.states, matrix_state_names, settings)
+
+
+# For each optim.name: its title, the states of matrices, and what a step may set. A step of Muon
+# sets nothing: the settings of AdamStep are those of AdamW alone.
+_OPTIMIZERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "adamw": ("AdamW", (), ADAM_SETTINGS),
+    "muon": ("Muon for matrices and AdamW for the rest", ("momentum_buffer",), ()),
+}

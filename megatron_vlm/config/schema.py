@@ -19,6 +19,7 @@ from megatron_vlm.config.bounds import (
     Minutes,
     Natural,
     NonNegative,
+    NsSteps,
     Port,
     Seed,
     Share,
@@ -38,6 +39,7 @@ PolicyLoss = Literal["ppo", "importance_sampling", "gspo", "cispo"]
 Advantage = Literal["grpo", "rloo", "dr_grpo", "none"]
 EvalScores = Literal["both", "reward", "loss"]
 PlatformName = Literal["auto", "cuda", "cpu"]
+AdjustLr = Literal["match_rms_adamw", "original"]
 TrainScope = Literal["all_assistant", "last_assistant", "record"]
 
 
@@ -138,8 +140,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning rate schedule."""
+    """The optimizer and its learning rate schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest; memory.md
     lr: NonNegative = 1e-5  # peak learning rate, after warm-up
     vision_lr: NonNegative | None = None  # learning rate of the vision tower, no mergers; null: lr
     merger_lr: NonNegative | None = None  # learning rate of the projectors; null: lr
@@ -148,6 +151,11 @@ class OptimConfig:
     eps: ShareAboveZero = 1e-8  # added to the root of the second moment
     states: Literal["fp32", "bf16", "int8"] = "fp32"  # type of the moments
     offload: Share = 0.0  # share of the weights whose main weights and moments are in host memory
+    muon_lr: AboveZero | None = None  # learning rate of Muon, peak; null: lr
+    muon_momentum: Decay = 0.95  # decay of Muon's momentum
+    muon_nesterov: bool = True  # look ahead by the momentum, as Nesterov does
+    muon_ns_steps: NsSteps = 5  # Newton-Schulz steps of the orthogonalisation
+    muon_adjust_lr_fn: AdjustLr = "match_rms_adamw"  # factor of the rate by a matrix's shape
     weight_decay: NonNegative = 0.0  # not applied to norms and biases
     vision_weight_decay: NonNegative | None = None  # null: weight_decay
     merger_weight_decay: NonNegative | None = None  # null: weight_decay

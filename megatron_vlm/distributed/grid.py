@@ -32,6 +32,7 @@ class RankGroups:
     replica: GroupAxis  # the TP x PP ranks of one replica; the first of them loads its data
     ep: GroupAxis  # the replicas that divide the experts of this stage
     edp: GroupAxis  # the replicas that hold the same experts
+    tp_dp: GroupAxis  # all ranks of this stage: TP ranks of every replica
 
     @staticmethod
     def create(dims: ParallelDims, seed: int, timeout_minutes: float) -> "RankGroups":
@@ -58,6 +59,7 @@ class RankGroups:
             _axis(parallel_state.get_model_parallel_group()),
             _axis(parallel_state.get_expert_model_parallel_group()),
             _axis(parallel_state.get_expert_data_parallel_group()),
+            _axis(parallel_state.get_tensor_and_data_parallel_group()),
         )
         place = (dims.tp_rank_of(grid.rank), dims.stage_of(grid.rank), dims.replica_of(grid.rank))
         assert place == (grid.tp.rank, grid.pp.rank, grid.dp.rank), (

@@ -47,7 +47,7 @@ class ExpertLayout:
         count, rows, columns = shape
         if self.form is ExpertStorage.in_out:
             return {name: (count, columns, rows)}
-        parts = _parts(name)
+        parts = parts_of_expert(name)
         part_shape = (rows // len(parts), columns)
         return {
             _name_of_expert(name, expert, part): part_shape
@@ -61,7 +61,7 @@ class ExpertLayout:
             return [tensor]
         if self.form is ExpertStorage.in_out:
             return [tensor.transpose(1, 2)]
-        return [part for expert in tensor for part in expert.chunk(len(_parts(name)))]
+        return [part for expert in tensor for part in expert.chunk(len(parts_of_expert(name)))]
 
     def read(
         self, read: Callable[[str, Sequence[Span]], Tensor], name: str, spans: Sequence[Span]
@@ -75,13 +75,16 @@ class ExpertLayout:
         if self.form is ExpertStorage.in_out:
             return read(name, spans).transpose(1, 2)
         experts = [
-            torch.cat([read(_name_of_expert(name, expert, part), ()) for part in _parts(name)])
+            torch.cat(
+                [read(_name_of_expert(name, expert, part), ()) for part in parts_of_expert(name)]
+            )
             for expert in range(*span)
         ]
         return torch.stack(experts)
 
 
-def _parts(name: str) -> tuple[str, ...]:
+def parts_of_expert(name: str) -> tuple[str, ...]:
+    """Return the matrices of each expert that one of our tensors has, one below the other."""
     return ("gate_proj", "up_proj") if name.endswith(_GATE_UP) else (_DOWN,)
 
 

@@ -6,6 +6,7 @@ vector).
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,24 @@ class RowBlock:
     col: int
 
 
+class Place(NamedTuple):
+    """Place of a rectangle among all tensors."""
+
+    name: str
+    row: int
+    col: int
+    rows: int
+    cols: int
+
+    @property
+    def num_values(self) -> int:
+        return self.rows * self.cols
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """Return the values of the rectangle as a view of its whole matrix."""
+        return matrix[self.row : self.row + self.rows, self.col : self.col + self.cols]
+
+
 @dataclass(frozen=True)
 class FlatRectangle:
     """Rectangle of a tensor whose values are consecutive in a flat part of a parameter."""
@@ -40,12 +59,12 @@ class FlatRectangle:
     offset: int  # place of its first value in the flat part
 
     @property
-    def num_values(self) -> int:
-        return self.rows * self.cols
+    def place(self) -> Place:
+        return Place(self.name, self.row, self.col, self.rows, self.cols)
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the values of the rectangle as a view of the flat part."""
-        return flat[self.offset : self.offset + self.num_values].view(self.rows, self.cols)
+        return flat[self.offset : self.offset + self.rows * self.cols].view(self.rows, self.cols)
 
 
 def blocks_of(entry: Entry, rank: int, ranks: int) -> list[RowBlock]:

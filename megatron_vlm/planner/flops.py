@@ -189,12 +189,12 @@ def accumulate(values: int, itemsize: int) -> OpCount:
     return OpCount(moved=values * (2 * itemsize + 2 * _FP32))
 
 
-def update(counts: ParamCounts, state_bytes: float) -> OpCount:
-    """Return the cost of an optimizer step with states of this size for each weight. Gradients are
-    zeroed and divided, and their norm is computed. The optimizer reads gradient, weight and states,
-    and writes the last two."""
-    bytes_of_weight = 3 * _FP32 + 2 * state_bytes
-    return OpCount(moved=4 * _FP32 * counts.gradients + bytes_of_weight * counts.optimized)
+def update(counts: ParamCounts, bytes_of_state: float) -> OpCount:
+    """Return the cost of an optimizer step with states of this size. Gradients are zeroed and
+    divided, and their norm is computed. The optimizer reads gradient, weight and states, and writes
+    the last two. Muon orthogonalises matrices."""
+    moved = 4 * _FP32 * counts.gradients + 3 * _FP32 * counts.optimized
+    return OpCount(counts.muon_flops, moved=moved + 2 * bytes_of_state * counts.states)
 
 
 def ring(ranks: int) -> float:

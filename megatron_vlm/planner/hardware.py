@@ -43,7 +43,8 @@ class Machine:
         weights travel while others are updated, where gradient, weight and states are read, and the
         last two written."""
         travel_s = (_FP32 + itemsize) / self.host_link
-        memory_s = (3 * _FP32 + 2 * optimizer.state_bytes) / self.host_moved
+        state_bytes = len(optimizer.state_names) * optimizer.bytes_of_state
+        memory_s = (3 * _FP32 + 2 * state_bytes) / self.host_moved
         compute_s = _HOST_CORE_S[optimizer.states] / self.host_cores
         return weights * max(travel_s, memory_s, compute_s)
 

@@ -20,7 +20,7 @@ from megatron_vlm.family.spec import ModelSizes, Part
 from megatron_vlm.lora.targets import adapted_specs, is_of_experts
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
-from megatron_vlm.planner.parameters import count
+from megatron_vlm.planner.parameters import ParamCounts, count
 from megatron_vlm.planner.row_sizes import BatchSizes
 
 USABLE = 0.9  # fraction of a device's memory; the rest is for kernels' workspaces and fragmentation
@@ -71,7 +71,7 @@ def stage_memory(
 ) -> StageMemory:
     """Return the estimate of one stage."""
     counts = count(cfg, sizes, dims, stage)
-    optimizer, host = optimizer_memory(cfg, counts.optimized, itemsize)
+    optimizer, host = optimizer_memory(cfg, counts, itemsize)
     effective, kept_by_chunk, working = config_as_trained(cfg, sizes), [], []
     for chunk in range(dims.virtual_stages):
         place = dims.place_of(stage, chunk)
@@ -97,17 +97,17 @@ def stage_memory(
     )
 
 
-def optimizer_memory(cfg: Config, weights: int, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of main weights and states of so many weights, on the device and on the
-    host. Main weights are in fp32. Where the model's weights are so, too, they are the same
-    tensors, except for those of the host."""
-    on_host = math.ceil(cfg.optim.offload * weights)
-    state_bytes = optimizer_spec(cfg.optim).state_bytes
+def optimizer_memory(cfg: Config, counts: ParamCounts, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of a rank's main weights and states, on the device and on the host. Main
+    weights are in fp32. Where the model's weights are so, too, they are the same tensors, except
+    for those of the host."""
+    on_host = math.ceil(cfg.optim.offload * counts.optimized)
+    states = optimizer_spec(cfg.optim).bytes_of_state * counts.states
     main_bytes = 0 if itemsize == _FP32 else _FP32
     buckets = 2 * min(on_host, OFFLOAD_BUCKET) * (_FP32 + itemsize)  # gradients and weights
     return (
-        int((main_bytes + state_bytes) * (weights - on_host)),
-        int((_FP32 + state_bytes) * on_host) + buckets,
+        int(main_bytes * (counts.optimized - on_host) + (1 - cfg.optim.offload) * states),
+        int(_FP32 * on_host + cfg.optim.offload * states) + buckets,
     )
 
 

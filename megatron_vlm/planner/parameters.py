@@ -6,10 +6,18 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby
 
-from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, ParallelConfig
+from megatron_vlm.config.optimizer_spec import optimizer_spec
+from megatron_vlm.config.schema import (
+    Config,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+)
 from megatron_vlm.config.trainable import SWITCHES
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.hf.matrices import is_of_matrices, matrices_of
 from megatron_vlm.hf.weight_map import Entry, Origin, name_table
 from megatron_vlm.lora.targets import adapted_linears, adapted_specs, adapter_entries
 
@@ -29,6 +37,8 @@ class RankParam:
     trained: bool
     shared: bool = False  # the tied embedding, if both the first and the last stage have it
     expert: bool = False  # belongs to experts that the replicas divide
+    states: int = 0  # states of the optimizer for each value
+    muon_flops: int = 0  # operations of Newton-Schulz, over all ranks of TP and DP
 
 
 @dataclass(frozen=True)
@@ -38,8 +48,10 @@ class ParamCounts:
     held: int
     trained: int
     gradients: int  # size of the gradient buffer, alignment included
-    optimized: int  # values whose moments this rank keeps
+    optimized: int  # values that this rank's optimizer updates
     of_experts: int = 0  # the part of the gradients that is summed only over DP / EP ranks
+    states: int = 0  # values of the optimizer's states on this rank
+    muon_flops: int = 0  # operations of Newton-Schulz on this rank
 
 
 def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> ParamCounts:
@@ -52,7 +64,9 @@ def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> Par
     parallel = ParallelConfig(**{key: getattr(cfg.parallel, key) for key in optimizer})
     places = [dims.place_of(stage, chunk) for chunk in range(dims.virtual_stages)]
     short = [_shortest_pipeline(cfg, sizes, dims, place) for place in places]
-    chunks = [astuple(_of_chunk(model, cfg.lora, parallel, sizes, *each)) for each in short]
+    optim = OptimConfig(**{key: getattr(cfg.optim, key) for key in ("name", "muon_ns_steps")})
+    fixed = model, cfg.lora, parallel, optim
+    chunks = [astuple(_of_chunk(*fixed, sizes, *each)) for each in short]
     return ParamCounts(*map(sum, zip(*chunks, strict=True)))
 
 
@@ -74,25 +88,28 @@ def _of_chunk(
     model: ModelConfig,
     lora: LoraConfig,
     parallel: ParallelConfig,
+    optim: OptimConfig,
     sizes: ModelSizes,
     dims: ParallelDims,
     place: int,
 ) -> ParamCounts:
-    cfg = Config(model=model, lora=lora, parallel=parallel)
+    cfg = Config(model=model, lora=lora, parallel=parallel, optim=optim)
     params = _params_of_stage(cfg, sizes, dims, place)
     trained = [param for param in params if param.trained]
     values = sum(param.values for param in trained)
     held = sum(param.values for param in params)
+    muon_flops = sum(param.muon_flops for param in trained) // (dims.tp * dims.dp)
     if not cfg.parallel.distributed_optimizer or dims.dp == 1:
         shared = sum(param.values for param in trained if param.expert)
-        return ParamCounts(held, values, values, values, shared)
+        states = sum(param.values * param.states for param in trained)
+        return ParamCounts(held, values, values, values, shared, states, muon_flops)
     bucket = None  # megatron cuts the buffer only for what is reduced early, on the first stage
     if cfg.parallel.overlap_grad_reduce and place == 0:
         bucket = max(_MIN_BUCKET, _BUCKET_OF_RANK * dims.dp)
     dense = _shards([param for param in trained if not param.expert], dims.dp, bucket)
     experts = _shards([param for param in trained if param.expert], dims.dp // dims.ep, bucket)
-    buffer, optimized = (a + b for a, b in zip(dense, experts, strict=True))
-    return ParamCounts(held, values, buffer, optimized, experts[0])
+    buffer, optimized, states = (a + b for a, b in zip(dense, experts, strict=True))
+    return ParamCounts(held, values, buffer, optimized, experts[0], states, muon_flops)
 
 
 def _params_of_stage(
@@ -106,11 +123,31 @@ def _params_of_stage(
             not entry.is_frozen(cfg),
             shared=sizes.tied and dims.pp > 1 and entry.names == (sizes.names.embedding,),
             expert=entry.layout.cut == "ep" and dims.ep > 1,
+            states=_states_of(cfg.optim, entry),
+            muon_flops=_muon_flops(cfg.optim, entry),
         )
         for layer, entry in _table(sizes, cfg.lora.rank, cfg.lora.targets)
         if (layer in layers if layer is not None else is_last if entry.stage else stage == 0)
         and (dims.pp > 1 or entry.origin is not Origin.copy)
     ]
+
+
+def _states_of(optim: OptimConfig, entry: Entry) -> int:
+    of_matrices, of_others = optimizer_spec(optim).num_states
+    return of_matrices if is_of_matrices(entry.theirs[0]) else of_others
+
+
+def _muon_flops(optim: OptimConfig, entry: Entry) -> int:
+    """Return the operations of Newton-Schulz for an entry's matrices, 0 without Muon."""
+    if not optimizer_spec(optim).matrix_state_names or not is_of_matrices(entry.theirs[0]):
+        return 0
+    first_expert = range(1)
+    return sum(
+        tensor.num_values // (matrix.rows * matrix.columns) * flops
+        for tensor in entry.theirs
+        for matrix in matrices_of(tensor, first_expert)[:1]
+        for flops in [matrix.orthogonalize_flops(optim.muon_ns_steps)]
+    )
 
 
 @lru_cache(maxsize=8)
@@ -145,20 +182,26 @@ def _layer_of(entry: Entry) -> int | None:
     return int(entry.ours.split(".")[2]) if is_of_layer else None
 
 
-def _shards(params: Sequence[RankParam], ranks: int, bucket_size: int | None) -> tuple[int, int]:
-    """Return the values of the gradient buffer, and those of parameters in the fullest rank's share
-    of it. Each bucket is cut into equal shares."""
-    start, values_by_rank = 0, [0] * ranks
+def _shards(
+    params: Sequence[RankParam], ranks: int, bucket_size: int | None
+) -> tuple[int, int, int]:
+    """Return the values of the gradient buffer, and the most values of parameters and of states in
+    a rank's share of it. Each bucket is cut into equal shares."""
+    start, values_by_rank, states_by_rank = 0, [0] * ranks, [0] * ranks
     for _, bucket in groupby(_buckets(params, bucket_size), key=lambda placed: placed[0]):
-        spans = [(first, param.values) for _, first, param in bucket]
-        size = _round_up(sum(spans[-1]), math.lcm(ranks, _BUCKET_ALIGNMENT))
+        spans = [(first, param) for _, first, param in bucket]
+        end = spans[-1][0] + spans[-1][1].values
+        size = _round_up(end, math.lcm(ranks, _BUCKET_ALIGNMENT))
         share = size // ranks
-        for first, values in spans:
-            for rank in range(first // share, (first + values - 1) // share + 1):
+        for first, param in spans:
+            end = first + param.values
+            for rank in range(first // share, (end - 1) // share + 1):
                 low, high = rank * share, (rank + 1) * share
-                values_by_rank[rank] += min(first + values, high) - max(first, low)
+                values = min(end, high) - max(first, low)
+                values_by_rank[rank] += values
+                states_by_rank[rank] += values * param.states
         start += size
-    return start, max(values_by_rank)
+    return start, max(values_by_rank), max(states_by_rank)
 
 
 def _buckets(params: Sequence[RankParam], size: int | None) -> Iterator[tuple[int, int, RankParam]]:

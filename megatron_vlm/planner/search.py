@@ -291,11 +291,16 @@ def _time_candidate(
 def _step_end_seconds(
     cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int, machine: Machine
 ) -> float:
-    """Return the seconds after the last backward: gradients over DP, AdamW, weights over DP."""
+    """Return the seconds after the last backward: gradients over DP, the optimizer, weights over
+    DP."""
     counts, itemsize = count(cfg, sizes, dims, stage), ITEMSIZE[cfg.train.precision]
     optimizer, offloaded = optimizer_spec(cfg.optim), cfg.optim.offload
-    on_device = replace(counts, optimized=int((1 - offloaded) * counts.optimized))
-    seconds = machine.seconds(update(on_device, optimizer.state_bytes))
+    on_device = replace(
+        counts,
+        optimized=int((1 - offloaded) * counts.optimized),
+        states=int((1 - offloaded) * counts.states),
+    )
+    seconds = machine.seconds(update(on_device, optimizer.bytes_of_state))
     seconds += machine.host_update(offloaded * counts.optimized, itemsize, optimizer)
     link = machine.bandwidth_between(dims.tp * dims.dp)
     bytes_per_value = (_FP32 + itemsize) / 2 if cfg.parallel.distributed_optimizer else _FP32

@@ -9,7 +9,7 @@ keeps the main weights on the device, unless Transformer Engine's AdamW is there
 nothing on a CPU, and because it has pinned memory for all gradients.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,10 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, OptimizerSpec
 from megatron_vlm.distributed.host_memory import Copied, HostStream, pinned_memory
-from megatron_vlm.training.optimizer_parts import MainWeight, SplitOptimizer, megatron_weights
+from megatron_vlm.training.optimizer_parts import (
+    MainWeight,
+    SplitOptimizer,
+    groups_with,
+    main_weights_of,
+)
 from megatron_vlm.training.small_adamw import SmallAdamW
-
-_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 class MainsWithoutMemory(TorchDispatchMode):
@@ -72,7 +75,7 @@ def offload_optimizer(
     for chained in optimizer.chained_optimizers:
         if chained.is_stub_optimizer:
             continue
-        weights = list(megatron_weights(chained, params))
+        weights = list(main_weights_of(chained, params))
         offloaded = choose_offloaded(weights, fraction)
         mains = {each.main for each in offloaded}
         rounded = [
@@ -92,40 +95,32 @@ def _copy_to_model(weights: Sequence[MainWeight]) -> None:
 
 
 class OffloadedAdamW(SplitOptimizer):
-    """AdamW over weights on the device and weights on the host. `param_groups` are those of
-    Megatron, which have the settings of a step."""
+    """AdamW over weights on the device and weights on the host. The first optimizer is that of the
+    device, and `groups` are those of Megatron."""
 
     def __init__(
         self,
         megatrons: torch.optim.Optimizer,
-        starts: dict[Tensor, int],
+        starts: Mapping[Tensor, int],
         offloaded: Sequence[MainWeight],
         spec: OptimizerSpec,
     ):
+        """Divide the parameters of Megatron's optimizer. Those of the device are in `starts`, with
+        their offset in the whole parameter."""
         groups: list[dict[str, Any]] = megatrons.param_groups
-        on_device = [
-            _group_of(group, [p for p in group["params"] if p in starts]) for group in groups
-        ]
-        hosted = {each.main: _to_host(each) for each in offloaded}
-        on_host = [
-            _group_of(group, [hosted[p] for p in group["params"] if p in hosted])
-            for group in groups
-        ]
+        on_device = groups_with(groups, {each: each for each in starts})
+        device: torch.optim.Optimizer = megatrons
         if spec.states == "fp32":
-            self.device_optimizer = megatrons
             megatrons.param_groups = on_device
         else:
-            self.device_optimizer = SmallAdamW(on_device, spec, starts)
-        host_starts = {hosted[each.main]: each.start for each in offloaded}
-        self.host_optimizer = SmallAdamW(on_host, spec, host_starts)
-        super().__init__(
-            groups,
-            (self.device_optimizer, self.host_optimizer),
-            hosted,
-        )
-        group_of = {each: group for group in on_host for each in group["params"]}
+            device = SmallAdamW(on_device, spec, starts)
+        values = {each.main: _to_host(each) for each in offloaded}
+        host_starts = {values[each.main]: each.start for each in offloaded}
+        self.host = SmallAdamW(groups_with(groups, values), spec, host_starts)
+        super().__init__(groups, (device, self.host), values)
+        group_of = {each: group for group in self.host.param_groups for each in group["params"]}
         ranges = [
-            _Range(each, hosted[each.main], group_of[hosted[each.main]], start, end)
+            _Range(each, values[each.main], group_of[values[each.main]], start, end)
             for each in offloaded
             for start, end in _cut(each.main.numel())
         ]
@@ -135,18 +130,12 @@ class OffloadedAdamW(SplitOptimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all weights that have gradients."""
         assert closure is None
-        for optimizer in self.optimizers:
-            for own, group in zip(optimizer.param_groups, self.param_groups, strict=True):
-                own.update({name: group[name] for name in _SETTINGS})
-        self.device_optimizer.step()  # on a GPU this is only queued
-        self.host_optimizer.count_step()
+        self.share_settings()
+        self.members[0].step()  # on a GPU this is only queued
+        self.host.count_step()
         if self.transfers is not None:
             for part, grads in self.transfers.exchange():
-                self.host_optimizer.update(part.values, part.group, part.start, grads)
-
-
-def _group_of(group: dict[str, Any], params: list[Tensor]) -> dict[str, Any]:
-    return {**group, "params": params}
+                self.host.update(part.values, part.group, part.start, grads)
 
 
 def _to_host(weight: MainWeight) -> Tensor:

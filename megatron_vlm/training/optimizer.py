@@ -1,5 +1,5 @@
-"""Optimizer step from gradients to new weights: data parallel wrapping, the one normalisation,
-AdamW."""
+"""Optimizer step from gradients to new weights: data parallel wrapping, the one normalisation, the
+optimizer."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -22,13 +22,15 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor, nn
 
-from megatron_vlm.config.optimizer_spec import OptimizerSpec, optimizer_spec
+from megatron_vlm.config.optimizer_spec import ADAM_SETTINGS, OptimizerSpec, optimizer_spec
 from megatron_vlm.config.schema import Config, OptimConfig
 from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import Part
+from megatron_vlm.hf.weight_map import Entry
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.comm_overlap import GradReduce, WeightGather
+from megatron_vlm.training.muon import use_muon
 from megatron_vlm.training.offload import MainsWithoutMemory, offload_optimizer
 from megatron_vlm.training.optimizer_parts import main_weights
 from megatron_vlm.training.small_adamw import SmallAdamW
@@ -50,7 +52,7 @@ class AdamStep:
     @staticmethod
     def from_config(optim: OptimConfig) -> "AdamStep":
         """Return the configured settings, which apply to steps without settings of their own."""
-        return AdamStep(optim.beta1, optim.beta2, optim.eps, optim.weight_decay, optim.clip_grad)
+        return AdamStep(**{name: getattr(optim, name) for name in ADAM_SETTINGS})
 
     def __post_init__(self) -> None:
         for name, good, limits in (
@@ -67,6 +69,21 @@ class AdamStep:
                     found=getattr(self, name),
                     allowed=f"a finite number {limits}",
                 )
+
+
+def step_settings(optim: OptimConfig, adam: AdamStep | None) -> AdamStep:
+    """Return the settings of a step: those that it has of its own, or the configured ones."""
+    if adam is None:
+        return AdamStep.from_config(optim)
+    if not optimizer_spec(optim).step_settings:
+        raise ConfigError(
+            f"has settings of AdamW for one step, and optim.name={optim.name} has others as well",
+            place="optim_step",
+            key="adam",
+            found=adam,
+            remedy="leave it out: the settings in the group optim hold for every step",
+        )
+    return adam
 
 
 def check_lr(lr: float | None) -> None:
@@ -153,12 +170,13 @@ def sum_shared_images(model: StageModel, tp: GroupAxis) -> None:
 def build_optimizer(
     cfg: Config,
     chunks: Sequence[DistributedDataParallel],
-    parts: Mapping[nn.Parameter, Part],
+    entries: Mapping[nn.Parameter, Entry],
     grid: RankGroups,
 ) -> MegatronOptimizer:
-    """Build AdamW with fp32 main weights, whose state parallel.distributed_optimizer shards over
-    DP. `parts` has the part of the model that each parameter belongs to."""
-    optim, model_config = cfg.optim, chunks[0].config
+    """Build the optimizer with fp32 main weights, whose state parallel.distributed_optimizer shards
+    over DP. `entries` has the place of each parameter in the table of names. A collective."""
+    optim, model_config, spec = cfg.optim, chunks[0].config, optimizer_spec(cfg.optim)
+    parts = {param: entry.part for param, entry in entries.items()}
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -178,13 +196,16 @@ def build_optimizer(
             config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
         )
     set_adam(optimizer, AdamStep.from_config(optim))
-    for group in optimizer.param_groups:
-        if "foreach" in group:  # torch's AdamW: neither TE nor Apex provides a fused one
-            group["fused"] = True
+    if spec.states == "fp32":
+        for group in optimizer.param_groups:
+            if "foreach" in group:  # torch's AdamW: neither TE nor Apex provides a fused one
+                group["fused"] = True
     if optim.offload:
-        offload_optimizer(optimizer, list(parts), optim.offload, optimizer_spec(optim))
-    elif optim.states != "fp32":
-        _use_small_moments(optimizer, optimizer_spec(optim), list(parts))
+        offload_optimizer(optimizer, list(entries), optim.offload, spec)
+    elif spec.states != "fp32":
+        _use_small_moments(optimizer, spec, list(entries))
+    if spec.matrix_state_names:
+        use_muon(optimizer, optim, entries, grid)
     return optimizer
 
 

@@ -1,11 +1,11 @@
-"""Parts of parameters that a rank's optimizer updates.
+"""Parts of parameters that a rank's optimizers update.
 
 Every optimizer of Megatron looks the same here: for each trainable parameter it has a flat part of
 the fp32 main weight. The plain ones have the whole parameter, the distributed one a part of it.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,27 +31,59 @@ class MainWeight:
         return self.param.detach().view(-1)[self.start : self.start + self.main.numel()]
 
 
+# Settings of a group that may change from step to step.
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
 class SplitOptimizer(torch.optim.Optimizer):
-    """An optimizer of the weights on the device and one of those in host memory, in place of a
-    single one. `offloaded` has the host's tensor of some of Megatron's main weights."""
+    """Optimizers that divide the parameters of the same groups. Settings of the groups hold for all
+    of them. `offloaded` has the tensors on the host that take the place of some parameters."""
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
-        optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer],
-        offloaded: Mapping[Tensor, Tensor],
+        groups: Sequence[dict[str, Any]],
+        members: Sequence[torch.optim.Optimizer],
+        offloaded: Mapping[Tensor, Tensor] | None = None,
     ):
+        """Combine optimizers whose groups are those of `groups` with a part of the parameters."""
         super().__init__([{"params": []}], {})
-        self.param_groups = groups
-        self.optimizers, self.offloaded = optimizers, offloaded
+        self.param_groups = list(groups)
+        self.members = tuple(members)
+        self.offloaded = offloaded or {}
+
+    def share_settings(self) -> None:
+        """Give the members the settings of the next step."""
+        for member in self.members:
+            for own, group in zip(member.param_groups, self.param_groups, strict=True):
+                own.update({name: group[name] for name in _SETTINGS})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters."""
+        assert closure is None
+        self.share_settings()
+        for member in self.members:
+            member.step()
+
+
+def groups_with(groups: Sequence[dict[str, Any]], params: Mapping[Tensor, Tensor]) -> list[Any]:
+    """Return the groups with those of their parameters that are among these, each replaced by its
+    value."""
+    return [
+        {**group, "params": [params[each] for each in group["params"] if each in params]}
+        for group in groups
+    ]
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers that have this rank's states; none on a frozen stage."""
+    """Yield the optimizers that update this rank's parameters, each of them once."""
     for chained in optimizer.chained_optimizers:
-        if not chained.is_stub_optimizer:
-            inner = chained.optimizer
-            yield from inner.optimizers if isinstance(inner, SplitOptimizer) else (inner,)
+        if not chained.is_stub_optimizer:  # a frozen stage has no optimizer
+            yield from _members(chained.optimizer)
+
+
+def _members(inner: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    return inner.members if isinstance(inner, SplitOptimizer) else (inner,)
 
 
 def main_weights(
@@ -59,33 +91,36 @@ def main_weights(
 ) -> Iterator[MainWeight]:
     """Yield the parts of these parameters that this rank's optimizer updates."""
     for chained in optimizer.chained_optimizers:
-        for weight in megatron_weights(chained, params):
-            inner = weight.optimizer
-            if isinstance(inner, SplitOptimizer):
-                is_offloaded = weight.main in inner.offloaded
-                main = inner.offloaded.get(weight.main, weight.main)
-                owner = inner.optimizers[is_offloaded]
-                weight = replace(weight, main=main, optimizer=owner, is_offloaded=is_offloaded)
-            yield weight
+        if not chained.is_stub_optimizer:
+            yield from main_weights_of(chained, params)
 
 
-def megatron_weights(
+def main_weights_of(
     chained: MegatronOptimizer, params: Collection[torch.nn.Parameter]
 ) -> Iterator[MainWeight]:
-    """Yield the parts of one of Megatron's optimizers, as Megatron has them."""
-    if chained.is_stub_optimizer:  # a frozen stage has no optimizer
-        return
+    """Yield the parts that one of Megatron's optimizers updates."""
     inner = chained.optimizer
+    offloaded = inner.offloaded if isinstance(inner, SplitOptimizer) else {}
+    owners = {
+        main: member
+        for member in _members(inner)
+        for group in member.param_groups
+        for main in group["params"]
+    }
+
+    def weight(param: torch.nn.Parameter, main: Tensor, start: int, sharded: bool) -> MainWeight:
+        own = offloaded.get(main, main)
+        return MainWeight(param, own, owners[own], start, sharded, own is not main)
+
     if isinstance(chained, DistributedOptimizer):
         for param, main in _sharded_mains(chained):
             start = chained._get_model_param_range_map(param)["param"].start
-            yield MainWeight(param, main, inner, start, True)
+            yield weight(param, main, start, True)
         return
-    mains = {main for group in inner.param_groups for main in group["params"]}
     for param in params:
         main = getattr(param, "main_param", param)
-        if main in mains:
-            yield MainWeight(param, main, inner, 0, False)
+        if main in owners or main in offloaded:
+            yield weight(param, main, 0, False)
 
 
 def _sharded_mains(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:

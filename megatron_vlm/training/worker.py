@@ -72,6 +72,7 @@ from megatron_vlm.training.optimizer import (
     is_gather_overlapped,
     set_adam,
     set_lr,
+    step_settings,
     wrap_data_parallel,
 )
 from megatron_vlm.training.pipeline import Stage
@@ -136,8 +137,8 @@ class MegatronWorker:
         self.gradients: Gradients | None = None
         if training:
             wrapped = wrap_data_parallel(cfg, self.chunks, self.grid)
-            parts = {param: entry.part for entry, param in self.held.items()}
-            self.optimizer = build_optimizer(cfg, wrapped, parts, self.grid)
+            entries = {param: entry for entry, param in self.held.items()}
+            self.optimizer = build_optimizer(cfg, wrapped, entries, self.grid)
             self.gradients = Gradients(wrapped, self.optimizer)
             if is_gather_overlapped(cfg, self.grid):
                 self.gather = WeightGather(wrapped)
@@ -308,7 +309,7 @@ class MegatronWorker:
         assert self.optimizer is not None and self.gradients is not None, "made without training"
         check_lr(lr)
         self.lr = self.lr if lr is None else lr
-        adam = adam or AdamStep.from_config(self.cfg.optim)
+        adam = step_settings(self.cfg.optim, adam)
         if not self.gradients.some:
             if not adam.without_gradients:
                 return 0.0, self.lr

@@ -45,6 +45,8 @@ SAME_KEYS = {
     "optim.beta1": "adam_beta1",
     "optim.beta2": "adam_beta2",
     "optim.eps": "adam_epsilon adam_eps",
+    "optim.muon_nesterov": "muon_use_nesterov",
+    "optim.muon_ns_steps": "muon_num_ns_steps",
     "optim.warmup_steps": "lr_warmup_iters lr_warmup_steps",
     "optim.warmup_ratio": "lr_warmup_ratio lr_warmup_fraction lr_warmup_steps_ratio "
     "warmup_steps_ratio",

@@ -12,7 +12,7 @@ _STEPS = (
 _PRECISION = "train.precision is auto, bf16 or fp32; fp16 is not trained"
 _SCHEDULE = "optim.schedule is constant, linear, cosine or wsd"
 _ADAMW = (
-    "AdamW is the only optimizer, and its keys are in the group optim; optim.states=int8 keeps its "
+    "optim.name is adamw or muon, and their keys are in the group optim; optim.states=int8 keeps "
     "moments in 8 bits"
 )
 _LOSS = (
@@ -119,15 +119,20 @@ TRAINING_SENTENCES = {
     "train.steps counts steps, and train.epochs passes over the data": "train_samples "
     "total_train_samples",
     _ADAMW: "optimizer optim_type optim_args optim_target_modules optimizer_name adam_beta3 "
-    "adam_epsilon2 sgd_momentum adamw muon use_muon use_adam_mini decoupled_weight_decay "
+    "adam_epsilon2 sgd_momentum adamw use_adam_mini decoupled_weight_decay "
     "override_optimizer_config optimizer_impl torchdistx_path optimizer_type optim_per_parameter "
     "optim.betas",
-    "main weights are fp32, and optim.states=bf16 or int8 makes AdamW's moments smaller": ""
+    "main weights are fp32, and optim.states=bf16 or int8 makes moments smaller": ""
     "use_precision_aware_optimizer main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
     "weight decay is constant over the run: optim.weight_decay": "start_weight_decay "
     "end_weight_decay weight_decay_incr_style",
     "optim.vision_lr and optim.merger_lr are the only rates beside optim.lr": "lr_scale_groups "
     "lr_groups embedding_lr embedding_lr_scale no_decay_cond lr_mult head_lr_mult",
+    "optim.name=muon, optim=muon in short: Muon for matrices, AdamW for everything else": ""
+    "muon use_muon",
+    "Newton-Schulz is torch's: in bf16 on a GPU, of whole matrices, with torch's coefficients": ""
+    "muon_fp32_matmul_prec muon_tp_mode muon_split_qkv muon_extra_scale_factor",
+    "optim.muon_adjust_lr_fn is match_rms_adamw or original": "muon_scale_mode",
     _LOSS: "loss_type label_smoothing_factor enable_dft_loss use_dft_loss use_asft_loss "
     "use_eaft_loss dft_loss enable_channel_loss loss_function use_reentrant acc_strategy "
     "compute_accuracy",
