@@ -219,6 +219,8 @@ TO_ANOTHER = {
     "tp2-dp2-bf16-moments": moments("bf16", bf16(layout(pp=2))),
     "pp2-dp2-tied-int8-moments": bf16(layout(tp=2)),  # with fp32 moments
     "dp2-plain-int8-moments": layout(dp=2),
+    "tp2-dp2-bf16-muon": muon(bf16(layout(pp=2))),
+    "ep2-muon-int8": muon(layout(dp=2)),  # with an fp32 momentum
 }
 
 
@@ -331,6 +333,9 @@ def test_what_does_not_fit_is_refused_on_every_rank(first_halves, pool, tiny, tm
     run = first_halves["pp2-vision-frozen"][0]
     for message in pool.run(refusal, 2, tiny(), layout(pp=2), step_folder(run, 4)):
         assert "exp_avg/model.visual.patch_embed.proj.weight" in message
+    run = first_halves["tp2-dp2-bf16-muon"][0]
+    for message in pool.run(refusal, 4, tiny(), bf16(layout(tp=2, dp=2)), step_folder(run, 4)):
+        assert "optim.name=adamw keeps other states of the weights than muon" in message
     run = first_halves["tp2-odd-vocab"][0]
     for message in pool.run(refusal, 2, tiny(), layout(tp=2), step_folder(run, 4)):
         assert re.search(r"lm_head\.weight .*\[509, 64\] .*\[512, 64\]", message)

@@ -49,7 +49,7 @@ def test_what_a_card_says(tiny, tmp_path):
     training = done(
         "/home/me/chats.jsonl", "hub:some/chats", tokens=12345, scores=scores, scored_step=900
     )
-    optim = OptimConfig(lr=2e-5, warmup_ratio=0.03)
+    optim = OptimConfig(name="muon", lr=2e-5, muon_lr=2e-4, states="bf16", warmup_ratio=0.03)
     model = replace(training.cfg.model, freeze_vision=True)
     new = ("<point>", "<a`b>", *(f"<{i}>" for i in range(40)))
     data = replace(training.cfg.data, add_tokens=new)
@@ -71,7 +71,9 @@ def test_what_a_card_says(tiny, tmp_path):
         "12,345 trained tokens.",
         "- `chats.jsonl`\n- `some/chats`\n",
         "after 900 steps:\n\n- `held`: loss 0.25, samples 20\n",
-        "learning rate 2e-05, cosine, warm-up in the first 3% of them",
+        "- Muon for matrices (momentum 0.95, 5 Newton-Schulz steps, match_rms_adamw) and AdamW for "
+        "the rest, with bf16 moments: learning rate 2e-05, Muon's 0.0002, cosine, warm-up in the "
+        "first 3% of them",
         "- added to the vocabulary: `<point>`, `` <a`b> ``, `<0>`, ",
         ", `<37>` and 2 more\n- frozen: vision tower\n",
         "- transformers 5.",

@@ -727,6 +727,7 @@ REFUSALS = {
         ["serve.sampler=vllm", "serve.engine=python", "serve.max_rank=513"],
         "serve.max_rank=513 exceeds",
     ),
+    "muon": (["optim=muon"], "optim.name=muon: clients send settings of AdamW"),
     "length": (["serve.engine_max_len=0"], "serve.engine_max_len=0; give"),
     "sampler": (["serve.sampler=sglang"], "serve.sampler=sglang; give own or vllm"),
 }

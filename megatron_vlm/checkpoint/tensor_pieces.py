@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.rectangles import MAX_ROWS, Rectangle, RowBlock, flat_rectangles
+from megatron_vlm.hf.rectangles import FAR_ROW, Rectangle, RowBlock, flat_rectangles
 from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
 TensorShape = tuple[int, ...]
@@ -199,9 +199,9 @@ def read_index(folder: Path) -> dict[str, Any]:
     rectangle."""
     index: dict[str, Any] = {}
     for key, entry in outside_file(folder / "index.json").json().object().items():
-        shape = [side.whole(1, MAX_ROWS) for side in entry["shape"].items()]
+        shape = [side.whole(1, FAR_ROW) for side in entry["shape"].items()]
         pieces = [
-            [number.whole(0, MAX_ROWS) for number in p.items()] for p in entry["pieces"].items()
+            [number.whole(0, FAR_ROW) for number in p.items()] for p in entry["pieces"].items()
         ]
         if not shape or any(len(piece) != 5 for piece in pieces):
             raise entry.error("a shape, and pieces of a rank, a row, a column, rows and columns")

@@ -245,7 +245,8 @@ def _check_switches(cfg: Config) -> None:
 
 
 def _check_muon(optim: OptimConfig) -> None:
-    """Refuse settings of Muon that would have no effect, and a rate that nothing scales."""
+    """Refuse settings of Muon that would have no effect, those that it does not have, and a rate
+    that nothing scales."""
     defaults = OptimConfig()
     for key in ("lr", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"):
         name = f"muon_{key}"
@@ -256,6 +257,13 @@ def _check_muon(optim: OptimConfig) -> None:
                 found=value,
                 remedy="give optim.name=muon, or leave it out",
             )
+    if optim.name == "muon" and optim.offload:
+        raise ConfigError(
+            "keeps AdamW's states in host memory, and Muon orthogonalises on the device",
+            key="optim.offload",
+            found=optim.offload,
+            remedy="set it to 0, or give optim.name=adamw",
+        )
     if optim.muon_lr is not None and not optim.lr:
         raise ConfigError(
             ": the schedule scales optim.muon_lr as it scales optim.lr, which is 0",

@@ -46,8 +46,9 @@ class OptimizerSpec:
 def optimizer_spec(optim: OptimConfig) -> OptimizerSpec:
     """Return the optimizer of a configuration."""
     title, matrix_state_names, settings = _OPTIMIZERS[optim.name]
+    title = title.format(optim=optim)
     if optim.states != "fp32":
-        title += f" with {optim.states} moments"
+        title += f"{',' * bool(matrix_state_names)} with {optim.states} moments"
     return OptimizerSpec(title, STATE_NAMES, optim.states, matrix_state_names, settings)
 
 
@@ -55,5 +56,10 @@ def optimizer_spec(optim: OptimConfig) -> OptimizerSpec:
 # sets nothing: the settings of AdamStep are those of AdamW alone.
 _OPTIMIZERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "adamw": ("AdamW", (), ADAM_SETTINGS),
-    "muon": ("Muon for matrices and AdamW for the rest", ("momentum_buffer",), ()),
+    "muon": (
+        "Muon for matrices (momentum {optim.muon_momentum:g}, {optim.muon_ns_steps} Newton-Schulz "
+        "steps, {optim.muon_adjust_lr_fn}) and AdamW for the rest",
+        ("momentum_buffer",),
+        (),
+    ),
 }

@@ -177,8 +177,9 @@ def _settings(cfg: Config) -> Iterator[str]:
     warmup = f"{optim.warmup_steps:,} steps of warm-up"
     if optim.warmup_ratio and not optim.warmup_steps:
         warmup = f"warm-up in the first {100 * optim.warmup_ratio:g}% of them"
+    rate = f"{optim.lr:g}" if optim.muon_lr is None else f"{optim.lr:g}, Muon's {optim.muon_lr:g}"
     yield (
-        f"- {optimizer_spec(optim).title}: learning rate {optim.lr:g}, {optim.schedule}, {warmup}, "
+        f"- {optimizer_spec(optim).title}: learning rate {rate}, {optim.schedule}, {warmup}, "
         f"weight decay {optim.weight_decay:g}, gradients clipped at {optim.clip_grad:g}"
     )
     chosen = cfg.data.train_on

@@ -15,7 +15,7 @@ from megatron_vlm.hf.weight_map import Entry
 
 Rectangle = tuple[int, int, int, int]  # row, column, rows, columns
 
-MAX_ROWS = 2**40  # more rows than any tensor has
+FAR_ROW = 2**40  # more rows than any tensor has
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ def blocks_of(entry: Entry, rank: int, ranks: int) -> list[RowBlock]:
         start, end = (slices[0] if slices else None) or (0, shapes[name][0])
         if len(slices) > 1 and (cols := slices[1]):
             first_col[name] = cols[0]
-        return (torch.arange(start, end) + 1 + names.index(name) * MAX_ROWS)[:, None]
+        return (torch.arange(start, end) + 1 + names.index(name) * FAR_ROW)[:, None]
 
     codes = entry.layout.load(read, names, rank, ranks).flatten()
     breaks = (codes.diff() != 1).nonzero().flatten() + 1
     blocks, start = [], 0
     for run in codes.tensor_split(breaks):
         if code := int(run[0]):
-            number, row = divmod(code - 1, MAX_ROWS)
+            number, row = divmod(code - 1, FAR_ROW)
             name = names[number]
             blocks.append(RowBlock(name, start, len(run), row, first_col[name]))
         start += len(run)

@@ -53,6 +53,12 @@ class ParamCounts:
     states: int = 0  # values of the optimizer's states on this rank
     muon_flops: int = 0  # operations of Newton-Schulz on this rank
 
+    @property
+    def muon_values(self) -> int:
+        """Values whose updates Muon sends to other ranks and back. They have one state, and all
+        others have two."""
+        return max(0, 2 * self.optimized - self.states)
+
 
 def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> ParamCounts:
     """Count the values of each kind on a rank of a stage, over all its chunks."""

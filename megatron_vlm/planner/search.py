@@ -39,6 +39,7 @@ _RECOMPUTES: tuple[tuple[Literal["none", "full"], bool], ...] = (
     ("full", True),
 )
 _FP32 = 4
+_MUON_SENT = 4  # bytes for each value of a matrix: its update in bf16, and the result
 ITEMSIZE = {"bf16": 2, "fp32": 4, "auto": 2}  # bytes of a weight on a GPU
 
 
@@ -302,7 +303,9 @@ def _step_end_seconds(
     )
     seconds = machine.seconds(update(on_device, optimizer.bytes_of_state))
     seconds += machine.host_update(offloaded * counts.optimized, itemsize, optimizer)
-    link = machine.bandwidth_between(dims.tp * dims.dp)
+    ranks_of_stage = dims.tp * dims.dp
+    seconds += machine.exchange(_MUON_SENT * counts.muon_values, ranks_of_stage)
+    link = machine.bandwidth_between(ranks_of_stage)
     bytes_per_value = (_FP32 + itemsize) / 2 if cfg.parallel.distributed_optimizer else _FP32
     rest = counts.gradients - counts.of_experts
     for ranks, values in ((dims.dp, rest), (dims.dp // dims.ep, counts.of_experts)):

@@ -117,7 +117,7 @@ def _rates(cfg: Config) -> str:
         "constant": "constant",
         "wsd": f"constant, then down to {lowest:g} in the last {optim.decay_ratio:.0%} of steps",
     }.get(optim.schedule, f"{optim.schedule} down to {lowest:g}")
-    others = {"vision": optim.vision_lr, "merger": optim.merger_lr}
+    others = {"vision": optim.vision_lr, "merger": optim.merger_lr, "Muon": optim.muon_lr}
     own = "".join(f", {part} {rate:g}" for part, rate in others.items() if rate is not None)
     return f"lr {optim.lr:g}{own}; {schedule}"
 
