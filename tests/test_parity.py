@@ -18,7 +18,7 @@ BATCHES = {"mixed": MIXED, "all_text": ALL_TEXT, "text_on_one_rank": TEXT_ON_ONE
 
 
 def layout(tp: int = 1, pp: int = 1, dp: int = 1, **more: object) -> Case:
-    of_model = ("recompute", "freeze", "share", "compile", "attention", "router")
+    of_model = ("recompute", "freeze", "share", "compile", "attention", "router", "offload", "fp32")
     model = {k: v for k, v in more.items() if k.startswith(of_model)}
     parallel = {k: v for k, v in more.items() if k not in model}
     return Case(world=tp * pp * dp, model=model, parallel=dict(tp=tp, pp=pp, **parallel))

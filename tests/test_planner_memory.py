@@ -3,6 +3,8 @@
 and the memory that autograd keeps of a forward."""
 
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
+from megatron_vlm.model.offload_activations import OffloadPass
 from megatron_vlm.planner.memory import (
     StageMemory,
     activations,
@@ -35,9 +38,9 @@ ROWS = (RowSpec(150, images=((16, 12), (6, 8))), RowSpec(90, images=((20, 10),))
 SPEC = {"hidden": 128, "heads": 8, "layers": 3}
 
 
-def built(path: str, case: Case) -> tuple[int, ParamCounts, int]:
+def built(path: str, case: Case) -> tuple[int, ParamCounts, int, int]:
     """Return the stage of this rank, the counts of its values, and the bytes that autograd keeps of
-    a forward of its first chunk."""
+    a forward of its first chunk, on the device and on the host."""
     worker = MegatronWorker(case.config(path))
     params = [param for chunk in worker.chunks for param in chunk.parameters()]
     trained = [param for param in params if param.requires_grad]
@@ -51,7 +54,7 @@ def built(path: str, case: Case) -> tuple[int, ParamCounts, int]:
         sum(sum(moments_of(each)) for each in worker.optimizer.chained_optimizers),
         sum(each.grad_data.numel() for chunk in wrapped for each in chunk.expert_parallel_buffers),
     )
-    return worker.grid.pp.rank, counts, kept_bytes(worker)
+    return worker.grid.pp.rank, counts, *kept_bytes(worker)
 
 
 def moments_of(optimizer) -> list[int]:
@@ -65,14 +68,24 @@ def moments_of(optimizer) -> list[int]:
     return [param.numel() for param in params]
 
 
-def kept_bytes(worker: MegatronWorker) -> int:
-    """Return the bytes that autograd keeps of a forward. Each storage counts once. Parameters do
-    not count, nor do logits, which come and go."""
+def kept_bytes(worker: MegatronWorker) -> tuple[int, int]:
+    """Return the bytes that autograd keeps of a forward, on the device and on the host. Each
+    storage counts once. Parameters do not count, nor do logits, which come and go."""
     chunk, stage, sizes = worker.chunks[0], worker.grid.pp.rank, worker.source.sizes
     own = {t.untyped_storage().data_ptr() for t in (*chunk.parameters(), *chunk.buffers())}
     [host] = worker.micro_batches(make_rows(ROWS))
     logits = (host.num_supervised, worker.dims.padded_vocab(sizes.text.vocab) // worker.dims.tp)
-    storages = {}
+    storages, stored = {}, {}
+    take = OffloadPass._pack
+
+    def watch(self: OffloadPass, tensor: torch.Tensor) -> Any:
+        """Take a tensor of an offloaded layer, whose hooks are the only ones that are called."""
+        saved = take(self, tensor)
+        if isinstance(saved, torch.Tensor):
+            pack(tensor)
+        else:
+            stored[saved.stored] = saved.stored.size
+        return saved
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -89,9 +102,10 @@ def kept_bytes(worker: MegatronWorker) -> int:
         chunk.set_input_tensor(torch.randn(shape, dtype=chunk.config.params_dtype).requires_grad_())
     worker.stage.train(True)
     [batch] = worker.stage.arrivals([host], chunk)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, mock.patch.object(OffloadPass, "_pack", watch):
         worker.stage.predict(chunk, batch)
-    return sum(storage.nbytes() for storage in storages.values())
+    return sum(storage.nbytes() for storage in storages.values()), sum(stored.values())
 
 
 def sizes_of_rows() -> BatchSizes:
@@ -127,6 +141,11 @@ CASES = {
     "pp2-uneven": (layout(pp=2, layers_per_stage=[1, 2]), {}),
     "pp2-tied": (layout(pp=2, layers_per_stage=[0, 3]), {"tied": True}),
     "pp2-full": (layout(pp=2, recompute="full"), {}),
+    "offload": (layout(offload_activations=0.5), {"kv_heads": 4}),
+    "offload-pp2-full": (
+        layout(pp=2, recompute="full", offload_activations=1, layers_per_stage=[4, 8]),
+        {"layers": 12},  # the rotary table, which all layers share, is not counted
+    ),
     "dp2": (layout(dp=2), {}),
     "dp2-plain-optimizer": (layout(dp=2, distributed_optimizer=False), {}),
     "dp3-overlap": (layout(dp=3, overlap_grad_reduce=True), {}),
@@ -168,6 +187,7 @@ CASES = {
     ),
     "delta": (layout(), DELTA),
     "delta-tp2-tied": (layout(tp=2), {**DELTA, "tied": True}),
+    "delta-offload": (layout(offload_activations=0.5), DELTA),
     "delta-full": (layout(recompute="full", recompute_vision=True), DELTA),
     "delta-pp2": (layout(pp=2, layers_per_stage=[1, 3]), DELTA),
     "delta-frozen": (layout(freeze_language=True), DELTA),
@@ -196,16 +216,19 @@ def test_memory_is_that_of_the_built_worker(name, tiny, pool):
     dims = ParallelDims.create(cfg.parallel, case.world, sizes.text.num_layers)
     ranks = pool.run(built, case.world, path, case)
     for stage in range(dims.pp):
-        of_stage = [(counts, measured) for number, counts, measured in ranks if number == stage]
-        optimized = max(counts.optimized for counts, _ in of_stage)
+        of_stage = [each for number, *each in ranks if number == stage]
+        optimized = max(counts.optimized for counts, *_ in of_stage)
         counts = count(cfg, sizes, dims, stage)
         assert counts == replace(of_stage[0][0], optimized=optimized, states=2 * optimized)
-        measured = max(measured for _, measured in of_stage)
+        measured = max(measured for _, measured, _ in of_stage)
+        on_host = max(on_host for *_, on_host in of_stage)
         expected = activations(config_as_trained(cfg, sizes), sizes, dims, stage, batch, itemsize)
         if itemsize == 4:  # in bf16 the CPU's norms keep fp32 copies, which no GPU does
             # Next to adapters, layers without one keep less than is counted.
             largest = 1.2 if cfg.lora.rank else 1 + TOLERANCE
             assert (1 - TOLERANCE) * measured <= expected <= largest * measured
+            host = stage_memory(cfg, sizes, dims, stage, [batch], itemsize).host
+            assert (1 - TOLERANCE) * on_host <= host <= largest * on_host
         memory = stage_memory(cfg, sizes, dims, stage, [batch], itemsize)
         assert memory.weights == itemsize * counts.held
         assert memory.gradients == 4 * counts.gradients

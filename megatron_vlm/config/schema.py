@@ -55,6 +55,7 @@ class ModelConfig:
     fp32_weight_gradients: bool | None = None  # never round the decoder's to bf16; null: on cuda
     recompute: Literal["none", "selective", "full"] = "none"  # decoder layers; full saves the most
     recompute_vision: bool = False  # recompute each block of the vision tower
+    offload_activations: Share = 0.0  # share of decoder layers whose activations are in host memory
     share_images: bool = True  # TP ranks divide the images among them; false: each encodes all
     router_balance_loss: NonNegative = 0.0  # coefficient of the loss that balances experts; 0: off
     router_z_loss: NonNegative = 0.0  # coefficient of a loss that keeps router logits small; 0: off

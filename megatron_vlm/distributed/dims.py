@@ -1,5 +1,6 @@
 """Degrees of parallelism, the order of ranks, and the layers of each stage."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -200,3 +201,9 @@ def _check_entries(
             found=list(layers),
             remedy=f"give 0 layers to no {kind} but {kind} 0, which has the vision tower",
         )
+
+
+def count_offloaded(share: float, layers: int) -> int:
+    """Return the number of a chunk's layers whose activations are offloaded: the first ones,
+    because the backward needs those of the last layers soonest."""
+    return math.ceil(round(share * layers, 6))

@@ -19,6 +19,11 @@ _TE_LORA = (
     "would not see what the layer sees"
 )
 
+_TE_OFFLOAD = (
+    "Transformer Engine marks the gradients of its weights in its own layers, where hooks on saved "
+    "tensors would lose the marks"
+)
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -45,6 +50,9 @@ class Backend:
             yield "model.attention", cfg.model.attention, reason, remedy
         if self.fuses_norms and cfg.lora.rank:
             yield "lora.rank", cfg.lora.rank, _TE_LORA, "set model.backend=torch"
+        if self.fuses_norms and (share := cfg.model.offload_activations):
+            remedy = "set model.backend=torch, or model.recompute in its place"
+            yield "model.offload_activations", share, _TE_OFFLOAD, remedy
 
     def layer_refusals(self, text: "TextSizes") -> Iterator[Refusal]:
         """Yield what this backend cannot build of a decoder."""

@@ -23,6 +23,7 @@ from megatron_vlm.model.fp32_weight_grads import accumulates_fp32
 from megatron_vlm.model.fused_ops import FusedOps, compiles
 from megatron_vlm.model.gated_delta_net import keeps_fp32
 from megatron_vlm.model.layer_specs import BuildOptions, block_spec
+from megatron_vlm.model.offload_activations import ActivationOffload
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.stage_model import StageModel
 
@@ -145,6 +146,8 @@ def build_chunks(
         "sizes": sizes.text.experts,
     }
     expert_mlp = SimpleNamespace(module=ExpertMLP, params=params)
+    share = cfg.model.offload_activations
+    offload = ActivationOffload(share, platform.device) if share else None
     chunks = []
     for chunk in range(dims.virtual_stages):
         tower = None
@@ -165,6 +168,7 @@ def build_chunks(
             share_images=cfg.model.share_images,
             rotary=_rotary(cfg, sizes.text, config, platform.device),
             chunk=chunk if dims.virtual_stages > 1 else None,
+            offload=offload,
         )
         check_built(model.config, dims)
         # Only parameters are cast: rotary frequencies are buffers and must stay in fp32.

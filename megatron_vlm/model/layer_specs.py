@@ -25,20 +25,25 @@ from megatron_vlm.model.delta_kernels import DeltaRule
 from megatron_vlm.model.fused_ops import FusedOps, Norm
 from megatron_vlm.model.gated_delta_net import GatedDeltaMixer
 from megatron_vlm.model.kv_cache import KVCache
+from megatron_vlm.model.offload_activations import OffloadPass
 from megatron_vlm.model.router import Routing
 
 
 @dataclass(frozen=True)
 class PassContext:
     """Values that the layers of a chunk read in one pass of a micro-batch, besides hidden states:
-    the routing of its tokens to experts and, in generation, the cache of its rows."""
+    the routing of its tokens to experts, in generation the cache of its rows, and in training what
+    moves their activations to the host."""
 
     routing: Routing
     cache: KVCache | None = None
+    offload: OffloadPass | None = None
 
     @contextmanager
     def on(self, layer: Any) -> Iterator[None]:
         """Give the context to the parts of a layer that read it."""
+        if self.offload is not None:
+            self.offload.begin_layer(layer)
         mixer = getattr(layer.self_attention, "core_attention", layer.self_attention)
         mixer.cache, layer.mlp.routing = self.cache, self.routing
         try:

@@ -5,6 +5,7 @@ K DeepStack features, N supervised positions, 3 the axes time, height, width.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron_vlm.model.kv_cache import KVCache
 from megatron_vlm.model.layer_specs import PassContext
 from megatron_vlm.model.log_probs import ExtraOutput, predict
 from megatron_vlm.model.lumped_log_probs import predict_lumped
+from megatron_vlm.model.offload_activations import ActivationOffload, OffloadPass
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.router import Routing
 from megatron_vlm.model.top_log_probs import likeliest_tokens
@@ -44,10 +46,11 @@ class StageModel(GPTModel):
         share_images: bool,
         rotary: InterleavedMRoPE,
         chunk: int | None = None,
+        offload: ActivationOffload | None = None,
     ):
         """Create the chunk. `layers` are the decoder layers, and `rotary` makes their rotary
         embedding; only the first chunk of the pipeline has a `tower`. `chunk` is its number in a
-        stage with several chunks."""
+        stage with several chunks. `offload` moves activations to the host."""
         super().__init__(
             config=config,
             transformer_layer_spec=layers,
@@ -64,6 +67,9 @@ class StageModel(GPTModel):
         self.sizes = sizes
         self.share_images = share_images
         self.rotary_pos_emb = rotary
+        self.offload = offload
+        if offload is not None:
+            offload.watch(self.decoder, config.gradient_accumulation_fusion)
         if tower is not None:
             self.vision_model = tower
 
@@ -126,16 +132,18 @@ class StageModel(GPTModel):
             assert self.stage_input is not None
             carry = Carry.from_tensor(self.stage_input, input_ids.shape[1])
             self.decoder.set_input_tensor(carry.hidden_SBH)
-        output = super().forward(
-            input_ids,
-            position_ids,
-            None,
-            decoder_input=carry.hidden_SBH if self.pre_process else None,
-            extra_block_kwargs={
-                "context": carry.deepstack_KSBH,
-                "attention_bias": PassContext(routing or Routing(), cache),
-            },
-        )
+        offload = self._begin_offload()
+        with nullcontext() if offload is None else offload.saving():
+            output = super().forward(
+                input_ids,
+                position_ids,
+                None,
+                decoder_input=carry.hidden_SBH if self.pre_process else None,
+                extra_block_kwargs={
+                    "context": carry.deepstack_KSBH,
+                    "attention_bias": PassContext(routing or Routing(), cache, offload),
+                },
+            )
         if self.post_process:
             return self._head(output, labels, **head)
         return Carry(output, carry.deepstack_KSBH).to_tensor(len(self.decoder.layers))
@@ -160,6 +168,17 @@ class StageModel(GPTModel):
             return hidden_SBH
         learns = any(param.requires_grad for param in self.decoder.parameters())
         return hidden_SBH.detach().requires_grad_() if learns else hidden_SBH
+
+    def _begin_offload(self) -> OffloadPass | None:
+        """Return the pass that moves activations to the host; None outside of training. The input
+        of a stage stays on the device, because Megatron's schedules keep it."""
+        if self.offload is None or not self.training or not torch.is_grad_enabled():
+            return None
+        staying = []
+        if not self.pre_process:
+            assert self.stage_input is not None
+            staying = [self.stage_input]
+        return self.offload.begin_pass(self.decoder.layers, staying)
 
     def plan_visuals(
         self, ids_BS: Tensor, image_grid_I3: Tensor | None, video_grid_I3: Tensor | None

@@ -8,6 +8,7 @@ from megatron_vlm.config.searched_keys import SEARCHED, searched_keys
 from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.hf.backend import BACKENDS
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.row_sizes import RowSample
 from megatron_vlm.planner.search import Candidate, Cluster, refine_split, search
@@ -60,7 +61,8 @@ def advice(
 
 
 def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Iterator[str]:
-    """Yield those of these changes that fit: more GPUs, small moments, an optimizer in host memory,
+    """Yield those of these changes that fit: more GPUs, activations on the host, small moments, an
+    optimizer on the host,
     frozen parts, shorter rows, larger GPUs."""
     count = cluster.gpus
     while (count := 2 * count) <= _MAX_GPUS:
@@ -70,7 +72,11 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) 
         if need := _need(scaled, sizes, mix, replace(cluster, gpus=count)):
             yield f"{count} such GPUs ({need})"
             break
-    yield from _smaller_optimizer(cfg, sizes, mix, cluster)
+    proposed = set()
+    for key, value, smaller in _switched(cfg):
+        if key not in proposed and (need := _need(smaller, sizes, mix, cluster)):
+            proposed.add(key)
+            yield f"{key}={value} ({need})"
     if not cfg.lora.rank:  # with adapters everything else is frozen already
         yield from _trained_less(cfg, sizes, mix, cluster)
     longest = max(row.tokens for row in mix.rows)
@@ -86,18 +92,17 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) 
             break
 
 
-def _smaller_optimizer(
-    cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster
-) -> Iterator[str]:
-    """Yield the changes that fit among smaller moments, and an optimizer in host memory."""
-    for states in ("bf16", "int8"):
-        small = replace(cfg, optim=replace(cfg.optim, states=states))
-        if cfg.optim.states == "fp32" and (need := _need(small, sizes, mix, cluster)):
-            yield f"optim.states={states} ({need})"
-            break
-    offloaded = replace(cfg, optim=replace(cfg.optim, offload=1.0))
-    if cfg.optim.offload < 1 and (need := _need(offloaded, sizes, mix, cluster)):
-        yield f"optim.offload=1 ({need})"
+def _switched(cfg: Config) -> Iterator[tuple[str, object, Config]]:
+    """Yield each switch that saves memory and is not set: key, value, and the configuration with
+    it."""
+    if not cfg.model.offload_activations and not BACKENDS[cfg.model.backend].fuses_norms:
+        model = replace(cfg.model, offload_activations=1.0)
+        yield "model.offload_activations", 1, replace(cfg, model=model)
+    if cfg.optim.states == "fp32":
+        for states in ("bf16", "int8"):
+            yield "optim.states", states, replace(cfg, optim=replace(cfg.optim, states=states))
+    if cfg.optim.offload < 1 and cfg.optim.name == "adamw":
+        yield "optim.offload", 1, replace(cfg, optim=replace(cfg.optim, offload=1.0))
 
 
 def _trained_less(

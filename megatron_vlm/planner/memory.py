@@ -14,7 +14,7 @@ from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, optimizer_spec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
-from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.dims import ParallelDims, count_offloaded
 from megatron_vlm.family.decoder_layers import LayerSpec
 from megatron_vlm.family.spec import ModelSizes, Part
 from megatron_vlm.lora.targets import adapted_specs, is_of_experts
@@ -36,7 +36,7 @@ class StageMemory:
     optimizer: int
     activations: int  # kept for the backward of all micro-batches in flight
     working: int = 0  # temporary within one micro-batch
-    host: int = 0  # in host memory
+    host: int = 0  # in the memory of the host instead
 
     @property
     def total(self) -> int:
@@ -72,28 +72,22 @@ def stage_memory(
     """Return the estimate of one stage."""
     counts = count(cfg, sizes, dims, stage)
     optimizer, host = optimizer_memory(cfg, counts, itemsize)
-    effective, kept_by_chunk, working = config_as_trained(cfg, sizes), [], []
+    effective, working = config_as_trained(cfg, sizes), []
+    kept_by_chunk, host_by_chunk = [], []
     for chunk in range(dims.virtual_stages):
-        place = dims.place_of(stage, chunk)
-        chunk_bytes = [
-            activations(effective, sizes, dims, place, each, itemsize) for each in batches
-        ]
-        kept_by_chunk.append(sorted(chunk_bytes, reverse=True))
-        working += [
-            _working_bytes(effective, sizes, dims, place, each, itemsize) for each in batches
-        ]
-    peak_activations = max(
-        sum(sum(each[:number]) for each, number in zip(kept_by_chunk, numbers, strict=True))
-        for numbers in micro_batches_in_flight(dims, stage, len(batches))
-    )
+        model = effective, sizes, dims, dims.place_of(stage, chunk)
+        kept_by_chunk.append([activations(*model, each, itemsize) for each in batches])
+        host_by_chunk.append([offloaded_activations(*model, each, itemsize) for each in batches])
+        working += [_working_bytes(*model, each, itemsize) for each in batches]
+    in_flight = micro_batches_in_flight(dims, stage, len(batches))
     models = 2 if reference_of(cfg) == "model" else 1  # the second one is frozen
     return StageMemory(
         itemsize * counts.held * models,
         _FP32 * counts.gradients,
         optimizer,
-        peak_activations,
+        _peak(kept_by_chunk, in_flight),
         max(working, default=0),
-        host,
+        host + _peak(host_by_chunk, in_flight),
     )
 
 
@@ -108,6 +102,15 @@ def optimizer_memory(cfg: Config, counts: ParamCounts, itemsize: int) -> tuple[i
     return (
         int(main_bytes * (counts.optimized - on_host) + (1 - cfg.optim.offload) * states),
         int(_FP32 * on_host + cfg.optim.offload * states) + buckets,
+    )
+
+
+def _peak(bytes_by_chunk: Sequence[Sequence[int]], in_flight: set[tuple[int, ...]]) -> int:
+    """Return the maximum of bytes for micro-batches in flight, if the largest ones meet."""
+    largest = [sorted(each, reverse=True) for each in bytes_by_chunk]
+    return max(
+        sum(sum(each[:number]) for each, number in zip(largest, numbers, strict=True))
+        for numbers in in_flight
     )
 
 
@@ -170,11 +173,10 @@ def activations(
     itemsize: int,
 ) -> int:
     """Return the bytes that a stage, or its chunk at this place in the pipeline, keeps of a
-    micro-batch for its backward."""
+    micro-batch on the device for its backward."""
     text = sizes.text
     tokens = batch.padded_tokens
-    frozen = all(getattr(cfg.model, f"freeze_{part}") for part in SWITCHES)
-    if place == 0 and frozen:  # only the head has adapters: nothing before it has a gradient
+    if place == 0 and _is_frozen(cfg):
         return _kept_of_head(cfg, sizes, batch) * itemsize if dims.is_last(place) else 0
     layers = [text.layers[number] for number in dims.layers_at(place)]
     values = tokens * sum(layer_values(cfg, sizes, layer, dims.tp) for layer in layers)
@@ -188,7 +190,42 @@ def activations(
     if dims.is_last(place):
         norm = 1 if cfg.model.freeze_language else 2
         values += norm * tokens * text.hidden + _kept_of_head(cfg, sizes, batch)
-    return values * itemsize
+    return values * itemsize - offloaded_activations(cfg, sizes, dims, place, batch, itemsize)
+
+
+def offloaded_activations(
+    cfg: Config,
+    sizes: ModelSizes,
+    dims: ParallelDims,
+    place: int,
+    batch: BatchSizes,
+    itemsize: int,
+) -> int:
+    """Return the bytes that a stage, or its chunk at this place in the pipeline, has of a
+    micro-batch in the memory of the host for its backward."""
+    values = _offloaded_values(cfg, sizes, dims, place)
+    if not values:
+        return 0
+    per_token = sum(values)
+    if place > 0:  # the schedule keeps the input of a stage on the device
+        per_token -= sizes.text.hidden
+    elif cfg.model.recompute == "full":
+        per_token += sizes.text.hidden * Carry.extras(sizes, dims, -1, bool(batch.patches))
+    return batch.padded_tokens * per_token * itemsize
+
+
+def _offloaded_values(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) -> list[int]:
+    """Return the values per token of each layer at this place that is offloaded."""
+    if place == 0 and _is_frozen(cfg):
+        return []
+    layers = [sizes.text.layers[number] for number in dims.layers_at(place)]
+    count = count_offloaded(cfg.model.offload_activations, len(layers))
+    return [layer_values(cfg, sizes, layer, dims.tp) for layer in layers[:count]]
+
+
+def _is_frozen(cfg: Config) -> bool:
+    """Return whether only the head has adapters, so that nothing before it has a gradient."""
+    return all(getattr(cfg.model, f"freeze_{part}") for part in SWITCHES)
 
 
 def _kept_of_head(cfg: Config, sizes: ModelSizes, batch: BatchSizes) -> int:
@@ -206,7 +243,8 @@ def _working_bytes(
     itemsize: int,
 ) -> int:
     """Return the maximum of temporary bytes: a recomputed layer or block, features before they
-    enter the sequence, or logits."""
+    enter the sequence, or logits. Two offloaded layers are on the device in addition: the one that
+    computes, and the one that is copied."""
     text, tokens = sizes.text, batch.padded_tokens
     temporaries = [0]
     if cfg.model.recompute == "full":
@@ -222,7 +260,8 @@ def _working_bytes(
         # Logits, their fp32 copy and the gradient of one of the two exist together.
         logits = batch.supervised * dims.padded_vocab(text.vocab) // dims.tp
         temporaries.append(min(logits, LOGITS_AT_ONCE) * (itemsize + 2 * _FP32))
-    return max(temporaries)
+    largest = sorted(_offloaded_values(cfg, sizes, dims, place), reverse=True)
+    return max(temporaries) + tokens * sum(largest[:2]) * itemsize
 
 
 def layer_values(cfg: Config, sizes: ModelSizes, layer: LayerSpec, tp: int) -> int:

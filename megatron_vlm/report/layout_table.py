@@ -46,8 +46,11 @@ def stage_reports(cfg: Config, dims: ParallelDims, table: Sequence[Entry]) -> li
 
 def layout_table(cfg: Config, where: str, reports: Sequence[StageReport]) -> Table:
     """Return the reports as a table. `where`: the platform and the type of weights."""
+    model = cfg.model
+    offloaded = f", offload_activations={model.offload_activations:g}"
     table = plain_table(
-        title=f"{where}; backend={cfg.model.backend}, recompute={cfg.model.recompute}",
+        title=f"{where}; backend={model.backend}, recompute={model.recompute}"
+        + offloaded * bool(model.offload_activations),
         title_justify="left",
         caption="The vision tower sits on stage 0. A part in brackets is frozen.",
         caption_justify="left",

@@ -152,12 +152,18 @@ class _DeviceApi(TorchFunctionMode):
             self.streams.made(storage_of(moved))
         return put(moved, Place.device if going else Place.host)
 
-    def copied(self, source: Tensor, to_device: bool, non_blocking: bool) -> None:
-        """Record a copy between host and device. The copy of an empty tensor does not wait."""
+    def copied(
+        self, source: Tensor, to_device: bool, non_blocking: bool, target: Tensor | None = None
+    ) -> None:
+        """Record a copy between host and device, into a `target` if one exists before. The copy of
+        an empty tensor does not wait."""
         if not source.numel():
             return
         if not to_device:
-            self.findings.add(Kind.sync, "copy to the host")
+            if target is None or place_of(target) is not Place.pinned or not non_blocking:
+                self.findings.add(Kind.sync, "copy to the host")
+            else:
+                self.findings.to_host += source.nbytes
         elif not non_blocking or place_of(source) is not Place.pinned:
             memory = "pinned" if place_of(source) is Place.pinned else "pageable"
             self.findings.add(Kind.sync, f"copy from {memory} memory, {non_blocking=}")
@@ -199,6 +205,7 @@ class _Kernels(TorchDispatchMode):
         for tensor in tree_iter(results):
             if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in input_storages:
                 put(tensor, Place.device)
+                self.api.streams.written(tensor.untyped_storage())
         return results
 
     def _check_collective(self, func: Any, given: list[Tensor], places: list[Place]) -> None:
@@ -218,7 +225,9 @@ class _Kernels(TorchDispatchMode):
             non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
             to, source = args[:2]
             if on_device(to) != on_device(source):
-                self.api.copied(source, on_device(to), non_blocking)
+                self.api.copied(source, on_device(to), non_blocking, to)
+                self.api.streams.used(storage_of(source))
+                self.api.streams.written(storage_of(to))
         elif name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"):
             self._check_index(name, args)
         elif any(t.dim() and t.numel() and not on_device(t) for t in given):

@@ -64,6 +64,7 @@ class Findings:
     """The findings, in order."""
 
     all: list[Finding] = field(default_factory=list)
+    to_host: int = 0  # bytes that were copied to pinned memory without a wait
     is_waiting: bool = False  # while gloo waits, it moves received data on the host
 
     def add(self, kind: Kind, what: str) -> None:

@@ -62,6 +62,12 @@ class Streams:
             storage.emulated_maker = (self.current, self.current.length)
             storage.emulated_users = {self.current}
 
+    def written(self, storage: Any) -> None:
+        """Mark a storage that the current stream has written, whichever stream its memory belongs
+        to."""
+        self.current.length += 1
+        storage.emulated_maker = (self.current, self.current.length)
+
     def kept_for(self, stream: Stream, storage: Any) -> None:
         """Mark a stream as a user of a storage; this replaces `Tensor.record_stream`."""
         if hasattr(storage, "emulated_users"):
@@ -74,5 +80,5 @@ class Streams:
             return
         if self.current.known.get(maker, 0) < length:
             self.findings.add(Kind.race, "what another stream makes is not waited for")
-        if self.current not in storage.emulated_users:
+        if self.current not in getattr(storage, "emulated_users", {self.current}):
             self.findings.add(Kind.race, "memory of another stream is used without record_stream")

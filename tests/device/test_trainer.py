@@ -41,8 +41,16 @@ CASES: dict[str, Case] = {
     "pp2x2": replace(layout(pp=2, virtual_stages=2), train=FP32),
     "dp2": replace(layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True), train=FP32),
     "qwen3_5": replace(layout(tp=2, recompute_vision=True), train=BF16),
+    "offload": replace(layout(offload_activations=0.5), train=BF16),
+    "offload-pp2x2": replace(
+        layout(pp=2, virtual_stages=2, recompute="selective", offload_activations=1), train=FP32
+    ),
 }
-SIZES: dict[str, dict[str, Any]] = {"qwen3_5": {"family": "qwen3_5", "head_dim": 64}}
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"family": "qwen3_5", "head_dim": 64},
+    "offload": {"hidden": 128, "heads": 8},
+    "offload-pp2x2": {"hidden": 128, "heads": 8},
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class Watched:
     found: list[Finding]
     micro_batches: int
     loss: float
+    to_host: int  # bytes that were copied to the host without a wait
 
 
 def with_cuda() -> None:
@@ -69,12 +78,13 @@ def second_step(path: str, case: Case) -> Watched:
         worker = MegatronWorker(case.config(path))
         for _ in range(2):
             findings.all.clear()
+            findings.to_host = 0
             local_batches = worker.micro_batches(my_rows(make_rows(MIXED))), None
             leads = worker.grid.leads
             batches, _ = share_batch(local_batches if leads else None, worker.grid, CUDA)
             loss = worker.forward_backward(batches).loss
             worker.optim_step()
-        return Watched(findings.all, len(batches), loss)
+        return Watched(findings.all, len(batches), loss, findings.to_host)
 
 
 def on_stand_in(path: str, case: Case) -> float:
@@ -91,7 +101,7 @@ def quick(*names: str) -> list[Any]:
     return [pytest.param(each, marks=() if each in names else pytest.mark.slow) for each in CASES]
 
 
-@pytest.mark.parametrize("name", quick("tp2", "qwen3_5"))
+@pytest.mark.parametrize("name", quick("tp2", "qwen3_5", "offload"))
 def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny):
     case, path = CASES[name], tiny(**SIZES.get(name, {}))
     eager = replace(case, model={**case.model, "compile": False})
@@ -103,6 +113,7 @@ def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny)
         over = Counter(each.phase for each in done.found) - Counter(budget)
         wrong = [each for each in done.found if each.kind is not Kind.sync or each.phase in over]
         assert not wrong, f"rank {rank}: " + "\n".join(map(str, wrong))
+        assert (done.to_host > 0) == ("offload" in name)
         # bf16 differs where CUDA has separate kernels: in the tower, and for weight gradients.
         assert done.loss == pytest.approx(loss, rel=1e-6 if case.train is FP32 else 1e-3)
 

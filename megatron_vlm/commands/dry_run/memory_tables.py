@@ -30,7 +30,7 @@ def memory_table(memory: Sequence[StageMemory]) -> Table:
     """Return a table with one line per stage."""
     table = plain_table()
     columns = ["weights", "gradients", "optimizer", "activations", "working", "total"]
-    if any(parts.host for parts in memory):
+    if any(parts.host for parts in memory):  # in the memory of the host
         columns.append("host")
     for column in ("stage", *columns):
         table.add_column(column, justify="right")
@@ -75,6 +75,8 @@ def _remedies(cfg: Config, dims: ParallelDims, worst: int) -> list[str]:
         changes.append("fewer decoder layers on stage 0 (parallel.layers_per_stage=auto)")
     if model.recompute != "full":
         changes.append("model.recompute=full")
+    elif not model.offload_activations:
+        changes.append("model.offload_activations=1")
     if cfg.train.micro_batch_tokens is not None:
         changes.append(f"train.micro_batch_tokens below {cfg.train.micro_batch_tokens:,}")
     elif cfg.train.micro_batch_size > 1:

@@ -31,8 +31,8 @@ _CP = (
     "model.recompute=full saves the most memory for long records, and parallel.tp divides layers"
 )
 _OFFLOAD = (
-    "weights, states and activations stay on the GPU; model.recompute, lora=default and "
-    "parallel.pp save memory"
+    "model.offload_activations=1 keeps the activations of decoder layers in host memory, and "
+    "model.recompute, optim.states=int8, lora=default and parallel.pp save memory"
 )
 _RECOMPUTE = (
     "model.recompute and model.recompute_vision say what is computed again instead of kept; "

@@ -1,0 +1,127 @@
+"""Copies between the device and the memory of the host while the device computes. On the CPU both
+are memory of this process: the copies are made at once, and there are no streams."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PAGE = 2**22  # bytes; torch rounds pinned memory up to a power of two
+_MOST_ARRIVING = 4  # loads at a time; a backward has two
+
+
+class HostPages:
+    """Pinned memory in pages of one size. A page that is returned is used again, so that pages for
+    rows of any length take no more memory than the most that were in use at once."""
+
+    def __init__(self, device: torch.device):
+        self.is_pinned = device.type == "cuda"
+        self.free: list[Tensor] = []
+        self.allocated = 0  # pages that exist
+
+    def take(self, size: int) -> "PageBlock":
+        """Return enough pages for this many bytes. They are returned when nothing refers to the
+        block."""
+        return PageBlock(self, [self._page() for _ in range(-(-size // PAGE))])
+
+    def _page(self) -> Tensor:
+        if self.free:
+            return self.free.pop()
+        self.allocated += 1
+        page = torch.empty(PAGE, dtype=torch.uint8)
+        return page.pin_memory() if self.is_pinned else page
+
+
+class PageBlock:
+    """Pages that hold bytes one after another."""
+
+    def __init__(self, owner: HostPages, pages: list[Tensor]):
+        self.owner, self.pages = owner, pages
+
+    def __del__(self) -> None:
+        self.owner.free += self.pages
+
+    def spans(self, start: int, size: int) -> Iterator[Tensor]:
+        """Yield the parts of the pages that hold the bytes from `start` on."""
+        end = start + size
+        while start < end:
+            page, offset = divmod(start, PAGE)
+            length = min(PAGE - offset, end - start)
+            yield self.pages[page][offset : offset + length]
+            start += length
+
+
+class HostCopies:
+    """Copies to the host and back, each direction on a stream of its own. The host never waits.
+    Events are None on the CPU."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.pages = device, HostPages(device)
+        self.on_device = torch.empty(0, dtype=torch.uint8, device=device)
+        is_cuda = device.type == "cuda"
+        self.to_host = torch.cuda.Stream(device) if is_cuda else None
+        self.to_device = torch.cuda.Stream(device) if is_cuda else None
+        # Tensors that are being copied back, even if nobody wants them after an error.
+        self.arriving: dict[Any, list[Tensor]] = {}
+
+    def store(self, tensors: Sequence[Tensor]) -> tuple[PageBlock, Any]:
+        """Copy flat tensors of bytes to the host. Return where they lie, and the event after the
+        copies. Until the event, the tensors must not be freed."""
+        block = self.pages.take(sum(map(len, tensors)))
+        with self._on(self.to_host, self.to_device):
+            start = 0
+            for tensor in tensors:
+                _copy(tensor, block, start, is_store=True)
+                start += len(tensor)
+        return block, self.to_host and self.to_host.record_event()
+
+    def load(
+        self, block: PageBlock, spans: Sequence[tuple[int, int]], after: Any
+    ) -> tuple[list[Tensor], Any]:
+        """Copy bytes back. `spans` are the first byte and the number of bytes of each tensor, and
+        `after` is the event of their `store`. Return the tensors, and the event after the copies,
+        which the work on the tensors has to wait for."""
+        while len(self.arriving) > _MOST_ARRIVING:
+            self.wait(next(iter(self.arriving)))
+        # The memory belongs to the compute stream, which may still use what lay there before.
+        tensors = [self.on_device.new_empty(size) for _, size in spans]
+        if self.to_device is not None:
+            self.to_device.wait_event(after)
+        with self._on(self.to_device):
+            for tensor, (start, _) in zip(tensors, spans, strict=True):
+                _copy(tensor, block, start, is_store=False)
+        if self.to_device is None:
+            return tensors, None
+        event = self.to_device.record_event()
+        self.arriving[event] = tensors
+        return tensors, event
+
+    def wait(self, event: Any) -> None:
+        """Let the work that is queued on the device from now on wait for an event."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+            self.arriving.pop(event, None)
+
+    @contextmanager
+    def _on(self, stream: Any, other: Any = None) -> Iterator[None]:
+        """Queue the copies in the body on a stream, after the work of the compute stream and of
+        the other stream so far."""
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if other is not None:
+            stream.wait_stream(other)
+        with torch.cuda.stream(stream):
+            yield
+
+
+def _copy(tensor: Tensor, block: PageBlock, start: int, is_store: bool) -> None:
+    done = 0
+    for span in block.spans(start, len(tensor)):
+        part = tensor[done : done + len(span)]
+        target, source = (span, part) if is_store else (part, span)
+        target.copy_(source, non_blocking=True)
+        done += len(span)
