@@ -22,6 +22,7 @@ from megatron_vlm.planner.memory import (
     micro_batches_in_flight,
     stage_memory,
 )
+from megatron_vlm.planner.memory_switches import switches_by_bytes
 from megatron_vlm.planner.parameters import ParamCounts, RankParam, _shards, count
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.offload import OffloadedAdamW
@@ -288,6 +289,29 @@ def test_an_optimizer_takes_what_was_planned(optim, tolerance, tiny, pool):
         assert planned.optimizer <= on_device <= (1 + tolerance) * planned.optimizer
     else:
         assert (1 - tolerance) * planned.optimizer <= on_device <= planned.optimizer
+
+
+def test_each_switch_saves_what_the_planner_says(tiny):
+    """The first switches train the same weights. Each saves what a plan with it needs less."""
+    path, batch = tiny(**SPEC), replace(sizes_of_rows(), rows=2)
+    sizes, cfg = read_sizes(path), Case().config(path)
+    dims = ParallelDims.create(cfg.parallel, 1, sizes.text.num_layers)
+    switches = switches_by_bytes(cfg, sizes, dims, 0, [batch, batch], 2)
+    names = [name for name, _ in switches]
+    assert names[-2:] == ["lora=default", "model.freeze_vision=true"]
+    assert [saved for _, saved in switches[:-2]] == sorted(
+        (saved for _, saved in switches[:-2]), reverse=True
+    )
+    assert {"model.recompute=full", "optim.states=int8", "train.micro_batch_size=1"} <= set(names)
+    model, optim = replace(cfg.model, recompute="full"), replace(cfg.optim, states="int8")
+    need = stage_memory(cfg, sizes, dims, 0, [batch, batch], 2).total
+    for name, trial in (
+        ("model.recompute=full", replace(cfg, model=model)),
+        ("optim.states=int8", replace(cfg, optim=optim)),
+    ):
+        less = stage_memory(trial, sizes, dims, 0, [batch, batch], 2).total
+        assert dict(switches)[name] == need - less
+        assert name not in dict(switches_by_bytes(trial, sizes, dims, 0, [batch, batch], 2))
 
 
 def test_what_the_heads_adapter_keeps_goes_with_its_rank(tiny):

@@ -91,6 +91,18 @@ class Platform:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return max(peak, self.memory_allocated())
 
+    def memory_figures(self) -> list[tuple[str, int]]:
+        """Return the allocator's figures, each as what it counts and the bytes."""
+        if not self.is_cuda:
+            return [("in use", self.memory_allocated()), ("at its peak", self.memory_peak())]
+        stats = torch.cuda.memory_stats(self.device)
+        keys = {
+            "in use": "allocated_bytes.all.current",
+            "at its peak": "allocated_bytes.all.peak",
+            "reserved": "reserved_bytes.all.current",
+        }
+        return [(name, stats.get(key, 0)) for name, key in keys.items()]
+
     def memory_total(self) -> int:
         """Return the bytes of memory that the device has."""
         if self.is_cuda:
@@ -114,6 +126,15 @@ class Platform:
             "CPU, which is slow; platform=cpu says that this is meant, and megatron-vlm doctor "
             "what this machine has"
         )
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether the memory of a device, or of its machine, has run out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # The first is torch's allocator for the CPU, and the second is pinned memory.
+    texts = ("can't allocate memory", "CUDA error: out of memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def card_of(name: str) -> str | None:

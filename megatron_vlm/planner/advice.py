@@ -62,8 +62,7 @@ def advice(
 
 def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Iterator[str]:
     """Yield those of these changes that fit: more GPUs, activations on the host, small moments, an
-    optimizer on the host,
-    frozen parts, shorter rows, larger GPUs."""
+    optimizer on the host, frozen parts, shorter rows, larger GPUs."""
     count = cluster.gpus
     while (count := 2 * count) <= _MAX_GPUS:
         # Each replica needs a row in each step.

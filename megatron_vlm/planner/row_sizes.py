@@ -11,6 +11,7 @@ from megatron_vlm.config.schema import Config, TrainConfig
 from megatron_vlm.data.batches.balance import Limits, RowSize, plan_batch
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.batches.dataset import Order
+from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.data.tokens.sample import Example, RecordDropped, Sample
@@ -60,6 +61,21 @@ class BatchSizes:
             patches=sum(row.patches for row in rows),
             largest_image=max(row.largest_image for row in rows),
             patch_pairs=sum(row.patch_pairs for row in rows),
+        )
+
+    @staticmethod
+    def from_micro_batch(batch: MicroBatch) -> "BatchSizes":
+        """Return the sizes of a micro-batch on the host. Stages after the first have no patches,
+        and only know whether there are any."""
+        pixels = (batch.pixel_values_PC, batch.pixel_values_videos_PC)
+        grids = (batch.image_grid_I3, batch.video_grid_I3)
+        rows, tokens = batch.tokens_BS5.shape[:2]
+        return BatchSizes(
+            rows,
+            tokens,
+            batch.num_supervised,
+            sum(len(each) for each in pixels if each is not None) or int(batch.visual),
+            max((int(each.prod(-1).max()) for each in grids if each is not None), default=0),
         )
 
 

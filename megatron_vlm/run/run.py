@@ -28,6 +28,7 @@ from megatron_vlm.run.evaluation.evaluate import Evaluator, write_examples, writ
 from megatron_vlm.run.evaluation.held_out_sets import list_held_out
 from megatron_vlm.run.intervals import Interval, is_due
 from megatron_vlm.run.log import RunLog
+from megatron_vlm.run.out_of_memory import explain_out_of_memory
 from megatron_vlm.run.profiler import Profiler
 from megatron_vlm.run.resolve_layout import resolve_layout
 from megatron_vlm.run.run_folder import HELD_OUT_LIST, export_folders, held_folder
@@ -114,6 +115,10 @@ class Run:
 
     def to_the_end(self, do_step: Callable[[int], None]) -> int:
         """Do every remaining step and what is due after it. Return the exit status."""
+        with explain_out_of_memory(self.worker):
+            return self._to_the_end(do_step)
+
+    def _to_the_end(self, do_step: Callable[[int], None]) -> int:
         try:
             for step in range(self.progress.step, self.total_steps):
                 if self._stops_early():

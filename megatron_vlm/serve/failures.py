@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
 from megatron_vlm.controller.rank_worker import BrokenError, WorkerError
 from megatron_vlm.distributed.agreement import Stopped
+from megatron_vlm.distributed.device import lacks_memory
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
 from megatron_vlm.io.printable import escape_controls
@@ -79,12 +79,6 @@ def failure_of(error: Exception) -> Failure:
     return Failure(str(error), "user" if user else "server")
 
 
-def _lacks_memory(error: BaseException) -> bool:
-    """Return whether the memory of a device, or of its machine, has run out."""
-    no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return no_memory or "can't allocate memory" in str(error)  # torch's allocator for the CPU
-
-
 def _is_of_collective(error: BaseException) -> bool:
     """Return whether a collective raised this error. In that case other ranks may have met it, too,
     and no rank can go on."""
@@ -121,7 +115,7 @@ def bare(error: Exception) -> Exception:
 def _show(error: BaseException) -> None:
     """Print the error for the operator of the service. The traceback is included, unless memory has
     run out or the operating system has raised the error."""
-    if _lacks_memory(error) or isinstance(error, OSError):
+    if lacks_memory(error) or isinstance(error, OSError):
         print_to_user(f"a call failed: {type(error).__name__}: {error}")
     else:
         print_to_user("a call failed by an error of this program; please report it:")
@@ -131,7 +125,7 @@ def _show(error: BaseException) -> None:
 
 def _client_message(error: BaseException) -> str:
     """Return the message for the client, which contains no paths of this machine."""
-    if _lacks_memory(error):
+    if lacks_memory(error):
         return _NO_MEMORY
     if isinstance(error, OSError):
         return f"the server could not do it: {error.strerror or type(error).__name__}"

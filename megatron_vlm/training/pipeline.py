@@ -21,6 +21,7 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.log_probs import ExtraOutput
 from megatron_vlm.model.stage_model import StageModel
+from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.expert_routing import routing_of_rows, routing_tables
 from megatron_vlm.training.stage_inputs import StageInput, arrivals
 
@@ -50,6 +51,7 @@ class Stage:
         self.pixels, self.device = pixels, pixels.device
         self.copies = CopyStream(pixels.device)
         self.sizes = chunks[0].sizes
+        self.batch_sizes: list[BatchSizes] = []  # micro-batches of the last backward
 
     def run(
         self,

@@ -58,6 +58,7 @@ from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.planner.auto_layout import settle_layers
 from megatron_vlm.planner.host_check import check_offload
+from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.backward import Backward, Gradients, LossCall, StepMetrics, run_backward
 from megatron_vlm.training.comm_overlap import WeightGather
 from megatron_vlm.training.completions import Completion, SamplingSettings
@@ -295,6 +296,7 @@ class MegatronWorker:
         batches = self.micro_batches(batch, objective.value_names)
         objective.check_batches(batches)
         check_built(self.chunks[0].config, self.dims)
+        self.stage.batch_sizes = [BatchSizes.from_micro_batch(each) for each in batches]
         step = partial(self._loss_step, objective)
         model = self.stage, self.gradients, self.cfg.model
         return Backward(*model, batches, step, objective, call)

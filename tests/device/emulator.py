@@ -311,6 +311,7 @@ def _replace_cuda(findings: Findings, streams: Streams) -> None:
         current_device=lambda: CUDA,
         memory_allocated=lambda *_: 0,
         max_memory_allocated=lambda *_: 0,
+        memory_stats=lambda *_: {"allocated_bytes.all.peak": 79 * 2**30},
         device=lambda _: contextlib.nullcontext(),
         get_device_capability=lambda *_: (9, 0),
         get_device_name=lambda *_: "an emulated device",

@@ -14,6 +14,7 @@ from torch import Tensor
 import megatron_vlm.training.worker
 from megatron_vlm.controller import local_group
 from megatron_vlm.distributed.device import Platform
+from megatron_vlm.distributed.process import MISTAKE
 from megatron_vlm.model import fused_ops
 from megatron_vlm.training.broadcast import share_batch
 from megatron_vlm.training.worker import MegatronWorker
@@ -142,6 +143,36 @@ def test_a_whole_run_mixes_nothing(name, device_pool, tiny, tmp_path):
             assert status == 0, output
             assert [each for each in findings if each.kind is not Kind.sync] == []
     assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+
+
+def without_memory(words: list[str]) -> tuple[int, str]:
+    """Return the exit status and the words of a run whose second step has no memory left."""
+    forward = MegatronWorker._loss_step
+
+    def fail(self: MegatronWorker, *args: Any) -> Any:
+        if self.steps == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(self, *args)
+
+    with_cuda()
+    with emulated(), mock.patch.object(MegatronWorker, "_loss_step", fail):
+        status, _, output = run_rank(words)
+    return status, output
+
+
+def test_a_run_without_memory_ends_in_one_sentence(device_pool, tiny, tmp_path):
+    write_set(tmp_path, rows=9)
+    words = command(tmp_path, tiny(), "run", "parallel.pp=1", "train.global_batch_size=3")[4:]
+    [(status, output)] = device_pool.run(without_memory, 1, words)
+    assert status == MISTAKE, output
+    sentence = output.splitlines()[-1]
+    start = "megatron-vlm: rank 0: stage 0 has run out of memory at step 2 (forward and backward, "
+    assert sentence.startswith(start), output
+    assert "3 micro-batches of up to 1 x " in sentence and " patches): planned were" in sentence
+    for part in ("weights", "gradients", "optimizer", "activations", "working", "together"):
+        assert f"{part} " in sentence
+    assert "79.0 GiB at its peak" in sentence and "the device has 80.0 GiB; set " in sentence
+    assert "set optim.states=int8 (saves 2.6 MiB) or model.recompute=full (saves " in sentence
 
 
 def through_a_group(path: str, case: Case, folder: str) -> list[Finding]:
