@@ -50,6 +50,14 @@ CONFIG_REFUSALS = {
         dict(model=ModelConfig("x", backend="te", attention="flash")),
         r"^model\.attention=flash: .*; set model\.attention=auto, or model\.backend=torch",
     ),
+    "offload of te": (
+        dict(model=ModelConfig("x", backend="te", offload_activations=0.5)),
+        r"^model\.offload_activations=0\.5: .*; set model\.backend=torch",
+    ),
+    "offload above 1": (
+        dict(model=ModelConfig("x", offload_activations=2.0)),
+        r"^model\.offload_activations=2\.0; give 0 to 1",
+    ),
     "recompute": (dict(model=ModelConfig("x", recompute="yes")), r"recompute=yes; give"),
     "precision": (
         dict(train=TrainConfig(precision="fp16")),
