@@ -268,13 +268,14 @@ def optimizer_bytes(path: str, case: Case) -> tuple[int, int]:
         ({"states": "int8"}, 0.06),
         ({"states": "bf16", "offload": 0.5}, 0.03),
         ({"states": "bf16", "offload": 1.0}, 0),
-        ({"states": "bf16", "name": "muon"}, 0),
-        ({"states": "bf16", "name": "muon", "distributed_optimizer": False}, 0),
+        ({"states": "bf16", "name": "muon"}, 0.001),
+        ({"states": "bf16", "name": "muon", "distributed_optimizer": False}, 0.001),
     ],
 )
 def test_an_optimizer_takes_what_was_planned(optim, tolerance, tiny, pool):
     """In 8 bits, tensors of fewer than 4096 weights keep fp32 moments, which is not counted. Whole
-    tensors are offloaded, at least the share that was asked for."""
+    tensors are offloaded, at least the share that was asked for. With Muon, the rank with most
+    weights is not the one with most states."""
     settings = dict(optim)
     parallel = {"distributed_optimizer": settings.pop("distributed_optimizer", True)}
     case = replace(layout(dp=2, **parallel), train={"precision": "bf16"}, optim=settings)

@@ -25,19 +25,21 @@ def host_memory_total() -> int:
 def pinned_memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return flat memory of the host that the device can copy without the host. torch rounds its
     size up to a power of two."""
-    return torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
+    memory = torch.empty(count, dtype=dtype)
+    return memory.pin_memory() if device.type == "cuda" else memory
 
 
 class HostStream:
     """A stream of copies between host and device, in their order."""
 
     def __init__(self, device: torch.device):
+        self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def follow(self) -> None:
         """Let the copies from now on wait for the work that the device has been given so far."""
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Copied:
         """Copy the second tensor of each pair into the first. Return an event for `wait`."""
@@ -59,4 +61,4 @@ class HostStream:
     def join(self) -> None:
         """Let the work that the device is given from now on wait for the copies so far."""
         if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)

@@ -11,6 +11,7 @@ from itertools import product
 from megatron_vlm.config.schema import Config, get
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.hf.backend import BACKENDS
 from megatron_vlm.planner.advice import advice
 from megatron_vlm.planner.row_sizes import RowSample
 from megatron_vlm.planner.search import Candidate, Cluster, evaluate, search
@@ -19,6 +20,7 @@ from megatron_vlm.planner.search import Candidate, Cluster, evaluate, search
 MEMORY_SWITCHES: Mapping[str, tuple[object, ...]] = {
     "optim.states": ("fp32", "bf16", "int8"),
     "optim.offload": (0.0, 0.5, 1.0),
+    "model.offload_activations": (0.0, 0.5, 1.0),
 }
 _RECOMPUTATION: Mapping[str, object] = {"model.recompute": "none", "model.recompute_vision": False}
 _ROUNDING = frozenset({"optim.states"})  # the others change no bit
@@ -89,13 +91,24 @@ def _adds_to(result: FittingSet, better: Sequence[FittingSet]) -> bool:
 
 def _combinations(cfg: Config) -> Iterator[dict[str, object]]:
     """Yield the switches that are on, for each combination. A key that the user has set stays."""
-    free = {key: values for key, values in MEMORY_SWITCHES.items() if get(cfg, key) == values[0]}
+    free = {
+        key: values
+        for key, values in MEMORY_SWITCHES.items()
+        if get(cfg, key) == values[0] and _is_allowed(cfg, key)
+    }
     for chosen in product(*free.values()):
         yield {
             key: value
             for (key, values), value in zip(free.items(), chosen, strict=True)
             if value != values[0]
         }
+
+
+def _is_allowed(cfg: Config, key: str) -> bool:
+    """Return whether the configuration can have this switch."""
+    if key == "optim.offload":
+        return cfg.optim.name == "adamw"
+    return key != "model.offload_activations" or not BACKENDS[cfg.model.backend].fuses_norms
 
 
 def with_keys(cfg: Config, values: Mapping[str, object]) -> Config:

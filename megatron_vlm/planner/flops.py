@@ -4,14 +4,19 @@ A multiplication and an addition count as two operations. Padding counts for the
 neither for the tower nor for the head, which computes only supervised tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import learns
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.family.decoder_layers import Experts, LayerSpec
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.planner.memory import block_values, config_as_trained, kept_of_layer
+from megatron_vlm.planner.memory import (
+    block_values,
+    config_as_trained,
+    kept_of_layer,
+    layer_values,
+)
 from megatron_vlm.planner.parameters import ParamCounts
 from megatron_vlm.planner.row_sizes import BatchSizes
 
@@ -32,6 +37,7 @@ class OpCount:
     reduced: float = 0.0  # bytes that each rank sends to its tensor parallel neighbours
     exchanged: float = 0.0  # bytes sent to the experts of all ranks, this one included, or back
     layers: float = 0.0  # number of decoder layers or tower blocks, which each start their kernels
+    offloaded: float = 0.0  # bytes copied to the memory of the host, or back
 
     def __add__(self, other: "OpCount") -> "OpCount":
         return OpCount(*(a + b for a, b in zip(self._values, other._values, strict=True)))
@@ -42,7 +48,7 @@ class OpCount:
     @property
     def _values(self) -> tuple[float, ...]:
         sent = (self.reduced, self.exchanged)
-        return (self.matmul, self.attention, self.moved, *sent, self.layers)
+        return (self.matmul, self.attention, self.moved, *sent, self.layers, self.offloaded)
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,9 @@ def _layer(
     exchanged = 0.0
     if isinstance(layer.ffn, Experts):  # each token is sent to its experts, and back
         exchanged = 2 * layer.ffn.top_k * tokens * text.hidden * itemsize
+    # A share of the layers is counted as that share of each.
+    offloaded = cfg.model.offload_activations * tokens * itemsize
+    offloaded *= layer_values(cfg, sizes, layer, tp)
     of_mixer = layer.mixer.flops_per_token * tokens / tp
     forward = OpCount(
         layer.flops_per_token(text.hidden) * tokens / tp,
@@ -112,11 +121,12 @@ def _layer(
         reduced,
         exchanged,
         1,
+        offloaded,
     )
     recomputed = {
         "none": OpCount(),
         "selective": OpCount(attention=forward.attention),
-        "full": forward,
+        "full": replace(forward, offloaded=0.0),
     }
     backward = OpCount(
         # A delta net's rule is computed again, and has the gradients of both factors to compute.
@@ -126,6 +136,7 @@ def _layer(
         reduced,
         exchanged,
         1,
+        offloaded,
     )
     return StepCost(forward, backward + recomputed[cfg.model.recompute])
 

@@ -36,7 +36,9 @@ class Machine:
         )
         launch_s = work.layers * self.layer_s
         send_s = work.reduced / self.link + self.exchange(work.exchanged, ep)
-        return (max(compute_s, launch_s) if self.starts_ahead else compute_s + launch_s) + send_s
+        done_s = max(compute_s, launch_s) if self.starts_ahead else compute_s + launch_s
+        # Copies to the host and back run meanwhile, each in a direction of its own.
+        return max(done_s + send_s, work.offloaded / self.host_link)
 
     def host_update(self, weights: float, itemsize: int, optimizer: OptimizerSpec) -> float:
         """Return the seconds of an optimizer step over weights in host memory. Gradients and new

@@ -52,6 +52,8 @@ def _exact(cfg: Config, dims: ParallelDims, batches: Sequence[BatchSizes]) -> It
         yield "model.offload_activations=1", trial, batches
     if cfg.optim.states != "int8":
         yield "optim.states=int8", replace(cfg, optim=replace(cfg.optim, states="int8")), batches
+    if cfg.optim.offload < 1 and cfg.optim.name == "adamw":
+        yield "optim.offload=1", replace(cfg, optim=replace(cfg.optim, offload=1.0)), batches
     if dims.dp > 1 and not cfg.parallel.distributed_optimizer:
         trial = replace(cfg, parallel=replace(cfg.parallel, distributed_optimizer=True))
         yield "parallel.distributed_optimizer=true", trial, batches

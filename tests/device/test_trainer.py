@@ -43,6 +43,7 @@ CASES: dict[str, Case] = {
     "dp2": replace(layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True), train=FP32),
     "qwen3_5": replace(layout(tp=2, recompute_vision=True), train=BF16),
     "offload": replace(layout(offload_activations=0.5), train=BF16),
+    "offload-optimizer": replace(layout(), train=BF16, optim={"offload": 1.0}),
     "offload-pp2x2": replace(
         layout(pp=2, virtual_stages=2, recompute="selective", offload_activations=1), train=FP32
     ),
@@ -62,6 +63,7 @@ class Watched:
     micro_batches: int
     loss: float
     to_host: int  # bytes that were copied to the host without a wait
+    weights: int  # values of this rank's model
 
 
 def with_cuda() -> None:
@@ -85,7 +87,8 @@ def second_step(path: str, case: Case) -> Watched:
             batches, _ = share_batch(local_batches if leads else None, worker.grid, CUDA)
             loss = worker.forward_backward(batches).loss
             worker.optim_step()
-        return Watched(findings.all, len(batches), loss, findings.to_host)
+        weights = sum(param.numel() for param in worker.held.values())
+        return Watched(findings.all, len(batches), loss, findings.to_host, weights)
 
 
 def on_stand_in(path: str, case: Case) -> float:
@@ -102,7 +105,7 @@ def quick(*names: str) -> list[Any]:
     return [pytest.param(each, marks=() if each in names else pytest.mark.slow) for each in CASES]
 
 
-@pytest.mark.parametrize("name", quick("tp2", "qwen3_5", "offload"))
+@pytest.mark.parametrize("name", quick("tp2", "qwen3_5", "offload", "offload-optimizer"))
 def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny):
     case, path = CASES[name], tiny(**SIZES.get(name, {}))
     eager = replace(case, model={**case.model, "compile": False})
@@ -111,10 +114,13 @@ def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny)
         budget = {phase: count * done.micro_batches for phase, count in PER_MICRO_BATCH.items()}
         budget |= PER_STEP
         budget[Phase.step] += case.parallel.get("virtual_stages", 1) - 1
+        budget[Phase.optimizer] += "offload" in case.optim  # for the gradients of each bucket
         over = Counter(each.phase for each in done.found) - Counter(budget)
         wrong = [each for each in done.found if each.kind is not Kind.sync or each.phase in over]
         assert not wrong, f"rank {rank}: " + "\n".join(map(str, wrong))
         assert (done.to_host > 0) == ("offload" in name)
+        if "offload" in case.optim:
+            assert done.to_host == 4 * done.weights
         # bf16 differs where CUDA has separate kernels: in the tower, and for weight gradients.
         assert done.loss == pytest.approx(loss, rel=1e-6 if case.train is FP32 else 1e-3)
 

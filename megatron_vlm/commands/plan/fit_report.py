@@ -3,14 +3,19 @@
 from collections.abc import Sequence
 
 from megatron_vlm.commands.plan.plan_report import MEMORY, Plan, assumptions, memory_cells
-from megatron_vlm.planner.fit import MEMORY_SWITCHES, FittingSet, SwitchCost
+from megatron_vlm.planner.fit import FittingSet, SwitchCost
 from megatron_vlm.report import sections
 
+_COLUMNS = {
+    "optim.states": "states",
+    "optim.offload": "optim. on host",
+    "model.offload_activations": "act. on host",
+}
 _SETS = (
     "tokens/s",
     "s/step",
-    *(key.partition(".")[2] for key in MEMORY_SWITCHES),
-    *("tp", "pp", "ep", "dp"),
+    *_COLUMNS.values(),
+    "layout",
     "micro-batch",
     "recompute",
     "GiB",
@@ -58,11 +63,13 @@ def _caption(sets: Sequence[FittingSet]) -> str:
 def _cells(each: FittingSet) -> tuple[str, ...]:
     best, dims, model = each.best, each.best.dims, each.best.cfg.model
     tokens = best.cfg.train.micro_batch_tokens
+    degrees = (("TP", dims.tp), ("PP", dims.pp), ("EP", dims.ep), ("DP", dims.dp))
+    layout = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
     return (
         f"{best.tokens_per_s:,.0f}",
         f"{best.step_s:.2f}",
-        *(str(each.switches.get(key, "-")) for key in MEMORY_SWITCHES),
-        *map(str, (dims.tp, dims.pp, dims.ep, dims.dp)),
+        *(str(each.switches.get(key, "-")) for key in _COLUMNS),
+        layout or "1 GPU",
         f"{tokens:,}" if tokens else "by rows",
         model.recompute + ", vision" * model.recompute_vision,
         f"{best.need / 2**30:.1f}",
