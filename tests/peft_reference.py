@@ -24,6 +24,11 @@ GROUPS = {
     "vision_attention": r"model\.visual\.blocks\.\d+\.attn\.(qkv|proj)",
     "vision_mlp": r"model\.visual\.blocks\.\d+\.mlp\.linear_fc[12]",
 }
+# The values of bitsandbytes.functional.get_4bit_type("nf4").
+NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635]
+NF4 += [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
+NF4 += [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941]
+NF4 += [0.7229568362236023, 1.0]
 MERGERS = r"model\.visual\.(merger|deepstack_merger_list\.\d+)"
 
 
@@ -37,6 +42,7 @@ class Adapter:
     rslora: bool = False
     whole_merger: bool = False
     parameters: tuple[str, ...] = ()  # PEFT's names of expert tensors
+    base: str | None = None  # lora.base: the frozen weights have the values of codes
 
     @property
     def ours(self) -> dict[str, Any]:
@@ -47,12 +53,15 @@ class Adapter:
             rslora=self.rslora,
             targets=self.targets,
             train=("merger",) if self.whole_merger else (),
+            base=self.base,
         )
 
 
 def peft_model(path: str, adapter: Adapter) -> PeftModel:
     """Return the model with an adapter whose every tensor is random, B included."""
     model = load_reference(path)
+    if adapter.base is not None:
+        round_base(model, adapter.base, MERGERS if adapter.whole_merger else "none")
     pattern = "|".join(GROUPS.get(target, target) for target in adapter.targets)
     modules = [name for name, _ in model.named_modules()]
     mergers = [name for name in modules if re.fullmatch(MERGERS, name)]
@@ -71,6 +80,30 @@ def peft_model(path: str, adapter: Adapter) -> PeftModel:
             if ".lora_" in name:  # the adapters together are about as large as the base weights
                 param.normal_(std=0.1 if ".lora_A." in name else 0.03, generator=generator)
     return wrapped.train()
+
+
+def round_base(model: torch.nn.Module, base: str, left_out: str) -> None:
+    """Give the frozen weights the values that they have as codes: those of all linear layers but
+    the head, as transformers chooses them for bitsandbytes, and those of experts."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            if not re.match(left_out, name):
+                module.weight.data = nearest(module.weight.data, base)
+        elif name.endswith(".mlp.experts"):
+            for param in module.parameters():
+                param.data = nearest(param.data, base)
+
+
+def nearest(weight: Tensor, base: str) -> Tensor:
+    """Return the nearest value of a code for each weight, in blocks of 64."""
+    blocks = weight.reshape(-1, 64)
+    scales = blocks.abs().amax(1, keepdim=True)
+    shares = blocks * (1 / scales)
+    if base == "int8":  # some weights are so near to the middle that the last digit decides
+        return ((shares * 127).round() / 127 * scales).view(weight.shape)
+    values = torch.tensor(NF4)
+    codes = (shares[..., None] - values).abs().argmin(-1)
+    return (values[codes] * scales).view(weight.shape)
 
 
 def trained(model: PeftModel) -> dict[str, torch.nn.Parameter]:

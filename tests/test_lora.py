@@ -31,6 +31,14 @@ EXPERTS = dict(experts=8, layers=4)
 DELTA_NET = dict(family="qwen3_5", head_dim=64)
 SHARED_EXPERT = dict(DELTA_NET, experts=4)
 
+# Sizes with rows of whole blocks of 64 weights, for lora.base.
+BLOCKS = dict(head_dim=32, intermediate=128)
+EXPERTS_IN_BLOCKS = dict(EXPERTS, **BLOCKS, expert_intermediate=64)
+DELTA_NET_IN_BLOCKS = dict(DELTA_NET, intermediate=128, linear_value_dim=32)
+SHARED_EXPERT_IN_BLOCKS = dict(
+    SHARED_EXPERT, linear_value_dim=32, expert_intermediate=64, shared_expert_intermediate=64
+)
+
 # The error is relative, as in test_parity.py. Measured worst case over all cases below: 3.3e-6.
 TOLERANCE = 5e-6
 OPTIM = dict(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
@@ -177,12 +185,72 @@ CASES = {
         SHARED_EXPERT,
         "mixed",
     ),
+    "nf4": (layout(), replace(LANGUAGE, base="nf4"), BLOCKS, "mixed"),
+    "nf4-all-tp2": (layout(tp=2), replace(ALL, base="nf4"), BLOCKS, "mixed"),
+    "nf4-all-pp2": (layout(pp=2), replace(ALL, base="nf4"), BLOCKS, "mixed"),
+    "nf4-all-tp2-pp2-recompute": (
+        layout(tp=2, pp=2, recompute="full", recompute_vision=True),
+        replace(ALL, base="nf4"),
+        BLOCKS,
+        "mixed",
+    ),
+    "nf4-text-recompute": (
+        layout(recompute="full"),
+        replace(LANGUAGE, base="nf4"),
+        BLOCKS,
+        "all_text",
+    ),
+    "nf4-tied-pp2x2": (
+        layout(pp=2, virtual_stages=2),
+        replace(ALL, base="nf4"),
+        {**BLOCKS, "tied": True},
+        "mixed",
+    ),
+    "nf4-merger-whole-tp2-dp2-overlap": (
+        layout(tp=2, dp=2, overlap_grad_reduce=True),
+        replace(BESIDE_MERGER, base="nf4"),
+        BLOCKS,
+        "text_on_one_rank",
+    ),
+    "nf4-in-experts": (layout(), replace(IN_EXPERTS, base="nf4"), EXPERTS_IN_BLOCKS, "mixed"),
+    "nf4-in-experts-ep2-pp2-recompute": (
+        layout(pp=2, dp=2, ep=2, recompute="full"),
+        replace(IN_EXPERTS, targets=("attention", "mlp", "merger"), base="nf4"),
+        {**EXPERTS_IN_BLOCKS, "dense_layers": 1},
+        "mixed",
+    ),
+    "nf4-delta-net-all-tp2-pp2": (
+        layout(tp=2, pp=2, layers_per_stage=[2, 2]),
+        replace(ALL, base="nf4"),
+        DELTA_NET_IN_BLOCKS,
+        "mixed",
+    ),
+    "nf4-shared-expert-ep2": (
+        layout(dp=2, ep=2),
+        replace(IN_EXPERTS, base="nf4"),
+        SHARED_EXPERT_IN_BLOCKS,
+        "mixed",
+    ),
+    "int8-all-tp2-pp2": (layout(tp=2, pp=2), replace(ALL, base="int8"), BLOCKS, "mixed"),
+    "int8-in-experts-ep2": (
+        layout(dp=2, ep=2),
+        replace(IN_EXPERTS, base="int8"),
+        EXPERTS_IN_BLOCKS,
+        "mixed",
+    ),
+    "int8-delta-net-all-tp2": (
+        layout(tp=2),
+        replace(ALL, base="int8"),
+        DELTA_NET_IN_BLOCKS,
+        "mixed",
+    ),
 }
 
 
 # `make test` runs these, `make test-slow` the rest.
 QUICK = ("all-tp2-pp2", "recompute-text", "pp2x2", "dp2-overlap", "in-experts-ep2-pp2-recompute")
 QUICK += ("delta-net-all-tp2-pp2-recompute", "shared-expert-ep2-pp2-recompute")
+QUICK += ("nf4-all-tp2-pp2-recompute", "nf4-in-experts-ep2-pp2-recompute", "int8-delta-net-all-tp2")
 PARAMS = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
 
 

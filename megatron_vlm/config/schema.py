@@ -9,6 +9,7 @@ from typing import Any, Literal, get_type_hints
 
 from omegaconf import MISSING
 
+from megatron_vlm.config.base_weights import BaseType
 from megatron_vlm.config.bounds import (
     AboveZero,
     AboveZero32,
@@ -76,6 +77,7 @@ class LoraConfig:
     train: tuple[str, ...] = ()  # parts trained in full: any of merger, vision, language
     init: Literal["kaiming", "gaussian"] = "kaiming"  # initial A, as in PEFT; B starts at zero
     path: str | None = None  # folder of an adapter to continue from, from this program or PEFT
+    base: BaseType | None = None  # store frozen linear layers in 4 or 8 bits (QLoRA); null: do not
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ class HFCheckpoint:
         self.tensors: dict[str, TensorInfo] = {}  # the stored form
         # Tensors that an export copies, see `Family.passthrough`.
         self.passthrough: dict[str, TensorInfo] = {}
+        self.in_blocks: frozenset[str] = frozenset()  # stored tensors that are codes of 4 bits
         self.is_untied = False  # see `untied`
         self.experts = ExpertLayout(ExpertStorage.out_in)
 
@@ -92,6 +93,10 @@ class HFCheckpoint:
         """Return the tensor that has a weight's values: the embedding for a tied head."""
         names = self.sizes.names
         return names.embedding if self.sizes.tied and name == names.head else name
+
+    def is_in_blocks(self, name: str) -> bool:
+        """Return whether all stored tensors of a weight are codes of 4 bits."""
+        return self.in_blocks.issuperset(self.experts.stored(name, self.sizes.shapes[name]))
 
     def without_tied_head(self) -> "HFCheckpoint":
         """Return the same checkpoint with a separate head, in the embedding's dtype. It serves the

@@ -9,6 +9,7 @@ from torch import nn
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.block_weight import BlockWeight
 from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
 from megatron_vlm.hf.weight_map import Entry, Origin
 
@@ -116,9 +117,14 @@ def load_hf(
         rank, ranks = grid.along(entry.layout.cut)
         loaded = entry.layout.load(source.read, entry.names, rank, ranks)
         assert loaded.shape == param.shape, (entry.ours, loaded.shape, param.shape)
-        with torch.no_grad():
-            param.copy_(loaded)
-        if not torch.isfinite(param).all():  # checked in the dtype of training
+        if isinstance(param, BlockWeight):
+            param.codes.encode(loaded)
+            stored = param.codes.scales_B
+        else:
+            with torch.no_grad():
+                param.copy_(loaded)
+            stored = param
+        if not torch.isfinite(stored).all():  # checked in the dtype of training
             raise CheckpointError(
                 "has values that are NaN or infinite: every loss would be, too",
                 place=str(source.path),

@@ -9,7 +9,7 @@ from itertools import accumulate, product
 import torch
 from torch import Tensor
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.config.trainable import learns
 from megatron_vlm.distributed.dims import CutGroup, ParallelDims
 from megatron_vlm.family.decoder_layers import (
@@ -74,6 +74,18 @@ class Entry:
     def is_frozen(self, cfg: Config) -> bool:
         """Return whether the parameter stays as it was loaded."""
         return self.origin is not Origin.ours and not learns(cfg, self.part.switch)
+
+    def is_in_blocks(self, lora: LoraConfig) -> bool:
+        """Return whether lora.base stores the parameter in 4 or 8 bits: a weight of a linear layer
+        that is not trained, with the same exceptions as in transformers, the embedding and the
+        head."""
+        return (
+            lora.base is not None
+            and self.origin is Origin.hub
+            and self.part not in (Part.embed, Part.head)
+            and self.part.switch not in lora.train
+            and all(tensor.lora_group for tensor in self.theirs)
+        )
 
     @property
     def num_values(self) -> int:

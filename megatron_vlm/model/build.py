@@ -1,6 +1,6 @@
 """Build one pipeline stage from a checkpoint's config.json: its TransformerConfig and its model."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.family.spec import Family, ModelSizes, TextSizes
 from megatron_vlm.hf.backend import BACKENDS
+from megatron_vlm.hf.block_weight import BlockWeight, replace_parameter
 from megatron_vlm.model.attention_kernels import TORCH, AttentionShape, choose_kernel
 from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.delta_kernels import choose_delta_rule
@@ -120,15 +121,19 @@ def build_chunks(
     sizes: ModelSizes,
     grid: RankGroups,
     platform: Platform,
+    in_blocks: Collection[tuple[int, str]] = (),
     others: Sequence[StageModel] | None = None,
 ) -> list[StageModel]:
     """Build the chunks of the model that this rank's stage holds, with unset weights on the device
-    in their dtype. With `others`, chunks of the same stage, the new chunks share their weights."""
+    in their dtype. Weights `in_blocks`, by chunk and name, are codes of lora.base. With `others`,
+    chunks of the same stage, the new chunks share their weights."""
     dims, stage = grid.dims, grid.pp.rank
     compiled = compiles(cfg.model.compile, platform)
     config = transformer_config(cfg, sizes.text, dims, platform, compiled)
-    if others is not None:
-        config.use_cpu_initialization = True  # allocates no memory before something is written
+    unset_on = platform.device
+    if others is not None or in_blocks:
+        # Memory of the host is allocated only once something is written there.
+        config.use_cpu_initialization, unset_on = True, torch.device("cpu")
     chains = FusedOps.compile() if compiled else FusedOps()
     kernel = TORCH
     if not BACKENDS[cfg.model.backend].has_own_kernels:
@@ -141,7 +146,7 @@ def build_chunks(
     # about an MLP that is not its own.
     params = {
         "group": grid.ep.group,
-        "device": platform.device,
+        "device": unset_on,
         "chains": chains,
         "sizes": sizes.text.experts,
     }
@@ -173,9 +178,16 @@ def build_chunks(
         check_built(model.config, dims)
         # Only parameters are cast: rotary frequencies are buffers and must stay in fp32.
         shared = {} if others is None else dict(others[chunk].named_parameters())
-        for name, param in model.named_parameters():
-            if name in shared:
-                param.data = shared[name].data
+        for name, param in list(model.named_parameters()):
+            like = shared.get(name)
+            if like is not None and isinstance(like, BlockWeight):
+                replace_parameter(model, name, like)
+            elif like is not None:
+                param.data = like.data
+            elif (chunk, name) in in_blocks:
+                assert cfg.lora.base is not None
+                form = cfg.lora.base, param.shape, config.params_dtype, platform.device
+                replace_parameter(model, name, BlockWeight.empty(*form))
             else:
                 dtype = torch.float if keeps_fp32(param) else config.params_dtype
                 param.data = param.data.to(platform.device, dtype)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.family.decoder_layers import Experts
+from megatron_vlm.hf.block_weight import BlockWeight
 from megatron_vlm.model.fused_ops import FusedOps
 from megatron_vlm.model.router import Counts, Routing, route
 
@@ -36,6 +37,9 @@ class ExpertLinear(nn.Module):
     def forward(self, x_MI: Tensor, counts: Sequence[int]) -> Tensor:
         """Multiply the rows of x, which are sorted by expert; `counts` is the number of rows per
         expert."""
+        if isinstance(self.weight, BlockWeight):
+            out_MO: Tensor = _TimesBlocks.apply(x_MI, self.weight, counts)
+            return out_MO
         return times(x_MI, self.weight, counts)
 
 
@@ -199,6 +203,22 @@ def times_in_turn(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Te
     # a gradient, even if it is zero.
     parts = zip(x_MI.split(list(counts)), weight_eOI.unbind(), strict=True)
     return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in parts])
+
+
+class _TimesBlocks(torch.autograd.Function):
+    """Rows multiplied by the frozen weights of their experts, which are stored as codes. The
+    backward computes the weights once more."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MI: Tensor, weight_eOI: BlockWeight, counts: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(weight_eOI)
+        ctx.counts = counts
+        return times(x_MI, weight_eOI.dequantize(), counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (weight_eOI,) = ctx.saved_tensors
+        return times(grads[0], weight_eOI.dequantize().mT, ctx.counts), None, None
 
 
 def _by_expert(held: Counts) -> Tensor:

@@ -49,6 +49,7 @@ from megatron_vlm.hf.load_weights import (
 )
 from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.hf.weight_map import Entry, name_table
+from megatron_vlm.lora.base_weights import check_base, check_blocks, entries_in_blocks
 from megatron_vlm.lora.export_adapter import export_adapter
 from megatron_vlm.lora.layers import attach, dropout_rng
 from megatron_vlm.lora.targets import adapted_linears, adapter_entries
@@ -115,9 +116,9 @@ class MegatronWorker:
         # exists.
         self.cfg = cfg = self._settle(cfg, sizes, world_size, training)
         self.adapted = adapted_weights(cfg, sizes)
-        self.source.read_headers()
-        check_tensors(self.source)
-        check_tied(self.source)
+        self.table: list[Entry] = name_table(sizes, cfg.model.backend, self.dims)
+        check_blocks(cfg.lora, self.table, self.dims.tp)
+        self._read_headers()
         own_digests = digests(self.source) if world_size > 1 and base is None else {}
         patience = PATIENCE * cfg.launch.timeout_minutes
         watchdog.begin_phase(0, f"meeting the other ranks{meeting_place()}")
@@ -166,20 +167,32 @@ class MegatronWorker:
         if remark is not None and self.base is None and rank_of_process() == 0:
             print_to_user(remark)
 
+    def _read_headers(self) -> None:
+        """Read the headers of the weights, and check that they fit."""
+        self.source.read_headers()
+        check_base(self.cfg, self.source)
+        check_tensors(self.source)
+        check_tied(self.source)
+
     def _build(self) -> None:
-        """Build the table of parameters, and this stage's chunks of the model with their
-        adapters."""
+        """Build this stage's chunks of the model with their adapters, and complete the table of
+        parameters."""
         cfg, family, sizes = self.cfg, self.source.family, self.source.sizes
         if not self.platform.is_cuda:
             enable_onednn(sizes.text.hidden, sizes.text.experts is not None)
-        self.table: list[Entry] = name_table(sizes, cfg.model.backend, self.dims)
+        stage = self.grid.pp.rank
+        in_blocks = {
+            (entry.chunk, entry.ours)
+            for entry in entries_in_blocks(cfg.lora, self.table, self.source)
+            if entry.stage == stage
+        }
         linears = adapted_linears(self.table, self.adapted)
         self.table += adapter_entries(linears, cfg.lora.rank)
         base_chunks = None if self.base is None else self.base.chunks
         self.chunks: list[StageModel] = build_chunks(
-            cfg, family, self.source.config, sizes, self.grid, self.platform, base_chunks
+            cfg, family, self.source.config, sizes, self.grid, self.platform, in_blocks, base_chunks
         )
-        local_linears = [linear for linear in linears if linear.stage == self.grid.pp.rank]
+        local_linears = [linear for linear in linears if linear.stage == stage]
         attach(self.chunks, local_linears, cfg.lora, self.grid.tp.group)
 
     def _load(self) -> None:
