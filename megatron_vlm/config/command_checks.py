@@ -212,6 +212,14 @@ def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
             found="vllm",
             remedy=f"export a model that has them first, or choose {group}.sampler=own",
         )
+    if keys.sampler == "vllm" and cfg.lora.base is not None:
+        raise ConfigError(
+            f"stores the weights of the ranks in other values than those that an engine loads, and "
+            f"{group}.sampler=vllm would sample from another model",
+            key="lora.base",
+            found=cfg.lora.base,
+            remedy=f"choose {group}.sampler=own, or set lora.base=null",
+        )
     rank, key = cfg.serve.max_rank, "serve.max_rank"
     if group == "rl":
         rank, key = cfg.lora.rank, "lora.rank"

@@ -54,6 +54,22 @@ TEXT_RULE = Rule("text", lambda value: isinstance(value, str))
 LIST = Rule("a list", lambda value: isinstance(value, list | tuple))
 
 
+def _is_nf4(value: Any) -> bool:
+    """Return whether a quantization_config is that of weights in 4 bits by bitsandbytes."""
+    return (
+        isinstance(value, Mapping)
+        and value.get("quant_method") == "bitsandbytes"
+        and value.get("load_in_4bit") is True
+        and value.get("bnb_4bit_quant_type") == "nf4"
+    )
+
+
+QUANTIZATION = Rule(
+    "null, or that of bitsandbytes in 4 bits of the type nf4",
+    lambda value: value is None or _is_nf4(value),
+)
+
+
 @dataclass(frozen=True)
 class KnownFields:
     """The fields of one part of a config.json, by their use in this version."""

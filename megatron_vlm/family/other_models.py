@@ -68,6 +68,9 @@ def advise_other_family(model_type: str) -> str:
 
 def advise_unquantized(folder: str) -> str:
     """Return the remedy for a folder or name of quantized weights, such as an FP8 release."""
-    if found := _RELEASE.search(folder):
-        return f"give the bf16 weights, Qwen/{found[1]}: quantized ones cannot be trained"
-    return "give the bf16 weights from which these were made: quantized ones cannot be trained"
+    found = _RELEASE.search(folder)
+    which = f", Qwen/{found[1]}" if found else " from which these were made"
+    return (
+        f"give the bf16 weights{which}: of quantized ones, only those of bitsandbytes in NF4 can "
+        "stand beside adapters (lora.base=nf4)"
+    )

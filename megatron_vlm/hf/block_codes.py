@@ -28,7 +28,7 @@ NF4_VALUES = (
 )
 _INT8_STEPS = 127
 _SMALLEST_SCALE = 1e-38  # the reciprocal of a smaller one is infinite
-_BLOCKS_AT_ONCE = 2**18  # bounds the temporary fp32 values to 64 MiB
+DECODED_AT_ONCE = 2**24  # weights whose fp32 values exist together: 64 MiB
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class BlockCodes:
         return out_W
 
     def _slices(self) -> Iterator[tuple[int, int]]:
-        blocks = len(self.scales_B)
-        for first in range(0, blocks, _BLOCKS_AT_ONCE):
-            yield first, min(first + _BLOCKS_AT_ONCE, blocks)
+        blocks, step = len(self.scales_B), DECODED_AT_ONCE // WEIGHTS_PER_BLOCK
+        for first in range(0, blocks, step):
+            yield first, min(first + step, blocks)
 
     def _bytes(self, block: int) -> int:
         return block * WEIGHTS_PER_BLOCK // (2 if self.base == "nf4" else 1)

@@ -44,7 +44,7 @@ class BlockWeight(torch.Tensor):
         """Return the values, as a plain tensor."""
         return self.codes.decode(self.dtype).view(self.shape)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"BlockWeight({self.codes.base}, {list(self.shape)}, {self.dtype}, {self.device})"
 
     @classmethod

@@ -225,6 +225,8 @@ class _ShardWriter:
             self.source.new_tokens.write(self.folder)
         if self.source.is_untied:
             untie(self.folder)
+        if self.source.in_blocks:
+            remove_quantization(self.folder)
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
@@ -272,18 +274,30 @@ def plan_shards(
     return shard, total
 
 
-# Changes to config.json for a model whose head no longer shares the embedding's weight.
+# Changes to the copy of config.json.
 
 _TIED = "tie_word_embeddings"
 
 
 def untie(folder: Path) -> None:
-    """Record an untied head in a copy of config.json: at the top, where transformers reads it, and
-    among the text fields where they repeat it."""
+    """Record that the head no longer shares the embedding's weight: at the top, where transformers
+    reads it, and among the text fields where they repeat it."""
+    with _changed_config(folder) as config:
+        config[_TIED] = False
+        if _TIED in config["text_config"]:
+            config["text_config"][_TIED] = False
+
+
+def remove_quantization(folder: Path) -> None:
+    """Record that no weight is stored in 4 bits any longer."""
+    with _changed_config(folder) as config:
+        config.pop("quantization_config", None)
+
+
+@contextmanager
+def _changed_config(folder: Path) -> Iterator[dict[str, Any]]:
     file = folder / "config.json"
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    config[_TIED] = False
-    if _TIED in config["text_config"]:
-        config["text_config"][_TIED] = False
+    yield config
     text = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
     file.write_text(text, encoding="utf-8")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
 from megatron_vlm.family.added_tokens import find_new_tokens
+from megatron_vlm.hf.bitsandbytes_files import StoredBlocks, find_blocks
 from megatron_vlm.hf.expert_layouts import ExpertLayout, ExpertStorage, find_form
 from megatron_vlm.io.hub import folder_of, pin
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile, what_is_at
@@ -65,7 +67,8 @@ class HFCheckpoint:
         self.tensors: dict[str, TensorInfo] = {}  # the stored form
         # Tensors that an export copies, see `Family.passthrough`.
         self.passthrough: dict[str, TensorInfo] = {}
-        self.in_blocks: frozenset[str] = frozenset()  # stored tensors that are codes of 4 bits
+        self.in_blocks: dict[str, StoredBlocks] = {}  # tensors that are stored in 4 bits
+        self._files: dict[str, Path] = {}  # file of every stored tensor
         self.is_untied = False  # see `untied`
         self.experts = ExpertLayout(ExpertStorage.out_in)
 
@@ -85,6 +88,8 @@ class HFCheckpoint:
                 passes = any(fnmatchcase(name, pattern) for pattern in self.family.passthrough)
                 kind = self.passthrough if passes else self.tensors
                 kind[name] = TensorInfo(file, shape, info["dtype"], num_bytes)
+                self._files[name] = file
+        self._find_blocks()
         if self.sizes.text.experts is not None:
             shapes = {name: info.shape for name, info in self.tensors.items()}
             self.experts = find_form(str(self.path), shapes, self.sizes)
@@ -94,9 +99,22 @@ class HFCheckpoint:
         names = self.sizes.names
         return names.embedding if self.sizes.tied and name == names.head else name
 
+    def _find_blocks(self) -> None:
+        """Find the tensors that are stored in 4 bits, and describe the values that they stand
+        for."""
+        for kind in (self.tensors, self.passthrough):
+            shapes = {name: info.shape for name, info in kind.items()}
+            for stored in find_blocks(str(self.path), shapes, self._read_stored):
+                num_bytes = prod(stored.shape) * FLOATS[stored.dtype].itemsize
+                file = kind[stored.name].file
+                kind[stored.name] = TensorInfo(file, stored.shape, stored.dtype, num_bytes)
+                self.in_blocks[stored.name] = stored
+                for name in stored.side_tensors:
+                    del kind[name]
+
     def is_in_blocks(self, name: str) -> bool:
-        """Return whether all stored tensors of a weight are codes of 4 bits."""
-        return self.in_blocks.issuperset(self.experts.stored(name, self.sizes.shapes[name]))
+        """Return whether all stored tensors of a weight are in 4 bits."""
+        return self.in_blocks.keys() >= self.experts.stored(name, self.sizes.shapes[name]).keys()
 
     def without_tied_head(self) -> "HFCheckpoint":
         """Return the same checkpoint with a separate head, in the embedding's dtype. It serves the
@@ -118,11 +136,20 @@ class HFCheckpoint:
     def read_passthrough(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that an export copies, as they are stored."""
         for name in sorted(self.passthrough):
-            yield name, self._read(name, ())
+            tensor = self._read(name, ())
+            if name in self.in_blocks:
+                tensor = tensor.to(FLOATS[self.passthrough[name].dtype])
+            yield name, tensor
         self.close()
 
     def _read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
-        file = (self.tensors.get(name) or self.passthrough[name]).file
+        """Read the values of a stored tensor: those in 4 bits in fp32, all others as they are."""
+        if (stored := self.in_blocks.get(name)) is not None:
+            return stored.read(self._read_stored, spans)
+        return self._read_stored(name, spans)
+
+    def _read_stored(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
+        file = self._files[name]
         with _untrusted_file(file).wrap_errors(f"{name} cannot be read"):
             if file not in self._open_files:
                 self._open_files[file] = safe_open(file, framework="pt")

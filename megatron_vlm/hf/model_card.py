@@ -17,6 +17,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 import megatron_vlm
+from megatron_vlm.config.base_weights import BASE_TITLES, WEIGHTS_PER_BLOCK
 from megatron_vlm.config.data_sources import HUB, SourceSpec
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config
@@ -190,6 +191,11 @@ def _settings(cfg: Config) -> Iterator[str]:
     if cfg.lora.rank:
         targets = ", ".join(map(code, cfg.lora.targets))
         yield f"- LoRA of rank {cfg.lora.rank}, alpha {cfg.lora.alpha:g}, in {targets}"
+    if cfg.lora.base is not None:
+        yield (
+            f"- beside linear layers in {BASE_TITLES[cfg.lora.base]}, blocks of "
+            f"{WEIGHTS_PER_BLOCK} weights with a scale each; a merged model has these values"
+        )
     if frozen := [part for part in SWITCHES if not learns(cfg, part)]:
         remark = " but for adapters" if cfg.lora.rank else ""
         yield f"- frozen{remark}: {', '.join(_NAMES[part] for part in frozen)}"

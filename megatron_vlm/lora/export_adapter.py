@@ -1,7 +1,7 @@
 """Export of adapters: as PEFT's files, or merged into the model's weights."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,6 +16,7 @@ from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.spec import TensorSpec
+from megatron_vlm.hf.block_codes import rounded
 from megatron_vlm.hf.export_folder import ExportMark
 from megatron_vlm.hf.export_weights import (
     check_finite,
@@ -28,6 +29,7 @@ from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
 from megatron_vlm.hf.weight_map import Entry, exported_names
 from megatron_vlm.io.hub import hub_name
+from megatron_vlm.lora.base_weights import entries_in_blocks
 from megatron_vlm.lora.peft_config import ADAPTER_FILE, CONFIG
 from megatron_vlm.lora.peft_folder import merge_adapter, tensors_saved_whole
 from megatron_vlm.lora.peft_tensors import file_tensors, parameters
@@ -100,7 +102,8 @@ def write(
         names, head = exported_names(table), source.sizes.head
         if source.sizes.tied and head in adapter.weights:
             names, source = [*names, head.name], source.without_tied_head()
-        named = merged_tensors(adapter, names)
+        frozen = entries_in_blocks(lora, table, adapter.source)
+        named = merged_tensors(adapter, names, {name for entry in frozen for name in entry.names})
         write_folder(source, names, named, out, mark=mark, done=done)
         return
     _check_fits(lora)
@@ -177,9 +180,11 @@ def _check_fits(lora: LoraConfig) -> None:
         )
 
 
-def merged_tensors(adapter: TrainedAdapter, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+def merged_tensors(
+    adapter: TrainedAdapter, names: Sequence[str], in_blocks: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the model: as it is stored, as it was trained, or merged with its
-    adapter."""
+    adapter. Weights `in_blocks` have the values beside which the adapters were trained."""
     with_adapter = {weight.name: weight for weight in adapter.weights}
     source = adapter.source
     shapes = {tensor.name: tensor.shape for tensor in source.sizes.with_head}
@@ -188,6 +193,9 @@ def merged_tensors(adapter: TrainedAdapter, names: Sequence[str]) -> Iterator[tu
             yield name, adapter.tensors[name]
             continue
         stored = source.read(source.stored_name(name), [(0, shapes[name][0])])
+        if name in in_blocks:
+            assert adapter.lora.base is not None
+            stored = rounded(stored, adapter.lora.base)
         if name in with_adapter:
             down, up = adapter.pair(with_adapter[name])
             with torch.no_grad():

@@ -179,11 +179,10 @@ def build_chunks(
         # Only parameters are cast: rotary frequencies are buffers and must stay in fp32.
         shared = {} if others is None else dict(others[chunk].named_parameters())
         for name, param in list(model.named_parameters()):
-            like = shared.get(name)
-            if like is not None and isinstance(like, BlockWeight):
-                replace_parameter(model, name, like)
-            elif like is not None:
-                param.data = like.data
+            if isinstance(shared.get(name), BlockWeight):
+                replace_parameter(model, name, shared[name])
+            elif name in shared:
+                param.data = shared[name].data
             elif (chunk, name) in in_blocks:
                 assert cfg.lora.base is not None
                 form = cfg.lora.base, param.shape, config.params_dtype, platform.device

@@ -17,10 +17,11 @@ from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims, count_offloaded
 from megatron_vlm.family.decoder_layers import LayerSpec
 from megatron_vlm.family.spec import ModelSizes, Part
+from megatron_vlm.hf.block_codes import DECODED_AT_ONCE
 from megatron_vlm.lora.targets import adapted_specs, is_of_experts
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
-from megatron_vlm.planner.parameters import ParamCounts, count
+from megatron_vlm.planner.parameters import ParamCounts, count, largest_in_blocks
 from megatron_vlm.planner.row_sizes import BatchSizes
 
 USABLE = 0.9  # fraction of a device's memory; the rest is for kernels' workspaces and fragmentation
@@ -82,11 +83,11 @@ def stage_memory(
     in_flight = micro_batches_in_flight(dims, stage, len(batches))
     models = 2 if reference_of(cfg) == "model" else 1  # the second one is frozen
     return StageMemory(
-        itemsize * counts.held * models,
+        counts.weight_bytes(cfg.lora.base, itemsize) * models,
         _FP32 * counts.gradients,
         optimizer,
         _peak(kept_by_chunk, in_flight),
-        max(working, default=0),
+        max(working, default=0) + _decoded_bytes(cfg, sizes, dims, itemsize),
         host + _peak(host_by_chunk, in_flight),
     )
 
@@ -112,6 +113,13 @@ def _peak(bytes_by_chunk: Sequence[Sequence[int]], in_flight: set[tuple[int, ...
         sum(sum(each[:number]) for each, number in zip(largest, numbers, strict=True))
         for numbers in in_flight
     )
+
+
+def _decoded_bytes(cfg: Config, sizes: ModelSizes, dims: ParallelDims, itemsize: int) -> int:
+    """Return the temporary bytes of a product with a weight of lora.base: its values, and the fp32
+    values and numbers of the codes of a part of it."""
+    values = largest_in_blocks(cfg, sizes, dims)
+    return values * itemsize + min(values, DECODED_AT_ONCE) * (_FP32 + _FP32 // 2)
 
 
 def config_as_trained(cfg: Config, sizes: ModelSizes) -> Config:

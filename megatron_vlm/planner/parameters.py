@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby
 
+from megatron_vlm.config.base_weights import BaseType, base_bytes
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import (
     Config,
@@ -19,6 +20,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.hf.matrices import is_of_matrices, matrices_of
 from megatron_vlm.hf.weight_map import Entry, Origin, name_table
+from megatron_vlm.lora.base_weights import find_misfit
 from megatron_vlm.lora.targets import adapted_linears, adapted_specs, adapter_entries
 
 # These constants are those of megatron-core 0.16.1, _ParamAndGradBuffer and
@@ -39,6 +41,7 @@ class RankParam:
     expert: bool = False  # belongs to experts that the replicas divide
     states: int = 0  # states of the optimizer for each value
     muon_flops: int = 0  # operations of Newton-Schulz, over all ranks of TP and DP
+    in_blocks: bool = False  # stored as codes, lora.base
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,18 @@ class ParamCounts:
     of_experts: int = 0  # the part of the gradients that is summed only over DP / EP ranks
     states: int = 0  # values of the optimizer's states on this rank
     muon_flops: int = 0  # operations of Newton-Schulz on this rank
+    in_blocks: int = 0  # the part of what is held that lora.base stores as codes
 
     @property
     def muon_values(self) -> int:
         """Values whose updates Muon sends to other ranks and back. They have one state, and all
         others have two."""
         return max(0, 2 * self.optimized - self.states)
+
+    def weight_bytes(self, base: BaseType | None, itemsize: int) -> int:
+        """Return the bytes of all weights that the rank holds."""
+        plain = itemsize * (self.held - self.in_blocks)
+        return plain if base is None else plain + round(base_bytes(base) * self.in_blocks)
 
 
 def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> ParamCounts:
@@ -104,18 +113,19 @@ def _of_chunk(
     trained = [param for param in params if param.trained]
     values = sum(param.values for param in trained)
     held = sum(param.values for param in params)
+    in_blocks = sum(param.values for param in params if param.in_blocks)
     muon_flops = sum(param.muon_flops for param in trained) // (dims.tp * dims.dp)
     if not cfg.parallel.distributed_optimizer or dims.dp == 1:
         shared = sum(param.values for param in trained if param.expert)
         states = sum(param.values * param.states for param in trained)
-        return ParamCounts(held, values, values, values, shared, states, muon_flops)
+        return ParamCounts(held, values, values, values, shared, states, muon_flops, in_blocks)
     bucket = None  # megatron cuts the buffer only for what is reduced early, on the first stage
     if cfg.parallel.overlap_grad_reduce and place == 0:
         bucket = max(_MIN_BUCKET, _BUCKET_OF_RANK * dims.dp)
     dense = _shards([param for param in trained if not param.expert], dims.dp, bucket)
     experts = _shards([param for param in trained if param.expert], dims.dp // dims.ep, bucket)
     buffer, optimized, states = (a + b for a, b in zip(dense, experts, strict=True))
-    return ParamCounts(held, values, buffer, optimized, experts[0], states, muon_flops)
+    return ParamCounts(held, values, buffer, optimized, experts[0], states, muon_flops, in_blocks)
 
 
 def _params_of_stage(
@@ -131,6 +141,7 @@ def _params_of_stage(
             expert=entry.layout.cut == "ep" and dims.ep > 1,
             states=_states_of(cfg.optim, entry),
             muon_flops=_muon_flops(cfg.optim, entry),
+            in_blocks=entry.is_in_blocks(cfg.lora),
         )
         for layer, entry in _table(sizes, cfg.lora.rank, cfg.lora.targets)
         if (layer in layers if layer is not None else is_last if entry.stage else stage == 0)
@@ -154,6 +165,23 @@ def _muon_flops(optim: OptimConfig, entry: Entry) -> int:
         for matrix in matrices_of(tensor, first_expert)[:1]
         for flops in [matrix.orthogonalize_flops(optim.muon_ns_steps)]
     )
+
+
+def largest_in_blocks(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> int:
+    """Return the values of the largest weight that lora.base stores as codes: a product with it
+    needs all of them at once."""
+    if cfg.lora.base is None:
+        return 0
+    table = [entry for _, entry in _table(sizes, cfg.lora.rank, cfg.lora.targets)]
+    return max(each.values_per_rank(dims) for each in table if each.is_in_blocks(cfg.lora))
+
+
+def fits_blocks(cfg: Config, sizes: ModelSizes, tp: int) -> bool:
+    """Return whether TP cuts no weight inside a block of lora.base."""
+    if cfg.lora.base is None:
+        return True
+    table = [entry for _, entry in _table(sizes, cfg.lora.rank, cfg.lora.targets)]
+    return find_misfit(cfg.lora, table, tp) is None
 
 
 @lru_cache(maxsize=8)

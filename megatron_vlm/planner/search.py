@@ -20,13 +20,8 @@ from megatron_vlm.planner.layer_split import (
     most_layers,
     replicas_of,
 )
-from megatron_vlm.planner.memory import (
-    USABLE,
-    StageMemory,
-    config_as_trained,
-    estimate,
-)
-from megatron_vlm.planner.parameters import count
+from megatron_vlm.planner.memory import USABLE, StageMemory, config_as_trained, estimate
+from megatron_vlm.planner.parameters import count, fits_blocks
 from megatron_vlm.planner.pipeline_time import ReplicaCosts, Stages, trained_values
 from megatron_vlm.planner.row_sizes import RowSample, Step, heaviest_micro_batches
 
@@ -140,7 +135,7 @@ def _options(
     if "train.micro_batch_tokens" not in free:
         limits = {cfg.train.micro_batch_tokens}
     experts = text.experts.count if text.experts else 1
-    degrees = (1,) if text.experts else (1, 2, 4, 8)
+    degrees = [tp for tp in ((1,) if text.experts else (1, 2, 4, 8)) if fits_blocks(cfg, sizes, tp)]
     for tp in degrees if "parallel.tp" in free else (cfg.parallel.tp,):
         cut = (*text.divided_by_tp.values(), gpus)
         if any(each % tp for each in cut) or tp > cluster.machine.devices:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_vlm.config.base_weights import BASE_TITLES
 from megatron_vlm.config.schema import CheckpointConfig, Config, EvalConfig
 from megatron_vlm.config.trainable import SWITCHES, exports, learns
 from megatron_vlm.data.batches.data_warnings import Remarks
@@ -104,7 +105,8 @@ def _learning_parts(cfg: Config, stages: Sequence[StageReport]) -> str:
     if cfg.lora.rank:
         targets = ", ".join(cfg.lora.targets)
         whole = f"; in full: {', '.join(parts)}" if parts else ""
-        return f"{numbers}: adapters of rank {cfg.lora.rank} in {targets}{whole}"
+        base = f"; frozen linear layers in {BASE_TITLES[cfg.lora.base]}" if cfg.lora.base else ""
+        return f"{numbers}: adapters of rank {cfg.lora.rank} in {targets}{whole}{base}"
     frozen = [part for part in SWITCHES if part not in parts]
     rest = f"; frozen: {', '.join(frozen)}" if frozen else ""
     return f"{numbers}: {', '.join(parts) or 'none'}{rest}"

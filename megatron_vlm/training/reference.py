@@ -193,7 +193,9 @@ def _compute(
 def _key(worker: MegatronWorker, cfg: Config, data: DataSet, handles_N2: np.ndarray) -> str:
     """Return a digest of everything that the log-probs depend on."""
     hasher = hashlib.blake2b(worker.base_digest.encode(), digest_size=16)
-    hasher.update(repr([cfg.lora.path, str(worker.chunks[0].config.params_dtype)]).encode())
+    form = [cfg.lora.path, str(worker.chunks[0].config.params_dtype)]
+    # Without codes, the key is that of earlier versions.
+    hasher.update(repr(form + ([cfg.lora.base] if cfg.lora.base else [])).encode())
     hasher.update(handles_N2[np.lexsort(handles_N2.T)].tobytes())
     for source, reader, index in zip(data.sources, data.readers, data.indexes, strict=True):
         hasher.update(index_key(source, reader, cfg.data).encode() + index.records.tobytes())

@@ -34,7 +34,8 @@ def eval_dry_run(
         names = ", ".join(map(metric_name, metrics))
         scores.append(f"{names} of answers of at most {cfg.eval.max_new_tokens:,} tokens")
     itemsize = compute_dtype(cfg, target.platform).itemsize
-    weights = [itemsize * count(cfg, sizes, dims, stage).held for stage in range(dims.pp)]
+    counts = [count(cfg, sizes, dims, stage) for stage in range(dims.pp)]
+    weights = [each.weight_bytes(cfg.lora.base, itemsize) for each in counts]
     of = f", of {target.available}" if target.available else ""
     rows = {
         "model": cfg.model.path if checkpoint is None else str(checkpoint),

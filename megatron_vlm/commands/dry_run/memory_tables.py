@@ -85,4 +85,6 @@ def _remedies(cfg: Config, dims: ParallelDims, worst: int) -> list[str]:
         changes.append("more parallel.tp or parallel.pp in place of replicas")
     if not cfg.lora.rank:
         changes.append("adapters alone (lora=default)")
+    elif cfg.lora.base is None:
+        changes.append("frozen weights in 4 bits (lora.base=nf4)")
     return changes

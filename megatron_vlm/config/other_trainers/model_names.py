@@ -18,8 +18,9 @@ _MERGED = (
     "megatron-vlm export --as merged merges adapters into the model, and checkpoint.export (merged "
     "or both) does it at the end of a run"
 )
-_NO_QUANTIZATION = (
-    "the weights beside adapters are not quantized; train.precision is auto, bf16 or fp32"
+_QUANTIZATION = (
+    "lora.base=nf4 or int8 stores the frozen weights beside adapters in 4 or 8 bits, by blocks of "
+    "64; there is no other quantization"
 )
 _TUNE = "model.freeze_vision, model.freeze_merger and model.freeze_language say what does not learn"
 _SHARDS = (
@@ -83,7 +84,7 @@ MODEL_SENTENCES = {
     _FEW: "use_galore use_apollo use_badam use_llama_pro use_unsloth "
     "use_unsloth_gc use_reft shift_attn mixture_of_depths s2_attention oft_rank oft_block_size "
     "oft_target module_dropout relora_steps",
-    _NO_QUANTIZATION: "qlora quantization_bit load_in_4bit load_in_8bit quant_bits quant_method "
+    _QUANTIZATION: "qlora quantization_bit load_in_4bit load_in_8bit quant_bits quant_method "
     "quantization_method quantization_type double_quantization quantization_config quantization "
     "quantization_device_map use_bnb_nested_quant bnb_config_kwargs gptq qat hqq_axis "
     "quant_n_samples quant_batch_size group_size",
@@ -191,7 +192,7 @@ MODEL_SENTENCES = {
 MODEL_FAMILIES = {
     _FEW: "galore_ apollo_ badam_ lisa_ boft_ vera_ adalora_ reft_ fourier_ llamapro_ relora_ oft_",
     _PLAIN_LORA: "lora_ga_ pissa_",
-    _NO_QUANTIZATION: "bnb_ export_quantization_ hqq_",
+    _QUANTIZATION: "bnb_ export_quantization_ hqq_",
     "fp8 is not trained; train.precision is auto, bf16 or fp32": "fp8",
     _SHARDS: "fsdp_ deepspeed_",
     _EXPERTS: "moe_",

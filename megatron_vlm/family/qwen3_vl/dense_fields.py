@@ -6,6 +6,7 @@ from megatron_vlm.family.field_rules import (
     LIST,
     OBJECT,
     POSITIVE,
+    QUANTIZATION,
     SWITCH,
     KnownFields,
     ModelFields,
@@ -36,9 +37,10 @@ DENSE_TOP = KnownFields(
         "image_token_id": _ID,
         "video_token_id": _ID,
         "tie_word_embeddings": SWITCH,
+        "quantization_config": QUANTIZATION,
     },
     {*_IDLE, *_OUTPUTS, "vision_start_token_id", "vision_end_token_id", "pad_token_id"},
-    {**_FIXED, "model_type": ("qwen3_vl",), "quantization_config": (None,)},
+    {**_FIXED, "model_type": ("qwen3_vl",)},
 )
 DENSE_TEXT = KnownFields(
     {
