@@ -57,11 +57,17 @@ class Adapter:
         )
 
 
-def peft_model(path: str, adapter: Adapter) -> PeftModel:
-    """Return the model with an adapter whose every tensor is random, B included."""
+def base_model(path: str, adapter: Adapter) -> torch.nn.Module:
+    """Return the model without the adapter."""
     model = load_reference(path)
     if adapter.base is not None:
         round_base(model, adapter.base, MERGERS if adapter.whole_merger else "none")
+    return model
+
+
+def peft_model(path: str, adapter: Adapter) -> PeftModel:
+    """Return the model with an adapter whose every tensor is random, B included."""
+    model = base_model(path, adapter)
     pattern = "|".join(GROUPS.get(target, target) for target in adapter.targets)
     modules = [name for name, _ in model.named_modules()]
     mergers = [name for name in modules if re.fullmatch(MERGERS, name)]

@@ -3,9 +3,11 @@
 tests/test_lora.py compares with PEFT's: codes, memory, files of bitsandbytes, exports, refusals."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,17 +15,31 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_vlm.cli import main
+from megatron_vlm.config import load_config
 from megatron_vlm.config.base_weights import base_bytes
+from megatron_vlm.config.command_checks import check_engine, check_serve
+from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.block_codes import NF4_VALUES, BlockCodes, rounded
 from megatron_vlm.hf.block_weight import BlockWeight
+from megatron_vlm.hf.export_folder import read_export_mark
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.planner.parameters import count
+from megatron_vlm.lora.peft_config import lora_of
+from megatron_vlm.planner.parameters import count, fits_blocks
+from megatron_vlm.training.preflight import check_model
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
+from tests.error_fields import raises
 from tests.reference import load_reference, row_log_probs
 from tests.runs import Case
+from tests.sets import write_set
 from tests.test_lora import BLOCKS, EXPERTS_IN_BLOCKS
+from tests.test_lora_files import ask, difference, log_probs, score, train_and_export
 from tests.test_parity import layout
+from tests.test_preferences import pairs
+from tests.test_rl import learnt, lines
+from tests.test_train import go_pooled, steps_of
 
 CPU = torch.device("cpu")
 NF4 = dict(rank=4, targets=("attention", "mlp"), base="nf4")
@@ -48,7 +64,7 @@ def test_values_of_codes_become_the_same_codes(base):
     assert torch.equal(rounded(values, base), values) and not values[3].any()
     largest = weights.abs().amax(1)
     assert torch.equal(values.abs().amax(1), largest)
-    widest = max(b - a for a, b in zip(NF4_VALUES, NF4_VALUES[1:], strict=False))
+    widest = max(b - a for a, b in pairwise(NF4_VALUES))
     half = widest / 2 if base == "nf4" else 0.5 / 127
     assert bool(((values - weights).abs() <= (half + 1e-6) * largest[:, None]).all())
     stored = codes.codes_K.nbytes + codes.scales_B.nbytes
@@ -206,3 +222,203 @@ def test_a_checkpoint_in_4_bits_is_read_as_it_is(pool, tiny, in_blocks, tmp_path
 def scores_and_names(path: str, case: Case, rows: list) -> tuple[list[Tensor], list[str]]:
     worker = MegatronWorker(case.config(path), training=False)
     return worker.forward(rows), list(held_codes(worker))
+
+
+def test_an_export_of_a_checkpoint_in_4_bits_has_plain_weights(pool, tiny, in_blocks, tmp_path):
+    """They are those that it was trained with, so that it needs no bitsandbytes."""
+    trained = pool.run(train_and_export, 1, str(in_blocks), Case(lora=NF4), tmp_path)[0]
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert "quantization_config" not in config
+    stored = load_file(tmp_path / "merged" / "model.safetensors")
+    assert stored.keys() == load_file(Path(tiny(**SMALL)) / "model.safetensors").keys()
+    assert difference(log_probs(load_reference(str(tmp_path / "merged"))), trained) < 5e-6
+    # What PEFT writes beside such a model says nothing about 4 bits, but the model does.
+    adapter = tmp_path / "adapter"
+    assert lora_of(adapter, str(in_blocks)).base == "nf4"
+    assert lora_of(adapter, tiny(**SMALL)).base is None
+
+
+@pytest.fixture(scope="module")
+def a_run(pool, tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    write_set(folder)
+    words = ("lora=default", "lora.base=nf4", "checkpoint.export=both", "train.steps=2")
+    for more in ((), ("train.steps=3", "parallel.pp=1", "parallel.tp=2")):  # it resumes
+        status, out, err = go_pooled(pool, 2, folder, tiny(**SMALL), "run", *words, *more)
+        assert status == 0, err
+    return folder, out
+
+
+def test_a_run_says_what_it_trains_beside(a_run):
+    folder, out = a_run
+    assert "frozen linear layers in 4 bits (NF4)" in " ".join(out.split())
+    for form in ("export", "merged"):
+        card = (folder / "run" / form / "README.md").read_text()
+        assert "beside linear layers in 4 bits (NF4), blocks of 64" in card
+    assert read_export_mark(folder / "run" / "export").base_type == "nf4"
+    assert [step["step"] for step in steps_of(folder / "run")] == [1, 2, 3]
+
+
+def test_a_run_its_adapter_and_the_merged_model_are_the_same(a_run, pool):
+    """Scores and answers of the adapter are those beside the weights in 4 bits."""
+    folder, _ = a_run
+    run, data = folder / "run", ["data.cache_dir=null", "data.num_workers=0"]
+    data += [f"data.eval={folder / 'train.jsonl'}", "eval.generate=true", "eval.samples=4"]
+    scores = [
+        json.loads(pool.run(score, 1, str(run / name), words)[0])
+        for name, words in (
+            ("", [*data, "parallel.tp=1"]),
+            ("export", ["model=tiny_cpu", *data]),
+            ("merged", ["model=tiny_cpu", *data]),
+        )
+    ]
+    losses = [each["loss"] for each in scores]
+    assert losses == [pytest.approx(losses[0], rel=1e-6)] * 3
+    assert pool.run(ask, 1, str(run)) == pool.run(ask, 1, str(run / "merged"))
+    out = folder / "again"
+    assert main(["export", str(run), str(out), "--as", "merged"]) == 0
+    name = "model.safetensors"
+    assert (out / name).read_bytes() == (run / "merged" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_the_policy_begins_as_its_reference(pool, tiny, tmp_path):
+    """In reinforcement learning this is a second model in 4 bits."""
+    write_set(tmp_path, rows=7)
+    more = ("lora=default", "lora.base=nf4", "parallel.pp=2", "optim.lr=1e-2")
+    run = learnt(pool, 2, tmp_path, tiny(**SMALL), "nf4", *more)
+    kl = [line["kl"] for line in lines(run, "rl")]
+    assert abs(kl[0]) < 1e-7 < kl[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["adapters_off", "keep", "model"])
+def test_pairs_begin_with_equal_rewards(reference, pool, tiny, tmp_path):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs()))
+    words = ("lora=default", "lora.base=nf4", "train.steps=2", "train.objective=dpo")
+    words += (f"train.reference={reference}", f"data.train={data}")
+    status, _, err = go_pooled(pool, 2, tmp_path, tiny(**SMALL), "run", *words)
+    assert status == 0, err
+    first, second = steps_of(tmp_path / "run")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6) != second["loss"]
+
+
+def refused(path: str, case: Case) -> ConfigError | CheckpointError:
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        MegatronWorker(case.config(path))
+    return caught.value
+
+
+def test_what_blocks_cannot_store_is_refused(pool, tiny):
+    tp2 = layout(tp=2)
+    for case, sizes, fields in (
+        (
+            tp2,
+            dict(BLOCKS, intermediate=192),
+            dict(key="parallel.tp", found=2, allowed=[1], problem_has="192 weights, into parts"),
+        ),
+        (
+            layout(),
+            dict(intermediate=128),
+            dict(key="lora.base", found="nf4", problem_has="self_attn.o_proj.weight [64, 96]"),
+        ),
+        (
+            layout(),
+            dict(EXPERTS_IN_BLOCKS, expert_intermediate=40),
+            dict(key="lora.base", problem_has="experts.down_proj [8, 64, 40]"),
+        ),
+        (
+            layout(),
+            dict(BLOCKS, vision_hidden=8, vision_intermediate=9),
+            dict(key="lora.base", problem_has="of model.visual.blocks.0.mlp.linear_fc1"),
+        ),
+    ):
+        error = pool.run(refused, case.world, tiny(**sizes), replace(case, lora=NF4))[0]
+        with raises(ConfigError, **fields):
+            raise error
+    cfg, sizes = Case(lora=NF4).config("x"), read_sizes(tiny(**dict(BLOCKS, intermediate=192)))
+    assert [tp for tp in (1, 2, 4) if fits_blocks(cfg, sizes, tp)] == [1]
+
+
+REFUSED = {
+    "lora.base=nf4": dict(key="lora.base", found="nf4", remedy_has="lora=default"),
+    "lora=default lora.base=fp4": dict(key="lora.base", found="fp4", allowed_has="nf4"),
+    "lora=qlora": dict(key="lora", found="qlora", remedy_has="lora=default lora.base=nf4"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_configuration_is_refused(words):
+    with raises(ConfigError, **REFUSED[words]):
+        load_config(["model.path=x", *words.split()])
+
+
+def test_engines_and_services_load_other_weights(tmp_path):
+    cfg = load_config(["model.path=x", "lora=default", "lora.base=nf4", "rl.sampler=vllm"])
+    cfg = replace(cfg, rl=replace(cfg.rl, engine="python"))
+    with raises(ConfigError, key="lora.base", remedy_has="rl.sampler=own"):
+        check_engine(cfg, "rl")
+    with raises(ConfigError, key="lora.rank", remedy_has="serve.max_rank"):
+        check_serve(cfg)
+
+
+def test_stored_codes_go_only_beside_adapters(pool, in_blocks):
+    for lora in ({}, dict(NF4, base=None), dict(NF4, base="int8")):
+        error = pool.run(refused, 1, str(in_blocks), Case(lora=lora))[0]
+        with raises(ConfigError, key="lora.base", allowed=("nf4",), problem_has="22 weights"):
+            raise error
+
+
+NAME = "model.language_model.layers.1.mlp.down_proj.weight"
+OTHERS = {
+    "fp8": dict(quant_method="fp8"),
+    "gptq": dict(quant_method="gptq", bits=4),
+    "llm_int8": dict(QUANTIZATION, load_in_4bit=False, load_in_8bit=True),
+    "fp4": dict(QUANTIZATION, bnb_4bit_quant_type="fp4"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_quantizations_are_refused_before_weights_are_read(kind, in_blocks, tmp_path):
+    shutil.copytree(in_blocks, tmp_path / "model")
+    change_config(tmp_path / "model", quantization_config=OTHERS[kind])
+    for read in (HFCheckpoint, check_model):
+        with raises(ConfigError, problem_has="quantization_config=", remedy_has="lora.base=nf4"):
+            read(str(tmp_path / "model"))
+
+
+def state_of(folder: Path, **changed: object) -> Tensor:
+    raw = bytes(load_file(folder / "model.safetensors")[f"{NAME}.{STATE}"].tolist())
+    return torch.tensor(list(json.dumps(json.loads(raw) | changed).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ({"blocksize": 128}, dict(key="blocksize", found=128)),
+        ({"nested_blocksize": 64}, dict(key="nested_blocksize", found=64)),
+        ({"dtype": "int8"}, dict(key="dtype", found="int8")),
+        ({"shape": [64, 64]}, dict(key=NAME, problem_has="(4096, 1) values")),
+        ({"shape": [8192]}, dict(key="shape")),
+        ("absmax", dict(key=NAME, problem_has=f"lacks {NAME}.absmax")),
+        ("nested_absmax", dict(key=NAME, problem_has=f"lacks {NAME}.nested_absmax")),
+    ],
+)
+def test_damaged_codes_are_refused(change, fields, in_blocks, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(in_blocks, folder)
+    if isinstance(change, str):
+        change_tensors(folder, **{f"{NAME}.{change}": None})
+    else:
+        change_tensors(folder, **{f"{NAME}.{STATE}": state_of(folder, **change)})
+    with raises(CheckpointError, remedy_has="in bf16", **fields):
+        HFCheckpoint(folder).read_headers()
+
+
+def test_another_table_of_values_is_refused(in_blocks, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(in_blocks, folder)
+    change_tensors(folder, **{f"{NAME}.quant_map": torch.linspace(-1, 1, 16)})
+    with raises(CheckpointError, key=NAME, problem_has="quant_map"):
+        HFCheckpoint(folder).read_headers()

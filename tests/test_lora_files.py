@@ -31,16 +31,18 @@ from megatron_vlm.lora.weights import adapted_weights, serving_remark
 from megatron_vlm.report.layout_table import short_name
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
-from tests.peft_reference import Adapter, peft_model
+from tests.peft_reference import Adapter, base_model, peft_model
 from tests.peft_reference import save as save_peft
 from tests.reference import load_reference, row_log_probs
 from tests.runs import Case, my_rows
 from tests.test_lora import (
     ALL,
     BESIDE_MERGER,
+    BLOCKS,
     DELTA_NET,
     DOWN,
     EXPERTS,
+    EXPERTS_IN_BLOCKS,
     IN_EXPERTS,
     SHARED_EXPERT,
 )
@@ -83,6 +85,9 @@ def slow(*values):
         (BESIDE_MERGER, layout(dp=2), {}),
         (ALL, layout(tp=2, pp=2, layers_per_stage=[1, 3]), DELTA_NET),
         (Adapter(), layout(pp=2, dp=2, ep=2), SHARED_EXPERT),
+        (replace(ALL, base="nf4"), layout(tp=2, pp=2), BLOCKS),
+        slow(replace(BESIDE_MERGER, base="int8"), layout(tp=2), BLOCKS),
+        slow(replace(IN_EXPERTS, base="nf4"), layout(pp=2, dp=2, ep=2), EXPERTS_IN_BLOCKS),
         slow(Adapter(("in_proj_qkv", "in_proj_a", "q_proj")), layout(tp=2), DELTA_NET),
         slow(Adapter(("in_proj_?", "shared_expert.*_proj")), layout(dp=2, ep=2), SHARED_EXPERT),
         slow(Adapter(), layout(pp=2, dp=2, ep=2), {**EXPERTS, "dense_layers": 1}),
@@ -96,7 +101,7 @@ def slow(*values):
 def test_peft_loads_what_is_exported(adapter, case, sizes, pool, tiny, tmp_path):
     case, tiny = replace(case, lora=adapter.ours), partial(tiny, **sizes)
     trained = pool.run(train_and_export, case.world, tiny(), case, tmp_path)[0]
-    base = log_probs(load_reference(tiny()))
+    base = log_probs(base_model(tiny(), adapter))
     assert difference(trained, base) > 0.01
     export_checkpoint(str(step_folder(tmp_path, 2)), str(tmp_path / "from_checkpoint"))
     merged = str(tmp_path / "merged_from_checkpoint")
@@ -106,7 +111,7 @@ def test_peft_loads_what_is_exported(adapter, case, sizes, pool, tiny, tmp_path)
         again = {path.name: path.read_bytes() for path in (tmp_path / other).iterdir()}
         assert files.keys() == again.keys() - {"megatron_vlm.json"}  # only a checkpoint has an id
         assert [name for name in files if files[name] != again[name] and name != "README.md"] == []
-    loaded = PeftModel.from_pretrained(load_reference(tiny()), tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(base_model(tiny(), adapter), tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert get_peft_model_state_dict(loaded).keys() == stored.keys()
     assert isinstance(loaded.peft_config["default"].lora_alpha, int)  # the type that PEFT declares
@@ -138,7 +143,7 @@ def test_an_adapter_says_how_to_go_on_from_it(adapter, sizes, pool, tiny, tmp_pa
     path = tiny(**sizes)
     model = peft_model(path, adapter)
     folder = Path(save_peft(model, tmp_path / "peft"))
-    lora = lora_of(folder)
+    lora = lora_of(folder, path)
     assert (lora.rank, lora.alpha, lora.rslora, lora.train) == (4, 12.0, False, ())
     case = replace(layout(), lora=vars(lora))
     assert difference(pool.run(log_probs_here, 1, path, case)[0], log_probs(model)) < 5e-6

@@ -147,7 +147,7 @@ def test_what_peft_writes_is_loaded(sizes, pool, tiny, tmp_path, record_property
     file = folder / "adapter_model.safetensors"
     stored = load_file(file)
     assert copied in stored
-    lora = lora_of(folder)
+    lora = lora_of(folder, path)
     assert lora.train == () and "lm_head" in lora.targets
     case = replace(layout(), lora=vars(lora))
     worst = difference(pool.run(log_probs_here, 1, path, case)[0], log_probs(model))

@@ -110,8 +110,11 @@ def _figures(scores: JsonField) -> dict[str, float]:
 def mark_of(folder: Path, manifest: Manifest, step: int) -> ExportMark:
     """Return the mark of an export of this checkpoint."""
     lora = outside_file(folder / "state.json").json().get("lora")
-    base = None if lora is None else lora["base"].string()
-    return ExportMark(manifest.run, step, manifest.id, base)
+    if lora is None:
+        return ExportMark(manifest.run, step, manifest.id)
+    base_type = lora.get("base_type")
+    bases = lora["base"].string(), None if base_type is None else base_type.string()
+    return ExportMark(manifest.run, step, manifest.id, *bases)
 
 
 # Check of the weights that a checkpoint's adapters were trained with.

@@ -90,7 +90,9 @@ def save(
         "progress": progress,
     }
     if worker.cfg.lora.rank:
-        state["lora"] = {"base": worker.base_digest, "scale": scale_of(worker.cfg.lora)}
+        lora = {"base": worker.base_digest, "scale": scale_of(worker.cfg.lora)}
+        base_type = worker.cfg.lora.base
+        state["lora"] = lora if base_type is None else {**lora, "base_type": base_type}
     texts = {
         "state.json": json.dumps(state, indent=1) + "\n",
         "config.yaml": to_yaml(worker.cfg),

@@ -92,7 +92,9 @@ def _with_adapter(folder: Path, overrides: Sequence[str], file: ConfigFile | Non
     has_model = any(override.startswith("model.path=") for override in overrides)
     base = [] if has_model else [f"model.path={base_of(folder)}"]
     cfg = load_config([*base, *overrides], file)
-    return replace(cfg, lora=lora_of(folder), checkpoint=CheckpointConfig(export=False))
+    return replace(
+        cfg, lora=lora_of(folder, cfg.model.path), checkpoint=CheckpointConfig(export=False)
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

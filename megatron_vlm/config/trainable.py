@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Literal
+from typing import Literal, get_args
 
+from megatron_vlm.config.base_weights import BaseType
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.errors import ConfigError
 
@@ -74,6 +75,9 @@ def _errors(cfg: Config) -> Iterator[ConfigError]:
             found=export,
             allowed=("adapter", "merged", "both", True, False),
         )
+    if lora.base not in (None, *get_args(BaseType)):
+        allowed = (*get_args(BaseType), None)
+        yield ConfigError(key="lora.base", found=lora.base, allowed=allowed)
     for name, names in (("targets", lora.targets), ("train", lora.train)):
         if not all(isinstance(each, str) and each for each in names):
             yield ConfigError(key=f"lora.{name}", found=names, allowed="a list of names")

@@ -21,6 +21,7 @@ class ExportMark:
     checkpoint: str  # id of the checkpoint, see checkpoint/manifest.py
     # The digest of the weights that an adapter was trained with.
     base: str | None = field(default=None, compare=False)
+    base_type: str | None = field(default=None, compare=False)  # lora.base of that training
 
 
 def finish_mark(folder: Path, mark: ExportMark | None) -> None:
@@ -34,6 +35,8 @@ def finish_mark(folder: Path, mark: ExportMark | None) -> None:
     facts: dict[str, Any] = {"step": mark.step, "checkpoint": mark.checkpoint}
     if mark.base is not None:
         facts["base"] = mark.base
+    if mark.base_type is not None:
+        facts["base_type"] = mark.base_type
     names = [_name_in(folder, path) for path in content]
     facts["files"] = {name: path.stat().st_size for name, path in zip(names, content, strict=True)}
     facts["digests"] = dict(zip(names, digests, strict=True))
@@ -46,7 +49,8 @@ def read_export_mark(folder: Path) -> ExportMark | None:
     try:
         if mark is None or any(not (folder / name).is_file() for name in mark["files"]):
             return None
-        return ExportMark(mark["run"], mark["step"], mark["checkpoint"], mark.get("base"))
+        bases = mark.get("base"), mark.get("base_type")
+        return ExportMark(mark["run"], mark["step"], mark["checkpoint"], *bases)
     except (KeyError, TypeError):
         return None
 

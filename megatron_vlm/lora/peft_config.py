@@ -3,13 +3,16 @@ continues its training."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from megatron_vlm.config.base_weights import BaseType
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.config.trainable import Exported
 from megatron_vlm.errors import CheckpointError, show_value
+from megatron_vlm.family.config_json import read_fields
 from megatron_vlm.hf.hf_checkpoint import read_header
-from megatron_vlm.io.hub import HubName, hub_name
+from megatron_vlm.io.atomic import MARK, read_mark
+from megatron_vlm.io.hub import HubName, folder_of, hub_name
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 from megatron_vlm.lora.peft_tensors import is_of_linear
 from megatron_vlm.lora.targets import PREFIX
@@ -83,9 +86,9 @@ def base_of(folder: Path) -> str:
     return base.string()
 
 
-def lora_of(folder: Path) -> LoraConfig:
-    """Return the configuration that continues the training of an adapter, from the adapter's
-    files."""
+def lora_of(folder: Path, model: str) -> LoraConfig:
+    """Return the configuration that continues the training of an adapter, from the adapter's files
+    and those of its base model."""
     config = read_adapter_config(folder)
     names = sorted(read_header(folder / ADAPTER_FILE))
     ending = ".lora_A.weight"
@@ -101,7 +104,23 @@ def lora_of(folder: Path) -> LoraConfig:
         targets=tuple(targets),
         train=("merger",) if any(map(_is_whole, names)) else (),
         path=str(folder),
+        base=_base_type(folder, model),
     )
+
+
+def _base_type(folder: Path, model: str) -> BaseType | None:
+    """Return the type of the frozen weights that an adapter was trained beside. If no run wrote the
+    adapter, this is the type in which its base model is stored."""
+    mark = read_mark(folder)
+    if mark is None:
+        fields = read_fields(folder_of(model))
+        return None if fields.get("quantization_config") is None else "nf4"
+    found: BaseType | None = mark.get("base_type")
+    if found not in (None, *get_args(BaseType)):
+        raise CheckpointError(
+            place=str(folder / MARK), key="base_type", found=found, allowed=get_args(BaseType)
+        )
+    return found
 
 
 def _is_whole(name: str) -> bool:

@@ -44,7 +44,7 @@ class ChatSession:
         self.tokenizer = self.rows.reader.encoder.renderer.tokenizer
         self.stop_ids = stop_ids(folder_of(folder), self.tokenizer.convert_tokens_to_ids(END))
         self.settings = settings
-        lora = LoraConfig() if adapter is None else lora_of(adapter)
+        lora = LoraConfig() if adapter is None else lora_of(adapter, folder)
         cfg = Config(
             platform=settings.platform,
             model=ModelConfig(folder),
