@@ -134,7 +134,7 @@ trl-env: .venv-trl/ready
 .venv-trl/ready:
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/pip install --quiet --no-compile torch==2.13.0
-	.venv-trl/bin/pip install --quiet --no-compile trl==1.16.0 transformers==5.17.0 accelerate datasets pillow
+	.venv-trl/bin/pip install --quiet --no-compile trl==1.16.0 transformers==5.17.0 accelerate datasets pillow peft==0.21.2
 	.venv-trl/bin/pip install --quiet --no-compile --no-deps torchvision==0.28.0 bitsandbytes==0.50.2
 	touch $@
 

@@ -97,7 +97,7 @@ SENTENCES = {
     "modules_to_save": "lora.train names the parts",
     "use_dora": "adapters are plain LoRA",
     "video_max_pixels": "all frames of a video together",
-    "quantization_bit": "not quantized",
+    "quantization_bit": "lora.base=nf4",
     "finetuning_type": "lora=default trains adapters",
     "per_device_train_batch_size": "train.micro_batch_size is the rows of one pass",
     "gradient_accumulation_steps": "train.global_batch_size is the samples of a whole step",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_vlm.cli import main
 from megatron_vlm.config import load_config
-from megatron_vlm.config.base_weights import base_bytes
+from megatron_vlm.config.base_types import base_bytes
 from megatron_vlm.config.command_checks import check_engine, check_serve
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_sizes

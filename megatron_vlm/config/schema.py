@@ -9,7 +9,7 @@ from typing import Any, Literal, get_type_hints
 
 from omegaconf import MISSING
 
-from megatron_vlm.config.base_weights import BaseType
+from megatron_vlm.config.base_types import BaseType
 from megatron_vlm.config.bounds import (
     AboveZero,
     AboveZero32,

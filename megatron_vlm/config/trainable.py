@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Literal, get_args
 
-from megatron_vlm.config.base_weights import BaseType
+from megatron_vlm.config.base_types import BaseType
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.errors import ConfigError
 

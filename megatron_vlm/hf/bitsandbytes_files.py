@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron_vlm.config.base_weights import WEIGHTS_PER_BLOCK
+from megatron_vlm.config.base_types import WEIGHTS_PER_BLOCK
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.block_codes import NF4_VALUES, BlockCodes
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_vlm.config.base_weights import BaseType
+from megatron_vlm.config.base_types import BaseType
 from megatron_vlm.hf.block_codes import BlockCodes
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)

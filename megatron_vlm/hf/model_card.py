@@ -17,7 +17,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 import megatron_vlm
-from megatron_vlm.config.base_weights import BASE_TITLES, WEIGHTS_PER_BLOCK
+from megatron_vlm.config.base_types import BASE_TITLES, WEIGHTS_PER_BLOCK
 from megatron_vlm.config.data_sources import HUB, SourceSpec
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config

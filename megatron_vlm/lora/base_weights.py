@@ -3,7 +3,7 @@ refused."""
 
 from collections.abc import Sequence
 
-from megatron_vlm.config.base_weights import WEIGHTS_PER_BLOCK
+from megatron_vlm.config.base_types import WEIGHTS_PER_BLOCK
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint

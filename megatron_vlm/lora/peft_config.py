@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron_vlm.config.base_weights import BaseType
+from megatron_vlm.config.base_types import BaseType
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.config.trainable import Exported
 from megatron_vlm.errors import CheckpointError, show_value

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby
 
-from megatron_vlm.config.base_weights import BaseType, base_bytes
+from megatron_vlm.config.base_types import BaseType, base_bytes
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import (
     Config,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vlm.config.base_weights import BASE_TITLES
+from megatron_vlm.config.base_types import BASE_TITLES
 from megatron_vlm.config.schema import CheckpointConfig, Config, EvalConfig
 from megatron_vlm.config.trainable import SWITCHES, exports, learns
 from megatron_vlm.data.batches.data_warnings import Remarks
