@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/test_bitsandbytes.py -m slow
-"""lora.base=nf4 and PEFT on the same weights in bitsandbytes' own layers: which ones these are, loss
-and every gradient of the adapters, from plain checkpoints and from those that it has stored."""
+"""lora.base=nf4 and PEFT on the same weights in bitsandbytes' own layers: which ones these are, the
+loss and every gradient of the adapters, from plain checkpoints and from those that it has
+stored."""
 
 import subprocess
 from dataclasses import replace

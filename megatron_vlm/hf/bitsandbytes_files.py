@@ -20,7 +20,7 @@ Span = tuple[int, int] | None
 Read = Callable[[str, Sequence[Span]], Tensor]
 
 _MARK = ".quant_state.bitsandbytes__"
-_SCALES_PER_BLOCK = 256  # of scales that are codes themselves
+_SCALES_PER_BLOCK = 256  # scales that share a factor, where they are codes themselves
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _REMEDY = "give the checkpoint in bf16 from which this one was made"
 
