@@ -21,7 +21,7 @@ def entries_in_blocks(
     return [entry for entry in chosen if all(map(source.is_in_blocks, entry.names))]
 
 
-def check_base(cfg: Config, source: HFCheckpoint) -> None:
+def check_base_type(cfg: Config, source: HFCheckpoint) -> None:
     """Refuse a checkpoint that is stored in 4 bits where the weights are to have another form."""
     if source.in_blocks and cfg.lora.base != "nf4":
         raise ConfigError(

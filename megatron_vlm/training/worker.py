@@ -49,7 +49,7 @@ from megatron_vlm.hf.load_weights import (
 )
 from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.hf.weight_map import Entry, name_table
-from megatron_vlm.lora.base_weights import check_base, check_blocks, entries_in_blocks
+from megatron_vlm.lora.base_weights import check_base_type, check_blocks, entries_in_blocks
 from megatron_vlm.lora.export_adapter import export_adapter
 from megatron_vlm.lora.layers import attach, dropout_rng
 from megatron_vlm.lora.targets import adapted_linears, adapter_entries
@@ -170,7 +170,7 @@ class MegatronWorker:
     def _read_headers(self) -> None:
         """Read the headers of the weights, and check that they fit."""
         self.source.read_headers()
-        check_base(self.cfg, self.source)
+        check_base_type(self.cfg, self.source)
         check_tensors(self.source)
         check_tied(self.source)
 

@@ -29,7 +29,7 @@ from megatron_vlm.hf.push import check_push
 from megatron_vlm.hf.weight_map import Entry, name_table
 from megatron_vlm.io.hub import hub_name
 from megatron_vlm.io.printable import escape_controls
-from megatron_vlm.lora.base_weights import check_base, check_blocks
+from megatron_vlm.lora.base_weights import check_base_type, check_blocks
 from megatron_vlm.lora.targets import adapted_linears, adapter_entries
 from megatron_vlm.lora.weights import adapted_weights
 from megatron_vlm.model.build import compute_dtype
@@ -94,7 +94,7 @@ def plan_model(cfg: Config, console: Console, gpus: int | None, memory: str | No
     # A folder may have no weights yet, and a plan does not download them.
     if hub_name(cfg.model.path) is None and any(source.path.glob("*.safetensors")):
         source.read_headers()
-        check_base(cfg, source)
+        check_base_type(cfg, source)
         check_tensors(source)
     table = name_table(source.sizes, cfg.model.backend, dims)
     check_blocks(cfg.lora, table, dims.tp)
