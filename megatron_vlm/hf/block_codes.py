@@ -14,6 +14,7 @@ Shapes: W weights, B blocks of them, K bytes of codes.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +107,13 @@ def _decode(base: BaseType, codes_K: Tensor) -> Tensor:
     """Return the values between -1 and 1 of these bytes, in fp32."""
     if base == "int8":
         return codes_K.float().div_(_INT8_STEPS)
-    values = torch.tensor(NF4_VALUES, device=codes_K.device)
+    return F.embedding(codes_K.int(), _nf4_pairs(codes_K.device)).flatten()  # faster than an index
+
+
+@cache
+def _nf4_pairs(device: torch.device) -> Tensor:
+    """Return the two values of each byte. They stay on the device, since copying them there would
+    make each product wait."""
+    values = torch.tensor(NF4_VALUES)
     pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)
-    return F.embedding(codes_K.int(), pairs).flatten()  # faster than an index
+    return pairs.to(device)

@@ -70,8 +70,7 @@ class BlockWeight(torch.Tensor):
         assert not func._schema.is_mutable, f"{func} would change a weight that is stored as codes"
         if func is torch.ops.aten.new_empty.default:  # it needs no values
             like = args[0]
-            given = {"dtype": like.dtype, "device": like.device} | (kwargs or {})
-            return torch.empty(args[1], **given)
+            return like.codes.codes_K.new_empty(args[1], **{"dtype": like.dtype, **(kwargs or {})})
         return func(*map(_values, args), **{k: _values(v) for k, v in (kwargs or {}).items()})
 
 

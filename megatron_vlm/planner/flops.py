@@ -25,6 +25,8 @@ from megatron_vlm.planner.row_sizes import BatchSizes
 # to measured stages on a CPU (benchmarks/plan.py).
 _TOUCHED_FORWARD, _TOUCHED_BACKWARD = 5, 3
 _FP32 = 4
+# Bytes read and written for each weight that is computed from its code (hf/block_codes.py).
+_DECODED_BYTES = {"nf4": 15, "int8": 19}
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,15 @@ def _head(
 def accumulate(values: int, itemsize: int) -> OpCount:
     """Return the cost of adding the gradients of a backward to those of the step, in fp32."""
     return OpCount(moved=values * (2 * itemsize + 2 * _FP32))
+
+
+def decode(cfg: Config, values: int) -> StepCost:
+    """Return the cost of computing weights from the codes of lora.base: once in the forward, once
+    in the backward, and once more if the layers are recomputed."""
+    if cfg.lora.base is None:
+        return StepCost()
+    once = OpCount(moved=values * _DECODED_BYTES[cfg.lora.base])
+    return StepCost(once, once * (1 + (cfg.model.recompute == "full")))
 
 
 def update(counts: ParamCounts, bytes_of_state: float) -> OpCount:

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes, TextSizes
-from megatron_vlm.planner.flops import OpCount, StepCost, accumulate, micro_work
+from megatron_vlm.planner.flops import OpCount, StepCost, accumulate, decode, micro_work
 from megatron_vlm.planner.hardware import Machine
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.row_sizes import BatchSizes
@@ -151,8 +151,12 @@ class ReplicaCosts:
         matter."""
         works = [micro_work(cfg, sizes, dims.tp, batch, itemsize) for batch in batches]
         layer, first, last = (
-            StepCost(OpCount(), accumulate(values, itemsize))
-            for values in trained_values(cfg, sizes, dims)
+            StepCost(OpCount(), accumulate(trained, itemsize)) + decode(cfg, coded)
+            for trained, coded in zip(
+                trained_values(cfg, sizes, dims),
+                _values_of_parts(cfg, sizes, dims, "in_blocks"),
+                strict=True,
+            )
         )
 
         by_kind = zip(*(work.layers for work in works), strict=True)
@@ -223,12 +227,20 @@ def _layers_before(text: TextSizes) -> np.ndarray:
 
 
 def trained_values(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> tuple[int, int, int]:
-    """Return the number of values that learn on one rank: in the mean decoder layer, and besides
-    the layers on the first and on the last stage."""
+    """Return the number of values that learn on one rank, for each of the parts below."""
+    return _values_of_parts(cfg, sizes, dims, "trained")
+
+
+def _values_of_parts(
+    cfg: Config, sizes: ModelSizes, dims: ParallelDims, field: str
+) -> tuple[int, int, int]:
+    """Return a field of ParamCounts on one rank: in the mean decoder layer, and besides the layers
+    on the first and on the last stage."""
     pp, layers = dims.pp, sizes.text.num_layers
 
     def of(split: Split, stage: int) -> int:
-        return count(cfg, sizes, replace(dims, layers_per_stage=split), stage).trained
+        counts = count(cfg, sizes, replace(dims, layers_per_stage=split), stage)
+        return int(getattr(counts, field))
 
     no_layers = (0,) * pp
     first, last = of(no_layers, 0), of(no_layers, pp - 1) if pp > 1 else 0
