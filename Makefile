@@ -121,6 +121,7 @@ bench: setup
 	$(BIN)/python benchmarks/profile_step.py
 	$(BIN)/python benchmarks/first_step.py
 	$(BIN)/python benchmarks/head_memory.py
+	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/lora.py
 	$(BIN)/python benchmarks/experts.py
 	$(BIN)/python benchmarks/plan.py

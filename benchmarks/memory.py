@@ -30,7 +30,7 @@ from megatron_vlm import TinySpec, load_config, write_tiny
 from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS
 
 MODELS = {
-    "30 M": replace(BASE, layers=10, vocab=10240),
+    "30 M": replace(BASE, layers=10, vocab=10240, vision_hidden=256, vision_intermediate=1024),
     "200 M": replace(
         BASE,
         layers=16,
@@ -38,9 +38,9 @@ MODELS = {
         intermediate=2688,
         heads=14,
         vocab=16384,
-        vision_hidden=448,
+        vision_hidden=512,
         vision_heads=8,
-        vision_intermediate=1792,
+        vision_intermediate=2048,
         vision_depth=8,
     ),
 }
@@ -53,9 +53,13 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "optim.offload=1": ("optim.offload=1",),
     "model.recompute=full": ("model.recompute=full",),
     "model.recompute_vision=true": ("model.recompute_vision=true",),
+    "model.offload_activations=1": ("model.offload_activations=1",),
+    "optim=muon": ("optim=muon",),
     "lora=default": ("lora=default",),
+    "lora=default lora.base=int8": ("lora=default", "lora.base=int8"),
+    "lora=default lora.base=nf4": ("lora=default", "lora.base=nf4"),
 }
-STEPS = 4
+STEPS = 3
 TOLERANCE = 0.1
 # Memory that is freed goes back to the system at once, which takes time: so that is measured apart.
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
