@@ -26,7 +26,7 @@ from record import DOC, cpu_name
 from row_sizes import sizes_of_row
 from transformers import AutoTokenizer
 
-from megatron_vlm import TinySpec, load_config, write_tiny
+from megatron_vlm import MegatronWorker, TinySpec, load_config, write_tiny
 from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS
 
 MODELS = {
@@ -70,7 +70,6 @@ def measure(pipe: Connection, path: str, vocab: int, words: tuple[str, ...]) -> 
     step."""
     from megatron_vlm.planner.memory import estimate
     from megatron_vlm.planner.row_sizes import BatchSizes
-    from megatron_vlm.training.worker import MegatronWorker
 
     torch.set_num_threads(os.cpu_count() or 1)
     keys = ("train.precision=fp32", f"train.micro_batch_size={MICRO_BATCH}", "platform=cpu")
