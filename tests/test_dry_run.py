@@ -127,7 +127,10 @@ def test_a_real_model_is_judged_for_the_machine_that_is_named(tiny, tmp_path, ca
     assert "Try model.recompute_vision=true, model.recompute=full" in out
     saves = ModelConfig(path=str(folder), recompute="full", recompute_vision=True)
     out = said(replace(cfg, model=saves), gpus=2, memory="80GiB")
-    assert "dp=2 in 2 processes" in out and "Try train.micro_batch_size below 2, more" in out
+    assert (
+        "dp=2 in 2 processes" in out
+        and "Try model.offload_activations=1, train.micro_batch_size below 2, more" in out
+    )
     wide = replace(cfg, parallel=replace(cfg.parallel, tp=8))
     out = said(wide, gpus=8, memory="141GiB")
     assert "of 141.0 GiB in a GPU" in out and "run out of memory" not in out

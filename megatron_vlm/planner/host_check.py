@@ -24,8 +24,10 @@ def check_offload(
 ) -> None:
     """Refuse an offloaded optimizer that needs more than the memory of a machine, which has so many
     devices. `itemsize`: bytes of a weight."""
+    if not cfg.optim.offload:
+        return
     need = host_need(dims, estimate(cfg, sizes, dims, [], itemsize), devices)
-    if cfg.optim.offload and need > USABLE * memory:
+    if need > USABLE * memory:
         ranks = min(devices, dims.world_size)
         raise ConfigError(
             f": main weights and moments of {ranks} rank{'s' * (ranks > 1)} need "

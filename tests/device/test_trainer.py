@@ -178,7 +178,8 @@ def test_a_run_without_memory_ends_in_one_sentence(device_pool, tiny, tmp_path):
     for part in ("weights", "gradients", "optimizer", "activations", "working", "together"):
         assert f"{part} " in sentence
     assert "79.0 GiB at its peak" in sentence and "the device has 80.0 GiB; set " in sentence
-    assert "set optim.states=int8 (saves 2.6 MiB) or model.recompute=full (saves " in sentence
+    assert "set optim.offload=1 (saves " in sentence
+    assert " or optim.states=int8 (saves 2.6 MiB)" in sentence
 
 
 def through_a_group(path: str, case: Case, folder: str) -> list[Finding]:
