@@ -8,8 +8,8 @@ from megatron_vlm.config.searched_keys import SEARCHED, searched_keys
 from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.hf.backend import BACKENDS
 from megatron_vlm.planner.memory import USABLE
+from megatron_vlm.planner.memory_switches import allows_switch, shown, with_keys
 from megatron_vlm.planner.row_sizes import RowSample
 from megatron_vlm.planner.search import Candidate, Cluster, refine_split, search
 
@@ -71,11 +71,7 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) 
         if need := _need(scaled, sizes, mix, replace(cluster, gpus=count)):
             yield f"{count} such GPUs ({need})"
             break
-    proposed = set()
-    for key, value, smaller in _switched(cfg):
-        if key not in proposed and (need := _need(smaller, sizes, mix, cluster)):
-            proposed.add(key)
-            yield f"{key}={value} ({need})"
+    yield from _switches(cfg, sizes, mix, cluster)
     if not cfg.lora.rank:  # with adapters everything else is frozen already
         yield from _trained_less(cfg, sizes, mix, cluster)
     longest = max(row.tokens for row in mix.rows)
@@ -91,17 +87,25 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) 
             break
 
 
-def _switched(cfg: Config) -> Iterator[tuple[str, object, Config]]:
-    """Yield each switch that saves memory and is not set: key, value, and the configuration with
-    it."""
-    if not cfg.model.offload_activations and not BACKENDS[cfg.model.backend].fuses_norms:
-        model = replace(cfg.model, offload_activations=1.0)
-        yield "model.offload_activations", 1, replace(cfg, model=model)
+def _switches(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Iterator[str]:
+    """Yield the switches that fit, each at its first value that does."""
+    proposed = set()
+    for key, value in _unset_switches(cfg):
+        if key in proposed or not allows_switch(cfg, key):
+            continue
+        if need := _need(with_keys(cfg, {key: value}), sizes, mix, cluster):
+            proposed.add(key)
+            yield f"{shown(key, value)} ({need})"
+
+
+def _unset_switches(cfg: Config) -> Iterator[tuple[str, object]]:
+    """Yield each switch that saves memory and is not set, as key and value."""
+    if not cfg.model.offload_activations:
+        yield "model.offload_activations", 1.0
     if cfg.optim.states == "fp32":
-        for states in ("bf16", "int8"):
-            yield "optim.states", states, replace(cfg, optim=replace(cfg.optim, states=states))
-    if cfg.optim.offload < 1 and cfg.optim.name == "adamw":
-        yield "optim.offload", 1, replace(cfg, optim=replace(cfg.optim, offload=1.0))
+        yield from (("optim.states", states) for states in ("bf16", "int8"))
+    if cfg.optim.offload < 1:
+        yield "optim.offload", 1.0
 
 
 def _trained_less(

@@ -5,14 +5,14 @@ each combination of the switches that it leaves alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from megatron_vlm.config.schema import Config, get
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.hf.backend import BACKENDS
 from megatron_vlm.planner.advice import advice
+from megatron_vlm.planner.memory_switches import allows_switch, shown, with_keys
 from megatron_vlm.planner.row_sizes import RowSample
 from megatron_vlm.planner.search import Candidate, Cluster, evaluate, search
 
@@ -94,7 +94,7 @@ def _combinations(cfg: Config) -> Iterator[dict[str, object]]:
     free = {
         key: values
         for key, values in MEMORY_SWITCHES.items()
-        if get(cfg, key) == values[0] and _is_allowed(cfg, key)
+        if get(cfg, key) == values[0] and allows_switch(cfg, key)
     }
     for chosen in product(*free.values()):
         yield {
@@ -102,21 +102,6 @@ def _combinations(cfg: Config) -> Iterator[dict[str, object]]:
             for (key, values), value in zip(free.items(), chosen, strict=True)
             if value != values[0]
         }
-
-
-def _is_allowed(cfg: Config, key: str) -> bool:
-    """Return whether the configuration can have this switch."""
-    if key == "optim.offload":
-        return cfg.optim.name == "adamw"
-    return key != "model.offload_activations" or not BACKENDS[cfg.model.backend].fuses_norms
-
-
-def with_keys(cfg: Config, values: Mapping[str, object]) -> Config:
-    """Return the configuration with other values of some keys."""
-    for key, value in values.items():
-        group, _, name = key.partition(".")
-        cfg = replace(cfg, **{group: replace(getattr(cfg, group), **{name: value})})
-    return cfg
 
 
 def switch_costs(
@@ -134,10 +119,3 @@ def switch_costs(
             SwitchCost(shown(key, get(best.cfg, key)), without.need - best.need, host, slowdown)
         )
     return costs
-
-
-def shown(key: str, value: object) -> str:
-    """Return a key with its value as an override."""
-    if isinstance(value, bool):
-        return f"{key}={str(value).lower()}"
-    return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"

@@ -1,9 +1,9 @@
 """Switches that save memory on one stage, each with the bytes that it would save there."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, get
 from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
@@ -13,7 +13,38 @@ from megatron_vlm.planner.row_sizes import BatchSizes
 
 _SMALLEST_SHARE = 0.01  # a switch that saves a smaller share of the stage's memory is no help
 
+# Keys with the value that saves most.
+_SAVING_MOST: Mapping[str, object] = {
+    "model.recompute": "full",
+    "model.recompute_vision": True,
+    "model.offload_activations": 1.0,
+    "optim.states": "int8",
+    "optim.offload": 1.0,
+}
+
 Trial = tuple[str, Config, Sequence[BatchSizes]]
+
+
+def allows_switch(cfg: Config, key: str) -> bool:
+    """Return whether the configuration can have this key at another value than its default."""
+    if key == "optim.offload":
+        return cfg.optim.name == "adamw"
+    return key != "model.offload_activations" or not BACKENDS[cfg.model.backend].fuses_norms
+
+
+def with_keys(cfg: Config, values: Mapping[str, object]) -> Config:
+    """Return the configuration with other values of some keys."""
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        cfg = replace(cfg, **{group: replace(getattr(cfg, group), **{name: value})})
+    return cfg
+
+
+def shown(key: str, value: object) -> str:
+    """Return a key with its value as an override."""
+    if isinstance(value, bool):
+        return f"{key}={str(value).lower()}"
+    return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
 
 
 def switches_by_bytes(
@@ -40,27 +71,16 @@ def switches_by_bytes(
 
 def _exact(cfg: Config, dims: ParallelDims, batches: Sequence[BatchSizes]) -> Iterator[Trial]:
     """Yield the switches that train the same weights on the same rows."""
-    model, train = cfg.model, cfg.train
-    if model.recompute != "full":
-        trial = replace(cfg, model=replace(model, recompute="full"))
-        yield "model.recompute=full", trial, batches
-    if not model.recompute_vision:
-        trial = replace(cfg, model=replace(model, recompute_vision=True))
-        yield "model.recompute_vision=true", trial, batches
-    if model.offload_activations < 1 and not BACKENDS[model.backend].fuses_norms:
-        trial = replace(cfg, model=replace(model, offload_activations=1.0))
-        yield "model.offload_activations=1", trial, batches
-    if cfg.optim.states != "int8":
-        yield "optim.states=int8", replace(cfg, optim=replace(cfg.optim, states="int8")), batches
-    if cfg.optim.offload < 1 and cfg.optim.name == "adamw":
-        yield "optim.offload=1", replace(cfg, optim=replace(cfg.optim, offload=1.0)), batches
+    for key, value in _SAVING_MOST.items():
+        if get(cfg, key) != value and allows_switch(cfg, key):
+            yield shown(key, value), with_keys(cfg, {key: value}), batches
     if dims.dp > 1 and not cfg.parallel.distributed_optimizer:
         trial = replace(cfg, parallel=replace(cfg.parallel, distributed_optimizer=True))
         yield "parallel.distributed_optimizer=true", trial, batches
     if max((each.rows for each in batches), default=1) > 1:
-        name = f"train.micro_batch_size={-(-train.micro_batch_size // 2)}"
-        if train.micro_batch_tokens is not None:
-            name = f"train.micro_batch_tokens={train.micro_batch_tokens // 2}"
+        name = f"train.micro_batch_size={-(-cfg.train.micro_batch_size // 2)}"
+        if cfg.train.micro_batch_tokens is not None:
+            name = f"train.micro_batch_tokens={cfg.train.micro_batch_tokens // 2}"
         yield name, cfg, [half for each in batches for half in _halves(each)]
 
 
