@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_vlm.distributed.host_memory import pinned_memory
+
 PAGE = 2**22  # bytes; torch rounds pinned memory up to a power of two
 _MOST_ARRIVING = 4  # loads at a time; a backward has two
 
@@ -17,7 +19,7 @@ class HostPages:
     rows of any length take no more memory than the most that were in use at once."""
 
     def __init__(self, device: torch.device):
-        self.is_pinned = device.type == "cuda"
+        self.device = device
         self.free: list[Tensor] = []
         self.allocated = 0  # pages that exist
 
@@ -30,8 +32,7 @@ class HostPages:
         if self.free:
             return self.free.pop()
         self.allocated += 1
-        page = torch.empty(PAGE, dtype=torch.uint8)
-        return page.pin_memory() if self.is_pinned else page
+        return pinned_memory(PAGE, torch.uint8, self.device)
 
 
 class PageBlock:

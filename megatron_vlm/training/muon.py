@@ -35,7 +35,7 @@ from megatron_vlm.training.optimizer_parts import (
     groups_with,
     main_weights,
 )
-from megatron_vlm.training.small_moments import Moment, make_moment
+from megatron_vlm.training.small_moments import Moment, moments_of
 
 _BUCKET = 2**25  # values of a bucket for each rank of the group
 # Coefficients of Newton-Schulz, and the smallest norm to divide by, as in torch.optim.Muon.
@@ -78,11 +78,7 @@ class Muon(torch.optim.Optimizer):
 
     def moments(self, param: Tensor) -> dict[str, Moment]:
         """Return the momentum of a parameter, which is zero before the first step."""
-        state: dict[str, Moment] = self.state[param]
-        if not state:
-            for name in self.spec.matrix_state_names:
-                state[name] = make_moment(name, param.numel(), self.spec.states, param.device)
-        return state
+        return moments_of(self.state[param], self.spec.matrix_state_names, param, self.spec.states)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megatron_vlm.config.optimizer_spec import QUANTIZED_BLOCK, OptimizerSpec
-from megatron_vlm.training.small_moments import FloatMoment, Moment, make_moment, noise_of
+from megatron_vlm.training.small_moments import FloatMoment, Moment, moments_of, noise_of
 
 # Weights whose moments are in fp32 at once: few kernels on a device, and a CPU's cache.
 _AT_ONCE = {"cuda": 2**14 * QUANTIZED_BLOCK, "cpu": 2**10 * QUANTIZED_BLOCK}
@@ -31,11 +31,7 @@ class SmallAdamW(torch.optim.Optimizer):
 
     def moments(self, param: Tensor) -> dict[str, Moment]:
         """Return the moments of a parameter, which are zero before the first step."""
-        state: dict[str, Moment] = self.state[param]
-        if not state:
-            for name in self.spec.state_names:
-                state[name] = make_moment(name, param.numel(), self.spec.states, param.device)
-        return state
+        return moments_of(self.state[param], self.spec.state_names, param, self.spec.states)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

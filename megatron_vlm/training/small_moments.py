@@ -16,6 +16,7 @@ many decades as the first moment: a weight with small gradients would else be di
 Shapes: W weights of a part of a tensor, B blocks of them.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -99,6 +100,16 @@ def make_moment(name: str, weights: int, states: str, device: torch.device) -> M
         return Int8Moment(weights, name == "exp_avg_sq", device)
     dtype = torch.bfloat16 if states == "bf16" else torch.float32
     return FloatMoment(weights, dtype, device)
+
+
+def moments_of(
+    state: dict[str, Moment], names: Sequence[str], param: Tensor, states: str
+) -> dict[str, Moment]:
+    """Return the moments of a parameter, which its state has from the first call on."""
+    if not state:
+        for name in names:
+            state[name] = make_moment(name, param.numel(), states, param.device)
+    return state
 
 
 def dynamic_map(signed: bool) -> Tensor:
