@@ -224,7 +224,7 @@ def offloaded_activations(
 
 def _offloaded_values(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) -> list[int]:
     """Return the values per token of each layer at this place that is offloaded."""
-    if place == 0 and _is_frozen(cfg):
+    if not cfg.model.offload_activations or (place == 0 and _is_frozen(cfg)):
         return []
     layers = [sizes.text.layers[number] for number in dims.layers_at(place)]
     count = count_offloaded(cfg.model.offload_activations, len(layers))

@@ -172,8 +172,14 @@ def largest_in_blocks(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> int
     needs all of them at once."""
     if cfg.lora.base is None:
         return 0
-    table = [entry for _, entry in _table(sizes, cfg.lora.rank, cfg.lora.targets)]
-    return max(each.values_per_rank(dims) for each in table if each.is_in_blocks(cfg.lora))
+    return _largest_in_blocks(sizes, cfg.lora, dims.tp, dims.ep)
+
+
+@lru_cache(maxsize=64)
+def _largest_in_blocks(sizes: ModelSizes, lora: LoraConfig, tp: int, ep: int) -> int:
+    dims = ParallelDims(tp, 1, ep, ep, (sizes.text.num_layers,))
+    table = [entry for _, entry in _table(sizes, lora.rank, lora.targets)]
+    return max(each.values_per_rank(dims) for each in table if each.is_in_blocks(lora))
 
 
 def fits_blocks(cfg: Config, sizes: ModelSizes, tp: int) -> bool:

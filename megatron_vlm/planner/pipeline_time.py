@@ -16,7 +16,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes, TextSizes
 from megatron_vlm.planner.flops import OpCount, StepCost, accumulate, decode, micro_work
 from megatron_vlm.planner.hardware import Machine
-from megatron_vlm.planner.parameters import count
+from megatron_vlm.planner.parameters import ParamCounts, count
 from megatron_vlm.planner.row_sizes import BatchSizes
 
 # Megatron's 1F1B is simulated event by event: the time of each task of a stage, and the waits
@@ -151,12 +151,9 @@ class ReplicaCosts:
         matter."""
         works = [micro_work(cfg, sizes, dims.tp, batch, itemsize) for batch in batches]
         layer, first, last = (
-            StepCost(OpCount(), accumulate(trained, itemsize)) + decode(cfg, coded)
-            for trained, coded in zip(
-                trained_values(cfg, sizes, dims),
-                _values_of_parts(cfg, sizes, dims, "in_blocks"),
-                strict=True,
-            )
+            StepCost(OpCount(), accumulate(counts.trained, itemsize))
+            + decode(cfg, counts.in_blocks)
+            for counts in _counts_of_parts(cfg, sizes, dims)
         )
 
         by_kind = zip(*(work.layers for work in works), strict=True)
@@ -228,20 +225,36 @@ def _layers_before(text: TextSizes) -> np.ndarray:
 
 def trained_values(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> tuple[int, int, int]:
     """Return the number of values that learn on one rank, for each of the parts below."""
-    return _values_of_parts(cfg, sizes, dims, "trained")
+    layer, first, last = _counts_of_parts(cfg, sizes, dims)
+    return layer.trained, first.trained, last.trained
 
 
-def _values_of_parts(
-    cfg: Config, sizes: ModelSizes, dims: ParallelDims, field: str
-) -> tuple[int, int, int]:
-    """Return a field of ParamCounts on one rank: in the mean decoder layer, and besides the layers
-    on the first and on the last stage."""
+@dataclass(frozen=True)
+class _PartCounts:
+    """Values of a part of the model, as in ParamCounts."""
+
+    trained: int
+    in_blocks: int
+
+
+def _counts_of_parts(
+    cfg: Config, sizes: ModelSizes, dims: ParallelDims
+) -> tuple[_PartCounts, _PartCounts, _PartCounts]:
+    """Return the counts on one rank: in the mean decoder layer, and besides the layers on the first
+    and on the last stage."""
     pp, layers = dims.pp, sizes.text.num_layers
 
-    def of(split: Split, stage: int) -> int:
-        counts = count(cfg, sizes, replace(dims, layers_per_stage=split), stage)
-        return int(getattr(counts, field))
+    def of(split: Split, stage: int) -> ParamCounts:
+        return count(cfg, sizes, replace(dims, layers_per_stage=split), stage)
 
     no_layers = (0,) * pp
-    first, last = of(no_layers, 0), of(no_layers, pp - 1) if pp > 1 else 0
-    return (of((layers, *no_layers[1:]), 0) - first) // layers, first, last
+    first, every = of(no_layers, 0), of((layers, *no_layers[1:]), 0)
+    last = of(no_layers, pp - 1) if pp > 1 else ParamCounts(0, 0, 0, 0)
+    return (
+        _PartCounts(
+            (every.trained - first.trained) // layers,
+            (every.in_blocks - first.in_blocks) // layers,
+        ),
+        _PartCounts(first.trained, first.in_blocks),
+        _PartCounts(last.trained, last.in_blocks),
+    )

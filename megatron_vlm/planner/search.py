@@ -217,11 +217,10 @@ def _candidate(
     memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
     host = host_need(dims, memory, cluster.machine.devices)
     is_over = max(stage.total for stage in memory) > limit or host > USABLE * cluster.host_memory
+    plain = Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0)
     if max_layers is None or is_over:
-        return Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0)
-    return _time_candidate(
-        Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0), sizes, replicas, steps, cluster
-    )
+        return plain
+    return _time_candidate(plain, sizes, replicas, steps, cluster)
 
 
 def refine_split(
