@@ -2,13 +2,15 @@
 
     python scripts/make_what_fits.py
 
-It rewrites the part of that page between its marks, in a few minutes. tests/test_what_fits.py fails
-if the part is outdated.
+It rewrites the parts of that page between their marks, in half an hour. tests/test_what_fits.py
+fails if a part is outdated.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from machine_tables import MACHINES, WAYS, machine_line
 from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from megatron_vlm import Config
@@ -24,7 +26,6 @@ from megatron_vlm.planner.row_sizes import assumed_mix
 from megatron_vlm.planner.search import Cluster, search
 
 PAGE = Path(__file__).parent.parent / "docs" / "what-fits.md"
-BEGIN, END = "<!-- fits begin -->\n", "<!-- fits end -->\n"
 CARDS = (24, 48, 80, 141)  # GiB
 COUNTS, COUNTS_OF_EXPERTS = (1, 2, 4, 8), (4, 8, 16, 32)
 KINDS = ("all trained", "tower frozen", "adapters")
@@ -210,17 +211,33 @@ def tables() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def with_tables(page: str, text: str) -> str:
-    """Return the page with new tables."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def machine_lines() -> Iterator[tuple[str, str]]:
+    """Yield the model and the way of training of each line of the table for one machine."""
+    for name in NAMES:
+        for way in WAYS:
+            yield name, way
+
+
+def table_of_machines() -> str:
+    """Return the table for one machine."""
+    lines = [f"| | {' | '.join(machine.name for machine in MACHINES)} |"]
+    lines.append("|---" * (len(MACHINES) + 1) + "|")
+    lines += [machine_line(name, sizes_of_model(name), way) for name, way in machine_lines()]
+    return "\n".join(lines) + "\n"
+
+
+def with_part(page: str, mark: str, text: str) -> str:
+    """Return the page with a new text between two marks."""
+    before, begin, rest = page.partition(f"<!-- {mark} begin -->\n")
+    _, end, after = rest.partition(f"<!-- {mark} end -->\n")
     assert begin and end
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def main() -> int:
     """Rewrite the page."""
-    PAGE.write_text(with_tables(PAGE.read_text(), tables()))
+    page = with_part(PAGE.read_text(), "machines", table_of_machines())
+    PAGE.write_text(with_part(page, "fits", tables()))
     return 0
 
 

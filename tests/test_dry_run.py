@@ -125,6 +125,7 @@ def test_a_real_model_is_judged_for_the_machine_that_is_named(tiny, tmp_path, ca
     out = said(cfg, gpus=1, memory="80GiB")
     assert "there are 80.0 GiB: it will most likely run out of memory" in out
     assert "Try model.recompute_vision=true, model.recompute=full" in out
+    assert "optim.offload=1, adapters alone (lora=default)" in out
     saves = ModelConfig(path=str(folder), recompute="full", recompute_vision=True)
     out = said(replace(cfg, model=saves), gpus=2, memory="80GiB")
     assert (

@@ -143,7 +143,7 @@ def test_recipes_and_keys_are_listed(command, ask):
     """The default of lora is chosen by name, too: a run without a recipe of lora has none."""
     text = ask(command, "--help")
     assert "qwen3_vl_2b" in text and re.search(r"^    model\. .*path", text, re.MULTILINE)
-    assert ("lora=        all default none vision" in text) == (command != "serve")
+    assert ("lora=        all default none qlora vision" in text) == (command != "serve")
     assert ("    rl.  " in text) == (command == "rl")
     assert "model:\n  path: x\n" in ask(command, "--cfg", "job", "model.path=x")
 
@@ -158,7 +158,13 @@ LINES = {
     "megatron-vlm tra": ["train"],
     "megatron-vlm train --dry": ["--dry-run"],
     "megatron-vlm train --cfg ": ["job"],
-    "megatron-vlm train lora=": ["lora=all", "lora=default", "lora=none", "lora=vision"],
+    "megatron-vlm train lora=": [
+        "lora=all",
+        "lora=default",
+        "lora=none",
+        "lora=qlora",
+        "lora=vision",
+    ],
     "megatron-vlm train mode": ["model=", "model."],
     "megatron-vlm train model=tiny_cpu optim.wa": ["optim.warmup_steps=", "optim.warmup_ratio="],
     "megatron-vlm rl rl.loss=c": ["rl.loss=cispo"],

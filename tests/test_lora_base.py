@@ -344,7 +344,6 @@ def test_what_blocks_cannot_store_is_refused(pool, tiny):
 REFUSED = {
     "lora.base=nf4": dict(key="lora.base", found="nf4", remedy_has="lora=default"),
     "lora=default lora.base=fp4": dict(key="lora.base", found="fp4", allowed_has="nf4"),
-    "lora=qlora": dict(key="lora", found="qlora", remedy_has="lora=default lora.base=nf4"),
 }
 
 

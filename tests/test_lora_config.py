@@ -1,12 +1,14 @@
 # .venv/bin/python -m pytest tests/test_lora_config.py
 """The keys of `lora`: recipes, the weights that they choose, and refused values."""
 
+from dataclasses import replace
+
 import pytest
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 
 from megatron_vlm.config import from_yaml, load_config, to_yaml
-from megatron_vlm.config.trainable import exports, learns, scale_of
+from megatron_vlm.config.trainable import USUAL, exports, learns, scale_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.lora.targets import adapted_specs, is_of_experts, module_of
@@ -42,7 +44,8 @@ def test_recipes():
 
 def test_recipes_bring_the_rate_of_adapters():
     """It is also above that of recipes that train all weights, and an explicit one wins."""
-    for name in ("default", "all", "vision"):
+    assert load_config(["model.path=x", "lora=qlora"]).lora == replace(USUAL, base="nf4")
+    for name in ("default", "all", "vision", "qlora"):
         words = ["model=qwen3_vl_8b", "model.path=x", f"lora={name}"]
         optim = load_config([*words, "train=caltech101"]).optim
         assert (optim.lr, optim.vision_lr) == (1e-4, None)

@@ -14,10 +14,9 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
 from megatron_vlm.model.offload_activations import OffloadPass
+from megatron_vlm.planner.activation_memory import activations, config_as_trained
 from megatron_vlm.planner.memory import (
     StageMemory,
-    activations,
-    config_as_trained,
     estimate,
     micro_batches_in_flight,
     stage_memory,

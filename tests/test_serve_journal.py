@@ -683,15 +683,16 @@ def test_a_process_that_is_killed_loses_no_promise_and_does_nothing_twice(tmp_pa
             # The journal may have one more call, whose promise was never printed.
             waiting = [call.seq for call in journal.open_calls()]
             assert waiting == sorted(waiting)
-            assert len(journal.replay(model)) in (len(done), len(done) + 1)
+            # So it may have one more that is finished, which each kill can leave behind.
+            finished = {call.seq: call.request_id for call in journal.replay(model)}
+            assert done.items() <= finished.items() and len(finished) <= len(done) + 1
+            done = finished
             for seq in range(len(promised) + 1, max([len(promised), *waiting]) + 1):
                 promised[seq] = journal.accept(a_step(model, seq, b"%d" % seq * 50)).request_id
         assert journal.contradictions == 0
     with opened(tmp_path) as journal:
         rest = [seq for _, seq in do_all(journal)]
-        assert rest == list(range(max(done, default=0) + 1, len(promised) + 1)) or rest == list(
-            range(max(done, default=0) + 2, len(promised) + 1)
-        )
+        assert rest == list(range(max(done, default=0) + 1, len(promised) + 1))
         assert [call.seq for call in journal.replay(model)] == list(range(1, len(promised) + 1))
         db = sqlite3.connect(tmp_path / "journal.sqlite")
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)

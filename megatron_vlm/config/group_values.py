@@ -44,7 +44,6 @@ _VALUES = {
     "lora": {
         **dict.fromkeys(("lora", *_TRUE), "did you mean lora=default?"),
         **dict.fromkeys(("full", *_FALSE), "did you mean lora=none?"),
-        "qlora": "did you mean lora=default lora.base=nf4?",
     },
     "optim": {
         name: f"did you mean optim.schedule={name}?"

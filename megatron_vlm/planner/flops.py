@@ -11,7 +11,7 @@ from megatron_vlm.config.trainable import learns
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.family.decoder_layers import Experts, LayerSpec
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.planner.memory import (
+from megatron_vlm.planner.activation_memory import (
     block_values,
     config_as_trained,
     kept_of_layer,

@@ -10,6 +10,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.searched_keys import searched_keys
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.planner.activation_memory import config_as_trained
 from megatron_vlm.planner.flops import ring, update
 from megatron_vlm.planner.hardware import Machine
 from megatron_vlm.planner.host_check import host_need
@@ -20,7 +21,7 @@ from megatron_vlm.planner.layer_split import (
     most_layers,
     replicas_of,
 )
-from megatron_vlm.planner.memory import USABLE, StageMemory, config_as_trained, estimate
+from megatron_vlm.planner.memory import USABLE, StageMemory, estimate
 from megatron_vlm.planner.parameters import count, fits_blocks
 from megatron_vlm.planner.pipeline_time import ReplicaCosts, Stages, trained_values
 from megatron_vlm.planner.row_sizes import RowSample, Step, heaviest_micro_batches

@@ -8,6 +8,7 @@ from megatron_vlm.commands.dry_run.target_machine import TargetMachine
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.planner.memory import USABLE, StageMemory
+from megatron_vlm.planner.memory_switches import allows_switch
 from megatron_vlm.planner.row_sizes import Step
 from megatron_vlm.report.layout_table import size_text
 from megatron_vlm.report.terminal import plain_table
@@ -83,8 +84,14 @@ def _remedies(cfg: Config, dims: ParallelDims, worst: int) -> list[str]:
         changes.append(f"train.micro_batch_size below {cfg.train.micro_batch_size}")
     if dims.dp > 1:
         changes.append("more parallel.tp or parallel.pp in place of replicas")
-    if not cfg.lora.rank:
-        changes.append("adapters alone (lora=default)")
-    elif cfg.lora.base is None:
-        changes.append("frozen weights in 4 bits (lora.base=nf4)")
-    return changes
+    return [*changes, *_smaller_states(cfg)]
+
+
+def _smaller_states(cfg: Config) -> list[str]:
+    """Return the changes that need less memory for weights and their optimizer."""
+    if cfg.lora.rank:
+        return [] if cfg.lora.base else ["frozen weights in 4 bits (lora.base=nf4)"]
+    adapters = "adapters alone (lora=default)"
+    if cfg.optim.offload or not allows_switch(cfg, "optim.offload"):
+        return [adapters]
+    return ["optim.offload=1", adapters]
