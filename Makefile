@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat_template.py sample.py \
 	row_maker.py hf.py tiny_model.py)
 
-.PHONY: setup trl-env embed-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-torch test-parity lint format docs bench scale clean
+.PHONY: setup trl-env embed-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-torch test-parity lint card format docs bench scale clean
 
 setup: .venv/ready
 
@@ -101,6 +101,12 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/prose.py
+	$(BIN)/python scripts/verification_card.py
+
+# Measure a card of cards/ anew: make card CARD=tiny-qwen3-vl, or with GPU=.gpu after `make gpu`.
+card: setup
+	$(BIN)/python scripts/make_card.py $(CARD) $(if $(GPU),--gpu $(GPU))
+	$(BIN)/python scripts/make_models_page.py
 
 docs: .venv-docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet

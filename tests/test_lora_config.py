@@ -88,7 +88,7 @@ REFUSED = {
     "lora=default data.add_tokens=['<a>']": dict(
         key="data.add_tokens", problem_has="lora.train without language"
     ),
-    "lora=both": dict(key="lora", found="both", remedy_has="all, default, none, vision"),
+    "lora=both": dict(key="lora", found="both", remedy_has="all, default, none, qlora, vision"),
 }
 
 

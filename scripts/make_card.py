@@ -1,0 +1,136 @@
+"""Fill a card of cards/ with what is measured here and now.
+
+    make card CARD=tiny-qwen3-vl                 # run its parity tests
+    make card CARD=qwen3-vl-8b GPU=.gpu          # read the figures of `make gpu`
+
+The card has to exist. Its figures are replaced by the new ones.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from xml.etree import ElementTree
+
+from verification_card import (
+    CARDS,
+    ROOT,
+    CardStatus,
+    LayoutError,
+    Speed,
+    VerificationCard,
+    read_card,
+    write_card,
+)
+
+_PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
+
+
+def fill_from_tests(card: VerificationCard) -> VerificationCard:
+    """Run the card's parity tests, each case of them, and return the card with their figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "slow or not slow", f"--junitxml={report}"]
+        subprocess.run(
+            [*command, *card.parity_tests], cwd=ROOT, env={**os.environ, "LONG": "1"}, check=False
+        )
+        parity = _errors_of(report, card.parity_tests)
+    return replace(
+        card,
+        parity=parity,
+        machine=f"{os.cpu_count()} cores of {_cpu_name()}",
+        versions=_versions(),
+        log=f"pytest {' '.join(card.parity_tests)}",
+    )
+
+
+def _errors_of(report: Path, tests: list[str]) -> list[LayoutError]:
+    """Return the figures of a JUnit report. A case that recorded none has failed before."""
+    tolerances = {_module_of(test): importlib.import_module(_module_of(test)) for test in tests}
+    errors = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        values = {each.get("name"): each.get("value") for each in case.iter("property")}
+        layout = case.get("name", "").partition("[")[2].removesuffix("]")
+        tolerance = tolerances[case.get("classname", "")].TOLERANCE
+        errors.append(LayoutError(layout, float(values.get("worst") or "inf"), tolerance))
+    return errors
+
+
+def _module_of(test: str) -> str:
+    """Return the module of a test's node id."""
+    return test.partition("::")[0].removesuffix(".py").replace("/", ".")
+
+
+def fill_from_gpu(card: VerificationCard, folder: Path) -> VerificationCard:
+    """Return the card with the figures that `make gpu` left in a folder."""
+    lines = [json.loads(line) for line in (folder / "figures.jsonl").read_text().splitlines()]
+    by_step = {(line["step"], line["key"]): line["value"] for line in lines}
+    parity, speeds = [], []
+    for (step, key), value in by_step.items():
+        if step == "parity" and isinstance(value, dict):
+            parity.append(LayoutError(key.partition(" (")[0], value["found"], value["bound"]))
+        if isinstance(value, dict) and "tokens_per_s" in value:
+            name = f"{by_step[step, 'model']}: {key}"
+            speeds.append(Speed(name, float(f"{value['tokens_per_s']:.4g}")))
+    versions = {**_versions(), **by_step["ceilings", "versions"]}
+    return replace(
+        card,
+        parity=parity,
+        throughput=speeds,
+        machine=str(by_step["ceilings", "device"]),
+        versions={name: text for name, text in versions.items() if text != "not installed"},
+        log="make gpu",
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
+
+
+def main() -> int:
+    """Fill the card; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("name", help="of a file in cards/, without .yaml")
+    parser.add_argument("--gpu", type=Path, help="the folder that `make gpu` wrote")
+    args = parser.parse_args()
+    card = read_card(CARDS / f"{args.name}.yaml")
+    card = fill_from_gpu(card, args.gpu) if args.gpu else fill_from_tests(card)
+    passed = card.parity and all(error.worst <= error.tolerance for error in card.parity)
+    head = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    card = replace(
+        card,
+        status=str(CardStatus.passed if passed else CardStatus.failed),
+        date=str(date.today()),
+        commit=head.stdout.strip() or "unknown",
+    )
+    write_card(args.name, card)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())
