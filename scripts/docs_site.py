@@ -2,14 +2,20 @@
 
 README.md becomes the first page. Pages at the top and in docs/ link to each other by their places
 in the repository, which are not those of the site.
+
+The site also has llms.txt, a list of its pages for language models, and each page as Markdown.
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files  # type: ignore
 
 TOP = {"README.md": "index.md"} | {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md")}
+
+
+_FIRST_SENTENCE = re.compile(r"^[A-Z`][^|#<]*?[.:](?=\s|$)", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
@@ -28,3 +34,33 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     prefix = "docs/" if here in TOP.values() else "../"
     markdown = markdown.replace(f"]({prefix}", "](").replace(f'="{prefix}', '="')
     return re.sub(r"\]\(([A-Z]+\.md)\)", lambda link: f"]({TOP.get(link[1], link[1])})", markdown)
+
+
+def on_post_page(output: str, page: Any, config: Any, **_: Any) -> str:
+    """Write the page as Markdown, too."""
+    target = Path(config["site_dir"]) / Path(page.file.dest_uri).with_suffix(".md")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page.markdown)
+    return output
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Write llms.txt."""
+    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}", "", "## Docs", ""]
+    for page in config["nav_pages"]:
+        name = Path(page.file.dest_uri).with_suffix(".md")
+        lines.append(f"- [{page.title}]({name}): {summary_of(page.markdown)}")
+    (Path(config["site_dir"]) / "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+def on_nav(nav: Any, config: Any, **_: Any) -> Any:
+    """Keep the pages in their order for llms.txt."""
+    config["nav_pages"] = list(nav.pages)
+    return nav
+
+
+def summary_of(markdown: str) -> str:
+    """Return the first sentence of a page that is no heading, table or picture."""
+    found = _FIRST_SENTENCE.search(markdown)
+    sentence = " ".join(found[0].split()).rstrip(":.") if found else "What changed in each version"
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", sentence) + "."

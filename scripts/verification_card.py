@@ -54,17 +54,17 @@ class Score:
     task: str
     before: float
     after: float
-    standard_error: float  # of the difference
+    standard_error: float  # The difference has this error.
 
 
 @dataclass
 class VerificationCard:
-    """One file of cards/."""
+    """A file of cards/."""
 
     model: str
     family: str  # its model_type in config.json
     status: str
-    recipe: str | None = None  # of configs/model
+    recipe: str | None = None  # a file of configs/model
     parity_tests: list[str] = field(default_factory=list)  # with the node ids of pytest
     date: str | None = None
     commit: str | None = None
@@ -77,7 +77,7 @@ class VerificationCard:
 
     @property
     def has_figures(self) -> bool:
-        """Whether anything was measured."""
+        """True if anything was measured."""
         return bool(self.parity or self.throughput or self.scores)
 
 

@@ -32,8 +32,13 @@ from megatron_vlm.config.arguments import parse_arguments
 from tests import error_messages
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "AGENTS.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "skills").glob("*/SKILL.md")),
+]
+FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # Programs of other packages, whose words are not checked.
 FOREIGN = {"ray", "docker", "hf", "make", "pip", "rsync", "source", "vllm"}
 
@@ -47,7 +52,7 @@ class Block:
 
     @property
     def where(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
 def blocks(*kinds: str) -> list[Block]:
@@ -83,7 +88,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_resolve(page):
     prose = FENCE.sub("", page.read_text())
     for target in re.findall(r'(?:\]\(|src(?:set)?=")([^)"\s]+)[)"]', prose):
@@ -281,6 +286,8 @@ def check_command(words: list[str]) -> None:
     elif program.startswith("scripts/"):
         assert (ROOT / program).exists(), program
         check_train(words[1:])
+    elif program == ".venv/bin/python":
+        assert (ROOT / words[-1]).exists(), words
     elif program == "python" and words[1] == "-m":
         assert words[2] == "megatron_vlm.train", words
         check_train(words[3:])
