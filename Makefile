@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat_template.py sample.py \
 	row_maker.py hf.py tiny_model.py)
 
-.PHONY: setup trl-env embed-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-torch test-parity lint card format docs bench scale clean
+.PHONY: setup trl-env embed-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-torch test-parity lint card format docs release lock bench scale clean
 
 setup: .venv/ready
 
@@ -201,8 +201,26 @@ wheels: setup
 	  --platform manylinux_2_17_x86_64 --dest .wheels $(WHEELS)
 WHEELS := megatron-core hydra-core omegaconf datasets dill multiprocess
 
+# A release: the wheel and the source, checked, installed with each Python, and tried there.
+PYTHONS ?= 3.11 3.12 3.13
+release: setup .venv-release/ready
+	rm -rf dist
+	.venv-release/bin/python -m build --outdir dist .
+	.venv-release/bin/twine check --strict dist/*
+	.venv-release/bin/check-wheel-contents dist/*.whl
+	$(BIN)/python scripts/try_release.py .venv-release/bin/uv dist/*.whl $(foreach v,$(PYTHONS),$$(scripts/find_python.sh $(v)))
+
+.venv-release/ready: constraints.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --quiet --no-compile --constraint constraints.txt build check-wheel-contents twine uv
+	touch $@
+
+# The lock files of requirements/, with the newest versions that pyproject.toml allows.
+lock: .venv-release/ready
+	$(BIN)/python scripts/make_locks.py .venv-release/bin/uv
+
 scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-torch-* .venv-docs .venv-trl .venv-vllm .venv-tinker .venv-embed site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-newest .venv-torch-* .venv-docs .venv-trl .venv-vllm .venv-tinker .venv-embed .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels

@@ -40,7 +40,8 @@ PAGES = [
 ]
 FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # Programs of other packages, whose words are not checked.
-FOREIGN = {"ray", "docker", "hf", "make", "pip", "rsync", "source", "vllm"}
+FOREIGN = {"cd", "docker", "git", "hf", "make", "nvidia-smi", "pip", "python3", "ray", "rsync"}
+FOREIGN |= {"source", "uv", "uvx", "vllm"}
 
 
 @dataclass(frozen=True)
