@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Install what the trainer depends on in /opt/trainer: install_trainer.sh LOCK_FILE
+# TORCH_BACKEND=cpu takes PyTorch's build for the CPU.
+set -euo pipefail
+uv() { /opt/uv/bin/uv "$@"; }
+install() {
+  uv pip install --quiet --no-cache --python /opt/trainer ${TORCH_BACKEND:+--torch-backend "$TORCH_BACKEND"} "$@"
+}
+uv venv --quiet --python python3 /opt/trainer
+if grep -q ^transformer-engine-torch "$1"; then
+  # Its extension is compiled against the torch that is installed.
+  install torch setuptools wheel ninja pybind11 --constraint "$1"
+  install --requirement "$1" --no-build-isolation-package transformer-engine-torch
+else
+  install --requirement "$1"
+fi
