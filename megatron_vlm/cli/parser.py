@@ -23,6 +23,7 @@ from megatron_vlm.commands.dry_run.dry_run_arguments import (
     check_dry_run_arguments,
 )
 from megatron_vlm.commands.eval import add_arguments, held_in_place, locate, run_eval
+from megatron_vlm.commands.import_config.command import add_import_arguments, import_
 from megatron_vlm.commands.plan.plan_arguments import add_plan_arguments
 from megatron_vlm.commands.rl import add_rl_arguments, rl
 from megatron_vlm.commands.score import add_score_arguments, score
@@ -75,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_plan_arguments(_command(commands, _plan, has_keys=True))
     add_agree_arguments(_command(commands, agree))
     _inspect_arguments(_command(commands, _inspect, has_keys=True))
+    add_import_arguments(_command(commands, import_))
     add_shapes_arguments(_command(commands, shapes, formatter_class=HelpWithDefaults))
     add_tiny_arguments(_command(commands, tiny, formatter_class=HelpWithDefaults))
     add_help_arguments(help_parser := _command(commands, help_))

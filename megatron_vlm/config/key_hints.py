@@ -40,7 +40,13 @@ def has_answer(wrong: str) -> bool:
 
 def is_of_other_trainer(name: str) -> bool:
     """Return whether another trainer has this name, and there is an answer to it."""
-    return _known_elsewhere(_plain(name)) is not None
+    return counterpart_of(name) is not None
+
+
+def counterpart_of(name: str) -> str | None:
+    """Return our key for a name that another trainer has, or the sentence on what is here instead.
+    Nothing is guessed."""
+    return _known_elsewhere(_plain(name))
 
 
 def similar_keys(wrong: str) -> Sequence[str]:

@@ -32,8 +32,9 @@ _CP = (
     "model.recompute=full saves the most memory for long records, and parallel.tp divides layers"
 )
 _OFFLOAD = (
-    "model.offload_activations=1 keeps the activations of decoder layers in host memory, and "
-    "model.recompute, optim.states=int8, lora=default and parallel.pp save memory"
+    "optim.offload=1 keeps main weights and moments in host memory, and "
+    "model.offload_activations=1 the activations of decoder layers; "
+    "model.recompute, optim.states=int8, lora=default and parallel.pp save memory, too"
 )
 _RECOMPUTE = (
     "model.recompute and model.recompute_vision say what is computed again instead of kept; "

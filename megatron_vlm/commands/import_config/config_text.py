@@ -1,0 +1,123 @@
+"""The text of a translated configuration: YAML of this package, each line with the setting that it
+came from, and comments on what is different."""
+
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_vlm.commands.import_config.leftovers import Leftovers
+from megatron_vlm.commands.import_config.rl_rules import REWARD_LINE
+from megatron_vlm.commands.import_config.source_settings import Setting
+from megatron_vlm.commands.import_config.translation import Translation, show_in_comment
+from megatron_vlm.config.schema import leaves
+from megatron_vlm.io.printable import escape_controls
+
+_WIDTH = 100
+_PLAIN = re.compile(r"[A-Za-z_./~][\w./:@+~-]*", re.ASCII)  # text that YAML needs no quotes for
+_WORDS = ("true", "false", "null", "yes", "no", "on", "off", "nan", "inf", "~")
+ON_PURPOSE = (
+    "the loss of a step is divided once, by the supervised tokens of its whole global batch, not "
+    "by those of each GPU or each accumulated pass",
+    "rows are not packed: micro-batches of equal cost are planned instead, and no token sees "
+    "another row",
+    "the chat template is that of the checkpoint, for training, evaluation and export alike",
+)
+
+
+def config_text(t: Translation, left: Leftovers, name: str) -> str:
+    """Return the whole text. `name`: the file that was translated."""
+    return "\n".join([*_head(t, name), *_body(t), *_notes(t, left)]) + "\n"
+
+
+def _head(t: Translation, name: str) -> Iterator[str]:
+    gpus = f", for {t.gpus} GPU{'s' * (t.gpus != 1)}" if t.gpus else ""
+    shown = escape_controls(shlex.quote(name))
+    yield from _comment(f"From the configuration {shown} of {t.title}{gpus}. Save it as FILE.yaml.")
+    command = "rl" if t.is_rl else "train"
+    more = ""
+    if t.is_rl:
+        more += f" {REWARD_LINE}"
+    if "rl.sampler" in t.lines and t.lines["rl.sampler"].value == "vllm":
+        more += " rl.engine=.venv-vllm/bin/python"
+    yield "# Look at it, then start it:"
+    yield f"#   megatron-vlm {command} --config FILE.yaml{more} --dry-run --gpus {t.gpus or 8}"
+    yield f"#   megatron-vlm {command} --config FILE.yaml{more}"
+
+
+def _body(t: Translation) -> Iterator[str]:
+    if t.recipes:
+        yield "defaults:"
+        for group, line in t.recipes.items():
+            yield _line(f"  - {group}: {line.value}", line.comment)
+    group = ""
+    for key in leaves():
+        if key not in t.lines:
+            continue
+        parent, _, name = key.rpartition(".")
+        if parent and parent != group:
+            yield f"{parent}:"
+        group = parent
+        line = t.lines[key]
+        yield _line(f"{'  ' * bool(parent)}{name}: {yaml_value(line.value)}", line.comment)
+
+
+def _line(text: str, comment: str) -> str:
+    return f"{text}  # {comment}" if comment else text
+
+
+def _notes(t: Translation, left: Leftovers) -> Iterator[str]:
+    yield ""
+    yield "# Different here on purpose:"
+    for sentence in ON_PURPOSE:
+        yield from _item(sentence)
+    if t.different:
+        yield "# Different here, for you to decide:"
+        for sentence in dict.fromkeys(t.different):
+            yield from _item(sentence)
+    if left.sentences:
+        yield "# Without a counterpart, and what is here instead:"
+        for sentence, settings in left.sentences.items():
+            yield from _item(f"{t.origin(*settings)}: {sentence}")
+    if left.off:
+        yield from _comment(f"Not used there either: {_names(left.off)}.")
+    if left.unknown:
+        yield from _comment(f"Not known here: {_names(left.unknown)}.")
+
+
+def _names(settings: list[Setting]) -> str:
+    return ", ".join(show_in_comment(setting.name) for setting in settings)
+
+
+def _item(sentence: str) -> Iterator[str]:
+    return _comment(sentence, "- ", "  ")
+
+
+def _comment(text: str, first: str = "", others: str = "") -> Iterator[str]:
+    text = " ".join(escape_controls(text).split())
+    yield from textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=f"# {first}",
+        subsequent_indent=f"# {others}",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def yaml_value(value: Any) -> str:
+    """Return a value as YAML 1.2 on one line."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value).replace("inf", ".inf").replace("nan", ".nan")
+    if isinstance(value, dict):
+        pairs = (f"{yaml_value(str(key))}: {yaml_value(each)}" for key, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(yaml_value, value))}]"
+    text = str(value)
+    is_plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS and not text.endswith(":")
+    return text if is_plain else json.dumps(text)

@@ -1,0 +1,117 @@
+"""Settings that no rule has read: those with a key of the same meaning here, and those without
+one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_origin
+
+from megatron_vlm.commands.import_config.source_settings import Setting
+from megatron_vlm.commands.import_config.translation import Translation, is_off
+from megatron_vlm.config.key_hints import counterpart_of
+from megatron_vlm.config.schema import key_types, leaves
+from megatron_vlm.errors import ConfigError, gather_errors
+
+# Keys of one trainer with the names of ours that mean the same, and are in no table therefore.
+_OWN_NAMES = {
+    "num_workers": "data.num_workers",
+    "max_tokens": "data.max_tokens",
+}
+# These names change what is learnt, where they are used at all.
+_CHANGES = frozenset(
+    "use_dora dora pissa_init pissa_iter loraplus_lr_ratio lorap_lr_ratio lora_bias "
+    "neftune_noise_alpha label_smoothing_factor label_smoothing enable_dft_loss use_dft_loss "
+    "packing neat_packing sample_packing padding_free max_samples template chat_template "
+    "modules_to_save additional_target lora_modules_to_save freeze_parameters "
+    "freeze_parameters_ratio freeze_parameters_regex trainable_parameters freeze_trainable_layers "
+    "unfrozen_parameters streaming mix_strategy interleave_probs moe_expert_capacity_factor "
+    "mtp_num_layers dpo_label_smoothing f_divergence_type enable_thinking tokenizer_type "
+    "use_galore use_apollo use_badam use_llama_pro fp8 overlong_filter special_tokens "
+    "mask_truncated_completions new_special_tokens rope_scaling".split()
+)
+_LIBRARIES = "variables of other libraries stay as they are: set them as before"
+
+
+@dataclass
+class Leftovers:
+    """Settings without a counterpart, by the sentence about them."""
+
+    sentences: dict[str, list[Setting]] = field(default_factory=dict)
+    off: list[Setting] = field(default_factory=list)  # not used there either
+    unknown: list[Setting] = field(default_factory=list)
+
+    def add(self, sentence: str, setting: Setting) -> None:
+        """Add a setting to those of a sentence."""
+        self.sentences.setdefault(sentence, []).append(setting)
+
+
+def read_leftovers(t: Translation, ignored: frozenset[str]) -> Leftovers:
+    """Translate the settings that mean the same here, and return the others. A name that is not
+    known is refused, unless it is ignored or nobody has written it."""
+    left = Leftovers()
+    unknown: list[ConfigError] = []
+    for name, setting in t.source.settings.items():
+        if name in t.read or name in ignored:
+            continue
+        found = counterpart_of(name) or _OWN_NAMES.get(name)
+        if found in leaves():
+            _copy(t, left, str(found), setting)
+        elif is_off(setting.value):
+            left.off.append(setting)
+        elif found is not None:
+            _explain(t, left, found, setting)
+        elif t.source.is_dump:
+            left.unknown.append(setting)
+        else:
+            unknown.append(_unknown_error(t, setting))
+    if unknown:
+        raise gather_errors(unknown)
+    for name, setting in t.source.environment.items():
+        if name not in t.read:
+            left.add(_LIBRARIES, setting)
+    return left
+
+
+def _explain(t: Translation, left: Leftovers, sentence: str, setting: Setting) -> None:
+    if setting.name.rpartition(".")[2] in _CHANGES:
+        t.differ(sentence, setting)
+    else:
+        left.add(sentence, setting)
+
+
+def _copy(t: Translation, left: Leftovers, key: str, setting: Setting) -> None:
+    """Set our key to the value of a setting that means the same."""
+    if is_off(setting.value) and key not in _SWITCHES:
+        left.off.append(setting)
+        return
+    if key in t.lines:
+        left.add(f"{key} is set already, by another key of the configuration", setting)
+        return
+    known = t.given(setting.name.removeprefix("actor_rollout_ref.").lower().replace("-", "_"))
+    if known is not None:
+        t.put(key, _converter(t, key)(known), known)
+
+
+_SWITCHES = frozenset(key for key in leaves() if key_types()[key] is bool)
+
+
+def _converter(t: Translation, key: str) -> Callable[[Setting], Any]:
+    """Return the function that reads a value of the key's type."""
+    kind = key_types()[key]
+    parts = {kind, *get_args(kind)}
+    if bool in parts and str not in parts:
+        return t.flag
+    if int in parts:
+        return t.whole
+    if float in parts:
+        return t.number
+    if any(get_origin(part) in (tuple, list, dict) for part in parts):
+        return lambda setting: setting.value
+    return lambda setting: str(setting.value)
+
+
+def _unknown_error(t: Translation, setting: Setting) -> ConfigError:
+    return t.source.error(
+        setting,
+        f"is no key of {t.title} that is known here",
+        remedy=f"remove it if it is not needed, or give --ignore {setting.name}",
+    )

@@ -1,0 +1,155 @@
+"""What is trained: the model, the objective and the parts of the model that learn."""
+
+import re
+
+from megatron_vlm.commands.import_config.translation import Translation
+from megatron_vlm.config.preference_config import ObjectiveName
+
+_MODEL = (
+    *("model_name_or_path", "model", "model_id_or_path", "base_model", "model.path"),
+    *("load", "mcore_model"),
+)
+_SUPPORTED = re.compile(r"qwen3[-_. ]?(vl|5|6|8)", re.IGNORECASE)
+_QWEN25 = re.compile(r"qwen2[-_. ]?5?[-_. ]?vl", re.IGNORECASE)
+_EXPERTS = re.compile(r"-?a\d+b", re.IGNORECASE)
+_TRAINED = "this version trains Qwen3-VL, Qwen3.5, 3.6 and 3.8"
+_RL_ONLY = (
+    "learn from preferences by dpo, kto, orpo, simpo or cpo, or from rewards that a function gives "
+    "(grpo)"
+)
+_METHODS = {
+    **{"sft": "sft", "grpo": "grpo", "rloo": "rloo", "dpo": "dpo", "ipo": "ipo", "kto": "kto"},
+    **{"orpo": "orpo", "simpo": "simpo", "cpo": "cpo"},
+}
+_BETA = ("pref_beta", "beta", "rl_beta", "dpo_beta", "orpo_alpha", "trl.beta")
+_FREEZE = {
+    "model.freeze_vision": ("freeze_vision_tower", "freeze_vit"),
+    "model.freeze_merger": ("freeze_multi_modal_projector", "freeze_aligner"),
+    "model.freeze_language": ("freeze_language_model", "freeze_llm"),
+}
+
+
+def translate_model(t: Translation) -> None:
+    """Set model.path, and say where the model is none that this version trains."""
+    setting = t.given_path(*_MODEL)
+    if setting is None:
+        raise t.error(
+            ": the model is not set", key=_name_of_model(t), remedy="add it to the configuration"
+        )
+    path = str(setting.value)
+    origins = [setting]
+    revision = t.given("model_revision", "revision_of_model")
+    if revision is not None and str(revision.value) not in ("main", "master"):
+        path, origins = f"{path}@{revision.value}", [setting, revision]
+    t.put("model.path", path, *origins)
+    if setting.name in ("load", "mcore_model"):
+        t.differ(
+            "a folder in Megatron-Core's own format is not read: give the Hugging Face folder that "
+            "it was made of as model.path",
+            setting,
+        )
+    if _QWEN25.search(path):
+        t.differ(f"Qwen2.5-VL and Qwen2-VL are not trained: {_TRAINED}. Change model.path", setting)
+    elif not _SUPPORTED.search(path):
+        t.differ(f"the name is none of a known model: {_TRAINED}. Check model.path", setting)
+
+
+def is_of_experts_by_name(t: Translation) -> bool:
+    """Return whether the name of the model is one of a model with experts: 30B-A3B."""
+    return _EXPERTS.search(str(t.lines["model.path"].value)) is not None
+
+
+def _name_of_model(t: Translation) -> str:
+    return {"trl": "model_name_or_path", "ms-swift": "model", "axolotl": "base_model"}.get(
+        t.trainer, "actor_rollout_ref.model.path" if t.trainer == "verl" else "model_name_or_path"
+    )
+
+
+def translate_method(t: Translation, command: str | None) -> None:
+    """Find what is trained: chats, preferences, or answers with rewards. `command`: that of TRL."""
+    stage = t.given("stage", "rlhf_type", "rl")
+    if t.trainer == "verl":
+        t.method = "grpo"
+    elif stage is not None:
+        remedy = f"for raw text write chats; {_RL_ONLY}"
+        t.method = t.choose(stage, _METHODS, remedy)
+    else:
+        task = (t.source.command.split() or [""])[-1]
+        t.method = command or (task if task in _METHODS else "sft")
+        if task in ("pt", "reward"):
+            raise t.error(f"starts {t.source.command}, which has no counterpart", remedy=_RL_ONLY)
+        if t.trainer == "trl" and not t.source.command and command is None:
+            _check_of_sft(t)
+    if t.method not in ("sft", "grpo", "rloo"):
+        _translate_preferences(t)
+
+
+def _check_of_sft(t: Translation) -> None:
+    """Refuse a file of TRL that is for another command than sft: its keys mean other things."""
+    for name in ("num_generations", "max_completion_length", "reward_funcs", "beta"):
+        if (setting := t.given(name)) is not None:
+            raise t.source.error(
+                setting,
+                "is no key of trl sft",
+                remedy="say for which command the file is: --command dpo|kto|orpo|cpo|grpo",
+            )
+
+
+def _translate_preferences(t: Translation) -> None:
+    objective, losses = _objective(t)
+    t.method = objective
+    stage = t.given("stage", "rlhf_type", "rl")
+    t.put("train.objective", objective, *([stage] if stage else []), *losses)
+    beta = t.take(*_BETA)
+    if beta is not None:
+        t.put("preference.beta", t.number(beta), beta)
+    for key, names in {
+        "preference.simpo_gamma": ("simpo_gamma",),
+        "preference.desirable_weight": ("kto_chosen_weight", "desirable_weight"),
+        "preference.undesirable_weight": ("kto_rejected_weight", "undesirable_weight"),
+    }.items():
+        t.copy_number(key, *names)
+    _translate_supervised_part(t)
+
+
+_LOSS_OF_LF = {
+    **{"sigmoid": ("dpo", "sigmoid"), "hinge": ("dpo", "hinge"), "ipo": ("dpo", "ipo")},
+    **{"orpo": ("orpo", ""), "simpo": ("simpo", "")},
+}
+
+
+def _objective(t: Translation) -> tuple[ObjectiveName, list]:
+    """Return our objective, and the settings beside the stage that chose it."""
+    name = "pref_loss" if t.trainer == "llamafactory" else "loss_type"
+    loss = t.take(name) if t.method == "dpo" else None
+    if loss is None:
+        return t.method, []  # type: ignore[return-value]
+    if t.trainer == "llamafactory":
+        objective, which = t.choose(loss, _LOSS_OF_LF)
+    else:
+        objective, which = "dpo", ",".join(t.words(loss))
+    if which not in ("", "sigmoid"):
+        t.put("preference.losses", which.split(","), loss)
+    return objective, [loss]
+
+
+def _translate_supervised_part(t: Translation) -> None:
+    weight = t.given("pref_ftx", "rpo_alpha", "cpo_alpha")
+    if weight is None or not t.number(weight):
+        return
+    if t.method == "dpo":
+        losses = (
+            t.lines["preference.losses"].value if "preference.losses" in t.lines else ["sigmoid"]
+        )
+        t.put("preference.losses", [*losses, "sft"], weight)
+        t.put("preference.loss_weights", [*[1.0] * len(losses), t.number(weight)], weight)
+    else:
+        t.put("preference.sft_coef", t.number(weight), weight)
+
+
+def translate_frozen_parts(t: Translation) -> None:
+    """Set model.freeze_*. With adapters, these settings have chosen the layers that get one."""
+    for key, names in _FREEZE.items():
+        setting = t.take(*names)
+        if setting is not None and not t.has_lora and t.flag(setting):
+            t.put(key, True, setting)
