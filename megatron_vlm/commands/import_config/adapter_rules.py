@@ -2,7 +2,10 @@
 
 import re
 
-from megatron_vlm.commands.import_config.model_rules import is_of_experts_by_name
+from megatron_vlm.commands.import_config.model_rules import (
+    compiled_pattern,
+    is_of_experts_by_name,
+)
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Translation, is_off
 
@@ -29,9 +32,6 @@ _MODULES = {
     **{f"model.visual.blocks.0.{each}": name for each, name in _BLOCKS.items()},
     **{f"model.visual.merger.{each}": "merger" for each in ("linear_fc1", "linear_fc2")},
 }
-_MAX_PATTERN = 400  # characters
-_MAX_REPEATS = 8  # quantifiers of a pattern, which together must not take long on a name
-_WHOLE_PARTS = {"merger": "merger", "model.visual.merger": "merger", "visual.merger": "merger"}
 
 
 def translate_adapters(t: Translation) -> None:
@@ -149,15 +149,7 @@ def _all_linear(t: Translation, setting: Setting) -> tuple[list[str], list[Setti
 def _matched(t: Translation, setting: Setting, pattern: str) -> list[str]:
     """Return our names of the layers that a regular expression matches. Only expressions that
     cannot take long are tried."""
-    repeats = len(re.findall(r"[*+{?]", pattern))
-    if len(pattern) > _MAX_PATTERN or repeats > _MAX_REPEATS or re.search(r"\)[*+{]", pattern):
-        raise t.source.error(
-            setting, "is not tried", allowed="a short expression without repeated groups"
-        )
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        raise t.source.error(setting, f"is no regular expression: {error}") from error
+    expression = compiled_pattern(t, setting, pattern)
     names = [ours for module, ours in _MODULES.items() if expression.fullmatch(module)]
     if not names:
         raise t.source.error(

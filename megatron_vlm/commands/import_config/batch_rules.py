@@ -103,7 +103,8 @@ def _put_prompts(
             found=count,
             remedy="give --gpus N, or change one of them",
         )
-    t.put("train.global_batch_size", prompts, *origins, note=f"{note}; / {count} answers")
+    note = f"{completions} answers, {count} to a prompt; {note}"
+    t.put("train.global_batch_size", prompts, *origins, note=note)
     if updates > 1 and per_generation is not None:
         t.put("rl.updates", updates, per_generation)
 
@@ -111,7 +112,7 @@ def _put_prompts(
 def _megatron_batches(t: Translation) -> None:
     total, rows = t.take("global_batch_size"), t.take("micro_batch_size")
     if total is not None and t.is_rl:
-        _put_prompts(t, t.whole(total), 1, [total], "answers of an update")
+        _put_prompts(t, t.whole(total), 1, [total], "prompts of a step")
     elif total is not None:
         t.put("train.global_batch_size", t.whole(total), total)
     if rows is not None:

@@ -1,4 +1,5 @@
-"""`megatron-vlm import CONFIG`: reads a configuration of another trainer and prints ours."""
+"""`megatron-vlm import CONFIG`: reads a configuration of another trainer and prints one of
+this package."""
 
 import argparse
 import re
@@ -78,9 +79,9 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 def import_(args: argparse.Namespace) -> None:
     """print the configuration of another trainer as one of this package
 
-    Read a configuration of LLaMA-Factory, ms-swift, TRL, axolotl or verl and print ours as YAML:
-    each line with the setting that it came from, then what is different here and what has no
-    counterpart. Nothing in the file is run, and no variable of the environment is read.
+    Read a configuration of LLaMA-Factory, ms-swift, TRL, axolotl or verl and print it as YAML of
+    this package: each line with the setting that it came from, then what is different here and what
+    has no counterpart. Nothing in the file is run, and no variable of the environment is read.
 
     example: megatron-vlm import qwen3vl_lora_sft.yaml --gpus 8
 

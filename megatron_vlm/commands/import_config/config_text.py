@@ -11,7 +11,7 @@ from typing import Any
 from megatron_vlm.commands.import_config.leftovers import Leftovers
 from megatron_vlm.commands.import_config.rl_rules import REWARD_LINE
 from megatron_vlm.commands.import_config.source_settings import Setting
-from megatron_vlm.commands.import_config.translation import Translation, show_in_comment
+from megatron_vlm.commands.import_config.translation import Translation
 from megatron_vlm.config.schema import leaves
 from megatron_vlm.io.printable import escape_controls
 
@@ -29,7 +29,16 @@ ON_PURPOSE = (
 
 def config_text(t: Translation, left: Leftovers, name: str) -> str:
     """Return the whole text. `name`: the file that was translated."""
-    return "\n".join([*_head(t, name), *_body(t), *_notes(t, left)]) + "\n"
+    lines = [*_head(t, name), *_body(t), *_notes(t, left)]
+    shown = "\n".join(lines)
+    silent = [
+        each
+        for each in t.source.settings.values()
+        if each.name in t.read and each.value is not None and each.name not in shown
+    ]
+    if silent:
+        lines += _comment(f"Read, with nothing to set for it here: {t.origin(*silent)}.")
+    return "\n".join(lines) + "\n"
 
 
 def _head(t: Translation, name: str) -> Iterator[str]:
@@ -51,7 +60,7 @@ def _body(t: Translation) -> Iterator[str]:
     if t.recipes:
         yield "defaults:"
         for group, line in t.recipes.items():
-            yield _line(f"  - {group}: {line.value}", line.comment)
+            yield from _lines(f"  - {group}: {line.value}", line.comment)
     group = ""
     for key in leaves():
         if key not in t.lines:
@@ -61,11 +70,19 @@ def _body(t: Translation) -> Iterator[str]:
             yield f"{parent}:"
         group = parent
         line = t.lines[key]
-        yield _line(f"{'  ' * bool(parent)}{name}: {yaml_value(line.value)}", line.comment)
+        yield from _lines(f"{'  ' * bool(parent)}{name}: {yaml_value(line.value)}", line.comment)
 
 
-def _line(text: str, comment: str) -> str:
-    return f"{text}  # {comment}" if comment else text
+def _lines(text: str, comment: str) -> Iterator[str]:
+    """Yield a line with its comment, which stands above it where both are too long for one."""
+    if not comment:
+        yield text
+    elif len(text) + len(comment) + 4 <= _WIDTH:
+        yield f"{text}  # {comment}"
+    else:
+        indent = " " * (len(text) - len(text.lstrip()))
+        yield from (f"{indent}{line}" for line in _comment(comment))
+        yield text
 
 
 def _notes(t: Translation, left: Leftovers) -> Iterator[str]:
@@ -88,7 +105,7 @@ def _notes(t: Translation, left: Leftovers) -> Iterator[str]:
 
 
 def _names(settings: list[Setting]) -> str:
-    return ", ".join(show_in_comment(setting.name) for setting in settings)
+    return ", ".join(escape_controls(setting.name) for setting in settings)
 
 
 def _item(sentence: str) -> Iterator[str]:

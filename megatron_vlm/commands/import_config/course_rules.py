@@ -66,7 +66,9 @@ def translate_optimizer(t: Translation) -> None:
         "optim.merger_lr": ("aligner_lr",),
     }.items():
         t.copy_number(key, *names)
-    offload, share = t.given("optimizer_cpu_offload"), t.given("optimizer_offload_fraction")
+    nested = "actor.optim.override_optimizer_config."
+    offload = t.given("optimizer_cpu_offload", f"{nested}optimizer_cpu_offload")
+    share = t.given("optimizer_offload_fraction", f"{nested}optimizer_offload_fraction")
     if t.flag(offload) and offload is not None:
         value = 1.0 if share is None else t.number(share)
         t.put("optim.offload", value, offload, *([share] if share else []))
@@ -121,7 +123,7 @@ def _translate_final_rate(t: Translation, rate: float) -> None:
     lowest, ratio = t.given("min_lr"), t.given("cosine_min_lr_ratio", "actor.optim.min_lr_ratio")
     more = t.given("lr_scheduler_kwargs")
     if lowest is not None and rate:
-        t.put("optim.min_lr_ratio", t.number(lowest) / rate, lowest, note="/ the rate")
+        t.put("optim.min_lr_ratio", _share(t.number(lowest), rate), lowest, note="/ the rate")
     elif ratio is not None:
         t.put("optim.min_lr_ratio", t.number(ratio), ratio)
     elif more is not None and isinstance(more.value, dict) and rate:
@@ -129,9 +131,13 @@ def _translate_final_rate(t: Translation, rate: float) -> None:
         if "min_lr_rate" in names:
             t.put("optim.min_lr_ratio", float(names["min_lr_rate"]), more)
         elif "min_lr" in names:
-            t.put("optim.min_lr_ratio", float(names["min_lr"]) / rate, more)
+            t.put("optim.min_lr_ratio", _share(float(names["min_lr"]), rate), more)
         else:
             t.differ("only the final rate is taken from it: see optim.schedule", more)
+
+
+def _share(lowest: float, rate: float) -> float:
+    return float(f"{lowest / rate:.12g}")
 
 
 def translate_precision(t: Translation) -> None:

@@ -19,7 +19,7 @@ _HUB = (
     "names of data sets are those of the Hugging Face Hub here; ms-swift takes them from "
     "ModelScope unless use_hf is true"
 )
-_SAMPLED = "the whole data set is read: write the part that you want into a file of its own"
+_SAMPLED = "whole data sets are read here: write the part that you want into a file of its own"
 
 
 def translate_data(t: Translation) -> None:
@@ -60,7 +60,7 @@ def _described_sets(t: Translation) -> None:
 
 def _swift_sets(t: Translation) -> None:
     """Set files, and names such as ORG/NAME:SUBSET#COUNT."""
-    has_names = False
+    has_names, drawn = False, []
     for key, name in (("data.train", "dataset"), ("data.eval", "val_dataset")):
         setting = t.given_path(name)
         if setting is None:
@@ -69,10 +69,12 @@ def _swift_sets(t: Translation) -> None:
         for text in setting.value if isinstance(setting.value, list) else [str(setting.value)]:
             path, _, count = str(text).partition("#")
             if count:
-                t.differ(f"{count} samples of {path} are drawn there, and {_SAMPLED}", setting)
+                drawn.append(f"{count} of {path}")
             sources += _swift_sources(path)
             has_names = has_names or not path.endswith(_FILES)
         t.put(key, sources[0] if len(sources) == 1 else sources, setting)
+    if drawn:
+        t.differ(f"samples are drawn there ({', '.join(drawn)}), and {_SAMPLED}")
     hub = t.given("use_hf")
     if has_names and not (hub is not None and t.flag(hub)):
         t.differ(_HUB)
@@ -103,6 +105,8 @@ def _trl_sets(t: Translation) -> None:
     is_plain = len(entry) == 1 and not t.flag(stream)
     streamed = {"streaming": True} if t.flag(stream) else {}
     t.put("data.train", entry["path"] if is_plain else entry | streamed, *origins)
+    if t.flag(stream) and t.given("max_steps") is None:
+        t.differ("a stream has no length: give train.steps", *([stream] if stream else []))
     strategy = t.given("eval_strategy", "evaluation_strategy")
     if strategy is not None and not is_off(strategy.value) and test is not None:
         t.put("data.eval", entry | {"split": str(test.value)}, name, test)
@@ -152,7 +156,7 @@ def _verl_sets(t: Translation) -> None:
     for key, name in (("data.train", "data.train_files"), ("data.eval", "data.val_files")):
         setting = t.given_path(name)
         if setting is not None:
-            paths = [path for path in t.words(setting)]
+            paths = t.words(setting)
             t.put(key, paths[0] if len(paths) == 1 else paths, setting)
     columns, origins = {}, []
     for field, name in (("images", "image_key"), ("videos", "video_key"), ("prompt", "prompt_key")):
@@ -187,7 +191,7 @@ def _mapping(t: Translation, setting: Setting) -> dict[str, str]:
 
 def translate_lengths(t: Translation) -> None:
     """Set data.max_tokens and what becomes of longer records."""
-    setting = t.take(*_LENGTHS)
+    setting = (t.given("max_prompt_length") if t.is_rl else None) or t.take(*_LENGTHS)
     if setting is not None and t.number(setting) > 0:
         t.put("data.max_tokens", t.whole(setting), setting)
     else:
@@ -234,6 +238,9 @@ def translate_media(t: Translation) -> None:
 
 def translate_supervision(t: Translation) -> None:
     """Set which messages are learnt, and say where another part of a chat is."""
+    thinking = t.given("enable_thinking")
+    if thinking is not None:
+        t.put("data.template_kwargs", {"enable_thinking": t.flag(thinking)}, thinking)
     everything = t.given("train_on_prompt", "train_on_inputs")
     scale, history = t.given("loss_scale"), t.given("mask_history")
     only = t.take("assistant_only_loss") if t.method == "sft" else None

@@ -11,13 +11,13 @@ from megatron_vlm.config.key_hints import counterpart_of
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import ConfigError, gather_errors
 
-# Keys of one trainer with the names of ours that mean the same, and are in no table therefore.
+# Names that this package has, too, in a group; the tables have only other names.
 _OWN_NAMES = {
     "num_workers": "data.num_workers",
     "max_tokens": "data.max_tokens",
 }
 # These names change what is learnt, where they are used at all.
-_CHANGES = frozenset(
+_CHANGES = (
     "use_dora dora pissa_init pissa_iter loraplus_lr_ratio lorap_lr_ratio lora_bias "
     "neftune_noise_alpha label_smoothing_factor label_smoothing enable_dft_loss use_dft_loss "
     "packing neat_packing sample_packing padding_free max_samples template chat_template "
@@ -26,8 +26,10 @@ _CHANGES = frozenset(
     "unfrozen_parameters streaming mix_strategy interleave_probs moe_expert_capacity_factor "
     "mtp_num_layers dpo_label_smoothing f_divergence_type enable_thinking tokenizer_type "
     "use_galore use_apollo use_badam use_llama_pro fp8 overlong_filter special_tokens "
-    "mask_truncated_completions new_special_tokens rope_scaling".split()
+    "mask_truncated_completions new_special_tokens rope_scaling moe_aux_loss_coeff "
+    "moe_z_loss_coeff use_chat_template custom_register_path external_plugins"
 )
+_MEANT = ("use_chat_template",)  # not to use these changes what is learnt
 _LIBRARIES = "variables of other libraries stay as they are: set them as before"
 
 
@@ -52,10 +54,10 @@ def read_leftovers(t: Translation, ignored: frozenset[str]) -> Leftovers:
     for name, setting in t.source.settings.items():
         if name in t.read or name in ignored:
             continue
-        found = counterpart_of(name) or _OWN_NAMES.get(name)
+        found = _counterpart(name)
         if found in leaves():
             _copy(t, left, str(found), setting)
-        elif is_off(setting.value):
+        elif is_off(setting.value) and name not in _MEANT:
             left.off.append(setting)
         elif found is not None:
             _explain(t, left, found, setting)
@@ -71,8 +73,15 @@ def read_leftovers(t: Translation, ignored: frozenset[str]) -> Leftovers:
     return left
 
 
+def _counterpart(name: str) -> str | None:
+    """Return our key or a sentence. Settings of Megatron-LM that verl passes on have their own."""
+    last = name.rpartition(".")[2]
+    own = counterpart_of(last) if ".override_" in name else None
+    return own or counterpart_of(name) or _OWN_NAMES.get(name)
+
+
 def _explain(t: Translation, left: Leftovers, sentence: str, setting: Setting) -> None:
-    if setting.name.rpartition(".")[2] in _CHANGES:
+    if setting.name.rpartition(".")[2] in _CHANGES.split():
         t.differ(sentence, setting)
     else:
         left.add(sentence, setting)

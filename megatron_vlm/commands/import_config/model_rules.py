@@ -1,7 +1,8 @@
-"""What is trained: the model, the objective and the parts of the model that learn."""
+"""The model, the objective, and the parts of the model that learn."""
 
 import re
 
+from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Translation
 from megatron_vlm.config.preference_config import ObjectiveName
 
@@ -21,6 +22,8 @@ _METHODS = {
     **{"sft": "sft", "grpo": "grpo", "rloo": "rloo", "dpo": "dpo", "ipo": "ipo", "kto": "kto"},
     **{"orpo": "orpo", "simpo": "simpo", "cpo": "cpo"},
 }
+_MAX_PATTERN = 400  # characters of a regular expression
+_MAX_REPEATS = 8  # quantifiers of one, which together must not take long on a name
 _BETA = ("pref_beta", "beta", "rl_beta", "dpo_beta", "orpo_alpha", "trl.beta")
 _FREEZE = {
     "model.freeze_vision": ("freeze_vision_tower", "freeze_vit"),
@@ -65,6 +68,19 @@ def _name_of_model(t: Translation) -> str:
     )
 
 
+def compiled_pattern(t: Translation, setting: Setting, pattern: str) -> re.Pattern[str]:
+    """Compile a regular expression of a file. One that could take long on a name is refused."""
+    repeats = len(re.findall(r"[*+{?]", pattern))
+    if len(pattern) > _MAX_PATTERN or repeats > _MAX_REPEATS or re.search(r"\)[*+{]", pattern):
+        raise t.source.error(
+            setting, "is not tried", allowed="a short expression without repeated groups"
+        )
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise t.source.error(setting, f"is no regular expression: {error}") from error
+
+
 def translate_method(t: Translation, command: str | None) -> None:
     """Find what is trained: chats, preferences, or answers with rewards. `command`: that of TRL."""
     stage = t.given("stage", "rlhf_type", "rl")
@@ -99,7 +115,8 @@ def _translate_preferences(t: Translation) -> None:
     objective, losses = _objective(t)
     t.method = objective
     stage = t.given("stage", "rlhf_type", "rl")
-    t.put("train.objective", objective, *([stage] if stage else []), *losses)
+    note = "" if stage else f"the command is {t.source.command or objective}"
+    t.put("train.objective", objective, *([stage] if stage else []), *losses, note=note)
     beta = t.take(*_BETA)
     if beta is not None:
         t.put("preference.beta", t.number(beta), beta)
@@ -118,7 +135,7 @@ _LOSS_OF_LF = {
 }
 
 
-def _objective(t: Translation) -> tuple[ObjectiveName, list]:
+def _objective(t: Translation) -> tuple[ObjectiveName, list[Setting]]:
     """Return our objective, and the settings beside the stage that chose it."""
     name = "pref_loss" if t.trainer == "llamafactory" else "loss_type"
     loss = t.take(name) if t.method == "dpo" else None
@@ -147,8 +164,21 @@ def _translate_supervised_part(t: Translation) -> None:
         t.put("preference.sft_coef", t.number(weight), weight)
 
 
+_PARTS = {
+    "model.freeze_vision": "model.visual.blocks.0.attn.qkv.weight",
+    "model.freeze_merger": "model.visual.merger.linear_fc1.weight",
+    "model.freeze_language": "model.language_model.layers.0.self_attn.q_proj.weight",
+}
+
+
 def translate_frozen_parts(t: Translation) -> None:
     """Set model.freeze_*. With adapters, these settings have chosen the layers that get one."""
+    trained = t.given("unfrozen_parameters")
+    if trained is not None and not t.has_lora:
+        patterns = [compiled_pattern(t, trained, text) for text in t.words(trained)]
+        for key, name in _PARTS.items():
+            if not any(pattern.match(name) for pattern in patterns):
+                t.put(key, True, trained)
     for key, names in _FREEZE.items():
         setting = t.take(*names)
         if setting is not None and not t.has_lora and t.flag(setting):

@@ -20,7 +20,8 @@ def recognise_trainer(source: SourceSettings) -> TrainerName:
         return _OF_COMMAND[source.command.split()[0]]
     names = {name.partition(".")[0] for name in source.settings}
     found: dict[TrainerName, list[str]] = {
-        trainer: sorted(names & other.own_names) for trainer, other in OTHER_TRAINERS.items()
+        trainer: sorted(names & {*other.own_names.split()})
+        for trainer, other in OTHER_TRAINERS.items()
     }
     first, second = sorted(found, key=lambda trainer: -len(found[trainer]))[:2]
     if len(found[first]) > 2 * len(found[second]):

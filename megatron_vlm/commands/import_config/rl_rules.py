@@ -73,6 +73,14 @@ def _verl_algorithm(t: Translation) -> None:
     if mean is not None:
         t.put("rl.aggregate", t.choose(mean, _AGGREGATES), mean)
     _clip(t, "actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high")
+    _verl_penalties(t)
+    epochs = t.given("actor.ppo_epochs")
+    if epochs is not None and t.whole(epochs) > 1:
+        t.differ("each answer is learnt from once", epochs)
+
+
+def _verl_penalties(t: Translation) -> None:
+    """Set the coefficients of the KL and of the entropy."""
     uses, weight = t.take("actor.use_kl_loss"), t.take("actor.kl_loss_coef")
     if uses is not None and t.flag(uses) and weight is not None:
         t.put("rl.kl_coef", t.number(weight), uses, weight)
@@ -85,9 +93,6 @@ def _verl_algorithm(t: Translation) -> None:
     entropy = t.given("actor.entropy_coeff")
     if entropy is not None and t.number(entropy):
         t.put("rl.entropy_coef", t.number(entropy), entropy)
-    epochs = t.given("actor.ppo_epochs")
-    if epochs is not None and t.whole(epochs) > 1:
-        t.differ("each answer is learnt from once", epochs)
 
 
 def _trl_algorithm(t: Translation) -> None:

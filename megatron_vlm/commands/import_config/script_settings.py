@@ -54,8 +54,8 @@ def _trainer_command(command: ShellCommand, file: str) -> tuple[str, int]:
     words = [word.text for word in command.words]
     if words and _LOST.match(words[0]):
         raise ConfigError(
-            f": {show_value(words[0])} belongs to no command, as in the shell: the line before ends "
-            "the command, by a comment or without a backslash",
+            f": {show_value(words[0])} belongs to no command, as in the shell: the line before "
+            "ends the command, by a comment or without a backslash",
             place=f"{file}, line {command.words[0].line}",
             remedy="join the lines",
         )

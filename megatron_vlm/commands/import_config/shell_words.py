@@ -94,16 +94,28 @@ class ShellReader:
             word.text += "" if self._next() == "\n" else self._next()
             self._step()
         elif character == "`" or self.text.startswith("$(", self.place):
-            end = self.text.find("`" if character == "`" else ")", self.place + 1)
-            until = len(self.text) if end < 0 else end + 1
-            word.unknown = word.unknown or self.text[self.place : until][:80]
-            self._step(until - self.place)
+            self._substitute(word, "`" if character == "`" else ")")
         elif character == "$" and (match := _VARIABLE.match(self.text, self.place)):
             self._step(len(match[0]))
             self._replace(match, word)
         else:
             word.text += character
             self._step()
+
+    def _substitute(self, word: ShellWord, closing: str) -> None:
+        """Read the result of a command, which is known only for a sum such as $(expr 16 / 2)."""
+        end = self.text.find(closing, self.place + 2)
+        until = len(self.text) if end < 0 else end + 1
+        command = self.text[self.place : until]
+        self._step(until - self.place)
+        inner = ShellReader(command[1:-1].strip("("), self.file, self.given)
+        inner.known, inner.replaced = self.known, self.replaced
+        texts = []
+        while (each := inner._word()) is not None:
+            texts.append(each.text)
+        result = _sum(texts)
+        word.text += command if result is None else str(result)
+        word.unknown = word.unknown or ("" if result is not None else command[:80])
 
     def _replace(self, match: re.Match[str], word: ShellWord) -> None:
         name, default = match[1] or match[2], match[4]
@@ -160,6 +172,16 @@ class ShellReader:
         return ConfigError(
             problem, place=f"{self.file}, line {self.line}", remedy="correct the script"
         )
+
+
+def _sum(texts: list[str]) -> int | None:
+    """Return the result of `expr A OPERATOR B` with whole numbers, or None."""
+    if len(texts) != 4 or texts[0] != "expr" or not (texts[1] + texts[3]).isdecimal():
+        return None
+    left, right = int(texts[1][:18]), int(texts[3][:18])
+    if texts[2] == "/":
+        return left // right if right else None
+    return {"+": left + right, "-": left - right, "*": left * right}.get(texts[2])
 
 
 def _assignments(words: list[ShellWord]) -> ShellCommand:

@@ -25,7 +25,7 @@ class Setting:
 
 @dataclass
 class SourceSettings:
-    """All settings of a file, by name."""
+    """Settings of a whole file, by name."""
 
     file: str
     settings: dict[str, Setting]

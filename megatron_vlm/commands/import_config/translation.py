@@ -2,7 +2,6 @@
 that they become here."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,13 +11,13 @@ from megatron_vlm.config.other_trainers.trainers import (
     OTHER_TRAINERS,
     TrainerName,
 )
-from megatron_vlm.errors import ConfigError, show_value
+from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_value
 from megatron_vlm.io.printable import escape_controls
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _NOTHING = ("", "none", "null")
 _SHOWN = 48  # characters of a value in a comment
-_VERL = "actor_rollout_ref."  # which all names of actor, rollout, ref and model begin with
+_VERL = "actor_rollout_ref."  # names of actor, rollout, ref and model begin so
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class OutputLine:
 
     value: Any
     comment: str
-    line: int  # of the setting that it came from; 0 for a default of the trainer
+    line: int  # the line of the setting that it came from; 0 for a default
 
 
 @dataclass
@@ -129,15 +128,19 @@ class Translation:
 
     def put(self, key: str, value: Any, *origins: Setting, note: str = "") -> None:
         """Set a key of this package, with the settings that the value came from."""
-        comment = "; ".join(filter(None, (self.origin(*origins), note)))
+        shown = ", ".join(self._shown(origin, value) for origin in origins)
+        comment = "; ".join(filter(None, (shown, note)))
         self.lines[key] = OutputLine(value, comment, max((o.line for o in origins), default=0))
 
     def origin(self, *settings: Setting) -> str:
         """Return the settings with their values and lines, for a comment."""
         return ", ".join(map(self._shown, settings))
 
-    def _shown(self, setting: Setting) -> str:
-        text = f"{escape_controls(setting.name)}={show_in_comment(setting.value)}"
+    def _shown(self, setting: Setting, result: Any = NOT_GIVEN) -> str:
+        """Return a setting with its value, unless the result is the same."""
+        text = escape_controls(setting.name)
+        if not _is_same(setting.value, result):
+            text += f"={show_in_comment(setting.value)}"
         where = f"line {setting.line}" if setting.line else f"the default of {self.title}"
         return f"{text} ({where})"
 
@@ -199,6 +202,15 @@ class Translation:
     def error(self, problem: str, **fields: Any) -> ConfigError:
         """Make an error about the whole file."""
         return ConfigError(problem, place=self.source.file, **fields)
+
+
+def _is_same(value: Any, result: Any) -> bool:
+    if str(value).lower() == str(result).lower():
+        return True
+    try:
+        return float(value) == float(result)
+    except (TypeError, ValueError):
+        return False
 
 
 def _remedy_of(variable: str) -> str:

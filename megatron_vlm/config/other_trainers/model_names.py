@@ -88,7 +88,7 @@ MODEL_SENTENCES = {
     _QUANTIZATION: "qlora quantization_bit load_in_4bit load_in_8bit quant_bits quant_method "
     "quantization_method quantization_type double_quantization quantization_config quantization "
     "quantization_device_map use_bnb_nested_quant bnb_config_kwargs gptq qat hqq_axis "
-    "quant_n_samples quant_batch_size group_size",
+    "quant_n_samples quant_batch_size group_size quantize_moe_experts",
     _TUNE: "tune_mm_vision tune_mm_mlp tune_mm_llm freeze_parameters trainable_parameters "
     "freeze_parameters_ratio freeze_parameters_regex trainable_parameters_regex "
     "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules unfrozen_parameters "
@@ -155,7 +155,8 @@ MODEL_SENTENCES = {
     "model.router_z_loss is the coefficient of the mean over layers and tokens": (
         "moe_z_loss_coeff router_z_loss_coef"
     ),
-    _EXPERTS: "output_router_logits freeze_moe_router use_scattermoe experts_implementation",
+    _EXPERTS: "output_router_logits freeze_moe_router use_scattermoe experts_implementation "
+    "experts_impl",
     _SIZES: "hf_config_path num_layers hidden_size ffn_hidden_size num_attention_heads "
     "group_query_attention "
     "num_query_groups max_position_embeddings position_embedding_type no_position_embedding "
@@ -167,7 +168,7 @@ MODEL_SENTENCES = {
     "vision_model_type disable_vision_class_token hf_overrides override_config "
     "override_transformer_config override_ddp_config override_mcore_model_config "
     "overrides_of_model_config overrides_of_model_kwargs model_config moe_config "
-    "use_rotary_position_embeddings vocab_size",
+    "use_rotary_position_embeddings vocab_size linear_decoupled_in_proj",
     "the released models have no dropout but lora.dropout": "attention_dropout hidden_dropout "
     "disable_dropout",
     "training starts from the weights of model.path, never from random ones": "init_method_std "
@@ -197,4 +198,5 @@ MODEL_FAMILIES = {
     "fp8 is not trained; train.precision is auto, bf16 or fp32": "fp8",
     _SHARDS: "fsdp_ deepspeed_",
     _EXPERTS: "moe_",
+    _HEAD: "liger_",
 }

@@ -17,7 +17,7 @@ class OtherTrainer:
     """Properties of a trainer that are known without a configuration."""
 
     title: str
-    own_names: frozenset[str]  # names that the other trainers of this table do not have
+    own_names: str  # names that the other trainers of this table do not have
     defaults: Mapping[str, Any]
 
 
@@ -128,47 +128,39 @@ _VERL = {
 OTHER_TRAINERS: Mapping[TrainerName, OtherTrainer] = {
     "llamafactory": OtherTrainer(
         "LLaMA-Factory",
-        frozenset(
-            "finetuning_type stage do_train cutoff_len dataset_dir lora_target quantization_bit "
-            "image_max_pixels freeze_vision_tower freeze_multi_modal_projector pref_loss pref_beta "
-            "preprocessing_num_workers overwrite_cache plot_loss neat_packing media_dir "
-            "flash_attn val_size mask_history train_on_prompt enable_liger_kernel".split()
-        ),
+        "finetuning_type stage do_train cutoff_len dataset_dir lora_target quantization_bit "
+        "image_max_pixels freeze_vision_tower freeze_multi_modal_projector pref_loss pref_beta "
+        "preprocessing_num_workers overwrite_cache plot_loss neat_packing media_dir "
+        "flash_attn val_size mask_history train_on_prompt enable_liger_kernel",
         _LLAMA_FACTORY,
     ),
     "ms-swift": OtherTrainer(
         "ms-swift",
-        frozenset(
-            "model train_type tuner_type freeze_vit freeze_aligner freeze_llm attn_impl vit_lr "
-            "aligner_lr split_dataset_ratio load_from_cache_file target_modules rlhf_type quant_bits "
-            "quant_method model_author lazy_tokenize swift_version model_id_or_path sft_type "
-            "dataset_shuffle add_non_thinking_prefix custom_register_path external_plugins".split()
-        ),
+        "model train_type tuner_type freeze_vit freeze_aligner freeze_llm attn_impl vit_lr "
+        "aligner_lr split_dataset_ratio load_from_cache_file target_modules rlhf_type quant_bits "
+        "quant_method model_author lazy_tokenize swift_version model_id_or_path sft_type "
+        "dataset_shuffle add_non_thinking_prefix custom_register_path external_plugins",
         _MS_SWIFT,
     ),
     "trl": OtherTrainer(
         "TRL",
-        frozenset(
-            "dataset_name dataset_config dataset_train_split dataset_test_split use_peft "
-            "assistant_only_loss completion_only_loss dataset_text_field dataset_kwargs "
-            "model_init_kwargs lora_task_type dtype max_seq_length dataset_streaming "
-            "eval_packing precompute_ref_log_probs num_completions_to_print".split()
-        ),
+        "dataset_name dataset_config dataset_train_split dataset_test_split use_peft "
+        "assistant_only_loss completion_only_loss dataset_text_field dataset_kwargs "
+        "model_init_kwargs lora_task_type dtype max_seq_length dataset_streaming "
+        "eval_packing precompute_ref_log_probs num_completions_to_print",
         _TRL,
     ),
     "axolotl": OtherTrainer(
         "axolotl",
-        frozenset(
-            "base_model datasets sequence_len adapter lora_target_linear lora_model_dir num_epochs "
-            "val_set_size sample_packing dataset_prepared_path evals_per_epoch saves_per_epoch "
-            "pad_to_sequence_len train_on_inputs skip_prepare_dataset lr_scheduler rl_beta "
-            "unfrozen_parameters processor_type eval_sample_packing flash_attention".split()
-        ),
+        "base_model datasets sequence_len adapter lora_target_linear lora_model_dir num_epochs "
+        "val_set_size sample_packing dataset_prepared_path evals_per_epoch saves_per_epoch "
+        "pad_to_sequence_len train_on_inputs skip_prepare_dataset lr_scheduler rl_beta "
+        "unfrozen_parameters processor_type eval_sample_packing flash_attention",
         _AXOLOTL,
     ),
     "verl": OtherTrainer(
         "verl",
-        frozenset("actor_rollout_ref algorithm critic custom_reward_function trainer".split()),
+        "actor_rollout_ref algorithm critic custom_reward_function trainer",
         _VERL,
     ),
 }
