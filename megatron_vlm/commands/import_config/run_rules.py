@@ -1,5 +1,6 @@
 """The run itself: its folder, the layout on the GPUs, what is computed again, and its figures."""
 
+from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import OutputLine, Translation, is_off
 
 _SHARDED = ("deepspeed", "fsdp", "fsdp_config", "deepspeed_config")
@@ -40,7 +41,7 @@ def translate_folder(t: Translation) -> None:
     _translate_trackers(t, project)
 
 
-def _translate_trackers(t: Translation, project) -> None:
+def _translate_trackers(t: Translation, project: Setting | None) -> None:
     setting = t.take("report_to", "trainer.logger")
     given = t.given("wandb_project")
     names = [] if setting is None else [name.lower() for name in t.words(setting)]
@@ -110,7 +111,7 @@ def translate_recomputation(t: Translation) -> None:
         )
 
 
-def _is_on(t: Translation, switch) -> bool:
+def _is_on(t: Translation, switch: Setting) -> bool:
     """Return whether activations are computed again; axolotl has names of ways to do it."""
     return str(switch.value) in ("unsloth", "offload", "offload_disk") or t.flag(switch)
 
