@@ -14,7 +14,7 @@ _MODEL_PARALLEL = (
 _SWIFT_BATCH = 16  # ms-swift accumulates up to this number of samples where it is not said
 
 
-def find_gpus(t: Translation) -> None:
+def find_gpu_count(t: Translation) -> None:
     """Find the number of GPUs: that of --gpus, or what the configuration says itself."""
     if t.gpus is not None:
         return

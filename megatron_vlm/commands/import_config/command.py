@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from megatron_vlm.commands.import_config.adapter_rules import translate_adapters
-from megatron_vlm.commands.import_config.batch_rules import find_gpus, translate_batches
+from megatron_vlm.commands.import_config.batch_rules import find_gpu_count, translate_batches
 from megatron_vlm.commands.import_config.config_text import config_text
 from megatron_vlm.commands.import_config.course_rules import (
     translate_intervals,
@@ -52,7 +52,7 @@ _SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 _DATA_FILES = (".yaml", ".yml", ".json")
 _COMMANDS = ("sft", "dpo", "kto", "orpo", "cpo", "grpo", "rloo")
 _RULES = (
-    *(find_gpus, translate_model, translate_adapters, translate_frozen_parts, translate_data),
+    *(find_gpu_count, translate_model, translate_adapters, translate_frozen_parts, translate_data),
     *(translate_lengths, translate_media, translate_supervision, translate_batches),
     *(translate_length, translate_optimizer, translate_precision, translate_seeds),
     *(translate_intervals, translate_rl, translate_folder, translate_layout),
