@@ -1,7 +1,6 @@
 """Build one pipeline stage from a checkpoint's config.json: its TransformerConfig and its model."""
 
 from collections.abc import Collection, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from megatron_vlm.model.fp32_weight_grads import accumulates_fp32
 from megatron_vlm.model.fused_ops import FusedOps, compiles
 from megatron_vlm.model.gated_delta_net import keeps_fp32
 from megatron_vlm.model.layer_specs import BuildOptions, block_spec
+from megatron_vlm.model.megatron_versions import LayerPart
 from megatron_vlm.model.offload_activations import ActivationOffload
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.stage_model import StageModel
@@ -142,15 +142,13 @@ def build_chunks(
     rule = None
     if (net := sizes.text.delta_net) is not None:
         rule = choose_delta_rule(cfg.model.delta_rule, net, config.params_dtype, platform)
-    # Megatron reads only these attributes of a ModuleSpec. A real ModuleSpec would make it warn
-    # about an MLP that is not its own.
     params = {
         "group": grid.ep.group,
         "device": unset_on,
         "chains": chains,
         "sizes": sizes.text.experts,
     }
-    expert_mlp = SimpleNamespace(module=ExpertMLP, params=params)
+    expert_mlp = LayerPart(ExpertMLP, params)
     share = cfg.model.offload_activations
     offload = ActivationOffload(share, platform.device) if share else None
     chunks = []

@@ -57,6 +57,7 @@ class ExpertMLP(MegatronModule):
         device: torch.device,
         chains: FusedOps,
         sizes: Experts,
+        **_: Any,
     ):
         super().__init__(config=config)
         self.group, self.swiglu = group, chains.swiglu

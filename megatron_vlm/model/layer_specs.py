@@ -10,7 +10,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -25,6 +25,7 @@ from megatron_vlm.model.delta_kernels import DeltaRule
 from megatron_vlm.model.fused_ops import FusedOps, Norm
 from megatron_vlm.model.gated_delta_net import GatedDeltaMixer
 from megatron_vlm.model.kv_cache import KVCache
+from megatron_vlm.model.megatron_versions import ChainActivation, DenseMLP, LayerPart
 from megatron_vlm.model.offload_activations import OffloadPass
 from megatron_vlm.model.router import Routing
 
@@ -87,7 +88,7 @@ class BuildOptions:
     backend: str
     chains: FusedOps
     kernel: str  # for attention
-    expert_mlp: Any  # the spec of an MLP with experts
+    expert_mlp: LayerPart
     delta_rule: DeltaRule | None = None
 
 
@@ -113,7 +114,7 @@ def torch_layer_spec(options: BuildOptions, text: TextSizes) -> ModuleSpec:
     )
     mlp = MLPSubmodules(
         linear_fc1=ColumnParallelLinear,
-        activation_func=chains.swiglu,
+        activation_func=ModuleSpec(ChainActivation, {"chain": chains.swiglu}),
         linear_fc2=RowParallelLinear,
     )
     return ModuleSpec(
@@ -127,7 +128,7 @@ def torch_layer_spec(options: BuildOptions, text: TextSizes) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp=LayerPart(DenseMLP, {"submodules": mlp}),
             mlp_bda=get_bias_dropout_add,
         ),
     )
