@@ -9,8 +9,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # What another version of transformers would change: configs, processors, templates, generation.
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat_template.py sample.py \
 	row_maker.py hf.py tiny_model.py)
+# What another Megatron-Core or torch would change: the model, its gradients, optimizers, checkpoints.
+NEWEST += $(addprefix tests/test_,parity.py qwen3_5.py checkpoint.py golden.py)
 
-.PHONY: setup trl-env embed-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-torch test-parity lint card format docs release lock bench scale clean
+.PHONY: setup trl-env embed-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench scale clean
 
 setup: .venv/ready
 
@@ -68,13 +70,30 @@ test-slow: PARTS = SLOW_PARTS=6
 test-long:
 	LONG=1 $(MAKE) test-slow-all
 
-# The newest versions that pyproject.toml allows. All quick tests: make test-newest NEWEST=tests
+# The newest versions that pyproject.toml allows: Megatron-Core after 0.16.1 wants Python 3.12 or newer.
+# The run writes what passed into docs/versions.md. All quick tests: make test-newest NEWEST=tests
 test-newest: .venv-newest/ready
-	.venv-newest/bin/python -m pytest -m 'not slow' -n 2 --dist loadfile $(NEWEST)
+	$(call tested_with,.venv-newest,newest)
 
-.venv-newest/ready: pyproject.toml
-	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/pip install --quiet --no-compile --upgrade --upgrade-strategy eager --editable '.[dev]'
+test-python313: .venv-python313/ready
+	$(call tested_with,.venv-python313,python313)
+
+# The same tests with the versions of constraints.txt.
+test-pinned: setup
+	$(call tested_with,.venv,pinned)
+
+define tested_with
+	$(1)/bin/python -m pytest -m 'not slow' -n 2 --dist loadfile --junitxml $(1)/results.xml $(NEWEST)
+	$(1)/bin/python scripts/record_versions.py $(2) $(1)/results.xml
+endef
+
+.venv-newest/ready: NEWER_PYTHON = 3.12
+.venv-python313/ready: NEWER_PYTHON = 3.13
+.venv-newest/ready .venv-python313/ready: pyproject.toml scripts/find_python.sh scripts/install_lean_torch.py
+	rm -rf $(@D)
+	python=$$(scripts/find_python.sh $(NEWER_PYTHON)) && "$$python" -m venv $(@D)
+	$(@D)/bin/python scripts/install_lean_torch.py
+	$(@D)/bin/pip install --quiet --no-compile --editable '.[dev]'
 	touch $@
 
 # The quick tests with another torch that pyproject.toml allows, such as that of a machine with GPUs.
@@ -223,4 +242,4 @@ scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-torch-* .venv-docs .venv-trl .venv-vllm .venv-tinker .venv-embed .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-newest .venv-python313 .venv-torch-* .venv-docs .venv-trl .venv-vllm .venv-tinker .venv-embed .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels

@@ -7,7 +7,7 @@ Outside Python 3.11 an index may have torch only as its build for CUDA, and pip 
 libraries to that, which a machine without a GPU loads and never calls. Here the process loads the
 two small ones that torch calls as it is imported (cudart and cupti). In place of each other one it
 gets an empty library of the same name, whose functions end the process. A build for the CPU is left
-as it is. Never use such an environment on a machine with a GPU.
+as it is. On a machine with a GPU pip installs all of torch.
 """
 
 import re
@@ -35,7 +35,11 @@ void not_here(void) {
 
 def main() -> None:
     requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    _pip_install(*(one for one in requirements if re.match(r"torch\b", one)))
+    torch_range = next(one for one in requirements if re.match(r"torch\b", one))
+    if shutil.which("nvidia-smi"):
+        _pip_install(torch_range)
+        return
+    _pip_install("--no-deps", torch_range)
     torch = metadata.distribution("torch")
     libraries = Path(str(torch.locate_file("torch/lib")))
     if not (libraries / "libtorch_cuda.so").exists():
@@ -44,7 +48,9 @@ def main() -> None:
     assert text is not None
     toolkit = re.search(r"^Requires-Dist: cuda-toolkit\S*==(\d+\.\d+)", text, re.M)
     assert toolkit, "torch does not say which CUDA it was built with"
-    _pip_install(*(f"nvidia-cuda-{part}=={toolkit[1]}.*" for part in ("runtime", "cupti")))
+    _pip_install(
+        "--no-deps", *(f"nvidia-cuda-{part}=={toolkit[1]}.*" for part in ("runtime", "cupti"))
+    )
     _make_libraries(libraries)
     # pip would install what is left out together with the next package.
     kept = (line for line in text.splitlines(keepends=True) if not _names_left_out(line))
@@ -53,9 +59,9 @@ def main() -> None:
     )
 
 
-def _pip_install(*requirements: str) -> None:
-    options = ["install", "--quiet", "--no-compile", "--no-deps"]
-    subprocess.run([sys.executable, "-m", "pip", *options, *requirements], check=True)
+def _pip_install(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", *arguments]
+    subprocess.run(command, check=True)
 
 
 def _names_left_out(line: str) -> bool:

@@ -134,6 +134,9 @@ def rule_by_token(
     """Return the outputs and the last state of the gated delta rule, in the dtype of its inputs."""
     if normalise:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    # transformers 5.24 leaves it to the rule to repeat the key heads.
+    repeats = value.shape[2] // key.shape[2]
+    query, key = (x.repeat_interleave(repeats, dim=2) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
     state = query.new_zeros(value.shape[0], value.shape[2], key.shape[-1], value.shape[-1])
     outs = []

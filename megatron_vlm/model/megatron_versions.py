@@ -7,6 +7,7 @@ All other code is the same for each of them.
 | 0.19 | a layer calls what builds its MLP, and gives it process groups as well | `LayerPart` |
 | 0.16.1 | an MLP takes a function as its activation | `ChainActivation`, which both take |
 | 0.19 | an MLP builds its activation, which has to be a module | `ChainActivation` |
+| 0.19 | `get_main_grads_for_grad_norm` has lost its `main` | `grads_for_norm` |
 | 0.19 | `GPTModel` says at each start that `HybridModel` replaces it | a filter of the log |
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -56,6 +58,14 @@ class ChainActivation(nn.Module):
 
     def forward(self, both_SB2I: Tensor) -> Tensor:
         return self.chain(both_SB2I)
+
+
+def grads_for_norm(part: MegatronOptimizer) -> list[Tensor]:
+    """Return the gradients of this rank that count in the norm: each parameter counts on one rank
+    only."""
+    renamed = getattr(part, "get_grads_for_grad_norm", None)
+    grads: list[Tensor] = renamed() if renamed else part.get_main_grads_for_grad_norm()
+    return grads
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -28,6 +28,7 @@ from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.weight_map import Entry
+from megatron_vlm.model.megatron_versions import grads_for_norm
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.comm_overlap import GradReduce, WeightGather
 from megatron_vlm.training.muon import use_muon
@@ -300,7 +301,7 @@ def gradient_norm(optimizer: MegatronOptimizer, grid: RankGroups, device: torch.
 
 def _sum_of_squares(parts: Sequence[MegatronOptimizer], device: torch.device) -> Tensor:
     """Return the sum of the squares of this rank's gradients."""
-    grads = [grad for part in parts for grad in part.get_main_grads_for_grad_norm()]
+    grads = [grad for part in parts for grad in grads_for_norm(part)]
     if not grads:
         return torch.zeros((), device=device)
     return torch.stack(torch._foreach_norm(grads)).norm() ** 2
