@@ -130,18 +130,21 @@ _MODULES = {
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
-# megatron-core 0.16.1 warns on import and while it builds, and torch warns about the way it is
-# called. A user of this package can do nothing about these warnings. Other warnings pass.
+# Megatron-Core warns on import and while it builds, and torch warns about the way it is called. A
+# user of this package can do nothing about these warnings. Other warnings pass.
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "The following imports from `dynamic_context.py`",
+    "MimoModelConfig is experimental",
     "full scope is deprecated",
     r"`torch.distributed.\w+_tensor` is deprecated",
     # DistributedOptimizer looks at .grad of the parameters' shards before it sets them.
     "The .grad attribute of a Tensor that is not a leaf",
 ):
     warnings.filterwarnings("ignore", message=_message)
+# Python 3.12 and newer warn as they compile 0.19.
+warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*/megatron/core/")
 
 compile_as_called()
 keep_wandb_from_megatron()

@@ -1,5 +1,5 @@
-"""What differs between the versions of Megatron-Core that pyproject.toml allows, 0.16.1 to 0.19.
-All other code is the same for each of them.
+"""Differences between the versions of Megatron-Core that pyproject.toml allows, 0.16.1 to 0.19. All
+other code is the same for each of them.
 
 | Megatron-Core | what moved there | what stands here for it |
 | --- | --- | --- |
@@ -36,7 +36,7 @@ class LayerPart:
 
 
 class DenseMLP(MLP):
-    """Megatron's MLP, whatever a layer gives to build it."""
+    """Megatron's MLP, built from what a layer of any of the versions gives."""
 
     def __init__(
         self,
