@@ -24,9 +24,11 @@ PACKAGES = ("megatron-core", "torch", "transformers", "tokenizers", "numpy", "da
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("section", help="the name in the marks of docs/versions.md")
-    parser.add_argument("results", type=Path, help="the file that pytest --junitxml wrote")
+    parser.add_argument("results", type=Path, nargs="+", help="what pytest --junitxml wrote")
     arguments = parser.parse_args()
-    text = section_text(ElementTree.parse(arguments.results).getroot())
+    results = ElementTree.Element("runs")
+    results.extend(ElementTree.parse(path).getroot() for path in arguments.results)
+    text = section_text(results)
     PAGE.write_text(with_section(PAGE.read_text(), arguments.section, text))
 
 

@@ -98,10 +98,11 @@ def _open_video(path: str | Path) -> Iterator[tuple[Any, Any]]:
             remedy="pip install 'megatron_vlm[video]'",
         ) from error
     try:
-        # Titles and the like are not read: some are not UTF-8.
-        with av.open(
-            str(require_file(path)), options=_OPEN_OPTIONS, metadata_errors="ignore"
-        ) as container:
+        # Titles and the like are not read: some are not UTF-8. PyAV 19 keeps their bytes, and has no
+        # such option.
+        is_lenient = int(av.__version__.split(".")[0]) >= 19
+        lenient = {} if is_lenient else {"metadata_errors": "ignore"}
+        with av.open(str(require_file(path)), options=_OPEN_OPTIONS, **lenient) as container:
             stream = container.streams.best("video")
             if stream is None:
                 raise DataError("has no video stream", place=str(path), remedy="drop it")
