@@ -78,10 +78,6 @@ test-newest: .venv-newest/ready
 test-python313: .venv-python313/ready
 	$(call tested_with,.venv-python313,python313)
 
-# The same tests with the versions of constraints.txt.
-test-pinned: setup
-	$(call tested_with,.venv,pinned)
-
 define tested_with
 	$(1)/bin/python -m pytest -m 'not slow' -n 2 --dist loadfile --junitxml $(1)/results.xml $(NEWEST)
 	$(1)/bin/python scripts/record_versions.py $(2) $(1)/results.xml

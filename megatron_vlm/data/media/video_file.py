@@ -98,8 +98,8 @@ def _open_video(path: str | Path) -> Iterator[tuple[Any, Any]]:
             remedy="pip install 'megatron_vlm[video]'",
         ) from error
     try:
-        # Titles and the like are not read: some are not UTF-8. PyAV 19 keeps their bytes, and has no
-        # such option.
+        # Titles and the like are not read: some are not UTF-8. PyAV 19 keeps their bytes, and
+        # has no such option.
         is_lenient = int(av.__version__.split(".")[0]) >= 19
         lenient = {} if is_lenient else {"metadata_errors": "ignore"}
         with av.open(str(require_file(path)), options=_OPEN_OPTIONS, **lenient) as container:
