@@ -25,7 +25,7 @@ from megatron_vlm.model.delta_kernels import DeltaRule
 from megatron_vlm.model.fused_ops import FusedOps, Norm
 from megatron_vlm.model.gated_delta_net import GatedDeltaMixer
 from megatron_vlm.model.kv_cache import KVCache
-from megatron_vlm.model.megatron_versions import ChainActivation, DenseMLP, LayerPart
+from megatron_vlm.model.megatron_versions import ChainActivation, LayerMLP, LayerPart
 from megatron_vlm.model.offload_activations import OffloadPass
 from megatron_vlm.model.router import Routing
 
@@ -128,7 +128,7 @@ def torch_layer_spec(options: BuildOptions, text: TextSizes) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=LayerPart(DenseMLP, {"submodules": mlp}),
+            mlp=LayerPart(LayerMLP, {"submodules": mlp}),
             mlp_bda=get_bias_dropout_add,
         ),
     )

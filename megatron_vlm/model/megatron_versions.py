@@ -35,7 +35,7 @@ class LayerPart:
         return self.module(**self.params, **given)
 
 
-class DenseMLP(MLP):
+class LayerMLP(MLP):
     """Megatron's MLP, built from what a layer of any of the versions gives."""
 
     def __init__(
