@@ -33,6 +33,7 @@ from megatron_vlm.commands.serve import (
     serve,
     serve_key,
 )
+from megatron_vlm.commands.watch.command import add_watch_arguments, watch
 from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
 from megatron_vlm.io.printable import escape_controls
@@ -72,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     _push_arguments(_command(commands, _push))
     add_chat_arguments(_command(commands, _chat))
     _report_arguments(_command(commands, _report))
+    add_watch_arguments(_command(commands, watch))
     _doctor_arguments(_command(commands, _doctor))
     add_plan_arguments(_command(commands, _plan, has_keys=True))
     add_agree_arguments(_command(commands, agree))

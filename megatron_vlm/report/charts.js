@@ -1,16 +1,18 @@
 // Draws every chart of a page with uPlot. Each figure holds its data as JSON; all charts of the
 // page share one cursor, one zoom and the controls: the x axis, the smoothing, the runs shown.
+// On a page that a server lets grow, events bring points, newer data, and charts that are new.
 "use strict";
 (() => {
   const style = getComputedStyle(document.documentElement);
   const css = (name) => style.getPropertyValue(name).trim();
   const charts = [];
   const hidden = new Set(); // runs
-  const controls = document.querySelector(".controls");
-  const shared = controls ? JSON.parse(controls.querySelector("script").textContent)
-    : { window: 1, most: 2, runs: [] };
+  const built = new WeakSet();
+  const shared = { window: 1, most: 2, runs: [] };
+  let controls = null;
   let over = "steps";
-  let smoothed = shared.window; // steps in a mean
+  let smoothed = 1; // steps in a mean
+  let isChosen = false; // by the reader
 
   const number = (value, percent) => {
     if (value == null) return "-";
@@ -55,8 +57,11 @@
   const roomFor = (_, texts) => Math.max(52, ...(texts || []).map((text) => 10 + pen.measureText(text).width));
 
   // The x axis. Time has one unit on the whole page, so that its ticks are round.
-  const longest = Math.max(0, ...shared.runs.map((run) => (run.seconds || [0]).at(-1)));
-  const [unit, unitName] = longest > 7200 ? [3600, "h"] : longest > 120 ? [60, "min"] : [1, "s"];
+  let [unit, unitName] = [1, "s"];
+  const chooseUnit = () => {
+    const longest = Math.max(0, ...shared.runs.map((run) => (run.seconds || [0]).at(-1)));
+    [unit, unitName] = longest > 7200 ? [3600, "h"] : longest > 120 ? [60, "min"] : [1, "s"];
+  };
 
   // The value of an axis at a step, on the line between the steps that are known.
   const interpolate = (steps, values, step) => {
@@ -295,13 +300,39 @@
     Object.assign(own, { where, rows: entries.map(([, value]) => value) });
   };
 
+  // The part of the x axis that the reader has chosen, if that is not all of it.
+  const zoomOf = ({ plot }) => {
+    if (!plot) return null;
+    const { min, max } = plot.scales.x;
+    return min > plot.data[0][0] || max < plot.data[0].at(-1) ? { min, max } : null;
+  };
+
+  // Adds points that come after those of a chart.
+  const append = (chart, curves) => {
+    for (const { name, x, y } of curves) {
+      const curve = chart.curves.find((each) => each.name === name);
+      const last = curve ? curve.x.at(-1) ?? -Infinity : Infinity;
+      x.forEach((step, i) => {
+        if (step <= last) return;
+        curve.x.push(step);
+        curve.y.push(y[i]);
+        chart.span[1] = Math.max(chart.span[1], step);
+        if (y[i] === null) return;
+        if (curve.columns) [step, y[i], 1].forEach((value, at) => curve.columns[at].push(value));
+        if (y[i] <= 0) chart.log = false;
+      });
+    }
+  };
+
   const build = (figure) => {
+    built.add(figure);
     const chart = JSON.parse(figure.querySelector("script").textContent);
     const plot = figure.querySelector(".plot");
-    const own = { chart };
+    const own = { chart, isSeen: true, isStale: false };
     legend(own, figure.querySelector(".keys"));
     const draw = (keepZoom = true) => {
-      const zoom = keepZoom && own.plot && own.plot.scales.x;
+      const zoom = keepZoom && zoomOf(own);
+      own.isStale = false;
       if (own.plot) own.plot.destroy();
       own.lines = linesOf(chart);
       // The first table makes charts reach over the same steps.
@@ -316,6 +347,7 @@
       const name = () => (chart.log ? "log" : "linear");
       bar.append(button(name(), "switch between a logarithmic and a linear scale", (made) => {
         chart.log = !chart.log;
+        own.hasChosenLog = true;
         made.textContent = name();
         draw();
       }));
@@ -325,7 +357,25 @@
       () => download(`${title.toLowerCase().replaceAll(/\W+/g, "-")}.csv`, csv(chart))));
     figure.append(bar);
     draw();
-    charts.push(Object.assign(own, { draw }));
+    charts.push(Object.assign(own, { figure, draw }));
+    // What cannot be seen is drawn when it is.
+    const drawSoon = () => { if (own.isSeen) draw(); else own.isStale = true; };
+    new IntersectionObserver(([{ isIntersecting }]) => {
+      own.isSeen = isIntersecting;
+      if (isIntersecting && own.isStale) draw();
+    }).observe(figure);
+    figure.addEventListener("points", ({ detail }) => {
+      append(chart, detail);
+      drawSoon();
+    });
+    figure.addEventListener("drawn", ({ detail }) => {
+      const isLog = own.hasChosenLog ? chart.log && detail.positive : detail.log;
+      detail.curves.forEach((fresh, i) => {
+        Object.assign(chart.curves[i], { columns: undefined }, fresh);
+      });
+      Object.assign(chart, { ...detail, curves: chart.curves, log: isLog });
+      drawSoon();
+    });
     // A finger that moves over a chart reads it; up and down still scrolls the page.
     plot.addEventListener("touchmove", (event) => {
       const box = own.plot.over.getBoundingClientRect();
@@ -358,7 +408,9 @@
     };
     // The slider is logarithmic: 0 is off, 100 a quarter of the longest run.
     slider.value = Math.round(100 * Math.log(smoothed) / Math.log(shared.most));
+    select.value = over;
     slider.addEventListener("input", () => {
+      isChosen = true;
       smoothed = Math.round(shared.most ** (slider.value / 100));
       say();
       charts.forEach(({ draw }) => draw());
@@ -373,8 +425,35 @@
     });
   };
 
-  document.querySelectorAll("figure.chart:has(.plot)").forEach(build);
-  if (controls) control();
+  // Takes over the controls and charts that the page has and that are new.
+  const adopt = () => {
+    const found = document.querySelector(".controls");
+    if (found && found !== controls) {
+      controls = found;
+      Object.assign(shared, JSON.parse(controls.querySelector("script").textContent));
+      if (!isChosen) smoothed = shared.window;
+      chooseUnit();
+      control();
+    }
+    charts.splice(0, charts.length, ...charts.filter(({ figure }) => figure.isConnected));
+    [...document.querySelectorAll("figure.chart:has(.plot)")].filter((each) => !built.has(each))
+      .forEach(build);
+  };
+
+  adopt();
+  document.addEventListener("grown", adopt);
+  document.addEventListener("axes", ({ detail }) => {
+    const [run] = shared.runs;
+    if (!run || !run.steps) return;
+    const [tokens, seconds] = [run.tokens.at(-1), run.seconds.at(-1)];
+    const last = run.steps.at(-1);
+    detail.steps.forEach((step, i) => {
+      if (step <= last) return;
+      run.steps.push(step);
+      run.tokens.push(tokens + detail.tokens[i]);
+      run.seconds.push(seconds + detail.seconds[i]);
+    });
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     charts.forEach(({ draw }) => draw());
   });

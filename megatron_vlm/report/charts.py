@@ -47,8 +47,8 @@ class Curve:
         x, y = thin_out(self.x, self.y)
         data = {
             "name": escape_controls(self.name),
-            "x": _plain(x),
-            "y": _plain(y),
+            "x": plain_values(x),
+            "y": plain_values(y),
             "colour": f"c{self.colour % CURVE_COLOURS}",
             "dash": self.dashed or self.colour >= CURVE_COLOURS,
             "smooth": self.is_smoothed,
@@ -57,11 +57,11 @@ class Curve:
         }
         if self.is_smoothed and np.isfinite(self.y).sum() > CURVE_COLUMNS:
             last, means, counts = column_means(self.x, self.y)
-            data["columns"] = [_plain(last), _plain(means), counts.tolist()]
+            data["columns"] = [plain_values(last), plain_values(means), counts.tolist()]
         return data
 
 
-def _plain(values: np.ndarray) -> list[float | None]:
+def plain_values(values: np.ndarray) -> list[float | None]:
     """Return numbers of six digits for JSON, or of more for whole numbers."""
     plain = (float(v) if float(v).is_integer() else float(f"{v:.6g}") for v in values.tolist())
     return [v if math.isfinite(v) else None for v in plain]
@@ -152,7 +152,9 @@ def chart_controls(controls: ChartControls) -> Html:
 def _axes_data(name: str, axes: RunAxes) -> dict[str, Any]:
     """Return the axes of a run at so many steps that the curves between them are straight."""
     places = np.unique(np.linspace(0, len(axes.steps) - 1, CURVE_COLUMNS).astype(np.int64))
-    columns = {key: _plain(values[places]) for key, values in vars(axes).items() if len(values)}
+    columns = {
+        key: plain_values(values[places]) for key, values in vars(axes).items() if len(values)
+    }
     return {"name": escape_controls(name), **columns}
 
 

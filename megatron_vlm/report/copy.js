@@ -12,7 +12,7 @@
     }
   };
 
-  document.querySelectorAll(".copied").forEach((copied) => {
+  const build = (copied) => {
     const button = copied.querySelector("button");
     button.hidden = false;
     button.addEventListener("click", async () => {
@@ -20,7 +20,10 @@
       button.textContent = "copied";
       setTimeout(() => { button.textContent = "copy"; }, 1500);
     });
-  });
+  };
+  const buildNew = () => document.querySelectorAll(".copied:has(button[hidden])").forEach(build);
+  buildNew();
+  document.addEventListener("grown", buildNew); // by a page that a server lets grow
 
   document.querySelectorAll("svg.timeline").forEach((timeline) => {
     const told = timeline.parentElement.querySelector(".told");

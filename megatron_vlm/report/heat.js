@@ -81,7 +81,14 @@
     redraw.push(draw);
   };
 
-  document.querySelectorAll("figure.heat").forEach(build);
+  const built = new WeakSet();
+  const buildNew = () => document.querySelectorAll("figure.heat").forEach((each) => {
+    if (built.has(each)) return;
+    built.add(each);
+    build(each);
+  });
+  buildNew();
+  document.addEventListener("grown", buildNew); // by a page that a server lets grow
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     redraw.forEach((draw) => draw());
   });

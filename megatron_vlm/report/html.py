@@ -44,7 +44,7 @@ def render_page(report: Report) -> str:
         scripts.append(copy_script())
     if any(isinstance(part, sections.CardPages) for part in report.sections):
         scripts.append(paging_script())
-    return document(report.tab, css, _body(report), scripts)
+    return document(report.tab, css, page_body(report), scripts)
 
 
 def copy_script() -> str:
@@ -57,13 +57,17 @@ def paging_script() -> str:
     return Path(__file__).with_name("paging.js").read_text()
 
 
-def document(title: str, css: str, body: Iterable[Html], scripts: Sequence[str] = ()) -> str:
+def document(
+    title: str, css: str, body: Iterable[Html], scripts: Sequence[str] = (), is_served: bool = False
+) -> str:
     """Return a whole page. `css` follows the styles that all pages share. The browser runs only
-    `scripts`, whose digests the policy names."""
+    `scripts`, whose digests the policy names. Only a page that a server gives `is_served` more by
+    that server."""
     assert not any(re.search(r"</script|<!--|\r", script, re.IGNORECASE) for script in scripts)
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     policy = f"{_POLICY}; script-src {allowed}" if scripts else _POLICY
+    policy += "; connect-src 'self'" * is_served
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -76,7 +80,8 @@ def document(title: str, css: str, body: Iterable[Html], scripts: Sequence[str] 
     return f"<!doctype html>\n{tag('html', head, tag('body', *body, *last), lang='en')}\n"
 
 
-def _body(report: Report) -> Iterator[Html]:
+def page_body(report: Report) -> Iterator[Html]:
+    """Yield the elements of a page in their order."""
     yield tag("h1", report.title)
     yield from (tag("p", line, class_="quiet") for line in report.lead)
     names = [part.name for part in report.sections if isinstance(part, sections.Heading)]

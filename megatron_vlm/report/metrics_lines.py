@@ -19,7 +19,8 @@ PREFERENCE_FIGURES: tuple[str, ...] = (
 )
 RETRIEVAL_FIGURES = ("accuracy", "positive_similarity", "nearest_negative_similarity")
 DISTILL_FIGURES: tuple[str, ...] = ("divergence", "cross_entropy")
-MAX_LOADS = 40  # load lines of a run, in addition to that of its last step
+MAX_LOADS = 40  # load and usage lines of a run, in addition to those of its last step
+STOPPED = "stopped by a signal after"  # the event of a run that was stopped begins so
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,15 @@ class LoadLine:
             raise ValueError("the load of experts is a table with a row for each layer")
 
 
+@dataclass(frozen=True)
+class UsageLine:
+    """Memory of all ranks, and where the time of rank 0 went. Only some steps have such a line."""
+
+    step: int
+    memory_gb: list[float]  # of each rank, the most since its start
+    seconds: dict[str, float]  # of each phase since the line before this one, or since the start
+
+
 @dataclass(frozen=True, kw_only=True)
 class RlLine:
     """Samples and policy update of one step of `megatron-vlm rl`. A figure that was not computed is
@@ -168,11 +178,12 @@ class EventLine:
     text: str
 
 
-Line = StartLine | StepLine | LoadLine | RlLine | EvalLine | EventLine
+Line = StartLine | StepLine | LoadLine | UsageLine | RlLine | EvalLine | EventLine
 _KINDS: dict[str, type[Line]] = {
     "start": StartLine,
     "step": StepLine,
     "load": LoadLine,
+    "usage": UsageLine,
     "rl": RlLine,
     "eval": EvalLine,
     "event": EventLine,
@@ -180,8 +191,8 @@ _KINDS: dict[str, type[Line]] = {
 
 
 def has_load_line(step: int, total_steps: int) -> bool:
-    """Return whether a step has a LoadLine. The line has many numbers, so only some steps and the
-    last one have it."""
+    """Return whether a step has a LoadLine and a UsageLine. They have many numbers, so only some
+    steps and the last one have them."""
     return (step - 1) % -(-total_steps // MAX_LOADS) == 0 or step == total_steps
 
 
@@ -223,6 +234,7 @@ def _clamp_integer(value: Any) -> int:
 _PLAIN: dict[Any, Callable[[Any], Any]] = {
     int: _clamp_integer,
     list[int]: lambda values: [_clamp_integer(value) for value in values],
+    list[float]: lambda values: [_figure(value) for value in values],
     list[list[int]]: lambda rows: [[_clamp_integer(value) for value in row] for row in rows],
     str: str,
     bool: bool,

@@ -51,5 +51,12 @@
     show();
   };
 
-  document.querySelectorAll(".paged").forEach(build);
+  const built = new WeakSet();
+  const buildNew = () => document.querySelectorAll(".paged").forEach((each) => {
+    if (built.has(each)) return;
+    built.add(each);
+    build(each);
+  });
+  buildNew();
+  document.addEventListener("grown", buildNew); // by a page that a server lets grow
 })();

@@ -21,6 +21,7 @@ from megatron_vlm.report.metrics_lines import (
     RlLine,
     StartLine,
     StepLine,
+    UsageLine,
 )
 from megatron_vlm.run.log_sinks import JsonLines, TensorBoard, WandB
 from megatron_vlm.run.progress_line import LiveProgress
@@ -81,6 +82,10 @@ class RunLog:
     def expert_load(self, step: int, layers: list[int], load: list[list[int]]) -> None:
         """Write the fields of LoadLine to the files only."""
         self._write(LoadLine(step, layers, load))
+
+    def usage(self, step: int, memory_gb: list[float], seconds: dict[str, float]) -> None:
+        """Write the fields of UsageLine to the files only."""
+        self._write(UsageLine(step, memory_gb, seconds))
 
     def samples(self, figures: RlLine) -> None:
         """Log the samples that a step learnt from. The terminal shows a line as often as for

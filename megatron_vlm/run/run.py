@@ -12,6 +12,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import Exported
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.agreement import Signals, Stopped, Vote, all_reduce_max
+from megatron_vlm.distributed.collectives import gather_json
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.export_folder import changed_file, read_export_mark
@@ -21,7 +22,7 @@ from megatron_vlm.io.atomic import write_text
 from megatron_vlm.lora.peft_config import is_kind
 from megatron_vlm.lora.weights import serving_remark
 from megatron_vlm.report.layout_table import layout_table, stage_reports
-from megatron_vlm.report.metrics_lines import has_load_line
+from megatron_vlm.report.metrics_lines import STOPPED, has_load_line
 from megatron_vlm.report.run import write_report
 from megatron_vlm.run.checkpointing import CheckpointManager
 from megatron_vlm.run.evaluation.evaluate import Evaluator, write_examples, write_predictions
@@ -29,6 +30,7 @@ from megatron_vlm.run.evaluation.held_out_sets import list_held_out
 from megatron_vlm.run.intervals import Interval, is_due
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.out_of_memory import explain_out_of_memory
+from megatron_vlm.run.phase_times import PhaseTimes
 from megatron_vlm.run.profiler import Profiler
 from megatron_vlm.run.resolve_layout import resolve_layout
 from megatron_vlm.run.run_folder import HELD_OUT_LIST, export_folders, held_folder
@@ -57,9 +59,11 @@ class Run:
         `opened` closes them. With `prompts_only` the data are prompts, which the caller takes from
         `feeder.data`."""
         opened.callback(signals.restore)
+        self.phase_times = PhaseTimes()
         claim = None
         if rank_of_process() == 0:  # The lock comes before anything that takes long.
-            claim = opened.enter_context(held_folder(cfg))
+            command = "rl" if prompts_only else "train"
+            claim = opened.enter_context(held_folder(cfg, command))
         cfg, planned = resolve_layout(cfg, watchdog)
         self.cfg, self.watchdog, self.signals = cfg, watchdog, signals
         self.worker = worker = MegatronWorker(cfg, watchdog=watchdog)
@@ -176,7 +180,8 @@ class Run:
                 self.log.event(self.progress.step, line)
 
     def begin_phase(self, step: int, phase: str, files: bool = False) -> None:
-        """Report the step and the phase to the watchdog."""
+        """Report the step and the phase to the watchdog and to the clock of phases."""
+        self.phase_times.begin(phase)
         self.watchdog.begin_phase(step, phase, files)
 
     def next_batch(self) -> StepData:
@@ -194,13 +199,22 @@ class Run:
         done = step + 1
         figures = self.meter.read(done, batch.after.epoch, metrics, lr, norm, batch.figures)
         self.log.step(figures)
-        if metrics.expert_load_LE is not None and has_load_line(done, self.total_steps):
+        if has_load_line(done, self.total_steps):
+            self._record_usage(done, metrics)
+        if (warning := self.guard.check(done, metrics, norm)) is not None:
+            self.log.event(done, warning)
+
+    def _record_usage(self, done: int, metrics: StepMetrics) -> None:
+        """Log the memory of all ranks, the times of phases and the load of the experts. A
+        collective."""
+        platform = self.worker.platform
+        memory = gather_json(round(platform.memory_peak() / 2**30, 3), platform.device)
+        self.log.usage(done, memory, self.phase_times.take())
+        if metrics.expert_load_LE is not None:
             text = self.worker.source.sizes.text
             assert text.experts is not None
             layers, load = list(text.expert_layers), percent_of_mean(metrics.expert_load_LE)
             self.log.expert_load(done, layers, load)
-        if (warning := self.guard.check(done, metrics, norm)) is not None:
-            self.log.event(done, warning)
 
     def evaluate_if_due(self) -> None:
         """Evaluate after a step if that is due. This comes before the save, so that the checkpoint
@@ -257,7 +271,7 @@ class Run:
         how = "" if resume == "auto" else f" with checkpoint.resume=auto instead of {resume}"
         self.log.event(
             self.progress.step,
-            f"stopped by a signal after {self.progress.step} steps; start again{how} to resume",
+            f"{STOPPED} {self.progress.step} steps; start again{how} to resume",
         )
 
     def finish(self) -> int:

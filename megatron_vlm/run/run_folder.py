@@ -1,9 +1,6 @@
 """The folder of a run: marked as the run's, and locked by one job at a time."""
 
-import datetime
 import os
-import socket
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +13,7 @@ from megatron_vlm.config import to_yaml
 from megatron_vlm.config.evaluation_checks import held_out_names
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import Exported, exports
-from megatron_vlm.distributed.process import restarts
+from megatron_vlm.distributed.process import LAUNCHER, is_under_launcher, restarts
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.export_folder import check_replaceable
 from megatron_vlm.io.atomic import (
@@ -26,20 +23,17 @@ from megatron_vlm.io.atomic import (
     discard_partials,
     partial_of,
     read_mark,
-    try_lock,
     write_mark,
     write_text,
 )
 from megatron_vlm.io.untrusted import what_is_at
 from megatron_vlm.report.metrics_lines import SAMPLES
+from megatron_vlm.run.job_lock import JOB_LOCK, hold_job_lock
 
 HELD_OUT_LIST = "held_out.txt"  # the records that data.split holds out
-LOCK = "job.lock"  # names the job that writes the run, or was the last to do so
 # Files that a run overwrites or appends to.
 _FILES = ("config.yaml", "metrics.jsonl", SAMPLES, "examples.json", "report.html", HELD_OUT_LIST)
 _RUN_FILES = (*_FILES, "predictions")
-_PATIENCE_S = 5  # for an earlier job of the run to release the folder
-_PATIENCE_AFTER_RESTART_S = 60  # A file server releases a dead machine's locks late.
 
 
 @dataclass(frozen=True)
@@ -51,17 +45,18 @@ class RunLock:
 
 
 @contextmanager
-def held_folder(cfg: Config) -> Iterator[RunLock]:
+def held_folder(cfg: Config, command: str = "train") -> Iterator[RunLock]:
     """Claim cfg.run, which is created if necessary, and write config.yaml into it. Anything else in
-    a place where the run would write is refused. Only one rank does this."""
+    a place where the run would write is refused. The mark of the folder names the command that
+    started the job. Only one rank does this."""
     folder = Path(cfg.run)
     with ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _check_free(folder)
             _check_ways(cfg)
-            held.enter_context(_lock(folder))
-            claim = _claim(folder)
+            held.enter_context(hold_job_lock(folder))
+            claim = _claim(cfg, folder, command)
             check_leftovers(folder / "checkpoints", claim.run)
             discard_partials((folder / "checkpoints").glob("step-*.partial"), claim.run)
             for name in ("export", "merged"):
@@ -113,7 +108,7 @@ def _check_ways(cfg: Config) -> None:
         MARK,
         *predictions,
     ]  # written under another name first
-    files = (LOCK, *_FILES, *whole, *(name + NEW for name in whole))
+    files = (JOB_LOCK, *_FILES, *whole, *(name + NEW for name in whole))
     ways = dict.fromkeys(("checkpoints", "predictions", "tensorboard", "profile"), "a folder")
     for name, expected in {**ways, **dict.fromkeys(files, "a file")}.items():
         path = folder / name
@@ -140,34 +135,14 @@ def _run_mark(folder: Path) -> dict[str, Any] | None:
     return mark if mark is not None and mark.get("kind") == "run" else None
 
 
-def _claim(folder: Path) -> RunLock:
+def _claim(cfg: Config, folder: Path, command: str) -> RunLock:
     mark = _run_mark(folder)
     if mark is not None and restarts():
         return RunLock(mark["run"], mark["last_serial"])
     run = uuid.uuid4().hex if mark is None else mark["run"]
     claim = RunLock(run, last_serial(folder / "checkpoints"))
-    write_mark(folder, run, kind="run", last_serial=claim.last_serial)
+    # torchrun, Slurm and Ray have started more than this command, which alone would not do.
+    is_ours = cfg.launch.backend != "ray" and (LAUNCHER in os.environ or not is_under_launcher())
+    started = {"command": command, "started_in": os.getcwd()} if is_ours else {}
+    write_mark(folder, run, kind="run", last_serial=claim.last_serial, **started)
     return claim
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Lock the folder, since only one job at a time may write a run. The lock ends with the process
-    at the latest."""
-    with open(folder / LOCK, "a+", encoding="utf-8") as file:
-        until = time.monotonic() + (_PATIENCE_AFTER_RESTART_S if restarts() else _PATIENCE_S)
-        while not try_lock(file.fileno()):
-            if time.monotonic() > until:
-                file.seek(0)
-                raise ConfigError(
-                    f"is being written by another job ({file.read()})",
-                    key="run",
-                    found=str(folder),
-                    remedy="wait for it, stop it, or give another folder",
-                )
-            time.sleep(0.1)
-        file.truncate(0)
-        now = datetime.datetime.now().isoformat(" ", "seconds")
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {now}")
-        file.flush()
-        yield

@@ -7,11 +7,20 @@ On the page of one run, each set has a colour; on the page of several runs, each
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from megatron_vlm.io.numbers_as_text import number
-from megatron_vlm.report.charts import Chart, ChartControls, Charts, Curve, RunAxes, StepMarks
+from megatron_vlm.report.charts import (
+    Chart,
+    ChartControls,
+    Charts,
+    Curve,
+    RunAxes,
+    StepMarks,
+    plain_values,
+)
 from megatron_vlm.report.metrics_lines import EvalLine
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of
 from megatron_vlm.report.sections import Heading, Note, Section, Table
@@ -52,6 +61,7 @@ class ChartPlan:
     above: float | None = None  # the chart is left out if no value is above it
 
 
+_LOSS = ChartPlan("Loss", {"training": "loss"})
 _REWARD = ChartPlan("Reward", {"reward": "reward"}, "mean over episodes")
 _SAMPLE_CHARTS = (
     ChartPlan("Spread of rewards", {"spread": "reward_std"}, "standard deviation"),
@@ -136,10 +146,8 @@ def sample_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     )
     figures = []
     for name in [*names][:_MAX_FIGURES]:
-        short = name if len(name) <= _MAX_NAME_LENGTH else f"{name[:_MAX_NAME_LENGTH]}..."
-        short = short[:1].upper() + short[1:]
-        curves = _curves(runs, ChartPlan(short, {"mean": name}), of_rewards=True)
-        figures.append(Chart(short, curves, "mean over episodes"))
+        plan = _figure_plan(name)
+        figures.append(Chart(plan.title, _curves(runs, plan, of_rewards=True), plan.unit))
     first, *others = _SAMPLE_CHARTS
     charts = [*_charts(runs, [first], _ANY), *figures, *_charts(runs, others, _ANY)]
     yield Charts(charts, span)
@@ -157,10 +165,36 @@ def curve_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     if not any(run.metrics.samples for run in runs):  # their section has them already
         yield from control_section(runs)
     span = steps_span(runs)
-    losses = _curves(runs, ChartPlan("Loss", {"training": "loss"})) + _score_curves(runs, "loss")
+    losses = _curves(runs, _LOSS) + _score_curves(runs, "loss")
     loss = Chart("Loss", losses, may_log=True, marks=tuple(_marks(runs)), height=300)
     yield Charts([loss], span)
     yield Charts([*_charts(runs, _STEP_CHARTS)], span)
+
+
+def new_points(run: LoggedRun) -> dict[str, Any]:
+    """Return the points of a run whose metrics are the last ones of a longer run: what the charts
+    of its page lack. `is_drawn` says whether these points alone make a chart."""
+    metrics = run.metrics
+    plans: list[tuple[ChartPlan, float | None, bool]]
+    plans = [(plan, None, False) for plan in (_LOSS, *_STEP_CHARTS)]
+    plans += [(plan, _ANY, False) for plan in (_REWARD, *_SAMPLE_CHARTS) if metrics.samples]
+    names = dict.fromkeys(name for line in metrics.samples for name in line.figures)
+    plans += [(_figure_plan(name), _ANY, True) for name in [*names][:_MAX_FIGURES]]
+    charts = []
+    for plan, least, is_of_rewards in plans:
+        curves = _curves([run], plan, is_of_rewards)
+        least = least if plan.above is None else plan.above
+        is_drawn = any((curve.y > (_ANY if least is None else least)).any() for curve in curves)
+        data = [{"name": c.name, "x": plain_values(c.x), "y": plain_values(c.y)} for c in curves]
+        charts.append({"title": plan.title, "is_drawn": is_drawn, "curves": data})
+    axes = _axes(metrics)
+    return {"charts": charts, "axes": {k: plain_values(v) for k, v in vars(axes).items()}}
+
+
+def _figure_plan(name: str) -> ChartPlan:
+    """Return the plan of the chart of a figure of rewards."""
+    short = name if len(name) <= _MAX_NAME_LENGTH else f"{name[:_MAX_NAME_LENGTH]}..."
+    return ChartPlan(short[:1].upper() + short[1:], {"mean": name}, "mean over episodes")
 
 
 def score_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:

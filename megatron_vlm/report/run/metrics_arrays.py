@@ -8,8 +8,7 @@ Shapes: N steps.
 
 import math
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +19,18 @@ from megatron_vlm.io.untrusted import UntrustedFile
 from megatron_vlm.report.metrics_lines import (
     EvalLine,
     EventLine,
+    Line,
     LoadLine,
     RlLine,
     StartLine,
     StepLine,
+    UsageLine,
     from_json,
 )
+from megatron_vlm.report.run.step_rows import STEP_FIELDS, WALL, step_row
 
-_LONGEST = 2**20  # characters of a line
+MAX_LINE = 2**20  # characters of a line that are read at once
 _MEAN_OF = 10  # steps; the reward of a single step is too noisy
-_ROW = tuple(field.name for field in fields(StepLine))
 # The scores of an evaluation, and which of their values is the best.
 SCORES = {"reward": max, "loss": min, "token_accuracy": max, "exact_match": max, "ranking": max}
 SCORES |= {"reward_accuracy": max, "rewards_margin": max, "divergence": min, "cross_entropy": min}
@@ -53,6 +54,7 @@ class RunMetrics:
     wall_s: float  # from each start to its last line; 0 in logs of older versions
     replaced: int  # steps that were repeated or lost
     unreadable: int  # lines that are malformed, such as the last one of a killed run
+    usages: tuple[UsageLine, ...] = ()  # in the order of the file
 
     @property
     def steps_done(self) -> int:
@@ -138,16 +140,16 @@ def best_of(evaluations: list[EvalLine], score: str) -> EvalLine | None:
 
 def read_metrics(path: Path) -> RunMetrics:
     """Read all lines of the file. Lines of an unknown kind are skipped."""
-    reading = _Reading()
+    reading = MetricsReading()
     file = UntrustedFile(str(path), remedy="give the folder of a run")
     file.regular_path()
     with file.wrap_errors("cannot be read"), path.open(encoding="utf-8", errors="replace") as lines:
-        while line := lines.readline(_LONGEST):
+        while line := lines.readline(MAX_LINE):
             reading.take(line)
     return reading.metrics()
 
 
-class _Reading:
+class MetricsReading:
     """The lines read so far. Rows of numbers are in one flat array, because there may be hundreds
     of thousands of them."""
 
@@ -157,19 +159,25 @@ class _Reading:
         self.evaluations: dict[tuple[str, int], EvalLine] = {}
         self.loads: dict[int, LoadLine] = {}
         self.samples: dict[int, RlLine] = {}
+        self.usages: list[UsageLine] = []
         self.history: list[StartLine | EventLine] = []
         self.walls: list[float] = [0.0]  # seconds of each start up to its last line
         self.shift = 0  # 1 for lines of older versions, which counted steps from 0
         self.unreadable = 0
 
     def take(self, text: str) -> None:
-        if not text.strip():
+        if (row := step_row(text)) is not None:
+            row[0] += self.shift  # the step
+            self.rows.extend(row)
+            self._see_time(row[WALL])
             return
-        try:
-            line = from_json(text)
-        except DataError:
-            self.unreadable += 1
-            return
+        if text.strip():
+            try:
+                self._take_line(from_json(text))
+            except DataError:
+                self.unreadable += 1
+
+    def _take_line(self, line: Line | None) -> None:
         if isinstance(line, StepLine):
             line = replace(line, step=line.step + self.shift)
             self.rows.extend(math.nan if each is None else each for each in vars(line).values())
@@ -179,6 +187,8 @@ class _Reading:
             self._see_time(line.wall_s)
         elif isinstance(line, LoadLine):
             self.loads[line.step + self.shift] = replace(line, step=line.step + self.shift)
+        elif isinstance(line, UsageLine):
+            self.usages.append(line)
         elif isinstance(line, RlLine):
             self.samples[line.step + self.shift] = replace(line, step=line.step + self.shift)
         elif line is not None:
@@ -193,15 +203,22 @@ class _Reading:
             self.walls[-1] = max(self.walls[-1], wall_s)
 
     def _resume(self, step: int) -> None:
-        self.resumes.append((len(self.rows) // len(_ROW), step))
+        self.resumes.append((self.num_rows, step))
         self.evaluations = {k: e for k, e in self.evaluations.items() if e.step <= step}
         self.loads = {number: load for number, load in self.loads.items() if number <= step}
         self.samples = {number: each for number, each in self.samples.items() if number <= step}
 
-    def metrics(self) -> RunMetrics:
-        rows = np.array(self.rows).reshape(-1, len(_ROW))
-        live_rows = rows[list(self._current_rows(rows[:, 0].astype(np.int64)))]
-        columns = dict(zip(_ROW, live_rows.T, strict=True))
+    @property
+    def num_rows(self) -> int:
+        """The number of step lines so far."""
+        return len(self.rows) // len(STEP_FIELDS)
+
+    def metrics(self, after_row: int = 0, after_step: int = -1) -> RunMetrics:
+        """Return the log of the run. For a caller that has the first rows, and the samples up to a
+        step, those may be left out; no run may have been resumed since."""
+        rows = np.array(self.rows[after_row * len(STEP_FIELDS) :]).reshape(-1, len(STEP_FIELDS))
+        live_rows = rows if after_row else rows[self._current_rows(rows[:, 0].astype(np.int64))]
+        columns = dict(zip(STEP_FIELDS, live_rows.T, strict=True))
         return RunMetrics(
             history=tuple(self.history),
             steps_N=columns.pop("step").astype(np.int64),
@@ -211,18 +228,20 @@ class _Reading:
             figures=columns,
             evaluations=tuple(sorted(self.evaluations.values(), key=lambda e: (e.step, e.name))),
             loads=tuple(load for _, load in sorted(self.loads.items())),
-            samples=tuple(line for _, line in sorted(self.samples.items())),
-            seconds=float(np.nansum(rows[:, _ROW.index("seconds")])),
+            samples=tuple(line for step, line in sorted(self.samples.items()) if step > after_step),
+            seconds=float(np.nansum(rows[:, STEP_FIELDS.index("seconds")])),
             wall_s=sum(self.walls),
             replaced=len(rows) - len(live_rows),
             unreadable=self.unreadable,
+            usages=tuple(self.usages),
         )
 
-    def _current_rows(self, steps: np.ndarray) -> Iterator[int]:
-        """Yield the rows of the run as it is now: the last one of each step, without those that a
+    def _current_rows(self, steps: np.ndarray) -> np.ndarray:
+        """Return the rows of the run as it is now: the last one of each step, without those that a
         resume dropped."""
         alive = np.ones(len(steps), dtype=bool)
         for rows_before, steps_done in self.resumes:
             alive[:rows_before] &= steps[:rows_before] <= steps_done
-        last = {int(steps[row]): int(row) for row in np.flatnonzero(alive)}
-        return (last[step] for step in sorted(last))
+        last_first = np.flatnonzero(alive)[::-1]
+        _, places = np.unique(steps[last_first], return_index=True)
+        return last_first[places]

@@ -19,7 +19,9 @@ from megatron_vlm.report.run.curves import (
 from megatron_vlm.report.run.examples import example_section
 from megatron_vlm.report.run.expert_load_map import expert_section
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of
+from megatron_vlm.report.run.rl_sample_lines import SampleIndex
 from megatron_vlm.report.run.rl_samples import sample_cards
+from megatron_vlm.report.run.usage import usage_section
 from megatron_vlm.report.sections import Code, Fold, Heading, Note, Report, Section, Table, Tiles
 
 _MAX_EVENTS = 200
@@ -27,8 +29,9 @@ _MAX_SKIPPED = 20
 _MAX_SCORES = 6  # among the tiles
 
 
-def run_report(run: LoggedRun, folder: Path) -> Report:
-    """Return the report of a run, whose examples and samples are in its folder."""
+def run_report(run: LoggedRun, folder: Path, samples: SampleIndex | None = None) -> Report:
+    """Return the report of a run, whose examples and samples are in its folder. `samples` is the
+    index of the latter if the caller has it."""
     metrics, start = run.metrics, run.metrics.last_start
     lead = [] if start is None else [_facts(start, metrics.starts[0])]
     # The loss of samples does not measure progress: it is about 0 from the first step on.
@@ -36,10 +39,11 @@ def run_report(run: LoggedRun, folder: Path) -> Report:
     tiles = Tiles([*learnt, *_score_tiles(metrics), *_run_tiles(metrics)])
     sections = [
         *sample_section([run]),
-        *sample_cards(metrics, folder),
+        *sample_cards(metrics, folder, samples),
         *curve_section([run]),
         *expert_section(metrics),
         *score_section([run]),
+        *usage_section(metrics),
         *example_section(folder / "examples.json"),
         *_history(metrics),
         *_configuration(run),

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
+from megatron_vlm.report.run.growing_lines import GrowingLines
 
 _LONGEST = 2**26  # bytes of a line
 _MAX_LINES = 10_000
@@ -70,61 +71,82 @@ class SampleLines:
     whole: bool  # False if the file was longer than is read
 
 
-def read_samples(path: Path, last_step: int) -> SampleLines:
-    """Read samples of steps up to `last_step`: the first, the last and a few between them."""
-    file = UntrustedFile(str(path))
-    file.regular_path()
-    with file.wrap_errors("cannot be read"), path.open("rb") as opened:
-        index = _Index(opened, file)
-        logged = [step for step in index.places if step <= last_step]
-        chosen = np.linspace(0, len(logged) - 1, min(len(logged), _MAX_STEPS)).round().astype(int)
-        steps = {
-            logged[place]: [*map(index.read, index.places[logged[place]][:_MAX_PROMPTS])]
-            for place in chosen
-        }
-    return SampleLines(steps, len(logged), index.unreadable, index.whole)
-
-
-class _Index:
+class SampleIndex:
     """Index of the places where the lines of each step begin. It is needed because a file may be
-    larger than the memory."""
+    larger than the memory. It grows with a file that is still written."""
 
-    def __init__(self, opened: BinaryIO, file: UntrustedFile):
-        self.opened, self.file = opened, file
+    def __init__(self, path: Path):
+        self.path, self.file = path, UntrustedFile(str(path))
+        self._growing = GrowingLines(path, _LONGEST)
+        self._begin()
+
+    def _begin(self) -> None:
         self.places: dict[int, list[int]] = {}
         self.sources: set[str] = set()  # sources of the prompts of the last step
+        self.num_lines = 0
         self.unreadable = 0
         self.whole = True
-        for place, line in self._lines():
-            try:
-                prompt = self._parse(line)
-            except DataError:
-                self.unreadable += 1
-            else:
-                self._take(prompt, place)
 
-    def read(self, place: int) -> ShownPrompt:
-        self.opened.seek(place)
-        return self._parse(self.opened.readline(_LONGEST))
+    def read_all(self) -> None:
+        """Take all lines, with a last one that is not complete."""
+        self.file.regular_path()
+        with self.file.wrap_errors("cannot be read"), self.path.open("rb") as opened:
+            for place, line in self._lines(opened):
+                self._take_line(place, line)
+
+    def read_on(self) -> None:
+        """Take the lines that are complete by now and were not taken yet."""
+        if self._growing.has_begun_anew():
+            self._begin()
+        for place, line in self._growing.new_lines():
+            self.whole = self.num_lines < _MAX_LINES and place < _MAX_BYTES
+            if not self.whole:
+                break
+            self._take_line(place, line)
+
+    def choose(self, last_step: int) -> SampleLines:
+        """Return samples of steps up to `last_step`: the first, the last and a few between them."""
+        logged = [step for step in self.places if step <= last_step]
+        chosen = np.linspace(0, len(logged) - 1, min(len(logged), _MAX_STEPS)).round().astype(int)
+        steps: dict[int, list[ShownPrompt]] = {}
+        with self.file.wrap_errors("cannot be read"), self.path.open("rb") as opened:
+            for place in chosen:
+                shown = self.places[logged[place]][:_MAX_PROMPTS]
+                steps[logged[place]] = [self._read(opened, begin) for begin in shown]
+        return SampleLines(steps, len(logged), self.unreadable, self.whole)
+
+    def _read(self, opened: BinaryIO, place: int) -> ShownPrompt:
+        opened.seek(place)
+        return self._parse(opened.readline(_LONGEST))
 
     def _parse(self, line: bytes) -> ShownPrompt:
         return ShownPrompt.from_line(JsonField(self.file.parse(line), "", self.file))
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
+    def _lines(self, opened: BinaryIO) -> Iterator[tuple[int, bytes]]:
         """Yield the place and the content of each line. A line that is too long is cut off and thus
         is not JSON."""
         place = 0
         for _ in range(_MAX_LINES):
-            line = part = self.opened.readline(_LONGEST)
+            line = part = opened.readline(_LONGEST)
             begin, place = place, place + len(line)
             while part and not part.endswith(b"\n") and place < _MAX_BYTES:
-                part = self.opened.readline(_LONGEST)
+                part = opened.readline(_LONGEST)
                 place += len(part)
-            if line.strip():
-                yield begin, line
+            yield begin, line
             if not part or place >= _MAX_BYTES:
                 break
-        self.whole = not self.opened.read(1)
+        self.whole = not opened.read(1)
+
+    def _take_line(self, place: int, line: bytes) -> None:
+        if not line.strip():
+            return
+        self.num_lines += 1
+        try:
+            prompt = self._parse(line)
+        except DataError:
+            self.unreadable += 1
+        else:
+            self._take(prompt, place)
 
     def _take(self, prompt: ShownPrompt, place: int) -> None:
         last = next(reversed(self.places), -1)

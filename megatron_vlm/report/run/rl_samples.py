@@ -14,10 +14,10 @@ from megatron_vlm.report.metrics_lines import SAMPLES
 from megatron_vlm.report.run.examples import PictureRoom, said_or_nothing, shorten_text
 from megatron_vlm.report.run.metrics_arrays import RunMetrics
 from megatron_vlm.report.run.rl_sample_lines import (
+    SampleIndex,
     SampleLines,
     ShownEpisode,
     ShownPrompt,
-    read_samples,
 )
 
 _MAX_EPISODES = 8  # episodes of a prompt
@@ -26,14 +26,19 @@ _MAX_FIGURES = 8  # figures of an episode
 _PICTURE_BYTES = 6 * 2**20  # bytes of all pictures of a page
 
 
-def sample_cards(metrics: RunMetrics, folder: Path) -> Iterator[sections.Section]:
+def sample_cards(
+    metrics: RunMetrics, folder: Path, index: SampleIndex | None = None
+) -> Iterator[sections.Section]:
     """Yield the samples of the last step that has them, of the first and of some between; nothing
-    if the run logged no samples."""
+    if the run logged no samples. `index` has the lines of the file if the caller has read them."""
     path = folder / SAMPLES
     if not metrics.samples or not os.path.lexists(path):
         return
     try:
-        samples = read_samples(path, metrics.samples[-1].step)
+        if index is None:
+            index = SampleIndex(path)
+            index.read_all()
+        samples = index.choose(metrics.samples[-1].step)
     except DataError as error:
         yield sections.Note(f"{SAMPLES} cannot be read: {error}", "alarm")
         return

@@ -1,0 +1,167 @@
+"""State of a run: whether it runs, how far it is, and how it ended. It is read from the ends of its
+files, so that many long runs are listed quickly."""
+
+import math
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_vlm.errors import DataError
+from megatron_vlm.report.metrics_lines import (
+    SAMPLES,
+    STOPPED,
+    EventLine,
+    StartLine,
+    StepLine,
+    from_json,
+)
+from megatron_vlm.report.run.growing_lines import GrowingLines
+from megatron_vlm.report.run.metrics_arrays import MAX_LINE
+from megatron_vlm.run.job_lock import JOB_LOCK, Job, read_job
+
+RUNNING, FINISHED, STOPPED_RUN, KILLED = "running", "finished", "stopped", "killed"
+FAILED_RUN, BROKEN, BEING_WRITTEN = "failed", "broken", "being written"
+STATES = (RUNNING, BEING_WRITTEN, FINISHED, STOPPED_RUN, KILLED, FAILED_RUN, BROKEN)
+_WINDOW = 20  # steps, over which rates are means
+_FILES = ("metrics.jsonl", SAMPLES, "examples.json", "config.yaml", JOB_LOCK)
+_STEP = b'{"kind": "step"'
+_TOLD = (b'{"kind": "start"', b'{"kind": "event"')
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What the list shows of a run. A figure that is not known is None."""
+
+    state: str
+    why: str = ""  # of a state that needs a sentence
+    step: int | None = None
+    total: int | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    seconds_left: float | None = None
+    changed: float = 0.0  # time of the last change of a file
+    files: tuple[tuple[int, int], ...] = ()  # size and time of each, which tell a change
+
+    @property
+    def is_active(self) -> bool:
+        return self.state in (RUNNING, BEING_WRITTEN)
+
+
+class StatusReader:
+    """Reader of the state of one run, which remembers up to where it has read."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lines = GrowingLines(self.folder / "metrics.jsonl", MAX_LINE)
+        self._start: StartLine | None = None
+        self._event: EventLine | None = None
+        self._steps: deque[bytes] = deque(maxlen=_WINDOW)
+        self._num_lines = 0
+
+    def read(self) -> RunStatus:
+        """Return the state as it is now."""
+        files = tuple(_stamp(self.folder / name) for name in _FILES)
+        changed = max(stamp for _, stamp in files) / 1e9
+        job = read_job(self.folder)
+        try:
+            for name in _FILES:
+                if (self.folder / name).is_symlink():
+                    raise DataError("is a link, which is not followed", place=name)
+            if files[0][0] >= 0:
+                self._read_lines()
+        except DataError as error:
+            return RunStatus(BROKEN, str(error), changed=changed, files=files)
+        steps = self._known_steps()
+        state, why = self._state(job, steps)
+        total = self._start.total_steps if self._start else None
+        step = steps[-1].step if steps else self._start.step if self._start else None
+        rate, seconds = _mean(steps, "tokens_per_s"), _mean(steps, "seconds")
+        left = None
+        if state == RUNNING and None not in (total, step, seconds):
+            left = max(0, (total or 0) - (step or 0)) * (seconds or 0.0)
+        loss = next((s.loss for s in reversed(steps) if math.isfinite(s.loss)), None)
+        return RunStatus(state, why, step, total, loss, rate, left, changed, files)
+
+    def _read_lines(self) -> None:
+        if self._lines.has_begun_anew():
+            lines = self._lines
+            self._forget()
+            self._lines = lines
+        for _, line in self._lines.new_lines():
+            self._num_lines += 1
+            if line.startswith(_STEP):
+                self._steps.append(line)
+            elif line.startswith(_TOLD):
+                self._take(line)
+
+    def _take(self, text: bytes) -> None:
+        try:
+            line = from_json(text.decode(errors="replace"))
+        except DataError:
+            return
+        if isinstance(line, StartLine):
+            self._start, self._event = line, None
+            self._steps.clear()
+        elif isinstance(line, EventLine):
+            self._event = line
+
+    def _known_steps(self) -> list[StepLine]:
+        steps = []
+        for text in self._steps:
+            try:
+                line = from_json(text.decode(errors="replace"))
+            except DataError:
+                continue
+            if isinstance(line, StepLine):
+                steps.append(line)
+        return steps
+
+    def _state(self, job: Job | None, steps: Sequence[StepLine]) -> tuple[str, str]:
+        if job is not None and job.is_running:
+            return (RUNNING, "") if self._start else (BEING_WRITTEN, "It has not begun to train.")
+        if job is not None and job.failure is not None:
+            return FAILED_RUN, job.failure
+        if self._start is None:
+            if self._num_lines:
+                return BROKEN, "metrics.jsonl has no line of a start: it is not the log of a run."
+            if job is None:
+                return BEING_WRITTEN, "It has no lines yet."
+            return KILLED, "It ended before its first step."
+        event = self._event.text if self._event else ""
+        if event.startswith(STOPPED):
+            return STOPPED_RUN, event
+        if job is not None and job.has_ended:
+            return FINISHED, ""
+        return self._state_of_log(steps)
+
+    def _state_of_log(self, steps: Sequence[StepLine]) -> tuple[str, str]:
+        """Return the state of a run whose job has not noted its end: it was killed, or belongs to
+        an older version, whose last checkpoint shows that it is complete."""
+        assert self._start is not None
+        done = steps[-1].step if steps else self._start.step
+        last = self.folder / "checkpoints" / f"step-{done:08d}" / "complete.json"
+        is_last = done >= self._start.total_steps or "stopped early" in (
+            self._event.text if self._event else ""
+        )
+        if is_last and last.exists():
+            return FINISHED, ""
+        return KILLED, f"Its process has ended without a word after step {done:,}."
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Return the size of a file and the time of its last change; -1 and 0 where there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return -1, 0
+    return found.st_size, found.st_mtime_ns
+
+
+def _mean(steps: Sequence[StepLine], name: str) -> float | None:
+    values = [value for s in steps if math.isfinite(value := getattr(s, name))]
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,65 @@
+"""A file of lines that grows while it is read: each line is read once.
+
+The last line counts when its end is written. A file that was truncated, or is another one by now,
+is read again from its beginning.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from megatron_vlm.errors import DataError
+
+_KEPT = 64  # bytes before the place of reading, by which the file is recognised
+
+
+class GrowingLines:
+    """The place up to which the lines of a file were read. Links are not followed."""
+
+    def __init__(self, path: Path, max_line: int):
+        self.path, self.max_line = path, max_line
+        self.place = 0
+        self._before = b""
+        self._inode: int | None = None
+
+    def has_begun_anew(self) -> bool:
+        """Return whether the lines read so far are no longer those of the file. The next lines are
+        then the first ones."""
+        with self._open() as file:
+            inode = os.fstat(file.fileno()).st_ino
+            file.seek(self.place - len(self._before))
+            is_same = inode == self._inode and file.read(len(self._before)) == self._before
+        has_read = self._inode is not None
+        if not is_same:
+            self.place, self._before, self._inode = 0, b"", inode
+        return has_read and not is_same
+
+    def new_lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the place and the content of each line that is complete by now. Of a longer line
+        than `max_line` the beginning is given."""
+        with self._open() as file:
+            file.seek(self.place)
+            while line := file.readline(self.max_line):
+                begin, last = self.place, line
+                while last and not last.endswith(b"\n") and len(last) == self.max_line:
+                    last = file.readline(self.max_line)
+                if not last.endswith(b"\n"):
+                    return
+                self.place = file.tell()
+                self._before = last[-_KEPT:]
+                yield begin, line
+
+    def _open(self) -> BinaryIO:
+        try:
+            handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except OSError as error:
+            is_link = self.path.is_symlink()
+            problem = "is a link, which is not followed" if is_link else "cannot be read: "
+            problem += "" if is_link else error.strerror or type(error).__name__
+            raise DataError(problem, place=self.path.name) from error
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise DataError("is not a file", place=self.path.name)
+        return open(handle, "rb")
