@@ -43,13 +43,15 @@ class Browser:
         return answer["result"]
 
     def open(self, path, width=1100, dark=False, height=900):
-        """Open a page in a window of this size; a narrow one is that of a phone."""
+        """Open a page, a file or that of a server, in a window of this size; a narrow one is that
+        of a phone."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self._events.clear()
-        self.call("Page.navigate", url=Path(path).resolve().as_uri())
+        is_served = str(path).startswith("http:")
+        self.call("Page.navigate", url=path if is_served else Path(path).resolve().as_uri())
         self.wait_for("Page.loadEventFired")
         self.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)))")
 

@@ -73,7 +73,11 @@ def _row(run: WatchedRun) -> Html:
     status = run.status
     known = [
         tag("td", tag("a", run.name, href=f"/runs{run_address(run)}")),
-        tag("td", _badge(status), *([" ", tag("span", status.why)] if status.why else [])),
+        tag(
+            "td",
+            _badge(status),
+            *([tag("span", status.why, title=status.why)] if status.why else []),
+        ),
         tag("td", _steps(status)),
         tag("td", "-" if status.loss is None else number(status.loss)),
         tag("td", "-" if status.seconds_left is None else time_spent(status.seconds_left)),
