@@ -105,8 +105,8 @@ class UsageLine:
     """Memory of all ranks, and where the time of rank 0 went. Only some steps have such a line."""
 
     step: int
-    memory_gb: list[float]  # of each rank, the most since its start
-    seconds: dict[str, float]  # of each phase since the line before this one, or since the start
+    memory_gb: list[float]  # the most that each rank has had
+    seconds: dict[str, float]  # time of each phase since the last such line, or the start
 
 
 @dataclass(frozen=True, kw_only=True)

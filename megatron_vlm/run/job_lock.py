@@ -41,7 +41,7 @@ class Job:
 
     @property
     def is_here(self) -> bool:
-        """Whether the process belongs to this machine."""
+        """True if the process belongs to this machine."""
         return self.host == socket.gethostname() and self.process is not None
 
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 
 class PhaseTimes:
-    """A clock that is told when a phase begins."""
+    """A clock of phases, each of which begins with a call."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)

@@ -16,7 +16,7 @@ from megatron_vlm.io.untrusted import home_path, real_path
 from megatron_vlm.run.job_lock import JOB_LOCK, Job, read_job
 
 _MIN_TOKEN = 20  # characters
-_COMMANDS = ("train", "rl")  # which a page starts again, and no other
+_COMMANDS = ("train", "rl")  # the commands that a page may start again
 _OUTPUT = "resumed.log"  # in the run folder
 
 

@@ -11,8 +11,8 @@ from megatron_vlm.io.atomic import MARK, read_mark
 from megatron_vlm.io.untrusted import home_path, real_path, what_is_at
 from megatron_vlm.run.job_lock import JOB_LOCK
 
-_MAX_DEPTH = 4  # of a run below the folder that is watched
-_MAX_FOLDERS = 20_000  # that are looked into
+_MAX_DEPTH = 4  # levels from a watched folder to a run
+_MAX_FOLDERS = 20_000  # folders that are searched
 _LOGS = ("metrics.jsonl", JOB_LOCK)
 
 

@@ -32,10 +32,10 @@ _TOLD = (b'{"kind": "start"', b'{"kind": "event"')
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What the list shows of a run. A figure that is not known is None."""
+    """Facts of a run that the list shows. A figure that is not known is None."""
 
     state: str
-    why: str = ""  # of a state that needs a sentence
+    why: str = ""  # a sentence for a state that needs one
     step: int | None = None
     total: int | None = None
     loss: float | None = None
