@@ -230,7 +230,7 @@ def test_a_run_that_is_killed_while_it_is_watched_shows_it(run):
             assert ">killed<" in next(html for html in states if ">running<" not in html)
     finally:
         job.kill()
-        job.wait()
+        job.communicate()
 
 
 @contextlib.contextmanager
@@ -273,7 +273,7 @@ def test_other_pages_and_hosts_are_refused(run):
     with client_of(run.parent) as client:
         own = {"origin": str(client.base_url)}
         assert client.post("/stop/first", headers=ask | own).status_code == 403
-        assert "data-act" not in client.get("/runs/first").text
+        assert 'data-act="stop"' not in client.get("/runs/first").text
 
 
 def test_a_run_is_stopped_by_the_signal_that_saves(run):

@@ -7,6 +7,7 @@
   const sources = new WeakMap(); // the markup of an element before scripts have changed it
   let { place } = main.dataset;
   let events = null;
+  let isDue = false;
   let early = null; // points that came while the page was fetched
 
   const chartsOf = (root) => [...root.querySelectorAll("figure.chart:has(.plot)")];
@@ -67,7 +68,8 @@
   };
 
   const refresh = async () => {
-    if (early) return;
+    isDue = early !== null; // after the one that is on its way
+    if (isDue) return;
     early = [];
     try {
       const answer = await fetch(`/parts${address}`);
@@ -100,6 +102,7 @@
       const late = early;
       early = null;
       late.forEach(grow);
+      if (isDue) refresh();
     }
   };
 
