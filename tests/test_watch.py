@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from megatron_vlm.cli import main
-from megatron_vlm.commands.watch.app import Watch, make_watch_app
 from megatron_vlm.commands.watch.command import listen
 from megatron_vlm.commands.watch.control import read_token, resume_command, stop_run
 from megatron_vlm.commands.watch.live_run import LiveRun
 from megatron_vlm.commands.watch.monitor import Monitor
 from megatron_vlm.commands.watch.run_finder import watched_folders
 from megatron_vlm.commands.watch.run_status import StatusReader
+from megatron_vlm.commands.watch.watch_routes import Watch, make_watch_app
 from megatron_vlm.commands.watch.web_server import make_server
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.report.metrics_lines import STOPPED, StepLine, from_json

@@ -70,8 +70,8 @@ def listen(port: int) -> socket.socket:
 
 
 def _serve(folders: list[Path], token: str | None, listener: socket.socket) -> None:
-    from megatron_vlm.commands.watch.app import Watch, make_watch_app
     from megatron_vlm.commands.watch.monitor import Monitor
+    from megatron_vlm.commands.watch.watch_routes import Watch, make_watch_app
     from megatron_vlm.commands.watch.web_server import make_server
 
     port = listener.getsockname()[1]

@@ -23,7 +23,7 @@ _MAX_POINTS = 2000  # steps whose points are sent one by one
 
 
 @dataclass(frozen=True)
-class Place:
+class ReadPosition:
     """The place in the lines of a run up to which a page has them. `version` changes where a page
     must be drawn again: the file was replaced, or the run has resumed."""
 
@@ -36,14 +36,14 @@ class Place:
         return f"{self.version}.{self.rows}.{self.sampled}.{self.others}"
 
     @staticmethod
-    def parse(text: str) -> "Place | None":
+    def parse(text: str) -> "ReadPosition | None":
         """Return the place that a page sends back; None for any other text."""
         version, *numbers = text[:100].split(".")
         try:
             rows, sampled, others = map(int, numbers)
         except ValueError:
             return None
-        return Place(version, rows, sampled, others)
+        return ReadPosition(version, rows, sampled, others)
 
 
 class LiveRun:
@@ -60,10 +60,10 @@ class LiveRun:
         self._samples = SampleIndex(folder / SAMPLES)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ReadPosition:
         samples = self._reading.samples
         version = f"{self._key}-{self._reads}-{len(self._reading.resumes)}"
-        return Place(version, self._reading.num_rows, max(samples, default=-1), self._others)
+        return ReadPosition(version, self._reading.num_rows, max(samples, default=-1), self._others)
 
     def read_on(self) -> None:
         """Read the lines that are new. The caller has the lock."""
@@ -76,7 +76,7 @@ class LiveRun:
             self._reading.take(line.decode(errors="replace"))
             self._others += not line.startswith(_POINTS)
 
-    def points_after(self, place: Place) -> dict[str, Any] | None:
+    def points_after(self, place: ReadPosition) -> dict[str, Any] | None:
         """Return the points that a page lacks; None if it must be drawn again. The caller has the
         lock."""
         now = self.place

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from megatron_vlm.commands.watch.access import LocalOnly
 from megatron_vlm.commands.watch.control import can_resume, resume_command, resume_run, stop_run
-from megatron_vlm.commands.watch.live_run import LiveRun, Place
+from megatron_vlm.commands.watch.live_run import LiveRun, ReadPosition
 from megatron_vlm.commands.watch.monitor import Monitor, WatchedRun
 from megatron_vlm.commands.watch.pages import (
     broken_report,
@@ -151,10 +151,12 @@ async def _run_events(watch: Watch, request: Request) -> Response:
     if run is None:
         return Response(status_code=404)
     after = request.headers.get("last-event-id") or request.query_params.get("after", "")
-    return _stream(_events_of_run(watch, run, Place.parse(after)))
+    return _stream(_events_of_run(watch, run, ReadPosition.parse(after)))
 
 
-async def _events_of_run(watch: Watch, run: WatchedRun, place: Place | None) -> AsyncIterator[str]:
+async def _events_of_run(
+    watch: Watch, run: WatchedRun, place: ReadPosition | None
+) -> AsyncIterator[str]:
     """Yield what changes: the state, new points, and that the page is to be drawn again."""
     monitor, loop = watch.monitor, asyncio.get_running_loop()
     live = monitor.open_run(run)
@@ -188,7 +190,9 @@ def _version(monitor: Monitor, run: WatchedRun) -> int:
     return run.version if monitor.runs.get(run.name) is run else -2
 
 
-def _new_points(live: LiveRun, place: Place | None) -> tuple[dict[str, Any] | None, Place]:
+def _new_points(
+    live: LiveRun, place: ReadPosition | None
+) -> tuple[dict[str, Any] | None, ReadPosition]:
     """Return the points after a place, or None where there are none to send, and the new place."""
     with live.lock:
         with contextlib.suppress(MegatronVLMError, OSError):  # the state tells it
