@@ -48,7 +48,7 @@ def try_tool(uv: str, wheel: Path, python: str, folder: Path) -> None:
         [uv, "tool", "install", "--quiet", "--python", python, wheel], check=True, env=env
     )
     subprocess.run([folder / "bin" / "megatron-vlm", "--version"], check=True, env=env)
-    once = [uv, "tool", "run", "--quiet", "--python", python, "--from", wheel, "megatron-vlm"]
+    once = [uv, "tool", "run", "--quiet", "--python", python, "--from", str(wheel), "megatron-vlm"]
     subprocess.run([*once, "--version"], check=True, env=env)
 
 
