@@ -76,7 +76,6 @@ def notebook_cells(kind: str) -> list[str]:
 
 def test_every_block_is_of_a_known_kind():
     kinds = {"bash", "bash test", "python", "python test", "text", "json", "yaml"}
-    kinds.add("yaml manifest")  # for Kubernetes
     assert {block.kind for block in blocks()} <= kinds
     assert {"bash test", "python test", "text"} <= {block.kind for block in blocks()}
 
