@@ -18,7 +18,7 @@ NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py c
 # What another Megatron-Core or torch would change: the model, its gradients, optimizers, checkpoints.
 NEWEST += $(addprefix tests/test_,parity.py qwen3_5.py checkpoint.py golden.py)
 
-.PHONY: setup trl-env embed-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench scale clean
+.PHONY: setup trl-env lmms-env embed-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench scale clean
 
 setup: .venv/ready
 
@@ -166,6 +166,16 @@ trl-env: .venv-trl/ready
 	.venv-trl/bin/pip install --quiet --no-compile --no-deps torchvision==0.28.0 bitsandbytes==0.50.2
 	touch $@
 
+# lmms-eval, for `megatron-vlm bench`. It wants filelock as it was before version 4.
+lmms-env: .venv-lmms/ready
+
+.venv-lmms/ready: tests/vllm_engine/torchvision_operators.py tests/vllm_engine/torchvision_operators.pth
+	$(PYTHON) -m venv .venv-lmms
+	$(call install,.venv-lmms) torch==2.13.0
+	$(call install,.venv-lmms) lmms-eval==0.7.3 torch==2.13.0 torchvision==0.28.0 'filelock<4'
+	cp tests/vllm_engine/torchvision_operators.* .venv-lmms/lib/python3*/site-packages
+	touch $@
+
 # sentence-transformers, for tests/test_sentence_transformers.py.
 embed-env: .venv-embed/ready
 
@@ -244,4 +254,4 @@ scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-python313 .venv-torch-* .venv-docs .venv-trl .venv-vllm .venv-tinker .venv-embed .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-newest .venv-python313 .venv-torch-* .venv-docs .venv-trl .venv-vllm .venv-tinker .venv-embed .venv-lmms .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels

@@ -11,6 +11,7 @@ from megatron_vlm.cli.help_command import TopicHelp, add_help_arguments, help_
 from megatron_vlm.cli.help_text import HelpText, HelpWithDefaults, texts_of
 from megatron_vlm.commands.agree.agree_settings import add_agree_arguments
 from megatron_vlm.commands.agree.command import agree
+from megatron_vlm.commands.bench.command import add_bench_arguments, bench
 from megatron_vlm.commands.chat.command import add_chat_arguments, start_chat
 from megatron_vlm.commands.demo.command import (
     add_shapes_arguments,
@@ -69,6 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_serve_key_arguments(_command(commands, serve_key))
     _eval_arguments(_command(commands, _eval))
     add_score_arguments(_command(commands, score))
+    add_bench_arguments(_command(commands, bench))
     _export_arguments(_command(commands, _export))
     _push_arguments(_command(commands, _push))
     add_chat_arguments(_command(commands, _chat))

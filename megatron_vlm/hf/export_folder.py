@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.io.atomic import MARK, digest_of, read_mark, write_mark
+from megatron_vlm.io.atomic import MARK, digest_of, read_mark, write_mark, write_text
 
+CARD = "README.md"  # the model card
 _THREADS = 8
 
 
@@ -75,6 +76,25 @@ def changed_file(folder: Path, since_ns: int = 0) -> str | None:
         return next(
             (_name_in(folder, p) for p, is_so in zip(content, changed, strict=True) if is_so), None
         )
+
+
+def add_to_card(folder: Path, title: str, text: str) -> None:
+    """Add a section to the model card of a marked export, in place of a former one. The export
+    stays as its run wrote it, so that a later one may replace it. A card that someone has changed
+    is left alone."""
+    card, mark = folder / CARD, read_mark(folder)
+    if mark is None or CARD not in mark.get("digests", {}) or not card.is_file():
+        return
+    if digest_of(card) != mark["digests"][CARD]:
+        return
+    begin, end = f"<!-- {title} -->\n", f"<!-- {title} end -->\n"
+    before, _, rest = card.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    section = f"{begin}\n## {title}\n\n{text}\n{end}"
+    write_text(card, f"{before.rstrip()}\n\n{section}{after}")
+    mark["files"][CARD], mark["digests"][CARD] = card.stat().st_size, digest_of(card)
+    facts = {key: value for key, value in mark.items() if key != "run"}
+    write_mark(folder, mark["run"], **facts)
 
 
 def check_replaceable(folder: Path, run: str | None) -> None:

@@ -24,6 +24,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.companion_files import is_regular_file
+from megatron_vlm.hf.export_folder import CARD
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.retrieval_usage import retrieval_usage
 from megatron_vlm.io.hub import hub_name
@@ -31,7 +32,6 @@ from megatron_vlm.io.numbers_as_text import number
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.io.untrusted import UntrustedFile
 
-CARD = "README.md"
 _HEAD = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)
 _DATA = re.compile(rf"{HUB}\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)  # a data set of the Hub
 _READ = 2**16  # bytes of a base's card to read; the card begins with its YAML

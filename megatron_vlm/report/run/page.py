@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_vlm.io.numbers_as_text import number, short_name, time_spent
 from megatron_vlm.io.printable import show_count
+from megatron_vlm.report.bench_table import bench_section
 from megatron_vlm.report.metrics_lines import EventLine, StartLine
 from megatron_vlm.report.run.curves import (
     CURVE_NAMES,
@@ -43,6 +44,7 @@ def run_report(run: LoggedRun, folder: Path, samples: SampleIndex | None = None)
         *curve_section([run]),
         *expert_section(metrics),
         *score_section([run]),
+        *bench_section(folder),
         *usage_section(metrics),
         *example_section(folder / "examples.json"),
         *_history(metrics),

@@ -1,0 +1,166 @@
+"""lmms-eval as a suite: its own runner in its own environment, and the scores that it writes."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.commands.bench.model_server import Endpoint, cause_in
+from megatron_vlm.distributed.process import without_job
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.io.parent_death import signal_when_parent_dies
+
+_VERSION = "import importlib.metadata as m; print(m.version('lmms_eval'))"
+_PATIENCE_S = 300
+# Answers that lmms-eval writes in place of a request that failed. It scores them as wrong.
+_NO_ANSWER = ("[LMMS_EVAL_REQUEST_FAILED", "[LMMS_EVAL_BUDGET_EXCEEDED")
+_MODEL_ARGS = "timeout=3600,max_retries=3"
+
+
+@dataclass(frozen=True)
+class SuiteSettings:
+    """Settings of the suite's runs."""
+
+    python: str  # of an environment that has lmms-eval
+    limit: int | None = None  # samples of each task
+    include: str | None = None  # folder with tasks of your own
+    concurrent: int = 32  # requests in progress
+    arguments: Sequence[str] = ()  # additional arguments of `lmms_eval eval`
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One score of a task, with its value for each sample where it has one."""
+
+    task: str
+    metric: str
+    value: float
+    standard_error: float | None = None
+    samples: Mapping[str, float] = field(default_factory=dict)
+
+
+def find_lmms_eval(python: str) -> str:
+    """Return the version of lmms-eval that this Python has."""
+    try:
+        done = subprocess.run(
+            [python, "-c", _VERSION],
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_S,
+            env=_environment(),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it does not answer"
+        raise ConfigError(
+            f"cannot be started: {reason}",
+            key="--suite-python",
+            found=python,
+            remedy="give the Python of an environment that has lmms-eval, such as "
+            ".venv-lmms/bin/python after `make lmms-env`",
+        ) from error
+    if done.returncode:
+        raise ConfigError(
+            "has no lmms-eval",
+            key="--suite-python",
+            found=python,
+            remedy="run `make lmms-env` and give .venv-lmms/bin/python, or install lmms-eval there",
+        )
+    return done.stdout.strip()
+
+
+def run_task(
+    settings: SuiteSettings, task: str, model: str, endpoint: Endpoint, folder: Path, cache: Path
+) -> list[TaskScore]:
+    """Run a task against a server, and return its scores. The folder gets the suite's files and its
+    output. Answers are kept in the cache, from which an interrupted task goes on."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    arguments = f"model_version={model},num_concurrent={settings.concurrent},{_MODEL_ARGS}"
+    command = [settings.python, "-m", "lmms_eval", "eval", "--model", "openai"]
+    command += ["--model_args", arguments, "--tasks", task, "--output_path", str(folder)]
+    command += ["--log_samples", "--use_cache", str(cache), "--verbosity", "INFO"]
+    if settings.limit is not None:
+        command += ["--limit", str(settings.limit)]
+    if settings.include is not None:
+        command += ["--include_path", settings.include]
+    log = folder / "log.txt"
+    address = {"OPENAI_API_BASE": f"{endpoint.url}/v1", "OPENAI_API_KEY": endpoint.key}
+    with log.open("wb") as output:
+        done = subprocess.run(
+            [*command, *settings.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**_environment(), **address},
+            preexec_fn=lambda: signal_when_parent_dies(signal.SIGTERM),
+            check=False,
+        )
+    try:
+        return read_scores(folder, done.returncode)
+    except DataError:
+        if any(word in _samples_text(folder) for word in _NO_ANSWER):
+            shutil.rmtree(cache, ignore_errors=True)  # it has these answers, too
+        raise
+
+
+def read_scores(folder: Path, status: int = 0) -> list[TaskScore]:
+    """Return the scores that the suite wrote into a folder."""
+    log = folder / "log.txt"
+    found = sorted(folder.glob("*/*_results.json"))
+    if status or not found:
+        ended = f"ended with status {status}" if status else "wrote no results"
+        raise DataError(
+            f"{ended}: {cause_in(log)}", place=f"lmms-eval, {folder.name}", remedy=f"read {log}"
+        )
+    text = _samples_text(folder)
+    if failed := sum(text.count(f'"{word}') for word in _NO_ANSWER):
+        raise DataError(
+            f"has {failed:,} requests without an answer, which it scores as wrong",
+            place=f"lmms-eval, {folder.name}",
+            remedy=f"read {log}, and start again: answers that were given are kept",
+        )
+    results = json.loads(found[-1].read_text())["results"]
+    return [score for task in results for score in _scores_of(task, results[task], folder)]
+
+
+def _scores_of(task: str, figures: Mapping[str, Any], folder: Path) -> Iterator[TaskScore]:
+    """Yield the scores of a task, and of each task of a group."""
+    lines = [
+        json.loads(line)
+        for path in sorted(folder.glob(f"*/*_samples_{task}.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    for key, value in figures.items():
+        metric, comma, chosen = key.partition(",")
+        if not comma or "_stderr" in metric or not _is_number(value):
+            continue
+        errors = (figures.get(f"{metric}_{name},{chosen}") for name in ("stderr", "stderr_clt"))
+        error = next((float(each) for each in errors if _is_number(each)), None)
+        samples = {
+            str(line["doc_id"]): float(line[metric])
+            for line in lines
+            if _is_number(line.get(metric))
+        }
+        complete = samples if len(samples) == len(lines) else {}
+        yield TaskScore(task, metric, float(value), error, complete)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _samples_text(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("*/*_samples_*.jsonl")))
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of the suite. Pictures reach the engine as they are."""
+    env = {k: v for k, v in without_job().items() if not k.startswith("PYTHON")}
+    no_proxy = ",".join(filter(None, ("127.0.0.1", os.environ.get("NO_PROXY"))))
+    return {**env, "LMMS_IMAGE_ENCODE_FORMAT": "PNG", "NO_PROXY": no_proxy, "no_proxy": no_proxy}

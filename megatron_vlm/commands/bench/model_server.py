@@ -1,0 +1,170 @@
+"""vLLM's own server with the interface of OpenAI, for one model at a time, on loopback."""
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from megatron_vlm.distributed.process import without_job
+from megatron_vlm.errors import DataError
+from megatron_vlm.io.parent_death import signal_when_parent_dies
+
+_ADDRESS = "127.0.0.1"
+# Settings of vLLM's build for the CPU, which would otherwise ask for nearly all of the memory.
+_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_PAUSE_S = 0.5
+_END_S = 30.0  # for the server to end by itself
+_ERROR = re.compile(r"(?:^|\s)(\w*(?:Error|Exception): \S.*)$")
+_MAX_CAUSE = 400  # characters
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings with which models are served."""
+
+    engine: str  # Python of an environment that has vLLM
+    arguments: Sequence[str] = ()  # additional arguments of `vllm serve`
+    devices: str | None = None  # CUDA_VISIBLE_DEVICES
+    start_s: float = 3600.0  # seconds that the server may take to load
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A model to be scored: a Hugging Face folder, and an adapter for it or none."""
+
+    name: str  # in requests
+    folder: str
+    adapter: Path | None = None
+    adapter_rank: int = 0
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that decide its answers."""
+        folders = [Path(self.folder), *([self.adapter] if self.adapter else [])]
+        endings = (".safetensors", ".json", ".jinja", ".txt")
+        return [
+            path
+            for folder in folders
+            for path in sorted(folder.iterdir())
+            if path.suffix in endings and path.is_file()
+        ]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Address and key of a server."""
+
+    url: str
+    key: str
+
+
+@contextlib.contextmanager
+def served_model(settings: ServerSettings, model: BenchModel, log: Path) -> Iterator[Endpoint]:
+    """Serve a model as long as the body runs. The server's output goes to a file."""
+    endpoint = Endpoint(f"http://{_ADDRESS}:{_free_port()}", secrets.token_urlsafe(16))
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            _command(settings, model, endpoint),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=_environment(settings, endpoint),
+            start_new_session=True,  # keeps Ctrl-C from it, and lets its processes be ended
+            preexec_fn=lambda: signal_when_parent_dies(signal.SIGTERM),
+        )
+    try:
+        _wait_until_ready(process, endpoint, settings, log)
+        yield endpoint
+    except DataError as error:
+        if process.poll() is not None:
+            raise _died(process, log) from error
+        raise
+    finally:
+        _end(process)
+
+
+def _command(settings: ServerSettings, model: BenchModel, endpoint: Endpoint) -> list[str]:
+    port = endpoint.url.rpartition(":")[2]
+    words = [settings.engine, "-m", "vllm.entrypoints.openai.api_server", "--model", model.folder]
+    words += ["--host", _ADDRESS, "--port", port, "--served-model-name"]
+    if model.adapter is None:
+        words.append(model.name)
+    else:
+        words += [f"{model.name}-base", "--enable-lora", "--max-lora-rank", str(model.adapter_rank)]
+        words += ["--lora-modules", f"{model.name}={model.adapter}"]
+    return [*words, *settings.arguments]
+
+
+def _environment(settings: ServerSettings, endpoint: Endpoint) -> dict[str, str]:
+    # Variables of this process's Python do not fit another one.
+    env = {k: v for k, v in without_job().items() if not k.startswith(("PYTHON", "OMP_"))}
+    env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": endpoint.key}
+    for name, value in _ON_CPU.items():
+        env.setdefault(name, value)
+    if settings.devices is not None:
+        env["CUDA_VISIBLE_DEVICES"] = settings.devices
+    return env
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_ADDRESS, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_until_ready(
+    process: "subprocess.Popen[bytes]", endpoint: Endpoint, settings: ServerSettings, log: Path
+) -> None:
+    """Return when the server answers; raise a DataError if it ends or takes too long."""
+    until = time.monotonic() + settings.start_s
+    with httpx.Client(trust_env=False, timeout=5.0) as client:
+        while process.poll() is None:
+            with contextlib.suppress(httpx.HTTPError):
+                if client.get(f"{endpoint.url}/health").status_code == httpx.codes.OK:
+                    return
+            if time.monotonic() > until:
+                raise DataError(
+                    f"does not answer after {settings.start_s:,.0f} s",
+                    place="vLLM's server",
+                    remedy=f"read {log}",
+                )
+            time.sleep(_PAUSE_S)
+    raise _died(process, log)
+
+
+def _died(process: "subprocess.Popen[bytes]", log: Path) -> DataError:
+    return DataError(
+        f"has ended with status {process.returncode}: {cause_in(log)}",
+        place="vLLM's server",
+        remedy=f"read {log}; arguments of vLLM are given as --engine-args",
+    )
+
+
+def cause_in(log: Path) -> str:
+    """Return the first error that an output names, or else its last line."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = (found[1] for line in lines if (found := _ERROR.search(line)))
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
+    return next(errors, last)[:_MAX_CAUSE]
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End the server and its processes."""
+    for number, patience in ((signal.SIGTERM, _END_S), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+            # Its processes have the same group, and may live a little longer.
+            if number == signal.SIGKILL:
+                return
