@@ -1,4 +1,5 @@
-"""Functions of shapes.yaml, which lmms-eval calls in its own environment."""
+"""Functions of shapes.yaml, which lmms-eval calls in its own environment. As `megatron-vlm eval`
+does, they ask for the last answer of a chat."""
 
 from pathlib import Path
 
@@ -7,25 +8,37 @@ from PIL import Image
 FOLDER = Path("SHAPES")
 
 
-def _parts(doc, kind):
-    return [part[kind] for part in doc["messages"][0]["content"] if part["type"] == kind]
+def _parts_of(message):
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _open(part):
+    return Image.open(FOLDER / part["image"]).convert("RGB")
 
 
 def pictures_of(doc):
-    return [Image.open(FOLDER / name).convert("RGB") for name in _parts(doc, "image")]
+    parts = [part for message in doc["messages"] for part in _parts_of(message)]
+    return [_open(part) for part in parts if part["type"] == "image"]
 
 
 def question_of(doc, lmms_eval_specific_kwargs=None):
-    return _parts(doc, "text")[0]
+    return _parts_of(doc["messages"][-2])[-1]["text"]
 
 
 def messages_of(doc, lmms_eval_specific_kwargs=None):
-    pictures = [{"type": "image", "url": picture} for picture in pictures_of(doc)]
-    return [{"role": "user", "content": [*pictures, {"type": "text", "text": question_of(doc)}]}]
+    def shown(part):
+        is_image = part["type"] == "image"
+        return {"type": "image", "url": _open(part)} if is_image else part
+
+    return [
+        {"role": message["role"], "content": [shown(part) for part in _parts_of(message)]}
+        for message in doc["messages"][:-1]
+    ]
 
 
 def answer_of(doc):
-    return doc["messages"][1]["content"]
+    return _parts_of(doc["messages"][-1])[0]["text"]
 
 
 def scores_of(doc, results):
