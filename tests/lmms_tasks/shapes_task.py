@@ -28,8 +28,9 @@ def question_of(doc, lmms_eval_specific_kwargs=None):
 
 def messages_of(doc, lmms_eval_specific_kwargs=None):
     def shown(part):
-        is_image = part["type"] == "image"
-        return {"type": "image", "url": _open(part)} if is_image else part
+        if part["type"] == "image":
+            return {"type": "image", "url": _open(part)}
+        return {"type": "text", "text": part["text"]}
 
     return [
         {"role": message["role"], "content": [shown(part) for part in _parts_of(message)]}
