@@ -15,7 +15,7 @@ BENCH_COLUMNS = ("task", "score", "before", "after", "difference", "samples")
 
 @dataclass(frozen=True)
 class BenchLine:
-    """One score of both models. A figure that is not known is None."""
+    """A score of both models. A figure that is not known is None."""
 
     task: str
     metric: str

@@ -27,7 +27,7 @@ _MODEL_ARGS = "timeout=3600,max_retries=3"
 class SuiteSettings:
     """Settings of the suite's runs."""
 
-    python: str  # of an environment that has lmms-eval
+    python: str  # the Python of an environment that has lmms-eval
     limit: int | None = None  # samples of each task
     include: str | None = None  # folder with tasks of your own
     concurrent: int = 32  # requests in progress
@@ -36,7 +36,7 @@ class SuiteSettings:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One score of a task, with its value for each sample where it has one."""
+    """A score of a task, with its value for each sample where it has one."""
 
     task: str
     metric: str
