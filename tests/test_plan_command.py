@@ -147,20 +147,16 @@ def test_fit_proposes_the_fastest_switches_that_fit(eight):
     ]
     seconds = [each.best.step_s for each in sets]
     assert seconds == sorted(seconds) and search(cfg, sizes, mix, cluster).fitting == ()
+    _, (cfg, sizes, mix, one) = found(eight, 1, 141)
     # A machine with little memory of its own cannot take main weights.
-    small = replace(cluster, host_memory=16.0 * GIB)
-    assert all(
-        "optim.offload" not in each.switches for each in fitting_sets(cfg, sizes, mix, small)
-    )
-    roomy = replace(cluster, memory=141.0 * GIB)
-    assert fitting_sets(cfg, sizes, mix, roomy)[0].switches == {}
+    small = fitting_sets(cfg, sizes, mix, replace(one, host_memory=16.0 * GIB))
+    assert all("optim.offload" not in each.switches for each in small)
+    assert fitting_sets(cfg, sizes, mix, replace(one, memory=400.0 * GIB))[0].switches == {}
     # What the user has chosen stays.
     chosen = replace(cfg, optim=replace(cfg.optim, states="bf16"))
-    assert all(
-        "optim.states" not in each.switches for each in fitting_sets(chosen, sizes, mix, cluster)
-    )
+    assert all("optim.states" not in each.switches for each in fitting_sets(chosen, *what[1:]))
     with raises(ConfigError, key="model.path", problem_has="does not fit"):
-        fitting_sets(cfg, sizes, mix, replace(cluster, gpus=1, memory=16.0 * GIB))
+        fitting_sets(cfg, sizes, mix, replace(one, memory=16.0 * GIB))
 
 
 def test_an_optimizer_that_host_memory_cannot_take_is_refused(eight):
