@@ -141,7 +141,7 @@ def _scores_of(task: str, figures: Mapping[str, Any], folder: Path) -> Iterator[
         if not comma or "_stderr" in metric or not _is_number(value):
             continue
         errors = (figures.get(f"{metric}_{name},{chosen}") for name in ("stderr", "stderr_clt"))
-        error = next((float(each) for each in errors if _is_number(each)), None)
+        error = next((each for each in errors if each is not None and _is_number(each)), None)
         samples = {
             str(line["doc_id"]): float(line[metric])
             for line in lines
