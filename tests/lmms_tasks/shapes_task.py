@@ -9,8 +9,9 @@ FOLDER = Path("SHAPES")
 
 
 def _parts_of(message):
+    """Return the parts of a message. A text that looks like a number is read as one."""
     content = message["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
 
 
 def _open(part):

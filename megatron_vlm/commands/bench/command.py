@@ -72,7 +72,7 @@ def bench(args: argparse.Namespace) -> None:
     docs/evaluation.md describes the environment of the suite, and tasks of your own.
     """
     settings = _settings(args)
-    run = home_path(args.run_folder)
+    run = home_path(args.run_folder).absolute()
     before, after = models_of(run)
     vllm = find_vllm(settings.server.engine, "--engine")
     suite = f"{args.suite} {find_lmms_eval(settings.suite.python)}"
@@ -111,7 +111,13 @@ def _settings(args: argparse.Namespace) -> BenchSettings:
     return BenchSettings(
         tasks,
         ServerSettings(args.engine, engine_words, args.devices),
-        SuiteSettings(args.suite_python, args.limit, include, args.concurrent, suite_words),
+        SuiteSettings(
+            str(home_path(args.suite_python).absolute()),
+            args.limit,
+            include,
+            args.concurrent,
+            suite_words,
+        ),
     )
 
 

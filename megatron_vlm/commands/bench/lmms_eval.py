@@ -97,6 +97,7 @@ def run_task(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            cwd=folder,  # in which no folder has the name of a task, whose files it would take
             env={**_environment(), **address},
             preexec_fn=lambda: signal_when_parent_dies(signal.SIGTERM),
             check=False,
