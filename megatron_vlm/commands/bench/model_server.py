@@ -16,6 +16,7 @@ import httpx
 
 from megatron_vlm.distributed.process import without_job
 from megatron_vlm.errors import DataError
+from megatron_vlm.io.atomic import MARK
 from megatron_vlm.io.parent_death import signal_when_parent_dies
 
 _ADDRESS = "127.0.0.1"
@@ -55,7 +56,7 @@ class BenchModel:
             path
             for folder in folders
             for path in sorted(folder.iterdir())
-            if path.suffix in endings and path.is_file()
+            if path.suffix in endings and path.name != MARK and path.is_file()
         ]
 
 
