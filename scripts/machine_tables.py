@@ -10,9 +10,10 @@ from megatron_vlm import Config
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, TrainConfig
 from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.planner.fit import with_keys
 from megatron_vlm.planner.hardware import gpu
+from megatron_vlm.planner.memory_switches import with_keys
 from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, assumed_mix
 from megatron_vlm.planner.search import Candidate, Cluster, search
 
@@ -73,11 +74,14 @@ def _cell(sizes: ModelSizes, way: str, machine: MachineKind) -> str:
     model = candidate.cfg.model
     letters = "".join(_LETTERS[key] for key in switches)
     letters += "D" * (model.recompute == "full") + "V" * model.recompute_vision
-    dims = candidate.dims
-    degrees = (("TP", dims.tp), ("PP", dims.pp), ("EP", dims.ep), ("DP", dims.dp))
-    layout = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
-    words = " ".join(filter(None, (layout, letters))) or "-"
+    words = " ".join(filter(None, (layout_words(candidate.dims), letters))) or "-"
     return f"{_rounded(candidate.tokens_per_s)}/s, {_longest(cfg, sizes, machine)}: {words}"
+
+
+def layout_words(dims: ParallelDims) -> str:
+    """Return the degrees above 1, such as TP2 DP4."""
+    degrees = (("TP", dims.tp), ("PP", dims.pp), ("EP", dims.ep), ("DP", dims.dp))
+    return " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
 
 
 def _rounded(value: float) -> str:

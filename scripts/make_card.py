@@ -16,7 +16,6 @@ import sys
 import tempfile
 from dataclasses import replace
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -30,6 +29,8 @@ from verification_card import (
     read_card,
     write_card,
 )
+
+from megatron_vlm.commands.machine_facts import installed_version
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
 
@@ -92,13 +93,9 @@ def fill_from_gpu(card: VerificationCard, folder: Path) -> VerificationCard:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {package: installed_version(package) for package in _PACKAGES}
+    installed = {name: version for name, version in found.items() if version is not None}
+    return {"python": platform.python_version(), **installed}
 
 
 def _cpu_name() -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from machine_tables import MACHINES, WAYS, machine_line
+from machine_tables import MACHINES, WAYS, layout_words, machine_line
 from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from megatron_vlm import Config
@@ -179,9 +179,7 @@ def cell(sizes: ModelSizes, kind: str, count: int, card: int) -> str:
     if results.leanest is not None:
         return f"needs {results.leanest.need / 2**30:.0f}"
     best = results.fitting[0]
-    dims, model = best.dims, best.cfg.model
-    degrees = (("TP", dims.tp), ("PP", dims.pp), ("EP", dims.ep), ("DP", dims.dp))
-    words = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1) or "1"
+    words, model = layout_words(best.dims) or "1", best.cfg.model
     mode = _SHORT[model.recompute, model.recompute_vision]
     return f"**{words}{mode}** {best.need / 2**30:.0f}"
 

@@ -14,8 +14,9 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
+
+from megatron_vlm.commands.machine_facts import installed_version
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "versions.md"
 PACKAGES = ("megatron-core", "torch", "transformers", "tokenizers", "numpy", "datasets", "ray")
@@ -42,7 +43,7 @@ def with_section(page: str, name: str, text: str) -> str:
 
 def section_text(results: ElementTree.Element) -> str:
     """Return the versions of this environment, and the results of each file of tests."""
-    versions = [_installed(package) for package in PACKAGES]
+    versions = [installed_version(package) or "none" for package in PACKAGES]
     lines = [
         f"{datetime.date.today()}, Python {platform.python_version()}, {platform.machine()}:",
         "",
@@ -54,13 +55,6 @@ def section_text(results: ElementTree.Element) -> str:
         f"{_largest_difference(results):.1e}.",
     ]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _installed(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def _table(head: tuple[str, ...], rows: list[list[str]]) -> list[str]:

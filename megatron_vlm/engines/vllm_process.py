@@ -18,14 +18,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_vlm.distributed.process import without_job
+from megatron_vlm.distributed.other_python import environment_elsewhere
 from megatron_vlm.engines.sampler import SamplerError
 from megatron_vlm.engines.server.frames import FRAME_HEADER, Message, head, parse, sizes
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.scratch import socket_folder
 
 SERVER = Path(__file__).parent / "server" / "engine_server.py"
-_TRAINER_VARIABLES = ("PYTHON", "OMP_")  # variables of this process that do not fit the engine's
 _OUTPUT_CHARACTERS = 4000  # characters of the engine's last output in a message
 
 
@@ -207,14 +206,9 @@ class Engine:
 
 
 def _environment() -> dict[str, str]:
-    inherited = {
-        name: value
-        for name, value in without_job().items()
-        if not name.startswith(_TRAINER_VARIABLES)
-    }
     # vLLM's own processes meet in this folder. By default they use TMPDIR, whose name may be too
     # long for sockets.
-    return {"VLLM_RPC_BASE_PATH": str(socket_folder()), **inherited}
+    return {"VLLM_RPC_BASE_PATH": str(socket_folder()), **environment_elsewhere("OMP_")}
 
 
 def _explain_failure(output: str) -> Exception:

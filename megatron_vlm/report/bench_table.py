@@ -1,6 +1,5 @@
 """Table of public benchmarks: before, after, the difference and its standard error."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +43,7 @@ def read_benchmark(folder: Path) -> Benchmark | None:
         values = UntrustedFile(str(path)).json().value
         lines = tuple(BenchLine(**line) for line in values["lines"])
         return Benchmark(str(values["suite"]), str(values["time"]), lines)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError) as error:
         raise DataError("is not as bench writes it", place=BENCH_FILE) from error
 
 

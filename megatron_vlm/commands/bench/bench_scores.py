@@ -4,7 +4,8 @@ them."""
 import datetime
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,9 +32,7 @@ def _line(before: TaskScore, after: TaskScore) -> BenchLine:
     is_paired = len(names) > 1 and names == after.samples.keys()
     if is_paired:
         changes = [after.samples[name] - before.samples[name] for name in names]
-        mean = sum(changes) / len(changes)
-        variance = sum((change - mean) ** 2 for change in changes) / (len(changes) - 1)
-        error = math.sqrt(variance / len(changes))
+        error = statistics.stdev(changes) / math.sqrt(len(changes))
     elif before.standard_error is not None and after.standard_error is not None:
         error = math.hypot(before.standard_error, after.standard_error)
     return BenchLine(
@@ -42,18 +41,13 @@ def _line(before: TaskScore, after: TaskScore) -> BenchLine:
 
 
 def write_benchmark(folder: Path, suite: str, lines: Sequence[BenchLine]) -> Benchmark:
-    """Write bench/scores.json in a folder. Lines of other tasks and suites stay in it."""
+    """Write bench/scores.json in a folder, in place of a former one."""
     path = folder / BENCH_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now().isoformat(" ", "minutes")
     benchmark = Benchmark(suite, now, tuple(lines))
     write_text(path, json.dumps(asdict(benchmark), indent=1) + "\n")
     return benchmark
-
-
-def score_from_json(values: Mapping[str, object]) -> TaskScore:
-    """Return a score as `asdict` gave it."""
-    return TaskScore(**values)  # type: ignore[arg-type]
 
 
 def shown_scores(scores: Sequence[TaskScore]) -> Iterator[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megatron_vlm.commands.bench.bench_scores import (
     compare_scores,
-    score_from_json,
     shown_scores,
     write_benchmark,
 )
@@ -164,7 +163,7 @@ def run_model(settings: BenchSettings, model: BenchModel, folder: Path) -> list[
 
 
 def _done_scores(path: Path) -> list[TaskScore]:
-    return [score_from_json(values) for values in json.loads(path.read_text())]
+    return [TaskScore(**values) for values in json.loads(path.read_text())]
 
 
 def _identity(model: BenchModel, settings: BenchSettings) -> str:

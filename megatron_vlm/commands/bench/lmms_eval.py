@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.commands.bench.model_server import Endpoint, cause_in
-from megatron_vlm.distributed.process import without_job
+from megatron_vlm.distributed.other_python import (
+    CannotStartError,
+    environment_elsewhere,
+    output_of,
+)
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.parent_death import signal_when_parent_dies
 
@@ -48,30 +52,23 @@ class TaskScore:
 def find_lmms_eval(python: str) -> str:
     """Return the version of lmms-eval that this Python has."""
     try:
-        done = subprocess.run(
-            [python, "-c", _VERSION],
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE_S,
-            env=_environment(),
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it does not answer"
+        version = output_of(python, _VERSION, _PATIENCE_S)
+    except CannotStartError as reason:
         raise ConfigError(
             f"cannot be started: {reason}",
             key="--suite-python",
             found=python,
             remedy="give the Python of an environment that has lmms-eval, such as "
             ".venv-lmms/bin/python after `make lmms-env`",
-        ) from error
-    if done.returncode:
+        ) from reason
+    if version is None:
         raise ConfigError(
             "has no lmms-eval",
             key="--suite-python",
             found=python,
             remedy="run `make lmms-env` and give .venv-lmms/bin/python, or install lmms-eval there",
         )
-    return done.stdout.strip()
+    return version
 
 
 def run_task(
@@ -102,12 +99,9 @@ def run_task(
             preexec_fn=lambda: signal_when_parent_dies(signal.SIGTERM),
             check=False,
         )
-    try:
-        return read_scores(folder, done.returncode)
-    except DataError:
-        if any(word in _samples_text(folder) for word in _NO_ANSWER):
-            shutil.rmtree(cache, ignore_errors=True)  # it has these answers, too
-        raise
+    if _count_unanswered(folder):
+        shutil.rmtree(cache, ignore_errors=True)  # it has these answers, too
+    return read_scores(folder, done.returncode)
 
 
 def read_scores(folder: Path, status: int = 0) -> list[TaskScore]:
@@ -119,12 +113,11 @@ def read_scores(folder: Path, status: int = 0) -> list[TaskScore]:
         raise DataError(
             f"{ended}: {cause_in(log)}", place=f"lmms-eval, {folder.name}", remedy=f"read {log}"
         )
-    text = _samples_text(folder)
-    if failed := sum(text.count(f'"{word}') for word in _NO_ANSWER):
+    if failed := _count_unanswered(folder):
         raise DataError(
             f"has {failed:,} requests without an answer, which it scores as wrong",
             place=f"lmms-eval, {folder.name}",
-            remedy=f"read {log}, and start again: answers that were given are kept",
+            remedy=f"read {log}, and start again",
         )
     results = json.loads(found[-1].read_text())["results"]
     return [score for task in results for score in _scores_of(task, results[task], folder)]
@@ -156,12 +149,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _samples_text(folder: Path) -> str:
-    return "\n".join(path.read_text() for path in sorted(folder.glob("*/*_samples_*.jsonl")))
+def _count_unanswered(folder: Path) -> int:
+    """Return the number of requests that failed."""
+    texts = [path.read_text() for path in folder.glob("*/*_samples_*.jsonl")]
+    return sum(text.count(f'"{word}') for text in texts for word in _NO_ANSWER)
 
 
 def _environment() -> dict[str, str]:
     """Return the variables of the suite. Pictures reach the engine as they are."""
-    env = {k: v for k, v in without_job().items() if not k.startswith("PYTHON")}
     no_proxy = ",".join(filter(None, ("127.0.0.1", os.environ.get("NO_PROXY"))))
+    env = environment_elsewhere()
     return {**env, "LMMS_IMAGE_ENCODE_FORMAT": "PNG", "NO_PROXY": no_proxy, "no_proxy": no_proxy}

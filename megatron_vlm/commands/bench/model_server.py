@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from megatron_vlm.distributed.process import without_job
+from megatron_vlm.distributed.other_python import environment_elsewhere
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.atomic import MARK
 from megatron_vlm.io.parent_death import signal_when_parent_dies
@@ -106,8 +106,7 @@ def _command(settings: ServerSettings, model: BenchModel, endpoint: Endpoint) ->
 
 
 def _environment(settings: ServerSettings, endpoint: Endpoint) -> dict[str, str]:
-    # Variables of this process's Python do not fit another one.
-    env = {k: v for k, v in without_job().items() if not k.startswith(("PYTHON", "OMP_"))}
+    env = environment_elsewhere("OMP_")
     env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": endpoint.key}
     for name, value in _ON_CPU.items():
         env.setdefault(name, value)
@@ -161,11 +160,9 @@ def cause_in(log: Path) -> str:
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """End the server and its processes."""
+    # Its processes are in its group, and may live a little longer than the server itself.
     for number, patience in ((signal.SIGTERM, _END_S), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience)
-            # Its processes have the same group, and may live a little longer.
-            if number == signal.SIGKILL:
-                return
