@@ -1,35 +1,8 @@
 """`megatron-vlm bench RUN`: public benchmarks of a model before and after its training."""
 
 import argparse
-import json
-import shlex
-from dataclasses import asdict, dataclass
-from pathlib import Path
-
-from megatron_vlm.commands.bench.bench_scores import (
-    compare_scores,
-    shown_scores,
-    write_benchmark,
-)
-from megatron_vlm.commands.bench.lmms_eval import (
-    SuiteSettings,
-    TaskScore,
-    find_lmms_eval,
-    run_task,
-)
-from megatron_vlm.commands.bench.model_server import BenchModel, ServerSettings, served_model
-from megatron_vlm.commands.chat.command import find_model
-from megatron_vlm.config import read_saved
-from megatron_vlm.engines.find_vllm import find_vllm
-from megatron_vlm.errors import ConfigError
-from megatron_vlm.hf.export_folder import add_to_card
-from megatron_vlm.io.atomic import blake2b, write_text
-from megatron_vlm.io.hub import folder_of
-from megatron_vlm.io.untrusted import UntrustedFile, home_path
-from megatron_vlm.report.bench_table import Benchmark, bench_cells, bench_markdown
 
 _SUITES = ("lmms-eval",)
-_DONE = "done.json"  # in the folder of a task that is complete
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,117 +43,6 @@ def bench(args: argparse.Namespace) -> None:
 
     docs/evaluation.md describes the environment of the suite, and tasks of your own.
     """
-    settings = _settings(args)
-    run = home_path(args.run_folder).absolute()
-    before, after = models_of(run)
-    vllm = find_vllm(settings.server.engine, "--engine")
-    suite = f"{args.suite} {find_lmms_eval(settings.suite.python)}"
-    print(f"{suite}, vLLM {vllm}: {', '.join(settings.tasks)}", flush=True)
-    scores = [run_model(settings, model, run / "bench" / args.suite) for model in (before, after)]
-    benchmark = write_benchmark(run, suite, compare_scores(*scores))
-    _publish(run, benchmark, after)
-    for line in benchmark.lines:
-        print("  ".join(bench_cells(line)))
-    print(f"table: {run / 'bench' / 'scores.json'}, and the page and the model card of the run")
+    from megatron_vlm.commands.bench.run_benchmarks import run_benchmarks
 
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """Settings of the command."""
-
-    tasks: tuple[str, ...]
-    server: ServerSettings
-    suite: SuiteSettings
-
-
-def _settings(args: argparse.Namespace) -> BenchSettings:
-    for name in ("tasks", "engine", "suite_python"):
-        if not getattr(args, name):
-            raise ConfigError("is not set", key=f"--{name.replace('_', '-')}", remedy="give it")
-    for name in ("limit", "concurrent"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ConfigError(key=f"--{name}", found=value, allowed="at least 1")
-    tasks = tuple(task.strip() for task in args.tasks.split(","))
-    if not all(tasks) or any("/" in task or task.startswith(".") for task in tasks):
-        raise ConfigError(key="--tasks", found=args.tasks, allowed="names of tasks, between commas")
-    include = None if args.include is None else str(home_path(args.include).absolute())
-    if include is not None and not Path(include).is_dir():
-        raise ConfigError("is not a folder", key="--include", found=args.include)
-    engine_words, suite_words = shlex.split(args.engine_args), shlex.split(args.suite_args)
-    return BenchSettings(
-        tasks,
-        ServerSettings(args.engine, engine_words, args.devices),
-        SuiteSettings(
-            str(home_path(args.suite_python).absolute()),
-            args.limit,
-            include,
-            args.concurrent,
-            suite_words,
-        ),
-    )
-
-
-def models_of(run: Path) -> tuple[BenchModel, BenchModel]:
-    """Return the base model of a run, and its export."""
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(
-            "is not the folder of a run: it has no config.yaml",
-            place=str(run),
-            remedy="give what training got as run=",
-        )
-    folder, adapter = find_model(str(run))
-    cfg = read_saved(run)
-    rank = 0 if adapter is None else _rank_of(adapter)
-    return BenchModel("before", str(folder_of(cfg.model.path))), BenchModel(
-        "after", folder, adapter, rank
-    )
-
-
-def _rank_of(adapter: Path) -> int:
-    """Return the largest rank of an adapter."""
-    config = UntrustedFile(str(adapter / "adapter_config.json"), ConfigError).json().value
-    return max(int(config["r"]), *map(int, (config.get("rank_pattern") or {"": 0}).values()))
-
-
-def run_model(settings: BenchSettings, model: BenchModel, folder: Path) -> list[TaskScore]:
-    """Return the scores of all tasks for a model. It is served if one of them is missing."""
-    own = folder / f"{model.name}-{_identity(model, settings)}"
-    missing = [task for task in settings.tasks if not (own / task / _DONE).is_file()]
-    if missing:
-        own.mkdir(parents=True, exist_ok=True)
-        with served_model(settings.server, model, own / "engine.log") as endpoint:
-            for task in missing:
-                print(f"{model.name}: {task}", flush=True)
-                cache = own / "cache"
-                scores = run_task(settings.suite, task, model.name, endpoint, own / task, cache)
-                done = json.dumps([asdict(score) for score in scores], indent=1)
-                write_text(own / task / _DONE, done)
-    found = [_done_scores(own / task / _DONE) for task in settings.tasks]
-    for scores in found:
-        for line in shown_scores(scores):
-            print(f"{model.name}: {line}", flush=True)
-    return [score for scores in found for score in scores]
-
-
-def _done_scores(path: Path) -> list[TaskScore]:
-    return [TaskScore(**values) for values in json.loads(path.read_text())]
-
-
-def _identity(model: BenchModel, settings: BenchSettings) -> str:
-    """Return a short name of what decides the scores: the files of the model, and the settings."""
-    hasher = blake2b()
-    for path in model.files:
-        facts = path.stat()
-        hasher.update(f"{path}\n{facts.st_size}\n{facts.st_mtime_ns}\n".encode())
-    suite = settings.suite
-    hasher.update(repr((suite.limit, suite.include, suite.arguments)).encode())
-    hasher.update(repr(settings.server.arguments).encode())
-    return hasher.hexdigest()[:12]
-
-
-def _publish(run: Path, benchmark: Benchmark, after: BenchModel) -> None:
-    """Write the page of the run anew, and the table into the model card of its export."""
-    from megatron_vlm.report.run import write_report
-
-    write_report(run)
-    add_to_card(after.adapter or Path(after.folder), "Benchmarks", bench_markdown(benchmark))
+    run_benchmarks(args)
