@@ -6,6 +6,7 @@ cpu.txt has the versions of constraints.txt, for any Python that is supported. T
 Python 3.12 on Linux with CUDA 13.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -35,7 +36,9 @@ def compile_lock(uv: str, name: str, *arguments: str) -> None:
     ]
     out = ["--output-file", f"requirements/{name}"]
     with_extras = extras if "pyproject.toml" in arguments else []
-    subprocess.run([*command, *with_extras, *out, *arguments], cwd=ROOT, check=True)
+    # Wheels of this machine do not belong into a lock file.
+    env = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}
+    subprocess.run([*command, *with_extras, *out, *arguments], cwd=ROOT, check=True, env=env)
 
 
 def without_cuda(lines: list[str]) -> Iterator[str]:
