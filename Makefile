@@ -126,7 +126,7 @@ lint: setup
 
 # Measure a card of cards/ anew: make card CARD=tiny-qwen3-vl, or with GPU=.gpu after `make gpu`.
 card: setup
-	$(BIN)/python scripts/make_card.py $(CARD) $(if $(GPU),--gpu $(GPU))
+	$(BIN)/python scripts/make_card.py $(CARD) $(if $(GPU),--gpu $(GPU)) $(if $(BENCH),--bench $(BENCH))
 	$(BIN)/python scripts/make_models_page.py
 
 docs: .venv-docs/ready

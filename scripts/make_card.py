@@ -2,8 +2,9 @@
 
     make card CARD=tiny-qwen3-vl                 # run its parity tests
     make card CARD=qwen3-vl-8b GPU=.gpu          # read the figures of `make gpu`
+    make card CARD=qwen3-vl-8b BENCH=runs/first  # read the scores of `megatron-vlm bench`
 
-The card has to exist. Its figures are replaced by the new ones.
+The card has to exist. Figures of the same kind are replaced by the new ones.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from verification_card import (
     ROOT,
     CardStatus,
     LayoutError,
+    Score,
     Speed,
     VerificationCard,
     read_card,
@@ -31,6 +33,7 @@ from verification_card import (
 )
 
 from megatron_vlm.commands.machine_facts import installed_version
+from megatron_vlm.report.bench_table import read_benchmark
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
 
@@ -47,7 +50,7 @@ def fill_from_tests(card: VerificationCard) -> VerificationCard:
     return replace(
         card,
         parity=parity,
-        machine=f"{os.cpu_count()} cores of {_cpu_name()}",
+        machine=_machine(),
         versions=_versions(),
         log=f"pytest {' '.join(card.parity_tests)}",
     )
@@ -92,6 +95,24 @@ def fill_from_gpu(card: VerificationCard, folder: Path) -> VerificationCard:
     )
 
 
+def fill_from_bench(card: VerificationCard, run: Path) -> VerificationCard:
+    """Return the card with the scores of the benchmarks of a run."""
+    benchmark = read_benchmark(run)
+    if benchmark is None:
+        raise SystemExit(f"{run} has no scores: run megatron-vlm bench {run} first")
+    scores = [
+        Score(f"{line.task} {line.metric}", line.before, line.after, line.standard_error)
+        for line in benchmark.lines
+    ]
+    origin = {} if card.parity else {"machine": _machine(), "log": "megatron-vlm bench"}
+    versions = {**_versions(), **card.versions, "suite": benchmark.suite}
+    return replace(card, scores=scores, versions=versions, **origin)
+
+
+def _machine() -> str:
+    return f"{os.cpu_count()} cores of {_cpu_name()}"
+
+
 def _versions() -> dict[str, str]:
     found = {package: installed_version(package) for package in _PACKAGES}
     installed = {name: version for name, version in found.items() if version is not None}
@@ -111,10 +132,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("name", help="of a file in cards/, without .yaml")
     parser.add_argument("--gpu", type=Path, help="the folder that `make gpu` wrote")
+    parser.add_argument("--bench", type=Path, help="a run that `megatron-vlm bench` has scored")
     args = parser.parse_args()
     card = read_card(CARDS / f"{args.name}.yaml")
-    card = fill_from_gpu(card, args.gpu) if args.gpu else fill_from_tests(card)
-    passed = card.parity and all(error.worst <= error.tolerance for error in card.parity)
+    if args.gpu:
+        card = fill_from_gpu(card, args.gpu)
+    if args.bench:
+        card = fill_from_bench(card, args.bench)
+    elif not args.gpu:
+        card = fill_from_tests(card)
+    held = all(error.worst <= error.tolerance for error in card.parity)
+    passed = held and bool(card.parity or card.scores)
     head = subprocess.run(
         ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True
     )

@@ -10,7 +10,8 @@ HEAD = """# Models
 
 Each model has a verification card in `cards/`: what was checked, with which versions, on which
 machine and when. `make lint` checks the cards, and this page is made from them. `make card
-CARD=tiny-qwen3-vl` fills one, from its parity tests or from `make gpu` (`GPU=.gpu`).
+CARD=tiny-qwen3-vl` fills one from its parity tests, `GPU=.gpu` from `make gpu`, and
+`BENCH=runs/first` from [benchmarks](evaluation.md#public-benchmarks).
 
 A model that is "not measured" has the architecture of the tiny one of its family, whose parity is
 below, and its recipe is checked by the planner and by dry runs. Its own weights were not trained
@@ -54,7 +55,7 @@ def _details(card: VerificationCard) -> Iterator[str]:
         yield "\n| task | before | after | difference | standard error |\n|---|---|---|---|---|"
         for each in card.scores:
             change = f"{each.after - each.before:+.3f}"
-            error = f"{each.standard_error:.3f}"
+            error = "" if each.standard_error is None else f"{each.standard_error:.3f}"
             yield f"| {each.task} | {each.before:.3f} | {each.after:.3f} | {change} | {error} |"
 
 

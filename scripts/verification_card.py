@@ -54,7 +54,7 @@ class Score:
     task: str
     before: float
     after: float
-    standard_error: float  # The difference has this error.
+    standard_error: float | None  # The difference has this error. None if it is not known.
 
 
 @dataclass

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_vlm.commands.bench.bench_scores import write_benchmark
+from megatron_vlm.report.bench_table import BenchLine
+
 ROOT = Path(__file__).parent.parent
 MEASURED = {
     "model": "M",
@@ -83,6 +86,20 @@ def test_a_card_is_filled_from_a_run_on_a_gpu(cards, tmp_path):
     assert filled.throughput == [cards.Speed("2B: ours, default", 27110.0)]
     assert filled.machine == "H100" and filled.versions["torch"] == "2.13.0+cu130"
     assert "triton" not in filled.versions
+
+
+@pytest.mark.parametrize("error", [0.01, None])
+def test_a_card_is_filled_from_benchmarks(error, cards, tmp_path):
+    card = cards.read_card(written(tmp_path, MEASURED))
+    line = BenchLine("docvqa_val", "anls", 0.5, 0.75, error)
+    write_benchmark(tmp_path, "lmms-eval 0.7.3", [line])
+    filled = importlib.import_module("make_card").fill_from_bench(card, tmp_path)
+    assert filled.scores == [cards.Score("docvqa_val anls", 0.5, 0.75, error)]
+    assert filled.parity == card.parity and filled.log == "pytest"
+    assert filled.versions["suite"] == "lmms-eval 0.7.3"
+    lines = [*importlib.import_module("make_models_page")._details(filled)]
+    shown = "" if error is None else "0.010"
+    assert lines[-1] == f"| docvqa_val anls | 0.500 | 0.750 | +0.250 | {shown} |"
 
 
 def test_the_page_is_made_from_the_cards(cards):
