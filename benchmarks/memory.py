@@ -25,7 +25,7 @@ from record import DOC, cpu_name
 from row_sizes import sizes_of_row
 from transformers import AutoTokenizer
 
-from megatron_vlm import MegatronWorker, TinySpec, load_config, write_tiny
+from megatron_vlm import MegatronWorker, load_config, write_tiny
 from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS
 
 MODELS = {
@@ -58,15 +58,18 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "lora=default lora.base=int8": ("lora=default", "lora.base=int8"),
     "lora=default lora.base=nf4": ("lora=default", "lora.base=nf4"),
 }
-STEPS = 3
+STEPS = {"30 M": 3, "200 M": 2}
 TOLERANCE = 0.1
 # Memory that is freed goes back to the system at once, which takes time: so that is measured apart.
-EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+EXACT = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+# It does so in pieces of this many bytes and more. Smaller ones would make the larger model slower
+# by hours.
+PIECE = {"30 M": 2**16, "200 M": 2**20}
 
 
-def measure(pipe: Connection, path: str, vocab: int, words: tuple[str, ...]) -> None:
-    """Send the peak of this process during some steps, the planner's figure and the seconds of the
-    fastest step but the first."""
+def measure(pipe: Connection, path: str, name: str, vocab: int, words: tuple[str, ...]) -> None:
+    """Send the peak of this process during the steps of a model, the planner's figure and the
+    seconds of the fastest step but the first."""
     from megatron_vlm.planner.memory import estimate
     from megatron_vlm.planner.row_sizes import BatchSizes
 
@@ -86,7 +89,7 @@ def measure(pipe: Connection, path: str, vocab: int, words: tuple[str, ...]) -> 
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
     seconds = []
-    for _ in range(STEPS):
+    for _ in range(STEPS[name]):
         start = time.perf_counter()
         worker.forward_backward(rows)
         worker.optim_step()
@@ -96,13 +99,16 @@ def measure(pipe: Connection, path: str, vocab: int, words: tuple[str, ...]) -> 
     pipe.send((peak, planned.total + planned.host, min(seconds[1:])))
 
 
-def run(path: str, spec: TinySpec, words: tuple[str, ...], exact: bool) -> tuple[int, int, float]:
+def run(
+    path: str, name: str, vocab: int, words: tuple[str, ...], exact: bool
+) -> tuple[int, int, float]:
     """Return what `measure` sends, from a process of its own."""
     context = multiprocessing.get_context("spawn")
     parent, child = context.Pipe()
     before = dict(os.environ)
-    os.environ.update(EXACT if exact else {})
-    process = context.Process(target=measure, args=(child, path, spec.vocab, words))
+    if exact:
+        os.environ.update(EXACT | {"MALLOC_MMAP_THRESHOLD_": str(PIECE[name])})
+    process = context.Process(target=measure, args=(child, path, name, vocab, words))
     process.start()
     os.environ.clear()
     os.environ.update(before)
@@ -122,13 +128,14 @@ def table(chosen: tuple[str, ...]) -> str:
         paths = {name: f"{folder}/{name.split()[0]}" for name in (*MODELS, "tiny")}
         for name, spec in {**MODELS, "tiny": TINY}.items():
             write_tiny(paths[name], spec)
-        peak, planned, _ = run(paths["tiny"], TINY, (), exact=True)
-        process = peak - planned
-        print(f"the process needs {process / 2**20:.0f} MiB", flush=True)
         for name, spec in MODELS.items():
+            peak, planned, _ = run(paths["tiny"], name, TINY.vocab, (), exact=True)
+            process = peak - planned
+            print(f"the process needs {process / 2**20:.0f} MiB", flush=True)
             for switch in chosen:
-                peak, planned, _ = run(paths[name], spec, SWITCHES[switch], exact=True)
-                seconds = run(paths[name], spec, SWITCHES[switch], exact=False)[2]
+                known = paths[name], name, spec.vocab, SWITCHES[switch]
+                peak, planned, _ = run(*known, exact=True)
+                seconds = run(*known, exact=False)[2]
                 ratio = (peak - process) / planned
                 mark = "" if abs(ratio - 1) <= TOLERANCE else " (!)"
                 lines.append(
