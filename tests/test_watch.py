@@ -34,7 +34,10 @@ from megatron_vlm.run.job_lock import hold_job_lock, read_job
 from tests.browser import start_browser
 from tests.error_fields import raises
 from tests.report_facts import Facts, in_a_browser
+from tests.sets import write_set
+from tests.test_rl_report import episode, prompt, rl
 from tests.test_run_report import HOSTILE, evaluation, event, start, step, write_run
+from tests.test_train import command, outside_of_jobs, steps_of
 
 TOKEN = "a-token-of-more-than-20-letters"
 USAGE = {
@@ -67,11 +70,12 @@ def run(tmp_path):
 
 
 @contextlib.contextmanager
-def served(folder, token=None):
-    """Serve a folder on a free port, and yield the address and the monitor. It looks at the runs as
-    often as it can."""
+def served(folder, token=None, started=None):
+    """Serve a folder on a free port, and yield the address. It looks at the runs as often as it
+    can. The processes that it has started go into a list."""
     monitor = Monitor([folder], interval=0.01)
-    server = make_server(make_watch_app(Watch(monitor, token, pause=0.0)), monitor)
+    watch = Watch(monitor, token, pause=0.0)
+    server = make_server(make_watch_app(watch), monitor)
     listener = listen(0)
     thread = threading.Thread(target=lambda: asyncio.run(server._serve([listener])))
     thread.start()
@@ -81,6 +85,8 @@ def served(folder, token=None):
         server.should_exit = True
         thread.join()
         listener.close()
+        if started is not None:
+            started += watch.started
 
 
 def events_of(lines):
@@ -209,6 +215,14 @@ def test_events_bring_only_what_is_new(run):
             append(run, evaluation(3, 1.0))
             next(None for name, _ in events if name == "refresh")
             assert "Evaluation" in client.get("/parts/first").json()["body"]
+            sample = prompt(3, episode(1.0, "a plum answer"))
+            (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+            append(run, rl(3, 0.75))  # after its samples, as rl writes both
+            points = next(data for name, data in events if name == "points")
+            [reward] = [c for c in points["charts"] if c["title"] == "Reward"]
+            assert reward["curves"][0]["y"] == [0.75]
+            next(None for name, _ in events if name == "refresh")
+            assert "a plum answer" in client.get("/parts/first").json()["body"]
         with client.stream("GET", "/events/") as stream:
             events = events_of(stream.iter_lines())
             while '"/runs/second"' not in client.get("/parts/").json()["body"]:
@@ -346,3 +360,49 @@ def test_a_chart_grows_without_a_reload(run, tmp_path):
         assert browser.run(f"({grown})('an event <b>of the run</b>')")
         assert browser.run("window.wasHere") and browser.wider_than_page() == []
         assert browser.errors == []
+
+
+WAIT_FOR_STATE = """(wanted, after) => new Promise((done) => {
+  const look = () => {
+    const { textContent, dataset } = document.querySelector("header .status");
+    const step = Number((/step ([\\d,]+)/.exec(textContent) || ["", "0"])[1].replaceAll(",", ""));
+    const has = dataset.state === wanted && step > after;
+    return has || dataset.state === "failed" ? done([dataset.state, step])
+      : requestAnimationFrame(look);
+  };
+  look();
+})"""
+
+
+@in_a_browser
+@pytest.mark.slow
+def test_the_buttons_stop_and_resume_a_run_that_trains(tmp_path, tiny):
+    """The run would need hours. It loses no step between the two buttons."""
+    write_set(tmp_path)
+    words = command(tmp_path, tiny(), "run", "train.steps=100000", "checkpoint.export=false")
+    job = subprocess.Popen(words, stdout=subprocess.DEVNULL, env=outside_of_jobs(), cwd=tmp_path)
+    run = tmp_path / "run"
+    with contextlib.ExitStack() as stack:
+        stack.callback(job.communicate)
+        stack.callback(job.kill)
+        while not (run / "metrics.jsonl").exists():  # the folder of a run, or the end of its job
+            assert job.poll() is None
+        url = stack.enter_context(served(tmp_path, TOKEN, resumed := []))
+        browser = stack.enter_context(start_browser(tmp_path))
+        browser.open(f"{url}/runs/run#token={TOKEN}")
+        seen, stopped = 0, []
+        for _ in range(2):
+            state, seen = browser.run(f"({WAIT_FOR_STATE})('running', {seen})")
+            assert state == "running"
+            browser.run("document.querySelector('[data-act=stop]').click()")
+            state, seen = browser.run(f"({WAIT_FOR_STATE})('stopped', 0)")
+            assert state == "stopped" and seen == steps_of(run)[-1]["step"]
+            stopped.append(seen)
+            browser.run("document.querySelector('[data-act=resume]').click()")
+        state, seen = browser.run(f"({WAIT_FOR_STATE})('running', {seen})")
+        stop_run(run)
+        assert browser.run(f"({WAIT_FOR_STATE})('stopped', 0)")[0] == "stopped"
+        assert job.wait() == 75 and browser.errors == []
+    assert {process.wait() for process in resumed} == {75}
+    steps = [line["step"] for line in steps_of(run)]
+    assert steps == list(range(1, len(steps) + 1)) and stopped[0] < stopped[1] < len(steps)
