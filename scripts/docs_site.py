@@ -3,14 +3,17 @@
 README.md becomes the first page. Pages at the top and in docs/ link to each other by their places
 in the repository, which are not those of the site.
 
-The site also has llms.txt, a list of its pages for language models, and each page as Markdown.
+The site also has llms.txt, a list of its pages and of the skills for language models, and each of
+them as Markdown.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files  # type: ignore
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files  # type: ignore
 
 TOP = {"README.md": "index.md"} | {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md")}
 
@@ -18,8 +21,10 @@ TOP = {"README.md": "index.md"} | {name: name for name in ("CONTRIBUTING.md", "C
 _FIRST_SENTENCE = re.compile(r"^[A-Z`][^|#<]*?[.:](?=\s|$)", re.MULTILINE)
 
 
-def on_files(files: Files, config: Any, **_: Any) -> Files:
+def on_files(files: "Files", config: Any, **_: Any) -> "Files":
     """Add the pages that lie next to docs/."""
+    from mkdocs.structure.files import File  # type: ignore
+
     for source, page in TOP.items():
         files.append(File.generated(config, page, abs_src_path=source))
     return files
@@ -50,7 +55,19 @@ def on_post_build(config: Any, **_: Any) -> None:
     for page in config["nav_pages"]:
         name = Path(page.file.dest_uri).with_suffix(".md")
         lines.append(f"- [{page.title}]({name}): {summary_of(page.markdown)}")
+    lines += ["", "## Skills", "", *write_skills(Path(config["site_dir"]))]
     (Path(config["site_dir"]) / "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+def write_skills(site: Path) -> Iterator[str]:
+    """Copy each skill into the site, and yield its line of llms.txt."""
+    for source in sorted(Path("skills").glob("*/SKILL.md")):
+        text = source.read_text().replace("](../../docs/", "](../../")
+        target = site / source
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+        name, description = re.findall(r"^(?:name|description): (.*)$", text, re.MULTILINE)[:2]
+        yield f"- [{name}]({source}): {description}"
 
 
 def on_nav(nav: Any, config: Any, **_: Any) -> Any:

@@ -108,6 +108,22 @@ def test_the_site_needs_no_network():
     assert "iframe-worker" in script and (ROOT / "docs" / script).exists()
 
 
+def test_the_site_has_the_skills(monkeypatch, tmp_path):
+    """llms.txt lists them, and their links lead to pages of the site."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    lines = [*importlib.import_module("docs_site").write_skills(tmp_path)]
+    skills = sorted((ROOT / "skills").glob("*/SKILL.md"))
+    assert len(lines) == len(skills) >= 5
+    for line, skill in zip(lines, skills, strict=True):
+        name = skill.parent.name
+        assert line.startswith(f"- [{name}](skills/{name}/SKILL.md): ") and len(line) > 100
+        copied = tmp_path / "skills" / name / "SKILL.md"
+        for target in re.findall(r"\]\(([^)#]+)", copied.read_text()):
+            page = (copied.parent / target).resolve().relative_to(tmp_path.resolve())
+            assert (ROOT / "docs" / page).exists() or (ROOT / page).exists()
+
+
 def test_links_of_the_notebook_resolve():
     targets = re.findall(r"\]\(([^)\s]+)\)", "\n".join(notebook_cells("markdown")))
     assert targets

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.cli import main
-from megatron_vlm.commands.doctor import MISSING, OK, Check, model_check
+from megatron_vlm.commands.doctor import MISSING, OK, WARNING, Check, model_check
 from megatron_vlm.commands.dry_run.command import dry_run
 from megatron_vlm.commands.eval import locate
 from megatron_vlm.config import load_config, to_yaml
@@ -76,7 +76,7 @@ def refusal(path: str, weights: bool = True) -> str:
     return str(error)
 
 
-def test_doctor_checks_a_model_of_the_hub(hub, tiny):
+def test_doctor_checks_a_model_of_the_hub(hub, tiny, tmp_path):
     """A model is checked like a folder, and no weights are downloaded for that."""
     commit = hub.repos[f"models/{NAME}"].branches["main"]
     check = model_check(NAME)
@@ -86,6 +86,9 @@ def test_doctor_checks_a_model_of_the_hub(hub, tiny):
     assert model_check(tiny()) == Check("model.path", OK, f"{tiny()}: {count}")
     tensors = load_file(Path(tiny()) / "model.safetensors").values()
     assert count == f"{sum(tensor.numel() for tensor in tensors):,} parameters"
+    shutil.copy(Path(tiny()) / "config.json", tmp_path)
+    bare = model_check(str(tmp_path))
+    assert bare.status == WARNING and bare.found == f"{tmp_path}: {count}, and no weights in it"
     missing = model_check("some/typo")
     assert missing.status == MISSING and "the Hub shows no model of this name" in missing.found
 

@@ -564,6 +564,34 @@ def test_the_command_shows_what_is_asked_for(overrides, capsys, tmp_path):
     assert page.read_text(encoding="utf-8").count("<article") == len(SHOWN)
 
 
+def test_pictures_that_break_off_are_found_by_decoding(overrides, folder, tmp_path, capsys):
+    """Their headers are right, so that opening the set does not notice them."""
+    whole = io.BytesIO()
+    PIL.Image.effect_noise((96, 64), 90).convert("RGB").save(whole, "JPEG")
+    (tmp_path / "whole.jpg").write_bytes(whole.getvalue())
+    (tmp_path / "cut.jpg").write_bytes(whole.getvalue()[: len(whole.getvalue()) * 6 // 10])
+    records = [
+        {"image": name, "question": "What?", "answer": "It."}
+        for name in ("whole.jpg", "cut.jpg", "whole.jpg")
+    ] + [{"question": "What?", "answer": "It."}]
+    train = tmp_path / "cut.jsonl"
+    train.write_text("".join(json.dumps(record) + "\n" for record in records))
+    show = dict(samples=0, sample=None, ranks=1)
+    cfg = load_config(overrides("data.on_error=raise", train=train))
+    run_inspect(cfg, None, **show)
+    assert "samples: 4, " in capsys.readouterr().out
+    with raises(DataError, key="data.train", problem_has="1 of 4 records is wrong"):
+        run_inspect(cfg, None, **show, decode=True)
+    output = squeezed(capsys.readouterr().out)
+    assert "Wrong records: 1\n" in output and "cut.jsonl:2: image 0: cut.jpg: cannot be" in output
+    assert "samples: 3, " in output and "images: 2, " in output
+    run_inspect(load_config(overrides(train=train)), None, **show, decode=True)
+    assert "wrong: 1" in capsys.readouterr().out  # data.on_error=skip
+    train.write_text(json.dumps(records[1]) + "\n")
+    with raises(DataError, problem_has="1 of 1 records is wrong"):
+        run_inspect(cfg, None, **show, decode=True)
+
+
 def test_warnings_of_the_data_stand_in_the_report_alone(overrides, folder, caplog):
     def warnings():
         return [each for each in caplog.messages if "skipped" in each]

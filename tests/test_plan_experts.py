@@ -259,3 +259,10 @@ def test_where_no_layout_with_experts_fits_it_says_what_would(tmp_path, capsys):
     assert main([*words, *attention, "--memory", "24GiB"]) == 2
     message = " ".join(capsys.readouterr().err.split())
     assert re.search(r"gradients 0.0 GiB, optimizer 0.\d GiB.*what fits: \d such GPUs", message)
+    assert "a base in 4 bits, with lora.base=nf4 (parallel" in message
+    assert main([*words, *attention, "--memory", "24GiB", "lora.base=nf4"]) == 0
+    capsys.readouterr()
+    assert main([*words, "--memory", "24GiB"]) == 2
+    assert "over a base in 4 bits, with lora=qlora (parallel" in " ".join(
+        capsys.readouterr().err.split()
+    )

@@ -157,8 +157,8 @@ def test_cauldron_rows_become_messages(stand_in, tmp_path):
     assert report[4:] == [
         "left out 2 with a corrupt image: row 4, image 1: the image cannot be decoded: image file "
         "is truncated; row 6, image 0: an image given as bytes: is not an "
-        "image that can be opened: it is none of JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF; "
-        "convert it to one of them, or drop it"
+        "image that can be opened: it is none of JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF, "
+        "or its header is damaged; convert it to one of them, or drop it"
     ]
 
 

@@ -343,6 +343,8 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample", type=int, metavar="N", help=one)
     ranks = "data parallel ranks to plan for (default: 1)"
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help=ranks)
+    decode = "decode every picture and video, whose headers alone are read otherwise"
+    parser.add_argument("--decode", action="store_true", help=decode)
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -363,4 +365,4 @@ def _inspect(args: argparse.Namespace) -> None:
     check_records(cfg)
     from megatron_vlm.commands.inspect.command import run_inspect
 
-    run_inspect(cfg, args.html, args.samples, args.sample, args.ranks)
+    run_inspect(cfg, args.html, args.samples, args.sample, args.ranks, args.decode)

@@ -46,6 +46,7 @@ _GIB = 2**30
 _LITTLE_SHM = 1 * _GIB
 _LITTLE_DISK = 20 * _GIB
 _FEW_FILES = 4096
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,12 @@ def model_check(path: str) -> Check:
         return Check("model.path", MISSING, f"{path} cannot be checked: {error}")
     except (ConfigError, DataError) as error:
         return Check("model.path", MISSING, str(error))
-    return Check("model.path", OK, f"{name}: {sizes.num_values:,} parameters")
+    found = f"{name}: {sizes.num_values:,} parameters"
+    has_weights = any(os.path.lexists(Path(path) / file) for file in _WEIGHTS)
+    if Path(path).is_dir() and not has_weights:  # names on the Hub are downloaded later
+        advice = "megatron-vlm plan needs none, but a run does: hf download ORG/NAME"
+        return Check("model.path", WARNING, f"{found}, and no weights in it", advice)
+    return Check("model.path", OK, found)
 
 
 def shm_check(free: int | None) -> Check:

@@ -62,7 +62,7 @@ def advice(
 
 def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Iterator[str]:
     """Yield those of these changes that fit: more GPUs, activations on the host, small moments, an
-    optimizer on the host, frozen parts, shorter rows, larger GPUs."""
+    optimizer on the host, frozen parts, a base in 4 bits, shorter rows, larger GPUs."""
     count = cluster.gpus
     while (count := 2 * count) <= _MAX_GPUS:
         # Each replica needs a row in each step.
@@ -74,6 +74,10 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) 
     yield from _switches(cfg, sizes, mix, cluster)
     if not cfg.lora.rank:  # with adapters everything else is frozen already
         yield from _trained_less(cfg, sizes, mix, cluster)
+    elif cfg.lora.base is None and (
+        need := _need(with_keys(cfg, {"lora.base": "nf4"}), sizes, mix, cluster)
+    ):
+        yield f"a base in 4 bits, with lora.base=nf4 ({need})"
     longest = max(row.tokens for row in mix.rows)
     for tokens in (longest // 2, longest // 4):
         rows_ = tuple(row for row in mix.rows if row.tokens <= tokens)
@@ -115,6 +119,8 @@ def _trained_less(
     model = cfg.model
     if need := _need(replace(cfg, lora=USUAL), sizes, mix, cluster):
         yield f"adapters alone trained, with lora=default ({need})"
+    elif need := _need(replace(cfg, lora=replace(USUAL, base="nf4")), sizes, mix, cluster):
+        yield f"adapters alone trained over a base in 4 bits, with lora=qlora ({need})"
     frozen = replace(model, freeze_vision=True)
     if not model.freeze_vision and (need := _need(replace(cfg, model=frozen), sizes, mix, cluster)):
         yield f"model.freeze_vision=true ({need})"

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from rich.console import Console
+
+from megatron_vlm.commands.inspect.decoding import only_decodable
 from megatron_vlm.commands.inspect.inspection_report import inspection_report, no_sample_report
 from megatron_vlm.commands.inspect.statistics import collect_statistics
 from megatron_vlm.config.objectives import records_of
@@ -27,11 +30,13 @@ def run_inspect(
     samples: int | None,
     sample: int | None,
     ranks: int,
+    decode: bool = False,
 ) -> None:
     """Print the model's view of data.train, and write it as a page if `html` is a path: the first
     `samples`, or the one with number `sample`, and figures for `ranks` replicas. Without `samples`
     they are the first few in the terminal, and more of them on the page. All wrong records are
-    listed; then they are an error, unless data.on_error=skip."""
+    listed; then they are an error, unless data.on_error=skip. With `decode` they are also those
+    whose pictures or videos cannot be decoded."""
     if samples is not None and samples < 0:
         raise ConfigError(key="--samples", found=samples, allowed="at least 0")
     if ranks < 1:
@@ -51,6 +56,10 @@ def run_inspect(
         try:
             specs, kind = cfg.data.train, records_of(cfg)
             data = open_data(specs, "data.train", rules, cfg.model.path, sizes, kind=kind)
+            assert isinstance(data, DataSet)
+            if decode:
+                with Console(stderr=True).status("decoding all pictures and videos"):
+                    data = only_decodable(data, rules)
         except NoSampleError as error:
             assert error.data is not None
             dropped, errors = error.data.faults()
@@ -58,7 +67,6 @@ def run_inspect(
             if errors and rules is not cfg.data:
                 raise _wrong_records_error(error.data) from error
             raise
-        assert isinstance(data, DataSet)
         count = sum(map(len, data.indexes))
         if sample is not None and not 0 <= sample < count:
             raise ConfigError(

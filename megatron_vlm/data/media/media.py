@@ -70,7 +70,9 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
         raise DataError(
             f": no file {source} in data.image_root={root}{instead}",
             place=where,
-            remedy="set data.image_root=." if _is_file_here(source) else "",
+            remedy="set data.image_root=."
+            if _is_file_here(source)
+            else "set data.image_root to the folder at which its paths begin",
         )
     return path
 
@@ -151,7 +153,8 @@ def open_picture(source: bytes | Path, where: str) -> PIL.Image.Image:
             )
     except PIL.UnidentifiedImageError as error:
         raise DataError(
-            f"is not an image that can be opened: it is none of {', '.join(_formats())}",
+            f"is not an image that can be opened: it is none of {', '.join(_formats())}, or its "
+            "header is damaged",
             place=where,
             remedy="convert it to one of them, or drop it",
         ) from error

@@ -197,5 +197,6 @@ def _unknown_format(raw: Mapping[str, Any], where: str) -> DataError:
     return DataError(
         f": the keys {key_names} match no known format",
         place=where,
-        remedy=f"give {'; '.join([_NAMES, *likely])}; see docs/data.md",
+        remedy=f"give {'; '.join([_NAMES, *likely])}; or name your keys by data.columns; see "
+        "docs/data.md",
     )

@@ -187,7 +187,12 @@ def _parse_message(message: Any, where: str, keys: Keys) -> ChatMessage:
     if not by_kind["parts"] and not calls and role != "system":
         if keys.unknown:  # most likely the message is not empty, and one of these keys has it
             raise UnknownKeysError.from_keys(keys.where, keys.unknown, keys.ignored)
-        raise DataError(f"is empty in a message of role {role}", place=where, key="content")
+        raise DataError(
+            f"is empty in a message of role {role}",
+            place=where,
+            key="content",
+            remedy="write it, or leave the record out",
+        )
     weight = single_value(message, _WEIGHTS, where)
     return ChatMessage(
         role,

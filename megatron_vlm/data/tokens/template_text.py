@@ -37,7 +37,13 @@ class ChatTemplate:
     ):
         """Check the template and its variables, which are data.template_kwargs."""
         if not isinstance(tokenizer.chat_template, str) or not tokenizer.chat_template:
-            raise ConfigError("is missing", place=outside.name, key="chat_template")
+            raise ConfigError(
+                "is missing",
+                place=outside.name,
+                key="chat_template",
+                remedy="give the tokenizer's files as the checkpoint has them: hf download "
+                "ORG/NAME --exclude '*.safetensors'",
+            )
         self.tokenizer, self.outside, self.variables = tokenizer, outside, variables
         self.name = f"the chat template of {tokenizer.name_or_path}"
         self._check_variables()

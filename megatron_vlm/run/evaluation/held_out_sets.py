@@ -145,8 +145,9 @@ def describe_split(data: DataSet, cfg: Config) -> str:
     """Return a sentence about the number of samples that data.split holds out."""
     records = sum(map(len, data.sources))
     held_out = sum(map(len, data.indexes))
+    samples = f"{held_out:,} sample{'s' * (held_out != 1)}"
     return (
-        f"data.split={cfg.data.split:.10g} holds out {held_out:,} samples of the {records:,} "
+        f"data.split={cfg.data.split:.10g} holds out {samples} of the {records:,} "
         f"records of data.train: the set {HELD_OUT}"
     )
 
