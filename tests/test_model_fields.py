@@ -4,7 +4,7 @@
 import contextlib
 import json
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,14 @@ def test_a_quantized_release_is_answered_with_its_bf16_weights(name, weights, ti
         with pytest.raises(ConfigError, match="quantization_config") as caught:
             read(str(folder))
         assert weights in caught.value.remedy and "change nothing" not in caught.value.remedy
+
+
+def test_no_family_has_norms_that_the_heads_would_not_get(tiny):
+    """The chains for queries and keys are chosen by the gate alone."""
+    for family in ("qwen3_vl", "qwen3_5"):
+        text = read_sizes(tiny(**TABLES[family].tiny)).text
+        with pytest.raises(AssertionError, match="norms are centered where attention is gated"):
+            replace(text, centered_norms=not text.centered_norms)
 
 
 def test_refused_before_a_process_group_is_made(tiny, tmp_path):

@@ -69,6 +69,13 @@ class TextSizes:
     pad_id: int | None  # the token whose embedding is used and never learns, if there is one
     centered_norms: bool = False  # norms multiply by 1 + weight
 
+    def __post_init__(self) -> None:
+        """Refuse combinations that no family has yet, for which model/fused_ops.py would compute
+        the norms of queries and keys, or their rotation, in another way than asked for."""
+        attention = self.attention
+        assert attention.gated == self.centered_norms, "norms are centered where attention is gated"
+        assert attention.gated or attention.rotary_dim == attention.head_dim, "heads rotate whole"
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
