@@ -67,12 +67,11 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
         )
     if kind != "a file":
         instead = "" if kind == "nothing" else f": it is {kind}"
+        remedy = "" if instead else "set data.image_root to the folder at which its paths begin"
         raise DataError(
             f": no file {source} in data.image_root={root}{instead}",
             place=where,
-            remedy="set data.image_root=."
-            if _is_file_here(source)
-            else "set data.image_root to the folder at which its paths begin",
+            remedy="set data.image_root=." if _is_file_here(source) else remedy,
         )
     return path
 
