@@ -104,9 +104,10 @@ def fill_from_bench(card: VerificationCard, run: Path) -> VerificationCard:
         Score(f"{line.task} {line.metric}", line.before, line.after, line.standard_error)
         for line in benchmark.lines
     ]
-    origin = {} if card.parity else {"machine": _machine(), "log": "megatron-vlm bench"}
+    if not card.parity:
+        card = replace(card, machine=_machine(), log="megatron-vlm bench")
     versions = {**_versions(), **card.versions, "suite": benchmark.suite}
-    return replace(card, scores=scores, versions=versions, **origin)
+    return replace(card, scores=scores, versions=versions)
 
 
 def _machine() -> str:
