@@ -18,7 +18,7 @@ NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py c
 # What another Megatron-Core or torch would change: the model, its gradients, optimizers, checkpoints.
 NEWEST += $(addprefix tests/test_,parity.py qwen3_5.py checkpoint.py golden.py)
 
-.PHONY: setup trl-env lmms-env embed-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench scale clean
+.PHONY: setup trl-env lmms-env embed-env vllm-env te-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench scale clean
 
 setup: .venv/ready
 
@@ -200,6 +200,22 @@ VLLM := tests/vllm_engine
 	.venv-vllm/bin/python -c 'import torchvision'
 	touch $@
 
+# Transformer Engine, for tests/test_transformer_engine.py, installed as docs/install.md does it. It
+# needs nvcc and 6 GB, and no GPU. Compiling its extension takes long: MAX_JOBS limits the processes.
+te-env: .venv-te/ready
+
+.venv-te/ready: requirements/cuda13.txt
+	rm -rf .venv-te
+	python=$$(scripts/find_python.sh 3.12) && "$$python" -m venv .venv-te
+	$(call install,.venv-te) --constraint requirements/cuda13.txt torch setuptools wheel ninja pybind11
+	export PATH="$(CURDIR)/.venv-te/bin:$$PATH" CUDA_HOME="$${CUDA_HOME:-/usr/local/cuda}" && \
+	  export CPATH="$$(printf '%s:' $(CURDIR)/.venv-te/lib/python3.12/site-packages/nvidia/*/include)" && \
+	  $(call install,.venv-te) --no-deps --no-build-isolation --requirement requirements/cuda13.txt
+	$(call install,.venv-te) --no-deps --editable .
+	$(call install,.venv-te) pytest
+	.venv-te/bin/python -c 'import transformer_engine.pytorch'
+	touch $@
+
 # The public Tinker client, for tests/test_tinker_*.py.
 tinker-env: .venv-tinker/ready
 
@@ -254,4 +270,4 @@ scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-python313 .venv-torch-* .venv-docs .venv-trl .venv-vllm .venv-tinker .venv-embed .venv-lmms .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-newest .venv-python313 .venv-torch-* .venv-docs .venv-trl .venv-vllm .venv-tinker .venv-embed .venv-lmms .venv-te .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels

@@ -8,9 +8,12 @@ install() {
 }
 uv venv --quiet --python python3 /opt/trainer
 if grep -q ^transformer-engine-torch "$1"; then
-  # Its extension is compiled against the torch that is installed.
+  # Its extension is compiled against the torch that is installed, with the headers of torch's
+  # packages. With its dependencies uv would add the core for CUDA 12, which has the same files.
   install torch setuptools wheel ninja pybind11 --constraint "$1"
-  install --requirement "$1" --no-build-isolation-package transformer-engine-torch
+  CPATH=$(printf '%s:' /opt/trainer/lib/python3.*/site-packages/nvidia/*/include)
+  export CPATH
+  install --no-deps --requirement "$1" --no-build-isolation-package transformer-engine-torch
 else
   install --requirement "$1"
 fi

@@ -18,7 +18,8 @@ FOLDER = ROOT / "requirements"
 _EXTRAS = ("video", "log", "ray", "serve")
 # Parts of torch's build for CUDA. The CPU build has none of them.
 _OF_CUDA = re.compile(r"(nvidia|cuda|triton)\b")
-# transformer-engine-torch wants the core for CUDA 12, whichever core is installed.
+# transformer-engine-torch's metadata names the core for CUDA 12, whichever core is installed. Its
+# file is that of the core for CUDA 13, so the lock file is installed with --no-deps.
 _NOT_CUDA13 = "transformer-engine-cu12"
 
 
