@@ -130,6 +130,13 @@ def test_transformer_engine_has_no_gated_delta_nets(experts, tiny, tmp_path):
     check_config(replace(cfg, model=ModelConfig("x")), read_sizes(tmp_path), DIMS)
 
 
+def test_transformer_engine_needs_a_gpu(tiny):
+    with raises(
+        ConfigError, key="model.backend", found="te", problem_has="the CPU", remedy_has="=torch"
+    ):
+        MegatronWorker(Config(model=ModelConfig(tiny(), backend="te")))
+
+
 def test_ep_needs_experts(tiny):
     with raises(ConfigError, key="parallel.ep", found=2, remedy_has="parallel.ep=1"):
         check_config(Config(model=ModelConfig("x")), read_sizes(tiny()), replace(DIMS, dp=2, ep=2))

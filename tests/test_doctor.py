@@ -157,7 +157,7 @@ def test_packages(extra, requirement, found, problem, status, says):
     if status == OK:
         assert check.advice == ""
     elif extra:
-        assert check.advice == "for model.backend=te, on CUDA: pip install 'megatron_vlm[te]'"
+        assert check.advice == f"{EXTRAS['te']}: install it as docs/install.md describes"
     else:
         assert check.advice == "pip install 'torch<2.14,>=2.9'"
 

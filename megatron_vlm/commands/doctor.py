@@ -42,6 +42,8 @@ EXTRAS = {
     "log": "for log.tensorboard and log.wandb",
     "serve": "for megatron-vlm serve",
 }
+# An extra that pip does not install alone.
+_OWN_STEPS = {"te": "install it as docs/install.md describes"}
 _GIB = 2**30
 _LITTLE_SHM = 1 * _GIB
 _LITTLE_DISK = 20 * _GIB
@@ -150,7 +152,7 @@ def package_check(
     """Check that a package is installed, has a version in the range, and can be imported. `extra`
     is empty for packages that every run needs; packages of extras are never missing."""
     get = f"pip install 'megatron_vlm[{extra}]'" if extra else f"pip install '{requirement}'"
-    advice = f"{EXTRAS[extra]}: {get}" if extra else get
+    advice = f"{EXTRAS[extra]}: {_OWN_STEPS.get(extra, get)}" if extra else get
     if installed is None:
         fault = "not installed"
     elif not requirement.specifier.contains(installed, prereleases=True):

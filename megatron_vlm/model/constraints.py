@@ -53,6 +53,17 @@ def _raise_first(refusals: Iterator[Refusal]) -> None:
         raise ConfigError(f": {reason}", key=key, found=value, remedy=remedy)
 
 
+def check_backend(cfg: Config, has_gpu: bool) -> None:
+    """Refuse a backend that cannot compute here."""
+    if BACKENDS[cfg.model.backend].has_own_kernels and not has_gpu:
+        raise ConfigError(
+            "has kernels for CUDA alone, and this run computes on the CPU",
+            key="model.backend",
+            found=cfg.model.backend,
+            remedy="set model.backend=torch",
+        )
+
+
 def check_layout(counts: Counts, dims: ParallelDims) -> None:
     """Refuse a layout that does not divide the model."""
     if counts.experts and dims.tp > 1:

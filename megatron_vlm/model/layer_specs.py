@@ -137,13 +137,13 @@ def torch_layer_spec(options: BuildOptions, text: TextSizes) -> ModuleSpec:
 def te_layer_spec() -> ModuleSpec:
     """Return Megatron's Transformer Engine layer, with DeepStack."""
     try:
-        import transformer_engine  # noqa: F401
+        import transformer_engine.pytorch  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"needs Transformer Engine, which does not import here ({error})",
             key="model.backend",
             found="te",
-            remedy="pip install 'megatron_vlm[te]' on a CUDA machine, or set model.backend=torch",
+            remedy="install it as docs/install.md describes, or set model.backend=torch",
         ) from error
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_with_transformer_engine_spec,

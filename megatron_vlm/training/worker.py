@@ -55,7 +55,7 @@ from megatron_vlm.lora.layers import attach, dropout_rng
 from megatron_vlm.lora.targets import adapted_linears, adapter_entries
 from megatron_vlm.lora.weights import adapted_weights, fill, values
 from megatron_vlm.model.build import build_chunks, compute_dtype
-from megatron_vlm.model.constraints import check_built, check_config
+from megatron_vlm.model.constraints import check_backend, check_built, check_config
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.planner.auto_layout import settle_layers
 from megatron_vlm.planner.host_check import check_offload
@@ -155,6 +155,7 @@ class MegatronWorker:
         cfg = settle_layers(cfg, sizes, world, self.platform)
         self.dims = ParallelDims.create(cfg.parallel, world, sizes.text.num_layers)
         check_config(cfg, sizes, self.dims)
+        check_backend(cfg, self.platform.is_cuda)
         if training:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
             itemsize = compute_dtype(cfg, self.platform).itemsize

@@ -33,7 +33,7 @@ from megatron_vlm.lora.base_weights import check_base_type, check_blocks
 from megatron_vlm.lora.targets import adapted_linears, adapter_entries
 from megatron_vlm.lora.weights import adapted_weights
 from megatron_vlm.model.build import compute_dtype
-from megatron_vlm.model.constraints import check_config
+from megatron_vlm.model.constraints import check_backend, check_config
 from megatron_vlm.planner.auto_layout import needs_planning, plan_layout
 from megatron_vlm.planner.first_batches import plan_steps
 from megatron_vlm.planner.host_check import check_offload
@@ -88,6 +88,7 @@ def plan_model(cfg: Config, console: Console, gpus: int | None, memory: str | No
         console.print(chosen, markup=False, soft_wrap=True)
     dims = ParallelDims.create(cfg.parallel, world, source.sizes.text.num_layers)
     check_config(cfg, source.sizes, dims)
+    check_backend(cfg, target.platform.is_cuda)
     if target.is_here:
         itemsize = compute_dtype(cfg, target.platform).itemsize
         check_offload(cfg, source.sizes, dims, itemsize, world, host_memory_total())
