@@ -66,7 +66,7 @@ SIDE_BY_SIDE := $(addprefix tests/test_,agree_vllm.py fuzz.py sequences.py fused
 	multi_model.py lora_head.py lora_head_files.py lora_head_vllm.py lora_delta_net_vllm.py serve_unembed.py \
 	serve_vllm.py agree_command.py golden.py rl.py loader.py prepare.py run_report.py preflight.py \
 	tinker_losses.py tinker_recipes.py serve_multi_model.py mutants.py accumulate.py retention.py moe_files.py qwen3_5.py \
-	on_policy_distill.py preferences.py trl_preferences.py score.py sentence_transformers.py retrieval.py) tests/device
+	on_policy_distill.py preferences.py trl_preferences.py score.py sentence_transformers.py retrieval.py transformer_engine.py) tests/device
 test-slow test-slow-all: setup
 	$(PARTS) $(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(SIDE_BY_SIDE)
 	$(PARTS) $(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))
@@ -201,16 +201,22 @@ VLLM := tests/vllm_engine
 	touch $@
 
 # Transformer Engine, for tests/test_transformer_engine.py, installed as docs/install.md does it. It
-# needs nvcc and 6 GB, and no GPU. Compiling its extension takes long: MAX_JOBS limits the processes.
+# takes 6 GB and needs no GPU. Its extension for torch compiles for half an hour and needs nvcc;
+# MAX_JOBS limits the processes. EXTENSION=empty puts an empty one in its place, which these tests
+# do not call.
 te-env: .venv-te/ready
 
-.venv-te/ready: requirements/cuda13.txt
+.venv-te/ready: requirements/cuda13.txt tests/te_empty_extension.c
 	rm -rf .venv-te
 	python=$$(scripts/find_python.sh 3.12) && "$$python" -m venv .venv-te
 	$(call install,.venv-te) --constraint requirements/cuda13.txt torch setuptools wheel ninja pybind11
+	grep -v '^$(if $(filter empty,$(EXTENSION)),transformer-engine-torch,-)==' requirements/cuda13.txt > .venv-te/lock.txt
 	export PATH="$(CURDIR)/.venv-te/bin:$$PATH" CUDA_HOME="$${CUDA_HOME:-/usr/local/cuda}" && \
 	  export CPATH="$$(printf '%s:' $(CURDIR)/.venv-te/lib/python3.12/site-packages/nvidia/*/include)" && \
-	  $(call install,.venv-te) --no-deps --no-build-isolation --requirement requirements/cuda13.txt
+	  $(call install,.venv-te) --no-deps --no-build-isolation --requirement .venv-te/lock.txt
+	test '$(EXTENSION)' != empty || cc -shared -fPIC \
+	  -I"$$(.venv-te/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')" \
+	  -o .venv-te/lib/python3.12/site-packages/transformer_engine_torch.so tests/te_empty_extension.c
 	$(call install,.venv-te) --no-deps --editable .
 	$(call install,.venv-te) pytest
 	.venv-te/bin/python -c 'import transformer_engine.pytorch'

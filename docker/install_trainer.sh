@@ -14,6 +14,7 @@ if grep -q ^transformer-engine-torch "$1"; then
   CPATH=$(printf '%s:' /opt/trainer/lib/python3.*/site-packages/nvidia/*/include)
   export CPATH
   install --no-deps --requirement "$1" --no-build-isolation-package transformer-engine-torch
+  /opt/trainer/bin/python -c 'import transformer_engine.pytorch'
 else
   install --requirement "$1"
 fi
