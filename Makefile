@@ -18,7 +18,7 @@ NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py c
 # What another Megatron-Core or torch would change: the model, its gradients, optimizers, checkpoints.
 NEWEST += $(addprefix tests/test_,parity.py qwen3_5.py checkpoint.py golden.py)
 
-.PHONY: setup trl-env lmms-env embed-env vllm-env te-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench scale clean
+.PHONY: setup trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench scale clean
 
 setup: .venv/ready
 
@@ -153,7 +153,7 @@ bench: setup
 	$(BIN)/python benchmarks/experts.py
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/serve.py
-	$(MAKE) trl-env
+	$(MAKE) trl-env llamafactory-env swift-env
 	$(BIN)/python benchmarks/sft/compare.py
 
 # TRL, which benchmarks/sft compares with. torchvision's CPU build has no operators: see theirs.py.
@@ -164,6 +164,27 @@ trl-env: .venv-trl/ready
 	.venv-trl/bin/pip install --quiet --no-compile torch==2.13.0
 	.venv-trl/bin/pip install --quiet --no-compile trl==1.16.0 transformers==5.17.0 accelerate datasets pillow peft==0.21.2
 	.venv-trl/bin/pip install --quiet --no-compile --no-deps torchvision==0.28.0 bitsandbytes==0.50.2
+	touch $@
+
+# LLaMA-Factory, which benchmarks/sft compares with. It imports torchaudio, whose extensions do not load
+# beside torch's build for the CPU; without them it can be imported.
+llamafactory-env: .venv-llamafactory/ready
+
+.venv-llamafactory/ready:
+	$(PYTHON) -m venv .venv-llamafactory
+	$(call install,.venv-llamafactory) torch==2.13.0
+	$(call install,.venv-llamafactory) llamafactory==0.9.5 torch==2.13.0 torchvision==0.28.0
+	rm .venv-llamafactory/lib/python3*/site-packages/torchaudio/lib/*.so
+	.venv-llamafactory/bin/python -c 'import torchaudio'
+	touch $@
+
+# ms-swift, which benchmarks/sft compares with, and what it wants for Qwen3-VL.
+swift-env: .venv-swift/ready
+
+.venv-swift/ready:
+	$(PYTHON) -m venv .venv-swift
+	$(call install,.venv-swift) torch==2.13.0
+	$(call install,.venv-swift) ms-swift==4.6.0 qwen-vl-utils==0.0.14 decord==0.6.0 torch==2.13.0 torchvision==0.28.0
 	touch $@
 
 # lmms-eval, for `megatron-vlm bench`. It wants filelock as it was before version 4.
@@ -276,4 +297,4 @@ scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-python313 .venv-torch-* .venv-docs .venv-trl .venv-vllm .venv-tinker .venv-embed .venv-lmms .venv-te .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-newest .venv-python313 .venv-torch-* .venv-docs .venv-trl .venv-llamafactory .venv-swift .venv-vllm .venv-tinker .venv-embed .venv-lmms .venv-te .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels

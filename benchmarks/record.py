@@ -13,11 +13,16 @@ LATEST = ROOT / ".bench" / "latest.json"
 
 
 def record(name: str, figures: dict[str, float]) -> None:
+    """Print a table of the figures, and write it as `write_section` does."""
+    lines = [f"| {key} | {value:,.3g} |" for key, value in figures.items()]
+    write_section(name, ["| figure | value |", "|---|---|", *lines], figures)
+
+
+def write_section(name: str, table: list[str], figures: dict[str, float]) -> None:
     """Print a table, write it between the marks `name begin` and `name end` of the document, and
     merge the figures into .bench/latest.json."""
-    lines = [f"| {key} | {value:,.3g} |" for key, value in figures.items()]
-    table = "\n".join(["| figure | value |", "|---|---|", *lines])
-    print(table)
+    text = "\n".join(table)
+    print(text)
     LATEST.parent.mkdir(exist_ok=True)
     known = json.loads(LATEST.read_text()) if LATEST.exists() else {}
     LATEST.write_text(json.dumps(known | figures, indent=2) + "\n")
@@ -27,7 +32,7 @@ def record(name: str, figures: dict[str, float]) -> None:
     where = (
         f"{datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
     )
-    DOC.write_text(f"{head}{begin}\n\nMeasured {where}.\n\n{table}\n\n{end}{tail}")
+    DOC.write_text(f"{head}{begin}\n\nMeasured {where}.\n\n{text}\n\n{end}{tail}")
 
 
 def cpu_name() -> str:

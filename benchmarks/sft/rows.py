@@ -1,6 +1,6 @@
-"""Inputs of both trainers: a random model, photographs as JPEG files, and chats about them.
+"""Inputs of all trainers: a random model, photographs as JPEG files, and chats about them.
 
-This runs in the environment of the package; the other side reads the same files.
+This runs in the environment of the package; the other trainers read the same files.
 """
 
 import json
@@ -61,14 +61,15 @@ def photograph(generator: np.random.Generator) -> Image.Image:
 
 
 def write_inputs(folder: Path, mix: Mix, steps: int) -> None:
-    """Write folder/model, folder/images and folder/chats.jsonl."""
+    """Write folder/model, folder/images, folder/chats.jsonl, and folder/tagged.jsonl, which is the
+    same chats as LLaMA-Factory and ms-swift read them: `<image>` in the text, and a column."""
     write_tiny(folder / "model", mix.spec)
     generator, rng = np.random.default_rng(0), random.Random(0)
     (folder / "images").mkdir()
     names = [f"images/{number}.jpg" for number in range(PHOTOGRAPHS)]
     for name in names:
         photograph(generator).save(folder / name, quality=90)
-    lines = []
+    lines, tagged = [], []
     for _ in range(mix.rows * steps):
         pictures = rng.sample(names, rng.choice(mix.pictures))
         words = mix.median * rng.lognormvariate(0, 0.9) if mix.shortest < mix.longest else 110
@@ -81,4 +82,8 @@ def write_inputs(folder: Path, mix: Mix, steps: int) -> None:
             {"role": "assistant", "content": text[cut:].strip()},
         ]
         lines.append(json.dumps({"messages": messages}) + "\n")
+        user = {"role": "user", "content": "<image>" * len(pictures) + text[:cut]}
+        paths = [str(folder / name) for name in pictures]
+        tagged.append(json.dumps({"messages": [user, messages[1]], "images": paths}) + "\n")
     (folder / "chats.jsonl").write_text("".join(lines))
+    (folder / "tagged.jsonl").write_text("".join(tagged))

@@ -1,23 +1,16 @@
-"""TRL's SFTTrainer on the rows of rows.py, with a step for each line on standard input.
+"""What the programs of the other trainers share: a step for each line on standard input.
 
-It runs in the environment of `make trl-env`, which does not have this package. Its arguments are
-FOLDER ROWS MICRO_BATCH PRECISION; the last one is that of torch.set_float32_matmul_precision. It
-prints {"loss": ...} after each step.
+They run in the environments of `make trl-env`, `make llamafactory-env` and `make swift-env`, which
+do not have this package. Their arguments are FOLDER ROWS MICRO_BATCH PRECISION; the last one is
+that of torch.set_float32_matmul_precision. They print {"loss": ...} after each step.
 
-One setting is not a user's usual one. Transformers declares that the class of Qwen3-VL takes no
-number of items (`accepts_loss_kwargs = False`). The Trainer therefore divides the loss of each
-micro-batch by its own supervised tokens and averages the micro-batches, so that the tokens of a
-micro-batch with few of them weigh more. With rows of mixed length that mean differs from the mean
-over all supervised tokens of the step, which this package uses, by 1e-3 at 16 rows and 4
-micro-batches. TRL computes its loss itself and can divide by the tokens of the whole step once the
-attribute is true; it costs no time. Then the losses of single rows differ by less than 4e-6, and
-for rows without a picture only in the last digit of fp32. The reason is the resize of torchvision,
-which TRL uses: it differs from Pillow's by one level of 255 in 0.3 % of the values.
+This is imported before transformers and torchvision.
 """
 
 import json
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,13 +23,32 @@ for operator in ("nms", "qnms"):
         f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     )
 
-from datasets import Dataset, Image, Sequence  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    TrainerCallback,
-)
-from trl import SFTConfig, SFTTrainer  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
+# Only answers go to standard output.
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What compare.py asks for."""
+
+    folder: str
+    rows: int
+    micro_batch: int
+
+    @property
+    def accumulated(self) -> int:
+        """Return the number of micro-batches of a step."""
+        return self.rows // self.micro_batch
+
+
+def read_arguments() -> Arguments:
+    """Return the arguments of the command, and set the precision of products."""
+    folder, rows, micro_batch, precision = sys.argv[1:5]
+    torch.set_float32_matmul_precision(precision)
+    return Arguments(folder, int(rows), int(micro_batch))
 
 
 class TakeTurns(TrainerCallback):
@@ -48,74 +60,16 @@ class TakeTurns(TrainerCallback):
 
     def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
         if logs is not None and "loss" in logs:
-            print(json.dumps({"loss": logs["loss"]}), file=OUT, flush=True)
+            answer(logs["loss"])
             wait()
+
+
+def answer(loss: float) -> None:
+    """Answer a line with the loss of its step."""
+    print(json.dumps({"loss": loss}), file=ANSWERS, flush=True)
 
 
 def wait() -> None:
     """Wait for the next line. At the end of the input the process ends, too."""
     if not sys.stdin.readline():
         os._exit(0)
-
-
-def records(folder: str, processor: Any) -> Dataset:
-    """Return prompt and completion as the chat template renders them, up to the end of the
-    answer."""
-    columns: dict[str, list[Any]] = {"prompt": [], "completion": [], "images": []}
-    with open(f"{folder}/chats.jsonl") as lines:
-        for line in lines:
-            messages = json.loads(line)["messages"]
-            prompt = processor.apply_chat_template(
-                messages[:1], tokenize=False, add_generation_prompt=True
-            )
-            columns["prompt"].append(prompt)
-            columns["completion"].append(messages[1]["content"] + "<|im_end|>")
-            parts = messages[0]["content"]
-            names = [part["image"] for part in parts if part["type"] == "image"]
-            columns["images"].append([f"{folder}/{name}" for name in names])
-    return Dataset.from_dict(columns).cast_column("images", Sequence(Image()))
-
-
-def main() -> None:
-    """Build the trainer and train until the input ends."""
-    folder, rows, micro_batch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    torch.set_float32_matmul_precision(sys.argv[4])
-    model = AutoModelForImageTextToText.from_pretrained(f"{folder}/model", dtype=torch.float32)
-    model.accepts_loss_kwargs = True  # see above: the mean over the supervised tokens of a step
-    processor = AutoProcessor.from_pretrained(f"{folder}/model")
-    config = SFTConfig(
-        output_dir=f"{folder}/trl",
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=rows // micro_batch,
-        num_train_epochs=1,
-        learning_rate=1e-4,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        max_length=None,
-        completion_only_loss=True,
-        gradient_checkpointing=False,
-        train_sampling_strategy="sequential",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-        dataloader_num_workers=int(os.environ.get("TRL_WORKERS", "0")),
-    )
-    trainer = SFTTrainer(
-        model=model,
-        args=config,
-        train_dataset=records(folder, processor),
-        processing_class=processor,
-        callbacks=[TakeTurns()],
-    )
-    trainer.train()
-
-
-if __name__ == "__main__":
-    # Only answers go to standard output.
-    OUT = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    main()
