@@ -43,8 +43,8 @@ def main() -> None:
             if not sys.stdin.readline():
                 break
             train_step(run, step)
-            lines = map(json.loads, (home / "metrics.jsonl").read_text().splitlines())
-            loss = [line["loss"] for line in lines if line["kind"] == "step"][-1]
+            written = map(json.loads, (home / "metrics.jsonl").read_text().splitlines())
+            loss = [line["loss"] for line in written if line["kind"] == "step"][-1]
             print(json.dumps({"loss": loss}), file=out, flush=True)
     os._exit(0)
 
