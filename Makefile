@@ -174,7 +174,7 @@ llamafactory-env: .venv-llamafactory/ready
 	$(PYTHON) -m venv .venv-llamafactory
 	$(call install,.venv-llamafactory) torch==2.13.0
 	$(call install,.venv-llamafactory) llamafactory==0.9.5 torch==2.13.0 torchvision==0.28.0
-	rm .venv-llamafactory/lib/python3*/site-packages/torchaudio/lib/*.so
+	rm -f .venv-llamafactory/lib/python3*/site-packages/torchaudio/lib/*.so
 	.venv-llamafactory/bin/python -c 'import torchaudio'
 	touch $@
 

@@ -200,7 +200,13 @@ def line_of(mix: Mix, side: Side, own: Measured, explained: float, figures: list
     """Return a line of the table."""
     speed, ratio, same_ratio, least, apart = figures
     losses = ", ".join(f"{loss:.5f}" for loss in own.losses[:COMPARED])
-    cells = [f"`{mix.name}`", side.title, losses, f"{apart:.1e}", f"{explained:.1e}"]
+    cells = [
+        f"`{mix.name}`",
+        side.title,
+        losses,
+        f"{apart:.1e}" if apart else "",
+        f"{explained:.1e}",
+    ]
     cells += [f"{speed:.2f}", f"{ratio:.2f}", f"{same_ratio:.2f}", f"{least:.2f}"]
     return "| " + " | ".join([*cells, f"{own.peak_mib:,.0f}"]) + " |"
 
@@ -210,8 +216,8 @@ def _median(side: Measured) -> float:
 
 
 HEAD = [
-    "| rows | trainer | losses of the first steps | from ours | from plain Transformers | "
-    "samples/s | step over ours | with same products | least of a step | peak MiB |",
+    "| rows | trainer | losses of the first steps | apart | apart from plain | samples/s | "
+    "ratio | same products | least ratio | peak MiB |",
     "|---|---|---|---|---|---|---|---|---|---|",
 ]
 
