@@ -1,4 +1,4 @@
-"""Device of the run: CUDA with NCCL, or the CPU with gloo. Nothing outside this room reads
+"""Device of the run: CUDA with NCCL, or the CPU with gloo. Nothing outside this subpackage reads
 torch.cuda.
 
 Megatron-Core 0.16 calls `torch.cuda` directly. On the CPU, cuda_stand_in.py replaces those calls.
