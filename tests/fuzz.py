@@ -20,7 +20,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +125,20 @@ def config_json(folder: Path) -> Attempt:
         # Counts that are refused early would be refused later, too.
         assert failure is None, failure
         text, vision = sizes.text, sizes.vision
-        others = ("layers", "norm_eps", "rope_theta", "mrope_section", "pad_id", "centered_norms")
+        others = (
+            "inputs",
+            "gated",
+            "layers",
+            "norm_eps",
+            "rope_theta",
+            "mrope_section",
+            "pad_id",
+            "centered_norms",
+        )
         of_layers = [part for layer in text.kinds for part in (layer.mixer, layer.ffn)]
-        for part in (replace(text), vision, *of_layers):  # a new copy has no cached properties
-            for name, value in vars(part).items():
-                assert type(value) is int or name in (*others, "inputs", "gated"), name
+        for part in (text, vision, *of_layers):
+            for name in (each.name for each in fields(part)):
+                assert type(getattr(part, name)) is int or name in others, name
         assert counts is None or counts.layers == text.num_layers
         assert counts is None or counts.divided_by_tp.items() <= text.divided_by_tp.items()
         assert all(isinstance(side, int) for spec in sizes.tensors for side in spec.shape)

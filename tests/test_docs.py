@@ -41,8 +41,8 @@ PAGES = [
 ]
 FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # Programs of other packages, whose words are not checked.
-FOREIGN = {"cd", "docker", "git", "hf", "make", "nvidia-smi", "pip", "python3", "ray", "rsync"}
-FOREIGN |= {"source", "uv", "uvx", "vllm"}
+FOREIGN = {"cd", "docker", "export", "git", "hf", "make", "nvidia-smi", "pip", "python3", "ray"}
+FOREIGN |= {"rsync", "source", "uv", "uvx", "vllm"}
 
 
 @dataclass(frozen=True)

@@ -903,7 +903,7 @@ def test_what_looks_like_media_is_not_to_be_ignored(key):
 
 
 def test_a_slip_of_a_format_is_answered():
-    with raises(DataError, place="x:1", remedy_has="; 'mesages' is most likely 'messages'; see"):
+    with raises(DataError, place="x:1", remedy_has="; 'mesages' is most likely 'messages'; or"):
         parse_record({"mesages": DIALOGUE, "meta": 1}, "x:1")
     with pytest.raises(DataError) as error:
         parse_record({"prompt": "a", "meta": 1}, "x:1")
