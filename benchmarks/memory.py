@@ -7,7 +7,6 @@ Host memory and that of the device are the same here, so the figure is the sum o
 process itself needs is measured with a tiny model, and subtracted.
 """
 
-import datetime
 import gc
 import multiprocessing
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import torch
 from hf_ratio import BASE, MICRO_BATCH, bench_rows
-from record import DOC, cpu_name
+from record import write_section
 from row_sizes import sizes_of_row
 from transformers import AutoTokenizer
 
@@ -118,7 +117,7 @@ def run(
     return result
 
 
-def table(chosen: tuple[str, ...]) -> str:
+def table(chosen: tuple[str, ...]) -> list[str]:
     """Return the lines of the table."""
     lines = [
         "| model | switch | measured MiB | planned MiB | ratio | step s |",
@@ -143,20 +142,15 @@ def table(chosen: tuple[str, ...]) -> str:
                     f"{planned / 2**20:,.0f} | {ratio:.2f}{mark} | {seconds:.2f} |"
                 )
                 print(lines[-1], flush=True)
-    return "\n".join(lines)
+    return lines
 
 
 def main() -> None:
     """Measure, print, and write docs/benchmarks.md."""
     chosen = tuple(sys.argv[1:]) or tuple(SWITCHES)
-    text = table(chosen)
-    if len(chosen) < len(SWITCHES):
-        return
-    begin, end = "<!-- memory begin -->", "<!-- memory end -->"
-    head, rest = DOC.read_text().split(begin)
-    tail = rest.split(end)[1]
-    where = f"Measured {datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores."
-    DOC.write_text(f"{head}{begin}\n\n{where}\n\n{text}\n\n{end}{tail}")
+    lines = table(chosen)
+    if len(chosen) == len(SWITCHES):
+        write_section("memory", lines, {})
 
 
 if __name__ == "__main__":
