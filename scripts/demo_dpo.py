@@ -68,7 +68,7 @@ def main(demo: Path, out: Path) -> int:
     run(
         *("train", *COMMON, f"model.path={demo / 'run' / 'export'}", images),
         *(f"data.train={out}/data/wordy.jsonl", f"data.eval={out}/data/eval.jsonl"),
-        *("optim.lr=5e-4", "eval.every=null", f"run={out}/wordy"),
+        *("optim.lr=5e-4", "eval.every=0", f"run={out}/wordy"),
     )
     run(
         *("train", *COMMON, f"model.path={out / 'wordy' / 'export'}", images),

@@ -392,7 +392,7 @@ def test_what_is_out_of_range_is_refused_and_the_ends_are_not(key):
         ("data.split=3 data.train={path: a, streaming: true}", "data.split", "is a stream"),
         ("eval.every_epochs=1 data.train={path: a, streaming: true}", "eval.every_epochs", "=N"),
         ("train.early_stopping=2", "train.early_stopping", "checkpoint.best=b/loss"),
-        ("train.early_stopping=2 checkpoint.best=b/loss", "train.early_stopping", "only one"),
+        ("train.early_stopping=2 checkpoint.best=b/loss", "train.early_stopping", "fixed steps"),
         ("train.early_stopping_delta=1", "train.early_stopping_delta", "no effect"),
         ("checkpoint.export_from=best", "checkpoint.export_from", "SET/SCORE"),
         (

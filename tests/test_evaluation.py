@@ -498,7 +498,8 @@ def steps_due(options: EvalConfig, samples: int, batch: int, steps: int) -> list
         (EvalConfig(every_epochs=0.1), 8, 8, [*range(1, 13)]),  # not more than once a step
         (EvalConfig(every_epochs=1.5), 16, 8, [3, 6, 9, 12]),
         (EvalConfig(every=5), 24, 8, [5, 10]),
-        (EvalConfig(), 24, 8, []),
+        (EvalConfig(every=0), 24, 8, []),
+        (EvalConfig(), 24, 8, []),  # the clock's, which the caller passes
     ],
 )
 def test_intervals_in_epochs_end_with_them(options, samples, batch, expected):

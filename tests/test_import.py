@@ -121,7 +121,7 @@ VALUES = {
         "a.yaml",
         yaml_text(LF).replace('"full"', "full") + "bf16: yes\nsave_strategy: no\n",
         {},
-        {"train.precision": "bf16", "checkpoint.every": None},
+        {"train.precision": "bf16", "checkpoint.every": 0},
     ),
     "evaluations without a set are left out": (
         "a.yaml",

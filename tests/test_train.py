@@ -13,6 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from megatron_vlm.checkpoint.manifest import read_manifest, write_file, write_ma
 from megatron_vlm.config import load_config
 from megatron_vlm.distributed.agreement import Signals
 from megatron_vlm.distributed.process import run_guarded
+from megatron_vlm.run import intervals
 from megatron_vlm.run.config_changes import check_unnamed
 from megatron_vlm.train import run_train
 from tests.chats import picture, say, text
@@ -133,6 +135,36 @@ def test_resume_is_exact(whole, tiny, pool):
     assert values(steps_of(folder / "resumed")) == values(steps_of(folder / "whole")[3:])
     one, other = (folder / run / "export" / "model.safetensors" for run in ("whole", "resumed"))
     assert one.read_bytes() == other.read_bytes()
+
+
+def run_rank_late(words: list[str], late: int, most_steps: int) -> tuple[int, str, str]:
+    """As `run_rank`, with a default interval that is over at every step by one rank's clock."""
+    minutes = 0 if int(os.environ["RANK"]) == late else 30
+    with (
+        patch.object(intervals, "DEFAULT_MINUTES", minutes),
+        patch.object(intervals, "DEFAULT_STEPS", most_steps),
+    ):
+        return run_rank(words)
+
+
+@pytest.mark.parametrize(
+    ("late", "most_steps", "saved", "evaluated"),
+    [(0, 500, [5, 6], [1, 2, 3, 4, 5, 6]), (1, 4, [4, 6], [4, 6])],
+)
+def test_rank_0s_clock_decides_by_default(late, most_steps, saved, evaluated, whole, tiny, pool):
+    folder, _ = whole
+    held = f"data.eval={{held: {folder}/train.jsonl}}"
+    words = command(folder, tiny(), f"late-{late}", "checkpoint.every=null", held, "eval.samples=2")
+    answers = pool.run(run_rank_late, 2, words[4:], late, most_steps)
+    assert [status for status, _, _ in answers] == [0, 0], answers
+    out, run = " ".join(answers[0][1].split()), folder / f"late-{late}"
+    when = "every 30 minutes or 500 steps and at the end"
+    assert f"(2 samples) {when}" in out and f"checkpoints {when} (the newest 2 stay)" in out
+    checkpoints = sorted(int(each.name[5:]) for each in (run / "checkpoints").iterdir())
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert checkpoints == saved
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == evaluated
+    assert values(steps_of(run)) == values(steps_of(folder / "whole"))
 
 
 def test_a_finished_run_started_again_changes_nothing(whole, tiny, pool):

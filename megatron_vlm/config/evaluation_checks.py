@@ -6,6 +6,9 @@ from megatron_vlm.config.data_sources import HELD_OUT
 from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import ConfigError
 
+# The interval of eval.every=null and checkpoint.every=null: what comes first of the two.
+DEFAULT_MINUTES, DEFAULT_STEPS = 30, 500
+
 # The scores that each built-in metric of generated answers has.
 BUILT_IN_METRICS = {
     "exact_match": ("exact_match",),
@@ -90,9 +93,9 @@ def check_measuring(cfg: Config) -> None:
             found=best,
             remedy=f"it has {', '.join(names) or 'none'}",
         )
-    if cfg.train.early_stopping and cfg.eval.every is None and cfg.eval.every_epochs is None:
+    if cfg.train.early_stopping and not cfg.eval.every and cfg.eval.every_epochs is None:
         raise ConfigError(
-            "counts evaluations, and there is only one, at the end",
+            "counts evaluations, which must come at fixed steps",
             key="train.early_stopping",
             found=cfg.train.early_stopping,
             remedy="set eval.every or eval.every_epochs",

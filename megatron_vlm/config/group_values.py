@@ -53,7 +53,7 @@ _VALUES = {
         ("none", "false", "null"), "leave it out: metrics.jsonl and the report are written anyway"
     ),
     "eval": dict.fromkeys(
-        _FALSE, "leave data.eval out, and nothing is evaluated; eval.every=null does it at the end"
+        _FALSE, "leave data.eval out, and nothing is evaluated; eval.every=0 does it at the end"
     ),
 }
 

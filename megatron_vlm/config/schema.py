@@ -194,7 +194,7 @@ class TrainConfig:
 class EvalConfig:
     """Scores that are measured on data.eval during training."""
 
-    every: Natural | None = None  # steps between evaluations; null: only at the end
+    every: Count | None = None  # steps; null: 30 minutes, at most 500 steps; 0: only at the end
     every_epochs: AboveZero32 | None = None  # instead: epochs between them; 0.5: twice an epoch
     batch_size: Natural = 8  # samples of one forward pass, over all data parallel ranks
     samples: Natural | None = None  # samples of each set; null: all
@@ -213,7 +213,7 @@ class EvalConfig:
 class CheckpointConfig:
     """Checkpoints and exports of a run, and where it resumes."""
 
-    every: Natural | None = None  # steps between checkpoints; null: only at the end
+    every: Count | None = None  # steps; null: 30 minutes, at most 500 steps; 0: only at the end
     every_epochs: AboveZero32 | None = None  # instead: epochs between checkpoints
     resume: str = "auto"  # auto (the last complete one of this run) | never | a folder
     keep_last: Natural = 2  # number of newest checkpoints to keep

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.config.base_types import BASE_TITLES
+from megatron_vlm.config.evaluation_checks import DEFAULT_MINUTES, DEFAULT_STEPS
 from megatron_vlm.config.schema import CheckpointConfig, Config, EvalConfig
 from megatron_vlm.config.trainable import SWITCHES, exports, learns
 from megatron_vlm.data.batches.data_warnings import Remarks
@@ -171,7 +172,7 @@ def _destinations(cfg: Config) -> str:
     kinds = {"model": "the model", "adapter": "the adapters", "merged": "the merged model"}
     exported = " and ".join(kinds[kind] for kind in exports(cfg)) or "nothing"
     parts = [
-        f"checkpoints {_when(cfg.checkpoint)}",
+        f"checkpoints {_when(cfg.checkpoint)} (the newest {cfg.checkpoint.keep_last} stay)",
         f"export of {exported}",
         "report.html" * cfg.log.report,
         "TensorBoard" * cfg.log.tensorboard,
@@ -185,6 +186,8 @@ def _when(interval: EvalConfig | CheckpointConfig) -> str:
     if interval.every_epochs is not None:
         return f"every {interval.every_epochs:.4g} epochs and at the end"
     if interval.every is None:
-        return "at the end"
+        return f"every {DEFAULT_MINUTES} minutes or {DEFAULT_STEPS} steps and at the end"
     steps = interval.every
+    if not steps:
+        return "at the end"
     return f"every {steps:,} steps and at the end" if steps > 1 else "after every step"

@@ -27,7 +27,7 @@ from megatron_vlm.report.run import write_report
 from megatron_vlm.run.checkpointing import CheckpointManager
 from megatron_vlm.run.evaluation.evaluate import Evaluator, write_examples, write_predictions
 from megatron_vlm.run.evaluation.held_out_sets import list_held_out
-from megatron_vlm.run.intervals import Interval, is_due
+from megatron_vlm.run.intervals import DefaultInterval, Interval, is_due
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.out_of_memory import explain_out_of_memory
 from megatron_vlm.run.phase_times import PhaseTimes
@@ -92,6 +92,7 @@ class Run:
         self.profiler = Profiler(cfg, grid.rank, platform)
         opened.callback(self.profiler.close)
         self.meter, self.guard = Meter(platform), NonFiniteGuard(cfg)
+        self.interval, self.is_interval_over = DefaultInterval(platform.device), False
         self._announce(length, prompts_only)
         serving = serving_remark(cfg, worker.adapted)
         for remark in filter(None, [planned, serving, *self.saver.remarks]):
@@ -128,8 +129,11 @@ class Run:
                 if self._stops_early():
                     break
                 do_step(step)
+                self.is_interval_over = self.interval.is_over(step + 1)
                 self.evaluate_if_due()
                 self.save_if_due()
+                if self.is_interval_over:
+                    self.interval.restart()
         except Stopped:
             self.stop_on_signal()
             return PREEMPTED
@@ -224,7 +228,8 @@ class Run:
 
     def _is_due(self, interval: Interval) -> bool:
         now = self.progress
-        return is_due(interval, now.step, self.position_before, now.position, self.feeder.length)
+        samples, is_over = self.feeder.length, self.is_interval_over
+        return is_due(interval, now.step, self.position_before, now.position, samples, is_over)
 
     def evaluate(self) -> None:
         """Score every held-out set. The result may be the best so far."""

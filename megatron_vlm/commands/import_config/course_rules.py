@@ -209,7 +209,8 @@ def _interval(
     if each is not None and t.number(each) > 0:
         t.put(f"{group}.every_epochs", 1 / t.number(each), each, note="1 / that number")
         return
-    if how in ("no", "false"):
+    if how in ("no", "false") and strategy is not None:
+        t.put(f"{group}.every", 0, strategy, note="only at the end")
         return
     if strategy is not None and how == "epoch":
         t.put(f"{group}.every_epochs", 1.0, strategy)

@@ -7,7 +7,7 @@ _BATCH = (
 )
 _STEPS = (
     "checkpoint.every, eval.every and log.every count steps, checkpoint.every_epochs and "
-    "eval.every_epochs epochs; without them it is only at the end"
+    "eval.every_epochs epochs; without them it is every 30 minutes or 500 steps"
 )
 _PRECISION = "train.precision is auto, bf16 or fp32; fp16 is not trained"
 _SCHEDULE = "optim.schedule is constant, linear, cosine or wsd"
