@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
@@ -211,7 +211,9 @@ class _Answers(BaseHTTPRequestHandler):
         elif action == "tree":
             self._say(200, [_entry(path, data) for path, data in files.items()])
         elif action == "paths-info":
-            paths = [path for path in json.loads(self.body)["paths"] if path in files]
+            is_json = self.body.startswith(b"{")  # a form from other versions of the client
+            asked = json.loads(self.body) if is_json else parse_qs(self.body.decode())
+            paths = [path for path in asked["paths"] if path in files]
             self._say(200, [_entry(path, files[path]) for path in paths])
         elif self.role != "write":
             self._say(403, {"error": "You don't have the rights"})

@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/test_hub.py
 """Names on the Hub, resolved by the real client against a server that speaks its API."""
 
+import gzip
 import json
 import re
 import shutil
@@ -342,7 +343,7 @@ def answers(value: object) -> list[str]:
     if spec.streaming:
         stream = open_stream([spec], DataConfig(), train=False)
         return [record.raw()["completion"] for record in stream.records(0, None)]
-    source = open_source(spec, None, None)
+    source = open_source(spec, None, Path("unpacked"))
     return [source[index]["completion"] for index in range(len(source))]
 
 
@@ -360,6 +361,37 @@ def test_data_sets_of_the_hub(streaming, sets, tmp_path):
     assert read("hub:some/chats", revision=sets) == ["old"]
     with pytest.raises(ConfigError, match=r"hub:some/other: .* `datasets` cannot"):
         read("hub:some/other")
+
+
+FORMATS = {
+    "json lines": ({"data/train-0.jsonl.gz": gzip.compress(lines("007", '"yes"'))}, None),
+    "list": ({"a.json": b"[" + lines("007", '"yes"').strip().replace(b"\n", b",") + b"]"}, None),
+    "cells": ({"train.tsv": b'prompt\tcompletion\nq\t007\nq\t"""yes"""\n'}, None),
+    "option": ({"a.csv": b"x", "README.md": b"---\nconfigs:\n- config_name: default\n  data_files: "
+                b"a.csv\n  sep: ;\n---\n"}, "sep"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_values_of_texts_of_the_hub_are_kept(streaming, sets, hub, monkeypatch, tmp_path):
+    """What was downloaded is read without a network."""
+    for kind, (files, option) in FORMATS.items():
+        name = f"some/{kind.replace(' ', '-')}"
+        hub.repos[f"datasets/{name}"] = Repo()
+        hub.repos[f"datasets/{name}"].commit(files)
+        what = {"path": name, "streaming": streaming}
+        if option:
+            with raises(ConfigError, place=name, key=option, found=";"):
+                answers(what)
+            continue
+        assert answers(what) == ["007", '"yes"'], kind
+        with raises(ConfigError, key="split", found="test", allowed=("train",)):
+            answers({**what, "split": "test"})
+        if not streaming:
+            with monkeypatch.context() as patch:
+                patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+                patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+                assert answers(what) == ["007", '"yes"'], kind
 
 
 def test_the_name_of_a_set_on_the_hub():

@@ -564,6 +564,31 @@ def test_the_command_shows_what_is_asked_for(overrides, capsys, tmp_path):
     assert page.read_text(encoding="utf-8").count("<article") == len(SHOWN)
 
 
+def test_a_folder_is_shown_like_its_file(overrides, tmp_path, capsys):
+    """Texts that are JSON stay texts, beside lists and objects at the same keys."""
+    texts = ['"yes"', '["a", "b"]', "007", "null", '{"bbox_2d": [1, 2, 3, 4]}', "2024-05-01"]
+    parts = {"messages": [say("user", text("q"), image(64, 64)), say("assistant", text("a"))]}
+    records = [{"messages": [say("user", "q"), say("assistant", answer)]} for answer in texts]
+    cells = ['"{}"'.format(answer.replace('"', '""')) for answer in texts]
+    contents = {
+        "train.jsonl": "".join(json.dumps(record) + "\n" for record in [parts, *records]),
+        "train.json": json.dumps([*records, parts]),
+        "train.csv": "\nq,".join(["prompt,completion", *cells]),
+    }
+    options = {"samples": len(texts) + 1, "sample": None, "ranks": 1}
+    for name, content in contents.items():
+        folder = tmp_path / name.replace(".", "_")
+        folder.mkdir()
+        (folder / name).write_text(content)
+        shown = []
+        for path in (folder, folder / name):
+            run_inspect(load_config(overrides(train=path)), None, **options)
+            output = "".join(capsys.readouterr().out.split())
+            shown.append(output.replace(f"{folder.name}/{name}", folder.name))
+        assert shown[0] == shown[1], name
+        assert all("".join(answer.split()) in shown[0] for answer in texts), name
+
+
 def test_pictures_that_break_off_are_found_by_decoding(overrides, folder, tmp_path, capsys):
     """Their headers are right, so that opening the set does not notice them."""
     whole = io.BytesIO()

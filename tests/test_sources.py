@@ -56,6 +56,22 @@ def write_folder(path):
     table(path).to_parquet(path / "train.parquet")
 
 
+def write_texts(path):
+    """Write JSON lines as `train` of a folder with another split."""
+    path.mkdir()
+    (path / "train.jsonl").write_text(LINES)
+    (path / "test.jsonl").write_text("{}")
+
+
+def write_lists(path):
+    """Write a packed list and a plain one, as the README.md of their folder says."""
+    path.mkdir()
+    (path / "0.json.gz").write_bytes(gzip.compress(json.dumps(RECORDS[:2]).encode()))
+    (path / "1.json.gz").write_bytes(gzip.compress(json.dumps(RECORDS[2:]).encode()))
+    configs = "configs:\n- config_name: default\n  data_files: '*.json.gz'\n"
+    (path / "README.md").write_text(f"---\n{configs}---\n")
+
+
 def write_tar(path):
     with tarfile.open(path, "w") as tar:
         for index, record in enumerate(RECORDS):
@@ -87,6 +103,7 @@ WRITERS = {
     "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES.encode())),
     "a.jsonl.zst": lambda path: path.write_bytes(zst(LINES.encode())),
     "a.json": lambda path: path.write_text(json.dumps(RECORDS)),
+    "lines.json": lambda path: path.write_text(LINES),
     "a.csv": lambda path: write_rows(path, encoding="utf-8-sig"),
     "a.tsv": lambda path: write_rows(path, encoding="utf-8"),
     "a.csv.gz": lambda path: write_rows(path, encoding="utf-8"),
@@ -95,6 +112,8 @@ WRITERS = {
     "saved": lambda path: table(path).save_to_disk(path),
     "dict": lambda path: datasets.DatasetDict({"train": table(path)}).save_to_disk(path),
     "folder": write_folder,
+    "lines": write_texts,
+    "lists": write_lists,
     "a.tar": write_tar,
 }
 
@@ -230,15 +249,28 @@ def test_fields_that_only_other_records_have_are_left_out(tmp_path):
     assert source[1]["messages"][0]["content"] == [{"type": "image", "image": "b"}]
 
 
-def test_values_of_mixed_kinds_are_read(tmp_path):
-    """`datasets` keeps a column of strings and lists as JSON."""
-    lines = [say("user", "a"), {"role": "user", "content": [{"type": "image", "image": None}]}]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"messages": [line]}) + "\n" for line in lines))
-    table = datasets.Dataset.from_json(str(path), cache_dir=str(tmp_path / "hf"))
-    table.save_to_disk(tmp_path / "saved")
-    source = open_source(SourceSpec(str(tmp_path / "saved")), None, None)
-    assert [source[i]["messages"] for i in range(2)] == [[line] for line in lines]
+@pytest.mark.parametrize("name", ["a.parquet", "saved", "folder"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_of_json_is_refused_by_name(name, streaming, tmp_path):
+    """`datasets` keeps a column of strings and lists as JSON, and the text "yes" as yes."""
+    if streaming and name == "saved":
+        pytest.skip("is not streamed")
+    rows = [[{"role": "user", "content": content}] for content in ('"yes"', [{"text": "a"}])]
+    path = tmp_path / name
+    path.with_suffix(".jsonl").write_text(
+        "".join(f'{{"a": 1, "b": {json.dumps(row)}}}\n' for row in rows)
+    )
+    table = datasets.Dataset.from_json(str(path.with_suffix(".jsonl")))
+    if name == "saved":
+        table.save_to_disk(path)
+    else:
+        path.mkdir(exist_ok=True) if name == "folder" else None
+        table.to_parquet(path / "train.parquet" if name == "folder" else path)
+    spec = SourceSpec(str(path), streaming=streaming)
+    with raises(ConfigError, key="b", problem_has="feature Json", remedy_has="JSON lines"):
+        if streaming:
+            [record.raw() for record in open_stream([spec], DataConfig(), True).records(0, None)]
+        open_source(spec, None, None)
 
 
 def test_tar_samples_with_pictures(tmp_path):
@@ -318,8 +350,8 @@ BAD_FILES = {
     "cut.jsonl.gz": (gzip.compress(LINES.encode())[:-9], r"cut\.jsonl\.gz: cannot be unpacked"),
     "cut.jsonl.zst": (zst(LINES.encode() * 9)[:40], r"zst: cannot be unpacked"),
     "text.jsonl.gz": (b"not packed", r"text\.jsonl\.gz: cannot be unpacked"),
-    "lines.json": (LINES.encode(), r"lines\.json: is not JSON: .*JSON lines are named \.jsonl"),
-    "object.json": (b"{}", r"object\.json: must hold one list"),
+    "list.json": (b"[{}", r"list\.json: is not JSON: .*; mend the file"),
+    "object.json": (b'{\n"a": 1}', r"object\.json:1: is not a line of JSON"),
     "empty.csv": (b"\n", r"empty\.csv: is empty; its first row must have the names"),
     "twice.csv": (b"a,a\n1,2\n", r"twice\.csv:1: has two columns with the name 'a'"),
     "one.csv": (b"a;b\n1;2\n", r"one\.csv:1: has a single column with the name 'a;b'; .* a comma"),
@@ -378,14 +410,17 @@ def test_sources_that_cannot_be(path, fields, tmp_path):
     assert path in str(error.value)
 
 
+FILES = (".arrow", ".parquet", ".jsonl", ".gz")
+
+
 @pytest.mark.parametrize("name", [*WRITERS, "a.ndjson"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_named_pipe_is_not_waited_for(name, streaming, tmp_path):
     """To open one waits for somebody to write into it."""
     path = tmp_path / name
-    if name in ("saved", "dict", "folder"):
+    if name in ("saved", "dict", "folder", "lines", "lists"):
         write(tmp_path, name)
-        path = next(path.rglob("*.arrow" if name != "folder" else "*.parquet"))
+        path = next(each for each in path.rglob("*.*") if each.suffix in FILES)
         path.unlink()
     os.mkfifo(path)
     with pytest.raises((DataError, ConfigError), match=f"{path}: is a named pipe"):
@@ -531,13 +566,13 @@ def test_a_stream_resumes_after_any_record(tmp_path):
 
 @pytest.mark.parametrize("name", [*WRITERS])
 def test_a_stream_gives_the_same_records(name, tmp_path):
-    if name in ("a.json", "saved", "dict"):
+    if name in ("saved", "dict"):
         pytest.skip("these are not streamed")
     path = write(tmp_path, name)
     stream = open_stream([SourceSpec(path, streaming=True)], DataConfig(shuffle=False), train=True)
     found = [parse_record(record.raw(), "x") for record in stream.records(0, None)]
     assert found == [parse_record(record, "x") for record in RECORDS]
-    assert stream.root == str(tmp_path if name != "folder" else tmp_path / "folder")
+    assert stream.root == str(tmp_path / name if name in ("folder", "lines", "lists") else tmp_path)
 
 
 def test_where_the_images_of_streams_lie(tmp_path, monkeypatch):

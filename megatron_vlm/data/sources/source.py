@@ -23,13 +23,25 @@ from megatron_vlm.config.data_sources import HUB, SourceSpec
 from megatron_vlm.data.sources.csv_files import DELIMITERS, CsvSource
 from megatron_vlm.data.sources.dataset_info import read_dataset_info
 from megatron_vlm.data.sources.field_names import FieldNames, check_columns_exist, parse_cells
-from megatron_vlm.data.sources.tables import TableSource, load_by_name, root_cause
+from megatron_vlm.data.sources.tables import (
+    TableSource,
+    load_by_name,
+    missing_split,
+    root_cause,
+)
 from megatron_vlm.data.sources.tar import TarSource
-from megatron_vlm.data.sources.text_files import check_size, parse_json, scan_lines, unpacked_path
+from megatron_vlm.data.sources.text_files import (
+    check_size,
+    has_list,
+    parse_json,
+    parse_list,
+    scan_lines,
+    unpacked_path,
+)
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.untrusted import UntrustedFile, real_path, require_file, require_files_in
+from megatron_vlm.io.untrusted import real_path, require_file, require_files_in
 
-_MAX_LIST_BYTES = 2**36  # bytes
+TEXTS = (".jsonl", ".ndjson", ".json", *DELIMITERS)  # kinds of files, packed or not
 _NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # a data set on the Hub
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -79,11 +91,11 @@ def _open_unnamed(spec: SourceSpec, root: str | None, cache: Path | None) -> Sou
     if not paths:
         is_name = _NAME.fullmatch(spec.path) and not Path(spec.path).suffix
         if is_name or spec.path.startswith(HUB):
-            return _hub_source(spec, root)
+            return _open_by_name(spec, root, cache)
         raise ConfigError(": there is no such file or folder", place=spec.path)
     folder = folder_of_source(paths[0])
     if Path(paths[0]).is_dir():
-        return _open_folder(paths[0], spec, root or folder)
+        return _open_folder(paths[0], spec, root or folder, cache)
     return _open_files(paths, spec, root or folder, cache)
 
 
@@ -100,17 +112,18 @@ def _open_files(paths: list[str], spec: SourceSpec, root: str, cache: Path | Non
         return TarSource(paths, root)
     if kind in (".parquet", ".arrow"):
         return TableSource(_read_tables(kind[1:], paths), spec.path, root)
-    if kind == ".json":
-        return ListSource(paths, spec.path, root)
-    if kind in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"):
-        return JsonlSource([unpacked_path(path, cache) for path in paths], paths, root)
-    if delimiter := DELIMITERS.get(unpacked_kind(kind)):
-        return CsvSource([unpacked_path(path, cache) for path in paths], paths, delimiter, root)
+    if (suffix := unpacked_kind(kind)) in TEXTS:
+        files = [unpacked_path(path, cache) for path in paths]
+        if delimiter := DELIMITERS.get(suffix):
+            return CsvSource(files, paths, delimiter, root)
+        if suffix == ".json" and all(map(has_list, files)):
+            return ListSource(files, paths, spec.path, root)
+        return JsonlSource(files, paths, root)
     raise ConfigError(
         "has a name that does not tell the format",
         place=spec.path,
-        allowed=".jsonl, .jsonl.gz, .jsonl.zst, .json, .csv, .tsv, .parquet, .arrow, .tar, a "
-        "folder of save_to_disk, or the name of a Hugging Face data set",
+        allowed=".jsonl, .json, .csv, .tsv (each also with .gz or .zst), .parquet, .arrow, .tar, a "
+        "folder of such files or of save_to_disk, or the name of a Hugging Face data set",
     )
 
 
@@ -205,16 +218,12 @@ class JsonlSource:
 class ListSource:
     """Records in memory, from .json files that hold a list."""
 
-    def __init__(self, paths: Sequence[str], name: str, root: str):
+    def __init__(self, files: Sequence[str], names: Sequence[str], name: str, root: str):
         self.name, self.root = name, root
         self.records: list[tuple[str, Any]] = []  # place and content
-        for path in paths:
-            file = UntrustedFile(path, remedy="JSON lines are named .jsonl")
-            # A list may be as large as memory. JSON lines serve for larger data.
-            content = file.parse(file.content(_MAX_LIST_BYTES), most_values=_MAX_LIST_BYTES)
-            if not isinstance(content, list):
-                raise file.error("must hold one list of records")
-            self.records += [(f"{path}: record {i}", record) for i, record in enumerate(content)]
+        for file, path in zip(files, names, strict=True):
+            records = parse_list(Path(file).read_bytes(), path)
+            self.records += [(f"{path}: record {i}", record) for i, record in enumerate(records)]
 
     @cached_property
     def digest(self) -> str:
@@ -244,30 +253,26 @@ def _read_tables(kind: str, paths: Sequence[str]) -> Any:
         ) from error
 
 
-def _open_folder(path: str, spec: SourceSpec, root: str) -> Source:
+def _open_folder(path: str, spec: SourceSpec, root: str, cache: Path | None) -> Source:
     import datasets
 
     folder = Path(path)
     require_files_in(folder)
     if not any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
-        return _hub_source(spec, root)
+        return _open_by_name(spec, root, cache)
     try:
         dataset, name = datasets.load_from_disk(path), path
     except Exception as error:  # pyarrow and datasets raise many kinds
         raise DataError(f"cannot be read: {root_cause(error)}", place=path) from error
     if isinstance(dataset, datasets.DatasetDict):
         if spec.split not in dataset:
-            raise ConfigError(
-                ": the folder has no such split",
-                place=path,
-                key="split",
-                found=spec.split,
-                allowed=tuple(dataset),
-            )
+            raise missing_split(path, spec.split, dataset)
         dataset, name = dataset[spec.split], f"{path}[{spec.split}]"
     return TableSource(dataset, name, root)
 
 
-def _hub_source(spec: SourceSpec, root: str | None) -> Source:
-    name = f"{spec.path.removeprefix(HUB)}[{spec.split}]"
-    return TableSource(load_by_name(spec), name, root or os.getcwd())
+def _open_by_name(spec: SourceSpec, root: str | None, cache: Path | None) -> Source:
+    root = root or os.getcwd()
+    if isinstance(loaded := load_by_name(spec), list):
+        return _open_files(loaded, spec, root, cache)
+    return TableSource(loaded, f"{spec.path.removeprefix(HUB)}[{spec.split}]", root)

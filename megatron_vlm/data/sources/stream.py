@@ -22,6 +22,7 @@ from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.sources.csv_files import DELIMITERS, iter_rows, parse_header, parse_row
 from megatron_vlm.data.sources.field_names import FieldNames, check_columns_exist, parse_cells
 from megatron_vlm.data.sources.source import (
+    TEXTS,
     folder_of_source,
     kind_of_file,
     named_source,
@@ -30,11 +31,17 @@ from megatron_vlm.data.sources.source import (
 )
 from megatron_vlm.data.sources.tables import load_by_name, root_cause, table_row
 from megatron_vlm.data.sources.tar import TarSource, join_members
-from megatron_vlm.data.sources.text_files import content_of, iter_lines, parse_json, too_large_error
+from megatron_vlm.data.sources.text_files import (
+    begins_list,
+    content_of,
+    iter_lines,
+    parse_json,
+    parse_list,
+    too_large_error,
+)
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.untrusted import UntrustedFile, require_file, require_files_in
 
-_LINES = (".jsonl", ".ndjson")
 _TABLES = (".parquet", ".arrow")  # read by `datasets`
 # Records that are read here have these columns. Their bytes are parsed later, where an error can
 # be skipped.
@@ -166,11 +173,14 @@ def _open(spec: SourceSpec) -> Any:
     if not paths or os.path.isdir(paths[0]):
         for folder in paths:
             require_files_in(folder)
-        return load_by_name(spec, streaming=True)
-    for path in paths:
-        require_file(path)
+        paths = load_by_name(spec, streaming=True)
+        if not isinstance(paths, list):
+            return paths
+    else:
+        for path in paths:
+            require_file(path)
     suffix = unpacked_kind(kind := kind_of_file(paths[0]))
-    readers = dict.fromkeys(_LINES, _lines) | dict.fromkeys(DELIMITERS, _rows) | {".tar": _samples}
+    readers = dict.fromkeys(TEXTS, _lines) | dict.fromkeys(DELIMITERS, _rows) | {".tar": _samples}
     if reader := readers.get(suffix, None if suffix == kind else _lines):
         text, data = datasets.Value("string"), datasets.Value("large_binary")
         return datasets.IterableDataset.from_generator(
@@ -198,7 +208,14 @@ def _record_place(table: Any) -> str | None:
 def _lines(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the JSON lines of files without parsing them, because a wrong one may be skipped."""
     for path in paths:
-        for number, line in enumerate(iter_lines(content_of(path)), 1):
+        blocks = content_of(path)
+        first = next(blocks, b"")
+        if unpacked_kind(kind_of_file(path)) == ".json" and begins_list(first):
+            for number, record in enumerate(parse_list(b"".join((first, *blocks)), path)):
+                members = [{"name": _LINE, "content": json.dumps(record).encode()}]
+                yield {_WHERE: f"{path}: record {number}", _CONTENT: members}
+            continue
+        for number, line in enumerate(iter_lines(itertools.chain((first,), blocks)), 1):
             where = f"{path}:{number}"
             line = line.removeprefix(codecs.BOM_UTF8) if line and number == 1 else line
             if line is None:

@@ -6,8 +6,9 @@ memory and die. So a row is checked before it is read.
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class TableSource:
         with _name_errors(name, "the schema is damaged"):
             # Values stay in Arrow format: `datasets` would decode images without our limits.
             self.dataset = dataset.with_format("arrow")
+            _refuse_json(dataset.features.arrow_schema, name)
         self.name, self.root = name, root
         files = [each["filename"] for each in dataset.cache_files]
         self.sizes = {path: os.path.getsize(path) for path in files}
@@ -68,6 +70,7 @@ class TableSource:
 def table_row(table: Any, where: str) -> dict[str, Any]:
     """Return the only row of an Arrow table, as plain values."""
     with _name_errors(where, "the record is damaged"):
+        _refuse_json(table.schema, where)
         for column in table.columns:
             for chunk in column.chunks:
                 _check(chunk)
@@ -104,14 +107,30 @@ def _check(array: Any) -> None:
         array.validate(full=True)
 
 
+def _refuse_json(schema: Any, place: str) -> None:
+    """Refuse columns with the feature `Json`, in which `datasets` takes a text that happens to be
+    JSON for its value."""
+    for column in schema:
+        if _has_json(column.type):
+            raise ConfigError(
+                ": the column has the feature Json of `datasets`, which turns texts such as "
+                '\'"yes"\' and "[1]" into other values',
+                place=place,
+                key=column.name,
+                remedy="give the JSON lines that the table was made from",
+            )
+
+
+def _has_json(kind: Any) -> bool:
+    inner = (kind.field(number).type for number in range(kind.num_fields))
+    return isinstance(kind, pyarrow.JsonType) or any(map(_has_json, inner))
+
+
 def _plain_value(value: Any, kind: Any) -> Any:
     """Convert a value of Arrow to a plain one. Arrow gives every struct the fields of all others,
-    as nulls: these are left out. `datasets` keeps values of mixed types as JSON: these are parsed,
-    and their nulls kept."""
+    as nulls: these are left out."""
     if value is None:
         return None
-    if isinstance(kind, pyarrow.JsonType):
-        return UntrustedFile("a column of JSON").parse(value)
     if pyarrow.types.is_struct(kind):
         present = (field for field in kind if value[field.name] is not None)
         return {field.name: _plain_value(value[field.name], field.type) for field in present}
@@ -120,34 +139,36 @@ def _plain_value(value: Any, kind: Any) -> Any:
     return value
 
 
-# `datasets` loads data sets by name or by folder.
+# `datasets` finds the files of data sets by name or by folder, and reads those that are tables.
+# It would change values of JSON and of cells: 007 would become 7.
 #
 # The README.md of a data set may list the files of the set. It is untrusted like the rest of the
 # data: it must not name an address or a file outside its folder.
 
 _README = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)  # the YAML comes first
+_TEXTS = ("json", "csv")  # formats that are read here
+_NO_OPTIONS = {"name", "version", "data_dir", "data_files", "description"}
 
 
 def load_by_name(spec: SourceSpec, streaming: bool = False) -> Any:
-    """Load a split of a data set on the Hub, or in a folder of files."""
+    """Load a split of a data set on the Hub, or in a folder of files. Return its table or, if the
+    files are text, the list of their paths. A stream of files on the Hub has their addresses."""
     import datasets
 
     name = spec.path.removeprefix(HUB)
-    folder = name == spec.path and os.path.isdir(name)
-    if folder:
-        _refuse_addresses(Path(name))
-        name = os.path.abspath(name)  # `datasets` has builders of its own, such as json
-    elif name in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:
+    folder = os.path.realpath(name) if name == spec.path and os.path.isdir(name) else None
+    # `datasets` has builders of its own, such as json.
+    if not folder and name in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:
         raise ConfigError(": there is no such file or folder", place=spec.path)
-    elif os.path.isdir(name):  # a folder of this name is not meant
-        name = f"hf://datasets/{name}"
-    which = {"path": name, "name": spec.subset, "revision": spec.revision}
     try:
-        builder = datasets.load_dataset_builder(**which)
-        _refuse_outside(builder.config.data_files or {}, name, folder)
-        # This call resolves the same files once more.
-        return datasets.load_dataset(**which, split=spec.split, streaming=streaming)
-    except DataError:
+        builder = _builder_of_folder(folder, spec) if folder else _builder_of_name(name, spec)
+        if builder.name in _TEXTS:
+            return _paths(builder.config, spec, streaming)
+        if streaming:
+            return builder.as_streaming_dataset(split=spec.split)
+        builder.download_and_prepare()
+        return builder.as_dataset(split=spec.split)
+    except (ConfigError, DataError):
         raise
     except Exception as error:  # connection, missing data set, missing split, bad files
         verb = "stream" if streaming else "load"
@@ -155,6 +176,80 @@ def load_by_name(spec: SourceSpec, streaming: bool = False) -> Any:
             f"is not a file here, and `datasets` cannot {verb} it: {root_cause(error)}",
             place=spec.path,
         ) from error
+
+
+def _builder_of_folder(folder: str, spec: SourceSpec) -> Any:
+    """Return what `datasets` knows about a data set: its format, options and files."""
+    import datasets
+
+    _refuse_addresses(Path(folder))
+    builder = datasets.load_dataset_builder(folder, spec.subset)
+    for path in _files_of(builder):
+        if not os.path.normpath(path).startswith(os.path.join(folder, "")):
+            raise _outside_error(path, spec)
+    return builder
+
+
+def _builder_of_name(name: str, spec: SourceSpec) -> Any:
+    """Return what `datasets` knows about a data set on the Hub. Without a network, its files are
+    those that were downloaded before."""
+    import datasets
+    from huggingface_hub import snapshot_download
+
+    # A folder of this name is not meant.
+    address = f"hf://datasets/{name}" if os.path.isdir(name) else name
+    builder, unreachable = None, None
+    try:
+        builder = datasets.load_dataset_builder(address, spec.subset, revision=spec.revision)
+    except ConnectionError as error:
+        unreachable = error
+    if builder is None or builder.name == "cache":  # a table that `datasets` made of the files
+        which: Any = {"repo_type": "dataset", "revision": spec.revision}
+        with suppress(FileNotFoundError):
+            path = snapshot_download(name, local_files_only=True, **which)
+            return _builder_of_folder(os.path.realpath(str(path)), spec)
+    if builder is None:
+        assert unreachable is not None
+        raise unreachable
+    for path in _files_of(builder):
+        if "://" not in path:  # on this machine
+            raise _outside_error(path, spec)
+    return builder
+
+
+def _files_of(builder: Any) -> list[str]:
+    files = builder.config.data_files or {}
+    return [str(path) for paths in files.values() for path in paths]
+
+
+def _paths(config: Any, spec: SourceSpec, streaming: bool) -> list[str]:
+    """Return the paths of the files of a split, which are downloaded unless they are streamed."""
+    import datasets
+
+    files = {str(split): list(map(str, paths)) for split, paths in config.data_files.items()}
+    if spec.split not in files:
+        raise missing_split(spec.path, spec.split, files)
+    is_tsv = any(".tsv" in os.path.basename(path) for path in files[spec.split])
+    usual = type(config)(**({"sep": "\t"} if is_tsv else {}))
+    for option in (field.name for field in fields(config) if field.name not in _NO_OPTIONS):
+        if getattr(config, option) != getattr(usual, option):
+            raise ConfigError(
+                ": the README.md sets this option of `datasets`, and files are read without it",
+                place=spec.path,
+                key=option,
+                found=getattr(config, option),
+                remedy="convert the files to JSON lines, and give these",
+            )
+    if not streaming:  # other splits, too: the README.md names them, and may be read offline later
+        files = datasets.DownloadManager().download(files)
+    return files[spec.split]
+
+
+def missing_split(place: str, split: str, splits: Iterable[str]) -> ConfigError:
+    """Make the error of a split that a data set does not have."""
+    return ConfigError(
+        ": there is no such split", place=place, key="split", found=split, allowed=tuple(splits)
+    )
 
 
 def root_cause(error: BaseException) -> str:
@@ -181,14 +276,9 @@ def _refuse_addresses(folder: Path) -> None:
             )
 
 
-def _refuse_outside(files: Any, name: str, folder: bool) -> None:
-    """Refuse files outside the folder; for a data set on the Hub, all files of this machine."""
-    root = os.path.abspath(os.path.expanduser(name))
-    for path in (str(path) for paths in files.values() for path in paths):
-        inside = os.path.normpath(path).startswith(os.path.join(root, "")) if folder else False
-        if not inside and (folder or "://" not in path):
-            raise DataError(
-                f": the README.md names {path} as a data file, which lies outside the folder",
-                place=name,
-                remedy="move the file into the folder, or give its path as data.train",
-            )
+def _outside_error(path: str, spec: SourceSpec) -> DataError:
+    return DataError(
+        f": the README.md names {path} as a data file, which lies outside the folder",
+        place=spec.path,
+        remedy="move the file into the folder, or give its path as data.train",
+    )

@@ -80,10 +80,12 @@ def _unpack(path: str, target: Path) -> str:
 def content_of(path: str) -> Iterator[bytes]:
     """Yield the content of a file in blocks. The file may be compressed, as its suffix says. Raise
     a DataError where it is cut off, or where it unpacks to more than can be right."""
-    max_bytes, num_bytes = max(_ALWAYS, MAX_RATIO * os.path.getsize(path)), 0
+    num_bytes = 0
     try:
         # Arrow reads the file: the readers of gzip and zstandard accept a truncated zst in silence.
-        with pyarrow.input_stream(path) as stream:
+        size, file, packing = _opened(path)
+        max_bytes = max(_ALWAYS, MAX_RATIO * size)
+        with pyarrow.input_stream(file, packing) as stream:
             while num_bytes <= max_bytes and (block := stream.read(_SAMPLE)):
                 num_bytes += len(block)
                 yield block
@@ -97,6 +99,34 @@ def content_of(path: str) -> Iterator[bytes]:
             place=path,
             remedy="if that is right, unpack it yourself",
         )
+
+
+def _opened(path: str) -> tuple[int, Any, str | None]:
+    """Return the size of a file here or on the Hub, what Arrow opens, and how it is packed."""
+    if not path.startswith("hf://"):
+        return os.path.getsize(path), path, "detect"
+    from huggingface_hub import HfFileSystem
+
+    system = HfFileSystem()
+    packing = {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(path)[1])
+    return system.info(path)["size"], system.open(path, "rb", block_size=0), packing
+
+
+def has_list(path: str) -> bool:
+    """Return whether a file of JSON, which is not packed, holds a list in place of lines."""
+    with open(path, "rb") as file:
+        return begins_list(file.read(_SAMPLE))
+
+
+def begins_list(content: bytes) -> bool:
+    """Return whether the content of a file begins a list."""
+    return content.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
+def parse_list(content: bytes, path: str) -> Any:
+    """Parse the list of records that a file holds. It may be as large as memory: JSON lines serve
+    for larger data."""
+    return UntrustedFile(path, remedy="mend the file").parse(content, most_values=len(content))
 
 
 # Lines of JSON are located in a file, and their records parsed, within bounds of memory.
