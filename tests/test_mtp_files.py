@@ -193,7 +193,7 @@ def test_an_adapter_has_nothing_of_it(tiny):
 def test_a_digest_is_of_it_too(tiny, tmp_path):
     path = tiny(**TINY)
     other = changed(path, tmp_path / "a", {"mtp.norm.weight": torch.zeros(64)})
-    assert weights_digest(opened(path)) != weights_digest(opened(other))
+    assert weights_digest(Path(path)) != weights_digest(Path(other))
 
 
 @pytest.mark.parametrize("form", ExpertStorage)

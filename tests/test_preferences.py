@@ -9,13 +9,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_vlm.config import load_config
 from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.objectives import reference_of, spec_of
 from megatron_vlm.config.preference_config import PreferenceConfig
@@ -26,12 +29,16 @@ from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.scores.score_index import ScoreIndex
 from megatron_vlm.data.tokens.row import IGNORE, Row, cut_row
 from megatron_vlm.distributed.agreement import Vote
+from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import load_hf
+from megatron_vlm.lora.peft_config import ADAPTER_FILE
 from megatron_vlm.lora.weights import fill, values
+from megatron_vlm.run.checkpointing import Progress
 from megatron_vlm.training import reference
 from megatron_vlm.training.data_feed import Feeder
+from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs, frozen_inputs
 from megatron_vlm.training.preference_losses import (
     GLOBAL_LOSSES,
     PAIR_LOSSES,
@@ -44,9 +51,11 @@ from megatron_vlm.training.reference import with_reference
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker
 from tests.chats import image, say, text
+from tests.error_fields import raises
 from tests.peft_reference import Adapter, as_ours, peft_model, save, trained
 from tests.reference import load_reference, row_log_probs
 from tests.runs import Case, collect_grads
+from tests.test_distill import eval_rank
 from tests.test_score import records_of, score
 from tests.test_train import run_rank
 
@@ -463,6 +472,82 @@ def test_resumed_is_bit_for_bit_the_run_without_a_break(name, pool, tiny, refere
     assert exported
     for file, content in exported.items():
         assert (resumed / "export" / file).read_bytes() == content
+
+
+@pytest.mark.parametrize("how", ["keep", "model"])
+def test_another_reference_after_a_resume_is_refused(how, pool, tiny, references, tmp_path):
+    """It is an event if model.path was changed on purpose. Earlier versions stored no digests."""
+    run, model, other = tmp_path / "run", tmp_path / "model", Path(tiny(seed=1))
+    shutil.copytree(tiny(), model)
+
+    def train(steps: int, path: Path) -> tuple[int, str]:
+        few = ("eval.generate=false", "data.eval=null", "checkpoint.export=false")
+        more = ("train.objective=dpo", f"train.reference={how}", f"train.steps={steps}")
+        words = run_words(tiny, run, references[0]("dpo"), *few, *more, f"model.path={path}")
+        status, _, err = pool.run(run_rank, 1, words)[0]
+        return status, err
+
+    assert train(1, model)[0] == 0
+    shutil.copy(other / "model.safetensors", model)
+    evaluated = pool.run(eval_rank, 1, [str(run), f"data.eval={references[0]('dpo')}"])[0]
+    for status, err in (train(2, model), evaluated[::2]):
+        assert status == 2 and f"model.path={model} has another content" in err, err
+    status, err = train(2, other)
+    assert status == 0, err
+    events = [line["text"] for line in logged(run, "event")]
+    assert "resumed with another content of model.path" in events
+    saved = json.loads((run / "checkpoints/step-00000001/state.json").read_text())["progress"]
+    assert saved.pop("frozen").keys() == {"model.path"}
+    now = {"model.path": FrozenInput(str(model), "another")}
+    assert changed_inputs(run, Progress.from_json(saved).frozen, now) == []
+
+
+def test_all_that_is_read_and_not_trained_has_its_digest(tiny, references, tmp_path):
+    model, adapter, scores = tiny(), tmp_path / "adapter", tmp_path / "scores"
+    shutil.copytree(references[1](()), adapter)
+    teachers = [tmp_path / name for name in ("one", "two")]
+    for number, teacher in enumerate(teachers):
+        shutil.copytree(tiny(seed=number), teacher)
+    scores.mkdir()
+    index = ScoreIndex("m", "weights", "vocabulary", 2, 1.0, "fp32", is_complete=True)
+    index.write(scores)
+    lora = ["lora.rank=4", f"lora.path={adapter}"]
+    cases: list[tuple[list[str], bool, set[str]]] = [
+        (["lora.rank=4"], False, set()),  # save_load.py compares the base of adapters
+        (["train.objective=dpo"], False, {"model.path"}),
+        (["train.objective=dpo", *lora], False, {"model.path", "lora.path"}),
+        (["train.objective=dpo", f"data.reference={scores}"], False, {"data.reference"}),
+        (["train.objective=distill", f"data.teacher={scores}"], False, {"data.teacher"}),
+        (["rl.kl_coef=0.1"], True, {"model.path"}),
+        (["rl.kl_coef=0.1", *lora], True, {"model.path", "lora.path"}),
+        ([f"rl.teacher={teachers[0]}"], True, {"rl.teacher"}),
+        (
+            [f"rl.teacher={{a: {teachers[0]}, b: {teachers[1]}}}"],
+            True,
+            {"rl.teacher.a", "rl.teacher.b"},
+        ),
+    ]
+
+    def inputs() -> list[dict[str, FrozenInput]]:
+        found = []
+        for words, is_rl, _ in cases:
+            cfg = load_config([f"model.path={model}", "data.train=x", "train.steps=1", *words])
+            worker: Any = SimpleNamespace(cfg=cfg, base_digest=content)
+            found.append(frozen_inputs(worker, is_rl))
+        return found
+
+    content = "before"
+    before = inputs()
+    assert [{*each} for each in before] == [keys for _, _, keys in cases]
+    content = "after"
+    replace(index, weights="others").write(scores)
+    for file in (adapter / ADAPTER_FILE, *(each / "model.safetensors" for each in teachers)):
+        tensors = load_file(file)
+        save_file({name: tensor + 1 for name, tensor in tensors.items()}, file)
+    for one, other in zip(before, inputs(), strict=True):
+        for key in one:
+            with raises(CheckpointError, key=key):
+                changed_inputs(tmp_path, one, {key: other[key]})
 
 
 def test_the_reference_is_computed_once_and_only_for_what_is_trained(

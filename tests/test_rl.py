@@ -319,12 +319,18 @@ def test_prompts_that_are_alike_get_other_answers(pool, folder, model):
 
 
 def test_a_run_resumes_bit_for_bit(pool, folder, model, alone):
-    name, saving = "resumed", "checkpoint.every=1"
-    learnt(pool, 1, folder, model, name, saving, "train.steps=2", "checkpoint.export=false")
-    run = learnt(pool, 1, folder, model, name, saving)
+    """With another model in the place of its reference, it does not resume."""
+    name, saving, copied = "resumed", "checkpoint.every=1", folder / "copied"
+    shutil.copytree(model, copied)
+    more = [saving, "train.steps=2", "checkpoint.export=false"]
+    learnt(pool, 1, folder, str(copied), name, *more)
+    run = learnt(pool, 1, folder, str(copied), name, saving)
     assert furthest(run, alone) == 0
     assert samples(run) == samples(alone)
     assert [line["step"] for line in lines(run, "rl")] == [1, 2, 3]
+    save_file(weights(run), copied / "model.safetensors", {"format": "pt"})
+    status, _, err = go(pool, 1, folder, str(copied), name, saving, "train.steps=4")
+    assert status == 2 and f"model.path={copied} has another content" in err, err
 
 
 def stopped_after_a_step(given: list[str], metrics: Path) -> int:

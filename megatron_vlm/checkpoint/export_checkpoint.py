@@ -17,7 +17,7 @@ from megatron_vlm.config import read_saved
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.config.trainable import Exported, export_of
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.digest import weights_digest
 from megatron_vlm.hf.export_folder import ExportMark, check_replaceable
 from megatron_vlm.hf.export_weights import write_folder
@@ -29,6 +29,7 @@ from megatron_vlm.io.untrusted import JsonField
 from megatron_vlm.lora.export_adapter import TrainedAdapter, write
 from megatron_vlm.lora.targets import adapted_linears, adapter_entries
 from megatron_vlm.lora.weights import adapted_weights
+from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs
 
 
 def export_checkpoint(
@@ -69,7 +70,7 @@ def _export(folder: Path, out: str, model_path: str | None, kind: Exported | Non
         return
     weights = adapted_weights(cfg, source.sizes)
     state = outside_file(folder / "state.json").json()
-    check_base(folder, state, weights_digest(source), str(source.path))
+    check_base(folder, state, weights_digest(source.path), str(source.path))
     table += adapter_entries(adapted_linears(table, weights), cfg.lora.rank)
     entries = [entry for entry in table if is_kept(cfg, entry)]
     adapter = TrainedAdapter(cfg.lora, weights, source, dict(_tensors(reader, entries, source)))
@@ -123,13 +124,13 @@ def mark_of(folder: Path, manifest: Manifest, step: int) -> ExportMark:
 def check_base(folder: Path, state: JsonField, digest: str, path: str) -> None:
     """Refuse adapters that were trained with other weights. `state` is the checkpoint's state.json,
     and `digest` that of the weights in `path`."""
-    saved = state.get("lora")
-    if saved is not None and saved["base"].string() != digest:
-        raise CheckpointError(
-            ": the adapters were trained beside other weights than these",
-            place=str(folder),
-            key="model.path",
-            found=path,
-            remedy="give the model that they were trained with: as model.path, or to export with "
-            "--model",
-        )
+    if (saved := state.get("lora")) is None:
+        return
+    before, now = (FrozenInput(path, each) for each in (saved["base"].string(), digest))
+    changed_inputs(
+        folder,
+        {"model.path": before},
+        {"model.path": now},
+        "give the model that the adapters were trained with: as model.path, or to export with "
+        "--model",
+    )

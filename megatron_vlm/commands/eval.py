@@ -132,6 +132,11 @@ def _evaluate(
 
     from megatron_vlm.checkpoint.save_load import load
     from megatron_vlm.run.evaluation.evaluate import Evaluator
+    from megatron_vlm.training.frozen_inputs import (
+        changed_inputs,
+        frozen_inputs,
+        inputs_from_json,
+    )
     from megatron_vlm.training.run_objective import objective_of
     from megatron_vlm.training.worker import MegatronWorker
 
@@ -141,7 +146,8 @@ def _evaluate(
         examiner.keep_reference()  # the weights are still the initial ones
     if checkpoint is not None:
         watchdog.begin_phase(0, "loading the checkpoint", files=True)
-        load(worker, checkpoint)
+        before = inputs_from_json(load(worker, checkpoint))
+        changed_inputs(checkpoint, before, frozen_inputs(worker, is_rl=False))
     if dist.get_rank() == 0:
         for held_out in examiner.sets:
             for line in held_out.remarks.lines:

@@ -22,15 +22,15 @@ def digests(source: HFCheckpoint) -> dict[str, str]:
     the size, the header and blocks of each tensor for weight files."""
     digests_by_file = settings_digests(source.path)
     for file in weight_files(source.path):
-        digests_by_file[file.relative_to(source.path).as_posix()] = _of_weights(file)
+        digests_by_file[file.relative_to(source.path).as_posix()] = weight_file_digest(file)
     return digests_by_file
 
 
-def weights_digest(source: HFCheckpoint) -> str:
-    """Return a single digest of all weight files, independent of their folder."""
+def weights_digest(folder: Path) -> str:
+    """Return a single digest of all weight files of a checkpoint, independent of its folder."""
     hasher = hashlib.sha256()
-    for file in weight_files(source.path):
-        hasher.update(f"{file.name} {_of_weights(file)}\n".encode())
+    for file in weight_files(folder):
+        hasher.update(f"{file.name} {weight_file_digest(file)}\n".encode())
     return hasher.hexdigest()
 
 
@@ -48,7 +48,8 @@ def _untrusted_file(file: Path) -> UntrustedFile:
     return UntrustedFile(str(file), CheckpointError, "download the checkpoint again")
 
 
-def _of_weights(file: Path) -> str:
+def weight_file_digest(file: Path) -> str:
+    """Return a digest of a file's size, its header and blocks of each of its tensors."""
     header = read_header(file)
     with (
         _untrusted_file(file).wrap_errors("cannot be read"),

@@ -93,7 +93,7 @@ class AdapterFolder:
                 remedy="give the same model",
             )
         digest = (read_mark(self.folder) or {}).get("base")  # only exports of a run have it
-        if digest not in (None, weights_digest(source)):
+        if digest not in (None, weights_digest(source.path)):
             raise CheckpointError(
                 ": the adapter was trained beside other weights, which may have been replaced",
                 place=self.place,

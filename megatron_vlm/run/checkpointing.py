@@ -14,7 +14,7 @@ from megatron_vlm.checkpoint.manifest import Manifest, read_manifest
 from megatron_vlm.checkpoint.save_load import PendingSave, find_latest_on_all_ranks, load, save
 from megatron_vlm.config.schema import CheckpointConfig, Config
 from megatron_vlm.data.batches.data_position import Position
-from megatron_vlm.distributed.agreement import all_reduce_max
+from megatron_vlm.distributed.agreement import all_reduce_max, fail_together
 from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.export_folder import ExportMark
@@ -22,6 +22,7 @@ from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.run.config_changes import changed_since
 from megatron_vlm.run.run_folder import RunLock
 from megatron_vlm.training.data_fingerprint import Fingerprint
+from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs, inputs_from_json
 from megatron_vlm.training.worker import MegatronWorker
 
 # Progress of a run, which a checkpoint stores in addition to tensors.
@@ -42,6 +43,7 @@ class Progress:
     scored_step: int | None = None
     waited: int = 0  # evaluations since the last one that train.early_stopping counts as better
     waited_from: float | None = None  # the score of that one
+    frozen: dict[str, FrozenInput] = field(default_factory=dict)  # by key
 
     def with_best(
         self, checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]
@@ -86,7 +88,8 @@ class Progress:
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "Progress":
         known = {"tokens": None, **saved, "position": Position(**saved["position"])}
-        return Progress(**{**known, "data": Fingerprint.from_json(saved["data"])})
+        known |= {"data": Fingerprint.from_json(saved["data"]), "frozen": inputs_from_json(saved)}
+        return Progress(**known)
 
 
 def _deciding(checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]) -> float | None:
@@ -107,12 +110,19 @@ def _is_better(
 
 
 class CheckpointManager:
-    """The checkpoints in cfg.run/checkpoints. Only rank 0 has a `claim` on that folder."""
+    """The checkpoints in cfg.run/checkpoints. Only rank 0 has a `claim` on that folder, and the
+    `frozen` inputs of the run."""
 
     def __init__(
-        self, cfg: Config, worker: MegatronWorker, data: Fingerprint, claim: RunLock | None
+        self,
+        cfg: Config,
+        worker: MegatronWorker,
+        data: Fingerprint,
+        frozen: dict[str, FrozenInput],
+        claim: RunLock | None,
     ):
         self.cfg, self.worker, self.data, self.claim = cfg, worker, data, claim
+        self.frozen = frozen
         self.folder = Path(cfg.run) / "checkpoints"
         self.pending: PendingSave | None = None
         self.best_step: int | None = None
@@ -150,9 +160,12 @@ class CheckpointManager:
                 remedy="give the same data.*, or start a new run from its weights: "
                 f"megatron-vlm export {origin} DIR, model.path=DIR",
             )
+        with fail_together(device, CheckpointError):
+            others = changed_inputs(origin, progress.frozen, self.frozen)
         self.saved_step = progress.step
         if dist.get_rank() == 0:
             self._go_on_from(origin)
+            changed = list(dict.fromkeys([*changed, *others]))
             self.remarks += [f"resumed with {change}" for change in changed]
             self.remarks += changed_since(origin, self.cfg, changed)
         progress = self._with_own_best(progress)
@@ -205,7 +218,7 @@ class CheckpointManager:
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        content = replace(progress, data=self.data).to_json()
+        content = replace(progress, data=self.data, frozen=self.frozen).to_json()
         async_save, run = self.cfg.checkpoint.async_save, self.claim.run if self.claim else None
         self.pending = save(self.worker, target, content, async_save, run, self.head)
         self.saved_step, self.best_step = progress.step, progress.best_step

@@ -11,10 +11,17 @@ from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import Exported
 from megatron_vlm.data.batches.stream_set import StreamSet
-from megatron_vlm.distributed.agreement import Signals, Stopped, Vote, all_reduce_max
+from megatron_vlm.distributed.agreement import (
+    Signals,
+    Stopped,
+    Vote,
+    all_reduce_max,
+    fail_together,
+)
 from megatron_vlm.distributed.collectives import gather_json
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.export_folder import changed_file, read_export_mark
 from megatron_vlm.hf.model_card import versions
 from megatron_vlm.hf.push import Upload
@@ -38,6 +45,7 @@ from megatron_vlm.run.start_overview import describe_start, length_of
 from megatron_vlm.run.throughput import Meter, NonFiniteGuard
 from megatron_vlm.training.data_feed import Feeder, StepData
 from megatron_vlm.training.expert_routing import percent_of_mean
+from megatron_vlm.training.frozen_inputs import frozen_inputs
 from megatron_vlm.training.lr_schedule import total_steps
 from megatron_vlm.training.reference import with_reference
 from megatron_vlm.training.run_objective import objective_of
@@ -80,7 +88,11 @@ class Run:
         if reference_of(cfg) == "keep":  # Before a resume the weights are the initial ones.
             self._keep_reference()
         self.begin_phase(0, "resuming", files=True)
-        self.saver = CheckpointManager(cfg, worker, self.feeder.fingerprint, claim)
+        frozen = {}
+        with fail_together(platform.device, CheckpointError):
+            if grid.rank == 0:
+                frozen = frozen_inputs(worker, prompts_only)
+        self.saver = CheckpointManager(cfg, worker, self.feeder.fingerprint, frozen, claim)
         self.progress = self.saver.resume()
         self.resumed_step = self.progress.step  # 0 for a new run
         self.position_before = self.progress.position  # before the last step

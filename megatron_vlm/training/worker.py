@@ -209,7 +209,7 @@ class MegatronWorker:
     @cached_property
     def base_digest(self) -> str:
         """Digest of the weights that were loaded."""
-        return self.base.base_digest if self.base else weights_digest(self.source)
+        return self.base.base_digest if self.base else weights_digest(self.source.path)
 
     @property
     def held(self) -> Mapping[Entry, torch.nn.Parameter]:

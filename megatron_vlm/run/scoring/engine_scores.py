@@ -85,7 +85,7 @@ class EngineScorer:
             data, scored = open_scored(name, tuple(specs), cfg, sizes)
             sets.append(OpenedSet(scored, data))
         self.precision = str(compute_dtype(cfg, self.platform)).removeprefix("torch.")
-        weights = weights_digest(HFCheckpoint(self.model))
+        weights = weights_digest(HFCheckpoint(self.model).path)
         index = index_of(cfg, settings, weights, self.precision, sets)
         self.folder = ScoreFolder(path, index, sets, frozenset(check_folder(path, index)))
         self.errors: list[str] = []

@@ -1,0 +1,87 @@
+"""Files that a run reads and does not train: the reference, teachers, stored scores. A checkpoint
+has their digests, and a run that resumes compares them, as it does for the base of adapters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config.objectives import reference_of
+from megatron_vlm.config.teachers import teachers_of
+from megatron_vlm.data.scores.score_index import ScoreIndex
+from megatron_vlm.errors import CheckpointError, MegatronVLMError
+from megatron_vlm.hf.digest import weight_file_digest, weights_digest
+from megatron_vlm.io.hub import folder_of
+from megatron_vlm.io.untrusted import home_path, real_path
+from megatron_vlm.lora.peft_config import ADAPTER_FILE
+from megatron_vlm.training.worker import MegatronWorker
+
+_SHOWN = 12  # letters of a digest
+
+
+@dataclass(frozen=True)
+class FrozenInput:
+    """The value of a key that names files, and the digest of their content."""
+
+    path: str
+    digest: str
+
+
+def frozen_inputs(worker: MegatronWorker, is_rl: bool) -> dict[str, FrozenInput]:
+    """Return what a run with this worker reads and does not train, by key."""
+    cfg, found = worker.cfg, dict[str, FrozenInput]()
+    scores = {"data.teacher": cfg.data.teacher, "data.reference": cfg.data.reference}
+    if is_rl:
+        has_reference = cfg.rl.kl_coef is not None
+    else:
+        has_reference = reference_of(cfg) is not None and cfg.data.reference is None
+    if has_reference:
+        found["model.path"] = FrozenInput(cfg.model.path, worker.base_digest)
+    if has_reference and cfg.lora.path is not None:
+        digest = weight_file_digest(home_path(cfg.lora.path) / ADAPTER_FILE)
+        found["lora.path"] = FrozenInput(cfg.lora.path, digest)
+    for source, path in teachers_of(cfg.rl.teacher if is_rl else None).items():
+        key = f"rl.teacher.{source}" if source else "rl.teacher"
+        try:
+            found[key] = FrozenInput(path, weights_digest(folder_of(path, weights=True)))
+        except MegatronVLMError as error:
+            raise error.within(f"{key}={path}") from error
+    for key, folder in scores.items():
+        if folder is not None:
+            found[key] = FrozenInput(folder, ScoreIndex.read(folder).digest)
+    return found
+
+
+def inputs_from_json(progress: Mapping[str, Any]) -> dict[str, FrozenInput]:
+    """Return the inputs in the progress of a checkpoint."""
+    return {key: FrozenInput(**each) for key, each in progress.get("frozen", {}).items()}
+
+
+def changed_inputs(
+    checkpoint: Path,
+    before: Mapping[str, FrozenInput],
+    now: Mapping[str, FrozenInput],
+    remedy: str = "",
+) -> list[str]:
+    """Return the inputs that are others than those of a checkpoint because their keys name other
+    files. Refuse one whose files have changed in their place. Checkpoints of earlier versions lack
+    some inputs."""
+    changed = []
+    for key, found in now.items():
+        saved = before.get(key, found)
+        if saved.digest == found.digest:
+            continue
+        if real_path(home_path(saved.path)) != real_path(home_path(found.path)):
+            changed.append(f"another content of {key}")
+            continue
+        raise CheckpointError(
+            "has another content than when the checkpoint was saved (digest "
+            f"{found.digest[:_SHOWN]}, was {saved.digest[:_SHOWN]})",
+            place=str(checkpoint),
+            key=key,
+            found=found.path,
+            remedy=remedy
+            or "put the former files back; to go on with these, move them to another "
+            f"folder and give that one as {key}",
+        )
+    return changed
