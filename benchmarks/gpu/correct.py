@@ -1,6 +1,8 @@
-"""Correctness on this GPU: the command line, parity with Hugging Face, generation, syncs."""
+"""Correctness on this GPU: the command line, parity with Hugging Face, features, generation,
+syncs."""
 
 import gc
+import importlib
 import json
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,15 +22,41 @@ from megatron_vlm import MegatronWorker, TinySpec, write_tiny
 from megatron_vlm.training.generate import generate
 from tests.batches import MIXED, make_rows
 from tests.gpu.test_parity_gpu import TOLERANCE, have_te
-from tests.reference import load_reference, row_log_probs, run_reference
-from tests.runs import Case, loss_and_grads
+from tests.reference import load_reference, row_log_probs, run_exact_reference, run_reference
+from tests.runs import Case, loss_and_grads, train
 from tests.test_decode import continue_rows
 from tests.test_parity import errors, layout
+from tests.test_qwen3_5 import is_of_decay
 
+# scripts/ has no packages, so a type checker would see its modules under two names.
+DEMO, RL = (importlib.import_module(f"scripts.{name}") for name in ("demo", "rl.examples"))
 STEPS, HALF = 4, 2
 # The number of kernels of a backward pass that add in any order decides whether a run repeats to
 # the last digit.
 RESUME_BOUND = 1e-3
+# Losses of three steps on the GPU and on the CPU, both in fp32.
+FEATURE_BOUND = 1e-4
+FP32 = {"precision": "fp32"}
+HYBRID = {"family": "qwen3_5", "head_dim": 64}
+IN_BLOCKS = {"head_dim": 32, "intermediate": 128}  # sizes that 4-bit blocks of 64 values divide
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3-VL with experts": {"experts": 8},
+    "Qwen3.5": HYBRID,
+    "Qwen3.5 with experts": {**HYBRID, "experts": 8},
+}
+ADAPTERS = {"rank": 4, "targets": ("attention", "mlp")}
+FEATURES: dict[str, tuple[Case, dict[str, Any]]] = {
+    "activations in host memory": (Case(model={"offload_activations": 1.0}), {}),
+    "optimizer in host memory": (Case(optim={"offload": 1.0}), {}),
+    "moments in bf16": (Case(optim={"states": "bf16"}), {}),
+    "moments in int8": (Case(optim={"states": "int8"}), {}),
+    "Muon": (Case(optim={"name": "muon"}), {}),
+    "LoRA": (Case(lora=ADAPTERS), {}),
+    "LoRA beside int8": (Case(lora={**ADAPTERS, "base": "int8"}), IN_BLOCKS),
+    "LoRA beside NF4": (Case(lora={**ADAPTERS, "base": "nf4"}), IN_BLOCKS),
+    "LoRA, Qwen3.5": (Case(lora=ADAPTERS), HYBRID),
+    "compiled": (Case(model={"compile": True}), {}),
+}
 
 
 def leave() -> None:
@@ -43,9 +72,9 @@ def _cli(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "megatron_vlm.cli", *arguments], check=True)
 
 
-def _steps(run: Path) -> list[dict[str, Any]]:
+def _lines(run: Path, kind: str) -> list[dict[str, Any]]:
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == "step"]
+    return [line for line in lines if line["kind"] == kind]
 
 
 def command_line(figures: Figures) -> None:
@@ -68,7 +97,7 @@ def command_line(figures: Figures) -> None:
     _cli("train", *common, f"run={home}/whole", f"train.steps={STEPS}")
     _cli("train", *common, f"run={home}/halves", f"train.steps={HALF}", "checkpoint.export=false")
     _cli("train", *common, f"run={home}/halves", f"train.steps={STEPS}", "checkpoint.export=false")
-    whole, halves = _steps(home / "whole"), _steps(home / "halves")
+    whole, halves = _lines(home / "whole", "step"), _lines(home / "halves", "step")
     assert [step["step"] for step in whole] == [step["step"] for step in halves]
     pairs = [(a["loss"], b["loss"]) for a, b in zip(whole, halves, strict=True)]
     figures.say("losses", [a for a, _ in pairs])
@@ -76,6 +105,38 @@ def command_line(figures: Figures) -> None:
     figures.check("resume", max(abs(a - b) / abs(a) for a, b in pairs), RESUME_BOUND)
     figures.say("seconds_of_the_first_step", whole[0]["seconds"])
     figures.say("seconds_of_the_last_step", whole[-1]["seconds"])
+    generation(figures, home / "whole" / "export")
+
+
+def demo(figures: Figures) -> None:
+    """Train the model of `make demo` on this device in bf16, and ask it about held-out pictures."""
+    home = figures.scratch / "demo"
+    _cli("tiny", "--out", f"{home}/base", *f"{DEMO.TINY['qwen3_vl']} {DEMO.COMMON}".split())
+    _cli("shapes", "--out", f"{home}/shapes", *DEMO.SHAPES.split())
+    data = [f"data.train=[{home}/shapes/easy.jsonl,{home}/shapes/train.jsonl]"]
+    data += [f"data.eval={home}/shapes/eval.jsonl", "data=shapes"]
+    device = [f"platform={figures.platform}", "train.precision=auto"]
+    limit = ["train.steps=4", "eval.every=4", "optim.warmup_steps=0"] if figures.dry else []
+    model = ["model=tiny_cpu", f"model.path={home}/base"]
+    _cli("train", *model, *data, "train=demo", *device, *limit, f"run={home}/run")
+    scores = _lines(home / "run", "eval")[-1]
+    figures.say("loss_of_held_out_answers", scores["loss"])
+    figures.check("wrong_answers", 1 - scores["exact_match"], 1 if figures.dry else 1 - DEMO.WANTED)
+
+
+def reinforcement(figures: Figures) -> None:
+    """Learn from samples of the own decoder on this device in bf16, as `make reinforce` does."""
+    out = figures.scratch / "rl"
+    write_tiny(out / "base", RL.TINY)
+    task = [*RL.RL, *RL.make_colours(out)]
+    device = [f"platform={figures.platform}", "train.precision=auto"]
+    steps = 2 if figures.dry else RL.STEPS["own"]
+    more = [*device, f"train.steps={steps}", f"run={out}/run"]
+    RL.megatron_vlm("rl", *task, *more)
+    rewards = [line["reward"] for line in _lines(out / "run", "rl")]
+    figures.say("mean_reward_at_first", fmean(rewards[:3]))
+    lacking = 1 if figures.dry else 1 - RL.WANTED["own"]
+    figures.check("lacking_reward", 1 - fmean(rewards[-RL.LAST :]), lacking)
 
 
 def _cases() -> dict[str, Case]:
@@ -109,10 +170,46 @@ def parity(figures: Figures) -> None:
         figures.check(f"{name} (worst: {worst})", case_errors[worst], TOLERANCE[backend, precision])
 
 
-def generation(figures: Figures) -> None:
+def families(figures: Figures) -> None:
+    """Compare the other families with Hugging Face's models in fp32 on the CPU. The reference for
+    the decay of Qwen3.5 is in fp64, since transformers' rule in fp32 loses digits of it."""
+    rows = make_rows(MIXED)
+    for name, sizes in FAMILIES.items():
+        path = str(figures.scratch / name)
+        write_tiny(path, TinySpec(**sizes))
+        expected = run_reference(path, rows)
+        if "family" in sizes:
+            exact = run_exact_reference(path, rows)
+            expected.grads.update({k: v for k, v in exact.grads.items() if is_of_decay(k)})
+        case = replace(layout(), platform=figures.platform, train=FP32)
+        outcome = loss_and_grads(path, case, rows)
+        leave()
+        case_errors = errors([outcome], expected, case)
+        worst = max(case_errors, key=lambda key: case_errors[key])
+        figures.check(f"{name} (worst: {worst})", case_errors[worst], TOLERANCE["torch", "fp32"])
+
+
+def features(figures: Figures) -> None:
+    """Compare the losses of three steps with those on the CPU, feature by feature."""
+    batches = [make_rows(MIXED)] * 3
+    for name, (case, sizes) in FEATURES.items():
+        path = str(figures.scratch / f"feature {name}")
+        write_tiny(path, TinySpec(**sizes))
+        by_platform = []
+        for platform in ("cpu", figures.platform):
+            optim = {"lr": 1e-3, **case.optim}
+            changed = replace(case, platform=platform, train=FP32, optim=optim)
+            losses, *_ = train(path, changed, batches)
+            by_platform.append(losses)
+            leave()
+        pairs = zip(*by_platform, strict=True)
+        figures.check(name, max(abs(a - b) / abs(a) for a, b in pairs), FEATURE_BOUND)
+
+
+def generation(figures: Figures, export: Path) -> None:
     """Load an exported checkpoint in both. The greedy tokens in fp32 and the log-probs must be
     equal."""
-    path = str(figures.scratch / "runs" / "whole" / "export")
+    path = str(export)
     rows = make_rows(MIXED)
     case = Case(platform=figures.platform, train={"precision": "fp32"})
     worker = MegatronWorker(case.config(path), training=False)

@@ -27,7 +27,8 @@ from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.family import tower_attention
 from megatron_vlm.family.tower_attention import PackedAttention
 from megatron_vlm.model.attention import SDPACoreAttention
-from megatron_vlm.model.fused_ops import FusedOps
+from megatron_vlm.model.fused_ops import FusedOps, Norm
+from megatron_vlm.model.megatron_versions import ChainActivation
 
 
 def timed(step: Callable[[], Any], count: int) -> float:
@@ -80,11 +81,13 @@ def not_compiled(worker: MegatronWorker) -> Iterator[None]:
     """Run without compilation, as if model.compile had been false at the build."""
     modules, plain = list(worker.chunks[0].modules()), FusedOps()
     layers = [module for module in modules if hasattr(module, "chains")]
-    mlps = [module for module in modules if hasattr(module, "activation_func")]
+    activations = [module for module in modules if isinstance(module, ChainActivation)]
+    norms = [module for module in modules if isinstance(module, Norm)]
     blocks = [module for module in modules if isinstance(module, PackedAttention)]
     with (
         changed(layers, chains=plain),
-        changed(mlps, activation_func=plain.swiglu),
+        changed(activations, chain=plain.swiglu),
+        changed(norms, norm=plain.norm),
         changed(blocks, heads=plain.tower_heads),
     ):
         yield

@@ -2,6 +2,7 @@
 `auto` measures the kernels once, for all ranks, at the model's own shape."""
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -90,13 +91,9 @@ def choose_kernel(setting: str, shape: AttentionShape, platform: Platform) -> st
     local_times = {kernel: result for kernel, result in tried.items() if isinstance(result, float)}
     rank_times = all_gather_json(local_times, None, platform.device)
     chosen = fastest_kernel(rank_times)
-    if torch.distributed.get_rank() == 0:
-        times = ", ".join(
-            f"{kernel} {1e3 * rank_times[0][kernel]:.2f} ms" for kernel in rank_times[0]
-        )
-        print_to_user(
-            f"model.attention=auto is {chosen} (a stage's layers, by new lengths: {times})"
-        )
+    if torch.distributed.get_rank() == 0 and len(local_times) > 1:
+        times = ", ".join(f"{kernel} {1e3 * took:.2f} ms" for kernel, took in local_times.items())
+        print_to_user(f"model.attention=auto takes {chosen} (a micro-batch's attention: {times})")
     return chosen
 
 
@@ -121,7 +118,9 @@ def _try(kernel: str, shape: AttentionShape, platform: Platform) -> float | str:
     for number in range(LENGTHS):
         tokens = max(1, shape.tokens - 8 * number - 1)
         try:
-            first, *again = (_seconds(kernel, shape, tokens, platform) for _ in range(3))
+            with warnings.catch_warnings():  # torch warns of each reason against a kernel
+                warnings.simplefilter("ignore")
+                first, *again = (_seconds(kernel, shape, tokens, platform) for _ in range(3))
         except RuntimeError as error:
             return str(error).splitlines()[0]
         if number > 0:  # the first length loads what every length needs
