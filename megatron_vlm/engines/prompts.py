@@ -68,7 +68,7 @@ class Prompts:
             "pictures": [picture.shape[:2] for picture in pictures],
             "videos": [{"shape": video.shape[:3], "tenths": tenths} for video, tenths in pairs],
             "settings": asdict(settings),
-            "never": [self.tokens.image_id, self.tokens.video_id],
+            "never": self.tokens.placeholders,
             "seeds": list(seeds),
         }
         return Request(fields, [pixels.tobytes() for pixels in (*pictures, *videos)])

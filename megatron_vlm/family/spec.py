@@ -162,6 +162,11 @@ class Tokens:
     # Position ids [3, S] of a row from its length and its runs of placeholders.
     positions: Callable[[int, Sequence[PlaceholderRun]], Tensor] = field(repr=False)
 
+    @property
+    def placeholders(self) -> list[int]:
+        """The ids that are never generated: such a token would have no image."""
+        return [self.image_id, self.video_id]
+
 
 @dataclass(frozen=True)
 class HFNames:

@@ -201,7 +201,7 @@ def _pick(stage: Stage, one: DecodePass, logits_Bv: Tensor, non_loss_data: bool 
     """Pick the next token of each draw [N, 2]. A token depends on its own draw's settings alone;
     draws that pick alike are computed at once."""
     logits_BV = whole_logits(logits_Bv, stage.sizes.text.vocab, stage.grid.tp)
-    never = (stage.sizes.tokens.image_id, stage.sizes.tokens.video_id)
+    never = stage.sizes.tokens.placeholders
     alike: dict[tuple[float, int, float, bool], list[int]] = {}
     for place, draw in enumerate(one.draws):
         alike.setdefault(draw.settings.picking, []).append(place)

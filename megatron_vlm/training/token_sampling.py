@@ -32,12 +32,12 @@ def pick(
     """Pick an id for each row, and return it with its log-prob before any cut-off: [B, 2] in
     float64, which holds both exactly. The log-prob is at temperature 1, or with settings.tempered
     at the temperature of the settings. `turns` are the seed of each row and the number of its
-    token. Ids in `never` are not sampled; a greedy row may take them."""
-    ids_B = logits_BV.argmax(dim=-1)  # the lowest id among equal logits
+    token. Ids in `never` are not picked."""
+    scores_BV = logits_BV.clone()
+    scores_BV[:, list(never)] = -torch.inf
+    ids_B = scores_BV.argmax(dim=-1)  # the lowest id among equal logits
     if settings.temperature > 0:
-        scores_BV = logits_BV / settings.temperature
-        scores_BV[:, list(never)] = -torch.inf
-        scores_BV = likeliest(scores_BV, settings.top_k, settings.top_p)
+        scores_BV = likeliest(scores_BV / settings.temperature, settings.top_k, settings.top_p)
         ids_B = (scores_BV + gumbel(turns, logits_BV)).argmax(dim=-1)
     if settings.tempered and settings.temperature > 0:
         logits_BV = logits_BV / settings.temperature

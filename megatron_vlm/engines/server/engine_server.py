@@ -153,8 +153,8 @@ class Server:
         **prompt: Any,
     ) -> None:
         """Sample an answer for each seed. `prompt` (see vllm_prompt.py) must expand to `expected`.
-        The ids of `never` are sampled only at a temperature of 0. `adapter` is the folder of an
-        adapter that this request uses instead of the one of `adapt`."""
+        The ids of `never` are not sampled. `adapter` is the folder of an adapter that this request
+        uses instead of the one of `adapt`."""
         request = self.pending[number] = PendingRequest(expected, [None] * len(seeds))
         try:
             inputs = to_vllm_prompt(**prompt)
@@ -280,7 +280,7 @@ def sampling_params(settings: Message, never: list[int], seed: int, special: lis
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    greedy, stops = settings["temperature"] == 0, settings["stop_strings"]
+    stops = settings["stop_strings"]
     shown = any(token in stop for stop in stops for token in special)
     return SamplingParams(
         max_tokens=settings["max_tokens"],
@@ -294,7 +294,7 @@ def sampling_params(settings: Message, never: list[int], seed: int, special: lis
         logprobs=0,
         detokenize=bool(stops),
         skip_special_tokens=not shown,
-        logit_bias=None if greedy else dict.fromkeys(never, float("-inf")),
+        logit_bias=dict.fromkeys(never, float("-inf")),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
