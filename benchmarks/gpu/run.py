@@ -56,6 +56,7 @@ STEPS = (
     Step("correct", "reinforcement", 240),
     Step("speed", "stack", 180),
     Step("speed", "whole", 180),
+    Step("speed", "engine", 120),
     Step("machine", "attention", 60),
 )
 
@@ -119,7 +120,8 @@ def run_steps(args: argparse.Namespace, out: Path, scratch: Path) -> list[str]:
     env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     if args.dry:
         env["OMP_NUM_THREADS"] = "1"  # one thread, because others use the small machine, too
-    env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    given = [path for path in [env.get("PYTHONPATH")] if path]
+    env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *given])
     arguments = [str(out), str(scratch), *(["--dry"] if args.dry else [])]
 
     def run(step: Step) -> str:

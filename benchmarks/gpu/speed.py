@@ -29,6 +29,7 @@ from megatron_vlm.family.tower_attention import PackedAttention
 from megatron_vlm.model.attention import SDPACoreAttention
 from megatron_vlm.model.fused_ops import FusedOps, Norm
 from megatron_vlm.model.megatron_versions import ChainActivation
+from tests.gpu.test_parity_gpu import have_te
 
 
 def timed(step: Callable[[], Any], count: int) -> float:
@@ -153,23 +154,32 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def measure_ours(figures: Figures, work: Work, path: Path) -> None:
-    """Measure a step of each variant, and profile a step of the first variant that fits."""
-    worker = MegatronWorker(
+def _worker(figures: Figures, work: Work, path: Path, backend: str) -> MegatronWorker:
+    return MegatronWorker(
         Config(
-            model=ModelConfig(path=str(path)),
+            model=ModelConfig(path=str(path), backend=backend),  # type: ignore[arg-type]
             train=TrainConfig(micro_batch_size=work.rows),
             platform=figures.platform,
         )
     )
+
+
+def _step(worker: MegatronWorker, batches: Any) -> Callable[[], None]:
+    def step() -> None:
+        worker.forward_backward(batches)
+        worker.optim_step(0.0)
+
+    return step
+
+
+def measure_ours(figures: Figures, work: Work, path: Path) -> None:
+    """Measure a step of each variant, and profile a step of the first variant that fits."""
+    worker = _worker(figures, work, path, "torch")
     rows, peak = make_rows(work, path), worker.platform.peak_flops()
     total = flops(work, path)
     figures.say("tflop_of_a_step", total / 1e12)
     batches = worker.micro_batches(rows)
-
-    def step() -> None:
-        worker.forward_backward(batches)
-        worker.optim_step(0.0)
+    step = _step(worker, batches)
 
     fitting = None
     for name, variant in variants(worker, figures.dry).items():
@@ -289,3 +299,25 @@ def whole(figures: Figures) -> None:
         measure_ours(figures, *prepared)
         free()
         measure_theirs(figures, *prepared, pick_platform(figures.platform).peak_flops())
+
+
+def engine(figures: Figures) -> None:
+    """Measure the same model where Transformer Engine is installed: each backend, with its
+    optimizer."""
+    backends = ("torch", "te") if have_te() else ("torch",) if figures.dry else ()
+    if not backends or not (prepared := _prepared(figures, WHOLES, "full")):
+        return
+    work, path = prepared
+    for backend in backends:
+        worker = _worker(figures, work, path, backend)
+        batches = worker.micro_batches(make_rows(work, path))
+        step = _step(worker, batches)
+        took = timed_if_it_fits(step, work.steps)
+        if took is None:
+            figures.say(f"model.backend={backend}", "out of memory")
+        else:
+            alone = timed(partial(worker.forward_backward, batches), work.steps)
+            peak, total = worker.platform.peak_flops(), flops(work, path)
+            _say_speed(figures, f"model.backend={backend}", work, total, took, alone, peak)
+        leave()
+        free()
