@@ -1,18 +1,19 @@
 # .venv/bin/python -m pytest tests/test_import.py
 """Configurations of other trainers become ours, line by line, or are refused with their line."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_vlm.cli import main
 from megatron_vlm.commands.import_config.command import read_source, translated_text
-from megatron_vlm.commands.import_config.shell_words import ShellReader
 from megatron_vlm.config import ConfigFile, load_config
 from megatron_vlm.config.schema import Config, get
 from megatron_vlm.errors import ConfigError
 from tests.error_fields import raises
-from tests.trainer_examples import script_text, texts, yaml_text
+from tests.trainer_examples import run_script, script_text, texts, yaml_text
+from tests.trainer_scripts import FILES, SCRIPTS
 
 EXAMPLES = texts()
 # Examples that cannot be translated, with the key that says why.
@@ -23,16 +24,19 @@ REFUSED = {
 }
 
 
-def translate(folder: Path, name: str, text: str, **options) -> tuple[str, Config]:
-    """Return the printed YAML of a file with this text, and what our trainer makes of it."""
+def read(folder: Path, name: str, text: str):
+    """Read the settings of a file with this text, or of the command that a script starts."""
+    if name.endswith(".sh"):
+        return read_source(*run_script(text, folder, RAY_DATA_HOME="/data"))
     path = folder / name
     path.write_text(text)
-    printed = translated_text(read_source(str(path), options.pop("variables", {})), **options)
+    return read_source([str(path)], {})
+
+
+def translate(folder: Path, name: str, text: str, **options) -> tuple[str, Config]:
+    """Return the printed YAML of a file or script, and what our trainer makes of it."""
+    printed = translated_text(read(folder, name, text), **options)
     return printed, load_config([], ConfigFile.parse(printed, "ours.yaml"))
-
-
-def translate_example(folder: Path, name: str, **options) -> tuple[str, Config]:
-    return translate(folder, *EXAMPLES[name], variables={"RAY_DATA_HOME": "/data"}, **options)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -41,15 +45,27 @@ def test_examples_of_other_trainers_are_translated_whole(name, tmp_path):
     file, text = EXAMPLES[name]
     if name in REFUSED:
         with raises(ConfigError, key=REFUSED[name]) as caught:
-            translate_example(tmp_path, name)
-        line = int(caught.value.place.rpartition("line ")[2])
-        assert REFUSED[name] in text.splitlines()[line - 1]
+            translate(tmp_path, file, text)
+        line = caught.value.place.rpartition("line ")[2]
+        assert file == "swift.sh" or REFUSED[name] in text.splitlines()[int(line) - 1]
         return
-    printed, cfg = translate_example(tmp_path, name, gpus=8)
-    settings = read_source(str(tmp_path / file), {"RAY_DATA_HOME": "/data"}).settings
+    printed, cfg = translate(tmp_path, file, text, gpus=8)
+    settings = read(tmp_path, file, text).settings
     given = {key for key, each in settings.items() if each.value is not None}
     assert [key for key in given if key not in printed] == []
     assert cfg.model.path and (cfg.data.train or "give data.train" in printed)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_read_as_bash_reads_them(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    script, wanted, notes = SCRIPTS[name]
+    printed, cfg = translate(tmp_path, "run.sh", script)
+    assert {key: get(cfg, key) for key in wanted} == wanted
+    words = " ".join(re.sub(r"\n *#", " ", printed).split())
+    assert all(note in words for note in notes.split("; ") if note)
 
 
 LF = {"model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct", "stage": "sft", "finetuning_type": "full"}
@@ -159,13 +175,13 @@ VALUES = {
     "dpo of TRL": (
         "a.yaml",
         yaml_text(TRL | {"beta": 0.3}),
-        {"command": "dpo"},
+        {"task": "dpo"},
         {"train.objective": "dpo", "preference.beta": 0.3, "optim.lr": 1e-6},
     ),
     "prompts of TRL's answers": (
         "a.yaml",
         yaml_text(TRL | {"num_generations": 4, "per_device_train_batch_size": 8}),
-        {"command": "grpo", "gpus": 2},
+        {"task": "grpo", "gpus": 2},
         {"train.global_batch_size": 4, "rl.samples": 4, "rl.aggregate": "tokens"},
     ),
     "an argument file of ms-swift": (
@@ -217,7 +233,7 @@ MISTAKES = {
     "no YAML": ("a.yaml", "a: [\n", {}, {"place_has": "line 2"}),
     "twice": ("a.yaml", "stage: sft\nstage: dpo\n", {}, {"place_has": "line 2"}),
     "an object": ("a.yaml", "stage: !!python/name:os.system\n", {}, {"place_has": "line 1"}),
-    "another ending": ("a.txt", "stage: sft\n", {}, {"remedy_has": ".yaml"}),
+    "another ending": ("a.txt", "stage: sft\n", {}, {"remedy_has": "give a YAML"}),
     "no model": (
         "a.yaml",
         "stage: sft\nfinetuning_type: full\n",
@@ -266,45 +282,41 @@ MISTAKES = {
     "answers that fill no prompt": (
         "a.yaml",
         yaml_text(TRL | {"num_generations": 7, "per_device_train_batch_size": 8}),
-        {"command": "grpo"},
+        {"task": "grpo"},
         {"key": "num_generations", "remedy_has": "--gpus N"},
     ),
-    "a variable of the environment": (
-        "a.sh",
-        script_text("swift sft", SWIFT | {"output_dir": "$HOME/out"}),
+    "a reference that leads nowhere": (
+        "a.yaml",
+        yaml_text(AXOLOTL | {"output_dir": "${oc.env:HOME}/out"}),
         {},
-        {"key": "output_dir", "remedy_has": '--set HOME="$HOME"'},
+        {"key": "output_dir", "problem_has": "reference", "remedy": "write the value"},
     ),
-    "a command in a value": (
-        "a.sh",
-        script_text("swift sft", SWIFT | {"output_dir": "$(date)"}),
+    "references of references": (
+        "a.yaml",
+        "stage: sft\na0: xxxxxxxxxx\n"
+        + "".join(f"a{i + 1}: ${{a{i}}}${{a{i}}}\n" for i in range(40)),
         {},
-        {"key": "output_dir", "problem_has": "$(date)", "remedy": "write the value"},
+        {"key_has": "a", "problem_has": "more than 65536 letters"},
     ),
-    "no command": ("a.sh", "echo hi\n", {}, {"problem": "has no training command"}),
-    "two commands": (
-        "a.sh",
-        script_text("swift sft", SWIFT) * 2,
+    "a megabyte": ("a.yaml", "a: [\n" + "1,\n" * 2**18, {}, {"problem_has": "65,536 bytes"}),
+    "a number of 400 digits": (
+        "a.yaml",
+        yaml_text(LF | {"num_train_epochs": 10**400}),
         {},
-        {"problem_has": "in lines 2 and 7"},
+        {"key": "num_train_epochs", "allowed": "a number"},
     ),
-    "a comment between lines": (
+    "no command": ("a.sh", "megatron-vlm import echo hi\n", {}, {"remedy_has": "in front of"}),
+    "a word": ("a.sh", "megatron-vlm import swift sft x\n", {}, {"remedy_has": "--NAME VALUE"}),
+    "a file that is not there": (
         "a.sh",
-        "python -m verl.trainer.main_ppo \\\n data.train_files=a \\\n # why\n trainer.nnodes=1\n",
+        script_text("swift sft", SWIFT | {"system": "nowhere.txt"}),
         {},
-        {"place_has": "line 4", "remedy": "join the lines"},
+        {"key": "system", "problem_has": "does not exist"},
     ),
-    "a file of its own": (
-        "a.sh",
-        "llamafactory-cli train x.yaml\n",
-        {},
-        {"remedy_has": "YAML file"},
-    ),
-    "a quote": ("a.sh", "swift sft --model 'x\n", {}, {"problem_has": "not closed"}),
-    "a word": ("a.sh", "swift sft x\n", {}, {"remedy": "write it as --NAME VALUE"}),
     "a critic": (
         "a.sh",
-        "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B-Instruct\n",
+        "megatron-vlm import verl.trainer.main_ppo "
+        "actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B-Instruct\n",
         {},
         {"key": "algorithm.adv_estimator", "found": "gae", "remedy_has": "no critic"},
     ),
@@ -316,21 +328,15 @@ def test_what_cannot_be_translated_is_refused_with_its_line(case, tmp_path):
     file, text, options, fields = MISTAKES[case]
     with raises(ConfigError, **fields) as caught:
         translate(tmp_path, file, text, **options)
-    assert file in caught.value.place
+    assert file.endswith(".sh") or file in caught.value.place
 
 
-def test_words_are_those_of_the_shell():
-    text = (
-        "a=1; b='$a' c=\"$a-${d:-$a x}\" # no\nexport E=2\n"
-        'X=$E run "a  b" \'it\'\'s\' \\\n  \\$a $b"$c" ${none} $(expr 7 / 2) "q\\"" |\ttee f\n'
-    )
-    reader = ShellReader(text, "a.sh", {})
-    run, tee = list(reader.commands())
-    words = ["run", "a  b", "its", "$a", "$a1-1 x", "${none}", "3", 'q"']
-    assert [word.text for word in run.words] == words
-    assert [word.line for word in run.words][:4] == [3, 3, 3, 4]
-    assert run.words[5].unknown == "none" and run.variables["X"].text == "2"
-    assert [word.text for word in tee.words] == ["tee", "f"] and [*reader.exported] == ["E"]
+def test_all_mistakes_are_reported_at_once(tmp_path):
+    text = yaml_text(LF | {"learning_rate": "x", "one": 1, "optim": "adafactor", "two": 2})
+    with raises(ConfigError) as caught:
+        translate(tmp_path, "a.yaml", text)
+    errors = (caught.value, *caught.value.further)
+    assert [error.key for error in errors] == ["learning_rate", "optim", "one", "two"]
 
 
 def test_the_command_prints_a_file_for_train(tmp_path, capsys):
@@ -346,5 +352,7 @@ def test_the_command_prints_a_file_for_train(tmp_path, capsys):
     assert "  freeze_vision: true  # freeze_vision_tower (the default of LLaMA-Factory)" in lines
     assert main(["train", "--cfg", "job", "--config", str(ours)]) == 0
     assert "run: out\n" in capsys.readouterr().out
-    assert main([*words, "--set", "x"]) == 2
-    assert "--set=x; give NAME=VALUE" in capsys.readouterr().err
+    assert main([*words[:2], "--gpus", "0"]) == 2
+    assert "--gpus=0; give at least 1" in capsys.readouterr().err
+    assert main(["import", "run.sh"]) == 2
+    assert "write `megatron-vlm import` in front" in capsys.readouterr().err

@@ -3,7 +3,10 @@ and values of each, under the path that it has in the repository of its trainer 
 """
 
 import json
+import os
 import shlex
+import subprocess
+from pathlib import Path
 from typing import Any
 
 Facts = dict[str, Any]
@@ -21,7 +24,7 @@ def script_text(command: str, facts: Facts, variables: str = "") -> str:
         texts = value if isinstance(value, list) else [value]
         shown = " ".join(shell_word(text) for text in texts)
         words.append(f"--{key} {shown}".rstrip())
-    lines = [*shlex.split(variables), command, *words]
+    lines = [*variables.split(), f"megatron-vlm import {command}", *words]
     return "# an example\n" + " \\\n    ".join(lines) + "\n"
 
 
@@ -39,8 +42,30 @@ def hydra_text(facts: Facts, lines: str = "") -> str:
         else f"{key}={value}"
         for key, value in facts.items()
     ]
-    command = "python3 -m verl.trainer.main_ppo"
+    command = "megatron-vlm import python3 -m verl.trainer.main_ppo"
     return f"set -x\nENGINE=${{1:-vllm}}\n{lines}\n" + " \\\n    ".join([command, *words]) + " $@\n"
+
+
+_SHELL = """megatron-vlm() {
+  [ "$1" = import ] && shift
+  printf '%s\\0' "$@" END
+  env -0
+}
+"""
+
+
+def run_script(
+    text: str, folder: Path | None = None, **variables: str
+) -> tuple[list[str], dict[str, str]]:
+    """Return the words that a script gives to `megatron-vlm import`, and their environment."""
+    known = {"PATH": os.environ["PATH"], "HOME": "/home/me"} | variables
+    command = ["bash", "-c", _SHELL + text]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=known, cwd=folder
+    )
+    words, _, rest = done.stdout.partition("END\0")
+    pairs = (each.partition("=") for each in rest.split("\0") if each)
+    return words.split("\0")[:-1], {name: value for name, _, value in pairs}
 
 
 # LLaMA-Factory

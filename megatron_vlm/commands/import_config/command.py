@@ -1,78 +1,49 @@
-"""`megatron-vlm import CONFIG`: reads a configuration of another trainer and prints one of
-this package."""
+"""`megatron-vlm import`: reads a configuration or a command of another trainer and prints a
+configuration of this package."""
 
 import argparse
-import re
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megatron_vlm.commands.import_config.adapter_rules import translate_adapters
-from megatron_vlm.commands.import_config.batch_rules import find_gpu_count, translate_batches
+from megatron_vlm.commands.import_config.command_words import read_command
 from megatron_vlm.commands.import_config.config_text import config_text
-from megatron_vlm.commands.import_config.course_rules import (
-    translate_intervals,
-    translate_length,
-    translate_optimizer,
-    translate_precision,
-    translate_seeds,
-)
-from megatron_vlm.commands.import_config.data_rules import (
-    translate_data,
-    translate_lengths,
-    translate_media,
-    translate_supervision,
-)
 from megatron_vlm.commands.import_config.leftovers import read_leftovers
 from megatron_vlm.commands.import_config.model_rules import (
     translate_frozen_parts,
     translate_method,
     translate_model,
 )
-from megatron_vlm.commands.import_config.recognise_trainer import recognise_trainer
-from megatron_vlm.commands.import_config.rl_rules import translate_rl
-from megatron_vlm.commands.import_config.run_rules import (
-    translate_folder,
-    translate_layout,
-    translate_recomputation,
-    translate_shuffling,
-)
-from megatron_vlm.commands.import_config.script_settings import read_script
 from megatron_vlm.commands.import_config.source_settings import (
+    DATA_FILES,
     SourceSettings,
-    read_yaml_settings,
+    read_settings_file,
 )
+from megatron_vlm.commands.import_config.trainers import TRAINERS, trainer_of
 from megatron_vlm.commands.import_config.translation import Translation
 from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.load import load_config
-from megatron_vlm.config.other_trainers.trainers import TRAINER_NAMES, TrainerName
-from megatron_vlm.errors import ConfigError
-from megatron_vlm.io.untrusted import UntrustedFile, home_path
+from megatron_vlm.errors import ConfigError, gather_errors
 
-_MAX_BYTES = 2**20  # maximum of a configuration or script
 _SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
-_DATA_FILES = (".yaml", ".yml", ".json")
 _COMMANDS = ("sft", "dpo", "kto", "orpo", "cpo", "grpo", "rloo")
-_RULES = (
-    *(find_gpu_count, translate_model, translate_adapters, translate_frozen_parts, translate_data),
-    *(translate_lengths, translate_media, translate_supervision, translate_batches),
-    *(translate_length, translate_optimizer, translate_precision, translate_seeds),
-    *(translate_intervals, translate_rl, translate_folder, translate_layout),
-    *(translate_recomputation, translate_shuffling),
-)
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    where = "a YAML or JSON file, or a shell script with one training command"
-    parser.add_argument("config", metavar="CONFIG", help=where)
+    where = "a YAML or JSON file, or a whole training command, as its script has it"
+    _add_options(parser)
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="CONFIG | COMMAND", help=where)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     trainer = "whose configuration it is, where its keys do not tell"
-    parser.add_argument("--from", dest="trainer", choices=TRAINER_NAMES, help=trainer)
+    parser.add_argument("--from", dest="trainer", choices=[*TRAINERS], help=trainer)
     gpus = "how many GPUs it ran on, which decides the global batch of most trainers"
     parser.add_argument("--gpus", type=int, metavar="N", help=gpus)
     command = "the command of TRL that the file is for (default: sft)"
     parser.add_argument("--command", choices=_COMMANDS, help=command)
-    values = "the value of a variable that the file uses; may be repeated"
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=values)
-    ignored = "leave out a key of the file that is not known here; may be repeated"
+    ignored = "leave out a key that is not known here; may be repeated"
     parser.add_argument("--ignore", action="append", default=[], metavar="KEY", help=ignored)
 
 
@@ -81,51 +52,64 @@ def import_(args: argparse.Namespace) -> None:
 
     Read a configuration of LLaMA-Factory, ms-swift, TRL, axolotl or verl and print it as YAML of
     this package: each line with the setting that it came from, then what is different here and what
-    has no counterpart. Nothing in the file is run, and no variable of the environment is read.
+    has no counterpart. In a script, write megatron-vlm import in front of the training command and
+    run the script: the command is read in place of being run.
 
     example: megatron-vlm import qwen3vl_lora_sft.yaml --gpus 8
 
+    example: NPROC_PER_NODE=8 megatron-vlm import swift sft --model Qwen/Qwen3-VL-4B-Instruct
+    --dataset chats.jsonl
+
     The output is a file for --config of train or rl. docs/coming-from.md has tables of the keys.
     """
+    words: list[str] = args.words
+    if words and words[0].lower().endswith(DATA_FILES):
+        options = argparse.ArgumentParser(prog="megatron-vlm import", allow_abbrev=False)
+        _add_options(options)
+        options.parse_args(words[1:], args)  # options may stand behind a file
+        words = words[:1]
     if args.gpus is not None and args.gpus < 1:
         raise ConfigError(key="--gpus", found=args.gpus, allowed="at least 1")
-    source = read_source(args.config, _variables(args.set))
+    source = read_source(words, os.environ)
     print(
         translated_text(source, args.trainer, args.command, args.gpus, frozenset(args.ignore)),
         end="",
     )
 
 
-def read_source(path: str, variables: dict[str, str]) -> SourceSettings:
-    """Read the settings of a file. Its ending says what it is."""
-    file = UntrustedFile(str(home_path(path)), ConfigError)
-    name = path.lower()
-    if not name.endswith((*_SCRIPTS, *_DATA_FILES)):
+def read_source(words: Sequence[str], environment: Mapping[str, str]) -> SourceSettings:
+    """Read the settings of a file, or of a command with its environment."""
+    if len(words) == 1 and words[0].lower().endswith(DATA_FILES):
+        return read_settings_file(words[0])
+    if len(words) == 1 and words[0].lower().endswith(_SCRIPTS):
         raise ConfigError(
-            "has another ending than a configuration",
-            place=path,
-            remedy=f"give a file that ends in {', '.join((*_DATA_FILES, *_SCRIPTS))}",
+            "is a script, which only a shell can read",
+            place=words[0],
+            remedy="write `megatron-vlm import` in front of its training command, and run it",
         )
-    text = file.text(_MAX_BYTES)
-    if name.endswith(_SCRIPTS):
-        return read_script(text, path, variables)
-    return read_yaml_settings(text, path, variables)
+    return read_command(words, environment)
 
 
 def translated_text(
     source: SourceSettings,
-    trainer: TrainerName | None = None,
-    command: str | None = None,
+    trainer: str | None = None,
+    task: str | None = None,
     gpus: int | None = None,
     ignored: frozenset[str] = frozenset(),
 ) -> str:
     """Return our configuration for these settings. It is one that load_config takes."""
-    t = Translation(source, trainer or recognise_trainer(source), gpus=gpus)
-    translate_method(t, command)
-    for rule in _RULES:
-        rule(t)
-    left = read_leftovers(t, ignored)
-    text = config_text(t, left, source.file)
+    known = trainer_of(source, trainer)
+    t = Translation(source, known, gpus, task or source.task or known.task)
+    errors: list[ConfigError] = []
+    for rule in (translate_method, translate_model, *known.rules, translate_frozen_parts):
+        try:
+            rule(t)
+        except ConfigError as error:
+            errors += [error] if str(error) not in map(str, errors) else []
+    left = read_leftovers(t, ignored, errors)
+    if errors:
+        raise gather_errors(errors)
+    text = config_text(t, left)
     _check(t, text)
     return text
 
@@ -133,16 +117,6 @@ def translated_text(
 def _check(t: Translation, text: str) -> None:
     """Refuse a result that this package would not take, at the line of the file that it came
     from."""
-    file = ConfigFile.parse(text, t.source.file)
+    file = ConfigFile.parse(text, t.source.file or t.source.command)
     lines = {key: line.line for key, line in t.lines.items() if line.line}
     load_config([], replace(file, lines=lines))
-
-
-def _variables(given: list[str]) -> dict[str, str]:
-    variables = {}
-    for each in given:
-        name, equals, value = each.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", name, re.ASCII):
-            raise ConfigError(key="--set", found=each, allowed="NAME=VALUE")
-        variables[name] = value
-    return variables

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_vlm.commands.import_config.grpo_rules import REWARD_LINE
 from megatron_vlm.commands.import_config.leftovers import Leftovers
-from megatron_vlm.commands.import_config.rl_rules import REWARD_LINE
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Translation
 from megatron_vlm.config.schema import leaves
@@ -27,9 +27,9 @@ ON_PURPOSE = (
 )
 
 
-def config_text(t: Translation, left: Leftovers, name: str) -> str:
-    """Return the whole text. `name`: the file that was translated."""
-    lines = [*_head(t, name), *_body(t), *_notes(t, left)]
+def config_text(t: Translation, left: Leftovers) -> str:
+    """Return the whole text."""
+    lines = [*_head(t), *_body(t), *_notes(t, left)]
     shown = "\n".join(lines)
     silent = [
         each
@@ -41,10 +41,12 @@ def config_text(t: Translation, left: Leftovers, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _head(t: Translation, name: str) -> Iterator[str]:
+def _head(t: Translation) -> Iterator[str]:
     gpus = f", for {t.gpus} GPU{'s' * (t.gpus != 1)}" if t.gpus else ""
-    shown = escape_controls(shlex.quote(name))
-    yield from _comment(f"From the configuration {shown} of {t.title}{gpus}. Save it as FILE.yaml.")
+    file, command = escape_controls(shlex.quote(t.source.file)), t.source.command
+    source = f"command `{command}`" if command else f"configuration {file}"
+    source += f" with {file}" if command and t.source.file else ""
+    yield from _comment(f"From the {source} of {t.title}{gpus}. Save it as FILE.yaml.")
     command = "rl" if t.is_rl else "train"
     more = ""
     if t.is_rl:

@@ -1,20 +1,17 @@
 """Course of a run: length, optimizer, learning rate, precision, seeds, and what is done between
 steps."""
 
+from dataclasses import replace
+
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Translation, is_off
 from megatron_vlm.config.data_sources import HELD_OUT, parse_sets
 
-_RATE = ("learning_rate", "lr", "actor.optim.lr")
 _SCHEDULES = {
     **{"linear": "linear", "cosine": "cosine", "constant": "constant"},
     **{"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"},
     **{"cosine_warmup_with_min_lr": "cosine", "warmup_stable_decay": "wsd", "wsd": "wsd"},
 }
-_SCHEDULE = (
-    *("lr_scheduler_type", "lr_scheduler", "lr_decay_style"),
-    *("actor.optim.lr_scheduler_type", "actor.optim.warmup_style", "actor.optim.lr_decay_style"),
-)
 _EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 _OPTIMIZERS = {
     **dict.fromkeys(
@@ -34,8 +31,7 @@ _PRECISIONS = {
 
 def translate_length(t: Translation) -> None:
     """Set train.steps or train.epochs."""
-    steps = t.given("max_steps", "train_iters", "trainer.total_training_steps")
-    epochs = t.take("num_train_epochs", "num_epochs", "max_epochs", "trainer.total_epochs")
+    steps, epochs = t.given("max_steps"), t.take("num_train_epochs")
     if steps is not None and t.number(steps) > 0:
         t.put("train.steps", t.whole(steps), steps)
     elif epochs is not None:
@@ -43,10 +39,8 @@ def translate_length(t: Translation) -> None:
 
 
 def translate_optimizer(t: Translation) -> None:
-    """Set the optimizer, its rate and its schedule."""
-    _translate_rate(t)
-    muon = t.given("use_muon")
-    name = t.given("optim", "optimizer", "actor.optim.optimizer")
+    """Set the optimizer and what it is given."""
+    muon, name = t.given("use_muon"), t.given("optim")
     if muon is not None and t.flag(muon):
         t.put("optim.name", "muon", muon)
     elif name is not None:
@@ -56,56 +50,50 @@ def translate_optimizer(t: Translation) -> None:
             t.put("optim.states", states, name)
         if str(name.value).startswith("paged") or "4bit" in str(name.value):
             t.differ("moments are on the GPU in 32 or 8 bits; optim.offload=1 frees it", name)
-    for key, names in {
-        "optim.weight_decay": ("weight_decay", "actor.optim.weight_decay"),
-        "optim.beta1": ("adam_beta1",),
-        "optim.beta2": ("adam_beta2",),
-        "optim.eps": ("adam_epsilon", "adam_eps"),
-        "optim.clip_grad": ("max_grad_norm", "clip_grad", "actor.grad_clip"),
-        "optim.vision_lr": ("vit_lr",),
-        "optim.merger_lr": ("aligner_lr",),
+    for key, name_there in {
+        "optim.weight_decay": "weight_decay",
+        "optim.beta1": "adam_beta1",
+        "optim.beta2": "adam_beta2",
+        "optim.eps": "adam_epsilon",
+        "optim.clip_grad": "max_grad_norm",
     }.items():
-        t.copy_number(key, *names)
-    nested = "actor.optim.override_optimizer_config."
-    offload = t.given("optimizer_cpu_offload", f"{nested}optimizer_cpu_offload")
-    share = t.given("optimizer_offload_fraction", f"{nested}optimizer_offload_fraction")
+        t.copy(key, name_there)
+    offload, share = t.given("optimizer_cpu_offload"), t.given("optimizer_offload_fraction")
     if t.flag(offload) and offload is not None:
         value = 1.0 if share is None else t.number(share)
         t.put("optim.offload", value, offload, *([share] if share else []))
 
 
-def _translate_rate(t: Translation) -> None:
-    rate = t.given(*_RATE)
-    if t.trainer == "ms-swift" and rate is None:
-        rate = Setting("learning_rate", 1e-4 if t.has_lora else 1e-5)
-    elif t.trainer == "trl" and t.method != "sft" and rate is None:
-        rate = Setting("learning_rate", 1e-6)
-    rate = rate or t.take(*_RATE)
+def translate_rate(t: Translation, default: float | None = None) -> None:
+    """Set the learning rate and its schedule, as transformers has them. `default`: the rate where
+    none is given, unless it is always the same."""
+    rate = t.take("learning_rate")
+    if default is not None and (rate is None or rate.is_default):
+        rate = Setting("learning_rate", default, is_default=True)
+    schedule = put_rate(t, rate)
+    # The plain constant schedule of transformers has no warm-up.
+    if schedule is not None and str(schedule.value).lower() == "constant":
+        t.skip("warmup_ratio", "warmup_steps")
+    else:
+        put_warmup(t)
+
+
+def put_rate(t: Translation, rate: Setting | None) -> Setting | None:
+    """Set the learning rate, how it falls and to what. Return the setting of the schedule."""
     if rate is None:
         raise t.error(": the learning rate is not set", key="learning_rate", remedy="give it")
     t.put("optim.lr", t.number(rate), rate)
-    schedule = t.take(*_SCHEDULE)
-    warms_up = True
+    schedule = t.take("lr_scheduler_type")
     if schedule is not None:
         chosen = t.choose(schedule, _SCHEDULES, "choose linear, cosine or constant")
         t.put("optim.schedule", chosen, schedule)
-        # The plain constant schedule of transformers has no warm-up.
-        is_plain = str(schedule.value).lower() == "constant"
-        warms_up = not is_plain or t.trainer == "verl" or t.is_megatron
-    elif t.trainer == "verl":
-        t.put("optim.schedule", "constant", note="the default of verl")
-    if warms_up:
-        _translate_warmup(t)
-    else:
-        t.given("warmup_ratio", "warmup_steps")
-    _translate_final_rate(t, t.number(rate))
+    _put_final_rate(t, t.number(rate))
+    return schedule
 
 
-def _translate_warmup(t: Translation) -> None:
-    steps = t.given(
-        "warmup_steps", "lr_warmup_iters", "lr_warmup_steps", "actor.optim.lr_warmup_steps"
-    )
-    ratio = t.given("warmup_ratio", "lr_warmup_fraction", "actor.optim.lr_warmup_steps_ratio")
+def put_warmup(t: Translation) -> None:
+    """Set the warm-up by its steps, or by its share of them."""
+    steps, ratio = t.given("warmup_steps"), t.given("warmup_ratio")
     if steps is not None and t.number(steps) > 0:
         value = t.number(steps)
         if value < 1:
@@ -114,25 +102,27 @@ def _translate_warmup(t: Translation) -> None:
             t.put("optim.warmup_steps", t.whole(steps), steps)
     elif ratio is not None and t.number(ratio) > 0:
         t.put("optim.warmup_ratio", t.number(ratio), ratio)
-    elif t.trainer == "axolotl" and steps is None and ratio is None:
-        note = "axolotl warms up over 3 % of the steps where nothing is set, and at most 100"
-        t.put("optim.warmup_ratio", 0.03, note=note)
 
 
-def _translate_final_rate(t: Translation, rate: float) -> None:
-    lowest, ratio = t.given("min_lr"), t.given("cosine_min_lr_ratio", "actor.optim.min_lr_ratio")
+def _put_final_rate(t: Translation, rate: float) -> None:
+    lowest, ratio = t.given("min_lr"), t.given("min_lr_rate")
     more = t.given("lr_scheduler_kwargs")
     if lowest is not None and rate:
         t.put("optim.min_lr_ratio", _share(t.number(lowest), rate), lowest, note="/ the rate")
     elif ratio is not None:
         t.put("optim.min_lr_ratio", t.number(ratio), ratio)
-    elif more is not None and isinstance(more.value, dict) and rate:
-        names = more.value
-        if "min_lr_rate" in names:
-            t.put("optim.min_lr_ratio", float(names["min_lr_rate"]), more)
-        elif "min_lr" in names:
-            t.put("optim.min_lr_ratio", _share(float(names["min_lr"]), rate), more)
-        else:
+    elif more is not None and rate and not is_off(more.value):
+        names = t.mapping(more)
+        values = {
+            name: t.number(replace(more, name=f"{more.name}.{name}", value=names[name]))
+            for name in ("min_lr_rate", "min_lr")
+            if name in names
+        }
+        if "min_lr_rate" in values:
+            t.put("optim.min_lr_ratio", values["min_lr_rate"], more)
+        elif "min_lr" in values:
+            t.put("optim.min_lr_ratio", _share(values["min_lr"], rate), more)
+        if names.keys() - values:
             t.differ("only the final rate is taken from it: see optim.schedule", more)
 
 
@@ -142,7 +132,7 @@ def _share(lowest: float, rate: float) -> float:
 
 def translate_precision(t: Translation) -> None:
     """Set train.precision, and say where fp16 is replaced."""
-    named = t.given("torch_dtype", "dtype")
+    named = t.given("torch_dtype") or t.given("dtype")
     for name in ("bf16", "pure_bf16", "bfloat16"):
         setting = t.given(name)
         if setting is not None and setting.value in ("auto", "full"):
@@ -162,7 +152,7 @@ def translate_precision(t: Translation) -> None:
 
 def translate_seeds(t: Translation) -> None:
     """Set the seeds. One seed of another trainer is that of the ranks and of the data."""
-    seed, data = t.given("seed", "actor.data_loader_seed"), t.given("data_seed", "data.seed")
+    seed, data = t.given("seed"), t.given("data_seed")
     if seed is not None:
         t.put("train.seed", t.whole(seed), seed)
     if (seed := data or seed) is not None:
@@ -172,39 +162,24 @@ def translate_seeds(t: Translation) -> None:
 
 def translate_intervals(t: Translation) -> None:
     """Set when checkpoints, scores and lines are written."""
-    _interval(
-        t,
-        "checkpoint",
-        ("save_strategy",),
-        ("save_steps", "save_interval", "trainer.save_freq"),
-        "saves_per_epoch",
-    )
-    has_sets = "data.eval" in t.lines or "data.split" in t.lines
-    strategies, counts = ("eval_strategy", "evaluation_strategy"), ("eval_steps", "eval_interval")
-    if has_sets:
-        _interval(t, "eval", strategies, (*counts, "trainer.test_freq"), "evals_per_epoch")
+    _interval(t, "checkpoint", t.given("save_strategy"), "save_steps", "saves_per_epoch")
+    strategy = t.given("eval_strategy", "evaluation_strategy")
+    if "data.eval" in t.lines or "data.split" in t.lines:
+        _interval(t, "eval", strategy, "eval_steps", "evals_per_epoch")
         _translate_best(t)
     else:
-        for name in (*strategies, *counts, "trainer.test_freq", "evals_per_epoch"):
-            t.given(name)
-    lines = t.take("logging_steps", "log_interval")
+        t.skip("eval_steps", "evals_per_epoch")
+    lines = t.take("logging_steps")
     if lines is not None and t.number(lines) >= 1:
         t.put("log.every", t.whole(lines), lines)
-    kept = t.given("save_total_limit", "trainer.max_actor_ckpt_to_keep")
-    if kept is not None:
-        t.put("checkpoint.keep_last", t.whole(kept), kept)
-    else:
+    if t.copy("checkpoint.keep_last", "save_total_limit") is None:
         t.differ("the newest checkpoints are kept here, as many as checkpoint.keep_last=2 says")
 
 
 def _interval(
-    t: Translation,
-    group: str,
-    strategies: tuple[str, ...],
-    counts: tuple[str, ...],
-    per_epoch: str,
+    t: Translation, group: str, strategy: Setting | None, name: str, per_epoch: str
 ) -> None:
-    strategy, steps, each = t.given(*strategies), t.given(*counts), t.given(per_epoch)
+    steps, each = t.given(name), t.given(per_epoch)
     how = "steps" if strategy is None else str(strategy.value).lower()
     if each is not None and t.number(each) > 0:
         t.put(f"{group}.every_epochs", 1 / t.number(each), each, note="1 / that number")
@@ -215,7 +190,7 @@ def _interval(
     if strategy is not None and how == "epoch":
         t.put(f"{group}.every_epochs", 1.0, strategy)
         return
-    steps = steps or (t.take(*counts) if group == "checkpoint" or strategy is not None else None)
+    steps = steps or (t.take(name) if group == "checkpoint" or strategy is not None else None)
     if steps is None or t.number(steps) <= 0:
         return
     if t.number(steps) < 1:

@@ -1,15 +1,13 @@
 """Settings that no rule has read: those with a key of the same meaning here, and those without
 one."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_origin
 
 from megatron_vlm.commands.import_config.source_settings import Setting
-from megatron_vlm.commands.import_config.translation import Translation, is_off
+from megatron_vlm.commands.import_config.translation import Translation, is_nothing, is_off
 from megatron_vlm.config.key_hints import counterpart_of
 from megatron_vlm.config.schema import key_types, leaves
-from megatron_vlm.errors import ConfigError, gather_errors
+from megatron_vlm.errors import ConfigError
 
 # Names that this package has, too, in a group; the tables have only other names.
 _OWN_NAMES = {
@@ -30,7 +28,6 @@ _CHANGES = (
     "moe_z_loss_coeff use_chat_template custom_register_path external_plugins"
 )
 _MEANT = ("use_chat_template",)  # not to use these changes what is learnt
-_LIBRARIES = "variables of other libraries stay as they are: set them as before"
 
 
 @dataclass
@@ -46,11 +43,12 @@ class Leftovers:
         self.sentences.setdefault(sentence, []).append(setting)
 
 
-def read_leftovers(t: Translation, ignored: frozenset[str]) -> Leftovers:
+def read_leftovers(t: Translation, ignored: frozenset[str], errors: list[ConfigError]) -> Leftovers:
     """Translate the settings that mean the same here, and return the others. A name that is not
-    known is refused, unless it is ignored or nobody has written it."""
+    known is an error, unless it is ignored or nobody has written it."""
     left = Leftovers()
-    unknown: list[ConfigError] = []
+    for key, name in t.trainer.same.items():
+        t.copy(key, name)
     for name, setting in t.source.settings.items():
         if name in t.read or name in ignored:
             continue
@@ -64,12 +62,7 @@ def read_leftovers(t: Translation, ignored: frozenset[str]) -> Leftovers:
         elif t.source.is_dump:
             left.unknown.append(setting)
         else:
-            unknown.append(_unknown_error(t, setting))
-    if unknown:
-        raise gather_errors(unknown)
-    for name, setting in t.source.environment.items():
-        if name not in t.read:
-            left.add(_LIBRARIES, setting)
+            errors.append(_unknown_error(t, setting))
     return left
 
 
@@ -89,33 +82,16 @@ def _explain(t: Translation, left: Leftovers, sentence: str, setting: Setting) -
 
 def _copy(t: Translation, left: Leftovers, key: str, setting: Setting) -> None:
     """Set our key to the value of a setting that means the same."""
-    if is_off(setting.value) and key not in _SWITCHES:
+    if is_nothing(setting.value) or (is_off(setting.value) and key not in _SWITCHES):
         left.off.append(setting)
         return
     if key in t.lines:
         left.add(f"{key} is set already, by another key of the configuration", setting)
         return
-    known = t.given(setting.name.removeprefix("actor_rollout_ref.").lower().replace("-", "_"))
-    if known is not None:
-        t.put(key, _converter(t, key)(known), known)
+    t.copy_setting(key, setting)
 
 
 _SWITCHES = frozenset(key for key in leaves() if key_types()[key] is bool)
-
-
-def _converter(t: Translation, key: str) -> Callable[[Setting], Any]:
-    """Return the function that reads a value of the key's type."""
-    kind = key_types()[key]
-    parts = {kind, *get_args(kind)}
-    if bool in parts and str not in parts:
-        return t.flag
-    if int in parts:
-        return t.whole
-    if float in parts:
-        return t.number
-    if any(get_origin(part) in (tuple, list, dict) for part in parts):
-        return lambda setting: setting.value
-    return lambda setting: str(setting.value)
 
 
 def _unknown_error(t: Translation, setting: Setting) -> ConfigError:

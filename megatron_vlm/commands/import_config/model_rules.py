@@ -6,10 +6,6 @@ from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Translation
 from megatron_vlm.config.preference_config import ObjectiveName
 
-_MODEL = (
-    *("model_name_or_path", "model", "model_id_or_path", "base_model", "model.path"),
-    *("load", "mcore_model"),
-)
 _SUPPORTED = re.compile(r"qwen3[-_. ]?(vl|5|6|8)", re.IGNORECASE)
 _QWEN25 = re.compile(r"qwen2[-_. ]?5?[-_. ]?vl", re.IGNORECASE)
 _EXPERTS = re.compile(r"-?a\d+b", re.IGNORECASE)
@@ -24,24 +20,24 @@ _METHODS = {
 }
 _MAX_PATTERN = 400  # characters of a regular expression
 _MAX_REPEATS = 8  # quantifiers of one, which together must not take long on a name
-_BETA = ("pref_beta", "beta", "rl_beta", "dpo_beta", "orpo_alpha", "trl.beta")
 _FREEZE = {
-    "model.freeze_vision": ("freeze_vision_tower", "freeze_vit"),
-    "model.freeze_merger": ("freeze_multi_modal_projector", "freeze_aligner"),
-    "model.freeze_language": ("freeze_language_model", "freeze_llm"),
+    "model.freeze_vision": "freeze_vision_tower",
+    "model.freeze_merger": "freeze_multi_modal_projector",
+    "model.freeze_language": "freeze_language_model",
 }
 
 
 def translate_model(t: Translation) -> None:
     """Set model.path, and say where the model is none that this version trains."""
-    setting = t.given_path(*_MODEL)
+    setting = t.given("model_name_or_path")
     if setting is None:
+        names = t.trainer.names.get("model_name_or_path", "model_name_or_path")
         raise t.error(
-            ": the model is not set", key=_name_of_model(t), remedy="add it to the configuration"
+            ": the model is not set", key=names.split()[0], remedy="add it to the configuration"
         )
     path = str(setting.value)
     origins = [setting]
-    revision = t.given("model_revision", "revision_of_model")
+    revision = t.given("model_revision")
     if revision is not None and str(revision.value) not in ("main", "master"):
         path, origins = f"{path}@{revision.value}", [setting, revision]
     t.put("model.path", path, *origins)
@@ -59,13 +55,7 @@ def translate_model(t: Translation) -> None:
 
 def is_of_experts_by_name(t: Translation) -> bool:
     """Return whether the name of the model is one of a model with experts: 30B-A3B."""
-    return _EXPERTS.search(str(t.lines["model.path"].value)) is not None
-
-
-def _name_of_model(t: Translation) -> str:
-    return {"trl": "model_name_or_path", "ms-swift": "model", "axolotl": "base_model"}.get(
-        t.trainer, "actor_rollout_ref.model.path" if t.trainer == "verl" else "model_name_or_path"
-    )
+    return "model.path" in t.lines and _EXPERTS.search(t.lines["model.path"].value) is not None
 
 
 def compiled_pattern(t: Translation, setting: Setting, pattern: str) -> re.Pattern[str]:
@@ -81,77 +71,49 @@ def compiled_pattern(t: Translation, setting: Setting, pattern: str) -> re.Patte
         raise t.source.error(setting, f"is no regular expression: {error}") from error
 
 
-def translate_method(t: Translation, command: str | None) -> None:
-    """Find what is trained: chats, preferences, or answers with rewards. `command`: that of TRL."""
-    stage = t.given("stage", "rlhf_type", "rl")
-    if t.trainer == "verl":
-        t.method = "grpo"
-    elif stage is not None:
-        remedy = f"for raw text write chats; {_RL_ONLY}"
-        t.method = t.choose(stage, _METHODS, remedy)
-    else:
-        task = (t.source.command.split() or [""])[-1]
-        t.method = command or (task if task in _METHODS else "sft")
-        if task in ("pt", "reward"):
-            raise t.error(f"starts {t.source.command}, which has no counterpart", remedy=_RL_ONLY)
-        if t.trainer == "trl" and not t.source.command and command is None:
-            _check_of_sft(t)
-    if t.method not in ("sft", "grpo", "rloo"):
-        _translate_preferences(t)
-
-
-def _check_of_sft(t: Translation) -> None:
-    """Refuse a file of TRL that is for another command than sft: its keys mean other things."""
-    for name in ("num_generations", "max_completion_length", "reward_funcs", "beta"):
-        if (setting := t.given(name)) is not None:
-            raise t.source.error(
-                setting,
-                "is no key of trl sft",
-                remedy="say for which command the file is: --command dpo|kto|orpo|cpo|grpo",
-            )
-
-
-def _translate_preferences(t: Translation) -> None:
+def translate_method(t: Translation) -> None:
+    """Find what is trained: chats, preferences, or answers with rewards."""
+    stage = t.given("rlhf_type")
+    if stage is not None:
+        t.method = t.choose(stage, _METHODS, f"for raw text write chats; {_RL_ONLY}")
+    elif t.task in _METHODS:
+        t.method = t.task
+    elif t.task in ("pt", "reward"):
+        raise t.error(f"starts {t.task}, which has no counterpart", remedy=_RL_ONLY)
+    if t.method in ("sft", "grpo", "rloo"):
+        return
     objective, losses = _objective(t)
     t.method = objective
-    stage = t.given("stage", "rlhf_type", "rl")
     note = "" if stage else f"the command is {t.source.command or objective}"
     t.put("train.objective", objective, *([stage] if stage else []), *losses, note=note)
-    beta = t.take(*_BETA)
-    if beta is not None:
-        t.put("preference.beta", t.number(beta), beta)
-    for key, names in {
-        "preference.simpo_gamma": ("simpo_gamma",),
-        "preference.desirable_weight": ("kto_chosen_weight", "desirable_weight"),
-        "preference.undesirable_weight": ("kto_rejected_weight", "undesirable_weight"),
+    for key, name in {
+        "preference.beta": "beta",
+        "preference.simpo_gamma": "simpo_gamma",
+        "preference.desirable_weight": "desirable_weight",
+        "preference.undesirable_weight": "undesirable_weight",
     }.items():
-        t.copy_number(key, *names)
+        t.copy(key, name)
     _translate_supervised_part(t)
 
 
-_LOSS_OF_LF = {
-    **{"sigmoid": ("dpo", "sigmoid"), "hinge": ("dpo", "hinge"), "ipo": ("dpo", "ipo")},
-    **{"orpo": ("orpo", ""), "simpo": ("simpo", "")},
-}
+# Values of LLaMA-Factory's pref_loss that are objectives of their own here.
+_OBJECTIVES: tuple[ObjectiveName, ...] = ("orpo", "simpo")
 
 
 def _objective(t: Translation) -> tuple[ObjectiveName, list[Setting]]:
     """Return our objective, and the settings beside the stage that chose it."""
-    name = "pref_loss" if t.trainer == "llamafactory" else "loss_type"
-    loss = t.take(name) if t.method == "dpo" else None
+    loss = t.take("loss_type") if t.method == "dpo" else None
     if loss is None:
         return t.method, []  # type: ignore[return-value]
-    if t.trainer == "llamafactory":
-        objective, which = t.choose(loss, _LOSS_OF_LF)
-    else:
-        objective, which = "dpo", ",".join(t.words(loss))
-    if which not in ("", "sigmoid"):
-        t.put("preference.losses", which.split(","), loss)
-    return objective, [loss]
+    if loss.value in _OBJECTIVES:
+        return loss.value, [loss]
+    if t.words(loss) != ["sigmoid"]:
+        t.put("preference.losses", t.words(loss), loss)
+    return "dpo", [loss]
 
 
 def _translate_supervised_part(t: Translation) -> None:
-    weight = t.given("pref_ftx", "rpo_alpha", "cpo_alpha")
+    weight = t.given("rpo_alpha")
     if weight is None or not t.number(weight):
         return
     if t.method == "dpo":
@@ -179,7 +141,7 @@ def translate_frozen_parts(t: Translation) -> None:
         for key, name in _PARTS.items():
             if not any(pattern.match(name) for pattern in patterns):
                 t.put(key, True, trained)
-    for key, names in _FREEZE.items():
-        setting = t.take(*names)
+    for key, name in _FREEZE.items():
+        setting = t.take(name)
         if setting is not None and not t.has_lora and t.flag(setting):
             t.put(key, True, setting)

@@ -4,45 +4,29 @@ from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import OutputLine, Translation, is_off
 
 _SHARDED = ("deepspeed", "fsdp", "fsdp_config", "deepspeed_config")
-_DEGREES = {
-    "parallel.tp": ("tensor_model_parallel_size", "tensor_parallel_size", "tp_size"),
-    "parallel.pp": ("pipeline_model_parallel_size", "pp_size"),
-    "parallel.ep": ("expert_model_parallel_size", "ep_size"),
+DEGREES = {
+    "parallel.tp": "tensor_model_parallel_size",
+    "parallel.pp": "pipeline_model_parallel_size",
+    "parallel.ep": "expert_model_parallel_size",
 }
-_CHECKPOINTING = (
-    *("gradient_checkpointing", "model.enable_gradient_checkpointing"),
-    "enable_gradient_checkpointing",
-)
-_CONTEXT = (
-    *("context_parallel_size", "sequence_parallel_size"),
-    *("context_parallel_degree", "actor.ulysses_sequence_parallel_size"),
-)
 _HF_PROJECT = "huggingface"  # project of transformers where WANDB_PROJECT is not set
 
 
 def translate_folder(t: Translation) -> None:
     """Set run, and where a run goes on."""
-    folder = t.given("output_dir", "save", "trainer.default_local_dir")
-    project, name = t.given("trainer.project_name"), t.given("trainer.experiment_name")
-    if folder is not None:
-        t.put("run", str(folder.value), folder)
-    elif name is not None:
-        t.put("run", f"runs/{name.value}", name)
-    mode = t.given("trainer.resume_mode")
-    path = t.given("resume_from_checkpoint", "trainer.resume_from_path")
-    if mode is not None and str(mode.value) == "disable":
-        t.put("checkpoint.resume", "never", mode)
-    elif path is not None and str(path.value).lower() not in ("true", "false", "auto"):
+    t.copy("run", "output_dir")
+    path = t.given("resume_from_checkpoint")
+    if path is not None and str(path.value).lower() not in ("true", "false", "auto"):
         t.differ(
             "checkpoints of other trainers are not resumed: give model.path the folder that they "
             "export, or lora.path that of their adapter",
             path,
         )
-    _translate_trackers(t, project)
+    _translate_trackers(t)
 
 
-def _translate_trackers(t: Translation, project: Setting | None) -> None:
-    setting = t.take("report_to", "trainer.logger")
+def _translate_trackers(t: Translation) -> None:
+    setting, project = t.take("report_to"), t.given("trainer.project_name")
     given = t.given("wandb_project")
     names = [] if setting is None else [name.lower() for name in t.words(setting)]
     names = [name.strip("[]'\" ") for name in names]
@@ -66,12 +50,12 @@ def _translate_trackers(t: Translation, project: Setting | None) -> None:
 def translate_layout(t: Translation) -> None:
     """Set the degrees of parallelism, or let the planner choose them where others shard the
     weights over all GPUs."""
-    for key, names in _DEGREES.items():
-        nested = [f"actor.megatron.{name}" for name in names]
-        degree = t.given(*names, *nested)
-        if degree is not None:
-            t.put(key, t.whole(degree), degree)
-    for name in (*_CONTEXT, "actor.megatron.context_parallel_size"):
+    degrees = {}
+    for key, name in DEGREES.items():
+        if (setting := t.given(name)) is not None:
+            t.put(key, t.whole(setting), setting)
+            degrees[key] = setting
+    for name in ("context_parallel_size", "sequence_parallel_size"):
         size = t.given(name)
         if size is not None and t.number(size) > 1:
             t.differ(
@@ -81,19 +65,22 @@ def translate_layout(t: Translation) -> None:
             )
     sharded = [setting for setting in map(t.given, _SHARDED) if setting is not None]
     sharded = [setting for setting in sharded if not is_off(setting.value)]
-    has_degrees = any(key in t.lines for key in _DEGREES)
-    if (sharded or t.trainer == "verl") and not has_degrees:
-        origin = t.origin(*sharded) or "verl shards by FSDP"
-        note = f"{origin}: the planner chooses a layout that fits"
-        t.recipes["parallel"] = OutputLine("auto", note, 0)
+    tp, pp, ep = (t.lines[key].value if key in t.lines else 1 for key in DEGREES)
+    note = "the planner chooses a layout that fits"
+    if (t.gpus and t.gpus % max(1, tp * pp * ep)) or (not t.gpus and ep > 1 and tp > 1):
+        note = f"experts divide data parallel ranks here, which takes TP x PP x EP GPUs; {note}"
+        sharded = [*degrees.values()]
+        for key in degrees:
+            del t.lines[key]
+    elif not sharded or degrees:
+        return
+    t.recipes["parallel"] = OutputLine("auto", f"{t.origin(*sharded)}: {note}", 0)
 
 
 def translate_recomputation(t: Translation) -> None:
     """Set what is computed again. The planner chooses it with the layout."""
     granularity = t.take("recompute_granularity")
-    nested = "actor.megatron.override_transformer_config.recompute_granularity"
-    granularity = granularity or t.given(nested)
-    switch, off = t.take(*_CHECKPOINTING), t.take("disable_gradient_checkpointing")
+    switch, off = t.take("gradient_checkpointing"), t.take("disable_gradient_checkpointing")
     vision = t.given("vit_gradient_checkpointing")
     if "parallel" in t.recipes:
         return

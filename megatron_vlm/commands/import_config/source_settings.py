@@ -1,46 +1,62 @@
-"""Settings of another trainer's configuration, each with its line. Nothing in the file is run, and
-no variable of the environment is read."""
+"""Settings of another trainer: those of its YAML or JSON file, with their lines, and those of its
+command. Nothing in a file is run, and no variable in it is read from the environment."""
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_vlm.config.config_file import MAX_CONFIG_BYTES
 from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH, YamlText
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.untrusted import UntrustedFile, home_path
 
+DATA_FILES = (".yaml", ".yml", ".json")
 _OPENED = ("trl", "vllm")  # sections of axolotl whose keys are settings of their own
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of another trainer with its value. Line 0 is a default of that trainer."""
+    """A key of another trainer with its value. Line 0 means that it is in no file."""
 
     name: str
     value: Any
     line: int = 0
-    variable: str = ""  # name of a variable in the value, which is not known
+    is_default: bool = False  # the trainer's own default, which nobody has written
+    unknown: str = ""  # a reference in the value without an answer in the file
 
 
 @dataclass
 class SourceSettings:
-    """Settings of a whole file, by name."""
+    """Settings of a whole file or command, by name."""
 
-    file: str
     settings: dict[str, Setting]
-    command: str = ""  # the trainer's command in a shell script, such as `swift sft`
-    environment: dict[str, Setting] = field(default_factory=dict)  # variables set in a script
+    file: str = ""
+    command: str = ""  # program and task, such as `swift sft`
+    task: str = ""  # the last of these words
+    trainer: str = ""  # name of the trainer with this command
+    environment: Mapping[str, str] = field(default_factory=dict)  # its variables
+    processes: int | None = None  # processes of torchrun, accelerate or deepspeed
     is_dump: bool = False  # every setting of the trainer is there, whether a user gave it or not
 
+    def place(self, setting: Setting) -> str:
+        """Return where a setting is."""
+        return f"{self.file}, line {setting.line}" if setting.line else self.command or self.file
+
     def error(self, setting: Setting, problem: str = "", **fields: Any) -> ConfigError:
-        """Make the error on a setting, at its line."""
-        place = f"{self.file}, line {setting.line}" if setting.line else self.file
+        """Make the error on a setting, at its place."""
         found = {"key": setting.name, "found": setting.value}
-        return ConfigError(problem, place=place, **found | fields)
+        return ConfigError(problem, place=self.place(setting), **found | fields)
 
 
-def read_yaml_settings(text: str, file: str, variables: Mapping[str, str]) -> SourceSettings:
+def read_settings_file(path: str) -> SourceSettings:
+    """Read a YAML or JSON file of another trainer."""
+    text = UntrustedFile(str(home_path(path)), ConfigError).text(MAX_CONFIG_BYTES)
+    return read_yaml_settings(text, path)
+
+
+def read_yaml_settings(text: str, file: str) -> SourceSettings:
     """Read a YAML or JSON text. Keys of nested sections are joined by dots where the trainer nests
     its settings."""
     document = YamlText(file, keeps_variables=True)
@@ -55,9 +71,9 @@ def read_yaml_settings(text: str, file: str, variables: Mapping[str, str]) -> So
     names = {key.value for key, _ in root.value if isinstance(key.value, str)}
     opens_all = "actor_rollout_ref" in names
     found = dict(_settings(document, root, "", opens_all))
-    resolved = {name: _resolve(each, found, variables) for name, each in found.items()}
+    resolved = {name: _resolve(each, found, file) for name, each in found.items()}
     is_dump = is_json and bool({"swift_version", "model_meta", "training_args"} & names)
-    return SourceSettings(file, resolved, is_dump=is_dump)
+    return SourceSettings(resolved, file, is_dump=is_dump)
 
 
 def _settings(
@@ -72,25 +88,28 @@ def _settings(
             yield name, Setting(name, document.value(value), key.start_mark.line + 1)
 
 
-def _resolve(
-    setting: Setting, found: Mapping[str, Setting], variables: Mapping[str, str]
-) -> Setting:
-    """Replace ${name} by the value of that setting, as OmegaConf does, or by that of --set."""
+def _resolve(setting: Setting, found: Mapping[str, Setting], file: str) -> Setting:
+    """Replace ${name} by the value of that setting, as OmegaConf does."""
     value = setting.value
     for _ in range(MAX_YAML_DEPTH):
         match = _REFERENCE.search(value) if isinstance(value, str) else None
         if match is None:
             break
-        name, other = match[1], match[2]
-        if name in variables:
-            replacement: Any = variables[name]
-        elif name in found:
-            replacement = found[name].value
-        elif other is not None:
-            replacement = other
+        if match[1] in found:
+            replacement = found[match[1]].value
+        elif match[2] is not None:
+            replacement = match[2]
         else:
-            return Setting(setting.name, value, setting.line, name)
+            break
         is_whole = match.span() == (0, len(value))
-        value = replacement if is_whole else value.replace(match[0], str(replacement))
-    unknown = isinstance(value, str) and "${" in value
-    return Setting(setting.name, value, setting.line, value[:80] if unknown else "")
+        text = replacement if is_whole else str(replacement)
+        if not is_whole and (value.count(match[0]) * len(text) + len(value)) > MAX_CONFIG_BYTES:
+            raise ConfigError(
+                f"has more than {MAX_CONFIG_BYTES} letters once its references are replaced",
+                place=f"{file}, line {setting.line}",
+                key=setting.name,
+                remedy="write the value",
+            )
+        value = text if is_whole else value.replace(match[0], text)
+    unknown = value if isinstance(value, str) and "${" in value else ""
+    return replace(setting, value=value, unknown=unknown[:80])

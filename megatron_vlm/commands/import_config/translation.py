@@ -1,22 +1,21 @@
 """A translation in progress: settings of another trainer that are still to be read, and the lines
 that they become here."""
 
+import json
 import re
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_origin
 
 from megatron_vlm.commands.import_config.source_settings import Setting, SourceSettings
-from megatron_vlm.config.other_trainers.trainers import (
-    MEGATRON_SWIFT,
-    OTHER_TRAINERS,
-    TrainerName,
-)
+from megatron_vlm.config.schema import key_types
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_value
 from megatron_vlm.io.printable import escape_controls
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _NOTHING = ("", "none", "null")
 _SHOWN = 48  # characters of a value in a comment
+_LARGEST = 1e18  # no setting is a number beyond it
 _VERL = "actor_rollout_ref."  # names of actor, rollout, ref and model begin so
 
 
@@ -29,14 +28,29 @@ class OutputLine:
     line: int  # the line of the setting that it came from; 0 for a default
 
 
+@dataclass(frozen=True)
+class Trainer:
+    """A trainer whose settings are translated."""
+
+    title: str  # its name as its users write it
+    own_names: str  # names of settings that the other trainers do not have
+    defaults: Mapping[str, Any]  # by its own names, where this package has others
+    # Its own names for what the rules call otherwise. They call a setting as transformers or TRL.
+    names: Mapping[str, str]
+    same: Mapping[str, str]  # our keys, and the names of settings with equal values
+    rules: "Sequence[Callable[[Translation], None]]"
+    task: str = ""  # what is trained where neither the command nor a setting says it
+
+
 @dataclass
 class Translation:
     """Settings that are left to read, and the result so far."""
 
     source: SourceSettings
-    trainer: TrainerName
-    method: str = "sft"  # what is trained: sft, grpo, or an objective over preferences
+    trainer: Trainer
     gpus: int | None = None
+    task: str = ""  # the trainer's command, such as dpo; "" if it is not known
+    method: str = "sft"  # what is trained: sft, grpo, or an objective over preferences
     has_lora: bool = False
     lines: dict[str, OutputLine] = field(default_factory=dict)
     recipes: dict[str, OutputLine] = field(default_factory=dict)
@@ -44,24 +58,24 @@ class Translation:
     read: set[str] = field(default_factory=set)  # names of settings that were read
 
     def __post_init__(self) -> None:
-        self._names: dict[str, str] = {}
-        for name in self.source.settings:
-            self._names.setdefault(name.removeprefix(_VERL).lower().replace("-", "_"), name)
-        self.defaults = OTHER_TRAINERS[self.trainer].defaults
-        if self.is_megatron:
-            self.defaults = MEGATRON_SWIFT
+        common = {
+            theirs: name for name, each in self.trainer.names.items() for theirs in each.split()
+        }
+        self._names: dict[str, str] = {}  # the name that a rule asks for: the name in the source
+        for name, setting in self.source.settings.items():
+            plain = name.removeprefix(_VERL).lower().replace("-", "_")
+            known = common.get(plain, plain)
+            if known not in self._names or setting.value is not None:
+                self._names.setdefault(known, name)
+        self._defaults = {
+            common.get(name, name): Setting(name, value, is_default=True)
+            for name, value in self.trainer.defaults.items()
+        }
 
     @property
     def title(self) -> str:
         """Name of the trainer as its users write it."""
-        return OTHER_TRAINERS[self.trainer].title
-
-    @property
-    def is_megatron(self) -> bool:
-        """True for Megatron-SWIFT, whose settings are those of Megatron-LM."""
-        if self.source.command:
-            return self.source.command.startswith("megatron")
-        return self.trainer == "ms-swift" and "micro_batch_size" in self._names
+        return self.trainer.title
 
     @property
     def is_rl(self) -> bool:
@@ -69,12 +83,9 @@ class Translation:
         return self.method in ("grpo", "rloo")
 
     def variable(self, name: str) -> Setting | None:
-        """Return a variable that the script sets for its command."""
-        setting = self.source.environment.get(name)
-        if setting is None or is_off(setting.value):
-            return None
-        self.read.add(name)
-        return self._known(setting)
+        """Return a variable of the environment that the command would have read."""
+        value = self.source.environment.get(name)
+        return None if is_off(value) else Setting(name, value)
 
     def given(self, *names: str) -> Setting | None:
         """Return the first of these settings that the file has with a value, and mark it as
@@ -85,29 +96,20 @@ class Translation:
                 continue
             setting = self.source.settings[written]
             self.read.add(written)
-            if setting.value is not None and str(setting.value).lower() not in _NOTHING:
+            if not is_nothing(setting.value):
                 return self._known(setting)
         return None
 
-    def given_path(self, *names: str) -> Setting | None:
-        """Return the first of these settings. It is a path, and $HOME is ~ in it."""
-        for written in filter(None, map(self._names.get, names)):
-            setting = self.source.settings[written]
-            if setting.variable == "HOME":
-                paths = setting.value if isinstance(setting.value, list) else [setting.value]
-                paths = [re.sub(r"\$(HOME\b|\{HOME\})", "~", str(path)) for path in paths]
-                value = paths if isinstance(setting.value, list) else paths[0]
-                self.source.settings[written] = replace(setting, value=value, variable="")
-        return self.given(*names)
+    def skip(self, *names: str) -> None:
+        """Mark settings as read for which nothing is set."""
+        for name in names:
+            self.given(name)
 
     def _known(self, setting: Setting) -> Setting:
-        """Refuse a setting with a variable that the file does not set."""
-        if setting.variable:
+        """Refuse a setting with a reference that nothing in the file resolves."""
+        if setting.unknown:
             raise self.source.error(
-                setting,
-                f": the value of {setting.variable} is not known, since no variable of the "
-                "environment is read and nothing is run",
-                remedy=_remedy_of(setting.variable),
+                setting, "has a reference that the file does not resolve", remedy="write the value"
             )
         return setting
 
@@ -118,9 +120,7 @@ class Translation:
             return found
         if any(self._is_none(name) for name in names):
             return None
-        return next(
-            (Setting(name, self.defaults[name]) for name in names if name in self.defaults), None
-        )
+        return next(filter(None, map(self._defaults.get, names)), None)
 
     def _is_none(self, name: str) -> bool:
         written = self._names.get(name)
@@ -140,9 +140,10 @@ class Translation:
         """Return a setting with its value, unless the result is the same."""
         text = escape_controls(setting.name)
         if not _is_same(setting.value, result):
-            text += f"={show_in_comment(setting.value)}"
-        where = f"line {setting.line}" if setting.line else f"the default of {self.title}"
-        return f"{text} ({where})"
+            text += f"={show_in_comment(setting)}"
+        if setting.is_default:
+            return f"{text} (the default of {self.title})"
+        return f"{text} (line {setting.line})" if setting.line else text
 
     def differ(self, sentence: str, *settings: Setting) -> None:
         """Add a sentence on what is not the same here."""
@@ -157,14 +158,14 @@ class Translation:
                 value = float(value) if re.search(r"[.eE]|inf|nan", value) else int(value)
             except ValueError:
                 value = None
-        if type(value) not in (int, float):
+        if type(value) not in (int, float) or not abs(value) <= _LARGEST:
             raise self.source.error(setting, allowed="a number")
         return value  # type: ignore[no-any-return]
 
     def whole(self, setting: Setting) -> int:
         """Return a whole number."""
         value = self.number(setting)
-        if value != value or value in (float("inf"), float("-inf")) or value != int(value):
+        if value != int(value):
             raise self.source.error(setting, allowed="a whole number")
         return int(value)
 
@@ -192,16 +193,46 @@ class Translation:
             )
         return table[name]
 
-    def copy_number(self, key: str, *names: str) -> Setting | None:
-        """Set a key to the number of a setting, or of its default."""
+    def mapping(self, setting: Setting) -> dict[str, Any]:
+        """Return a mapping, which a command has as JSON."""
+        value = setting.value
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                value = None
+        if not isinstance(value, dict):
+            raise self.source.error(setting, allowed="a JSON object")
+        return value
+
+    def copy(self, key: str, *names: str) -> Setting | None:
+        """Set a key to the value of a setting that means the same, or of its default."""
         setting = self.take(*names)
         if setting is not None:
-            self.put(key, self.number(setting), setting)
+            self.copy_setting(key, setting)
         return setting
 
+    def copy_setting(self, key: str, setting: Setting) -> None:
+        """Set a key to the value of this setting."""
+        self.put(key, self._converter(key)(self._known(setting)), setting)
+
+    def _converter(self, key: str) -> Callable[[Setting], Any]:
+        """Return the function that reads a value of the key's type."""
+        kind = key_types()[key]
+        parts = {kind, *get_args(kind)}
+        if bool in parts and str not in parts:
+            return self.flag
+        if int in parts:
+            return self.whole
+        if float in parts:
+            return self.number
+        if any(get_origin(part) in (tuple, list, dict) for part in parts):
+            return lambda setting: setting.value
+        return lambda setting: str(setting.value)
+
     def error(self, problem: str, **fields: Any) -> ConfigError:
-        """Make an error about the whole file."""
-        return ConfigError(problem, place=self.source.file, **fields)
+        """Make an error about the whole file or command."""
+        return ConfigError(problem, place=self.source.command or self.source.file, **fields)
 
 
 def _is_same(value: Any, result: Any) -> bool:
@@ -213,16 +244,15 @@ def _is_same(value: Any, result: Any) -> bool:
         return False
 
 
-def _remedy_of(variable: str) -> str:
-    if not re.fullmatch(r"\w+", variable, re.ASCII):
-        return "write the value"
-    return f'write the value, or give it as --set {variable}="${variable}"'
-
-
-def show_in_comment(value: Any) -> str:
+def show_in_comment(setting: Setting) -> str:
     """Return a value as it may stand in a comment: one line, and not long."""
-    text = escape_controls(show_value(value).replace("\n", " "))
+    text = escape_controls(show_value(setting.value).replace("\n", " "))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def is_nothing(value: Any) -> bool:
+    """Return whether a value says that a setting has none."""
+    return value is None or str(value).lower() in _NOTHING
 
 
 def is_off(value: Any) -> bool:

@@ -1,0 +1,82 @@
+"""Learning from rewards: what verl, and TRL's GRPO with those that use it, have in common."""
+
+from megatron_vlm.commands.import_config.source_settings import Setting
+from megatron_vlm.commands.import_config.translation import Translation
+
+# loss_type of TRL's GRPOConfig: our loss and aggregate.
+_LOSSES = {
+    "grpo": ("ppo", "sequences"),
+    "bnpo": ("ppo", "tokens"),
+    "dapo": ("ppo", "tokens"),
+    "dr_grpo": ("ppo", "constant"),
+    "cispo": ("cispo", "tokens"),
+}
+_REWARDS = ("reward_funcs", "reward_model", "custom_reward_function.path")
+REWARD_LINE = "rl.reward=FILE.py:NAME"
+
+
+def translate_grpo(t: Translation, loss: str, beta: float | None = None) -> None:
+    """Set rl.* of TRL's GRPO and RLOO. `loss` and `beta`: the defaults of the trainer."""
+    if not t.is_rl:
+        return
+    if t.method == "rloo":
+        t.put("rl.advantage", "rloo", note="the command is rloo")
+    kind = t.given("loss_type") or Setting("loss_type", loss, is_default=True)
+    ours, aggregate = t.choose(kind, _LOSSES)
+    level = t.given("importance_sampling_level")
+    if level is not None and str(level.value) == "sequence":
+        ours = "gspo"
+    t.put("rl.loss", ours, kind, *([level] if level else []))
+    t.put("rl.aggregate", aggregate, kind)
+    scaled = t.given("scale_rewards")
+    if scaled is not None and str(scaled.value).lower() in ("false", "none"):
+        t.put("rl.advantage", "dr_grpo", scaled)
+    weight = t.given("beta")
+    if weight is None and beta is not None:
+        weight = Setting("beta", beta, is_default=True)
+    if weight is not None and t.number(weight):
+        t.put("rl.kl_coef", t.number(weight), weight)
+    dynamic = t.given("dynamic_sample")
+    if dynamic is not None and t.flag(dynamic):
+        t.put("rl.dynamic_sampling", True, dynamic)
+    translate_answers(t)
+    translate_sampler(t, t.given("use_vllm"))
+
+
+def translate_answers(t: Translation) -> None:
+    """Set how answers are drawn and how they are learnt from."""
+    for key, name in {
+        "rl.samples": "num_generations",
+        "rl.max_new_tokens": "max_completion_length",
+        "rl.engine_max_len": "vllm_max_model_len",
+        "rl.temperature": "temperature",
+        "rl.top_p": "top_p",
+    }.items():
+        t.copy(key, name)
+    top = t.given("top_k")
+    if top is not None:
+        t.put("rl.top_k", max(0, t.whole(top)), top)
+    one = t.given("epsilon")  # where there is one bound of the ratio, it is both of them
+    for key, name in (("rl.clip_low", "epsilon_low"), ("rl.clip_high", "epsilon_high")):
+        if (setting := t.given(name) or one) is not None:
+            t.put(key, t.number(setting), setting)
+    again = t.given("num_iterations")
+    if again is not None and t.whole(again) > 1:
+        t.differ("each answer is learnt from once", again)
+    found = [setting for setting in map(t.given, _REWARDS) if setting is not None]
+    t.skip("custom_reward_function.name")
+    t.differ(
+        f"a reward is a function score(record, answer): write one that calls yours, and give it "
+        f"as {REWARD_LINE} (docs/rl.md)",
+        *found,
+    )
+
+
+def translate_sampler(t: Translation, engine: Setting | None) -> None:
+    """Set rl.sampler by the setting that names an engine, or that turns vLLM on."""
+    if engine is None:
+        return
+    if str(engine.value) == "vllm" or (engine.name.endswith("use_vllm") and t.flag(engine)):
+        t.put("rl.sampler", "vllm", engine, note="needs rl.engine: see the head of this file")
+    elif not engine.name.endswith("use_vllm"):
+        t.differ("vLLM is the only engine, and rl.sampler=own the trainer's own decoder", engine)
