@@ -1,6 +1,6 @@
 // Draws every chart of a page with uPlot. Each figure holds its data as JSON; all charts of the
 // page share one cursor, one zoom and the controls: the x axis, the smoothing, the runs shown.
-// On a page that a server lets grow, events bring points, newer data, and charts that are new.
+// On a page that a server lets grow, events bring newer data, and charts that are new.
 "use strict";
 (() => {
   const style = getComputedStyle(document.documentElement);
@@ -307,23 +307,6 @@
     return min > plot.data[0][0] || max < plot.data[0].at(-1) ? { min, max } : null;
   };
 
-  // Adds points that come after those of a chart.
-  const append = (chart, curves) => {
-    for (const { name, x, y } of curves) {
-      const curve = chart.curves.find((each) => each.name === name);
-      const last = curve ? curve.x.at(-1) ?? -Infinity : Infinity;
-      x.forEach((step, i) => {
-        if (step <= last) return;
-        curve.x.push(step);
-        curve.y.push(y[i]);
-        chart.span[1] = Math.max(chart.span[1], step);
-        if (y[i] === null) return;
-        if (curve.columns) [step, y[i], 1].forEach((value, at) => curve.columns[at].push(value));
-        if (y[i] <= 0) chart.log = false;
-      });
-    }
-  };
-
   const build = (figure) => {
     built.add(figure);
     const chart = JSON.parse(figure.querySelector("script").textContent);
@@ -364,10 +347,6 @@
       own.isSeen = isIntersecting;
       if (isIntersecting && own.isStale) draw();
     }).observe(figure);
-    figure.addEventListener("points", ({ detail }) => {
-      append(chart, detail);
-      drawSoon();
-    });
     figure.addEventListener("drawn", ({ detail }) => {
       const isLog = own.hasChosenLog ? chart.log && detail.positive : detail.log;
       detail.curves.forEach((fresh, i) => {
@@ -442,18 +421,6 @@
 
   adopt();
   document.addEventListener("grown", adopt);
-  document.addEventListener("axes", ({ detail }) => {
-    const [run] = shared.runs;
-    if (!run || !run.steps) return;
-    const [tokens, seconds] = [run.tokens.at(-1), run.seconds.at(-1)];
-    const last = run.steps.at(-1);
-    detail.steps.forEach((step, i) => {
-      if (step <= last) return;
-      run.steps.push(step);
-      run.tokens.push(tokens + detail.tokens[i]);
-      run.seconds.push(seconds + detail.seconds[i]);
-    });
-  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     charts.forEach(({ draw }) => draw());
   });

@@ -7,7 +7,7 @@ Older versions counted steps from 0, and their start lines have no `counts_from`
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from megatron_vlm.io.untrusted import UntrustedFile
@@ -20,6 +20,8 @@ PREFERENCE_FIGURES: tuple[str, ...] = (
 RETRIEVAL_FIGURES = ("accuracy", "positive_similarity", "nearest_negative_similarity")
 DISTILL_FIGURES: tuple[str, ...] = ("divergence", "cross_entropy")
 MAX_LOADS = 40  # load and usage lines of a run, in addition to those of its last step
+_LARGEST = 1e100  # no figure of a run is larger
+_LINE = UntrustedFile("a line of metrics.jsonl")
 STOPPED = "stopped by a signal after"  # the event of a run that was stopped begins so
 
 
@@ -83,6 +85,10 @@ class StepLine:
     divergence: float | None = None  # from the teacher, mean over the supervised tokens
     cross_entropy: float | None = None  # mean over the same tokens, beside a teacher
     wall_s: float | None = None  # seconds since the last start line
+
+
+STEP_FIELDS = tuple(field.name for field in fields(StepLine))
+_ABSENT = {field.name: field.default for field in fields(StepLine) if field.default is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -209,13 +215,27 @@ def to_json(line: Line) -> str:
 
 def from_json(text: str) -> Line | None:
     """Parse a line; return None for an unknown kind and raise DataError for malformed text."""
-    line = UntrustedFile("a line of metrics.jsonl")
-    raw = line.parse(text)
-    with line.wrap_errors("not as it was written"):
-        if (kind := _KINDS.get(raw["kind"])) is None:
-            return None
-        readers = _READERS[kind]
-        return kind(**{key: readers[key](value) for key, value in raw.items() if key in readers})
+    with _LINE.wrap_errors("not as it was written"):
+        kind, values = _parse(text)
+        return None if kind is None else kind(**values)
+
+
+def line_or_row(text: str) -> Line | list[float] | None:
+    """Parse a line as `from_json` does. Of a step, of which there may be hundreds of thousands,
+    return its fields as numbers, nan for None."""
+    with _LINE.wrap_errors("not as it was written"):
+        kind, values = _parse(text)
+        if kind is StepLine:
+            known = _ABSENT | values
+            return [math.nan if known[name] is None else known[name] for name in STEP_FIELDS]
+        return None if kind is None else kind(**values)
+
+
+def _parse(text: str) -> tuple[type[Line] | None, dict[str, Any]]:
+    raw = _LINE.parse(text)
+    kind = _KINDS.get(raw["kind"])
+    readers = {} if kind is None else _READERS[kind]
+    return kind, {key: readers[key](value) for key, value in raw.items() if key in readers}
 
 
 def _null_if_not_finite(value: Any) -> Any:
@@ -223,8 +243,9 @@ def _null_if_not_finite(value: Any) -> Any:
 
 
 def _figure(value: float | None) -> float:
-    """Return nan for null, NaN and Infinity; other programs may have written the latter two."""
-    return float(value) if value is not None and math.isfinite(value) else math.nan
+    """Return nan for null, NaN and Infinity, which other programs may have written, and for a
+    number so large that sums over steps would not be finite."""
+    return math.nan if value is None or not -_LARGEST < value < _LARGEST else float(value)
 
 
 def _clamp_integer(value: Any) -> int:
@@ -241,7 +262,7 @@ _PLAIN: dict[Any, Callable[[Any], Any]] = {
     dict[str, int]: dict,
     dict[str, str]: dict,
     dict[str, float]: lambda figures: {str(k): _figure(v) for k, v in figures.items()},
-    int | None: lambda count: None if count is None else int(count),
+    int | None: lambda count: None if count is None else _clamp_integer(count),
     dict[str, float] | None: lambda figures: {str(k): _figure(v) for k, v in figures.items()},
     str | None: lambda text: None if text is None else str(text),
 }

@@ -7,7 +7,6 @@ the reason. A job that was killed leaves no second line, and the kernel releases
 import contextlib
 import datetime
 import os
-import re
 import socket
 import stat
 import time
@@ -34,15 +33,8 @@ class Job:
     """The job that writes a run, or was the last to do so."""
 
     is_running: bool
-    process: int | None = None
-    host: str | None = None
     has_ended: bool = False  # in an orderly way
     failure: str | None = None  # why it ended
-
-    @property
-    def is_here(self) -> bool:
-        """True if the process belongs to this machine."""
-        return self.host == socket.gethostname() and self.process is not None
 
 
 @contextmanager
@@ -83,18 +75,16 @@ def read_job(folder: Path) -> Job | None:
         handle = os.open(folder / JOB_LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        return None
     with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            return None
         # A job that starts at this moment tries again for some seconds.
         is_running = not try_lock(handle, shared=True)
         text = file.read(_MAX_BYTES).decode(errors="replace")
-    first, _, end = text.partition("\n")
-    named = re.match(r"process (\d{1,10}) on (.*), since ", first)
+    _, _, end = text.partition("\n")
     return Job(
         is_running,
-        process=int(named[1]) if named else None,
-        host=named[2] if named else None,
         has_ended=end.strip() == _ENDED,
         failure=end.removeprefix(_FAILED).strip() if end.startswith(_FAILED) else None,
     )

@@ -70,8 +70,7 @@ class Run:
         self.phase_times = PhaseTimes()
         claim = None
         if rank_of_process() == 0:  # The lock comes before anything that takes long.
-            command = "rl" if prompts_only else "train"
-            claim = opened.enter_context(held_folder(cfg, command))
+            claim = opened.enter_context(held_folder(cfg))
         cfg, planned = resolve_layout(cfg, watchdog)
         self.cfg, self.watchdog, self.signals = cfg, watchdog, signals
         self.worker = worker = MegatronWorker(cfg, watchdog=watchdog)

@@ -1,6 +1,5 @@
 """The folder of a run: marked as the run's, and locked by one job at a time."""
 
-import os
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,7 @@ from megatron_vlm.config import to_yaml
 from megatron_vlm.config.evaluation_checks import held_out_names
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import Exported, exports
-from megatron_vlm.distributed.process import LAUNCHER, is_under_launcher, restarts
+from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.export_folder import check_replaceable
 from megatron_vlm.io.atomic import (
@@ -45,10 +44,9 @@ class RunLock:
 
 
 @contextmanager
-def held_folder(cfg: Config, command: str = "train") -> Iterator[RunLock]:
+def held_folder(cfg: Config) -> Iterator[RunLock]:
     """Claim cfg.run, which is created if necessary, and write config.yaml into it. Anything else in
-    a place where the run would write is refused. The mark of the folder names the command that
-    started the job. Only one rank does this."""
+    a place where the run would write is refused. Only one rank does this."""
     folder = Path(cfg.run)
     with ExitStack() as held:
         try:
@@ -56,7 +54,7 @@ def held_folder(cfg: Config, command: str = "train") -> Iterator[RunLock]:
             _check_free(folder)
             _check_ways(cfg)
             held.enter_context(hold_job_lock(folder))
-            claim = _claim(cfg, folder, command)
+            claim = _claim(folder)
             check_leftovers(folder / "checkpoints", claim.run)
             discard_partials((folder / "checkpoints").glob("step-*.partial"), claim.run)
             for name in ("export", "merged"):
@@ -135,14 +133,11 @@ def _run_mark(folder: Path) -> dict[str, Any] | None:
     return mark if mark is not None and mark.get("kind") == "run" else None
 
 
-def _claim(cfg: Config, folder: Path, command: str) -> RunLock:
+def _claim(folder: Path) -> RunLock:
     mark = _run_mark(folder)
     if mark is not None and restarts():
         return RunLock(mark["run"], mark["last_serial"])
     run = uuid.uuid4().hex if mark is None else mark["run"]
     claim = RunLock(run, last_serial(folder / "checkpoints"))
-    # torchrun, Slurm and Ray have started more than this command, which alone would not do.
-    is_ours = cfg.launch.backend != "ray" and (LAUNCHER in os.environ or not is_under_launcher())
-    started = {"command": command, "started_in": os.getcwd()} if is_ours else {}
-    write_mark(folder, run, kind="run", last_serial=claim.last_serial, **started)
+    write_mark(folder, run, kind="run", last_serial=claim.last_serial)
     return claim

@@ -36,7 +36,7 @@ def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
         with ExitStack() as opened:
             opened.callback(signals.restore)
             if rank_of_process() == 0:  # before the slow steps
-                opened.enter_context(held_folder(cfg, "serve"))
+                opened.enter_context(held_folder(cfg))
             commands = ModelCommands(Models(cfg, watchdog), signals)
             signals.can_save = True
             try:

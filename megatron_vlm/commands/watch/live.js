@@ -1,63 +1,40 @@
-// Lets a page grow with its run: new points go to the charts, and what else has changed is fetched
-// and put in place. Elements that are still the same stay, with what their reader has opened.
+// Lets a page grow with its run: every five seconds it asks for the elements that it lacks. Elements
+// that are still the same stay, with what their reader has opened; charts get the newer data.
 "use strict";
 (() => {
   const [main, header] = ["main", "header"].map((name) => document.querySelector(name));
   const { address } = main.dataset;
-  const sources = new WeakMap(); // the markup of an element before scripts have changed it
-  let { place } = main.dataset;
-  let events = null;
-  let isDue = false;
-  let early = null; // points that came while the page was fetched
+  let elements = new Map(main.dataset.keys.split(" ").map((key, i) => [key, main.children[i]]));
+  let isBusy = false;
+  let timer = 0;
 
+  const parse = (html) => Object.assign(document.createElement("template"), { innerHTML: html })
+    .content.firstElementChild;
   const chartsOf = (root) => [...root.querySelectorAll("figure.chart:has(.plot)")];
-  const titleOf = (figure) => figure.querySelector("b").textContent;
   const dataOf = (figure) => JSON.parse(figure.querySelector("script").textContent);
+  const nameOf = (details) => details.querySelector("b").textContent;
+  const detailsIn = (roots) => roots.flatMap((root) => [
+    ...(root.matches("details") ? [root] : []), ...root.querySelectorAll("details")]);
 
-  // A chart is drawn on if it has the same curves and marks as before.
-  const signature = (figure) => {
-    const { curves, marks } = dataOf(figure);
-    return JSON.stringify([titleOf(figure),
-      curves.map(({ name, colour, dash, dots }) => [name, colour, dash, dots]),
-      marks.filter(({ x }) => x.length).map(({ kind }) => kind)]);
-  };
+  // What must be the same for charts to take newer data: their names, curves and kinds of marks.
+  const signature = (root) => JSON.stringify([...root.querySelectorAll("figure")].map((figure) => {
+    const { curves, marks } = figure.querySelector(".plot") ? dataOf(figure) : { curves: [], marks: [] };
+    return [nameOf(figure), curves.map(({ name, colour, dash, dots }) => [name, colour, dash, dots]),
+      marks.filter(({ x }) => x.length).map(({ kind }) => kind)];
+  }));
 
-  const remember = (root) => {
-    for (const child of root.children) sources.set(child, child.outerHTML);
-    for (const figure of chartsOf(root)) sources.set(figure, signature(figure));
-  };
-
-  const keepCharts = (fresh) => {
-    const known = new Map(chartsOf(main).map((figure) => [sources.get(figure), figure]));
-    return chartsOf(fresh).flatMap((figure) => {
-      const old = known.get(signature(figure));
-      if (!old) return [];
-      known.delete(signature(figure));
-      return [[figure, old, dataOf(figure)]];
+  const renew = (old, fresh) => {
+    const [figures, newer] = [chartsOf(old), chartsOf(fresh)];
+    figures.forEach((figure, i) => {
+      const label = newer[i].querySelector(".plot").getAttribute("aria-label");
+      figure.querySelector(".plot").setAttribute("aria-label", label);
+      const caption = newer[i].querySelector("figcaption");
+      if (caption) figure.querySelector("figcaption").textContent = caption.textContent;
+      figure.dispatchEvent(new CustomEvent("drawn", { detail: dataOf(newer[i]) }));
     });
   };
 
-  // The fresh elements, each replaced by an old one that is the same.
-  const merge = (fresh, kept) => {
-    const unused = new Set(main.children);
-    const replaced = new Map(kept.map(([figure, old]) => [figure, old]));
-    return [...fresh.children].map((child) => {
-      const charts = chartsOf(child);
-      const same = [...unused].find((old) => (charts.length
-        ? old.tagName === child.tagName && chartsOf(old).length === charts.length
-          && old.querySelectorAll("figure").length === child.querySelectorAll("figure").length
-          && chartsOf(old).every((figure, i) => replaced.get(charts[i]) === figure)
-        : sources.get(old) === sources.get(child)));
-      if (same) {
-        unused.delete(same);
-        return same;
-      }
-      charts.forEach((figure) => replaced.has(figure) && figure.replaceWith(replaced.get(figure)));
-      return child;
-    });
-  };
-
-  const putInPlace = (wanted) => {
+  const put = (wanted) => {
     const stays = new Set(wanted);
     [...main.children].forEach((child) => stays.has(child) || child.remove());
     let next = main.firstElementChild;
@@ -67,128 +44,57 @@
     }
   };
 
-  const refresh = async () => {
-    isDue = early !== null; // after the one that is on its way
-    if (isDue) return;
-    early = [];
+  const update = ({ status, parts }) => {
+    if (status) header.querySelector(".status").replaceWith(parse(status));
+    const keys = new Set(parts.map(([key]) => key));
+    const gone = [...elements].filter(([key]) => !keys.has(key)).map(([, element]) => element);
+    const [opened, renewed] = [[], []];
+    const wanted = new Map(parts.map(([key, html]) => {
+      if (html === null) return [key, elements.get(key)];
+      const fresh = parse(html);
+      const old = chartsOf(fresh).length
+        && gone.find((each) => chartsOf(each).length && signature(each) === signature(fresh));
+      if (!old) {
+        opened.push(fresh);
+        return [key, fresh];
+      }
+      gone.splice(gone.indexOf(old), 1);
+      renewed.push([old, fresh]);
+      return [key, old];
+    }));
+    const before = new Map(detailsIn(gone).map((each) => [nameOf(each), each.open]));
+    detailsIn(opened).forEach((each) => { each.open = before.get(nameOf(each)) ?? each.open; });
+    elements = wanted;
+    put([...wanted.values()]);
+    document.dispatchEvent(new Event("grown"));
+    renewed.forEach((pair) => renew(...pair));
+  };
+
+  const fetched = async () => {
     try {
-      const answer = await fetch(`/parts${address}`);
-      if (!answer.ok) return;
-      const got = await answer.json();
-      const { content } = Object.assign(document.createElement("template"), { innerHTML: got.body });
-      const open = new Set([...main.querySelectorAll("details")].filter((each) => each.open)
-        .map((each) => each.querySelector("b").textContent));
-      const closed = new Set([...main.querySelectorAll("details:not([open]) > summary > b")]
-        .map((each) => each.textContent));
-      remember(content);
-      const kept = keepCharts(content);
-      const captions = kept.map(([figure, old]) => [old, figure.querySelector("figcaption"),
-        figure.querySelector(".plot").getAttribute("aria-label")]);
-      putInPlace(merge(content, kept));
-      for (const each of main.querySelectorAll("details")) {
-        const name = each.querySelector("b").textContent;
-        each.open = open.has(name) || (each.open && !closed.has(name));
-      }
-      for (const [old, caption, label] of captions) {
-        if (caption) old.querySelector("figcaption").textContent = caption.textContent;
-        old.querySelector(".plot").setAttribute("aria-label", label);
-      }
-      document.dispatchEvent(new Event("grown"));
-      kept.forEach(([, old, data]) => old.dispatchEvent(new CustomEvent("drawn", { detail: data })));
-      if (got.place) place = got.place;
+      const answer = await fetch(`/parts${address}?have=${[...elements.keys()]}`);
+      return answer.ok ? await answer.json() : { said: await answer.text() };
     } catch {
-      return; // the server is gone; its events tell when it is back
+      return { said: "The server does not answer." };
+    }
+  };
+
+  const ask = async () => {
+    if (document.hidden || isBusy) return; // a page in the background asks for nothing
+    isBusy = true;
+    const began = performance.now();
+    const got = await fetched();
+    const { said = "" } = got;
+    Object.assign(header.querySelector(".lost"), { textContent: said, hidden: !said });
+    try {
+      if (!said) update(got);
     } finally {
-      const late = early;
-      early = null;
-      late.forEach(grow);
-      if (isDue) refresh();
+      isBusy = false;
+      clearTimeout(timer);
+      timer = setTimeout(ask, Math.max(5000, 10 * (performance.now() - began)));
     }
   };
 
-  const grow = ({ charts, axes }) => {
-    if (early) {
-      early.push({ charts, axes });
-      return;
-    }
-    document.dispatchEvent(new CustomEvent("axes", { detail: axes }));
-    const figures = chartsOf(main);
-    for (const { title, curves, is_drawn: isDrawn } of charts) {
-      const found = figures.filter((figure) => titleOf(figure) === title);
-      found.forEach((figure) => figure.dispatchEvent(new CustomEvent("points", { detail: curves })));
-      if (!found.length && isDrawn) refresh();
-    }
-  };
-
-  const tell = ({ html, acts }) => {
-    const { content } = Object.assign(document.createElement("template"), { innerHTML: html });
-    header.querySelector(".status").replaceWith(content);
-    header.querySelectorAll("[data-act]").forEach((button) => {
-      button.hidden = !acts.includes(button.dataset.act);
-      button.disabled = false;
-    });
-  };
-
-  const listen = () => {
-    events = new EventSource(`/events${address}?after=${encodeURIComponent(place || "")}`);
-    const take = (name, act) => events.addEventListener(name, (event) => {
-      if (event.lastEventId) place = event.lastEventId;
-      act(JSON.parse(event.data));
-    });
-    const lost = header.querySelector(".lost");
-    take("status", tell);
-    take("points", grow);
-    take("refresh", refresh);
-    take("gone", () => {
-      events.close();
-      Object.assign(lost, { hidden: false, textContent: "The folder of this run is gone." });
-    });
-    events.addEventListener("open", () => { lost.hidden = true; });
-    events.addEventListener("error", () => { lost.hidden = false; });
-  };
-
-  // The token comes after # in the address, which no server sees, and stays with this tab.
-  const token = () => {
-    const [, given] = /^#token=(.+)$/.exec(location.hash) || [];
-    if (given) {
-      sessionStorage.setItem("token", decodeURIComponent(given));
-      history.replaceState(null, "", location.pathname);
-    }
-    return sessionStorage.getItem("token");
-  };
-
-  const control = () => {
-    const said = header.querySelector("output");
-    header.querySelectorAll("[data-act]").forEach((button) => {
-      button.addEventListener("click", async () => {
-        if (!token()) {
-          const given = prompt("The token of megatron-vlm watch --control:");
-          if (!given) return;
-          sessionStorage.setItem("token", given.trim());
-        }
-        button.disabled = true;
-        const { act } = button.dataset;
-        try {
-          const known = { method: "POST", headers: { Authorization: `Bearer ${token()}` } };
-          const answer = await fetch(`/${act}${address}`, known);
-          said.textContent = (await answer.json()).said;
-          if (answer.status === 403) sessionStorage.removeItem("token");
-          button.disabled = answer.ok;
-        } catch {
-          said.textContent = "The server does not answer.";
-          button.disabled = false;
-        }
-      });
-    });
-  };
-
-  remember(main);
-  token();
-  control();
-  addEventListener("DOMContentLoaded", listen);
-  // A page in the background asks for nothing, and catches up when it is seen again.
-  document.addEventListener("visibilitychange", () => {
-    if (document.hidden) events.close();
-    else if (events.readyState === EventSource.CLOSED) listen();
-  });
+  document.addEventListener("visibilitychange", ask);
+  timer = setTimeout(ask, 5000);
 })();

@@ -3,36 +3,33 @@ state."""
 
 import datetime
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from megatron_vlm.commands.watch.control import resume_words
-from megatron_vlm.commands.watch.monitor import Monitor, WatchedRun
 from megatron_vlm.commands.watch.run_status import STATES, RunStatus
-from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.commands.watch.watched_runs import WatchedRun
 from megatron_vlm.io.numbers_as_text import number, time_spent
 from megatron_vlm.io.printable import show_count
 from megatron_vlm.report.charts import chart_css, chart_scripts
 from megatron_vlm.report.heat import heat_css, heat_script
-from megatron_vlm.report.html import copy_script, document, page_body, paging_script
+from megatron_vlm.report.html import copy_script, document, paging_script
 from megatron_vlm.report.markup import Html, tag
-from megatron_vlm.report.sections import Command, Heading, Note, Report, Section
 
 _HERE = Path(__file__).parent
-_HEADER = ("run", "state", "step", "loss", "time left", "tokens/s", "changed")
+_HEADER = ("run", "state", "step", "loss or reward", "time left", "tokens/s", "changed")
 _MAX_ROWS = 1000
 
 
-def list_page(monitor: Monitor) -> str:
+def list_page(body: Sequence[Html], keys: Sequence[str]) -> str:
     """Return the page with all runs."""
-    return _live_page("Runs", "/", "", [], list_body(monitor))
+    return _live_page("Runs", "/", [], body, keys)
 
 
-def run_page(run: WatchedRun, report: Report, place: str, has_control: bool) -> str:
-    """Return the page of a run with the lines up to a place."""
-    top = [status_bar(run.status), *(_buttons() if has_control else ())]
-    return _live_page(report.tab, run_address(run), place, top, [*page_body(report)])
+def run_page(run: WatchedRun, body: Sequence[Html], keys: Sequence[str]) -> str:
+    """Return the page of a run. The keys tell its elements apart."""
+    tab = f"{run.name}: training report"
+    return _live_page(tab, run_address(run), [status_bar(run.status)], body, keys)
 
 
 def run_address(run: WatchedRun) -> str:
@@ -40,16 +37,16 @@ def run_address(run: WatchedRun) -> str:
     return "/" + quote(run.name, errors="surrogateescape")
 
 
-def list_body(monitor: Monitor) -> list[Html]:
-    """Return the elements of the list."""
-    runs = sorted(monitor.runs.values(), key=_newest_first)
+def list_body(folders: Sequence[Path], found: Sequence[WatchedRun]) -> list[Html]:
+    """Return the elements of the list of runs below some folders."""
+    runs = sorted(found, key=_newest_first)
     counts = Counter(run.status.state for run in runs)
     tiles = [
         tag("div", tag("b", f"{counts[state]:,}"), tag("span", state), class_="card")
         for state in STATES
         if counts[state]
     ]
-    where = " \u00b7 ".join(str(folder) for folder in monitor.folders)
+    where = " \u00b7 ".join(map(str, folders))
     body = [tag("h1", "Runs"), tag("p", where, class_="quiet")]
     if not runs:
         none = "There is no run yet. A run appears here as soon as its folder is written."
@@ -71,20 +68,21 @@ def _newest_first(run: WatchedRun) -> tuple[bool, float, str]:
 
 def _row(run: WatchedRun) -> Html:
     status = run.status
-    known = [
+    why = [tag("span", status.why, title=status.why)] if status.why else []
+    figure, value = status.figure or ("loss", None)
+    cells = {
+        "step": _steps(status),
+        figure: "" if value is None else number(value),
+        "time left": "" if status.seconds_left is None else time_spent(status.seconds_left),
+        "tokens/s": "" if status.tokens_per_s is None else number(status.tokens_per_s),
+        "changed": _time(status.changed),
+    }
+    return tag(
+        "tr",
         tag("td", tag("a", run.name, href=f"/runs{run_address(run)}")),
-        tag(
-            "td",
-            _badge(status),
-            *([tag("span", status.why, title=status.why)] if status.why else []),
-        ),
-        tag("td", _steps(status)),
-        tag("td", "-" if status.loss is None else number(status.loss)),
-        tag("td", "-" if status.seconds_left is None else time_spent(status.seconds_left)),
-        tag("td", "-" if status.tokens_per_s is None else number(status.tokens_per_s)),
-        tag("td", _time(status.changed)),
-    ]
-    return tag("tr", *known)
+        tag("td", _badge(status), *why),
+        *(tag("td", text, data_name=name) for name, text in cells.items()),
+    )
 
 
 def _badge(status: RunStatus) -> Html:
@@ -93,13 +91,13 @@ def _badge(status: RunStatus) -> Html:
 
 def _steps(status: RunStatus) -> str:
     if status.step is None:
-        return "-"
+        return ""
     return f"{status.step:,}" + (f" / {status.total:,}" if status.total else "")
 
 
 def _time(stamp: float) -> str:
     if not stamp:
-        return "-"
+        return ""
     return datetime.datetime.fromtimestamp(stamp).isoformat(" ", "minutes")
 
 
@@ -108,8 +106,9 @@ def status_bar(status: RunStatus) -> Html:
     facts = []
     if status.step is not None:
         facts.append(f"step {_steps(status)}")
-    if status.loss is not None:
-        facts.append(f"loss {number(status.loss)}")
+    if status.figure is not None:
+        name, value = status.figure
+        facts.append(f"{name} {number(value)}")
     if status.tokens_per_s is not None:
         facts.append(f"{number(status.tokens_per_s)} tokens/s")
     if status.seconds_left is not None:
@@ -120,45 +119,14 @@ def status_bar(status: RunStatus) -> Html:
     return tag("span", _badge(status), " ", *words, *why, **known)
 
 
-def state_report(run: WatchedRun) -> Report:
-    """Return the report of a run that has no lines to show."""
-    tone = "quiet" if run.status.is_active else "alarm"
-    note = Note(run.status.why or "It has no lines yet.", "alarm" if tone == "alarm" else "quiet")
-    return Report(f"{run.name}: training report", run.name, [], [note], [])
-
-
-def broken_report(run: WatchedRun, error: MegatronVLMError | OSError) -> Report:
-    """Return the report of a run whose files cannot be read."""
-    return Report(f"{run.name}: training report", run.name, [], [Note(str(error), "alarm")], [])
-
-
-def with_remedy(report: Report, run: WatchedRun) -> Report:
-    """Return the report with the command that goes on with a run that has ended too early."""
-    words = resume_words(run.folder, run.status)
-    if words is None:
-        return report
-    told: list[Section] = [Heading("Resume", "Resume"), Command("It goes on with: ", words)]
-    sections: Sequence[Section] = [*report.sections, *told]
-    return Report(report.tab, report.title, report.lead, report.summary, sections)
-
-
-def _buttons() -> Iterator[Html]:
-    for name, title in (
-        ("stop", "save a checkpoint and stop, as SIGTERM does"),
-        ("resume", "start the run again from its newest checkpoint"),
-    ):
-        yield tag("button", name, title=title, data_act=name, hidden="")
-    yield tag("output", class_="quiet")
-
-
 def _live_page(
-    title: str, address: str, place: str, top: Sequence[Html], body: Sequence[Html]
+    title: str, address: str, top: Sequence[Html], body: Sequence[Html], keys: Sequence[str]
 ) -> str:
     crumb = [tag("a", "\u2190 runs", href="/")] if address != "/" else []
-    lost = tag("span", "The server does not answer.", class_="lost alarm", hidden="")
+    lost = tag("span", class_="lost alarm", hidden="")
     bar = tag("header", *crumb, *top, lost)
     off = tag("noscript", tag("p", "This page grows by JavaScript, which is off.", class_="alarm"))
-    main = tag("main", *body, data_address=address, data_place=place)
+    main = tag("main", *body, data_address=address, data_keys=" ".join(keys))
     css = chart_css() + heat_css() + (_HERE / "watch.css").read_text()
     scripts = [
         (_HERE / "live.js").read_text(),

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.errors import DataError
+from megatron_vlm.report.bench_table import BENCH_FILE
 from megatron_vlm.report.metrics_lines import (
     SAMPLES,
     STOPPED,
     EventLine,
+    RlLine,
     StartLine,
     StepLine,
     from_json,
@@ -25,9 +27,9 @@ RUNNING, FINISHED, STOPPED_RUN, KILLED = "running", "finished", "stopped", "kill
 FAILED_RUN, BROKEN, BEING_WRITTEN = "failed", "broken", "being written"
 STATES = (RUNNING, BEING_WRITTEN, FINISHED, STOPPED_RUN, KILLED, FAILED_RUN, BROKEN)
 _WINDOW = 20  # steps, over which rates are means
-_FILES = ("metrics.jsonl", SAMPLES, "examples.json", "config.yaml", JOB_LOCK)
+_FILES = ("metrics.jsonl", SAMPLES, "examples.json", "config.yaml", BENCH_FILE, JOB_LOCK)
 _STEP = b'{"kind": "step"'
-_TOLD = (b'{"kind": "start"', b'{"kind": "event"')
+_TOLD = (b'{"kind": "start"', b'{"kind": "event"', b'{"kind": "rl"')
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class RunStatus:
     why: str = ""  # a sentence for a state that needs one
     step: int | None = None
     total: int | None = None
-    loss: float | None = None
+    figure: tuple[str, float] | None = None  # what tells how well it learns: its name and value
     tokens_per_s: float | None = None
     seconds_left: float | None = None
     changed: float = 0.0  # time of the last change of a file
@@ -60,6 +62,7 @@ class StatusReader:
         self._lines = GrowingLines(self.folder / "metrics.jsonl", MAX_LINE)
         self._start: StartLine | None = None
         self._event: EventLine | None = None
+        self._sampled: RlLine | None = None
         self._steps: deque[bytes] = deque(maxlen=_WINDOW)
         self._num_lines = 0
 
@@ -84,8 +87,7 @@ class StatusReader:
         left = None
         if state == RUNNING and None not in (total, step, seconds):
             left = max(0, (total or 0) - (step or 0)) * (seconds or 0.0)
-        loss = next((s.loss for s in reversed(steps) if math.isfinite(s.loss)), None)
-        return RunStatus(state, why, step, total, loss, rate, left, changed, files)
+        return RunStatus(state, why, step, total, self._figure(steps), rate, left, changed, files)
 
     def _read_lines(self) -> None:
         if self._lines.has_begun_anew():
@@ -105,10 +107,21 @@ class StatusReader:
         except DataError:
             return
         if isinstance(line, StartLine):
-            self._start, self._event = line, None
+            self._start, self._event, self._sampled = line, None, None
             self._steps.clear()
         elif isinstance(line, EventLine):
             self._event = line
+        elif isinstance(line, RlLine):
+            self._sampled = line
+
+    def _figure(self, steps: Sequence[StepLine]) -> tuple[str, float] | None:
+        """Return the last loss. A run that learns from samples has a reward, or the divergence from
+        its teacher, because its loss is about 0 from the first step on."""
+        found: list[tuple[str, float | None]] = [("loss", step.loss) for step in steps]
+        if (line := self._sampled) is not None:
+            found = [("KL to the teacher", line.teacher_kl), ("reward", line.reward)]
+        known = [(name, value) for name, value in found if value is not None]
+        return next((each for each in reversed(known) if math.isfinite(each[1])), None)
 
     def _known_steps(self) -> list[StepLine]:
         steps = []

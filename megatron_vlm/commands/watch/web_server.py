@@ -1,36 +1,140 @@
-"""The uvicorn server of `megatron-vlm watch`, whose streams of events end with it."""
+"""The server of `megatron-vlm watch`. It answers its own pages, and only on this machine."""
 
-import uvicorn
-from starlette.applications import Starlette
+import gzip
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socketserver import TCPServer
+from urllib.parse import parse_qs, unquote, urlsplit
 
-from megatron_vlm.commands.watch.monitor import Monitor
+from megatron_vlm.commands.watch.pages import list_body, list_page, run_page, status_bar
+from megatron_vlm.commands.watch.watched_runs import WatchedRuns
+from megatron_vlm.io.untrusted import reason
+from megatron_vlm.report.markup import Html
 
-_STOP_SECONDS = 3
+_ADDRESS = "127.0.0.1"
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_SILENCE_S = 5  # after which a connection is closed
+_SENDING_S = 60  # for an answer, through a slow tunnel too
 
 
-class WatchServer(uvicorn.Server):
-    """A server that lets the streams go on to their end before it waits for them."""
-
-    monitor: Monitor
-
-    async def shutdown(self, sockets: list | None = None) -> None:  # type: ignore[type-arg]
-        await self.monitor.close()
-        await super().shutdown(sockets)
+@dataclass(frozen=True)
+class _Answer:
+    text: str
+    code: int = 200
+    kind: str = "text/html"
 
 
-def make_server(app: Starlette, monitor: Monitor) -> WatchServer:
-    """Return the server, which is run with a socket that listens."""
-    config = uvicorn.Config(
-        app,
-        loop="asyncio",
-        ws="none",
-        lifespan="on",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        limit_concurrency=500,
-        timeout_graceful_shutdown=_STOP_SECONDS,
-    )
-    server = WatchServer(config)
-    server.monitor = monitor
-    return server
+_FOREIGN = _Answer(
+    "megatron-vlm watch answers only its own pages, at a loopback address\n", 403, "text/plain"
+)
+
+
+class WatchServer(ThreadingHTTPServer):
+    """A server on loopback with a thread for each request, so that none waits for another."""
+
+    request_queue_size = 128
+
+    def __init__(self, port: int, folders: Sequence[Path]):
+        self.runs = WatchedRuns(folders)
+        super().__init__((_ADDRESS, port), _Handler)
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # HTTPServer would ask for the name of the machine
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a reader who has gone in the middle of an answer."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _SILENCE_S
+    server: WatchServer
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+    def version_string(self) -> str:
+        return "megatron-vlm"
+
+    def do_GET(self) -> None:
+        try:
+            answer = _FOREIGN if self._is_foreign() else self._answer()
+        except Exception as error:  # the page tells it, and the server goes on
+            answer = _Answer(f"The server failed: {reason(error)}.", 500, "text/plain")
+        self._send(answer)
+
+    def _answer(self) -> _Answer:
+        url = urlsplit(self.path)
+        _, kind, name = [*unquote(url.path).split("/", 2), "", ""][:3]
+        known = parse_qs(url.query).get("have", [""])[0].split(",")
+        runs = self.server.runs
+        if kind == "" or (kind, name) == ("parts", ""):
+            body = list_body(runs.folders, runs.all())
+            if kind == "parts":
+                return _parts("", body, known)
+            return _Answer(list_page(body, [*keyed(body)]))
+        if kind in ("runs", "parts") and (run := runs.get(name)) is not None:
+            body = runs.page(run)
+            if kind == "parts":
+                return _parts(status_bar(run.status), body, known)
+            return _Answer(run_page(run, body, [*keyed(body)]))
+        return _Answer("There is no run of this name.", 404, "text/plain")
+
+    def _send(self, answer: _Answer) -> None:
+        content = answer.text.encode()
+        self.connection.settimeout(_SENDING_S)
+        self.send_response(answer.code)
+        if "gzip" in self.headers.get("Accept-Encoding", ""):  # a tunnel may be slow
+            content = gzip.compress(content, 1)
+            self.send_header("Content-Encoding", "gzip")
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{answer.kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _is_foreign(self) -> bool:
+        """Return whether the request is for another host, or comes from a page of another one. A
+        reader may follow a link from there."""
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        if _name(host) not in ("localhost", _ADDRESS, "::1"):
+            return True
+        site = self.headers.get("Sec-Fetch-Site", "none")
+        if site not in ("none", "same-origin") and origin is None:
+            return self.headers.get("Sec-Fetch-Mode") != "navigate"
+        return origin not in (None, f"http://{host}", f"https://{host}")
+
+
+def _parts(status: str, body: Sequence[Html], known: Sequence[str]) -> _Answer:
+    """Return the keys of all elements, and the elements that the page lacks."""
+    parts = [(key, None if key in known else each) for key, each in keyed(body).items()]
+    return _Answer(json.dumps({"status": status, "parts": parts}), 200, "application/json")
+
+
+def keyed(body: Sequence[Html]) -> dict[str, Html]:
+    """Return elements by keys that tell them apart: equal elements are numbered."""
+    counts: Counter[str] = Counter()
+    elements = {}
+    for each in body:
+        counts[each] += 1
+        text = f"{counts[each]} {each}".encode(errors="replace")
+        elements[hashlib.blake2b(text, digest_size=8).hexdigest()] = each
+    return elements
+
+
+def _name(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

@@ -7,20 +7,11 @@ On the page of one run, each set has a colour; on the page of several runs, each
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from megatron_vlm.io.numbers_as_text import number
-from megatron_vlm.report.charts import (
-    Chart,
-    ChartControls,
-    Charts,
-    Curve,
-    RunAxes,
-    StepMarks,
-    plain_values,
-)
+from megatron_vlm.report.charts import Chart, ChartControls, Charts, Curve, RunAxes, StepMarks
 from megatron_vlm.report.metrics_lines import EvalLine
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of
 from megatron_vlm.report.sections import Heading, Note, Section, Table
@@ -169,26 +160,6 @@ def curve_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     loss = Chart("Loss", losses, may_log=True, marks=tuple(_marks(runs)), height=300)
     yield Charts([loss], span)
     yield Charts([*_charts(runs, _STEP_CHARTS)], span)
-
-
-def new_points(run: LoggedRun) -> dict[str, Any]:
-    """Return the points of a run whose metrics are the last ones of a longer run: what the charts
-    of its page lack. `is_drawn` says whether these points alone make a chart."""
-    metrics = run.metrics
-    plans: list[tuple[ChartPlan, float | None, bool]]
-    plans = [(plan, None, False) for plan in (_LOSS, *_STEP_CHARTS)]
-    plans += [(plan, _ANY, False) for plan in (_REWARD, *_SAMPLE_CHARTS) if metrics.samples]
-    names = dict.fromkeys(name for line in metrics.samples for name in line.figures)
-    plans += [(_figure_plan(name), _ANY, True) for name in [*names][:_MAX_FIGURES]]
-    charts = []
-    for plan, least, is_of_rewards in plans:
-        curves = _curves([run], plan, is_of_rewards)
-        least = least if plan.above is None else plan.above
-        is_drawn = any((curve.y > (_ANY if least is None else least)).any() for curve in curves)
-        data = [{"name": c.name, "x": plain_values(c.x), "y": plain_values(c.y)} for c in curves]
-        charts.append({"title": plan.title, "is_drawn": is_drawn, "curves": data})
-    axes = _axes(metrics)
-    return {"charts": charts, "axes": {k: plain_values(v) for k, v in vars(axes).items()}}
 
 
 def _figure_plan(name: str) -> ChartPlan:

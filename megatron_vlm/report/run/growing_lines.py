@@ -22,19 +22,16 @@ class GrowingLines:
         self.path, self.max_line = path, max_line
         self.place = 0
         self._before = b""
-        self._inode: int | None = None
 
     def has_begun_anew(self) -> bool:
         """Return whether the lines read so far are no longer those of the file. The next lines are
         then the first ones."""
         with self._open() as file:
-            inode = os.fstat(file.fileno()).st_ino
             file.seek(self.place - len(self._before))
-            is_same = inode == self._inode and file.read(len(self._before)) == self._before
-        has_read = self._inode is not None
+            is_same = file.read(len(self._before)) == self._before
         if not is_same:
-            self.place, self._before, self._inode = 0, b"", inode
-        return has_read and not is_same
+            self.place, self._before = 0, b""
+        return not is_same
 
     def new_lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield the place and the content of each line that is complete by now. Of a longer line

@@ -17,19 +17,19 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.io.numbers_as_text import smooth, smoothing_window
 from megatron_vlm.io.untrusted import UntrustedFile
 from megatron_vlm.report.metrics_lines import (
+    STEP_FIELDS,
     EvalLine,
     EventLine,
     Line,
     LoadLine,
     RlLine,
     StartLine,
-    StepLine,
     UsageLine,
-    from_json,
+    line_or_row,
 )
-from megatron_vlm.report.run.step_rows import STEP_FIELDS, WALL, step_row
 
 MAX_LINE = 2**20  # characters of a line that are read at once
+_WALL = STEP_FIELDS.index("wall_s")
 _MEAN_OF = 10  # steps; the reward of a single step is too noisy
 # The scores of an evaluation, and which of their values is the best.
 SCORES = {"reward": max, "loss": min, "token_accuracy": max, "exact_match": max, "ranking": max}
@@ -166,22 +166,17 @@ class MetricsReading:
         self.unreadable = 0
 
     def take(self, text: str) -> None:
-        if (row := step_row(text)) is not None:
-            row[0] += self.shift  # the step
-            self.rows.extend(row)
-            self._see_time(row[WALL])
-            return
         if text.strip():
             try:
-                self._take_line(from_json(text))
+                self._take_line(line_or_row(text))
             except DataError:
                 self.unreadable += 1
 
-    def _take_line(self, line: Line | None) -> None:
-        if isinstance(line, StepLine):
-            line = replace(line, step=line.step + self.shift)
-            self.rows.extend(math.nan if each is None else each for each in vars(line).values())
-            self._see_time(line.wall_s)
+    def _take_line(self, line: Line | list[float] | None) -> None:
+        if isinstance(line, list):
+            line[0] += self.shift  # the step
+            self.rows.extend(line)
+            self._see_time(line[_WALL])
         elif isinstance(line, EvalLine):
             self.evaluations[line.name, line.step] = line
             self._see_time(line.wall_s)
@@ -191,7 +186,7 @@ class MetricsReading:
             self.usages.append(line)
         elif isinstance(line, RlLine):
             self.samples[line.step + self.shift] = replace(line, step=line.step + self.shift)
-        elif line is not None:
+        elif isinstance(line, StartLine | EventLine):
             self.history.append(line)
             if isinstance(line, StartLine):
                 self._resume(line.step)
@@ -203,21 +198,15 @@ class MetricsReading:
             self.walls[-1] = max(self.walls[-1], wall_s)
 
     def _resume(self, step: int) -> None:
-        self.resumes.append((self.num_rows, step))
+        self.resumes.append((len(self.rows) // len(STEP_FIELDS), step))
         self.evaluations = {k: e for k, e in self.evaluations.items() if e.step <= step}
         self.loads = {number: load for number, load in self.loads.items() if number <= step}
         self.samples = {number: each for number, each in self.samples.items() if number <= step}
 
-    @property
-    def num_rows(self) -> int:
-        """The number of step lines so far."""
-        return len(self.rows) // len(STEP_FIELDS)
-
-    def metrics(self, after_row: int = 0, after_step: int = -1) -> RunMetrics:
-        """Return the log of the run. For a caller that has the first rows, and the samples up to a
-        step, those may be left out; no run may have been resumed since."""
-        rows = np.array(self.rows[after_row * len(STEP_FIELDS) :]).reshape(-1, len(STEP_FIELDS))
-        live_rows = rows if after_row else rows[self._current_rows(rows[:, 0].astype(np.int64))]
+    def metrics(self) -> RunMetrics:
+        """Return the log of the run."""
+        rows = np.array(self.rows).reshape(-1, len(STEP_FIELDS))
+        live_rows = rows[self._current_rows(rows[:, 0].astype(np.int64))]
         columns = dict(zip(STEP_FIELDS, live_rows.T, strict=True))
         return RunMetrics(
             history=tuple(self.history),
@@ -228,7 +217,7 @@ class MetricsReading:
             figures=columns,
             evaluations=tuple(sorted(self.evaluations.values(), key=lambda e: (e.step, e.name))),
             loads=tuple(load for _, load in sorted(self.loads.items())),
-            samples=tuple(line for step, line in sorted(self.samples.items()) if step > after_step),
+            samples=tuple(line for _, line in sorted(self.samples.items())),
             seconds=float(np.nansum(rows[:, STEP_FIELDS.index("seconds")])),
             wall_s=sum(self.walls),
             replaced=len(rows) - len(live_rows),

@@ -30,7 +30,7 @@ def sample_cards(
     metrics: RunMetrics, folder: Path, index: SampleIndex | None = None
 ) -> Iterator[sections.Section]:
     """Yield the samples of the last step that has them, of the first and of some between; nothing
-    if the run logged no samples. `index` has the lines of the file if the caller has read them."""
+    if the run logged no samples. `index` has the lines that the caller has shown before."""
     path = folder / SAMPLES
     if not metrics.samples or not os.path.lexists(path):
         return
@@ -38,6 +38,8 @@ def sample_cards(
         if index is None:
             index = SampleIndex(path)
             index.read_all()
+        else:
+            index.read_on()
         samples = index.choose(metrics.samples[-1].step)
     except DataError as error:
         yield sections.Note(f"{SAMPLES} cannot be read: {error}", "alarm")
