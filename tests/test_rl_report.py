@@ -185,6 +185,8 @@ def test_tiles_are_means_of_ten_steps(report):
         ("largest difference of log-probs, sampler and trainer, step 15", "3"),
     ]
     assert not [name for name, _ in tiles if "loss" in name]
+    page = report(*(step(i, 0.0, samples=16) for i in (1, 2)), *(rl(i, asked=5) for i in (1, 2)))
+    assert page.tiles["prompts"] == "10"  # not their 32 answers
     assert report(rl(4, 0.25)).tiles["last mean reward, step 4"] == "0.25"
     tiles = report(rl(4, 0.25), rl(5, 0.75)).tiles
     assert tiles["best mean reward, steps 4 to 5"] == "0.5"

@@ -17,7 +17,7 @@ from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.agreement import Vote, all_reduce_max
 from megatron_vlm.distributed.watchdog import RankStatus, describe, find_stuck
 from megatron_vlm.errors import ConfigError, TrainError
-from megatron_vlm.report.metrics_lines import StepLine
+from megatron_vlm.report.metrics_lines import RlLine, StepLine
 from megatron_vlm.run.log import RunLog, duration, step_figures
 from megatron_vlm.run.progress_line import progress_line
 from megatron_vlm.run.throughput import NonFiniteGuard
@@ -235,6 +235,20 @@ def test_metrics_are_whole_lines_after_a_kill(tmp_path):
     lines = path.read_text().splitlines()
     assert lines[1] == '{"kind": "st'
     assert json.loads(lines[2])["loss"] is None and json.loads(lines[2])["step"] == 1
+
+
+def test_a_step_of_rl_shows_its_reward_in_place_of_the_loss(tmp_path):
+    for teacher in ({}, {"reward": None, "teacher_kl": 0.25}):
+        console = Console(file=StringIO(), width=200)
+        log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=1)), True, 20, console=console)
+        fixed = dict(step=1, reward=0.75, reward_std=0.0, prompts=1, asked=1, alike=0.0, figures={})
+        fixed |= dict(answer_tokens=6.5, longest_answer=9, cut=0.0, turns=1.0, sampling_s=0.2)
+        log.samples(RlLine(**fixed | teacher))
+        log.step(figures(1, loss=0.0))
+        log.close()
+        shown = "teacher_kl 0.25" if teacher else "reward 0.75"
+        expected = f"step 1/20  {shown}  6.5 tokens  0.2 s of sampling  lr 1.00e-03  norm 1  "
+        assert console.file.getvalue().startswith(expected)
 
 
 def test_only_one_rank_speaks(tmp_path, capsys):

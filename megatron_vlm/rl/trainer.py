@@ -180,7 +180,6 @@ class RlTrainer:
         figures = [astuple(update.figures) for update in train_batch.updates]
         total = BatchFigures(*(sum(column) for column in zip(*figures, strict=True)))
         whole = join_metrics(metrics)
-        self.run.record(step, StepData([], after, total), whole, *applied)
         if self.leads:
             assert self.last is not None
             updates = groups_of_updates(self.last.groups, self.cfg.rl.updates)
@@ -188,6 +187,9 @@ class RlTrainer:
             for number, kl in teacher_kls.items():
                 episodes[number].teacher_kl = kl
             self.run.log.samples(rl_line(step + 1, self.last, whole, apart, has_rewards(self.cfg)))
+        self.run.record(step, StepData([], after, total), whole, *applied)
+        if self.leads:
+            assert self.last is not None
             first = self.last.groups[0].episodes[0]
             right = self.episode_runner.right_answer(first)
             teaches = self.cfg.rl.teacher is not None

@@ -41,6 +41,7 @@ class RunLog:
         self.sinks: list[Any] = []
         self.progress: LiveProgress | None = None
         self.window: list[StepLine] = []
+        self.learnt: list[str] = []  # from the samples of the last step
         self.began = time.monotonic()
         if not self.speaks:
             return
@@ -69,11 +70,13 @@ class RunLog:
         self.window.append(figures)
         done = figures.step
         left = duration((self.total_steps - done) * _mean(self.window, "seconds"))
+        # The loss of samples is about 0 from the first step on: their reward takes its place.
+        parts = [*self.learnt, *step_figures(self.window)[bool(self.learnt) :]]
         if self.progress is not None:
-            self.progress.update(done, left, step_figures(self.window))
+            self.progress.update(done, left, parts)
             self.window = self.window[-20:]
         elif done % self.cfg.log.every == 0 or done == self.total_steps:
-            line = "  ".join(step_figures(self.window))
+            line = "  ".join(parts)
             self.console.print(
                 f"step {done}/{self.total_steps}  {line}  {left} left", soft_wrap=True
             )
@@ -88,19 +91,14 @@ class RunLog:
         self._write(UsageLine(step, memory_gb, seconds))
 
     def samples(self, figures: RlLine) -> None:
-        """Log the samples that a step learnt from. The terminal shows a line as often as for
-        steps."""
+        """Log the samples of a step, before `step` logs its other figures. The terminal shows both
+        in one line."""
         self._write(figures)
-        step = figures.step
-        if step % self.cfg.log.every == 0 or step == self.total_steps:
-            parts = [f"{figures.answer_tokens:.1f} tokens"]
-            if figures.reward is not None:
-                parts.insert(0, f"reward {figures.reward:.4g}")
-            for name in ("kl", "teacher_kl", "apart"):
-                if (value := getattr(figures, name)) is not None:
-                    parts.append(f"{name} {value:.2g}")
-            parts.append(f"{figures.sampling_s:.1f} s of sampling")
-            self.say(f"step {step}/{self.total_steps}  {'  '.join(parts)}")
+        parts = [f"{figures.answer_tokens:.1f} tokens", f"{figures.sampling_s:.1f} s of sampling"]
+        for name in ("apart", "kl", "teacher_kl", "reward"):
+            if (value := getattr(figures, name)) is not None:
+                parts.insert(0, f"{name} {value:.{4 if name == 'reward' else 2}g}")
+        self.learnt = parts
 
     def evaluation(self, step: int, name: str, scores: dict[str, Any]) -> None:
         """Log the scores of one evaluation set."""

@@ -128,8 +128,11 @@ def _run_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
 
 
 def _data_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
-    """Yield the samples that were trained on, or the epoch where a log does not count them."""
+    """Yield the samples that were trained on, the prompts that were drawn, or the epoch where a log
+    does not count them."""
     start, seen = metrics.last_start, metrics.samples_seen
+    if metrics.samples:
+        seen = sum(line.asked for line in metrics.samples)
     if seen is not None:
         size = start.samples if start is not None else None
         epochs = f", {seen / size:,.1f} epochs" if size else ""
