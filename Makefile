@@ -16,7 +16,7 @@ install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1)/bin/pip instal
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat_template.py sample.py \
 	row_maker.py hf.py tiny_model.py)
 # What another Megatron-Core or torch would change: the model, its gradients, optimizers, checkpoints.
-NEWEST += $(addprefix tests/test_,parity.py qwen3_5.py checkpoint.py golden.py)
+NEWEST += $(addprefix tests/test_,parity.py qwen3_5.py checkpoint.py golden.py train.py)
 
 .PHONY: setup trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench scale clean
 

@@ -37,6 +37,7 @@ def command(folder: Path, model: str, run: str, *overrides: str) -> list[str]:
     keys = {
         "model": "tiny_cpu",
         "model.path": model,
+        "model.recompute_vision": "true",  # as the recipes of released models
         "data.train": folder / "train.jsonl",
         "data.cache_dir": folder / "cache",
         "data.num_workers": 0,
@@ -93,7 +94,7 @@ def whole(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     write_set(folder)
     done = go(folder, tiny(), "whole")
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert (done.returncode, done.stderr) == (0, "")  # libraries warn of nothing
     return folder, done.stdout
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.vision_utils import (
@@ -219,8 +220,11 @@ def build_tower(
         block.attn = PackedAttention(block.attn, heads)
     if recompute:
         # The checkpoint is not reentrant: a reentrant one detaches everything that is not returned
-        # as a bare tensor, and the DeepStack mergers would silently stop learning.
-        tower.gradient_checkpointing_enable({"use_reentrant": False})
+        # as a bare tensor, and the DeepStack mergers would silently stop learning. transformers'
+        # public method also looks for embeddings of tokens, and warns that a tower has none.
+        tower._set_gradient_checkpointing(
+            enable=True, gradient_checkpointing_func=partial(checkpoint, use_reentrant=False)
+        )
     built: nn.Module = tower
     return built
 
