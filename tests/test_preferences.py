@@ -3,6 +3,7 @@
 that differs from the reference. tests/test_trl_preferences.py compares the losses with TRL's."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -50,7 +52,7 @@ from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.reference import with_reference
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker
-from tests.chats import image, say, text
+from tests.chats import image, picture, say, text
 from tests.error_fields import raises
 from tests.peft_reference import Adapter, as_ours, peft_model, save, trained
 from tests.reference import load_reference, row_log_probs
@@ -550,16 +552,18 @@ def test_all_that_is_read_and_not_trained_has_its_digest(tiny, references, tmp_p
                 changed_inputs(tmp_path, one, {key: other[key]})
 
 
-def test_the_reference_is_computed_once_and_only_for_what_is_trained(
-    pool, tiny, references, tmp_path
-):
-    """A second run reads it from the cache, and a run of few steps does not wait for all data."""
-    data_of, _, _ = references
-    cache = f"data.cache_dir={tmp_path / 'cache'}"
-    more = [cache, "train.objective=dpo", "eval.generate=false", "data.eval=null"]
+def test_the_reference_is_computed_once_and_only_for_what_is_trained(pool, tiny, tmp_path):
+    """A second run reads it from the cache, and a run of few steps does not wait for all data.
+    Another picture of the same size, and a damaged file, are noticed."""
+    data, photo, cache = tmp_path / "data.jsonl", tmp_path / "photo.bmp", tmp_path / "cache"
+    records = pairs()
+    records[0]["prompt"][0]["content"][0]["image"] = photo.name
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    picture(64, 96, 1).save(photo)
+    more = [f"data.cache_dir={cache}", "train.objective=dpo", "eval.generate=false"]
 
     def run_of(name: str, *settings: str) -> tuple[list[dict[str, Any]], str]:
-        words = run_words(tiny, tmp_path / name, data_of("dpo"), *more, *settings)
+        words = run_words(tiny, tmp_path / name, str(data), *more, "data.eval=null", *settings)
         status, _, err = pool.run(run_rank, 2, words)[0]
         assert status == 0, err
         return logged(tmp_path / name, "step"), err
@@ -572,7 +576,51 @@ def test_the_reference_is_computed_once_and_only_for_what_is_trained(
     assert "reference log-probs" not in said
     assert again == whole
     assert {**few[0], "lr": whole[0]["lr"]} == whole[0]
-    assert len(list((tmp_path / "cache" / "reference").iterdir())) == 2
+    before = set((cache / "reference").iterdir())
+    assert len(before) == 2
+    picture(64, 96, 2).save(photo)
+    replaced, said = run_of("replaced", "train.steps=2")
+    assert "log-probs of 5 samples of data.train" in said
+    (file,) = set((cache / "reference").iterdir()) - before
+    save_file({"log_probs": -torch.rand(PAIRS, 2, dtype=torch.float64)}, file)
+    repaired, said = run_of("repaired", "train.steps=2")
+    assert "log-probs of 5 samples of data.train" in said
+    assert repaired == replaced
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["none", "no checksum", "one bit", "int64", "bool", "fp8", "shape", "above 0", "nan", "FIFO"],
+)
+def test_damaged_log_probs_are_computed_again(damage, tmp_path, caplog):
+    path = tmp_path / "stored"
+    has_value = np.array([[True, True], [False, False], [True, False]])
+    table = np.where(has_value, -np.arange(6.0).reshape(3, 2), np.nan)
+    changed = {
+        "int64": np.nan_to_num(table).astype(np.int64),
+        "bool": has_value,
+        "shape": table[:2],
+        "above 0": np.where(has_value, -table + 1, np.nan),
+        "nan": np.where([[True], [True], [False]], table, np.nan),
+    }
+    reference._write(path, changed.get(damage, table))
+    content = path.read_bytes()
+    if damage in ("no checksum", "fp8"):
+        kind = torch.float64 if damage == "no checksum" else torch.float8_e4m3fn
+        save_file({"log_probs": torch.from_numpy(table).to(kind)}, path)
+    elif damage == "one bit":
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "FIFO":
+        path.unlink()
+        os.mkfifo(path)
+    stored = reference._read(path, has_value)
+    if damage == "none":
+        assert stored is not None and np.array_equal(stored, table, equal_nan=True)
+        return
+    assert stored is None
+    assert f"{path}" in caplog.text and "they are computed again" in caplog.text
+    reference._write(path, table)
+    assert reference._read(path, has_value) is not None
 
 
 class Scored:

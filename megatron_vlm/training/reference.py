@@ -8,7 +8,9 @@ Shapes: R rows of a micro-batch.
 """
 
 import hashlib
+import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -18,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 from torch import Tensor
 
 from megatron_vlm.config.objectives import reference_of
@@ -29,18 +31,24 @@ from megatron_vlm.data.batches.collate import MAX_ROWS
 from megatron_vlm.data.batches.dataset import DataSet, order_of_all
 from megatron_vlm.data.batches.loader import Loader, Replica
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.tokens.index import index_key
+from megatron_vlm.data.scores.score_file import checksum_of
+from megatron_vlm.data.tokens.index import CHUNK, index_key
+from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.distributed.collectives import broadcast_json
 from megatron_vlm.distributed.process import print_to_user
+from megatron_vlm.errors import DataError
 from megatron_vlm.io.atomic import replaced_file
-from megatron_vlm.io.untrusted import home_path
+from megatron_vlm.io.untrusted import UntrustedFile, home_path
 from megatron_vlm.lora.layers import LowRank
-from megatron_vlm.training.broadcast import share_json
-from megatron_vlm.training.data_feed import SharedBatches
+from megatron_vlm.training.data_feed import SharedBatches, open_together
 from megatron_vlm.training.pipeline import values_by_place
 from megatron_vlm.training.worker import MegatronWorker
 
+_log = logging.getLogger("megatron_vlm.data")
+
 _ANSWERS = 2  # rows of one sample
+_NAME = "log_probs"  # tensor of a file of the cache
+_VERSION = 2  # version of these files
 
 
 def row_log_probs(worker: MegatronWorker, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -111,27 +119,36 @@ def with_reference(
     if cfg.data.reference is not None:
         return data  # open_data has read them
     grid, device = worker.grid, worker.platform.device
-    handles, key, counts = None, "", None
-    if data is not None:
-        handles = _handles(data, samples)
-        key, counts = _key(worker, cfg, data, handles), [len(handles), *map(len, data.indexes)]
-    count, *lengths = share_json(counts, grid, device)
-    path = _path(cfg, key) if grid.rank == 0 else None
-    tables = _read(path, lengths) if path is not None else None
-    is_known = broadcast_json(tables is not None if grid.rank == 0 else None, 0, None, device)
+
+    def opening() -> tuple[tuple[np.ndarray, Path | None], list[int]]:
+        assert data is not None
+        handles_N2 = _handles(data, samples)
+        path = _path(worker, cfg, data, handles_N2) if grid.rank == 0 else None
+        return (handles_N2, path), [len(handles_N2), *map(len, data.indexes)]
+
+    opened, (count, *lengths) = open_together(
+        f"the reference of {name}", grid, device, opening, worker.watchdog
+    )
+    handles, path = (None, None) if opened is None else opened
+    stored = None
+    if path is not None and data is not None and handles is not None:
+        stored = _read(path, _has_value(data, handles))
+    is_known = broadcast_json(stored is not None if grid.rank == 0 else None, 0, None, device)
     if is_known:
-        nothing = np.zeros((sum(lengths), _ANSWERS))
-        table = torch.from_numpy(nothing if tables is None else np.concatenate(tables)).to(device)
+        table = torch.zeros(sum(lengths), _ANSWERS, dtype=torch.float64, device=device)
+        if stored is not None:
+            table.copy_(torch.from_numpy(stored))
         dist.broadcast(table, 0)
     else:
         worker.watchdog.begin_phase(0, f"reference log-probs of {name}")
         if grid.rank == 0:
             print_to_user(f"computing the reference log-probs of {count:,} samples of {name}, once")
         table = _compute(worker, cfg, data, handles, count, lengths)
-    tables = np.split(table.cpu().numpy(), np.cumsum(lengths)[:-1])
+    log_probs = table.cpu().numpy()
     if path is not None and not is_known:
-        _write(path, tables)
-    return None if data is None else replace(data, reference_log_probs=tuple(tables))
+        _write(path, log_probs)
+    tables = tuple(np.split(log_probs, np.cumsum(lengths)[:-1]))
+    return None if data is None else replace(data, reference_log_probs=tables)
 
 
 @dataclass(frozen=True)
@@ -183,49 +200,102 @@ def _compute(
     values = values.to(device)
     dist.all_reduce(values, group=grid.dp.group)
     table = torch.full((sum(lengths), _ANSWERS), math.nan, dtype=torch.float64, device=device)
-    if handles_N2 is not None:
-        starts = np.cumsum([0, *lengths[:-1]])
-        rows_N = torch.from_numpy(starts[handles_N2[:, 0]] + handles_N2[:, 1]).to(device)
+    if data is not None and handles_N2 is not None:
+        rows_N = torch.from_numpy(_numbers(data, handles_N2)).to(device)
         table[rows_N] = torch.where(values[1] > 0, values[0], math.nan)
     return table
 
 
-def _key(worker: MegatronWorker, cfg: Config, data: DataSet, handles_N2: np.ndarray) -> str:
-    """Return a digest of everything that the log-probs depend on."""
-    hasher = hashlib.blake2b(worker.base_digest.encode(), digest_size=16)
-    form = [cfg.lora.path, str(worker.chunks[0].config.params_dtype)]
-    # Without codes, the key is that of earlier versions.
-    hasher.update(repr(form + ([cfg.lora.base] if cfg.lora.base else [])).encode())
-    hasher.update(handles_N2[np.lexsort(handles_N2.T)].tobytes())
-    for source, reader, index in zip(data.sources, data.readers, data.indexes, strict=True):
-        hasher.update(index_key(source, reader, cfg.data).encode() + index.records.tobytes())
-    return hasher.hexdigest()
+# The cache. Only rank 0 reads and writes it.
 
 
-def _path(cfg: Config, key: str) -> Path | None:
-    """Return the file of the cache; None without a cache, or for a continued adapter, whose
-    contents the key does not know."""
+def _path(
+    worker: MegatronWorker, cfg: Config, data: DataSet, handles_N2: np.ndarray
+) -> Path | None:
+    """Return the file of the cache, whose name depends on all that the log-probs depend on. Return
+    None without a cache, and where not all of that is known: for a continued adapter, and for
+    pictures on the network."""
     if cfg.data.cache_dir is None or cfg.lora.path is not None:
         return None
-    return home_path(cfg.data.cache_dir) / "reference" / f"{key}.safetensors"
+    hasher = hashlib.blake2b(worker.base_digest.encode(), digest_size=16)
+    form = [_VERSION, str(worker.chunks[0].config.params_dtype), cfg.lora.base]
+    hasher.update(repr(form).encode())
+    handles_N2 = handles_N2[np.lexsort(handles_N2.T)]
+    hasher.update(handles_N2.tobytes())
+    for source, reader, index in zip(data.sources, data.readers, data.indexes, strict=True):
+        hasher.update(index_key(source, reader, cfg.data).encode() + index.records.tobytes())
+    has_media = np.concatenate([index.images + index.videos > 0 for index in data.indexes])
+    with_media = handles_N2[has_media[_numbers(data, handles_N2)]].tolist()
+    chunks = [with_media[start : start + CHUNK] for start in range(0, len(with_media), CHUNK)]
+    workers = cfg.data.num_workers if len(chunks) > 2 * cfg.data.num_workers else 0
+    for facts in map_in_processes(_MediaFacts(data), chunks, workers, 2):
+        if facts is None:
+            return None
+        hasher.update(repr(facts).encode())
+        worker.watchdog.busy()
+    return home_path(cfg.data.cache_dir) / "reference" / f"{hasher.hexdigest()}.safetensors"
 
 
-def _read(path: Path, lengths: Sequence[int]) -> list[np.ndarray] | None:
-    """Read the tables of all sources, or return None if there are none or they are damaged."""
+@dataclass(frozen=True)
+class _MediaFacts:
+    """Sizes and times of change of the files with the pictures and videos of samples; None if they
+    are not known. Their names are in the records."""
+
+    data: DataSet
+
+    def __getitem__(self, handles: Sequence[tuple[int, int]]) -> list[tuple[int, int]] | None:
+        facts = []
+        for source, sample in handles:
+            where = self.data.where((source, sample))
+            try:
+                raw = self.data.raw((source, sample))
+                found = map(os.stat, self.data.readers[source].media_files(raw, where))
+                facts += [(each.st_size, each.st_ctime_ns) for each in found]
+            except (DataError, OSError):
+                return None
+        return facts
+
+
+def _numbers(data: DataSet, handles_N2: np.ndarray) -> np.ndarray:
+    """Return the numbers of samples, counted over all sources."""
+    starts = np.cumsum([0, *map(len, data.indexes)])
+    numbers: np.ndarray = starts[handles_N2[:, 0]] + handles_N2[:, 1]
+    return numbers
+
+
+def _has_value(data: DataSet, handles_N2: np.ndarray) -> np.ndarray:
+    """Return of each row of all samples whether it is listed, and so has a log-prob."""
+    rows = np.concatenate([index.rows for index in data.indexes])
+    is_listed = np.zeros(len(rows), dtype=bool)
+    is_listed[_numbers(data, handles_N2)] = True
+    has_value: np.ndarray = is_listed[:, None] & (np.arange(_ANSWERS) < rows[:, None])
+    return has_value
+
+
+def _read(path: Path, has_value: np.ndarray) -> np.ndarray | None:
+    """Read the log-probs of all rows. Return None if there are none, or if they are damaged."""
+    if not os.path.lexists(path):
+        return None
+    outside = UntrustedFile(str(path), remedy="they are computed again")
     try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError):
+        outside.regular_path()
+        with outside.wrap_errors("the stored log-probs are damaged"), safe_open(path, "np") as file:
+            table: np.ndarray = file.get_tensor(_NAME)
+            if file.metadata()["checksum"] != str(checksum_of([table])):
+                raise ValueError("their checksum is another than when they were written")
+            if table.dtype != np.float64 or table.shape != has_value.shape:
+                raise ValueError(f"they are {table.dtype} of shape {table.shape}")
+            if not np.array_equal((table <= 0) & np.isfinite(table), has_value):
+                raise ValueError("some are no log-probs")
+    except DataError as error:
+        _log.warning("%s", error)
         return None
-    tables = [tensors.get(str(number)) for number in range(len(lengths))]
-    shapes = [None if table is None else table.shape for table in tables]
-    if shapes != [(length, _ANSWERS) for length in lengths]:
-        return None
-    return [table for table in tables if table is not None]
+    return table
 
 
-def _write(path: Path, tables: Sequence[np.ndarray]) -> None:
-    """Write the tables of all sources. A cache that cannot be written is not an error."""
+def _write(path: Path, table: np.ndarray) -> None:
+    """Write the log-probs of all rows. A cache that cannot be written is not an error."""
     with suppress(OSError, SafetensorError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_file(path) as new:
-            save_file({str(number): table.copy() for number, table in enumerate(tables)}, new)
+            save_file({_NAME: table}, new, {"checksum": str(checksum_of([table]))})

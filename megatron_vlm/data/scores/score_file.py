@@ -77,7 +77,7 @@ def save_scores(path: Path, records: Sequence[RecordScore]) -> None:
         "sample_digests": np.array([record.sample_digest for record in records], dtype=np.int64),
         "tokens": np.array([record.tokens for record in records], dtype=np.int64),
         "ends": ends,
-        "checksums": np.array([_checksum(record.values) for record in records], dtype=np.int64),
+        "checksums": np.array([checksum_of(record.values) for record in records], dtype=np.int64),
     }
     names = (*_VALUES, *_TOP)[: len(records[0].values) if records else len(_VALUES)]
     parts = zip(*(record.values for record in records), strict=True)
@@ -139,7 +139,7 @@ class ScoreFile:
         span = slice(int(ends[place - 1]) if place else 0, int(ends[place]))
         names = (*_VALUES, *_TOP) if self.has_top else _VALUES
         values = [file.get_slice(name)[span] for name in names]
-        if _checksum(values) != self.columns["checksums"][place]:
+        if checksum_of(values) != self.columns["checksums"][place]:
             raise ValueError(f"the checksum of record {place} is another than when written")
         return values
 
@@ -160,7 +160,8 @@ class ScoreFile:
             return np.split(file.get_tensor("log_probs"), self.columns["ends"][:-1])
 
 
-def _checksum(values: Iterable[np.ndarray]) -> int:
+def checksum_of(values: Iterable[np.ndarray]) -> int:
+    """Return a checksum of the types, shapes and contents of arrays."""
     checksum = 0
     for value in values:
         described = f"{value.dtype.str}{value.shape}".encode()
@@ -176,4 +177,4 @@ def _checksum_of_columns(
     shapes = {name: tuple(getattr(value, "shape", value)) for name, value in values.items()}
     described = repr((sorted(shapes.items()), where)).encode()
     parts = [np.frombuffer(described, dtype=np.uint8), *(columns[name] for name in _COLUMNS)]
-    return str(_checksum(parts))
+    return str(checksum_of(parts))

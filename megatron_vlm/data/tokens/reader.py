@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,17 @@ class Reader:
         targets_SJ[-1] = torch.tensor(targets)
         labels_S = torch.full_like(row.ids_S, IGNORE)
         return replace(row, labels_S=labels_S, targets=targets_SJ.squeeze(1))
+
+    def media_files(self, raw: object, where: str) -> list[Path]:
+        """Return the files with the pictures and videos of a record. Raise a DataError if one of
+        them is no file in the root, as on the network."""
+        sources: list[Any] = []
+        for chat, _ in self.chats(raw, where):
+            media = [each.source for each in (*chat.media(Image), *chat.media(Video))]
+            sources += [each for each in media if not isinstance(each, tuple)]
+            sources += [frame.source for each in media if isinstance(each, tuple) for frame in each]
+        names = [each for each in sources if isinstance(each, str) and not each.startswith("data:")]
+        return [resolve_path(name, self.policy, where) for name in dict.fromkeys(names)]
 
     def picture(self, image: Image, where: str) -> Tensor:
         """Decode an image, resize it and cut it into patches: bytes [P, C]."""
