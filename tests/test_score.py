@@ -20,10 +20,13 @@ from megatron_vlm.cli import main
 from megatron_vlm.commands.score import run_score
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.scores.score_file import RecordScore, ScoreFile
-from megatron_vlm.data.scores.score_index import ScoreIndex
+from megatron_vlm.data.scores.score_index import ScoreIndex, read_complete
+from megatron_vlm.data.scores.score_lookup import ScoreLookup
 from megatron_vlm.data.scores.teacher_targets import lump_tail
 from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.distributed.process import run_guarded
+from megatron_vlm.errors import DataError
 from megatron_vlm.run.scoring import score_folder
 from megatron_vlm.training.top_targets import SMALLEST_REST, TopTargets
 from tests.reference import load_reference
@@ -243,6 +246,27 @@ def test_damaged_files_are_refused(damage, whole, asked, tiny, pool):
         return
     status, _, err = score(pool, words_of(asked, tiny(vocab=509), folder.name))
     assert status == 2 and file.name in err and "delete the file and run" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"sets": []}, "scores.json: sets=[] is not a list of data sets"),
+        ({"samples": 0}, "sets[0].samples=0 is not a whole number from 1"),
+        ({"samples": 10**12}, "scores.json names "),
+        ({"top_k": 5}, "tokens of each place, and scores.json says 5"),
+    ],
+)
+def test_a_damaged_index_is_refused(change, problem, whole, tiny, tmp_path):
+    folder = tmp_path / "scores"
+    shutil.copytree(whole, folder)
+    content = json.loads((folder / "scores.json").read_text())
+    (content["sets"][0] if "samples" in change else content).update(change)
+    (folder / "scores.json").write_text(json.dumps(content))
+    vocabulary = read_tokenizer(tiny(vocab=509)).get_vocab()
+    with pytest.raises(DataError, match=re.escape(problem)):
+        index = read_complete("data.reference", str(folder))
+        ScoreLookup.open("data.reference", str(folder), index, vocabulary)
 
 
 def by_engine(asked: Path, model: str, out: str, **options: Any) -> list[str]:

@@ -95,7 +95,7 @@ class ScoreFile:
     path: Path
     columns: Mapping[str, np.ndarray]
     where: tuple[str, ...]
-    has_top: bool
+    top_k: int  # stored tokens of each supervised token
 
     @staticmethod
     def open(path: Path) -> "ScoreFile":
@@ -112,7 +112,8 @@ class ScoreFile:
             if metadata["checksum"] != _checksum_of_columns(columns, values, metadata["where"]):
                 raise ValueError("its checksum is another than when it was written")
             where = tuple(outside.parse(metadata["where"]))
-        return ScoreFile(path, columns, where, _TOP[0] in names)
+            top_k = shapes[_TOP[0]][1] if _TOP[0] in names else 0
+        return ScoreFile(path, columns, where, top_k)
 
     def __len__(self) -> int:
         return len(self.where)
@@ -137,7 +138,7 @@ class ScoreFile:
         """Read the values of a record from the opened file."""
         ends = self.columns["ends"]
         span = slice(int(ends[place - 1]) if place else 0, int(ends[place]))
-        names = (*_VALUES, *_TOP) if self.has_top else _VALUES
+        names = (*_VALUES, *_TOP) if self.top_k else _VALUES
         values = [file.get_slice(name)[span] for name in names]
         if checksum_of(values) != self.columns["checksums"][place]:
             raise ValueError(f"the checksum of record {place} is another than when written")

@@ -6,6 +6,7 @@ This module needs files only, so that a run is refused before torch is imported.
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -79,11 +80,13 @@ class ScoreIndex:
             raise file.error(
                 "is of another version", key="version", found=found, allowed=(_VERSION,)
             )
+        if not content["sets"].items():
+            raise content["sets"].error("a list of data sets")
         sets = tuple(
             ScoredSet(
                 each["name"].string(),
                 each["digest"].string(),
-                each["samples"].whole(),
+                each["samples"].whole(1),
                 each["chunk"].whole(1),
             )
             for each in content["sets"].items()
@@ -128,6 +131,14 @@ def read_complete(key: str, folder: str) -> ScoreIndex:
             key=key,
             found=folder,
             remedy="run the same megatron-vlm score again: it continues where it stopped",
+        )
+    named, there = sum(len(each.starts) for each in index.sets), len(os.listdir(home_path(folder)))
+    if named > there:
+        raise DataError(
+            f"has {there:,} files, and its {SCORES_FILE} names {named:,}",
+            key=key,
+            found=folder,
+            remedy=_REMEDY,
         )
     return index
 

@@ -47,6 +47,15 @@ class ScoreLookup:
                 "data.add_tokens",
             )
         files = tuple(ScoreFile.open(home_path(folder) / name) for name in index.files)
+        for file in files:
+            if file.top_k != index.top_k:
+                raise DataError(
+                    f"stores {file.top_k} tokens of each place, and scores.json says {index.top_k}",
+                    place=str(file.path),
+                    key=key,
+                    found=folder,
+                    remedy="score the data again in a new folder",
+                )
         digests = np.concatenate([file.columns["digests"] for file in files])
         counts = [len(file) for file in files]
         numbers = np.repeat(np.arange(len(files)), counts)
