@@ -21,7 +21,9 @@ class Range:
     is_min_open: bool = False
     is_max_open: bool = False
 
-    def __contains__(self, value: float) -> bool:
+    def __contains__(self, value: object) -> bool:
+        if not isinstance(value, int | float):
+            return False
         above = value > self.min if self.is_min_open else value >= self.min
         below = value < self.max if self.is_max_open else value <= self.max
         return above and below  # nan fails both
@@ -66,8 +68,9 @@ def check_bounds(settings: Any, prefix: str = "") -> None:
 
 
 def violated_range(kind: Any, value: Any) -> Range | None:
-    """Return the first range of a type that a number of the value is not in, or None."""
-    numbers = [*_numbers(value)]
+    """Return the first range of a type that a number of the value is not in, or None. A tuple has
+    nothing but numbers."""
+    numbers = value if get_origin(kind) is tuple else [*_numbers(value)]
     outside = (r for r in ranges_of(kind) if any(number not in r for number in numbers))
     return next(outside, None)
 

@@ -35,6 +35,7 @@ from megatron_vlm.errors import (
 from megatron_vlm.io.untrusted import UntrustedFile
 
 _PRIMARY = "train"  # configs/train.yaml
+_TOO_MANY_DIGITS = re.compile(r"\d{4301}")  # Python reads no such number
 _MAX_SAVED_BYTES = 2**20  # maximum bytes of a config.yaml
 
 
@@ -260,15 +261,16 @@ def _check_keys(overrides: Sequence[str]) -> None:
 
 
 def _recipe_errors(group: str, value: str) -> list[ConfigError]:
-    """Return the error on a value of a group that Hydra would not explain: a path, which it takes
-    for a recipe in a folder, or no name at all. A list of recipes is left to Hydra."""
+    """Return the errors on values of a group that Hydra would not explain: a path, which it takes
+    for a recipe in a folder, or no name at all."""
     is_list = value.startswith("[") and value.endswith("]")
-    name = value.strip().strip("'\"")
-    return [] if is_list or name in recipes_of(group) else [recipe_error(group, name)]
+    names = value[1:-1].split(",") if is_list else [value]
+    names = [name.strip().strip("'\"") for name in names]
+    return [recipe_error(group, name) for name in names if name not in recipes_of(group)]
 
 
 def _check_text(override: str, key: str) -> None:
-    """Refuse what Hydra would replace, and values that are nested too deep for parsers."""
+    """Refuse what Hydra would replace, and values that parsers cannot read."""
     _refuse_variables(override, key=key)
     depth = deepest = 0
     for character in override:
@@ -278,6 +280,8 @@ def _check_text(override: str, key: str) -> None:
         raise ConfigError(
             f"is nested deeper than {MAX_YAML_DEPTH} levels, so it is no value", key=key
         )
+    if _TOO_MANY_DIGITS.search(override.replace("_", "")):
+        raise ConfigError("has a number of more than 4,300 digits, which is no value", key=key)
 
 
 def _refuse_variables(text: str, place: str = "", key: str = "") -> None:
