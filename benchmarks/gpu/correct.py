@@ -4,10 +4,13 @@ syncs."""
 import gc
 import importlib
 import json
+import multiprocessing
 import subprocess
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -55,7 +58,6 @@ FEATURES: dict[str, tuple[Case, dict[str, Any]]] = {
     "LoRA beside int8": (Case(lora={**ADAPTERS, "base": "int8"}), IN_BLOCKS),
     "LoRA beside NF4": (Case(lora={**ADAPTERS, "base": "nf4"}), IN_BLOCKS),
     "LoRA, Qwen3.5": (Case(lora=ADAPTERS), HYBRID),
-    "compiled": (Case(model={"compile": True}), {}),
 }
 
 
@@ -72,6 +74,12 @@ def _cli(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "megatron_vlm.cli", *arguments], check=True)
 
 
+def _side_by_side(*commands: Sequence[str]) -> None:
+    """Run commands at the same time."""
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda words: _cli(*words), commands))
+
+
 def _lines(run: Path, kind: str) -> list[dict[str, Any]]:
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == kind]
@@ -81,8 +89,10 @@ def command_line(figures: Figures) -> None:
     """Make a model and data, train, resume a run that stopped half-way, export. The processes are
     started, joined and ended as in a user's run."""
     home = figures.scratch / "runs"
-    _cli("tiny", "--out", f"{home}/tiny", "--head-dim", "32")
-    _cli("shapes", "--out", f"{home}/shapes", "--train", "64", "--eval", "8")
+    _side_by_side(
+        ("tiny", "--out", f"{home}/tiny", "--head-dim", "32"),
+        ("shapes", "--out", f"{home}/shapes", "--train", "64", "--eval", "8"),
+    )
     common = [
         "model=tiny_cpu",
         f"platform={figures.platform}",
@@ -94,12 +104,15 @@ def command_line(figures: Figures) -> None:
         f"checkpoint.every={HALF}",
         "log.report=false",
     ]
-    _cli("train", *common, f"run={home}/whole", f"train.steps={STEPS}")
-    _cli("train", *common, f"run={home}/halves", f"train.steps={HALF}", "checkpoint.export=false")
-    _cli("train", *common, f"run={home}/halves", f"train.steps={STEPS}", "checkpoint.export=false")
-    whole, halves = _lines(home / "whole", "step"), _lines(home / "halves", "step")
-    assert [step["step"] for step in whole] == [step["step"] for step in halves]
-    pairs = [(a["loss"], b["loss"]) for a, b in zip(whole, halves, strict=True)]
+    halves = [*common, f"run={home}/halves", "checkpoint.export=false"]
+    _side_by_side(
+        ("train", *common, f"run={home}/whole", f"train.steps={STEPS}"),
+        ("train", *halves, f"train.steps={HALF}"),
+    )
+    _cli("train", *halves, f"train.steps={STEPS}")
+    whole, resumed = _lines(home / "whole", "step"), _lines(home / "halves", "step")
+    assert [step["step"] for step in whole] == [step["step"] for step in resumed]
+    pairs = [(a["loss"], b["loss"]) for a, b in zip(whole, resumed, strict=True)]
     figures.say("losses", [a for a, _ in pairs])
     figures.say("resume_equal_to_the_digit", all(a == b for a, b in pairs))
     figures.check("resume", max(abs(a - b) / abs(a) for a, b in pairs), RESUME_BOUND)
@@ -190,20 +203,29 @@ def families(figures: Figures) -> None:
 
 
 def features(figures: Figures) -> None:
-    """Compare the losses of three steps with those on the CPU, feature by feature."""
-    batches = [make_rows(MIXED)] * 3
-    for name, (case, sizes) in FEATURES.items():
-        path = str(figures.scratch / f"feature {name}")
-        write_tiny(path, TinySpec(**sizes))
-        by_platform = []
-        for platform in ("cpu", figures.platform):
-            optim = {"lr": 1e-3, **case.optim}
-            changed = replace(case, platform=platform, train=FP32, optim=optim)
-            losses, *_ = train(path, changed, batches)
-            by_platform.append(losses)
-            leave()
-        pairs = zip(*by_platform, strict=True)
-        figures.check(name, max(abs(a - b) / abs(a) for a, b in pairs), FEATURE_BOUND)
+    """Compare the losses of three steps with those on the CPU, feature by feature. The CPU has a
+    process of its own, since a process computes on one platform."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as on_cpu:
+        expected = [
+            on_cpu.submit(_losses, name, "cpu", figures.scratch / "cpu") for name in FEATURES
+        ]
+        for name, future in zip(FEATURES, expected, strict=True):
+            losses = _losses(name, figures.platform, figures.scratch / "features")
+            pairs = zip(losses, future.result(), strict=True)
+            figures.check(name, max(abs(a - b) / abs(b) for a, b in pairs), FEATURE_BOUND)
+
+
+def _losses(name: str, platform: str, folder: Path) -> list[float]:
+    """Return the losses of three steps with a feature, in fp32."""
+    case, sizes = FEATURES[name]
+    path = str(folder / name)
+    write_tiny(path, TinySpec(**sizes))
+    optim = {"lr": 1e-3, **case.optim}
+    changed = replace(case, platform=platform, train=FP32, optim=optim)
+    losses, *_ = train(path, changed, [make_rows(MIXED)] * 3)
+    leave()
+    return losses
 
 
 def generation(figures: Figures, export: Path) -> None:

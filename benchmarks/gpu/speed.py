@@ -131,20 +131,18 @@ def variants(
     worker: MegatronWorker, dry: bool
 ) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     """Return the variants to measure: the default, then variants with one change each."""
-    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    kernels = ("torch", "math") if dry else ("torch", "flash", "efficient", "cudnn")
+    replaced = partial(mock.patch.object, tower_attention, "attend")
+    return {
         "default": nullcontext,
-        "recompute selective": partial(recompute, worker, "selective"),
-        "recompute full": partial(recompute, worker, "full"),
         "not compiled": partial(not_compiled, worker),
+        "recompute full": partial(recompute, worker, "full"),
+        **{f"attention {kernel}": partial(attention, worker, kernel) for kernel in kernels},
+        "tower image by image": partial(replaced, image_by_image),
+        "tower run by run": partial(replaced, run_by_run),
         "weight gradients in bf16": partial(rounded, worker),
-        "tower image by image": partial(
-            mock.patch.object, tower_attention, "attend", image_by_image
-        ),
-        "tower run by run": partial(mock.patch.object, tower_attention, "attend", run_by_run),
+        "recompute selective": partial(recompute, worker, "selective"),
     }
-    for kernel in ("torch", "math") if dry else ("torch", "flash", "efficient", "cudnn"):
-        contexts[f"attention {kernel}"] = partial(attention, worker, kernel)
-    return contexts
 
 
 def free() -> None:
@@ -270,10 +268,10 @@ def measure_theirs(figures: Figures, work: Work, path: Path, peak: float | None)
     _say_speed(figures, name, work, flops(work, path), took, alone, peak)
 
 
-def _prepared(figures: Figures, works: Sequence[Work], recompute: str) -> tuple[Work, Path] | None:
+def _prepared(figures: Figures, works: Sequence[Work]) -> tuple[Work, Path] | None:
     """Return the largest of these models that the device can hold, and its weights on the disk."""
     memory = pick_platform(figures.platform).memory_total()
-    work = largest([DRY] if figures.dry else works, memory, recompute)
+    work = largest([DRY] if figures.dry else works, memory)
     if work is None:
         figures.say("not measured", f"{memory / 2**30:.0f} GiB hold none of these models")
         return None
@@ -288,24 +286,23 @@ def _prepared(figures: Figures, works: Sequence[Work], recompute: str) -> tuple[
 def stack(figures: Figures) -> None:
     """Measure the maximum number of 8B layers that fit without recomputation, with tower, embedding
     and head."""
-    if prepared := _prepared(figures, STACKS, "none"):
+    if prepared := _prepared(figures, STACKS):
         measure_ours(figures, *prepared)
 
 
 def whole(figures: Figures) -> None:
-    """Measure a model from end to end, in this package and in Hugging Face. It may have to
-    recompute its layers."""
-    if prepared := _prepared(figures, WHOLES, "full"):
-        measure_ours(figures, *prepared)
-        free()
+    """Measure a model from end to end, in Hugging Face and in this package."""
+    if prepared := _prepared(figures, WHOLES):
         measure_theirs(figures, *prepared, pick_platform(figures.platform).peak_flops())
+        free()
+        measure_ours(figures, *prepared)
 
 
 def engine(figures: Figures) -> None:
     """Measure the same model where Transformer Engine is installed: each backend, with its
     optimizer."""
     backends = ("torch", "te") if have_te() else ("torch",) if figures.dry else ()
-    if not backends or not (prepared := _prepared(figures, WHOLES, "full")):
+    if not backends or not (prepared := _prepared(figures, WHOLES)):
         return
     work, path = prepared
     for backend in backends:

@@ -72,14 +72,15 @@ STACKS = [
 WHOLES = [
     Work("Qwen3-VL 4B", QWEN3_VL_4B),
     Work("Qwen3-VL 2B", QWEN3_VL_2B),
+    Work("Qwen3-VL 2B, two rows", QWEN3_VL_2B, rows=2),
     Work("Qwen3-VL 2B, one row", QWEN3_VL_2B, rows=1),
 ]
 DRY = Work("tiny", TinySpec(), rows=2, tokens=64, side=8, supervised=16, steps=2)
 
 
-def largest(works: Sequence[Work], memory: int, recompute: str) -> Work | None:
-    """Return the first work that a device with this many bytes can train."""
-    return next((work for work in works if needs(work, recompute) <= USABLE * memory), None)
+def largest(works: Sequence[Work], memory: int) -> Work | None:
+    """Return the first work that a device with this many bytes can train without recomputation."""
+    return next((work for work in works if needs(work, "none") <= USABLE * memory), None)
 
 
 def needs(work: Work, recompute: str) -> int:
