@@ -109,7 +109,7 @@ def render(
 ) -> str:
     """Return the sentence `PLACE: KEY=FOUND PROBLEM; REMEDY`, without the parts that are
     missing."""
-    subject = key if found is NOT_GIVEN else f"{key}={show_value(found)}" if key else ""
+    subject = key if found is NOT_GIVEN else f"{key}={show_value(found, key)}" if key else ""
     if subject and problem:
         subject += problem if problem.startswith(":") else f" {problem}"
     clause = subject or problem.removeprefix(":").lstrip()
@@ -118,18 +118,55 @@ def render(
     return "; ".join(filter(None, (": ".join(filter(None, (place, clause))), remedy)))
 
 
-def show_value(value: Any) -> str:
-    """Return a value as a configuration writes it. Text of several words is quoted and
-    shortened."""
+def show_value(value: Any, key: str = "") -> str:
+    """Return the value of a key as a configuration writes it. Text of several words is quoted and
+    shortened, and secrets are hidden."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
+    if is_secret(key):
+        return _HIDDEN
     if isinstance(value, str):
         is_bare = len(value) <= 200 and _BARE.fullmatch(value)
-        return value if is_bare else _QUOTED.repr(value)
+        return hide_secrets(value if is_bare else _QUOTED.repr(value))
     is_short = isinstance(value, list | tuple) and len(value) <= 20
     if is_short and not any(isinstance(each, list | tuple) for each in value):
-        return f"[{','.join(map(show_value, value))}]"
-    return _QUOTED.repr(value)
+        return hide_secrets(f"[{','.join(map(show_value, value))}]")
+    return hide_secrets(_QUOTED.repr(value))
+
+
+_HIDDEN = "***"
+_SECRET = re.compile(
+    r"\w*(?:password|passwd|passphrase|secret|credential)\w*|\w*token|\w+_key|\w*apikey|pwd"
+    r"|authorization"
+)
+# Names of tokens and of fields, which end like those of secrets.
+_PUBLIC = re.compile(
+    r"(?:\w*_)?(?:[bec]os|pad|unk|cls|sep|mask|image|video|audio|vision|special|start|end|stop|per)"
+    r"_token|(?:\w*_)?(?:image|video|audio|prompt|messages|answer|label|source|fn|model|sort)_key"
+)
+_NAMED = re.compile(
+    r"""(?P<name>[A-Za-z_][\w.-]*)(?P<mark>["']?\s*[:=]\s*)(?P<value>"[^"]*"?|'[^']*'?|[^\s"',;}\]]+)"""
+)
+_OPTION = re.compile(
+    r"""(?<=--)(?P<name>[\w.-]+)(?P<mark>["']?[\s,]+["']?)(?P<value>[^\s"',\]]+)"""
+)
+_LOGIN = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
+
+
+def is_secret(key: str) -> bool:
+    """Return whether a key or variable names a token, a key, a secret or a password."""
+    name = re.split(r"[.\[]", key.lower().replace("-", "_"))[-1][-80:]
+    return _SECRET.fullmatch(name) is not None and _PUBLIC.fullmatch(name) is None
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text without the values of secrets in it: NAME=VALUE, "NAME": VALUE, --NAME VALUE,
+    and the login of an address."""
+
+    def hidden(match: re.Match[str]) -> str:
+        return match["name"] + match["mark"] + _HIDDEN if is_secret(match["name"]) else match[0]
+
+    return _LOGIN.sub(_HIDDEN, _OPTION.sub(hidden, _NAMED.sub(hidden, text)))
 
 
 def show_choices(allowed: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_vlm.config.config_file import ConfigFile, add_config_option, chosen_file
 from megatron_vlm.config.key_hints import option_error
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, hide_secrets
 
 
 def add_overrides(
@@ -31,7 +31,8 @@ def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> ar
     if not rest:
         return args
     if not hasattr(args, "overrides"):
-        parser.error(f"unrecognized arguments: {ascii(' '.join(rest))[1:-1]}")
+        shown = ascii(hide_secrets(" ".join(rest)))[1:-1]
+        parser.error(f"unrecognized arguments: {shown}")
     for word in rest:
         if re.match(r"--?\w", word):
             raise _option_error(word, words)

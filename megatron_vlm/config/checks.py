@@ -9,10 +9,18 @@ from megatron_vlm.config.bounds import check_bounds
 from megatron_vlm.config.data_sources import check_columns, check_roles
 from megatron_vlm.config.evaluation_checks import check_evaluation, check_measuring
 from megatron_vlm.config.objectives import check_objective
-from megatron_vlm.config.schema import Config, DataConfig, OptimConfig, Role, TrainScope, get
+from megatron_vlm.config.schema import (
+    Config,
+    DataConfig,
+    OptimConfig,
+    Role,
+    TrainScope,
+    get,
+    leaves,
+)
 from megatron_vlm.config.searched_keys import check_auto
 from megatron_vlm.config.trainable import check_lora, learns
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, is_secret
 
 # apply_chat_template has these parameters itself.
 TEMPLATE_ARGUMENTS = frozenset(
@@ -33,6 +41,7 @@ MAX_NEW_TOKENS = 10_000  # maximum length of data.add_tokens
 
 def check_values(cfg: Config) -> None:
     """Refuse values that cannot work, alone or together."""
+    _check_secrets(cfg)
     _check_layers(cfg.parallel.layers_per_stage, cfg.parallel.virtual_stages)
     check_bounds(cfg)
     check_lora(cfg)
@@ -43,6 +52,21 @@ def check_values(cfg: Config) -> None:
     _check_together(cfg)
     check_objective(cfg)
     check_evaluation(cfg)
+
+
+def _check_secrets(cfg: Config) -> None:
+    """Refuse a secret in a mapping: a configuration is written to config.yaml and the report."""
+    waiting = [(key, get(cfg, key)) for key in leaves()]
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(f"{key}.{name}", each) for name, each in value.items()]
+        elif isinstance(value, str) and key not in leaves() and is_secret(key):
+            raise ConfigError(
+                "is a secret, and a run stores its configuration",
+                key=key,
+                remedy="give it as a variable of the environment",
+            )
 
 
 def check_candidates(names: Sequence[str]) -> None:

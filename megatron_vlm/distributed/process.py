@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentences, show_value
+from megatron_vlm.errors import (
+    ConfigError,
+    LostError,
+    MegatronVLMError,
+    hide_secrets,
+    sentences,
+    show_value,
+)
 from megatron_vlm.io.printable import escape_controls
 
 # Exit statuses of a process, and of its job.
@@ -157,5 +164,5 @@ def _folder_of_attempt() -> Path | None:
 
 def print_to_user(text: str) -> None:
     """Print a message to the user on stderr. It may quote paths and records, which are
-    untrusted."""
-    print(f"megatron-vlm: {escape_controls(text)}", file=sys.stderr, flush=True)
+    untrusted, and arguments, in which there may be secrets."""
+    print(f"megatron-vlm: {escape_controls(hide_secrets(text))}", file=sys.stderr, flush=True)

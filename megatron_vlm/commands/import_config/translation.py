@@ -246,7 +246,7 @@ def _is_same(value: Any, result: Any) -> bool:
 
 def show_in_comment(setting: Setting) -> str:
     """Return a value as it may stand in a comment: one line, and not long."""
-    text = escape_controls(show_value(setting.value).replace("\n", " "))
+    text = escape_controls(show_value(setting.value, setting.name).replace("\n", " "))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
