@@ -432,8 +432,8 @@ def test_rewards_of_several_runs_are_compared(tmp_path):
     }
     assert page.of(Table)[0].header == ("", "first", "second", "third")
     assert [*zip(*page.of(Table)[0].rows[:5], strict=True)][1:] == [
-        ("20/500", "1", "1 at 1", "1.55 at 20", "1.55 at 20"),
-        ("1/500", "0.5", "0.5 at 1", "4.5 at 2", "4.5 at 2"),
+        ("20/500", "-", "-", "1.55 at 20", "1.55 at 20"),
+        ("1/500", "-", "-", "4.5 at 2", "4.5 at 2"),
         ("1/500", "2", "2 at 1", "-", "-"),
     ]
     assert page.text.count("Rewards are means of 10 steps, of which the last is named.") == 1

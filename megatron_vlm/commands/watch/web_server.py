@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
         return _Answer("There is no run of this name.", 404, "text/plain")
 
     def _send(self, answer: _Answer) -> None:
-        content = answer.text.encode()
+        content = answer.text.encode(errors="replace")
         self.connection.settimeout(_SENDING_S)
         self.send_response(answer.code)
         if "gzip" in self.headers.get("Accept-Encoding", ""):  # a tunnel may be slow

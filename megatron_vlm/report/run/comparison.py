@@ -133,7 +133,8 @@ def _tiles(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, str]]:
 
 def _column(run: LoggedRun, scores: Sequence[tuple[str, str]], rewarded: bool) -> tuple[str, ...]:
     metrics, start = run.metrics, run.metrics.last_start
-    losses, sets = metrics.losses(), metrics.sets()
+    # The loss of samples is about 0 from the first step on.
+    losses, sets = {} if metrics.samples else metrics.losses(), metrics.sets()
     last = number(losses["last"][0]) if losses else "-"
     best = _value_at_step(number(losses["best"][0]), losses["best"][1]) if losses else "-"
     rewards = metrics.rewards()
