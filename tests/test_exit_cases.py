@@ -65,6 +65,38 @@ def test_data_workers_end_with_a_killed_trainer(number):
         marked.check_all_gone()
 
 
+def test_the_server_of_data_workers_ends_while_it_imports(tmp_path):
+    """torch takes ten seconds to import on a busy machine; here it takes an hour."""
+    (tmp_path / "torch.py").write_text(
+        "import pathlib, time\n"
+        "pathlib.Path(__file__).with_name('begun').touch()\n"
+        "time.sleep(3600)\n"
+    )
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    marked = Marked(outside_of_jobs() | {"PYTHONPATH": os.pathsep.join(paths)})
+    code = (
+        "import time\n"
+        "from megatron_vlm.data.fork_server import start_server\n"
+        "from megatron_vlm.distributed.process import ended_by_signals\n"
+        "with ended_by_signals():\n"
+        "    start_server()\n"
+        "    time.sleep(3600)\n"
+    )
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], env=marked.environment, stdout=subprocess.PIPE
+    )
+    try:
+        until = time.monotonic() + 60
+        while not (tmp_path / "begun").exists():
+            assert trainer.poll() is None and time.monotonic() < until
+            time.sleep(0.01)
+        trainer.send_signal(signal.SIGTERM)
+        trainer.communicate(timeout=END_S)  # until no process holds its output open
+    finally:
+        marked.check_all_gone()
+    assert trainer.returncode == 75
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("endings")

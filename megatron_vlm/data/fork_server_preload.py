@@ -2,15 +2,20 @@
 workers, out of the trainer's process group. torchrun and Slurm signal that whole group to make the
 trainer save; without its workers the trainer could not finish its current step.
 
-The server ends when the trainer does, since a pipe between them closes then. The workers end with
-the server, even in the middle of a task.
+The server ends when the trainer does, since a pipe between them closes then. While it imports, it
+does not look at the pipe, so Linux ends it. The workers end with the server, even in the middle of
+a task.
 """
 
 import os
 import signal
+from functools import partial
 
 from megatron_vlm.io.parent_death import signal_when_parent_dies
 
+# Linux means the thread that started the server, which may end earlier than the trainer, though not
+# before the server has answered. So this is taken back before the first fork.
+signal_when_parent_dies(signal.SIGKILL)
 os.setpgid(0, 0)
 _SERVER = os.getpid()
 
@@ -21,4 +26,4 @@ def _end_with_server() -> None:
         os._exit(1)
 
 
-os.register_at_fork(after_in_child=_end_with_server)
+os.register_at_fork(before=partial(signal_when_parent_dies, 0), after_in_child=_end_with_server)
