@@ -17,7 +17,7 @@ _LOGS = ("metrics.jsonl", JOB_LOCK)
 
 
 def watched_folders(paths: Sequence[str]) -> list[Path]:
-    """Return the folders of the command line; refuse what is none."""
+    """Return the folders of the command line; refuse a path that is no folder."""
     folders = []
     for path in paths:
         try:

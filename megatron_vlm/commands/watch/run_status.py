@@ -150,20 +150,8 @@ class StatusReader:
             return STOPPED_RUN, event
         if job is not None and job.has_ended:
             return FINISHED, ""
-        return self._state_of_log(steps)
-
-    def _state_of_log(self, steps: Sequence[StepLine]) -> tuple[str, str]:
-        """Return the state of a run whose job has not noted its end: it was killed, or belongs to
-        an older version, whose last checkpoint shows that it is complete."""
-        assert self._start is not None
         done = steps[-1].step if steps else self._start.step
-        last = self.folder / "checkpoints" / f"step-{done:08d}" / "complete.json"
-        is_last = done >= self._start.total_steps or "stopped early" in (
-            self._event.text if self._event else ""
-        )
-        if is_last and last.exists():
-            return FINISHED, ""
-        return KILLED, f"Its process has ended without a word after step {done:,}."
+        return KILLED, f"Its process was killed, or its machine failed, after step {done:,}."
 
 
 def _stamp(path: Path) -> tuple[int, int]:
