@@ -533,7 +533,7 @@ def metrics_jsonl(folder: Path) -> Attempt:
 # Data files.
 
 
-def _records() -> list[dict[str, Any]]:
+def valid_records() -> list[dict[str, Any]]:
     """Return records in every format."""
     user = {"role": "user", "content": [{"type": "image", "image": "a.png"}, "what?"]}
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -579,7 +579,7 @@ def records(folder: Path) -> Attempt:
     options = [{}, {"special_tokens": "escape"}]
     model = str(_checkpoint(folder))
     makers = [RowMaker(model, image_root=str(folder), max_tokens=4096, **each) for each in options]
-    valid = _records()
+    valid = valid_records()
 
     def attempt(chance: random.Random) -> str:
         record = mutate_value(chance.choice(valid), chance)
@@ -645,7 +645,7 @@ def _data_file(
 
 
 def _lines() -> bytes:
-    return b"".join(json.dumps(record).encode() + b"\n" for record in _records())
+    return b"".join(json.dumps(record).encode() + b"\n" for record in valid_records())
 
 
 def _write_jsonl(path: Path) -> None:
@@ -662,10 +662,10 @@ def _write_packed(path: Path) -> None:
 
 
 def _write_json(path: Path) -> None:
-    path.write_text(json.dumps(_records()))
+    path.write_text(json.dumps(valid_records()))
 
 
-def _table_records() -> list[dict[str, Any]]:
+def _tablevalid_records() -> list[dict[str, Any]]:
     return [
         {
             "messages": [
@@ -683,13 +683,13 @@ def _write_parquet(path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(_table_records()), path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(_tablevalid_records()), path)
 
 
 def _write_arrow(path: Path) -> None:
     import pyarrow
 
-    table = pyarrow.Table.from_pylist(_table_records())
+    table = pyarrow.Table.from_pylist(_tablevalid_records())
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
         out.write_table(table)
 
@@ -703,7 +703,7 @@ def _write_tar(path: Path) -> None:
         for i in range(3):
             texts = {"txt": b"a caption", "png": picture.getvalue()}
             if i:
-                texts = {"json": json.dumps(_records()[i]).encode()}
+                texts = {"json": json.dumps(valid_records()[i]).encode()}
             for field, content in texts.items():
                 info = tarfile.TarInfo(f"{i:03d}.{field}")
                 info.size = len(content)
@@ -712,7 +712,7 @@ def _write_tar(path: Path) -> None:
 
 def json_lines(folder: Path) -> Attempt:
     """Return an attempt that changes the values of lines, not only their bytes."""
-    path, valid = folder / "a.jsonl", _records()
+    path, valid = folder / "a.jsonl", valid_records()
 
     def attempt(chance: random.Random) -> str:
         lines = [mutate_json(chance.choice(valid), chance) for _ in range(4)]

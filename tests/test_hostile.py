@@ -9,9 +9,12 @@ import os
 import random
 import struct
 import time
+import traceback
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -21,14 +24,19 @@ from rich.console import Console
 
 from megatron_vlm.cli import main
 from megatron_vlm.config.data_sources import SourceSpec
+from megatron_vlm.config.retrieval_config import RetrievalForm
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.media.media import MediaPolicy, image_size, read_image
 from megatron_vlm.data.media.video_file import iter_frames, probe_video
+from megatron_vlm.data.records.formats import parse_record
+from megatron_vlm.data.records.preferences import parse_labelled, parse_pair
 from megatron_vlm.data.records.record import Image
+from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.run.log import RunLog
+from tests import fuzz
 from tests.single_process import run_alone
 
 # Arrow files with flipped bits.
@@ -252,6 +260,84 @@ def encode_word(model: str) -> str:
 def test_a_word_of_10_mb_is_not_tokenized(tiny):
     """Tokenizing it takes 3,000 MiB, and refusing it 510, of which 100 are for imports."""
     assert run_alone(encode_word, tiny()).grown < 1000
+
+
+# Records with a value of another kind at any place.
+
+ODD: list[Any] = [3, True, 0.5, "x", None, [], [1], {}, {"a": 1}, [["user"]], [{"role": ["user"]}]]
+ODD += ['"x"', "[1]", 10**400, [[{}]], {"role": {}, "content": [3]}]
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+OTHER = [CHAT[0], {"from": "gpt", "value": "b"}]
+PARTS = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, "q"]}]
+PAIR = {"prompt": "q", "chosen": CHAT, "rejected": OTHER, "images": []}
+BASES: dict[str, list[dict[str, Any]]] = {
+    "chat": fuzz.valid_records(),
+    "pair": [
+        PAIR,
+        {**PAIR, "prompt": CHAT[:1]},
+        {"prompt": PARTS, "chosen": "a", "rejected": [CHAT[1]]},
+        {"messages": CHAT, "rejected_response": "b", "rejected_images": ["a.png"]},
+        {"conversations": OTHER, "rejected_messages": CHAT},
+    ],
+    "label": [{"prompt": CHAT[:1], "completion": CHAT[1:], "label": True}],
+    "retrieval": [
+        {"anchor": "q", "positive": {"text": "a", "image": "a.png"}, "negative": ["b"]},
+        {"messages": CHAT[:1], "positive_messages": [CHAT[:1]], "negative_messages": [OTHER[:1]]},
+        {"query": PARTS, "documents": ["a", "b"], "labels": [1, 0]},
+    ],
+}
+
+
+def odd_versions(value: Any) -> Iterator[Any]:
+    """Yield copies in which each value in turn is another one, and each name is another one."""
+    yield from ODD
+    keys = (
+        [*value]
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    )
+    for key in keys:
+        for odd in odd_versions(value[key]):
+            copied = value.copy()
+            copied[key] = odd
+            yield copied
+        if isinstance(key, str):
+            rest = {name: part for name, part in value.items() if name != key}
+            yield from (rest | {name: value[key]} for name in (f"{key}_{'9' * 4400}", f"{key}s"))
+            yield rest
+
+
+def parse_as(kind: str, raw: Any) -> Any:
+    if kind == "chat":
+        return parse_record(raw, "x:1")
+    if kind == "retrieval":
+        forms = (RetrievalForm("", None), RetrievalForm("", 1, ("yes", "no")))
+        return [parse_retrieval(raw, "x:1", parse_record, form) for form in forms]
+    read = parse_pair if kind == "pair" else parse_labelled
+    return read(raw, "x:1", parse_record)
+
+
+def test_no_value_of_a_record_ends_in_a_traceback():
+    """An error of any other kind would stop a run in spite of data.on_error=skip."""
+    failures, counts = dict[str, Any](), Counter[str]()
+    for kind, bases in BASES.items():
+        for raw in (each for base in bases for each in odd_versions(base)):
+            try:
+                parse_as(kind, raw)
+                counts["taken"] += 1
+            except DataError as error:
+                counts["refused"] += 1
+                if not str(error).startswith("x:1: "):
+                    failures[str(error)] = (kind, raw)
+            except Exception as error:
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                failures[f"{place.name}: {error!r}"[:200]] = (kind, raw)
+    assert not failures, "\n".join(
+        f"{error}\n    {str(raw)[:300]}" for error, raw in failures.items()
+    )
+    assert min(counts.values()) > 400, counts
 
 
 # Names that would steer a terminal.

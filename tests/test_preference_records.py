@@ -81,6 +81,19 @@ PAIRS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str, str]] = {
         },
         *(SEEN, "a dog", "a cat"),
     ),
+    "implicit, and the prompt with the mark of a picture": (
+        {
+            "prompt": "<image>What is it?",
+            "chosen": [say("user", "<image>What is it?"), *said("a dog")],
+            "rejected": [say("user", "<image>\nWhat is it?"), *said("a cat")],
+            "images": [PICTURE],
+        },
+        *(SEEN, "a dog", "a cat"),
+    ),
+    "implicit, and the prompt in parts": (
+        {"prompt": SEEN, "chosen": SEEN + said("a dog"), "rejected": SEEN + said("a cat")},
+        *(SEEN, "a dog", "a cat"),
+    ),
     "implicit, a picture in the prompt": (
         {"chosen": SEEN + said("a dog"), "rejected": SEEN + said("a cat")},
         *(SEEN, "a dog", "a cat"),
@@ -252,6 +265,19 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any]]] = {
         {"prompt": "x", "chosen": ASK + said("b"), "rejected": ASK + said("c")},
         {"key": "prompt"},
     ),
+    **{
+        f"a prompt with {name}": (
+            "pair",
+            {"prompt": [prompt], "chosen": SEEN + said("b"), "rejected": SEEN + said("c")},
+            {"key": "prompt"},
+        )
+        for name, prompt in {
+            "another part": say("user", text("x")),
+            "another picture": say("user", {"type": "image", "image": "x.png"}),
+            "a video": say("user", {"type": "video"}),
+            "another call": say("assistant", "", tool_calls=[{"name": "f", "arguments": {}}]),
+        }.items()
+    },
     "no object": ("pair", [1], {}),
     "a number": ("pair", {**GOOD, "chosen": 3}, {"key": "chosen"}),
     "an unknown key": ("pair", {**GOOD, "imagse": ["x.png"]}, {}),

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_vlm.data.records.record import ChatMessage, Image, Part, Record, Video
 from megatron_vlm.errors import DataError
 
-_MARKS = re.compile(r"(<image>|<video>)")
+MARKS = re.compile(r"(<image>|<video>)")
 _ANY_MARK = re.compile(r"<(image|video|audio)>")
 # These parts have no source: the record's `images` or `videos` column has it.
 AWAITED_IMAGE, AWAITED_VIDEO = Image(""), Video("")
@@ -54,7 +54,7 @@ def _split_marks(parts: Sequence[Part], waiting: Mapping[str, list[Any]]) -> tup
         if not isinstance(part, str):
             new_parts.append(part)
             continue
-        pieces = _MARKS.split(part)
+        pieces = MARKS.split(part)
         for index, piece in enumerate(pieces):
             if index % 2 and waiting[piece[1:-1]]:
                 new_parts.append(AWAITED_IMAGE if piece == "<image>" else AWAITED_VIDEO)

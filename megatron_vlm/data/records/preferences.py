@@ -9,8 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_vlm.data.records.keys import Keys
+from megatron_vlm.data.records.placeholders import MARKS
 from megatron_vlm.data.records.plain import as_turns
-from megatron_vlm.data.records.record import ChatMessage, Conversation, Record
+from megatron_vlm.data.records.record import (
+    ChatMessage,
+    Conversation,
+    Image,
+    Part,
+    Record,
+    Video,
+)
 from megatron_vlm.data.records.record_values import dicts, is_empty, is_list, kind_of
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile
@@ -31,7 +39,7 @@ _CHOSEN = ("chosen", "chosen_response", "chosen_messages")
 _REJECTED = ("rejected", "rejected_response", "rejected_messages")
 _LABELS = ("label", "kto_tag")
 _PICTURES = ("image", "images", "video", "videos")
-_FIRST_ROLES = frozenset({"system", "developer", "user", "human"})
+_FIRST_ROLES = ("system", "developer", "user", "human")
 _REMEDY = "see docs/preferences.md for the formats"
 
 
@@ -236,18 +244,32 @@ def _pair_of_chats(
 
 
 def _check_prompt(prompt: Any, shared: Sequence[ChatMessage], where: str) -> None:
-    """Refuse a prompt that is not what chosen and rejected begin with."""
-    texts = [part for turn in shared for part in turn.parts if isinstance(part, str)]
-    messages = [prompt] if isinstance(prompt, str) else [_content(m) for m in prompt]
-    known = [text.strip() for text in texts]
-    if all(not isinstance(text, str) or text.strip() in known for text in messages):
-        return
-    raise DataError(
-        "is not among the messages that chosen and rejected both begin with",
-        place=where,
-        key="prompt",
-        remedy="leave it out, or let chosen and rejected have the answers alone",
-    )
+    """Refuse a prompt that has more than what chosen and rejected begin with."""
+    messages = prompt if isinstance(prompt, str) else dicts(prompt, "prompt", where)
+    known = [item for turn in shared for item in _items(turn)]
+    known += [_words([part]) for turn in shared for part in turn.parts]
+    known += [type(item)("") for item in known if isinstance(item, Image | Video)]  # no source
+    for turn in as_turns(messages, "user", Keys(where, ())):
+        if any(item not in known for item in _items(turn)):
+            raise DataError(
+                "is not among the messages that chosen and rejected both begin with",
+                place=where,
+                key="prompt",
+                remedy="leave it out, or let chosen and rejected have the answers alone",
+            )
+
+
+def _items(turn: ChatMessage) -> list[Any]:
+    """Return what a message has: its words, images, videos, calls and reasoning."""
+    media = [part for part in turn.parts if not isinstance(part, str)]
+    items = [_words(turn.parts), *media, *turn.tool_calls, turn.reasoning]
+    return [item for item in items if item]
+
+
+def _words(parts: Sequence[Part]) -> str:
+    """Return texts without white space and without marks, in whose places a chat has its images."""
+    text = "".join(part for part in parts if isinstance(part, str))
+    return "".join(MARKS.sub("", text).split())
 
 
 def _pair_after_chat(

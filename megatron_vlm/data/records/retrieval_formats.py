@@ -18,7 +18,7 @@ MAX_DOCUMENTS = 1000  # documents of one record, which is trained as a whole
 RETRIEVAL_REMEDY = "see docs/embeddings.md for the formats"
 _QUERIES = ("anchor", "query", "messages")
 _DOCUMENTS = ("document", "passage")
-_NEGATIVE = re.compile(r"negative(_(\d+))?")
+_NEGATIVE = re.compile(r"negative(_\d+)?")
 _LABELS = ("label", "labels", "score", "scores")
 _PICTURES = ("image", "images", "video", "videos")
 _OBJECT = frozenset({"text", "instruction", *_PICTURES})
@@ -96,8 +96,9 @@ def _positives(raw: dict[str, Any], where: str) -> tuple[list[RetrievalItem], di
 
 def _negatives(raw: dict[str, Any], where: str) -> tuple[list[RetrievalItem], dict[str, Any]]:
     """Return negative, negative_1 and so on in the order of their numbers, then lists of them."""
-    numbered = [(int(match[2] or 0), key) for key in raw if (match := _NEGATIVE.fullmatch(key))]
-    items = [RetrievalItem(key, raw[key], {}) for _, key in sorted(numbered)]
+    names = [key for key in raw if _NEGATIVE.fullmatch(key)]
+    names.sort(key=lambda key: (len(key), key))  # by number, of any length
+    items = [RetrievalItem(key, raw[key], {}) for key in names]
     listed, rest = _listed(raw, "negative", where)
     return items + listed, {k: v for k, v in rest.items() if not _NEGATIVE.fullmatch(k)}
 
