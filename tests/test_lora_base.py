@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_vlm.cli import main
+from megatron_vlm.commands.eval import locate
 from megatron_vlm.config import load_config
 from megatron_vlm.config.base_types import base_bytes
 from megatron_vlm.config.command_checks import check_engine, check_serve
@@ -270,10 +271,14 @@ def test_a_run_its_adapter_and_the_merged_model_are_the_same(a_run, pool):
             ("", [*data, "parallel.tp=1"]),
             ("export", ["model=tiny_cpu", *data]),
             ("merged", ["model=tiny_cpu", *data]),
+            ("export", ["model=tiny_cpu", *data, "lora.base=null"]),  # beside the weights in fp32
         )
     ]
-    losses = [each["loss"] for each in scores]
+    *losses, other = [each["loss"] for each in scores]
     assert losses == [pytest.approx(losses[0], rel=1e-6)] * 3
+    assert abs(other / losses[0] - 1) > 1e-4
+    with raises(ConfigError, key="lora.alpha", remedy_has="only lora.base"):
+        locate(str(run / "export"), ["lora.alpha=8", "lora.base=int8", *data])
     assert pool.run(ask, 1, str(run)) == pool.run(ask, 1, str(run / "merged"))
     out = folder / "again"
     assert main(["export", str(run), str(out), "--as", "merged"]) == 0

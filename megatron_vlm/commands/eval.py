@@ -14,6 +14,7 @@ from megatron_vlm.config import ConfigFile, load_config, read_saved
 from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
 from megatron_vlm.config.checks import require
 from megatron_vlm.config.evaluation_checks import held_out_names
+from megatron_vlm.config.load import given_keys
 from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import CheckpointConfig, Config
 from megatron_vlm.data.fork_server import start_server
@@ -86,15 +87,24 @@ def locate(
 
 def _with_adapter(folder: Path, overrides: Sequence[str], file: ConfigFile | None) -> Config:
     """Return the configuration with an adapter, and with the base model that it names unless
-    `overrides` name another one."""
+    `overrides` name another one. Its base is quantized as it was in training, unless they say
+    otherwise."""
     from megatron_vlm.lora.peft_config import base_of, lora_of
 
+    given = {key for key in given_keys(overrides) if key.partition(".")[0] == "lora"}
+    if wrong := sorted(given - {"lora.base"}):
+        raise ConfigError(
+            f": {folder} is an adapter, which has its own",
+            key=wrong[0],
+            remedy="leave it out; of lora.*, only lora.base can be given",
+        )
     has_model = any(override.startswith("model.path=") for override in overrides)
     base = [] if has_model else [f"model.path={base_of(folder)}"]
-    cfg = load_config([*base, *overrides], file)
-    return replace(
-        cfg, lora=lora_of(folder, cfg.model.path), checkpoint=CheckpointConfig(export=False)
-    )
+    cfg = load_config([*base, *(["lora.rank=1"] if given else ()), *overrides], file)
+    lora = lora_of(folder, cfg.model.path)
+    if given:
+        lora = replace(lora, base=cfg.lora.base)
+    return replace(cfg, lora=lora, checkpoint=CheckpointConfig(export=False))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
