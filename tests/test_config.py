@@ -41,6 +41,36 @@ def test_every_recipe_composes(recipe):
     assert load_config([recipe, "model.path=x"]).model.path == "x"
 
 
+def test_no_override_ends_in_a_traceback():
+    """Values of other kinds are refused, on the command line and in a file, with their key."""
+    digits, numbers, wrong = "9" * 4301, ("preference.loss_weights", "embed.dimensions"), []
+    numbers += ("eval.recall_at", "log.profile_steps")
+    groups = [("data", "[1,1]"), ("model", "[[a]]"), ("optim", "[null]"), ("lora", "{a: 1}")]
+    cases = [*groups, ("~data", "[1,1]"), ("data", "[]"), ("optim.lr", digits), ("run", digits)]
+    cases += [("data.columns", f"{{a: {digits}}}"), ("train.steps", "9_" * 4301 + "9")]
+    cases.append(("preference.loss_weights", "{a: 1}"))
+    odd = ("[[1]]", "[{a: 1}]", "[x]")
+    cases += [(key, value) for key in numbers for value in odd]
+    basic = ["model.path=x", "train.objective=embed"]
+    for key, value in cases:
+        group, _, name = key.partition(".")
+        text = f"{group}: {{{name}: {value}}}"
+        calls = {key.strip("~"): lambda word=f"{key}={value}": load_config([*basic, word])}
+        if name:
+            calls["my.yaml, line 1: "] = lambda text=text: load_config(
+                basic, ConfigFile.parse(text, "my.yaml")
+            )
+        for place, call in calls.items():
+            try:
+                call()
+                wrong.append(f"{key}={value[:20]} is taken")
+            except ConfigError as error:
+                wrong += [] if str(error).startswith(place) else [f"{key}={value[:20]}: {error}"]
+            except Exception as error:
+                wrong.append(f"{key}={value[:20]}: {error!r:.100}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_recipe_recomputes_what_saves_nothing():
     """`selective` on attention alone keeps what `none` keeps (see test_planner_memory.py)."""
     for recipe in config_dir().glob("*/*.yaml"):
