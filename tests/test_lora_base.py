@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -397,32 +398,62 @@ def state_of(folder: Path, **changed: object) -> Tensor:
     return torch.tensor(list(json.dumps(json.loads(raw) | changed).encode()), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("change", "fields"),
-    [
-        ({"blocksize": 128}, dict(key="blocksize", found=128)),
-        ({"nested_blocksize": 64}, dict(key="nested_blocksize", found=64)),
-        ({"dtype": "int8"}, dict(key="dtype", found="int8")),
-        ({"shape": [64, 64]}, dict(key=NAME, problem_has="(4096, 1) values")),
-        ({"shape": [8192]}, dict(key="shape")),
-        ("absmax", dict(key=NAME, problem_has=f"lacks {NAME}.absmax")),
-        ("nested_absmax", dict(key=NAME, problem_has=f"lacks {NAME}.nested_absmax")),
-    ],
-)
-def test_damaged_codes_are_refused(change, fields, in_blocks, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(in_blocks, folder)
-    if isinstance(change, str):
-        change_tensors(folder, **{f"{NAME}.{change}": None})
-    else:
-        change_tensors(folder, **{f"{NAME}.{STATE}": state_of(folder, **change)})
-    with raises(CheckpointError, remedy_has="in bf16", **fields):
-        HFCheckpoint(folder).read_headers()
+DAMAGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # names of tensors or keys of their description, and the fields of the error
+    "blocks": ({"blocksize": 128}, dict(key="blocksize", found=128)),
+    "nested blocks": ({"nested_blocksize": 64}, dict(key="nested_blocksize", found=64)),
+    "a type": ({"dtype": "int8"}, dict(key="dtype", found="int8")),
+    "types": ({"dtype": ["float32"]}, dict(key="dtype", found=["float32"])),
+    "a mean": ({"nested_offset": "x"}, dict(key="nested_offset", found="x")),
+    "no mean": ({"nested_offset": None}, dict(key="nested_offset")),
+    "another shape": ({"shape": [64, 64]}, dict(key=NAME, problem_has="(4096, 1) values")),
+    "one side": ({"shape": [8192]}, dict(key="shape")),
+    "sides of text": ({"shape": ["a", 1]}, dict(key="shape[0]")),
+    "no scales": ({".absmax": None}, dict(key=NAME, problem_has=f"lacks {NAME}.absmax")),
+    "no factors": ({".nested_absmax": None}, dict(key=NAME, problem_has="lacks")),
+    "another table": ({".quant_map": torch.linspace(-1, 1, 16)}, dict(key=NAME)),
+    "a short table": ({".quant_map": torch.linspace(-1, 1, 15)}, dict(key=NAME)),
+    "a short nested table": ({".nested_quant_map": torch.ones(255)}, dict(key=NAME)),
+    "a number as factors": ({".nested_absmax": torch.tensor(1.0)}, dict(remedy_has="download")),
+    "a number as codes": ({"": torch.tensor(1.0)}, dict(remedy_has="download")),
+    f"{STATE} in fp32": ({f".{STATE}": torch.ones(9)}, {}),
+    f"{STATE} of no text": ({f".{STATE}": torch.tensor([255, 0], dtype=torch.uint8)}, {}),
+}
+_WRONG_TYPES = {
+    "": "bool int64 complex64 float8_e4m3fn",
+    ".absmax": "int8 int64 bool float32 complex64 float8_e4m3fn",  # codes of the nested scales
+    ".quant_map": "uint8 int64 bool complex64 float8_e4m3fn",
+    ".nested_absmax": "uint8 int64 bool complex64 float8_e4m3fn",
+    ".nested_quant_map": "uint8 int64 bool complex64 float8_e4m3fn",
+}
 
 
-def test_another_table_of_values_is_refused(in_blocks, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(in_blocks, folder)
-    change_tensors(folder, **{f"{NAME}.quant_map": torch.linspace(-1, 1, 16)})
-    with raises(CheckpointError, key=NAME, problem_has="quant_map"):
-        HFCheckpoint(folder).read_headers()
+def test_damaged_codes_are_refused(in_blocks, tiny, tmp_path):
+    """Each is refused as the headers are read, with the weight or the field that is wrong."""
+    failures = []
+    plain = tmp_path / "plain"
+    write_in_blocks(Path(tiny(**SMALL)), plain, is_linear, nested=False)
+    cases = [(name, in_blocks, change, fields) for name, (change, fields) in DAMAGED.items()]
+    folders = [(in_blocks, side, kinds) for side, kinds in _WRONG_TYPES.items()]
+    for folder, side, kinds in (*folders, (plain, ".absmax", "uint8 int64 bool complex64")):
+        stored = load_file(folder / "model.safetensors")[NAME + side]
+        for kind in kinds.split():
+            change = {side: stored.to(getattr(torch, kind))}
+            cases.append((f"{side} of {kind}", folder, change, dict(key=NAME, problem_has=kind)))
+    for number, (name, source, change, fields) in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for file in source.iterdir():
+            (folder / file.name).symlink_to(file)
+        (folder / "model.safetensors").unlink()
+        keys = {key: value for key, value in change.items() if key and key[0] != "."}
+        changed = {NAME + key: value for key, value in change.items() if key not in keys}
+        changed |= {f"{NAME}.{STATE}": state_of(source, **keys)} if keys else {}
+        shutil.copy(source / "model.safetensors", folder / "model.safetensors")
+        change_tensors(folder, **changed)
+        try:
+            with raises(CheckpointError, **{"remedy_has": "in bf16"} | fields):
+                HFCheckpoint(folder).read_headers()
+        except BaseException as error:
+            failures.append(f"{name}: {error!r}")
+    assert not failures, "\n".join(failures)

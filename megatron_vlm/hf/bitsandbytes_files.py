@@ -22,6 +22,9 @@ Read = Callable[[str, Sequence[Span]], Tensor]
 _MARK = ".quant_state.bitsandbytes__"
 _SCALES_PER_BLOCK = 256  # scales that share a factor, where they are codes themselves
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# Codes may be stored as numbers of another type, for sharding.
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_BYTES = {torch.uint8, torch.int8}
 _REMEDY = "give the checkpoint in bf16 from which this one was made"
 
 
@@ -93,8 +96,9 @@ def find_blocks(
                 remedy=_REMEDY,
             )
         file = UntrustedFile(f"{place}: {name}", CheckpointError, _REMEDY)
-        raw = bytes(read(name, ()).to(torch.uint8).flatten().tolist())
-        stored = _describe(weight, JsonField(file.parse(raw), "", file))
+        if len(shapes[name]) != 1 or (state := read(name, ())).dtype != torch.uint8:
+            raise file.error("is not the bytes of a text")
+        stored = _describe(weight, JsonField(file.parse(state.numpy().tobytes()), "", file))
         _check(stored, place, shapes, read)
         yield stored
 
@@ -107,7 +111,7 @@ def _describe(weight: str, state: JsonField) -> StoredBlocks:
     dtype = state["dtype"]
     if len(sides) != 2:
         raise state["shape"].error("the rows and columns of a matrix")
-    if dtype.value not in _DTYPES:
+    if not isinstance(dtype.value, str) or dtype.value not in _DTYPES:
         raise dtype.error(f"one of {', '.join(_DTYPES)}")
     offset = None
     if (nested := state.get("nested_blocksize")) is not None:
@@ -120,7 +124,8 @@ def _describe(weight: str, state: JsonField) -> StoredBlocks:
 def _check(
     stored: StoredBlocks, place: str, shapes: Mapping[str, tuple[int, ...]], read: Read
 ) -> None:
-    """Check that the tensors beside the codes are there, and that all have the right sizes."""
+    """Check that the tensors beside the codes are there, and that all have the right sizes and
+    types."""
     names, weights = stored.side_tensors, prod(stored.shape)
     problem = ""
     if missing := [name for name in (stored.name, *names) if name not in shapes]:
@@ -129,13 +134,23 @@ def _check(
         problem = f"has {weights} values, not a whole number of blocks of {WEIGHTS_PER_BLOCK}"
     else:
         blocks = weights // WEIGHTS_PER_BLOCK
-        size = read(stored.name, [(0, 0)]).element_size()
-        sizes = {stored.name: (weights // 2 // size, 1), names[0]: (blocks,)}
-        if stored.offset is not None:
+        is_nested = stored.offset is not None
+        sizes: dict[str, tuple[int, ...]] = {names[0]: (blocks,), names[1]: (16,)}
+        if is_nested:
             sizes |= {names[3]: (-(-blocks // _SCALES_PER_BLOCK),), names[4]: (256,)}
-        wrong = [name for name, shape in sizes.items() if shapes[name] != shape]
+        kinds = dict.fromkeys(sizes, _FLOATS) | {stored.name: _FLOATS | _BYTES}
+        kinds |= {names[0]: {torch.uint8}} if is_nested else {}
+        dtypes = {name: read(name, [(0, 0)] if shapes[name] else ()).dtype for name in kinds}
+        sizes = {stored.name: (weights // 2 // dtypes[stored.name].itemsize, 1), **sizes}
+        wrong = [name for name in kinds if dtypes[name] not in kinds[name]]
+        misfits = [name for name, shape in sizes.items() if shapes[name] != shape]
         if wrong:
-            problem = f"has {shapes[wrong[0]]} values in {wrong[0]}, and needs {sizes[wrong[0]]}"
+            problem = (
+                f"has values of {dtypes[wrong[0]]} in {wrong[0]}, which bitsandbytes never has"
+            )
+        elif misfits:
+            name = misfits[0]
+            problem = f"has {shapes[name]} values in {name}, and needs {sizes[name]}"
         elif not torch.allclose(read(names[1], ()).float(), torch.tensor(NF4_VALUES), atol=1e-6):
             problem = f"has other values in {names[1]} than those of NF4"
     if problem:
