@@ -122,6 +122,8 @@ REFUSED = {
     "path as a task": (["--tasks", "../x", *WORDS[2:]], dict(key="--tasks", found="../x")),
     "limit": ([*WORDS, "--limit", "0"], dict(key="--limit", found=0)),
     "include": ([*WORDS, "--include", "/nowhere"], dict(key="--include")),
+    "a quotation": ([*WORDS, "--engine-args", "'"], dict(key="--engine-args", found="'")),
+    "another one": ([*WORDS, "--suite-args", 'a "b'], dict(key="--suite-args")),
     "no run": (WORDS, dict(problem_has="is not the folder of a run")),
 }
 

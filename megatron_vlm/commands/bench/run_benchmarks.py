@@ -70,7 +70,7 @@ def _settings(args: argparse.Namespace) -> BenchSettings:
     include = None if args.include is None else str(home_path(args.include).absolute())
     if include is not None and not Path(include).is_dir():
         raise ConfigError("is not a folder", key="--include", found=args.include)
-    engine_words, suite_words = shlex.split(args.engine_args), shlex.split(args.suite_args)
+    engine_words, suite_words = (_words(args, name) for name in ("engine_args", "suite_args"))
     return BenchSettings(
         tasks,
         ServerSettings(args.engine, engine_words, args.devices),
@@ -82,6 +82,18 @@ def _settings(args: argparse.Namespace) -> BenchSettings:
             suite_words,
         ),
     )
+
+
+def _words(args: argparse.Namespace, name: str) -> list[str]:
+    """Return the words of an argument, split as a shell does."""
+    try:
+        return shlex.split(getattr(args, name))
+    except ValueError as error:  # a quotation that is not closed
+        raise ConfigError(
+            f"cannot be split into words: {error}",
+            key=f"--{name.replace('_', '-')}",
+            found=getattr(args, name),
+        ) from error
 
 
 def models_of(run: Path) -> tuple[BenchModel, BenchModel]:
@@ -102,8 +114,10 @@ def models_of(run: Path) -> tuple[BenchModel, BenchModel]:
 
 def _rank_of(adapter: Path) -> int:
     """Return the largest rank of an adapter."""
-    config = UntrustedFile(str(adapter / "adapter_config.json"), ConfigError).json().value
-    return max(int(config["r"]), *map(int, (config.get("rank_pattern") or {"": 0}).values()))
+    config = UntrustedFile(str(adapter / "adapter_config.json"), ConfigError).json()
+    patterns = config.get("rank_pattern")
+    ranks = [config["r"], *(patterns.object().values() if patterns else ())]
+    return max(rank.whole(1) for rank in ranks)
 
 
 def run_model(settings: BenchSettings, model: BenchModel, folder: Path) -> list[TaskScore]:
