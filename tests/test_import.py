@@ -305,6 +305,18 @@ MISTAKES = {
         {},
         {"key": "num_train_epochs", "allowed": "a number"},
     ),
+    "a sum without a result": (
+        "a.sh",
+        script_text("swift sft", SWIFT | {"gradient_accumulation_steps": '$(expr "" + 5)'}),
+        {},
+        {"key": "gradient_accumulation_steps", "found": True, "allowed": "a number"},
+    ),
+    "400 digits beside another value": (
+        "a.yaml",
+        yaml_text(LF | {"warmup_steps": 10**400, "warmup_ratio": "9" * 400}),
+        {},
+        {"key": "warmup_steps", "allowed": "a number"},
+    ),
     "no command": ("a.sh", "megatron-vlm import echo hi\n", {}, {"remedy_has": "in front of"}),
     "a word": ("a.sh", "megatron-vlm import swift sft x\n", {}, {"remedy_has": "--NAME VALUE"}),
     "a file that is not there": (

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from megatron_vlm.commands.import_config.adapter_rules import translate_adapters
-from megatron_vlm.commands.import_config.batch_rules import (
-    find_gpu_count,
-    translate_device_batches,
-)
 from megatron_vlm.commands.import_config.course_rules import translate_rate
 from megatron_vlm.commands.import_config.data_rules import put_sets, translate_split
 from megatron_vlm.commands.import_config.grpo_rules import translate_grpo
 from megatron_vlm.commands.import_config.hugging_face import COURSE_RULES
+from megatron_vlm.commands.import_config.model_rules import translate_adapters
+from megatron_vlm.commands.import_config.run_rules import (
+    find_gpu_count,
+    translate_device_batches,
+)
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Trainer, Translation, is_off
 

@@ -6,25 +6,37 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from megatron_vlm.commands.import_config.axolotl import AXOLOTL
 from megatron_vlm.commands.import_config.command_words import read_command
 from megatron_vlm.commands.import_config.config_text import config_text
 from megatron_vlm.commands.import_config.leftovers import read_leftovers
+from megatron_vlm.commands.import_config.llamafactory import LLAMA_FACTORY
 from megatron_vlm.commands.import_config.model_rules import (
     translate_frozen_parts,
     translate_method,
     translate_model,
 )
+from megatron_vlm.commands.import_config.ms_swift import MEGATRON_SWIFT, MS_SWIFT
 from megatron_vlm.commands.import_config.source_settings import (
     DATA_FILES,
     SourceSettings,
     read_settings_file,
 )
-from megatron_vlm.commands.import_config.trainers import TRAINERS, trainer_of
-from megatron_vlm.commands.import_config.translation import Translation
+from megatron_vlm.commands.import_config.translation import Trainer, Translation
+from megatron_vlm.commands.import_config.trl import TRL
+from megatron_vlm.commands.import_config.verl import VERL
 from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.load import load_config
 from megatron_vlm.errors import ConfigError, gather_errors
 
+TRAINERS: Mapping[str, Trainer] = {
+    "llamafactory": LLAMA_FACTORY,
+    "ms-swift": MS_SWIFT,
+    "trl": TRL,
+    "axolotl": AXOLOTL,
+    "verl": VERL,
+}
+_SHOWN = 5  # names of keys in the message
 _SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 _COMMANDS = ("sft", "dpo", "kto", "orpo", "cpo", "grpo", "rloo")
 
@@ -98,7 +110,7 @@ def translated_text(
     ignored: frozenset[str] = frozenset(),
 ) -> str:
     """Return our configuration for these settings. It is one that load_config takes."""
-    known = trainer_of(source, trainer)
+    known = _trainer_of(source, trainer)
     t = Translation(source, known, gpus, task or source.task or known.task)
     errors: list[ConfigError] = []
     for rule in (translate_method, translate_model, *known.rules, translate_frozen_parts):
@@ -120,3 +132,31 @@ def _check(t: Translation, text: str) -> None:
     file = ConfigFile.parse(text, t.source.file or t.source.command)
     lines = {key: line.line for key, line in t.lines.items() if line.line}
     load_config([], replace(file, lines=lines))
+
+
+def _trainer_of(source: SourceSettings, name: str | None) -> Trainer:
+    """Return the trainer of a command, of --from, or else of the names in a file."""
+    name = source.trainer or name or _recognised(source)
+    if name == "ms-swift":
+        is_megatron = not source.command and "micro_batch_size" in source.settings
+        if is_megatron or source.command.startswith("megatron"):
+            return MEGATRON_SWIFT
+    return TRAINERS[name]
+
+
+def _recognised(source: SourceSettings) -> str:
+    names = {name.partition(".")[0] for name in source.settings}
+    found = {
+        name: sorted(names & {*trainer.own_names.split()}) for name, trainer in TRAINERS.items()
+    }
+    first, second = sorted(found, key=lambda name: -len(found[name]))[:2]
+    if len(found[first]) > 2 * len(found[second]):
+        return first
+    seen = [
+        f"{', '.join(found[each][:_SHOWN])} of {each}" for each in (first, second) if found[each]
+    ]
+    raise ConfigError(
+        f"has the keys {' and '.join(seen)}" if seen else "has no key by which a trainer is known",
+        place=source.file,
+        remedy=f"say whose it is: --from {'|'.join(TRAINERS)}",
+    )

@@ -3,9 +3,6 @@ extend: their defaults and the rules that the four share."""
 
 from typing import Any
 
-from megatron_vlm.commands.import_config.batch_rules import (
-    translate_evaluation_batch,
-)
 from megatron_vlm.commands.import_config.course_rules import (
     translate_intervals,
     translate_length,
@@ -15,6 +12,7 @@ from megatron_vlm.commands.import_config.course_rules import (
 )
 from megatron_vlm.commands.import_config.data_rules import translate_lengths, translate_thinking
 from megatron_vlm.commands.import_config.run_rules import (
+    translate_evaluation_batch,
     translate_folder,
     translate_layout,
     translate_recomputation,

@@ -1,10 +1,10 @@
 """LLaMA-Factory: the YAML file of `llamafactory-cli train`, with KEY=VALUE after it."""
 
-from megatron_vlm.commands.import_config.adapter_rules import put_adapters, wanted_adapters
-from megatron_vlm.commands.import_config.batch_rules import find_gpu_count, translate_device_batches
 from megatron_vlm.commands.import_config.course_rules import translate_rate
 from megatron_vlm.commands.import_config.data_rules import put_sets, translate_split
 from megatron_vlm.commands.import_config.hugging_face import COURSE_RULES, HF_DEFAULTS
+from megatron_vlm.commands.import_config.model_rules import put_adapters, wanted_adapters
+from megatron_vlm.commands.import_config.run_rules import find_gpu_count, translate_device_batches
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Trainer, Translation
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.commands.import_config.adapter_rules import translate_adapters
-from megatron_vlm.commands.import_config.batch_rules import (
+from megatron_vlm.commands.import_config.course_rules import put_rate, put_warmup, translate_rate
+from megatron_vlm.commands.import_config.data_rules import put_columns, put_sets, translate_split
+from megatron_vlm.commands.import_config.grpo_rules import translate_grpo
+from megatron_vlm.commands.import_config.hugging_face import COURSE_RULES, HF_DEFAULTS
+from megatron_vlm.commands.import_config.model_rules import translate_adapters
+from megatron_vlm.commands.import_config.run_rules import (
     find_gpu_count,
     put_device_batches,
     put_prompts,
     replicas,
 )
-from megatron_vlm.commands.import_config.course_rules import put_rate, put_warmup, translate_rate
-from megatron_vlm.commands.import_config.data_rules import put_columns, put_sets, translate_split
-from megatron_vlm.commands.import_config.grpo_rules import translate_grpo
-from megatron_vlm.commands.import_config.hugging_face import COURSE_RULES, HF_DEFAULTS
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Trainer, Translation
 from megatron_vlm.config.config_file import MAX_CONFIG_BYTES

@@ -240,7 +240,7 @@ def _is_same(value: Any, result: Any) -> bool:
         return True
     try:
         return float(value) == float(result)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
 
 

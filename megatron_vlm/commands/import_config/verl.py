@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from megatron_vlm.commands.import_config.adapter_rules import LAYERS, matched_layers, put_adapters
-from megatron_vlm.commands.import_config.batch_rules import find_gpu_count
 from megatron_vlm.commands.import_config.course_rules import put_rate, put_warmup
 from megatron_vlm.commands.import_config.data_rules import put_columns, put_sets, translate_split
 from megatron_vlm.commands.import_config.grpo_rules import translate_answers, translate_sampler
 from megatron_vlm.commands.import_config.hugging_face import COURSE_RULES
-from megatron_vlm.commands.import_config.run_rules import DEGREES
+from megatron_vlm.commands.import_config.model_rules import LAYERS, matched_layers, put_adapters
+from megatron_vlm.commands.import_config.run_rules import DEGREES, find_gpu_count
 from megatron_vlm.commands.import_config.translation import OutputLine, Trainer, Translation
 
 _NO_CRITIC = "no critic is trained; grpo and rloo compare the answers to a prompt"
