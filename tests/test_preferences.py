@@ -492,8 +492,9 @@ def test_another_reference_after_a_resume_is_refused(how, pool, tiny, references
     assert train(1, model)[0] == 0
     shutil.copy(other / "model.safetensors", model)
     evaluated = pool.run(eval_rank, 1, [str(run), f"data.eval={references[0]('dpo')}"])[0]
-    for status, err in (train(2, model), evaluated[::2]):
+    for status, err in (refused := train(2, model), evaluated[::2]):
         assert status == 2 and f"model.path={model} has another content" in err, err
+    assert "computing the reference" not in refused[1]
     status, err = train(2, other)
     assert status == 0, err
     events = [line["text"] for line in logged(run, "event")]

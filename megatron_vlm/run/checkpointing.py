@@ -12,6 +12,7 @@ from megatron_vlm.checkpoint import retention
 from megatron_vlm.checkpoint.export_checkpoint import mark_of, training_of
 from megatron_vlm.checkpoint.manifest import Manifest, read_manifest
 from megatron_vlm.checkpoint.save_load import PendingSave, find_latest_on_all_ranks, load, save
+from megatron_vlm.checkpoint.tensor_pieces import outside_file
 from megatron_vlm.config.schema import CheckpointConfig, Config
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.distributed.agreement import all_reduce_max, fail_together
@@ -124,6 +125,8 @@ class CheckpointManager:
         self.cfg, self.worker, self.data, self.claim = cfg, worker, data, claim
         self.frozen = frozen
         self.folder = Path(cfg.run) / "checkpoints"
+        self.origin: Path | None = None  # the checkpoint to resume from
+        self.is_verified = False
         self.pending: PendingSave | None = None
         self.best_step: int | None = None
         self.saved_step = -1
@@ -132,8 +135,10 @@ class CheckpointManager:
         self.turned_to: Path | None = None  # a checkpoint whose weights are not loaded yet
         self.remarks: list[str] = []  # on rank 0: notes about the resume
 
-    def resume(self) -> Progress:
-        """Resume according to checkpoint.resume. A collective."""
+    def find(self) -> None:
+        """Find the checkpoint that checkpoint.resume means. Its frozen inputs are compared here, if
+        it is known to be undamaged: the run may use its own for hours before it resumes. A
+        collective."""
         setting, device = self.cfg.checkpoint.resume, self.worker.platform.device
         origin, verified = None if setting in ("auto", "never") else Path(setting), False
         # After a failure a job resumes from the checkpoints that it has written, however it was
@@ -145,11 +150,20 @@ class CheckpointManager:
             origin, verified = latest or origin, latest is not None
         elif setting == "never":
             self._check_unused()
+        self.origin, self.is_verified = origin, verified
+        with fail_together(device, CheckpointError):
+            if origin is not None and verified and self.frozen:
+                progress = outside_file(origin / "state.json").json()["progress"].value
+                changed_inputs(origin, inputs_from_json(progress), self.frozen)
+
+    def resume(self) -> Progress:
+        """Resume from the checkpoint that was found. A collective."""
+        origin, device = self.origin, self.worker.platform.device
         if origin is None:
             if dist.get_rank() == 0 and any(retention.other_lines(self.folder, None)):
                 self.remarks.append(f"no checkpoint in {self.folder} can be used: starting anew")
             return Progress(data=self.data)
-        progress = Progress.from_json(load(self.worker, origin, verified=verified))
+        progress = Progress.from_json(load(self.worker, origin, self.is_verified))
         changed = progress.data.changed_rows(self.data)
         if moved := progress.data.changed_order(self.data):
             raise CheckpointError(

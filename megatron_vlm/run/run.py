@@ -84,14 +84,16 @@ class Run:
         opened.callback(self.examiner.close)
         self.rate_held_out: Callable[[], dict[str, dict[str, float]]] | None = None
         self.total_steps = total_steps(cfg.train, self.feeder.length)
-        if reference_of(cfg) == "keep":  # Before a resume the weights are the initial ones.
-            self._keep_reference()
         self.begin_phase(0, "resuming", files=True)
         frozen = {}
         with fail_together(platform.device, CheckpointError):
             if grid.rank == 0:
                 frozen = frozen_inputs(worker, prompts_only)
         self.saver = CheckpointManager(cfg, worker, self.feeder.fingerprint, frozen, claim)
+        self.saver.find()
+        if reference_of(cfg) == "keep":  # Before a resume the weights are the initial ones.
+            self._keep_reference()
+            self.begin_phase(0, "resuming", files=True)
         self.progress = self.saver.resume()
         self.resumed_step = self.progress.step  # 0 for a new run
         self.position_before = self.progress.position  # before the last step
