@@ -37,8 +37,8 @@ STEPS, HALF = 4, 2
 # The number of kernels of a backward pass that add in any order decides whether a run repeats to
 # the last digit.
 RESUME_BOUND = 1e-3
-# Losses of three steps on the GPU and on the CPU, both in fp32.
-FEATURE_BOUND = 1e-4
+# Losses of three steps on the GPU and on the CPU, both in fp32. The worst on an H100 is Muon, 3.1e-6.
+FEATURE_BOUND = 3e-5
 FP32 = {"precision": "fp32"}
 HYBRID = {"family": "qwen3_5", "head_dim": 64}
 IN_BLOCKS = {"head_dim": 32, "intermediate": 128}  # sizes that 4-bit blocks of 64 values divide

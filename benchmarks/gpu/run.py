@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".gpu")))
     parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--seconds", type=float, default=540, help="for all steps together")
+    parser.add_argument("--seconds", type=float, default=900, help="for all steps together")
     parser.add_argument("--only", nargs="*", default=[step.name for step in STEPS])
     args = parser.parse_args()
     out = args.out.resolve()
