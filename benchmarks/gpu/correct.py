@@ -37,7 +37,7 @@ STEPS, HALF = 4, 2
 # The number of kernels of a backward pass that add in any order decides whether a run repeats to
 # the last digit.
 RESUME_BOUND = 1e-3
-# Losses of three steps on the GPU and on the CPU, both in fp32. The worst on an H100 is Muon, 3.1e-6.
+# Losses of three steps on the GPU and on the CPU, both in fp32. The worst on an H100: Muon, 3.1e-6.
 FEATURE_BOUND = 3e-5
 FP32 = {"precision": "fp32"}
 HYBRID = {"family": "qwen3_5", "head_dim": 64}
