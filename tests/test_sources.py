@@ -173,6 +173,21 @@ def test_a_line_that_is_too_large_is_left_out_as_it_comes(monkeypatch):
     assert list(iter_lines(pieces)) == [b"1234", None, None, b"1", None]
 
 
+@pytest.mark.parametrize("damage", ["cut", "FIFO", "none"])
+def test_a_damaged_unpacked_file_is_unpacked_again(damage, tmp_path):
+    path, cache = write(tmp_path, "a.jsonl.gz"), tmp_path / "cache"
+    before = open_source(SourceSpec(path), None, cache).digest
+    (file,) = (cache / "unpacked").glob("*.jsonl")
+    written = file.stat().st_mtime_ns
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-9])
+    elif damage == "FIFO":
+        file.unlink()
+        os.mkfifo(file)
+    assert open_source(SourceSpec(path), None, cache).digest == before
+    assert (file.stat().st_mtime_ns == written) == (damage == "none")
+
+
 def test_places_in_other_files(tmp_path):
     for name, place in (("a.json", ": record 2"), ("a.parquet", ": row 2"), ("a.tar", ": x/002")):
         path = write(tmp_path, name)

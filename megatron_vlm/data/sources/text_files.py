@@ -14,7 +14,7 @@ import pyarrow
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.atomic import replaced_file
 from megatron_vlm.io.scratch import scratch_folder
-from megatron_vlm.io.untrusted import UntrustedFile
+from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
 _log = logging.getLogger("megatron_vlm.data")
 
@@ -53,7 +53,7 @@ def unpacked_path(path: str, cache: Path | None) -> str:
             remedy="set it, or unpack the file yourself",
         )
     target = cache / "unpacked" / f"{file_digest(path)}.jsonl"
-    if os.path.exists(target):
+    if _is_as_unpacked(target):
         return str(target)
     try:
         return _unpack(path, target)
@@ -74,7 +74,23 @@ def _unpack(path: str, target: Path) -> str:
     target.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(target) as new, new.open("wb") as plain:
         plain.writelines(content_of(path))
+    with replaced_file(_digest_path(target)) as new:
+        new.write_text(file_digest(str(target)))
     return str(target)
+
+
+def _digest_path(target: Path) -> Path:
+    """Return the path of the digest that an unpacked file had when it was written."""
+    return target.with_suffix(".digest")
+
+
+def _is_as_unpacked(target: Path) -> bool:
+    """Return whether the cache has an unpacked file, and its content is that of its digest."""
+    try:
+        digest = UntrustedFile(str(_digest_path(target))).text()
+        return digest == file_digest(str(require_file(target)))
+    except (DataError, OSError):
+        return False
 
 
 def content_of(path: str) -> Iterator[bytes]:
