@@ -20,12 +20,16 @@ import av
 import numpy as np
 import pyarrow
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from megatron_vlm.cli import main
+from megatron_vlm.commands.bench.run_benchmarks import rank_of
+from megatron_vlm.commands.chat.command import find_model
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.retrieval_config import RetrievalForm
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.data.media.media import MediaPolicy, image_size, read_image
 from megatron_vlm.data.media.video_file import iter_frames, probe_video
 from megatron_vlm.data.records.formats import parse_record
@@ -35,6 +39,12 @@ from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.lora.peft_config import (
+    different_settings,
+    lora_of,
+    read_adapter_config,
+    unsupported_options,
+)
 from megatron_vlm.run.log import RunLog
 from tests import fuzz
 from tests.single_process import run_alone
@@ -338,6 +348,44 @@ def test_no_value_of_a_record_ends_in_a_traceback():
         f"{error}\n    {str(raw)[:300]}" for error, raw in failures.items()
     )
     assert min(counts.values()) > 400, counts
+
+
+# Adapters with a value of another kind in their description.
+
+
+def test_no_value_of_an_adapter_ends_in_a_traceback(tiny, tmp_path):
+    """`eval`, `chat` and `bench` read it before they start anything."""
+    valid = {"peft_type": "LORA", "base_model_name_or_path": tiny(), "revision": None, "r": 8}
+    valid |= {"lora_alpha": 16, "use_rslora": False, "target_parameters": ["a"], "bias": "none"}
+    valid |= {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {}, "use_dora": False}
+    name = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: torch.ones(8, 4)}, tmp_path / "adapter_model.safetensors")
+    readers = {
+        "eval": lambda folder: lora_of(folder, tiny()),
+        "chat": lambda folder: find_model(str(folder)),
+        "bench": rank_of,
+        "train": check_options,
+    }
+    failures, counts = list[str](), Counter[str]()
+    for config in odd_versions(valid):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        for command, read in readers.items():
+            try:
+                read(tmp_path)
+                counts["read"] += 1
+            except MegatronVLMError:
+                counts["refused"] += 1
+            except Exception as error:
+                place = traceback.extract_tb(error.__traceback__)[-1].name
+                failures.append(f"{command}: {place}: {error!r:.150} {str(config)[:200]}")
+    assert not failures, "\n".join(dict.fromkeys(failures))
+    assert min(counts.values()) > 50, counts
+
+
+def check_options(folder: Path) -> None:
+    config = read_adapter_config(folder)
+    for error in (*unsupported_options(config), *different_settings(config, LoraConfig(8))):
+        raise error.within(str(folder))
 
 
 # Names that would steer a terminal.

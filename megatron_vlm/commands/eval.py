@@ -99,8 +99,10 @@ def _with_adapter(folder: Path, overrides: Sequence[str], file: ConfigFile | Non
             remedy="leave it out; of lora.*, only lora.base can be given",
         )
     has_model = any(override.startswith("model.path=") for override in overrides)
-    base = [] if has_model else [f"model.path={base_of(folder)}"]
-    cfg = load_config([*base, *(["lora.rank=1"] if given else ()), *overrides], file)
+    base = overrides if has_model else ["model.path=base", *overrides]
+    cfg = load_config([*(["lora.rank=1"] if given else ()), *base], file)
+    if not has_model:  # a path that others wrote may be no value of an override
+        cfg = replace(cfg, model=replace(cfg.model, path=base_of(folder)))
     lora = lora_of(folder, cfg.model.path)
     if given:
         lora = replace(lora, base=cfg.lora.base)

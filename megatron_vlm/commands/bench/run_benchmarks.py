@@ -106,13 +106,13 @@ def models_of(run: Path) -> tuple[BenchModel, BenchModel]:
         )
     folder, adapter = find_model(str(run))
     cfg = read_saved(run)
-    rank = 0 if adapter is None else _rank_of(adapter)
+    rank = 0 if adapter is None else rank_of(adapter)
     return BenchModel("before", str(folder_of(cfg.model.path))), BenchModel(
         "after", folder, adapter, rank
     )
 
 
-def _rank_of(adapter: Path) -> int:
+def rank_of(adapter: Path) -> int:
     """Return the largest rank of an adapter."""
     config = UntrustedFile(str(adapter / "adapter_config.json"), ConfigError).json()
     patterns = config.get("rank_pattern")
