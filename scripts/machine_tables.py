@@ -2,20 +2,21 @@
 training, the tokens per second to expect, and the longest row. All of it is the planner's estimate.
 make_what_fits.py writes it."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 
 from megatron_vlm import Config
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, TrainConfig
 from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.planner.fit import fitting_sets
 from megatron_vlm.planner.hardware import gpu
 from megatron_vlm.planner.memory_switches import with_keys
 from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, assumed_mix
-from megatron_vlm.planner.search import Candidate, Cluster, search
+from megatron_vlm.planner.search import Cluster, search
 
 ROWS_OF_STEP = 32
 LENGTHS = tuple(2**power for power in range(11, 19))  # 2k to 256k tokens
@@ -24,12 +25,11 @@ WAYS = {
     "adapters": USUAL,
     "adapters, nf4 base": replace(USUAL, base="nf4"),
 }
-_LETTERS = {
-    "optim.states": "S",
-    "optim.offload": "H",
-    "model.offload_activations": "A",
+_LETTERS: Mapping[str, Mapping[object, str]] = {
+    "optim.states": {"bf16": "S16", "int8": "S8"},
+    "optim.offload": {0.5: "H0.5", 1.0: "H"},
+    "model.offload_activations": {0.5: "A0.5", 1.0: "A"},
 }
-_VALUES = {"optim.states": "int8", "optim.offload": 1.0, "model.offload_activations": 1.0}
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,15 @@ def machine_line(name: str, sizes: ModelSizes, way: str) -> str:
 def _cell(sizes: ModelSizes, way: str, machine: MachineKind) -> str:
     train = TrainConfig(global_batch_size=ROWS_OF_STEP, micro_batch_tokens=8192, precision="bf16")
     cfg = Config(model=ModelConfig(path=""), lora=WAYS[way], train=train)
-    best = _fastest(cfg, sizes, machine.cluster)
-    if best is None:
+    mix = assumed_mix(sizes, cfg.data.max_tokens)
+    try:
+        best = fitting_sets(cfg, sizes, mix, machine.cluster)[0]
+    except ConfigError:
         return "no"
-    switches, candidate = best
-    model = candidate.cfg.model
-    letters = "".join(_LETTERS[key] for key in switches)
-    letters += "D" * (model.recompute == "full") + "V" * model.recompute_vision
-    words = " ".join(filter(None, (layout_words(candidate.dims), letters))) or "-"
+    candidate, model = best.best, best.best.cfg.model
+    letters = [_LETTERS[key][value] for key, value in best.switches.items()]
+    letters += ["D"] * (model.recompute == "full") + ["V"] * model.recompute_vision
+    words = " ".join(filter(None, (layout_words(candidate.dims), *letters))) or "-"
     return f"{_rounded(candidate.tokens_per_s)}/s, {_longest(cfg, sizes, machine)}: {words}"
 
 
@@ -89,37 +90,10 @@ def _rounded(value: float) -> str:
     return f"{float(f'{value:.2g}'):,.0f}"
 
 
-def _fastest(
-    cfg: Config, sizes: ModelSizes, cluster: Cluster
-) -> tuple[tuple[str, ...], Candidate] | None:
-    """Return the switches and the layout with which rows of the usual mix are fastest. Switches
-    come into play only where nothing fits without them, and those that round come last."""
-    mix, results = assumed_mix(sizes, cfg.data.max_tokens), []
-    for rounds in (False, True):
-        for switches in _sets(cfg, rounds):
-            trial = with_keys(cfg, {key: _VALUES[key] for key in switches})
-            if fitting := search(trial, sizes, mix, cluster).fitting:
-                results.append((switches, fitting[0]))
-            if results and not switches:
-                return results[0]
-        if results:
-            return max(results, key=lambda each: each[1].tokens_per_s)
-    return None
-
-
-def _sets(cfg: Config, rounds: bool) -> Iterator[tuple[str, ...]]:
-    """Yield sets of switches. With adapters the optimizer is small."""
-    keys = [key for key in _LETTERS if not cfg.lora.rank or not key.startswith("optim.")]
-    for chosen in product((False, True), repeat=len(keys)):
-        names = tuple(key for key, is_on in zip(keys, chosen, strict=True) if is_on)
-        if ("optim.states" in names) == rounds:
-            yield names
-
-
 def _longest(cfg: Config, sizes: ModelSizes, machine: MachineKind) -> str:
     """Return the longest row that fits if every switch is on that changes no bit."""
     keys = ["model.offload_activations", *["optim.offload"] * (not cfg.lora.rank)]
-    cfg = with_keys(cfg, {key: _VALUES[key] for key in keys})
+    cfg = with_keys(cfg, dict.fromkeys(keys, 1.0))
     longest = 0
     for tokens in LENGTHS:
         train = replace(cfg.train, micro_batch_tokens=tokens, global_batch_size=machine.gpus)

@@ -307,7 +307,8 @@ def test_every_sentence_names_keys_and_values_that_are_accepted(text):
         (["--lora_rank", "8"], "write lora.rank=8"),
         (["--use_lora", "true"], "--use_lora=true: .* lora=default trains adapters"),
         (["--seed", "-1"], "did you mean 'data.seed' or 'train.seed'"),
-        (["--model", "Qwen/Qwen3-VL"], "model=NAME chooses a recipe, model.KEY=VALUE sets a value"),
+        (["--model", "Qwen/Qwen3-VL"], "write model.path=Qwen/Qwen3-VL"),
+        (["--lora"], "lora=NAME chooses a recipe, lora.KEY=VALUE sets a value"),
         (["--predictions", "x"], "--predictions is not an option of train; .* --help lists"),
         (["--dryrun"], "--dryrun is not an option; did you mean --dry-run"),
         (["--dry"], "--dry is not an option; did you mean --dry-run"),
@@ -315,14 +316,26 @@ def test_every_sentence_names_keys_and_values_that_are_accepted(text):
         (["--use_liger_kernel", "True"], "the head computes the supervised tokens alone"),
         (["--num_generations", "8"], "write rl.samples=8"),
         (["mine.yaml"], "mine.yaml: .* as --config mine.yaml"),
-        (["train"], "train: arguments are given as KEY=VALUE"),
+        (["train"], "train: arguments are given as KEY=VALUE$"),
+        (
+            ["Qwen/Qwen3-VL-2B-Instruct", "chats.jsonl"],
+            "write model=qwen3_vl_2b model.path=Qwen/Qwen3-VL-2B-Instruct data.train=chats.jsonl",
+        ),
+        (["qwen3_vl_2b", "optim.lr=1", "tests"], "write model=qwen3_vl_2b data.train=tests"),
+        (["model.path=x", "optim.lr=1e-5x"], "optim.lr=1e-5x; give a number$"),
+        (["model.path=x", "optim.lr=null"], "optim.lr=null; give a number$"),
+        (["model.path=x", "train.steps=1.5"], "train.steps=1.5; give a whole number$"),
+        (["model.path=x", "eval.generate=maybe"], "eval.generate=maybe; give true or false$"),
+        (["model.path=x", "run=[1]"], r"run=\[1\]; give text$"),
+        (["model.path=x", "train.precision=[a]"], "; give auto, fp32 or bf16$"),
+        (["model.path=x", "train.objective=grpo"], "write megatron-vlm rl with .* rl=grpo$"),
     ],
 )
 def test_options_are_answered_with_what_to_write(words, answer, capfd):
     assert main(["train", *words]) == 2
     output = capfd.readouterr().err
     assert output.startswith("megatron-vlm: ") and len(output.splitlines()) == 1
-    assert re.search(answer, output), output
+    assert re.search(answer, output.strip()), output
 
 
 def test_help_names_every_key_and_recipe_and_needs_no_torch():

@@ -128,7 +128,8 @@ def test_other_adapters_and_other_weights_are_refused(pool, tiny, tmp_path, save
     assert (scaled.place, scaled.key, scaled.found) == (str(saved), "lora.alpha", 16.0)
     assert re.search(r"by 4, .*by 2$", scaled.problem)
     name = "base_model.model.model.language_model.layers.0.mlp.down_proj.lora_A.weight"
-    assert name in error(rank=0).found
+    without = error(rank=0)
+    assert (without.key, without.found) == ("lora.rank", 0) and "run=FOLDER" in without.remedy
     whole = error(**dict(LORA, targets=("attention",), train=("merger",)))
     assert sum(".merger." in each and ".lora_" not in each for each in whole.found) >= 4
     fewer = error(**dict(LORA, targets=("attention", "merger", "vision_attention", "vision_mlp")))

@@ -262,6 +262,8 @@ def test_where_nothing_fits_it_says_what_would(eight, capsys):
     count = int(re.search(r"what fits: (\d+) such GPUs", message)[1])
     assert found(eight, count, 80)[0].fitting and not found(eight, count // 2, 80)[0].fitting
     assert "1 of 192 GiB" in message
+    assert "lora=default (" in message and "lora=qlora (" in message
+    assert message.endswith("; megatron-vlm plan --fit tries switches together")
 
 
 @pytest.mark.parametrize(
@@ -271,6 +273,7 @@ def test_where_nothing_fits_it_says_what_would(eight, capsys):
         (["--memory", "lots"], "--memory=lots; give the memory of one GPU, such as 80GiB"),
         (["--gpu", "H12"], "--gpu=H12: its peak is not known; choose from GB200, "),
         (["--efficiency", "60"], "--efficiency=60.0; give a fraction of the peak, above 0 to 1"),
+        (["--gpu", "V100"], "--gpu=V100 has no bf16, in which a GPU trains; plan with "),
         (["--gpus", "7"], "train.global_batch_size=4"),
         (["parallel.cp=2"], "parallel.cp=2"),
     ],

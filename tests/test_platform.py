@@ -44,7 +44,14 @@ def test_unknown_name():
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 504),
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
-        ("NVIDIA GeForce RTX 3090", None),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 88),
+        ("rtx4070ti", 80),
+        ("4070", 58),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", 70),
+        ("Tesla V100-SXM2-16GB", 15.7),
+        ("NVIDIA GeForce RTX 3080", None),
     ],
 )
 def test_the_peak_of_a_device_goes_by_its_whole_name(name, tera):

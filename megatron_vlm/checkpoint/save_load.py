@@ -52,6 +52,7 @@ from megatron_vlm.training.optimizer import set_lr
 from megatron_vlm.training.worker import MegatronWorker
 
 FORMAT = 2
+_OR_BEGIN = "or give run=FOLDER for a new run"
 _READABLE = (1, 2)  # 1 also held random state, which is no longer used
 
 
@@ -239,7 +240,8 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
         parts = local_parts(worker, moments)
         pieces = list(held_pieces(worker, parts, writing=False))
         keys = [piece.key for piece in pieces]
-        reader.check(keys, shapes_of(worker), "resume with the configuration in its config.yaml")
+        remedy = f"resume with the configuration in its config.yaml, {_OR_BEGIN}"
+        reader.check(keys, shapes_of(worker), remedy)
     with fail_together(device, CheckpointError), torch.no_grad():
         for piece in pieces:
             reader.fill(piece)
@@ -298,9 +300,18 @@ def _say_conversion(worker: MegatronWorker, folder: Path, state: JsonField) -> N
 
 def _check_lora(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
     """Refuse adapters with other base weights or another scale: they would be meaningless."""
-    saved = state.get("lora")
-    if saved is None or not worker.cfg.lora.rank:
-        return  # the tensors then differ, and their check raises the error
+    saved, rank = state.get("lora"), worker.cfg.lora.rank
+    if (saved is None) != (not rank):
+        raise CheckpointError(
+            f"{'trains adapters' if rank else 'has no adapters'}, and the checkpoint "
+            f"{'has none' if rank else 'is one of adapters'}",
+            place=str(folder),
+            key="lora.rank",
+            found=rank,
+            remedy=f"{'leave lora out' if rank else 'give its lora.*'} to resume, {_OR_BEGIN}",
+        )
+    if saved is None:
+        return
     check_base(folder, state, worker.base_digest, str(worker.source.path))
     if (saved_scale := saved["scale"].number()) != (scale := scale_of(worker.cfg.lora)):
         raise CheckpointError(

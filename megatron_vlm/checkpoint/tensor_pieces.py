@@ -145,13 +145,13 @@ class PieceReader:
                     "is in it and would not be loaded, so what it has learnt would be lost"
                 )
         if faults:
-            lines = "\n  ".join(f"{key} {fault}" for key, fault in list(faults.items())[:10])
+            name, fault = next(iter(faults.items()))
             raise CheckpointError(
                 "the checkpoint does not fit this model, its model.freeze_* and lora.*: "
-                f"{len(faults)} tensors differ",
+                f"{len(faults)} tensors differ, such as {name}, which {fault}",
                 place=str(self.folder),
                 found=faults,
-                remedy=f"{remedy}\n  {lines}",
+                remedy=remedy,
             )
 
     def fill(self, piece: Piece) -> None:

@@ -4,10 +4,12 @@ import argparse
 import difflib
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 from megatron_vlm.config.config_file import ConfigFile, add_config_option, chosen_file
+from megatron_vlm.config.group_values import setting_of_word
 from megatron_vlm.config.key_hints import option_error
-from megatron_vlm.errors import ConfigError, hide_secrets
+from megatron_vlm.errors import ConfigError, hide_secrets, show_value
 
 
 def add_overrides(
@@ -28,16 +30,32 @@ def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> ar
     """Return the arguments of a command. Overrides may come before, between and after the options.
     An unknown option is refused with what to write instead."""
     args, rest = parser.parse_known_args(words)
-    if not rest:
-        return args
-    if not hasattr(args, "overrides"):
+    if rest and not hasattr(args, "overrides"):
         shown = ascii(hide_secrets(" ".join(rest)))[1:-1]
         parser.error(f"unrecognized arguments: {shown}")
     for word in rest:
         if re.match(r"--?\w", word):
             raise _option_error(word, words)
-    args.overrides += rest
+    if hasattr(args, "overrides"):
+        args.overrides += rest
+        _check_words(args.overrides, "eval" if words[:1] == ["eval"] else "train")
     return args
+
+
+def _check_words(overrides: Sequence[str], data: Literal["train", "eval"]) -> None:
+    """Refuse words alone, such as `train base chats.jsonl`, with the settings that they mean."""
+    alone = [word for word in overrides if "=" not in word and not word.startswith("~")]
+    if not alone:
+        return
+    meant = [
+        f"--config {word}" if word.endswith((".yaml", ".yml")) else setting_of_word(word, data)
+        for word in alone
+    ]
+    raise ConfigError(
+        ": arguments are given as KEY=VALUE",
+        key=" ".join(map(show_value, alone)),
+        remedy=f"write {' '.join(filter(None, meant))}" if any(meant) else "",
+    )
 
 
 def read_configuration(args: argparse.Namespace) -> tuple[ConfigFile | None, list[str]]:
@@ -58,12 +76,6 @@ def _option_error(option: str, words: Sequence[str]) -> ConfigError:
             remedy=f"megatron-vlm {words[0]} --help lists its options",
         )
     completions = [each for each in known if len(name) > 3 and each.startswith(name)]
-    if name in known:
-        return ConfigError(
-            "is not an option of this command",
-            key=option,
-            remedy="leave it out; megatron-vlm COMMAND --help lists the options of a command",
-        )
     if near := completions or difflib.get_close_matches(name, known, n=1, cutoff=0.85):
         return ConfigError("is not an option", key=option, remedy=f"did you mean {near[0]}?")
     after = words[list(words).index(option) + 1 :][:1]

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from megatron_vlm.config.bounds import check_bounds
 from megatron_vlm.config.data_sources import check_columns, check_roles
 from megatron_vlm.config.evaluation_checks import check_evaluation, check_measuring
-from megatron_vlm.config.objectives import check_objective
+from megatron_vlm.config.objectives import check_objective, check_rewarded
 from megatron_vlm.config.schema import (
     Config,
     DataConfig,
@@ -43,6 +43,7 @@ def check_values(cfg: Config) -> None:
     """Refuse values that cannot work, alone or together."""
     _check_secrets(cfg)
     _check_layers(cfg.parallel.layers_per_stage, cfg.parallel.virtual_stages)
+    check_rewarded(cfg.train.objective)
     check_bounds(cfg)
     check_lora(cfg)
     check_auto(cfg)

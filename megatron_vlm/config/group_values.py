@@ -7,7 +7,9 @@ from pathlib import Path
 
 from megatron_vlm.config.schema import key_types
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.hub import hub_name
 
+_DATA_FILE = re.compile(r"\.(jsonl?|parquet|arrow|tar|csv)(\.gz)?$")
 _FALSE = ("false", "no", "none", "null", "off", "0")
 _TRUE = ("true", "yes", "on", "1")
 # Keys that take a path, for a group that was given one.
@@ -95,10 +97,30 @@ def meant_by_value(group: str, value: str) -> str | None:
     return _ADAMW if group == "optim" else None
 
 
+def setting_of(group: str, value: str) -> str:
+    """Return GROUP=VALUE for a recipe, and the key of a path for anything else."""
+    names = recipes_of(group)
+    if value in names or group not in _PATH_KEYS:
+        return f"{group}={value}"
+    return _with_recipe(group, value, names)
+
+
+def setting_of_word(word: str, data: str) -> str | None:
+    """Return the setting that was meant by a word alone: a recipe, a model or, for the key `data`,
+    a data set. Return None if it is none of them."""
+    for group in _PATH_KEYS:
+        if word != "default" and word in recipes_of(group):
+            return f"{group}={word}"
+    if _DATA_FILE.search(word):
+        return f"data.{data}={word}"
+    if (Path(word) / "config.json").is_file() or hub_name(word) is not None:
+        return setting_of("model", word)
+    return f"data.{data}={word}" if Path(word).is_dir() else None
+
+
 def _is_path(value: str) -> bool:
-    is_file = re.search(r"\.(jsonl?|parquet|arrow|tar|csv)$", value)
     is_there = bool(value) and Path(value).exists()
-    return "/" in value or value.startswith("~") or bool(is_file) or is_there
+    return "/" in value or value.startswith("~") or bool(_DATA_FILE.search(value)) or is_there
 
 
 def _with_recipe(group: str, value: str, names: list[str]) -> str:

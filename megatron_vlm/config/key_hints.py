@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import is_dataclass
 
+from megatron_vlm.config.group_values import setting_of
 from megatron_vlm.config.other_trainers import NAME_FAMILIES, OTHER_SENTENCES, SAME_KEYS, SECTIONS
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_value
@@ -104,6 +105,8 @@ def option_error(option: str, value: str | None) -> ConfigError:
     remedy, problem = hint(name), ": settings are given as KEY=VALUE"
     if is_dataclass(key_types().get(name)):
         remedy = f"{name}=NAME chooses a recipe, {name}.KEY=VALUE sets a value"
+        if value is not None:
+            remedy = f"write {setting_of(name, value)}"
     elif len(keys := similar_keys(name)) == 1:
         remedy = f"write {keys[0]}={value or 'VALUE'}"
     elif not keys and not hint_sentence(name):

@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from megatron_vlm.config.checks import check_values
@@ -36,6 +36,8 @@ from megatron_vlm.io.untrusted import UntrustedFile
 
 _PRIMARY = "train"  # configs/train.yaml
 _TOO_MANY_DIGITS = re.compile(r"\d{4301}")  # Python reads no such number
+# Words for the types of values that OmegaConf converts.
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _MAX_SAVED_BYTES = 2**20  # maximum bytes of a config.yaml
 
 
@@ -244,12 +246,7 @@ def _check_keys(overrides: Sequence[str]) -> None:
     for override in overrides:
         key = _key(override)
         if "=" not in override and not override.startswith("~"):
-            is_file = key.endswith((".yaml", ".yml"))
-            raise ConfigError(
-                ": arguments are given as KEY=VALUE",
-                key=show_value(override),
-                remedy=f"give a file as --config {key}" if is_file else "",
-            )
+            raise ConfigError(": settings are given as KEY=VALUE", key=show_value(override))
         if key not in keys:
             refused.append(unknown_key_error(key))
             continue
@@ -312,7 +309,22 @@ def _explain(error: Exception) -> ConfigError:
         return ConfigError("is not set", key=key, remedy=f"give it as {key}=VALUE")
     full_key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
     first_line = str(error.__cause__ or error).splitlines()[0]
+    if isinstance(error.__cause__ or error, ValidationError) and full_key in key_types():
+        return _wrong_type(str(full_key), first_line)
     return ConfigError(f": {first_line}", key=full_key or "configuration")
+
+
+def _wrong_type(key: str, text: str) -> ConfigError:
+    """Return the error on a value of another type. `text`: what OmegaConf says about it."""
+    value = re.search(r"(?:Value|to string:) '(.*)'(?: of type| is not|$)", text)
+    kind = key_types()[key]
+    choices = get_args(kind) if get_origin(kind) is Literal else None
+    parts = {kind, *get_args(kind)}
+    return ConfigError(
+        key=key,
+        found=value[1] if value else None,
+        allowed=choices or " or ".join(word for part, word in _KINDS.items() if part in parts),
+    )
 
 
 def _unreadable(key: str, value: str) -> ConfigError:

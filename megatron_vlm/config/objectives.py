@@ -50,6 +50,7 @@ OBJECTIVES: dict[ObjectiveName, ObjectiveSpec] = {
 # The loss of an example depends on the whole global batch.
 BATCH_LOSSES = frozenset({"aot", "aot_unpaired"})
 SMOOTHED = frozenset({"exo_pair", "robust", "aot", "aot_unpaired", "simpo", "cpo"})
+_REWARDED = ("grpo", "ppo", "gspo", "dapo", "rloo", "reinforce", "cispo", "dr_grpo")
 
 
 def spec_of(cfg: Config) -> ObjectiveSpec:
@@ -255,4 +256,15 @@ def _check_adapters_off(cfg: Config) -> None:
             key="train.reference",
             found="adapters_off",
             allowed=("keep", "model"),
+        )
+
+
+def check_rewarded(objective: str) -> None:
+    """Refuse a method that learns from rewards, which another command has."""
+    if objective in _REWARDED:
+        raise ConfigError(
+            "learns from rewards, which is another command",
+            key="train.objective",
+            found=objective,
+            remedy="write megatron-vlm rl with a recipe such as rl=grpo",
         )

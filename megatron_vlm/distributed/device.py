@@ -26,7 +26,7 @@ _DRIVER_FILES = ("/dev/nvidia[0-9]*", "/proc/driver/nvidia/version")
 _MANY_PARAMETERS = 10**8  # more than models for tests have
 
 # Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets, with fp32 accumulation and
-# without sparsity. The first name that matches counts.
+# without sparsity; that of fp32 for WITHOUT_BF16. The first name that matches counts.
 PEAK_FLOPS_BF16 = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -40,13 +40,26 @@ PEAK_FLOPS_BF16 = {
     "H20": 148e12,
     "A100": 312e12,
     "A800": 312e12,
+    "A40": 150e12,
+    "A10G": 70e12,
+    "A10": 125e12,
     "L40S": 362e12,
     "L4": 121e12,
+    "V100": 15.7e12,
+    "T4": 8.1e12,
     "RTX PRO 6000 Blackwell": 504e12,
     "RTX 5090": 210e12,
     "RTX 4090": 165e12,
+    "RTX 4080 SUPER": 104e12,
+    "RTX 4080": 97e12,
+    "RTX 4070 Ti SUPER": 88e12,
+    "RTX 4070 Ti": 80e12,
+    "RTX 4070 SUPER": 71e12,
+    "RTX 4070": 58e12,
+    "RTX 3090": 71e12,
     "RTX A6000": 155e12,
 }
+WITHOUT_BF16 = ("V100", "T4")
 
 
 @dataclass(frozen=True)
@@ -139,11 +152,16 @@ def lacks_memory(error: BaseException) -> bool:
 
 def card_of(name: str) -> str | None:
     """Return the entry of PEAK_FLOPS_BF16 for a device with this name, matched by whole words: an
-    H200 is no H20, and a GB200 no B200. Variants with another power limit, such as Max-Q or Laptop,
-    are other devices."""
+    H200 is no H20, and a GB200 no B200. Case, spaces and RTX do not matter: rtx4090 and 4070ti are
+    known. Variants with another power limit, such as Max-Q or Laptop, are other devices."""
     if re.search(r"\b(Max-Q|Laptop|MIG)\b", name):
         return None
-    return next((key for key in PEAK_FLOPS_BF16 if re.search(rf"\b{key}\b", name)), None)
+    return next((key for key in PEAK_FLOPS_BF16 if _pattern_of(key).search(name)), None)
+
+
+def _pattern_of(card: str) -> re.Pattern[str]:
+    words = card.removeprefix("RTX ").replace(" ", "[ _-]?")
+    return re.compile(rf"(?<![a-z0-9])(rtx)?{words}(?![a-z0-9])", re.IGNORECASE)
 
 
 def peak_of(name: str) -> float | None:

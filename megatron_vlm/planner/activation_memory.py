@@ -63,8 +63,7 @@ def activations(
     tokens = batch.padded_tokens
     if place == 0 and _is_frozen(cfg):
         return _kept_of_head(cfg, sizes, batch) * itemsize if dims.is_last(place) else 0
-    layers = [text.layers[number] for number in dims.layers_at(place)]
-    values = tokens * sum(layer_values(cfg, sizes, layer, dims.tp) for layer in layers)
+    values = tokens * sum(_values_of_layers(cfg, sizes, dims, place))
     # Features that have not been added yet arrive with the hidden states.
     arriving = Carry.extras(sizes, dims, place - 1, bool(batch.patches))
     if place > 0 or cfg.model.recompute == "full":
@@ -103,9 +102,16 @@ def _offloaded_values(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place:
     """Return the values per token of each layer at this place that is offloaded."""
     if not cfg.model.offload_activations or (place == 0 and _is_frozen(cfg)):
         return []
-    layers = [sizes.text.layers[number] for number in dims.layers_at(place)]
-    count = count_offloaded(cfg.model.offload_activations, len(layers))
-    return [layer_values(cfg, sizes, layer, dims.tp) for layer in layers[:count]]
+    values = _values_of_layers(cfg, sizes, dims, place)
+    return values[: count_offloaded(cfg.model.offload_activations, len(values))]
+
+
+def _values_of_layers(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) -> list[int]:
+    """Return the values per token that each layer at this place keeps. A search asks for them
+    thousands of times, so equal layers are computed once."""
+    layers, kinds = sizes.text.layers, sizes.text.kinds
+    values = [layer_values(cfg, sizes, kind, dims.tp) for kind in kinds]
+    return [values[kinds.index(layers[number])] for number in dims.layers_at(place)]
 
 
 def _is_frozen(cfg: Config) -> bool:

@@ -41,10 +41,15 @@ def rank_layouts(
 
 
 def advice(
-    cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster, leanest: Candidate
+    cfg: Config,
+    sizes: ModelSizes,
+    mix: RowSample,
+    cluster: Cluster,
+    leanest: Candidate,
+    is_fit: bool = False,
 ) -> tuple[str, str]:
     """Return the problem, what the leanest layout needs, and the remedy, the changes that would
-    fit."""
+    fit. `is_fit`: switches have been tried together."""
     parts = max(leanest.memory, key=lambda stage: stage.total)
     usable = USABLE * cluster.memory
     devices = f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)} of {_gib(cluster.memory)}"
@@ -57,6 +62,8 @@ def advice(
         f"{_gib(parts.optimizer)}, activations {_gib(parts.activations + parts.working)})"
     )
     remedy = "what fits: " + "; ".join(remedies) if remedies else "no single change makes it fit"
+    if not is_fit:
+        remedy += "; megatron-vlm plan --fit tries switches together"
     return problem, remedy
 
 
@@ -119,7 +126,7 @@ def _trained_less(
     model = cfg.model
     if need := _need(replace(cfg, lora=USUAL), sizes, mix, cluster):
         yield f"adapters alone trained, with lora=default ({need})"
-    elif need := _need(replace(cfg, lora=replace(USUAL, base="nf4")), sizes, mix, cluster):
+    if need := _need(replace(cfg, lora=replace(USUAL, base="nf4")), sizes, mix, cluster):
         yield f"adapters alone trained over a base in 4 bits, with lora=qlora ({need})"
     frozen = replace(model, freeze_vision=True)
     if not model.freeze_vision and (need := _need(replace(cfg, model=frozen), sizes, mix, cluster)):

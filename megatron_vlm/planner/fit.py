@@ -25,6 +25,7 @@ MEMORY_SWITCHES: Mapping[str, tuple[object, ...]] = {
 _RECOMPUTATION: Mapping[str, object] = {"model.recompute": "none", "model.recompute_vision": False}
 _ROUNDING = frozenset({"optim.states"})  # the others change no bit
 _SAME = 0.02  # relative difference of two predictions that means nothing
+_ROUNDING_COST = 0.1  # share of the time that rounded moments have to save, to be worth it
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class SwitchCost:
 def fitting_sets(
     cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster
 ) -> list[FittingSet]:
-    """Return the sets of switches that fit, the fastest first. Among equally fast ones, those that
-    round nothing are first, and then the smaller ones. Raise ConfigError if none fits."""
+    """Return the sets of switches that fit, the fastest first. Rounded moments have to save a tenth
+    of the time, and among equally fast sets the smaller ones are first. Raise ConfigError if none
+    fits."""
     results, leanest = [], None
     for switches in _combinations(cfg):
         trial = with_keys(cfg, switches)
@@ -65,13 +67,14 @@ def fitting_sets(
             leanest = found.leanest
     if not results:
         assert leanest is not None
-        problem, remedy = advice(cfg, sizes, mix, cluster, leanest)
+        problem, remedy = advice(cfg, sizes, mix, cluster, leanest, is_fit=True)
         raise ConfigError(problem, key="model.path", found=cfg.model.path, remedy=remedy)
     fastest = min(each.best.step_s for each in results)
 
     def order(each: FittingSet) -> tuple[int, int, int, float]:
-        slower = round((each.best.step_s / fastest - 1) / _SAME)
-        return slower, len(_ROUNDING & each.switches.keys()), len(each.switches), each.best.step_s
+        rounds = len(_ROUNDING & each.switches.keys())
+        slower = round((each.best.step_s / fastest * (1 + _ROUNDING_COST * rounds) - 1) / _SAME)
+        return slower, rounds, len(each.switches), each.best.step_s
 
     results.sort(key=order)
     return [each for place, each in enumerate(results) if not _adds_to(each, results[:place])]
@@ -90,11 +93,13 @@ def _adds_to(result: FittingSet, better: Sequence[FittingSet]) -> bool:
 
 
 def _combinations(cfg: Config) -> Iterator[dict[str, object]]:
-    """Yield the switches that are on, for each combination. A key that the user has set stays."""
+    """Yield the switches that are on, for each combination. A key that the user has set stays. The
+    optimizer of adapters is small."""
     free = {
         key: values
         for key, values in MEMORY_SWITCHES.items()
         if get(cfg, key) == values[0] and allows_switch(cfg, key)
+        if not (cfg.lora.rank and key.startswith("optim."))
     }
     for chosen in product(*free.values()):
         yield {

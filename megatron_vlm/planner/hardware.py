@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from megatron_vlm.config.optimizer_spec import OptimizerSpec
-from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, card_of
+from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, WITHOUT_BF16, card_of
 from megatron_vlm.planner.flops import OpCount
 
 _FP32 = 4  # bytes
@@ -82,11 +82,23 @@ CARD_MEMORY = {
     "H20": (4.0e12, 96),
     "A100": (2.0e12, 80),
     "A800": (2.0e12, 80),
+    "A40": (0.696e12, 48),
+    "A10G": (0.6e12, 24),
+    "A10": (0.6e12, 24),
     "L40S": (0.864e12, 48),
     "L4": (0.3e12, 24),
+    "V100": (0.9e12, 32),
+    "T4": (0.32e12, 16),
     "RTX PRO 6000 Blackwell": (1.792e12, 96),
     "RTX 5090": (1.792e12, 32),
     "RTX 4090": (1.008e12, 24),
+    "RTX 4080 SUPER": (0.736e12, 16),
+    "RTX 4080": (0.717e12, 16),
+    "RTX 4070 Ti SUPER": (0.672e12, 16),
+    "RTX 4070 Ti": (0.504e12, 12),
+    "RTX 4070 SUPER": (0.504e12, 12),
+    "RTX 4070": (0.504e12, 12),
+    "RTX 3090": (0.936e12, 24),
     "RTX A6000": (0.768e12, 48),
 }
 
@@ -100,16 +112,16 @@ _ATTENTION = 0.26  # fraction of the speed of matrix products
 _OPERATIONS_PER_BYTE = 200
 MOVED_PER_BANDWIDTH = PEAK_FLOPS_BF16["H200"] / _OPERATIONS_PER_BYTE / CARD_MEMORY["H200"][0]
 _NVLINK, _PCIE = 350e9, 25e9
-# Assumed of the way to host memory: PCIe 4.0 and 5.0 with 16 lanes, and NVLink-C2C, each with about
+# Assumed of the way to host memory: PCIe 3.0 to 5.0 with 16 lanes, and NVLink-C2C, each with about
 # 70 % of its peak in one direction. Two sockets with eight channels of DDR5 each, half of whose
 # bandwidth AdamW reaches on the CPU, are shared by eight devices.
-_HOST_PCIE4, _HOST_PCIE5, _HOST_C2C = 22e9, 45e9, 300e9
-_CARDS_PCIE4 = ("A100", "A800", "L40S", "L4", "RTX 4090", "RTX A6000")
+_HOST_PCIE3, _HOST_PCIE4, _HOST_PCIE5, _HOST_C2C = 11e9, 22e9, 45e9, 300e9
+_CARDS_PCIE5 = ("H200", "H100", "H800", "H20", "B200", "RTX PRO 6000", "RTX 5090")
 _CARDS_C2C = ("GB200", "GH200")
 _HOST_MOVED, _HOST_CORES = 40e9, 8
 # Seconds of one core to update a weight, by the type of the moments, measured on an EPYC with AVX2.
 _HOST_CORE_S = {"fp32": 1e-9, "bf16": 14e-9, "int8": 52e-9}
-_WITHOUT_NVLINK = ("L40S", "L4", "RTX")
+_WITHOUT_NVLINK = re.compile(r"\b(A40|A10G?|L40S|L4|T4|RTX)\b")
 _NETWORK = 40e9
 _LAYER_S = 0.3e-3
 
@@ -119,8 +131,8 @@ def gpu(name: str, peak: float, efficiency: float = EFFICIENCY) -> Machine:
     matrix products reach. A card of unknown memory moves bytes in proportion to its peak, as an
     H200 does."""
     matmul = efficiency * peak
-    link = _PCIE if any(re.search(rf"\b{card}\b", name) for card in _WITHOUT_NVLINK) else _NVLINK
     card = card_of(name)
+    link = _PCIE if _WITHOUT_NVLINK.search(card or name) else _NVLINK
     moved = peak / _OPERATIONS_PER_BYTE
     if card is not None:
         moved = MOVED_PER_BANDWIDTH * CARD_MEMORY[card][0]
@@ -142,7 +154,9 @@ def gpu(name: str, peak: float, efficiency: float = EFFICIENCY) -> Machine:
 def _host_link(card: str | None) -> float:
     if card in _CARDS_C2C:
         return _HOST_C2C
-    return _HOST_PCIE4 if card is None or card in _CARDS_PCIE4 else _HOST_PCIE5
+    if card in WITHOUT_BF16:
+        return _HOST_PCIE3
+    return _HOST_PCIE5 if (card or "").startswith(_CARDS_PCIE5) else _HOST_PCIE4
 
 
 # One core of a server, in fp32, fitted to the stages of benchmarks/plan.py on a Zen 4. Only the

@@ -91,6 +91,8 @@ def most_layers(
         )
         return max(stage_memory(cfg, sizes, d, stage, batches, itemsize).total for d in trials)
 
+    if pp == 1:
+        return (layers,) if need(0, layers) <= limit else None
     max_layers = tuple(
         _largest_fitting(lambda count: need(stage, count) <= limit, layers)  # noqa: B023 - called at once
         for stage in range(pp)

@@ -1,6 +1,7 @@
 """`megatron-vlm plan`: search, print and write the page; if nothing fits, suggest changes."""
 
 import math
+import re
 from dataclasses import replace
 
 from megatron_vlm.commands.plan.fit_report import fit_report
@@ -8,7 +9,7 @@ from megatron_vlm.commands.plan.plan_arguments import parse_host_memory, parse_m
 from megatron_vlm.commands.plan.plan_report import Plan, plan_report
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
-from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, card_of
+from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, WITHOUT_BF16, card_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.planner.advice import rank_layouts
@@ -30,6 +31,14 @@ def run_plan(cfg: Config, cluster: Cluster, fit: bool, html: str | None) -> None
             ": everything is frozen, and nothing is left to plan for",
             key="model.freeze_language",
             found=True,
+        )
+    if cluster.machine.card in WITHOUT_BF16 and cfg.train.precision != "fp32":
+        raise ConfigError(
+            "has no bf16, in which a GPU trains",
+            key="--gpu",
+            found=cluster.machine.name,
+            remedy="plan with train.precision=fp32, which is slow and needs twice the memory for "
+            "weights, or for a card of 2020 or later, such as A10 or RTX 3090; fp16 is not trained",
         )
     cfg = with_model(cfg, weights=False)
     sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
@@ -74,7 +83,8 @@ def plan_cluster(
             allowed=tuple(PEAK_FLOPS_BF16),
             remedy=f"choose from {', '.join(PEAK_FLOPS_BF16)}, and scale it with --efficiency",
         )
-    size = parse_memory(memory or f"{CARD_MEMORY[card][1]}GiB")
+    named = re.search(r"\d+ ?GB\b", name)  # as in A100-SXM4-40GB
+    size = parse_memory(memory or f"{named[0].rstrip('GB') if named else CARD_MEMORY[card][1]}GiB")
     machine = gpu(name, PEAK_FLOPS_BF16[card], efficiency)
     if host_link is not None:
         if not 0 < host_link <= 10_000:

@@ -17,7 +17,7 @@ from megatron_vlm.data.sources.tables import root_cause
 from megatron_vlm.data.tokens.index import check_errors
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import PlacedRow
-from megatron_vlm.data.tokens.sample import Example, RecordDropped
+from megatron_vlm.data.tokens.sample import Example, RecordDropped, why_no_sample
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.printable import escape_controls
@@ -85,11 +85,7 @@ class StreamSet:
                     Position(start.epoch, taken, state),
                 )
         if not taken:
-            raise DataError(
-                f"has no sample left: {sum(self.dropped.values())} were dropped "
-                f"{dict(self.dropped)}, and {len(self.errors)} were wrong",
-                place=self.name,
-            )
+            raise DataError(**why_no_sample(self.dropped, len(self.errors)), place=self.name)
 
     def _say_passed(self, item: Item) -> None:
         """Warn of unused keys where they first appear: a stream's keys are not known at the

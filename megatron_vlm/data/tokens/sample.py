@@ -4,7 +4,7 @@ image.
 Shapes: S tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +46,27 @@ Example = tuple[Sample, ...]
 
 class RecordDropped(Exception):  # noqa: N818 - not an error
     """A record that a rule of the configuration leaves out; the message is the rule."""
+
+
+# What to do about the rules that leave out records.
+_REMEDIES = {
+    "nothing to learn": "give records that end with an answer, a message of the role assistant, or "
+    "let megatron-vlm inspect show what data.train_on leaves; records that only ask are for "
+    "megatron-vlm rl",
+    "nothing left to learn after the cut": "raise data.max_tokens",
+    "above data.max_tokens or data.max_images": "raise them",
+}
+
+
+def why_no_sample(dropped: Mapping[str, int], wrong: int) -> dict[str, str]:
+    """Return the problem and the remedy of a set of which no sample is left. `dropped`: the number
+    of records that each rule left out."""
+    rules = ", ".join(f"{rule}: {count:,}" for rule, count in dropped.items())
+    return {
+        "problem": f"has no sample left: {sum(dropped.values()):,} were dropped"
+        f"{f' ({rules})' if rules else ''}, and {wrong:,} were wrong",
+        "remedy": _REMEDIES.get(max(dropped, key=dropped.__getitem__, default=""), ""),
+    }
 
 
 @dataclass(frozen=True)
