@@ -555,6 +555,9 @@ def test_a_run_stops_early_and_exports_its_best(tiny, tmp_path, pool):
     status, out, err = go_pooled(pool, 2, tmp_path, tiny(), "resumed", *words, *more)
     assert status == 0 and "of step 2, is not in" in out and "the best is sought anew" in out, err
     assert f"exported step 8 to {tmp_path}/resumed/export" in out
+    last = (*words, "checkpoint.export_from=last")
+    status, out, err = go_pooled(pool, 2, tmp_path, tiny(), "whole", *last)
+    assert status == 0 and "held/loss was best at step 2: checkpoint.export_from=best" in out, err
 
 
 def both_sides(files: list[str], path: str, **options: Any) -> list[list[str]]:

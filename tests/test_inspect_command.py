@@ -506,7 +506,7 @@ def test_a_picture_that_cannot_be_decoded_is_named(look, folder):
         (
             {"more": ["data.max_tokens=3"]},
             DataError,
-            "no sample left: 15 .* after the cut: .*; raise",
+            "no sample left: 15 were dropped .*; raise",
         ),
         ({"more": ["train.global_batch_size=0"]}, ConfigError, "train.global_batch_size=0"),
         ({"train": "{path: x.jsonl, streaming: true}"}, ConfigError, "data.train is a stream"),

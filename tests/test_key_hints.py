@@ -315,7 +315,7 @@ def test_every_sentence_names_keys_and_values_that_are_accepted(text):
         (["--frobnicate", "3"], "--frobnicate=3 is not an option; the groups of keys are"),
         (["--use_liger_kernel", "True"], "the head computes the supervised tokens alone"),
         (["--num_generations", "8"], "write rl.samples=8"),
-        (["mine.yaml"], "mine.yaml: .* as --config mine.yaml"),
+        (["mine.yaml"], "mine.yaml: .*write --config mine.yaml"),
         (["train"], "train: arguments are given as KEY=VALUE$"),
         (
             ["Qwen/Qwen3-VL-2B-Instruct", "chats.jsonl"],

@@ -108,6 +108,11 @@ def has_rewards(cfg: Config) -> bool:
     return cfg.rl.reward is not None or cfg.rl.environment is not None
 
 
+def needs_held_out_rewards(cfg: Config) -> bool:
+    """Return whether the held-out sets are answered and rewarded."""
+    return bool(cfg.data.eval) and cfg.rl.eval_scores != "loss" and has_rewards(cfg)
+
+
 def _check_target(key: str, value: str | None) -> None:
     if value is None:
         return

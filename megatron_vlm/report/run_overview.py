@@ -158,12 +158,13 @@ def memory_summary(memory: Sequence[StageMemory], available: str) -> str:
 
 
 def _evaluation(cfg: Config, held_out: Sequence[tuple[str, int]]) -> str:
-    if not held_out:
+    # `rl` also measures sets of which only the rewards count.
+    sizes = {entry.name: "rewards" for entry in cfg.data.eval}
+    sizes |= {name: show_count(samples, "sample") for name, samples in held_out}
+    if not sizes:
         return "none: data.eval is not set"
-    sets = ", ".join(
-        f"{name} ({show_count(samples, 'sample')})" for name, samples in held_out[:_MAX_NAMES]
-    )
-    more = f" and {len(held_out) - _MAX_NAMES} more" if len(held_out) > _MAX_NAMES else ""
+    sets = ", ".join(f"{name} ({size})" for name, size in list(sizes.items())[:_MAX_NAMES])
+    more = f" and {len(sizes) - _MAX_NAMES} more" if len(sizes) > _MAX_NAMES else ""
     return f"{sets}{more} {_when(cfg.eval)}"
 
 

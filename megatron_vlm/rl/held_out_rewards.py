@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
-from megatron_vlm.config.command_checks import has_rewards
+from megatron_vlm.config.command_checks import needs_held_out_rewards
 from megatron_vlm.config.data_sources import EvalSource
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, open_data
@@ -59,11 +59,6 @@ class HeldOutPrompts:
             seconds = time.perf_counter() - start
             scores[name] = {"reward": fmean(values), "samples": len(values), "seconds": seconds}
         return scores
-
-
-def needs_held_out_rewards(cfg: Config) -> bool:
-    """Return whether the held-out sets are answered and rewarded."""
-    return bool(cfg.data.eval) and cfg.rl.eval_scores != "loss" and has_rewards(cfg)
 
 
 def _open(run: Run, entry: EvalSource) -> DataSet | None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.config.command_checks import has_rewards
+from megatron_vlm.config.command_checks import has_rewards, needs_held_out_rewards
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import BatchFigures
@@ -15,10 +15,7 @@ from megatron_vlm.engines.engine_thread import Engines
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.report.metrics_lines import has_load_line
 from megatron_vlm.rl.episode_runner import EpisodeRunner
-from megatron_vlm.rl.held_out_rewards import (
-    HeldOutPrompts,
-    needs_held_out_rewards,
-)
+from megatron_vlm.rl.held_out_rewards import HeldOutPrompts
 from megatron_vlm.rl.no_rewards import NoRewards
 from megatron_vlm.rl.no_signal import SignalWatch
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, join_metrics

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_vlm.config.command_checks import needs_held_out_rewards
 from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import Exported
@@ -80,7 +81,8 @@ class Run:
         )
         self.objective = objective_of(worker, cfg)
         is_idle = prompts_only and cfg.rl.eval_scores == "reward"
-        self.examiner = Evaluator(worker, cfg, self.objective, is_idle)
+        may_ask = prompts_only and needs_held_out_rewards(cfg)
+        self.examiner = Evaluator(worker, cfg, self.objective, is_idle, may_ask)
         opened.callback(self.examiner.close)
         self.rate_held_out: Callable[[], dict[str, dict[str, float]]] | None = None
         self.total_steps = total_steps(cfg.train, self.feeder.length)
@@ -317,6 +319,11 @@ class Run:
         """Turn to the best checkpoint, if the export is to be of that one."""
         progress, key = self.progress, self.cfg.checkpoint.best
         if self.cfg.checkpoint.export_from == "last":
+            if key is not None and progress.best_of == key and progress.best_step != progress.step:
+                self.log.say(
+                    f"the export is of the last step, and {key} was best at step "
+                    f"{progress.best_step}: checkpoint.export_from=best exports that one"
+                )
             return
         if progress.best_step is None or progress.best_of != key:
             text = f"no evaluation had a finite {key}, so the export is of the last step"

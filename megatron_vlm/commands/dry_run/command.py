@@ -15,6 +15,7 @@ from megatron_vlm.checkpoint.retention import complete_checkpoints
 from megatron_vlm.checkpoint.tensor_pieces import outside_file
 from megatron_vlm.commands.dry_run.memory_tables import batch_table, fit_verdict, memory_table
 from megatron_vlm.commands.dry_run.target_machine import TargetMachine, target_machine
+from megatron_vlm.config.command_checks import needs_held_out_rewards
 from megatron_vlm.config.data_sources import HELD_OUT
 from megatron_vlm.config.objectives import records_of
 from megatron_vlm.config.schema import Config
@@ -119,7 +120,7 @@ def print_run(
     cfg, dims, target = model.cfg, model.dims, model.target
     stages = stage_reports(cfg, dims, model.table)
     remarks = Remarks.from_data(data, "data.train", cfg.data)
-    sets = list(open_held_out(model))
+    sets = list(open_held_out(model, prompts_only and needs_held_out_rewards(cfg)))
     dtype = compute_dtype(cfg, target.platform)
     needs = memory_of_run(cfg, data, model.source.sizes, dims, dtype.itemsize, prompts_only)
     done = _steps_done(cfg)
@@ -156,10 +157,13 @@ def print_memory(model: PlannedModel, needs: list[StageMemory], console: Console
         console.print(text, soft_wrap=True)
 
 
-def open_held_out(model: PlannedModel) -> Iterator[tuple[str, DataSet, Remarks]]:
-    """Yield the name, the samples to score and the remarks of each evaluation set."""
+def open_held_out(
+    model: PlannedModel, prompts_only: bool = False
+) -> Iterator[tuple[str, DataSet, Remarks]]:
+    """Yield the name, the samples to score and the remarks of each evaluation set. With
+    `prompts_only` their records are prompts."""
     cfg, sizes, path = model.cfg, model.source.sizes, model.cfg.model.path
-    kind = records_of(cfg)
+    kind = "prompt" if prompts_only else records_of(cfg)
     if cfg.data.split is not None and not cfg.data.eval:
         specs = cfg.data.train
         data = open_data(

@@ -26,7 +26,7 @@ from megatron_vlm.data.sources.stream import open_stream
 from megatron_vlm.data.tokens.index import Index, build_index, check_errors
 from megatron_vlm.data.tokens.reader import Reader, make_encoder, make_reader
 from megatron_vlm.data.tokens.row import PlacedRow
-from megatron_vlm.data.tokens.sample import Example, why_no_sample
+from megatron_vlm.data.tokens.sample import Example, rules_and_remedy
 from megatron_vlm.data.tokens.sample_views import ShownSample, show_example
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import ModelSizes
@@ -259,7 +259,14 @@ def open_data(
     check_errors(data.faults()[1], cfg)
     if not len(order):
         dropped, errors = data.faults()
-        raise NoSampleError(**why_no_sample(dropped, len(errors)), data=data, key=key)
+        rules, remedy = rules_and_remedy(dropped)
+        raise NoSampleError(
+            f"has no sample left: {dropped.total()} were dropped{rules}, and {len(errors)} were "
+            "wrong",
+            data=data,
+            key=key,
+            remedy=remedy,
+        )
     if kind == "label" and train:
         _check_labels(indexes, key)
     if kind == "chat":

@@ -17,7 +17,7 @@ from megatron_vlm.data.sources.tables import root_cause
 from megatron_vlm.data.tokens.index import check_errors
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import PlacedRow
-from megatron_vlm.data.tokens.sample import Example, RecordDropped, why_no_sample
+from megatron_vlm.data.tokens.sample import Example, RecordDropped, rules_and_remedy
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.printable import escape_controls
@@ -85,7 +85,13 @@ class StreamSet:
                     Position(start.epoch, taken, state),
                 )
         if not taken:
-            raise DataError(**why_no_sample(self.dropped, len(self.errors)), place=self.name)
+            rules, remedy = rules_and_remedy(self.dropped)
+            raise DataError(
+                f"has no sample left: {self.dropped.total()} were dropped{rules}, and "
+                f"{len(self.errors)} were wrong",
+                place=self.name,
+                remedy=remedy,
+            )
 
     def _say_passed(self, item: Item) -> None:
         """Warn of unused keys where they first appear: a stream's keys are not known at the

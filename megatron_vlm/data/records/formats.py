@@ -182,10 +182,14 @@ def _has_pairs(value: Any) -> bool:
     return isinstance(first, Mapping) and "assistant" in first and not {"role", "from"} & {*first}
 
 
+class OnlyAsksError(DataError):
+    """A record that has a question and no answer."""
+
+
 def _unknown_format(raw: Mapping[str, Any], where: str) -> DataError:
     key_names = sorted(map(str, raw))
     if question := next((name for name in QUESTIONS if name in raw), ""):
-        return DataError(
+        return OnlyAsksError(
             f"has a question, and none of the keys {key_names} is known to have its answer",
             place=where,
             key=question,

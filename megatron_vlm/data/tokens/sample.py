@@ -58,15 +58,12 @@ _REMEDIES = {
 }
 
 
-def why_no_sample(dropped: Mapping[str, int], wrong: int) -> dict[str, str]:
-    """Return the problem and the remedy of a set of which no sample is left. `dropped`: the number
-    of records that each rule left out."""
+def rules_and_remedy(dropped: Mapping[str, int]) -> tuple[str, str]:
+    """Return the number of records that each rule left out, as text, and what to do about the rule
+    that left out most."""
     rules = ", ".join(f"{rule}: {count:,}" for rule, count in dropped.items())
-    return {
-        "problem": f"has no sample left: {sum(dropped.values()):,} were dropped"
-        f"{f' ({rules})' if rules else ''}, and {wrong:,} were wrong",
-        "remedy": _REMEDIES.get(max(dropped, key=dropped.__getitem__, default=""), ""),
-    }
+    most = max(dropped, key=dropped.__getitem__, default="")
+    return f" ({rules})" if rules else "", _REMEDIES.get(most, "")
 
 
 @dataclass(frozen=True)

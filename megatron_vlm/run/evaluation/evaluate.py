@@ -62,15 +62,17 @@ class Evaluator:
         cfg: Config,
         objective: TrainObjective | None = None,
         is_idle: bool = False,
+        may_ask: bool = False,
     ):
-        """Open the sets, or none of them if the evaluator is idle. The worker's watchdog is
-        notified of progress, since an evaluation may take long."""
+        """Open the sets, or none of them if the evaluator is idle. With `may_ask`, sets whose
+        records only ask are left out. The worker's watchdog is notified of progress, since an
+        evaluation may take long."""
         self.objective = objective
         self.cfg, self.alive = cfg, worker.watchdog.alive
         self.candidates: list[str] | None = None
         if cfg.eval.candidates is not None:
             self.candidates = read_candidates(cfg.eval.candidates)
-        self.sets = [] if is_idle else EvalSet.open_all(worker, cfg)
+        self.sets = [] if is_idle else EvalSet.open_all(worker, cfg, may_ask)
         self.meter = AnswerMeter(cfg, worker)
 
     def keep_reference(self) -> None:

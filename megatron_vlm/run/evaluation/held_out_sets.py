@@ -13,6 +13,7 @@ from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet, Handle, Order, open_data, order_of_all
 from megatron_vlm.data.batches.loader import Loader, Replica
+from megatron_vlm.data.records.formats import OnlyAsksError
 from megatron_vlm.data.records.keys import references_of
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
@@ -51,21 +52,27 @@ class EvalSet:
         name: str,
         specs: Sequence[SourceSpec],
         held_out: bool = False,
+        may_ask: bool = False,
     ) -> "EvalSet":
         """Open the set with this name. With `held_out` it is the part of data.train that data.split
-        holds out."""
+        holds out. With `may_ask`, a set whose records only ask has no samples."""
         grid, device = worker.grid, worker.platform.device
         key = "data.split" if held_out else f"data.eval {name}"
 
-        def opening() -> tuple[DataSet, tuple[int, Any]]:
+        def opening() -> tuple[DataSet | None, tuple[int, Any]]:
             share, sizes = (grid.dp.rank, grid.dp.size), worker.source.sizes
             named = "data.split" if held_out else "data.eval"
-            data = open_data(
-                *(specs, named, cfg.data, cfg.model.path, sizes, share),
-                train=False,
-                kind=records_of(cfg),
-                held_out=held_out,
-            )
+            try:
+                data = open_data(
+                    *(specs, named, cfg.data, cfg.model.path, sizes, share),
+                    train=False,
+                    kind=records_of(cfg),
+                    held_out=held_out,
+                )
+            except OnlyAsksError:
+                if not may_ask:
+                    raise
+                return None, (0, asdict(Remarks()))
             assert isinstance(data, DataSet)
             remarks = asdict(
                 Remarks((describe_split(data, cfg),))
@@ -79,12 +86,13 @@ class EvalSet:
         return EvalSet(worker, cfg, name, data, samples, Remarks(**remarks))
 
     @staticmethod
-    def open_all(worker: MegatronWorker, cfg: Config) -> list["EvalSet"]:
+    def open_all(worker: MegatronWorker, cfg: Config, may_ask: bool) -> list["EvalSet"]:
         """Open all sets of data.eval, or else the one of data.split."""
         if not cfg.data.eval and cfg.data.split is not None:
             return [EvalSet.open(worker, cfg, HELD_OUT, cfg.data.train, held_out=True)]
         sets = [(entry.name, (entry.source,)) for entry in cfg.data.eval]
-        return [EvalSet.open(worker, cfg, *each) for each in sets]
+        opened = [EvalSet.open(worker, cfg, *each, may_ask=may_ask) for each in sets]
+        return [each for each in opened if each.samples]
 
     def batches(self) -> Iterator[StepData]:
         """Yield the set's batches, each on every rank of the replica."""
