@@ -6,6 +6,7 @@ The names in `__all__` are the public ones. Each is imported from its module at 
 """
 
 import importlib
+import logging
 import warnings
 from typing import TYPE_CHECKING
 
@@ -143,6 +144,8 @@ for _message in (
     "The .grad attribute of a Tensor that is not a leaf",
 ):
     warnings.filterwarnings("ignore", message=_message)
+# torch says where nvcc is if there is no GPU. Nothing is compiled with it here.
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 # Python 3.12 and newer warn as they compile 0.19.
 warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*/megatron/core/")
 

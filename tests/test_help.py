@@ -169,6 +169,8 @@ LINES = {
     "megatron-vlm train model=tiny_cpu optim.wa": ["optim.warmup_steps=", "optim.warmup_ratio="],
     "megatron-vlm rl rl.loss=c": ["rl.loss=cispo"],
     "megatron-vlm eval runs/x log.tensorboard=": ["log.tensorboard=true", "log.tensorboard=false"],
+    "megatron-vlm eval ru": [],
+    "megatron-vlm train ru": ["run="],
     "megatron-vlm plan model.path=": [],
     "megatron-vlm push ": [],
     "megatron-vlm chat runs/x --platform c": ["cuda", "cpu"],

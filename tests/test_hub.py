@@ -204,6 +204,16 @@ def test_a_cache_that_cannot_be_written(hub, monkeypatch, tmp_path):
     assert "cache" in refusal(NAME)
 
 
+def test_a_run_that_is_not_there_is_no_name(tmp_path, monkeypatch, capfd):
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "metrics.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    for command in ("eval", "chat"):
+        assert main([command, "runs/none"]) == 2
+        said = capfd.readouterr().err
+        assert "runs/none: does not exist; give a run that does, such as runs/first" in said
+
+
 def test_eval_takes_a_name(hub, tmp_path):
     cfg, checkpoint = locate(NAME, [f"data.eval={write_set(tmp_path)}", "model=tiny_cpu"])
     assert checkpoint is None and hub_name(cfg.model.path).commit

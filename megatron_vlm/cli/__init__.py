@@ -14,6 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     correct end with one sentence and without a traceback."""
     arguments = sys.argv[1:] if argv is None else argv
     words = [word for word in arguments if word != "--debug"]  # the option may be anywhere
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # they stay in the output
     if debug := len(words) < len(arguments):
         os.environ[DEBUG] = "1"  # for the processes that a command starts
     try:

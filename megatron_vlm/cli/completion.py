@@ -98,7 +98,10 @@ def _candidates(
         elif word.startswith("-"):
             yield from (option for option, each in options.items() if not _is_hidden(each))
         elif any(each.dest == "overrides" for each in parser._actions):
-            yield from _settings(word)
+            places = [each for each in parser._actions if not each.option_strings]
+            given = [each for each in words[1:] if not each.startswith("-")]
+            if given or places[0].dest == "overrides":  # only the shell knows runs and folders
+                yield from _settings(word)
 
 
 def _is_hidden(action: argparse.Action) -> bool:

@@ -27,7 +27,7 @@ from megatron_vlm.distributed.process import (
 )
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.io.hub import hub_name, pin
+from megatron_vlm.io.hub import check_not_a_run, hub_name, pin
 from megatron_vlm.io.printable import escape_controls
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def locate(
     or a name on the Hub. `file`: the file of --config; `needs`: a key that must be set; `weights`:
     whether those of a model on the Hub are needed, too."""
     folder = Path(where)
+    check_not_a_run(where)
     if _is_hugging_face(where):
         cfg, checkpoint = load_config([f"model.path={where}", *overrides], file), None
     elif (folder / "adapter_config.json").is_file():
@@ -72,6 +73,8 @@ def locate(
         checkpoint = find_checkpoint(folder)
         cfg = read_saved(checkpoint, overrides, file)
         cfg = replace(cfg, lora=replace(cfg.lora, path=None))  # the checkpoint continued from there
+        if needs == "data.eval" and cfg.data.eval:  # the training set may be elsewhere
+            cfg = replace(cfg, data=replace(cfg.data, train=()))
     if needs != "data.eval" or not held_out_names(cfg):
         require(cfg, needs)
     if needs == "data.eval" and checkpoint is None and reference_of(cfg) is not None:

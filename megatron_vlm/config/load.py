@@ -4,7 +4,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
+from dataclasses import asdict, field, fields, is_dataclass, make_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -32,6 +32,7 @@ from megatron_vlm.errors import (
     show_choices,
     show_value,
 )
+from megatron_vlm.io.hub import beside_run
 from megatron_vlm.io.untrusted import UntrustedFile
 
 _PRIMARY = "train"  # configs/train.yaml
@@ -100,7 +101,9 @@ def read_saved(
             remedy = "; ".join(filter(None, (error.remedy or default_remedy, saved.remedy)))
             fields = error.within(saved.name).fields() | {"remedy": remedy}
             raise ConfigError(**fields) from error
-    return from_yaml(text, overrides, file) if overrides or file else cfg
+    if overrides or file:
+        cfg = from_yaml(text, overrides, file)
+    return replace(cfg, model=replace(cfg.model, path=beside_run(cfg.model.path, folder)))
 
 
 def _refuse_recipes(overrides: Sequence[str]) -> None:

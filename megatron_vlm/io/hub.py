@@ -58,6 +58,26 @@ def is_repo(text: str) -> bool:
     return match is not None and match[2] is None
 
 
+def check_not_a_run(path: str) -> None:
+    """Refuse a folder that is not there, beside runs that are: it looks like a name on the Hub."""
+    beside = [file.parent for file in Path(path).parent.glob("*/metrics.jsonl")]
+    if hub_name(path) is not None and beside:
+        raise ConfigError(
+            "does not exist",
+            place=path,
+            remedy=f"give a run that does, such as {min(beside)}",
+        )
+
+
+def beside_run(path: str, run: Path) -> str:
+    """Return a relative path of a model as it is found from here: `run` names it relative to the
+    folder where its job was started, which is most often one above the run."""
+    if Path(path).is_absolute() or Path(path).exists():
+        return path
+    above = (folder / path for folder in run.resolve().parents)
+    return next((str(each) for each in above if (each / "config.json").is_file()), path)
+
+
 def pin(path: str, weights: bool = False) -> str:
     """Return the path, to which a name on the Hub gets its commit. The model's settings are in the
     cache afterwards, and its weights, too, if `weights` is true."""

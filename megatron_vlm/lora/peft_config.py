@@ -12,7 +12,7 @@ from megatron_vlm.errors import CheckpointError, show_value
 from megatron_vlm.family.config_json import read_fields
 from megatron_vlm.hf.hf_checkpoint import read_header
 from megatron_vlm.io.atomic import MARK, read_mark
-from megatron_vlm.io.hub import HubName, folder_of, hub_name
+from megatron_vlm.io.hub import HubName, beside_run, folder_of, hub_name
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 from megatron_vlm.lora.peft_tensors import is_of_linear
 from megatron_vlm.lora.targets import PREFIX
@@ -83,7 +83,7 @@ def base_of(folder: Path) -> str:
     revision = config.get("revision")
     if revision is not None and hub_name(base.string()) == HubName(base.string()):
         return str(HubName(base.string(), revision.string()))
-    return base.string()
+    return beside_run(base.string(), folder)
 
 
 def lora_of(folder: Path, model: str) -> LoraConfig:

@@ -131,9 +131,13 @@ def _layout(cfg: Config, dims: ParallelDims) -> str:
     experts = f" ep={dims.ep}" if dims.ep > 1 else ""
     rows = show_count(train.micro_batch_size, "row")
     limit = rows if train.micro_batch_tokens is None else f"{train.micro_batch_tokens:,} tokens"
+    idle = dims.dp - train.global_batch_size
+    without = f"{idle} of the {dims.dp} replicas get no row: raise train.global_batch_size"
     return (
         f"tp={dims.tp} pp={dims.pp}{chunks} dp={dims.dp}{experts} in "
         f"{show_count(count, 'process')}; micro-batches of at most {limit}"
+        + f"; {without}"
+        * (idle > 0)
     )
 
 
@@ -180,7 +184,9 @@ def _destinations(cfg: Config) -> str:
         f"W&B project {cfg.log.wandb}" if cfg.log.wandb else "",
         f"upload to {cfg.checkpoint.push}" if cfg.checkpoint.push else "",
     ]
-    return f"{Path(cfg.run)}: {', '.join(filter(None, parts))}"
+    run = Path(cfg.run)
+    beside = " (among the data)" * any(Path(each.path).parent == run for each in cfg.data.train)
+    return f"{run}{beside}: {', '.join(filter(None, parts))}"
 
 
 def _when(interval: EvalConfig | CheckpointConfig) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron_vlm.commands.chat.chat_settings import PLATFORMS, Settings, parse_template_kwargs
 from megatron_vlm.distributed.process import is_under_launcher
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.hub import check_not_a_run
 from megatron_vlm.io.untrusted import home_path, require_file
 from megatron_vlm.training.preflight import check_model
 
@@ -62,6 +63,7 @@ def start_chat(args: argparse.Namespace) -> int:
 def find_model(path: str) -> tuple[str, Path | None]:
     """Return the folder itself or the export of a run. If that is an adapter, return the model that
     it was trained on, and the adapter. Check both as far as is possible without torch."""
+    check_not_a_run(path)
     folder = home_path(path)
     model_dir = folder
     if not any((folder / name).is_file() for name in _CONFIGS):

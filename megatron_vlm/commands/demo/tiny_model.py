@@ -3,6 +3,7 @@ a tokenizer that is trained here, the chat template and the image processor. Tes
 reference."""
 
 import json
+import shutil
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def write_tiny(out: str | Path, spec: TinySpec = TinySpec(), dtype: str = "float
         pad_token_id=config.text_config.pad_token_id,
     )
     model.save_pretrained(out)
+    shutil.copymode(out / "config.json", out / WEIGHTS_FILE)  # safetensors lets only its owner read
     if spec.mtp_layers and spec.family == "qwen3_5":
         _add_draft_head(out / WEIGHTS_FILE, config, spec.seed)
     tokenizer.save_pretrained(out)
