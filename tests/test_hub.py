@@ -208,8 +208,8 @@ def test_a_run_that_is_not_there_is_no_name(tmp_path, monkeypatch, capfd):
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "runs" / "first" / "metrics.jsonl").touch()
     monkeypatch.chdir(tmp_path)
-    for command in ("eval", "chat"):
-        assert main([command, "runs/none"]) == 2
+    for name in ("eval", "chat"):
+        assert main([name, "runs/none"]) == 2
         said = capfd.readouterr().err
         assert "runs/none: does not exist; give a run that does, such as runs/first" in said
 
