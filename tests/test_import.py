@@ -325,6 +325,13 @@ MISTAKES = {
         {},
         {"key": "system", "problem_has": "does not exist"},
     ),
+    "no estimator": (
+        "a.sh",
+        "megatron-vlm import verl.trainer.main_ppo algorithm.adv_estimator=null "
+        "actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B-Instruct\n",
+        {},
+        {"key": "algorithm.adv_estimator", "remedy_has": "no critic"},
+    ),
     "a critic": (
         "a.sh",
         "megatron-vlm import verl.trainer.main_ppo "

@@ -25,6 +25,10 @@ from megatron_vlm.io.untrusted import UntrustedFile
 
 _ACCUMULATED = 16  # samples up to which it accumulates where it is not said
 _TOKEN_PIXELS = 32 * 32  # pixels of a picture that become a token of Qwen3-VL and Qwen3.5
+_MEDIA = {
+    **{"data.max_pixels": "max_pixels", "data.min_pixels": "min_pixels", "data.video_fps": "fps"},
+    **{"data.video_max_frames": "fps_max_frames", "data.video_min_frames": "fps_min_frames"},
+}
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".tar")
 _HUB = (
     "names of data sets are those of the Hugging Face Hub here; ms-swift takes them from "
@@ -102,20 +106,14 @@ def _translate_system(t: Translation) -> None:
 
 def _translate_media(t: Translation) -> None:
     """Set the bounds of pictures and videos, which come from the environment."""
+    for key, name in _MEDIA.items():
+        if (found := t.variable(name.upper()) or t.given(name)) is not None:
+            t.copy_setting(key, found)
     for bound in ("max", "min"):
         tokens = t.variable(f"IMAGE_{bound.upper()}_TOKEN_NUM")
-        pixels = t.variable(f"{bound.upper()}_PIXELS") or t.given(f"{bound}_pixels")
-        if pixels is not None:
-            t.put(f"data.{bound}_pixels", t.whole(pixels), pixels)
-        elif tokens is not None:
+        if tokens is not None and f"data.{bound}_pixels" not in t.lines:
             note = f"{_TOKEN_PIXELS} pixels of a token"
             t.put(f"data.{bound}_pixels", t.whole(tokens) * _TOKEN_PIXELS, tokens, note=note)
-    for key, name in (("fps", "FPS"), ("max_frames", "MAX_FRAMES"), ("min_frames", "MIN_FRAMES")):
-        found = t.variable(name if key == "fps" else f"FPS_{name}")
-        found = found or t.given(name.lower() if key == "fps" else f"fps_{name.lower()}")
-        if found is not None:
-            value = t.number(found) if key == "fps" else t.whole(found)
-            t.put(f"data.video_{key}", value, found)
     for name in ("VIDEO_MAX_PIXELS", "VIDEO_MAX_TOKEN_NUM", "VIDEO_MIN_TOKEN_NUM"):
         if (setting := t.variable(name)) is not None:
             t.differ(

@@ -252,7 +252,7 @@ def show_in_comment(setting: Setting) -> str:
 
 def is_nothing(value: Any) -> bool:
     """Return whether a value says that a setting has none."""
-    return value is None or str(value).lower() in _NOTHING
+    return value is None or value in ([], {}) or str(value).lower() in _NOTHING
 
 
 def is_off(value: Any) -> bool:

@@ -81,11 +81,10 @@ def _translate_rate(t: Translation) -> None:
 
 
 def _translate_algorithm(t: Translation) -> None:
-    estimator, scaled = (
-        t.take("algorithm.adv_estimator"),
-        t.take("algorithm.norm_adv_by_std_in_grpo"),
-    )
-    assert estimator is not None  # it has a default
+    estimator = t.take("algorithm.adv_estimator")
+    scaled = t.take("algorithm.norm_adv_by_std_in_grpo")
+    if estimator is None:  # it is set to null
+        raise t.error("is not set", key="algorithm.adv_estimator", remedy=_NO_CRITIC)
     advantage = t.choose(estimator, _ADVANTAGES, _NO_CRITIC)
     if advantage == "grpo" and scaled is not None and not t.flag(scaled):
         t.put("rl.advantage", "dr_grpo", estimator, scaled)
