@@ -215,6 +215,9 @@ def test_a_run_that_is_not_there_is_no_name(tmp_path, monkeypatch, capfd):
 
 
 def test_eval_takes_a_name(hub, tmp_path):
+    (tmp_path / "a, [b]").mkdir()
+    (tmp_path / "a, [b]" / "config.json").touch()
+    assert locate("a, [b]", ["data.eval=x"])[0].model.path == "a, [b]"
     cfg, checkpoint = locate(NAME, [f"data.eval={write_set(tmp_path)}", "model=tiny_cpu"])
     assert checkpoint is None and hub_name(cfg.model.path).commit
     with pytest.raises(ConfigError, match="no folder 'runs/typo' here"):

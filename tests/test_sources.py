@@ -847,6 +847,8 @@ def test_a_folder_that_is_called_like_a_format(name, streaming, tmp_path, monkey
     with raises(ConfigError, place=name, problem_has="no such file or folder"):
         open_source(SourceSpec(name), None, None)
     write_folder(tmp_path / name)
+    (tmp_path / "link").symlink_to(name)
+    assert len(open_source(SourceSpec("link"), None, None)) == 5
     spec = SourceSpec(name, streaming=streaming)
     if streaming:
         assert len(list(open_stream([spec], DataConfig(), True).records(0, None))) == 5

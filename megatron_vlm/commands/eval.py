@@ -66,7 +66,7 @@ def locate(
     folder = Path(where)
     check_not_a_run(where)
     if _is_hugging_face(where):
-        cfg, checkpoint = load_config([f"model.path={where}", *overrides], file), None
+        cfg, checkpoint = _with_model(where, overrides, file), None
     elif (folder / "adapter_config.json").is_file():
         cfg, checkpoint = _with_adapter(folder, overrides, file), None
     else:
@@ -88,24 +88,31 @@ def locate(
     return replace(cfg, model=replace(cfg.model, path=path)), checkpoint
 
 
+def _with_model(path: str, overrides: Sequence[str], file: ConfigFile | None) -> Config:
+    """Return the configuration with a model, which may be at a path that no override could have,
+    unless `overrides` name another one."""
+    cfg = load_config(["model.path=base", *overrides], file)
+    if "model.path" in given_keys(overrides):
+        return cfg
+    return replace(cfg, model=replace(cfg.model, path=path))
+
+
 def _with_adapter(folder: Path, overrides: Sequence[str], file: ConfigFile | None) -> Config:
     """Return the configuration with an adapter, and with the base model that it names unless
     `overrides` name another one. Its base is quantized as it was in training, unless they say
     otherwise."""
     from megatron_vlm.lora.peft_config import base_of, lora_of
 
-    given = {key for key in given_keys(overrides) if key.partition(".")[0] == "lora"}
-    if wrong := sorted(given - {"lora.base"}):
+    keys = given_keys(overrides)
+    given = sorted(key for key in keys if key.partition(".")[0] == "lora")
+    if wrong := [key for key in given if key != "lora.base"]:
         raise ConfigError(
             f": {folder} is an adapter, which has its own",
             key=wrong[0],
             remedy="leave it out; of lora.*, only lora.base can be given",
         )
-    has_model = any(override.startswith("model.path=") for override in overrides)
-    base = overrides if has_model else ["model.path=base", *overrides]
-    cfg = load_config([*(["lora.rank=1"] if given else ()), *base], file)
-    if not has_model:  # a path that others wrote may be no value of an override
-        cfg = replace(cfg, model=replace(cfg.model, path=base_of(folder)))
+    base = "" if "model.path" in keys else base_of(folder)
+    cfg = _with_model(base, [*(["lora.rank=1"] if given else ()), *overrides], file)
     lora = lora_of(folder, cfg.model.path)
     if given:
         lora = replace(lora, base=cfg.lora.base)
