@@ -1,6 +1,11 @@
-"""Place of this process among all ranks. Nothing else reads Megatron's parallel_state."""
+"""Place of this process among all ranks, and the end of its groups. Nothing else reads Megatron's
+parallel_state."""
 
+import contextlib
+import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -9,6 +14,10 @@ from torch import Tensor
 
 from megatron_vlm.distributed.dims import CutGroup, ParallelDims
 from megatron_vlm.errors import ConfigError
+
+_LOOK_S = 0.01
+_QUIET_LOOKS = 3
+_MOST_LOOKS = 500
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,34 @@ class RankGroups:
     def leader(self) -> int:
         """Rank in the whole job that leads this replica."""
         return dist.get_process_group_ranks(self.replica.group)[0]
+
+
+def leave_world(has_failed: bool | None = None) -> None:
+    """End the groups of this process. If it `has_failed`, by default with an error that nobody
+    caught, they end with the process, since others may be waiting for it in a collective.
+
+    gloo's threads free the tensors of a collective after its caller has gone on. A thread that does
+    so while the interpreter ends would abort the process, so the threads get their time here.
+    """
+    if has_failed is None:
+        has_failed = getattr(sys, "last_value", None) is not None
+    if dist.is_initialized() and not has_failed:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    looks = quiet = 0
+    while quiet < _QUIET_LOOKS and looks < _MOST_LOOKS:
+        time.sleep(_LOOK_S)
+        looks, quiet = looks + 1, 0 if _is_gloo_running() else quiet + 1
+
+
+def _is_gloo_running() -> bool:
+    """Return whether a thread of gloo is running, or waits for a processor, on Linux."""
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            name, _, state = stat.read_text().partition("(")[2].rpartition(") ")
+            if name.startswith("pt_gloo") and state.startswith("R"):
+                return True
+    return False
 
 
 def _axis(group: dist.ProcessGroup) -> GroupAxis:

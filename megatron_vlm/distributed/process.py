@@ -93,11 +93,10 @@ def run_process(command: Callable[[Sequence[str]], int], arguments: Sequence[str
     """Run the command as one process of a job, and return its exit status."""
     with ended_by_signals():
         status = run_guarded(command, arguments)
-        if status not in (FAILED, MISTAKE) and "torch.distributed" in sys.modules:
-            import torch.distributed as dist
+        if "megatron_vlm.distributed.grid" in sys.modules:
+            from megatron_vlm.distributed.grid import leave_world
 
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            leave_world(has_failed=status in (FAILED, MISTAKE))
         return status
 
 

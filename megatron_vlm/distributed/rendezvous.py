@@ -1,5 +1,6 @@
 """Rendezvous of the ranks of a job, also after a restart."""
 
+import atexit
 import datetime
 import os
 import threading
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from megatron_vlm.distributed.device import Platform
+from megatron_vlm.distributed.grid import leave_world
 from megatron_vlm.distributed.job_store import (
     LOOPBACK,
     SignedStore,
@@ -31,11 +33,12 @@ class MeetingError(MegatronVLMError):
     """A rank did not join."""
 
 
-def join_world(platform: Platform, minutes: float) -> None:
-    """Join torch.distributed by torchrun's variables, or alone without them. No collective, nor the
-    wait for other ranks, lasts longer than `minutes`."""
+def join_world(platform: Platform, minutes: float) -> bool:
+    """Join torch.distributed by torchrun's variables, or alone without them. Return False if this
+    process has joined already. No collective, nor the wait for other ranks, lasts longer than
+    `minutes`. The groups end with the program at the latest."""
     if dist.is_initialized():
-        return
+        return False
     timeout = datetime.timedelta(minutes=minutes)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
@@ -47,6 +50,9 @@ def join_world(platform: Platform, minutes: float) -> None:
             remedy="check that rank 0 is there, that no other job or program has this port (else "
             f"give this job another MASTER_PORT), and that all ranks have WORLD_SIZE={world}",
         ) from error
+    atexit.unregister(leave_world)  # another worker's
+    atexit.register(leave_world)
+    return True
 
 
 def _join(

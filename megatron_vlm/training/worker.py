@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -28,7 +28,7 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.agreement import check_same, compared_keys, fail_together, job_store
 from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.distributed.grid import RankGroups, leave_world
 from megatron_vlm.distributed.host_memory import host_memory_total
 from megatron_vlm.distributed.process import is_under_launcher, print_to_user, rank_of_process
 from megatron_vlm.distributed.rendezvous import join_world, meeting_place
@@ -122,7 +122,7 @@ class MegatronWorker:
         own_digests = digests(self.source) if world_size > 1 and base is None else {}
         patience = PATIENCE * cfg.launch.timeout_minutes
         watchdog.begin_phase(0, f"meeting the other ranks{meeting_place()}")
-        join_world(self.platform, patience)
+        self.owns_groups = join_world(self.platform, patience)
         watchdog.join(job_store(), world_size)
         if world_size > 1:
             check_same(compared_keys(cfg), own_digests, self.platform.device)
@@ -149,6 +149,14 @@ class MegatronWorker:
         self.lr = cfg.optim.lr
         self.steps = 0  # completed steps of the optimizer
         self.pending_save: Any = None  # checkpoint/save_load.py: the save that started last
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the groups of this process, unless an earlier worker or the caller made them."""
+        if self.owns_groups:
+            leave_world(has_failed=kind is not None)
 
     def _settle(self, cfg: Config, sizes: ModelSizes, world: int, training: bool) -> Config:
         """Return the configuration with its layout, which is checked."""
