@@ -65,6 +65,37 @@ sys.exit(5)
     assert job(body, 1) == 0
 
 
+LOSES_A_RANK = """
+import torch
+import torch.distributed as dist
+from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.distributed.process import LAUNCHER, run_process
+from megatron_vlm.distributed.rendezvous import join_world
+
+def work(_):
+    join_world(pick_platform("cpu"), 1.0)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+    return 0
+
+if rank == 2:
+    del os.environ[LAUNCHER]  # as under torchrun or Slurm
+sys.exit(run_process(work, []))
+"""
+
+
+def test_a_rank_that_loses_another_says_so_in_one_sentence(job, capfd):
+    assert job(LOSES_A_RANK, 3) == 137
+    sentences = capfd.readouterr().err.splitlines()
+    assert sentences == [
+        "megatron-vlm: rank 2: another rank has ended, or cannot be reached any more; its own "
+        "messages say why",
+        "megatron-vlm: rank 1 was killed by SIGKILL",
+    ]
+
+
 def test_the_first_failure_counts_and_ends_the_others(job, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("megatron_vlm.distributed.launch.restart.RANK_GRACE_S", 0.5)
     start = time.monotonic()

@@ -42,6 +42,8 @@ LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # process id of our own launcher, if it star
 _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", SECRET)
 _JOB = ("TORCHELASTIC_", "MASTER_", "GLOO_", "NCCL_ASYNC")
 
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's
+
 
 def without_job() -> dict[str, str]:
     """Return the environment of a process that is no rank, without the variables of a launcher."""
@@ -133,6 +135,15 @@ def run_guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str
         for text in filter(_is_first_to_say, lines):
             print_to_user(f"rank {os.environ.get('RANK', '0')}: {text}")
         return FAILED if isinstance(error, LostError) else MISTAKE
+    except RuntimeError as error:
+        if not any(text in str(error) for text in _LOST_PEER) or os.environ.get(DEBUG):
+            raise
+        if LAUNCHER not in os.environ:  # our launcher names the rank that ended
+            print_to_user(
+                f"rank {os.environ.get('RANK', '0')}: another rank has ended, or cannot be reached "
+                "any more; its own messages say why"
+            )
+        return FAILED
     except KeyboardInterrupt:
         print_to_user("stopped at once; nothing was saved")
         return INTERRUPTED

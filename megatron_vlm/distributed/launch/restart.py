@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from megatron_vlm.distributed.process import (
+    FAILED,
     MISTAKE,
     PREEMPTED,
     STOP_SIGNALS,
@@ -75,7 +76,8 @@ def wait_for_ranks(count: int, ended: Callable[[], Iterable[Ending]]) -> Ending:
     failure: Ending | None = None
     deadline = float("inf")
     while count and time.monotonic() < deadline:
-        for ending in ended():
+        # Ranks that lose another one fail as well, perhaps in the same moment.
+        for ending in sorted(ended(), key=lambda each: each.status == FAILED):
             count -= 1
             deadline = min(deadline, time.monotonic() + LAST_S)
             if ending.status and failure is None:
