@@ -322,7 +322,7 @@ def test_an_evaluation_needs_sets():
         ("eval.candidates=7", "eval.candidates", 7, {}),
         ("log.profile_steps=[3]", "log.profile_steps", [3], {"allowed_has": "[10,12]"}),
         ("checkpoint.best=loss", "checkpoint.best", "loss", {"allowed_has": "SET/SCORE"}),
-        ("parallel.tp=two", "parallel.tp", "two", {"remedy_has": "a whole number"}),
+        ("parallel.tp=two", "parallel.tp", "two", {"allowed": "a whole number"}),
     ],
 )
 def test_mistakes(override, key, found, more):
