@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
@@ -39,6 +40,23 @@ def test_report_counts_every_parameter_once(pool, tiny):
     assert set(second.total) == {"decoder", "head"}
     assert first.trainable["vision"] == 0
     assert first.trainable["merger"] == first.total["merger"] > 0
+
+
+def _use_twice(path: str) -> list[bool]:
+    dist.destroy_process_group()  # the pool's
+    cfg, seen = layout().config(path), []
+    for _ in range(2):
+        with MegatronWorker(cfg) as worker:
+            with MegatronWorker(cfg, training=False, base=worker):
+                pass
+            seen.append(dist.is_initialized())
+            worker.forward(my_rows(make_rows(MIXED)))
+        seen.append(dist.is_initialized())
+    return seen
+
+
+def test_the_groups_end_with_the_block_of_the_worker_that_made_them(pool, tiny):
+    assert pool.run(_use_twice, 1, tiny()) == [[True, False, True, False]]
 
 
 def _same_everywhere(worker: MegatronWorker) -> tuple:
