@@ -85,7 +85,7 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
     flat = " ".join(out.split())
     assert "in this machine" in flat
     without_wraps = "".join(out.split())  # a long path is broken over lines
-    assert f"{tmp_path / 'run'}:checkpointsattheend" in without_wraps
+    assert f"{tmp_path / 'run'}:checkpointsevery30minutes" in without_wraps
     assert "begins anew" in out and "none: data.eval is not set" in out
     assert dry_run(replace(cfg, parallel=replace(cfg.parallel, virtual_stages=2))) == 0
     interleaved = capsys.readouterr().out
@@ -203,8 +203,16 @@ def test_rl_tries_its_reward(asked, capsys):
     assert out.count("length 0") == 3  # empty ones
     with raises(DataError, key="rl.reward", problem_has="ZeroDivisionError"):
         run_command("rl", "--dry-run", *words, f"{reward}:divides")
-    assert run_command("rl", "--dry-run", *words, f"{reward}:divides", "rl.failed_reward=-1") == 0
-    assert "failed 1" in capsys.readouterr().out
+    failing = [*words, f"{reward}:divides", "rl.failed_reward=-1"]
+    assert run_command("rl", "--dry-run", *failing, "launch.processes=4") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "failed 1" in out and "2 of the 4 replicas get no row" in out
+    only = folder / "only.jsonl"  # records that only ask
+    only.write_text('{"prompt": "1?", "solution": "1"}\n' * 4)
+    given = [f"data.train={only}", f"data.eval={only}", f"run={folder}", "parallel=auto"]
+    assert run_command("rl", "--dry-run", *failing, *given) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "only (4 samples)" in out and "(among the data)" in out
     engine = ["rl.sampler=vllm", f"rl.engine={folder / 'python'}", f"{reward}:score"]
     with raises(ConfigError, key="rl.engine", problem_has="cannot be started: No such file"):
         run_command("rl", "--dry-run", *words, *engine)

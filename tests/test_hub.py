@@ -18,7 +18,7 @@ from megatron_vlm.cli import main
 from megatron_vlm.commands.doctor import MISSING, OK, WARNING, Check, model_check
 from megatron_vlm.commands.dry_run.command import dry_run
 from megatron_vlm.commands.eval import locate
-from megatron_vlm.config import load_config, to_yaml
+from megatron_vlm.config import load_config, read_saved, to_yaml
 from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.sources.source import open_source
@@ -212,6 +212,19 @@ def test_a_run_that_is_not_there_is_no_name(tmp_path, monkeypatch, capfd):
         assert main([name, "runs/none"]) == 2
         said = capfd.readouterr().err
         assert "runs/none: does not exist; give a run that does, such as runs/first" in said
+
+
+def test_a_relative_model_of_a_run_is_found_from_elsewhere(tmp_path, monkeypatch):
+    run = tmp_path / "runs" / "first"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(load_config(["model.path=base"])))
+    assert read_saved(run).model.path == "base"
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").touch()
+    monkeypatch.chdir(run)
+    assert read_saved(run).model.path == str(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    assert read_saved(run).model.path == "base"
 
 
 def test_eval_takes_a_name(hub, tmp_path):

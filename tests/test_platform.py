@@ -2,6 +2,7 @@
 """The platform, and the stand-in for CUDA on the CPU."""
 
 import os
+import subprocess
 import sys
 from contextlib import redirect_stderr
 
@@ -169,3 +170,16 @@ def test_a_large_model_on_a_cpu_is_said(process_tree, tiny):
     assert "there is no GPU here, so a model of " in message and "platform=cpu says that" in message
     assert process_tree.printed(build_a_worker, tiny(), "cpu") == ""
     assert pick_platform("cpu").remark("auto", 10**7) is None
+
+
+def test_torch_does_not_report_nvcc_without_a_gpu(tmp_path):
+    # Builds of torch with CUDA call this function when the module is imported.
+    code = "import megatron_vlm; from torch.utils import cpp_extension as e; e._find_cuda_home()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "CUDA_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""

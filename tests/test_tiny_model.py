@@ -61,6 +61,7 @@ def test_image_processor_makes_the_patches_the_model_takes(tiny):
 
 def test_the_same_spec_gives_the_same_bytes(tiny, tmp_path):
     write_tiny(tmp_path / "again")
+    assert len({file.stat().st_mode for file in (tmp_path / "again").iterdir()}) == 1
     assert files(tmp_path / "again") == files(Path(tiny()))
 
 

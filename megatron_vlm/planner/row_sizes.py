@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_vlm.config.objectives import records_of
+from megatron_vlm.config.preference_config import RecordKind
 from megatron_vlm.config.schema import Config, TrainConfig
 from megatron_vlm.data.batches.balance import Limits, RowSize, plan_batch
 from megatron_vlm.data.batches.cost import WorkModel
@@ -159,10 +160,9 @@ def mix_of(cfg: Config, sizes: ModelSizes) -> RowSample:
         raise DataError("has no records", key="data.train")
     places = np.unique(np.linspace(0, len(epoch) - 1, _RECORDS).astype(int))
     encoder = make_encoder(cfg.model.path, cfg.data)
-    kind = records_of(cfg)
-    readers = [make_reader(encoder, cfg.data, sizes, source.root, kind) for source in sources]
 
-    def examples() -> Iterator[Example]:
+    def examples(kind: RecordKind) -> Iterator[Example]:
+        readers = [make_reader(encoder, cfg.data, sizes, source.root, kind) for source in sources]
         for number, record in epoch[places].tolist():
             source = sources[number]
             try:
@@ -170,7 +170,9 @@ def mix_of(cfg: Config, sizes: ModelSizes) -> RowSample:
             except (RecordDropped, DataError):  # the run reports them, and whether they matter
                 continue
 
-    rows = tuple(BatchSizes.from_rows([*map(sizes_of_sample, example)]) for example in examples())
+    # Prompts of `rl` may have no answers.
+    found = [*examples(records_of(cfg))] or [*examples("prompt")]
+    rows = tuple(BatchSizes.from_rows([*map(sizes_of_sample, example)]) for example in found)
     if not rows:
         raise DataError(
             f": none of the {len(places)} records that were sampled can be used",
