@@ -5,12 +5,11 @@ make_what_fits.py writes it."""
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_vlm import Config
+from megatron_vlm import Config, ConfigError
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, TrainConfig
 from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.fit import fitting_sets
 from megatron_vlm.planner.hardware import gpu

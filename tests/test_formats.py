@@ -9,7 +9,7 @@ from collections import Counter
 import PIL.Image
 import pytest
 
-from megatron_vlm.data.records.formats import parse_record
+from megatron_vlm.data.records.formats import OnlyAsksError, parse_record
 from megatron_vlm.data.records.record import (
     Box,
     ChatMessage,
@@ -226,7 +226,7 @@ def test_a_prompt_for_a_reward_needs_no_answer(name):
 
 
 def test_a_question_without_its_answer_is_for_rl():
-    with raises(DataError, place="x:1", key="prompt", remedy_has="megatron-vlm rl"):
+    with raises(OnlyAsksError, place="x:1", key="prompt", remedy_has="megatron-vlm rl"):
         parse_record({"prompt": "What is 1 + 1?", "solution": "2"}, "x:1")
 
 

@@ -58,7 +58,9 @@ def test_what_does_not_hold_is_said(tmp_path):
 
 
 def test_the_steps_fit_one_call():
-    assert sum(step.seconds for step in STEPS) <= 840  # deadlines; all steps together have 540
+    timed = sum(step.seconds for step in STEPS if step.is_timed)
+    together = max(step.seconds for step in STEPS if not step.is_timed)
+    assert timed + together <= 900  # seconds that the script takes by default
     assert len({step.name for step in STEPS}) == len(STEPS)
 
 
@@ -73,18 +75,18 @@ def test_wheels_are_unpacked(tmp_path):
 @pytest.mark.parametrize(
     ("gib", "stack", "whole"),
     [
-        (139, "12 of the 36 layers of Qwen3-VL 8B", "Qwen3-VL 4B"),
-        (78, "4 of the 36 layers of Qwen3-VL 8B", "Qwen3-VL 2B"),
-        (47, None, "Qwen3-VL 2B, one row"),
+        (139, "12 of the 36 layers of Qwen3-VL 8B", "Qwen3-VL 2B"),
+        (79, "4 of the 36 layers of Qwen3-VL 8B", "Qwen3-VL 2B, two rows"),
+        (52, None, "Qwen3-VL 2B, one row"),
         (23, None, None),
     ],
 )
 def test_a_device_measures_the_largest_model_that_it_holds(gib, stack, whole):
-    choices = [largest(STACKS, gib * 2**30, "none"), largest(WHOLES, gib * 2**30, "full")]
+    choices = [largest(STACKS, gib * 2**30), largest(WHOLES, gib * 2**30)]
     assert [work and work.name for work in choices] == [stack, whole]
 
 
 def test_the_models_are_listed_from_the_largest():
-    for works, recompute in ((STACKS, "none"), (WHOLES, "full")):
-        bytes_of = [needs(work, recompute) for work in works]
+    for works in (STACKS, WHOLES):
+        bytes_of = [needs(work, "none") for work in works]
         assert bytes_of == sorted(bytes_of, reverse=True)

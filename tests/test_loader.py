@@ -5,8 +5,10 @@ import gzip
 import json
 import os
 import re
+from pathlib import Path
 
-import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -308,13 +310,14 @@ def test_log_probs_come_in_the_order_of_the_batch(dataset, tiny, pool):
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stream")
-    write_set(folder)
-    datasets.disable_progress_bars()
-    table = datasets.load_dataset(
-        "json", data_files=str(folder / "train.jsonl"), split="train", cache_dir=str(folder / "hf")
-    )
+    lines = Path(write_set(folder)).read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for message in (message for record in records for message in record["messages"]):
+        if isinstance(message["content"], str):  # a column has one type
+            message["content"] = [{"type": "text", "text": message["content"]}]
     for shard in range(3):
-        table.shard(3, shard).to_parquet(folder / f"{shard}.parquet")
+        table = pyarrow.Table.from_pylist(records[shard * 8 : shard * 8 + 8])
+        pyarrow.parquet.write_table(table, folder / f"{shard}.parquet")
     spec = {"path": str(folder / "*.parquet"), "streaming": True, "image_root": str(folder)}
     return spec, folder / "cache"
 

@@ -27,7 +27,7 @@ from tests.test_model_fields import changed
 MISTAKES = {
     "train optim.lrr=1": "optim.lrr is not a configuration key; did you mean 'optim.lr'",
     "train --lr 1e-5": "write optim.lr=1e-5",
-    "train {ok} optim.lr=two": "optim.lr: Value 'two'",
+    "train {ok} optim.lr=two": "optim.lr=two; give a number",
     "train {ok} train.steps=0": "train.steps=0; give at least 1",
     "train model.path={base}": "data.train is not set",
     "train {ok} model.path=nowhere": "model.path=nowhere has no config.json",
