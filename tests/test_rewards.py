@@ -20,7 +20,7 @@ import pytest
 
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.user_code.environment import EnvStep
-from megatron_vlm.user_code.pool import RewardPool, RewardSettings
+from megatron_vlm.user_code.pool import _MAX_LOST, RewardPool, RewardSettings
 from megatron_vlm.user_code.serialize import PackingError, pack_and_unpack
 from tests.error_fields import raises
 from tests.exit_cases import END_S, Marked
@@ -353,8 +353,9 @@ def test_a_call_that_kills_its_process_three_times(judging, tmp_path, kind, dead
     assert [first, *later] == [1.0, 2.0, 3.0]
     assert f"rewards.py:score was asked 3 times, and its process {words}" in died
     assert "data.jsonl:1: " in died and "mend it, or set rl.failed_reward=0" in died
-    # On a busy machine a process may end before it reports its start: the call is then made again.
-    assert (tmp_path / "deaths").read_text() in ("xxx", "xxxx")
+    # A write to a process that has just died may lose its report that the call began. Such a death
+    # does not count as one of the three, and the call is made again, up to _MAX_LOST times.
+    assert 3 <= len((tmp_path / "deaths").read_text()) <= _MAX_LOST
 
 
 def test_a_process_that_dies_once_is_started_again(judging):

@@ -186,9 +186,9 @@ def test_held_out_prompts_are_answered_greedily_and_rewarded(pool, folder, model
     assert [line["step"] for line in lines(loss, "eval")] == [1]
     assert "reward" not in lines(loss, "eval")[0]
     # Records that only ask have no answer whose loss could be measured.
-    (folder / "asks.jsonl").write_text('{"prompt": "What?", "solution": "red"}\n')
-    given = (*more, f"data.eval={folder}/asks.jsonl", "train.steps=1")
-    asks = learnt(pool, 2, folder, model, "asks", *given)
+    (folder / "only_asks.jsonl").write_text('{"prompt": "What?", "solution": "red"}\n')
+    given = (*more, f"data.eval={folder}/only_asks.jsonl", "train.steps=1")
+    asks = learnt(pool, 2, folder, model, "only_asks", *given)
     assert all("loss" not in line for line in lines(asks, "eval"))
     assert [step for step, _ in held_out(asks)] == [0, 1]
 
