@@ -11,10 +11,18 @@ row and the gradients of the adapter. The model itself is saved beside OUT, in `
 import sys
 from pathlib import Path
 
-import bitsandbytes
 import torch
-from peft import PeftModel
-from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
+
+# torchvision's compiled operators do not load next to torch's build for the CPU. Nothing here uses
+# them, but they must be defined.
+for operator in ("nms", "qnms"):
+    torch.library.define(
+        f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    )
+
+import bitsandbytes  # noqa: E402
+from peft import PeftModel  # noqa: E402
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig  # noqa: E402
 
 IGNORE = -100
 
