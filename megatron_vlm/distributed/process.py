@@ -1,5 +1,6 @@
 """Process of a job: its exit status, its errors in one sentence, and its number of restarts."""
 
+import atexit
 import contextlib
 import hashlib
 import os
@@ -99,6 +100,7 @@ def run_process(command: Callable[[Sequence[str]], int], arguments: Sequence[str
             from megatron_vlm.distributed.grid import leave_world
 
             leave_world(has_failed=status in (FAILED, MISTAKE))
+            atexit.unregister(leave_world)  # it would not know that the command has failed
         return status
 
 
