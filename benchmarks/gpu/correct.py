@@ -25,7 +25,13 @@ from megatron_vlm import MegatronWorker, TinySpec, write_tiny
 from megatron_vlm.training.generate import generate
 from tests.batches import MIXED, make_rows
 from tests.gpu.test_parity_gpu import TOLERANCE, have_te
-from tests.reference import load_reference, row_log_probs, run_exact_reference, run_reference
+from tests.reference import (
+    Reference,
+    load_reference,
+    row_log_probs,
+    run_exact_reference,
+    run_reference,
+)
 from tests.runs import Case, loss_and_grads, train
 from tests.test_decode import continue_rows
 from tests.test_parity import errors, layout
@@ -172,15 +178,21 @@ def parity(figures: Figures) -> None:
     """Compare loss, log-probs and all gradients with Hugging Face's model in fp32 on the CPU."""
     path = str(figures.scratch / "parity")
     write_tiny(path, TinySpec(head_dim=32))
-    rows = make_rows(MIXED)
-    expected = run_reference(path, rows)
+    expected = run_reference(path, make_rows(MIXED))
     for name, case in _cases().items():
         backend, precision = name.split()[1:]
-        outcome = loss_and_grads(path, replace(case, platform=figures.platform), rows)
-        leave()
-        case_errors = errors([outcome], expected, case)
-        worst = max(case_errors, key=lambda key: case_errors[key])
-        figures.check(f"{name} (worst: {worst})", case_errors[worst], TOLERANCE[backend, precision])
+        _compare(figures, name, path, case, expected, TOLERANCE[backend, precision])
+
+
+def _compare(
+    figures: Figures, name: str, path: str, case: Case, expected: Reference, bound: float
+) -> None:
+    """Check the worst error of loss, log-probs and gradients of a case on this device."""
+    outcome = loss_and_grads(path, replace(case, platform=figures.platform), make_rows(MIXED))
+    leave()
+    case_errors = errors([outcome], expected, case)
+    worst = max(case_errors, key=lambda key: case_errors[key])
+    figures.check(f"{name} (worst: {worst})", case_errors[worst], bound)
 
 
 def families(figures: Figures) -> None:
@@ -194,12 +206,8 @@ def families(figures: Figures) -> None:
         if "family" in sizes:
             exact = run_exact_reference(path, rows)
             expected.grads.update({k: v for k, v in exact.grads.items() if is_of_decay(k)})
-        case = replace(layout(), platform=figures.platform, train=FP32)
-        outcome = loss_and_grads(path, case, rows)
-        leave()
-        case_errors = errors([outcome], expected, case)
-        worst = max(case_errors, key=lambda key: case_errors[key])
-        figures.check(f"{name} (worst: {worst})", case_errors[worst], TOLERANCE["torch", "fp32"])
+        case = replace(layout(), train=FP32)
+        _compare(figures, name, path, case, expected, TOLERANCE["torch", "fp32"])
 
 
 def features(figures: Figures) -> None:

@@ -162,40 +162,43 @@ def _worker(figures: Figures, work: Work, path: Path, backend: str) -> MegatronW
     )
 
 
-def _step(worker: MegatronWorker, batches: Any) -> Callable[[], None]:
-    def step() -> None:
-        worker.forward_backward(batches)
-        worker.optim_step(0.0)
+def _do_step(worker: MegatronWorker, batches: Any) -> None:
+    worker.forward_backward(batches)
+    worker.optim_step(0.0)
 
-    return step
+
+def _measure(
+    figures: Figures, name: str, work: Work, total: float, worker: MegatronWorker, batches: Any
+) -> bool:
+    """Measure a step of a worker, and return whether it fits into memory."""
+    took = timed_if_it_fits(partial(_do_step, worker, batches), work.steps)
+    if took is None:
+        figures.say(name, "out of memory")
+        return False
+    alone = timed(partial(worker.forward_backward, batches), work.steps)
+    _say_speed(figures, name, work, total, took, alone, worker.platform.peak_flops())
+    return True
 
 
 def measure_ours(figures: Figures, work: Work, path: Path) -> None:
     """Measure a step of each variant, and profile a step of the first variant that fits."""
     worker = _worker(figures, work, path, "torch")
-    rows, peak = make_rows(work, path), worker.platform.peak_flops()
-    total = flops(work, path)
+    rows, total = make_rows(work, path), flops(work, path)
     figures.say("tflop_of_a_step", total / 1e12)
     batches = worker.micro_batches(rows)
-    step = _step(worker, batches)
 
     fitting = None
     for name, variant in variants(worker, figures.dry).items():
         with variant():
-            took = timed_if_it_fits(step, work.steps)
-            if took is None:
-                figures.say(f"ours, {name}", "out of memory")
-                continue
-            alone = timed(lambda: worker.forward_backward(batches), work.steps)
-        fitting = fitting or variant
-        _say_speed(figures, f"ours, {name}", work, total, took, alone, peak)
+            fits = _measure(figures, f"ours, {name}", work, total, worker, batches)
+        fitting = fitting or (variant if fits else None)
     assert fitting is not None, "no variant fits into memory"
     figures.say("memory_peak_gb", worker.platform.memory_peak() / 2**30)
     activities = [ProfilerActivity.CPU]
     if not figures.dry:
         activities.append(ProfilerActivity.CUDA)
     with fitting(), profile(activities=activities) as profiled:
-        step()
+        _do_step(worker, batches)
         wait()
     key = "self_cpu_time_total" if figures.dry else "self_device_time_total"
     table = profiled.key_averages().table(sort_by=key, row_limit=40)
@@ -308,13 +311,6 @@ def engine(figures: Figures) -> None:
     for backend in backends:
         worker = _worker(figures, work, path, backend)
         batches = worker.micro_batches(make_rows(work, path))
-        step = _step(worker, batches)
-        took = timed_if_it_fits(step, work.steps)
-        if took is None:
-            figures.say(f"model.backend={backend}", "out of memory")
-        else:
-            alone = timed(partial(worker.forward_backward, batches), work.steps)
-            peak, total = worker.platform.peak_flops(), flops(work, path)
-            _say_speed(figures, f"model.backend={backend}", work, total, took, alone, peak)
+        _measure(figures, f"model.backend={backend}", work, flops(work, path), worker, batches)
         leave()
         free()

@@ -71,10 +71,6 @@ def _translate_rate(t: Translation) -> None:
         t.put("optim.warmup_ratio", 0.03, note=note)
 
 
-def _translate_answers(t: Translation) -> None:
-    translate_grpo(t, loss="dapo")
-
-
 AXOLOTL = Trainer(
     title="axolotl",
     own_names="base_model datasets sequence_len adapter lora_target_linear lora_model_dir "
@@ -108,6 +104,6 @@ AXOLOTL = Trainer(
     same={},
     rules=(
         *(find_gpu_count, translate_adapters, _translate_data, _translate_supervision),
-        *(translate_device_batches, _translate_rate, *COURSE_RULES, _translate_answers),
+        *(translate_device_batches, _translate_rate, *COURSE_RULES, translate_grpo),
     ),
 )

@@ -15,8 +15,9 @@ _REWARDS = ("reward_funcs", "reward_model", "custom_reward_function.path")
 REWARD_LINE = "rl.reward=FILE.py:NAME"
 
 
-def translate_grpo(t: Translation, loss: str, beta: float | None = None) -> None:
-    """Set rl.* of TRL's GRPO and RLOO. `loss` and `beta`: the defaults of the trainer."""
+def translate_grpo(t: Translation, loss: str = "dapo", beta: float | None = None) -> None:
+    """Set rl.* of TRL's GRPO and RLOO. `loss` and `beta`: the defaults of the trainer, if
+    they are not TRL's."""
     if not t.is_rl:
         return
     if t.method == "rloo":

@@ -68,10 +68,6 @@ def _translate_rate(t: Translation) -> None:
     translate_rate(t, default=None if t.method == "sft" else 1e-6)
 
 
-def _translate_answers(t: Translation) -> None:
-    translate_grpo(t, loss="dapo")
-
-
 TRL = Trainer(
     title="TRL",
     own_names="dataset_name dataset_config dataset_train_split dataset_test_split use_peft "
@@ -94,6 +90,6 @@ TRL = Trainer(
     rules=(
         *(find_gpu_count, _check_command, _translate_adapters, _translate_data, translate_split),
         *(_translate_supervision, translate_device_batches, _translate_rate),
-        *(*COURSE_RULES, _translate_answers),
+        *(*COURSE_RULES, translate_grpo),
     ),
 )
