@@ -57,7 +57,7 @@ test: setup
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
 # Each commit plays a sixth of the files, and of the random runs and the layouts with engines a part:
-# see tests/random_runs.py. `make test-slow-all` plays all files, `make test-long` all runs as well,
+# see tests/support/random_runs.py. `make test-slow-all` plays all files, `make test-long` all runs as well,
 # which takes hours. What starts jobs and kills them runs alone.
 SIDE_BY_SIDE := $(addprefix tests/test_,agree_vllm.py fuzz.py sequences.py fused_ops.py what_fits.py lora.py \
 	lora_checkpoint.py lora_files.py rl_engine.py trl_losses.py trl_distill.py moe.py moe_balance.py moe_train.py plan_experts.py \
@@ -114,7 +114,7 @@ test-torch: .venv-torch-$(TORCH)/ready
 	touch $@
 
 test-parity: setup
-	$(BIN)/python -m pytest tests/test_parity.py tests/test_steps.py
+	$(BIN)/python -m pytest tests/model/test_parity.py tests/training/test_steps.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -190,28 +190,28 @@ swift-env: .venv-swift/ready
 # lmms-eval, for `megatron-vlm bench`. It wants filelock as it was before version 4.
 lmms-env: .venv-lmms/ready
 
-.venv-lmms/ready: tests/vllm_engine/torchvision_operators.py tests/vllm_engine/torchvision_operators.pth
+.venv-lmms/ready: tests/support/vllm_engine/torchvision_operators.py tests/support/vllm_engine/torchvision_operators.pth
 	$(PYTHON) -m venv .venv-lmms
 	$(call install,.venv-lmms) torch==2.13.0
 	$(call install,.venv-lmms) lmms-eval==0.7.3 torch==2.13.0 torchvision==0.28.0 'filelock<4'
-	cp tests/vllm_engine/torchvision_operators.* .venv-lmms/lib/python3*/site-packages
+	cp tests/support/vllm_engine/torchvision_operators.* .venv-lmms/lib/python3*/site-packages
 	touch $@
 
-# sentence-transformers, for tests/test_sentence_transformers.py.
+# sentence-transformers, for tests/training/test_sentence_transformers.py.
 embed-env: .venv-embed/ready
 
-.venv-embed/ready: tests/vllm_engine/torchvision_operators.py tests/vllm_engine/torchvision_operators.pth
+.venv-embed/ready: tests/support/vllm_engine/torchvision_operators.py tests/support/vllm_engine/torchvision_operators.pth
 	$(PYTHON) -m venv .venv-embed
 	$(call install,.venv-embed) torch==2.13.0
 	$(call install,.venv-embed) sentence-transformers==6.2.0 transformers==5.17.0 pillow
 	$(call install,.venv-embed) --no-deps torchvision==0.28.0
-	cp tests/vllm_engine/torchvision_operators.* .venv-embed/lib/python3*/site-packages
+	cp tests/support/vllm_engine/torchvision_operators.* .venv-embed/lib/python3*/site-packages
 	touch $@
 
-# vLLM, for tests/test_vllm.py, and what lets it import torchvision.
+# vLLM, for tests/engines/test_vllm.py, and what lets it import torchvision.
 vllm-env: .venv-vllm/ready
 
-VLLM := tests/vllm_engine
+VLLM := tests/support/vllm_engine
 .venv-vllm/ready: $(VLLM)/requirements.txt $(VLLM)/torchvision_operators.py $(VLLM)/torchvision_operators.pth
 	rm -rf .venv-vllm
 	$(PYTHON) -m venv .venv-vllm
@@ -221,13 +221,13 @@ VLLM := tests/vllm_engine
 	.venv-vllm/bin/python -c 'import torchvision'
 	touch $@
 
-# Transformer Engine, for tests/test_transformer_engine.py, installed as docs/install.md does it. It
+# Transformer Engine, for tests/model/test_transformer_engine.py, installed as docs/install.md does it. It
 # takes 6 GB and needs no GPU. Its extension for torch compiles for half an hour and needs nvcc;
 # MAX_JOBS limits the processes. EXTENSION=empty puts an empty one in its place, which these tests
 # do not call.
 te-env: .venv-te/ready
 
-.venv-te/ready: requirements/cuda13.txt tests/te_empty_extension.c
+.venv-te/ready: requirements/cuda13.txt tests/support/te_empty_extension.c
 	rm -rf .venv-te
 	python=$$(scripts/find_python.sh 3.12) && "$$python" -m venv .venv-te
 	$(call install,.venv-te) --constraint requirements/cuda13.txt torch setuptools wheel ninja pybind11
@@ -237,7 +237,7 @@ te-env: .venv-te/ready
 	  $(call install,.venv-te) --no-deps --no-build-isolation --requirement .venv-te/lock.txt
 	test '$(EXTENSION)' != empty || cc -shared -fPIC \
 	  -I"$$(.venv-te/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')" \
-	  -o .venv-te/lib/python3.12/site-packages/transformer_engine_torch.so tests/te_empty_extension.c
+	  -o .venv-te/lib/python3.12/site-packages/transformer_engine_torch.so tests/support/te_empty_extension.c
 	$(call install,.venv-te) --no-deps --editable .
 	$(call install,.venv-te) pytest
 	.venv-te/bin/python -c 'import transformer_engine.pytorch'
@@ -246,7 +246,7 @@ te-env: .venv-te/ready
 # The public Tinker client, for tests/test_tinker_*.py.
 tinker-env: .venv-tinker/ready
 
-TINKER := tests/tinker_client
+TINKER := tests/support/tinker_client
 .venv-tinker/ready: $(TINKER)/requirements.txt
 	rm -rf .venv-tinker
 	$(PYTHON) -m venv .venv-tinker

@@ -41,8 +41,8 @@ from megatron_vlm.serve.http.api_keys import add_key
 from megatron_vlm.training.backward import LossCall, run_backward
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.pool import free_port
-from tests.serve_client import Client, Model, served
+from tests.support.pool import free_port
+from tests.support.serve_client import Client, Model, served
 
 VOCAB = 509
 WARM_UP = 1

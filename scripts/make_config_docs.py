@@ -2,7 +2,8 @@
 
     python scripts/make_config_docs.py
 
-It rewrites the parts of that page between its marks. tests/test_docs.py fails if they are outdated.
+It rewrites the parts of that page between its marks.
+tests/package/test_docs.py fails if they are outdated.
 """
 
 import sys

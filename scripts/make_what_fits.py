@@ -2,8 +2,8 @@
 
     python scripts/make_what_fits.py
 
-It rewrites the parts of that page between their marks, in half an hour. tests/test_what_fits.py
-fails if a part is outdated.
+It rewrites the parts of that page between their marks, in half an hour.
+tests/planner/test_what_fits.py fails if a part is outdated.
 """
 
 import sys

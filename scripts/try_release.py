@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.test_docs import blocks, run_block  # noqa: E402
+from tests.package.test_docs import blocks, run_block  # noqa: E402
 
 _VERSIONS = """
 import platform

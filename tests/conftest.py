@@ -12,9 +12,9 @@ from hypothesis import settings
 
 from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 from megatron_vlm.distributed.device import install_cpu_stand_in
-from tests.pool import Pool
-from tests.process_tree import ProcessTree
-from tests.random_runs import LONG, in_other_parts, not_played
+from tests.support.pool import Pool
+from tests.support.process_tree import ProcessTree
+from tests.support.random_runs import LONG, in_other_parts, not_played
 
 # The last digits of results depend on the number of threads, and a launcher derives that number
 # from the machine's cores.

@@ -23,19 +23,19 @@ from megatron.core import parallel_state
 
 from megatron_vlm import MegatronWorker, TinySpec, write_tiny
 from megatron_vlm.training.generate import generate
-from tests.batches import MIXED, make_rows
 from tests.gpu.test_parity_gpu import TOLERANCE, have_te
-from tests.reference import (
+from tests.model.test_parity import errors, layout
+from tests.model.test_qwen3_5 import is_of_decay
+from tests.support.batches import MIXED, make_rows
+from tests.support.reference import (
     Reference,
     load_reference,
     row_log_probs,
     run_exact_reference,
     run_reference,
 )
-from tests.runs import Case, loss_and_grads, train
-from tests.test_decode import continue_rows
-from tests.test_parity import errors, layout
-from tests.test_qwen3_5 import is_of_decay
+from tests.support.runs import Case, loss_and_grads, train
+from tests.training.test_decode import continue_rows
 
 # scripts/ has no packages, so a type checker would see its modules under two names.
 DEMO, RL = (importlib.import_module(f"scripts.{name}") for name in ("demo", "rl.examples"))

@@ -1,6 +1,6 @@
 """Bytes of activations that a rank of a stage needs: what autograd keeps for the backward, on the
 device and on the host, and what is temporary. They are counted per token, patch and supervised
-position, and checked against a real forward in tests/test_planner_memory.py."""
+position, and checked against a real forward in tests/planner/test_memory.py."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache

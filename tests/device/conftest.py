@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.pool import Pool
-from tests.process_tree import ProcessTree
+from tests.support.pool import Pool
+from tests.support.process_tree import ProcessTree
 
 
 @pytest.fixture(scope="session")

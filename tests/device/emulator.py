@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megatron_vlm.distributed.cuda_stand_in import answer_cuda_calls
-from tests import varlen
 from tests.device.findings import Findings, Kind
 from tests.device.streams import Event, Stream, Streams
+from tests.support import varlen
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")

@@ -18,13 +18,13 @@ from megatron_vlm.distributed.process import MISTAKE
 from megatron_vlm.model import fused_ops
 from megatron_vlm.training.broadcast import share_batch
 from megatron_vlm.training.worker import MegatronWorker
-from tests.batches import MIXED, make_rows
 from tests.device.emulator import CUDA, emulated
 from tests.device.findings import Finding, Kind, Phase
-from tests.runs import Case, my_rows
-from tests.sets import write_set
-from tests.test_parity import layout
-from tests.test_train import command, run_rank
+from tests.model.test_parity import layout
+from tests.run.test_train import command, run_rank
+from tests.support.batches import MIXED, make_rows
+from tests.support.runs import Case, my_rows
+from tests.support.sets import write_set
 
 # The number of times that the host may wait for the device (docs/parity.md states the same). It
 # never waits for a micro-batch, on any stage or between stages. In a step it waits for the count of

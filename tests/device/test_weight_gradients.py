@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.model.fp32_weight_grads import accumulates_fp32
 from megatron_vlm.training.worker import MegatronWorker
-from tests.batches import MIXED, make_rows
 from tests.device.emulator import CUDA, emulated
-from tests.runs import Case
-from tests.test_parity import layout
+from tests.model.test_parity import layout
+from tests.support.batches import MIXED, make_rows
+from tests.support.runs import Case
 
 
 def rounding(path: str, case: Case) -> dict[str, float]:

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.batches import MIXED, TEXT_ON_ONE_RANK, make_rows
-from tests.pool import Pool
-from tests.process_tree import Child
-from tests.reference import run_reference
-from tests.runs import Case, loss_and_grads
-from tests.test_parity import errors, layout
+from tests.model.test_parity import errors, layout
+from tests.support.batches import MIXED, TEXT_ON_ONE_RANK, make_rows
+from tests.support.pool import Pool
+from tests.support.process_tree import Child
+from tests.support.reference import run_reference
+from tests.support.runs import Case, loss_and_grads
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,0 +1,313 @@
+# .venv/bin/python -m pytest tests/commands/test_doctor.py
+"""`doctor` separates what runs here from what does not, and names the remedy for the rest."""
+
+import io
+import resource
+import tomllib
+from contextlib import redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from rich.console import Console
+
+from megatron_vlm.commands import doctor, machine_facts
+from megatron_vlm.commands.doctor import (
+    EXTRAS,
+    MISSING,
+    OK,
+    WARNING,
+    Check,
+    all_checks,
+    checks_table,
+    compiler_check,
+    disk_check,
+    files_check,
+    gloo_check,
+    gpu_checks,
+    package_check,
+    python_check,
+    run_doctor,
+    shm_check,
+    torchvision_check,
+)
+from megatron_vlm.commands.machine_facts import (
+    gloo_problem,
+    import_problem,
+    installed_version,
+    requirements,
+)
+from megatron_vlm.distributed.device import Gpu, find_gpus
+
+GIB = 2**30
+H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, True, 989e12)
+T4 = Gpu("Tesla T4", 15 * GIB, False, None)
+TORCH = Requirement("torch>=2.9,<2.14")
+TE = Requirement("transformer-engine[pytorch]>=2.9")
+
+
+@pytest.fixture(scope="module")
+def real_run():
+    """Return (exit status, output, checks) of a real run in 80 columns."""
+    checks = []
+
+    def recorded():
+        for check in all_checks():
+            checks.append(check)
+            yield check
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as output:
+        patch.setattr(doctor, "all_checks", recorded)
+        patch.setenv("COLUMNS", "80")
+        status = run_doctor()
+    return status, output.getvalue(), checks
+
+
+@pytest.fixture(scope="module")
+def here(real_run):
+    """Return the checks of this machine by name."""
+    return {check.name: check for check in real_run[2]}
+
+
+def test_this_machine_can_train(here):
+    """This machine runs these tests, so no requirement of a run can be missing."""
+    assert [check for check in here.values() if check.status == MISSING] == []
+    assert here["torch"] == Check("torch", OK, version("torch"))
+    assert here["gloo"].found == "two processes can communicate"
+    for name in ("Python", "megatron-core", "transformers", "datasets", "pyarrow", "GPU"):
+        assert here[name].status == OK
+    assert {"transformer-engine", "ray", "av", "torchvision", "/dev/shm", "open files"} <= set(here)
+    assert {"disk for data.cache_dir", "disk for run", "C compiler"} <= set(here)
+    if not torch.cuda.is_available():
+        assert here["GPU"].found == "none: CPU with gloo, in fp32" and "NCCL" not in here
+
+
+def test_what_is_missing_makes_the_exit_status(monkeypatch, capsys):
+    for checks, status, verdict in (
+        ([Check("torch", MISSING, "[not] there", "pip it")] * 2, 1, "Missing: torch, torch."),
+        ([Check("ray", WARNING, "not installed")], 0, "Training can run here."),
+    ):
+        monkeypatch.setattr(doctor, "all_checks", lambda checks=checks: iter(checks))
+        assert run_doctor() == status
+        output = capsys.readouterr().out
+        assert verdict in output
+        for check in checks:
+            assert check.name in output and check.found in output and check.advice in output
+
+
+def test_a_real_run_prints_every_check(real_run):
+    status, output, checks = real_run
+    assert status == 0 and output.rstrip().endswith("Training can run here.")
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    for check in checks:
+        assert f"{check.status} {check.name} {check.found}"[:60] in " ".join(lines)
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_without_torch_the_rest_is_still_checked(monkeypatch):
+    def fails(name):
+        return "ImportError: libcudart.so.12: cannot open" if name == "torch" else None
+
+    monkeypatch.setattr(machine_facts, "import_problem", fails)
+    checks = {check.name: check for check in all_checks()}
+    assert checks["torch"].status == checks["GPU and gloo"].status == MISSING
+    assert "libcudart" in checks["torch"].found
+    assert checks["transformers"].status == OK and "gloo" not in checks and "open files" in checks
+
+
+def test_the_table_shows_brackets_as_they_are():
+    console = Console(width=60)
+    with console.capture() as output:
+        console.print(
+            checks_table([Check("te", WARNING, "none", "pip install 'megatron_vlm[te]'")])
+        )
+    assert "pip install 'megatron_vlm[te]'" in output.get()
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("3.11.7", OK), ("3.14.0", OK), ("3.10.12", MISSING)]
+)
+def test_python(version, status):
+    check = python_check(version, SpecifierSet(">=3.11"))
+    assert (check.status, check.found) == (status, version)
+    assert check.advice == ("" if status == OK else "needs >=3.11")
+
+
+@pytest.mark.parametrize(
+    ("extra", "requirement", "found", "problem", "status", "says"),
+    [
+        ("", TORCH, "2.13.0+cpu", None, OK, "2.13.0+cpu"),
+        ("", TORCH, "2.9.0", None, OK, "2.9.0"),
+        ("", TORCH, "2.8.1", None, MISSING, "2.8.1, outside <2.14,>=2.9"),
+        ("", TORCH, "2.14.0", None, MISSING, "2.14.0, outside"),
+        ("", TORCH, None, None, MISSING, "not installed"),
+        ("", TORCH, "2.13.0", "OSError: x.so", MISSING, "its import fails: OSError: x.so"),
+        ("te", TE, "2.9", None, OK, "2.9"),
+        ("te", TE, "2.8", None, WARNING, "2.8, outside >=2.9"),
+        ("te", TE, None, None, WARNING, "not installed"),
+        ("te", TE, "2.10", "ImportError: y", WARNING, "its import fails: ImportError: y"),
+    ],
+)
+def test_packages(extra, requirement, found, problem, status, says):
+    check = package_check(extra, requirement, found, problem)
+    assert check.status == status and says in check.found
+    if status == OK:
+        assert check.advice == ""
+    elif extra:
+        assert check.advice == f"{EXTRAS['te']}: install it as docs/install.md describes"
+    else:
+        assert check.advice == "pip install 'torch<2.14,>=2.9'"
+
+
+@pytest.mark.parametrize(
+    ("found", "problem", "status", "says"),
+    [
+        ("0.28.0", None, OK, "0.28.0"),
+        (None, None, WARNING, "not installed"),
+        ("0.20.0", "RuntimeError: nms", WARNING, "0.20.0, but its import fails: RuntimeError: nms"),
+    ],
+)
+def test_exports_are_loaded_with_torchvision(found, problem, status, says):
+    check = torchvision_check(found, problem)
+    assert (check.status, check.found) == (status, says)
+    assert ("AutoProcessor" in check.advice) == (status == WARNING)
+
+
+def test_ranges_are_those_of_pyproject():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    pairs = requirements(EXTRAS)
+    required = [str(requirement) for extra, requirement in pairs if not extra]
+    assert required == [str(Requirement(t)) for t in project["project"]["dependencies"]]
+    names = ["flash-linear-attention", "transformer-engine", "ray", "av", "tensorboard", "wandb"]
+    names += ["fastapi", "uvicorn", "protobuf", "zstandard"]
+    assert [r.name for extra, r in pairs if extra] == names
+    assert [r.name for extra, r in requirements(()) if extra] == []
+    assert str(machine_facts.python_range()) == project["project"]["requires-python"]
+
+
+def test_without_a_checkout_the_installed_ranges_count(monkeypatch):
+    monkeypatch.setattr(machine_facts, "__file__", "/no/such/folder/machine.py")
+    pairs = requirements(EXTRAS)
+    assert ("", "megatron-core") in [(extra, r.name) for extra, r in pairs]
+    assert ("ray", "ray") in [(extra, r.name) for extra, r in pairs]
+    assert "pytest" not in [r.name for _, r in pairs]
+    assert machine_facts.python_range() == SpecifierSet(">=3.11")
+
+
+def test_what_is_installed_and_imports():
+    assert (
+        installed_version("torch") == version("torch")
+        and installed_version("no-such-package") is None
+    )
+    for name in ("pillow", "megatron-core", "protobuf"):
+        assert import_problem(name) is None
+    assert import_problem("no-such-package") == (
+        "ModuleNotFoundError: No module named 'no_such_package'"
+    )
+
+
+def test_gpus_and_what_they_compute_in():
+    checks = {check.name: check for check in gpu_checks([H100] * 8, "550.54", "2.27.5")}
+    assert {check.status for check in checks.values()} == {OK}
+    assert checks["GPU"].found == "8 x NVIDIA H100 80GB HBM3, 80 GiB; driver 550.54"
+    assert checks["NCCL"].found == "2.27.5" and checks["peak FLOP/s"].found == "989 TFLOP/s"
+    checks = {check.name: check for check in gpu_checks([H100, T4], None, None)}
+    assert checks["GPU"].found.endswith("1 x Tesla T4, 15 GiB; driver unknown")
+    statuses = {name: check.status for name, check in checks.items()}
+    assert statuses == {"GPU": OK, "NCCL": MISSING, "bf16": WARNING, "peak FLOP/s": WARNING}
+    assert checks["bf16"].found == "not in the hardware of Tesla T4"
+    assert "PEAK_FLOPS_BF16" in checks["peak FLOP/s"].advice
+
+
+def test_no_gpu_is_fine_and_one_that_torch_does_not_see_is_not(tmp_path, monkeypatch):
+    (check,) = gpu_checks([], None, None)
+    assert (check.status, check.found) == (OK, "none: CPU with gloo, in fp32")
+    if torch.cuda.is_available():
+        return
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 550.54\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine_facts, "requirements", lambda extras: [])
+    monkeypatch.setattr(machine_facts, "gloo_problem", lambda: None)
+    checks = {check.name: check for check in all_checks()}
+    assert checks["GPU"].status == MISSING and "NCCL" not in checks
+    assert checks["GPU"].found == f"torch sees none, though {program} is there; driver 550.54"
+    assert checks["GPU"].advice.endswith("; on the CPU: platform=cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+def test_the_devices_of_this_machine(here):
+    gpus = find_gpus()
+    assert len(gpus) == torch.cuda.device_count() and gpus[0].memory > GIB
+    assert gpus[0].name in here["GPU"].found and here["NCCL"].status == OK
+    assert machine_facts.driver_version() in here["GPU"].found
+
+
+def test_the_driver_is_what_nvidia_smi_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine_facts.driver_version() is None
+    for script, expected in (("echo 550.54; echo 550.54", "550.54"), ("echo no; exit 9", None)):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        assert machine_facts.driver_version() == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("pass", None),
+        ("raise SystemExit('gloo: no interface')", "gloo: no interface"),
+        ("import sys; sys.exit(int(sys.argv[2]))", "no message"),  # one of the two processes
+        ("import time; time.sleep(60)", "no answer within 0.5 s"),
+    ],
+)
+def test_two_processes_that_cannot_talk(program, problem, monkeypatch):
+    monkeypatch.setattr(machine_facts, "_TALK_S", 0.0)
+    start_s = 0.5 if "sleep" in program else 60
+    assert gloo_problem(program, start_s) == problem
+
+
+def test_gloo_is_needed_without_gpus():
+    assert gloo_check(None, False) == Check("gloo", OK, "two processes can communicate")
+    assert gloo_check("timed out", True).status == WARNING
+    check = gloo_check("timed out", False)
+    assert (check.status, check.found) == (
+        MISSING,
+        "timed out",
+    ) and "ip link show lo" in check.advice
+
+
+def test_a_compiler_is_needed_on_gpus():
+    assert compiler_check("/usr/bin/cc", True) == Check("C compiler", OK, "/usr/bin/cc")
+    assert compiler_check(None, False).status == OK
+    check = compiler_check(None, True)
+    assert check.status == MISSING and "apt-get install gcc" in check.advice
+
+
+def test_shared_memory():
+    assert shm_check(8 * GIB) == Check("/dev/shm", OK, "8.0 GiB free")
+    check = shm_check(64 * 2**20)  # Docker's default
+    assert (check.status, check.found) == (WARNING, "0.1 GiB free")
+    assert "--shm-size" in check.advice and shm_check(None).status == WARNING
+
+
+def test_disks(tmp_path):
+    check = disk_check("run", tmp_path, 100 * GIB, True)
+    assert check == Check("disk for run", OK, f"100.0 GiB free at {tmp_path}")
+    check = disk_check("run", tmp_path, 3 * GIB, True)
+    assert check.status == WARNING and check.found.startswith("3.0 GiB free at")
+    assert "set run to a folder on a larger disk" in check.advice
+    check = disk_check("data.cache_dir", tmp_path, 100 * GIB, False)
+    assert check.status == WARNING and "cannot be written" in check.found
+    assert check.advice == "set data.cache_dir to another folder"
+
+
+def test_open_files():
+    assert files_check(20_000) == Check("open files", OK, "20,000")
+    assert files_check(resource.RLIM_INFINITY) == Check("open files", OK, "unlimited")
+    assert files_check(1024) == Check("open files", WARNING, "1,024", "ulimit -n 65536")

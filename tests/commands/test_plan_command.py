@@ -1,0 +1,290 @@
+# .venv/bin/python -m pytest tests/commands/test_plan_command.py
+"""megatron-vlm plan: layouts that fit, the fastest first; the drawing of the pipeline; and changes
+that help where nothing fits."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_vlm.cli import main
+from megatron_vlm.commands.plan.plan_report import pipeline_timeline
+from megatron_vlm.config import load_config
+from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, peak_of
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.planner.advice import rank_layouts
+from megatron_vlm.planner.auto_layout import with_candidate
+from megatron_vlm.planner.fit import fitting_sets, switch_costs
+from megatron_vlm.planner.flops import OpCount
+from megatron_vlm.planner.hardware import CARD_MEMORY, Machine, gpu
+from megatron_vlm.planner.host_check import check_offload, host_need
+from megatron_vlm.planner.memory import USABLE, estimate
+from megatron_vlm.planner.pipeline_time import Stages
+from megatron_vlm.planner.row_sizes import assumed_mix
+from megatron_vlm.planner.search import Cluster, refine_split, search
+from megatron_vlm.report.html import copy_script
+from megatron_vlm.report.svg import timeline_svg
+from megatron_vlm.report.terminal import timeline_text
+from tests.support.error_fields import raises
+from tests.support.report_facts import Page, check_self_contained
+from tests.support.sets import write_set
+
+GIB = 2**30
+H100 = gpu("H100", 989e12)
+
+
+@pytest.fixture(scope="module")
+def eight(tiny, tmp_path_factory):
+    """Return a folder with the sizes of Qwen3-VL 8B and no weights."""
+    folder = tmp_path_factory.mktemp("eight") / "model"
+    shutil.copytree(tiny(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= dict(num_hidden_layers=36, hidden_size=4096, head_dim=128)
+    config["text_config"] |= dict(intermediate_size=12288, vocab_size=151936)
+    config["text_config"] |= dict(num_attention_heads=32, num_key_value_heads=8)
+    config["text_config"]["rope_parameters"]["mrope_section"] = [24, 20, 20]
+    config["vision_config"] |= dict(depth=27, hidden_size=1152, intermediate_size=4304)
+    config["vision_config"] |= dict(num_heads=16, out_hidden_size=4096)
+    config["vision_config"]["deepstack_visual_indexes"] = [8, 16, 24]
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def found(path: str, gpus: int, memory: int, *overrides: str):
+    cfg = load_config([f"model.path={path}", "train.global_batch_size=64", *overrides])
+    sizes = read_sizes(path)
+    mix = assumed_mix(sizes, cfg.data.max_tokens)
+    cluster = Cluster(gpus, memory * GIB, H100)
+    return search(cfg, sizes, mix, cluster), (cfg, sizes, mix, cluster)
+
+
+def test_layouts_use_all_gpus_fit_and_come_fastest_first(eight):
+    result, (_, sizes, mix, cluster) = found(eight, 8, 80)
+    assert len(result.fitting) > 10 and result.leanest is None
+    speeds = [candidate.tokens_per_s for candidate in result.fitting]
+    assert speeds == sorted(speeds, reverse=True)
+    for candidate in result.fitting:
+        assert candidate.dims.world_size == 8 and candidate.need <= USABLE * 80 * GIB
+        assert candidate.dims.num_layers == 36
+        assert 0 <= candidate.bubble < 0.8 and (candidate.bubble > 0.01) == (candidate.dims.pp > 1)
+    keys = [(candidate.dims, candidate.cfg.model, candidate.step_s) for candidate in result.fitting]
+    assert len(set(keys)) == len(keys)
+    piped = next(candidate for candidate in result.fitting if candidate.dims.pp > 1)
+    assert refine_split(piped, sizes, mix, cluster).tokens_per_s >= 0.999 * piped.tokens_per_s
+
+
+FIXED = {
+    "parallel.tp=4": lambda each: each.dims.tp == 4,
+    "parallel.pp=2 parallel.layers_per_stage=[10,26]": lambda each: (
+        each.dims.layers_per_stage == (10, 26)
+    ),
+    "parallel.layers_per_stage=null parallel.pp=4": lambda each: (
+        each.dims.layers_per_stage == (9, 9, 9, 9)
+    ),
+    "model.recompute=full": lambda each: each.cfg.model.recompute == "full",
+    "model.recompute_vision=true": lambda each: each.cfg.model.recompute_vision,
+    "train.micro_batch_size=2": lambda each: each.cfg.train.micro_batch_tokens is None,
+    "train.micro_batch_tokens=5000": lambda each: each.cfg.train.micro_batch_tokens == 5000,
+}
+
+
+@pytest.mark.parametrize("words", FIXED)
+def test_with_auto_keys_that_are_given_stay(eight, words):
+    result, what = found(eight, 8, 141, "parallel=auto", *words.split())
+    assert result.fitting and all(map(FIXED[words], result.fitting))
+    best = rank_layouts(*what)[0]
+    settled = with_candidate(what[0], best)
+    assert settled.parallel.auto == () and FIXED[words](replace(best, cfg=settled))
+    dims = ParallelDims.create(settled.parallel, 8, 36)
+    assert dims == best.dims
+
+
+def test_auto_is_the_fastest_layout_of_the_plan(eight):
+    """An adapter needs a layout of its own, and the recipe's is replaced."""
+    recipe = ("model=qwen3_vl_8b", "parallel=auto")
+    for lora in ((), ("lora=default",)):
+        _, what = found(eight, 8, 80, *lora)
+        expected = rank_layouts(*what)[0]
+        _, (cfg, *rest) = found(eight, 8, 80, *recipe, *lora)
+        settled = with_candidate(cfg, rank_layouts(cfg, *rest)[0])
+        assert ParallelDims.create(settled.parallel, 8, 36) == expected.dims
+        assert settled.model.recompute == expected.cfg.model.recompute
+        needs = expected.need
+    assert needs < found(eight, 8, 80)[0].fitting[0].need
+
+
+def test_fixed_keys_without_a_layout_are_named(eight):
+    _, what = found(eight, 8, 141, "parallel=auto", "parallel.tp=3")
+    with raises(ConfigError, key="train.global_batch_size", problem_has="parallel.tp=3"):
+        rank_layouts(*what)
+
+
+def test_fit_proposes_the_fastest_switches_that_fit(eight):
+    """18 bytes of 8.77e9 parameters do not fit on one GPU. With the optimizer in host memory 6 do,
+    and with moments in 8 bits as well it takes longer, since the host computes them."""
+    _, what = found(eight, 1, 80)
+    [best] = fitting_sets(*what)
+    assert best.keys == ["optim.offload=1"] and best.best.need <= USABLE * 80 * GIB
+    [cost] = switch_costs(best, *what[1:])
+    assert cost.key == "optim.offload=1" and cost.slowdown > 0.3
+    assert cost.saved == pytest.approx(12 * 8.77e9, rel=0.03)
+    assert cost.host == pytest.approx(12 * 8.77e9, rel=0.03)
+    _, (cfg, sizes, mix, cluster) = found(eight, 4, 40)
+    sets = fitting_sets(cfg, sizes, mix, cluster)
+    assert [each.keys for each in sets] == [
+        ["optim.states=int8"],
+        ["optim.states=bf16"],
+        ["optim.offload=1"],
+        ["optim.offload=0.5"],
+    ]
+    seconds = [each.best.step_s for each in sets]
+    assert seconds == sorted(seconds) and search(cfg, sizes, mix, cluster).fitting == ()
+    _, (cfg, sizes, mix, one) = found(eight, 1, 141)
+    # A machine with little memory of its own cannot take main weights.
+    small = fitting_sets(cfg, sizes, mix, replace(one, host_memory=16.0 * GIB))
+    assert all("optim.offload" not in each.switches for each in small)
+    assert fitting_sets(cfg, sizes, mix, replace(one, memory=400.0 * GIB))[0].switches == {}
+    # What the user has chosen stays.
+    chosen = replace(cfg, optim=replace(cfg.optim, states="bf16"))
+    assert all("optim.states" not in each.switches for each in fitting_sets(chosen, *what[1:]))
+    with raises(ConfigError, key="model.path", problem_has="does not fit"):
+        fitting_sets(cfg, sizes, mix, replace(one, memory=16.0 * GIB))
+
+
+def test_an_optimizer_that_host_memory_cannot_take_is_refused(eight):
+    cfg = load_config([f"model.path={eight}", "parallel.tp=2", "optim.offload=0.5"])
+    dims, sizes = ParallelDims(2, 1, 2, 1, (36,)), read_sizes(eight)
+    need = host_need(dims, estimate(cfg, sizes, dims, [], 2), 4)
+    # Both TP ranks have the tower, whose 0.57e9 values are divided by DP alone.
+    assert need == pytest.approx(6 * (8.77e9 + 0.57e9) + 4 * 2**25 * 6, rel=0.01)
+    check_offload(cfg, sizes, dims, 2, 4, 1.12 * need)
+    check_offload(cfg, sizes, dims, 2, 2, 0.56 * need)  # two machines
+    with raises(ConfigError, key="optim.offload", found=0.5, problem_has="4 ranks need"):
+        check_offload(cfg, sizes, dims, 2, 4, 1.1 * need)
+
+
+def test_predictions_move_as_they_should(eight):
+    """More memory recomputes less, more GPUs are faster, and a frozen tower needs less memory."""
+    tight, roomy = found(eight, 8, 40)[0].fitting[0], found(eight, 8, 141)[0].fitting[0]
+    assert tight.tokens_per_s < roomy.tokens_per_s
+    many = found(eight, 16, 80)[0].fitting[0]
+    assert 1.4 < many.tokens_per_s / found(eight, 8, 80)[0].fitting[0].tokens_per_s < 2.05
+    alone, frozen = (
+        min(each.need for each in found(eight, 4, 141, f"model.freeze_vision={value}")[0].fitting)
+        for value in ("false", "true")
+    )
+    assert frozen < alone
+    # 8.77e9 values of 18 bytes do not fit on one GPU of 141 GiB.
+    nothing, _ = found(eight, 1, 141)
+    assert not nothing.fitting and nothing.leanest.need > 8.7e9 * 18
+
+
+def test_seconds_of_work_by_hand():
+    machine = Machine("by hand", matmul=10, attention=5, moved=2, link=4, network=1, layer_s=3)
+    assert machine.seconds(OpCount(matmul=20, attention=10, moved=4, reduced=8)) == 2 + 2 + 2 + 2
+    assert machine.seconds(OpCount(matmul=20, reduced=8, layers=2)) == 6 + 2  # kernels start late
+    one_by_one = replace(machine, starts_ahead=False)  # a CPU
+    assert one_by_one.seconds(OpCount(matmul=20, reduced=8, layers=2)) == 2 + 2 + 6
+    assert machine.bandwidth_between(8) == 4 and machine.bandwidth_between(9) == 1
+    assert gpu("L40S", 1e14).link < gpu("H100", 1e14).link
+
+
+def test_memory_bandwidth_is_that_of_the_card():
+    """The estimate for an H200 is scaled by the ratio of the bandwidths."""
+    h200, h100, b200 = (gpu(name, peak_of(name)).moved for name in ("H200", "H100", "B200"))
+    assert h200 == 989e12 / 200
+    assert h100 / h200 == pytest.approx(3.35 / 4.8) and b200 / h200 == pytest.approx(8 / 4.8)
+    assert set(CARD_MEMORY) == set(PEAK_FLOPS_BF16)
+    assert gpu("NVIDIA H100 80GB HBM3", 989e12).moved == h100
+    assert gpu("NVIDIA L40S", 362e12).link == gpu("L40S", 362e12).link
+
+
+STAGES = Stages(np.ones((3, 2)), 2 * np.ones((3, 2)), np.zeros((3, 2)))
+TIMELINE = pipeline_timeline(STAGES, "one step")
+
+
+def test_the_pipeline_as_text():
+    """The step takes 12 units by hand, with 1 for a forward and 2 for a backward."""
+    lines = timeline_text(TIMELINE, width=12).splitlines()
+    assert lines == ["stage 0  01..aa2bb.cc", "stage 1  .0aa1bb2cc.."]
+
+
+def test_the_pipeline_as_svg():
+    root = ElementTree.fromstring(timeline_svg(TIMELINE))
+    boxes = [group for group in root if group.tag == "g"]
+    assert len(boxes) == 12
+    rects = [box.find("rect") for box in boxes]
+    last = max(float(rect.get("x")) + float(rect.get("width")) for rect in rects)
+    assert last == pytest.approx(1000, abs=1)
+    widths = {rect.get("class"): float(rect.get("width")) for rect in rects}
+    assert widths["b"] == pytest.approx(2 * widths["f"], rel=0.05)
+
+
+def test_the_command_prints_and_writes_a_page(eight, tmp_path, capsys):
+    page = tmp_path / "plan.html"
+    words = ["plan", f"model.path={eight}", "train.global_batch_size=64", "data.cache_dir=null"]
+    words += [f"data.train={write_set(tmp_path)}", "--html", str(page), "--memory", "80GiB"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "Rows: 23 of 23 records of data.train." in out and "593 TFLOP/s" in out
+    assert re.search(r"The fastest: parallel.tp=\d parallel.pp=\d", out)
+    assert "stage 1  " in out and f"wrote {page}" in out
+    fastest = re.search(r"The fastest: (.*)", out)[1]
+    load_config(["model.path=x", *fastest.replace("'", "").split()])
+    drawn = Page(page.read_text())
+    check_self_contained(drawn, (copy_script(),))
+    # The pipeline is that of the fastest; of one stage, there is another with several.
+    is_split = "parallel.pp=1" not in fastest
+    assert len(drawn.all("svg")) == 2 - is_split and "Pipeline of the fastest" in drawn.words
+    assert fastest in drawn.words and [b["title"] for b in drawn.all("button")] == [
+        "copy the words"
+    ]
+    for word in drawn.words:  # the page and the output agree, except for the drawing
+        if " GiB" in word and "one step" not in word:
+            assert word.strip() in " ".join(out.split())
+
+
+def test_where_nothing_fits_it_says_what_would(eight, capsys):
+    words = ["plan", f"model.path={eight}", "train.global_batch_size=64", "--gpus", "1"]
+    assert main(words) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "does not fit on 1 GPU of 80.0 GiB: the leanest layout" in message
+    need = float(re.search(r"needs ([\d.]+) GiB on its fullest rank", message)[1])
+    assert need == pytest.approx(149, abs=1) and "72.0 GiB can be used" in message
+    count = int(re.search(r"what fits: (\d+) such GPUs", message)[1])
+    assert found(eight, count, 80)[0].fitting and not found(eight, count // 2, 80)[0].fitting
+    assert "1 of 192 GiB" in message
+    assert "lora=default (" in message and "lora=qlora (" in message
+    assert message.endswith("; megatron-vlm plan --fit tries switches together")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "0"], "--gpus=0; give from 1 to 4096"),
+        (["--memory", "lots"], "--memory=lots; give the memory of one GPU, such as 80GiB"),
+        (["--gpu", "H12"], "--gpu=H12: its peak is not known; choose from GB200, "),
+        (["--efficiency", "60"], "--efficiency=60.0; give a fraction of the peak, above 0 to 1"),
+        (["--gpu", "V100"], "--gpu=V100 has no bf16, in which a GPU trains; plan with "),
+        (["--gpus", "7"], "train.global_batch_size=4"),
+        (["parallel.cp=2"], "parallel.cp=2"),
+    ],
+)
+def test_mistakes_are_explained(words, said, tiny, capsys):
+    assert main(["plan", f"model.path={tiny(layers=3)}", "train.global_batch_size=4", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_it_needs_no_megatron():
+    """The command starts quickly, on any machine."""
+    code = "import sys, megatron_vlm.commands.plan.command; print('megatron.core' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

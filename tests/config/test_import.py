@@ -1,0 +1,377 @@
+# .venv/bin/python -m pytest tests/config/test_import.py
+"""Configurations of other trainers become ours, line by line, or are refused with their line."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm.cli import main
+from megatron_vlm.commands.import_config.command import read_source, translated_text
+from megatron_vlm.config import ConfigFile, load_config
+from megatron_vlm.config.schema import Config, get
+from megatron_vlm.errors import ConfigError
+from tests.support.error_fields import raises
+from tests.support.trainer_examples import run_script, script_text, texts, yaml_text
+from tests.support.trainer_scripts import FILES, SCRIPTS
+
+EXAMPLES = texts()
+# Examples that cannot be translated, with the key that says why.
+REFUSED = {
+    "LLaMA-Factory extras/oft/qwen2_5vl_oft_sft": "finetuning_type",
+    "LLaMA-Factory extras/oft/qwen2_5vl_oft_dpo": "finetuning_type",
+    "ms-swift train/multimodal/lora_llm_full_vit/sft": "train_type",
+}
+
+
+def read(folder: Path, name: str, text: str):
+    """Read the settings of a file with this text, or of the command that a script starts."""
+    if name.endswith(".sh"):
+        return read_source(*run_script(text, folder, RAY_DATA_HOME="/data"))
+    path = folder / name
+    path.write_text(text)
+    return read_source([str(path)], {})
+
+
+def translate(folder: Path, name: str, text: str, **options) -> tuple[str, Config]:
+    """Return the printed YAML of a file or script, and what our trainer makes of it."""
+    printed = translated_text(read(folder, name, text), **options)
+    return printed, load_config([], ConfigFile.parse(printed, "ours.yaml"))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_of_other_trainers_are_translated_whole(name, tmp_path):
+    """Every key of an example is in the output: beside a value, or with what is here instead."""
+    file, text = EXAMPLES[name]
+    if name in REFUSED:
+        with raises(ConfigError, key=REFUSED[name]) as caught:
+            translate(tmp_path, file, text)
+        line = caught.value.place.rpartition("line ")[2]
+        assert file == "swift.sh" or REFUSED[name] in text.splitlines()[int(line) - 1]
+        return
+    printed, cfg = translate(tmp_path, file, text, gpus=8)
+    settings = read(tmp_path, file, text).settings
+    given = {key for key, each in settings.items() if each.value is not None}
+    assert [key for key in given if key not in printed] == []
+    assert cfg.model.path and (cfg.data.train or "give data.train" in printed)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_read_as_bash_reads_them(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    script, wanted, notes = SCRIPTS[name]
+    printed, cfg = translate(tmp_path, "run.sh", script)
+    assert {key: get(cfg, key) for key in wanted} == wanted
+    words = " ".join(re.sub(r"\n *#", " ", printed).split())
+    assert all(note in words for note in notes.split("; ") if note)
+
+
+LF = {"model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct", "stage": "sft", "finetuning_type": "full"}
+LF |= {"dataset": "a", "learning_rate": 1e-5}
+LF_LORA = LF | {"finetuning_type": "lora"}
+SWIFT = {"model": "Qwen/Qwen3-VL-2B-Instruct", "dataset": "chats.jsonl", "tuner_type": "full"}
+AXOLOTL = {"base_model": "Qwen/Qwen3.5-4B", "datasets": [{"path": "a.jsonl"}]}
+AXOLOTL |= {"sequence_len": 2048, "learning_rate": 1e-5}
+TRL = {"model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct", "dataset_name": "org/set"}
+# A case: the file, its text, options, and our keys with their values.
+VALUES = {
+    "batch of all GPUs": (
+        "a.yaml",
+        yaml_text(LF | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}),
+        {"gpus": 4},
+        {"train.global_batch_size": 24, "train.micro_batch_size": 2, "lora.rank": 0},
+    ),
+    "batch of data parallel GPUs": (
+        "a.sh",
+        script_text("swift sft", SWIFT | {"sequence_parallel_size": 2}, "NPROC_PER_NODE=8"),
+        {},
+        {"train.global_batch_size": 16, "optim.weight_decay": 0.1, "optim.beta2": 0.95},
+    ),
+    "defaults of LLaMA-Factory": (
+        "a.yaml",
+        yaml_text({key: LF_LORA[key] for key in LF_LORA if key != "learning_rate"}),
+        {},
+        {"optim.lr": 5e-5, "optim.schedule": "linear", "lora.rank": 8, "lora.alpha": 16}
+        | {"data.max_tokens": 2048, "data.max_pixels": 589824, "train.global_batch_size": 8}
+        | {"model.freeze_vision": False, "lora.targets": ("attention", "mlp")},
+    ),
+    "frozen parts choose the layers of adapters": (
+        "a.yaml",
+        yaml_text(LF_LORA | {"freeze_vision_tower": False, "lora_target": "all"}),
+        {},
+        {"lora.targets": ("attention", "mlp", "vision_attention", "vision_mlp")},
+    ),
+    "four bits": (
+        "a.yaml",
+        yaml_text(LF_LORA | {"quantization_bit": 4, "quantization_method": "bnb"}),
+        {},
+        {"lora.base": "nf4"},
+    ),
+    "simpo of LLaMA-Factory": (
+        "a.yaml",
+        yaml_text(LF_LORA | {"stage": "dpo", "pref_loss": "simpo", "pref_beta": 2.0}),
+        {},
+        {"train.objective": "simpo", "preference.beta": 2.0},
+    ),
+    "share of the warm-up, and the final rate": (
+        "a.sh",
+        script_text("megatron sft", SWIFT | {"lr": "1e-4", "min_lr": "1e-5"}),
+        {},
+        {"optim.lr": 1e-4, "optim.min_lr_ratio": 0.1, "train.global_batch_size": 16},
+    ),
+    "constant has no warm-up in transformers": (
+        "a.yaml",
+        yaml_text(LF | {"lr_scheduler_type": "constant", "warmup_ratio": 0.1}),
+        {},
+        {"optim.schedule": "constant", "optim.warmup_ratio": None},
+    ),
+    "warm-up of a constant rate": (
+        "a.yaml",
+        yaml_text(LF | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 7}),
+        {},
+        {"optim.schedule": "constant", "optim.warmup_steps": 7},
+    ),
+    "words of YAML 1.1": (
+        "a.yaml",
+        yaml_text(LF).replace('"full"', "full") + "bf16: yes\nsave_strategy: no\n",
+        {},
+        {"train.precision": "bf16", "checkpoint.every": 0},
+    ),
+    "evaluations without a set are left out": (
+        "a.yaml",
+        yaml_text(LF | {"eval_strategy": "steps", "eval_steps": 5}),
+        {},
+        {"eval.every": None},
+    ),
+    "the best checkpoint": (
+        "a.yaml",
+        yaml_text(LF | {"val_size": 0.1, "eval_strategy": "epoch"})
+        + "load_best_model_at_end: true\n",
+        {},
+        {"eval.every_epochs": 1.0, "checkpoint.best": "held_out/loss"},
+    ),
+    "columns of axolotl": (
+        "a.yaml",
+        yaml_text(AXOLOTL | {"datasets": [{"path": "a.jsonl", "field_messages": "dialog"}]}),
+        {},
+        {"data.train": [("a.jsonl", {"messages": "dialog"})]},
+    ),
+    "a pattern of layers": (
+        "a.yaml",
+        yaml_text(AXOLOTL | {"adapter": "lora", "lora_r": 4, "lora_alpha": 8})
+        + "lora_target_modules: 'model.language_model.layers.[\\d]+.self_attn.(q|v)_proj'\n",
+        {},
+        {"lora.targets": ("q_proj", "v_proj"), "lora.rank": 4},
+    ),
+    "TRL as JSON, with tabs": (
+        "a.json",
+        '{\n\t"model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct",\n\t"dataset_name": "org/set",'
+        '\n\t"assistant_only_loss": true,\n\t"max_steps": 7\n}\n',
+        {},
+        {"train.steps": 7, "optim.lr": 2e-5, "data.max_tokens": 1024},
+    ),
+    "dpo of TRL": (
+        "a.yaml",
+        yaml_text(TRL | {"beta": 0.3}),
+        {"task": "dpo"},
+        {"train.objective": "dpo", "preference.beta": 0.3, "optim.lr": 1e-6},
+    ),
+    "prompts of TRL's answers": (
+        "a.yaml",
+        yaml_text(TRL | {"num_generations": 4, "per_device_train_batch_size": 8}),
+        {"task": "grpo", "gpus": 2},
+        {"train.global_batch_size": 4, "rl.samples": 4, "rl.aggregate": "tokens"},
+    ),
+    "an argument file of ms-swift": (
+        "args.json",
+        '{"swift_version": "3.9", "model": "Qwen/Qwen3-VL-2B-Instruct", "rank": -1,'
+        ' "dataset": ["a.jsonl"], "tuner_type": "full", "model_suffix": "x"}',
+        {},
+        {"data.train": [("a.jsonl", None)]},
+    ),
+    "references of OmegaConf": (
+        "a.yaml",
+        "actor_rollout_ref: {model: {path: Qwen/Qwen3-VL-2B-Instruct}}\n"
+        "algorithm: {adv_estimator: grpo, norm_adv_by_std_in_grpo: false}\n"
+        "data: {train_files: a.parquet, train_batch_size: 64}\n"
+        "trainer: {experiment_name: x, default_local_dir: 'out/${trainer.experiment_name}'}\n",
+        {},
+        {"run": "out/x", "rl.advantage": "dr_grpo", "train.global_batch_size": 64},
+    ),
+    "a value with a comment and a line break": (
+        "a.yaml",
+        yaml_text(LF | {"default_system": "One.\n# two: 2\x1b[0m"}),
+        {},
+        {"data.system": "One.\n# two: 2\x1b[0m"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_values_are_converted(case, tmp_path):
+    file, text, options, wanted = VALUES[case]
+    _, cfg = translate(tmp_path, file, text, **options)
+    for key, value in wanted.items():
+        found = get(cfg, key)
+        if key == "data.train":
+            found = [(each.path, each.columns) for each in found]
+        assert found == value, key
+
+
+# A case: the file, its text, options, and fields of the error.
+MISTAKES = {
+    "nobody's": ("a.yaml", "foo: 1\n", {}, {"remedy_has": "--from llamafactory|ms-swift"}),
+    "two trainers": (
+        "a.yaml",
+        "stage: sft\nbase_model: x\n",
+        {},
+        {"problem_has": "stage of llamafactory", "remedy_has": "--from"},
+    ),
+    "no mapping": ("a.yaml", "- 1\n", {}, {"problem": "is not a mapping"}),
+    "no YAML": ("a.yaml", "a: [\n", {}, {"place_has": "line 2"}),
+    "twice": ("a.yaml", "stage: sft\nstage: dpo\n", {}, {"place_has": "line 2"}),
+    "an object": ("a.yaml", "stage: !!python/name:os.system\n", {}, {"place_has": "line 1"}),
+    "another ending": ("a.txt", "stage: sft\n", {}, {"remedy_has": "give a YAML"}),
+    "no model": (
+        "a.yaml",
+        "stage: sft\nfinetuning_type: full\n",
+        {},
+        {"key": "model_name_or_path"},
+    ),
+    "an unknown key": (
+        "a.yaml",
+        yaml_text(LF) + "frobnicate: 3\n",
+        {},
+        {"place_has": "line 6", "key": "frobnicate", "remedy_has": "--ignore frobnicate"},
+    ),
+    "reward models": (
+        "a.yaml",
+        yaml_text(LF | {"stage": "rm"}),
+        {},
+        {"place_has": "line 2", "key": "stage", "found": "rm"},
+    ),
+    "a schedule": (
+        "a.yaml",
+        yaml_text(LF | {"lr_scheduler_type": "polynomial"}),
+        {},
+        {"key": "lr_scheduler_type", "place_has": "line 6"},
+    ),
+    "an optimizer": ("a.yaml", yaml_text(LF | {"optim": "adafactor"}), {}, {"found": "adafactor"}),
+    "bits": ("a.yaml", yaml_text(LF_LORA | {"quantization_bit": 3}), {}, {"found": 3}),
+    "no number": ("a.yaml", yaml_text(LF | {"learning_rate": "x"}), {}, {"allowed": "a number"}),
+    "a value that is ours to refuse": (
+        "a.yaml",
+        yaml_text(LF | {"learning_rate": -1}),
+        {},
+        {"key": "optim.lr", "place_has": "line 5", "found": -1},
+    ),
+    "a slow pattern": (
+        "a.yaml",
+        yaml_text(AXOLOTL | {"adapter": "lora", "lora_target_modules": "(a+)+x"}),
+        {},
+        {"key": "lora_target_modules", "problem": "is not tried"},
+    ),
+    "keys of another command": (
+        "a.yaml",
+        yaml_text(TRL | {"beta": 0.1}),
+        {},
+        {"key": "beta", "remedy_has": "--command dpo"},
+    ),
+    "answers that fill no prompt": (
+        "a.yaml",
+        yaml_text(TRL | {"num_generations": 7, "per_device_train_batch_size": 8}),
+        {"task": "grpo"},
+        {"key": "num_generations", "remedy_has": "--gpus N"},
+    ),
+    "a reference that leads nowhere": (
+        "a.yaml",
+        yaml_text(AXOLOTL | {"output_dir": "${oc.env:HOME}/out"}),
+        {},
+        {"key": "output_dir", "problem_has": "reference", "remedy": "write the value"},
+    ),
+    "references of references": (
+        "a.yaml",
+        "stage: sft\na0: xxxxxxxxxx\n"
+        + "".join(f"a{i + 1}: ${{a{i}}}${{a{i}}}\n" for i in range(40)),
+        {},
+        {"key_has": "a", "problem_has": "more than 65536 letters"},
+    ),
+    "a megabyte": ("a.yaml", "a: [\n" + "1,\n" * 2**18, {}, {"problem_has": "65,536 bytes"}),
+    "a number of 400 digits": (
+        "a.yaml",
+        yaml_text(LF | {"num_train_epochs": 10**400}),
+        {},
+        {"key": "num_train_epochs", "allowed": "a number"},
+    ),
+    "a sum without a result": (
+        "a.sh",
+        script_text("swift sft", SWIFT | {"gradient_accumulation_steps": '$(expr "" + 5)'}),
+        {},
+        {"key": "gradient_accumulation_steps", "found": True, "allowed": "a number"},
+    ),
+    "400 digits beside another value": (
+        "a.yaml",
+        yaml_text(LF | {"warmup_steps": 10**400, "warmup_ratio": "9" * 400}),
+        {},
+        {"key": "warmup_steps", "allowed": "a number"},
+    ),
+    "no command": ("a.sh", "megatron-vlm import echo hi\n", {}, {"remedy_has": "in front of"}),
+    "a word": ("a.sh", "megatron-vlm import swift sft x\n", {}, {"remedy_has": "--NAME VALUE"}),
+    "a file that is not there": (
+        "a.sh",
+        script_text("swift sft", SWIFT | {"system": "nowhere.txt"}),
+        {},
+        {"key": "system", "problem_has": "does not exist"},
+    ),
+    "no estimator": (
+        "a.sh",
+        "megatron-vlm import verl.trainer.main_ppo algorithm.adv_estimator=null "
+        "actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B-Instruct\n",
+        {},
+        {"key": "algorithm.adv_estimator", "remedy_has": "no critic"},
+    ),
+    "a critic": (
+        "a.sh",
+        "megatron-vlm import verl.trainer.main_ppo "
+        "actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B-Instruct\n",
+        {},
+        {"key": "algorithm.adv_estimator", "found": "gae", "remedy_has": "no critic"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_what_cannot_be_translated_is_refused_with_its_line(case, tmp_path):
+    file, text, options, fields = MISTAKES[case]
+    with raises(ConfigError, **fields) as caught:
+        translate(tmp_path, file, text, **options)
+    assert file.endswith(".sh") or file in caught.value.place
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path):
+    text = yaml_text(LF | {"learning_rate": "x", "one": 1, "optim": "adafactor", "two": 2})
+    with raises(ConfigError) as caught:
+        translate(tmp_path, "a.yaml", text)
+    errors = (caught.value, *caught.value.further)
+    assert [error.key for error in errors] == ["learning_rate", "optim", "one", "two"]
+
+
+def test_the_command_prints_a_file_for_train(tmp_path, capsys):
+    path = tmp_path / "lf.yaml"
+    path.write_text(yaml_text(LF | {"frobnicate": 1, "output_dir": "out"}))
+    words = ["import", str(path), "--gpus", "8", "--ignore", "frobnicate"]
+    assert main(words) == 0
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(capsys.readouterr().out)
+    lines = ours.read_text().splitlines()
+    assert "#   megatron-vlm train --config FILE.yaml" in lines
+    assert "  lr: 1e-05  # learning_rate (line 5)" in lines
+    assert "  freeze_vision: true  # freeze_vision_tower (the default of LLaMA-Factory)" in lines
+    assert main(["train", "--cfg", "job", "--config", str(ours)]) == 0
+    assert "run: out\n" in capsys.readouterr().out
+    assert main([*words[:2], "--gpus", "0"]) == 2
+    assert "--gpus=0; give at least 1" in capsys.readouterr().err
+    assert main(["import", "run.sh"]) == 2
+    assert "write `megatron-vlm import` in front" in capsys.readouterr().err

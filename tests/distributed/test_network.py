@@ -1,0 +1,149 @@
+# .venv/bin/python -m pytest tests/distributed/test_network.py
+"""The reach of a job's ports, and the powers of a stranger who can reach them."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_vlm.distributed.agreement import job_store, store_barrier
+from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.distributed.job_store import SignedStore
+from megatron_vlm.distributed.launch.local_launcher import variables_of
+from megatron_vlm.distributed.process import LAUNCHER, SECRET
+from megatron_vlm.distributed.rendezvous import join_world
+from megatron_vlm.distributed.watchdog import Watchdog
+from tests.support.pool import free_port
+from tests.support.ports import is_loopback, listening, outward_address
+from tests.support.process_tree import Child, ProcessTree
+
+WORLD, TIMEOUT_S = 2, 2.0
+
+
+def be_rank(connection: Connection, variables: dict[str, str]) -> None:
+    """Run a rank of a job without a model, which is watched and follows orders."""
+    os.environ.update(variables)
+    del os.environ[LAUNCHER]  # the launcher is not this process's parent
+    join_world(pick_platform("cpu"), minutes=0.5)
+    dist.all_reduce(torch.ones(1))
+    time.sleep(dist.get_rank() * TIMEOUT_S / 8)  # each rank sees what the other has not renewed
+    watchdog = Watchdog(dist.get_rank(), TIMEOUT_S)
+    watchdog.join(job_store(), WORLD)
+    watchdog.begin_phase(0, "waiting")
+    connection.send([os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")])
+    while True:
+        while not connection.poll(TIMEOUT_S / 8):
+            watchdog.alive()
+        if (order := connection.recv()) == "meet":
+            store_barrier("there")
+        connection.send(order)
+
+
+@pytest.fixture
+def job(process_tree: ProcessTree) -> Iterator[tuple[list[Child], int]]:
+    """Yield the ranks of a job on one machine, as the launcher starts them, and the port of its
+    store."""
+    variables = variables_of(WORLD, 0, free_port())
+    ranks = [process_tree.fork(be_rank, variables | {"RANK": str(rank)}) for rank in range(WORLD)]
+    # Without these variables gloo would listen at the address that the machine's name resolves to.
+    assert [hear(rank, 60) for rank in ranks] == [["lo", "lo"]] * WORLD
+    yield ranks, int(variables["MASTER_PORT"])
+    for rank in ranks:
+        rank.kill()
+
+
+def hear(rank: Child, seconds: float) -> Any:
+    assert rank.connection.poll(seconds), "no answer"
+    return rank.connection.recv()
+
+
+def test_a_job_of_one_machine_listens_on_loopback(job):
+    ranks, port = job
+    addresses = listening([rank.pid for rank in ranks])
+    # The store listens, and so does gloo.
+    assert port in {number for _, number in addresses} and len(addresses) > WORLD
+    assert {address for address, _ in addresses if not is_loopback(address)} == set()
+    if (outside := outward_address()) is not None:
+        for _, number in addresses:
+            with pytest.raises(ConnectionRefusedError), socket.create_connection((outside, number)):
+                pass
+
+
+def forge_all(port: int) -> None:
+    """Write to every key, and to those that will be written: forged messages, then old true
+    ones."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    until = time.monotonic() + 30
+    while sum("watchdog/" in key for key in store.list_keys()) < WORLD:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    stuck = json.dumps([10**9, [0, 0], 0, "forged", 10**6]).encode()
+    keys = store.list_keys()
+    rooms = {key.partition("watchdog/")[0] for key in keys if "watchdog/" in key}
+    written = {key: store.get(key) for key in keys}
+    written |= {f"{room}meet/{name}": b"2" for room in rooms for name in ("there", "there/1")}
+    for forge in (
+        lambda own: stuck,
+        lambda own: own[: own.find(b"[")] + stuck,  # with the seal of another message
+        lambda own: b"\xff\xfe",
+    ):
+        for key, own in written.items():
+            store.set(key, forge(own))
+        time.sleep(TIMEOUT_S / 2)
+    for key, own in written.items():
+        store.set(key, own)  # an old true message
+    time.sleep(2 * TIMEOUT_S)
+
+
+@pytest.mark.slow
+def test_a_stranger_cannot_end_the_job(job, process_tree):
+    """A stranger can reach the store, list its keys and write to them, but does not have the
+    secret. The stranger runs in a process of its own, because a client closes a file twice once its
+    store is gone (torch 2.13)."""
+    ranks, port = job
+    process_tree.printed(forge_all, port)
+    assert all(rank.alive for rank in ranks)
+    ranks[0].connection.send("meet")
+    assert not ranks[0].connection.poll(1)  # the other rank has not come, despite the store's keys
+    ranks[1].connection.send("meet")
+    assert [hear(rank, 10) for rank in ranks] == ["meet", "meet"]
+
+
+def board(secret: str, monkeypatch: pytest.MonkeyPatch) -> SignedStore:
+    monkeypatch.setenv(SECRET, secret)
+    return SignedStore(dist.HashStore())
+
+
+def test_only_what_a_rank_wrote_to_this_key_is_read(monkeypatch):
+    signed = board("one", monkeypatch)
+    assert signed.read("key") is None
+    signed.write("key", "text \N{SNOWMAN}")
+    assert signed.read("key") == "text \N{SNOWMAN}"
+    seal, foreign = signed.store.get("key")[:64], SignedStore(dist.HashStore())
+    signed.write("other", "text \N{SNOWMAN}")
+    monkeypatch.setenv(SECRET, "two")
+    foreign.write("key", "text \N{SNOWMAN}")
+    monkeypatch.setenv(SECRET, "one")
+    for forged in (
+        seal + b"other",
+        signed.store.get("other"),
+        foreign.store.get("key"),
+        b"",
+        b"\xff",
+    ):
+        signed.store.set("key", forged)
+        assert signed.read("key") is None
+
+
+def test_an_old_message_put_back_is_not_news(monkeypatch):
+    watchdog, signed = Watchdog(0, None), board("one", monkeypatch)
+    for beat, step in ((5, 7), (4, 1), (6, 8)):
+        signed.write("watchdog/1", json.dumps([beat, [1, 0], step, "step", 0.0]))
+        assert watchdog._read(signed, 1).step == max(step, 7)

@@ -1,0 +1,467 @@
+# .venv/bin/python -m pytest tests/hf/test_hf.py
+"""Weights in and out: slices, shards, dtypes, tied heads, and checkpoints that do not fit."""
+
+import json
+import os
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, Qwen2Tokenizer, Qwen3VLForConditionalGeneration
+from transformers.utils import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    IMAGE_PROCESSOR_NAME,
+    PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+)
+from transformers.utils.hub import CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
+
+from megatron_vlm.errors import CheckpointError, ConfigError, DataError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.hf.companion_files import SETTINGS, copy_files
+from megatron_vlm.hf.export_weights import export_hf
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.load_weights import check_tensors, check_tied
+from megatron_vlm.hf.weight_map import head_groups, rows, vocab_rows
+from megatron_vlm.io.atomic import MARK
+from megatron_vlm.training.worker import MegatronWorker
+from tests.model.test_parity import layout
+from tests.support.error_fields import raises
+from tests.support.runs import Case, call
+from tests.training.test_properties import tensors
+
+
+def reader(values: dict[str, torch.Tensor]):
+    def read(name, spans):
+        return values[name][tuple(slice(None) if s is None else slice(*s) for s in spans)]
+
+    return read
+
+
+def test_qkv_is_cut_group_by_group():
+    """4 heads in 2 groups of head size 1 become [q0 q1 k0 v0 | q2 q3 k1 v1]."""
+    values = {
+        "q": torch.tensor([[0.0], [1.0], [2.0], [3.0]]),
+        "k": torch.tensor([[10.0], [11.0]]),
+        "v": torch.tensor([[20.0], [21.0]]),
+    }
+    qkv = head_groups(2, [4, 2, 2])
+    whole = qkv.load(reader(values), "qkv", 0, 1)
+    assert whole.flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    parts = [qkv.load(reader(values), "qkv", rank, 2) for rank in range(2)]
+    assert parts[1].flatten().tolist() == [2, 3, 11, 21]
+    for back, name in zip(qkv.save(parts), "qkv", strict=True):
+        assert torch.equal(back, values[name])
+
+
+def test_gate_up_is_cut_by_halves():
+    values = {"gate": torch.arange(4.0)[:, None], "up": torch.arange(10.0, 14.0)[:, None]}
+    layout = rows([4], [4])
+    parts = [layout.load(reader(values), ("gate", "up"), rank, 2) for rank in range(2)]
+    assert [part.flatten().tolist() for part in parts] == [[0, 1, 10, 11], [2, 3, 12, 13]]
+    gate, up = layout.save(parts)
+    assert torch.equal(gate, values["gate"]) and torch.equal(up, values["up"])
+
+
+def test_vocabulary_is_padded_in_memory_only():
+    values = {"e": torch.arange(1.0, 6.0)[:, None]}
+    layout = vocab_rows(5)
+    parts = [layout.load(reader(values), ("e",), rank, 4) for rank in range(4)]
+    assert [part.flatten().tolist() for part in parts] == [[1, 2], [3, 4], [5, 0], [0, 0]]
+    assert torch.equal(layout.save(parts)[0], values["e"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_expected_shapes_are_those_of_transformers(tied, tiny):
+    path = tiny(tied=tied)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(path)
+    names = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert read_sizes(path).shapes == names
+
+
+def copy_of(path: str, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = tmp_path / "copy"
+    shutil.copytree(path, folder)
+    return folder, load_file(folder / "model.safetensors")
+
+
+def check(folder: Path) -> None:
+    source = HFCheckpoint(folder)
+    source.read_headers()
+    check_tensors(source)
+    check_tied(source)
+
+
+def test_missing_surplus_and_misshapen_tensors_are_listed(tiny, tmp_path):
+    folder, weights = copy_of(tiny(), tmp_path)
+    check(folder)
+    weights.pop("model.language_model.norm.weight")
+    weights["model.language_model.layers.9.mlp.down_proj.weight"] = torch.zeros(2)
+    weights["lm_head.weight"] = torch.zeros(3, 64)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        check(folder)
+    problems = caught.value.found
+    assert problems["missing"] == ["model.language_model.norm.weight (64,)"]
+    assert problems["surplus"] == ["model.language_model.layers.9.mlp.down_proj.weight (2,)"]
+    (misshapen,) = problems["misshapen"]
+    assert re.search(r"lm_head\.weight .*\(3, 64\).*\(512, 64\)", misshapen)
+
+
+def test_truncated_shard_is_named(tiny, tmp_path):
+    folder, _ = copy_of(tiny(), tmp_path)
+    shard = folder / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with raises(CheckpointError, place=str(shard), problem_has=shard.stat().st_size):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    "text", [b"{", b"[1]", b'{"a": 1}', b'{"a": {"data_offsets": []}}', b"\xff"]
+)
+def test_a_damaged_header_is_named(text, tiny, tmp_path):
+    folder, _ = copy_of(tiny(), tmp_path)
+    whole = len(text).to_bytes(8, "little") + text
+    (folder / "model.safetensors").write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: its header is damaged"):
+        check(folder)
+
+
+def test_missing_shard_is_named(tiny, tmp_path):
+    folder, weights = copy_of(tiny(), tmp_path)
+    (folder / "model.safetensors").unlink()
+    write_index(folder, dict.fromkeys(weights, "model-00001-of-00001.safetensors"))
+    shard = str(folder / "model-00001-of-00001.safetensors")
+    with raises(CheckpointError, place=shard, problem_has="model.safetensors.index.json"):
+        check(folder)
+
+
+def changed(weights: dict[str, torch.Tensor], by: float) -> dict[str, torch.Tensor]:
+    return {name: weight + by for name, weight in weights.items()}
+
+
+def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def in_shards(folder: Path, weights: dict[str, torch.Tensor], kept_twice: str = "") -> None:
+    """Write two shards and their index in place of model.safetensors. Both hold the tensor
+    `kept_twice`, with another value in the second, though the index names the first."""
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    parts = {"model-1.safetensors": names[:9], "model-2.safetensors": names[9:]}
+    for file, part in parts.items():
+        save_file({name: weights[name] for name in part}, folder / file)
+    if kept_twice:
+        second = {name: weights[name] for name in names[9:]} | {kept_twice: weights[kept_twice] + 3}
+        save_file(second, folder / "model-2.safetensors")
+    write_index(folder, {name: file for file, part in parts.items() for name in part})
+
+
+def beside_a_backup(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(changed(weights, 1), folder / "model_old.safetensors")
+
+
+def beside_a_stale_index(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(changed(weights, 1), folder / "model-00001-of-00001.safetensors")
+    write_index(folder, dict.fromkeys(weights, "model-00001-of-00001.safetensors"))
+
+
+def indexed(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    in_shards(folder, changed(weights, 2))
+    beside_a_backup(folder, weights)
+
+
+def indexed_with_a_tensor_twice(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    in_shards(folder, weights, kept_twice=min(weights))
+
+
+def indexed_in_a_subfolder(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    (folder / "weights").mkdir()
+    (folder / "model.safetensors").rename(folder / "weights" / "all.safetensors")
+    write_index(folder, dict.fromkeys(weights, "weights/all.safetensors"))
+
+
+def linked_as_in_the_cache_of_the_hub(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    (folder / "model.safetensors").rename(blobs / "0a1b2c")
+    (folder / "model.safetensors").symlink_to(Path("..", "blobs", "0a1b2c"))
+
+
+LAYOUTS = (
+    beside_a_backup,
+    beside_a_stale_index,
+    indexed,
+    indexed_with_a_tensor_twice,
+    indexed_in_a_subfolder,
+    linked_as_in_the_cache_of_the_hub,
+)
+
+
+@pytest.mark.parametrize("arrange", LAYOUTS)
+def test_the_weights_read_are_those_that_transformers_reads(arrange, tiny, tmp_path):
+    folder, weights = copy_of(tiny(), tmp_path)
+    arrange(folder, weights)
+    check(folder)
+    source = HFCheckpoint(folder)
+    source.read_headers()
+    expected = Qwen3VLForConditionalGeneration.from_pretrained(folder).state_dict()
+    assert expected.keys() == source.tensors.keys()
+    for name, value in expected.items():
+        assert torch.equal(source.read(name, ()), value), name
+
+
+@pytest.mark.parametrize("name", ["foo.safetensors", "pytorch_model.bin"])
+def test_weights_under_another_name_are_refused(name, tiny, tmp_path):
+    """transformers refuses the first name and would read the second."""
+    folder, _ = copy_of(tiny(), tmp_path)
+    (folder / "model.safetensors").rename(folder / name)
+    with raises(CheckpointError, place=str(folder), found=[name], problem_has=name):
+        check(folder)
+
+
+def test_an_adapter_is_refused(tiny, tmp_path):
+    """transformers with peft would load the base model that the adapter names."""
+    folder, _ = copy_of(tiny(), tmp_path)
+    (folder / "adapter_config.json").write_text("{}")
+    with raises(CheckpointError, place=str(folder), remedy_has="lora.path"):
+        check(folder)
+
+
+@pytest.mark.parametrize("name", ["/etc/elsewhere.safetensors", "../other/model.safetensors", 7])
+def test_an_index_names_files_of_its_own_folder(name, tiny, tmp_path):
+    folder, weights = copy_of(tiny(), tmp_path)
+    (tmp_path / "other").mkdir()
+    (folder / "model.safetensors").rename(tmp_path / "other" / "model.safetensors")
+    write_index(folder, dict.fromkeys(weights, name))
+    index = str(folder / "model.safetensors.index.json")
+    with raises(CheckpointError, place=index, found=name):
+        check(folder)
+
+
+def test_an_index_that_is_not_json(tiny, tmp_path):
+    folder, _ = copy_of(tiny(), tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"index\.json: is not JSON: "):
+        check(folder)
+
+
+DTYPES = (torch.int8, torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_are_no_plain_floats_are_refused(dtype, tiny, tmp_path):
+    folder, weights = copy_of(tiny(), tmp_path)
+    name = "model.language_model.layers.1.mlp.up_proj.weight"
+    weights[name] = weights[name].to(dtype)
+    save_file(weights, folder / "model.safetensors")
+    with raises(CheckpointError, place=str(folder)) as caught:
+        check(folder)
+    (other,) = caught.value.found["of another type"]
+    assert other.startswith(f"{name} ") and "BF16" in other and "dequantized" in other
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_plain_floats_are_taken(dtype, tiny, tmp_path):
+    folder, weights = copy_of(tiny(), tmp_path)
+    save_file({k: v.to(dtype) for k, v in weights.items()}, folder / "model.safetensors")
+    check(folder)
+
+
+def test_a_stored_head_that_is_not_the_embedding_is_not_tied(tiny, tmp_path):
+    """transformers would not tie it, and would train two weights where config.json declares one."""
+    folder, weights = copy_of(tiny(tied=True), tmp_path)
+    embedding = weights["model.language_model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embedding.clone()
+    save_file(weights, folder / "model.safetensors")
+    check(folder)
+    weights["lm_head.weight"][-1, -1] += 1e-3
+    save_file(weights, folder / "model.safetensors")
+    with raises(
+        CheckpointError, key="tie_word_embeddings", found=True, problem_has="lm_head.weight"
+    ):
+        check(folder)
+
+
+def test_folder_without_a_checkpoint(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path=.* has no config\.json"):
+        HFCheckpoint(tmp_path)
+
+
+def test_a_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json: is a named pipe, and only files are read"
+    ):
+        read_sizes(tmp_path)
+
+
+def _values_read(worker: MegatronWorker) -> int:
+    """Load the weights again, and return the number of values read."""
+    from megatron_vlm.hf.load_weights import load_hf
+
+    class Counting(HFCheckpoint):
+        values = 0
+
+        def read(self, name, spans):
+            piece = super().read(name, spans)
+            self.values += piece.numel()
+            return piece
+
+    source = Counting(worker.cfg.model.path)
+    source.read_headers()
+    load_hf(worker.held, source, worker.grid)
+    held = sum(param.numel() for param in worker.chunks[0].parameters())
+    assert source.values == held, (source.values, held)
+    return source.values
+
+
+def test_a_rank_reads_only_what_it_holds(pool, tiny):
+    """The vocabulary is even, so the values read are the values held, on each rank."""
+    read = pool.run(call, 4, tiny(), layout(tp=2, pp=2), _values_read)
+    total = sum(
+        p.numel() for p in Qwen3VLForConditionalGeneration.from_pretrained(tiny()).parameters()
+    )
+    vision_and_norms = max(read) - min(read)
+    assert max(read) < 0.6 * total
+    assert vision_and_norms > 0  # stage 0 has the tower
+
+
+def _export_in_shards(worker: MegatronWorker) -> None:
+    out = worker.cfg.model.path + "-shards"
+    shutil.rmtree(out, ignore_errors=True)
+    export_hf(worker.held, worker.source, worker.table, worker.grid, out, max_shard_bytes=300_000)
+
+
+def test_sharded_export_loads_in_transformers(pool, tiny):
+    path = tiny(vocab=509)
+    pool.run(call, 4, path, layout(tp=2, pp=2), _export_in_shards)
+    folder = Path(path + "-shards")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 3
+    assert {shard.name for shard in shards} == set(index["weight_map"].values())
+    exported = {name: value for shard in shards for name, value in tensors(shard).items()}
+    assert exported == tensors(Path(path) / "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(len(value[2]) for value in exported.values())
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder)
+    assert model.config.text_config.vocab_size == 509
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def test_a_tied_head_that_was_stored_is_stored_again(pool, tiny, tmp_path):
+    folder, weights = copy_of(tiny(tied=True), tmp_path)
+    weights["lm_head.weight"] = weights["model.language_model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors")
+    pool.run(export_again, 2, str(folder), layout(pp=2), str(tmp_path / "out"))
+    assert tensors(tmp_path / "out" / "model.safetensors") == tensors(folder / "model.safetensors")
+
+
+def export_again(path: str, case: Case, out: str) -> None:
+    MegatronWorker(case.config(path)).export_hf(out)
+
+
+def test_the_export_takes_the_files_of_a_list(pool, tiny, tmp_path):
+    """Secrets, also behind links, and files of other formats are not exported."""
+    folder, _ = copy_of(tiny(), tmp_path)
+    names = {file.name for file in folder.iterdir()}
+    secret = tmp_path / "id_ed25519"
+    secret.write_text("secret")
+    blobs = tmp_path / "models--Qwen--Tiny" / "blobs"
+    blobs.mkdir(parents=True)
+    (folder / "chat_template.jinja").rename(blobs / "0a1b2c")
+    (folder / "chat_template.jinja").symlink_to(blobs / "0a1b2c")
+    (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    (folder / "config.json").rename(folder / "config-v2.json")
+    (folder / "config.json").symlink_to("config-v2.json")
+    for name in (".env", "weights.gguf", "consolidated.pth", "notes.txt", "pytorch_model.bin"):
+        (folder / name).write_text("secret")
+    for name in ("notes", "README.md", "merges.txt"):
+        (folder / name).symlink_to(secret)
+    (folder / "LICENSE").write_text("free")
+    (folder / "vocab.json").symlink_to("/nowhere/vocab.json")
+    (folder / "added_tokens.json").mkdir()
+    pool.run(export_again, 1, str(folder), layout(), str(tmp_path / "out"))
+    out = {file.name: file for file in (tmp_path / "out").iterdir()}
+    assert out.keys() == names | {"LICENSE", "README.md"}
+    assert not any(file.is_symlink() for file in out.values())
+    assert all(file.read_bytes() != b"secret" for file in out.values())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_what_the_export_leaves_out_is_said(tiny, tmp_path, capsys):
+    folder, _ = copy_of(tiny(), tmp_path)
+    copy_files(folder, tmp_path)
+    assert capsys.readouterr().err == ""
+    (folder / "\x1b[2Jnotes").write_text("")
+    (folder / "LICENSE").symlink_to("/etc/hostname")
+    (folder / "README.md").write_text("another model's")
+    (folder / MARK).write_text("{}")  # the folder is an export of a first stage
+    copy_files(folder, tmp_path)
+    output = capsys.readouterr().err
+    assert "the export leaves out '\\x1b[2Jnotes', 'LICENSE' of" in output
+    assert not (tmp_path / "README.md").exists() and not (tmp_path / MARK).exists()
+
+
+def test_the_list_has_every_file_that_transformers_writes(tiny, tmp_path):
+    Qwen3VLForConditionalGeneration.from_pretrained(tiny()).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny()).save_pretrained(tmp_path)
+    names = {CONFIG_NAME, GENERATION_CONFIG_NAME, PROCESSOR_NAME, IMAGE_PROCESSOR_NAME}
+    names |= {VIDEO_PROCESSOR_NAME, CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE}
+    names |= set(Qwen2Tokenizer.vocab_files_names.values())
+    names |= {file.name for file in tmp_path.iterdir()} - {"model.safetensors"}
+    assert names <= set(SETTINGS)
+
+
+def test_an_export_never_overwrites(pool, tiny, tmp_path):
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(RuntimeError, match=rf"CheckpointError: {tmp_path}: "):
+        pool.run(export_again, 1, tiny(), layout(), str(tmp_path))
+    assert (tmp_path / "mine.txt").read_text() == "precious"
+
+
+def opening(path: str, case: Case) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        MegatronWorker(case.config(path))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e300])
+def test_what_is_not_finite_is_not_loaded(value, pool, tiny, tmp_path):
+    """One value of a tensor that one of two ranks reads is not finite in the training dtype."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny(), folder)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.language_model.layers.3.mlp.down_proj.weight"
+    weights[name] = weights[name].double()
+    weights[name][-1, -1] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for message in pool.run(opening, 2, str(folder), layout(pp=2)):
+        assert message.startswith(f"{folder}: {name} ")
+
+
+def diverged(worker: MegatronWorker, out: str) -> str:
+    """Return each rank's error where one weight of the last stage is NaN."""
+    if worker.grid.is_last_stage:
+        next(reversed(worker.held.values())).data.view(-1)[3] = torch.nan
+    with pytest.raises(CheckpointError) as caught:
+        worker.export_hf(out)
+    return str(caught.value)
+
+
+def test_what_is_not_finite_is_not_exported(pool, tiny, tmp_path):
+    for message in pool.run(
+        call, 4, tiny(), layout(tp=2, pp=2), partial(diverged, out=str(tmp_path / "out"))
+    ):
+        assert message.startswith(f"{tmp_path / 'out'}: lm_head.weight ") and "NaN" in message
+    assert list(tmp_path.iterdir()) == []

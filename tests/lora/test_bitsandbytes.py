@@ -1,0 +1,76 @@
+# .venv/bin/python -m pytest tests/lora/test_bitsandbytes.py -m slow
+"""lora.base=nf4 and PEFT on the same weights in bitsandbytes' own layers: which ones these are, the
+loss and every gradient of the adapters, from plain checkpoints and from those that it has
+stored."""
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.lora.base_weights import entries_in_blocks
+from megatron_vlm.training.worker import MegatronWorker
+from tests.lora.test_lora import ALL, BLOCKS, DELTA_NET_IN_BLOCKS
+from tests.model.test_parity import layout
+from tests.support.batches import MIXED, make_rows
+from tests.support.peft_reference import peft_model, save
+from tests.support.reference import inputs_of
+from tests.support.runs import loss_and_grads
+
+ROOT = Path(__file__).parents[2]
+# The error is relative, as in test_lora.py. Measured worst case: 2.5e-6.
+TOLERANCE = 5e-6
+NF4 = replace(ALL, base="nf4")
+
+pytestmark = [
+    pytest.mark.slow,  # bitsandbytes and transformers are imported in a process of their own
+    pytest.mark.skipif(
+        not (ROOT / ".venv-trl" / "ready").exists(),
+        reason="bitsandbytes is not there: make trl-env builds its environment, .venv-trl",
+    ),
+]
+
+
+def layers_in_blocks(path: str, case) -> list[str]:
+    worker = MegatronWorker(case.config(path), training=False)
+    entries = entries_in_blocks(worker.cfg.lora, worker.table, worker.source)
+    return [name.removesuffix(".weight") for entry in entries for name in entry.names]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("sizes", [BLOCKS, DELTA_NET_IN_BLOCKS], ids=["qwen3_vl", "qwen3_5"])
+def test_equals_peft_on_bitsandbytes(sizes, nested, pool, tiny, tmp_path, record_property):
+    path, rows = tiny(**sizes), make_rows(MIXED, 512)
+    model = peft_model(path, NF4)
+    adapter = save(model, tmp_path / "adapter")
+    inputs = [inputs_of(model, row) | {"labels": row.labels_S} for row in rows]
+    case = {"model": path, "adapter": adapter, "nested": nested, "rows": inputs}
+    torch.save(case, tmp_path / "case.pt")
+    script = Path(__file__).parents[1] / "support" / "bitsandbytes_peft.py"
+    words = [ROOT / ".venv-trl" / "bin" / "python", script, tmp_path / "case.pt", tmp_path / "out"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = torch.load(tmp_path / "out")
+
+    stored = HFCheckpoint(tmp_path / "stored")
+    stored.read_headers()
+    layers = {name.removesuffix(".weight") for name in stored.in_blocks}
+    assert layers == set(theirs["linears"])
+    # The scales of a nested checkpoint are other ones than those of the plain checkpoint.
+    for folder in (str(tmp_path / "stored"), *([] if nested else [path])):
+        for each in (layout(), layout(tp=2, pp=2)):
+            each = replace(each, lora=dict(NF4.ours, path=adapter))
+            assert set(pool.run(layers_in_blocks, each.world, folder, each)[0]) == layers
+            ours = pool.run(loss_and_grads, each.world, folder, each, rows)[0]
+            errors = {"loss": abs(ours.loss / theirs["loss"] - 1)}
+            pairs = zip(ours.log_probs, theirs["log_probs"], strict=True)
+            errors["log-probs"] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+            assert ours.grads.keys() == theirs["grads"].keys()
+            for name, grad in theirs["grads"].items():
+                errors[name] = float((ours.grads[name] - grad).norm() / grad.norm())
+            worst = max(errors, key=lambda name: errors[name])
+            record_property("worst", errors[worst])
+            assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.2e}"

@@ -1,0 +1,246 @@
+# .venv/bin/python -m pytest tests/lora/test_config.py
+"""The keys of `lora`: recipes, the weights that they choose, and refused values."""
+
+from dataclasses import replace
+
+import pytest
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+
+from megatron_vlm.config import from_yaml, load_config, to_yaml
+from megatron_vlm.config.trainable import USUAL, exports, learns, scale_of
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.lora.targets import adapted_specs, is_of_experts, module_of
+from megatron_vlm.lora.weights import adapted_weights
+from megatron_vlm.model.constraints import check_supported
+from megatron_vlm.rl.vllm_engines import has_tower_weights
+from tests.support.error_fields import raises
+from tests.support.reference import load_reference
+
+HAS = ["model.path=x", "lora=default"]
+
+
+def test_recipes():
+    off = load_config(["model.path=x"])
+    assert off.lora.rank == 0 and exports(off) == ("model",)
+    assert all(learns(off, part) for part in ("vision", "merger", "language"))
+    language = load_config(HAS)
+    assert (language.lora.rank, language.lora.alpha) == (16, 32)
+    assert language.lora.targets == ("attention", "mlp") and exports(language) == ("adapter",)
+    assert not any(learns(language, part) for part in ("vision", "merger", "language"))
+    vision = load_config(["model.path=x", "lora=vision"])
+    assert learns(vision, "merger") and not learns(vision, "vision")
+    assert load_config([*HAS, "checkpoint.export=both"]).checkpoint.export == "both"
+    assert exports(load_config([*HAS, "checkpoint.export=both"])) == ("adapter", "merged")
+    assert exports(load_config([*HAS, "checkpoint.export=false"])) == ()
+    assert load_config([*HAS, "lora.targets=[q_proj]", "~lora.targets"]).lora.targets == (
+        "attention",
+        "mlp",
+    )
+    assert from_yaml(to_yaml(vision)) == vision
+    assert scale_of(load_config([*HAS, "lora.rslora=true"]).lora) == 8
+
+
+def test_recipes_bring_the_rate_of_adapters():
+    """It is also above that of recipes that train all weights, and an explicit one wins."""
+    assert load_config(["model.path=x", "lora=qlora"]).lora == replace(USUAL, base="nf4")
+    for name in ("default", "all", "vision", "qlora"):
+        words = ["model=qwen3_vl_8b", "model.path=x", f"lora={name}"]
+        optim = load_config([*words, "train=caltech101"]).optim
+        assert (optim.lr, optim.vision_lr) == (1e-4, None)
+        # lora=vision trains the projectors themselves.
+        assert optim.merger_lr == (1e-5 if name == "vision" else None)
+        given = load_config([*words, "optim.lr=3e-5", "optim.merger_lr=2e-5"]).optim
+        assert (given.lr, given.merger_lr) == (3e-5, 2e-5)
+    frozen = load_config(
+        ["model=qwen3_vl_8b", "model.path=x", "lora=default", "optim=frozen_vision"]
+    )
+    assert frozen.optim.lr == 1e-4
+    assert load_config(["model=qwen3_vl_8b", "model.path=x", "lora.rank=16"]).optim.lr == 1e-5
+
+
+REFUSED = {
+    "lora.alpha=8": dict(key="lora.alpha", found=8, problem_has="lora.rank=0"),
+    "lora.targets=[mlp]": dict(key="lora.targets", found=("mlp",), problem_has="lora.rank=0"),
+    "checkpoint.export=merged": dict(
+        key="checkpoint.export", found="merged", allowed=(True, False)
+    ),
+    "lora=default checkpoint.export=peft": dict(
+        key="checkpoint.export", found="peft", allowed_has="'adapter', 'merged', 'both'"
+    ),
+    "lora=default lora.targets=[]": dict(key="lora.targets", remedy_has="lora.rank=0"),
+    "lora=default lora.train=[tower]": dict(
+        key="lora.train", found=("tower",), allowed=("vision", "merger", "language")
+    ),
+    "lora=default lora.train=[merger] model.freeze_merger=true": dict(
+        key="lora.train", found=("merger",), problem_has="model.freeze_merger=true"
+    ),
+    "lora=default lora.train=[language]": dict(
+        key="lora.train", found=("language",), remedy_has="checkpoint.export=merged"
+    ),
+    "lora=default lora.rank=-1": dict(key="lora.rank", found=-1, allowed="at least 0"),
+    "lora=default lora.dropout=1": dict(key="lora.dropout", found=1, allowed="0 to less than 1"),
+    "lora=default lora.alpha=0": dict(key="lora.alpha", found=0, allowed_has="more than 0"),
+    "lora=default lora.init=pissa": dict(
+        key="lora.init", found="pissa", allowed=("kaiming", "gaussian")
+    ),
+    "lora=default data.add_tokens=['<a>']": dict(
+        key="data.add_tokens", problem_has="lora.train without language"
+    ),
+    "lora=both": dict(key="lora", found="both", remedy_has="all, default, none, qlora, vision"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words):
+    with raises(ConfigError, **REFUSED[words]):
+        load_config(["model.path=x", *words.split()])
+
+
+def test_transformer_engine_is_refused_with_the_reason():
+    cfg = load_config([*HAS, "model.backend=te"])
+    with raises(ConfigError, key="lora.rank", found=16, remedy_has="model.backend=torch"):
+        check_supported(cfg)
+
+
+def test_targets_are_parts_names_and_patterns(tiny):
+    tensors = read_sizes(tiny()).tensors
+
+    def names(*targets: str) -> list[str]:
+        return [module_of(each) for each in adapted_specs(tensors, targets)]
+
+    assert len(names("attention")) == 4 * 4 and len(names("mlp")) == 4 * 3
+    assert {name.rpartition(".")[2] for name in names("vision_attention")} == {"qkv", "proj"}
+    assert {name.rpartition(".")[2] for name in names("vision_mlp")} == {"linear_fc1", "linear_fc2"}
+    assert all("merger" in name for name in names("merger")) and len(names("merger")) >= 4
+    assert names("layers.1.mlp.up_proj") == ["model.language_model.layers.1.mlp.up_proj"]
+    assert len(names("layers.[0-2].self_attn.?_proj")) == 3 * 4
+    every = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
+    assert len(names(*every)) == sum(len(names(each)) for each in every)
+    with raises(ConfigError, key="lora.targets", found="qproj", remedy_has="q_proj"):
+        names("mlp", "qproj")
+    with raises(ConfigError, key="lora.targets", found="embed_tokens", remedy_has="attention"):
+        names("embed_tokens")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_adapted_where_it_is_named(tied, tiny):
+    sizes = read_sizes(tiny(tied=tied))
+
+    def names(*targets: str) -> list[str]:
+        cfg = load_config([*HAS, f"lora.targets=[{','.join(targets)}]"])
+        return [module_of(each) for each in adapted_weights(cfg, sizes)]
+
+    assert names("head") == names("lm_head") == ["lm_head"]
+    assert names("attention", "head")[-1] == "lm_head" and len(names("attention", "head")) == 17
+    for targets in (("attention", "mlp"), ("merger",), ("vision_attention", "vision_mlp")):
+        assert "lm_head" not in names(*targets)
+    for recipe in ("default", "all", "vision"):
+        cfg = load_config(["model.path=x", f"lora={recipe}"])
+        assert "lm_head" not in map(module_of, adapted_weights(cfg, sizes))
+    assert "lm_head" in names("*")
+    for targets, has_tower in (
+        ("head", False),
+        ("mlp", False),
+        ("merger", True),
+        ("vision_mlp", True),
+    ):
+        assert has_tower_weights(adapted_specs(sizes.with_head, (targets,))) == has_tower  # vLLM
+    for more, key in (
+        (["lora.train=[language]", "checkpoint.export=merged"], "lora.targets"),
+        (["model.freeze_language=true"], "model.freeze_language"),
+    ):
+        cfg = load_config([*HAS, "lora.targets=[head]", *more])
+        with raises(ConfigError, key=key, problem_has="lm_head of the part language"):
+            adapted_weights(cfg, sizes)
+
+
+def test_experts_are_of_the_mlp_and_routers_get_no_adapters(tiny):
+    """PEFT sees experts as two weights, however many there are, and a router is not one of its
+    linear layers."""
+    tensors = read_sizes(tiny(experts=4, layers=3, dense_layers=1)).tensors
+
+    def names(*targets: str) -> list[str]:
+        prefix = "model.language_model.layers."
+        return [module_of(each).removeprefix(prefix) for each in adapted_specs(tensors, targets)]
+
+    both = [f"{n}.mlp.experts.{end}" for n in (1, 2) for end in ("gate_up_proj", "down_proj")]
+    dense = [f"0.mlp.{end}_proj" for end in ("gate", "up", "down")]
+    assert names("mlp") == dense + both and names("mlp.experts.*_proj") == both
+    assert names("down_proj") == [dense[2], both[1], both[3]]
+    assert names("layers.0.mlp.*_proj") == dense
+    assert not [each for each in names("layers.1.*", "layers.2.*") if each.endswith("gate")]
+    for target in ("mlp.gate", "layers.1.mlp.gate", "gate"):
+        problem = "router model.language_model.layers.1.mlp.gate,"
+        with raises(ConfigError, key="lora.targets", found=target, problem_has=problem):
+            names("attention", target)
+
+
+def test_both_mixers_are_of_attention(tiny):
+    """The convolution has no adapter: in transformers it is no linear layer."""
+    tensors = read_sizes(tiny(family="qwen3_5", head_dim=64)).tensors
+    linear = [f"linear_attn.{end}" for end in ("in_proj_qkv", "in_proj_z", "in_proj_b")]
+    linear += ["linear_attn.in_proj_a", "linear_attn.out_proj"]
+    full = [f"self_attn.{letter}_proj" for letter in "qkvo"]
+    prefix = "model.language_model.layers."
+    every = [f"{prefix}{n}.{end}" for n in range(3) for end in linear]
+    every += [f"{prefix}3.{end}" for end in full]
+
+    def names(*targets: str) -> list[str]:
+        return [module_of(each) for each in adapted_specs(tensors, targets)]
+
+    assert names("attention") == every
+    assert names("linear_attn.*") == every[:15] and names("self_attn.*") == every[15:]
+    assert names("in_proj_?") == [each for each in every if each[:-1].endswith("in_proj_")]
+    assert names("layers.1.linear_attn.in_proj_qkv") == [f"{prefix}1.linear_attn.in_proj_qkv"]
+    assert len(names("attention", "mlp", "head")) == 19 + 12 + 1
+    # A pattern of Qwen3-VL's tower does not match the mixers, nor theirs the tower.
+    assert all(".visual." in name for name in names("attn.*"))
+    for absent in ("conv1d", "in_proj_ba", "in_proj_qkvz", "A_log", "layers.0.self_attn.q_proj"):
+        with raises(ConfigError, key="lora.targets", found=absent, remedy_has="in_proj_qkv"):
+            names("attention", absent)
+
+
+def test_the_shared_expert_and_its_gate_are_of_the_mlp(tiny):
+    """The gate is a linear layer in transformers, as the router is not, so PEFT's all-linear takes
+    it."""
+    path = tiny(family="qwen3_5", head_dim=64, experts=4)
+    tensors = read_sizes(path).tensors
+    prefix = "model.language_model.layers."
+
+    def names(*targets: str) -> list[str]:
+        return [module_of(each).removeprefix(prefix) for each in adapted_specs(tensors, targets)]
+
+    shared = [f"shared_expert.{name}_proj" for name in ("gate", "up", "down")]
+    each = ["experts.gate_up_proj", "experts.down_proj", *shared, "shared_expert_gate"]
+    assert names("mlp") == [f"{n}.mlp.{end}" for n in range(4) for end in each]
+    assert names("shared_expert_gate") == [f"{n}.mlp.shared_expert_gate" for n in range(4)]
+    assert names("shared_expert.*") == [f"{n}.mlp.{end}" for n in range(4) for end in shared]
+    with raises(ConfigError, key="lora.targets", found="mlp.gate", problem_has="the router"):
+        names("mlp", "mlp.gate")
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_all_linear_of_peft_means_every_group_of_linear_layers(experts, tiny):
+    """In the decoder, PEFT's all-linear and attention with mlp are the same linear layers; experts
+    are no linear layers there."""
+    path = tiny(family="qwen3_5", head_dim=64, experts=experts)
+    model = get_peft_model(load_reference(path), PeftConfig(target_modules="all-linear"))
+    adapted = {
+        name.partition(".lora_A")[0].removeprefix("base_model.model.")
+        for name, _ in model.named_parameters()
+        if ".lora_A." in name and ".visual." not in name
+    }
+    chosen = adapted_specs(read_sizes(path).tensors, ("attention", "mlp"))
+    assert adapted == {module_of(each) for each in chosen if not is_of_experts(each)}
+
+
+def test_dropout_for_experts_is_refused_as_peft_refuses_it(tiny):
+    sizes = read_sizes(tiny(experts=4, layers=3, dense_layers=1))
+    cfg = load_config([*HAS, "lora.dropout=0.1"])
+    targets = "lora.targets=[attention,mlp]"
+    with raises(ConfigError, key="lora.dropout", found=0.1, problem_has=targets):
+        adapted_weights(cfg, sizes)
+    dense = load_config([*HAS, "lora.dropout=0.1", "lora.targets=[attention,layers.0.mlp.*_proj]"])
+    assert adapted_weights(dense, sizes)

@@ -1,0 +1,436 @@
+# .venv/bin/python -m pytest tests/lora/test_files.py
+"""Adapters in and out: PEFT loads the exported adapters, PEFT's own adapters are loaded here, and a
+run with adapters can be exported, scored and asked."""
+
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
+from megatron_vlm.checkpoint.retention import step_folder
+from megatron_vlm.checkpoint.save_load import save
+from megatron_vlm.cli import main
+from megatron_vlm.commands.chat.command import Settings, find_model
+from megatron_vlm.config.schema import CheckpointConfig, LoraConfig
+from megatron_vlm.config.trainable import scale_of
+from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.lora.peft_config import base_of, lora_of
+from megatron_vlm.lora.targets import adapted_specs
+from megatron_vlm.lora.weights import adapted_weights, serving_remark
+from megatron_vlm.report.layout_table import short_name
+from megatron_vlm.training.worker import MegatronWorker
+from tests.lora.test_lora import (
+    ALL,
+    BESIDE_MERGER,
+    BLOCKS,
+    DELTA_NET,
+    DOWN,
+    EXPERTS,
+    EXPERTS_IN_BLOCKS,
+    IN_EXPERTS,
+    SHARED_EXPERT,
+)
+from tests.model.test_parity import layout
+from tests.run.test_train import go_pooled, steps_of
+from tests.support.batches import MIXED, make_rows
+from tests.support.peft_reference import Adapter, base_model, peft_model
+from tests.support.peft_reference import save as save_peft
+from tests.support.reference import load_reference, row_log_probs
+from tests.support.runs import Case, my_rows
+
+PLACES = ("adapter", "merged", "from_checkpoint", "merged_from_checkpoint")
+
+
+def train_and_export(path: str, case: Case, folder: Path) -> list[torch.Tensor]:
+    """Train two steps, write each export and a checkpoint, and return the log-probs afterwards."""
+    worker = MegatronWorker(case.config(path))
+    for seed in range(2):
+        worker.forward_backward(my_rows(make_rows(MIXED, 512, seed)))
+        worker.optim_step(lr=0.03)
+    for kind in ("adapter", "merged"):
+        worker.export_hf(str(folder / kind), kind=kind)
+    save(worker, step_folder(folder, 2), {"step": 2})
+    return worker.forward(make_rows(MIXED))
+
+
+def log_probs(model: torch.nn.Module) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [row_log_probs(model.eval(), row) for row in make_rows(MIXED)]
+
+
+def difference(ours, theirs) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "case", "sizes"),
+    [
+        (ALL, layout(tp=2, pp=2), {}),
+        (BESIDE_MERGER, layout(dp=2), {}),
+        (ALL, layout(tp=2, pp=2, layers_per_stage=[1, 3]), DELTA_NET),
+        (Adapter(), layout(pp=2, dp=2, ep=2), SHARED_EXPERT),
+        (replace(ALL, base="nf4"), layout(tp=2, pp=2), BLOCKS),
+        slow(replace(BESIDE_MERGER, base="int8"), layout(tp=2), BLOCKS),
+        slow(replace(IN_EXPERTS, base="nf4"), layout(pp=2, dp=2, ep=2), EXPERTS_IN_BLOCKS),
+        slow(Adapter(("in_proj_qkv", "in_proj_a", "q_proj")), layout(tp=2), DELTA_NET),
+        slow(Adapter(("in_proj_?", "shared_expert.*_proj")), layout(dp=2, ep=2), SHARED_EXPERT),
+        slow(Adapter(), layout(pp=2, dp=2, ep=2), {**EXPERTS, "dense_layers": 1}),
+        slow(replace(ALL, rslora=True), layout(pp=2), {}),
+        slow(Adapter(("q_proj", "linear_fc1")), layout(tp=2), {}),
+        slow(Adapter(("layers.2.mlp.experts.down_proj",)), layout(dp=2, ep=2), EXPERTS),
+        slow(Adapter(("gate_up_proj", "q_proj"), rslora=True), layout(), EXPERTS),
+        slow(Adapter(("mlp", "merger"), whole_merger=False), layout(dp=4, ep=4), EXPERTS),
+    ],
+)
+def test_peft_loads_what_is_exported(adapter, case, sizes, pool, tiny, tmp_path):
+    case, tiny = replace(case, lora=adapter.ours), partial(tiny, **sizes)
+    trained = pool.run(train_and_export, case.world, tiny(), case, tmp_path)[0]
+    base = log_probs(base_model(tiny(), adapter))
+    assert difference(trained, base) > 0.01
+    export_checkpoint(str(step_folder(tmp_path, 2)), str(tmp_path / "from_checkpoint"))
+    merged = str(tmp_path / "merged_from_checkpoint")
+    export_checkpoint(str(step_folder(tmp_path, 2)), merged, kind="merged")
+    for one, other in zip(PLACES[:2], PLACES[2:], strict=True):
+        files = {path.name: path.read_bytes() for path in (tmp_path / one).iterdir()}
+        again = {path.name: path.read_bytes() for path in (tmp_path / other).iterdir()}
+        assert files.keys() == again.keys() - {"megatron_vlm.json"}  # only a checkpoint has an id
+        assert [name for name in files if files[name] != again[name] and name != "README.md"] == []
+    loaded = PeftModel.from_pretrained(base_model(tiny(), adapter), tmp_path / "adapter")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert get_peft_model_state_dict(loaded).keys() == stored.keys()
+    assert isinstance(loaded.peft_config["default"].lora_alpha, int)  # the type that PEFT declares
+    assert difference(log_probs(loaded), trained) < 5e-6
+    with loaded.disable_adapter():  # whole mergers are modules_to_save, and are disabled as well
+        assert difference(log_probs(loaded), base) == 0
+    whole = load_reference(str(tmp_path / "merged"))
+    assert difference(log_probs(whole), trained) < 5e-6
+    expected = dict(loaded.merge_and_unload().named_parameters())
+    for name, tensor in whole.named_parameters():
+        assert torch.allclose(tensor, expected[name], rtol=0, atol=1e-7), name
+
+
+def log_probs_here(path: str, case: Case) -> list[torch.Tensor]:
+    return MegatronWorker(case.config(path), training=False).forward(make_rows(MIXED))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "sizes"),
+    [
+        (ALL, {}),
+        (IN_EXPERTS, {**EXPERTS, "dense_layers": 1}),
+        (ALL, DELTA_NET),
+        (IN_EXPERTS, SHARED_EXPERT),
+        slow(replace(IN_EXPERTS, targets=("nothing",), parameters=(DOWN,)), EXPERTS),
+    ],
+)
+def test_an_adapter_says_how_to_go_on_from_it(adapter, sizes, pool, tiny, tmp_path):
+    path = tiny(**sizes)
+    model = peft_model(path, adapter)
+    folder = Path(save_peft(model, tmp_path / "peft"))
+    lora = lora_of(folder, path)
+    assert (lora.rank, lora.alpha, lora.rslora, lora.train) == (4, 12.0, False, ())
+    case = replace(layout(), lora=vars(lora))
+    assert difference(pool.run(log_probs_here, 1, path, case)[0], log_probs(model)) < 5e-6
+
+
+def refused(path: str, case: Case) -> str:
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        MegatronWorker(case.config(path))
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_refused(pool, tiny, tmp_path):
+    folder = Path(save_peft(peft_model(tiny(), ALL), tmp_path / "peft"))
+    right = dict(ALL.ours, path=str(folder))
+
+    def said(model=tiny(), edit=None, **lora) -> str:
+        if edit is not None:
+            changed = tmp_path / f"changed{len(list(tmp_path.iterdir()))}"
+            shutil.copytree(folder, changed)
+            edit(changed)
+            lora = dict(lora, path=str(changed))
+        return pool.run(refused, 1, model, replace(layout(), lora=dict(right, **lora)))[0]
+
+    def config(**changes):
+        def edit(folder):
+            file = folder / "adapter_config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+        return edit
+
+    def tensors(change):
+        def edit(folder):
+            file = folder / "adapter_model.safetensors"
+            stored = load_file(file)
+            change(stored)
+            save_file(stored, file)
+
+        return edit
+
+    assert re.search(": lora.rank=8 .* r, 4; set lora.rank=4$", said(rank=8, alpha=12.0))
+    assert re.search(": lora.alpha=8.0 .* lora_alpha, 12.0; ", said(alpha=8.0))
+    assert re.search(": lora.rslora=true .* use_rslora, false; ", said(rslora=True))
+    assert ": lora.targets=[attention] and lora.train " in said(targets=("attention",))
+    first = tensors(lambda found: found.pop(sorted(found)[0]))
+    assert re.search(r": lora.targets=.* 1 of them, such as base_model\.", said(edit=first))
+    assert re.search(r"\.shape=\[\d+,\d+\] .*model.path$", said(tiny(intermediate=192)))
+    assert ": use_dora=true " in said(edit=config(use_dora=True))
+    assert ": rank_pattern={'q_proj': 2} " in said(edit=config(rank_pattern={"q_proj": 2}))
+    assert "adapter_config.json: peft_type=IA3 " in said(edit=config(peft_type="IA3"))
+    missing = said(edit=lambda folder: (folder / "adapter_config.json").unlink())
+    assert "adapter_config.json" in missing
+    assert "lora.targets=q_prj matches no linear layer" in said(targets=("q_prj",), path=None)
+    assert "only repeat it" in said(targets=("merger",), train=("merger",), path=None)
+    case = replace(layout(freeze_vision=True), lora=dict(ALL.ours))
+    assert (
+        "model.freeze_vision=true keeps the part vision as it is"
+        in pool.run(refused, 1, tiny(), case)[0]
+    )
+    with pytest.raises(ConfigError, match=r"give its base model as model.path and this folder"):
+        HFCheckpoint(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "words"),
+    [
+        (math.nan, torch.float32, " has values that are NaN"),
+        (-math.inf, torch.bfloat16, " has values that are NaN"),
+        (1e300, torch.float64, " has values that are NaN"),  # infinite in fp32
+        (1, torch.int32, ".dtype=I32 "),
+        (1, torch.float8_e4m3fn, ".dtype=F8_E4M3 "),
+        (1, torch.bool, ".dtype=BOOL "),
+        (1, torch.complex64, ".dtype=C64 "),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_be_trained_are_refused(value, dtype, words, pool, tiny, tmp_path):
+    """Values are checked at the start, as those of a base model are, both in adapters and in
+    weights that are trained whole."""
+    folder = Path(save_peft(peft_model(tiny(), BESIDE_MERGER), tmp_path / "peft"))
+    case = replace(layout(), lora=dict(BESIDE_MERGER.ours, path=str(folder)))
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for ending in ("q_proj.lora_B.weight", "merger.linear_fc1.bias"):
+        name = next(each for each in sorted(tensors) if each.endswith(ending))
+        changed = tensors[name].clone().to(dtype)
+        changed.view(-1)[-1] = value
+        save_file(tensors | {name: changed}, file)
+        message = pool.run(refused, 1, tiny(), case)[0]
+        assert f"lora.path={folder}: {name}{words}" in message
+
+
+def test_adapters_of_other_experts_are_refused(pool, tiny, tmp_path):
+    """Adapters of the two weights have the same names, and PEFT before 0.19.1 wrote them
+    transposed."""
+    path = tiny(**EXPERTS)
+    model = peft_model(path, replace(IN_EXPERTS, targets=("nothing",), parameters=(DOWN,)))
+    folder = Path(save_peft(model, tmp_path / "peft"))
+    right = dict(Adapter((DOWN,)).ours, path=str(folder))
+
+    def said(**lora) -> str:
+        return pool.run(refused, 1, path, replace(layout(), lora=dict(right, **lora)))[0]
+
+    named = r"target_parameters=\[mlp.experts.down_proj\] are 4 weights"
+    for target, count in (("gate_up_proj", 4), ("mlp", 8), (f"layers.0.{DOWN}", 1)):
+        assert re.search(f"{named} .*lora.targets means {count} others", said(targets=(target,)))
+    file = folder / "adapter_model.safetensors"
+    other = {"lora_A": "lora_B", "lora_B": "lora_A"}
+    turned = {
+        re.sub("lora_[AB]", lambda found: other[found[0]], name): value.T.contiguous()
+        for name, value in load_file(file).items()
+    }
+    save_file(turned, file)
+    assert "Or PEFT before 0.19.1 wrote it" in said()
+
+
+@pytest.fixture(scope="module")
+def a_run(pool, tiny, tmp_path_factory):
+    from tests.support.sets import write_set
+
+    folder = tmp_path_factory.mktemp("run")
+    write_set(folder)
+    words = ("lora=default", "lora.dropout=0.1", "checkpoint.export=both", "train.steps=3")
+    status, out, err = go_pooled(pool, 2, folder, tiny(), "run", *words)
+    assert status == 0, err
+    return folder, out
+
+
+def test_a_run_trains_exports_and_is_scored_by_its_adapters(a_run, tiny, capfd):
+    folder, out = a_run
+    run = folder / "run"
+    assert re.search(r"head +lora +trainable", out) and "40.4k" in out, out
+    assert str(run / "export") in out.replace("\n", ""), out
+    assert {"adapter_config.json", "adapter_model.safetensors"} < {
+        path.name for path in (run / "export").iterdir()
+    }
+    card = (run / "export" / "README.md").read_text()
+    assert "library_name: peft" in card and "LoRA of rank 16, alpha 32" in card
+    assert (run / "merged" / "config.json").is_file()
+    assert find_model(str(run)) == (str(Path(tiny()).resolve()), run / "export")
+    assert all(step["loss"] > 0 for step in steps_of(run)) and len(steps_of(run)) == 3
+    assert scale_of(LoraConfig(rank=16, alpha=32)) == 2
+
+
+@pytest.mark.parametrize(
+    ("lora", "export", "said", "sizes"),
+    [
+        (
+            ALL.ours,
+            True,
+            "vLLM ignores the adapters of merger and vision without a word unless",
+            {},
+        ),
+        (BESIDE_MERGER.ours, "both", "vLLM refuses an adapter with the whole merger beside it", {}),
+        (ALL.ours, "merged", "", {}),
+        (Adapter().ours, True, "", {}),
+        (IN_EXPERTS.ours, True, "", EXPERTS),
+        (Adapter((f"layers.0.{DOWN}",)).ours, True, "only where both of a layer's", EXPERTS),
+        (Adapter(("self_attn.*", "out_proj", "mlp")).ours, True, "", DELTA_NET),
+        (
+            Adapter().ours,
+            True,
+            "lora: SGLang does not start with an adapter of in_proj_qkv and in_proj_z (its issue "
+            "30168), and drops the adapter of in_proj_b and in_proj_a (its pull request 30499); "
+            "checkpoint.export=both also writes the merged model, which has no adapters",
+            DELTA_NET,
+        ),
+        (
+            Adapter(("in_proj_a",)).ours,
+            True,
+            "lora: SGLang drops the adapter of in_proj_a (",
+            DELTA_NET,
+        ),
+        (
+            Adapter(("in_proj_z", "layers.0.linear_attn.in_proj_qkv")).ours,
+            True,
+            "lora: vLLM refuses an adapter of in_proj_z where in_proj_qkv has none; SGLang does",
+            DELTA_NET,
+        ),
+        (Adapter().ours, "merged", "", DELTA_NET),
+    ],
+)
+def test_adapters_that_an_engine_may_not_serve_are_named(lora, export, said, sizes, tiny):
+    path = tiny(**sizes)
+    cfg = replace(layout(), lora=lora).config(path)
+    cfg = replace(cfg, checkpoint=CheckpointConfig(export=export))
+    remark = serving_remark(cfg, adapted_weights(cfg, read_sizes(path)))
+    assert bool(remark) == bool(said) and said in remark
+
+
+def score(where: str, overrides: list[str]) -> str:
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    from megatron_vlm.commands.eval import run_eval
+
+    with redirect_stdout(StringIO()) as out:
+        run_eval([where, *overrides])
+    return out.getvalue()
+
+
+def test_a_run_its_adapter_and_the_merged_model_score_the_same(a_run, pool, tiny):
+    folder, _ = a_run
+    data = [f"data.eval={folder / 'train.jsonl'}", "data.cache_dir=null", "data.num_workers=0"]
+    more = ["model=tiny_cpu", *data]
+    losses = [
+        json.loads(pool.run(score, 1, str(folder / "run" / name), words)[0])["loss"]
+        for name, words in (
+            ("", [*data, "parallel.pp=1"]),
+            ("export", more),
+            ("merged", more),
+        )
+    ]
+    assert losses == [pytest.approx(losses[0], rel=1e-6)] * 3
+
+
+def ask(given: str) -> str:
+    from megatron_vlm.commands.chat.conversation import ChatSession
+
+    base, adapter = find_model(given)
+    conversation = ChatSession(base, Settings(max_new_tokens=4), adapter)
+    return conversation.ask("What colour?", [], lambda piece: None)
+
+
+def test_an_adapter_answers_as_the_merged_model_does(a_run, pool):
+    run = a_run[0] / "run"
+    adapter, merged = (pool.run(ask, 1, str(path))[0] for path in (run, run / "merged"))
+    assert adapter == merged
+
+
+def test_a_base_that_was_replaced_in_place_is_refused(a_run, pool, tiny, tmp_path):
+    """Chat and evaluation refuse it wherever they load the adapter of a run."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(tiny(), base)
+    shutil.copytree(a_run[0] / "run" / "export", run / "export")
+    config = run / "export" / "adapter_config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(base)})
+    )
+    assert pool.run(ask, 1, str(run))[0]  # the same weights in another place
+    weights = load_file(base / "model.safetensors")
+    weights["model.language_model.norm.weight"] += 1
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    words = ["model=tiny_cpu", f"data.eval={a_run[0] / 'train.jsonl'}", "data.cache_dir=null"]
+    for action, *args in (
+        (ask, str(run)),
+        (ask, str(run / "export")),
+        (score, str(run / "export"), words),
+    ):
+        with pytest.raises(RuntimeError, match=f"lora.path=.*: model.path={base}: "):
+            pool.run(action, 1, *args)
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "base"),
+    [
+        ("org/name", "ab12", "org/name@ab12"),
+        ("org/name", None, "org/name"),
+        ("org/name@v1", "ab12", "org/name@v1"),
+        ("/models/name", "ab12", "/models/name"),
+    ],
+)
+def test_the_base_of_an_adapter_is_of_the_revision_that_it_names(name, revision, base, tmp_path):
+    config = {"peft_type": "LORA", "base_model_name_or_path": name, "revision": revision}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert base_of(tmp_path) == base
+
+
+def test_the_command_writes_either_form(a_run, tmp_path, capfd):
+    run = a_run[0] / "run"
+    assert main(["export", str(run), str(tmp_path / "a")]) == 0
+    assert main(["export", str(run), str(tmp_path / "m"), "--as", "merged"]) == 0
+    for out, source, file in (("a", "export", "adapter_model"), ("m", "merged", "model")):
+        name = f"{file}.safetensors"
+        assert (tmp_path / out / name).read_bytes() == (run / source / name).read_bytes()
+
+
+def test_a_dry_run_shows_what_is_trained_and_refuses_what_cannot_be(a_run, tiny, capfd):
+    folder, _ = a_run
+    words = [f"model.path={tiny()}", "model=tiny_cpu", f"data.train={folder / 'train.jsonl'}"]
+    words = ["train", *words, "data.cache_dir=null", "lora=all", "--dry-run"]
+    assert main(words) == 0
+    sizes = read_sizes(tiny())
+    chosen = adapted_specs(
+        sizes.tensors, ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
+    )
+    trained = sum(16 * sum(weight.shape) for weight in chosen)
+    out = capfd.readouterr().out
+    assert re.search(r"head +lora +trainable", out) and out.count(short_name(trained)) == 3, out
+    assert main([*words, "lora.targets=[q_prj]"]) == 2
+    assert "lora.targets=q_prj matches no linear layer" in capfd.readouterr().err

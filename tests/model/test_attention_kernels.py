@@ -1,0 +1,86 @@
+# .venv/bin/python -m pytest tests/model/test_attention_kernels.py
+"""Tests of the attention kernel: which times lead to which choice, and that the choice is used."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+
+from megatron_vlm.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from megatron_vlm.distributed.device import Platform
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.model.attention_kernels import (
+    AttentionShape,
+    choose_kernel,
+    fastest_kernel,
+    prefer_kernel,
+)
+from tests.model.test_parity import TOLERANCE, errors, layout
+from tests.support.batches import MIXED, make_rows
+from tests.support.error_fields import raises
+from tests.support.reference import run_reference
+from tests.support.runs import loss_and_grads
+
+CPU = Platform("cpu", torch.device("cpu"), "gloo", torch.float32)
+SHAPE = AttentionShape(2, 4, 2, 33, 24, 4, torch.float)
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        ([{"torch": 1.0, "flash": 0.99, "cudnn": 0.6, "efficient": 2.0}], "cudnn"),
+        ([{"torch": 1.0, "flash": 0.96}], "torch"),  # not worth another choice
+        ([{"torch": 1.0, "cudnn": 0.6}, {"torch": 1.0, "cudnn": 1.2}], "torch"),  # the slower rank
+        ([{"torch": 1.0, "cudnn": 0.6}, {"torch": 1.0}], "torch"),  # missing on one rank
+        ([{"torch": 1.0, "flash": 0.8, "cudnn": 0.7}, {"torch": 1.0, "flash": 0.8}], "flash"),
+        ([{"flash": 3.0}], "flash"),  # torch's own choice runs out of memory
+        ([{}], "torch"),
+    ],
+)
+def test_the_fastest_on_the_slowest_rank(found, chosen):
+    assert fastest_kernel(found) == chosen
+    assert fastest_kernel(found[::-1]) == chosen  # the order of the ranks does not matter
+
+
+def test_the_shape_is_that_of_training(tiny):
+    dims = ParallelDims(tp=2, pp=2, dp=1, ep=1, layers_per_stage=(1, 3))
+    cfg = Config(model=ModelConfig("x"), train=TrainConfig(micro_batch_size=3))
+    text = read_sizes(tiny()).text
+    shape = AttentionShape.from_config(cfg, text, dims, torch.bfloat16)
+    assert shape == AttentionShape(3, 2, 1, 2048, 24, 3, torch.bfloat16)
+    by_tokens = TrainConfig(micro_batch_tokens=3000)
+    cfg = replace(cfg, train=by_tokens, data=DataConfig(max_tokens=1000))
+    shape = AttentionShape.from_config(cfg, text, dims, torch.bfloat16)
+    assert (shape.rows, shape.tokens) == (3, 1000)
+
+
+def test_a_kernel_comes_first_and_only_within():
+    before = _cur_sdpa_kernel_backends(with_priority=True)
+    with prefer_kernel("math"):
+        inside = _cur_sdpa_kernel_backends(with_priority=True)
+        assert inside[0] is SDPBackend.MATH and SDPBackend.FLASH_ATTENTION in inside
+    assert _cur_sdpa_kernel_backends(with_priority=True) == before
+    with prefer_kernel("torch"):
+        assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+def test_auto_on_the_cpu_is_torch_and_asks_nobody():
+    assert choose_kernel("auto", SHAPE, CPU) == "torch"
+    assert choose_kernel("math", SHAPE, CPU) == "math"
+
+
+def test_a_kernel_that_is_not_there_is_refused():
+    facts = dict(key="model.attention", found="cudnn", problem_has="on cpu in torch.float32")
+    with raises(ConfigError, **facts):
+        choose_kernel("cudnn", SHAPE, CPU)
+
+
+def test_another_kernel_computes_the_same(pool, tiny):
+    case, rows = layout(attention="math", recompute="full"), make_rows(MIXED)
+    errors_by_name = errors(
+        pool.run(loss_and_grads, 1, tiny(), case, rows), run_reference(tiny(), rows), case
+    )
+    assert max(errors_by_name.values()) <= TOLERANCE

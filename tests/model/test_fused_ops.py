@@ -1,0 +1,203 @@
+# .venv/bin/python -m pytest tests/model/test_fused_ops.py; the slow ones compile: -m slow
+"""The small operations of a layer, compiled and eager: the same numbers, one graph for any number
+of tokens, and the error where nothing can be compiled."""
+
+import sys
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
+
+from megatron_vlm.distributed.device import Platform
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.model.fused_ops import FusedOps, compiles, missing_compiler
+from megatron_vlm.training.worker import MegatronWorker
+from tests.model.test_parity import TOLERANCE, errors, layout
+from tests.support.batches import MIXED, make_rows
+from tests.support.error_fields import raises
+from tests.support.reference import run_reference
+from tests.support.runs import Case, loss_and_grads
+
+WIDTH, GROUPS, QUERIES, HEAD = 24, 2, 3, 8
+CPU = Platform("cpu", torch.device("cpu"), "gloo", torch.float32)
+GPU = Platform("cuda", torch.device("cuda", 0), "nccl", torch.bfloat16)
+LACKING = missing_compiler(CPU)
+compiling = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+
+
+def run_chains(chains: FusedOps, tokens: int, rows: int) -> list[Tensor]:
+    """Return the outputs of the chains for random tensors, and the gradients of all inputs."""
+    generator = torch.Generator().manual_seed(tokens)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+    x, weight = random(tokens, rows, WIDTH), random(WIDTH)
+    both, of_experts = random(tokens, rows, 2 * WIDTH), random(tokens * rows, 2 * WIDTH)
+    mixed = random(tokens, rows, GROUPS * (QUERIES + 2) * HEAD)
+    weights = random(HEAD), random(HEAD)
+    angles = random(tokens, rows, HEAD // 2).detach()
+    tower_mixed, turns = random(tokens, 3 * QUERIES * HEAD), random(tokens, HEAD // 2).detach()
+    turns = torch.cat([turns, turns], dim=-1)
+    outputs = [
+        chains.norm(x, weight, 1e-6),
+        chains.swiglu(both),
+        chains.swiglu(of_experts),
+        *chains.heads(mixed, angles.cos(), angles.sin(), *weights, GROUPS, 1e-6),
+        *chains.tower_heads(tower_mixed, turns.cos(), turns.sin(), QUERIES),
+    ]
+    sum((each * each.detach().cos()).sum() for each in outputs).backward()
+    grads = [each.grad for each in (x, weight, both, of_experts, mixed, *weights, tower_mixed)]
+    with torch.no_grad():  # as in evaluation, and in the forward of a recomputed layer
+        again = chains.norm(x, weight, 1e-6)
+    return [*(each.detach() for each in outputs), again, *grads]
+
+
+def compare(backend: str) -> tuple[float, list[int]]:
+    """Return the largest difference to eager, relative to the largest value, and the number of
+    graphs after each shape."""
+    torch._dynamo.reset()  # the process has run other models
+    counters.clear()
+    worst, graphs, chains = 0.0, [], FusedOps.compile(backend)
+    for tokens, rows in ((7, 2), (33, 1), (1, 5), (5, 3), (1, 1), (2, 1), (64, 4), (19, 2)):
+        for actual, expected in zip(
+            run_chains(chains, tokens, rows), run_chains(FusedOps(), tokens, rows), strict=True
+        ):
+            assert actual.shape == expected.shape
+            worst = max(worst, float((actual - expected).abs().max() / expected.abs().max()))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert not counters["graph_break"], counters["graph_break"]
+    return worst, graphs
+
+
+def test_one_graph_serves_any_number_of_tokens(pool):
+    [(worst, graphs)] = pool.run(compare, 1, "aot_eager")
+    assert worst < 1e-6
+    assert graphs == [5] * 8  # four chains, and one of them again without gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_towers_heads_are_those_of_transformers(dtype):
+    torch.manual_seed(0)
+    mixed = torch.randn(12, 3 * QUERIES * HEAD).to(dtype)
+    angles = torch.randn(12, HEAD // 2).repeat(1, 2)
+    turns = angles.cos().to(dtype), angles.sin().to(dtype)
+    query, key, value = mixed.unflatten(1, (3, QUERIES, HEAD)).unbind(1)
+    expected = *apply_rotary_pos_emb_vision(query, key, *turns), value
+    actual = FusedOps().tower_heads(mixed, *turns, QUERIES)
+    assert all(
+        a.dtype is dtype and torch.equal(a, b) for a, b in zip(actual, expected, strict=True)
+    )
+
+
+@pytest.mark.slow
+@compiling
+def test_what_is_compiled_computes_the_same(pool):
+    [(worst, graphs)] = pool.run(compare, 1, "inductor")
+    assert worst < 5e-6  # measured: 1.3e-6
+    assert graphs == [5] * 8
+
+
+def call_fusion() -> tuple[int, list[str], float]:
+    """Return the number of graphs of a fusion of Megatron's that calls another one, the warnings of
+    torch, and the relative error."""
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu
+
+    torch._dynamo.reset()
+    counters.clear()
+    generator = torch.Generator().manual_seed(0)
+    both, bias = torch.randn(6, 2 * WIDTH, generator=generator), torch.randn(2 * WIDTH)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        bias_swiglu(both, bias)
+        actual = bias_swiglu(both, bias)
+    expected = FusedOps().swiglu(both + bias)
+    error = float((actual - expected).abs().max() / expected.abs().max())
+    return counters["stats"]["unique_graphs"], [str(each.message) for each in caught], error
+
+
+@pytest.mark.slow
+@compiling
+def test_megatrons_fusions_are_compiled_as_they_are_called(pool):
+    [(graphs, messages, error)] = pool.run(call_fusion, 1)
+    assert (graphs, messages) == (1, [])
+    assert error < 1e-6
+
+
+def broken(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("cc1plus: not found\nand more")
+
+
+def fails() -> ConfigError:
+    with pytest.raises(ConfigError) as raised:
+        FusedOps.compile(broken).swiglu(torch.ones(2, 1, 4))
+    return raised.value
+
+
+def test_a_compiler_that_fails_is_a_configuration_error(pool):
+    [error] = pool.run(fails, 1)
+    assert error.key == "model.compile" and "model.compile=false" in error.remedy
+    assert "swiglu" in error.problem and "cc1plus: not found" in error.problem
+
+
+def test_what_is_lacking_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no C++ compiler (no-such-compiler)" in str(missing_compiler(CPU))
+    with raises(ConfigError, key="model.compile", found=True, problem_has="C++"):
+        compiles(True, CPU)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert r"no C++ compiler (g++, clang++, gcc, clang)" in str(missing_compiler(CPU))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "Triton is not installed" in str(missing_compiler(GPU))
+
+
+def test_nothing_is_compiled_on_the_cpu_unless_asked(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not compiles(None, CPU)
+    assert not compiles(False, CPU) and not compiles(False, GPU)
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: SimpleNamespace(name=name).name)
+    assert "include/Python.h is missing" in str(missing_compiler(CPU))
+
+
+def counted(path: str, case: Case) -> tuple[list[int], list[float]]:
+    """Return graphs after each step of a worker, whose micro-batches vary in shape, and losses."""
+    torch._dynamo.reset()  # the process has run other models
+    counters.clear()
+    worker, graphs, losses = MegatronWorker(case.config(path)), [], []
+    for seed in range(3):
+        losses.append(worker.forward_backward(make_rows(MIXED[seed:], seed=seed)).loss)
+        worker.optim_step()
+        graphs.append(counters["stats"]["unique_graphs"])
+    return graphs, losses
+
+
+@pytest.mark.slow
+@compiling
+@pytest.mark.rotate(1)
+@pytest.mark.parametrize("name", ["1x1x1", "tp2-recompute", "experts-ep2"])
+def test_a_compiled_model_equals_hugging_face(name, pool, tiny):
+    case, path = {
+        "1x1x1": (layout(), tiny()),
+        "tp2-recompute": (layout(tp=2, recompute="full", recompute_vision=True), tiny()),
+        "experts-ep2": (layout(dp=2, ep=2), tiny(experts=8, layers=4)),
+    }[name]
+    case.model["compile"] = True
+    rows = make_rows(MIXED)
+    outcomes = pool.run(loss_and_grads, case.world, path, case, rows)
+    differences = errors(outcomes, run_reference(path, rows), case)
+    worst = max(differences, key=lambda key: differences[key])
+    assert differences[worst] <= TOLERANCE, f"{worst}: {differences[worst]:.2e}"
+    compiled = pool.run(counted, case.world, path, case)
+    case.model["compile"] = False
+    eager = pool.run(counted, case.world, path, case)
+    expected = 7 if "recompute" in name else 4  # its first forward is without gradients
+    for (graphs, losses), (none, same) in zip(compiled, eager, strict=True):
+        assert graphs == [expected] * 3 and none == [0] * 3
+        assert losses == pytest.approx(same, rel=1e-4)

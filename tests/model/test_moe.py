@@ -1,0 +1,139 @@
+# .venv/bin/python -m pytest tests/model/test_moe.py
+"""Losses, log-probs and every gradient of Qwen3-VL-MoE equal Hugging Face's, at each layout."""
+
+from functools import cache
+
+import pytest
+
+from megatron_vlm.data.batches.collate import filler_batch
+from megatron_vlm.training.worker import MegatronWorker
+from tests.model.test_parity import TOLERANCE, errors, layout
+from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, RowSpec, make_rows
+from tests.support.reference import Reference, run_reference
+from tests.support.runs import Case, Outcome, collect_grads, loss_and_grads
+
+EXPERTS = dict(experts=8, layers=4)
+# The ranks of EP 2 and 4 get rows of very different lengths, and uneven numbers of micro-batches.
+UNEVEN = (
+    RowSpec(120, images=((8, 8),)),
+    RowSpec(3),
+    RowSpec(90),
+    RowSpec(2),
+    RowSpec(9, images=((4, 6),)),
+)
+BATCHES = {
+    "mixed": MIXED,
+    "text_on_one_rank": TEXT_ON_ONE_RANK,
+    "uneven": UNEVEN,
+    "all_text": ALL_TEXT,
+}
+
+
+def slow(case: Case, sizes: dict[str, object], batch: str) -> object:
+    return pytest.param(case, sizes, batch, marks=pytest.mark.slow)
+
+
+CASES = {
+    # name: (layout, sizes of the tiny model, batch)
+    "1": (layout(), {}, "mixed"),
+    "ep2": (layout(dp=2, ep=2), {}, "uneven"),
+    "ep2-pp2-recompute": (
+        layout(pp=2, dp=2, ep=2, recompute="full", layers_per_stage=[0, 4]),
+        {},
+        "mixed",
+    ),
+    "ep2-dp2-overlap": slow(
+        layout(dp=4, ep=2, overlap_grad_reduce=True), {"dense_layers": 1}, "uneven"
+    ),
+    "ep1-dp2": slow(layout(dp=2), {}, "mixed"),
+    "ep1-pp2": slow(layout(pp=2), {"tied": True}, "mixed"),
+    "ep2-plain-optimizer": slow(layout(dp=2, ep=2, distributed_optimizer=False), {}, "mixed"),
+    "ep4": slow(layout(dp=4, ep=4), {"tied": True}, "uneven"),
+    "ep4-pp2": slow(layout(pp=2, dp=4, ep=4, layers_per_stage=[1, 3]), {}, "uneven"),
+    "ep2-dp2-pp2": slow(
+        layout(pp=2, dp=4, ep=2, overlap_grad_reduce=True), {"tied": True}, "mixed"
+    ),
+    "ep2-stage-without-experts": slow(
+        layout(pp=2, dp=2, ep=2), {"dense_layers": 2, "sparse_step": 2}, "mixed"
+    ),
+    "ep2-pp2x2": slow(
+        layout(pp=2, dp=2, ep=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2]), {}, "uneven"
+    ),
+    "ep2-pp2x2-dp2-overlap-recompute": slow(
+        layout(pp=2, dp=4, ep=2, virtual_stages=2, overlap_grad_reduce=True, recompute="full"),
+        {"tied": True},
+        "mixed",
+    ),
+    "ep2-recompute-all": slow(
+        layout(dp=2, ep=2, recompute="full", recompute_vision=True), {}, "text_on_one_rank"
+    ),
+    "ep2-text-on-one-rank-overlap": slow(
+        layout(dp=2, ep=2, overlap_grad_reduce=True), {}, "text_on_one_rank"
+    ),
+    "ep2-all-text": slow(layout(dp=2, ep=2), {}, "all_text"),
+    "ep2-vision-frozen": slow(layout(dp=2, ep=2, freeze_vision=True), {}, "mixed"),
+    "ep2-language-frozen": slow(
+        layout(pp=2, dp=2, ep=2, freeze_language=True), {}, "text_on_one_rank"
+    ),
+    "ep2-merger-only": slow(
+        layout(dp=2, ep=2, freeze_language=True, freeze_vision=True), {}, "text_on_one_rank"
+    ),
+    "top-1": slow(layout(dp=2, ep=2), {"top_k": 1}, "mixed"),
+    "top-all": slow(layout(dp=2, ep=2), {"top_k": 8}, "mixed"),
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tiny):
+    @cache
+    def compute(batch: str, sizes: tuple[tuple[str, object], ...]) -> Reference:
+        return run_reference(tiny(**EXPERTS, **dict(sizes)), make_rows(BATCHES[batch]))
+
+    return compute
+
+
+@pytest.mark.parametrize(("case", "sizes", "batch"), CASES.values(), ids=CASES)
+def test_equals_hugging_face(case, sizes, batch, pool, tiny, reference, record_property):
+    rows = make_rows(BATCHES[batch])
+    expected = reference(batch, tuple(sorted(sizes.items())))
+    outcomes = pool.run(loss_and_grads, case.world, tiny(**{**EXPERTS, **sizes}), case, rows)
+    for outcome in outcomes:  # every rank reports the same
+        assert outcome.loss == outcomes[0].loss
+        assert outcome.num_tokens == outcomes[0].num_tokens
+    deviations = errors(outcomes, expected, case)
+    if sizes.get("top_k") == 1:  # the only weight is always 1, so the gradient is only rounding
+        deviations = {
+            key: value for key, value in deviations.items() if "mlp.gate.weight" not in key
+        }
+    worst = max(deviations, key=lambda key: deviations[key])
+    record_property("worst", deviations[worst])
+    assert deviations[worst] <= TOLERANCE, (
+        f"{worst}: {deviations[worst]:.2e} of {len(deviations)} compared"
+    )
+
+
+def with_fillers(path: str, case: Case, rows: list) -> Outcome:
+    """Run all rows on the first replica; the others have no row of their own."""
+    worker = MegatronWorker(case.config(path))
+    micro_batches = worker.micro_batches(rows) if worker.grid.dp.rank == 0 else [filler_batch()]
+    if case.parallel.get("overlap_grad_reduce"):
+        worker.forward_backward(micro_batches)
+    metrics = worker.forward_backward(micro_batches)
+    return Outcome(metrics.loss, metrics.num_tokens, [], [], collect_grads(worker))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        layout(dp=2, ep=2),
+        pytest.param(layout(pp=2, dp=2, ep=2, overlap_grad_reduce=True), marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_without_rows_take_part(case, pool, tiny, reference):
+    """The filler of such a replica goes to no expert, and its experts serve the other replicas."""
+    outcomes = pool.run(with_fillers, case.world, tiny(**EXPERTS), case, make_rows(MIXED))
+    expected = reference("mixed", ())
+    assert outcomes[0].loss == pytest.approx(expected.loss, rel=TOLERANCE)
+    for name, grad in outcomes[0].grads.items():
+        expected_grad = expected.grads[name]
+        assert float((grad - expected_grad).norm()) <= TOLERANCE * float(expected_grad.norm()), name

@@ -1,0 +1,416 @@
+# .venv/bin/python -m pytest tests/package/test_docs.py
+"""Checks of the docs: links resolve, messages are those of the program, commands are accepted, and
+the quickstart is run (by tests/package/test_wheel.py).
+
+Kinds of the blocks of README.md and docs/*.md, by the words after the fence:
+
+    bash            commands whose words must be known to the program
+    bash test       commands that are also run, in order; `# writes PATH ...` names files that must
+                    exist afterwards
+    python test     code that is run among them
+    text            messages of the program, separated by blank lines
+"""
+
+import ast
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from megatron_vlm.cli.parser import make_parser
+from megatron_vlm.config import ConfigFile, config_dir, from_yaml, load_config, to_yaml
+from megatron_vlm.config.arguments import parse_arguments
+from tests.support import error_messages
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "AGENTS.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "skills").glob("*/SKILL.md")),
+]
+FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+# Programs of other packages, whose words are not checked.
+FOREIGN = {"cd", "docker", "export", "git", "hf", "make", "nvidia-smi", "pip", "python3", "ray"}
+FOREIGN |= {"rsync", "source", "uv", "uvx", "vllm"}
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    kind: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(*kinds: str) -> list[Block]:
+    all_blocks = []
+    for page in PAGES:
+        content = page.read_text()
+        for match in FENCE.finditer(content):
+            line = content.count("\n", 0, match.start()) + 1
+            all_blocks.append(Block(page, line, match[1], textwrap.dedent(match[2])))
+    return [block for block in all_blocks if not kinds or block.kind in kinds]
+
+
+def notebook_cells(kind: str) -> list[str]:
+    """Return the cells of one kind of the notebook, with each command in one line."""
+    cells = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == kind]
+    return [text.replace("\\\n", " ") for text in texts]
+
+
+def test_every_block_is_of_a_known_kind():
+    kinds = {"bash", "bash test", "python", "python test", "text", "json", "yaml"}
+    assert {block.kind for block in blocks()} <= kinds
+    assert {"bash test", "python test", "text"} <= {block.kind for block in blocks()}
+
+
+# Links.
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page):
+    prose = FENCE.sub("", page.read_text())
+    for target in re.findall(r'(?:\]\(|src(?:set)?=")([^)"\s]+)[)"]', prose):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_the_site_needs_no_network():
+    """The search from disk needs a script, which the theme would load from the network."""
+    settings = (ROOT / "mkdocs.yml").read_text()
+    [script] = re.findall(r"polyfills: \[(.*?)\]", settings)
+    assert "iframe-worker" in script and (ROOT / "docs" / script).exists()
+
+
+def test_the_site_has_the_skills(monkeypatch, tmp_path):
+    """llms.txt lists them, and their links lead to pages of the site."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    lines = [*importlib.import_module("docs_site").write_skills(tmp_path)]
+    skills = sorted((ROOT / "skills").glob("*/SKILL.md"))
+    assert len(lines) == len(skills) >= 5
+    for line, skill in zip(lines, skills, strict=True):
+        name = skill.parent.name
+        assert line.startswith(f"- [{name}](skills/{name}/SKILL.md): ") and len(line) > 100
+        copied = tmp_path / "skills" / name / "SKILL.md"
+        for target in re.findall(r"\]\(([^)#]+)", copied.read_text()):
+            page = (copied.parent / target).resolve().relative_to(tmp_path.resolve())
+            assert (ROOT / "docs" / page).exists() or (ROOT / page).exists()
+
+
+def test_links_of_the_notebook_resolve():
+    targets = re.findall(r"\]\(([^)\s]+)\)", "\n".join(notebook_cells("markdown")))
+    assert targets
+    assert all((ROOT / "docs" / target).exists() for target in targets), targets
+
+
+def test_paths_in_code_exist():
+    """Paths such as `tests/x.py` and `scripts/y.sh` exist wherever the pages name them."""
+    folders = "|".join(("benchmarks", "configs", "docs", "megatron_vlm", "scripts", "tests"))
+    path = re.compile(rf"`((?:{folders})/[\w./-]+)`")
+    for page in PAGES:
+        for name in path.findall(page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+# Messages.
+
+
+Parts = list[str | None]  # literal parts of a string, with None for each inserted value
+
+
+@cache
+def templates() -> list[re.Pattern[str]]:
+    """Return a pattern for each string of the package that is long enough to be a message, in which
+    {...} matches anything."""
+    patterns = []
+    for file in sorted((ROOT / "megatron_vlm").rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        for scope in (tree, *(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))):
+            named = names_in(scope)
+            for node in ast.walk(scope):
+                parts = strings_in(node, named)
+                if sum(len(part) for part in parts if part is not None) >= 12:
+                    text = "\0".join(_joined(parts))
+                    patterns.append(_pattern(text))
+    modules = error_messages.trees()
+    classes = error_messages.error_classes(modules)
+    for tree in modules.values():
+        for _, _, call in error_messages.calls(tree, classes):
+            text = _without_braces(error_messages.message(call))
+            if len(text) - text.count("\0") >= 12:
+                patterns.append(_pattern(text))
+    return patterns
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """Return a pattern that matches the text with anything in place of each null character."""
+    words = [re.escape(part) for part in " ".join(text.split()).split("\0")]
+    return re.compile(".+".join(words), re.DOTALL)
+
+
+def _without_braces(text: str) -> str:
+    """Return the text with a null character in place of each `{expression}`."""
+    result, depth = "", 0
+    for sign in text:
+        result += "\0" * (sign == "{" and not depth) + sign * (sign not in "{}" and not depth)
+        depth += (sign == "{") - (sign == "}")
+    return result
+
+
+def _joined(parts: Parts) -> list[str]:
+    """Join the literal parts that have no inserted value between them."""
+    joined = [""]
+    for part in parts:
+        joined[-1] += part or ""
+        if part is None:
+            joined.append("")
+    return joined
+
+
+def names_in(scope: ast.AST) -> dict[str, Parts]:
+    """Return the strings that a function assigns to names, by name."""
+    named: dict[str, Parts] = {}
+    if isinstance(scope, ast.FunctionDef):
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                named[node.targets[0].id] = strings_in(node.value, {})
+    return named
+
+
+def strings_in(node: ast.AST, named: dict[str, Parts]) -> Parts:
+    """Return the parts of a string, and nothing for other nodes."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.JoinedStr):
+        return [part for value in node.values for part in strings_in(value, named) or [None]]
+    if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name):
+        return named.get(node.value.id, [])
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = strings_in(node.left, named), strings_in(node.right, named)
+        return (left or [None]) + (right or [None]) if left or right else []
+    return []
+
+
+def is_said(message: str) -> bool:
+    """Return whether the program can print the message, in one piece or joined from pieces that it
+    prints: a refusal is KEY=VALUE: reason; remedy."""
+    if any(template.fullmatch(message) for template in templates()):
+        return True
+    if re.fullmatch(r"[\w.]+=\S+|ranks? [\d-]+", message):
+        return True
+    for cut in re.finditer(r"[:;] ", message):
+        head, tail = message[: cut.start()], message[cut.end() :]
+        if is_said(head) and is_said(tail):
+            return True
+    return False
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    for block in blocks("text"):
+        for message in re.split(r"\n\s*\n", block.text.strip()):
+            yield block.where, " ".join(message.split())
+
+
+def test_messages_are_the_programs():
+    entries = list(messages())
+    assert len(entries) > 20
+    wrong = [f"{where}: {message}" for where, message in entries if not is_said(message)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_message_that_nobody_says_is_found():
+    assert is_said("step 3: loss nan, gradient norm nan: not applied (1 so far)")
+    assert is_said(
+        "parallel.cp=2: vision, merger and language are all frozen: nothing is left to train; "
+        "set parallel.cp=1 and raise parallel.tp"
+    )
+    assert not is_said("parallel.tp=16 will not divide the model's num_key_value_heads=8")
+    assert not is_said("step 3: loss nan, gradient norm nan: not used (1 so far)")
+
+
+# Commands.
+
+
+def command_lines(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command, without comments and leading environment variables."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        if words:
+            yield words
+
+
+def check_train(words: list[str]) -> None:
+    has_path = any(word.startswith("model.path=") for word in words)
+    load_config([*words, *([] if has_path else ["model.path=x"])])
+
+
+def check_megatron_vlm(words: list[str]) -> None:
+    args = parse_arguments(make_parser(), words)  # raises SystemExit for an unknown option
+    overrides = getattr(args, "overrides", [])
+    if not hasattr(args, "where"):
+        check_train(overrides)
+    elif args.where.startswith("runs/") or "/step-" in args.where:  # has its own configuration
+        base = to_yaml(load_config(["model.path=x", "data.eval=x"]))
+        from_yaml(base, overrides)
+    else:
+        check_train(overrides)
+
+
+def check_torchrun(words: list[str]) -> None:
+    args = get_args_parser().parse_args(words)
+    if args.module:
+        assert args.training_script == "megatron_vlm.train"
+        check_train(args.training_script_args)
+    else:
+        assert (ROOT / args.training_script).exists(), args.training_script
+
+
+def check_command(words: list[str]) -> None:
+    program = words[0]
+    if program == "megatron-vlm":
+        check_megatron_vlm(words[1:])
+    elif program == "torchrun":
+        check_torchrun(words[1:])
+    elif program.startswith("scripts/"):
+        assert (ROOT / program).exists(), program
+        check_train(words[1:])
+    elif program == ".venv/bin/python":
+        assert (ROOT / words[-1]).exists(), words
+    elif program == "python" and words[1] == "-m":
+        assert words[2] == "megatron_vlm.train", words
+        check_train(words[3:])
+    elif program == "python":
+        options = re.findall(r'"(--[\w-]+)"', (ROOT / words[1]).read_text())
+        assert {word for word in words if word.startswith("--")} <= set(options), words
+    else:
+        assert program in FOREIGN, program
+
+
+COMMANDS = blocks("bash", "bash test")
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=[block.where for block in COMMANDS])
+def test_commands_are_understood(block):
+    for words in command_lines(block.text):
+        try:
+            check_command(words)
+        except SystemExit as error:
+            raise AssertionError(f"{block.where}: {shlex.join(words)}") from error
+
+
+def test_commands_of_the_notebook_are_understood():
+    for cell in notebook_cells("code"):
+        lines = [line[1:] for line in cell.splitlines() if line.startswith("!")]
+        for words in command_lines("\n".join(lines)):
+            check_command(words)
+
+
+def test_the_notebook_holds_no_outputs():
+    notebook = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 6
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        for target in re.findall(r"(?:^    |`)make ([\w-]+)", page.read_text(), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: {target}"
+
+
+# Configuration.
+
+
+def test_the_tables_of_the_configuration_are_up_to_date(monkeypatch):
+    """Outdated tables are rewritten by: python scripts/make_config_docs.py"""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    maker = importlib.import_module("make_config_docs")
+    page = maker.PAGE.read_text()
+    assert maker.with_tables(page) == page
+
+
+def test_recipes_of_the_docs_compose(tmp_path, monkeypatch):
+    """Each block is the recipe that its first line names, and composes with the existing ones."""
+    written = []
+    for block in blocks("yaml"):
+        if block.page.name == "coming-from.md" or block.text.startswith("# my.yaml"):
+            continue
+        name = re.search(r"# configs/(\w+)/(\w+)\.yaml", block.text)
+        assert name, block.where
+        written.append(f"{name[1]}={name[2]}")
+        for folder in config_dir().iterdir():
+            if folder.is_dir() and not (tmp_path / folder.name).exists():
+                (tmp_path / folder.name).symlink_to(folder)
+        target = tmp_path / name[1]
+        target.unlink()
+        target.mkdir()
+        for file in (config_dir() / name[1]).iterdir():
+            (target / file.name).symlink_to(file)
+        (target / f"{name[2]}.yaml").write_text(block.text)
+    (tmp_path / "train.yaml").symlink_to(config_dir() / "train.yaml")
+    for module in ("load", "group_values"):
+        monkeypatch.setattr(f"megatron_vlm.config.{module}.config_dir", lambda: tmp_path)
+    assert written
+    load_config([*written, "model.path=x"])
+
+
+def test_the_file_of_the_docs_is_read():
+    (block,) = (block for block in blocks("yaml") if block.text.startswith("# my.yaml"))
+    cfg = load_config(["optim.lr=1e-5"], ConfigFile.parse(block.text, "my.yaml"))
+    assert (cfg.optim.lr, cfg.train.epochs, cfg.log.tensorboard) == (1e-5, 2, True)
+    assert (cfg.data.max_tokens, len(cfg.data.train), cfg.run) == (8192, 2, "runs/receipts")
+
+
+# Execution of the quickstart: see test_wheel.py.
+
+
+def run_block(block: Block, folder: Path, python: Path) -> str:
+    """Return the output of the block, run by a user in the environment of `python`."""
+    job_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")
+    env = {k: v for k, v in os.environ.items() if k not in job_variables}
+    env |= {
+        "PATH": f"{python.parent}:{env['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(folder),  # data.cache_dir lies in it
+    }
+    words = ["bash", "-euo", "pipefail", "-c", block.text]
+    if block.kind == "python test":
+        words = [str(python), "-c", block.text]
+    done = subprocess.run(
+        words, cwd=folder, env=env, capture_output=True, text=True, timeout=1500, check=False
+    )
+    assert done.returncode == 0, f"{block.where}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    for promise in re.findall(r"# writes (.*)", block.text):
+        for name in promise.split():
+            assert (folder / name).exists(), f"{block.where} promises {name}"
+    return done.stdout

@@ -1,0 +1,134 @@
+# .venv/bin/python -m pytest tests/package/test_public_api.py
+"""Public names of the package, which exist, cost nothing until they are used, and are the only ones
+that docs and examples import. The modules for `python -m` exist as well."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import megatron_vlm
+from tests.package.test_docs import ROOT, blocks, notebook_cells
+
+EXAMPLES = sorted((ROOT / "scripts" / "rl").glob("*.py"))
+# These are internal tools. They may import more, but no public name from another module.
+TOOLS = sorted({*(ROOT / "scripts").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")})
+
+
+def imports(code: str) -> Iterator[tuple[str, str]]:
+    """Yield each name of the package that Python code imports, after its module."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names = [("", alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(node.module or "", alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in names:
+            if (module or name).partition(".")[0] == "megatron_vlm":
+                yield module, name
+
+
+def not_public(code: str) -> list[str]:
+    return [
+        f"{module}.{name}".removeprefix(".")
+        for module, name in imports(code)
+        if (module, name) != ("", "megatron_vlm")
+        and not (module == "megatron_vlm" and name in megatron_vlm.__all__)
+    ]
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """Yield the Python code of docs and examples, after its place."""
+    for block in blocks("python", "python test"):
+        yield block.where, block.text
+    for place, cell in enumerate(notebook_cells("code")):
+        lines = [line for line in cell.splitlines() if not line.startswith(("!", "%"))]
+        yield f"quickstart.ipynb, cell {place}", "\n".join(lines)
+    for file in EXAMPLES:
+        yield file.name, file.read_text()
+
+
+@pytest.mark.parametrize("name", [n for n in megatron_vlm.__all__ if n != "__version__"])
+def test_a_public_name_is_that_of_its_module(name):
+    value = getattr(megatron_vlm, name)
+    # Constants have no module of their own.
+    home = getattr(value, "__module__", f"{megatron_vlm.__name__}.commands.demo.coloured_shapes")
+    assert getattr(importlib.import_module(home), name) is value
+    assert home.startswith("megatron_vlm.")
+
+
+def test_type_checkers_know_the_public_names():
+    """The imports that only type checkers read are those of the table."""
+    tree = ast.parse((ROOT / "megatron_vlm" / "__init__.py").read_text())
+    known = {
+        name: module
+        for node in tree.body
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
+        for module, name in imports(ast.unparse(ast.Module(node.body, [])))
+    }
+    assert known == megatron_vlm._HOMES
+    assert megatron_vlm.__all__ == sorted([*known, "__version__"], key=_order)
+    assert set(megatron_vlm.__all__) <= set(dir(megatron_vlm))
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Return the sort key of a name: constants, classes, functions, as ruff sorts __all__."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'megatron_vlm' has no attribute 'WorkerGrop'"):
+        megatron_vlm.WorkerGrop  # noqa: B018
+
+
+def test_the_package_and_what_environments_import_load_no_torch():
+    script = (
+        "import sys, megatron_vlm; from megatron_vlm import Config, EnvStep, ConfigError, TinySpec;"
+        "print({'torch', 'transformers', 'megatron'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_docs_and_examples_import_public_names_alone():
+    code = list(documented())
+    used = {name for _, text in code for module, name in imports(text) if module}
+    assert {"MegatronWorker", "EnvStep", "RowMaker", "VllmSampler"} <= used
+    assert {where: names for where, text in code if (names := not_public(text))} == {}
+
+
+def test_a_name_that_is_not_public_is_noticed():
+    assert not_public("import torch\nimport megatron_vlm\nfrom megatron_vlm import Row") == []
+    for wrong in (
+        "import megatron_vlm.training.worker",
+        "from megatron_vlm.training.worker import MegatronWorker",
+    ):
+        assert len(not_public(wrong)) == 1
+    assert not_public("from megatron_vlm import worker") == ["megatron_vlm.worker"]
+
+
+def test_tools_import_public_names_from_the_package():
+    wrong = [
+        f"{file.name}: {module}.{name}"
+        for file in TOOLS
+        for module, name in imports(file.read_text())
+        if module != "megatron_vlm" and name in megatron_vlm.__all__
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["train", "rl", "serve"])
+def test_entrances(name):
+    """Modules start the processes of a job under torchrun, Slurm or the commands' own launcher."""
+    module = f"megatron_vlm.{name}"
+    texts = [file.read_text() for file in (ROOT / "docs").glob("*.md")]
+    assert any(re.search(rf"{module}(`| )", text) for text in texts)
+    command = [sys.executable, "-m", module, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"usage: python -m {module} ")

@@ -1,0 +1,82 @@
+# .venv/bin/python -m pytest tests/planner/test_flops.py
+"""Operations of a forward are those that torch counts."""
+
+import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.family import read_sizes
+from megatron_vlm.family.decoder_layers import DELTA_CHUNK, Experts, GatedDeltaNet
+from megatron_vlm.family.spec import TextSizes
+from megatron_vlm.planner.flops import micro_work
+from megatron_vlm.planner.row_sizes import BatchSizes
+from megatron_vlm.training.worker import MegatronWorker
+from tests.model.test_parity import layout
+from tests.support.batches import RowSpec, make_rows
+from tests.support.runs import call
+
+TINY = {"family": "qwen3_5", "layers": 5, "head_dim": 64}
+TOKENS = 3 * DELTA_CHUNK  # whole chunks: the rule pads the last one
+
+
+def operations(worker: MegatronWorker) -> tuple[dict[str, int], int, int]:
+    """Return the operations of a row's forward by kind, its tokens, and the supervised ones."""
+    [row] = rows = make_rows((RowSpec(TOKENS),))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        worker.forward(rows)
+    counts = counter.get_flop_counts()["Global"].items()
+    by_kind = {str(kind).removeprefix("aten."): number for kind, number in counts}
+    return by_kind, len(row.ids_S), int((row.labels_S[1:] != IGNORE).sum())
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_a_forward_of_gated_delta_nets_is_what_torch_counts(experts, pool, tiny):
+    """The planner leaves out the weighted sum of the experts' outputs, which is small."""
+    path = tiny(**TINY, experts=experts)
+    [(by_kind, tokens, supervised)] = pool.run(call, 1, path, layout(), operations)
+    sizes = read_sizes(path)
+    work, text = WorkModel.from_sizes(sizes), sizes.text
+    assert tokens == TOKENS
+    expected = tokens * (work.per_token - uncounted(text) + weighted(text))
+    expected += work.per_supervised * supervised
+    # Torch's attention by matrix products computes every pair of tokens, and masks half of them.
+    expected += work.per_token_pair * tokens**2
+    assert sum(by_kind.values()) == expected
+    assert by_kind["convolution"] == tokens * convolved(text)
+
+
+def test_a_backward_computes_the_rule_again(tiny):
+    """A frozen linear layer has one product in the backward, for the gradient of its input. The
+    rule has no weights: it is computed again, and the gradients of both factors take twice as
+    much."""
+    path = tiny(**TINY)
+    sizes, batch = read_sizes(path), BatchSizes(2, 100, 50, 0, 0)
+    for frozen, products in ((True, 1), (False, 2)):
+        cfg = layout(freeze_language=frozen).config(path)
+        costs = micro_work(cfg, sizes, 1, batch, 4).layers
+        for layer, cost in zip(sizes.text.kinds, costs, strict=True):
+            rule = 200 * layer.mixer.flops_per_token
+            assert (rule > 0) == isinstance(layer.mixer, GatedDeltaNet)
+            linear = cost.forward.matmul - rule
+            assert cost.backward.matmul == products * linear + 3 * rule
+
+
+def uncounted(text: TextSizes) -> int:
+    """Return the operations per token that torch does not count: the inversion of the rule's
+    triangular equations, and the products that are added to a state in place."""
+    nets = [layer.mixer for layer in text.layers if isinstance(layer.mixer, GatedDeltaNet)]
+    return sum(net.value_heads * (DELTA_CHUNK**2 + 2 * net.key_dim * net.value_dim) for net in nets)
+
+
+def convolved(text: TextSizes) -> int:
+    """Return the operations per token of all causal convolutions."""
+    nets = [layer.mixer for layer in text.layers if isinstance(layer.mixer, GatedDeltaNet)]
+    return sum(2 * net.kernel * (2 * net.keys + net.values) for net in nets)
+
+
+def weighted(text: TextSizes) -> int:
+    """Return the operations per token that sum the outputs of its experts."""
+    experts = [layer.ffn for layer in text.layers if isinstance(layer.ffn, Experts)]
+    return sum(2 * each.top_k * text.hidden for each in experts)

@@ -1,0 +1,465 @@
+# .venv/bin/python -m pytest tests/rl/test_rl.py
+"""Training on samples, started as a user starts it.
+
+Every layout draws and learns the same, a run resumes bit for bit, and the model is trained on the
+tokens that it has seen and produced.
+"""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+
+from megatron_vlm.config.schema import Config, DataConfig, RlConfig
+from megatron_vlm.data.tokens.reader import make_encoder, make_reader
+from megatron_vlm.distributed.agreement import Signals
+from megatron_vlm.distributed.process import PREEMPTED, run_guarded
+from megatron_vlm.family import read_sizes
+from megatron_vlm.rl.episode import Episode, Group
+from megatron_vlm.rl.episode_runner import EpisodeRunner
+from megatron_vlm.rl.no_signal import SignalWatch
+from megatron_vlm.rl.right_answer import right_answer
+from megatron_vlm.rl.rl_train import run_rl
+from tests.support.sets import write_set
+
+TASKS = Path(__file__).parents[1] / "support" / "rl_tasks.py"
+STEPS = 3
+# Weights after three steps of Adam with lr 1e-3. Measured worst case: 1.2e-7.
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("rl")
+    write_set(folder, rows=7)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tiny, tmp_path_factory) -> str:
+    """Return a random model that ends an answer after some tokens.
+
+    Other random models end one answer in 500. Here the end token's row of the head points in the
+    direction of most hidden states.
+    """
+    folder = tmp_path_factory.mktemp("ends") / "model"
+    shutil.copytree(tiny(deepstack=1, from_scratch=True), folder)
+    hf = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        hidden = hf.model(torch.arange(20, 300).view(7, 40)).last_hidden_state.mean((0, 1))
+        end = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|im_end|>")
+        hf.lm_head.weight[end] = 5 * hidden / hidden.square().sum()
+    weights = load_file(folder / "model.safetensors")
+    assert weights["lm_head.weight"].shape == hf.lm_head.weight.shape
+    weights["lm_head.weight"] = hf.lm_head.weight.detach().clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def words(folder: Path, model: str, run: str, *more: str) -> list[str]:
+    keys = {
+        "model": "tiny_cpu",
+        "model.path": model,
+        "data.train": folder / "train.jsonl",
+        "data.eval": folder / "train.jsonl",
+        "eval.samples": 4,
+        "data.num_workers": 0,
+        "data.cache_dir": folder / "cache",
+        "run": folder / run,
+        "train.steps": STEPS,
+        "train.global_batch_size": 3,
+        "train.micro_batch_size": 4,
+        "optim.lr": 1e-3,
+        "optim.eps": 1e-3,  # a smaller one turns rounding of gradients near zero into steps
+        "optim.schedule": "constant",
+        "log.report": False,
+        "launch.timeout_minutes": 2,
+        "rl.samples": 4,
+        "rl.max_new_tokens": 6,
+        "rl.kl_coef": 0.1,
+        "rl.entropy_coef": 0.0,
+        "rl.processes": 1,
+        "rl.shown": 9,
+    }
+    if not any(word.startswith(("rl.reward=", "rl.environment=")) for word in more):
+        keys["rl.reward"] = f"{TASKS}:letters"
+    return [*(f"{key}={value}" for key, value in keys.items()), *more]
+
+
+def run_rank(given: list[str]) -> tuple[int, str, str]:
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        status = run_guarded(run_rl, given)
+    return status, out.getvalue(), err.getvalue()
+
+
+def go(pool, world: int, folder: Path, *args: str) -> tuple[int, str, str]:
+    """Run all ranks and return the status, stdout and stderr of rank 0."""
+    answers = pool.run(run_rank, world, words(folder, *args))
+    assert len({status for status, _, _ in answers}) == 1, answers
+    return answers[0]
+
+
+def learnt(pool, world: int, folder: Path, *args: str) -> Path:
+    status, _, err = go(pool, world, folder, *args)
+    assert status == 0, err
+    return folder / args[1]
+
+
+def lines(run: Path, kind: str) -> list[dict]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in records if line["kind"] == kind]
+
+
+def samples(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "export" / "model.safetensors")
+
+
+def furthest(one: Path, other: Path) -> float:
+    """Return the largest difference of a weight."""
+    others = weights(other)
+    return max(float((value - others[name]).abs().max()) for name, value in weights(one).items())
+
+
+@pytest.fixture(scope="module")
+def alone(pool, folder, model) -> Path:
+    return learnt(pool, 1, folder, model, "alone")
+
+
+@pytest.fixture(scope="module")
+def looks(pool, folder, model) -> Path:
+    return learnt(pool, 1, folder, model, "looks", f"rl.environment={TASKS}:Looks")
+
+
+LAYOUTS = {
+    "pp2": (2, ["parallel.pp=2"]),
+    "tp2": (2, ["parallel.tp=2"]),
+    "dp3": (3, []),
+    "pp2dp2": (4, ["parallel.pp=2", "parallel.distributed_optimizer=true"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_draws_and_learns_the_same(pool, folder, model, alone, name):
+    world, parallel = LAYOUTS[name]
+    run = learnt(pool, world, folder, model, name, *parallel)
+    assert samples(run) == samples(alone)
+    assert furthest(run, alone) < TOLERANCE
+    for actual, expected in zip(lines(run, "rl"), lines(alone, "rl"), strict=True):
+        assert actual["reward"] == expected["reward"]
+        assert actual["kl"] == pytest.approx(expected["kl"], rel=1e-3, abs=1e-7)
+    assert held_out(run) == held_out(alone)
+
+
+def held_out(run: Path) -> list[tuple[int, float]]:
+    """Return step and reward of each evaluation."""
+    return [(line["step"], line["reward"]) for line in lines(run, "eval")]
+
+
+def test_held_out_prompts_are_answered_greedily_and_rewarded(pool, folder, model, alone):
+    """The baseline comes before the first step, and belongs to the same answers in every run."""
+    [(first, before), (last, _)] = held_out(alone)
+    assert (first, last) == (0, STEPS) and all("loss" in line for line in lines(alone, "eval"))
+    more = [f"rl.reward={TASKS}:letters", "train.steps=2", "eval.every=1"]
+    again = learnt(pool, 1, folder, model, "every", *more, "rl.eval_scores=reward")
+    assert [step for step, _ in held_out(again)] == [0, 1, 2]
+    assert held_out(again)[0] == (0, before)
+    assert not any("loss" in line for line in lines(again, "eval"))
+    hot = learnt(pool, 1, folder, model, "hot", *more, "rl.eval_temperature=3", "train.steps=1")
+    assert held_out(hot)[0][1] != before
+    loss = learnt(pool, 1, folder, model, "loss", *more, "rl.eval_scores=loss", "train.steps=1")
+    assert [line["step"] for line in lines(loss, "eval")] == [1]
+    assert "reward" not in lines(loss, "eval")[0]
+    # Records that only ask have no answer whose loss could be measured.
+    (folder / "only_asks.jsonl").write_text('{"prompt": "What?", "solution": "red"}\n')
+    given = (*more, f"data.eval={folder}/only_asks.jsonl", "train.steps=1")
+    asks = learnt(pool, 2, folder, model, "only_asks", *given)
+    assert all("loss" not in line for line in lines(asks, "eval"))
+    assert [step for step, _ in held_out(asks)] == [0, 1]
+
+
+def test_a_hint_names_the_cause():
+    def group(*episodes: tuple[str, float, bool]) -> Group:
+        of_prompt = [
+            Episode(0, 0, 0, "a.jsonl:1", {}, answers=[text], reward=reward, cut=cut)
+            for text, reward, cut in episodes
+        ]
+        return Group("What?", of_prompt)
+
+    def hint(*groups: Group) -> str | None:
+        watch = SignalWatch(RlConfig(max_new_tokens=7))
+        hints = [watch.check(groups, "red") for _ in range(5)]
+        assert [each is not None for each in hints] == [False, False, True, False, False]
+        return hints[2]
+
+    assert "raise rl.temperature" in hint(group(("a", 0, False), ("a", 0, False)))
+    assert "rl.max_new_tokens=7" in hint(group(("a", 0, True), ("b", 0, True)))
+    assert "in the form" in hint(group(("a", 0, False), ("b", 0, True)))
+    easy, hard = group(("a", 1, False), ("b", 1, False)), group(("a", 0, False), ("b", 0, False))
+    assert "too easy or too hard" in hint(easy, hard)
+    watch, learns = SignalWatch(RlConfig()), group(("a", 1, False), ("b", 0, False))
+    steps = [hard, hard, learns, hard, hard, hard]
+    hints = [watch.check([each], None) for each in steps]
+    assert [each is not None for each in hints] == [False] * 5 + [True]
+
+
+def test_the_right_answer_is_that_of_the_reward_or_of_the_chat(model):
+    reader = make_reader(make_encoder(model, DataConfig()), DataConfig(), read_sizes(model), None)
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    for record, right in (
+        ({"messages": chat[:1], "solution": 4}, "4"),
+        ({"messages": chat, "answer": ["four", "4"]}, '["four", "4"]'),
+        ({"messages": chat}, "4"),
+        ({"messages": chat[:1]}, None),
+    ):
+        assert right_answer(record, "a record", replace(reader, kind="prompt")) == right
+
+
+def test_prompts_alone_are_learnt_from_by_the_keys_beside_them(pool, folder, model):
+    """Data as for GRPO in TRL: no record has an answer, in training or held out."""
+    pictured = json.loads((folder / "train.jsonl").read_text().splitlines()[0])["messages"][:1]
+    prompts = [pictured, [{"role": "user", "content": "1+1?"}], "Say 2."]
+    asks = folder / "asks.jsonl"
+    records = [{"prompt": prompt, "solution": "2", "level": 3} for prompt in prompts]
+    asks.write_text("".join(json.dumps(record) + "\n" for record in records))
+    more = [f"data.{name}={asks}" for name in ("train", "eval")]
+    more += [f"rl.reward={TASKS}:solved", "rl.eval_scores=reward", "train.steps=1"]
+    status, out, err = go(pool, 1, folder, model, "asks", *more)
+    assert status == 0, err
+    run, pictures = folder / "asks", sum(p["type"] == "image" for p in pictured[0]["content"])
+    assert f"tokens, in prompts; {pictures} image{'s' * (pictures != 1)}\n" in out
+    assert sorted((line["where"][-1], line["right"]) for line in samples(run)) == [
+        ("1", "2"),
+        ("2", "2"),
+        ("3", "2"),
+    ]
+    [figures], [step] = lines(run, "rl"), lines(run, "step")
+    assert "solved" in figures["figures"] and step["grad_norm"] > 0
+    assert [step for step, _ in held_out(run)] == [0, 1]
+
+
+def test_turns_of_a_question_have_their_roles(model):
+    reader = make_reader(make_encoder(model, DataConfig()), DataConfig(), read_sizes(model), None)
+    runner = EpisodeRunner(Config(), SimpleNamespace(readers=[reader]), None)
+
+    def words(*turns):
+        text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
+        ids = runner.tokenizer(f"{text}<|im_start|>assistant\n")["input_ids"]
+        return runner.words(SimpleNamespace(ids_S=torch.tensor(ids)))
+
+    assert words(("user", "Which colour?")) == "Which colour?"
+    turns = ("user", "2+2?"), ("assistant", "4"), ("user", "Sure?")
+    assert words(*turns) == "user: 2+2?\nassistant: 4\nuser: Sure?"
+
+
+def test_steps_without_a_signal_get_one_hint(pool, folder, model):
+    """The hint shows an answer with its reward, and the right answer of the record."""
+    more = [f"rl.reward={TASKS}:never", "train.steps=5", "rl.eval_scores=loss", "eval.samples=1"]
+    status, out, err = go(pool, 1, folder, model, "silent", *more)
+    assert status == 0, err
+    assert [line["alike"] for line in lines(folder / "silent", "rl")] == [1.0] * 5
+    hints = [line for line in lines(folder / "silent", "event") if "advantage is 0" in line["text"]]
+    assert [line["step"] for line in hints] == [3]
+    text = hints[0]["text"]
+    assert "An answer with the reward 0, where '" in text and "no answer in this step" in text
+    assert text in out
+    third = next(each for each in samples(folder / "silent") if each["step"] == 3)
+    assert third["right"] and f"{third['right'][:200]!r} is right ({third['where']})" in text
+    assert repr(third["episodes"][0]["answers"][0]) in text
+
+
+@pytest.mark.parametrize("name", ["pp2", pytest.param("pp2dp2", marks=pytest.mark.slow)])
+def test_so_do_they_over_several_turns(pool, folder, model, looks, name):
+    world, parallel = LAYOUTS[name]
+    environment = f"rl.environment={TASKS}:Looks"
+    run = learnt(pool, world, folder, model, f"looks-{name}", environment, *parallel)
+    assert samples(run) == samples(looks)
+    assert furthest(run, looks) < TOLERANCE
+
+
+def test_the_weights_do_learn(alone, model):
+    """Training moves all weights, so that the equality above is not trivial."""
+    start = load_file(Path(model) / "model.safetensors")
+    moved = [float((value - start[name]).abs().max()) for name, value in weights(alone).items()]
+    assert min(moved) > 100 * TOLERANCE
+
+
+RECIPES = ["grpo", "cispo"]
+OTHERS = ("rloo", "dr_grpo", "dapo", "gspo")
+RECIPES += [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_better_becomes_likelier(pool, folder, model, recipe):
+    """A random model learns short answers with every recipe."""
+    more = [f"rl={recipe}", f"rl.reward={TASKS}:short", "train.steps=12", "rl.samples=8"]
+    more += ["optim.lr=5e-3", "optim.eps=1e-8", "train.micro_batch_size=16", "rl.kl_coef=null"]
+    run = learnt(pool, 1, folder, model, f"recipe-{recipe}", *more)
+    rewards = [line["reward"] for line in lines(run, "rl")]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 1.5  # measured: 3.4 to 4.2
+
+
+def test_prompts_that_are_alike_get_other_answers(pool, folder, model):
+    record = json.loads((folder / "train.jsonl").read_text().splitlines()[0])
+    twice = folder / "twice.jsonl"
+    twice.write_text(2 * (json.dumps(record) + "\n"))
+    more = [f"data.train={twice}", "train.global_batch_size=2", "train.steps=1"]
+    run = learnt(pool, 2, folder, model, "twice", *more, "rl.max_new_tokens=12")
+    first, second = ([each["answers"] for each in line["episodes"]] for line in samples(run))
+    assert len(first) == 4 and all(a != b for a in first for b in second)
+
+
+def test_a_run_resumes_bit_for_bit(pool, folder, model, alone):
+    """With another model in the place of its reference, it does not resume."""
+    name, saving, copied = "resumed", "checkpoint.every=1", folder / "copied"
+    shutil.copytree(model, copied)
+    more = [saving, "train.steps=2", "checkpoint.export=false"]
+    learnt(pool, 1, folder, str(copied), name, *more)
+    run = learnt(pool, 1, folder, str(copied), name, saving)
+    assert furthest(run, alone) == 0
+    assert samples(run) == samples(alone)
+    assert [line["step"] for line in lines(run, "rl")] == [1, 2, 3]
+    save_file(weights(run), copied / "model.safetensors", {"format": "pt"})
+    status, _, err = go(pool, 1, folder, str(copied), name, saving, "train.steps=4")
+    assert status == 2 and f"model.path={copied} has another content" in err, err
+
+
+def stopped_after_a_step(given: list[str], metrics: Path) -> int:
+    """Train, with a SIGTERM to one rank in the middle of the second step; return the status."""
+    signals = Signals()
+
+    def stop() -> None:
+        while not (metrics.exists() and '"rl"' in metrics.read_text()):
+            time.sleep(0.005)
+        signals.received = signal.SIGTERM
+
+    if int(os.environ["RANK"]) == 1:
+        threading.Thread(target=stop, daemon=True).start()
+    with redirect_stdout(StringIO()):
+        return run_rl(given, signals)
+
+
+def test_a_run_that_is_stopped_goes_on_bit_for_bit(pool, folder, model):
+    arguments = words(folder, model, "stopped", "parallel.pp=2", "train.steps=40")
+    metrics = folder / "stopped" / "metrics.jsonl"
+    assert pool.run(stopped_after_a_step, 2, arguments, metrics) == [PREEMPTED] * 2
+    done = len(lines(folder / "stopped", "rl"))
+    assert 1 <= done < 40
+    more = ["parallel.pp=2", f"train.steps={done + 2}"]
+    run = learnt(pool, 2, folder, model, "stopped", *more)
+    whole = learnt(pool, 2, folder, model, "not-stopped", *more)
+    assert furthest(run, whole) == 0
+    assert samples(run) == samples(whole) and len(lines(run, "rl")) == done + 2
+
+
+def test_the_reference_is_the_model_at_the_start(alone):
+    """The reference is read from model.path, also after a resume."""
+    kl = [line["kl"] for line in lines(alone, "rl")]
+    assert abs(kl[0]) < 1e-7 < 1e-4 < kl[1] < kl[2]
+    entropy = [line["entropy"] for line in lines(alone, "rl")]
+    assert all(1 < each < 8 for each in entropy)  # a vocabulary of a few hundred tokens
+
+
+def test_dynamic_sampling_replaces_prompts_that_teach_nothing(pool, folder, model):
+    """Rewards differ only for the 3 of 7 records that have two pictures or more."""
+    more = [f"rl.reward={TASKS}:equal", "rl.dynamic_sampling=true", "train.global_batch_size=2"]
+    run = learnt(pool, 2, folder, model, "dynamic", *more, "data.shuffle=false")
+    for line in lines(run, "rl"):
+        assert line["prompts"] == 2 < line["asked"]
+        assert line["alike"] == pytest.approx(1 - 2 / line["asked"])
+    for sample in samples(run):
+        assert len({each["reward"] for each in sample["episodes"]}) > 1
+    # Records 2, 3 and 6 of 0 to 6 are used, in the order of the file and across epochs.
+    prompt_counts = [line["asked"] for line in lines(run, "rl")]
+    assert prompt_counts == [4, 6, 4]
+    assert [line["epoch"] for line in lines(run, "step")] == [0, 1, 1]
+
+
+def test_without_it_such_prompts_stay(pool, folder, model):
+    more = [f"rl.reward={TASKS}:equal", "data.shuffle=false", "train.steps=1"]
+    run = learnt(pool, 1, folder, model, "static", *more, "train.global_batch_size=7")
+    [line] = lines(run, "rl")
+    assert (line["prompts"], line["asked"], line["alike"]) == (7, 7, pytest.approx(4 / 7))
+
+
+def test_what_is_averaged_over_scales_the_gradient(pool, folder, model):
+    """Dr. GRPO divides by the number of answers and the maximum length, not by actual lengths."""
+    norms, metrics = {}, {}
+    for name in ("tokens", "constant"):
+        more = [f"rl.aggregate={name}", "train.steps=1", "rl.kl_coef=null", "optim.clip_grad=0"]
+        run = learnt(pool, 2, folder, model, f"over-{name}", *more, "parallel.pp=2")
+        [line], [metrics[name]] = lines(run, "step"), lines(run, "rl")
+        norms[name] = line["grad_norm"]
+    assert metrics["tokens"]["answer_tokens"] == metrics["constant"]["answer_tokens"]
+    share = metrics["tokens"]["answer_tokens"] / 6  # divided by rl.max_new_tokens
+    assert 0.3 < share < 0.95  # outside this range the test would show nothing
+    assert norms["constant"] / norms["tokens"] == pytest.approx(share, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "ppo"])
+def test_several_updates_of_one_step_clip(pool, folder, model, loss):
+    more = [f"rl.loss={loss}", "rl.updates=3", "optim.lr=1e-2", "rl.aggregate=sequences"]
+    run = learnt(pool, 2, folder, model, f"updates-{loss}", *more, "parallel.pp=2")
+    records = lines(run, "rl")
+    assert len(records) == STEPS and any(line["drift"] > 1e-3 for line in records)
+    assert 0 < sum(line["clip_fraction"] for line in records) / STEPS < 1
+
+
+def test_adapters_learn_against_the_model_without_them(pool, folder, model):
+    run = learnt(pool, 2, folder, model, "lora", "lora=default", "parallel.pp=2", "optim.lr=1e-2")
+    kl = [line["kl"] for line in lines(run, "rl")]
+    assert abs(kl[0]) < 1e-7 < 1e-4 < kl[2]
+    assert (run / "export" / "adapter_config.json").exists()
+
+
+def test_a_wrong_reward_names_the_record_on_every_rank(pool, folder, model):
+    answers = pool.run(
+        run_rank, 2, words(folder, model, "wrong", f"rl.reward={TASKS}:wrong", "parallel.pp=2")
+    )
+    assert [status for status, _, _ in answers] == [2, 2]
+    for _, _, err in answers:
+        assert "train.jsonl" in err and "KeyError" in err and "rl_tasks.py" in err
+
+
+def test_a_reward_that_fails_may_have_a_value(pool, folder, model):
+    more = [f"rl.reward={TASKS}:wrong", "rl.failed_reward=0", "train.steps=1"]
+    run = learnt(pool, 1, folder, model, "failing", *more)
+    [line] = lines(run, "rl")
+    assert line["reward"] == 0 and line["figures"] == {"failed": 1}
+
+
+REFUSED = {
+    "rl.reward=null": "rl.reward is not set, and neither is rl.environment",
+    f"rl.environment={TASKS}:Looks": "rl.reward is set, and so is rl.environment",
+    "rl.samples=1": "rl.samples=1",
+    "rl.temperature=0": "rl.temperature=0",
+    "rl.sampler=vllm": "rl.engine is not set, and rl.sampler=vllm",
+    "rl.off_policy_steps=1": "give rl.sampler=vllm",
+    "rl.updates=4": "rl.updates=4 exceeds train.global_batch_size=3",
+    "rl.engine=/usr/bin/python3": "starts no engine",
+    "rl.los=ppo": "rl.loss",
+    "rl.reward=rewards.py": "rl.reward",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_cannot_be_is_refused_at_once(folder, model, word):
+    arguments = words(folder, model, "refused", f"rl.reward={TASKS}:letters", word)
+    status, _, err = run_rank(arguments)
+    assert status == 2 and REFUSED[word] in err
+    assert not (folder / "refused").exists()

@@ -1,0 +1,330 @@
+# .venv/bin/python -m pytest tests/rl/test_train_batch.py
+"""What is trained on is what was seen and said: an episode's row is that of the whole conversation,
+as the chat template and the image processor make it, with only what was drawn supervised."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import PIL.Image
+import pytest
+import torch
+
+from megatron_vlm.config.data_sources import parse_sources
+from megatron_vlm.config.schema import Config, DataConfig, ModelConfig, RlConfig, TrainConfig
+from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.data.tokens.row_maker import RowMaker
+from megatron_vlm.errors import DataError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.rl.completion_requests import EngineQueue, LockstepQueue
+from megatron_vlm.rl.episode import Group
+from megatron_vlm.rl.episode_runner import EpisodeRunner, seed_of
+from megatron_vlm.rl.rollouts import next_prompts
+from megatron_vlm.rl.train_batch import (
+    make_train_batch,
+    train_batch_from_bytes,
+    train_batch_to_bytes,
+)
+from megatron_vlm.training.completions import Completion
+from megatron_vlm.user_code.pool import RewardPool, RewardSettings
+from tests.support.chats import picture, say, text
+from tests.support.error_fields import raises
+from tests.support.rl_tasks import Looks
+
+TASKS = Path(__file__).parents[1] / "support" / "rl_tasks.py"
+SAMPLES = 3
+ANSWERS = ["red", "what is it?", "0 1 2", "word word", "look"]
+
+
+@pytest.fixture(scope="module")
+def model(tiny) -> str:
+    return tiny(deepstack=1, from_scratch=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A picture, two of odd sizes, none; the second has an answer at its end, which is no part of
+    the prompt."""
+    folder = tmp_path_factory.mktemp("asks")
+    picture(70, 50, 0).save(folder / "a.png")
+    picture(33, 120, 1).save(folder / "b.png")
+    a, b = ({"type": "image", "image": f"{name}.png"} for name in "ab")
+    chats = [
+        [say("system", "be short"), say("user", a, text("what?"))],
+        [say("user", a, text("and"), b), say("assistant", "the right answer")],
+        [say("user", "word?"), say("assistant", "red"), say("user", "0?")],
+    ]
+    lines = [json.dumps({"messages": chat, "solution": place}) for place, chat in enumerate(chats)]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def config(folder: Path, model: str, **rl) -> Config:
+    data = DataConfig(
+        train=parse_sources(str(folder / "train.jsonl"), "data.train"),
+        ignore_keys=("solution",),
+        cache_dir=None,
+        num_workers=0,
+        shuffle=False,
+    )
+    given = {"samples": SAMPLES, "processes": 1, "max_new_tokens": 40, **rl}
+    train = TrainConfig(global_batch_size=3, micro_batch_size=2)
+    return Config(model=ModelConfig(model), data=data, train=train, rl=RlConfig(**given))
+
+
+def table_of(cfg: Config) -> EpisodeRunner:
+    data = open_data(
+        cfg.data.train,
+        "data.train",
+        cfg.data,
+        cfg.model.path,
+        read_sizes(cfg.model.path),
+        kind="prompt",
+    )
+    assert isinstance(data, DataSet)
+    rl = cfg.rl
+    return EpisodeRunner(
+        cfg, data, RewardPool(RewardSettings(rl.reward, rl.environment, 1, 20.0, None))
+    )
+
+
+def completion(episode_runner: EpisodeRunner, seed: int, ended: str = "stop") -> Completion:
+    """An answer that depends on its seed, with log-probs that say where they belong."""
+    ids = episode_runner.tokenizer(ANSWERS[seed % len(ANSWERS)]).input_ids
+    ids += [episode_runner.dialogues[0].end_id] * (ended == "stop")
+    return Completion(tuple(ids), tuple(-1.0 - place / 64 for place in range(len(ids))), ended)
+
+
+def play(episode_runner: EpisodeRunner, ended: str = "stop") -> list[Group]:
+    """Answered by a sampler that says what its seeds say."""
+
+    async def sample(prompt: Row, settings, seeds):
+        asked.append((prompt, seeds))
+        return [completion(episode_runner, seed, ended) for seed in seeds]
+
+    asked: list = []
+    queue = EngineQueue(SimpleNamespace(sample=sample), episode_runner.settings)
+    handles, _ = next_prompts(episode_runner.data, Position(), 3)
+    groups = asyncio.run(episode_runner.play(queue, handles, step=5, first_group=0))
+    # The first answers to a prompt are asked for at once, the others one by one.
+    assert [len(seeds) for _, seeds in asked[:3]] == [SAMPLES] * 3
+    return groups
+
+
+def whole(folder: Path, model: str, chat: list[dict]) -> Row:
+    maker = RowMaker(model, image_root=str(folder), ignore_keys=("solution",))
+    return maker.row({"messages": chat})
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+
+
+def prompt_of(record: dict) -> list[dict]:
+    chat = record["messages"]
+    return chat[:-1] if chat[-1]["role"] == "assistant" else chat
+
+
+def same_pictures(one: Row, other: Row) -> bool:
+    for name in ("pixel_values_PC", "image_grid_I3"):
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if (mine is None) != (theirs is None) or (mine is not None and not mine.equal(theirs)):
+            return False
+    return True
+
+
+def test_a_row_of_one_answer_is_that_of_the_chat(folder, model):
+    episode_runner = table_of(config(folder, model, reward=f"{TASKS}:letters"))
+    train_batch = make_train_batch(
+        play(episode_runner), episode_runner.cfg, episode_runner.data.work, 1
+    )
+    episode_runner.reward_pool.close()
+    for number, each in enumerate(train_batch.rows):
+        record = records(folder)[number // SAMPLES]
+        answer = episode_runner.text(each.row.ids_S[each.row.labels_S != IGNORE].tolist())
+        expected = whole(folder, model, [*prompt_of(record), say("assistant", answer)])
+        # The template ends a turn with a line break, which nobody draws.
+        count = len(each.row.ids_S)
+        assert each.row.ids_S.equal(expected.ids_S[:count]) and count == len(expected.ids_S) - 1
+        last = len(expected.labels_S[:count]) - int((each.row.labels_S != IGNORE).sum())
+        assert each.row.labels_S[last:].equal(expected.ids_S[last:count])
+        assert (each.row.labels_S[:last] == IGNORE).all()
+        assert same_pictures(each.row, expected)
+
+
+@pytest.mark.parametrize("ended", ["stop", "length"])
+def test_a_row_of_several_turns_is_that_of_the_conversation(folder, model, ended):
+    """Also where answers were cut off: what should have ended them is there, and not trained."""
+    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
+    groups = play(episode_runner, ended)
+    train_batch = train_batch_from_bytes(
+        train_batch_to_bytes(
+            make_train_batch(groups, episode_runner.cfg, episode_runner.data.work, 1)
+        )
+    )
+    episode_runner.reward_pool.close()
+    episodes = [each for group in groups for each in group.episodes]
+    for episode, each in zip(episodes, train_batch.rows, strict=True):
+        chat, looks = prompt_of(records(folder)[episode.group]), Looks()
+        looks.reset({})
+        rewards = []
+        for answer in episode.answers:
+            told = looks.step(answer)
+            rewards.append(told.reward)
+            chat = [*chat, say("assistant", answer), *told.messages]
+        assert len(episode.answers) == 3 and episode.reward == sum(rewards)
+        expected, count = whole(folder, model, chat), len(each.row.ids_S)
+        assert each.row.ids_S.equal(expected.ids_S[:count])
+        assert count == len(expected.ids_S) - (1 if ended == "stop" else 2)
+        assert same_pictures(each.row, expected)
+        # What is supervised are the answers, with their ends where those were drawn.
+        drawn_S = each.row.labels_S != IGNORE
+        ids = [episode_runner.tokenizer(answer).input_ids for answer in episode.answers]
+        ends = [episode_runner.dialogues[0].end_id] * (ended == "stop")
+        assert each.row.labels_S[drawn_S].tolist() == [i for own in ids for i in [*own, *ends]]
+        log_probs = [-1.0 - place / 64 for own in ids for place in range(len(own) + len(ends))]
+        assert each.sampler_log_probs_S[drawn_S].tolist() == log_probs
+        assert (each.sampler_log_probs_S[~drawn_S] == 0).all()
+
+
+def test_an_episode_ends_before_it_outgrows_its_limit(folder, model):
+    """A third turn would pass 100 tokens with the answer that it asks for."""
+    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks", max_tokens=100))
+    groups = play(episode_runner)
+    episode_runner.reward_pool.close()
+    episodes = [each for group in groups for each in group.episodes]
+    assert {len(each.answers) for each in episodes} == {1, 2} and all(e.cut for e in episodes)
+    assert all(len(each.ids) <= 100 for each in episodes)
+
+
+def test_people_are_shown_what_was_said_without_the_template(folder, model):
+    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
+    groups = play(episode_runner)
+    episode_runner.reward_pool.close()
+    assert [group.question for group in groups] == [
+        "system: be short\nuser: what?",
+        "and",
+        "user: word?\nassistant: red\nuser: 0?",
+    ]
+    assert [episode_runner.words(row) for row in groups[0].episodes[0].shown[1:]] == [
+        "look again 1",
+        "look again 2",
+    ]
+
+
+def test_pictures_travel_once(folder, model):
+    """Eight answers to a picture are not eight pictures on the way."""
+    episode_runner = table_of(config(folder, model, reward=f"{TASKS}:letters"))
+    train_batch = make_train_batch(
+        play(episode_runner), episode_runner.cfg, episode_runner.data.work, 2
+    )
+    episode_runner.reward_pool.close()
+    pixels = [each.row.pixel_values_PC for each in train_batch.rows]
+    bytes_once = sum(p.nbytes for p in {id(p): p for p in pixels if p is not None}.values())
+    assert bytes_once < len(train_batch_to_bytes(train_batch)) < 1.5 * bytes_once
+    again = train_batch_from_bytes(train_batch_to_bytes(train_batch))
+    assert again.updates == train_batch.updates
+    for one, other in zip(again.rows, train_batch.rows, strict=True):
+        assert one.row.ids_S.equal(other.row.ids_S) and same_pictures(one.row, other.row)
+        assert (one.advantage, one.weight) == (other.advantage, other.weight)
+
+
+def test_what_is_asked_together_does_not_depend_on_how_long_rewards_take():
+    """Nobody is answered before all wait."""
+
+    async def main():
+        queue, row = LockstepQueue(), Row(torch.tensor([1]), torch.tensor([IGNORE]))
+        queue.enter(3)
+        asking = [asyncio.create_task(queue.ask(row, 7 - n, 3)) for n in range(2)]
+        await asyncio.sleep(0.01)
+        assert not queue.all_wait.is_set()
+        queue.leave()  # the third has ended without a question
+        assert queue.all_wait.is_set()
+        [asked] = queue.next_prompts_to_answer()
+        assert asked.prompt is row and asked.seeds == [6, 7]
+        for answer, value in zip(asked.answers, "ab", strict=True):
+            answer.set_result(value)
+        assert await asyncio.gather(*asking) == ["b", "a"]
+        queue.leave()
+        queue.leave()
+        queue.enter(2)  # others begin, and nobody waits yet
+        assert not queue.all_wait.is_set()
+
+    asyncio.run(main())
+
+
+def test_seeds_follow_each_other_only_in_the_first_turn():
+    episodes = [SimpleNamespace(group=3, place=place) for place in range(4)]
+    first = [seed_of(0, 1, each, 0) for each in episodes]
+    assert first == list(range(first[0], first[0] + 4)) and max(first) < 2**62
+    others = {
+        seed_of(seed, step, episodes[1], turn)
+        for seed in (0, 1)
+        for step in (1, 2)
+        for turn in (0, 1)
+    }
+    later = {seed_of(0, 1, each, 1) for each in episodes}
+    assert len(others) == 8 and len(later) == 4
+
+
+def test_a_template_that_shows_earlier_turns_in_another_way_is_refused(folder, model):
+    """As one that leaves out what was thought before: the model would not be trained on what it
+    has seen."""
+    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
+    episode_runner.reward_pool.close()
+    [dialogue] = episode_runner.dialogues
+    tokenizer = dialogue.reader.encoder.renderer.tokenizer
+    shown = "+ show(message.content) }}\n{%- for call"
+    assert shown in tokenizer.chat_template
+    short = shown.replace("message.content", "message.content if loop.last else '...'")
+    tokenizer.chat_template = tokenizer.chat_template.replace(shown, short)
+    with raises(DataError, place="record 1", key="data.template_kwargs"):
+        dialogue.reply([say("user", "and now?")], "record 1")
+
+
+def test_pictures_of_an_environment_may_be_of_any_kind(folder, model, tmp_path):
+    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
+    episode_runner.reward_pool.close()
+    image = PIL.Image.new("RGB", (64, 64), (10, 20, 30))
+    image.save(folder / "own.png")
+    rows = [
+        episode_runner.dialogues[0].reply(
+            [say("user", {"type": "image", "image": given})], "record 1"
+        )
+        for given in (image, (folder / "own.png").read_bytes(), "own.png")
+    ]
+    assert all(same_pictures(rows[0], row) and row.ids_S.equal(rows[0].ids_S) for row in rows)
+
+
+def test_prompts_have_a_cache_of_their_own(folder, model, tmp_path):
+    """What training has encoded of the same file is no prompt."""
+    cfg = config(folder, model, reward=f"{TASKS}:letters")
+    data = replace(cfg.data, cache_dir=str(tmp_path))
+    sizes, found = read_sizes(model), {}
+    for prompts_only in (True, False, True):
+        kind = "prompt" if prompts_only else "chat"
+        opened = open_data(data.train, "data.train", data, model, sizes, kind=kind)
+        assert isinstance(opened, DataSet)
+        found[prompts_only] = [len(opened.indexes[0]), int(opened.indexes[0].supervised.sum())]
+    assert found[True] == [3, 0]
+    assert found[False][0] == 2 and found[False][1] > 0  # two records have an answer
+
+
+def test_updates_divide_the_prompts(folder, model):
+    """Each prompt is learnt from once, with all of its answers in one update."""
+    episode_runner = table_of(config(folder, model, reward=f"{TASKS}:letters", updates=2))
+    train_batch = make_train_batch(
+        play(episode_runner), episode_runner.cfg, episode_runner.data.work, 2
+    )
+    episode_runner.reward_pool.close()
+    rows = [
+        sorted(n for share in update.plan for b in share for n in b)
+        for update in train_batch.updates
+    ]
+    assert rows == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+
+    assert [update.figures.samples for update in train_batch.updates] == [6, 3]

@@ -1,0 +1,116 @@
+# make tinker-env, then .venv/bin/python -m pytest tests/serve/test_tinker_client.py
+"""The public Tinker client against the front of the service and an engine without a model:
+tests/support/tinker_client/front_client.py, in the client's own environment."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm.serve.http.api_keys import ApiKeys, add_key
+from megatron_vlm.serve.http.app import make_app
+from megatron_vlm.serve.http.context import ServerFacts
+from megatron_vlm.serve.http.http_server import FrontServer
+from megatron_vlm.serve.http.request_limits import RequestLimits
+from megatron_vlm.serve.journal.accept import Bounds
+from tests.support.fake_calls import StandIn, opened
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
+MISSING = "the Tinker client is not there: make tinker-env builds its environment, .venv-tinker"
+
+pytestmark = [
+    pytest.mark.slow,  # the client takes some seconds to import
+    pytest.mark.skipif(not PYTHON.exists(), reason=MISSING),
+]
+
+
+def run_client(port, key):
+    environment = os.environ | {"TINKER_API_KEY": key, "TINKER_TELEMETRY": "0", "PYTHONPATH": ""}
+    done = subprocess.run(
+        [
+            PYTHON,
+            "tests/support/tinker_client/front_client.py",
+            f"http://127.0.0.1:{port}",
+            "tiny/model",
+        ],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What the client saw, and what the server has of it."""
+    root = tmp_path_factory.mktemp("client")
+    key = add_key("laptop", root / "keys")
+    with opened(root / "run", bounds=Bounds(models=2)) as journal, StandIn(journal) as engine:
+        facts = ServerFacts(("tiny/model",), 512)
+        server = FrontServer(make_app(journal, RequestLimits(), ApiKeys(root / "keys"), facts))
+        try:
+            found = run_client(server.start(), key)
+        finally:
+            server.stop()
+        found["sessions_there"] = [(s.key, s.finished) for s in journal.sessions()]
+        found["done"] = engine.done
+        found["waiting"] = journal.open_calls()
+        found["contradictions"] = journal.contradictions
+    return found
+
+
+def test_it_trains(seen):
+    model = seen["model_id"]
+    assert seen["capabilities"] == ["tiny/model"] and seen["info"] == ["tiny/model", 8, True]
+    assert seen["outputs"] == [2500, {"loss:sum": 1250.0}]
+    assert seen["first"] == [-0.5] * 4 and seen["optim"] == {"lr:mean": 1e-4}
+    assert seen["forward"] == 1 and seen["after"] == {"lr:mean": 0.5}
+    done = [(kind, seq) for kind, owner, seq in seen["done"] if owner == model]
+    assert done[:4] == [*(("forward_backward", s) for s in (1, 2, 3)), ("optim_step", 4)]
+    assert [seq for _, seq in done] == sorted(seq for _, seq in done)
+
+
+def test_what_is_wrong_is_told_and_the_model_goes_on(seen):
+    for name, said in (
+        ("bad_loss", 'loss_fn_config_v2["beta"]=nan'),
+        ("bad_step", "adam_params.learning_rate: Input should be greater than or equal to 0"),
+        ("bad_name", "path=a/b; give 1 to 128 letters"),
+    ):
+        assert seen[name].startswith("RequestFailedError") and said in seen[name]
+    assert "limit num_samples is 256" in seen["too_many"]
+    assert "this server trains tiny/model" in seen["other_model"]
+    for name, said in (
+        ("no_room", "limit models is 2: unload one"),
+        ("unstable", "record_stability_info: the loss stable_reinforce"),
+    ):
+        assert seen[name].startswith("UnprocessableEntityError") and said in seen[name]
+
+
+def test_its_checkpoints(seen):
+    model = seen["model_id"]
+    assert seen["saved"] == f"tinker://{model}/weights/step-1"
+    assert seen["listed"] == ["external_weights/out", "sampler_weights/step-1", "weights/step-1"]
+    assert seen["expiry"] == 1 and seen["files"] == {"weights": "w" * 10}
+    assert seen["run"] == ["tiny/model", 8, {"renderer_name": "x"}, seen["saved"]]
+    assert (seen["runs"], seen["weights_info"], seen["user"], seen["left"]) == (1, 8, 3, 2)
+    assert seen["loaded"] == re.sub(r"\d+$", "1", model)
+    assert seen["loaded_step"] == {"lr:mean": 1e-4}
+
+
+def test_its_samples(seen):
+    assert seen["samples"] == [2] and seen["sequence"] == [[1, 2, 3], [-0.25] * 3, "stop"]
+    assert seen["prompt"] == [None, -0.5, -0.5, -0.5]
+    assert seen["from_path"] == seen["from_base"] == 1 and seen["base_model"] == "tiny/model"
+
+
+def test_it_leaves_nothing_behind(seen):
+    ((key, finished),) = seen["sessions_there"]
+    assert key == "laptop" and finished is not None
+    assert seen["waiting"] == [] and seen["contradictions"] == 0

@@ -1,0 +1,185 @@
+"""An engine without a model, for tests of the code around an engine. It is started like the real
+one, after its own path: `python fake_engine.py SERVE SOCKET BUFFER`, and uses the link next to
+SERVE.
+
+The ids of an answer are its seed, the engine's version and its process id. The log-prob is the
+number of the weights that the engine got last, combined with those of the adapter that the request
+names. With the option `vocab` the ids lie in the vocabulary: one from the seed, and three from that
+number. The file `asked` gets a line for each request.
+
+The first id of a prompt selects the answer. For HELD it comes once the file `release` of the
+options exists; for SLOW it comes after a while. For DEADLY the engine dies; for DEADLY_ONCE it dies
+only the first time. If the environment variable REPLAYS is set to a folder, the answers come from
+there: see tests/commands/test_agree_command.py. The environment variable STAND_IN_OPTIONS has
+further options, as JSON.
+"""
+
+import array
+import hashlib
+import json
+import os
+import queue
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HELD, DEADLY, DEADLY_ONCE, SLOW = 11, 12, 13, 14
+SLOW_S = 0.3
+REPLAYS = "STAND_IN_REPLAYS"
+OPTIONS = "STAND_IN_OPTIONS"
+
+
+def number_of(values: bytes, before: int = 0) -> int:
+    """Return the number of weights: that of the weights before, combined with the next values."""
+    return int(hashlib.sha1(before.to_bytes(4) + values).hexdigest()[:8], 16)
+
+
+def ids_of(number: int, vocab: int) -> list[int]:
+    """Return three ids of a vocabulary that identify the weights."""
+    return [number // vocab**place % vocab for place in range(3)]
+
+
+def contents(folder: str) -> bytes:
+    """Return the weights of a folder, or the folder's name if it has none."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    return b"".join(file.read_bytes() for file in files) or folder.encode()
+
+
+def replay_of(prompt: list[int]) -> str:
+    """Return the name of the file with the answers to a prompt: {"inspect": ..., "sample": ...}.
+    The file of the same name with .bin has the patches."""
+    return hashlib.sha1(json.dumps(prompt).encode()).hexdigest()
+
+
+class StandIn:
+    def __init__(self, link: Any) -> None:
+        self.link, self.version, self.number, self.first = link, 0, 0, ""
+        self.held: list[dict[str, Any]] = []
+        self.slow: list[tuple[float, dict[str, Any]]] = []
+        self.options: dict[str, Any] = {}
+        self.scores = 0
+
+    def run(self) -> None:
+        while True:
+            try:
+                message, _ = self.link.inbox.get(timeout=0.01)
+                known = REPLAYS in os.environ and message["do"] in ("inspect", "sample")
+                (self.replay if known else self.handle)(message)
+            except queue.Empty:
+                pass
+            while self.slow and self.slow[0][0] < time.monotonic():
+                self.answer(self.slow.pop(0)[1])
+            if self.held and Path(self.options["release"]).exists():
+                while self.held:
+                    self.answer(self.held.pop(0))
+
+    def replay(self, message: dict[str, Any]) -> None:
+        file = Path(os.environ[REPLAYS]) / replay_of(message["prompt"])
+        body = Path(f"{file}.bin").read_bytes() if message["do"] == "inspect" else b""
+        self.link.answer(message["id"], json.loads(file.read_text())[message["do"]], body)
+
+    def handle(self, message: dict[str, Any]) -> None:
+        number, do = message["id"], message["do"]
+        if do == "load":
+            self.first = message["folder"]
+            if not self.load(**message["options"]):
+                self.link.refuse(number, self.options["fail"])
+                return
+        elif do in ("sample", "score"):
+            self.sample(message)
+            return
+        elif do == "abort":
+            self.held = [each for each in self.held if each["id"] != number]
+            return
+        elif self.held:
+            self.link.refuse(number, "AssertionError: an update comes when nothing is asked")
+            return
+        elif do == "stream_weights":
+            self.number = 0
+            while (tensor := self.link.next_tensor()) is not None:
+                if tensor[0]["name"] == self.options.get("refused"):
+                    self.link.refuse(number, "ValueError: no such tensor")
+                    return
+                self.number = number_of(bytes(tensor[1]), self.number)
+        elif do in ("folder", "adapt"):
+            self.number = self.number_in(message["folder"], self.number * (do == "adapt"))
+        self.version = message.get("version", self.version)
+        self.link.answer(number, None)
+
+    def number_in(self, folder: str, before: int) -> int:
+        """Return the number of the weights in a folder; those that it was started with have number
+        0."""
+        return 0 if folder == self.first else number_of(contents(folder), before)
+
+    def load(self, **options: Any) -> bool:
+        """Return whether the engine has started."""
+        self.options = options = {**options, **json.loads(os.environ.get(OPTIONS, "{}"))}
+        if "stumble" in options and Path(options["stumble"]).exists():
+            Path(options["stumble"]).unlink()
+            os._exit(4)
+        while "loads" in options and not Path(options["loads"]).exists():
+            time.sleep(0.01)
+        return "fail" not in options
+
+    def sample(self, message: dict[str, Any]) -> None:
+        if message["do"] == "score" and self.dies():
+            os._exit(3)
+        if "asked" in self.options:
+            with Path(self.options["asked"]).open("a") as file:
+                print(json.dumps([message["prompt"], message.get("adapter")]), file=file)
+        kind = message["prompt"][0]
+        if kind == DEADLY or (kind == DEADLY_ONCE and self.is_first_death()):
+            print("the prompt was too much", flush=True)
+            os._exit(3)
+        if kind == SLOW:
+            self.slow.append((time.monotonic() + SLOW_S, message))
+        elif kind == HELD:
+            self.held.append(message)
+        else:
+            self.answer(message)
+
+    def dies(self) -> bool:
+        """Return whether the engine dies at this score: at one in `lives`, until `once` exists."""
+        self.scores += 1
+        return self.scores == self.options.get("lives") and self.is_first_death()
+
+    def is_first_death(self) -> bool:
+        """Return whether no engine has died yet that has the same file `once`. Without this option
+        it is always true."""
+        if "once" not in self.options:
+            return True
+        once = Path(self.options["once"])
+        is_first = not once.exists()
+        once.parent.mkdir(exist_ok=True)
+        once.touch()
+        return is_first
+
+    def answer(self, message: dict[str, Any]) -> None:
+        if message["do"] == "score":
+            self.score(message)
+            return
+        number, ended = self.number, {"ended": "stop"}
+        if adapter := message.get("adapter"):
+            number = self.number_in(adapter, number)
+        one = {**ended, "log_probs": [float(number)]}
+        samples = [{**one, "ids": [seed, self.version, os.getpid()]} for seed in message["seeds"]]
+        if vocab := self.options.get("vocab"):
+            one, weights = {**ended, "log_probs": [-1.0, -2.0, -3.0, -4.0]}, ids_of(number, vocab)
+            samples = [{**one, "ids": [s % vocab, *weights]} for s in message["seeds"]]
+        self.link.answer(message["id"], {"samples": samples, "version": self.version})
+
+    def score(self, message: dict[str, Any]) -> None:
+        """Answer with the ids of the prompt, and with log-probs that are their negatives."""
+        table = array.array("d")
+        for token in message["expected"]:
+            for other in range(1 + message["top_k"]):
+                table.extend((token + other, -token - other))
+        self.link.answer(message["id"], {"version": self.version}, table.tobytes())
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(sys.argv[1]).parent))
+    from channel import ParentChannel
+
+    StandIn(ParentChannel(int(sys.argv[2]), int(sys.argv[3]))).run()

@@ -1,0 +1,74 @@
+"""Choice of the cases that a long test plays.
+
+The cases of such a test are a fixed, numbered set: random inputs by their seeds, or layouts by
+their place in the list. Each commit plays another window of it, and `make test-long` plays the
+whole set. COMMIT=... replays the window of another commit.
+
+`@pytest.mark.rotate(2)` makes each commit play two of a test's cases. Tests with a common `group`
+rotate together. conftest.py deselects the others.
+
+SLOW_PARTS=6, which `make test-slow` sets, divides the files of slow tests in six parts, of which a
+commit plays one. `make test-slow-all` plays all of them.
+"""
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+LONG = os.environ.get("LONG") == "1"
+SLOW_PARTS = int(os.environ.get("SLOW_PARTS", "1"))
+_ROOT = Path(__file__).parents[2]
+
+
+@cache
+def commit_number() -> int:
+    """Return a number that is fixed for a commit. A copy without a repository has number 0."""
+    commit = os.environ.get("COMMIT")
+    if commit is None:
+        command = ["git", "-C", str(_ROOT), "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return int(commit[:12] or "0", 16)
+
+
+def window(total: int, size: int, commit: int | None = None) -> range:
+    """Return the cases among `total` that this run plays: `size` of them, or all in a long run."""
+    if LONG and commit is None:
+        return range(total)
+    number = commit_number() if commit is None else commit
+    start = number % -(-total // size) * size
+    return range(start, min(start + size, total))
+
+
+def not_played(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests with the mark `rotate` that are outside the window of this run."""
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    sizes: dict[str, int] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("rotate")) is not None:
+            group = mark.kwargs.get("group", item.nodeid.partition("[")[0])
+            groups[group].append(item)
+            sizes[group] = mark.args[0]
+    played = {
+        members[number]
+        for group, members in groups.items()
+        for number in window(len(members), sizes[group])
+    }
+    return [item for members in groups.values() for item in members if item not in played]
+
+
+def in_other_parts(items: list[pytest.Item], parts: int = SLOW_PARTS) -> list[pytest.Item]:
+    """Return the slow tests in files that other commits play. Parts and windows of a commit follow
+    from different digits of it, so that every window of a file is played by some commit."""
+    slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    files = sorted({item.path for item in slow})
+    part = commit_number() // 0x1000000 % parts
+    return [item for item in slow if files.index(item.path) % parts != part]
+
+
+if __name__ == "__main__":  # python -m tests.support.random_runs A B prints the one that is played
+    print(*(sys.argv[1:][number] for number in window(len(sys.argv) - 1, 1)))

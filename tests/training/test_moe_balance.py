@@ -1,0 +1,440 @@
+# .venv/bin/python -m pytest tests/training/test_moe_balance.py
+"""The balancing loss and the z loss of routers: values and gradients are those of transformers for
+the whole global batch, however it is cut and laid out."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
+    Qwen3VLMoeTextTopKRouter,
+    load_balancing_loss_func,
+)
+
+from megatron_vlm.config import load_config
+from megatron_vlm.data.batches.loader import BatchFigures
+from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.model import router as routing
+from megatron_vlm.model.constraints import check_config
+from megatron_vlm.model.router import RouterLosses
+from megatron_vlm.report.metrics_lines import from_json, to_json
+from megatron_vlm.run.throughput import Meter
+from megatron_vlm.training import backward, expert_routing, router_losses, stage_inputs
+from megatron_vlm.training.pipeline import Stage
+from megatron_vlm.training.preflight import check_run
+from megatron_vlm.training.worker import MegatronWorker, StepMetrics
+from tests.model.test_moe import EXPERTS, UNEVEN, with_fillers
+from tests.model.test_parity import TOLERANCE, errors, layout
+from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
+from tests.support.error_fields import raises
+from tests.support.reference import Reference, inputs_of, load_reference
+from tests.support.runs import Case, Outcome, call, loss_and_grads, my_rows
+
+# The coefficients are so large that a tenth of either would be noticed in the gradients of most
+# parameters.
+BALANCE, Z = 2.0, 0.5
+BOTH = dict(router_balance_loss=BALANCE, router_z_loss=Z)
+BATCHES = {"mixed": MIXED, "uneven": UNEVEN, "text_on_one_rank": TEXT_ON_ONE_RANK}
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Results of transformers for a batch; the gradients are those of all three losses."""
+
+    plain: Reference
+    balance: float
+    z: float
+
+
+def run_in_one_batch(path: str, rows: list[Row], balance: float, z: float) -> Losses:
+    """Run all rows in one batch, padded on the right, with transformers' own attention mask."""
+    model = load_reference(path)
+    config = model.config.text_config
+    ids_BS = pad_sequence([row.ids_S for row in rows], batch_first=True)
+    mask_BS = pad_sequence([torch.ones_like(row.ids_S) for row in rows], batch_first=True)
+    labels_BS = pad_sequence([row.labels_S for row in rows], True, IGNORE)
+    inputs = [inputs_of(model, row) for row in rows]
+    types_BS = pad_sequence([one["mm_token_type_ids"][0] for one in inputs], batch_first=True)
+    names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+    tensors = {name: [one[name] for one in inputs if name in one] for name in names}
+    visuals = {name: torch.cat(parts) for name, parts in tensors.items() if parts}
+    out = model(
+        input_ids=ids_BS,
+        attention_mask=mask_BS,
+        mm_token_type_ids=types_BS,
+        output_router_logits=True,
+        **visuals,
+    )
+    log_probs_BS = out.logits[:, :-1].float().log_softmax(-1)
+    log_probs_BS = log_probs_BS.gather(-1, ids_BS[:, 1:, None])[..., 0]
+    log_probs_BS = log_probs_BS * (labels_BS[:, 1:] != IGNORE)
+    loss = -(log_probs_BS * weights_of(rows)[:, 1:]).sum()
+    loss = loss / (weights_of(rows)[:, 1:] * (labels_BS[:, 1:] != IGNORE)).sum()
+    balance_loss = load_balancing_loss_func(
+        out.router_logits, config.num_experts, config.num_experts_per_tok, mask_BS
+    )
+    squares = [
+        logits.logsumexp(-1).square()[mask_BS.flatten().bool()] for logits in out.router_logits
+    ]
+    z_loss = torch.stack(squares).mean()
+    (loss + balance * balance_loss + z * z_loss).backward()
+    grads = {
+        name: torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in model.named_parameters()
+    }
+    shifted_BS = torch.cat([torch.zeros(len(rows), 1), log_probs_BS.detach()], dim=1)
+    by_row = [line[: len(row.ids_S)] for line, row in zip(shifted_BS, rows, strict=True)]
+    loss, balance_loss, z_loss = (float(each.detach()) for each in (loss, balance_loss, z_loss))
+    return Losses(Reference(loss, by_row, grads), balance_loss, z_loss)
+
+
+def weights_of(rows: list[Row]) -> Tensor:
+    weights = [
+        torch.ones(len(row.ids_S)) if row.loss_weights_S is None else row.loss_weights_S
+        for row in rows
+    ]
+    return pad_sequence(weights, batch_first=True)
+
+
+def batch_of(name: str) -> list[Row]:
+    """Return a batch whose last row has nothing supervised. It counts for the routers all the
+    same."""
+    rows = make_rows(BATCHES[name.removesuffix("_weighted")])
+    rows[-1] = replace(rows[-1], labels_S=torch.full_like(rows[-1].ids_S, IGNORE))
+    if name.endswith("_weighted"):
+        generator = torch.Generator().manual_seed(1)
+        rows = [
+            replace(row, loss_weights_S=3 * torch.rand(len(row.ids_S), generator=generator) + 0.1)
+            for row in rows
+        ]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def reference(tiny):
+    @cache
+    def compute(
+        batch: str, sizes: tuple[tuple[str, object], ...], balance: float, z: float
+    ) -> Losses:
+        return run_in_one_batch(tiny(**EXPERTS, **dict(sizes)), batch_of(batch), balance, z)
+
+    return compute
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+CASES = {
+    # name: (layout, sizes of the tiny model, batch)
+    "1": (layout(**BOTH), {}, "mixed_weighted"),
+    "ep2": (layout(dp=2, ep=2, **BOTH), {}, "uneven"),
+    "ep2-pp2-recompute": (
+        layout(pp=2, dp=2, ep=2, recompute="full", layers_per_stage=[1, 3], **BOTH),
+        {"dense_layers": 1},
+        "mixed",
+    ),
+    "balance-alone": slow(layout(dp=2, router_balance_loss=BALANCE), {}, "mixed"),
+    "z-alone-recompute": slow(layout(dp=2, recompute="full", router_z_loss=Z), {}, "uneven"),
+    "ep1-dp2-pp2": slow(layout(pp=2, dp=2, **BOTH), {"tied": True}, "uneven"),
+    "ep2-dp2-overlap": slow(
+        layout(dp=4, ep=2, overlap_grad_reduce=True, **BOTH), {"dense_layers": 1}, "mixed"
+    ),
+    "ep4-pp2": slow(
+        layout(pp=1, dp=4, ep=4, recompute="full", **BOTH), {"sparse_step": 2}, "uneven"
+    ),
+    "ep2-pp2x2": slow(
+        layout(pp=2, dp=2, ep=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2], **BOTH),
+        {},
+        "uneven",
+    ),
+    "ep2-plain-optimizer-weighted": slow(
+        layout(dp=2, ep=2, distributed_optimizer=False, **BOTH), {}, "uneven_weighted"
+    ),
+    "ep2-recompute-all": slow(
+        layout(dp=2, ep=2, recompute="full", recompute_vision=True, **BOTH),
+        {},
+        "text_on_one_rank",
+    ),
+    "language-frozen": slow(
+        layout(pp=2, dp=2, ep=2, freeze_language=True, **BOTH), {}, "text_on_one_rank"
+    ),
+    "top-1": slow(layout(dp=2, ep=2, **BOTH), {"top_k": 1}, "mixed"),
+}
+
+
+def all_errors(outcomes: list[Outcome], expected: Losses, case: Case) -> dict[str, float]:
+    """Return the relative errors of the gradients and of the reported losses."""
+    deviations, means = errors(outcomes, expected.plain, case), outcomes[0].means
+    for name, expected_loss in (("balance_loss", expected.balance), ("z_loss", expected.z)):
+        assert (name in means) == bool(case.model.get(f"router_{name}"))
+        if name in means:
+            deviations[name] = abs(means[name] / expected_loss - 1)
+    return deviations
+
+
+@pytest.mark.parametrize(("case", "sizes", "batch"), CASES.values(), ids=CASES)
+def test_equals_hugging_face(case, sizes, batch, pool, tiny, reference, record_property):
+    coefficients = [case.model.get(key, 0.0) for key in BOTH]
+    expected = reference(batch, tuple(sorted(sizes.items())), *coefficients)
+    path = tiny(**EXPERTS, **sizes)
+    outcomes = pool.run(loss_and_grads, case.world, path, case, batch_of(batch))
+    assert all(outcome.means == outcomes[0].means for outcome in outcomes)
+    deviations = all_errors(outcomes, expected, case)
+    worst = max(deviations, key=lambda key: deviations[key])
+    record_property("worst", deviations[worst])
+    assert deviations[worst] <= TOLERANCE, (
+        f"{worst}: {deviations[worst]:.2e} of {len(deviations)} compared"
+    )
+
+
+def test_fillers_count_for_nothing(pool, tiny, reference):
+    """A replica with all rows and one without any give the same gradients."""
+    case, expected = layout(dp=2, ep=2, **BOTH), reference("uneven", (), BALANCE, Z)
+    outcomes = pool.run(with_fillers, 2, tiny(**EXPERTS), case, batch_of("uneven"))
+    for name, grad in outcomes[0].grads.items():
+        expected_grad = expected.plain.grads[name]
+        assert float((grad - expected_grad).norm()) <= TOLERANCE * float(expected_grad.norm()), name
+
+
+def passes(worker: MegatronWorker) -> tuple[int, set[str], float]:
+    """Return how often the micro-batches of a step go through the model, and what the step
+    reports."""
+    rows, right, count = make_rows(ALL_TEXT), Stage.run, 0
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return right(*args, **kwargs)
+
+    with mock.patch.object(Stage, "run", run):
+        means = worker.forward_backward(rows).means
+    return count, set(means), means["expert_load"]
+
+
+def test_only_the_balancing_loss_takes_another_pass(pool, tiny):
+    """The tokens of that pass are not counted twice."""
+    path, loads = tiny(**EXPERTS), []
+    for model, times, names in (
+        ({}, 1, set()),
+        ({"router_z_loss": 0.1}, 1, {"z_loss"}),
+        ({"router_balance_loss": 0.1}, 2, {"balance_loss"}),
+    ):
+        [(count, means, load)] = pool.run(call, 1, path, layout(**model), passes)
+        assert (count, means) == (times, {"expert_load", *names})
+        loads.append(load)
+    assert loads[0] == loads[1] == loads[2]
+
+
+def balance_of_given(worker: MegatronWorker) -> float:
+    """Return the balancing loss when every token is sent to the first two experts."""
+    rows = [
+        replace(row, routing_SLK=torch.tensor([0, 1]).expand(len(row.ids_S), 1, 2))
+        for row in my_rows(make_rows(ALL_TEXT))
+    ]
+    return worker.forward_backward(rows).means["balance_loss"]
+
+
+def test_a_given_routing_is_what_is_balanced(pool, tiny):
+    """The model has experts only in its last layer."""
+    path = tiny(**EXPERTS, dense_layers=3)
+    model, probs = load_reference(path), []
+    for row in make_rows(ALL_TEXT):
+        with torch.no_grad():
+            [logits_SE] = model(**inputs_of(model, row), output_router_logits=True).router_logits
+        probs.append(logits_SE.softmax(-1))
+    expected = 8 * float(torch.cat(probs)[:, :2].mean(0).sum())
+    case = layout(dp=2, ep=2, router_balance_loss=1.0)
+    assert pool.run(call, 2, path, case, balance_of_given) == pytest.approx([expected] * 2)
+
+
+def choices_under_dropout(worker: MegatronWorker) -> list[Tensor]:
+    """Return the choices of each router for each micro-batch, in the order of the calls."""
+    for name, param in worker.chunks[0].named_parameters():
+        if name.endswith(".B"):
+            torch.nn.init.normal_(param)
+    choices, right = [], routing.choose_experts
+
+    def choose(*args: Any) -> Tensor:
+        choices.append(right(*args))
+        return choices[-1]
+
+    with mock.patch.object(routing, "choose_experts", choose):
+        worker.forward_backward(make_rows(ALL_TEXT))
+    return choices
+
+
+def test_what_is_counted_ahead_is_what_is_routed(pool, tiny):
+    """The dropout is drawn alike in both passes."""
+    case = layout(router_balance_loss=0.1)
+    case = replace(case, lora=dict(rank=4, dropout=0.5, targets=("attention",)))
+    [choices] = pool.run(call, 1, tiny(**EXPERTS), case, choices_under_dropout)
+    assert len(choices) == 2 * 2 * 4  # two passes of two micro-batches, in four layers
+    ahead, routed = choices[:8], choices[8:]
+    assert all(torch.equal(one, other) for one, other in zip(ahead, routed, strict=True))
+
+
+def test_routers_compute_in_fp32_where_transformers_does():
+    """Logits are rounded with weights in bf16, and nothing after them is."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_NH, weight_EH = (
+        torch.randn(size, 64, generator=generator).bfloat16() for size in (40, 8)
+    )
+    router = Qwen3VLMoeTextTopKRouter(
+        Qwen3VLMoeTextConfig(hidden_size=64, num_experts=8, num_experts_per_tok=2)
+    ).bfloat16()
+    router.weight.data = weight_EH
+    logits_NE, scores_NK, indices_NK = router(hidden_NH)
+    mean, balance_E = 1 / 40, torch.rand(8, generator=generator)
+    scales = {"balance_loss": 1.0, "z_loss": 1.0}
+    sums = {name: torch.zeros((), dtype=torch.float64) for name in scales}
+    state = routing.Routing(losses=RouterLosses(scales, sums, mean, balance_E))
+    chosen_NK, weights_NK = routing.route(hidden_NH, weight_EH, 2, state, 1)
+    assert torch.equal(chosen_NK, indices_NK) and torch.equal(weights_NK, scores_NK)
+    exact_NE = logits_NE.detach().double()
+    balance = float((exact_NE.softmax(-1) @ balance_E.double()).sum())
+    assert float(sums["balance_loss"]) == pytest.approx(balance, rel=1e-6)
+    z = float(exact_NE.logsumexp(-1).square().mean())
+    assert float(sums["z_loss"]) == pytest.approx(z, rel=1e-6)
+
+
+def test_both_are_in_the_metrics_of_a_run():
+    """A line has each of them only where the step reports it."""
+    batch = BatchFigures(samples=1, tokens=8, padded=8, images=0, work=1.0)
+    for means in ({"balance_loss": 2.25, "z_loss": 3.5}, {}):
+        metrics = StepMetrics(1.0, 4, None, means)
+        line = Meter(pick_platform("cpu")).read(0, 0, metrics, 1e-3, 0.5, batch)
+        text = to_json(line)
+        assert {"balance_loss", "z_loss"} & json.loads(text).keys() == means.keys()
+        read = from_json(text)
+        assert (read.balance_loss, read.z_loss) == (means.get("balance_loss"), means.get("z_loss"))
+
+
+@pytest.mark.parametrize("key", BOTH)
+def test_a_dense_model_has_no_router(key, tiny):
+    cfg = load_config([f"model.path={tiny()}", f"model.{key}=0.1"])
+    fields = dict(key=f"model.{key}", found=0.1, remedy_has=f"model.{key}=0")
+    with raises(ConfigError, **fields):
+        check_run(cfg)
+    with raises(ConfigError, **fields):
+        check_config(cfg, read_sizes(tiny()), ParallelDims.create(cfg.parallel, 1, 4))
+    with raises(ConfigError, key=f"model.{key}", found=-1, allowed="a finite number, 0 or more"):
+        load_config([f"model.path={tiny()}", f"model.{key}=-1"])
+
+
+# Mutants.
+
+
+def patched_losses(change: Callable[[RouterLosses, int], RouterLosses]) -> Any:
+    """Patch the routers' losses. `change` also takes the number of micro-batches of this
+    replica."""
+    right = backward.router_losses
+
+    def wrong(model, stage, batches, step, divisor):
+        return change(right(model, stage, batches, step, divisor), len(batches))
+
+    return mock.patch.object(backward, "router_losses", wrong)
+
+
+def averaged_over_micro_batches(losses: RouterLosses, count: int) -> RouterLosses:
+    return replace(losses, scales={name: each / count for name, each in losses.scales.items()})
+
+
+def divided_by_supervised_tokens(losses: RouterLosses, _: int) -> RouterLosses:
+    return replace(losses, scales={"balance_loss": BALANCE, "z_loss": Z})
+
+
+def shares_of_one_replica() -> Any:
+    """Count only a replica's own tokens, as if the other replica's were routed alike."""
+
+    def wrong(chunks, text, device):
+        layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+        own_LE = 2 * torch.tensor([layer.mlp.load for layer in layers], dtype=torch.float64)
+        expert_routing.take_expert_load(chunks, text, device)
+        return own_LE
+
+    return mock.patch.object(router_losses, "take_expert_load", wrong)
+
+
+def padding_counts() -> Any:
+    right = stage_inputs.real_places
+    return mock.patch.object(
+        stage_inputs, "real_places", lambda lengths, tokens: right([tokens] * len(lengths), tokens)
+    )
+
+
+def patched_add(change: Callable[..., Any]) -> Any:
+    right = RouterLosses.add
+    return mock.patch.object(RouterLosses, "add", lambda self, *args: right(self, *change(*args)))
+
+
+def in_bf16(weights: Tensor, logits: Tensor, probs: Tensor, is_replay: bool) -> Any:
+    return weights, logits, probs.bfloat16(), is_replay
+
+
+def gradient_twice() -> Any:
+    right = routing._AddGradient.backward
+
+    def wrong(ctx, grad):
+        grad, one = right(ctx, grad)
+        return grad, 2 * one
+
+    return mock.patch.object(routing._AddGradient, "backward", staticmethod(wrong))
+
+
+MUTANTS: dict[str, Callable[[], Any]] = {
+    "averaged over micro-batches": lambda: patched_losses(averaged_over_micro_batches),
+    "divided by supervised tokens": lambda: patched_losses(divided_by_supervised_tokens),
+    "shares of one replica": shares_of_one_replica,
+    "padding counts": padding_counts,
+    "recomputed layers count again": lambda: patched_add(lambda *given: (*given[:3], False)),
+    "probabilities in bf16": lambda: patched_add(in_bf16),
+    "gradient twice": gradient_twice,
+}
+
+
+def broken(path: str, case: Case, rows: list[Row], name: str) -> Outcome:
+    with MUTANTS[name]():
+        return loss_and_grads(path, case, rows)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_comparison_notices(name, pool, tiny, reference, record_property):
+    case = layout(dp=2, ep=2, recompute="full", **BOTH)
+    rows, expected = batch_of("uneven"), reference("uneven", (), BALANCE, Z)
+    outcomes = pool.run(broken, 2, tiny(**EXPERTS), case, rows, name)
+    worst = max(all_errors(outcomes, expected, case).values())
+    record_property("worst", worst)
+    assert worst > 100 * TOLERANCE
+
+
+def frozen(path: str, case: Case, rows: list[Row]) -> Outcome:
+    """Freeze the experts although the config does not say so."""
+    right = MegatronWorker._load
+
+    def wrong(self):
+        right(self)
+        for entry, param in self._held.items():
+            param.requires_grad_(not any(".experts." in name for name in entry.names))
+
+    with mock.patch.object(MegatronWorker, "_load", wrong):
+        return loss_and_grads(path, case, rows)
+
+
+def test_the_comparison_notices_frozen_experts(pool, tiny, reference):
+    case, rows = layout(dp=2, ep=2, **BOTH), batch_of("uneven")
+    outcomes = pool.run(frozen, 2, tiny(**EXPERTS), case, rows)
+    with pytest.raises(AssertionError, match=r"mlp\.experts\..* is not frozen and has no gradient"):
+        all_errors(outcomes, reference("uneven", (), BALANCE, Z), case)

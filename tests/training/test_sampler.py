@@ -1,0 +1,561 @@
+# .venv/bin/python -m pytest tests/training/test_sampler.py
+"""Sampling in the trainer.
+
+Samples carry the log-probs of `forward`, independent of the other rows of a pass. A row that ends
+makes room for the next prompt. Top-k and top-p cut off the same tokens as in transformers.
+"""
+
+import random
+from dataclasses import replace
+from itertools import chain, count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from megatron_vlm.data.tokens.row import continue_row
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.model.kv_cache import CACHE_BLOCK, KVCache
+from megatron_vlm.training.completions import Completion, SamplingSettings
+from megatron_vlm.training.continuous_batching import Decoder
+from megatron_vlm.training.generation_batch import DecodePass
+from megatron_vlm.training.stop_strings import TextOf, Texts
+from megatron_vlm.training.token_sampling import likeliest, pick, whole_logits
+from megatron_vlm.training.worker import MegatronWorker
+from tests.model.test_parity import layout
+from tests.support.batches import MIXED, make_rows
+from tests.support.error_fields import raises
+from tests.support.runs import Case, call, my_rows
+from tests.training.test_decode import QWEN3_5
+from tests.training.test_moe_train import EXPERTS
+
+# Log-probs around -6 in fp32 on the CPU. Measured worst case: 9.6e-7, at TP2.
+TOLERANCE = 5e-6
+STOP_IDS = tuple(range(0, 250, 8))  # about one token in 16: answers of very different lengths
+SEEDS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def worst_log_prob(worker: MegatronWorker) -> float:
+    """Return the largest difference between the log-probs of samples and those of `forward`."""
+    prompts = my_rows(make_rows(MIXED))
+    settings = SamplingSettings(12, temperature=0.7, top_k=200, top_p=0.9, stop_ids=STOP_IDS)
+    completions = worker.sample(prompts, settings, 2, range(0, 2 * len(prompts), 2), batch_rows=3)
+    pairs = [
+        (prompt, each)
+        for prompt, answers in zip(prompts, completions, strict=True)
+        for each in answers
+    ]
+    scored = worker.forward([continue_row(prompt, each.ids) for prompt, each in pairs])
+    lengths = {len(each.ids) for _, each in pairs}
+    assert len(lengths) > 2 and all(len(each.ids) == len(each.log_probs) for _, each in pairs)
+    assert all((each.ids[-1] in STOP_IDS) == (each.ended == "stop") for _, each in pairs)
+    return max(
+        float((log_probs_S[-len(each.ids) :] - torch.tensor(each.log_probs)).abs().max())
+        for (_, each), log_probs_S in zip(pairs, scored, strict=True)
+    )
+
+
+LAYOUTS: dict[str, tuple[Case, dict[str, Any]]] = {
+    "1x1x1": (layout(), {}),
+    "tp2": (layout(tp=2), {}),
+    "pp2": (layout(pp=2), {}),
+    "tp2-pp2": (layout(tp=2, pp=2), {}),
+    "experts-ep2": (layout(dp=2, ep=2), EXPERTS),
+    "qwen3_5": (layout(), QWEN3_5),
+    "qwen3_5-tp2-pp2": (layout(tp=2, pp=2), QWEN3_5),
+    "qwen3_5-experts-ep2": (layout(dp=2, ep=2), {**QWEN3_5, "experts": 4}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_log_probs_are_those_of_forward(name, pool, tiny, record_property):
+    case, sizes = LAYOUTS[name]
+    worst = max(pool.run(call, case.world, tiny(**sizes), case, worst_log_prob))
+    record_property("log_probs", worst)
+    assert worst <= TOLERANCE
+
+
+def routed(worker: MegatronWorker) -> tuple[bool, float]:
+    """Return whether samples record the routing that the trainer chooses, and a difference.
+
+    The difference is the largest between their log-probs and those of `forward` with that routing.
+    """
+    prompts = my_rows(make_rows(MIXED))
+    settings, seeds = SamplingSettings(6, stop_ids=STOP_IDS), range(len(prompts))
+    completions = worker.sample(prompts, settings, 2, seeds, batch_rows=3, routing=True)
+    answered, samples = [], []
+    for prompt, answers in zip(prompts, completions, strict=True):
+        for answer in answers:
+            row = continue_row(prompt, answer.ids)
+            answered.append(replace(row, routing_SLK=answer.routing_SLK))
+            samples.append(answer)
+    free = worker.routing([replace(row, routing_SLK=None) for row in answered])
+    same = [
+        torch.equal(answer.routing_SLK[:-1], chosen_SLK[:-1])
+        and bool((answer.routing_SLK[-1] < 0).all())
+        for answer, chosen_SLK in zip(samples, free, strict=True)
+    ]
+    scored = worker.forward(answered)
+    return all(same), max(
+        float((log_probs_S[-len(answer.ids) :] - torch.tensor(answer.log_probs)).abs().max())
+        for answer, log_probs_S in zip(samples, scored, strict=True)
+    )
+
+
+@pytest.mark.parametrize("case", [layout(dp=2, ep=2), layout(pp=2)], ids=["ep2", "pp2"])
+def test_samples_say_which_experts_their_tokens_went_to(case, pool, tiny):
+    for same, worst in pool.run(call, 2, tiny(**EXPERTS), case, routed):
+        assert same and worst <= TOLERANCE
+
+
+Seen = list[list[tuple[int, int, int]]]
+
+
+def counted(worker: MegatronWorker) -> Seen:
+    """Return a list that records the passes which the worker sends through its stages from now on.
+
+    Each call adds a list with (rows, tokens of a row, draws) of each pass.
+    """
+    passes: Seen = []
+    right = worker.stage.run
+
+    def run(items: list[DecodePass], *rest: Any, **more: Any) -> list[Any]:
+        passes.append([(*item.batch.tokens_BS5.shape[:2], len(item.draws)) for item in items])
+        return right(items, *rest, **more)
+
+    worker.stage.run = run  # type: ignore[method-assign]
+    return passes
+
+
+Found = tuple[list[list[Completion]], Seen]
+LONG = SamplingSettings(60, stop_ids=STOP_IDS)
+
+
+def continuously_and_in_waves(worker: MegatronWorker) -> tuple[Found, Found]:
+    """Return the answers to the same prompts with the same seeds, and their passes, in two ways.
+
+    First all prompts are sampled at once, then four at a time, until the last of the four ends.
+    """
+    prompts, seeds = make_rows(MIXED) * 3, list(range(24))
+    passes = counted(worker)
+    together = worker.sample(prompts, LONG, 1, seeds, batch_rows=4)
+    split, waves = len(passes), []
+    for start in range(0, 24, 4):
+        part = slice(start, start + 4)
+        waves += worker.sample(prompts[part], LONG, 1, seeds[part], batch_rows=4)
+    return (together, passes[:split]), (waves, passes[split:])
+
+
+@pytest.mark.parametrize("name", ["1x1x1", "pp2", "qwen3_5"])
+def test_a_row_that_ends_makes_place_for_the_next_prompt(name, pool, tiny):
+    case, sizes = LAYOUTS[name]
+    (together, runs), (waves, wave_runs) = pool.run(
+        call, case.world, tiny(**sizes), case, continuously_and_in_waves
+    )[0]
+    passes, wave_passes = (list(chain.from_iterable(each)) for each in (runs, wave_runs))
+    # As many decoding passes are in progress together as there are stages.
+    assert max(sum(tokens == 1 for _, tokens, _ in run) for run in runs) == case.parallel["pp"]
+    assert ids_of(together) == ids_of(waves)
+    lengths = [len(each.ids) for (each,) in together]
+    assert min(lengths) <= 3 and max(lengths) >= 40
+    assert all(rows <= 4 for rows, _, _ in passes)
+    decoding, in_waves = (
+        [rows for rows, tokens, _ in counts if tokens == 1] for counts in (passes, wave_passes)
+    )
+    # Every token but an answer's first takes one row of one pass.
+    assert sum(decoding) == sum(in_waves) == sum(lengths) - 24
+    assert len(in_waves) == sum(max(lengths[i : i + 4]) - 1 for i in range(0, 24, 4))
+    # All rows are in use while prompts wait, so the number of passes is close to the minimum.
+    assert len(decoding) < sum(lengths) / 4 + max(lengths) < len(in_waves)
+    assert len(passes) < len(wave_passes)
+
+
+def ids_of(found: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
+    return [[each.ids for each in answers] for answers in found]
+
+
+def several_of_each(worker: MegatronWorker) -> dict[str, Found]:
+    """Return five answers to each of three prompts, in three ways.
+
+    The passes have room for all answers, not even for those of one prompt, or for a single answer.
+    """
+    prompts, settings = make_rows(MIXED)[1:4], SamplingSettings(20, stop_ids=STOP_IDS)
+    passes, results = counted(worker), {}
+    for rows in (16, 3):
+        answers = worker.sample(prompts, settings, 5, [0, 100, 200], batch_rows=rows)
+        results[f"rows {rows}"] = (answers, passes.copy())
+        passes.clear()
+    alone = [
+        [worker.sample([prompt], settings, 1, [100 * place + k])[0][0] for k in range(5)]
+        for place, prompt in enumerate(prompts)
+    ]
+    return results | {"alone": (alone, [])}
+
+
+@pytest.mark.parametrize("sizes", [{}, QWEN3_5], ids=["qwen3_vl", "qwen3_5"])
+def test_several_answers_to_a_prompt_that_is_seen_once(sizes, pool, tiny):
+    results = pool.run(call, 1, tiny(**sizes), layout(), several_of_each)[0]
+    assert len({each for answers in ids_of(results["alone"][0]) for each in answers}) == 15
+    for rows in (16, 3):
+        answers, runs = results[f"rows {rows}"]
+        passes = list(chain.from_iterable(runs))
+        assert ids_of(answers) == ids_of(results["alone"][0])
+        prefills = [(count, draws) for count, tokens, draws in passes if tokens > 1]
+        assert sum(count for count, _ in prefills) == 3 and sum(d for _, d in prefills) == 15
+        assert max(count for count, tokens, _ in passes if tokens == 1) == min(rows, 15)
+
+
+def across_layouts(worker: MegatronWorker) -> list[list[tuple[int, ...]]]:
+    settings = SamplingSettings(10, temperature=0.9, top_k=50, top_p=0.8, stop_ids=STOP_IDS)
+    return ids_of(worker.sample(make_rows(MIXED), settings, 3, SEEDS, batch_rows=5))
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2", "qwen3_5-tp2-pp2"])
+def test_samples_are_the_same_at_every_layout(name, pool, tiny):
+    case, sizes = LAYOUTS[name]
+    expected = pool.run(call, 1, tiny(**sizes), layout(), across_layouts)
+    assert pool.run(call, case.world, tiny(**sizes), case, across_layouts) == expected * case.world
+
+
+def letters(ids: Any) -> str:
+    """Return the text of ids that are two letters each."""
+    return "".join(chr(97 + token % 7) + chr(97 + token % 3) for token in ids)
+
+
+def with_stop_strings(worker: MegatronWorker) -> list[list[Completion]]:
+    """Return answers without stop strings, and with ones that begin and end within tokens."""
+    prompts = make_rows(MIXED)
+    free = worker.sample(prompts, SamplingSettings(30), 1, SEEDS)
+    settings = SamplingSettings(30, stop_strings=("bbc", "dcfa"))
+    stopped = worker.sample(prompts, settings, 1, SEEDS, texts=Texts(letters))
+    return [[answers[0] for answers in group] for group in (free, stopped)]
+
+
+def test_an_answer_ends_with_the_token_that_completes_a_string(pool, tiny):
+    free, stopped = pool.run(call, 1, tiny(), layout(), with_stop_strings)[0]
+    ends = 0
+    for full, cut in zip(free, stopped, strict=True):
+        count = next(
+            (i for i in range(1, 31) if {"bbc", "dcfa"} & pieces(letters(full.ids[:i]))), None
+        )
+        assert cut.ids == full.ids[:count] and len(full.ids) == 30
+        assert cut.ended == ("length" if count is None else "stop") and full.ended == "length"
+        ends += count is not None
+    assert 2 < ends < 8
+
+
+def byte_level(ids: Any) -> str:
+    """Return the text of ids that are bytes, as in byte-level BPE: up to four make a character."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def words(ids: Any) -> str:
+    """Return the text of ids, without the spaces before the first word and before full stops."""
+    pieces = "".join(("", " a", " bb", ".", " c", "d")[token % 6] for token in ids)
+    return pieces.removeprefix(" ").replace(" .", ".")
+
+
+def reversed_text(ids: Any) -> str:
+    """Return the text of ids in reverse, so that its end does not come from the last ids."""
+    return letters(ids)[::-1]
+
+
+ALPHABETS: dict[str, tuple[TextOf, list[list[int]], list[tuple[str, ...]]]] = {
+    "letters": (letters, [[i] for i in range(21)], [("bbc", "dcfa"), ("dcfa",), ("bbceb",)]),
+    "bytes": (
+        byte_level,
+        [[*each.encode()] for each in ("a", "é", "三", "😀", "b")] + [[0x80], [0xF0, 0x9F]],
+        [("é三",), ("😀a", "\ufffdb"), ("三😀三é",), ("\ufffd\ufffd\ufffd",)],
+    ),
+    "words": (words, [[i] for i in range(6)], [("a bb",), (". a.", "d c d"), ("bb.d a",)]),
+    "reversed": (reversed_text, [[i] for i in range(21)], [("bbc",), ("afcd",), ("aaaaaaaaaa",)]),
+}
+
+
+@pytest.mark.parametrize("name", ALPHABETS)
+def test_a_string_is_met_where_the_whole_answer_has_it(name):
+    """The search finds a string at the first token where the text of all ids has it.
+
+    The answers are long, and the search decodes only a tail of them.
+    """
+    text_of, tokens, choices = ALPHABETS[name]
+    rng, met, max_decoded, longest = random.Random(0), 0, 0, 0
+    for turn in range(60):
+        strings, decoded = choices[turn % len(choices)], []
+
+        def counting(ids: Any, decoded: list[int] = decoded) -> str:
+            decoded.append(len(ids))
+            return text_of(ids)
+
+        [search] = Texts(counting).searches(strings)
+        ids: list[int] = []
+        for token in chain.from_iterable(rng.choice(tokens) for _ in range(300)):
+            ids.append(token)
+            expected = any(string in text_of(ids) for string in strings)
+            assert search.found(ids) == expected
+            if expected:
+                met += 1
+                longest = max(longest, len(ids))
+                break
+        max_decoded = max(max_decoded, *decoded[2:], 0)
+    assert met > 5 and longest > 100
+    assert (max_decoded > 290) if name == "reversed" else (max_decoded < 200)
+
+
+def test_a_string_with_a_special_token_in_it_is_met():
+    """A string with a special token is looked for in text that shows special tokens.
+
+    Token 9 is special, and the text of answers leaves it out.
+    """
+    shown = lambda ids: "".join("<end>" if i == 9 else "ab"[i % 2] for i in ids)  # noqa: E731
+    texts = Texts(lambda ids: shown([i for i in ids if i != 9]), shown, ("<end>",))
+    for string, expected in (("a<end>", 3), ("aaa", 4), ("<end>a<e", 5)):
+        searches = texts.searches(["nothing", string])
+        ids, at = [0, 0, 9, 0, 9, 1], []
+        for end in range(1, 7):
+            if any(each.found(ids[:end]) for each in searches):
+                at.append(end)
+        assert at[0] == expected
+
+
+SEVERAL = [
+    SamplingSettings(3),
+    SamplingSettings(25, stop_ids=STOP_IDS),
+    SamplingSettings(12, temperature=0),
+    SamplingSettings(9, temperature=0.6, tempered=True),
+    SamplingSettings(30, stop_strings=("bbc", "dcfa")),
+    SamplingSettings(7, top_k=40),
+    SamplingSettings(8, top_p=0.7, temperature=1.3),
+    SamplingSettings(9, temperature=0.6),
+]
+
+
+def settings_of_their_own(worker: MegatronWorker) -> tuple[Any, Any, list[int]]:
+    """Return the answers to prompts with different settings: together, alone, and the row counts.
+
+    Together, they decode in rounds of two steps. Later prompts join those in progress, and two
+    further prompts leave before their end. The row counts are those of the decoding passes.
+    """
+    rows, alone = make_rows(MIXED), []
+    for place, (row, settings) in enumerate(zip(rows, SEVERAL, strict=True)):
+        drawn = worker.sample([row], settings, 1 + place % 3, [10 * place], texts=Texts(letters))
+        alone.append([(each.ids, each.ended) for each in drawn[0]])
+    passes, decoder = counted(worker), Decoder(worker.stage, 8, Texts(letters))
+    prompts = [
+        decoder.prompt(place, row, settings, 1 + place % 3, 10 * place)
+        for place, (row, settings) in enumerate(zip(rows, SEVERAL, strict=True))
+    ]
+    gone = replace(SEVERAL[1], stop_ids=(), max_tokens=200)
+    goners = [decoder.prompt(100 + place, rows[place], gone, 2, place) for place in range(2)]
+    together: dict[int, Any] = {}
+    batches = [[prompts[0], goners[0]], prompts[1:4], [], [*prompts[4:], goners[1]]]
+    for turn in count():
+        decoder.join(batches[turn] if turn < len(batches) else [])
+        if turn in (4, 7):
+            decoder.leave({goners[turn // 7].number})
+        for prompt in decoder.advance(2):
+            answers = [draw.completion for draw in prompt.draws]
+            together[prompt.number] = [(each.ids, each.ended) for each in answers]
+        if turn > len(batches) and not decoder.prompts:
+            break
+    # All prompts have ended or left, and none of their state remains.
+    assert not decoder.waiting and all(not lane.draws for lane in decoder.lanes)
+    assert all(not lane.cache.layers and not lane.begun.layers for lane in decoder.lanes)
+    in_order = [together[place] for place in range(len(prompts))]
+    return in_order, alone, [each[0] for each in chain.from_iterable(passes) if each[1] == 1]
+
+
+@pytest.mark.parametrize("name", ["1x1x1", "pp2", "tp2"])
+def test_each_is_drawn_by_its_own_settings_whoever_comes_and_goes(name, pool, tiny):
+    case = LAYOUTS[name][0]
+    for together, alone, rows in pool.run(call, case.world, tiny(), case, settings_of_their_own):
+        assert together == alone
+        assert len({len(ids) for answers in alone for ids, _ in answers}) > 5
+        assert max(rows) == 8
+
+
+def pieces(text: str) -> set[str]:
+    return {text[i : i + size] for i in range(len(text)) for size in (3, 4)}
+
+
+def warped(scores_BV: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Return the scores after transformers' top-k and top-p."""
+    if top_k:
+        scores_BV = TopKLogitsWarper(top_k)(None, scores_BV)
+    if top_p < 1:
+        scores_BV = TopPLogitsWarper(top_p)(None, scores_BV)
+    return scores_BV
+
+
+CUTS = [(0, 1.0), (1, 1.0), (7, 1.0), (600, 1.0), (0, 0.9), (0, 1e-9), (7, 0.5), (40, 0.95)]
+
+
+TIES = 8  # rows with many equal logits
+
+
+def random_logits() -> Tensor:
+    """Return logits of 509 ids and one padding id; some rows have equal logits."""
+    logits_BV = 3 * torch.randn(64, 510, generator=torch.Generator().manual_seed(0))
+    logits_BV[:TIES, :500] = logits_BV[:TIES, :500].round()
+    logits_BV[0] = 0
+    return logits_BV
+
+
+def cut_off(worker: MegatronWorker) -> list[Tensor]:
+    logits_BV = random_logits()
+    width = logits_BV.shape[1] // worker.grid.tp.size
+    part_Bv = logits_BV[:, worker.grid.tp.rank * width :][:, :width]
+    whole_BV = whole_logits(part_Bv, worker.source.sizes.text.vocab, worker.grid.tp)
+    return [likeliest(whole_BV, *cut) for cut in CUTS]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_top_k_and_top_p_are_those_of_transformers(tp, pool, tiny):
+    for scores in pool.run(call, tp, tiny(vocab=509), layout(tp=tp), cut_off):
+        for (top_k, top_p), actual_BV in zip(CUTS, scores, strict=True):
+            expected_BV = warped(random_logits()[:, :509], top_k, top_p)
+            # transformers and vLLM do not define which of several equal logits top-p leaves out.
+            assert torch.equal(actual_BV[TIES:], expected_BV[TIES:])
+            assert torch.equal(actual_BV.sort().values, expected_BV.sort().values)
+            assert top_p < 1 or torch.equal(actual_BV, expected_BV)
+            assert (actual_BV > -torch.inf).any(-1).all()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (1.0, 13, 1.0), (1.0, 0, 0.8), (1.7, 20, 0.9)],
+)
+def test_frequencies_are_the_probabilities_of_what_is_left(
+    temperature, top_k, top_p, record_property
+):
+    draws, never = 20000, (3, 17)
+    logits_V = 1.5 * torch.randn(30, generator=torch.Generator().manual_seed(2))
+    settings = SamplingSettings(1, temperature, top_k, top_p)
+    turns = [(seed, 0) for seed in range(draws)]
+    found_N2 = pick(logits_V.expand(draws, -1), settings, never, turns)
+    scores_V = logits_V / temperature
+    scores_V[list(never)] = -torch.inf
+    expected_V = draws * warped(scores_V[None], top_k, top_p)[0].double().softmax(-1)
+    found_V = torch.bincount(found_N2[:, 0].long(), minlength=30).double()
+    left_V = expected_V > 0
+    assert not found_V[~left_V].any() and (top_k == 0 or int(left_V.sum()) <= top_k)
+    error = pearson(found_V[left_V], expected_V[left_V])
+    record_property("standard_deviations", error)
+    assert abs(error) < 4
+    # Log-probs are those of the model, before the cut.
+    model_V = logits_V.log_softmax(-1).double()
+    assert torch.equal(found_N2[:, 1], model_V[found_N2[:, 0].long()])
+
+
+def pearson(found_V: Tensor, expected_V: Tensor) -> float:
+    """Return the deviation of Pearson's sum of squares, in standard deviations."""
+    degrees = len(found_V) - 1
+    value = float(((found_V - expected_V) ** 2 / expected_V).sum())
+    return (value - degrees) / (2 * degrees) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("stop_strings", ("a", "")),
+    ],
+)
+def test_settings_that_are_refused(key, value):
+    with raises(ConfigError, place="sampling", key=key) as caught:
+        SamplingSettings(**{"max_tokens": 5, key: value})
+    assert caught.value.found is value
+
+
+def refusals(worker: MegatronWorker) -> list[ConfigError]:
+    prompts, settings = make_rows(MIXED)[2:4], SamplingSettings(1)
+    messages = []
+    for more in (
+        {"settings": settings},
+        {"settings": settings, "seeds": [1]},
+        {"settings": settings, "seeds": [1, 2], "n": 0},
+        {"settings": replace(settings, stop_strings=("a",)), "seeds": [1, 2]},
+        {"settings": settings, "seeds": [1, 2], "routing": True},
+    ):
+        with pytest.raises(ConfigError) as error:
+            worker.sample(prompts, **more)
+        messages.append(error.value)
+    return messages
+
+
+def test_what_is_refused(pool, tiny):
+    without, few, none, no_text, no_experts = pool.run(call, 1, tiny(), layout(), refusals)[0]
+    for error, seeds in ((without, "no"), (few, "1")):
+        assert (error.place, error.key, error.found) == ("sampling", "temperature", 1.0)
+        assert "2 prompts" in error.problem and f" {seeds} seeds" in error.problem
+    assert (none.place, none.key, none.found) == ("sampling", "n", 0)
+    assert (no_text.place, no_text.key, no_text.found) == ("sampling", "stop_strings", ("a",))
+    assert "has no experts" in str(no_experts)
+
+
+def _state(newest: list[float]) -> tuple[Tensor, Tensor]:
+    """Return the state of a layer, filled with the newest token of each row."""
+    value_B = torch.tensor(newest, dtype=torch.double)
+    return value_B[:, None, None].expand(-1, 3, 5), -value_B[:, None, None, None].expand(
+        -1, 2, 3, 4
+    )
+
+
+def test_a_cache_holds_what_its_rows_were_given():
+    """Rows join, several from one prompt, grow and leave in random order.
+
+    Each layer keeps the tokens of every row, in at most the columns that the longest row needs. A
+    layer with a state keeps that of every row.
+    """
+    rng, device = random.Random(0), torch.device("cpu")
+    cache, rows, counter = KVCache([], device), [], 0.0
+    most_rows = max_length = 0
+    for turn in range(400):
+        if len(rows) < 6 and (not rows or rng.random() < 0.4):
+            lengths = [rng.randint(1, 90) for _ in range(rng.randint(1, 3))]
+            new, new_rows = KVCache(lengths, device), []
+            keys_SBGD = torch.full((max(lengths), len(lengths), 2, 3), torch.nan)
+            for row, length in enumerate(lengths):
+                counter += 1
+                new_rows.append([counter] * length)
+                keys_SBGD[:, row] = counter  # fills the padding, too
+            new.store(1, keys_SBGD, -keys_SBGD)
+            new.states[2] = _state([row[0] for row in new_rows])
+            taken = [rng.randrange(len(lengths)) for _ in range(rng.randint(1, 6 - len(rows)))]
+            cache.add(new, taken, spent=bool(turn % 2))
+            rows += [list(new_rows[row]) for row in taken]
+            most_rows, max_length = max(most_rows, len(rows)), max(max_length, *map(len, rows))
+        if (len(rows) > 1 and rng.random() < 0.1) or turn % 100 == 99:
+            remaining = rng.sample(
+                range(len(rows)), rng.randint(0 if turn % 100 == 99 else len(rows) - 1, len(rows))
+            )
+            cache.keep(remaining)
+            rows = [rows[row] for row in remaining]
+        if not rows:
+            assert not cache.layers and not cache.states
+            continue
+        cache.advance()
+        counter += 1
+        new_B = counter + torch.arange(len(rows)) / 8
+        for row, value in zip(rows, new_B.tolist(), strict=True):
+            row.append(value)
+        keys = new_B[None, :, None, None].expand(1, -1, 2, 3)
+        key_BTGD, value_BTGD = cache.store(1, keys, -keys)
+        assert cache.lengths == [len(row) for row in rows]
+        expected = _state([row[-2] for row in rows])
+        assert all(map(torch.equal, cache.states[2], expected))
+        cache.states[2] = _state([row[-1] for row in rows])
+        for row, tokens in enumerate(rows):
+            assert key_BTGD[row, : len(tokens), 1, 2].tolist() == tokens
+            assert cache.mask_B11T[row, 0, 0].sum() == len(tokens)
+        assert torch.equal(value_BTGD, -key_BTGD) and key_BTGD.isfinite().all()
+        max_length = max(max_length, *map(len, rows))
+        held = cache.layers[1][0]
+        assert held.shape[0] <= most_rows and held.shape[1] < max_length + CACHE_BLOCK
+    assert max_length > 2 * CACHE_BLOCK

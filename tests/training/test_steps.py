@@ -1,0 +1,109 @@
+# .venv/bin/python -m pytest tests/training/test_steps.py
+"""Three AdamW steps with clipping and weight decay give Hugging Face's weights."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vlm.data.tokens.row import IGNORE
+from tests.model.test_parity import layout
+from tests.support.batches import MIXED, make_rows
+from tests.support.reference import load_reference, row_log_probs
+from tests.support.runs import Case, train
+
+OPTIM = dict(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
+STEPS = 3
+# Adam divides a gradient by its own size: where one is near zero, rounding alone can decide the
+# sign of a full step. So weights are compared in units of the learning rate.
+MEAN_TOLERANCE_LR = 3e-4  # mean difference of the worst tensor; measured 3.0e-5
+MAX_TOLERANCE_LR = 0.2  # worst single weight; measured 0.020
+NORM_TOLERANCE = 8e-6  # gradient norm before clipping, relative; measured 8.9e-7
+
+CASES = {
+    "1x1x1": (layout(), {}),
+    "1x1x1-plain-optimizer": (layout(distributed_optimizer=False), {}),
+    "dp2": (layout(dp=2), {}),
+    "dp2-plain-optimizer": (layout(dp=2, distributed_optimizer=False), {}),
+    "tp2": (layout(tp=2), {}),
+    "tp2-pp2": (layout(tp=2, pp=2, layers_per_stage=[0, 4]), {}),
+    "tp2-dp2-overlap": (layout(tp=2, dp=2, overlap_grad_reduce=True), {}),
+    "dp2-overlap-all": (layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True), {}),
+    "tied-pp2-dp2": (layout(pp=2, dp=2), {"tied": True}),
+    "tied-pp2x2-dp2-overlap": (
+        layout(pp=2, dp=2, virtual_stages=2, overlap_grad_reduce=True),
+        {"tied": True},
+    ),
+    "vision-frozen": (layout(pp=2, freeze_vision=True, freeze_merger=True), {}),
+    "language-frozen": (layout(pp=2, freeze_language=True), {}),
+    "language-frozen-pp2x2-dp2": (
+        layout(pp=2, dp=2, virtual_stages=2, freeze_language=True),
+        {},
+    ),
+}
+
+
+def batches(vocab: int = 512):
+    return [make_rows(MIXED, vocab, seed) for seed in range(STEPS)]
+
+
+def reference_steps(path: str, frozen: tuple[str, ...]) -> tuple[list[float], dict[str, Tensor]]:
+    """The same with torch alone."""
+    model = load_reference(path)
+    named = {name: p for name, p in model.named_parameters() if part_of(name) not in frozen}
+    for name, param in model.named_parameters():
+        param.requires_grad_(name in named)
+    groups = [
+        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIM["lr"])
+    norms = []
+    for rows in batches():
+        count = sum(int((row.labels_S[1:] != IGNORE).sum()) for row in rows)
+        for row in rows:
+            loss = -row_log_probs(model, row).sum() / count
+            if loss.requires_grad:
+                loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), OPTIM["clip_grad"])))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def part_of(name: str) -> str:
+    return "language" if ".visual." not in name else "merger" if "merger" in name else "vision"
+
+
+@pytest.fixture(scope="module")
+def reference(tiny):
+    return cache(lambda path, frozen: reference_steps(path, frozen))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_after_three_steps(name, pool, tiny, reference, record_property):
+    case, sizes = CASES[name]
+    check_weights(case, tiny(**sizes), bool(sizes.get("tied")), pool, reference, record_property)
+
+
+def check_weights(case, path, tied, pool, reference, record_property):
+    case = Case(case.world, case.model, case.parallel, dict(OPTIM))
+    frozen = tuple(
+        part for part in ("vision", "merger", "language") if f"freeze_{part}" in case.model
+    )
+    want_norms, want = reference(path, frozen)
+    _, norms, weights = pool.run(train, case.world, path, case, batches())[0]
+    assert norms == pytest.approx(want_norms, rel=NORM_TOLERANCE)
+    assert weights.keys() <= want.keys()
+    assert len(weights) == len(want) - ("lm_head.weight" in want and tied)
+    mean = {n: float((weights[n] - want[n]).abs().mean()) / OPTIM["lr"] for n in weights}
+    most = {n: float((weights[n] - want[n]).abs().max()) / OPTIM["lr"] for n in weights}
+    norm_error = max(abs(a / b - 1) for a, b in zip(norms, want_norms, strict=True))
+    record_property("mean", max(mean.values()))
+    record_property("max", max(most.values()))
+    record_property("norm", norm_error)
+    worst = max(mean, key=lambda n: mean[n])
+    assert mean[worst] <= MEAN_TOLERANCE_LR, f"{worst}: {mean[worst]:.2e} lr on average"
+    worst = max(most, key=lambda n: most[n])
+    assert most[worst] <= MAX_TOLERANCE_LR, f"{worst}: {most[worst]:.2e} lr"

@@ -1,0 +1,204 @@
+# make trl-env, then .venv/bin/python -m pytest tests/training/test_trl_losses.py
+"""Losses of GRPO, DAPO, Dr. GRPO, GSPO and CISPO are those of TRL's GRPOTrainer, which gets our
+log-probs: values and gradients. Advantages have TRL's standard deviation."""
+
+import json
+import os
+import statistics
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vlm.rl.advantages import (
+    Aggregate,
+    divisor_of,
+    group_advantages,
+    importance_weights,
+    token_weights,
+)
+from megatron_vlm.training.losses import Objective
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-trl" / "bin" / "python"
+pytestmark = [
+    pytest.mark.slow,  # TRL is imported, and makes a trainer for each case
+    pytest.mark.skipif(
+        not (ROOT / ".venv-trl" / "ready").exists(),
+        reason="TRL is not there: make trl-env builds its environment, .venv-trl",
+    ),
+]
+# Relative, in float64. Measured worst case: 2.2e-15.
+TOLERANCE = 2e-14
+LENGTHS, MAX_TOKENS, MOST = [7, 12, 1, 4], 12, 1.1
+GROUPS = [[1.0, 0.0, 0.0, 1.0], [0.1, 0.2, 7.0], [-3.0, 1e6]]
+
+
+@dataclass(frozen=True)
+class Both:
+    """A loss in TRL's words, and in ours."""
+
+    theirs: dict[str, Any]
+    loss: str
+    aggregate: Aggregate
+    options: dict[str, float] = field(default_factory=dict)
+    truncated: bool = False
+
+
+SEQUENCE = dict(importance_sampling_level="sequence")
+CASES = {
+    "grpo": Both(dict(loss_type="grpo"), "ppo", "sequences"),
+    "grpo, beta": Both(dict(loss_type="grpo", beta=0.3), "ppo", "sequences", {"kl_coef": 0.3}),
+    "grpo, truncated": Both(
+        dict(loss_type="grpo", beta=0.3), "ppo", "sequences", {"kl_coef": 0.3}, truncated=True
+    ),
+    "bnpo": Both(
+        dict(loss_type="bnpo", epsilon=0.1), "ppo", "tokens", dict(clip_low=0.1, clip_high=0.1)
+    ),
+    "dapo": Both(dict(loss_type="dapo", epsilon_high=0.28), "ppo", "tokens", {"clip_high": 0.28}),
+    "dapo, beta, truncated": Both(
+        dict(loss_type="dapo", epsilon_high=0.28, beta=0.1),
+        "ppo",
+        "tokens",
+        dict(clip_high=0.28, kl_coef=0.1),
+        truncated=True,
+    ),
+    "dr_grpo": Both(dict(loss_type="dr_grpo"), "ppo", "constant"),
+    "dr_grpo, beta": Both(dict(loss_type="dr_grpo", beta=0.2), "ppo", "constant", {"kl_coef": 0.2}),
+    "gspo": Both(
+        dict(loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4, **SEQUENCE), "gspo", "sequences"
+    ),
+    "gspo, wide, beta": Both(
+        dict(loss_type="dapo", epsilon=0.05, epsilon_high=0.02, beta=0.2, **SEQUENCE),
+        "gspo",
+        "tokens",
+        dict(clip_low=0.05, clip_high=0.02, kl_coef=0.2),
+    ),
+    # Its epsilon_high is the highest ratio itself.
+    "cispo": Both(dict(loss_type="cispo", epsilon_high=1.28), "cispo", "tokens"),
+    "cispo, beta, truncated": Both(
+        dict(loss_type="cispo", epsilon_high=1.1, beta=0.2),
+        "cispo",
+        "tokens",
+        dict(clip_high=0.1, kl_coef=0.2),
+        truncated=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Answers [A, T], with padding that would be noticed."""
+
+    mask: Tensor
+    advantages: Tensor  # [A]
+    log_probs: Tensor
+    old: Tensor
+    reference: Tensor
+    truncated: Tensor  # importance weights
+
+    def inputs(self, both: Both) -> dict[str, Any]:
+        found = {
+            "completion_mask": self.mask.double(),
+            "advantages": self.advantages,
+            "old_per_token_logps": self.old,
+            "ref_per_token_logps": self.reference,
+        }
+        if both.truncated:
+            found["importance_sampling_ratio"] = self.truncated
+        return {name: value.tolist() for name, value in found.items()}
+
+
+@pytest.fixture(scope="module")
+def samples() -> Samples:
+    generator = torch.Generator().manual_seed(3)
+
+    def noise(scale: float) -> Tensor:
+        drawn = torch.randn(len(LENGTHS), MAX_TOKENS, generator=generator, dtype=torch.float64)
+        return scale * drawn
+
+    mask = torch.arange(MAX_TOKENS) < torch.tensor(LENGTHS)[:, None]
+    log_probs = -2 + noise(0.5)
+    shift = 0.1 * torch.tensor([[1.0], [-1.0], [0.0], [0.2]], dtype=torch.float64)
+    old = log_probs + noise(0.3) + shift
+    ratios = importance_weights(old.flatten(), (old + noise(0.2)).flatten(), MOST)
+    advantages = torch.tensor(group_advantages([0.0, 1.0, 0.4, 0.7], "grpo"), dtype=torch.float64)
+    truncated = torch.tensor(ratios, dtype=torch.float64).view_as(old)
+    return Samples(mask, advantages, log_probs, old, log_probs + noise(0.4), truncated)
+
+
+@pytest.fixture(scope="module")
+def theirs(tiny, samples) -> dict[str, Any]:
+    always = {
+        "beta": 0.0,
+        "max_completion_length": MAX_TOKENS,
+        # TRL's default multiplies the KL of a token by its ratio, as DeepSeek-V3.2 does; GRPO's
+        # paper does not, nor do we.
+        "use_bias_correction_kl": False,
+    }
+    asked = [
+        {
+            "config": {**always, **both.theirs},
+            "inputs": samples.inputs(both),
+            "log_probs": samples.log_probs.tolist(),
+        }
+        for both in CASES.values()
+    ]
+    done = subprocess.run(
+        [PYTHON, Path(__file__).parents[1] / "support" / "trl_policy_losses.py", tiny()],
+        input=json.dumps({"cases": asked, "rewards": GROUPS}),
+        capture_output=True,
+        text=True,
+        env={k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OMP_"))},
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = json.loads(done.stdout)
+    return {**dict(zip(CASES, found["cases"], strict=True)), "stds": found["stds"]}
+
+
+def ours(both: Both, samples: Samples) -> tuple[Tensor, Tensor]:
+    """The loss and its gradient, as the worker sums and divides."""
+    log_probs = samples.log_probs.clone().requires_grad_()
+    mask = samples.mask
+    gains = samples.advantages[:, None].expand_as(mask)
+    values = {
+        "advantages": gains * samples.truncated if both.truncated else gains,
+        "old_log_probs": samples.old,
+        "ref_log_probs": samples.reference,
+        "sequences": torch.arange(len(LENGTHS)).float()[:, None].expand_as(mask),
+    }
+    objective = Objective.create(both.loss, both.options)
+    picked = {name: value[mask] for name, value in values.items()}
+    losses, _ = objective.of_tokens(log_probs[mask], None, picked)
+    weights = torch.tensor(token_weights(LENGTHS, both.aggregate), dtype=torch.float64)
+    weights = weights[:, None].expand_as(mask)[mask]
+    divisor = divisor_of(LENGTHS, both.aggregate, MAX_TOKENS)
+    loss = (losses * weights).sum() / (weights.sum() if divisor is None else divisor)
+    loss.backward()
+    assert log_probs.grad is not None
+    return loss.detach(), log_probs.grad
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_are_those_of_trl(name, samples, theirs, record_property):
+    loss, grad = ours(CASES[name], samples)
+    want = torch.tensor(theirs[name]["grad"], dtype=torch.float64)
+    assert want.any()
+    errors = [
+        abs(float(loss) - theirs[name]["loss"]) / abs(theirs[name]["loss"]),
+        float((grad - want).abs().max() / want.abs().max()),
+    ]
+    record_property("worst", max(errors))
+    assert max(errors) <= TOLERANCE, errors
+
+
+def test_the_standard_deviation_is_that_of_trl(theirs):
+    for rewards, std in zip(GROUPS, theirs["stds"], strict=True):
+        mean = statistics.fmean(rewards)
+        want = [(r - mean) / (std + 1e-4) for r in rewards]
+        # Its correction n / (n - 1) is rounded to float32. Measured: 1.5e-8.
+        assert group_advantages(rewards, "grpo") == pytest.approx(want, rel=1e-7)

@@ -1,0 +1,200 @@
+# .venv/bin/python -m pytest tests/training/test_worker.py
+"""The worker's surface: what it returns, on which ranks, and its start-up report."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_vlm.data.tensors.rows import batch_of, rows_of
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.errors import DataError
+from megatron_vlm.report.layout_table import StageReport, stage_reports
+from megatron_vlm.training.worker import MegatronWorker
+from tests.model.test_parity import layout
+from tests.support.batches import MIXED, RowSpec, make_rows
+from tests.support.error_fields import raises
+from tests.support.runs import call, my_rows
+
+
+def _report(worker: MegatronWorker) -> tuple[list[StageReport], set[str]]:
+    reports = stage_reports(worker.cfg, worker.dims, worker.table)
+    held = worker.held.items()
+    return reports, {str(entry.part) for entry, param in held if not param.requires_grad}
+
+
+def test_report_counts_every_parameter_once(pool, tiny):
+    from transformers import Qwen3VLForConditionalGeneration
+
+    case = layout(tp=2, pp=2, layers_per_stage=[1, 3], freeze_vision=True)
+    answers = pool.run(call, 4, tiny(vocab=509), case, _report)
+    first, second = answers[0][0]
+    assert [frozen for _, frozen in answers] == [{"vision"}, {"vision"}, set(), set()]
+    model = Qwen3VLForConditionalGeneration.from_pretrained(tiny(vocab=509))
+    total = sum(p.numel() for p in model.parameters())
+    assert first.total.total() + second.total.total() == total
+    assert first.layers == (range(0, 1),) and second.layers == (range(1, 4),)
+    assert set(first.total) == {"vision", "merger", "embed", "decoder"}
+    assert set(second.total) == {"decoder", "head"}
+    assert first.trainable["vision"] == 0
+    assert first.trainable["merger"] == first.total["merger"] > 0
+
+
+def _use_twice(path: str) -> list[bool]:
+    dist.destroy_process_group()  # the pool's
+    cfg, seen = layout().config(path), []
+    for _ in range(2):
+        with MegatronWorker(cfg) as worker:
+            with MegatronWorker(cfg, training=False, base=worker):
+                pass
+            seen.append(dist.is_initialized())
+            worker.forward(my_rows(make_rows(MIXED)))
+        seen.append(dist.is_initialized())
+    return seen
+
+
+def test_the_groups_end_with_the_block_of_the_worker_that_made_them(pool, tiny):
+    assert pool.run(_use_twice, 1, tiny()) == [[True, False, True, False]]
+
+
+def _same_everywhere(worker: MegatronWorker) -> tuple:
+    rows = my_rows(make_rows(MIXED))
+    with_outputs = worker.forward_backward(rows, return_per_token_outputs=True)
+    without = worker.forward_backward(rows)
+    step = worker.optim_step(lr=3e-4)
+    return (
+        [row.tolist() for row in with_outputs.log_probs],
+        without.log_probs,
+        [row.tolist() for row in worker.forward(rows)],
+        with_outputs.loss == without.loss,
+        step,
+    )
+
+
+def test_results_are_the_same_on_every_rank(pool, tiny):
+    answers = pool.run(call, 4, tiny(), layout(tp=2, pp=2), _same_everywhere)
+    assert all(answer == answers[0] for answer in answers)
+    before, without, after, equal, (grad_norm, lr) = answers[0]
+    assert without is None and equal
+    assert before != after  # the step moved the weights
+    assert grad_norm > 0 and lr == 3e-4
+
+
+def _nothing_supervised(worker: MegatronWorker) -> tuple[float, int, float]:
+    rows = [replace(row, labels_S=row.labels_S * 0 - 100) for row in make_rows(MIXED[:2])]
+    metrics = worker.forward_backward(rows)
+    return metrics.loss, metrics.num_tokens, worker.optim_step()[0]
+
+
+def test_a_batch_without_supervised_tokens_moves_nothing(pool, tiny):
+    for world, case in ((1, layout()), (4, layout(tp=2, pp=2))):
+        assert set(pool.run(call, world, tiny(), case, _nothing_supervised)) == {(0.0, 0, 0.0)}
+
+
+def _bad_row(worker: MegatronWorker) -> None:
+    good, bad = make_rows((RowSpec(5), RowSpec(9, images=((4, 4),))))
+    worker.forward_backward([good, replace(bad, image_grid_I3=bad.image_grid_I3 * 2)])
+
+
+def test_a_bad_row_is_an_error_on_every_rank_not_a_hang(pool, tiny):
+    with pytest.raises(RuntimeError, match="DataError: row 1: pixel_values has 16 patches"):
+        pool.run(call, 4, tiny(), layout(tp=2, pp=2), _bad_row)
+
+
+def _norms(worker: MegatronWorker) -> list[tuple[float, float]]:
+    """Of two steps: ours, and Megatron's, which asks the device for each tensor's."""
+    found = []
+    for seed in range(2):
+        worker.forward_backward(my_rows(make_rows(MIXED, seed=seed)))
+        worker.optimizer.prepare_grads()
+        theirs = float(worker.optimizer.get_grad_norm())
+        found.append((worker.optim_step()[0], theirs))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"distributed_optimizer": False}])
+def test_the_gradient_norm_is_megatrons(options, pool, tiny):
+    for case in (layout(**options), layout(tp=2, dp=2, **options), layout(pp=2)):
+        for found in pool.run(call, case.world, tiny(), case, _norms):
+            assert all(ours == theirs > 0 for ours, theirs in found)
+
+
+def _infinite(worker: MegatronWorker) -> tuple[float, bool]:
+    worker.forward_backward(my_rows(make_rows(MIXED)))
+    before = [param.detach().clone() for param in worker.chunks[0].parameters()]
+    if worker.grid.rank == 0:
+        worker.stage.wrapped[0].buffers[0].grad_data[0] = torch.inf
+    norm, _ = worker.optim_step()
+    after = worker.chunks[0].parameters()
+    return norm, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_norm_that_is_not_finite_moves_nothing_on_any_rank(pool, tiny):
+    assert set(pool.run(call, 4, tiny(), layout(tp=2, pp=2), _infinite)) == {(torch.inf, True)}
+
+
+def _parts(worker: MegatronWorker) -> set[str]:
+    [batch] = worker.stage.arrivals(worker.micro_batches(make_rows(MIXED[:1])), worker.chunks[0])
+    return {item.name for item in fields(batch) if getattr(batch, item.name) is not None}
+
+
+def test_each_stage_gets_its_part(pool, tiny):
+    first, last = pool.run(call, 2, tiny(), layout(pp=2), _parts)
+    assert first == {"host", "number", "tokens_BS5", "pixel_values_PC", "visuals"}
+    assert last == {"host", "number", "tokens_BS5", "places_N", "targets_M"}
+
+
+def _as_hugging_face_calls(worker: MegatronWorker) -> tuple[bool, str]:
+    """Plain tensors, from which the model finds out itself what a stage's input has made ready."""
+    equal, chunk, rows = [], worker.chunks[0], make_rows(MIXED)
+    with worker.stage.evaluating():
+        for batch in worker.micro_batches(rows):
+            plain = dict(
+                input_ids=batch.ids_BS,
+                position_ids=batch.position_ids_3BS,
+                pixel_values=batch.pixel_values_PC,
+                image_grid_thw=batch.image_grid_I3,
+                pixel_values_videos=batch.pixel_values_videos_PC,
+                video_grid_thw=batch.video_grid_I3,
+            )
+            [ready] = worker.stage.arrivals([batch], chunk)
+            made = worker.stage.predict(chunk, ready)
+            logits = worker.stage.call(chunk, ready, loss_mask=ready.places_N)
+            mask = batch.targets_BS != IGNORE
+            equal.append(
+                torch.equal(chunk(**plain, labels=batch.targets_BS), made)
+                and torch.equal(chunk(**plain, loss_mask=mask), logits)
+            )
+        grid = plain["image_grid_thw"]
+        with pytest.raises(DataError) as refused:
+            chunk(**plain | {"image_grid_thw": grid * torch.tensor([1, 2, 1])})
+    return all(equal), str(refused.value)
+
+
+def test_the_model_takes_what_hugging_face_takes(pool, tiny):
+    for case in (layout(), layout(tp=2)):
+        for equal, refused in pool.run(call, case.world, tiny(), case, _as_hugging_face_calls):
+            assert equal
+            assert "row 1 of the micro-batch: image 0 has 8 x 1 = 8 features but 4" in refused
+
+
+def _from_batch(worker: MegatronWorker) -> tuple[bool, float, float]:
+    """Rows, and the same rows as a TensorBatch that went through bytes."""
+    rows = make_rows(MIXED)
+    batch = TensorBatch.from_bytes(batch_of(rows).to_bytes())
+    assert batch["pixel_values"].shapes[2] == (0,)  # a text row among image rows
+    ours, theirs = worker.forward(rows), worker.forward(batch)
+    equal = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    return equal, worker.forward_backward(rows).loss, worker.forward_backward(batch).loss
+
+
+def test_a_tensor_batch_is_its_rows(pool, tiny):
+    (equal, one, other), *_ = pool.run(call, 2, tiny(), layout(pp=2), _from_batch)
+    assert equal and one == other
+
+
+def test_a_batch_without_ids_is_refused():
+    with raises(DataError, place="the batch", key="ids", problem_has="labels"):
+        rows_of(TensorBatch({"labels": torch.zeros(2, 3)}))
