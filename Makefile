@@ -12,13 +12,7 @@ UV := $(shell command -v uv)
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1)/bin/pip install --quiet --no-compile)
 
-# What another version of transformers would change: configs, processors, templates, generation.
-NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat_template.py sample.py \
-	row_maker.py hf.py tiny_model.py)
-# What another Megatron-Core or torch would change: the model, its gradients, optimizers, checkpoints.
-NEWEST += $(addprefix tests/test_,parity.py qwen3_5.py checkpoint.py golden.py train.py)
-
-.PHONY: setup trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench scale clean
+.PHONY: setup trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench scale clean
 
 setup: .venv/ready
 
@@ -53,31 +47,30 @@ reinforce: setup
 	rm -rf .reinforce
 	$(BIN)/python scripts/rl/examples.py .reinforce $(EXAMPLES)
 
+# A case of each kind. `make test-full` plays them all.
 test: setup
+	$(BIN)/python -m pytest -m 'not slow and not full' -n 2 --dist loadfile
+
+test-full: setup
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
-# Each commit plays a sixth of the files, and of the random runs and the layouts with engines a part:
-# see tests/support/random_runs.py. `make test-slow-all` plays all files, `make test-long` all runs as well,
-# which takes hours. What starts jobs and kills them runs alone.
-SIDE_BY_SIDE := $(addprefix tests/test_,agree_vllm.py fuzz.py sequences.py fused_ops.py what_fits.py lora.py \
-	lora_checkpoint.py lora_files.py rl_engine.py trl_losses.py trl_distill.py moe.py moe_balance.py moe_train.py plan_experts.py \
-	vllm.py vllm_sampler.py wheel.py simulate_scale.py full_disk.py hub.py log_sinks.py hostile.py \
-	prompt_targets.py top_log_probs.py shared_weights.py serve_losses.py tinker_converters.py tinker_client.py \
-	multi_model.py lora_head.py lora_head_files.py lora_head_vllm.py lora_delta_net_vllm.py serve_unembed.py \
-	serve_vllm.py agree_command.py golden.py rl.py loader.py prepare.py run_report.py preflight.py \
-	tinker_losses.py tinker_recipes.py serve_multi_model.py mutants.py accumulate.py retention.py moe_files.py qwen3_5.py \
-	on_policy_distill.py preferences.py trl_preferences.py score.py sentence_transformers.py retrieval.py transformer_engine.py) tests/device
-test-slow test-slow-all: setup
-	$(PARTS) $(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(SIDE_BY_SIDE)
-	$(PARTS) $(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))
+# The slow tests that a change may break, and a part of the others: see tests/support/slow_tests.py.
+# `make test-slow-all` plays all files, `make test-long` all random runs and layouts as well, which
+# takes hours.
+test-slow: setup
+	$(BIN)/python -m tests.support.slow_tests
 
-test-slow: PARTS = SLOW_PARTS=6
+test-slow-all: setup
+	$(BIN)/python -m tests.support.slow_tests --all
 
 test-long:
 	LONG=1 $(MAKE) test-slow-all
 
 # The newest versions that pyproject.toml allows: Megatron-Core after 0.16.1 wants Python 3.12 or newer.
-# The run writes what passed into docs/versions.md. All quick tests: make test-newest NEWEST=tests
+# Tests marked `newest` run: configs, processors, templates and generation, which depend on
+# transformers; gradients, optimizers and checkpoints, which depend on Megatron-Core and torch. The
+# run writes what passed into docs/versions.md. All quick tests: make test-newest NEWEST=
+NEWEST ?= newest and
 test-newest: .venv-newest/ready
 	$(call tested_with,.venv-newest,newest)
 
@@ -85,7 +78,7 @@ test-python313: .venv-python313/ready
 	$(call tested_with,.venv-python313,python313)
 
 define tested_with
-	$(1)/bin/python -m pytest -m 'not slow' -n 2 --dist loadfile --junitxml $(1)/results.xml $(NEWEST)
+	DURATIONS= $(1)/bin/python -m pytest -m '$(NEWEST) not slow' -n 2 --dist loadfile --junitxml $(1)/results.xml
 	$(1)/bin/python scripts/record_versions.py $(2) $(1)/results.xml
 endef
 
@@ -243,7 +236,7 @@ te-env: .venv-te/ready
 	.venv-te/bin/python -c 'import transformer_engine.pytorch'
 	touch $@
 
-# The public Tinker client, for tests/test_tinker_*.py.
+# The public Tinker client, for tests/serve/test_tinker_*.py.
 tinker-env: .venv-tinker/ready
 
 TINKER := tests/support/tinker_client
@@ -256,7 +249,7 @@ TINKER := tests/support/tinker_client
 
 # The public client and the recipes of its cookbook against our service.
 tinker: setup tinker-env
-	$(BIN)/python -m pytest -m slow $(wildcard tests/test_tinker_*.py)
+	$(BIN)/python -m pytest -m slow tests/serve -k tinker
 
 # What is right on a GPU and how fast, in one call: see benchmarks/gpu/run.py. It installs nothing.
 PY ?= $(BIN)/python

@@ -9,7 +9,6 @@ pytest wrote (--junitxml). The section is the one between the marks of that name
 import argparse
 import datetime
 import platform
-import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -68,7 +67,7 @@ def _count(results: ElementTree.Element) -> Iterator[list[str]]:
         outcome = next((part.tag for part in case if part.tag != "properties"), "passed")
         if outcome in ("failure", "error"):
             sys.exit(f"{case.get('name')} failed, so docs/versions.md stays as it is")
-        file = re.sub(r"^tests\.", "", case.get("classname", "")).split(".")[0]
+        file = case.get("classname", "").removeprefix("tests.").replace(".", "/")
         counts.setdefault(file, Counter())[outcome] += 1
     for file, count in sorted(counts.items()):
         yield [f"`{file}`", str(count.total() - count["skipped"]), str(count["skipped"])]

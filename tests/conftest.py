@@ -12,9 +12,10 @@ from hypothesis import settings
 
 from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 from megatron_vlm.distributed.device import install_cpu_stand_in
+from tests.support.durations import Durations, file_seconds
 from tests.support.pool import Pool
 from tests.support.process_tree import ProcessTree
-from tests.support.random_runs import LONG, in_other_parts, not_played
+from tests.support.random_runs import LONG, not_played
 
 # The last digits of results depend on the number of threads, and a launcher derives that number
 # from the machine's cores.
@@ -26,19 +27,38 @@ settings.register_profile("fixed", deadline=None, derandomize=not LONG)
 settings.load_profile("fixed")
 
 
-# A worker takes one file at a time. These files take minutes and run first, so that no worker is
-# left alone with one of them at the end.
-LONGEST = ("serve_vllm", "tinker_recipes", "fuzz", "rl_engine", "wheel", "agree_vllm")
-LONGEST += ("vllm_sampler", "vllm", "run_folder", "rl", "parity", "checkpoint")
+ROOT = Path(__file__).parents[1]
+# Programs of others that run in environments of their own: .venv-vllm, and so on.
+ENGINES = {
+    "vllm": "vLLM",
+    "tinker": "the Tinker client",
+    "embed": "sentence-transformers",
+    "lmms": "lmms-eval",
+    "trl": "TRL with bitsandbytes",
+    "te": "Transformer Engine",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("DURATIONS") == "1" and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations())
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("engine"):
+        for name in mark.args:
+            if not (ROOT / f".venv-{name}" / "ready").exists():
+                pytest.skip(f"{ENGINES[name]} is not there: make {name}-env builds its environment")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the cases that other commits play, and run the longest files first."""
-    others = {*not_played(items), *in_other_parts(items)}
+    """Deselect the cases that other commits play, and run the longest files first: a worker takes
+    one file at a time, and none should be left alone with a long one at the end."""
+    others = set(not_played(items))
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
-    first = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: first.get(item.path.name, len(first)))
+    seconds = file_seconds()
+    items.sort(key=lambda item: -seconds[item.nodeid.partition("::")[0]])
 
 
 @pytest.fixture(scope="module")

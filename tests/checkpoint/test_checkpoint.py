@@ -42,6 +42,11 @@ from tests.support.process_tree import ProcessTree
 from tests.support.random_runs import LONG
 from tests.support.runs import Case, my_rows
 
+pytestmark = [
+    pytest.mark.newest,  # it depends on the versions
+    pytest.mark.alone,  # it starts jobs and kills them
+]
+
 LR = 1e-3
 # A checkpoint at another layout has the same bits, but the steps after it round differently. The
 # tolerances are in units of the learning rate, as in test_steps.py, after two steps at each of

@@ -15,12 +15,12 @@ from megatron_vlm.distributed.process import UNLIKE
 from megatron_vlm.train import run_train
 from tests.commands.test_agree_command import _agree
 from tests.support.chats import picture, say, text
-from tests.support.engine import ENVIRONMENT, MISSING, READY
+from tests.support.engine import ENVIRONMENT
 from tests.support.videos import make_video
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
-    pytest.mark.skipif(not READY, reason=MISSING),
+    pytest.mark.engine("vllm"),
 ]
 
 PROMPTS = 12

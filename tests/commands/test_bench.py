@@ -140,8 +140,7 @@ ENGINE, SUITE = (ROOT / f".venv-{name}" / "bin" / "python" for name in ("vllm", 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not ENGINE.exists(), reason="no .venv-vllm: make vllm-env")
-@pytest.mark.skipif(not SUITE.exists(), reason="no .venv-lmms: make lmms-env")
+@pytest.mark.engine("vllm", "lmms")
 def test_scores_of_lmms_eval_are_those_of_eval(tmp_path):
     """The model learns a little, so that some answers are right. A second command asks nothing
     again."""

@@ -14,6 +14,8 @@ from megatron_vlm.cli import main
 from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, TinySpec, write_tiny
 from tests.training.test_properties import files
 
+pytestmark = pytest.mark.newest  # it depends on the versions
+
 
 def test_everything_a_loader_looks_for(tiny):
     folder = Path(tiny())

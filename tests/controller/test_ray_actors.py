@@ -32,6 +32,7 @@ with warnings.catch_warnings():
 
 # These warnings come from Ray and its imports, and cannot be fixed here.
 pytestmark = [
+    pytest.mark.alone,  # it starts jobs and kills them
     pytest.mark.slow,  # starting Ray and its actors takes most of a minute
     pytest.mark.usefixtures("ray_lock"),
     pytest.mark.filterwarnings(

@@ -26,6 +26,8 @@ from megatron_vlm.family.qwen import VISION_MARKS
 from tests.support.chats import CHATS, hf_encode, hf_processor, image, say, text
 from tests.support.error_fields import raises
 
+pytestmark = pytest.mark.newest  # it depends on the versions
+
 CORPUS = Path(__file__).parents[1] / "golden" / "chat_ids.json"
 
 

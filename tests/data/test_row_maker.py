@@ -19,6 +19,8 @@ from tests.support.chats import CHATS, data_uri, hf_encode, hf_processor, image,
 from tests.support.error_fields import raises
 from tests.support.sets import open_set, write_set
 
+pytestmark = pytest.mark.newest  # it depends on the versions
+
 
 @pytest.fixture
 def maker(tiny):

@@ -30,6 +30,8 @@ from tests.data.test_chat_template import reader  # noqa: F401 - a fixture
 from tests.support.chats import image, say, text
 from tests.support.error_fields import raises
 
+pytestmark = pytest.mark.newest  # it depends on the versions
+
 PICTURES = [image(*size) for size in ((64, 64), (100, 60), (40, 90), (33, 32))]
 PAD, VIDEO, TEXT = 1, 2, 0
 PIECES = st.lists(

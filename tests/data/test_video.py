@@ -43,6 +43,8 @@ from tests.support.videos import (
     random_frames,
 )
 
+pytestmark = pytest.mark.newest  # it depends on the versions
+
 # Settings
 
 

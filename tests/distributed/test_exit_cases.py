@@ -27,6 +27,8 @@ from tests.run.test_train import command, outside_of_jobs
 from tests.support.exit_cases import END_S, Marked
 from tests.support.sets import write_set
 
+pytestmark = pytest.mark.alone  # it starts jobs and kills them
+
 
 class Work:
     """Tasks of which the first is done at once and the others never."""

@@ -13,7 +13,10 @@ import pytest
 from tests.run.test_train import command, go_pooled, outside_of_jobs, steps_of, values
 from tests.support.sets import write_set
 
-pytestmark = pytest.mark.slow  # it waits for a time-out
+pytestmark = [
+    pytest.mark.alone,  # it starts jobs and kills them
+    pytest.mark.slow,  # it waits for a time-out
+]
 STEPS = 400
 HOSTS = {"mvlm-a": "10.231.0.1", "mvlm-b": "10.231.0.2"}
 

@@ -24,6 +24,8 @@ from tests.support.pool import free_port
 from tests.support.ports import is_loopback, listening, outward_address
 from tests.support.process_tree import Child, ProcessTree
 
+pytestmark = pytest.mark.alone  # it starts jobs and kills them
+
 WORLD, TIMEOUT_S = 2, 2.0
 
 

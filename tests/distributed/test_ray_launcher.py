@@ -23,6 +23,7 @@ from tests.support.sets import write_set
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = [
+    pytest.mark.alone,  # it starts jobs and kills them
     pytest.mark.slow,  # minutes: Ray and the actors import everything again
     pytest.mark.usefixtures("ray_lock"),
 ]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.alone  # it starts jobs and kills them
+
 START = """
 import ctypes, os, sys, time
 from megatron_vlm.distributed.watchdog import Watchdog

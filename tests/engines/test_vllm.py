@@ -24,7 +24,7 @@ from tests.model.test_parity import layout
 from tests.run.test_train import go_pooled
 from tests.support.batches import PATCH_VALUES, token_ids
 from tests.support.chats import picture, say, text
-from tests.support.engine import MISSING, READY, Engine, as_prompt, write_seen
+from tests.support.engine import Engine, as_prompt, write_seen
 from tests.support.reference import load_reference, row_logits
 from tests.support.runs import call
 from tests.support.sets import write_set
@@ -32,7 +32,7 @@ from tests.training.test_decode import answer
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
-    pytest.mark.skipif(not READY, reason=MISSING),
+    pytest.mark.engine("vllm"),
 ]
 
 PROMPTS, NEW_TOKENS = 120, 8

@@ -41,7 +41,7 @@ from tests.commands.test_score import CHUNK, records_of, score, words_of
 from tests.model.test_parity import layout
 from tests.support.batches import token_ids
 from tests.support.chats import picture, say, text
-from tests.support.engine import ENVIRONMENT, MISSING, READY
+from tests.support.engine import ENVIRONMENT
 from tests.support.error_fields import raises
 from tests.support.reference import load_reference
 from tests.support.runs import call, my_rows
@@ -50,7 +50,7 @@ from tests.training.test_decode import answer
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
-    pytest.mark.skipif(not READY, reason=MISSING),
+    pytest.mark.engine("vllm"),
 ]
 
 T = TypeVar("T")

@@ -35,6 +35,8 @@ from tests.support.error_fields import raises
 from tests.support.runs import Case, call
 from tests.training.test_properties import tensors
 
+pytestmark = pytest.mark.newest  # it depends on the versions
+
 
 def reader(values: dict[str, torch.Tensor]):
     def read(name, spans):

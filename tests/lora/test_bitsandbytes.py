@@ -27,10 +27,7 @@ NF4 = replace(ALL, base="nf4")
 
 pytestmark = [
     pytest.mark.slow,  # bitsandbytes and transformers are imported in a process of their own
-    pytest.mark.skipif(
-        not (ROOT / ".venv-trl" / "ready").exists(),
-        reason="bitsandbytes is not there: make trl-env builds its environment, .venv-trl",
-    ),
+    pytest.mark.engine("trl"),
 ]
 
 

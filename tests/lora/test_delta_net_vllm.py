@@ -12,12 +12,12 @@ from peft import LoraConfig, get_peft_model
 from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from tests.engines.test_vllm import Prompt, ask_about, reference_scores, supervised, worst
-from tests.support.engine import MISSING, READY, Engine, EngineError
+from tests.support.engine import Engine, EngineError
 from tests.support.reference import load_reference
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
-    pytest.mark.skipif(not READY, reason=MISSING),
+    pytest.mark.engine("vllm"),
 ]
 
 PROMPTS = 4

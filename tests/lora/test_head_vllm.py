@@ -14,13 +14,13 @@ from megatron_vlm.data.tokens.row_maker import RowMaker
 from tests.engines.test_vllm import Prompt, ask_about, reference_scores, supervised, worst
 from tests.lora.test_head import pytestmark as warned
 from tests.run.test_train import go_pooled
-from tests.support.engine import MISSING, READY, Engine
+from tests.support.engine import Engine
 from tests.support.reference import load_reference
 from tests.support.sets import write_set
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
-    pytest.mark.skipif(not READY, reason=MISSING),
+    pytest.mark.engine("vllm"),
     *warned,
 ]
 

@@ -26,10 +26,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-te" / "bin" / "python"
 pytestmark = [
     pytest.mark.slow,  # an environment of 6 GB
-    pytest.mark.skipif(
-        not (ROOT / ".venv-te" / "ready").exists(),
-        reason="Transformer Engine is not there: make te-env builds its environment, .venv-te",
-    ),
+    pytest.mark.engine("te"),
 ]
 # Relative, as in test_parity.py. Measured worst case: 1.7e-6.
 TOLERANCE = 5e-6

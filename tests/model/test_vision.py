@@ -14,6 +14,8 @@ from megatron_vlm.family.tower_attention import attend_at_once, attend_by_runs
 from megatron_vlm.model.vision import ImageShare, image_cost
 from tests.support import varlen
 
+pytestmark = pytest.mark.newest  # it depends on the versions
+
 
 def test_the_costliest_image_goes_first():
     assert deal([1, 9, 2, 8], 2) == [[1, 0], [3, 2]]

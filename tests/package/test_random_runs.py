@@ -5,11 +5,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tests.support.random_runs import commit_number, in_other_parts, window
+from tests.support.random_runs import commit_number, window
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,32 +63,3 @@ def test_marked_cases_rotate(environment, cases, others, tmp_path):
     (tmp_path / "test_played.py").write_text(PLAYED)
     names = collected(tmp_path, **environment)
     assert names == [*(f"cases[{case}]" for case in cases), *others, "plain"]
-
-
-def test_commits_play_all_files_of_slow_tests_between_them(monkeypatch):
-    """A quick test runs with every commit, also one in a file with slow tests."""
-
-    def test_of(name: str, *marks: str) -> SimpleNamespace:
-        return SimpleNamespace(
-            path=Path(name), get_closest_marker=lambda mark: mark in marks or None
-        )
-
-    slow = [test_of(name, "slow") for name in "abcd"]
-    items = [*slow, *(test_of(name) for name in "abcd")]
-    played = []
-    for part in range(3):
-        monkeypatch.setattr("tests.support.random_runs.commit_number", lambda part=part: part << 24)
-        others = in_other_parts(items, 3)
-        played.append([item.path.name for item in slow if item not in others])
-        assert all(item in slow for item in others)
-    assert played == [["a", "d"], ["b"], ["c"]]
-    assert in_other_parts(items, 1) == []
-
-
-def test_a_part_of_the_slow_files_is_collected(tmp_path):
-    for name in "ab":
-        slow = f"@pytest.mark.slow\ndef test_slow_{name}(): pass"
-        lines = ["import pytest", slow, f"def test_quick_{name}(): pass"]
-        (tmp_path / f"test_{name}.py").write_text("\n".join(lines))
-    names = collected(tmp_path, COMMIT="1000000", SLOW_PARTS="2")
-    assert names == ["quick_a", "slow_b", "quick_b"]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.rl.test_rl import furthest, held_out, learnt, lines, samples
-from tests.support.engine import ENVIRONMENT, MISSING, READY
+from tests.support.engine import ENVIRONMENT
 from tests.support.sets import write_set
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
-    pytest.mark.skipif(not READY, reason=MISSING),
+    pytest.mark.engine("vllm"),
 ]
 
 # Log-probs from -3 to -9 in fp32 on the CPU. Measured worst case: 3.9e-6.

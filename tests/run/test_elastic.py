@@ -16,7 +16,10 @@ import pytest
 from tests.run.test_train import command, go_pooled, outside_of_jobs, steps_of, values
 from tests.support.sets import write_set
 
-pytestmark = pytest.mark.slow  # each start imports everything again
+pytestmark = [
+    pytest.mark.alone,  # it starts jobs and kills them
+    pytest.mark.slow,  # each start imports everything again
+]
 TOLERANCE = 1e-6  # relative (measured worst: 1.4e-7)
 NODES_SH = Path(__file__).parents[2] / "scripts" / "train_nodes.sh"
 

@@ -32,6 +32,8 @@ from tests.support.pool import free_port
 from tests.support.process_tree import ProcessTree
 from tests.support.sets import write_set
 
+pytestmark = pytest.mark.alone  # it starts jobs and kills them
+
 STEPS = 12
 
 

@@ -29,6 +29,8 @@ from megatron_vlm.train import run_train
 from tests.support.chats import picture, say, text
 from tests.support.sets import write_set
 
+pytestmark = pytest.mark.newest  # it depends on the versions
+
 STEPS = 6
 
 

@@ -19,6 +19,8 @@ from tests.support.pool import free_port
 from tests.support.serve_client import Client, FailedError, served
 from tests.support.serve_requests import Chunks
 
+pytestmark = pytest.mark.alone  # it starts jobs and kills them
+
 FLOOD, ROUNDS = 200, 16
 SMALL = tuple(f"small{place}" for place in range(7))
 # A call waits for the one that runs when it is accepted, for one when both keys have had the same

@@ -19,6 +19,8 @@ from tests.support.pool import free_port
 from tests.support.random_runs import LONG
 from tests.support.serve_client import Client, Running, log_probs_of, served, start, tokens_of
 
+pytestmark = pytest.mark.alone  # it starts jobs and kills them
+
 KILLS = 40 if LONG else 4
 # Log-probs of prompts and samples, which share passes with simultaneous requests. Training results
 # are equal. Measured worst: 0.

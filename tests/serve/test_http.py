@@ -51,6 +51,8 @@ from tests.support.fake_calls import StandIn, opened
 from tests.support.mutation import DEEP, mutate_bytes, mutate_json
 from tests.training.test_decode import QWEN3_5
 
+pytestmark = pytest.mark.alone  # it starts jobs and kills them
+
 FACTS = ServerFacts(
     ("tiny/model", "tiny"), 512, version="1.2", layout="tp1 pp1 dp1", vocabulary=509
 )

@@ -23,7 +23,10 @@ CLIENTS = 6
 STEPS = 150
 KILLS = 10
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.alone,  # it starts jobs and kills them
+    pytest.mark.slow,
+]
 
 
 class Server:

@@ -35,6 +35,8 @@ from tests.support.serve_client import (
 )
 from tests.support.serve_requests import Chunks, around, picture, row_of, targeted_log_probs
 
+pytestmark = pytest.mark.alone  # it starts jobs and kills them
+
 VOCAB = 509  # at TP2 one row of the vocabulary is padding
 # fp32 on the CPU, absolute, after three steps of AdamW. Measured worst: 9.6e-7.
 TOLERANCE = 5e-6

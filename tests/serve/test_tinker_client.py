@@ -20,11 +20,10 @@ from tests.support.fake_calls import StandIn, opened
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
-MISSING = "the Tinker client is not there: make tinker-env builds its environment, .venv-tinker"
 
 pytestmark = [
     pytest.mark.slow,  # the client takes some seconds to import
-    pytest.mark.skipif(not PYTHON.exists(), reason=MISSING),
+    pytest.mark.engine("tinker"),
 ]
 
 

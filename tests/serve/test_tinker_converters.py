@@ -10,11 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
-MISSING = "the Tinker client is not there: make tinker-env builds its environment, .venv-tinker"
 
 
 @pytest.mark.slow  # the client takes some seconds to import, and torch with it
-@pytest.mark.skipif(not PYTHON.exists(), reason=MISSING)
+@pytest.mark.engine("tinker")
 def test_the_clients_converters_and_ours():
     done = subprocess.run(
         [PYTHON, "-m", "pytest", "-q", "--noconftest", "-c", os.devnull, "-p", "no:cacheprovider"]

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from tests.support.pool import free_port
-from tests.support.recipes import MISSING, PYTHON, Cookbook
+from tests.support.recipes import Cookbook
 from tests.support.serve_client import served
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason=MISSING),
+    pytest.mark.engine("tinker"),
 ]
 
 TOLERANCE = 1e-6  # relative; measured worst: 6.3e-8

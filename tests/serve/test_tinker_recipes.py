@@ -14,12 +14,12 @@ import pytest
 from megatron_vlm.commands.demo.coloured_shapes import COLOURS
 from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 from tests.support.pool import free_port
-from tests.support.recipes import MISSING, PYTHON, Cookbook, Trained, write_pictures, write_sums
+from tests.support.recipes import Cookbook, Trained, write_pictures, write_sums
 from tests.support.serve_client import served
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason=MISSING),
+    pytest.mark.engine("tinker"),
 ]
 
 WANTED = 0.9

@@ -14,10 +14,9 @@ from transformers import AutoTokenizer
 
 from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 from tests.serve.test_tinker_recipes import ROWS, SHORT, check_sums
-from tests.support.engine import ENVIRONMENT, MISSING, READY
+from tests.support.engine import ENVIRONMENT
 from tests.support.pool import free_port
-from tests.support.recipes import MISSING as NO_COOKBOOK
-from tests.support.recipes import PYTHON, Cookbook, write_sums
+from tests.support.recipes import Cookbook, write_sums
 from tests.support.reference import load_reference, row_logits
 from tests.support.serve_client import (
     Client,
@@ -32,7 +31,7 @@ from tests.support.serve_requests import Chunks, around, picture, row_of, target
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
-    pytest.mark.skipif(not READY, reason=MISSING),
+    pytest.mark.engine("vllm"),
 ]
 
 # fp32 on the CPU, of log-probs from -3 to -9. Measured worst case: see each test.
@@ -269,7 +268,7 @@ def differences(
     return np.array(found).reshape(len(samplers), -1)
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason=NO_COOKBOOK)
+@pytest.mark.engine("tinker")
 def test_a_recipe_learns_from_its_samples(tmp_path, record_property):
     """Sums by reinforcement: `optim/kl_sample_train_v1` compares the log-probs of vLLM's samples
     with those of training. Measured: 1.6e-7."""

@@ -58,6 +58,8 @@ from tests.support.serve_client import (
     tokens_of,
 )
 
+pytestmark = pytest.mark.alone  # it starts jobs and kills them
+
 STAND_IN = Path(__file__).parents[1] / "support" / "fake_engine.py"
 PATIENCE_S = 60.0
 VOCAB = 400  # of the answers of the stand-in

@@ -20,8 +20,6 @@ from megatron_vlm.engines.prompts import seen_by_trainer
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".venv-vllm"
-READY = (ENVIRONMENT / "ready").exists()
-MISSING = "vLLM is not there: make vllm-env builds its environment, .venv-vllm"
 ANSWER_S = 300  # loading takes 15 s on an idle machine
 
 

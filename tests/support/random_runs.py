@@ -6,9 +6,6 @@ whole set. COMMIT=... replays the window of another commit.
 
 `@pytest.mark.rotate(2)` makes each commit play two of a test's cases. Tests with a common `group`
 rotate together. conftest.py deselects the others.
-
-SLOW_PARTS=6, which `make test-slow` sets, divides the files of slow tests in six parts, of which a
-commit plays one. `make test-slow-all` plays all of them.
 """
 
 import os
@@ -21,7 +18,6 @@ from pathlib import Path
 import pytest
 
 LONG = os.environ.get("LONG") == "1"
-SLOW_PARTS = int(os.environ.get("SLOW_PARTS", "1"))
 _ROOT = Path(__file__).parents[2]
 
 
@@ -59,15 +55,6 @@ def not_played(items: list[pytest.Item]) -> list[pytest.Item]:
         for number in window(len(members), sizes[group])
     }
     return [item for members in groups.values() for item in members if item not in played]
-
-
-def in_other_parts(items: list[pytest.Item], parts: int = SLOW_PARTS) -> list[pytest.Item]:
-    """Return the slow tests in files that other commits play. Parts and windows of a commit follow
-    from different digits of it, so that every window of a file is played by some commit."""
-    slow = [item for item in items if item.get_closest_marker("slow") is not None]
-    files = sorted({item.path for item in slow})
-    part = commit_number() // 0x1000000 % parts
-    return [item for item in slow if files.index(item.path) % parts != part]
 
 
 if __name__ == "__main__":  # python -m tests.support.random_runs A B prints the one that is played

@@ -17,7 +17,6 @@ from megatron_vlm.commands.demo.coloured_shapes import COLOURS, Scene, Shape, dr
 ROOT = Path(__file__).parents[2]
 CLIENT = ROOT / "tests/support/tinker_client"
 PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
-MISSING = "the Tinker client is not there: make tinker-env builds its environment, .venv-tinker"
 SIDE = 64  # pixels; a picture has four tokens, and a shape lies within one of them
 SIZES = (20, 22, 24, 26)
 SHAPES = ("triangle", "square")

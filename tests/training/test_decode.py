@@ -28,6 +28,8 @@ from tests.support.batches import MIXED, PATCH_VALUES, RowSpec, make_rows, token
 from tests.support.reference import inputs_of, load_reference, row_log_probs
 from tests.support.runs import Case, call, my_rows
 
+pytestmark = pytest.mark.newest  # it depends on the versions
+
 NEW_TOKENS = 10
 # A near-tie would make a test a toss-up. The first and the second choice of every reference differ
 # by at least 1e-4 in log-prob (asserted), a hundred times the error of our log-probs.

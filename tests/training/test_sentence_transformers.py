@@ -25,7 +25,6 @@ from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective, gather_rows
 from megatron_vlm.training.worker import MegatronWorker
 from tests.support.chats import picture
-from tests.support.engine import MISSING, READY
 from tests.support.runs import collect_grads
 from tests.training.test_retrieval import TRIALS, layout, rows_of_data
 
@@ -33,10 +32,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-embed" / "bin" / "python"
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 pytestmark = pytest.mark.slow  # each library takes 15 s to start
-needs_library = pytest.mark.skipif(
-    not (ROOT / ".venv-embed" / "ready").exists(),
-    reason="sentence-transformers is not there: make embed-env builds its environment",
-)
+needs_library = pytest.mark.engine("embed")
 # Relative, norm over norm, of gradients; and the largest difference of an embedding. Measured worst
 # cases: 1.8e-6, and 1.8e-7 in the library and 3.0e-7 in vLLM.
 TOLERANCE, EMBEDDING_TOLERANCE = 2e-5, 2e-6
@@ -150,7 +146,7 @@ def test_equal_to_the_library(name, pool, tiny, columns, tmp_path, record_proper
     assert errors[worst] < TOLERANCE, worst
 
 
-@pytest.mark.skipif(not READY, reason=MISSING)
+@pytest.mark.engine("vllm")
 def test_vllm_has_the_same_embeddings(pool, tiny, columns, tmp_path, record_property):
     data, table = columns
     path = tiny(
@@ -230,7 +226,7 @@ def test_the_library_has_the_same_scores(reranker, record_property):
     assert torch.equal(theirs["scores"], theirs["logits"].sigmoid())
 
 
-@pytest.mark.skipif(not READY, reason=MISSING)
+@pytest.mark.engine("vllm")
 @pytest.mark.parametrize("reranker", FAMILIES, indirect=True)
 def test_vllm_has_the_same_scores(reranker, record_property):
     folder, logits = reranker

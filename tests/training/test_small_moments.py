@@ -128,10 +128,7 @@ def test_the_formulas_are_those_of_torch(record_property):
 
 
 @pytest.mark.slow  # bitsandbytes is imported
-@pytest.mark.skipif(
-    not (ROOT / ".venv-trl" / "ready").exists(),
-    reason="bitsandbytes is not there: make trl-env builds its environment, .venv-trl",
-)
+@pytest.mark.engine("trl")
 @pytest.mark.parametrize(("decades", "share"), [(0, 1.5), (3, 0.7), (6, 0.9)])
 def test_8_bits_lose_no_more_than_those_of_bitsandbytes(decades, share, tmp_path, record_property):
     weight, grads = problem(decades)

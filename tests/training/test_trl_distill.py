@@ -19,10 +19,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 pytestmark = [
     pytest.mark.slow,  # TRL is imported
-    pytest.mark.skipif(
-        not (ROOT / ".venv-trl" / "ready").exists(),
-        reason="TRL is not there: make trl-env builds its environment, .venv-trl",
-    ),
+    pytest.mark.engine("trl"),
 ]
 TOLERANCE = 4e-14  # relative, in float64; measured worst: 4.6e-15
 TOKENS, VOCAB, GIVEN = 11, 31, 4

@@ -27,10 +27,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 pytestmark = [
     pytest.mark.slow,  # TRL is imported, and makes a trainer for each case
-    pytest.mark.skipif(
-        not (ROOT / ".venv-trl" / "ready").exists(),
-        reason="TRL is not there: make trl-env builds its environment, .venv-trl",
-    ),
+    pytest.mark.engine("trl"),
 ]
 # Relative, in float64. Measured worst case: 2.2e-15.
 TOLERANCE = 2e-14

@@ -43,10 +43,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 pytestmark = [
     pytest.mark.slow,  # TRL is imported, and makes a trainer for each case
-    pytest.mark.skipif(
-        not (ROOT / ".venv-trl" / "ready").exists(),
-        reason="TRL is not there: make trl-env builds its environment, .venv-trl",
-    ),
+    pytest.mark.engine("trl"),
 ]
 LENGTHS, MAX_TOKENS = [7, 3, 11, 5, 2, 9, 4, 12], 12  # four chosen answers, then four rejected
 

@@ -1,0 +1,76 @@
+# .venv/bin/python -m pytest tests/package/test_slow_tests.py
+"""The choice of slow tests: a change picks the tests that it may break, the nearest first."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import slow_tests
+from tests.support.slow_tests import PARTS, choose, due, slow_files
+
+FILES = slow_files()
+
+
+@pytest.mark.parametrize(
+    ("changed", "picked", "spared"),
+    [
+        # The kills start the service as a program, so no import leads to its journal.
+        ("megatron_vlm/serve/journal/journal.py", "serve/test_kills.py", "model/test_moe.py"),
+        ("megatron_vlm/hf/export_weights.py", "engines/test_vllm.py", "planner/test_what_fits.py"),
+        ("megatron_vlm/report/gone.py", "report/test_rl_report.py", "serve/test_kills.py"),
+        ("configs/model/qwen3_vl_2b.yaml", "run/test_elastic.py", "distributed/test_network.py"),
+        ("scripts/train_nodes.sh", "run/test_elastic.py", "serve/test_kills.py"),
+        ("tests/support/trl_policy_losses.py", "training/test_trl_losses.py", "run/test_faults.py"),
+        ("tests/support/fake_service.py", "serve/test_kills.py", "run/test_elastic.py"),
+        ("tests/support/vllm_engine/serve.py", "engines/test_vllm.py", "run/test_elastic.py"),
+        ("tests/lora/test_lora.py", "lora/test_lora.py", "serve/test_kills.py"),
+        ("constraints.txt", "package/test_docker.py", None),
+        ("README.md", None, "engines/test_vllm.py"),
+    ],
+)
+def test_a_change_picks_what_it_may_break(changed, picked, spared):
+    files = due(FILES, [changed])
+    assert picked is None or f"tests/{picked}" in files
+    assert f"tests/{spared}" not in files
+
+
+def test_the_nearest_files_play_first_and_the_others_stay_due(monkeypatch, capsys):
+    """Files are due by the commit at which they passed, and a part of all files plays anyway."""
+    near, far = "tests/serve/test_kills.py", "tests/rl/test_engine.py"
+    record = {file: {"commit": "new", "seconds": 50.0} for file in FILES}
+    record[near]["commit"] = record[far]["commit"] = "old"
+    journal = ["megatron_vlm/serve/journal/journal.py", "megatron_vlm/errors.py"]
+    changes = {"old": journal, "new": []}
+    monkeypatch.setattr(slow_tests, "changed_since", changes.__getitem__)
+    part = next(part for part in range(PARTS) if not {near, far} & {*FILES[part::PARTS]})
+    monkeypatch.setattr(slow_tests, "SECONDS", 60.0)
+    assert choose(record, part).keys() == {*FILES[part::PARTS], near}
+    assert f"stays due: {far}" in capsys.readouterr().out
+    monkeypatch.setattr(slow_tests, "SECONDS", 100.0)
+    assert choose(record, part).keys() == {*FILES[part::PARTS], near, far}
+
+
+def test_every_part_plays_and_a_file_without_a_record_is_due(monkeypatch):
+    monkeypatch.setattr(slow_tests, "changed_since", lambda commit: [])
+    record = {file: {"commit": "new", "seconds": 1.0} for file in FILES}
+    parts = [set(choose(record, part)) for part in range(PARTS)]
+    assert sum(map(len, parts)) == len(FILES) and set.union(*parts) == set(FILES)
+    del record[FILES[1]]
+    assert FILES[1] in choose(record, 0)
+
+
+def test_a_choice_that_fails_plays_all(monkeypatch, capfd):
+    """A commit that this clone does not have, such as in a shallow one."""
+    played = []
+    record = {file: {"commit": "0" * 40, "seconds": 1.0} for file in FILES}
+    monkeypatch.setattr(slow_tests.json, "loads", lambda text: {"slow": record})
+    monkeypatch.setattr(slow_tests.sys, "argv", ["slow_tests"])
+    monkeypatch.setattr(slow_tests, "play", played.append)
+    slow_tests.main()
+    assert played == [FILES]
+    assert "because the choice failed" in capfd.readouterr().out
+
+
+def test_slow_files_are_those_with_a_mark():
+    assert len(FILES) > 50
+    assert all("mark.slow" in Path(file).read_text() for file in FILES)
