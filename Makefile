@@ -154,9 +154,9 @@ trl-env: .venv-trl/ready
 
 .venv-trl/ready:
 	$(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/pip install --quiet --no-compile torch==2.13.0
-	.venv-trl/bin/pip install --quiet --no-compile trl==1.16.0 transformers==5.17.0 accelerate datasets pillow peft==0.21.2
-	.venv-trl/bin/pip install --quiet --no-compile --no-deps torchvision==0.28.0 bitsandbytes==0.50.2
+	$(call install,.venv-trl) torch==2.13.0
+	$(call install,.venv-trl) trl==1.16.0 transformers==5.17.0 accelerate datasets pillow peft==0.21.2 torch==2.13.0
+	$(call install,.venv-trl) --no-deps torchvision==0.28.0 bitsandbytes==0.50.2
 	touch $@
 
 # LLaMA-Factory, which benchmarks/sft compares with. It imports torchaudio, whose extensions do not load
