@@ -21,7 +21,7 @@ from megatron_vlm.model.attention_kernels import (
 from tests.model.test_parity import TOLERANCE, errors, layout
 from tests.support.batches import MIXED, make_rows
 from tests.support.error_fields import raises
-from tests.support.reference import run_reference
+from tests.support.reference import reference_of
 from tests.support.runs import loss_and_grads
 
 CPU = Platform("cpu", torch.device("cpu"), "gloo", torch.float32)
@@ -80,7 +80,6 @@ def test_a_kernel_that_is_not_there_is_refused():
 
 def test_another_kernel_computes_the_same(pool, tiny):
     case, rows = layout(attention="math", recompute="full"), make_rows(MIXED)
-    errors_by_name = errors(
-        pool.run(loss_and_grads, 1, tiny(), case, rows), run_reference(tiny(), rows), case
-    )
+    outcomes = pool.run(loss_and_grads, 1, tiny(), case, rows)
+    errors_by_name = errors(outcomes, reference_of(tiny(), MIXED), case)
     assert max(errors_by_name.values()) <= TOLERANCE

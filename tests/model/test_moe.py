@@ -1,15 +1,13 @@
 # .venv/bin/python -m pytest tests/model/test_moe.py
 """Losses, log-probs and every gradient of Qwen3-VL-MoE equal Hugging Face's, at each layout."""
 
-from functools import cache
-
 import pytest
 
 from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import TOLERANCE, errors, layout
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, RowSpec, make_rows
-from tests.support.reference import Reference, run_reference
+from tests.support.reference import reference_of
 from tests.support.runs import Case, Outcome, collect_grads, loss_and_grads
 
 EXPERTS = dict(experts=8, layers=4)
@@ -33,10 +31,14 @@ def slow(case: Case, sizes: dict[str, object], batch: str) -> object:
     return pytest.param(case, sizes, batch, marks=pytest.mark.slow)
 
 
+def full(case: Case, sizes: dict[str, object], batch: str) -> object:
+    return pytest.param(case, sizes, batch, marks=pytest.mark.full)
+
+
 CASES = {
     # name: (layout, sizes of the tiny model, batch)
-    "1": (layout(), {}, "mixed"),
-    "ep2": (layout(dp=2, ep=2), {}, "uneven"),
+    "1": full(layout(), {}, "mixed"),
+    "ep2": full(layout(dp=2, ep=2), {}, "uneven"),
     "ep2-pp2-recompute": (
         layout(pp=2, dp=2, ep=2, recompute="full", layers_per_stage=[0, 4]),
         {},
@@ -83,20 +85,11 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def reference(tiny):
-    @cache
-    def compute(batch: str, sizes: tuple[tuple[str, object], ...]) -> Reference:
-        return run_reference(tiny(**EXPERTS, **dict(sizes)), make_rows(BATCHES[batch]))
-
-    return compute
-
-
 @pytest.mark.parametrize(("case", "sizes", "batch"), CASES.values(), ids=CASES)
-def test_equals_hugging_face(case, sizes, batch, pool, tiny, reference, record_property):
-    rows = make_rows(BATCHES[batch])
-    expected = reference(batch, tuple(sorted(sizes.items())))
-    outcomes = pool.run(loss_and_grads, case.world, tiny(**{**EXPERTS, **sizes}), case, rows)
+def test_equals_hugging_face(case, sizes, batch, pool, tiny, record_property):
+    path, rows = tiny(**EXPERTS, **sizes), make_rows(BATCHES[batch])
+    expected = reference_of(path, BATCHES[batch])
+    outcomes = pool.run(loss_and_grads, case.world, path, case, rows)
     for outcome in outcomes:  # every rank reports the same
         assert outcome.loss == outcomes[0].loss
         assert outcome.num_tokens == outcomes[0].num_tokens
@@ -125,14 +118,14 @@ def with_fillers(path: str, case: Case, rows: list) -> Outcome:
 @pytest.mark.parametrize(
     "case",
     [
-        layout(dp=2, ep=2),
+        pytest.param(layout(dp=2, ep=2), marks=pytest.mark.full),
         pytest.param(layout(pp=2, dp=2, ep=2, overlap_grad_reduce=True), marks=pytest.mark.slow),
     ],
 )
-def test_replicas_without_rows_take_part(case, pool, tiny, reference):
+def test_replicas_without_rows_take_part(case, pool, tiny):
     """The filler of such a replica goes to no expert, and its experts serve the other replicas."""
     outcomes = pool.run(with_fillers, case.world, tiny(**EXPERTS), case, make_rows(MIXED))
-    expected = reference("mixed", ())
+    expected = reference_of(tiny(**EXPERTS), MIXED)
     assert outcomes[0].loss == pytest.approx(expected.loss, rel=TOLERANCE)
     for name, grad in outcomes[0].grads.items():
         expected_grad = expected.grads[name]

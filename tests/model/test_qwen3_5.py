@@ -4,13 +4,11 @@
 Gradients that go through the decay are compared with transformers in fp64 with the rule token by
 token: its own rule in fp32 loses digits of exactly these."""
 
-from functools import cache
-
 import pytest
 
 from tests.model.test_parity import TOLERANCE, errors, layout
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, RowSpec, make_rows
-from tests.support.reference import Reference, run_exact_reference, run_reference
+from tests.support.reference import reference_of, run_exact_reference
 from tests.support.runs import Case, loss_and_grads
 
 pytestmark = pytest.mark.newest  # it depends on the versions
@@ -43,16 +41,20 @@ def slow(case: Case, sizes: dict[str, object], batch: str) -> object:
     return pytest.param(case, sizes, batch, marks=pytest.mark.slow)
 
 
+def full(case: Case, sizes: dict[str, object], batch: str) -> object:
+    return pytest.param(case, sizes, batch, marks=pytest.mark.full)
+
+
 CASES = {
     # name: (layout, sizes of the tiny model, batch)
-    "1": (layout(), {}, "lengths"),
+    "1": full(layout(), {}, "lengths"),
     "tp2-pp2-recompute": (
         layout(tp=2, pp=2, recompute="full", recompute_vision=True, layers_per_stage=[1, 3]),
         {},
         "mixed",
     ),
-    "strong-decay-tp2": (layout(tp=2), STRONG_DECAY, "mixed"),
-    "experts-ep2": (layout(dp=2, ep=2), EXPERTS, "mixed"),
+    "strong-decay-tp2": full(layout(tp=2), STRONG_DECAY, "mixed"),
+    "experts-ep2": full(layout(dp=2, ep=2), EXPERTS, "mixed"),
     "mixed": slow(layout(), {}, "mixed"),
     "tp2": slow(layout(tp=2), {}, "lengths"),
     "tp4": slow(layout(tp=4), WIDE, "mixed"),
@@ -74,25 +76,15 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def references(tiny):
-    @cache
-    def compute(batch: str, sizes: tuple[tuple[str, object], ...]) -> tuple[Reference, Reference]:
-        path, rows = tiny(**FAMILY, **dict(sizes)), make_rows(BATCHES[batch])
-        return run_reference(path, rows), run_exact_reference(path, rows)
-
-    return compute
-
-
 def is_of_decay(kind: str) -> bool:
     return kind.endswith(DECAY)
 
 
 @pytest.mark.parametrize(("case", "sizes", "batch"), CASES.values(), ids=CASES)
-def test_equals_hugging_face(case, sizes, batch, pool, tiny, references, record_property):
-    theirs, exact = references(batch, tuple(sorted(sizes.items())))
-    rows = make_rows(BATCHES[batch])
-    outcomes = pool.run(loss_and_grads, case.world, tiny(**FAMILY, **sizes), case, rows)
+def test_equals_hugging_face(case, sizes, batch, pool, tiny, record_property):
+    path, specs = tiny(**FAMILY, **sizes), BATCHES[batch]
+    theirs, exact = reference_of(path, specs), reference_of(path, specs, run=run_exact_reference)
+    outcomes = pool.run(loss_and_grads, case.world, path, case, make_rows(specs))
     to_theirs, to_exact = errors(outcomes, theirs, case), errors(outcomes, exact, case)
     deviations = {kind: (to_exact if is_of_decay(kind) else to_theirs)[kind] for kind in to_theirs}
     worst = max(deviations, key=lambda kind: deviations[kind])

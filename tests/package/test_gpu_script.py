@@ -26,6 +26,7 @@ def run(out: Path, *options: str) -> tuple[int, str, dict[tuple[str, str], Any]]
     return done.returncode, done.stdout, figures
 
 
+@pytest.mark.full
 def test_what_is_found_is_kept(tmp_path):
     status, output, figures = run(tmp_path, "--only", "ceilings")
     assert status == 0

@@ -6,6 +6,7 @@ with `{expression}` for a value that is known only at run time.
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from megatron_vlm.errors import render
@@ -15,6 +16,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "messages.txt"
 BASE = "MegatronVLMError"
 
 
+@cache
 def trees() -> dict[str, ast.Module]:
     files = sorted(PACKAGE.rglob("*.py"))
     return {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in files}
@@ -58,7 +60,7 @@ def calls(tree: ast.Module, classes: set[str]) -> Iterator[tuple[str, str, ast.C
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inside += (node.name,)
         if isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
+            name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
             if name in classes:
                 yield ".".join(inside) or "module", name, node
         for child in ast.iter_child_nodes(node):

@@ -1,9 +1,10 @@
 """The reference: Hugging Face's own model on the same weights and rows, without our code between
 the rows and its forward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from megatron_vlm.data.tokens.row import IGNORE, Row
+from tests.support.batches import RowSpec, make_rows
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,17 @@ def run_reference(path: str, rows: list[Row], dtype: torch.dtype = torch.float32
         for name, param in model.named_parameters()
     }
     return Reference(total / count, log_probs, grads)
+
+
+@cache
+def reference_of(
+    path: str,
+    specs: tuple[RowSpec, ...],
+    vocab: int = 512,
+    run: Callable[[str, list[Row]], Reference] = run_reference,
+) -> Reference:
+    """Return the reference for a batch. It is computed once for all tests of a process."""
+    return run(path, make_rows(specs, vocab))
 
 
 def run_exact_reference(path: str, rows: list[Row]) -> Reference:
