@@ -134,9 +134,8 @@ def test_paths_in_code_exist():
     """Paths such as `tests/x.py` and `scripts/y.sh` exist wherever the pages name them."""
     folders = "|".join(("benchmarks", "configs", "docs", "megatron_vlm", "scripts", "tests"))
     path = re.compile(rf"`((?:{folders})/[\w./-]+)`")
-    for page in PAGES:
-        for name in path.findall(page.read_text()):
-            assert (ROOT / name).exists(), f"{page.name}: {name}"
+    named = [(page.name, name) for page in PAGES for name in path.findall(page.read_text())]
+    assert named and [each for each in named if not (ROOT / each[1]).exists()] == []
 
 
 # Messages.
@@ -323,10 +322,11 @@ def test_commands_are_understood(block):
 
 
 def test_commands_of_the_notebook_are_understood():
-    for cell in notebook_cells("code"):
-        lines = [line[1:] for line in cell.splitlines() if line.startswith("!")]
-        for words in command_lines("\n".join(lines)):
-            check_command(words)
+    lines = "\n".join(notebook_cells("code")).splitlines()
+    commands = [*command_lines("\n".join(line[1:] for line in lines if line.startswith("!")))]
+    assert commands
+    for words in commands:
+        check_command(words)
 
 
 def test_the_notebook_holds_no_outputs():
@@ -337,10 +337,10 @@ def test_the_notebook_holds_no_outputs():
 
 
 def test_make_targets_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    for page in PAGES:
-        for target in re.findall(r"(?:^    |`)make ([\w-]+)", page.read_text(), re.MULTILINE):
-            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: {target}"
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    command = re.compile(r"(?:^    |`)make ([\w-]+)", re.MULTILINE)
+    named = [(page.name, name) for page in PAGES for name in command.findall(page.read_text())]
+    assert named and [each for each in named if each[1] not in targets] == []
 
 
 # Configuration.

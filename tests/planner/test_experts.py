@@ -74,7 +74,9 @@ def test_keys_replace_those_of_a_recipe(tiny):
     path = tiny(**SPEC)
     recipe = ["parallel.ep=2", "parallel.pp=2", "parallel.layers_per_stage=[1,3]"]
     cfg = load_config([f"model.path={path}", "train.global_batch_size=64", *recipe])
-    for candidate in found(cfg, read_sizes(path), 4, 80 * GIB).fitting[:3]:
+    fitting = found(cfg, read_sizes(path), 4, 80 * GIB).fitting
+    assert fitting
+    for candidate in fitting[:3]:
         keys = [key.replace("'", "") for key in candidate.overrides]
         again = load_config([f"model.path={path}", *recipe, *keys])
         assert ParallelDims.create(again.parallel, 4, 4) == candidate.dims

@@ -204,6 +204,7 @@ def test_fillers_count_for_nothing(pool, tiny, reference):
     """A replica with all rows and one without any give the same gradients."""
     case, expected = layout(dp=2, ep=2, **BOTH), reference("uneven", (), BALANCE, Z)
     outcomes = pool.run(with_fillers, 2, tiny(**EXPERTS), case, batch_of("uneven"))
+    assert outcomes[0].grads.keys() == expected.plain.grads.keys()
     for name, grad in outcomes[0].grads.items():
         expected_grad = expected.plain.grads[name]
         assert float((grad - expected_grad).norm()) <= TOLERANCE * float(expected_grad.norm()), name
