@@ -10,8 +10,7 @@ import logging
 import warnings
 from typing import TYPE_CHECKING
 
-from megatron_vlm.io.lazy_fusions import compile_as_called
-from megatron_vlm.io.wandb_blocker import keep_wandb_from_megatron
+from megatron_vlm.io.megatron_imports import compile_as_called, keep_wandb_from_megatron
 
 if TYPE_CHECKING:
     from megatron_vlm.commands.demo.coloured_shapes import (
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_vlm.controller.ray_actors import share_ray_group, start_ray_group
     from megatron_vlm.data.tensors.tensor_batch import TensorBatch
     from megatron_vlm.data.tensors.tensor_list import TensorList
+    from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
     from megatron_vlm.data.tokens.row import Row
     from megatron_vlm.data.tokens.row_maker import RowMaker
     from megatron_vlm.engines import (
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
         TrainError,
     )
     from megatron_vlm.training.backward import StepMetrics
-    from megatron_vlm.training.completions import Completion, SamplingSettings
     from megatron_vlm.training.losses import register
     from megatron_vlm.training.optimizer import AdamStep
     from megatron_vlm.training.worker import MegatronWorker
@@ -124,7 +123,7 @@ _MODULES = {
         *("Sampler", "SamplerError", "VllmSampler"),
     ),
     "training.backward": ("StepMetrics",),
-    "training.completions": ("Completion", "SamplingSettings"),
+    "data.tokens.completions": ("Completion", "SamplingSettings"),
     "training.losses": ("register",),
     "training.optimizer": ("AdamStep",),
     "training.worker": ("MegatronWorker",),

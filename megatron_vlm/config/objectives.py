@@ -3,14 +3,14 @@ offers. The losses themselves are in training/preference_losses.py."""
 
 from dataclasses import dataclass
 
-from megatron_vlm.config.preference_config import (
+from megatron_vlm.config.objective_configs import (
     ObjectiveName,
     RecordKind,
     RecordName,
     Reference,
+    RetrievalForm,
 )
 from megatron_vlm.config.retrieval_checks import check_retrieval, check_weights_of_terms
-from megatron_vlm.config.retrieval_config import RetrievalForm
 from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import ConfigError
 

@@ -28,9 +28,14 @@ from megatron_vlm.config.bounds import (
     ZeroOrOne,
 )
 from megatron_vlm.config.data_sources import EvalSource, SourceSpec
-from megatron_vlm.config.distill_config import DistillConfig
-from megatron_vlm.config.preference_config import ObjectiveName, PreferenceConfig, Reference
-from megatron_vlm.config.retrieval_config import EmbedConfig, RerankConfig
+from megatron_vlm.config.objective_configs import (
+    DistillConfig,
+    EmbedConfig,
+    ObjectiveName,
+    PreferenceConfig,
+    Reference,
+    RerankConfig,
+)
 
 Role = Literal["system", "user", "assistant", "tool"]
 Layers = list[Count] | Literal["auto"] | None

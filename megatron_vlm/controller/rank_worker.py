@@ -13,11 +13,11 @@ from megatron_vlm.checkpoint import save_load
 from megatron_vlm.controller.split_batch import ReplicaBatch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tensors.rows import rows_of
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.training.backward import Backward, LossCall, run_backward
-from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.optimizer import AdamStep
 from megatron_vlm.training.stop_strings import Texts

@@ -10,10 +10,10 @@ from torch import Tensor
 from megatron_vlm import errors
 from megatron_vlm.controller.rank_worker import FailedElsewhereError, WorkerError
 from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
+from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.distributed.error_json import error_from_json, error_to_json
 from megatron_vlm.distributed.rendezvous import MeetingError
 from megatron_vlm.errors import MegatronVLMError
-from megatron_vlm.training.completions import Completion
 from megatron_vlm.training.worker import StepMetrics
 
 _ERRORS: dict[str, type[MegatronVLMError]] = {

@@ -10,8 +10,8 @@ from megatron_vlm.controller.split_batch import BatchLike, ReplicaBatch, dealt_p
 from megatron_vlm.controller.torchrun import LocalTransport
 from megatron_vlm.controller.worker_group import WorkerGroup
 from megatron_vlm.data.tensors.rows import rows_of
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.errors import MegatronVLMError
-from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.continuous_batching import Decoder
 from megatron_vlm.training.generation_batch import Prompt
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megatron_vlm.controller.split_batch import BatchLike, ReplicaBatch, even_parts, prompt_parts
 from megatron_vlm.data.tensors.tensor_list import TensorList
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.training.backward import LossCall
-from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.generate import ROWS
 from megatron_vlm.training.losses import LossFunction, Objective, check_divisor
 from megatron_vlm.training.optimizer import AdamStep

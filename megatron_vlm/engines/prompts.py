@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.data.media.images import ImageSettings
+from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.data.tokens.mrope_positions import GridQueue
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.sample_views import unpatch
@@ -23,7 +24,6 @@ from megatron_vlm.engines.vllm_process import EngineSettings
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.spec import PlaceholderRun, Tokens
-from megatron_vlm.training.completions import SamplingSettings
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import MegatronVLMError
-from megatron_vlm.training.completions import Completion, SamplingSettings
 
 
 class SamplerError(MegatronVLMError):

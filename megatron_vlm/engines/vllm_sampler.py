@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.processed_prompt import ProcessedPrompt, read_processed_prompt
 from megatron_vlm.engines.prompts import Prompts
@@ -25,7 +26,6 @@ from megatron_vlm.engines.weight_stream import (
     stream,
 )
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.training.completions import Completion, SamplingSettings
 
 MAX_TRIES = 3  # attempts for a request whose engines die
 MAX_LOG_PROBS = 20  # vLLM's own limit of tokens in a place

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.config.retrieval_config import JUDGE, PAIR_MARKS
+from megatron_vlm.config.objective_configs import JUDGE, PAIR_MARKS
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 

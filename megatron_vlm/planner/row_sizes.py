@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_vlm.config.objective_configs import RecordKind
 from megatron_vlm.config.objectives import records_of
-from megatron_vlm.config.preference_config import RecordKind
 from megatron_vlm.config.schema import Config, TrainConfig
 from megatron_vlm.data.batches.balance import Limits, RowSize, plan_batch
 from megatron_vlm.data.batches.cost import WorkModel

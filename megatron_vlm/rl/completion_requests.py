@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.sampler import Sampler
-from megatron_vlm.training.completions import Completion, SamplingSettings
 
 
 class CompletionQueue(Protocol):

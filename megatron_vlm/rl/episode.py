@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megatron_vlm.data.batches.micro_batch import VISUAL_FIELDS
+from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.data.tokens.row import IGNORE, Row
-from megatron_vlm.training.completions import Completion
 from megatron_vlm.user_code.environment import EnvStep
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, Handle
 from megatron_vlm.data.tokens.chat_template import START
+from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.completion_requests import CompletionQueue
@@ -21,7 +22,6 @@ from megatron_vlm.rl.episode import Episode, Group
 from megatron_vlm.rl.no_rewards import NoRewards
 from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.turn_tokens import TurnEncoder
-from megatron_vlm.training.completions import SamplingSettings
 from megatron_vlm.user_code.pool import RewardPool
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.agreement import Signals, Stopped
 from megatron_vlm.distributed.collectives import all_gather_json
@@ -15,7 +16,6 @@ from megatron_vlm.distributed.rank0 import CommandChannel
 from megatron_vlm.engines.sampler import SamplerError
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.completion_requests import AskedPrompt
-from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.worker import MegatronWorker
 
 

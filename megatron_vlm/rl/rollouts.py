@@ -10,13 +10,13 @@ from typing import Any, Protocol, TypeVar
 
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, Handle
+from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.distributed.rank0 import HEARTBEAT_S, result_of
 from megatron_vlm.engines.engine_thread import Engines
 from megatron_vlm.rl.completion_requests import CompletionQueue, EngineQueue, LockstepQueue
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.rank_commands import RankCommands
-from megatron_vlm.training.completions import SamplingSettings
 
 T = TypeVar("T")
 

@@ -17,11 +17,10 @@ from megatron_vlm.report.metrics_lines import has_load_line
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.held_out_rewards import HeldOutPrompts
 from megatron_vlm.rl.no_rewards import NoRewards
-from megatron_vlm.rl.no_signal import SignalWatch
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, join_metrics
 from megatron_vlm.rl.rank_commands import RankCommands
 from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollouts
-from megatron_vlm.rl.step_report import rl_line, write_sample_lines
+from megatron_vlm.rl.step_report import SignalWatch, rl_line, write_sample_lines
 from megatron_vlm.rl.teacher_checks import check_teachers
 from megatron_vlm.rl.teacher_engines import EngineTeachers
 from megatron_vlm.rl.train_batch import (

@@ -38,12 +38,10 @@ from megatron_vlm.run.evaluation.held_out_sets import list_held_out
 from megatron_vlm.run.intervals import DefaultInterval, Interval, is_due
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.out_of_memory import explain_out_of_memory
-from megatron_vlm.run.phase_times import PhaseTimes
-from megatron_vlm.run.profiler import Profiler
 from megatron_vlm.run.resolve_layout import resolve_layout
 from megatron_vlm.run.run_folder import HELD_OUT_LIST, export_folders, held_folder
 from megatron_vlm.run.start_overview import describe_start, length_of
-from megatron_vlm.run.throughput import Meter, NonFiniteGuard
+from megatron_vlm.run.throughput import Meter, NonFiniteGuard, PhaseTimes, Profiler
 from megatron_vlm.training.data_feed import Feeder, StepData
 from megatron_vlm.training.expert_routing import percent_of_mean
 from megatron_vlm.training.frozen_inputs import frozen_inputs

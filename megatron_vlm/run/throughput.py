@@ -1,7 +1,11 @@
-"""Figures of a step: rates, memory, and whether it was applied."""
+"""Speed of a run: rates and memory of its steps, seconds of its phases, and traces by
+torch.profiler in RUN/profile, for Perfetto or chrome://tracing."""
 
 import math
 import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -104,3 +108,60 @@ class NonFiniteGuard:
                 remedy="lower optim.lr, or look at the data",
             )
         return f"step {step}: loss {loss}, gradient norm {norm}: not applied ({self.total} so far)"
+
+
+class PhaseTimes:
+    """A clock of phases, each of which begins with a call."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._phase, self._since = "start", time.perf_counter()
+
+    def begin(self, phase: str) -> None:
+        """End the phase before, and begin this one."""
+        now = time.perf_counter()
+        self._seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each phase since the last call. The phase goes on."""
+        self.begin(self._phase)
+        taken = {phase: round(seconds, 3) for phase, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return taken
+
+
+class Profiler:
+    """A trace of the configured steps and ranks. Call `at` before each step; it does nothing on
+    others."""
+
+    def __init__(self, cfg: Config, rank: int, platform: Platform):
+        steps = cfg.log.profile_steps if rank in cfg.log.profile_ranks else None
+        self.first, self.last = steps or (-1, -1)
+        self.path = Path(cfg.run) / "profile" / f"rank-{rank}.json.gz"
+        self.platform = platform
+        self.running: Any = None
+
+    def begin_step(self, step: int) -> None:
+        """Start or stop the trace if this step is the first or comes after the last."""
+        if step == self.last:
+            self.close()
+        elif step == self.first:
+            from torch.profiler import ProfilerActivity, profile
+
+            activities = [ProfilerActivity.CPU]
+            if self.platform.is_cuda:
+                activities.append(ProfilerActivity.CUDA)
+            # Without acc_events torch 2.11 warns that it forgets earlier cycles, but there are
+            # none.
+            self.running = profile(activities=activities, record_shapes=True, acc_events=True)
+            self.running.start()
+
+    def close(self) -> None:
+        """Write the trace, if one is running."""
+        if self.running is None:
+            return
+        self.running.stop()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.running.export_chrome_trace(str(self.path))
+        self.running = None

@@ -13,12 +13,12 @@ from megatron_vlm.distributed.agreement import Stopped
 from megatron_vlm.serve.failures import (
     ENDS_SERVICE,
     REFUSALS,
+    FullDisk,
     bare,
     catch_error,
     ended_session,
     failure_of,
 )
-from megatron_vlm.serve.full_disk import FullDisk
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,

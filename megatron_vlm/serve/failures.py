@@ -1,7 +1,9 @@
-"""Failures of calls as clients receive them, each blamed on the user or on the server."""
+"""Failures of calls as clients receive them, each blamed on the user or on the server; a
+full disk, for which work waits, is neither."""
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,3 +133,23 @@ def _client_message(error: BaseException) -> str:
         return f"the server could not do it: {error.strerror or type(error).__name__}"
     first = (str(error).splitlines() or [""])[0]
     return f"an error in the server: {type(error).__name__}: {first}"
+
+
+PAUSE_S = 0.5
+REPEAT_WARNING_S = 60.0  # seconds between two warnings
+
+
+class FullDisk:
+    """Pause between attempts to write the journal, with a warning from time to time."""
+
+    def __init__(self) -> None:
+        self.warned_at = -REPEAT_WARNING_S
+
+    def wait(self, error: Exception) -> None:
+        """Wait a moment before the next attempt."""
+        if time.monotonic() - self.warned_at >= REPEAT_WARNING_S:
+            self.warned_at = time.monotonic()
+            print_to_user(
+                f"the journal cannot be written: {error}; free space there: work waits until then"
+            )
+        time.sleep(PAUSE_S)

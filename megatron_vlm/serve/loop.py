@@ -1,4 +1,5 @@
-"""Main loop of the service on rank 0. It takes calls from the journal, one turn after the other.
+"""Main loop of the service on rank 0, and its status line. It takes calls from the journal, one
+turn after the other.
 
 HTTP server (a thread)  ->  journal  ->  this loop  ->  commands to all ranks
                             journal  <-  results
@@ -6,20 +7,18 @@ HTTP server (a thread)  ->  journal  ->  this loop  ->  commands to all ranks
 
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.serve.call_runner import CallRunner
 from megatron_vlm.serve.call_scheduler import CallScheduler
-from megatron_vlm.serve.failures import bare, catch_error
-from megatron_vlm.serve.full_disk import FullDisk
+from megatron_vlm.serve.failures import FullDisk, bare, catch_error
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call
 from megatron_vlm.serve.model_commands import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
-from megatron_vlm.serve.status_line import ProgressLine
 from megatron_vlm.serve.vllm_samples import EngineSampling
 
 TIDY_S = 15.0
@@ -138,3 +137,41 @@ class Service:
         self.gauges.update(self.runner.training.gauges)
         self.gauges["models_in_memory"] = float(len(self.model_cache.models))
         self.gauges["snapshots_in_memory"] = float(len(self.model_cache.snapshots))
+
+
+STATUS_EVERY_S = 10.0
+
+
+class ProgressLine:
+    """Line about the last seconds, printed only if calls were done in them."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.clock, self.last = clock, clock()
+        self.calls, self.busy_s = 0, 0.0
+        self.before: dict[str, float] = {}
+
+    def record_work(self, calls: int, seconds: float) -> None:
+        """Count calls that were done."""
+        self.calls += calls
+        self.busy_s += seconds
+
+    def update(self, gauges: Mapping[str, float], waiting: int) -> None:
+        """Print the line when it is due; call this often."""
+        seconds = self.clock() - self.last
+        if seconds < STATUS_EVERY_S:
+            return
+        if self.calls:
+            print_to_user(self._line(gauges, waiting, seconds))
+        self.last, self.calls, self.busy_s = self.clock(), 0, 0.0
+        self.before = dict(gauges)
+
+    def _line(self, gauges: Mapping[str, float], waiting: int, seconds: float) -> str:
+        def since(name: str) -> float:
+            return gauges.get(name, 0.0) - self.before.get(name, 0.0)
+
+        return (
+            f"{self.calls} calls in {seconds:.0f} s ({self.busy_s / seconds:.0%} busy): "
+            f"{since('trained_tokens_total') / seconds:,.0f} tokens/s through models, "
+            f"{since('optimizer_steps_total'):.0f} steps, {since('samples_total'):.0f} samples; "
+            f"{gauges.get('models_in_memory', 0):.0f} models in memory, {waiting} calls wait"
+        )

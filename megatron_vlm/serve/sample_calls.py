@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, continue_row
 from megatron_vlm.family.spec import Tokens
 from megatron_vlm.serve.http import schemas
@@ -27,7 +28,6 @@ from megatron_vlm.serve.protocol.payloads import (
 from megatron_vlm.serve.protocol.prompt_targets import NOTHING, PromptTargets, read_prompt_targets
 from megatron_vlm.serve.protocol.requests import read_prompt
 from megatron_vlm.serve.requests_as_rows import RowReader
-from megatron_vlm.training.completions import Completion, SamplingSettings
 
 
 @dataclass(frozen=True, eq=False)

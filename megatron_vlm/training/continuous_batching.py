@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.stage_model import StageModel
-from megatron_vlm.training.completions import SamplingSettings
 from megatron_vlm.training.expert_routing import Chosen, routing_tables
 from megatron_vlm.training.generation_batch import (
     ActiveSample,

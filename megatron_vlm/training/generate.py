@@ -4,9 +4,9 @@ training."""
 from collections.abc import Collection, Sequence
 
 from megatron_vlm.data.batches.collate import cut_micro_batches
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row, continue_row
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.continuous_batching import Decoder, Hear
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.stop_strings import Texts

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron_vlm.data.batches.collate import collate, filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.tokens.completions import Completion, Ended, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, PlacedRow
 from megatron_vlm.model.kv_cache import KVCache
-from megatron_vlm.training.completions import Completion, Ended, SamplingSettings
 from megatron_vlm.training.stop_strings import StopSearch
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_vlm.config.preference_config import PreferenceConfig
+from megatron_vlm.config.objective_configs import PreferenceConfig
 from megatron_vlm.training.stage_inputs import RowInputs
 
 log_sigmoid = F.logsigmoid

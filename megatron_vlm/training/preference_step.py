@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_vlm.config.objective_configs import PreferenceConfig
 from megatron_vlm.config.objectives import (
     OBJECTIVES,
     losses_of,
     needs_mismatched,
     spec_of,
 )
-from megatron_vlm.config.preference_config import PreferenceConfig
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch

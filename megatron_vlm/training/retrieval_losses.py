@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_vlm.config.retrieval_config import EmbedConfig
+from megatron_vlm.config.objective_configs import EmbedConfig
 
 _QUERIES_AT_ONCE = 1024  # bounds the memory of their similarities to all documents
 

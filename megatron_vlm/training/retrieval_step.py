@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.config.retrieval_config import RerankConfig
+from megatron_vlm.config.objective_configs import RerankConfig
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.collate import MAX_ROWS
 from megatron_vlm.data.batches.micro_batch import MicroBatch

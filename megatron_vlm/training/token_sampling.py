@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.distributed.grid import GroupAxis
-from megatron_vlm.training.completions import SamplingSettings
 
 
 def whole_logits(logits_Bv: Tensor, vocab: int, tp: GroupAxis) -> Tensor:

@@ -24,6 +24,7 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.agreement import check_same, compared_keys, fail_together, job_store
 from megatron_vlm.distributed.device import Platform, pick_platform
@@ -62,7 +63,6 @@ from megatron_vlm.planner.host_check import check_offload
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.backward import Backward, Gradients, LossCall, StepMetrics, run_backward
 from megatron_vlm.training.comm_overlap import WeightGather
-from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.expert_routing import check_routing
 from megatron_vlm.training.generate import ROWS, sample
 from megatron_vlm.training.losses import LossFunction, Objective, check_divisor, loss_of

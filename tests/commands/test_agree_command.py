@@ -29,6 +29,7 @@ from megatron_vlm.commands.agree.compare import (
 )
 from megatron_vlm.commands.agree.token_text import TokenText
 from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.process import UNLIKE
 from megatron_vlm.engines.processed_prompt import ProcessedMedia, ProcessedPrompt
@@ -37,7 +38,6 @@ from megatron_vlm.engines.vllm_process import EngineSettings
 from megatron_vlm.report.sections import Card, Pictures, Scatter
 from megatron_vlm.report.svg import scatter_svg
 from megatron_vlm.run.evaluation.held_out_sets import question_of
-from megatron_vlm.training.completions import Completion, SamplingSettings
 from tests.model.test_parity import layout
 from tests.support.fake_engine import REPLAYS, replay_of
 from tests.support.report_facts import Facts, Page

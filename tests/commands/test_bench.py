@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from megatron_vlm.cli.parser import make_parser
-from megatron_vlm.commands.bench.bench_scores import compare_scores, write_benchmark
 from megatron_vlm.commands.bench.lmms_eval import TaskScore, read_scores
 from megatron_vlm.commands.bench.model_server import cause_in
+from megatron_vlm.commands.bench.run_benchmarks import compare_scores, write_benchmark
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.hf.export_folder import ExportMark, add_to_card, changed_file, finish_mark
 from megatron_vlm.report.bench_table import BenchLine, bench_markdown, bench_section

@@ -21,8 +21,7 @@ from megatron_vlm.commands.score import run_score
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.scores.score_file import RecordScore, ScoreFile
 from megatron_vlm.data.scores.score_index import ScoreIndex, read_complete
-from megatron_vlm.data.scores.score_lookup import ScoreLookup
-from megatron_vlm.data.scores.teacher_targets import lump_tail
+from megatron_vlm.data.scores.score_lookup import ScoreLookup, lump_tail
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.distributed.process import run_guarded

@@ -21,9 +21,9 @@ from megatron_vlm.controller.split_batch import even_parts, prompt_parts
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, RowSpec, make_rows

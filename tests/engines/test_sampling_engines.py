@@ -28,6 +28,7 @@ from transformers import AutoTokenizer
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.video import VideoPlan, video_patches
 from megatron_vlm.data.media.video_settings import VideoSettings
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.engines import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
@@ -35,7 +36,6 @@ from megatron_vlm.engines.prompts import Prompts, seen_by_trainer, seen_videos
 from megatron_vlm.engines.server.frames import WireError, head, read_frame
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
 from megatron_vlm.hf.expert_layouts import ExpertStorage
-from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, make_rows

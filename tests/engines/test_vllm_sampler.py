@@ -28,13 +28,13 @@ from transformers import AutoTokenizer
 
 from megatron_vlm.cli import main
 from megatron_vlm.data.scores.score_index import ScoreIndex
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row, continue_row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.engines import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.rl.teacher_scores import TeacherScores
 from megatron_vlm.run.scoring import score_folder
-from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.top_targets import top_targets
 from megatron_vlm.training.worker import MegatronWorker
 from tests.commands.test_score import CHUNK, records_of, score, words_of

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row, continue_row
-from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_mutants import convolution_across_rows, replaced, state_kept_between_rows
 from tests.model.test_parity import TOLERANCE, layout

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron_vlm.controller import local_group
+from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model import log_probs as head
-from megatron_vlm.training.completions import SamplingSettings
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout

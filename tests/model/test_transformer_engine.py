@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_vlm.checkpoint.save_load import load
-from megatron_vlm.training.completions import SamplingSettings
+from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.training.worker import MegatronWorker
 from tests.hf.test_moe_files import RELEASED as RELEASED_MOE
 from tests.hf.test_moe_files import released_sizes

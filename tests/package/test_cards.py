@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_vlm.commands.bench.bench_scores import write_benchmark
+from megatron_vlm.commands.bench.run_benchmarks import write_benchmark
 from megatron_vlm.report.bench_table import BenchLine
 
 ROOT = Path(__file__).parents[2]

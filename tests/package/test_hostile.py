@@ -28,7 +28,7 @@ from megatron_vlm.cli import main
 from megatron_vlm.commands.bench.run_benchmarks import rank_of
 from megatron_vlm.commands.chat.command import find_model
 from megatron_vlm.config.data_sources import SourceSpec
-from megatron_vlm.config.retrieval_config import RetrievalForm
+from megatron_vlm.config.objective_configs import RetrievalForm
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.data.media.media import MediaPolicy, image_size, read_image
 from megatron_vlm.data.media.video_file import iter_frames, probe_video

@@ -29,9 +29,9 @@ from megatron_vlm.distributed.process import PREEMPTED, run_guarded
 from megatron_vlm.family import read_sizes
 from megatron_vlm.rl.episode import Episode, Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner
-from megatron_vlm.rl.no_signal import SignalWatch
 from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.rl_train import run_rl
+from megatron_vlm.rl.step_report import SignalWatch
 from tests.support.sets import write_set
 
 TASKS = Path(__file__).parents[1] / "support" / "rl_tasks.py"

@@ -16,6 +16,7 @@ from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig, RlConfig, TrainConfig
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import DataError
@@ -29,7 +30,6 @@ from megatron_vlm.rl.train_batch import (
     train_batch_from_bytes,
     train_batch_to_bytes,
 )
-from megatron_vlm.training.completions import Completion
 from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 from tests.support.chats import picture, say, text
 from tests.support.error_fields import raises

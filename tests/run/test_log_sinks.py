@@ -21,7 +21,7 @@ from megatron_vlm.report.layout_table import StageReport, layout_table
 from megatron_vlm.report.metrics_lines import StepLine
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.log_sinks import check_installed, check_sinks
-from megatron_vlm.run.profiler import Profiler
+from megatron_vlm.run.throughput import Profiler
 from tests.support.error_fields import raises
 
 KEY = 40 * "0"  # the form of an API key of W&B

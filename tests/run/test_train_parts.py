@@ -18,8 +18,7 @@ from megatron_vlm.distributed.agreement import Vote, all_reduce_max
 from megatron_vlm.distributed.watchdog import RankStatus, describe, find_stuck
 from megatron_vlm.errors import ConfigError, TrainError
 from megatron_vlm.report.metrics_lines import RlLine, StepLine
-from megatron_vlm.run.log import RunLog, duration, step_figures
-from megatron_vlm.run.progress_line import progress_line
+from megatron_vlm.run.log import RunLog, duration, progress_line, step_figures
 from megatron_vlm.run.throughput import NonFiniteGuard
 from megatron_vlm.training.lr_schedule import describe_run_length, lr_at, warmup_of
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics

@@ -20,8 +20,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_vlm.serve.http.bodies import MAX_WINDOW, MAX_ZSTD_FRAMES, decompress
 from megatron_vlm.serve.protocol.answers import write_forward_backward, write_samples
-from megatron_vlm.serve.protocol.compression import MAX_WINDOW, MAX_ZSTD_FRAMES, decompress
 from megatron_vlm.serve.protocol.payloads import Picture, RequestError, Sampled, Samples, Text, TopK
 from megatron_vlm.serve.protocol.prompt_targets import read_prompt_targets
 from megatron_vlm.serve.protocol.protobuf import MAX_FIELDS, message, parse_message
@@ -949,7 +949,7 @@ BOMB = """
 import sys, time
 from pathlib import Path
 from megatron_vlm.serve.protocol import answers, requests
-from megatron_vlm.serve.protocol.compression import decompress
+from megatron_vlm.serve.http.bodies import decompress
 from megatron_vlm.serve.protocol.payloads import RequestError
 
 def peak():  # in KiB

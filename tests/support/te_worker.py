@@ -21,10 +21,10 @@ import transformer_engine_torch
 from torch import Tensor
 
 from megatron_vlm.checkpoint.save_load import load, save
+from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.distributed.cuda_stand_in import install_cpu_stand_in
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.training import worker as worker_module
-from megatron_vlm.training.completions import SamplingSettings
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import errors
 from tests.support.batches import MIXED, make_rows

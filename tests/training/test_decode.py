@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
 from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.family.decoder_layers import DELTA_CHUNK
 from megatron_vlm.model.kv_cache import KVCache
-from megatron_vlm.training.completions import SamplingSettings
 from megatron_vlm.training.generate import candidate_log_probs, generate
 from megatron_vlm.training.token_sampling import pick, whole_logits
 from megatron_vlm.training.worker import MegatronWorker

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron_vlm.config import load_config
 from megatron_vlm.config.data_sources import parse_sources
+from megatron_vlm.config.objective_configs import PreferenceConfig
 from megatron_vlm.config.objectives import reference_of, spec_of
-from megatron_vlm.config.preference_config import PreferenceConfig
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data

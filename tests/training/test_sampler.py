@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import continue_row
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.kv_cache import CACHE_BLOCK, KVCache
-from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.continuous_batching import Decoder
 from megatron_vlm.training.generation_batch import DecodePass
 from megatron_vlm.training.stop_strings import TextOf, Texts

@@ -19,8 +19,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.distributed.agreement import Vote
 from megatron_vlm.family import read_sizes
-from megatron_vlm.hf.model_card import TrainingSummary
-from megatron_vlm.hf.retrieval_usage import vllm_overrides
+from megatron_vlm.hf.model_card import TrainingSummary, vllm_overrides
 from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective, gather_rows
 from megatron_vlm.training.worker import MegatronWorker

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_vlm.checkpoint import save_load
 from megatron_vlm.checkpoint.rank_state import get_step
 from megatron_vlm.config.schema import LoraConfig
+from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.training.completions import SamplingSettings
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout

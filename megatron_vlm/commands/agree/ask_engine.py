@@ -14,11 +14,11 @@ from megatron_vlm.commands.agree.compare import ComparedPrompt, compare
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines import EngineSettings, VllmSampler
 from megatron_vlm.errors import DataError
 from megatron_vlm.run.evaluation.held_out_sets import question_of
-from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.worker import MegatronWorker
 
 T = TypeVar("T")

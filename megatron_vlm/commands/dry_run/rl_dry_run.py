@@ -1,21 +1,43 @@
 """`megatron-vlm rl --dry-run`: the plan of a run, its engine, and the rewards of a few answers."""
 
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+
 from rich.console import Console
+from rich.table import Table
 
 from megatron_vlm.commands.dry_run.command import (
+    PlannedModel,
     open_training_data,
     plan_model,
     print_memory,
     print_run,
 )
-from megatron_vlm.commands.dry_run.reward_trial import reward_table, try_reward
-from megatron_vlm.commands.dry_run.teacher_plan import describe_teachers
 from megatron_vlm.config.command_checks import has_rewards
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.teachers import ALL_SOURCES, teachers_of
+from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.engines.find_vllm import find_vllm
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.push import check_push
+from megatron_vlm.hf.weight_map import name_table
+from megatron_vlm.io.numbers_as_text import short_name
+from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.model.build import compute_dtype
+from megatron_vlm.model.constraints import check_config
+from megatron_vlm.report.layout_table import size_text
 from megatron_vlm.report.run_overview import aligned_lines
+from megatron_vlm.report.terminal import plain_table
+from megatron_vlm.rl.frozen_models import teacher_config
+from megatron_vlm.rl.right_answer import right_answer
+from megatron_vlm.rl.teacher_checks import check_teachers
+from megatron_vlm.user_code.environment import EnvStep
+from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 
 
 def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) -> int:
@@ -60,3 +82,92 @@ def _sampler(cfg: Config) -> str:
 def engine_places(gpus: tuple[str, ...]) -> str:
     """Describe the GPUs of the engines."""
     return f", on GPUs {' and '.join(gpus)}" if gpus else ""
+
+
+_RECORDS = 3
+_LONGEST = 40  # characters of an answer
+
+
+@dataclass(frozen=True)
+class TriedAnswer:
+    """An answer, and what the reward or the environment said about it."""
+
+    where: str
+    answer: str
+    response: EnvStep
+
+
+def try_reward(cfg: Config, data: DataSet) -> Iterator[TriedAnswer]:
+    """Yield the rewards of answers to the first prompts: the right answer of a record, if it has
+    one, and an empty answer, which a model may give. An error of the reward is raised."""
+    rl = cfg.rl
+    settings = RewardSettings(rl.reward, rl.environment, 1, rl.timeout, rl.failed_reward)
+    with closing(RewardPool(settings)) as pool:
+        number = 0
+        for handle, _, _ in islice(data.epoch(Position()), _RECORDS):
+            where, record = data.where(handle), data.raw(handle)
+            own = right_answer(record, where, data.readers[handle[0]])
+            for answer in [own, ""] if own else [""]:
+                pool.begin(number, record, where).result()
+                yield TriedAnswer(where, answer, pool.step(number, answer).result())
+                pool.end(number)
+                number += 1
+
+
+def reward_table(tried: list[TriedAnswer]) -> Table:
+    """Return a table with a line for each answer."""
+    table = plain_table()
+    for column in ("record", "answer", "reward", "figures"):
+        table.add_column(column, overflow="fold")
+    for each in tried:
+        figures = "  ".join(f"{name} {value:g}" for name, value in each.response.figures.items())
+        text = each.answer[:_LONGEST] + "..." * (len(each.answer) > _LONGEST)
+        cells = (each.where, repr(text), f"{each.response.reward:g}", figures)
+        table.add_row(*map(escape_controls, cells))
+    return table
+
+
+def describe_teachers(model: PlannedModel) -> dict[str, str]:
+    """Return lines about the teachers. Raise the errors that would end the run."""
+    cfg, rl = model.cfg, model.cfg.rl
+    if rl.teacher is None:
+        return {}
+    check_teachers(cfg)
+    names = [
+        path if name == ALL_SOURCES else f"{path} for {name}"
+        for name, path in teachers_of(rl.teacher).items()
+    ]
+    targets = "the sampled token"
+    if rl.teacher_top_k:
+        targets = f"its {rl.teacher_top_k} most likely tokens and the rest"
+    lines = {"teacher": f"{', '.join(names)}; reverse KL of {targets}, times {rl.teacher_coef:g}"}
+    if rl.teacher_scorer == "vllm":
+        count = max(len(rl.teacher_gpus), len(set(teachers_of(rl.teacher).values())))
+        version = find_vllm(str(rl.engine), "rl.engine")
+        return lines | {"scores": f"vLLM {version} of {rl.engine}, {_engines(count)}"}
+    text = "; ".join(_memory_of(model, path) for path in distinct_teachers(cfg))
+    return lines | {"scores": f"on the ranks, which need in addition: {text}"}
+
+
+def distinct_teachers(cfg: Config) -> Iterator[str]:
+    """Yield each teacher once."""
+    yield from dict.fromkeys(teachers_of(cfg.rl.teacher).values())
+
+
+def _engines(count: int) -> str:
+    return "1 engine" if count == 1 else f"{count} engines"
+
+
+def _memory_of(model: PlannedModel, path: str) -> str:
+    """Return the bytes of a teacher's weights on the rank that has most of them."""
+    try:
+        cfg, sizes = teacher_config(model.cfg, path), read_sizes(path)
+        dims = ParallelDims.create(cfg.parallel, model.dims.world_size, sizes.text.num_layers)
+        check_config(cfg, sizes, dims)
+    except ConfigError as error:
+        raise error.within(f"rl.teacher={path}") from error
+    values = [0] * dims.pp
+    for entry in name_table(sizes, cfg.model.backend, dims):
+        values[entry.stage] += entry.values_per_rank(dims)
+    size = max(values) * compute_dtype(cfg, model.target.platform).itemsize
+    return f"{size_text(size)} for {short_name(sizes.num_values)} parameters of {path}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Translation, is_off
-from megatron_vlm.config.preference_config import ObjectiveName
+from megatron_vlm.config.objective_configs import ObjectiveName
 
 _SUPPORTED = re.compile(r"qwen3[-_. ]?(vl|5|6|8)", re.IGNORECASE)
 _QWEN25 = re.compile(r"qwen2[-_. ]?5?[-_. ]?vl", re.IGNORECASE)

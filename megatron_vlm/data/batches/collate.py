@@ -1,4 +1,5 @@
-"""Collation: rows become micro-batches.
+"""Collation: rows become micro-batches. KTO also needs mismatched rows: a prompt with the answer to
+another prompt.
 
 Shapes: S tokens of a row, B rows of a micro-batch (S is then the longest row), 5 the columns of a
 token, F the values of a token that a loss reads, J targets of a position, T the tokens of all rows,
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_vlm.data.batches.micro_batch import TEACHER_FIELDS, VISUAL_FIELDS, MicroBatch
-from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, place_row
+from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, continue_row, cut_row, place_row
+from megatron_vlm.data.tokens.sample import Example, Sample
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import Tokens
 
@@ -178,3 +180,26 @@ def _cat(tensors: Sequence[Tensor | None], name: str) -> Tensor | None:
             remedy="give one dtype",
         )
     return torch.cat(present) if present else None
+
+
+def mismatched_rows(rows: Sequence[PlacedRow], partner: Example, tokens: Tokens) -> list[PlacedRow]:
+    """Return the prompt of each row, with its pictures, followed by an answer of the partner."""
+    return [
+        _with_answer(placed, partner[min(number, len(partner) - 1)], tokens)
+        for number, placed in enumerate(rows)
+    ]
+
+
+def _with_answer(placed: PlacedRow, other: Sample, tokens: Tokens) -> PlacedRow:
+    row = placed.row
+    start = int((row.labels_S != IGNORE).nonzero()[0])
+    first = int(other.trained_S.nonzero()[0][0])
+    ids, trained = other.ids_S[first:], other.trained_S[first:]
+    # Pictures in the other answer are left out, since the row has no pixels of them.
+    is_text = ~torch.isin(
+        torch.from_numpy(ids), torch.tensor([tokens.image_id, tokens.video_id])
+    ).numpy()
+    ids, trained = ids[is_text], trained[is_text]
+    joined = continue_row(cut_row(row, start, tokens), ids.tolist())
+    joined.labels_S[start:][torch.from_numpy(~trained)] = IGNORE
+    return place_row(joined, tokens, "a prompt with another answer")

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from megatron_vlm.config.data_sources import SourceSpec
-from megatron_vlm.config.preference_config import RecordKind
+from megatron_vlm.config.objective_configs import RecordKind
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.balance import RowSize
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.held_out import choose_held_out
 from megatron_vlm.data.batches.stream_set import StreamSet
-from megatron_vlm.data.scores.reference_scores import ReferenceScores
-from megatron_vlm.data.scores.teacher_targets import TeacherTargets
+from megatron_vlm.data.scores.score_lookup import ReferenceScores, TeacherTargets
 from megatron_vlm.data.sources.source import Source, open_source
 from megatron_vlm.data.sources.stream import open_stream
 from megatron_vlm.data.tokens.index import Index, build_index, check_errors

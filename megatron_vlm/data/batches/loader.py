@@ -14,10 +14,14 @@ from torch.utils.data import IterableDataset
 
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.balance import Limits, Plan, RowSize, padded_tokens, plan_batch
-from megatron_vlm.data.batches.collate import collate, collate_examples, filler_batch
+from megatron_vlm.data.batches.collate import (
+    collate,
+    collate_examples,
+    filler_batch,
+    mismatched_rows,
+)
 from megatron_vlm.data.batches.data_position import Position, SampleSource
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.batches.mismatched import mismatched_rows
 from megatron_vlm.data.tokens.index import check_errors
 from megatron_vlm.data.tokens.row import PlacedRow
 from megatron_vlm.data.worker_processes import map_in_processes

@@ -1,15 +1,28 @@
 """Scores of a folder that `megatron-vlm score` has written, found by record: by the digests of its
-content and of its samples."""
+content and of its samples. They are a reference's log-probs or a teacher's targets.
+
+Shapes: N supervised tokens of a sample, J the teacher's most likely tokens of each, R the J + 1
+events: these tokens, and all others together.
+"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron_vlm.data.scores.score_file import ScoreFile, digest_sample
-from megatron_vlm.data.scores.score_index import ScoreIndex, digest_vocabulary
+from megatron_vlm.data.scores.score_index import (
+    ScoreIndex,
+    check_scores,
+    digest_vocabulary,
+    read_complete,
+)
 from megatron_vlm.data.tokens.index import Index
+from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.sample import Sample
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import home_path
@@ -90,3 +103,95 @@ class ScoreLookup:
     def error(self, problem: str, remedy: str) -> DataError:
         """Return an error about the folder."""
         return DataError(problem, key=self.key, found=self.folder, remedy=remedy)
+
+
+class ReferenceScores:
+    """The log-probs of a folder."""
+
+    def __init__(self, folder: str, vocabulary: Mapping[str, int]):
+        """Open a folder for a model with this vocabulary."""
+        index = read_complete("data.reference", folder)
+        self.scores = ScoreLookup.open("data.reference", folder, index, vocabulary)
+
+    @cached_property
+    def _sums(self) -> list[np.ndarray]:
+        """The log-prob of each answer, for each file."""
+        return [file.sums() for file in self.scores.files]
+
+    def table(self, index: Index, where: Callable[[int], str]) -> np.ndarray:
+        """Return the log-probs of the answers of each sample [samples, answers], and nan where a
+        sample has fewer. Refuse a sample without scores, or with those of other tokens. `where`
+        names the place of a sample."""
+        self.scores.spans(index, where)
+        table = np.full((len(index), 2), np.nan)
+        for number in range(len(index)):
+            for row, sample in enumerate(index.example(number)):
+                digest = int(index.digests[number])
+                file, place = self.scores.find(digest, sample, where(number))
+                table[number, row] = self._sums[file][place]
+        return table
+
+
+@dataclass(frozen=True)
+class TeacherTargets:
+    """The targets of a folder."""
+
+    scores: ScoreLookup
+    top_k: int  # tokens that a sample gets of those that are stored
+
+    @staticmethod
+    def open(folder: str, top_k: int | None, vocabulary: Mapping[str, int]) -> "TeacherTargets":
+        """Open a folder for a student with this vocabulary. With `top_k` samples get that many
+        tokens of a place."""
+        index = check_scores(folder, top_k)
+        scores = ScoreLookup.open("data.teacher", folder, index, vocabulary)
+        return TeacherTargets(scores, index.top_k if top_k is None else top_k)
+
+    def check(self, index: Index, where: Callable[[int], str]) -> None:
+        """Refuse the first sample of an index that has no targets, or those of another length.
+        `where` names the place of a sample."""
+        first, last = self.scores.spans(index, where)
+        tokens, counts = (
+            np.concatenate([getter(file) for file in self.scores.files])[self._flat()]
+            for getter in (lambda file: file.columns["tokens"], lambda file: file.counts)
+        )
+        # A digest may occur several times. Only the sample's own tokens tell these apart.
+        is_other = (last - first == 1) & (
+            (tokens[first] != index.tokens) | (counts[first] != index.supervised)
+        )
+        if len(wrong := np.flatnonzero(is_other)):
+            place = int(wrong[0])
+            at = first[place]
+            raise self.scores.error(
+                f"has scores of other tokens of {len(wrong):,} of {len(index):,} samples; the "
+                f"first is {where(place)}, which has {int(index.tokens[place])} tokens and "
+                f"{int(index.supervised[place])} supervised ones, and was scored with "
+                f"{int(tokens[at])} and {int(counts[at])}",
+                OTHER_SAMPLE,
+            )
+
+    def taught(self, row: Row, sample: Sample, where: str, digest: int) -> Row:
+        """Return the row of a sample with its targets."""
+        number, place = self.scores.find(digest, sample, where)
+        record = self.scores.files[number].record(place)
+        assert record.top_ids_NJ is not None and record.top_log_probs_NR is not None
+        ids_NJ = torch.from_numpy(record.top_ids_NJ)
+        log_probs_NR = torch.from_numpy(record.top_log_probs_NR)
+        return replace(
+            row,
+            teacher_ids_NJ=ids_NJ[:, : self.top_k],
+            teacher_log_probs_NR=lump_tail(log_probs_NR, self.top_k),
+        )
+
+    def _flat(self) -> np.ndarray:
+        """Return the number of each record among those of all files, in the order of digests."""
+        starts = np.cumsum([0, *map(len, self.scores.files)])[:-1]
+        places = self.scores.places
+        flat: np.ndarray = starts[places[:, 0]] + places[:, 1]
+        return flat
+
+
+def lump_tail(log_probs_NR: Tensor, top_k: int) -> Tensor:
+    """Return the log-probs of the first `top_k` tokens, and of all others together."""
+    others_N = log_probs_NR[:, top_k:].double().logsumexp(dim=1)
+    return torch.cat([log_probs_NR[:, :top_k], others_N.to(log_probs_NR.dtype)[:, None]], dim=1)

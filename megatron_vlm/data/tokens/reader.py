@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.config.preference_config import RecordKind
-from megatron_vlm.config.retrieval_config import RetrievalForm
+from megatron_vlm.config.objective_configs import RecordKind, RetrievalForm
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_vlm.config.retrieval_config import RetrievalForm
+from megatron_vlm.config.objective_configs import RetrievalForm
 from megatron_vlm.data.records.record import Conversation, Image, Record, Video
 from megatron_vlm.data.tokens.boxes_as_text import Outline, outlines_of
 from megatron_vlm.data.tokens.chat_template import START

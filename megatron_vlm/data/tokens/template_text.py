@@ -3,8 +3,11 @@
 It may raise anything and may never end. What it refuses is an error of the record.
 """
 
+import ctypes
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +15,6 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.data.records.record import ChatMessage, Conversation, Image
-from megatron_vlm.data.tokens.template_timeout import time_limit
 from megatron_vlm.data.tokens.thinking import (
     THINKING_VARIABLE,
     THINKING_VARIABLES,
@@ -165,3 +167,29 @@ def _message(turn: ChatMessage) -> dict[str, Any]:
     calls = {"tool_calls": list(turn.tool_calls)} if turn.tool_calls else {}
     thoughts = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
     return {"role": turn.role, "content": content, **thoughts, **calls}
+
+
+_raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+
+class TemplateTimeout(Exception):  # noqa: N818 - its text ends a sentence
+    """An error that is raised by its class alone, without arguments."""
+
+    def __str__(self) -> str:
+        return "it takes so long that it may never end"
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TemplateTimeout in the current thread once the code has run for `seconds`. Code that is
+    not Python must return first."""
+    here = ctypes.c_ulong(threading.get_ident())
+    timer = threading.Timer(seconds, _raise_in, (here, ctypes.py_object(TemplateTimeout)))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        _raise_in(here, None)  # A timeout that came too late is not raised elsewhere.

@@ -1,6 +1,8 @@
-"""The page of one run: its figures, samples, curves, scores, examples, history, configuration."""
+"""The page of one run: its figures, samples, curves, scores, examples, history, memory, time and
+configuration."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import numpy as np
 from megatron_vlm.io.numbers_as_text import number, short_name, time_spent
 from megatron_vlm.io.printable import show_count
 from megatron_vlm.report.bench_table import bench_section
-from megatron_vlm.report.metrics_lines import EventLine, StartLine
+from megatron_vlm.report.heat import HeatMap
+from megatron_vlm.report.metrics_lines import MAX_LOADS, EventLine, LoadLine, StartLine, UsageLine
 from megatron_vlm.report.run.curves import (
     CURVE_NAMES,
     curve_section,
@@ -18,11 +21,9 @@ from megatron_vlm.report.run.curves import (
     score_text,
 )
 from megatron_vlm.report.run.examples import example_section
-from megatron_vlm.report.run.expert_load_map import expert_section
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of
 from megatron_vlm.report.run.rl_sample_lines import SampleIndex
 from megatron_vlm.report.run.rl_samples import sample_cards
-from megatron_vlm.report.run.usage import usage_section
 from megatron_vlm.report.sections import Code, Fold, Heading, Note, Report, Section, Table, Tiles
 
 _MAX_EVENTS = 200
@@ -191,3 +192,69 @@ def _processes(start: StartLine) -> str:
 
 def _time(start: StartLine) -> str:
     return start.time.replace("T", " ")
+
+
+_PERCENT = 100
+
+
+def expert_section(metrics: RunMetrics) -> Iterator[Section]:
+    """Yield the load of each expert of each layer; nothing for a model without experts."""
+    if not metrics.loads:
+        return
+    loads = _comparable_loads(metrics.loads)
+    yield Heading("Load of experts", "Experts")
+    layers = loads[-1].layers
+    cells_TRC = np.array([load.load for load in loads]) / _PERCENT
+    steps = [load.step for load in loads]
+    yield HeatMap("Tokens of experts", steps, "layer", layers, "expert", cells_TRC)
+
+
+def _comparable_loads(loads: tuple[LoadLine, ...]) -> list[LoadLine]:
+    """Return the loads whose layers and experts are those of the last load. If they are too many,
+    return an evenly spaced choice."""
+
+    def shape(line: LoadLine) -> tuple[list[int], int]:
+        return line.layers, len(line.load[0])
+
+    alike = [line for line in loads if shape(line) == shape(loads[-1])]
+    if len(alike) <= MAX_LOADS + 1:
+        return alike
+    return [alike[place] for place in np.linspace(0, len(alike) - 1, MAX_LOADS + 1).astype(int)]
+
+
+_MAX_PHASES = 20
+_MAX_RANKS = 16  # ranks in the table; of more, those with the most memory
+
+
+def usage_section(metrics: RunMetrics) -> Iterator[Section]:
+    """Yield the time of each phase and the memory of each rank; nothing for logs of older
+    versions."""
+    if not metrics.usages:
+        return
+    yield Heading("Time and memory", "Time")
+    yield _phase_table(metrics.usages)
+    yield _memory_table(metrics.usages[-1])
+
+
+def _phase_table(usages: tuple[UsageLine, ...]) -> Table:
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for usage in usages:
+        for phase, value in usage.seconds.items():
+            if 0 <= value < float("inf"):
+                seconds[phase] += value
+    total = sum(seconds.values()) or 1.0
+    rows = [
+        (phase, time_spent(value), number(value / total, percent=True))
+        for phase, value in sorted(seconds.items(), key=lambda each: -each[1])[:_MAX_PHASES]
+    ]
+    caption = f"On the clock of rank 0, up to step {usages[-1].step:,}; with steps done again."
+    return Table(("phase", "time", "share"), rows, caption)
+
+
+def _memory_table(usage: UsageLine) -> Table:
+    ranks = sorted(enumerate(usage.memory_gb), key=lambda rank: -rank[1])[:_MAX_RANKS]
+    count = len(usage.memory_gb)
+    rows = [(f"rank {rank}", f"{number(memory)} GB") for rank, memory in sorted(ranks)]
+    which = f"The {_MAX_RANKS} fullest of {show_count(count, 'rank')}" if count > len(ranks) else ""
+    caption = f"{which or 'The most since the start'}, at step {usage.step:,}."
+    return Table(("rank", "memory"), rows, caption)

@@ -11,16 +11,16 @@ Every method is one short transaction and may be called from any thread. Its cha
 the disk when it returns. After a crash the same calls are next, with `attempts` above 0.
 """
 
+import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_vlm.serve.journal import calls
 from megatron_vlm.serve.journal.accept import Bounds, accept, live_models
-from megatron_vlm.serve.journal.attempts import Reads
 from megatron_vlm.serve.journal.changes import record_checkpoint
 from megatron_vlm.serve.journal.cleanup import JournalExpiry, folders, sweep
 from megatron_vlm.serve.journal.journal_records import (
@@ -222,3 +222,36 @@ class Journal(Registry):
     def _read(self, function: Callable[..., Any], *values: Any) -> Any:
         with self._store.read() as db:
             return function(db, *values)
+
+
+FOLDER = "reading"
+
+
+class Reads:
+    """The folder RUN/reading."""
+
+    def __init__(self, run: Path):
+        self.folder = run / FOLDER
+
+    def interrupted_calls(self) -> list[str]:
+        """Return the calls that were being read when the previous process died."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(path.name for path in self.folder.iterdir())
+
+    def forget(self) -> None:
+        """Remove all records."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextmanager
+    def record_attempt(self, request_id: str) -> Iterator[None]:
+        """Record that this call is being read. A full disk does not prevent the reading."""
+        path = self.folder / request_id
+        with suppress(OSError):
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            path.touch()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,6 @@ from typing import Any
 
 from megatron_vlm.serve.journal.changes import put_sampler, release
 from megatron_vlm.serve.journal.database import Store
-from megatron_vlm.serve.journal.deferred_writes import DeferredWrites
 from megatron_vlm.serve.journal.journal_records import (
     Model,
     NamedCheckpoint,
@@ -186,3 +186,37 @@ def _fields(of: type, row: sqlite3.Row) -> dict[str, Any]:
 
 def _first_or_none(rows: list[Any]) -> Any:
     return rows[0] if rows else None
+
+
+class DeferredWrites:
+    """Facts that stay in memory until the next sweep. A crash loses them, and things are kept
+    longer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[str, float] = {}
+        self._sessions: dict[str, float] = {}
+
+    def call(self, request_id: str) -> None:
+        """Record that the result was sent."""
+        with self._lock:
+            self._calls.setdefault(request_id, time.time())
+
+    def session(self, session: str) -> None:
+        """Record that the client of the session is active."""
+        with self._lock:
+            self._sessions[session] = time.time()
+
+    def write(self, db: sqlite3.Connection) -> None:
+        """Write the recorded facts within a transaction."""
+        with self._lock:
+            calls, self._calls = self._calls, {}
+            sessions, self._sessions = self._sessions, {}
+        db.executemany(
+            "UPDATE calls SET fetched = coalesce(fetched, ?) WHERE request_id = ?",
+            [(when, name) for name, when in calls.items()],
+        )
+        db.executemany(
+            "UPDATE sessions SET heard = ? WHERE id = ?",
+            [(when, name) for name, when in sessions.items()],
+        )
