@@ -17,8 +17,8 @@ from record import record
 from transformers import AutoTokenizer, Qwen3VLMoeForConditionalGeneration
 from transformers.utils import logging
 
-from megatron_vlm import Row, write_tiny
-from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS
+from megatron_vlm import Row
+from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, write_tiny
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint

@@ -25,8 +25,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging
 
-from megatron_vlm import Config, MegatronWorker, Row, TinySpec, write_tiny
-from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS
+from megatron_vlm import Config, MegatronWorker, Row
+from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, write_tiny
+from megatron_vlm.commands.demo.tiny_spec import TinySpec
 from megatron_vlm.config.schema import (
     LoraConfig,
     ModelConfig,

@@ -17,8 +17,8 @@ from record import record
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.utils import logging
 
-from megatron_vlm import Config, Row, write_tiny
-from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS
+from megatron_vlm import Config, Row
+from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, write_tiny
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, ParallelConfig
 from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.distributed.dims import ParallelDims

@@ -27,8 +27,9 @@ from record import record
 from row_sizes import sizes_of_row
 from transformers.utils import logging
 
-from megatron_vlm import Config, Row, TinySpec, write_tiny
-from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, train_tokenizer
+from megatron_vlm import Config, Row
+from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, train_tokenizer, write_tiny
+from megatron_vlm.commands.demo.tiny_spec import TinySpec
 from megatron_vlm.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.device import pick_platform

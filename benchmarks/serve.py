@@ -32,9 +32,9 @@ from megatron_vlm import (
     MegatronWorker,
     Row,
     SamplingSettings,
-    TinySpec,
-    write_tiny,
 )
+from megatron_vlm.commands.demo.tiny_model import write_tiny
+from megatron_vlm.commands.demo.tiny_spec import TinySpec
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, ParallelConfig, TrainConfig
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.serve.http.api_keys import add_key

@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging
 
-from megatron_vlm import COLOURS
+from megatron_vlm.commands.demo.coloured_shapes import COLOURS
 
 WANTED = 0.9  # exact match on held-out questions
 COMMON = "--hidden 96 --heads 8 --vision-depth 2 --vision-hidden 64 --from-scratch"

@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import Qwen3VLForConditionalGeneration
 from transformers.utils import logging
 
-from megatron_vlm import ShapesSpec, write_shapes
+from megatron_vlm.commands.demo.coloured_shapes import ShapesSpec, write_shapes
 
 WANTED = 0.95  # exact match on held-out questions
 TRAIN, EVAL = 4000, 200

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from gpu.step import Figures
 from megatron.core import parallel_state
 
-from megatron_vlm import MegatronWorker, TinySpec, write_tiny
+from megatron_vlm import MegatronWorker
+from megatron_vlm.commands.demo.tiny_model import write_tiny
+from megatron_vlm.commands.demo.tiny_spec import TinySpec
 from megatron_vlm.training.generate import generate
 from tests.gpu.test_parity_gpu import TOLERANCE, have_te
 from tests.model.test_parity import errors, layout

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_vlm import Config, Row, TinySpec
+from megatron_vlm import Config, Row
 from megatron_vlm.commands.demo.tiny_model import tiny_config, train_tokenizer, write_processor
+from megatron_vlm.commands.demo.tiny_spec import TinySpec
 from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE

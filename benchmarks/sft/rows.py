@@ -12,7 +12,8 @@ import numpy as np
 from hf_ratio import SPECS
 from PIL import Image
 
-from megatron_vlm import TinySpec, write_tiny
+from megatron_vlm.commands.demo.tiny_model import write_tiny
+from megatron_vlm.commands.demo.tiny_spec import TinySpec
 
 PHOTOGRAPHS = 36
 # About 30 M parameters; head, decoder and tower have the shares of Qwen3-VL 2B.

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm import __version__
 from megatron_vlm.cli.completion import add_completion_arguments, completion
 from megatron_vlm.cli.help_command import TopicHelp, add_help_arguments, help_
 from megatron_vlm.cli.help_text import HelpText, HelpWithDefaults, texts_of
@@ -43,6 +42,7 @@ from megatron_vlm.run.config_changes import check_unnamed
 from megatron_vlm.run.log_sinks import check_sinks
 from megatron_vlm.run.resolve_model import with_commit, with_model
 from megatron_vlm.training.preflight import check_records, check_run
+from megatron_vlm.version import __version__
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-import megatron_vlm
 from megatron_vlm.config.base_types import BASE_TITLES, WEIGHTS_PER_BLOCK
 from megatron_vlm.config.data_sources import HUB, SourceSpec
 from megatron_vlm.config.optimizer_spec import optimizer_spec
@@ -33,6 +32,7 @@ from megatron_vlm.io.hub import hub_name
 from megatron_vlm.io.numbers_as_text import number
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.io.untrusted import UntrustedFile
+from megatron_vlm.version import __version__
 
 _HEAD = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)
 _DATA = re.compile(rf"{HUB}\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)  # a data set of the Hub
@@ -142,7 +142,7 @@ def versions() -> dict[str, str]:
     """Return the version of this package, which may run from a checkout without installation, and
     the versions of the packages that it is built on."""
     dependencies = {name: importlib.metadata.version(name) for name in _BENEATH}
-    return {"megatron_vlm": megatron_vlm.__version__, **dependencies}
+    return {"megatron_vlm": __version__, **dependencies}
 
 
 def _data(done: TrainingSummary) -> Iterator[str]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from megatron_vlm import __version__
 from megatron_vlm.config import load_config
 from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
 from megatron_vlm.config.command_checks import check_serve
@@ -18,6 +17,7 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.run.resolve_model import with_model
 from megatron_vlm.run.run_folder import held_folder
 from megatron_vlm.training.preflight import check_run
+from megatron_vlm.version import __version__
 
 if TYPE_CHECKING:
     from megatron_vlm.distributed.agreement import Signals

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm import __version__
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.tokens.chat_template import END
 from megatron_vlm.data.tokens.completions import COLDEST
@@ -31,6 +30,7 @@ from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.sample_calls import SampleBounds, StopWords
 from megatron_vlm.serve.vllm_samples import MIN_TEMPERATURE, EngineSampling
+from megatron_vlm.version import __version__
 
 # Maximum tokens of an engine, unless serve.engine_max_len sets another number or the model's own
 # maximum is smaller.

@@ -25,7 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from megatron_vlm import ShapesSpec, TinySpec, write_shapes, write_tiny
+from megatron_vlm.commands.demo.coloured_shapes import ShapesSpec, write_shapes
+from megatron_vlm.commands.demo.tiny_model import write_tiny
+from megatron_vlm.commands.demo.tiny_spec import TinySpec
 
 HERE = Path(__file__).parent
 ENGINE = HERE.parents[1] / ".venv-vllm" / "bin" / "python"
