@@ -1,5 +1,6 @@
 # .venv/bin/python -m pytest tests/package/test_budgets.py
-"""The weight of the package: a change that needs more raises its figure here, and says why."""
+"""The weight of the package and of its tests: a change that needs more raises its figure here, and
+says why."""
 
 import ast
 from collections import Counter
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm.cli.parser import make_parser
 from megatron_vlm.config.schema import leaves
 
 ROOT = Path(__file__).parents[2]
@@ -15,34 +17,37 @@ LONG_FILE = 300  # lines
 SMALL_FILE = 90  # lines; with one importer, such a file may belong into it
 BUDGETS = {
     "lines of errors": 224,
-    "lines of the top": 168,
+    "lines of the top": 59,
+    "lines of version": 3,
     "lines of train": 90,
     "lines of model": 3_670,
-    "lines of config": 4_780,
-    "lines of training": 6_210,
+    "lines of config": 4_770,
+    "lines of training": 6_120,
     "lines of planner": 2_650,
     "lines of lora": 1_280,
-    "lines of serve": 8_770,
+    "lines of serve": 8_740,
     "lines of engines": 2_080,
-    "lines of report": 3_680,
+    "lines of report": 3_660,
     "lines of user_code": 1_140,
-    "lines of hf": 2_560,
+    "lines of hf": 2_550,
     "lines of cli": 700,
-    "lines of data": 11_060,
+    "lines of data": 11_120,
     "lines of family": 2_110,
     "lines of rl": 2_330,
     "lines of distributed": 2_970,
     "lines of checkpoint": 1_440,
-    "lines of run": 3_680,
+    "lines of run": 3_670,
     "lines of io": 960,
     "lines of controller": 1_070,
-    "lines of commands": 8_590,
-    "files": 544,
+    "lines of commands": 8_550,
+    "files": 520,
     "files over 300 lines": 26,
-    "small files with one importer": 63,
+    "small files with one importer": 41,
     "keys": 232,
-    "words of docs": 70_400,
-    "words of README": 1_020,
+    "commands": 21,
+    "words of docs": 70_700,
+    "words of README": 444,
+    "lines of tests": 61_000,
 }
 
 
@@ -91,8 +96,12 @@ def weights() -> dict[str, int]:
         "files over 300 lines": sum(count > LONG_FILE for count in lines.values()),
         "small files with one importer": len(small),
         "keys": len(leaves()),
+        "commands": len(make_parser().get_default("known_commands")),
         "words of docs": _words(sorted((ROOT / "docs").rglob("*.md"))),
         "words of README": _words([ROOT / "README.md"]),
+        "lines of tests": sum(
+            len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")
+        ),
     }
 
 
