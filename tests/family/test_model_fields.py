@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family import read_sizes
+from megatron_vlm.family import families, read_sizes
 from megatron_vlm.family.config_json import read_counts
 from megatron_vlm.model.constraints import check_layout
 from megatron_vlm.training.worker import MegatronWorker
@@ -36,6 +36,10 @@ TINY = TABLES["qwen3_vl"].tiny
 REFUSALS = [(family, field) for family, tables in TABLES.items() for field in tables.refused]
 PARTS = ("idle", "top", "text_config", "vision_config")
 CARRIED = [(name, part) for name, tables in TABLES.items() for part in (*PARTS, *tables.more)]
+
+
+def test_every_family_has_its_tables():
+    assert TABLES.keys() == families().keys()
 
 
 @pytest.mark.parametrize("family", TABLES)

@@ -67,17 +67,23 @@ def test_every_kind_is_in_a_group():
 
 @pytest.mark.parametrize(
     "group",
-    ["model", "tables", "media", *(pytest.param(g, marks=pytest.mark.slow) for g in OTHERS)],
+    [
+        "media",
+        *(pytest.param(group, marks=pytest.mark.full) for group in ("model", "tables")),
+        *(pytest.param(group, marks=pytest.mark.slow) for group in OTHERS),
+    ],
 )
-def test_some_mutated_files(group, tmp_path):
-    for result in run_alone(some, GROUPS[group], str(tmp_path)).result:
+def test_some_mutated_files(group, tmp_path, process_tree):
+    for result in run_alone(process_tree, some, GROUPS[group], str(tmp_path)).result:
         check(result, QUICK)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", fuzz.KINDS)
-def test_mutated_files(kind, tmp_path):
+def test_mutated_files(kind, tmp_path, process_tree):
     total = SLOW.get(kind, COUNT)
     numbers = window(total, total // 4)
-    result = run_alone(fuzz.run, kind, str(tmp_path), numbers.start, len(numbers)).result
+    result = run_alone(
+        process_tree, fuzz.run, kind, str(tmp_path), numbers.start, len(numbers)
+    ).result
     check(result, len(numbers))

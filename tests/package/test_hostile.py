@@ -114,9 +114,9 @@ def read_flipped(folder: str, start: int, count: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     "count", [60, pytest.param(1500, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
-def test_a_flipped_bit_in_an_arrow_file_kills_nobody(count, tmp_path):
+def test_a_flipped_bit_in_an_arrow_file_kills_nobody(count, tmp_path, process_tree):
     """Arrow itself would follow a damaged offset and die of SIGBUS or SIGSEGV."""
-    outcomes = run_alone(read_flipped, str(tmp_path), 0, count).result
+    outcomes = run_alone(process_tree, read_flipped, str(tmp_path), 0, count).result
     assert sum(outcomes.values()) == count
     assert len(outcomes) == 3, outcomes
 
@@ -135,8 +135,10 @@ def read_with_offsets(folder: str, values: list[int]) -> list[str]:
 
 
 @pytest.mark.slow  # the flipped bits hit such offsets, too
-def test_an_arrow_offset_outside_the_file(tmp_path):
-    outcomes = run_alone(read_with_offsets, str(tmp_path), [2**30, -(2**30), -1]).result
+def test_an_arrow_offset_outside_the_file(tmp_path, process_tree):
+    outcomes = run_alone(
+        process_tree, read_with_offsets, str(tmp_path), [2**30, -(2**30), -1]
+    ).result
     assert outcomes == ["a record refused"] * 3
 
 
@@ -165,14 +167,14 @@ def read_bomb(path: str, cache: str) -> str:
         pytest.param("zst", b"\n", id="blank lines", marks=pytest.mark.slow),
     ],
 )
-def test_a_packed_bomb_is_refused(packing, content, tmp_path):
+def test_a_packed_bomb_is_refused(packing, content, tmp_path, process_tree):
     """The file unpacks to 4 GB."""
     piece = content * (2**25 // len(content))
     packed = zst(piece) if packing == "zst" else gzip.compress(piece, 6)
     path = tmp_path / f"a.jsonl.{packing}"
     path.write_bytes(packed * 128)
     assert path.stat().st_size < 2**23
-    outcome = run_alone(read_bomb, str(path), str(tmp_path / "cache"))
+    outcome = run_alone(process_tree, read_bomb, str(path), str(tmp_path / "cache"))
     assert outcome.result.startswith(f"{path}: unpacks to more than "), outcome
     assert outcome.grown < 200
     assert not list((tmp_path / "cache").rglob("*.*"))
@@ -197,10 +199,11 @@ def read_large(path: str) -> list[str]:
     return results
 
 
-def test_a_record_is_bounded_and_others_are_read(tmp_path):
+@pytest.mark.full
+def test_a_record_is_bounded_and_others_are_read(tmp_path, process_tree):
     path = tmp_path / "a.jsonl"
     write_lines(path)
-    outcome = run_alone(read_large, str(path))
+    outcome = run_alone(process_tree, read_large, str(path))
     assert outcome.result == [
         f"{path}:1: is larger than 256 MiB; split it, or give its images as files",
         f"{path}:2: has about {2**24} values in one record, above the limit of {2**22}; mend the "
@@ -237,13 +240,13 @@ def watch_all(paths: list[str]) -> list[str]:
     return [watch(path) for path in paths]
 
 
-def test_frames_of_a_video_are_bounded(tmp_path):
+def test_frames_of_a_video_are_bounded(tmp_path, process_tree):
     """Frames that grow within a video are bounded, too."""
     small, large, growing = (tmp_path / f"{name}.ts" for name in ("small", "large", "growing"))
     large_frames = write_video(large, (4800, 4800), 2)
     growing.write_bytes(write_video(small, (64, 64), 8) + large_frames)
     assert large.stat().st_size < 2**22
-    outcome = run_alone(watch_all, [str(path) for path in (small, large, growing)])
+    outcome = run_alone(process_tree, watch_all, [str(path) for path in (small, large, growing)])
     assert outcome.result[0] == "8 frames"
     for path, message in zip((large, growing), outcome.result[1:], strict=True):
         assert message.startswith(f"{path}: cannot be read as a video")
@@ -267,9 +270,9 @@ def encode_word(model: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_word_of_10_mb_is_not_tokenized(tiny):
+def test_a_word_of_10_mb_is_not_tokenized(tiny, process_tree):
     """Tokenizing it takes 3,000 MiB, and refusing it 510, of which 100 are for imports."""
-    assert run_alone(encode_word, tiny()).grown < 1000
+    assert run_alone(process_tree, encode_word, tiny()).grown < 1000
 
 
 # Records with a value of another kind at any place.
@@ -444,10 +447,10 @@ def look(path: str) -> list[str]:
     return results
 
 
-def test_tiles_of_a_tiff_are_bounded(tmp_path):
+def test_tiles_of_a_tiff_are_bounded(tmp_path, process_tree):
     (tmp_path / "a.tif").write_bytes(tiled(12_000))
     (tmp_path / "b.tif").write_bytes(tiled(1024))
-    outcome = run_alone(look, str(tmp_path / "a.tif"))
+    outcome = run_alone(process_tree, look, str(tmp_path / "a.tif"))
     assert (
         outcome.result
         == [

@@ -4,7 +4,13 @@ test_preflight.py, and the config.json of released models."""
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PretrainedConfig, Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig
+from transformers import (
+    PretrainedConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -233,9 +239,41 @@ _REFUSED_MOE: dict[str, Any] = {
     "text_config.shared_expert_intermediate_size": 0,
     "vision_config.model_type": "qwen3_5_vision",
 }
+# Of four layers, the second has experts.
+_EXPERTS_VL: dict[str, Any] = {
+    "text_config.num_hidden_layers": 4,
+    "text_config.decoder_sparse_step": 2,
+    "text_config.mlp_only_layers": [3],
+    "text_config.num_experts": 6,
+    "text_config.num_local_experts": 6,  # the name that transformers writes
+    "text_config.num_experts_per_tok": 3,
+    "text_config.moe_intermediate_size": 24,
+    "text_config.router_aux_loss_coef": 0.5,
+}
+_REFUSED_VL_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "text_config.model_type": "qwen3_vl_text",
+    "text_config.tie_word_embeddings": True,  # but not at the top level
+    "text_config.norm_topk_prob": False,
+    "text_config.output_router_logits": True,
+    "text_config.num_experts_per_tok": 5,
+    "text_config.num_local_experts": 0,
+    "text_config.decoder_sparse_step": 0,
+    "text_config.mlp_only_layers": [2],
+    "text_config.shared_expert_intermediate_size": 8,
+    "vision_config.model_type": "qwen3_vl",
+}
 TABLES = {
     "qwen3_vl": FieldTables(
         Qwen3VLConfig, dict(layers=2, vision_depth=2, deepstack=1), _CARRIED, _IDLE, _REFUSED
+    ),
+    "qwen3_vl_moe": FieldTables(
+        Qwen3VLMoeConfig,
+        dict(layers=2, vision_depth=2, deepstack=1, experts=4),
+        _CARRIED | _EXPERTS_VL,
+        _IDLE,
+        _REFUSED_VL_MOE,
+        elsewhere=_REFUSED,
     ),
     "qwen3_5": FieldTables(
         Qwen3_5Config,

@@ -24,6 +24,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+
 from megatron_vlm.errors import MegatronVLMError
 from tests.support.mutation import mutate_bytes, mutate_json, mutate_value
 
@@ -65,7 +67,7 @@ def quiet() -> None:
 
     logging.disable(logging.CRITICAL)
     os.environ["TRANSFORMERS_VERBOSITY"] = "critical"
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 
