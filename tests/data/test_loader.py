@@ -263,6 +263,7 @@ class _Grouped:
         return losses
 
 
+@pytest.mark.full
 def test_the_loss_does_not_depend_on_the_grouping(dataset, tiny, pool):
     grouped = _Grouped(dataset[0], tiny(), dataset[1])
     (alone,) = pool.run(call, 1, tiny(), layout(), grouped)
@@ -322,8 +323,8 @@ def stream(tmp_path_factory):
     return spec, folder / "cache"
 
 
-def test_a_stream_gives_each_sample_once(stream, expected, tiny):
-    steps = load(*stream_args(stream, tiny), shuffle_window=6)
+def test_a_stream_gives_each_sample_once(streamed, expected):
+    steps = streamed
     assert [len(rows) for rows, _ in steps] == [8, 8, 7, 8, 8, 7]
     for epoch, reference in ((steps[:3], expected[:3]), (steps[3:], expected[3:])):
         actual = sorted(str(row[1]) for rows, _ in epoch for row in rows)
@@ -335,9 +336,14 @@ def stream_args(stream, tiny):
     return stream[0], tiny(), stream[1]
 
 
-@pytest.mark.parametrize("done", [1, 2, 3, 5])
-def test_a_stream_resumes_exactly(done, stream, tiny, monkeypatch):
-    steps = load(*stream_args(stream, tiny), shuffle_window=6)
+@pytest.fixture(scope="module")
+def streamed(stream, tiny):
+    return load(*stream_args(stream, tiny), shuffle_window=6)
+
+
+@pytest.mark.parametrize("done", [pytest.param(n, marks=pytest.mark.full) for n in (1, 3, 5)] + [2])
+def test_a_stream_resumes_exactly(done, stream, streamed, tiny, monkeypatch):
+    steps = streamed
     opened = count_decodes(monkeypatch)
     rest = load(*stream_args(stream, tiny), 1, steps[done - 1][1], shuffle_window=6)
     assert without_state(rest) == without_state(steps[done:])
@@ -353,9 +359,9 @@ def without_state(steps):
     return [(rows, after.epoch, after.taken) for rows, after in steps]
 
 
-def test_a_stream_with_worker_processes(stream, tiny):
-    args = stream_args(stream, tiny)
-    assert load(*args, shuffle_window=6, num_workers=2) == load(*args, shuffle_window=6)
+@pytest.mark.full
+def test_a_stream_with_worker_processes(stream, streamed, tiny):
+    assert load(*stream_args(stream, tiny), shuffle_window=6, num_workers=2) == streamed
 
 
 @pytest.mark.slow
@@ -429,14 +435,14 @@ def test_a_stream_of_wrong_records_stops_at_the_limit(tiny, tmp_path):
         load(spec, tiny(), None, on_error="skip", max_errors=3)
 
 
-def test_a_stream_that_breaks_off_is_an_error(tiny, tmp_path):
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_stream_that_breaks_off_is_an_error(processes, tiny, tmp_path):
     """No record can follow, so the error is not skipped."""
     lines = [json.dumps({"prompt": str(i), "completion": "a"}) + "\n" for i in range(9)]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode())[:-9])
     spec = {"path": str(tmp_path / "a.jsonl.gz"), "streaming": True}
-    for processes in (0, 1):
-        with pytest.raises(DataError, match=r"^\S+a\.jsonl\.gz: cannot be unpacked"):
-            load(spec, tiny(), None, on_error="skip", num_workers=processes)
+    with pytest.raises(DataError, match=r"^\S+a\.jsonl\.gz: cannot be unpacked"):
+        load(spec, tiny(), None, on_error="skip", num_workers=processes)
 
 
 def test_a_stream_says_keys_that_are_passed_over_where_they_first_come(tiny, tmp_path, caplog):

@@ -80,6 +80,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.rotate(8)
 @pytest.mark.parametrize(("name", "variables"), VARIANTS)
 @pytest.mark.parametrize("tokens", [(), TOKENS])

@@ -205,6 +205,7 @@ PARTS |= LONG.map(lambda word: [text(word * 700)])
 TURNS = st.lists(st.tuples(PARTS, WORDS), min_size=1, max_size=4)
 
 
+@pytest.mark.full
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(turns=TURNS, max_tokens=st.integers(5, 120), max_images=st.sampled_from([None, 1, 2]))
 def test_random_records_are_cut_safely(turns, max_tokens, max_images, escaping):

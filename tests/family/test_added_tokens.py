@@ -227,6 +227,7 @@ def test_the_export_has_the_tokens_in_transformers(points, pool):
     assert not torch.equal(learnt[0], mean[:KNOWN].mean(0)) and len(learnt.unique(dim=0)) > 1
 
 
+@pytest.mark.full
 def test_a_run_goes_on_at_another_layout_and_with_the_same_tokens(points, pool):
     folder, base = points
     run = shutil.copytree(folder / "run", folder / "again")
@@ -241,6 +242,7 @@ def test_a_run_goes_on_at_another_layout_and_with_the_same_tokens(points, pool):
         assert re.search(r"/step-\d+: data\.add_tokens=\[", err) and "Traceback" not in err
 
 
+@pytest.mark.full
 def test_a_run_and_its_exports_are_scored_alike(points, tmp_path, process_tree):
     folder, _ = points
     export_checkpoint(str(folder / "run"), str(tmp_path / "out"))

@@ -136,6 +136,7 @@ def test_names_stay_text(tiny, data, name):
     assert titles == ["h1", "h2", "h2", "h2", "h2"]
 
 
+@pytest.mark.full
 def test_training_and_the_command_write_the_same_card(pool, tiny, tmp_path):
     """Scores and counts come from the checkpoint, also when it lies in another folder."""
     held = tmp_path / "held.jsonl"

@@ -119,7 +119,14 @@ def export_of(path: str, case: Case, out: str) -> tuple[list[torch.Tensor], dict
 
 
 @pytest.mark.parametrize("sizes", [TINY, QWEN3_5], ids=["qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("form", ExpertStorage)
+@pytest.mark.parametrize(
+    "form",
+    [
+        ExpertStorage.single,
+        pytest.param(ExpertStorage.out_in, marks=pytest.mark.full),
+        pytest.param(ExpertStorage.in_out, marks=pytest.mark.full),
+    ],
+)
 def test_a_checkpoint_goes_out_as_it_came_in(form, sizes, pool, tiny, tmp_path):
     """The export has the same bits in any form, and each rank reads only its own experts: none of
     the head for drafts, nor the shared expert as one of them."""
@@ -161,6 +168,7 @@ def train_and_merge(path: str, case: Case, out: str) -> None:
     worker.export_hf(out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trained", [(), ("language",)])
 @pytest.mark.parametrize("form", [ExpertStorage.in_out, ExpertStorage.single])
 def test_adapters_are_merged_into_a_model_with_experts(form, trained, pool, tiny, tmp_path):

@@ -156,11 +156,13 @@ def train_and_export(path: str, case: Case, out: str) -> dict[str, bytes]:
     return {name: value for name, value in streamed.items() if name.startswith("mtp.")}
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "lora",
-    [{}, dict(rank=2, targets=("attention", "head"), init="gaussian")],
-    ids=["whole", "merged"],
+    [
+        pytest.param({}, id="whole", marks=pytest.mark.full),
+        pytest.param(dict(rank=2, targets=("attention", "head"), init="gaussian"), id="merged"),
+    ],
 )
 def test_training_leaves_it(lora, tied, pool, tiny, tmp_path):
     """The export of a run and that of its checkpoint have it; the checkpoint has not. So is it with

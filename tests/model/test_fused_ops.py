@@ -75,6 +75,7 @@ def compare(backend: str) -> tuple[float, list[int]]:
     return worst, graphs
 
 
+@pytest.mark.full
 def test_one_graph_serves_any_number_of_tokens(pool):
     [(worst, graphs)] = pool.run(compare, 1, "aot_eager")
     assert worst < 1e-6

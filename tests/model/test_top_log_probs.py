@@ -57,7 +57,9 @@ def likeliest(worker: MegatronWorker, rows: list[Row], temperature: float, logit
     "name",
     [pytest.param(name, marks=() if name in ("tp2",) else pytest.mark.slow) for name in LAYOUTS],
 )
-@pytest.mark.parametrize(("temperature", "logits"), [(1.0, 2**26), (0.7, 1000)])
+@pytest.mark.parametrize(
+    ("temperature", "logits"), [pytest.param(1.0, 2**26, marks=pytest.mark.full), (0.7, 1000)]
+)
 def test_the_likeliest_are_those_of_hugging_face(
     name, temperature, logits, pool, tiny, record_property
 ):
@@ -97,7 +99,7 @@ def scored(worker: MegatronWorker, rows: list[Row], temperature: float) -> Any:
     "name",
     [pytest.param(name, marks=() if name in ("tp2",) else pytest.mark.slow) for name in LAYOUTS],
 )
-@pytest.mark.parametrize("temperature", [0.3, 1.7])
+@pytest.mark.parametrize("temperature", [pytest.param(0.3, marks=pytest.mark.full), 1.7])
 def test_scores_at_a_temperature_are_those_of_hugging_face(name, temperature, pool, tiny):
     """Of the rows' own next tokens. Measured: 9.5e-7."""
     case, sizes = LAYOUTS[name]
@@ -170,7 +172,7 @@ def tempered(worker: MegatronWorker, rows: list[Row]) -> Any:
     "name",
     [
         pytest.param("1x1", marks=pytest.mark.slow),
-        "tp2",
+        pytest.param("tp2", marks=pytest.mark.full),
         pytest.param("dp2", marks=pytest.mark.slow),
     ],
 )

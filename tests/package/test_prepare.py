@@ -315,6 +315,7 @@ def test_cauldron_refuses(script, rows, args, words, tmp_path):
     assert not list(tmp_path.glob("out/*.jsonl*"))
 
 
+@pytest.mark.full
 def test_without_a_network_the_hub_is_an_error_of_one_sentence(tmp_path):
     done = run("prepare_cauldron", "ai2d", "--out", tmp_path / "out", tmp_path=tmp_path)
     assert done.returncode == 2
@@ -372,6 +373,7 @@ def labels(path: Path) -> Counter:
     return counts
 
 
+@pytest.mark.full
 def test_caltech_folder(caltech, tmp_path):
     out = tmp_path / "out"
     done = run("prepare_caltech101", caltech, "--out", out, tmp_path=tmp_path)

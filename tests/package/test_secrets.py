@@ -85,7 +85,21 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+# Each way into the program once.
+QUICK = (
+    "import TRL",
+    "import ms-swift",
+    "train mapping",
+    "train file",
+    "serve engine",
+    "no command",
+)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, marks=() if place in QUICK else pytest.mark.full) for place in PLACES],
+)
 def test_no_place_shows_a_secret(place, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", VALUE)

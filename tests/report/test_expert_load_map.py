@@ -7,7 +7,6 @@ import json
 import re
 
 import numpy as np
-import PIL.Image
 import pytest
 
 from megatron_vlm.errors import DataError
@@ -18,7 +17,7 @@ from megatron_vlm.report.run.metrics_arrays import read_metrics
 from tests.model.test_moe import EXPERTS
 from tests.report.test_run_report import start, step, write_run
 from tests.run.test_train import go_pooled
-from tests.support.report_facts import Facts, browse, colour, in_a_browser
+from tests.support.report_facts import Facts, colour, in_a_browser
 from tests.support.sets import write_set
 
 
@@ -39,6 +38,7 @@ def test_some_steps_tell_the_load_the_first_and_the_last_among_them(total):
     assert min(total, MAX_LOADS // 2) <= len(steps) <= MAX_LOADS + 1
 
 
+@pytest.mark.full
 def test_a_run_logs_the_load_of_its_experts(pool, tiny, tmp_path):
     """A short run logs the load of every step, and its page shows it."""
     write_set(tmp_path)
@@ -99,29 +99,22 @@ def test_many_lines_are_thinned_and_another_model_is_left_out(tmp_path):
     assert (heat.steps[0], heat.steps[-1]) == (1, 199)
 
 
+@pytest.mark.full
 @in_a_browser
-def test_a_browser_draws_the_map_in_light_and_dark(tmp_path):
+def test_a_browser_draws_the_map_in_light_and_dark(tmp_path, browser):
     """Expert 0 of 8 has all tokens, so one eighth of the map has one colour, the rest the other."""
     lines = [start(), step(0, 1.0), load(0, [[800] + [0] * 7] * 40)]
     path = write_report(write_run(tmp_path / "run", lines))
-    for scheme, more, less in ((1, "c05a12", "2f6ba8"), (0, "f29a5c", "7db1e6")):
-        shot = tmp_path / f"{scheme}.png"
-        options = [
-            "--window-size=1100,3400",
-            f"--blink-settings=preferredColorScheme={scheme}",
-            f"--screenshot={shot}",
-        ]
-        browse(path, *options)
-        with PIL.Image.open(shot) as opened:
-            pixels = np.asarray(opened.convert("RGB")).astype(int)
-        areas = [
-            int((np.abs(pixels - colour(each)).max(axis=-1) <= 3).sum()) for each in (more, less)
-        ]
+    for dark, more, less in ((False, "c05a12", "2f6ba8"), (True, "f29a5c", "7db1e6")):
+        browser.open(path, dark=dark, height=3400)
+        pixels = browser.picture().astype(np.int16)
+        wanted = [np.array(colour(each), np.int16) for each in (more, less)]
+        areas = [int((np.abs(pixels - each).max(axis=-1) <= 3).sum()) for each in wanted]
         assert areas[1] > 100_000 and areas[1] / areas[0] == pytest.approx(7, rel=0.05)
 
 
 @in_a_browser
-def test_slider_and_arrow_keys_tell_a_cell(tmp_path):
+def test_slider_and_arrow_keys_tell_a_cell(tmp_path, browser):
     """A script that the test adds to the page presses the keys; the page's policy is removed."""
     lines = [start(), step(0, 1.0), *(load(i, [[50 * i, 200 - 50 * i]] * 2) for i in range(2))]
     path = write_report(write_run(tmp_path / "run", lines))
@@ -136,7 +129,8 @@ def test_slider_and_arrow_keys_tell_a_cell(tmp_path):
     """
     page = re.sub(r'<meta http-equiv="Content-Security-Policy".*?/>', "", path.read_text())
     path.write_text(page.replace("</body>", f"<script>{{{press}}}</script></body>"))
-    drawn = browse(path, "--dump-dom")
+    browser.open(path)
+    drawn = browser.content()
     assert "<title>layer 1, expert 1: 1.50 times the mean</title>" in drawn
     assert "layer 1, expert 1: 2.00 times the mean</p>" in drawn
     assert re.search(r"<output>0</output>", drawn)

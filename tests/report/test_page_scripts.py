@@ -13,7 +13,6 @@ from megatron_vlm.report.html import render_page, tile_columns
 from megatron_vlm.report.run import write_report
 from megatron_vlm.report.sections import Command, Report
 from tests.report.test_run_report import evaluation, event, example, start, step, write_run
-from tests.support.browser import start_browser
 from tests.support.report_facts import in_a_browser
 
 STEPS = 60
@@ -22,14 +21,6 @@ LONG = "a/long/folder/without/a/single/blank/" * 3 + "eval.jsonl:1"
 WORDS = "parallel.tp=2 " * 9 + "k" * 90
 
 pytestmark = in_a_browser
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    """Return a browser in which no page may have an error."""
-    with start_browser(tmp_path_factory.mktemp("browser")) as started:
-        yield started
-    assert started.errors == []
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +70,7 @@ def plan(tmp_path_factory):
     return page
 
 
+@pytest.mark.full
 def test_nothing_is_wider_than_a_phone(browser, runs, plan):
     for page in (write_report(runs[0]), write_report(*runs), plan):
         for dark in (False, True):

@@ -6,10 +6,8 @@ state of the files. TensorBoard has the same figures.
 """
 
 import json
-import shutil
 
 import numpy as np
-import PIL.Image
 import pytest
 
 from megatron_vlm.config.schema import Config, LogConfig
@@ -36,7 +34,7 @@ from tests.report.test_run_report import (
     step,
     write_run,
 )
-from tests.support.report_facts import Facts, browse, check_self_contained, in_a_browser, walk
+from tests.support.report_facts import Facts, check_self_contained, in_a_browser, walk
 
 PLUM = (150, 40, 130)
 
@@ -482,8 +480,8 @@ def test_tensorboard_has_the_figures(tmp_path):
 
 @pytest.mark.slow
 @in_a_browser
-@pytest.mark.parametrize(("width", "scheme"), [(1200, 1), (480, 0)])
-def test_a_browser_draws_the_samples(width, scheme, report, tmp_path):
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (480, True)])
+def test_a_browser_draws_the_samples(width, dark, report, browser, tmp_path):
     observations = [{"text": "And now?", "images": [data_uri((7, 90, 200))]}]
     page = report(
         *(line for i in range(3) for line in (step(i, 1.0), rl(i, clip_fraction=0.0))),
@@ -493,22 +491,16 @@ def test_a_browser_draws_the_samples(width, scheme, report, tmp_path):
             prompt(2, episode(1.0, "a", "b", heard=observations), images=[data_uri(PLUM)]),
         ],
     )
-    path = write_report(tmp_path / "my run")
-    drawn = browse(path, "--dump-dom")
-    assert drawn.count("<canvas") == len(page.titles)
-    shutil.rmtree(tmp_path / "my run" / "profile", ignore_errors=True)
-    shot = tmp_path / "shot.png"
-    options = [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},9000"]
-    browse(path, *options, f"--screenshot={shot}")
-    with PIL.Image.open(shot) as opened:
-        pixels = np.asarray(opened.convert("RGB"))
+    browser.open(write_report(tmp_path / "my run"), width, dark, height=9000)
+    assert browser.content().count("<canvas") == len(page.titles)
+    pixels = browser.picture()
 
     def count(colour):
         return int((pixels == colour).all(axis=-1).sum())
 
     for colour in (PLUM, (7, 90, 200)):
         assert count(colour) in range(64 * 48 - 30, 64 * 48 + 1)
-    good, bad = [("2c8258", "b3402a"), ("63c393", "ee8a72")][not scheme]
+    good, bad = [("2c8258", "b3402a"), ("63c393", "ee8a72")][dark]
     assert min(count(tuple(bytes.fromhex(each))) for each in (good, bad)) > 400
-    paper = np.abs(pixels.astype(int) - [(247, 246, 243), (21, 23, 27)][not scheme]).max(axis=-1)
+    paper = np.abs(pixels.astype(int) - [(247, 246, 243), (21, 23, 27)][dark]).max(axis=-1)
     assert (paper[:, -8:] == 0).all()  # nothing overflows the page

@@ -39,14 +39,7 @@ from megatron_vlm.report.run.comparison import differences
 from megatron_vlm.report.run.metrics_arrays import read_metrics
 from megatron_vlm.report.sections import CardPages, Table, is_picture_uri
 from tests.support.error_fields import raises
-from tests.support.report_facts import (
-    Facts,
-    browse,
-    check_self_contained,
-    colour,
-    in_a_browser,
-    walk,
-)
+from tests.support.report_facts import Facts, check_self_contained, colour, in_a_browser, walk
 
 TEAL = (20, 140, 130)
 HOSTILE = "<script>alert(1)</script> & \u4e09 \x1b[2J\u202e"
@@ -689,38 +682,39 @@ def test_numbers_and_durations():
 
 @in_a_browser
 @pytest.mark.parametrize(
-    ("width", "scheme", "curve", "dot", "paper"),
-    [(1200, 1, "2f6ba8", "c05a12", "f7f6f3"), (480, 0, "7db1e6", "f29a5c", "15171b")],
+    ("width", "dark", "curve", "dot", "paper"),
+    [
+        (1200, False, "2f6ba8", "c05a12", "f7f6f3"),
+        pytest.param(480, True, "7db1e6", "f29a5c", "15171b", marks=pytest.mark.full),
+    ],
 )
-def test_a_browser_draws_the_curves(width, scheme, curve, dot, paper, report, tmp_path):
+def test_a_browser_draws_the_curves(width, dark, curve, dot, paper, report, browser, tmp_path):
     report(
         start(),
         *(step(i, 3 / (1 + i / 20)) for i in range(200)),
         *(evaluation(i, 3 / (1 + i / 20)) for i in range(20, 201, 20)),
         examples=[example()],
     )
-    path, shot = write_report(tmp_path / "my run"), tmp_path / "shot.png"
-    options = [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},5600"]
-    browse(path, *options, f"--screenshot={shot}")
-    with PIL.Image.open(shot) as opened:
-        pixels = np.asarray(opened.convert("RGB"))
+    browser.open(write_report(tmp_path / "my run"), width, dark, height=5600)
+    pixels = browser.picture().astype(np.int16)
     assert pixels.shape[1] == width
 
     def mask(wanted, slack=0):
-        return np.abs(pixels.astype(int) - colour(wanted)).max(axis=-1) <= slack
+        return np.abs(pixels - np.array(colour(wanted), np.int16)).max(axis=-1) <= slack
 
     # Lines are narrow and slanted, so few of their pixels have the pure colour.
-    assert mask(curve, 40).any(axis=0).sum() > 0.6 * width
-    assert mask(curve, 40).sum() > 2 * width
+    of_curve, of_paper = mask(curve, 40), mask(paper)
+    assert of_curve.any(axis=0).sum() > 0.6 * width
+    assert of_curve.sum() > 2 * width
     # The points of a set are on the loss and on the scores, as discs 8 pixels wide.
     assert mask(dot).sum() > 3 * 10 * 25
     assert int((pixels == TEAL).all(axis=-1).sum()) in range(64 * 48 - 30, 64 * 48 + 1)
-    assert mask(paper).sum() > pixels[..., 0].size // 10
-    assert mask(paper)[:, -8:].all()  # nothing overflows the page
+    assert of_paper.sum() > of_paper.size // 10
+    assert of_paper[:, -8:].all()  # nothing overflows the page
 
 
 @in_a_browser
-def test_a_browser_runs_our_scripts_and_no_other(tmp_path):
+def test_a_browser_runs_our_scripts_and_no_other(tmp_path, chromium):
     text = "<img src=x onerror=document.title='stolen'>"
     runs = (hostile_run(tmp_path / "a", text), two_runs(tmp_path)[0])
     path, charts = write_report(*runs), Facts(read_report(*runs)).titles
@@ -728,7 +722,8 @@ def test_a_browser_runs_our_scripts_and_no_other(tmp_path):
     # A record could bring this markup into the page if the escapes ever failed.
     foreign = f"<script>document.title='stolen'</script>{text}</body>"
     path.write_text(page.replace("</body>", foreign), encoding="utf-8")
-    drawn = browse(path, "--dump-dom")
+    chromium.open(path)
+    drawn = chromium.content()
     assert "<title>2 runs compared</title>" in drawn
     assert drawn.count("<canvas") == len(charts)
     assert drawn.count('class="keys') == len(charts)

@@ -79,6 +79,10 @@ class Browser:
         with PIL.Image.open(io.BytesIO(base64.b64decode(shot["data"]))) as opened:
             return np.asarray(opened.convert("RGB"))
 
+    def content(self):
+        """Return the page as its scripts have left it."""
+        return self.run("document.documentElement.outerHTML")
+
     def wider_than_page(self):
         """Return what reaches over the right edge of the page and has no scroll bar of its own."""
         return self.run(_WIDER)
@@ -123,15 +127,16 @@ def start_browser(folder):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+    pending = bytearray()  # what has arrived of the next messages
     os.close(ours[0])
     os.close(theirs[1])
     with open(ours[1], "wb", buffering=0) as writer, open(theirs[0], "rb") as reader:
 
         def receive():
-            text = bytearray()
-            while (byte := reader.read(1)) != b"\0":
-                assert byte, "Chromium has ended"
-                text += byte
+            while b"\0" not in pending:
+                pending.extend(piece := reader.read1(2**20))
+                assert piece, "Chromium has ended"
+            text, _, pending[:] = pending.partition(b"\0")
             return json.loads(text)
 
         try:
