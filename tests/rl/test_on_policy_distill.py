@@ -30,16 +30,21 @@ from megatron_vlm.rl.train_batch import (
 )
 from megatron_vlm.training.worker import MegatronWorker
 from tests.engines.test_sampling_engines import STAND_IN
-from tests.rl.test_rl import furthest, learnt, lines, run_rank, samples, words
+from tests.model.test_parity import layout
+from tests.rl.test_rl import LEAN, full, furthest, learnt, lines, run_rank, samples, words
 from tests.support.batches import MIXED, make_rows
 from tests.support.reference import load_reference, row_logits
 from tests.support.runs import Case, collect_grads
 from tests.support.sets import write_set
-from tests.training.test_policy_losses import LAYOUTS, VOCAB, apart, picked
+from tests.training.test_policy_losses import VOCAB, apart, picked
 
 # Relative error in fp32 on the CPU against float64. Measured worst case: 2.9e-6.
 TOLERANCE = 5e-6
 TEACHERS = {"teacher": {}, "other": dict(layers=5, hidden=48, seed=2)}
+LAYOUTS = {
+    name: replace(case, train=dict(micro_batch_size=3))
+    for name, case in {"dp2": layout(dp=2), "tp2-pp2": layout(tp=2, pp=2)}.items()
+}
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,7 @@ def expected(paths, rows):
     return compute
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["dp2", *full("tp2-pp2")])
 def test_gradients_are_those_of_the_formula(name, pool, paths, rows, expected, record_property):
     case = LAYOUTS[name]
     rls = {key: rl_config(each, paths) for key, each in DISTILLATIONS.items()}
@@ -234,7 +239,9 @@ def test_gradients_are_those_of_the_formula(name, pool, paths, rows, expected, r
 # Whole runs.
 
 EXTRA = 16  # rows of a padded vocabulary
+STEPS = 2
 DISTIL = ["rl=distill", "rl.reward=null", "rl.kl_coef=null", "rl.entropy_coef=null"]
+DISTIL += ["data.eval=null", f"train.steps={STEPS}"]
 
 
 @pytest.fixture(scope="module")
@@ -282,11 +289,12 @@ def alone(pool, folder, model, teacher) -> Path:
     return learnt(pool, 1, folder, model, "alone", *DISTIL, f"rl.teacher={teacher}")
 
 
-@pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.pp=2"])
-def test_every_layout_learns_the_same(pool, folder, model, teacher, alone, layout):
-    """A run needs no reward. The second replica has fewer rows than the first."""
-    arguments = [*DISTIL, f"rl.teacher={teacher}", layout]
-    run = learnt(pool, 4, folder, model, f"run-{layout[9:11]}", *arguments)
+@pytest.mark.full
+def test_every_layout_learns_the_same(pool, folder, model, teacher, alone):
+    """A run needs no reward. The second replica has fewer rows than the first, and the vocabularies
+    of student and teacher are cut at other places. The run with an engine has PP2."""
+    arguments = [*DISTIL, f"rl.teacher={teacher}", "parallel.tp=2"]
+    run = learnt(pool, 4, folder, model, "layout", *arguments, f"data.eval={folder}/train.jsonl")
     assert without_kl(run) == without_kl(alone)
     assert furthest(run, alone) < 1e-6
     for actual, expected in zip(lines(run, "rl"), lines(alone, "rl"), strict=True):
@@ -298,24 +306,26 @@ def test_every_layout_learns_the_same(pool, folder, model, teacher, alone, layou
 def test_the_student_comes_near_its_teacher(pool, folder, model, tiny, top_k):
     teacher = tiny(deepstack=1, from_scratch=True, layers=5, seed=3)
     more = ["train.steps=16", "optim.lr=4e-3", "optim.eps=1e-8", "train.micro_batch_size=24"]
-    more += [f"rl.teacher_top_k={top_k}", "optim.clip_grad=10", "data.eval=null", "rl.samples=8"]
+    more += [f"rl.teacher_top_k={top_k}", "optim.clip_grad=10", "rl.samples=8"]
     name = f"near-{top_k}"
     run = learnt(pool, 1, folder, model, name, *DISTIL, f"rl.teacher={teacher}", *more)
     kls = [line["teacher_kl"] for line in lines(run, "rl")]
     assert sum(kls[-3:]) < 0.8 * sum(kls[:3]), kls  # measured: 0.60 and 0.20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_a_teacher_that_is_the_student_teaches_nothing(pool, folder, model, top_k):
     more = ["optim.weight_decay=0", f"rl.teacher_top_k={top_k}", f"rl.teacher={model}"]
     run = learnt(pool, 2, folder, model, f"itself-{top_k}", *DISTIL, *more, "parallel.pp=2")
-    assert [line["grad_norm"] for line in lines(run, "step")] == [0.0] * 3
-    assert [line["teacher_kl"] for line in lines(run, "rl")] == [0.0] * 3
+    assert [line["grad_norm"] for line in lines(run, "step")] == [0.0] * STEPS
+    assert [line["teacher_kl"] for line in lines(run, "rl")] == [0.0] * STEPS
     start = load_file(Path(model) / "model.safetensors")
     end = load_file(run / "export" / "model.safetensors")
     assert all(torch.equal(value, end[name]) for name, value in start.items())
 
 
+@pytest.mark.full
 def test_rewards_may_be_reported_alone(pool, folder, model, teacher, alone):
     """With rl.advantage=none a reward changes nothing but the figures."""
     reward = next(word for word in words(folder, model, "x") if word.startswith("rl.reward="))
@@ -327,6 +337,7 @@ def test_rewards_may_be_reported_alone(pool, folder, model, teacher, alone):
     assert furthest(mixed, alone) > 1e-4
 
 
+@pytest.mark.full
 def test_a_source_has_its_own_teacher(pool, folder, model, teacher):
     """The name is that of the record's data_source, or else that of its file."""
     records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
@@ -334,7 +345,7 @@ def test_a_source_has_its_own_teacher(pool, folder, model, teacher):
     marked = [{**record, "data_source": "own"} for record in records[:3]]
     named.write_text("".join(json.dumps(record) + "\n" for record in [*marked, *records[3:]]))
     more = [f"data.train={named}", "train.steps=1", "train.global_batch_size=7"]
-    more += [*DISTIL, "data.shuffle=false", "rl.shown=7"]
+    more = [*DISTIL, *LEAN, *more, "data.shuffle=false", "rl.shown=7"]
     both = f"rl.teacher={{own: {model}, named: {teacher}}}"
     run = learnt(pool, 2, folder, model, "sources", *more, both)
     kls = [[each["teacher_kl"] for each in line["episodes"]] for line in samples(run)]
@@ -353,6 +364,7 @@ def changed(path: str, target: Path, file: str, **values: Any) -> str:
     return str(target)
 
 
+@pytest.mark.full
 def test_a_teacher_that_reads_other_things_is_refused(pool, folder, model, teacher, tiny):
     smaller = tiny(deepstack=1, vocab=300)
     processor = "preprocessor_config.json"
@@ -387,6 +399,7 @@ def by_engine(folder: Path, teacher: str, name: str, **options: Any) -> list[str
     ]
 
 
+@pytest.mark.full
 def test_the_scores_of_engines_are_learnt_from_whole_or_not_at_all(pool, folder, model, teacher):
     """An engine that dies in the middle of a step is asked again. One that always dies ends the
     run, before anything was learnt."""
@@ -405,6 +418,7 @@ def test_the_scores_of_engines_are_learnt_from_whole_or_not_at_all(pool, folder,
     assert not lines(folder / "dead", "step")
 
 
+@pytest.mark.full
 def test_a_token_that_the_teacher_lacks_is_refused(pool, folder, model, teacher):
     """The student has 16 rows more than its tokenizer has tokens, and draws one of them."""
     status, _, err = run_rank(

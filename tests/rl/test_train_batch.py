@@ -4,6 +4,7 @@ as the chat template and the image processor make it, with only what was drawn s
 
 import asyncio
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner, seed_of
 from megatron_vlm.rl.rollouts import next_prompts
 from megatron_vlm.rl.train_batch import (
+    TrainBatch,
     make_train_batch,
     train_batch_from_bytes,
     train_batch_to_bytes,
@@ -92,6 +94,28 @@ def table_of(cfg: Config) -> EpisodeRunner:
     )
 
 
+def opened(cfg: Config) -> Iterator[EpisodeRunner]:
+    episode_runner = table_of(cfg)
+    yield episode_runner
+    episode_runner.reward_pool.close()
+
+
+@pytest.fixture(scope="module")
+def letters(folder, model) -> Iterator[EpisodeRunner]:
+    """Episodes of one answer, with a reward."""
+    yield from opened(config(folder, model, reward=f"{TASKS}:letters"))
+
+
+@pytest.fixture(scope="module")
+def looks(folder, model) -> Iterator[EpisodeRunner]:
+    """Episodes of three turns, with an environment."""
+    yield from opened(config(folder, model, environment=f"{TASKS}:Looks"))
+
+
+def train_batch_of(episode_runner: EpisodeRunner, groups: list[Group], dp: int) -> TrainBatch:
+    return make_train_batch(groups, episode_runner.cfg, episode_runner.data.work, dp)
+
+
 def completion(episode_runner: EpisodeRunner, seed: int, ended: str = "stop") -> Completion:
     """An answer that depends on its seed, with log-probs that say where they belong."""
     ids = episode_runner.tokenizer(ANSWERS[seed % len(ANSWERS)]).input_ids
@@ -137,15 +161,11 @@ def same_pictures(one: Row, other: Row) -> bool:
     return True
 
 
-def test_a_row_of_one_answer_is_that_of_the_chat(folder, model):
-    episode_runner = table_of(config(folder, model, reward=f"{TASKS}:letters"))
-    train_batch = make_train_batch(
-        play(episode_runner), episode_runner.cfg, episode_runner.data.work, 1
-    )
-    episode_runner.reward_pool.close()
+def test_a_row_of_one_answer_is_that_of_the_chat(folder, model, letters):
+    train_batch = train_batch_of(letters, play(letters), 1)
     for number, each in enumerate(train_batch.rows):
         record = records(folder)[number // SAMPLES]
-        answer = episode_runner.text(each.row.ids_S[each.row.labels_S != IGNORE].tolist())
+        answer = letters.text(each.row.ids_S[each.row.labels_S != IGNORE].tolist())
         expected = whole(folder, model, [*prompt_of(record), say("assistant", answer)])
         # The template ends a turn with a line break, which nobody draws.
         count = len(each.row.ids_S)
@@ -157,23 +177,17 @@ def test_a_row_of_one_answer_is_that_of_the_chat(folder, model):
 
 
 @pytest.mark.parametrize("ended", ["stop", "length"])
-def test_a_row_of_several_turns_is_that_of_the_conversation(folder, model, ended):
+def test_a_row_of_several_turns_is_that_of_the_conversation(folder, model, looks, ended):
     """Also where answers were cut off: what should have ended them is there, and not trained."""
-    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
-    groups = play(episode_runner, ended)
-    train_batch = train_batch_from_bytes(
-        train_batch_to_bytes(
-            make_train_batch(groups, episode_runner.cfg, episode_runner.data.work, 1)
-        )
-    )
-    episode_runner.reward_pool.close()
+    groups = play(looks, ended)
+    train_batch = train_batch_from_bytes(train_batch_to_bytes(train_batch_of(looks, groups, 1)))
     episodes = [each for group in groups for each in group.episodes]
     for episode, each in zip(episodes, train_batch.rows, strict=True):
-        chat, looks = prompt_of(records(folder)[episode.group]), Looks()
-        looks.reset({})
+        chat, environment = prompt_of(records(folder)[episode.group]), Looks()
+        environment.reset({})
         rewards = []
         for answer in episode.answers:
-            told = looks.step(answer)
+            told = environment.step(answer)
             rewards.append(told.reward)
             chat = [*chat, say("assistant", answer), *told.messages]
         assert len(episode.answers) == 3 and episode.reward == sum(rewards)
@@ -183,46 +197,39 @@ def test_a_row_of_several_turns_is_that_of_the_conversation(folder, model, ended
         assert same_pictures(each.row, expected)
         # What is supervised are the answers, with their ends where those were drawn.
         drawn_S = each.row.labels_S != IGNORE
-        ids = [episode_runner.tokenizer(answer).input_ids for answer in episode.answers]
-        ends = [episode_runner.dialogues[0].end_id] * (ended == "stop")
+        ids = [looks.tokenizer(answer).input_ids for answer in episode.answers]
+        ends = [looks.dialogues[0].end_id] * (ended == "stop")
         assert each.row.labels_S[drawn_S].tolist() == [i for own in ids for i in [*own, *ends]]
         log_probs = [-1.0 - place / 64 for own in ids for place in range(len(own) + len(ends))]
         assert each.sampler_log_probs_S[drawn_S].tolist() == log_probs
         assert (each.sampler_log_probs_S[~drawn_S] == 0).all()
 
 
-def test_an_episode_ends_before_it_outgrows_its_limit(folder, model):
+def test_an_episode_ends_before_it_outgrows_its_limit(looks):
     """A third turn would pass 100 tokens with the answer that it asks for."""
-    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks", max_tokens=100))
-    groups = play(episode_runner)
-    episode_runner.reward_pool.close()
+    rl = replace(looks.cfg.rl, max_tokens=100)
+    groups = play(replace(looks, cfg=replace(looks.cfg, rl=rl)))
     episodes = [each for group in groups for each in group.episodes]
     assert {len(each.answers) for each in episodes} == {1, 2} and all(e.cut for e in episodes)
     assert all(len(each.ids) <= 100 for each in episodes)
 
 
-def test_people_are_shown_what_was_said_without_the_template(folder, model):
-    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
-    groups = play(episode_runner)
-    episode_runner.reward_pool.close()
+def test_people_are_shown_what_was_said_without_the_template(looks):
+    groups = play(looks)
     assert [group.question for group in groups] == [
         "system: be short\nuser: what?",
         "and",
         "user: word?\nassistant: red\nuser: 0?",
     ]
-    assert [episode_runner.words(row) for row in groups[0].episodes[0].shown[1:]] == [
+    assert [looks.words(row) for row in groups[0].episodes[0].shown[1:]] == [
         "look again 1",
         "look again 2",
     ]
 
 
-def test_pictures_travel_once(folder, model):
+def test_pictures_travel_once(letters):
     """Eight answers to a picture are not eight pictures on the way."""
-    episode_runner = table_of(config(folder, model, reward=f"{TASKS}:letters"))
-    train_batch = make_train_batch(
-        play(episode_runner), episode_runner.cfg, episode_runner.data.work, 2
-    )
-    episode_runner.reward_pool.close()
+    train_batch = train_batch_of(letters, play(letters), 2)
     pixels = [each.row.pixel_values_PC for each in train_batch.rows]
     bytes_once = sum(p.nbytes for p in {id(p): p for p in pixels if p is not None}.values())
     assert bytes_once < len(train_batch_to_bytes(train_batch)) < 1.5 * bytes_once
@@ -271,30 +278,25 @@ def test_seeds_follow_each_other_only_in_the_first_turn():
     assert len(others) == 8 and len(later) == 4
 
 
-def test_a_template_that_shows_earlier_turns_in_another_way_is_refused(folder, model):
+def test_a_template_that_shows_earlier_turns_in_another_way_is_refused(looks, monkeypatch):
     """As one that leaves out what was thought before: the model would not be trained on what it
     has seen."""
-    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
-    episode_runner.reward_pool.close()
-    [dialogue] = episode_runner.dialogues
+    [dialogue] = looks.dialogues
     tokenizer = dialogue.reader.encoder.renderer.tokenizer
     shown = "+ show(message.content) }}\n{%- for call"
     assert shown in tokenizer.chat_template
     short = shown.replace("message.content", "message.content if loop.last else '...'")
-    tokenizer.chat_template = tokenizer.chat_template.replace(shown, short)
+    changed = tokenizer.chat_template.replace(shown, short)
+    monkeypatch.setattr(tokenizer, "chat_template", changed)
     with raises(DataError, place="record 1", key="data.template_kwargs"):
         dialogue.reply([say("user", "and now?")], "record 1")
 
 
-def test_pictures_of_an_environment_may_be_of_any_kind(folder, model, tmp_path):
-    episode_runner = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
-    episode_runner.reward_pool.close()
+def test_pictures_of_an_environment_may_be_of_any_kind(folder, looks):
     image = PIL.Image.new("RGB", (64, 64), (10, 20, 30))
     image.save(folder / "own.png")
     rows = [
-        episode_runner.dialogues[0].reply(
-            [say("user", {"type": "image", "image": given})], "record 1"
-        )
+        looks.dialogues[0].reply([say("user", {"type": "image", "image": given})], "record 1")
         for given in (image, (folder / "own.png").read_bytes(), "own.png")
     ]
     assert all(same_pictures(rows[0], row) and row.ids_S.equal(rows[0].ids_S) for row in rows)
@@ -314,13 +316,10 @@ def test_prompts_have_a_cache_of_their_own(folder, model, tmp_path):
     assert found[False][0] == 2 and found[False][1] > 0  # two records have an answer
 
 
-def test_updates_divide_the_prompts(folder, model):
+def test_updates_divide_the_prompts(letters):
     """Each prompt is learnt from once, with all of its answers in one update."""
-    episode_runner = table_of(config(folder, model, reward=f"{TASKS}:letters", updates=2))
-    train_batch = make_train_batch(
-        play(episode_runner), episode_runner.cfg, episode_runner.data.work, 2
-    )
-    episode_runner.reward_pool.close()
+    cfg = replace(letters.cfg, rl=replace(letters.cfg.rl, updates=2))
+    train_batch = train_batch_of(replace(letters, cfg=cfg), play(letters), 2)
     rows = [
         sorted(n for share in update.plan for b in share for n in b)
         for update in train_batch.updates
