@@ -134,7 +134,10 @@ LAYOUTS: dict[str, tuple[Case, dict[str, Any], ExpertStorage | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "tp2-pp2" else pytest.mark.full) for name in LAYOUTS],
+)
 def test_named_weights_are_those_of_an_export(name, pool, tiny, tmp_path):
     """Rank 0 alone gets the weights, equal to the last bit, in the checkpoint's types and form."""
     case, sizes, form = LAYOUTS[name]

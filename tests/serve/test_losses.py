@@ -193,19 +193,25 @@ def test_losses_are_the_official_ones(name, pool, tiny, record_property):
     ]
     answers = pool.run(call, case.world, path, case, partial(of_request, bodies=bodies))[0]
     model, worst = load_reference(path), {}
+    log_probs = {
+        several: [
+            targeted_log_probs(row_logits(model, row_of(chunks, path)), inputs["target_tokens"])
+            for chunks, inputs in data[several]
+        ]
+        for several in data
+    }
     for which, (loss, options, several), answer in zip(CASES, CASES.values(), answers, strict=True):
         model.zero_grad()
-        total, log_probs = 0.0, []
-        for chunks, inputs in data[several]:
-            p = targeted_log_probs(row_logits(model, row_of(chunks, path)), inputs["target_tokens"])
+        total = torch.zeros((), dtype=torch.float64)
+        for p, (_, inputs) in zip(log_probs[several], data[several], strict=True):
             values = {n: torch.tensor(v).float() for n, v in inputs.items() if n[0] != "t"}
-            value = FORMULAS[loss](p, values, options)
-            value.backward()
-            total += float(value.detach())
-            log_probs.append(p.detach().numpy())
+            total = total + FORMULAS[loss](p, values, options).double()
+        total.backward(retain_graph=True)
+        total = float(total.detach())
         actual_sum, actual, grads, alone, means = answer
-        assert [each.shape for each in actual] == [each.shape for each in log_probs]
-        apart = max(float(abs(a - b).max()) for a, b in zip(actual, log_probs, strict=True))
+        expected = [p.detach().numpy() for p in log_probs[several]]
+        assert [each.shape for each in actual] == [each.shape for each in expected]
+        apart = max(float(abs(a - b).max()) for a, b in zip(actual, expected, strict=True))
         expected_grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         errors = [
             float((grads[n] - g).norm() / g.norm()) for n, g in expected_grads.items() if g.any()

@@ -21,6 +21,7 @@ from peft import PeftModel
 from tests.support.batches import token_ids
 from tests.support.pool import free_port
 from tests.support.ports import descendants
+from tests.support.process_tree import ProcessTree
 from tests.support.reference import load_reference, row_logits
 from tests.support.serve_client import (
     Client,
@@ -62,9 +63,11 @@ def path(tiny) -> str:
 
 
 @pytest.fixture(scope="module")
-def running(path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("service")
-    with served(path, folder, free_port(), "train.micro_batch_size=2") as service:
+def running(
+    path: str, tmp_path_factory: pytest.TempPathFactory, process_tree: ProcessTree
+) -> Iterator[Running]:
+    folder, words = tmp_path_factory.mktemp("service"), "train.micro_batch_size=2"
+    with served(path, folder, free_port(), words, tree=process_tree) as service:
         yield service
 
 
@@ -429,7 +432,7 @@ MUCH = [([[7] * 4000], {"target_tokens": [7] * 4000})] * 128  # more than 500 Mi
 @pytest.mark.parametrize(
     "layout",
     [
-        "parallel.pp=1",
+        pytest.param("parallel.pp=1", marks=pytest.mark.full),
         pytest.param("launch.processes=2", marks=pytest.mark.slow),
         pytest.param("parallel.tp=2", marks=pytest.mark.slow),
     ],

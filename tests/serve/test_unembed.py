@@ -10,7 +10,7 @@ import pytest
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from tests.lora.test_head import pytestmark as pytestmark  # what PEFT warns of
+from tests.lora.test_head import pytestmark as warned
 from tests.serve import test_serve
 from tests.serve.test_serve import (
     PROMPTS,
@@ -26,6 +26,8 @@ from tests.serve.test_serve import (
 )
 from tests.support.reference import load_reference
 from tests.support.serve_client import Client, FailedError, Model
+
+pytestmark = [*warned, pytest.mark.full]
 
 PARTS = ("train_attn", "train_mlp", "train_unembed")
 LEAVES = {

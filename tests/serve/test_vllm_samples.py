@@ -49,6 +49,7 @@ from megatron_vlm.serve.vllm_weights import FORM, SampleWeights
 from tests.support.fake_engine import DEADLY, HELD, SLOW, contents, ids_of, number_of
 from tests.support.pool import free_port
 from tests.support.ports import descendants
+from tests.support.process_tree import ProcessTree
 from tests.support.serve_client import (
     Client,
     FailedError,
@@ -380,6 +381,7 @@ def test_what_only_the_ranks_can_say_waits_for_them(desk, more):
     assert len(desk.asked) == 2
 
 
+@pytest.mark.full
 def test_what_was_under_way_is_drawn_by_the_next_service(tiny, tmp_path):
     """With the same seeds, also where the client named none; and it does not count as an attempt,
     however often the service dies."""
@@ -533,10 +535,11 @@ class Life:
     opened: ExitStack
     port: int = field(default_factory=free_port)
     more: tuple[str, ...] = ()
+    tree: ProcessTree | None = None
 
     def start(self) -> Any:
         given = [*settings(self.folder), *self.more]
-        running = start(self.path, self.folder / "run", self.port, *given)
+        running = start(self.path, self.folder / "run", self.port, *given, tree=self.tree)
         self.opened.callback(running.kill)
         return running
 
@@ -609,9 +612,11 @@ def test_samples_outlive_the_service_and_do_not_hold_up_training(life):
     assert "Traceback" not in said, said
 
 
-def test_the_ranks_complete_what_the_engine_has_drawn(life):
+@pytest.mark.full
+def test_the_ranks_complete_what_the_engine_has_drawn(life, process_tree):
     """By the snapshot that it was drawn with. And a prompt that ends the engine does not end the
     service."""
+    life.tree = process_tree
     life.start()
     client = life.client()
     model = client.model(4, seed=1)

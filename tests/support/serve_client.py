@@ -12,14 +12,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
+from megatron_vlm.cli import main
 from megatron_vlm.serve.protocol.protobuf import message
 from tests.support.ports import descendants
+from tests.support.process_tree import Child, ProcessTree
 from tests.support.serve_requests import Chunks, Picture, request
 
 START_S = 120.0
@@ -33,7 +36,7 @@ class FailedError(Exception):
 class Running:
     """A service that was started."""
 
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | ForkedProcess"
     url: str
 
     def stop(self, number: int = signal.SIGTERM) -> int:
@@ -49,14 +52,62 @@ class Running:
         self.process.wait(60)
 
 
-def start(model: str, run: Path, port: int, *settings: str) -> Running:
+@dataclass
+class ForkedProcess:
+    """The methods of subprocess.Popen that tests use, for a service in the fork of a process that
+    has imported everything."""
+
+    child: Child
+    args: list[str]
+    status: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    def poll(self) -> int | None:
+        if self.status is None and self.child.connection.poll():
+            try:
+                self.status = self.child.connection.recv()
+            except EOFError:
+                self.status = -signal.SIGKILL
+        return self.status
+
+    def wait(self, timeout: float) -> int:
+        ends = time.monotonic() + timeout
+        while self.poll() is None or self.child.alive:
+            if time.monotonic() > ends:
+                raise TimeoutError
+            time.sleep(0.01)
+        assert self.status is not None
+        return self.status
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def _serve(connection: Connection, words: list[str], said: Path) -> None:
+    os.setsid()
+    with said.open("ab") as log:
+        os.dup2(log.fileno(), 2)
+    connection.send(main(words))
+
+
+def start(
+    model: str, run: Path, port: int, *settings: str, tree: ProcessTree | None = None
+) -> Running:
     """Start `megatron-vlm serve`, and return once it answers."""
-    command = [sys.executable, "-m", "megatron_vlm.cli", "serve", f"model.path={model}"]
-    arguments = [f"run={run}", f"serve.port={port}", "platform=cpu", *settings]
+    words = ["serve", f"model.path={model}", f"run={run}", f"serve.port={port}", "platform=cpu"]
+    words, said = [*words, *settings], run / "said.txt"
     run.mkdir(parents=True, exist_ok=True)
-    with (run / "said.txt").open("ab") as log:
-        process = subprocess.Popen([*command, *arguments], stderr=log, start_new_session=True)
-    return wait_for(Running(process, f"http://127.0.0.1:{port}"), run / "said.txt")
+    process: subprocess.Popen[bytes] | ForkedProcess
+    if tree is not None:
+        process = ForkedProcess(tree.fork(_serve, words, said), words)
+    else:
+        command = [sys.executable, "-m", "megatron_vlm.cli", *words]
+        with said.open("ab") as log:
+            process = subprocess.Popen(command, stderr=log, start_new_session=True)
+    return wait_for(Running(process, f"http://127.0.0.1:{port}"), said)
 
 
 def wait_for(running: Running, said: Path | None = None) -> Running:
@@ -74,9 +125,11 @@ def wait_for(running: Running, said: Path | None = None) -> Running:
 
 
 @contextmanager
-def served(model: str, run: Path, port: int, *settings: str) -> Any:
+def served(
+    model: str, run: Path, port: int, *settings: str, tree: ProcessTree | None = None
+) -> Any:
     """Start a service that is ended in any case."""
-    running = start(model, run, port, *settings)
+    running = start(model, run, port, *settings, tree=tree)
     try:
         yield running
     finally:
