@@ -100,7 +100,10 @@ def held_by(path: str, case: Case) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("case", "sizes"),
-    [(layout(tp=2, pp=2), BLOCKS), (layout(dp=2, ep=2), EXPERTS_IN_BLOCKS)],
+    [
+        pytest.param(layout(tp=2, pp=2), BLOCKS, marks=pytest.mark.full),
+        (layout(dp=2, ep=2), EXPERTS_IN_BLOCKS),
+    ],
 )
 def test_the_planner_knows_the_bytes(case, sizes, pool, tiny):
     for base in ("nf4", "int8"):
@@ -251,6 +254,7 @@ def a_run(pool, tiny, tmp_path_factory):
     return folder, out
 
 
+@pytest.mark.full
 def test_a_run_says_what_it_trains_beside(a_run):
     folder, out = a_run
     assert "frozen linear layers in 4 bits (NF4)" in " ".join(out.split())
@@ -261,6 +265,7 @@ def test_a_run_says_what_it_trains_beside(a_run):
     assert [step["step"] for step in steps_of(folder / "run")] == [1, 2, 3]
 
 
+@pytest.mark.full
 def test_a_run_its_adapter_and_the_merged_model_are_the_same(a_run, pool):
     """Scores and answers of the adapter are those beside the weights in 4 bits."""
     folder, _ = a_run
@@ -428,6 +433,7 @@ _WRONG_TYPES = {
 }
 
 
+@pytest.mark.full
 def test_damaged_codes_are_refused(in_blocks, tiny, tmp_path):
     """Each is refused as the headers are read, with the weight or the field that is wrong."""
     failures = []

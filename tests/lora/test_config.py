@@ -7,7 +7,8 @@ import pytest
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 
-from megatron_vlm.config import from_yaml, load_config, to_yaml
+from megatron_vlm.config import Config, from_yaml, load_config, to_yaml
+from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.config.trainable import USUAL, exports, learns, scale_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
@@ -42,6 +43,7 @@ def test_recipes():
     assert scale_of(load_config([*HAS, "lora.rslora=true"]).lora) == 8
 
 
+@pytest.mark.full
 def test_recipes_bring_the_rate_of_adapters():
     """It is also above that of recipes that train all weights, and an explicit one wins."""
     assert load_config(["model.path=x", "lora=qlora"]).lora == replace(USUAL, base="nf4")
@@ -124,20 +126,28 @@ def test_targets_are_parts_names_and_patterns(tiny):
         names("embed_tokens")
 
 
+@pytest.fixture(scope="module")
+def recipes():
+    words = {name: ["model.path=x", f"lora={name}"] for name in ("default", "all", "vision")}
+    return {name: load_config(given) for name, given in words.items()}
+
+
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_head_is_adapted_where_it_is_named(tied, tiny):
+def test_the_head_is_adapted_where_it_is_named(tied, tiny, recipes):
     sizes = read_sizes(tiny(tied=tied))
 
+    def of_targets(*targets: str, **more) -> Config:
+        cfg = recipes["default"]
+        return replace(cfg, lora=replace(cfg.lora, targets=targets, **more))
+
     def names(*targets: str) -> list[str]:
-        cfg = load_config([*HAS, f"lora.targets=[{','.join(targets)}]"])
-        return [module_of(each) for each in adapted_weights(cfg, sizes)]
+        return [module_of(each) for each in adapted_weights(of_targets(*targets), sizes)]
 
     assert names("head") == names("lm_head") == ["lm_head"]
     assert names("attention", "head")[-1] == "lm_head" and len(names("attention", "head")) == 17
     for targets in (("attention", "mlp"), ("merger",), ("vision_attention", "vision_mlp")):
         assert "lm_head" not in names(*targets)
-    for recipe in ("default", "all", "vision"):
-        cfg = load_config(["model.path=x", f"lora={recipe}"])
+    for cfg in recipes.values():
         assert "lm_head" not in map(module_of, adapted_weights(cfg, sizes))
     assert "lm_head" in names("*")
     for targets, has_tower in (
@@ -147,11 +157,11 @@ def test_the_head_is_adapted_where_it_is_named(tied, tiny):
         ("vision_mlp", True),
     ):
         assert has_tower_weights(adapted_specs(sizes.with_head, (targets,))) == has_tower  # vLLM
-    for more, key in (
-        (["lora.train=[language]", "checkpoint.export=merged"], "lora.targets"),
-        (["model.freeze_language=true"], "model.freeze_language"),
+    frozen = replace(of_targets("head"), model=ModelConfig("x", freeze_language=True))
+    for cfg, key in (
+        (of_targets("head", train=("language",)), "lora.targets"),
+        (frozen, "model.freeze_language"),
     ):
-        cfg = load_config([*HAS, "lora.targets=[head]", *more])
         with raises(ConfigError, key=key, problem_has="lm_head of the part language"):
             adapted_weights(cfg, sizes)
 

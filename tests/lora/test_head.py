@@ -3,7 +3,7 @@
 every gradient, several targets per position, the most likely tokens, generated tokens, steps."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -30,6 +30,7 @@ from tests.lora.test_lora import (
     STEPS,
     TOLERANCE,
     compared,
+    marked,
 )
 from tests.model.test_parity import layout
 from tests.model.test_top_log_probs import asked_rows
@@ -44,7 +45,15 @@ from tests.support.peft_reference import (
     trained,
 )
 from tests.support.reference import row_logits
-from tests.support.runs import Case, Outcome, call, collect_grads, loss_and_grads, train
+from tests.support.runs import (
+    Case,
+    Outcome,
+    call,
+    collect_grads,
+    loss_and_grads,
+    outcome_of,
+    train,
+)
 from tests.training.test_decode import continue_row
 from tests.training.test_prompt_targets import targeted
 
@@ -108,11 +117,7 @@ CASES: dict[str, tuple[Case, Adapter, dict[str, Any], str, int]] = {
         SLICES,
     ),
 }
-QUICK = ("tied", "every-tp2-pp2", "alone-tied-pp2x2", "alone-dp2-overlap")
-
-
-def marked(names: Any, quick: Any = QUICK) -> list[Any]:
-    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names]
+QUICK, FULL = ("alone-dp2-overlap",), ("tied", "every-tp2-pp2", "alone-tied-pp2x2")
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +143,7 @@ def sliced(path: str, case: Case, rows: list[Row], logits: int) -> Outcome:
         return loss_and_grads(path, case, rows)
 
 
-@pytest.mark.parametrize("name", marked(CASES))
+@pytest.mark.parametrize("name", marked(CASES, QUICK, FULL))
 def test_equals_peft(name, pool, tiny, folder, record_property):
     case, adapter, sizes, batch, logits = CASES[name]
     case = replace(case, lora=dict(adapter.ours, path=folder(adapter, sizes)))
@@ -159,7 +164,9 @@ def batches() -> list[list[Row]]:
 @pytest.mark.parametrize(
     "name",
     marked(
-        ("alone-dp2-overlap", "every-tp2-pp2", "tied", "tied-pp2", "alone-tp2-dp2-plain-optimizer")
+        ("alone-dp2-overlap", "every-tp2-pp2", "tied", "tied-pp2", "alone-tp2-dp2-plain-optimizer"),
+        (),
+        ("alone-dp2-overlap", "every-tp2-pp2", "tied"),
     ),
 )
 def test_weights_after_three_steps(name, pool, tiny, folder, record_property):
@@ -203,7 +210,7 @@ def targets_by_peft(model: Any, rows: list[Row]) -> Any:
     return float(total.detach()), all_log_probs, as_ours(model, grads)
 
 
-@pytest.mark.parametrize("name", marked(("tied-tp2", "pp2", "1x1x1"), quick=("tied-tp2",)))
+@pytest.mark.parametrize("name", marked(("tied-tp2", "pp2", "1x1x1"), (), ("tied-tp2",)))
 def test_several_targets_a_place(name, pool, tiny, folder, record_property):
     case, adapter, sizes, *_ = CASES[name]
     case = replace(case, lora=dict(adapter.ours, path=folder(adapter, sizes)))
@@ -230,7 +237,7 @@ def asked(worker: MegatronWorker, rows: list[Row]) -> Any:
         )
 
 
-@pytest.mark.parametrize("name", marked(("tied-tp2", "pp2", "1x1x1"), quick=("tied-tp2",)))
+@pytest.mark.parametrize("name", marked(("tied-tp2", "pp2", "1x1x1"), (), ("tied-tp2",)))
 def test_what_is_likeliest_and_what_is_generated(name, pool, tiny, folder, record_property):
     case, adapter, sizes, *_ = CASES[name]
     case = replace(case, lora=dict(adapter.ours, path=folder(adapter, sizes)))
@@ -263,6 +270,7 @@ def both_ways(worker: MegatronWorker, rows: list[Row]) -> tuple[Tensor, Tensor]:
     return log_probs_M, logits_NV.log_softmax(-1).gather(1, batch.targets_M[:, None])[:, 0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_logits_are_those_that_targets_are_scored_by(
     precision, pool, tiny, folder, record_property
@@ -372,18 +380,26 @@ MUTANTS = {
 }
 
 
-def broken(path: str, case: Case, rows: list[Row], name: str) -> Outcome:
-    with MUTANTS[name](), at_once(SLICES):
-        return loss_and_grads(path, case, rows)
+def broken(worker: MegatronWorker, rows: list[Row]) -> dict[str, Outcome]:
+    """Return the outcome of each mutant, and at the end that of the code as it is."""
+    outcomes = {}
+    for name, mutant in {**MUTANTS, "none": nullcontext}.items():
+        with mutant(), at_once(SLICES):
+            outcomes[name] = outcome_of(worker, rows)
+    return outcomes
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_parity_notices(name, pool, tiny, folder, record_property):
+@pytest.mark.full
+def test_parity_notices_mutants(pool, tiny, folder, record_property):
     case, adapter, sizes, batch, _ = CASES["tied-tp2"]
     case = replace(case, lora=dict(adapter.ours, path=folder(adapter, sizes)))
     rows = make_rows(BATCHES[batch], VOCAB)
-    outcomes = pool.run(broken, 2, tiny(**sizes), case, rows, name)
+    outcomes = pool.run(call, 2, tiny(**sizes), case, partial(broken, rows=rows))
     expected = run_peft(peft_model(tiny(**sizes), adapter), rows)
-    worst = max(compared(outcomes, expected, case).values())
+    worst = {
+        name: max(compared([each[name] for each in outcomes], expected, case).values())
+        for name in outcomes[0]
+    }
     record_property("worst", worst)
-    assert worst > 100 * TOLERANCE
+    assert worst.pop("none") <= TOLERANCE
+    assert min(worst.values()) > 100 * TOLERANCE, worst

@@ -2,8 +2,10 @@
 """Adapters equal PEFT's on Hugging Face's model at each layout: losses, every gradient, and weights
 after three steps."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -247,11 +249,17 @@ CASES = {
 }
 
 
-# `make test` runs these, `make test-slow` the rest.
-QUICK = ("all-tp2-pp2", "recompute-text", "pp2x2", "dp2-overlap", "in-experts-ep2-pp2-recompute")
-QUICK += ("delta-net-all-tp2-pp2-recompute", "shared-expert-ep2-pp2-recompute")
-QUICK += ("nf4-all-tp2-pp2-recompute", "nf4-in-experts-ep2-pp2-recompute", "int8-delta-net-all-tp2")
-PARAMS = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
+# `make test` runs QUICK, `make test-full` FULL as well, and `make test-slow` the rest.
+QUICK = ("all-tp2-pp2", "dp2-overlap", "in-experts-ep2-pp2-recompute")
+FULL = ("recompute-text", "pp2x2", "delta-net-all-tp2-pp2-recompute")
+FULL += ("shared-expert-ep2-pp2-recompute", "nf4-all-tp2-pp2-recompute")
+FULL += ("nf4-in-experts-ep2-pp2-recompute", "int8-delta-net-all-tp2")
+
+
+def marked(names: Iterable[str], quick: Sequence[str], full: Sequence[str] = ()) -> list[Any]:
+    """Return the names as parameters, of which some are not slow."""
+    marks = {**dict.fromkeys(full, pytest.mark.full), **dict.fromkeys(quick, ())}
+    return [pytest.param(name, marks=marks.get(name, pytest.mark.slow)) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +310,7 @@ def batches(name):
     return [make_rows(BATCHES[name], 512, seed) for seed in range(STEPS)]
 
 
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("name", marked(CASES, QUICK, FULL))
 def test_equals_peft(name, pool, tiny, adapters, record_property):
     case, adapter, sizes, batch = CASES[name]
     folder, reference, _ = adapters
@@ -336,6 +344,7 @@ def compared(outcomes, expected, case) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.full
 def test_large_decays_equal_peft_with_the_rule_token_by_token(
     pool, tiny, adapters, record_property
 ):
@@ -359,24 +368,11 @@ def test_large_decays_equal_peft_with_the_rule_token_by_token(
     assert off and all(".in_proj_a." in name for name in off)
 
 
-STEP_CASES = [
-    "all-tp2-pp2",
-    "dp2-overlap",
-    "in-experts-ep2",
-    "delta-net-all-tp2-pp2-recompute",
-    *(
-        pytest.param(n, marks=pytest.mark.slow)
-        for n in (
-            "1x1x1",
-            "pp2x2",
-            "merger-whole-tp2-pp2",
-            "in-experts",
-            "in-experts-ep2-pp2-recompute",
-            "in-experts-ep2-plain-optimizer",
-            "shared-expert-ep2-pp2-recompute",
-        )
-    ),
-]
+FULL_STEPS = ("all-tp2-pp2", "in-experts-ep2", "delta-net-all-tp2-pp2-recompute")
+SLOW_STEPS = ("1x1x1", "pp2x2", "merger-whole-tp2-pp2", "in-experts")
+SLOW_STEPS += ("in-experts-ep2-pp2-recompute", "in-experts-ep2-plain-optimizer")
+SLOW_STEPS += ("shared-expert-ep2-pp2-recompute",)
+STEP_CASES = marked(("dp2-overlap", *FULL_STEPS, *SLOW_STEPS), ("dp2-overlap",), FULL_STEPS)
 # The tolerances are as in test_steps.py, in units of the learning rate. Measured: 3.5e-5, 0.014 and
 # 3.9e-7.
 MEAN_TOLERANCE_LR = 3e-4
@@ -414,6 +410,7 @@ def gathered(worker):
     return {name: value.clone() for name, value in named if value is not None}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("init", "case", "sizes"),
     [
@@ -448,6 +445,7 @@ def operations(worker):
     return counter.get_total_flops()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recompute", "sizes"),
     [
@@ -569,7 +567,10 @@ def broken(path, case, rows, name):
         return loss_and_grads(path, case, rows)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+FULL_MUTANTS = tuple(name for name in MUTANTS if name != "unscaled")
+
+
+@pytest.mark.parametrize("name", marked(MUTANTS, ("unscaled",), FULL_MUTANTS))
 def test_parity_notices(name, pool, tiny, adapters, record_property):
     case, adapter, sizes, batch = CASES[MUTANTS[name][1]]
     folder, reference, _ = adapters

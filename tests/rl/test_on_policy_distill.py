@@ -31,7 +31,7 @@ from megatron_vlm.rl.train_batch import (
 from megatron_vlm.training.worker import MegatronWorker
 from tests.engines.test_sampling_engines import STAND_IN
 from tests.model.test_parity import layout
-from tests.rl.test_rl import LEAN, full, furthest, learnt, lines, run_rank, samples, words
+from tests.rl.test_rl import LEAN, furthest, learnt, lines, run_rank, samples, words
 from tests.support.batches import MIXED, make_rows
 from tests.support.reference import load_reference, row_logits
 from tests.support.runs import Case, collect_grads
@@ -202,7 +202,8 @@ def expected(paths, rows):
     return compute
 
 
-@pytest.mark.parametrize("name", ["dp2", *full("tp2-pp2")])
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_are_those_of_the_formula(name, pool, paths, rows, expected, record_property):
     case = LAYOUTS[name]
     rls = {key: rl_config(each, paths) for key, each in DISTILLATIONS.items()}

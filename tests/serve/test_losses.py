@@ -181,7 +181,10 @@ def of_request(worker: MegatronWorker, bodies: list[bytes]) -> list[Any]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in ("pp2",) else pytest.mark.slow) for name in LAYOUTS],
+    [
+        pytest.param(name, marks=pytest.mark.full if name == "pp2" else pytest.mark.slow)
+        for name in LAYOUTS
+    ],
 )
 def test_losses_are_the_official_ones(name, pool, tiny, record_property):
     case, sizes = LAYOUTS[name]

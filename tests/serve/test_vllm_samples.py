@@ -334,19 +334,15 @@ def test_what_a_client_cancels_is_not_drawn_on(desk):
     until(lambda: not desk.engine_sampling.tasks and not desk.engine_sampling.admission.inside)
 
 
-REFUSED = {
-    "tokens[0]=99999": dict(ids=[99999]),
-    "sampling_params.temperature=0.001": dict(params={"temperature": 0.001}),
-    "70 tokens, and the engine takes 64": dict(ids=[3] * 70),
-}
-
-
-@pytest.mark.parametrize("said", REFUSED)
-def test_mistakes_are_the_clients(desk, said):
-    given = REFUSED[said]
-    promise = desk.ask(desk.sampler(), *given.pop("ids", [5]), more=dict(given))
-    failure = desk.failure(promise)
-    assert failure.category == "user" and said in failure.text
+def test_mistakes_are_the_clients(desk):
+    sampler = desk.sampler()
+    for said, ids, params in (
+        ("tokens[0]=99999", [99999], {}),
+        ("sampling_params.temperature=0.001", [5], {"temperature": 0.001}),
+        ("70 tokens, and the engine takes 64", [3] * 70, {}),
+    ):
+        failure = desk.failure(desk.ask(sampler, *ids, more={"params": params}))
+        assert failure.category == "user" and said in failure.text, said
 
 
 def test_a_session_that_has_ended_is_an_error(desk):
@@ -357,28 +353,28 @@ def test_a_session_that_has_ended_is_an_error(desk):
     )
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"params": {"temperature": 0.7}},
-        {"prompt_logprobs": True},
-        {"topk_sample_logprobs": 2},
-        {"topk_prompt_logprobs": 2},
-        {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}},
-    ],
-)
-def test_what_only_the_ranks_can_say_waits_for_them(desk, more):
+def test_what_only_the_ranks_can_say_waits_for_them(desk):
     """With the answers, which are drawn once. At temperature 0 an engine says all."""
     base = desk.sampler()
-    promise = desk.ask(base, 1, 5, more=more)
-    _, ask = until(lambda: desk.engine_sampling.drawn.get(promise))
-    assert [list(each.ids) for each in ask.answers] == drawn_by(5)
-    assert desk.outcome(promise) is None
-    assert desk.answer(desk.ask(base, 1, 6, more={"params": {"temperature": 0.0}}))
-    desk.journal.finish(promise, Outcome(b"by the ranks", "protobuf"))
-    until(lambda: not desk.engine_sampling.drawn)
-    assert desk.outcome(promise) == Outcome(b"by the ranks", "protobuf")
-    assert len(desk.asked) == 2
+    for number, more in enumerate(
+        (
+            {"params": {"temperature": 0.7}},
+            {"prompt_logprobs": True},
+            {"topk_sample_logprobs": 2},
+            {"topk_prompt_logprobs": 2},
+            {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}},
+        ),
+        start=1,
+    ):
+        promise = desk.ask(base, 1, 5, more=dict(more))
+        _, ask = until(lambda promise=promise: desk.engine_sampling.drawn.get(promise))
+        assert [list(each.ids) for each in ask.answers] == drawn_by(5), more
+        assert desk.outcome(promise) is None, more
+        assert desk.answer(desk.ask(base, 1, 6, more={"params": {"temperature": 0.0}}))
+        desk.journal.finish(promise, Outcome(b"by the ranks", "protobuf"))
+        until(lambda: not desk.engine_sampling.drawn)
+        assert desk.outcome(promise) == Outcome(b"by the ranks", "protobuf"), more
+        assert len(desk.asked) == 2 * number, more
 
 
 @pytest.mark.full

@@ -101,10 +101,13 @@ def collect_grads(worker: MegatronWorker) -> dict[str, Tensor]:
 
 
 def loss_and_grads(path: str, case: Case, rows: list[Row]) -> Outcome:
-    worker = MegatronWorker(case.config(path))
+    return outcome_of(MegatronWorker(case.config(path)), rows)
+
+
+def outcome_of(worker: MegatronWorker, rows: list[Row]) -> Outcome:
     local_rows = my_rows(rows)
     log_probs = worker.forward(local_rows)
-    if case.parallel.get("overlap_grad_reduce"):
+    if worker.cfg.parallel.overlap_grad_reduce:
         # Megatron's DDP learns in a first step which gradients arrive; it overlaps from the second.
         worker.forward_backward(local_rows)
     metrics = worker.forward_backward(local_rows, return_per_token_outputs=True)
