@@ -949,8 +949,10 @@ BOMB = """
 import sys, time
 from pathlib import Path
 from megatron_vlm.serve.protocol import answers, requests
-from megatron_vlm.serve.http.bodies import decompress
 from megatron_vlm.serve.protocol.payloads import RequestError
+heavy = {"torch", "megatron", "transformers"}
+assert not (heavy | {"fastapi"}) & set(sys.modules)
+from megatron_vlm.serve.http.bodies import decompress
 
 def peak():  # in KiB
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
@@ -961,7 +963,7 @@ try:
     decompress(body, 2**24)
 except RequestError:
     print((peak() - before) // 1024, time.monotonic() - begun)
-assert not {"torch", "fastapi", "megatron", "transformers"} & set(sys.modules)
+assert not heavy & set(sys.modules)
 """
 
 
