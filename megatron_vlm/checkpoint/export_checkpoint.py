@@ -80,7 +80,7 @@ def _export(folder: Path, out: str, model_path: str | None, kind: Exported | Non
 def _tensors(
     reader: PieceReader, entries: Sequence[Entry], source: HFCheckpoint
 ) -> Iterator[tuple[str, Tensor]]:
-    shapes = {tensor.name: tensor.shape for entry in entries for tensor in entry.theirs}
+    shapes = {tensor.name: tensor.shape for entry in entries for tensor in entry.hf_tensors}
     remedy = f"{source.path} is another one: give the folder that was trained with --model"
     reader.check(shapes, shapes, remedy)
     return ((name, reader.read_tensor(name)) for name in shapes)

@@ -95,7 +95,7 @@ def is_kept(cfg: Config, entry: Entry) -> bool:
 def shapes_of(worker: MegatronWorker) -> dict[str, TensorShape]:
     """Return the shape of every tensor of a checkpoint, by name."""
     entries = (entry for entry in worker.table if is_kept(worker.cfg, entry))
-    return {tensor.name: tensor.shape for entry in entries for tensor in entry.theirs}
+    return {tensor.name: tensor.shape for entry in entries for tensor in entry.hf_tensors}
 
 
 def held_pieces(

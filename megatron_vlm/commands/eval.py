@@ -163,21 +163,21 @@ def _evaluate(
     from megatron_vlm.training.worker import MegatronWorker
 
     worker = MegatronWorker(cfg, training=False, watchdog=watchdog)
-    examiner = Evaluator(worker, cfg, objective_of(worker, cfg))
+    evaluator = Evaluator(worker, cfg, objective_of(worker, cfg))
     if reference_of(cfg) == "keep":
-        examiner.keep_reference()  # the weights are still the initial ones
+        evaluator.keep_reference()  # the weights are still the initial ones
     if checkpoint is not None:
         watchdog.begin_phase(0, "loading the checkpoint", files=True)
         before = inputs_from_json(load(worker, checkpoint))
         changed_inputs(checkpoint, before, frozen_inputs(worker, is_rl=False))
     if dist.get_rank() == 0:
-        for held_out in examiner.sets:
+        for held_out in evaluator.sets:
             for line in held_out.remarks.lines:
                 print_to_user(line)
     watchdog.begin_phase(0, "evaluation")
     scores: dict[str, Mapping[str, float]] = {}
-    with closing(examiner):
-        for done in examiner.examine():
+    with closing(evaluator):
+        for done in evaluator.evaluate():
             if dist.get_rank() == 0:
                 scores[done.name] = done.scores
                 _report_set(done, predictions)

@@ -57,7 +57,7 @@ def share_ray_group(group: WorkerGroup, cfg: Config, training: bool = True) -> W
     """Start a second group in the processes of the first, e.g. the reference model of a policy.
     Both groups must have the same layout, and closing one ends both."""
     assert isinstance(group.ranks, RayTransport)
-    return WorkerGroup(RayTransport(group.ranks.crew, cfg, training))
+    return WorkerGroup(RayTransport(group.ranks.pool, cfg, training))
 
 
 class WorkerActor(RankActor):
@@ -168,23 +168,23 @@ class ActorPool:
 class RayTransport:
     """Transport to one worker in each process of an ActorPool."""
 
-    def __init__(self, crew: ActorPool, cfg: Config, training: bool):
-        self.crew = crew
-        workers = crew.gather([actor.start.remote(cfg, training) for actor in crew.actors])
+    def __init__(self, pool: ActorPool, cfg: Config, training: bool):
+        self.pool = pool
+        workers = pool.gather([actor.start.remote(cfg, training) for actor in pool.actors])
         self.number, self.dims = workers[0]
 
     def call(self, join: Join[T], method: str, parts: Parts, *args: Any) -> Future[T]:
         if parts is None:
-            refs = [actor.call.remote(self.number, method, *args) for actor in self.crew.actors]
+            refs = [actor.call.remote(self.number, method, *args) for actor in self.pool.actors]
         else:
             refs = self._send(method, parts, args)
         leaders = [self.dims.leader_of(replica) for replica in range(self.dims.dp)]
-        return self.crew.promise(refs, lambda results: join([results[rank] for rank in leaders]))
+        return self.pool.promise(refs, lambda results: join([results[rank] for rank in leaders]))
 
     def _send(self, method: str, parts: Sequence[ReplicaBatch], args: Sequence[Any]) -> list[Any]:
         stored = [(_store(part.batch), _store(part.pixels), part.first_row) for part in parts]
         refs = []
-        for rank, actor in enumerate(self.crew.actors):
+        for rank, actor in enumerate(self.pool.actors):
             batch, pixels, first_row = stored[self.dims.replica_of(rank)]
             local_pixels = pixels if self.dims.stage_of(rank) == 0 else None
             refs.append(
@@ -195,7 +195,7 @@ class RayTransport:
         return refs
 
     def close(self) -> None:
-        self.crew.close()
+        self.pool.close()
 
 
 def _store(batch: TensorBatch | None) -> Any:

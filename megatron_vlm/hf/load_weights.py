@@ -78,7 +78,7 @@ def held_params(
 ) -> Mapping[Entry, nn.Parameter]:
     """Return this stage's entries in the order of the table, each with its parameter."""
     params = [dict(chunk.named_parameters()) for chunk in chunks]
-    held = {e: params[e.chunk][e.ours] for e in table if e.stage == stage}
+    held = {e: params[e.chunk][e.our_name] for e in table if e.stage == stage}
     known = {id(param) for param in held.values()}
     unknown = [name for chunk in params for name in chunk if id(chunk[name]) not in known]
     assert not unknown, f"the name table lacks {unknown}"
@@ -91,7 +91,7 @@ def own_parameters(held: Mapping[Entry, nn.Parameter], cfg: Config) -> dict[Entr
     values."""
     own = {entry: param for entry, param in held.items() if not entry.is_frozen(cfg)}
     for entry, param in own.items():
-        if entry.origin is not Origin.ours:
+        if entry.origin is not Origin.added:
             param.data = torch.empty_like(param)
     return own
 
@@ -112,11 +112,11 @@ def load_hf(
     for entry, param in held.items():
         if entry.layout.cut == "tp" and not hasattr(param, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(param, True, entry.layout.axis, 1)
-        if entry.origin is Origin.ours:
+        if entry.origin is Origin.added:
             continue
         rank, ranks = grid.along(entry.layout.cut)
         loaded = entry.layout.load(source.read, entry.names, rank, ranks)
-        assert loaded.shape == param.shape, (entry.ours, loaded.shape, param.shape)
+        assert loaded.shape == param.shape, (entry.our_name, loaded.shape, param.shape)
         if isinstance(param, BlockWeight):
             param.codes.encode(loaded)
             stored = param.codes.scales_B

@@ -56,13 +56,13 @@ def matrices_of(tensor: TensorSpec, experts: Sequence[int] = ()) -> list[Matrix]
 def matrix_blocks(tensor: TensorSpec, blocks: Sequence[RowBlock]) -> Iterator[RowBlock]:
     """Yield the blocks of a tensor's matrices among those of a rank's part of a parameter. The rows
     of experts are whole experts, and those of their matrices are rows of these."""
-    mine = [block for block in blocks if block.name == tensor.name]
+    of_tensor = [block for block in blocks if block.name == tensor.name]
     if OF_EXPERTS not in tensor.name:
-        yield from mine
+        yield from of_tensor
         return
     parts, height = parts_of_expert(tensor.name), tensor.shape[1]
     rows = height // len(parts)
-    for block in mine:
+    for block in of_tensor:
         for expert in range(block.rows):
             for number, part in enumerate(parts):
                 name = _name_of(tensor.name, block.row + expert, part)

@@ -71,7 +71,7 @@ def blocks_of(entry: Entry, rank: int, ranks: int) -> list[RowBlock]:
     """Return the blocks of rows of this rank's part. The table itself determines them: it loads row
     numbers in place of weights. Rows of padding come out as zero and belong to no block."""
     names = entry.names
-    shapes = {tensor.name: tensor.shape for tensor in entry.theirs}
+    shapes = {tensor.name: tensor.shape for tensor in entry.hf_tensors}
     first_col = dict.fromkeys(names, 0)
 
     def read(name: str, slices: Sequence[tuple[int, int] | None]) -> Tensor:

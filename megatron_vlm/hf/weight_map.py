@@ -51,15 +51,15 @@ class Origin(Enum):
 
     hub = auto()  # loaded from a Hugging Face checkpoint, exported to one
     copy = auto()  # loaded from a tensor that another entry exports: a last stage's tied head
-    ours = auto()  # no such tensor: only in our checkpoints, like adapters
+    added = auto()  # no such tensor: only in our checkpoints, like adapters
 
 
 @dataclass(frozen=True)
 class Entry:
     """Entry for one of our parameters: its place and its tensors in a checkpoint."""
 
-    ours: str
-    theirs: tuple[TensorSpec, ...]
+    our_name: str
+    hf_tensors: tuple[TensorSpec, ...]
     layout: Layout
     stage: int
     part: Part
@@ -69,11 +69,11 @@ class Entry:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the parameter's tensors in a checkpoint."""
-        return tuple(tensor.name for tensor in self.theirs)
+        return tuple(tensor.name for tensor in self.hf_tensors)
 
     def is_frozen(self, cfg: Config) -> bool:
         """Return whether the parameter stays as it was loaded."""
-        return self.origin is not Origin.ours and not learns(cfg, self.part.switch)
+        return self.origin is not Origin.added and not learns(cfg, self.part.switch)
 
     def is_in_blocks(self, lora: LoraConfig) -> bool:
         """Return whether lora.base stores the parameter in 4 or 8 bits: a weight of a linear layer
@@ -84,18 +84,18 @@ class Entry:
             and self.origin is Origin.hub
             and self.part not in (Part.embed, Part.head)
             and self.part.switch not in lora.train
-            and all(tensor.lora_group for tensor in self.theirs)
+            and all(tensor.lora_group for tensor in self.hf_tensors)
         )
 
     @property
     def num_values(self) -> int:
         """Number of values in the whole parameter, without padding."""
-        return sum(tensor.num_values for tensor in self.theirs)
+        return sum(tensor.num_values for tensor in self.hf_tensors)
 
     def values_per_rank(self, dims: ParallelDims) -> int:
         """Return the number of values that each rank with the parameter holds, with padding."""
         ranks = {None: 1, "tp": dims.tp, "ep": dims.ep}[self.layout.cut]
-        lengths = [(tensor, tensor.shape[self.layout.axis]) for tensor in self.theirs]
+        lengths = [(tensor, tensor.shape[self.layout.axis]) for tensor in self.hf_tensors]
         return sum(tensor.num_values // length * -(-length // ranks) for tensor, length in lengths)
 
 

@@ -48,9 +48,9 @@ def find_misfit(lora: LoraConfig, table: Sequence[Entry], tp: int) -> ConfigErro
     for entry in table:
         if not entry.is_in_blocks(lora):
             continue
-        tensor = entry.theirs[0]
+        tensor = entry.hf_tensors[0]
         row = tensor.shape[-1]
-        is_alone = entry.layout.cut is None and len(entry.theirs) == 1
+        is_alone = entry.layout.cut is None and len(entry.hf_tensors) == 1
         if tensor.num_values % block or (row % block and not is_alone):
             return ConfigError(
                 f"stores weights in blocks of {block} that share a scale, and the rows of "

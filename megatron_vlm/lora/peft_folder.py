@@ -70,7 +70,7 @@ class AdapterFolder:
                 )
         self.shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
         whole_tensors = tensors_saved_whole(source.sizes.tensors, lora)
-        self.tensors = {tensor.ours.name: tensor for tensor in file_tensors(weights, lora.rank)}
+        self.tensors = {tensor.spec.name: tensor for tensor in file_tensors(weights, lora.rank)}
         expected = {tensor.name: tensor.shape for tensor in self.tensors.values()}
         expected |= {PREFIX + tensor.name: tensor.shape for tensor in whole_tensors}
         head = next((weight for weight in weights if weight.part is Part.head), None)

@@ -19,7 +19,7 @@ from megatron_vlm.lora.targets import OF_EXPERTS, PREFIX, is_of_experts, module_
 class PeftTensor:
     """A or B, and its name and shape in a file."""
 
-    ours: TensorSpec
+    spec: TensorSpec
     name: str
     shape: tuple[int, ...]
 
@@ -32,9 +32,9 @@ class PeftTensor:
 
     def loaded(self, stored: Tensor) -> Tensor:
         """Return the file's value in our form."""
-        if len(self.ours.shape) == 2:
+        if len(self.spec.shape) == 2:
             return stored
-        count = self.ours.shape[0]
+        count = self.spec.shape[0]
         if self.name.endswith("lora_B.weight"):
             return stored.unflatten(1, (-1, count)).permute(2, 0, 1)
         return stored.unflatten(0, (count, -1))

@@ -170,18 +170,20 @@ def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> li
     """Return our linear layers that hold one of these weights, from every stage."""
     chosen, linears = {weight for weight in weights if weight.part is not Part.head}, []
     for entry in table:
-        if entry.origin is Origin.hub and chosen.intersection(entry.theirs):
-            parts = entry.layout.parts or ((),) * len(entry.theirs)
+        if entry.origin is Origin.hub and chosen.intersection(entry.hf_tensors):
+            parts = entry.layout.parts or ((),) * len(entry.hf_tensors)
             slots = tuple(
                 HFLinear(tensor, tensor in chosen, widths)
-                for tensor, widths in zip(entry.theirs, parts, strict=True)
+                for tensor, widths in zip(entry.hf_tensors, parts, strict=True)
             )
             cut = None if entry.layout.cut is None else entry.layout.axis
-            name = entry.ours.removesuffix(".weight")
+            name = entry.our_name.removesuffix(".weight")
             linears.append(
                 AdaptedLinear(name, entry.stage, entry.chunk, slots, cut, entry.layout.groups)
             )
-        if entry.ours == LAST_NORM:  # the head is on this stage; a tied one has no entry of its own
+        if (
+            entry.our_name == LAST_NORM
+        ):  # the head is on this stage; a tied one has no entry of its own
             place = entry.stage, entry.chunk
             heads = [weight for weight in weights if weight.part is Part.head]
             linears += [
@@ -205,7 +207,7 @@ def adapter_entries(linears: Sequence[AdaptedLinear], rank: int) -> Iterator[Ent
                         linear.stage,
                         slot.base.part,
                         linear.chunk,
-                        Origin.ours,
+                        Origin.added,
                     )
 
 

@@ -106,10 +106,10 @@ def fill(
     its name in PEFT's files, or None. Values for Hugging Face's own tensors belong to parameters
     that hold a single tensor."""
     for entry, param in held.items():
-        if len(entry.theirs) > 1:
+        if len(entry.hf_tensors) > 1:
             continue
-        name = entry.names[0] if entry.origin is Origin.ours else PREFIX + entry.names[0]
-        whole = value_of(entry.theirs[0], name)
+        name = entry.names[0] if entry.origin is Origin.added else PREFIX + entry.names[0]
+        whole = value_of(entry.hf_tensors[0], name)
         if whole is not None:
             part = entry.layout.load(_slices_of(whole), [name], *grid.along(entry.layout.cut))
             with torch.no_grad():

@@ -72,7 +72,7 @@ class ExpertMLP(MegatronModule):
         def weight(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=config.params_dtype)
 
-        self.mine = num_local = experts // ranks
+        self.num_local = num_local = experts // ranks
         self.router = nn.Parameter(weight(experts, config.hidden_size))
         self.gate_up = ExpertLinear(weight(num_local, 2 * width, config.hidden_size), ranks > 1)
         self.down = ExpertLinear(weight(num_local, config.hidden_size, width), ranks > 1)
@@ -115,7 +115,7 @@ class ExpertMLP(MegatronModule):
     def _experts(self, sent_MH: Tensor, counts: Counts) -> Tensor:
         """Return the experts' results, from all ranks, for this rank's rows, which are sorted by
         expert."""
-        num_local = self.mine
+        num_local = self.num_local
         first = self.rank * num_local
         by_rank = [ranks[first : first + num_local] for ranks in counts]  # rows for my experts
         totals = [sum(expert) for expert in zip(*by_rank, strict=True)]

@@ -27,7 +27,7 @@ def image_cost(grid_thw: Sequence[int], width: int) -> float:
 class ImageShare:
     """Assignment of images to ranks, and the order that restores the gathered features."""
 
-    mine: list[int]
+    local: list[int]
     rows_per_rank: list[int]
     order_V: Tensor  # gathered row of each feature
 
@@ -74,7 +74,7 @@ class VisualPlan:
         if ranks > 1 and len(grid_I3):
             rank = dist.get_rank(share_group)
             share = ImageShare.plan(grid_I3, sizes.merge, sizes.hidden, rank, ranks)
-            local_I3 = grid_I3[share.mine]
+            local_I3 = grid_I3[share.local]
         inputs = sizes.inputs(tower, local_I3) if len(local_I3) else ({}, {})
         return VisualPlan(places_V, grid_I3.prod(-1).tolist(), share, *inputs)
 
@@ -153,9 +153,9 @@ def encode(
     if plan.share is None:
         return _run_tower(tower, patches_PC, inputs)
     width, levels = sizes.out_hidden, sizes.levels
-    if plan.share.mine:
+    if plan.share.local:
         by_image = patches_PC.split(plan.patches)
-        local_PC = torch.cat([by_image[image] for image in plan.share.mine])
+        local_PC = torch.cat([by_image[image] for image in plan.share.local])
         local_vH = _run_tower(tower, local_PC, inputs).permute(1, 0, 2).flatten(1)
     else:
         local_vH = mark_ready_with_zero_grads(patches_PC.new_zeros(0, levels * width), tower)

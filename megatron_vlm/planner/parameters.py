@@ -151,17 +151,17 @@ def _params_of_stage(
 
 def _states_of(optim: OptimConfig, entry: Entry) -> int:
     of_matrices, of_others = optimizer_spec(optim).num_states
-    return of_matrices if is_of_matrices(entry.theirs[0]) else of_others
+    return of_matrices if is_of_matrices(entry.hf_tensors[0]) else of_others
 
 
 def _muon_flops(optim: OptimConfig, entry: Entry) -> int:
     """Return the operations of Newton-Schulz for an entry's matrices, 0 without Muon."""
-    if not optimizer_spec(optim).matrix_state_names or not is_of_matrices(entry.theirs[0]):
+    if not optimizer_spec(optim).matrix_state_names or not is_of_matrices(entry.hf_tensors[0]):
         return 0
     first_expert = range(1)
     return sum(
         tensor.num_values // (matrix.rows * matrix.columns) * flops
-        for tensor in entry.theirs
+        for tensor in entry.hf_tensors
         for matrix in matrices_of(tensor, first_expert)[:1]
         for flops in [matrix.orthogonalize_flops(optim.muon_ns_steps)]
     )
@@ -211,15 +211,15 @@ def _table(
                 not module.endswith(".linear_proj"),
                 positions.setdefault(module, len(positions)),
             )
-            for module in accumulate(entry.ours.split("."), "{}.{}".format)
+            for module in accumulate(entry.our_name.split("."), "{}.{}".format)
         ]
 
     return [(_layer_of(entry), entry) for entry in sorted(table, key=order)]
 
 
 def _layer_of(entry: Entry) -> int | None:
-    is_of_layer = entry.ours.startswith("decoder.layers.")
-    return int(entry.ours.split(".")[2]) if is_of_layer else None
+    is_of_layer = entry.our_name.startswith("decoder.layers.")
+    return int(entry.our_name.split(".")[2]) if is_of_layer else None
 
 
 def _shards(

@@ -37,7 +37,7 @@ def stage_reports(cfg: Config, dims: ParallelDims, table: Sequence[Entry]) -> li
     ]
     for entry in table:
         report = reports[entry.stage]
-        kind = ADAPTERS if entry.origin is Origin.ours else entry.part
+        kind = ADAPTERS if entry.origin is Origin.added else entry.part
         report.total[kind] += entry.num_values
         if not entry.is_frozen(cfg):
             report.trainable[kind] += entry.num_values

@@ -80,8 +80,8 @@ class Run:
         self.objective = objective_of(worker, cfg)
         is_idle = prompts_only and cfg.rl.eval_scores == "reward"
         may_ask = prompts_only and needs_held_out_rewards(cfg)
-        self.examiner = Evaluator(worker, cfg, self.objective, is_idle, may_ask)
-        opened.callback(self.examiner.close)
+        self.evaluator = Evaluator(worker, cfg, self.objective, is_idle, may_ask)
+        opened.callback(self.evaluator.close)
         self.rate_held_out: Callable[[], dict[str, dict[str, float]]] | None = None
         self.total_steps = total_steps(cfg.train, self.feeder.length)
         self.begin_phase(0, "resuming", files=True)
@@ -129,7 +129,7 @@ class Run:
         assert not isinstance(data, StreamSet), "checked with the configuration"
         samples = self.total_steps * cfg.train.global_batch_size
         self.feeder.data = with_reference(worker, cfg, data, "data.train", samples)
-        self.examiner.keep_reference()
+        self.evaluator.keep_reference()
 
     def to_the_end(self, do_step: Callable[[int], None]) -> int:
         """Do every remaining step and what is due after it. Return the exit status."""
@@ -173,7 +173,7 @@ class Run:
         where = f"{worker.platform.name}, {worker.chunks[0].config.params_dtype}"
         if self.log.speaks:
             self.log.say(layout_table(self.cfg, where, reports))
-            sets = self.examiner.sets
+            sets = self.evaluator.sets
             self.log.say(describe_start(worker, self.feeder, sets, reports, length, prompts_only))
         self.log.start(
             step=self.progress.step,
@@ -190,9 +190,9 @@ class Run:
             dropped=self.feeder.remarks.dropped,
             wrong=self.feeder.remarks.wrong,
         )
-        if self.log.speaks and (text := list_held_out(self.examiner.sets)):
+        if self.log.speaks and (text := list_held_out(self.evaluator.sets)):
             write_text(Path(self.cfg.run) / HELD_OUT_LIST, text)
-        for remarks in (self.feeder.remarks, *(each.remarks for each in self.examiner.sets)):
+        for remarks in (self.feeder.remarks, *(each.remarks for each in self.evaluator.sets)):
             for line in remarks.lines:
                 self.log.event(self.progress.step, line)
 
@@ -249,7 +249,7 @@ class Run:
         step = self.progress.step
         self.begin_phase(step, "evaluation")
         rewards = {} if self.rate_held_out is None else self.rate_held_out()
-        for place, done in enumerate(self.examiner.examine()):
+        for place, done in enumerate(self.evaluator.evaluate()):
             own = rewards.pop(done.name, {"seconds": 0.0})
             seconds = own["seconds"] + done.scores["seconds"]
             done = replace(done, scores={**own, **done.scores, "seconds": seconds})

@@ -117,11 +117,11 @@ class CallRunner:
         elif call.kind in TRAINING:
             self.model_cache.model(call.owner)
 
-    def _redo(self, resident: LoadedModel, call: Call) -> None:
+    def _redo(self, loaded: LoadedModel, call: Call) -> None:
         body, batch = self.journal.body(call.request_id), None
         if call.kind == "forward_backward":
             batch = self.prefetcher.batch(body)
-        self.training.redo(resident, call, batch, body)
+        self.training.redo(loaded, call, batch, body)
 
     def _finish(self, finished: Sequence[Finished], together: Sequence[Call]) -> None:
         """Write the results of these calls. Where the disk is full, wait for room, because the

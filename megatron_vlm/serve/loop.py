@@ -107,20 +107,20 @@ class Service:
 
     def _keep_if_due(self, model: str, seconds: float) -> None:
         """Save the model after enough unsaved work, so that a killed service repeats little."""
-        resident = self.model_cache.models.get(model)
-        if resident is None:
+        loaded = self.model_cache.models.get(model)
+        if loaded is None:
             return
-        resident.unsaved_s += seconds
-        if resident.unsaved_s > self.cfg.serve.save_seconds:
+        loaded.unsaved_s += seconds
+        if loaded.unsaved_s > self.cfg.serve.save_seconds:
 
             def report(error: Exception) -> None:  # no client waits for this save
-                resident.unsaved_s = 0.0
+                loaded.unsaved_s = 0.0
                 print_to_user(
                     f"the state of {model} could not be saved, and the journal grows: {bare(error)}"
                 )
 
             with catch_error(report):
-                self.model_cache.keep(resident)
+                self.model_cache.keep(loaded)
 
     def close(self) -> None:
         """Save the models in memory. Pending calls run when the service starts again."""

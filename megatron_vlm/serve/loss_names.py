@@ -20,7 +20,7 @@ class LossMapping:
     """Loss of the client protocol. `clips`: default thresholds of the ratio; None where the loss
     does not clip."""
 
-    ours: str
+    loss: str
     inputs: Mapping[str, str]
     clips: tuple[float, float] | None = None
     options: Mapping[str, float] = field(default_factory=dict)

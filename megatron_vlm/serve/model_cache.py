@@ -110,12 +110,12 @@ class ModelCache:
         form = ModelSettings.from_json(record.facts["form"])
         source, moments = (record.folder, True) if record.folder else _initial_state(record)
         self.create(id, form, source, moments)
-        resident = self.models[id]
-        resident.applied = resident.saved = record.saved
+        loaded = self.models[id]
+        loaded.applied = loaded.saved = record.saved
         # A model must not be used with only some of its calls.
         with undo_on_error(lambda: self.forget(id)):
             for call in self.journal.replay(id):
-                self.redo(resident, call)
+                self.redo(loaded, call)
         self._record_swap(started)
 
     def _make_room(self, form: ModelSettings) -> None:
@@ -153,10 +153,10 @@ class ModelCache:
             self.commands.drop(id)
             gc.collect()  # hooks and modules refer to each other
 
-    def keep(self, resident: LoadedModel) -> None:
+    def keep(self, loaded: LoadedModel) -> None:
         """Save the state of the model, unless it is saved. Accumulated gradients are not saved: the
         journal has their calls."""
-        if resident.applied > resident.saved:
+        if loaded.applied > loaded.saved:
             folder = self.new_folder("states")
 
             def free_disk_space() -> None:
@@ -164,18 +164,18 @@ class ModelCache:
                     shutil.rmtree(leftover, ignore_errors=True)
 
             with undo_on_error(free_disk_space):
-                self.commands.save(resident.id, str(folder), True)
-                self.journal.record_saved(resident.id, resident.applied, folder)
-            resident.saved = resident.applied
-        resident.unsaved_s = 0.0
+                self.commands.save(loaded.id, str(folder), True)
+                self.journal.record_saved(loaded.id, loaded.applied, folder)
+            loaded.saved = loaded.applied
+        loaded.unsaved_s = 0.0
 
     def keep_all(self) -> None:
         """Save all models before the service stops. A model that cannot be saved is rebuilt from
         the journal."""
-        for resident in self.models.values():
-            with catch_error(partial(_report_unsaved, resident.id)):
-                if self._is_wanted(resident.id):
-                    self.keep(resident)
+        for loaded in self.models.values():
+            with catch_error(partial(_report_unsaved, loaded.id)):
+                if self._is_wanted(loaded.id):
+                    self.keep(loaded)
 
     def weights(self, sampler: SamplingSession) -> str:
         """Return the ranks' name for the weights that this session samples from."""

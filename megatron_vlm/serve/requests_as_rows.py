@@ -233,7 +233,7 @@ def read_batch(body: bytes, reader: RowReader, replicas: int) -> Batch:
     order = [place for first in range(replicas) for place in by_length[first::replicas]]
     shapes = [datum.inputs["target_tokens"].shape for datum in request.data]
     ordered = [rows[place] for place in order]
-    return Batch(ordered, order, shapes, form.ours, options, request.forward_only)
+    return Batch(ordered, order, shapes, form.loss, options, request.forward_only)
 
 
 def figures_of(done: StepMetrics) -> dict[str, float]:

@@ -104,64 +104,64 @@ class ModelCalls:
     def load_weights(self, call: Call, body: bytes) -> Done:
         form = schemas.LoadWeights.model_validate_json(body)
         made, folder = self._find_stored(form.path)
-        resident = self.model_cache.model(call.owner)
-        if made.rank != resident.form.rank or made.targets != resident.form.targets:
+        loaded = self.model_cache.model(call.owner)
+        if made.rank != loaded.form.rank or made.targets != loaded.form.targets:
             raise RequestError(
-                f"has adapters of {_adapters(made)}, and this model has {_adapters(resident.form)}",
+                f"has adapters of {_adapters(made)}, and this model has {_adapters(loaded.form)}",
                 key="path",
                 found=form.path,
                 remedy="load it as a new model",
             )
-        with self._undo_on_error(resident):
-            self.commands.load(resident.id, str(folder), form.optimizer)
-            resident.record_change(call.seq)
+        with self._undo_on_error(loaded):
+            self.commands.load(loaded.id, str(folder), form.optimizer)
+            loaded.record_change(call.seq)
             saved = self.model_cache.new_folder("states")
-            self.commands.save(resident.id, str(saved), True)
-        resident.saved = call.seq
+            self.commands.save(loaded.id, str(saved), True)
+        loaded.saved = call.seq
         answer = {"path": form.path, "model_id": call.owner, "type": "load_weights"}
         return _json(answer), Changes(saved=(Saved(call.owner, call.seq, saved),))
 
     def forward_backward(self, calls: Sequence[tuple[Call, Batch]]) -> list[Done]:
         """Run the forward_backward calls of different models. A forward_only call must be the only
         one."""
-        model_cache = [self.model_cache.model(call.owner) for call, _ in calls]
+        models = [self.model_cache.model(call.owner) for call, _ in calls]
         batches = [batch for _, batch in calls]
         if batches[0].forward_only:
             assert len(batches) == 1
-            log_probs = self.commands.forward(model_cache[0].id, batches[0].rows)
+            log_probs = self.commands.forward(models[0].id, batches[0].rows)
             results = [(log_probs, metrics_of(batches[0], log_probs))]
         else:
-            for resident, batch in zip(model_cache, batches, strict=True):
-                self._check_fits(resident, batch)
-            with self._added_or_not(model_cache):
-                results = self._gradients(model_cache, batches)
+            for loaded, batch in zip(models, batches, strict=True):
+                self._check_fits(loaded, batch)
+            with self._added_or_not(models):
+                results = self._gradients(models, batches)
                 finished = self._answers(batches, results)
             self.gauges["passes_of_several_models_total"] += len(batches) > 1
             return finished
         return self._answers(batches, results)
 
-    def _check_fits(self, resident: LoadedModel, batch: Batch) -> None:
-        worker = self.commands.models.workers[resident.id]
+    def _check_fits(self, loaded: LoadedModel, batch: Batch) -> None:
+        worker = self.commands.models.workers[loaded.id]
         itemsize = worker.chunks[0].config.params_dtype.itemsize
         memory = worker.platform.memory_total()
         check_fits(batch.rows, worker.cfg, worker.source.sizes, worker.dims, itemsize, memory)
 
-    def _added_or_not(self, model_cache: Sequence[LoadedModel]) -> AbstractContextManager[None]:
+    def _added_or_not(self, models: Sequence[LoadedModel]) -> AbstractContextManager[None]:
         """Preserve the gradients if the body raises an error. Models that have received new
         gradients are forgotten, so that they are restored from disk."""
-        before = [self.commands.models.backwards_of(each.id) for each in model_cache]
+        before = [self.commands.models.backwards_of(each.id) for each in models]
 
         def forget_changed() -> None:
-            for resident, count in zip(model_cache, before, strict=True):
-                if self.commands.models.backwards_of(resident.id) != count:
-                    self.model_cache.forget(resident.id)
+            for loaded, count in zip(models, before, strict=True):
+                if self.commands.models.backwards_of(loaded.id) != count:
+                    self.model_cache.forget(loaded.id)
 
         return undo_on_error(forget_changed)
 
-    def _undo_on_error(self, resident: LoadedModel) -> AbstractContextManager[None]:
+    def _undo_on_error(self, loaded: LoadedModel) -> AbstractContextManager[None]:
         """Forget the model if the body raises an error, so that no partial change remains. The
         model is then restored from disk."""
-        return undo_on_error(lambda: self.model_cache.forget(resident.id))
+        return undo_on_error(lambda: self.model_cache.forget(loaded.id))
 
     def _answers(
         self,
@@ -181,28 +181,26 @@ class ModelCalls:
         return Outcome(write_forward_backward(outputs, metrics), "protobuf")
 
     def _gradients(
-        self, model_cache: Sequence[LoadedModel], batches: Sequence[Batch]
+        self, models: Sequence[LoadedModel], batches: Sequence[Batch]
     ) -> list[tuple[list[Tensor], dict[str, float]]]:
         """Compute the gradients, and return the log-probs and the metrics of each batch."""
         losses = [
-            Loss(resident.id, batch.loss, batch.options)
-            for resident, batch in zip(model_cache, batches, strict=True)
+            Loss(loaded.id, batch.loss, batch.options)
+            for loaded, batch in zip(models, batches, strict=True)
         ]
         metrics = self.commands.forward_backward(losses, [batch.rows for batch in batches])
         return [(each.log_probs or [], figures_of(each)) for each in metrics]
 
     def optim_step(self, call: Call, body: bytes) -> Done:
-        resident = self.model_cache.model(call.owner)
-        norm = self._step(
-            resident, call.seq, schemas.OptimStep.model_validate_json(body).adam_params
-        )
+        loaded = self.model_cache.model(call.owner)
+        norm = self._step(loaded, call.seq, schemas.OptimStep.model_validate_json(body).adam_params)
         # JSON has no form for a norm that is not finite.
         metrics = {"grad_norm": norm} if math.isfinite(norm) else {"skipped_not_finite": 1.0}
-        steps = self.commands.models.step_of(resident.id)
+        steps = self.commands.models.step_of(loaded.id)
         change = ModelChange(call.owner, figures={"steps": steps, **metrics})
         return _json({"metrics": metrics}), Changes(models=(change,))
 
-    def _step(self, resident: LoadedModel, seq: int, params: schemas.AdamParams) -> float:
+    def _step(self, loaded: LoadedModel, seq: int, params: schemas.AdamParams) -> float:
         adam = AdamStep(
             params.beta1,
             params.beta2,
@@ -211,20 +209,20 @@ class ModelCalls:
             max(params.grad_clip_norm, 0.0),
             without_gradients=True,
         )
-        with self._undo_on_error(resident):
-            norm, _ = self.commands.optim_step(resident.id, params.learning_rate, adam)
-        resident.record_change(seq)
+        with self._undo_on_error(loaded):
+            norm, _ = self.commands.optim_step(loaded.id, params.learning_rate, adam)
+        loaded.record_change(seq)
         self.gauges["optimizer_steps_total"] += 1
         return norm
 
-    def redo(self, resident: LoadedModel, call: Call, batch: Batch | None, body: bytes) -> None:
+    def redo(self, loaded: LoadedModel, call: Call, batch: Batch | None, body: bytes) -> None:
         """Repeat a call that was done before the model was offloaded or the service died."""
         if call.kind == "forward_backward":
             assert batch is not None
-            self._gradients([resident], [batch])
+            self._gradients([loaded], [batch])
         elif call.kind == "optim_step":
             adam_params = schemas.OptimStep.model_validate_json(body).adam_params
-            self._step(resident, call.seq, adam_params)
+            self._step(loaded, call.seq, adam_params)
 
     def save_weights(self, call: Call, body: bytes) -> Done:
         form = schemas.SaveWeights.model_validate_json(body)
@@ -236,20 +234,20 @@ class ModelCalls:
                 found=form.path,
                 allowed="another name, or overwrite=True",
             )
-        resident = self.model_cache.model(call.owner)
-        folder, made = self._write_weights(resident, "training", form, moments=True)
-        resident.saved, resident.unsaved_s = resident.applied, 0.0
-        saved = Saved(call.owner, resident.applied, folder)
+        loaded = self.model_cache.model(call.owner)
+        folder, made = self._write_weights(loaded, "training", form, moments=True)
+        loaded.saved, loaded.unsaved_s = loaded.applied, 0.0
+        saved = Saved(call.owner, loaded.applied, folder)
         answer = _json({"path": path, "type": "save_weights"})
         return answer, Changes(checkpoints=(made,), saved=(saved,))
 
     def save_weights_for_sampler(self, call: Call, body: bytes) -> Done:
         form = schemas.SaveWeightsForSampler.model_validate_json(body)
-        resident = self.model_cache.model(call.owner)
+        loaded = self.model_cache.model(call.owner)
         if form.path is not None:
             named = schemas.Named.model_validate_json(body)
-            folder, made = self._write_weights(resident, "sampler", named, moments=False)
-            self.model_cache.fresh[str(folder)] = resident.id, resident.version
+            folder, made = self._write_weights(loaded, "sampler", named, moments=False)
+            self.model_cache.fresh[str(folder)] = loaded.id, loaded.version
             path = tinker_path(call.owner, "sampler", form.path)
             answer = _json({"path": path, "type": "save_weights_for_sampler"})
             return answer, Changes(checkpoints=(made,))
@@ -261,23 +259,23 @@ class ModelCalls:
                 allowed="a name, or sampling_session_seq_id for a session",
             )
         folder = self.model_cache.new_folder("weights")
-        self.commands.save(resident.id, str(folder), False)
-        self.model_cache.fresh[str(folder)] = resident.id, resident.version
+        self.commands.save(loaded.id, str(folder), False)
+        self.model_cache.fresh[str(folder)] = loaded.id, loaded.version
         sampler = NewSampler(
             sampler_id(model.session, form.sampling_session_seq_id),
             model.session,
             model.id,
             model.base_model,
             folder,
-            facts={"form": resident.form.as_json()},
+            facts={"form": loaded.form.as_json()},
         )
         answer = _json({"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"})
         return answer, Changes(samplers=(sampler,))
 
     def save_weights_external(self, call: Call, body: bytes) -> Done:
         form = schemas.SaveWeightsExternal.model_validate_json(body)
-        resident = self.model_cache.model(call.owner)
-        _, made = self._write_weights(resident, "external", form, moments=False)
+        loaded = self.model_cache.model(call.owner)
+        _, made = self._write_weights(loaded, "external", form, moments=False)
         path = tinker_path(call.owner, "external", form.path)
         return _json({"path": path, "type": "save_weights_external"}), Changes(checkpoints=(made,))
 
@@ -288,18 +286,18 @@ class ModelCalls:
         return _json({"model_id": id, "type": "unload_model"}), Changes(models=(change,))
 
     def _write_weights(
-        self, resident: LoadedModel, kind: CheckpointKind, form: schemas.Named, moments: bool
+        self, loaded: LoadedModel, kind: CheckpointKind, form: schemas.Named, moments: bool
     ) -> tuple[Path, NewCheckpoint]:
         """Save the model's weights in a new folder, and return the folder and its checkpoint."""
         folder = self.model_cache.new_folder("weights")
-        self.commands.save(resident.id, str(folder), moments)
+        self.commands.save(loaded.id, str(folder), moments)
         if kind == "external":
-            folder = self._export(folder, resident.form)
+            folder = self._export(folder, loaded.form)
         size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
         expires = None if form.ttl_seconds is None else time.time() + form.ttl_seconds
-        facts = {"form": resident.form.as_json(), "moments": moments}
+        facts = {"form": loaded.form.as_json(), "moments": moments}
         return folder, NewCheckpoint(
-            resident.id, kind, form.path, folder, size, expires, form.user_metadata or {}, facts
+            loaded.id, kind, form.path, folder, size, expires, form.user_metadata or {}, facts
         )
 
     def _export(self, folder: Path, made: ModelSettings) -> Path:

@@ -73,7 +73,7 @@ class EngineSampling:
     def start(self) -> None:
         """Start to draw the pending samples."""
         self.running = self.engines.submit(self._run())
-        self.journal.add_ringer(lambda: self._run_in_loop(self.news.set))
+        self.journal.add_callback(lambda: self._run_in_loop(self.news.set))
         self.journal.listen(self._forget_completed)
 
     def check(self) -> None:

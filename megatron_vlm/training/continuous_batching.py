@@ -1,5 +1,5 @@
 """Continuous batching of answers with different settings. Prompts join between two rounds and leave
-with their last answer. A round takes every lane through the pipeline once.
+with their last answer. A round takes every batch of generation through the pipeline once.
 
 Shapes: B rows of a pass, v a rank's part of the vocabulary with its padding, N draws of a pass, T
 tokens of a pass, L decoder layers with experts, K experts of a token, 2 an id and its log-prob.
@@ -61,7 +61,9 @@ class Decoder:
             )
         self.stage, self.texts, self.on_token = stage, texts, on_token
         self.routing = routing
-        self.lanes = [GenerationBatch(batch_rows, stage.device) for _ in range(stage.grid.pp.size)]
+        self.generation_batches = [
+            GenerationBatch(batch_rows, stage.device) for _ in range(stage.grid.pp.size)
+        ]
         self.waiting: deque[Prompt] = deque()
         self.prompts: dict[int, Prompt] = {}  # prompts that have not ended, by their numbers
 
@@ -97,8 +99,8 @@ class Decoder:
         """Stop sampling answers to these prompts."""
         self.prompts = {n: prompt for n, prompt in self.prompts.items() if n not in numbers}
         self.waiting = deque(prompt for prompt in self.waiting if prompt.number not in numbers)
-        for lane in self.lanes:
-            lane.leave(numbers)
+        for batch in self.generation_batches:
+            batch.leave(numbers)
 
     def advance(self, rounds: int | None = None) -> list[Prompt]:
         """Sample a token of each row in each of `rounds` rounds, or until all answers have ended.
@@ -107,15 +109,15 @@ class Decoder:
         with self.stage.evaluating():
             while rounds is None or rounds > 0:
                 passes = [
-                    (lane, decode_pass)
-                    for lane in self.lanes
-                    for decode_pass in lane.passes(self.waiting)
+                    (batch, decode_pass)
+                    for batch in self.generation_batches
+                    for decode_pass in batch.passes(self.waiting)
                 ]
                 if not self.stage.global_max(len(passes)):
                     break
                 _run(self.stage, [decode_pass for _, decode_pass in passes], self.routing)
-                for lane, decode_pass in passes:
-                    lane.settle(decode_pass, self._record_token)
+                for batch, decode_pass in passes:
+                    batch.settle(decode_pass, self._record_token)
                 rounds = None if rounds is None else rounds - 1
         ended = [prompt for prompt in self.prompts.values() if not prompt.left]
         for prompt in ended:

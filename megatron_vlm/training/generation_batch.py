@@ -1,7 +1,7 @@
 """Rows that are generated together: the passes through the pipeline, and the order of prompts.
 
 The prompts go through the pipeline once (the prefill). After that, each pass takes one token of
-every row of a lane. A row that has ended makes place for the next prompt at once. A pass is an
+every row of a batch. A row that has ended makes place for the next prompt at once. A pass is an
 ordinary MicroBatch, with rows of one token.
 """
 
@@ -93,8 +93,8 @@ class DecodePass:
 
 
 class GenerationBatch:
-    """A lane of at most `size` rows that take each pass together. As many lanes as pipeline stages
-    are in progress: while the last stage works on one, the first can start the next."""
+    """At most `size` rows that take each pass together. As many batches as pipeline stages are in
+    progress: while the last stage works on one, the first can start the next."""
 
     def __init__(self, size: int, device: torch.device):
         self.size, self.device = size, device
@@ -106,7 +106,7 @@ class GenerationBatch:
         self.unseated: list[tuple[int, ActiveSample]] = []
 
     def passes(self, waiting: deque[Prompt]) -> list[DecodePass]:
-        """Return the next passes of this lane: a token of each row, and prompts for the free
+        """Return the next passes of this batch: a token of each row, and prompts for the free
         rows."""
         self._seat()
         passes = []

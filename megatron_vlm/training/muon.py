@@ -163,7 +163,7 @@ def use_muon(
     learning = {
         param: entry
         for param, entry in entries.items()
-        if param.requires_grad and is_of_matrices(entry.theirs[0])
+        if param.requires_grad and is_of_matrices(entry.hf_tensors[0])
     }
     mains = {each.param: each for each in main_weights(optimizer, learning)}
     device = next(iter(entries)).device
@@ -200,13 +200,13 @@ class _ParamMatrices:
 def _param_matrices(
     entry: Entry, param: nn.Parameter, weight: MainWeight | None, grid: RankGroups
 ) -> _ParamMatrices:
-    assert all(map(is_of_matrices, entry.theirs)), f"{entry.ours} has matrices and others"
+    assert all(map(is_of_matrices, entry.hf_tensors)), f"{entry.our_name} has matrices and others"
     blocks = blocks_of(entry, *grid.along(entry.layout.cut))
     experts = [block.row + number for block in blocks for number in range(block.rows)]
-    matrices = tuple(each for tensor in entry.theirs for each in matrices_of(tensor, experts))
+    matrices = tuple(each for tensor in entry.hf_tensors for each in matrices_of(tensor, experts))
     if weight is None:
         return _ParamMatrices(matrices, None)
-    own_blocks = [each for tensor in entry.theirs for each in matrix_blocks(tensor, blocks)]
+    own_blocks = [each for tensor in entry.hf_tensors for each in matrix_blocks(tensor, blocks)]
     main = weight.main.detach().view(-1)
     found = flat_rectangles(weight.start, len(main), param.shape[-1], own_blocks)
     return _ParamMatrices(matrices, MuonPart(weight.main, {each.place: each for each in found}))

@@ -44,7 +44,7 @@ class Gathered:
 
     values_TH: Tensor
     places: tuple[int, ...]  # MicroBatch.rows
-    mine: tuple[int, ...]  # numbers of this replica's rows, micro-batch after micro-batch
+    local: tuple[int, ...]  # numbers of this replica's rows, micro-batch after micro-batch
 
     @property
     def samples(self) -> list[tuple[int, int]]:
@@ -131,8 +131,8 @@ def _with_slopes(
     batches: Sequence[MicroBatch], slopes_TH: Tensor, gathered: Gathered
 ) -> list[MicroBatch]:
     """Return the batches with the derivative of the loss by the embedding of each row."""
-    mine_RH = slopes_TH[torch.tensor(gathered.mine, dtype=torch.long, device=slopes_TH.device)]
-    parts = mine_RH.float().split([len(batch.rows) for batch in batches])
+    local_RH = slopes_TH[torch.tensor(gathered.local, dtype=torch.long, device=slopes_TH.device)]
+    parts = local_RH.float().split([len(batch.rows) for batch in batches])
     return [
         replace(batch, slopes_RH=part) if batch.rows else batch
         for batch, part in zip(batches, parts, strict=True)

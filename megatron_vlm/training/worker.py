@@ -191,7 +191,7 @@ class MegatronWorker:
             enable_onednn(sizes.text.hidden, sizes.text.experts is not None)
         stage = self.grid.pp.rank
         in_blocks = {
-            (entry.chunk, entry.ours)
+            (entry.chunk, entry.our_name)
             for entry in entries_in_blocks(cfg.lora, self.table, self.source)
             if entry.stage == stage
         }

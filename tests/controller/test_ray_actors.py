@@ -96,7 +96,7 @@ def test_a_model_without_experts_routes_nothing(group):
 def test_pixel_values_reach_stage_0_alone(group):
     batch = batch_of(ODD)
     group.forward(batch).result()
-    received = ray.get([actor.last_pixel_bytes.remote() for actor in group.ranks.crew.actors])
+    received = ray.get([actor.last_pixel_bytes.remote() for actor in group.ranks.pool.actors])
     rows = [row.numel() * row.element_size() for row in batch["pixel_values"]]
     videos = [
         row.numel() * row.element_size() for row in batch.fields.get("pixel_values_videos", [])
@@ -175,8 +175,8 @@ class Slow:
         time.sleep(600)
 
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-crew = ActorPool([Slow.remote()], None)
-futures = [crew.promise([crew.actors[0].call.remote()], list) for _ in range(3)]
+pool = ActorPool([Slow.remote()], None)
+futures = [pool.promise([pool.actors[0].call.remote()], list) for _ in range(3)]
 if SHUT_DOWN:
     ray.shutdown()
     print({str(future.exception(20))[:20] for future in futures}, ray.is_initialized())
@@ -219,7 +219,7 @@ def test_actors_get_a_gpu_where_there_are_some():
 def test_a_process_that_dies_ends_the_group(group, monkeypatch):
     """The group ends here, so this is its last test."""
     monkeypatch.setattr(ray_actors, "RAY_GRACE_S", 1.0)
-    ray.kill(group.ranks.crew.actors[3])
+    ray.kill(group.ranks.pool.actors[3])
     for future in (group.forward(ODD), group.optim_step()):
         with raises(WorkerError, place="the group has ended: rank 3"):
             future.result()

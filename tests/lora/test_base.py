@@ -179,7 +179,7 @@ def in_blocks(tiny, tmp_path_factory):
 
 def held_codes(worker: MegatronWorker) -> dict[str, list[Tensor]]:
     return {
-        entry.ours: [param.codes.codes_K, param.codes.scales_B]
+        entry.our_name: [param.codes.codes_K, param.codes.scales_B]
         for entry, param in worker.held.items()
         if isinstance(param, BlockWeight)
     }

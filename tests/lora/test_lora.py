@@ -405,7 +405,7 @@ def test_weights_after_three_steps(name, pool, tiny, adapters, record_property):
 def gathered(worker):
     """Return every adapter's tensors, on rank 0."""
     named = gather_tensors(
-        worker.held, worker.table, worker.grid, of=lambda entry: entry.origin is Origin.ours
+        worker.held, worker.table, worker.grid, of=lambda entry: entry.origin is Origin.added
     )
     return {name: value.clone() for name, value in named if value is not None}
 
@@ -521,8 +521,8 @@ def b_by_expert():
     right = PeftTensor.loaded
 
     def wrong(self, stored):
-        if len(self.ours.shape) == 3 and "lora_B" in self.name:
-            return torch.stack(stored.chunk(self.ours.shape[0], dim=1))
+        if len(self.spec.shape) == 3 and "lora_B" in self.name:
+            return torch.stack(stored.chunk(self.spec.shape[0], dim=1))
         return right(self, stored)
 
     return mock.patch.object(PeftTensor, "loaded", wrong)

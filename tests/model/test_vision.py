@@ -35,7 +35,7 @@ def test_features_return_to_the_order_of_the_images():
     grid = torch.tensor([[1, 2, 2], [1, 4, 4], [1, 2, 4]])  # 1, 4, 2 features
     first = ImageShare.plan(grid, merge=2, width=32, rank=0, ranks=2)
     second = ImageShare.plan(grid, merge=2, width=32, rank=1, ranks=2)
-    assert (first.mine, second.mine) == ([1], [2, 0])
+    assert (first.local, second.local) == ([1], [2, 0])
     assert first.rows_per_rank == [4, 3]
     # Gathered: rank 0's four rows, then rank 1's three and one of padding.
     assert first.order_V.tolist() == [6, 0, 1, 2, 3, 4, 5]

@@ -33,7 +33,7 @@ NORM = torch.arange(5.0)
 
 def adapter_entry(chunk: int) -> Entry:
     spec = TensorSpec("adapter.weight", tuple(ADAPTER.shape), Part.decoder)
-    return Entry("adapter", (spec,), columns(6), 0, Part.decoder, chunk, Origin.ours)
+    return Entry("adapter", (spec,), columns(6), 0, Part.decoder, chunk, Origin.added)
 
 
 def with_second_chunk(worker: MegatronWorker) -> SimpleNamespace:

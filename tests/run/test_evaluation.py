@@ -165,7 +165,7 @@ def examine(
     )
     worker = MegatronWorker(cfg, training=False)
     with closing(Evaluator(worker, cfg)) as evaluator:
-        results = list(evaluator.examine())
+        results = list(evaluator.evaluate())
     remarks = [remark for done in results for remark in done.remarks]
     return [(done.name, done.scores | {"remarks": remarks}, done.examples) for done in results]
 

@@ -272,7 +272,7 @@ def test_an_unknown_loss_is_refused():
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
 def test_a_bound_that_never_binds_clips_nothing(loss, bound):
     options = options_of(loss, {"clip_high_threshold": bound})
-    objective = Objective.create(FORMS[loss].ours, options)
+    objective = Objective.create(FORMS[loss].loss, options)
     ratios = torch.tensor([0.9, 1e3, 1e30])
     values = {name: torch.zeros(3) for name in objective.value_names}
     values |= {"advantages": torch.ones(3), "sequence_mask": torch.ones(3)}

@@ -65,7 +65,7 @@ def compare_recipe(folder: str, recipe: str, arguments: Sequence[str]) -> dict[s
         platform = Platform("cuda", torch.device("meta"), "fake", torch.bfloat16)
         chunks = build_chunks(cfg, family, config, sizes, grid, platform)
         wanted = {
-            (entry.chunk, entry.ours): local_shape(entry, sizes, grid)
+            (entry.chunk, entry.our_name): local_shape(entry, sizes, grid)
             for entry in table
             if entry.stage == stage
         }

@@ -127,11 +127,11 @@ def main() -> None:
 
     frozen = replace(CASE, model={**CASE.model, "freeze_language": True}).config(checkpoint)
     other = MegatronWorker(frozen, training=False, base=worker)
-    params = {entry.ours: param for entry, param in worker.held.items()}
+    params = {entry.our_name: param for entry, param in worker.held.items()}
     results["not shared"] = [
-        entry.ours
+        entry.our_name
         for entry, param in other.held.items()
-        if entry.is_frozen(frozen) and param.data_ptr() != params[entry.ours].data_ptr()
+        if entry.is_frozen(frozen) and param.data_ptr() != params[entry.our_name].data_ptr()
     ]
     print(json.dumps(results))
 

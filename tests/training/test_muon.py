@@ -71,7 +71,9 @@ def set_gradients(worker: MegatronWorker, step: int) -> None:
     for entry, param in worker.held.items():
         if not param.requires_grad:
             continue
-        read = partial(read_slice, {x.name: gradient(x.name, x.shape, step) for x in entry.theirs})
+        read = partial(
+            read_slice, {x.name: gradient(x.name, x.shape, step) for x in entry.hf_tensors}
+        )
         along = worker.grid.along(entry.layout.cut)
         param.main_grad.copy_(entry.layout.load(read, entry.names, *along).view_as(param))
     worker.gradients.some = True

@@ -154,7 +154,7 @@ def step_of(path: str, cfg: Config) -> Result:
     metrics = objective.forward_backward(batch)
     grads = collect_grads(worker)
     held_out = replace(cfg, data=replace(cfg.data, eval=parse_sets(cfg.data.train[0].path)))
-    [done] = Evaluator(worker, held_out, objective).examine()
+    [done] = Evaluator(worker, held_out, objective).evaluate()
     return Result(metrics.loss, metrics.means, grads, done.scores)
 
 

@@ -361,8 +361,13 @@ def settings_of_their_own(worker: MegatronWorker) -> tuple[Any, Any, list[int]]:
         if turn > len(batches) and not decoder.prompts:
             break
     # All prompts have ended or left, and none of their state remains.
-    assert not decoder.waiting and all(not lane.draws for lane in decoder.lanes)
-    assert all(not lane.cache.layers and not lane.begun.layers for lane in decoder.lanes)
+    assert not decoder.waiting and all(
+        not generation_batch.draws for generation_batch in decoder.generation_batches
+    )
+    assert all(
+        not generation_batch.cache.layers and not generation_batch.begun.layers
+        for generation_batch in decoder.generation_batches
+    )
     in_order = [together[place] for place in range(len(prompts))]
     return in_order, alone, [each[0] for each in chain.from_iterable(passes) if each[1] == 1]
 

@@ -32,29 +32,31 @@ def _translate_data(t: Translation) -> None:
     translate_split(t)
 
 
-def _entries(t: Translation, theirs: dict[str, Any], setting: Setting) -> list[Any]:
+def _entries(t: Translation, dataset: dict[str, Any], setting: Setting) -> list[Any]:
     """Return our entries for one of `datasets`."""
-    files = theirs.get("data_files")
-    paths = [theirs["path"]] if not files else files if isinstance(files, list) else [files]
+    files = dataset.get("data_files")
+    paths = [dataset["path"]] if not files else files if isinstance(files, list) else [files]
     entry: dict[str, Any] = {}
-    if (split := theirs.get("split")) not in (None, "train"):
+    if (split := dataset.get("split")) not in (None, "train"):
         entry["split"] = str(split)
-    if theirs.get("name"):
-        entry["subset"] = str(theirs["name"])
-    mapping = theirs.get("message_property_mappings") or {}
+    if dataset.get("name"):
+        entry["subset"] = str(dataset["name"])
+    mapping = dataset.get("message_property_mappings") or {}
     mapping = mapping if isinstance(mapping, dict) else {}
-    columns = {"messages": theirs.get("field_messages")}
-    columns["role"] = theirs.get("message_field_role") or mapping.get("role")
-    columns["content"] = theirs.get("message_field_content") or mapping.get("content")
+    columns = {"messages": dataset.get("field_messages")}
+    columns["role"] = dataset.get("message_field_role") or mapping.get("role")
+    columns["content"] = dataset.get("message_field_content") or mapping.get("content")
     # Conversations with from and value are read without an entry.
-    columns = {ours: str(name) for ours, name in columns.items() if name not in (None, ours)}
+    columns = {
+        our_name: str(name) for our_name, name in columns.items() if name not in (None, our_name)
+    }
     if columns and columns != {"messages": "conversations", "role": "from", "content": "value"}:
         entry["columns"] = columns
-    if isinstance(theirs.get("roles"), dict):
-        entry["roles"] = theirs["roles"]
-    rest = sorted(name for name in theirs.keys() - _KNOWN if not is_off(theirs[name]))
+    if isinstance(dataset.get("roles"), dict):
+        entry["roles"] = dataset["roles"]
+    rest = sorted(name for name in dataset.keys() - _KNOWN if not is_off(dataset[name]))
     if rest:
-        t.differ(f"{', '.join(rest)} of {theirs['path']} are not taken: see docs/data.md", setting)
+        t.differ(f"{', '.join(rest)} of {dataset['path']} are not taken: see docs/data.md", setting)
     return [{"path": str(path)} | entry if entry else str(path) for path in paths]
 
 

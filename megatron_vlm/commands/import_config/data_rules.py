@@ -36,7 +36,11 @@ def put_sets(t: Translation, train: str, held_out: str, find: Callable[[Setting]
 
 def put_columns(t: Translation, columns: dict[str, str], *origins: Setting) -> None:
     """Set data.columns, and say which fields do not exist here."""
-    known = {ours: name for ours, name in columns.items() if ours in RECORD_FIELDS + MESSAGE_FIELDS}
+    known = {
+        our_name: name
+        for our_name, name in columns.items()
+        if our_name in RECORD_FIELDS + MESSAGE_FIELDS
+    }
     if len(known) < len(columns):
         names = ", ".join(columns.keys() - known.keys())
         t.differ(f"{names}: there is no such field, see data.columns in docs/data.md", *origins)

@@ -23,11 +23,11 @@ def translate_grpo(t: Translation, loss: str = "dapo", beta: float | None = None
     if t.method == "rloo":
         t.put("rl.advantage", "rloo", note="the command is rloo")
     kind = t.given("loss_type") or Setting("loss_type", loss, is_default=True)
-    ours, aggregate = t.choose(kind, _LOSSES)
+    our_loss, aggregate = t.choose(kind, _LOSSES)
     level = t.given("importance_sampling_level")
     if level is not None and str(level.value) == "sequence":
-        ours = "gspo"
-    t.put("rl.loss", ours, kind, *([level] if level else []))
+        our_loss = "gspo"
+    t.put("rl.loss", our_loss, kind, *([level] if level else []))
     t.put("rl.aggregate", aggregate, kind)
     scaled = t.given("scale_rewards")
     if scaled is not None and str(scaled.value).lower() in ("false", "none"):

@@ -261,7 +261,7 @@ def matched_layers(t: Translation, setting: Setting) -> list[str]:
     """Return our names of the layers that a regular expression matches. Only expressions that
     cannot take long are tried."""
     expression = compiled_pattern(t, setting, str(setting.value))
-    names = [ours for module, ours in _MODULES.items() if expression.fullmatch(module)]
+    names = [our_name for module, our_name in _MODULES.items() if expression.fullmatch(module)]
     if not names:
         raise t.source.error(
             setting, "matches no layer of Qwen3-VL or Qwen3.5", remedy="name the layers: [q_proj]"

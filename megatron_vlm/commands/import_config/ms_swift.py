@@ -85,7 +85,9 @@ def _translate_data(t: Translation) -> None:
     if names and not (hub is not None and t.flag(hub)):
         t.differ(_HUB)
     if (columns := t.given("columns")) is not None:
-        put_columns(t, {str(ours): name for name, ours in t.mapping(columns).items()}, columns)
+        put_columns(
+            t, {str(our_name): name for name, our_name in t.mapping(columns).items()}, columns
+        )
     translate_split(t)
 
 

@@ -59,7 +59,7 @@ class Translation:
 
     def __post_init__(self) -> None:
         common = {
-            theirs: name for name, each in self.trainer.names.items() for theirs in each.split()
+            foreign: name for name, each in self.trainer.names.items() for foreign in each.split()
         }
         self._names: dict[str, str] = {}  # the name that a rule asks for: the name in the source
         for name, setting in self.source.settings.items():

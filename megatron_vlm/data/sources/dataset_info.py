@@ -143,7 +143,7 @@ def _names(entry: JsonField) -> FieldNames:
 
 def _texts(names: JsonField, known: Mapping[str, str], formatting: str) -> dict[str, str]:
     """Return our names by those of the data set."""
-    ours: dict[str, str] = {}
+    our_columns: dict[str, str] = {}
     for key, field in names.object().items():
         if field.value in (None, ""):
             continue
@@ -154,12 +154,12 @@ def _texts(names: JsonField, known: Mapping[str, str], formatting: str) -> dict[
                 allowed=tuple(known) or None,
                 remedy="" if known else "set formatting, or remove it",
             )
-        if field.string() in ours:
+        if field.string() in our_columns:
             raise names.file.error(
                 "is the name of another one, too", key=field.name, found=field.value
             )
-        ours[field.string()] = known[key]
-    return ours
+        our_columns[field.string()] = known[key]
+    return our_columns
 
 
 def _require_texts(entry: JsonField, read: set[str], formatting: str) -> None:

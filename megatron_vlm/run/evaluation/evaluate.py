@@ -92,7 +92,7 @@ class Evaluator:
         """The decoder of answers, which is read once and only if there are answers to decode."""
         return AnswerDecoder.from_config(self.cfg)
 
-    def examine(self) -> Iterator[Evaluation]:
+    def evaluate(self) -> Iterator[Evaluation]:
         """Yield the evaluation of every set in turn."""
         for held_out in self.sets:
             self.alive()

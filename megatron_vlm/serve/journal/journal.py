@@ -51,14 +51,14 @@ class Journal(Registry):
         self, run: Path, bounds: Bounds = Bounds(), keep: JournalExpiry = JournalExpiry()
     ) -> None:
         super().__init__(run)
-        self._bell = Notifier()
+        self._notifier = Notifier()
         self._bounds, self._keep = bounds, keep
         self.contradictions = 0  # calls whose number belongs to another call
         self.reads = Reads(self.run)
         self.begin_calls(*self.reads.interrupted_calls())
         self.reads.forget()
         self.finish_all([Finished(r, _POISON) for r in self._read(calls.over_attempt_limit)])
-        self._bell.ring()
+        self._notifier.ring()
 
     # -- accepting calls
 
@@ -73,24 +73,24 @@ class Journal(Registry):
             promises = [accept(self._store, db, call, self._bounds) for call in new]
             new_ids = [p.request_id for p in promises if isinstance(p, Accepted) and p.new]
             completed = calls.select_completed(db, new_ids)
-        self._bell.notify_completed(completed)
+        self._notifier.notify_completed(completed)
         self.contradictions += sum(isinstance(promise, Conflict) for promise in promises)
-        self._bell.ring()
+        self._notifier.ring()
         return promises
 
     # -- waiting for calls
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait at most `seconds` for something new, and return whether there may be something."""
-        return self._bell.wait(seconds)
+        return self._notifier.wait(seconds)
 
     def ring(self) -> None:
         """Wake the waiting threads, for example to stop."""
-        self._bell.ring()
+        self._notifier.ring()
 
-    def add_ringer(self, ringer: Callable[[], None]) -> None:
-        """Register `ringer`, which is called in any thread when there may be a call to do."""
-        self._bell.add_ringer(ringer)
+    def add_callback(self, callback: Callable[[], None]) -> None:
+        """Register `callback`, which is called in any thread when there may be a call to do."""
+        self._notifier.add_callback(callback)
 
     # -- calls that are not done
 
@@ -149,8 +149,8 @@ class Journal(Registry):
             completed = calls.select_completed(
                 db, [request_id for ids in done for request_id in ids]
             )
-        self._bell.notify_completed(completed)
-        self._bell.ring()
+        self._notifier.notify_completed(completed)
+        self._notifier.ring()
         return [bool(ids) for ids in done]
 
     def cancel(self, request_id: str, key: str) -> bool:
@@ -161,7 +161,7 @@ class Journal(Registry):
             if calls.is_unstarted_sample(db, request_id, key):
                 done = calls.finish_call(self._store, db, Finished(request_id, failure))
             completed = calls.select_completed(db, done)
-        self._bell.notify_completed(completed)
+        self._notifier.notify_completed(completed)
         return bool(done)
 
     # -- results
@@ -169,7 +169,7 @@ class Journal(Registry):
     def listen(self, listener: Listener) -> None:
         """Register `listener`, which is called when there are results, in the thread that finished
         them."""
-        self._bell.listen(listener)
+        self._notifier.listen(listener)
 
     def result(self, request_id: str) -> Result | None:
         """Return the state of a promise, or None if it is unknown or no longer known."""
@@ -210,8 +210,8 @@ class Journal(Registry):
         """Remove what is no longer needed."""
         with self._store.write() as db:
             self._touched.write(db)
-        self._bell.notify_completed(sweep(self._store, self._keep))
-        self._bell.ring()
+        self._notifier.notify_completed(sweep(self._store, self._keep))
+        self._notifier.ring()
 
     def close(self) -> None:
         """Close the journal, so that another process may open it."""

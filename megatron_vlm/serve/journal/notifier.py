@@ -16,22 +16,22 @@ class Notifier:
         self._condition = threading.Condition()
         self._rung = False
         self._listeners: list[Listener] = []
-        self._ringers: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
 
     def ring(self) -> None:
         """Wake the waiting threads, because there may be a call to do or another reason to look."""
         with self._condition:
             self._rung = True
             self._condition.notify_all()
-            ringers = tuple(self._ringers)
-        for ringer in ringers:
-            ringer()
+            callbacks = tuple(self._callbacks)
+        for callback in callbacks:
+            callback()
 
-    def add_ringer(self, ringer: Callable[[], None]) -> None:
-        """Register `ringer`, which is called at each ring in the ringing thread. It is for threads
-        that do not wait here. It must be quick and must not raise."""
+    def add_callback(self, callback: Callable[[], None]) -> None:
+        """Register a function for threads that do not wait here. Each ring calls it in the ringing
+        thread, so it must be quick and must not raise."""
         with self._condition:
-            self._ringers.append(ringer)
+            self._callbacks.append(callback)
 
     def wait(self, seconds: float | None) -> bool:
         """Wait for a ring, unless there was one since the last wait. Return whether there was
