@@ -93,8 +93,8 @@ class DecodePass:
 
 
 class GenerationBatch:
-    """At most `size` rows that take each pass together. As many batches as pipeline stages are in
-    progress: while the last stage works on one, the first can start the next."""
+    """Batch of at most `size` rows that take each pass together. As many batches as pipeline
+    stages are in progress: while the last stage works on one, the first can start the next."""
 
     def __init__(self, size: int, device: torch.device):
         self.size, self.device = size, device

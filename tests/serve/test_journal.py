@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -426,16 +427,24 @@ def test_checkpoints_are_named_replaced_and_let_go_of_when_nothing_needs_them(tm
         assert (tmp_path / "c/3").exists() and (tmp_path / "c/4").exists()
 
 
-def test_checkpoints_expire(tmp_path):
+@pytest.fixture
+def clock(monkeypatch):
+    """The journal's clock, which stands until a test moves it."""
+    clock = SimpleNamespace(now=time.time())
+    monkeypatch.setattr(time, "time", lambda: clock.now)
+    return clock
+
+
+def test_checkpoints_expire(tmp_path, clock):
     with opened(tmp_path, keep=AT_ONCE) as journal:
         _, model = a_model(journal)
         at = folder(journal, "c")
-        made = NewCheckpoint(model, "sampler", "a", at, 1, expires=time.time() + 0.05)
+        made = NewCheckpoint(model, "sampler", "a", at, 1, expires=clock.now + 5)
         call = journal.accept(NewCall("save_weights_for_sampler", model, 1, "k", b"{}"))
         journal.finish(call.request_id, DONE, Changes(checkpoints=(made,)))
         path = tinker_path(model, "sampler", "a")
         assert journal.checkpoint(path) is not None
-        time.sleep(0.06)
+        clock.now += 6
         assert journal.checkpoint(path) is None and journal.checkpoints() == []
         journal.sweep()
         assert not at.exists()
@@ -468,8 +477,8 @@ def test_names_are_one_part_of_a_path(name):
         tinker_path("m", "training", name)
 
 
-def test_results_stay_until_some_time_after_they_were_fetched(tmp_path):
-    with opened(tmp_path, keep=JournalExpiry(fetched=0.05, unfetched=100, rows=100)) as journal:
+def test_results_stay_until_some_time_after_they_were_fetched(tmp_path, clock):
+    with opened(tmp_path, keep=JournalExpiry(fetched=5, unfetched=100, rows=100)) as journal:
         _, model = a_model(journal)
         step = journal.accept(a_step(model, 1)).request_id
         sample = journal.accept(a_sample("s", 1)).request_id
@@ -477,7 +486,7 @@ def test_results_stay_until_some_time_after_they_were_fetched(tmp_path):
         journal.touch_result(step)
         journal.sweep()
         assert journal.result(step).outcome is not None
-        time.sleep(0.06)
+        clock.now += 6
         journal.sweep()
         gone = journal.result(step)
         assert gone.outcome is None and gone.dropped
@@ -536,15 +545,15 @@ def test_models_end_with_their_session_and_their_checkpoints_stay(tmp_path):
         assert journal.checkpoint(tinker_path(model, "sampler", "a")) is not None
 
 
-def test_sessions_that_were_not_heard_of_end(tmp_path):
-    with opened(tmp_path, keep=JournalExpiry(silent=0.2, released=-1)) as journal:
+def test_sessions_that_were_not_heard_of_end(tmp_path, clock):
+    with opened(tmp_path, keep=JournalExpiry(silent=20, released=-1)) as journal:
         quiet, active = (journal.create_session("k", {"a": 1}, "name") for _ in range(2))
         for session in (quiet, active):
             at = folder(journal, f"eph/{session}")
             journal.create_sampler(NewSampler(f"{session}:sample:0", session, None, "base", at))
             journal.create_sampler(NewSampler(f"{session}:sample:0", session, None, "other"))
         journal.accept(a_sample(f"{quiet}:sample:0", 1))
-        time.sleep(0.25)
+        clock.now += 25
         journal.touch_session(active)
         journal.sweep()
         assert len(journal.samplers("k")) == 2  # a sample of the quiet session waits
@@ -552,7 +561,7 @@ def test_sessions_that_were_not_heard_of_end(tmp_path):
         journal.sweep()
         assert [s.session for s in journal.samplers()] == [active]
         assert not (tmp_path / "eph" / quiet).exists() and (tmp_path / "eph" / active).exists()
-        assert journal.active_sessions("k", 0.2) == 1
+        assert journal.active_sessions("k", 20) == 1
         assert journal.session(quiet).user_metadata == {"a": 1}
 
 
