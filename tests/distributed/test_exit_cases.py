@@ -10,40 +10,24 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from getpass import getuser
-from multiprocessing import current_process
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron_vlm.config.schema import Config
-from megatron_vlm.data.worker_processes import map_in_processes
-from megatron_vlm.distributed.launch.launch import ray_address
-from megatron_vlm.engines.vllm_process import _environment
-from megatron_vlm.io.scratch import scratch_folder
 from tests.run.test_train import command, outside_of_jobs
 from tests.support.exit_cases import END_S, Marked
+from tests.support.exit_jobs import hold, make_scratch, make_sockets
 from tests.support.sets import write_set
 
 pytestmark = pytest.mark.alone  # it starts jobs and kills them
 
 
-class Work:
-    """Tasks of which the first is done at once and the others never."""
-
-    def __getitem__(self, task: int) -> int:
-        if task:
-            time.sleep(3600)
-        return task
-
-
-def hold() -> None:
-    """Wait for data workers, as a trainer does."""
-    results = map_in_processes(Work(), range(8), 2, 1)
-    print(next(results), flush=True)
-    next(results)
+def calling(function: Callable[[], None]) -> list[str]:
+    """Return a command that calls a function of a module in a process of its own."""
+    name = function.__name__
+    return [sys.executable, "-c", f"from {function.__module__} import {name}; {name}()"]
 
 
 @pytest.mark.slow
@@ -51,9 +35,8 @@ def hold() -> None:
 def test_data_workers_end_with_a_killed_trainer(number):
     """The workers also hold the trainer's output open, so `train | tee log` would never end."""
     marked = Marked(outside_of_jobs())
-    code = "from tests.distributed.test_exit_cases import hold; hold()"
     trainer = subprocess.Popen(
-        [sys.executable, "-c", code],
+        calling(hold),
         env=marked.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -89,6 +72,7 @@ for _ in range(20):
 """
 
 
+@pytest.mark.full
 def test_no_process_aborts_while_gloo_frees_tensors():
     """Threads of gloo free these tensors after the script has ended; six of six such scripts ended
     with SIGABRT without leave_world."""
@@ -243,18 +227,10 @@ def test_nothing_outlives_restarts(folder, tiny):
     assert "starting again, restart 2 of launch.max_restarts=2" in job.check_end(60)
 
 
-def make_scratch() -> None:
-    """Make a scratch folder in TMPDIR, and workers with sockets there."""
-    results = map_in_processes(Work(), range(8), 1, 1)
-    print(scratch_folder(), next(results), flush=True)
-    sys.stdin.read()
-
-
 @contextlib.contextmanager
 def scratching(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen, Path]]:
-    code = "from tests.distributed.test_exit_cases import make_scratch; make_scratch()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as process:
+    with subprocess.Popen(calling(make_scratch), env=environment, **pipes) as process:
         try:
             yield process, Path(process.stdout.readline().split()[0])
         finally:
@@ -293,33 +269,13 @@ def test_folders_of_killed_processes_go_at_the_next_start(short_path):
     marked.check_all_gone()
 
 
-class Tensors:
-    """Tensors, each of which passes through a socket of the worker that makes it."""
-
-    def __getitem__(self, task: int) -> torch.Tensor:
-        return torch.full((2,), task)
-
-
-def make_sockets() -> None:
-    """Print the folders that a process with a worker, its engines and its Ray cluster use."""
-    (made,) = map_in_processes(Tensors(), [3], 1, 1)
-    sockets = Path(current_process()._config["tempdir"])
-    ray_address(Config())
-    engine = _environment()["VLLM_RPC_BASE_PATH"]
-    mode = oct(sockets.stat().st_mode)
-    print(made.tolist(), scratch_folder(), sockets, mode, engine, os.environ["RAY_TMPDIR"])
-
-
+@pytest.mark.full
 def test_sockets_have_a_folder_of_their_own_where_the_name_of_tmpdir_is_too_long(tmp_path):
     """The other folder is as private as one in TMPDIR, and is removed with the process, too."""
     long = tmp_path / ("a-folder-of-a-job-in-a-cluster" * 4)
     long.mkdir()
     environment = outside_of_jobs() | {"TMPDIR": str(long)}
-    words = [
-        sys.executable,
-        "-c",
-        "from tests.distributed.test_exit_cases import make_sockets; make_sockets()",
-    ]
+    words = calling(make_sockets)
     out = subprocess.run(words, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     folders = out.stdout.removeprefix("[3, 3] ").split()
     assert Path(folders[0]).parent == long and Path(folders[1]).parent == Path("/tmp")
