@@ -9,7 +9,9 @@ import random
 import re
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from tests.model.test_parity import layout
 from tests.support.batches import MIXED, make_rows
 from tests.support.error_fields import raises
 from tests.support.limits import files_of_at_most
+from tests.support.pool import Pool
 from tests.support.process_tree import ProcessTree
 from tests.support.random_runs import LONG
 from tests.support.runs import Case, my_rows
@@ -155,26 +158,35 @@ def whole(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def first_halves(pool, tiny, tmp_path_factory):
-    """Run four steps of every case without a break, saved after two and four, and then end the
-    processes, so that the tests use fresh ones."""
-    runs = {}
-    for name, (case, sizes) in CASES.items():
-        run = tmp_path_factory.mktemp(name)
-        part = Part(run, range(4), None, (2, 4), name != "1x1", sizes.get("vocab", 512))
-        runs[name] = run, pool.run(go, case.world, tiny(**sizes), case, part)[0]
-    pool.close()
-    return runs
+def straight(process_tree, tiny, tmp_path_factory):
+    """Yield straight(name): it makes three steps of a case without a break, saved after two and
+    three, and returns the run and its figures. The processes that resume it are others."""
+    own_pool = Pool(process_tree.fork)
+
+    @cache
+    def go_straight(name: str) -> tuple[Path, list[tuple[float, float]]]:
+        (case, sizes), run = CASES[name], tmp_path_factory.mktemp(name)
+        part = Part(run, range(3), None, (2, 3), name != "1x1", sizes.get("vocab", 512))
+        return run, own_pool.run(go, case.world, tiny(**sizes), case, part)[0]
+
+    yield go_straight
+    own_pool.close()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_resumed_is_bit_for_bit_the_run_without_a_break(name, first_halves, pool, tiny, tmp_path):
-    case, sizes = CASES[name]
-    run, figures = first_halves[name]
-    assert find_latest(run) == step_folder(run, 4)
-    part = Part(tmp_path, range(2, 4), step_folder(run, 2), (4,), False, sizes.get("vocab", 512))
+def quick(names: Iterable[str], *quick_ones: str) -> list[Any]:
+    """Return the names as parameters, of which `make test` plays the quick ones."""
+    return [
+        pytest.param(name, marks=() if name in quick_ones else pytest.mark.full) for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", quick(CASES, "dp2-bf16", "tp2-pp2"))
+def test_resumed_is_bit_for_bit_the_run_without_a_break(name, straight, pool, tiny, tmp_path):
+    (case, sizes), (run, figures) = CASES[name], straight(name)
+    assert find_latest(run) == step_folder(run, 3)
+    part = Part(tmp_path, range(2, 3), step_folder(run, 2), (3,), False, sizes.get("vocab", 512))
     assert pool.run(go, case.world, tiny(**sizes), case, part)[0] == figures[2:]
-    actual, expected = step_folder(tmp_path, 4), step_folder(run, 4)
+    actual, expected = step_folder(tmp_path, 3), step_folder(run, 3)
     names = {path.name for path in expected.iterdir()}
     assert {"complete.json", "config.yaml", "index.json", "state.json"} < names
     for file in names:  # weights, moments, steps and learning rate
@@ -190,19 +202,20 @@ def go_in_buckets(path: str, case: Case, part: Part) -> list[tuple[float, float]
         offload.OFFLOAD_BUCKET = before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OFFLOADED)
-def test_offload_changes_no_bit(name, first_halves, pool, tiny, tmp_path):
+def test_offload_changes_no_bit(name, straight, pool, tiny, tmp_path):
     """A run with offload, and one that resumes it without, equal the run on the device alone."""
-    (case, sizes), (run, figures) = CASES[name], first_halves[name]
+    (case, sizes), (run, figures) = CASES[name], straight(name)
     offloaded = in_host_memory(OFFLOADED[name], case)
-    part = Part(tmp_path, range(3), None, (3,), True, sizes.get("vocab", 512))
-    assert pool.run(go_in_buckets, case.world, tiny(**sizes), offloaded, part)[0] == figures[:3]
-    part = replace(part, steps=range(3, 4), start=step_folder(tmp_path, 3), save_at=(4,))
-    assert pool.run(go, case.world, tiny(**sizes), case, part)[0] == figures[3:]
-    part = Part(tmp_path / "resumed", range(2, 4), step_folder(run, 2), (4,), vocab=part.vocab)
+    part = Part(tmp_path, range(2), None, (2,), True, sizes.get("vocab", 512))
+    assert pool.run(go_in_buckets, case.world, tiny(**sizes), offloaded, part)[0] == figures[:2]
+    part = replace(part, steps=range(2, 3), start=step_folder(tmp_path, 2), save_at=(3,))
+    assert pool.run(go, case.world, tiny(**sizes), case, part)[0] == figures[2:]
+    part = replace(part, run=tmp_path / "resumed", start=step_folder(run, 2), async_save=False)
     pool.run(go_in_buckets, case.world, tiny(**sizes), offloaded, part)
-    expected = step_folder(run, 4)
-    for folder in (step_folder(tmp_path, 4), step_folder(tmp_path / "resumed", 4)):
+    expected = step_folder(run, 3)
+    for folder in (step_folder(tmp_path, 3), step_folder(tmp_path / "resumed", 3)):
         for file in expected.glob("*.safetensors"):
             assert (folder / file.name).read_bytes() == file.read_bytes(), file.name
 
@@ -229,13 +242,13 @@ TO_ANOTHER = {
 }
 
 
-@pytest.mark.parametrize("name", TO_ANOTHER)
-def test_another_layout_holds_the_same_bits(name, first_halves, pool, tiny, tmp_path):
+@pytest.mark.parametrize("name", quick(TO_ANOTHER, "dp2-bf16", "tp2-pp2"))
+def test_another_layout_holds_the_same_bits(name, straight, pool, tiny, tmp_path):
     case, sizes = TO_ANOTHER[name], CASES[name][1]
-    before = step_folder(first_halves[name][0], 4)
-    part = Part(tmp_path, range(4, 4), before, (4,), vocab=sizes.get("vocab", 512))
+    before = step_folder(straight(name)[0], 3)
+    part = Part(tmp_path, range(3, 3), before, (3,), vocab=sizes.get("vocab", 512))
     pool.run(go, case.world, tiny(**sizes), case, part)
-    actual, expected = whole(step_folder(tmp_path, 4)), whole(before)
+    actual, expected = whole(step_folder(tmp_path, 3)), whole(before)
     assert actual.keys() == expected.keys()
     assert [key for key in expected if not torch.equal(actual[key], expected[key])] == []
     embedding = "exp_avg/model.language_model.embed_tokens.weight"
@@ -249,10 +262,11 @@ def load_and_export(path: str, case: Case, folder: Path, out: str) -> None:
     worker.export_hf(out)
 
 
-def test_fp32_weights_beside_bf16_are_never_rounded(first_halves, pool, tiny, tmp_path):
+@pytest.mark.full
+def test_fp32_weights_beside_bf16_are_never_rounded(straight, pool, tiny, tmp_path):
     """Exports, from training and from the checkpoint, have the bits of the main weights."""
     case, sizes = CASES["qwen3_5-dp2-bf16"]
-    folder = step_folder(first_halves["qwen3_5-dp2-bf16"][0], 4)
+    folder = step_folder(straight("qwen3_5-dp2-bf16")[0], 3)
     pool.run(load_and_export, 2, tiny(**sizes), case, folder, str(tmp_path / "ours"))
     export_checkpoint(str(folder), str(tmp_path / "theirs"), tiny(**sizes))
     weights, main = load_file(tmp_path / "ours" / "model.safetensors"), whole(folder)
@@ -269,6 +283,7 @@ def test_fp32_weights_beside_bf16_are_never_rounded(first_halves, pool, tiny, tm
             assert not torch.equal(value, before[name]), name
 
 
+@pytest.mark.full
 def test_steps_at_changing_layouts(pool, tiny, tmp_path, record_property):
     """A run at TP2, then PP2, then DP2 with sharded state, then in one process equals the run in
     one process."""
@@ -334,15 +349,16 @@ def refusal(path: str, case: Case, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(first_halves, pool, tiny, tmp_path):
-    run = first_halves["pp2-vision-frozen"][0]
-    for message in pool.run(refusal, 2, tiny(), layout(pp=2), step_folder(run, 4)):
+@pytest.mark.full
+def test_what_does_not_fit_is_refused_on_every_rank(straight, pool, tiny, tmp_path):
+    run = straight("pp2-vision-frozen")[0]
+    for message in pool.run(refusal, 2, tiny(), layout(pp=2), step_folder(run, 3)):
         assert "exp_avg/model.visual.patch_embed.proj.weight" in message
-    run = first_halves["tp2-dp2-bf16-muon"][0]
-    for message in pool.run(refusal, 4, tiny(), bf16(layout(tp=2, dp=2)), step_folder(run, 4)):
+    run = straight("tp2-dp2-bf16-muon")[0]
+    for message in pool.run(refusal, 4, tiny(), bf16(layout(tp=2, dp=2)), step_folder(run, 3)):
         assert "optim.name=adamw keeps other states of the weights than muon" in message
-    run = first_halves["tp2-odd-vocab"][0]
-    for message in pool.run(refusal, 2, tiny(), layout(tp=2), step_folder(run, 4)):
+    run = straight("tp2-odd-vocab")[0]
+    for message in pool.run(refusal, 2, tiny(), layout(tp=2), step_folder(run, 3)):
         assert re.search(r"(embed_tokens|lm_head)\.weight.*\[509, 64\] .*\[512, 64\]", message)
     for message in pool.run(refusal, 2, tiny(), layout(tp=2), tmp_path / "none"):
         assert message.startswith(f"{tmp_path}/none/complete.json: ")
@@ -351,7 +367,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(first_halves, pool, tiny, tm
         ({"layers": 2}, 22, "model.language_model.layers.2.input_layernorm.weight"),
         ({"vocab": 500}, 2, embedding),
     ):
-        whole, out = step_folder(first_halves["1x1"][0], 4), tmp_path / "out"
+        whole, out = step_folder(straight("1x1")[0], 3), tmp_path / "out"
         with raises(CheckpointError, place=str(whole), remedy_has="--model") as caught:
             export_checkpoint(str(whole), str(out), tiny(**sizes))
         assert len(caught.value.found) == count and name in caught.value.found
@@ -472,14 +488,15 @@ def test_killed_run_ends_as_the_run_without_a_break(kills, tiny, tmp_path, proce
     process."""
     steps, cut_short, rng = 2 * kills + 1, 0, random.Random(0)
     run, straight = tmp_path / "run", tmp_path / "straight"
+    model = tiny(layers=2, vision_depth=1, deepstack=1)
     for _ in range(kills):
         before = find_latest(run)
-        train_in_fork(process_tree, tiny(), run, steps, rng.random())
+        train_in_fork(process_tree, model, run, steps, rng.random())
         cut_short += any(run.glob("*.partial"))
         after = find_latest(run)
         assert after is not None and (before is None or after > before)
-    train_in_fork(process_tree, tiny(), run, steps, None)
-    train_in_fork(process_tree, tiny(), straight, steps, None)
+    train_in_fork(process_tree, model, run, steps, None)
+    train_in_fork(process_tree, model, straight, steps, None)
     assert cut_short >= kills // 4
     for file in step_folder(straight, steps).iterdir():
         assert (step_folder(run, steps) / file.name).read_bytes() == file.read_bytes(), file.name
