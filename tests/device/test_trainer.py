@@ -38,7 +38,7 @@ CASES: dict[str, Case] = {
     "1": replace(layout(), train=BF16),
     "recompute": replace(layout(compile=True, recompute="full", recompute_vision=True), train=BF16),
     "tp2": replace(layout(tp=2, recompute_vision=True), train=BF16),
-    "pp2": replace(layout(pp=2, layers_per_stage=[0, 4]), train=FP32),
+    "pp2": replace(layout(pp=2, layers_per_stage=[0, 2]), train=FP32),
     "pp2x2": replace(layout(pp=2, virtual_stages=2), train=FP32),
     "dp2": replace(layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True), train=FP32),
     "qwen3_5": replace(layout(tp=2, recompute_vision=True), train=BF16),
@@ -48,9 +48,11 @@ CASES: dict[str, Case] = {
         layout(pp=2, virtual_stages=2, recompute="selective", offload_activations=1), train=FP32
     ),
 }
+SHALLOW = {"layers": 2, "vision_depth": 1, "deepstack": 1}  # each operation is slow here
 SIZES: dict[str, dict[str, Any]] = {
-    "qwen3_5": {"family": "qwen3_5", "head_dim": 64},
-    "offload": {"hidden": 128, "heads": 8},
+    "qwen3_5": {"family": "qwen3_5", "head_dim": 64, "vision_depth": 1},
+    "offload": {"hidden": 128, "heads": 8, **SHALLOW},
+    "pp2x2": {},
     "offload-pp2x2": {"hidden": 128, "heads": 8},
 }
 
@@ -100,14 +102,15 @@ def on_stand_in(path: str, case: Case) -> float:
     return loss
 
 
-def quick(*names: str) -> list[Any]:
+def cases(quick: str | None, *full: str) -> list[Any]:
     """Return all cases. Those that are not named are slow."""
-    return [pytest.param(each, marks=() if each in names else pytest.mark.slow) for each in CASES]
+    marks = {quick: ()} | dict.fromkeys(full, pytest.mark.full)
+    return [pytest.param(each, marks=marks.get(each, pytest.mark.slow)) for each in CASES]
 
 
-@pytest.mark.parametrize("name", quick("tp2", "qwen3_5", "offload", "offload-optimizer"))
+@pytest.mark.parametrize("name", cases("offload-optimizer", "tp2", "qwen3_5", "offload"))
 def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny):
-    case, path = CASES[name], tiny(**SIZES.get(name, {}))
+    case, path = CASES[name], tiny(**SIZES.get(name, SHALLOW))
     eager = replace(case, model={**case.model, "compile": False})
     [loss, *_] = pool.run(on_stand_in, case.world, path, eager)
     for rank, done in enumerate(device_pool.run(second_step, case.world, path, case)):
@@ -132,7 +135,7 @@ def whole_run(words: list[str]) -> tuple[int, str, list[Finding]]:
     return status, output, findings.all
 
 
-@pytest.mark.parametrize("name", quick("1", "pp2"))
+@pytest.mark.parametrize("name", cases(None, "1", "pp2"))
 def test_a_whole_run_mixes_nothing(name, device_pool, tiny, tmp_path):
     """Training, evaluation with answers, checkpoints, resuming and an export do not mix devices."""
     case = CASES[name]
@@ -144,7 +147,8 @@ def test_a_whole_run_mixes_nothing(name, device_pool, tiny, tmp_path):
     keys |= {f"train.{key}": value for key, value in case.train.items()}
     settings = [f"{key}={str(value).replace(' ', '')}" for key, value in keys.items()]
     for steps in (1, 2):
-        words = command(tmp_path, tiny(), "run", *settings, f"train.steps={steps}")[4:]
+        path = tiny(**SIZES.get(name, SHALLOW))
+        words = command(tmp_path, path, "run", *settings, f"train.steps={steps}")[4:]
         for status, output, findings in device_pool.run(whole_run, case.world, words):
             assert status == 0, output
             assert [each for each in findings if each.kind is not Kind.sync] == []
@@ -197,11 +201,12 @@ def through_a_group(path: str, case: Case, folder: str) -> list[Finding]:
     return findings.all
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param("tp2", marks=pytest.mark.slow), "pp2"])
 def test_a_group_mixes_nothing(name, device_pool, tiny, tmp_path):
     case = CASES[name]
     folder = str(tmp_path / "saved")
-    for findings in device_pool.run(through_a_group, case.world, tiny(), case, folder):
+    for findings in device_pool.run(through_a_group, case.world, tiny(**SHALLOW), case, folder):
         assert [each for each in findings if each.kind is not Kind.sync] == []
 
 
@@ -220,7 +225,7 @@ def careless(path: str, case: Case) -> Watched:
 
 
 def test_a_wait_that_is_put_back_is_named(device_pool, tiny):
-    [done] = device_pool.run(careless, 1, tiny(), CASES["1"])
+    [done] = device_pool.run(careless, 1, tiny(**SHALLOW), CASES["1"])
     findings = [each for each in done.found if each.phase is Phase.forward]
     assert [each.what for each in findings] == ["tolist"] * done.micro_batches
     line = careless.__code__.co_firstlineno + 7

@@ -13,6 +13,7 @@ from megatron_vlm.distributed.device import Platform
 from megatron_vlm.model.fp32_weight_grads import accumulates_fp32
 from megatron_vlm.training.worker import MegatronWorker
 from tests.device.emulator import CUDA, emulated
+from tests.device.test_trainer import SHALLOW
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, make_rows
 from tests.support.runs import Case
@@ -57,10 +58,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each == "1" else pytest.mark.full) for each in CASES]
+)
 def test_products_are_not_rounded(name, pool, tiny):
-    sizes = {"experts": 4, "dense_layers": 1} if name == "experts" else {}
-    linears = 10 if sizes else 16
+    more = {"experts": 4, "dense_layers": 1} if name == "experts" else {}
+    sizes, linears = {**SHALLOW, **more}, 6 if more else 8
     errors: dict[bool | None, dict[str, float]] = {None: {}, True: {}}
     for enabled, errors_by_linear in errors.items():
         model = {**CASES[name].model, "fp32_weight_gradients": enabled}
