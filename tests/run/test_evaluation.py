@@ -42,6 +42,7 @@ from megatron_vlm.run.evaluation.measure import Answer
 from megatron_vlm.run.intervals import is_due
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import TOLERANCE, layout
+from tests.run.test_sequences import SMALLEST
 from tests.run.test_train import go_pooled
 from tests.support.reference import load_reference, row_logits
 from tests.support.runs import Case
@@ -53,8 +54,6 @@ PREFILL = "word"
 MARGIN = 1e-4  # see tests/training/test_decode.py
 LAYOUTS = {
     "1x1x1": layout(),
-    "tp2": layout(tp=2),
-    "pp2": layout(pp=2),
     "dp2": layout(dp=2),
     "tp2-pp2": layout(tp=2, pp=2),
     "pp2x2": layout(pp=2, virtual_stages=2),
@@ -328,7 +327,10 @@ def test_boxes_overlap(prediction, reference, expected):
         assert iou(prediction, [worst, reference]) == scores  # the best reference counts
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=() if each == "tp2-pp2" else pytest.mark.full) for each in LAYOUTS],
+)
 def test_scores_are_hugging_faces(name, asked, expected, pool):
     own = Path(asked["file"]).with_name("own.py")
     own.write_text(OWN_METRIC)
@@ -514,18 +516,19 @@ STOPPING = (
 )
 
 
+@pytest.mark.full
 def test_a_run_stops_early_and_exports_its_best(tiny, tmp_path, pool):
     """An epoch has 4 steps. The evaluation after step 2 is the first, and by the large delta none
     is better; those after 4 and 6 are waited for."""
     write_set(tmp_path)
-    words = [word.replace("%s", str(tmp_path)) for word in STOPPING]
+    model, words = tiny(**SMALLEST), [word.replace("%s", str(tmp_path)) for word in STOPPING]
     for name in ("whole", "resumed"):
         checkpoints = tmp_path / name / "checkpoints"
         if name == "resumed":  # the count comes from the checkpoint
             shutil.copytree(tmp_path / "whole", tmp_path / name)
             for place in ("checkpoints/step-00000006", "export"):
                 shutil.rmtree(tmp_path / name / place)
-        status, out, err = go_pooled(pool, 2, tmp_path, tiny(), name, *words)
+        status, out, err = go_pooled(pool, 2, tmp_path, model, name, *words)
         assert status == 0, err
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         events = [line for line in map(json.loads, lines) if line["kind"] == "event"]
@@ -547,16 +550,17 @@ def test_a_run_stops_early_and_exports_its_best(tiny, tmp_path, pool):
             for folder in (tmp_path / name / "export", tmp_path / f"{name}-best")
         )
         assert one.read_bytes() == other.read_bytes()
-    status, out, err = go_pooled(pool, 2, tmp_path, tiny(), "resumed", *words)
+    words.append("parallel.pp=1")
+    status, out, err = go_pooled(pool, 1, tmp_path, model, "resumed", *words)
     assert status == 0 and "nothing was left to train" in out, err
     assert f"{tmp_path}/resumed/export already holds step 2" in out
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step-00000002")
     more = ("train.early_stopping=null", "train.early_stopping_delta=0", "train.steps=8")
-    status, out, err = go_pooled(pool, 2, tmp_path, tiny(), "resumed", *words, *more)
+    status, out, err = go_pooled(pool, 1, tmp_path, model, "resumed", *words, *more)
     assert status == 0 and "of step 2, is not in" in out and "the best is sought anew" in out, err
     assert f"exported step 8 to {tmp_path}/resumed/export" in out
     last = (*words, "checkpoint.export_from=last")
-    status, out, err = go_pooled(pool, 2, tmp_path, tiny(), "whole", *last)
+    status, out, err = go_pooled(pool, 1, tmp_path, model, "whole", *last)
     assert status == 0 and "held/loss was best at step 2: checkpoint.export_from=best" in out, err
 
 
@@ -595,18 +599,19 @@ def test_records_are_held_out_by_their_content(tiny, tmp_path):
         both_sides([str(file)], path, split=40.0)
 
 
+@pytest.mark.full
 def test_a_run_holds_out_a_part(tiny, tmp_path, pool):
     """The set has a name, a list in the folder of the run, and the same records after a resume at
     another layout and for `eval`."""
-    file = Path(write_set(tmp_path))
+    file, model = Path(write_set(tmp_path)), tiny(**SMALLEST)
     words = ["data.split=5", "train.steps=2", "checkpoint.best=held_out/loss", "eval.every=1"]
-    status, out, err = go_pooled(pool, 2, tmp_path, tiny(), "split", *words)
+    status, out, err = go_pooled(pool, 2, tmp_path, model, "split", *words)
     assert status == 0, err
     assert "data.split=5 holds out 5 samples of the 23 records of data.train" in out
     listed = (tmp_path / "split" / "held_out.txt").read_text()
     assert len(listed.splitlines()) == 5 and all("train.jsonl:" in x for x in listed.splitlines())
     more = [*words, "train.steps=3", "parallel.pp=1", "data.shuffle=true"]
-    status, out, err = go_pooled(pool, 2, tmp_path, tiny(), "split", *more)
+    status, out, err = go_pooled(pool, 2, tmp_path, model, "split", *more)
     assert status == 0 and "resumed from" in out, err
     assert (tmp_path / "split" / "held_out.txt").read_text() == listed
     rows = (tmp_path / "split" / "metrics.jsonl").read_text().splitlines()

@@ -167,7 +167,10 @@ def run_into(_: Any, words: list[str], err: Path, variables: dict[str, str]) -> 
 
 @pytest.mark.parametrize(
     ("name", "phase"),
-    [("model.safetensors", "start"), ("preprocessor_config.json", "opening data.train")],
+    [
+        ("model.safetensors", "start"),
+        pytest.param("preprocessor_config.json", "opening data.train", marks=pytest.mark.full),
+    ],
 )
 def test_a_file_that_cannot_be_opened_ends_the_run(
     name, phase, folder, tiny, process_tree, tmp_path
@@ -283,7 +286,7 @@ class Dying:
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
-        (signal.SIGKILL, "more memory"),
+        pytest.param(signal.SIGKILL, "more memory", marks=pytest.mark.full),
         pytest.param(
             signal.SIGBUS,
             "enlarge /dev/shm",
@@ -306,6 +309,7 @@ class Doubled:
         return 2 * task
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("before", [0, 3])
 def test_tasks_that_fail_come_after_the_results_before_them(before):
     """The earlier results arrive for any number of tasks drawn ahead. No half-made DataLoader is
@@ -326,6 +330,7 @@ def test_tasks_that_fail_come_after_the_results_before_them(before):
     assert not [thread for thread in threading.enumerate() if "Queue" in thread.name]
 
 
+@pytest.mark.full
 def test_an_error_of_a_data_worker_stays_what_it_is():
     with pytest.raises(KeyError):
         next(map_in_processes({}, range(1), 1, 1))

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,16 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
-from megatron_vlm.config import load_config
+from megatron_vlm.config import Config, load_config
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.io.atomic import MARK
 from megatron_vlm.run.run_folder import held_folder
+from tests.run.test_sequences import SMALLEST
 from tests.run.test_train import command, go_pooled, run_rank, steps_of
 from tests.support.sets import write_set
 
 FOLDERS = ("export", "merged", "checkpoints", "predictions", "tensorboard", "profile")
+SMALL = ("parallel.pp=1", "train.global_batch_size=2")
 
 
 class Folder:
@@ -39,7 +42,7 @@ class Folder:
     def train(self, steps: int, *more: str, status: int = 0, **keys: object) -> str:
         """Train and return the output. In the names of keys, __ replaces the dot."""
         words = [f"{key.replace('__', '.')}={value}" for key, value in keys.items()]
-        last = ("parallel.pp=1", f"train.steps={steps}", *more, *words)
+        last = (*SMALL, f"train.steps={steps}", *more, *words)
         done, out, err = go_pooled(self.pool, 1, self.root, self.model, "run", *last)
         assert done == status, err
         return out + err
@@ -75,7 +78,7 @@ class Folder:
 @pytest.fixture
 def folder(tmp_path, pool, tiny):
     write_set(tmp_path)
-    return Folder(tmp_path, pool, tiny())
+    return Folder(tmp_path, pool, tiny(**SMALLEST))
 
 
 def test_an_export_is_of_the_last_checkpoint(folder):
@@ -101,6 +104,7 @@ def test_an_export_is_of_the_last_checkpoint(folder):
     assert folder.exported()[0] == 3 and not (folder.run / "checkpoints").exists()
 
 
+@pytest.mark.full
 def test_a_damaged_export_is_not_current(folder):
     folder.train(3)
     weights, mark = (folder.run / "export" / name for name in ("model.safetensors", MARK))
@@ -132,6 +136,7 @@ def test_a_damaged_export_is_not_current(folder):
     assert re.search(r"run/export: .* model\.safetensors ", folder.train(3, status=2))
 
 
+@pytest.mark.full
 def test_damage_to_all_checkpoints_costs_no_new_ones(folder):
     folder.train(6)
     for step in (3, 6):
@@ -144,6 +149,7 @@ def test_damage_to_all_checkpoints_costs_no_new_ones(folder):
     assert "resumed from" in folder.train(10) and folder.exported()[0] == 10
 
 
+@pytest.mark.full
 def test_a_line_that_was_left_is_not_gone_on_from(folder):
     folder.train(9, checkpoint__keep_last=5)
     lr, start = "optim.lr=1e-5", folder.step(3)  # a line with other weights
@@ -170,10 +176,11 @@ def restarted(*args: object) -> tuple[int, str, str]:
         del os.environ["MEGATRON_VLM_RESTART"]
 
 
+@pytest.mark.full
 def test_a_restart_does_not_go_on_from_what_the_job_left(folder):
     """The job, which resumes from step 3, fails before its first save and is restarted."""
     folder.train(9, checkpoint__keep_last=5)
-    words = command(folder.root, folder.model, "run", "parallel.pp=1", "train.steps=6")[4:]
+    words = command(folder.root, folder.model, "run", *SMALL, "train.steps=6")[4:]
     words.append(f"checkpoint.resume={folder.step(3)}")
     failing = [*words, "optim.lr=3e38", "train.max_nonfinite=0"]
     [(status, _, err)] = folder.pool.run(run_rank, 1, failing)
@@ -186,6 +193,7 @@ def test_a_restart_does_not_go_on_from_what_the_job_left(folder):
     assert folder.names() == ["03", "06", "06.aside1", "09"]
 
 
+@pytest.mark.full
 def test_the_best_is_known_where_it_is_the_last_step(folder):
     keys = {"data__eval": folder.root / "train.jsonl", "checkpoint__best": "train/loss"}
     folder.train(3, checkpoint__keep_last=1, **keys)
@@ -223,6 +231,13 @@ def test_what_is_in_the_way_is_refused_before_the_first_step(theirs, words, fold
     assert path.read_text() == "years of work" and not (folder.run / "metrics.jsonl").exists()
 
 
+@pytest.fixture(scope="module")
+def writing_all() -> Config:
+    """Return the configuration of a run that writes every path."""
+    words = ["model=tiny_cpu", "lora=default", "checkpoint.export=both", "log.tensorboard=true"]
+    return load_config([*words, "data.eval={held: x.jsonl}", "model.path=base"])
+
+
 @pytest.mark.rotate(30)
 @pytest.mark.parametrize("kind", ["link to nothing", "file", "folder", "pipe", "loop"])
 @pytest.mark.parametrize(
@@ -234,10 +249,8 @@ def test_what_is_in_the_way_is_refused_before_the_first_step(theirs, words, fold
         *("report.html", "megatron_vlm.json.new", "job.lock", "tensorboard", "profile"),
     ],
 )
-def test_a_run_can_write_every_path_before_its_first_step(name, kind, tmp_path):
-    words = ["model=tiny_cpu", "lora=default", "checkpoint.export=both", "log.tensorboard=true"]
-    words += ["data.eval={held: x.jsonl}", f"run={tmp_path}", "model.path=base"]
-    cfg = load_config(words)
+def test_a_run_can_write_every_path_before_its_first_step(name, kind, writing_all, tmp_path):
+    cfg = replace(writing_all, run=str(tmp_path))
     with held_folder(cfg):
         pass
     path = tmp_path / name
@@ -260,6 +273,7 @@ def test_a_run_can_write_every_path_before_its_first_step(name, kind, tmp_path):
     assert path.lstat() == before
 
 
+@pytest.mark.full
 def test_what_others_put_into_a_run_stays(folder):
     """Foreign files next to the written ones are ignored; a change inside an export is refused."""
     paths = ["notes.txt", "checkpoints/notes.partial/note", "checkpoints/step-00000003/note"]
@@ -309,6 +323,7 @@ def test_a_crash_while_exporting_leaves_the_former_one(folder):
     assert not any(torch.equal(moved[name], weights[name]) for name in weights)
 
 
+@pytest.mark.full
 def test_what_a_crash_has_left_goes_at_the_next_start(folder):
     """Partial folders are removed even if that start does not write an export or checkpoint."""
     folder.train(3)

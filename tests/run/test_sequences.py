@@ -520,7 +520,10 @@ def own_pool(process_tree):
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     ("part", "sequences"),
-    [(0, 2), *(pytest.param(part + 1, SEQUENCES, marks=pytest.mark.slow) for part in PARTS)],
+    [
+        pytest.param(0, 2, marks=pytest.mark.full),
+        *(pytest.param(part + 1, SEQUENCES, marks=pytest.mark.slow) for part in PARTS),
+    ],
 )
 def test_any_sequence_of_commands(part, sequences, own_pool, tiny, template):
     @seed(part)

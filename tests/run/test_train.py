@@ -12,6 +12,7 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ import torch
 from transformers import Qwen3VLForConditionalGeneration
 
 from megatron_vlm.checkpoint.manifest import read_manifest, write_file, write_manifest
+from megatron_vlm.cli import main
 from megatron_vlm.config import load_config
 from megatron_vlm.distributed.agreement import Signals
 from megatron_vlm.distributed.process import run_guarded
@@ -154,6 +156,7 @@ def run_rank_late(words: list[str], late: int, most_steps: int) -> tuple[int, st
     ("late", "most_steps", "saved", "evaluated"),
     [(0, 500, [5, 6], [1, 2, 3, 4, 5, 6]), (1, 4, [4, 6], [4, 6])],
 )
+@pytest.mark.full
 def test_rank_0s_clock_decides_by_default(late, most_steps, saved, evaluated, whole, tiny, pool):
     folder, _ = whole
     held = f"data.eval={{held: {folder}/train.jsonl}}"
@@ -183,11 +186,11 @@ def test_a_finished_run_started_again_changes_nothing(whole, tiny, pool):
 
 @pytest.fixture(scope="module")
 def broken_pictures(tmp_path_factory):
-    """A set of 8 records with a picture each, of which the first, fourth and fifth cannot be
+    """A set of 6 records with a picture each, of which the first, fourth and fifth cannot be
     decoded: so their steps of one record have none left."""
     folder = tmp_path_factory.mktemp("broken")
     records = []
-    for row in range(8):
+    for row in range(6):
         picture(48, 48, row).save(folder / f"{row}.png")
         parts = {"type": "image", "image": f"{row}.png"}, text(f"{row}?")
         records.append({"messages": [say("user", *parts), say("assistant", f"word {row}")]})
@@ -197,6 +200,7 @@ def broken_pictures(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full  # test_train_parts.py has such a step
 @pytest.mark.parametrize("world", [1, 2])
 def test_steps_without_a_trained_token_are_passed_over(world, broken_pictures, tiny, pool):
     """Weights at every step, with a break after a step of the kind, too."""
@@ -204,7 +208,7 @@ def test_steps_without_a_trained_token_are_passed_over(world, broken_pictures, t
     more = ["data.on_error=skip", "data.shuffle=false", "train.global_batch_size=1"]
     more += [
         f"parallel.pp={world}",
-        "train.steps=8",
+        "train.steps=6",
         "checkpoint.every=1",
         "checkpoint.keep_last=9",
     ]
@@ -220,10 +224,10 @@ def test_steps_without_a_trained_token_are_passed_over(world, broken_pictures, t
     weights = [
         [(checkpoints / f"step-{step:08d}" / f"rank-{rank:05d}.safetensors").read_bytes()
          for rank in range(world)]
-        for step in range(1, 9)
+        for step in range(1, 7)
     ]  # fmt: skip
     moved = [one != other for one, other in itertools.pairwise(weights)]
-    assert moved == [True, True, False, False, True, True, True]  # of steps 1 to 7
+    assert moved == [True, True, False, False, True]  # after steps 1 to 5
     start = {1: 1, 2: 4}[world]
     resumed = folder / f"{run}-from-{start}"
     (resumed / "checkpoints").mkdir(parents=True)
@@ -282,6 +286,7 @@ def test_what_is_not_learnt_is_said_at_the_start(one_step):
     assert "records left out: 1 dropped" in (run / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_another_rule_for_records_is_an_event_of_the_run(one_step, tiny, pool, tmp_path):
     """Files that were copied, and keys that change no row, are none."""
     rules = ["data.train_on=last_assistant", "data.special_tokens=escape", "data.max_pixels=4096"]
@@ -298,6 +303,7 @@ def test_another_rule_for_records_is_an_event_of_the_run(one_step, tiny, pool, t
     ]
 
 
+@pytest.mark.full
 def test_changed_files_of_the_tokenizer_are_events_of_the_run(one_step, pool, tmp_path):
     model = shutil.copytree(one_step[1], tmp_path / "model")
     template = model / "chat_template.jinja"
@@ -328,6 +334,7 @@ def test_rules_that_leave_out_other_records_are_refused(one_step, pool, tmp_path
     assert "data.max_tokens=40, was 8192" in err and "data.truncation='drop', was 'error'" in err
 
 
+@pytest.mark.full
 def test_checkpoints_of_earlier_versions_still_resume(one_step, pool, tmp_path):
     """They have a digest of the order and of lengths alone, which must be the same."""
     first = shutil.copytree(one_step[0], tmp_path / "former")
@@ -349,6 +356,7 @@ def test_checkpoints_of_earlier_versions_still_resume(one_step, pool, tmp_path):
     assert "(the records, their order or their lengths)" in err
 
 
+@pytest.mark.full
 def test_another_experiment_does_not_go_on_with_a_run_that_nobody_named(
     one_step, tmp_path, monkeypatch
 ):
@@ -385,22 +393,32 @@ def test_a_second_interrupt_does_not_wait():
         signals.restore()
 
 
-def test_a_signal_saves_and_stops_with_its_own_status(whole, tiny):
+def run_command(connection: Connection, words: list[str], output: Path) -> None:
+    """Run a command with its output in a file, and send its exit status."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    status = main(words)
+    sys.stdout.flush()
+    connection.send(status)
+
+
+def test_a_signal_saves_and_stops_with_its_own_status(whole, tiny, process_tree, tmp_path):
     folder, _ = whole
-    env = outside_of_jobs()
     # One process, so that its status is the command's.
-    words = command(folder, tiny(), "stopped", "parallel.pp=1", "train.steps=500")
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as job:
-        metrics = folder / "stopped" / "metrics.jsonl"
-        until = time.monotonic() + 200
-        while time.monotonic() < until and not (
-            metrics.exists() and '"step": 4' in metrics.read_text()
-        ):
-            time.sleep(0.05)
-        job.send_signal(signal.SIGTERM)
-        out, err = job.communicate(timeout=120)
-    assert job.returncode == 75, err.decode()[-3000:]
-    assert b"stopped by a signal after" in out
+    words = command(folder, tiny(), "stopped", "parallel.pp=1", "train.steps=500")[3:]
+    job = process_tree.fork(run_command, words, tmp_path / "output")
+    metrics = folder / "stopped" / "metrics.jsonl"
+    until = time.monotonic() + 200
+    while time.monotonic() < until and not (
+        metrics.exists() and '"step": 4' in metrics.read_text()
+    ):
+        time.sleep(0.05)
+    os.kill(job.pid, signal.SIGTERM)
+    status, output = job.connection.recv(), (tmp_path / "output").read_text()
+    job.kill()
+    assert status == 75, output[-3000:]
+    assert "stopped by a signal after" in output
     done = len(steps_of(folder / "stopped"))
     assert (folder / "stopped" / "checkpoints" / f"step-{done:08d}" / "complete.json").exists()
     assert done < 500
