@@ -86,6 +86,7 @@ sys.exit(run_process(work, []))
 """
 
 
+@pytest.mark.full  # three processes import torch
 def test_a_rank_that_loses_another_says_so_in_one_sentence(job, capfd):
     assert job(LOSES_A_RANK, 3) == 137
     sentences = capfd.readouterr().err.splitlines()
@@ -325,6 +326,7 @@ def test_what_all_ranks_have_to_say_is_said_once(mistaken, capfd):
         assert err.count("the same") == 1 and err.count("rank 1: alone") == 1
 
 
+@pytest.mark.full
 def test_under_torchrun_it_is_said_once_too(mistaken):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     command += ["--max-restarts=1", str(mistaken)]

@@ -172,6 +172,7 @@ def test_a_large_model_on_a_cpu_is_said(process_tree, tiny):
     assert pick_platform("cpu").remark("auto", 10**7) is None
 
 
+@pytest.mark.full
 def test_torch_does_not_report_nvcc_without_a_gpu(tmp_path):
     # Builds of torch with CUDA call this function when the module is imported.
     code = "import megatron_vlm; from torch.utils import cpp_extension as e; e._find_cuda_home()"

@@ -109,7 +109,7 @@ watchdog.stop()
 def test_work_is_progress_at_the_start(began, status):
     """Imports read little where libraries are mapped, and take long on a machine under load."""
     with process(
-        began + IMPORTING, "4", start=START.replace("watchdog.begin_phase", "# ")
+        began + IMPORTING, "2", start=START.replace("watchdog.begin_phase", "# ")
     ) as importing:
         _, err = importing.communicate(timeout=120)
     assert importing.returncode == status, err

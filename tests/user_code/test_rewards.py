@@ -241,7 +241,11 @@ def test_a_coroutine_has_a_time_of_its_own(judging):
 
 
 # Nothing in a plain function can be cancelled. The last one keeps Python's lock.
-HANGING = ("time.sleep(60)", "while_true()", "sum(range(10**13))")
+HANGING = (
+    "time.sleep(60)",
+    pytest.param("while_true()", marks=pytest.mark.full),
+    "sum(range(10**13))",
+)
 
 
 @pytest.mark.parametrize("hanging", HANGING)
@@ -330,9 +334,9 @@ def test_a_coroutine_that_cannot_be_cancelled_is_known(judging, blocking):
 @pytest.mark.parametrize(
     "deadly, words",
     [
-        ("os._exit(3)", "ended with exit status 3"),
+        pytest.param("os._exit(3)", "ended with exit status 3", marks=pytest.mark.full),
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL, as the kernel does where memory"),
-        ("ctypes.string_at(0)", "was killed by SIGSEGV"),
+        pytest.param("ctypes.string_at(0)", "was killed by SIGSEGV", marks=pytest.mark.full),
     ],
 )
 def test_a_call_that_kills_its_process_three_times(judging, tmp_path, kind, deadly, words):
@@ -598,7 +602,7 @@ def test_names_that_are_refused(judging, tmp_path, kind, name):
     """
     expected = (NAMES if kind == "reward" else ENVIRONMENTS)[name]
     with pytest.raises(ConfigError) as refused:
-        judging(source, **{kind: name}, processes=2)
+        judging(source, **{kind: name}, processes=2 if "dying" in name else 1)
     error = refused.value
     assert (error.key, error.found) == (f"rl.{kind}", str(tmp_path / name))
     assert expected in str(error)
