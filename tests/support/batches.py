@@ -10,6 +10,8 @@ from megatron_vlm.commands.demo.tiny_model import TinySpec, train_tokenizer
 from megatron_vlm.data.tokens.row import IGNORE, Row
 
 PATCH_VALUES = 3 * 2 * 16 * 16
+# Sizes of a tiny model, for tests to which more layers are only more of the same.
+SHALLOW = dict(layers=2, deepstack=1, vision_depth=1)
 
 
 @dataclass(frozen=True)

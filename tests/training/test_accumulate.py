@@ -16,7 +16,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, make_rows
+from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.runs import Case, call, collect_grads, my_rows
 
 DIVISOR = 7.0
@@ -31,30 +31,29 @@ FP32 = replace(layout(dp=2), model={"fp32_weight_gradients": True}, train={"prec
 
 ADAPTERS = {"rank": 4, "targets": ("attention", "mlp", "merger", "vision_attention", "vision_mlp")}
 
-SLOW = pytest.mark.slow
 CASES = {
-    "1": (layout(), {}),
-    "tp2-pp2": (layout(tp=2, pp=2), {"tied": True}),
-    "dp2": (layout(dp=2), {}),
-    "dp2-plain-optimizer": (layout(dp=2, distributed_optimizer=False), {}),
+    "tp2-pp2": (layout(tp=2, pp=2), {"tied": True, **SHALLOW}),
+    "dp2": (layout(dp=2), SHALLOW),
+    "dp2-plain-optimizer": (layout(dp=2, distributed_optimizer=False), SHALLOW),
     "pp2x2-dp2-overlap-tied": (
         layout(pp=2, dp=2, virtual_stages=2, overlap_param_gather=True, **OVERLAP),
         {"tied": True},
     ),
-    "tp2-dp2-overlap": (layout(tp=2, dp=2, **OVERLAP), {}),
-    "ep2": (layout(dp=2, ep=2), EXPERTS),
+    "tp2-dp2-overlap": (layout(tp=2, dp=2, **OVERLAP), SHALLOW),
+    "ep2": (layout(dp=2, ep=2), EXPERTS | SHALLOW),
     "ep2-pp2-overlap-losses": (
         layout(pp=2, dp=2, ep=2, router_balance_loss=0.1, router_z_loss=0.1, **OVERLAP),
-        EXPERTS,
+        EXPERTS | SHALLOW,
     ),
-    "ep2-plain-optimizer": (layout(dp=2, ep=2, distributed_optimizer=False), EXPERTS),
-    "vision-frozen": (layout(pp=2, freeze_vision=True, freeze_merger=True), {}),
-    "language-frozen": (layout(pp=2, dp=2, freeze_language=True), {}),
-    "fp32-weight-gradients": (FP32, {}),
-    "adapters": (replace(layout(tp=2, dp=2), lora=ADAPTERS), {}),
+    "ep2-plain-optimizer": (layout(dp=2, ep=2, distributed_optimizer=False), EXPERTS | SHALLOW),
+    "vision-frozen": (layout(pp=2, freeze_vision=True, freeze_merger=True), SHALLOW),
+    "language-frozen": (layout(pp=2, dp=2, freeze_language=True), SHALLOW),
+    "fp32-weight-gradients": (FP32, SHALLOW),
+    "adapters": (replace(layout(tp=2, dp=2), lora=ADAPTERS), SHALLOW),
 }
 LAST = ("tp2-dp2-overlap", "ep2-plain-optimizer", "dp2-plain-optimizer", "language-frozen")
-PARAMS = [pytest.param(name, marks=SLOW if name in LAST else ()) for name in CASES]
+MARKS = {"dp2": (), **dict.fromkeys(LAST, pytest.mark.slow)}
+PARAMS = [pytest.param(name, marks=MARKS.get(name, pytest.mark.full)) for name in CASES]
 
 
 def grads_of(worker: MegatronWorker, *parts: list[Row]) -> dict[str, Tensor]:
@@ -123,7 +122,7 @@ def dropped(worker: MegatronWorker) -> tuple[float, float]:
 def test_dropout_goes_on_from_call_to_call(pool, tiny):
     """Two micro-batches of a step never have the same dropout."""
     case = replace(layout(), lora={**ADAPTERS, "dropout": 0.5})
-    [(error, half_error)] = pool.run(call, 1, tiny(), case, dropped)
+    [(error, half_error)] = pool.run(call, 1, tiny(**SHALLOW), case, dropped)
     assert error <= TOLERANCE and half_error > 0.01
 
 
@@ -154,7 +153,7 @@ def after_errors(worker: MegatronWorker) -> tuple[bool, ...]:
 
 
 def test_an_error_leaves_what_was_added_up(pool, tiny):
-    assert pool.run(call, 1, tiny(), layout(), after_errors) == [(True,) * 4]
+    assert pool.run(call, 1, tiny(**SHALLOW), layout(), after_errors) == [(True,) * 4]
 
 
 def through_a_group(path: str, case: Case) -> tuple[float, float, str, float, str]:
@@ -176,7 +175,8 @@ def through_a_group(path: str, case: Case) -> tuple[float, float, str, float, st
 
 
 def test_a_group_adds_up(pool, tiny):
-    for norm, again, refused, lost in pool.run(through_a_group, 4, tiny(), layout(pp=2, dp=2)):
+    found = pool.run(through_a_group, 4, tiny(**SHALLOW), layout(pp=2, dp=2))
+    for norm, again, refused, lost in found:
         assert again == pytest.approx(norm, rel=TOLERANCE)
         assert "row 3: pixel_values has 28 patches" in refused
         assert re.match(r"rank \d: optim_step: ", lost)

@@ -15,7 +15,7 @@ from megatron_vlm.hf.export_weights import gather_tensors
 from megatron_vlm.training.optimizer import AdamStep
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, make_rows
+from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.error_fields import raises
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, my_rows, of_interest
@@ -79,13 +79,13 @@ def our_steps(path: str, case: Case) -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def reference(tiny):
-    return reference_steps(tiny())
+    return reference_steps(tiny(**SIZES))
 
 
 # Tolerance for the mean of a tensor's weights, in units of lr. The measured worst case is 2.1e-4.
 MEAN_TOLERANCE_LR = 1e-3
+SIZES = SHALLOW | {"layers": 4}  # two stages on each of two ranks
 CASES = {
-    "1": layout(),
     "tp2-pp2": layout(tp=2, pp=2),
     "dp2": layout(dp=2),
     "pp2x2-dp2-overlap": layout(
@@ -94,11 +94,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "dp2" else pytest.mark.full) for n in CASES]
+)
 def test_each_step_has_settings_of_its_own(name, pool, tiny, reference, record_property):
     case = replace(CASES[name], optim=CONFIGURED)
     expected_norms, expected = reference
-    norms, weights = pool.run(our_steps, case.world, tiny(), case)[0]
+    norms, weights = pool.run(our_steps, case.world, tiny(**SIZES), case)[0]
     assert norms[2] == expected_norms[2] == 0
     assert norms == pytest.approx(expected_norms, rel=NORM_TOLERANCE)
     assert weights.keys() == expected.keys()
@@ -143,9 +145,8 @@ def without_gradients(path: str, case: Case) -> tuple[bool, ...]:
 
 
 def test_a_step_without_gradients_is_asked_for(pool, tiny):
-    for case in (layout(), layout(pp=2, dp=2)):
-        moves = set(pool.run(without_gradients, case.world, tiny(), case))
-        assert moves == {(False, False, False, True, False)}
+    moves = set(pool.run(without_gradients, 4, tiny(**SHALLOW), layout(pp=2, dp=2)))
+    assert moves == {(False, False, False, True, False)}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_settings_that_are_refused(name, value):
 
 def test_rates_that_are_refused(pool, tiny):
     """A refused step leaves the weights and gradients unchanged."""
-    [(refused, same, norm)] = pool.run(with_bad_rates, 1, tiny())
+    [(refused, same, norm)] = pool.run(with_bad_rates, 1, tiny(**SHALLOW))
     assert refused == 3 and same and norm > 0
 
 

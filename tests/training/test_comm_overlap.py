@@ -83,6 +83,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "more",
     [{"dp": 2}, {"dp": 2, "pp": 2, "virtual_stages": 2, "freeze_vision": True}],

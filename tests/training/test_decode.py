@@ -24,19 +24,20 @@ from megatron_vlm.training.generate import candidate_log_probs, generate
 from megatron_vlm.training.token_sampling import pick, whole_logits
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import TOLERANCE, layout
-from tests.support.batches import MIXED, PATCH_VALUES, RowSpec, make_rows, token_ids
+from tests.support.batches import MIXED, PATCH_VALUES, SHALLOW, RowSpec, make_rows, token_ids
 from tests.support.reference import inputs_of, load_reference, row_log_probs
 from tests.support.runs import Case, call, my_rows
 
 pytestmark = pytest.mark.newest  # it depends on the versions
 
-NEW_TOKENS = 10
+NEW_TOKENS = 8
 # A near-tie would make a test a toss-up. The first and the second choice of every reference differ
 # by at least 1e-4 in log-prob (asserted), a hundred times the error of our log-probs.
 MIN_MARGIN = 1e-4
 # bf16 at TP2 x PP2 differs from Hugging Face in bf16 by up to 2.5e-3 (test_properties.py).
 BF16_MARGIN = 0.01
 QWEN3_5: dict[str, Any] = {"family": "qwen3_5", "head_dim": 64}
+FULL = pytest.mark.full
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,6 @@ def ask(rows: list[Row], **more: Any) -> dict[str, Any]:
 
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "1x1x1": (layout(), {}),
-    "tp2": (layout(tp=2), {}),
-    "pp2": (layout(pp=2), {}),
     "tp2-pp2": (layout(tp=2, pp=2), {}),
     "stage0-0-layers": (layout(pp=2, layers_per_stage=[0, 4]), {}),
     "pp2x2-tied": (
@@ -151,7 +150,6 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
         {"tied": True},
     ),
     "stages-0-1-1-2-tied": (layout(pp=4, layers_per_stage=[0, 1, 1, 2]), {"tied": True}),
-    "odd-vocab-tp2": (layout(tp=2), {"vocab": 509}),
     "odd-vocab-tied-tp2-pp2": (layout(tp=2, pp=2), {"vocab": 509, "tied": True}),
     "kv-heads-4-images-not-shared-tp2": (layout(tp=2, share_images=False), {"kv_heads": 4}),
     "recompute-all-tp2-pp2": (
@@ -164,20 +162,25 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("1x1x1", "tp2-pp2", "qwen3_5-tp2-pp2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else FULL) for n in CASES])
 def test_equals_hugging_face(name, pool, checkpoint, reference):
     """Eight mixed rows run in batches of 3, 3 and 2, several at a time with PP. Some of them run
     again, so that any state left behind would show."""
     case, sizes = CASES[name]
     rows, expected = make_rows(MIXED, sizes.get("vocab", 512)), reference(**sizes)
     requests = [ask(rows), ask(rows[:3])]
-    if "family" in sizes:  # states of rows that run alone, and of all rows together
+    if (
+        "family" in sizes and case.world == 1
+    ):  # states of rows that run alone, and of all rows together
         requests += [ask(rows, batch_rows=1), ask(rows, batch_rows=8)]
     for answers in pool.run(answer, case.world, checkpoint(**sizes), case, requests):
         assert answers == [expected, expected[:3], expected, expected][: len(requests)]
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2-dp2"])
+@pytest.mark.parametrize("name", ["dp2", pytest.param("tp2-dp2", marks=FULL)])
 def test_replicas_generate_for_themselves(name, pool, tiny, reference):
     case = layout(dp=2) if name == "dp2" else layout(tp=2, dp=2)
     rows, expected = make_rows(MIXED), reference()
@@ -188,7 +191,9 @@ def test_replicas_generate_for_themselves(name, pool, tiny, reference):
     assert answers[tp:] == [[expected[4:], expected[:1]]] * tp
 
 
-@pytest.mark.parametrize("name", ["1x1x1", "tp2-pp2", "pp2x2"])
+@pytest.mark.parametrize(
+    "name", ["1x1x1", *(pytest.param(n, marks=FULL) for n in ("tp2-pp2", "pp2x2"))]
+)
 def test_rows_stop_at_different_times(name, pool, tiny, reference):
     case = CASES[name][0] if name in CASES else layout(pp=2, virtual_stages=2)
     rows, free = make_rows(MIXED), reference()
@@ -230,6 +235,7 @@ def test_placeholders_are_never_generated(pool, tiny, reference, tmp_path):
         assert pool.run(answer, case.world, path, case, [ask(rows)])[0] == [expected]
 
 
+@FULL
 def test_prompts_may_be_shorter_than_the_convolutions_kernel(pool, tiny):
     lengths, path = (1, 40, 3, 2, 4), tiny(**QWEN3_5)
     rows = [
@@ -266,6 +272,7 @@ def test_a_prompt_may_end_in_an_image(pool, tiny):
     assert pool.run(answer, case.world, tiny(), case, [ask(rows)])[0] == [expected]
 
 
+@FULL
 def test_bytes_are_normalised_as_floats_are(pool, tiny):
     generator = torch.Generator().manual_seed(0)
     floats, bytes_ = [], []
@@ -282,16 +289,17 @@ def test_bytes_are_normalised_as_floats_are(pool, tiny):
     assert pool.run(answer, 2, tiny(), case, [ask(bytes_), ask(floats)])[0] == [expected, expected]
 
 
+@FULL
 def test_bf16_at_tp2_pp2(pool, tiny, record_property):
     """Rows are compared until Hugging Face's own choice is close."""
     path, case = tiny(dtype="bfloat16"), layout(tp=2, pp=2)
     case = replace(case, train={"precision": "bf16"})
     rows = make_rows(MIXED)
     model = load_reference(path, torch.bfloat16)
-    actual = pool.run(answer, case.world, path, case, [ask(rows)])[0][0]
+    actual = pool.run(answer, case.world, path, case, [ask(rows, max_new_tokens=10)])[0][0]
     compared = 0
     for row, actual_ids in zip(rows, actual, strict=True):
-        expected = continue_row(model, row)
+        expected = continue_row(model, row, 10)
         for actual_id, expected_id, margin in zip(
             actual_ids, expected.ids, expected.margins, strict=True
         ):
@@ -370,7 +378,7 @@ def compare_states_with_whole_forward(worker: MegatronWorker) -> float:
     return compare_with_whole_forward(worker, (1, 3, 2, 31, 32, 33, 64), 2 * DELTA_CHUNK)
 
 
-@pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize("experts", [0, pytest.param(4, marks=FULL)])
 def test_states_give_the_logits_of_a_whole_forward(experts, pool, tiny, record_property):
     path = tiny(**QWEN3_5, experts=experts)
     worst = pool.run(call, 1, path, layout(), compare_states_with_whole_forward)[0]
@@ -433,11 +441,15 @@ def test_candidates_get_hugging_faces_log_probs(name, pool, tiny, record_propert
     assert worst <= TOLERANCE
 
 
-def train_around(path: str, case: Case, with_evaluation: bool) -> list[tuple[float, float]]:
-    worker = MegatronWorker(case.config(path))
+def train_around(path: str, case: Case) -> list[list[tuple[float, float]]]:
+    """Return the losses and norms of two steps without evaluations, and of two with some."""
+    return [_steps(MegatronWorker(case.config(path)), evaluates) for evaluates in (False, True)]
+
+
+def _steps(worker: MegatronWorker, with_evaluation: bool) -> list[tuple[float, float]]:
     rows = my_rows(make_rows(MIXED))
     steps = []
-    for _ in range(3):
+    for _ in range(2):
         if with_evaluation:
             generate(worker.stage, rows, 3, (), batch_rows=2)
             candidate_log_probs(worker.stage, rows[0], [[1, 2], [3]], 2)
@@ -448,17 +460,17 @@ def train_around(path: str, case: Case, with_evaluation: bool) -> list[tuple[flo
     return steps
 
 
+@FULL
 @pytest.mark.parametrize("name", ["tp2-pp2-recompute", "dp2-overlap"])
 def test_training_goes_on_as_if_nothing_was_generated(name, pool, tiny):
     case = {
         "tp2-pp2-recompute": layout(tp=2, pp=2, recompute="full", recompute_vision=True),
         "dp2-overlap": layout(dp=2, overlap_grad_reduce=True),
     }[name]
-    without, with_evaluation = (
-        pool.run(train_around, case.world, tiny(), case, evaluate) for evaluate in (False, True)
-    )
-    assert with_evaluation == without
-    assert without[0][-1][0] < without[0][0][0]
+    path = tiny(**SHALLOW)
+    for without, with_evaluation in pool.run(train_around, case.world, path, case):
+        assert with_evaluation == without
+        assert without[-1][0] < without[0][0]
 
 
 def _refusals(worker: MegatronWorker) -> list[str]:

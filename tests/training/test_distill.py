@@ -26,6 +26,7 @@ from megatron_vlm.errors import ConfigError
 from tests.commands.test_score import asked, records_of, score, words_of  # noqa: F401
 from tests.run.test_evaluation import hf_row, logits_of
 from tests.run.test_train import run_rank, steps_of, values
+from tests.support.batches import SHALLOW
 from tests.support.error_fields import raises
 from tests.support.reference import load_reference
 from tests.support.sets import open_set, write_set
@@ -36,12 +37,13 @@ TOLERANCE = 2e-6  # relative, fp32 on the CPU
 OF_DIVERGENCE = 1e-3
 STORED, TOP, TEMPERATURE, BETA, CE = 6, 4, 1.5, 0.4, 0.25
 STEPS = 4
+SIZES = SHALLOW | dict(vocab=509)
 
 
 @pytest.fixture(scope="module")
 def taught(asked, tiny, pool) -> Path:  # noqa: F811
     """Return the folder of a data set with the scores of a teacher."""
-    teacher = tiny(vocab=509, layers=3)
+    teacher = tiny(**SIZES | {"layers": 3})
     more = ["--top-k", str(STORED), "--temperature", str(TEMPERATURE)]
     status, _, err = score(pool, words_of(asked, teacher, "teacher", *more))
     assert status == 0, err
@@ -134,14 +136,14 @@ def expected(taught) -> Callable[[str, str, list[int] | None], tuple[float, floa
 @pytest.fixture(scope="module")
 def whole(taught, tiny, pool) -> Path:
     """Return a run from the first step to the last, on two stages."""
-    words = train_words(taught, tiny(vocab=509), "whole", parallel__pp=2)
+    words = train_words(taught, tiny(**SIZES), "whole", parallel__pp=2)
     status, _, err = train(pool, 2, words)
     assert status == 0, err
     return taught / "whole"
 
 
 def test_a_run_learns_the_divergence(whole, taught, tiny, expected):
-    path, steps = tiny(vocab=509), steps_of(whole)
+    path, steps = tiny(**SIZES), steps_of(whole)
     data = open_set(str(taught / "train.jsonl"), path, None)
     numbers = data.order.epoch(0)[:7, 1].tolist()
     divergence, cross_entropy = expected(path, "train", numbers)
@@ -165,7 +167,7 @@ def test_a_resumed_run_has_the_same_digits(whole, taught, tiny, pool):
     (taught / "resumed" / "checkpoints").mkdir(parents=True)
     name = "step-00000002"
     shutil.copytree(whole / "checkpoints" / name, taught / "resumed" / "checkpoints" / name)
-    words = train_words(taught, tiny(vocab=509), "resumed", parallel__pp=2)
+    words = train_words(taught, tiny(**SIZES), "resumed", parallel__pp=2)
     status, out, err = train(pool, 2, words)
     assert status == 0, err
     assert "resumed from" in out
@@ -174,9 +176,10 @@ def test_a_resumed_run_has_the_same_digits(whole, taught, tiny, pool):
     assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.full
 def test_replicas_learn_the_same(whole, taught, tiny, pool):
     """Measured: 2.2e-7."""
-    words = train_words(taught, tiny(vocab=509), "dp2", train__steps=1, eval__every="null")
+    words = train_words(taught, tiny(**SIZES), "dp2", train__steps=1, eval__every="null")
     status, _, err = train(pool, 2, words)
     assert status == 0, err
     one, other = steps_of(taught / "dp2")[0], steps_of(whole)[0]
@@ -184,8 +187,9 @@ def test_replicas_learn_the_same(whole, taught, tiny, pool):
     assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.full
 def test_what_does_not_belong_together_is_refused(taught, tiny, pool):
-    folder, model = taught, tiny(vocab=509)
+    folder, model = taught, tiny(**SIZES)
     longer = (folder / "train.jsonl").read_text().splitlines()
     record = json.loads(longer[3])
     record["messages"][-1]["content"] = "another answer"
@@ -250,6 +254,7 @@ def test_the_command_evaluates_as_the_run_does(whole, pool):
     assert (scores["name"], scores["samples"]) == ("eval", 3)
 
 
+@pytest.mark.full
 def test_a_student_gets_nearer_to_its_teacher(tiny, pool, tmp_path):
     """The divergence of held-out records. Measured: 2.43 before, and 0.40 after."""
     teacher, student = tmp_path / "certain", tiny(vocab=509)

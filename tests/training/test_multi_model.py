@@ -19,7 +19,7 @@ from megatron_vlm.training.backward import LossCall, StepMetrics, run_backward
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, make_rows
+from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.runs import Case, collect_grads, my_rows
 from tests.training.test_shared_weights import same
 
@@ -32,7 +32,7 @@ BALANCED = {"router_balance_loss": 0.1, "router_z_loss": 0.01}
 LAYOUTS: dict[str, tuple[Case, dict[str, object]]] = {
     "1x1": (layout(), {}),
     "pp2": (layout(pp=2), {}),
-    "pp2-tied": (layout(pp=2, recompute="full"), {"tied": True}),
+    "pp2-tied": (layout(pp=2, recompute="full"), {"tied": True, **SHALLOW}),
     "tp2-pp2": (layout(tp=2, pp=2), {}),
     "pp4": (layout(pp=4), {"layers": 4}),
     "pp2x2": (layout(pp=2, virtual_stages=2), {"layers": 4}),
@@ -41,7 +41,6 @@ LAYOUTS: dict[str, tuple[Case, dict[str, object]]] = {
     "experts-pp2": (layout(pp=2, **BALANCED), EXPERTS),
     "experts-ep2": (layout(dp=2, ep=2), EXPERTS),
 }
-QUICK = ("pp2-tied",)
 
 Call = tuple[list[Row], str, dict[str, float]]
 Doing = Callable[[list[MegatronWorker], Sequence[Call]], list[StepMetrics]]
@@ -101,7 +100,10 @@ def plain(done: list[StepMetrics]) -> list[Any]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS],
+    [
+        pytest.param(n, marks=pytest.mark.full if n == "pp2-tied" else pytest.mark.slow)
+        for n in LAYOUTS
+    ],
 )
 def test_models_in_one_pass_get_what_each_gets_alone(name, pool, tiny):
     case, sizes = LAYOUTS[name]
@@ -143,7 +145,7 @@ def failing(path: str) -> Any:
 
 
 def test_a_pass_that_fails_leaves_the_gradients_of_earlier_calls(pool, tiny):
-    [(before, after, some)] = pool.run(failing, 1, tiny())
+    [(before, after, some)] = pool.run(failing, 1, tiny(**SHALLOW))
     assert same(before, after) and some == [True, False]
 
 
@@ -175,6 +177,6 @@ def refused(path: str, case: Case) -> Any:
 
 def test_a_group_that_is_refused_changes_nothing(pool, tiny):
     case = layout(pp=2, dp=2)
-    for before, after, done, alone, norm in pool.run(refused, case.world, tiny(), case):
+    for before, after, done, alone, norm in pool.run(refused, case.world, tiny(**SHALLOW), case):
         assert same(before, after)
         assert same(done, alone) and len(done[2]) == 3 and norm > 0

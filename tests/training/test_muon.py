@@ -21,35 +21,34 @@ from megatron_vlm.training.optimizer import AdamStep
 from megatron_vlm.training.optimizer_parts import inner_optimizers
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, make_rows
+from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.error_fields import raises
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, of_interest, train
 
 STEPS = 3
 OPTIM = dict(name="muon", lr=1e-2, weight_decay=0.1, beta2=0.99, clip_grad=0.0)
-EXPERTS = dict(experts=4, layers=2, deepstack=1)
+EXPERTS = SHALLOW | dict(experts=4)
 QWEN3_5 = dict(family="qwen3_5", head_dim=64)
-SMALL = dict(layers=2, deepstack=1)
 EVERY = ("attention", "mlp", "merger", "vision_attention", "vision_mlp", "head")
 CASES: dict[str, tuple[Case, dict[str, object]]] = {
     # name: (layout, sizes of the tiny model)
-    "1": (layout(), SMALL),
-    "tp2": (layout(tp=2), SMALL),
-    "dp2": (layout(dp=2), SMALL),
-    "dp2-plain-optimizer": (layout(dp=2, distributed_optimizer=False), SMALL),
-    "tp2-pp2-tied": (layout(tp=2, pp=2), SMALL | {"tied": True}),
+    "1": (layout(), SHALLOW),
+    "tp2": (layout(tp=2), SHALLOW),
+    "dp2": (layout(dp=2), SHALLOW),
+    "dp2-plain-optimizer": (layout(dp=2, distributed_optimizer=False), SHALLOW),
+    "tp2-pp2-tied": (layout(tp=2, pp=2), SHALLOW | {"tied": True}),
     "tp2-dp2-overlap": (
         layout(tp=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
-        SMALL,
+        SHALLOW,
     ),
     "pp2x2": (layout(pp=2, virtual_stages=2), {}),
     "ep2": (layout(dp=2, ep=2), EXPERTS),
     "ep2-dp2": (layout(dp=4, ep=2), EXPERTS),
     "ep1-dp2": (layout(dp=2), EXPERTS),
     "qwen3_5-tp2": (layout(tp=2), QWEN3_5),
-    "vision-frozen-pp2": (layout(pp=2, freeze_vision=True), SMALL),
-    "lora-tp2-dp2": (replace(layout(tp=2, dp=2), lora=dict(rank=4, targets=EVERY)), SMALL),
+    "vision-frozen-pp2": (layout(pp=2, freeze_vision=True), SHALLOW),
+    "lora-tp2-dp2": (replace(layout(tp=2, dp=2), lora=dict(rank=4, targets=EVERY)), SHALLOW),
     "lora-ep2": (replace(layout(dp=2, ep=2), lora=dict(rank=4)), EXPERTS),
 }
 VARIANTS: dict[str, dict[str, object]] = {
@@ -187,7 +186,7 @@ TRAINED_TOLERANCE = 1e-4
 
 def test_training_equals_hugging_face(pool, tiny, record_property):
     """With gradients of a model, clipped."""
-    path, batches = tiny(**SMALL), [make_rows(MIXED, seed=seed) for seed in range(STEPS)]
+    path, batches = tiny(**SHALLOW), [make_rows(MIXED, seed=seed) for seed in range(STEPS)]
     optim = dict(name="muon", lr=1e-3, muon_lr=1e-2, clip_grad=0.5)
     case = replace(layout(tp=2, pp=2), optim=optim)
     before = {name: param.detach() for name, param in load_reference(path).named_parameters()}
@@ -204,7 +203,12 @@ def test_training_equals_hugging_face(pool, tiny, record_property):
     assert norms == pytest.approx(expected_norms, rel=2e-6)  # measured 2.2e-7
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("dp2", "tp2-pp2-tied", "ep2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in CASES]
+)
 def test_equals_torch_at_each_layout(name, pool, tiny, record_property):
     case, sizes = CASES[name]
     optim = OPTIM | VARIANTS.get(name, {})

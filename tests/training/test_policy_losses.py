@@ -5,7 +5,6 @@ divisors of the sums."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from megatron_vlm.training.policy_losses import cispo, gspo, importance_sampling
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, make_rows
+from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.error_fields import raises
 from tests.support.reference import load_reference, row_log_probs, row_logits
 from tests.support.runs import Case, collect_grads, my_rows
@@ -37,6 +36,7 @@ VOCAB = 509  # at TP2 one row of the vocabulary is padding
 # Relative error in fp32 on the CPU, as in test_losses.py. Measured worst case: 1.8e-6, gradients at
 # DP2.
 TOLERANCE = 5e-6
+FULL = pytest.mark.full
 MAX_TOKENS = 40  # the limit of an answer, by which Dr. GRPO divides
 # A micro-batch has three of eight rows, so that one has two rows of the same sequence number.
 LAYOUTS = {
@@ -155,7 +155,7 @@ def sampled(rows: list[Row], log_probs: list[Tensor]) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def rows(tiny) -> list[Row]:
-    model = load_reference(tiny(vocab=VOCAB))
+    model = load_reference(tiny(vocab=VOCAB, **SHALLOW))
     rows = make_rows(MIXED, VOCAB)
     with torch.no_grad():
         return sampled(rows, [row_log_probs(model, row) for row in rows])
@@ -184,15 +184,17 @@ class Expected:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny, rows) -> Callable[[str], Expected]:
-    """Return the objective of the paper over whole answers, by plain PyTorch on Hugging Face's
-    model."""
-    model = load_reference(tiny(vocab=VOCAB))
+def expected(tiny, rows) -> dict[str, Expected]:
+    """Return the objectives of the papers over whole answers, by plain PyTorch on Hugging Face's
+    model, from one forward of each answer."""
+    model = load_reference(tiny(vocab=VOCAB, **SHALLOW))
 
-    def terms_of(row: Row, algorithm: Algorithm) -> Values:
+    named = dict(model.named_parameters())
+    all_log_probs = [row_logits(model, r)[picked(r) - 1].float().log_softmax(-1) for r in rows]
+
+    def terms_of(row: Row, all_p: Tensor, algorithm: Algorithm) -> Values:
         """Return the loss of each token with the terms that are added, and the reported values."""
         places = picked(row)
-        all_p = row_logits(model, row)[places - 1].float().log_softmax(-1)
         p = all_p.gather(-1, row.ids_S[places, None])[:, 0]
         values = {name: value[places] for name, value in row.values_S.items()}
         losses, stopped = algorithm.formula(p, values)
@@ -210,11 +212,8 @@ def expected(tiny, rows) -> Callable[[str], Expected]:
             losses = losses - algorithm.ours["entropy_coef"] * report["entropy"]
         return {"loss": losses, **report}
 
-    @cache
-    def compute(name: str) -> Expected:
-        algorithm = ALGORITHMS[name]
-        model.zero_grad()
-        answers = [terms_of(row, algorithm) for row in rows]
+    def compute(algorithm: Algorithm) -> Expected:
+        answers = [terms_of(*each, algorithm) for each in zip(rows, all_log_probs, strict=True)]
         losses = [answer.pop("loss") for answer in answers]
         means = {
             key: float(torch.cat([a[key].detach() for a in answers]).double().mean())
@@ -225,14 +224,10 @@ def expected(tiny, rows) -> Callable[[str], Expected]:
             "sequences": lambda: torch.stack([each.mean() for each in losses]).mean(),
             "constant": lambda: torch.stack([each.sum() / MAX_TOKENS for each in losses]).mean(),
         }[algorithm.aggregate]()
-        total.backward()
-        grads = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for n, p in model.named_parameters()
-        }
-        return Expected(float(total.detach()), means, grads)
+        grads = torch.autograd.grad(total, list(named.values()), retain_graph=True)
+        return Expected(float(total.detach()), means, dict(zip(named, grads, strict=True)))
 
-    return compute
+    return {name: compute(algorithm) for name, algorithm in ALGORITHMS.items()}
 
 
 def run_algorithms(path: str, case: Case, rows: list[Row]) -> dict[str, tuple[StepMetrics, dict]]:
@@ -253,15 +248,15 @@ def apart(found: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     )
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["tp2", *(pytest.param(n, marks=FULL) for n in ("pp2", "dp2"))])
 def test_equals_the_formula_over_whole_answers(name, pool, tiny, rows, expected, record_property):
     case = LAYOUTS[name]
-    outcomes = pool.run(run_algorithms, case.world, tiny(vocab=VOCAB), case, rows)
+    outcomes = pool.run(run_algorithms, case.world, tiny(vocab=VOCAB, **SHALLOW), case, rows)
     worst: dict[str, float] = {}
     for algorithm, (metrics, grads) in outcomes[0].items():
         for other in outcomes:  # every rank reports the same
             assert other[algorithm][0] == metrics
-        reference = expected(algorithm)
+        reference = expected[algorithm]
         assert metrics.means.keys() == reference.means.keys() - (
             set() if "clip_fraction" in metrics.means else {"clip_fraction"}
         )
@@ -278,54 +273,59 @@ def test_each_formula_is_put_to_the_test(expected):
     """A clip stops some tokens and not others, and no two algorithms have the same loss."""
     for name, algorithm in ALGORITHMS.items():
         if algorithm.formula is not reinforced:
-            assert 0.1 < expected(name).means["clip_fraction"] < 0.9, name
-    losses = [expected(name).loss for name in ALGORITHMS]
+            assert 0.1 < expected[name].means["clip_fraction"] < 0.9, name
+    losses = [expected[name].loss for name in ALGORITHMS]
     assert min(abs(a - b) for i, a in enumerate(losses) for b in losses[:i]) > 100 * TOLERANCE
 
 
 DIVISORS = (None, 1.0, 7.5, 3000)
 
 
-def divided(path: str, case: Case, rows: list[Row]) -> list[tuple[StepMetrics, dict[str, Tensor]]]:
-    """Return loss and gradients by each divisor. The last result is that of a group, which fills up
-    its rows."""
+Divided = list[tuple[StepMetrics, dict[str, Tensor]]]
+
+
+def divided(path: str, case: Case, batches: list[list[Row]]) -> list[Divided]:
+    """Return for each batch loss and gradients by each divisor. The last result is that of a
+    group, which fills up its rows."""
     worker = MegatronWorker(case.config(path))
-    group = local_group(worker)
-    results = []
-    for divisor in DIVISORS:
-        metrics = worker.forward_backward(my_rows(rows), divisor=divisor, loss="gspo", kl_coef=0.1)
-        results.append((metrics, collect_grads(worker)))
-    call = group.forward_backward(batch_of(rows), loss="gspo", kl_coef=0.1, divisor=DIVISORS[-1])
-    return [*results, (call.result(), collect_grads(worker))]
+    group, results = local_group(worker), []
+    options: dict[str, Any] = dict(loss="gspo", kl_coef=0.1)
+    for rows in batches:
+        results.append([])
+        for divisor in DIVISORS:
+            metrics = worker.forward_backward(my_rows(rows), divisor=divisor, **options)
+            results[-1].append((metrics, collect_grads(worker)))
+        call = group.forward_backward(batch_of(rows), divisor=DIVISORS[-1], **options)
+        results[-1].append((call.result(), collect_grads(worker)))
+    return results
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("name", ["1x1", "pp2", "dp2"])
-def test_a_divisor_takes_the_place_of_the_sum_of_weights(
-    name, weighted, pool, tiny, rows, record_property
-):
+@pytest.mark.parametrize("name", [pytest.param("pp2", marks=FULL), "dp2"])
+def test_a_divisor_takes_the_place_of_the_sum_of_weights(name, pool, tiny, rows, record_property):
     rows = rows[:7]  # replicas and micro-batches all differ in their numbers of tokens
-    total = sum(len(picked(row)) for row in rows)
-    if weighted:
-        weights = torch.linspace(0.5, 2.0, len(rows)).tolist()
-        total = sum(w * len(picked(row)) for w, row in zip(weights, rows, strict=True))
-        rows = [
-            replace(row, loss_weights_S=torch.full(row.ids_S.shape, weight))
-            for row, weight in zip(rows, weights, strict=True)
-        ]
-    case = LAYOUTS[name]
-    outcomes = pool.run(divided, case.world, tiny(vocab=VOCAB), case, rows)
-    (plain, grads), *others = outcomes[0]
-    worst = 0.0
-    for divisor, (metrics, scaled) in zip([*DIVISORS[1:], DIVISORS[-1]], others, strict=True):
-        factor = total / divisor
-        expected = {key: grad * factor for key, grad in grads.items()}
-        worst = max(worst, apart(scaled, expected), abs(metrics.loss / plain.loss / factor - 1))
-        assert metrics.num_tokens == plain.num_tokens
-        assert metrics.means == pytest.approx(plain.means, rel=1e-6)
+    weights = torch.linspace(0.5, 2.0, len(rows)).tolist()
+    weighted = [
+        replace(row, loss_weights_S=torch.full(row.ids_S.shape, weight))
+        for row, weight in zip(rows, weights, strict=True)
+    ]
+    sums = [
+        sum(w * len(picked(row)) for w, row in zip(each, rows, strict=True))
+        for each in ([1] * len(rows), weights)
+    ]
+    case, worst = LAYOUTS[name], 0.0
+    path = tiny(vocab=VOCAB, **SHALLOW)
+    outcomes = pool.run(divided, case.world, path, case, [rows, weighted])
+    for total, ((plain, grads), *others) in zip(sums, outcomes[0], strict=True):
+        for divisor, (metrics, scaled) in zip([*DIVISORS[1:], DIVISORS[-1]], others, strict=True):
+            factor = total / divisor
+            expected = {key: grad * factor for key, grad in grads.items()}
+            worst = max(worst, apart(scaled, expected), abs(metrics.loss / plain.loss / factor - 1))
+            assert metrics.num_tokens == plain.num_tokens
+            assert metrics.means == pytest.approx(plain.means, rel=1e-6)
     record_property("worst", worst)
     assert worst <= TOLERANCE
-    assert [metrics for metrics, _ in outcomes[0]] == [metrics for metrics, _ in outcomes[-1]]
+    first, last = ([[m for m, _ in each] for each in outcomes[rank]] for rank in (0, -1))
+    assert first == last
 
 
 def without_tokens(path: str, case: Case, rows: list[Row]) -> tuple[StepMetrics, Any, float]:
@@ -337,7 +337,7 @@ def without_tokens(path: str, case: Case, rows: list[Row]) -> tuple[StepMetrics,
 
 
 def test_a_divisor_without_a_token(pool, tiny, rows):
-    result = pool.run(without_tokens, 1, tiny(vocab=VOCAB), layout(), rows[:2])[0]
+    result = pool.run(without_tokens, 1, tiny(vocab=VOCAB, **SHALLOW), layout(), rows[:2])[0]
     metrics, (norm, _), largest = result
     assert (metrics.loss, metrics.num_tokens, norm, largest) == (0, 0, 0, 0)
 
@@ -358,7 +358,7 @@ def with_routers(path: str, cases: list[Case], rows: list[Row]) -> list[list[tup
 def test_losses_of_routers_are_means_of_their_own(pool, tiny):
     rows = make_rows(MIXED)
     cases = [layout(dp=2), layout(dp=2, router_balance_loss=2.0, router_z_loss=0.5)]
-    outcome = pool.run(with_routers, 2, tiny(**EXPERTS), cases, rows)[0]
+    outcome = pool.run(with_routers, 2, tiny(**EXPERTS | SHALLOW), cases, rows)[0]
     (plain, routed), own, losses = outcome[0]
     added = {key: routed[key] - plain[key] for key in plain}
     assert losses[0] == pytest.approx(losses[1])
@@ -384,7 +384,7 @@ def refuse_a_divisor(path: str, case: Case) -> None:
 
 
 def test_workers_and_groups_refuse_a_divisor(pool, tiny):
-    pool.run(refuse_a_divisor, 1, tiny(), layout())
+    pool.run(refuse_a_divisor, 1, tiny(**SHALLOW), layout())
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])

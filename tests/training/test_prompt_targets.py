@@ -20,11 +20,12 @@ from megatron_vlm.family.spec import Tokens
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, make_rows
+from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.reference import load_reference, row_logits
 from tests.support.runs import call, collect_grads
 
 VOCAB = 509  # at TP2 one row of the vocabulary is padding
+SMALL = SHALLOW | dict(vocab=VOCAB)
 # The error is in fp32 on the CPU: absolute for log-probs, relative for loss and gradients. Measured
 # worst cases: 9.6e-7, 2.6e-7 and 1.4e-6.
 TOLERANCE = 5e-6
@@ -38,10 +39,15 @@ LAYOUTS = {
 }
 
 
-SLOW = pytest.mark.slow
-QUICK = {("1x1", False), ("tp2", True), ("pp2", True), ("experts", True)}
+FULL = pytest.mark.full
+MARKS = {
+    ("tp2", True): (),
+    ("1x1", False): FULL,
+    ("pp2", True): FULL,
+    ("experts", True): FULL,
+}
 PARAMS = [
-    pytest.param(name, several, marks=() if (name, several) in QUICK else SLOW)
+    pytest.param(name, several, marks=MARKS.get((name, several), pytest.mark.slow))
     for name in LAYOUTS
     for several in (False, True)
 ]
@@ -99,12 +105,12 @@ NAMES = (
 def expected(path: str, rows: list[Row]) -> dict[str, Any]:
     model = load_reference(path)
     results: dict[str, Any] = {}
+    whole = [row_logits(model, row).float().log_softmax(-1) for row in rows]
     for loss in ("weighted_cross_entropy", "importance_sampling"):
         model.zero_grad()
         total, all_log_probs = 0.0, []
-        for row in rows:
+        for row, log_probs in zip(rows, whole, strict=True):
             assert row.targets is not None
-            log_probs = row_logits(model, row).float().log_softmax(-1)
             targets = row.targets.view(len(row.ids_S), -1)
             picked = log_probs.gather(-1, targets.clamp(min=0)) * (targets != IGNORE)
             weights, old = (
@@ -112,7 +118,7 @@ def expected(path: str, rows: list[Row]) -> dict[str, Any]:
             )
             of_token = picked if loss[0] == "w" else (picked - old).exp()
             value = -(of_token * weights * (targets != IGNORE)).sum()
-            value.backward()
+            value.backward(retain_graph=True)
             total += float(value.detach())
             all_log_probs.append(picked.detach().view(row.targets.shape))
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -128,7 +134,7 @@ def log_probs_apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
 @pytest.mark.parametrize(("name", "several"), PARAMS)
 def test_targets_are_those_of_hugging_face(name, several, pool, tiny, record_property):
     case, sizes = LAYOUTS[name]
-    path, rows = tiny(vocab=VOCAB, **sizes), targeted(several)
+    path, rows = tiny(**sizes | SMALL), targeted(several)
     reference = expected(path, rows)
     actual = pool.run(call, case.world, path, case, partial(run, rows=rows, as_batch=several))[0]
     worst = {"log_probs": log_probs_apart(actual["log_probs"], reference["log_probs"])}
@@ -151,7 +157,7 @@ def test_labels_and_targets_share_a_micro_batch(pool, tiny):
     labelled = replace(make_rows(MIXED, VOCAB)[0], values_S={})
     rows = [replace(row, values_S={}) for row in targeted(True)[:3]]
     alone, together = pool.run(
-        call, 1, tiny(vocab=VOCAB), layout(), partial(beside, labelled=labelled, rows=rows)
+        call, 1, tiny(**SMALL), layout(), partial(beside, labelled=labelled, rows=rows)
     )[0]
     assert log_probs_apart(alone, together) <= TOLERANCE
     assert alone[0].any() and alone[0].shape == labelled.ids_S.shape
@@ -205,7 +211,7 @@ def test_a_nan_where_nothing_is_predicted_is_nobodys(pool):
 
 
 def test_an_entropy_needs_one_target_a_place(pool, tiny):
-    error = pool.run(call, 1, tiny(vocab=VOCAB), layout(), refused)[0]
+    error = pool.run(call, 1, tiny(**SMALL), layout(), refused)[0]
     assert (error.key, error.found) == ("entropy_coef", 0.1)
 
 

@@ -42,6 +42,7 @@ from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.run_objective import objective_of
 from megatron_vlm.training.worker import MegatronWorker
 from tests.run.test_train import run_rank, steps_of, values
+from tests.support.batches import SHALLOW
 from tests.support.chats import image, say, text
 from tests.support.peft_reference import Adapter, as_ours, peft_model, save, trained
 from tests.support.reference import inputs_of, load_reference
@@ -52,8 +53,8 @@ TOLERANCE = 2e-5
 # Gradients that go through the decay of a delta net, of which transformers loses digits in fp32:
 # tests/model/test_qwen3_5.py compares them with fp64. Measured: 2.0e-5.
 DECAY, DECAY_TOLERANCE = (".A_log", ".dt_bias", ".in_proj_a.weight"), 1e-4
-EXPERTS = dict(experts=4, top_k=2)
-HYBRID = dict(family="qwen3_5", layers=4)
+EXPERTS = SHALLOW | dict(experts=4, top_k=2)
+HYBRID = dict(family="qwen3_5", layers=2, full_attention_interval=2)
 ADAPTER = Adapter(("attention", "mlp", "merger"))
 TEMPLATES = Path(__file__).parents[1] / "support" / "templates"
 
@@ -118,21 +119,18 @@ def layout(tp: int = 1, pp: int = 1, dp: int = 1, micro: int = 1, **parallel: An
 
 
 CASES: dict[tuple[str, str], tuple[Case, dict[str, Any]]] = {
-    ("embed", "1"): (layout(), {}),
-    ("embed", "dp2"): (layout(dp=2), {}),
-    ("embed", "dp4"): (layout(dp=4, micro=2), {}),
-    ("embed", "tp2"): (layout(tp=2), {}),
-    ("embed", "pp2"): (layout(pp=2), {}),
+    ("embed", "dp2"): (layout(dp=2), SHALLOW),
+    ("embed", "dp4"): (layout(dp=4, micro=2), SHALLOW),
     ("embed", "pp2x2-tied"): (layout(pp=2, virtual_stages=2), {"tied": True}),
     ("embed", "experts-ep2"): (layout(dp=2, ep=2), EXPERTS),
-    ("embed", "overlap-dp2"): (layout(dp=2, overlap_grad_reduce=True), {}),
-    ("embed", "adapters-tp2-pp2"): (layout(tp=2, pp=2), {}),
+    ("embed", "overlap-dp2"): (layout(dp=2, overlap_grad_reduce=True), SHALLOW),
+    ("embed", "adapters-tp2-pp2"): (layout(tp=2, pp=2), SHALLOW),
     ("embed", "qwen3_5-tp2-pp2"): (layout(tp=2, pp=2), HYBRID),
-    ("matryoshka", "tp2-dp2"): (layout(tp=2, dp=2), {}),
-    ("pointwise", "dp2"): (layout(dp=2), {}),
-    ("pointwise", "tp2-pp2"): (layout(tp=2, pp=2), {}),
+    ("matryoshka", "tp2-dp2"): (layout(tp=2, dp=2), SHALLOW),
+    ("pointwise", "dp2"): (layout(dp=2), SHALLOW),
+    ("pointwise", "tp2-pp2"): (layout(tp=2, pp=2), SHALLOW),
     ("pointwise", "qwen3_5-adapters-pp2"): (layout(pp=2), HYBRID),
-    ("listwise", "dp2"): (layout(dp=2, micro=2), {}),
+    ("listwise", "dp2"): (layout(dp=2, micro=2), SHALLOW),
 }
 
 
@@ -260,8 +258,13 @@ def expected(path: str, trial: str, data: str, has_adapters: bool) -> Expected:
     return Expected(float(loss.detach()), grads, *scores)
 
 
-SLOW = ("pointwise", "qwen3_5-adapters-pp2")
-PARAMS = [pytest.param(*case, marks=[pytest.mark.slow] * (case == SLOW)) for case in CASES]
+FULL = pytest.mark.full
+MARKS: dict[tuple[str, str], Any] = {
+    ("embed", "dp2"): (),
+    ("pointwise", "tp2-pp2"): (),
+    ("pointwise", "qwen3_5-adapters-pp2"): pytest.mark.slow,
+}
+PARAMS = [pytest.param(*case, marks=MARKS.get(case, FULL)) for case in CASES]
 
 
 @pytest.mark.parametrize(("trial", "name"), PARAMS)
@@ -481,12 +484,12 @@ def test_settings_that_cannot_work(tiny):
         assert error.value.key == key
 
 
-@pytest.mark.parametrize("objective", ["embed", "rerank"])
+@pytest.mark.parametrize("objective", ["embed", pytest.param("rerank", marks=FULL)])
 def test_a_run_resumes_bit_for_bit(objective, pool, tiny, written, tmp_path):
     def go(run: str) -> Path:
         words = {
             "model": "tiny_cpu",
-            "model.path": tiny(),
+            "model.path": tiny(**SHALLOW),
             "data.train": written,
             "data.eval": written,
             "data.cache_dir": "null",

@@ -25,7 +25,7 @@ from megatron_vlm.training.stop_strings import TextOf, Texts
 from megatron_vlm.training.token_sampling import likeliest, pick, whole_logits
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, make_rows
+from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.error_fields import raises
 from tests.support.runs import Case, call, my_rows
 from tests.training.test_decode import QWEN3_5
@@ -35,6 +35,8 @@ from tests.training.test_moe_train import EXPERTS
 TOLERANCE = 5e-6
 STOP_IDS = tuple(range(0, 250, 8))  # about one token in 16: answers of very different lengths
 SEEDS = [3, 1, 4, 1, 5, 9, 2, 6]
+FULL = pytest.mark.full
+HYBRID = QWEN3_5 | dict(layers=2, full_attention_interval=2)
 
 
 def worst_log_prob(worker: MegatronWorker) -> float:
@@ -58,18 +60,25 @@ def worst_log_prob(worker: MegatronWorker) -> float:
 
 
 LAYOUTS: dict[str, tuple[Case, dict[str, Any]]] = {
-    "1x1x1": (layout(), {}),
-    "tp2": (layout(tp=2), {}),
-    "pp2": (layout(pp=2), {}),
-    "tp2-pp2": (layout(tp=2, pp=2), {}),
-    "experts-ep2": (layout(dp=2, ep=2), EXPERTS),
-    "qwen3_5": (layout(), QWEN3_5),
-    "qwen3_5-tp2-pp2": (layout(tp=2, pp=2), QWEN3_5),
-    "qwen3_5-experts-ep2": (layout(dp=2, ep=2), {**QWEN3_5, "experts": 4}),
+    "tp2": (layout(tp=2), SHALLOW),
+    "pp2": (layout(pp=2), SHALLOW),
+    "tp2-pp2": (layout(tp=2, pp=2), SHALLOW),
+    "experts-ep2": (layout(dp=2, ep=2), EXPERTS | SHALLOW),
+    "qwen3_5": (layout(), HYBRID),
+    "qwen3_5-tp2-pp2": (layout(tp=2, pp=2), HYBRID),
+    "qwen3_5-experts-ep2": (layout(dp=2, ep=2), {**HYBRID, "experts": 4}),
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tp2-pp2",
+        "experts-ep2",
+        pytest.param("qwen3_5-tp2-pp2", marks=FULL),
+        pytest.param("qwen3_5-experts-ep2", marks=FULL),
+    ],
+)
 def test_log_probs_are_those_of_forward(name, pool, tiny, record_property):
     case, sizes = LAYOUTS[name]
     worst = max(pool.run(call, case.world, tiny(**sizes), case, worst_log_prob))
@@ -104,9 +113,11 @@ def routed(worker: MegatronWorker) -> tuple[bool, float]:
     )
 
 
-@pytest.mark.parametrize("case", [layout(dp=2, ep=2), layout(pp=2)], ids=["ep2", "pp2"])
+@pytest.mark.parametrize(
+    "case", [layout(dp=2, ep=2), pytest.param(layout(pp=2), marks=FULL)], ids=["ep2", "pp2"]
+)
 def test_samples_say_which_experts_their_tokens_went_to(case, pool, tiny):
-    for same, worst in pool.run(call, 2, tiny(**EXPERTS), case, routed):
+    for same, worst in pool.run(call, 2, tiny(**EXPERTS | SHALLOW), case, routed):
         assert same and worst <= TOLERANCE
 
 
@@ -148,7 +159,7 @@ def continuously_and_in_waves(worker: MegatronWorker) -> tuple[Found, Found]:
     return (together, passes[:split]), (waves, passes[split:])
 
 
-@pytest.mark.parametrize("name", ["1x1x1", "pp2", "qwen3_5"])
+@pytest.mark.parametrize("name", ["pp2", pytest.param("qwen3_5", marks=FULL)])
 def test_a_row_that_ends_makes_place_for_the_next_prompt(name, pool, tiny):
     case, sizes = LAYOUTS[name]
     (together, runs), (waves, wave_runs) = pool.run(
@@ -194,7 +205,9 @@ def several_of_each(worker: MegatronWorker) -> dict[str, Found]:
     return results | {"alone": (alone, [])}
 
 
-@pytest.mark.parametrize("sizes", [{}, QWEN3_5], ids=["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "sizes", [SHALLOW, pytest.param(HYBRID, marks=FULL)], ids=["qwen3_vl", "qwen3_5"]
+)
 def test_several_answers_to_a_prompt_that_is_seen_once(sizes, pool, tiny):
     results = pool.run(call, 1, tiny(**sizes), layout(), several_of_each)[0]
     assert len({each for answers in ids_of(results["alone"][0]) for each in answers}) == 15
@@ -212,7 +225,7 @@ def across_layouts(worker: MegatronWorker) -> list[list[tuple[int, ...]]]:
     return ids_of(worker.sample(make_rows(MIXED), settings, 3, SEEDS, batch_rows=5))
 
 
-@pytest.mark.parametrize("name", ["tp2", "pp2", "qwen3_5-tp2-pp2"])
+@pytest.mark.parametrize("name", ["tp2-pp2", pytest.param("qwen3_5-tp2-pp2", marks=FULL)])
 def test_samples_are_the_same_at_every_layout(name, pool, tiny):
     case, sizes = LAYOUTS[name]
     expected = pool.run(call, 1, tiny(**sizes), layout(), across_layouts)
@@ -234,7 +247,7 @@ def with_stop_strings(worker: MegatronWorker) -> list[list[Completion]]:
 
 
 def test_an_answer_ends_with_the_token_that_completes_a_string(pool, tiny):
-    free, stopped = pool.run(call, 1, tiny(), layout(), with_stop_strings)[0]
+    free, stopped = pool.run(call, 1, tiny(**SHALLOW), layout(), with_stop_strings)[0]
     ends = 0
     for full, cut in zip(free, stopped, strict=True):
         count = next(
@@ -372,10 +385,11 @@ def settings_of_their_own(worker: MegatronWorker) -> tuple[Any, Any, list[int]]:
     return in_order, alone, [each[0] for each in chain.from_iterable(passes) if each[1] == 1]
 
 
-@pytest.mark.parametrize("name", ["1x1x1", "pp2", "tp2"])
+@pytest.mark.parametrize("name", ["pp2", pytest.param("tp2", marks=FULL)])
 def test_each_is_drawn_by_its_own_settings_whoever_comes_and_goes(name, pool, tiny):
-    case = LAYOUTS[name][0]
-    for together, alone, rows in pool.run(call, case.world, tiny(), case, settings_of_their_own):
+    case, sizes = LAYOUTS[name]
+    answers = pool.run(call, case.world, tiny(**sizes), case, settings_of_their_own)
+    for together, alone, rows in answers:
         assert together == alone
         assert len({len(ids) for answers in alone for ids, _ in answers}) > 5
         assert max(rows) == 8

@@ -10,13 +10,14 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.training.generate import generate
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, make_rows
+from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.reference import load_reference, row_logits
 from tests.support.runs import Case, call
 
 DRAWS = 4000
 VOCAB = 509  # at TP2 one row of the vocabulary is padding
 ROWS = make_rows(MIXED, VOCAB)
+FULL = pytest.mark.full
 
 
 def draw(path: str, case: Case, prompts: list[Row], options: dict) -> list[list[int]]:
@@ -41,11 +42,11 @@ def sharp(tiny, tmp_path_factory) -> str:
         best = row_logits(model, ROWS[2])[-1].argmax()
         model.lm_head.weight[placeholders(model)] = model.lm_head.weight[best].clone()
 
-    return edited(tiny(vocab=VOCAB), path, sharpen)
+    return edited(tiny(vocab=VOCAB, **SHALLOW), path, sharpen)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_frequencies_are_the_probabilities(temperature, pool, sharp, record_property):
+@pytest.mark.parametrize(("temperature", "tp"), [pytest.param(1.0, 2, marks=FULL), (0.5, 1)])
+def test_frequencies_are_the_probabilities(temperature, tp, pool, sharp, record_property):
     prompt = ROWS[2]
     reference = load_reference(sharp)
     with torch.no_grad():
@@ -55,8 +56,8 @@ def test_frequencies_are_the_probabilities(temperature, pool, sharp, record_prop
     logits_V[never] = -torch.inf
     expected_V = DRAWS * (logits_V.double() / temperature).softmax(-1)
     options = dict(batch_rows=500, temperature=temperature, seeds=range(DRAWS))
-    answers = pool.run(draw, 2, sharp, layout(tp=2), [prompt] * DRAWS, options)
-    assert answers[0] == answers[1]
+    answers = pool.run(draw, tp, sharp, layout(tp=tp), [prompt] * DRAWS, options)
+    assert answers == [answers[0]] * tp
     found_V = torch.bincount(torch.tensor(answers[0]).flatten(), minlength=VOCAB).double()
     error = chi_square_excess(found_V, expected_V)
     record_property("standard_deviations", error)
@@ -96,6 +97,7 @@ def draws(path: str, case: Case) -> list[list[list[int]]]:
     ]
 
 
+@FULL
 def test_a_sample_depends_on_prompt_and_seed_alone(pool, sharp):
     samples = pool.run(draws, 1, sharp, layout())[0]
     whole, in_batches, turned, same_prompt, cold, hot, greedy = samples
@@ -103,8 +105,7 @@ def test_a_sample_depends_on_prompt_and_seed_alone(pool, sharp):
     assert same_prompt[0] == same_prompt[1] != same_prompt[2]
     assert cold == greedy != whole
     assert all(len(set(ids)) > 3 for ids in hot)  # ids are equally likely, and each turn draws anew
-    for case in (layout(tp=2), layout(pp=2)):
-        assert pool.run(draws, 2, sharp, case) == [samples] * 2
+    assert pool.run(draws, 4, sharp, layout(tp=2, pp=2)) == [samples] * 4
 
 
 def _refused(worker: MegatronWorker) -> list[ConfigError]:

@@ -18,7 +18,7 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, make_rows
+from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.runs import Case, collect_grads, my_rows
 
 SMALL = LoraConfig(rank=2, alpha=8, targets=("attention",))
@@ -28,10 +28,10 @@ BF16 = {"precision": "bf16"}
 
 LAYOUTS = {
     "1x1": (layout(), {}),
-    "tp2-tied": (layout(tp=2), {"tied": True}),
+    "tp2-tied": (layout(tp=2), {"tied": True, **SHALLOW}),
     "pp2-tied": (layout(pp=2), {"tied": True}),
     "pp2x2-dp2": (layout(pp=2, dp=2, virtual_stages=2), {}),
-    "dp2-bf16": (replace(layout(dp=2), train=BF16), {}),
+    "dp2-bf16": (replace(layout(dp=2), train=BF16), SHALLOW),
     "experts": (layout(dp=2, ep=2), EXPERTS),
 }
 
@@ -84,12 +84,15 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-QUICK = ("tp2-tied",)
+FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS],
+    [
+        pytest.param(name, marks=FULL if name == "tp2-tied" else pytest.mark.slow)
+        for name in LAYOUTS
+    ],
 )
 def test_models_beside_one_base_are_what_they_are_alone(name, pool, tiny):
     case, sizes = LAYOUTS[name]
@@ -136,7 +139,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param("1x1", marks=SLOW), "dp2-bf16", pytest.param("pp2-tied", marks=SLOW)]
 )
-@pytest.mark.parametrize("lora", [None, SMALL])
+@pytest.mark.parametrize("lora", [pytest.param(None, marks=FULL), SMALL])
 def test_weights_without_moments(name, lora, pool, tiny, tmp_path):
     case, sizes = LAYOUTS[name]
     if lora is not None:

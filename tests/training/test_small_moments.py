@@ -15,13 +15,14 @@ from megatron_vlm.training.small_adamw import SmallAdamW
 from megatron_vlm.training.small_moments import dynamic_map, make_moment, noise_of, round_to_bf16
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, make_rows
+from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.runs import Case, my_rows
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 WEIGHTS = 10_000  # the last block is not full
 STATES = ("fp32", "bf16", "int8")
+FULL = pytest.mark.full
 
 
 def spec(states: str) -> OptimizerSpec:
@@ -163,21 +164,23 @@ def ends(path: str, case: Case) -> tuple[Tensor | None, Tensor | None]:
     return embedding, last.head_weight.detach().clone() if last.post_process else None
 
 
-@pytest.mark.parametrize("states", ["bf16", "int8"])
+@pytest.mark.parametrize("states", [pytest.param("bf16", marks=FULL), "int8"])
 def test_copies_of_a_weight_stay_equal(states, pool, tiny):
     """The first and the last stage have the tied weight, and their replicas divide it."""
     case = replace(layout(pp=2, dp=2), optim={"states": states})
-    found = pool.run(ends, case.world, tiny(tied=True), case)
+    found = pool.run(ends, case.world, tiny(tied=True, **SHALLOW), case)
     embeddings = [embedding for embedding, _ in found if embedding is not None]
     heads = [head for _, head in found if head is not None]
     assert len(embeddings) == len(heads) == 2
     assert all(torch.equal(each, embeddings[0]) for each in (*embeddings, *heads))
 
 
+@FULL
 def test_replicas_round_as_one_does(pool, tiny):
     """Random numbers belong to places in the whole weight, not in a replica's part of it."""
     cases = [layout(dp=2), layout(dp=2, distributed_optimizer=False)]
     found = [
-        pool.run(ends, 2, tiny(), replace(case, optim={"states": "bf16"}))[0] for case in cases
+        pool.run(ends, 2, tiny(**SHALLOW), replace(case, optim={"states": "bf16"}))[0]
+        for case in cases
     ]
     assert all(map(torch.equal, *found))

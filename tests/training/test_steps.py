@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_vlm.data.tokens.row import IGNORE
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, make_rows
+from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, train
 
@@ -21,25 +21,28 @@ MEAN_TOLERANCE_LR = 3e-4  # mean difference of the worst tensor; measured 3.0e-5
 MAX_TOLERANCE_LR = 0.2  # worst single weight; measured 0.020
 NORM_TOLERANCE = 8e-6  # gradient norm before clipping, relative; measured 8.9e-7
 
+DEEP = SHALLOW | {"layers": 4}  # for two stages on each of two ranks
 CASES = {
-    "1x1x1": (layout(), {}),
-    "1x1x1-plain-optimizer": (layout(distributed_optimizer=False), {}),
-    "dp2": (layout(dp=2), {}),
-    "dp2-plain-optimizer": (layout(dp=2, distributed_optimizer=False), {}),
-    "tp2": (layout(tp=2), {}),
-    "tp2-pp2": (layout(tp=2, pp=2, layers_per_stage=[0, 4]), {}),
-    "tp2-dp2-overlap": (layout(tp=2, dp=2, overlap_grad_reduce=True), {}),
-    "dp2-overlap-all": (layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True), {}),
-    "tied-pp2-dp2": (layout(pp=2, dp=2), {"tied": True}),
+    "1x1x1": (layout(), SHALLOW),
+    "1x1x1-plain-optimizer": (layout(distributed_optimizer=False), SHALLOW),
+    "dp2": (layout(dp=2), SHALLOW),
+    "dp2-plain-optimizer": (layout(dp=2, distributed_optimizer=False), SHALLOW),
+    "tp2-pp2": (layout(tp=2, pp=2, layers_per_stage=[0, 2]), SHALLOW),
+    "tp2-dp2-overlap": (layout(tp=2, dp=2, overlap_grad_reduce=True), SHALLOW),
+    "dp2-overlap-all": (
+        layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
+        SHALLOW,
+    ),
+    "tied-pp2-dp2": (layout(pp=2, dp=2), DEEP | {"tied": True}),
     "tied-pp2x2-dp2-overlap": (
         layout(pp=2, dp=2, virtual_stages=2, overlap_grad_reduce=True),
-        {"tied": True},
+        DEEP | {"tied": True},
     ),
-    "vision-frozen": (layout(pp=2, freeze_vision=True, freeze_merger=True), {}),
-    "language-frozen": (layout(pp=2, freeze_language=True), {}),
+    "vision-frozen": (layout(pp=2, freeze_vision=True, freeze_merger=True), SHALLOW),
+    "language-frozen": (layout(pp=2, freeze_language=True), DEEP),
     "language-frozen-pp2x2-dp2": (
         layout(pp=2, dp=2, virtual_stages=2, freeze_language=True),
-        {},
+        DEEP,
     ),
 }
 
@@ -81,7 +84,12 @@ def reference(tiny):
     return cache(lambda path, frozen: reference_steps(path, frozen))
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("dp2", "tp2-pp2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in CASES]
+)
 def test_weights_after_three_steps(name, pool, tiny, reference, record_property):
     case, sizes = CASES[name]
     check_weights(case, tiny(**sizes), bool(sizes.get("tied")), pool, reference, record_property)

@@ -14,7 +14,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.report.layout_table import StageReport, stage_reports
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, RowSpec, make_rows
+from tests.support.batches import MIXED, SHALLOW, RowSpec, make_rows
 from tests.support.error_fields import raises
 from tests.support.runs import call, my_rows
 
@@ -56,7 +56,7 @@ def _use_twice(path: str) -> list[bool]:
 
 
 def test_the_groups_end_with_the_block_of_the_worker_that_made_them(pool, tiny):
-    assert pool.run(_use_twice, 1, tiny()) == [[True, False, True, False]]
+    assert pool.run(_use_twice, 1, tiny(**SHALLOW)) == [[True, False, True, False]]
 
 
 def _same_everywhere(worker: MegatronWorker) -> tuple:
@@ -74,7 +74,7 @@ def _same_everywhere(worker: MegatronWorker) -> tuple:
 
 
 def test_results_are_the_same_on_every_rank(pool, tiny):
-    answers = pool.run(call, 4, tiny(), layout(tp=2, pp=2), _same_everywhere)
+    answers = pool.run(call, 4, tiny(**SHALLOW), layout(tp=2, pp=2), _same_everywhere)
     assert all(answer == answers[0] for answer in answers)
     before, without, after, equal, (grad_norm, lr) = answers[0]
     assert without is None and equal
@@ -90,7 +90,9 @@ def _nothing_supervised(worker: MegatronWorker) -> tuple[float, int, float]:
 
 def test_a_batch_without_supervised_tokens_moves_nothing(pool, tiny):
     for world, case in ((1, layout()), (4, layout(tp=2, pp=2))):
-        assert set(pool.run(call, world, tiny(), case, _nothing_supervised)) == {(0.0, 0, 0.0)}
+        assert set(pool.run(call, world, tiny(**SHALLOW), case, _nothing_supervised)) == {
+            (0.0, 0, 0.0)
+        }
 
 
 def _bad_row(worker: MegatronWorker) -> None:
@@ -100,7 +102,7 @@ def _bad_row(worker: MegatronWorker) -> None:
 
 def test_a_bad_row_is_an_error_on_every_rank_not_a_hang(pool, tiny):
     with pytest.raises(RuntimeError, match="DataError: row 1: pixel_values has 16 patches"):
-        pool.run(call, 4, tiny(), layout(tp=2, pp=2), _bad_row)
+        pool.run(call, 4, tiny(**SHALLOW), layout(tp=2, pp=2), _bad_row)
 
 
 def _norms(worker: MegatronWorker) -> list[tuple[float, float]]:
@@ -114,11 +116,18 @@ def _norms(worker: MegatronWorker) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"distributed_optimizer": False}])
-def test_the_gradient_norm_is_megatrons(options, pool, tiny):
-    for case in (layout(**options), layout(tp=2, dp=2, **options), layout(pp=2)):
-        for found in pool.run(call, case.world, tiny(), case, _norms):
-            assert len(found) == 2 and all(ours == theirs > 0 for ours, theirs in found)
+@pytest.mark.parametrize(
+    "case",
+    [
+        layout(tp=2, dp=2),
+        pytest.param(layout(tp=2, dp=2, distributed_optimizer=False), marks=pytest.mark.full),
+        pytest.param(layout(pp=2), marks=pytest.mark.full),
+    ],
+    ids=["tp2-dp2", "tp2-dp2-plain-optimizer", "pp2"],
+)
+def test_the_gradient_norm_is_megatrons(case, pool, tiny):
+    for found in pool.run(call, case.world, tiny(**SHALLOW), case, _norms):
+        assert len(found) == 2 and all(ours == theirs > 0 for ours, theirs in found)
 
 
 def _infinite(worker: MegatronWorker) -> tuple[float, bool]:
@@ -132,7 +141,8 @@ def _infinite(worker: MegatronWorker) -> tuple[float, bool]:
 
 
 def test_a_norm_that_is_not_finite_moves_nothing_on_any_rank(pool, tiny):
-    assert set(pool.run(call, 4, tiny(), layout(tp=2, pp=2), _infinite)) == {(torch.inf, True)}
+    found = pool.run(call, 4, tiny(**SHALLOW), layout(tp=2, pp=2), _infinite)
+    assert set(found) == {(torch.inf, True)}
 
 
 def _parts(worker: MegatronWorker) -> set[str]:
@@ -141,7 +151,7 @@ def _parts(worker: MegatronWorker) -> set[str]:
 
 
 def test_each_stage_gets_its_part(pool, tiny):
-    first, last = pool.run(call, 2, tiny(), layout(pp=2), _parts)
+    first, last = pool.run(call, 2, tiny(**SHALLOW), layout(pp=2), _parts)
     assert first == {"host", "number", "tokens_BS5", "pixel_values_PC", "visuals"}
     assert last == {"host", "number", "tokens_BS5", "places_N", "targets_M"}
 
@@ -175,7 +185,9 @@ def _as_hugging_face_calls(worker: MegatronWorker) -> tuple[bool, str]:
 
 def test_the_model_takes_what_hugging_face_takes(pool, tiny):
     for case in (layout(), layout(tp=2)):
-        for equal, refused in pool.run(call, case.world, tiny(), case, _as_hugging_face_calls):
+        for equal, refused in pool.run(
+            call, case.world, tiny(**SHALLOW), case, _as_hugging_face_calls
+        ):
             assert equal
             assert "row 1 of the micro-batch: image 0 has 8 x 1 = 8 features but 4" in refused
 
@@ -191,7 +203,7 @@ def _from_batch(worker: MegatronWorker) -> tuple[bool, float, float]:
 
 
 def test_a_tensor_batch_is_its_rows(pool, tiny):
-    (equal, one, other), *_ = pool.run(call, 2, tiny(), layout(pp=2), _from_batch)
+    (equal, one, other), *_ = pool.run(call, 2, tiny(**SHALLOW), layout(pp=2), _from_batch)
     assert equal and one == other
 
 
