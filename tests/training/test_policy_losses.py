@@ -355,6 +355,7 @@ def with_routers(path: str, cases: list[Case], rows: list[Row]) -> list[list[tup
     return results
 
 
+@FULL
 def test_losses_of_routers_are_means_of_their_own(pool, tiny):
     rows = make_rows(MIXED)
     cases = [layout(dp=2), layout(dp=2, router_balance_loss=2.0, router_z_loss=0.5)]

@@ -54,6 +54,7 @@ def test_other_pictures_give_other_log_probs(pool, tiny):
     assert (one - other).abs().max() > 100 * ORDER_TOLERANCE
 
 
+@FULL
 def test_bf16_at_tp2_pp2(pool, tiny, record_property):
     case = replace(layout(tp=2, pp=2), train={"precision": "bf16"})
     rows = make_rows(MIXED)
