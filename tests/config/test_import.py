@@ -154,9 +154,13 @@ VALUES = {
     ),
     "columns of axolotl": (
         "a.yaml",
-        yaml_text(AXOLOTL | {"datasets": [{"path": "a.jsonl", "field_messages": "dialog"}]}),
+        yaml_text(AXOLOTL | {"datasets": [{"path": "a.jsonl", "field_messages": "dialog"}]})
+        + "train_on_inputs: true\n",
         {},
-        {"data.train": [("a.jsonl", {"messages": "dialog"})]},
+        {
+            "data.train": [("a.jsonl", {"messages": "dialog"})],
+            "data.train_on": ("system", "user", "assistant", "tool"),
+        },
     ),
     "a pattern of layers": (
         "a.yaml",

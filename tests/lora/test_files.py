@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
@@ -25,7 +26,7 @@ from megatron_vlm.config.trainable import scale_of
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.lora.peft_config import base_of, lora_of
+from megatron_vlm.lora.peft_config import _PLAIN, base_of, lora_of
 from megatron_vlm.lora.targets import adapted_specs
 from megatron_vlm.lora.weights import adapted_weights, serving_remark
 from megatron_vlm.report.layout_table import short_name
@@ -209,6 +210,8 @@ def test_what_does_not_fit_is_refused(pool, tiny, tmp_path):
     )
     with pytest.raises(ConfigError, match=r"give its base model as model.path and this folder"):
         HFCheckpoint(str(folder))
+    theirs = PeftConfig().to_dict()  # with the default of each option
+    assert [key for key, plain in _PLAIN.items() if theirs.get(key, "no option") not in plain] == []
 
 
 UNTRAINABLE = (
