@@ -12,7 +12,7 @@ UV := $(shell command -v uv)
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1)/bin/pip install --quiet --no-compile)
 
-.PHONY: setup trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench scale clean
+.PHONY: setup trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench clean
 
 setup: .venv/ready
 
@@ -285,9 +285,6 @@ release: setup .venv-release/ready
 # The lock files of requirements/, with the newest versions that pyproject.toml allows.
 lock: .venv-release/ready
 	$(BIN)/python scripts/make_locks.py .venv-release/bin/uv
-
-scale: setup
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
 	rm -rf .venv .venv-newest .venv-python313 .venv-torch-* .venv-docs .venv-trl .venv-llamafactory .venv-swift .venv-vllm .venv-tinker .venv-embed .venv-lmms .venv-te .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels

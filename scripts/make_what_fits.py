@@ -1,34 +1,24 @@
-"""The tables of docs/what-fits.md: which model fits on which GPUs, by the planner's estimate.
+"""The table of docs/what-fits.md: which model fits on which machine, by the planner's estimate.
 
     python scripts/make_what_fits.py
 
-It rewrites the parts of that page between their marks, in half an hour.
-tests/planner/test_what_fits.py fails if a part is outdated.
+It rewrites the part of that page between the marks, in half an hour.
+tests/planner/test_what_fits.py fails if a line is outdated.
 """
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from machine_tables import MACHINES, WAYS, layout_words, machine_line
+from machine_tables import MACHINES, WAYS, machine_line
 from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
-from megatron_vlm import Config
-from megatron_vlm.config.schema import LoraConfig, ModelConfig, TrainConfig
-from megatron_vlm.config.trainable import USUAL
-from megatron_vlm.distributed.device import PEAK_FLOPS_BF16
 from megatron_vlm.family.qwen3_5.model import qwen3_5_moe_sizes, qwen3_5_sizes
 from megatron_vlm.family.qwen3_vl import moe
 from megatron_vlm.family.qwen3_vl.dense import sizes_of
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.planner.hardware import gpu
-from megatron_vlm.planner.row_sizes import assumed_mix
-from megatron_vlm.planner.search import Cluster, search
 
 PAGE = Path(__file__).parent.parent / "docs" / "what-fits.md"
-CARDS = (24, 48, 80, 141)  # GiB
-COUNTS, COUNTS_OF_EXPERTS = (1, 2, 4, 8), (4, 8, 16, 32)
-KINDS = ("all trained", "tower frozen", "adapters")
 _SMALLEST_TOWER = dict(depth=12, hidden_size=768, intermediate_size=3072, num_heads=12)
 _SMALL_TOWER = dict(depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16)
 _TOWER = dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16)
@@ -55,12 +45,6 @@ QWEN3_5 = {
 # nets. Qwen3.6-35B-A3B has these sizes as well.
 QWEN3_5_WITH_EXPERTS = {"Qwen3.5-35B-A3B": (40, 2048, 256, 8, 512, 16, 32)}
 NAMES = (*MODELS, *WITH_EXPERTS, *QWEN3_5, *QWEN3_5_WITH_EXPERTS)
-_SHORT = {
-    ("none", False): "",
-    ("none", True): ", V",
-    ("full", False): ", D",
-    ("full", True): ", DV",
-}
 
 
 def sizes_of_model(name: str) -> ModelSizes:
@@ -166,49 +150,6 @@ def qwen3_5_moe_config(
     )
 
 
-def cell(sizes: ModelSizes, kind: str, count: int, card: int) -> str:
-    """Return the fastest layout that fits, or the memory that the leanest layout needs."""
-    cfg = Config(
-        model=ModelConfig(path="", freeze_vision=kind == "tower frozen"),
-        lora=USUAL if kind == "adapters" else LoraConfig(),
-        train=TrainConfig(global_batch_size=64, micro_batch_tokens=8192, precision="bf16"),
-    )
-    machine = gpu("H100", PEAK_FLOPS_BF16["H100"])
-    mix = assumed_mix(sizes, cfg.data.max_tokens)
-    results = search(cfg, sizes, mix, Cluster(count, card * 2**30, machine))
-    if results.leanest is not None:
-        return f"needs {results.leanest.need / 2**30:.0f}"
-    best = results.fitting[0]
-    words, model = layout_words(best.dims) or "1", best.cfg.model
-    mode = _SHORT[model.recompute, model.recompute_vision]
-    return f"**{words}{mode}** {best.need / 2**30:.0f}"
-
-
-def line(name: str, kind: str, count: int) -> str:
-    """Return one line of a model's table."""
-    sizes = sizes_of_model(name)
-    cells = [cell(sizes, kind, count, card) for card in CARDS]
-    return f"| {name}, {count} GPU{'s' * (count > 1)}, {kind} | {' | '.join(cells)} |"
-
-
-def configurations(name: str) -> list[tuple[str, str, int]]:
-    """Return the arguments of `line` for each line of a model's table."""
-    has_experts = name in WITH_EXPERTS or name in QWEN3_5_WITH_EXPERTS
-    counts = COUNTS_OF_EXPERTS if has_experts else COUNTS
-    return [(name, kind, count) for kind in KINDS for count in counts]
-
-
-def tables() -> str:
-    """Return a table for each model."""
-    parts = []
-    for name in NAMES:
-        lines = [f"## {name}", ""]  # the site lists headings next to the page
-        lines += [f"| {name} | {' | '.join(f'{card} GiB' for card in CARDS)} |", "|---" * 5 + "|"]
-        lines += [line(*configuration) for configuration in configurations(name)]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
-
-
 def machine_lines() -> Iterator[tuple[str, str]]:
     """Yield the model and the way of training of each line of the table for one machine."""
     for name in NAMES:
@@ -234,8 +175,7 @@ def with_part(page: str, mark: str, text: str) -> str:
 
 def main() -> int:
     """Rewrite the page."""
-    page = with_part(PAGE.read_text(), "machines", table_of_machines())
-    PAGE.write_text(with_part(page, "fits", tables()))
+    PAGE.write_text(with_part(PAGE.read_text(), "machines", table_of_machines()))
     return 0
 
 

@@ -20,7 +20,6 @@ MAX_COLUMNS = 100
 GENERATED = (
     "configuration.md",
     "models.md",
-    "scaling.md",
     "what-fits.md",
 )  # by scripts, with wide tables
 _WORD = re.compile(r"[A-Za-z]+(?:-[a-z]+)*")

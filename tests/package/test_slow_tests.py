@@ -16,7 +16,11 @@ FILES = slow_files()
     [
         # The kills start the service as a program, so no import leads to its journal.
         ("megatron_vlm/serve/journal/journal.py", "serve/test_kills.py", "model/test_moe.py"),
-        ("megatron_vlm/hf/export_weights.py", "engines/test_vllm.py", "planner/test_what_fits.py"),
+        (
+            "megatron_vlm/hf/export_weights.py",
+            "engines/test_vllm.py",
+            "distributed/test_network.py",
+        ),
         ("megatron_vlm/report/gone.py", "report/test_rl_report.py", "serve/test_kills.py"),
         ("configs/model/qwen3_vl_2b.yaml", "run/test_elastic.py", "distributed/test_network.py"),
         ("scripts/train_nodes.sh", "run/test_elastic.py", "serve/test_kills.py"),
