@@ -97,6 +97,7 @@ def test_answers_are_those_of_transformers(pool, tiny, pictures):
     assert len({answer for replies in answers for answer in replies}) == 5
 
 
+@pytest.mark.full
 def test_what_users_type_is_text_and_a_seed_repeats_an_answer(pool, tiny, pictures):
     (first,) = pool.run(hold, 1, tiny(), pictures, TALKS[2:])
     plain = [[(n, text.replace("<|im_end|>", "the end")) for n, text in TALKS[2]]]

@@ -16,7 +16,7 @@ from megatron_vlm.commands.dry_run.target_machine import target_machine
 from megatron_vlm.config.arguments import parse_arguments
 from megatron_vlm.config.command_checks import check_rl
 from megatron_vlm.config.data_sources import SourceSpec
-from megatron_vlm.config.load import load_config
+from megatron_vlm.config.load import from_yaml, load_config, to_yaml
 from megatron_vlm.config.schema import LaunchConfig, ModelConfig, TrainConfig
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.loader import Loader, Replica
@@ -32,6 +32,7 @@ from tests.model.test_parity import layout
 from tests.support.chats import image, say
 from tests.support.error_fields import raises
 from tests.support.sets import data_config, open_set, write_set
+from tests.support.tables import in_one_test
 
 
 def test_planned_batches_are_those_of_the_loader(tiny, tmp_path):
@@ -190,6 +191,7 @@ def asked(tiny, tmp_path):
     return tmp_path, [*words, "data.num_workers=0", f"run={tmp_path / 'run'}"]
 
 
+@pytest.mark.full
 def test_rl_tries_its_reward(asked, capsys):
     folder, words = asked
     words = [*words, f"data.train={folder / 'asks.jsonl'}", "rl.samples=2", "rl.max_new_tokens=8"]
@@ -226,6 +228,7 @@ def test_rl_tries_its_reward(asked, capsys):
     assert not (folder / "run").exists()
 
 
+@pytest.mark.full
 def test_rl_describes_its_teachers(asked, tiny, capsys):
     """They are checked as in a run, and need no reward."""
     folder, words = asked
@@ -269,12 +272,15 @@ REFUSED_TEACHERS = {
 }
 
 
-@pytest.mark.parametrize("given", REFUSED_TEACHERS)
+DEFAULTS = to_yaml(load_config(["model.path=m"]))
+
+
+@in_one_test("given", REFUSED_TEACHERS)
 def test_settings_of_teachers_are_refused(given):
     words = ["model.path=m", "data.train=d.jsonl", "train.steps=1", "rl.reward=a:b"]
     words += [f"rl.{word}" for word in given.removeprefix("rl.").split(" rl.")]
     with raises(ConfigError, key=REFUSED_TEACHERS[given]):
-        check_rl(load_config(words))
+        check_rl(from_yaml(DEFAULTS, words))
 
 
 def test_eval_and_serve_have_a_dry_run(asked, tiny, capsys):

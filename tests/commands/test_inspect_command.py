@@ -46,6 +46,7 @@ from tests.support.report_facts import (
     colour,
     in_a_browser,
 )
+from tests.support.tables import in_one_test
 
 PINK, TEAL = (200, 30, 120), (20, 140, 130)
 LIGHT_MARK, DARK_MARK, LIGHT_PAPER, DARK_PAPER = "ffedb3", "574615", "f7f6f3", "15171b"
@@ -195,7 +196,7 @@ def test_trained_text_is_coloured_in_the_terminal(seen):
     assert "\x1b[36m[image 0: 4x6 patches, 6 tokens]\x1b[0m" in output
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@in_one_test("name", SHOWN)
 def test_shown_text_is_all_of_the_tokens(name, seen):
     data, inspection = seen
     tokenizer = data.readers[0].encoder.renderer.tokenizer
@@ -338,7 +339,7 @@ def test_plain_order_has_as_many_micro_batches_as_token_limits_make(look, folder
     assert "train.micro_batch_tokens=900" in inspection.batching.caption
 
 
-@pytest.mark.parametrize(("height", "width", "merge"), [(32, 32, 2), (64, 160, 2), (96, 48, 3)])
+@in_one_test(("height", "width", "merge"), [(32, 32, 2), (64, 160, 2), (96, 48, 3)])
 def test_unpatch_undoes_patches(height, width, merge):
     pixels = np.asarray(picture(width, height))
     settings = ImageSettings(merge_size=merge, min_pixels=1)
@@ -503,7 +504,7 @@ def test_a_picture_that_cannot_be_decoded_is_named(look, folder):
         assert "[image 0: 4x4 patches, 4 tokens]" in facts.words and not pictures_of(facts)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("options", "error", "words"),
     [
         ({"sample": 14}, ConfigError, "--sample=14: there are 14 samples; give 0 to 13"),
@@ -575,6 +576,7 @@ def test_the_command_shows_what_is_asked_for(overrides, capsys, tmp_path):
     assert page.read_text(encoding="utf-8").count("<article") == len(SHOWN)
 
 
+@pytest.mark.full
 def test_a_folder_is_shown_like_its_file(overrides, tmp_path, capsys):
     """Texts that are JSON stay texts, beside lists and objects at the same keys."""
     texts = ['"yes"', '["a", "b"]', "007", "null", '{"bbox_2d": [1, 2, 3, 4]}', "2024-05-01"]
@@ -639,11 +641,15 @@ def test_warnings_of_the_data_stand_in_the_report_alone(overrides, folder, caplo
     assert warnings()  # later callers get the warnings
 
 
-def test_megatron_is_not_imported():
-    code = "import sys, megatron_vlm.commands.inspect.command\nassert 'megatron' not in sys.modules"
+@pytest.mark.full
+def test_inspect_and_plan_do_not_import_megatron():
+    """They start quickly, on any machine."""
+    code = "import sys, megatron_vlm.commands.inspect.command, megatron_vlm.commands.plan.command\n"
+    code += "assert 'megatron' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.full
 @in_a_browser
 @pytest.mark.parametrize(
     ("width", "scheme", "mark", "paper"),

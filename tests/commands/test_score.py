@@ -172,6 +172,7 @@ def test_scores_without_likeliest_tokens(whole):
     assert len({record.sample_digest for record in records}) == ROWS
 
 
+@pytest.mark.full
 def test_a_stopped_command_continues(whole, asked, tiny, pool):
     words = words_of(asked, tiny(vocab=509), "stopped")
     status, _, err = score(pool, words, fail_at=2)
@@ -197,6 +198,7 @@ def test_a_stopped_command_continues(whole, asked, tiny, pool):
     assert again[0] == 0 and again[1] == out and "has 5 of 5 files already" in again[2]
 
 
+@pytest.mark.full
 def test_scores_of_something_else_are_refused(whole, asked, tiny, pool):
     model = tiny(vocab=509)
     shorter = asked / "shorter.jsonl"
@@ -225,7 +227,10 @@ def test_scores_of_something_else_are_refused(whole, asked, tiny, pool):
     assert (foreign / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("damage", ["truncated", "a changed value", "a changed column"])
+@pytest.mark.parametrize(
+    "damage",
+    ["truncated", "a changed value", pytest.param("a changed column", marks=pytest.mark.full)],
+)
 def test_damaged_files_are_refused(damage, whole, asked, tiny, pool):
     folder = asked / damage.replace(" ", "-")
     shutil.copytree(whole, folder)
@@ -283,6 +288,7 @@ def by_engine(asked: Path, model: str, out: str, **options: Any) -> list[str]:
     return ["score", *words_of(asked, model, out, *more)]
 
 
+@pytest.mark.full
 def test_an_engine_that_dies_is_asked_again_or_ends_the_command(asked, tiny, capsys):
     """Of a file that is not whole, nothing is left, and the next command writes it."""
     model, once = tiny(vocab=509), asked / "once"

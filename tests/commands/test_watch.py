@@ -298,6 +298,7 @@ def test_what_goes_wrong_is_on_the_page(run, monkeypatch):
         assert told.status_code == 500 and "RuntimeError: a mistake of ours" in told.text
 
 
+@pytest.mark.full  # the server waits eight seconds for them
 def test_silent_connections_lock_nobody_out(run):
     with client_of(run.parent) as client, contextlib.ExitStack() as opened:
         address = ("127.0.0.1", client.base_url.port)
@@ -320,6 +321,7 @@ def test_mistakes_end_in_one_sentence(tmp_path, capsys):
         watched_folders([str(tmp_path / "file")])
 
 
+@pytest.mark.full
 @in_a_browser
 def test_a_chart_grows_without_a_reload(run, tmp_path):
     legend = "document.querySelector('figure.chart .keys').textContent"

@@ -19,6 +19,9 @@ from megatron_vlm.config.schema import Config, key_types
 from megatron_vlm.config.searched_keys import SEARCHED
 from megatron_vlm.errors import NOT_GIVEN, ConfigError
 from tests.support.error_fields import raises
+from tests.support.tables import in_one_test, quick
+
+DEFAULTS = to_yaml(load_config(["model.path=x"]))
 
 
 def test_defaults_are_the_dataclasses():
@@ -36,11 +39,16 @@ def test_overrides():
 RECIPES = sorted(f"{file.parent.name}={file.stem}" for file in config_dir().glob("*/*.yaml"))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+# One of each group.
+QUICK = {recipe.partition("=")[0]: recipe for recipe in RECIPES}.values()
+
+
+@pytest.mark.parametrize("recipe", quick(RECIPES, QUICK))
 def test_every_recipe_composes(recipe):
     assert load_config([recipe, "model.path=x"]).model.path == "x"
 
 
+@pytest.mark.full
 def test_no_override_ends_in_a_traceback():
     """Values of other kinds are refused, on the command line and in a file, with their key."""
     digits, numbers, wrong = "9" * 4301, ("preference.loss_weights", "embed.dimensions"), []
@@ -82,7 +90,7 @@ def test_a_recipe_sets_what_belongs_together_and_an_override_wins():
     assert (cfg.parallel.tp, cfg.parallel.pp, cfg.train.precision) == (4, 2, "bf16")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("train", "held_out"),
     [
         ("null", "null"),
@@ -142,10 +150,9 @@ def test_a_plus_sets_a_key_and_a_tilde_restores_its_default():
 
 
 def test_a_complete_configuration_takes_no_recipe():
-    text = to_yaml(load_config(["model.path=x"]))
     for recipe in ("data=shapes", "+data=shapes"):
         with raises(ConfigError, key="data", found="shapes", remedy_has="data.KEY=VALUE"):
-            from_yaml(text, [recipe])
+            from_yaml(DEFAULTS, [recipe])
 
 
 def test_sources():
@@ -155,7 +162,7 @@ def test_sources():
     assert parse_sources(many, "data.train")[1] == SourceSpec("b", 2, "validation")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("value", "found"),
     [
         ([], NOT_GIVEN),
@@ -170,7 +177,7 @@ def test_what_is_no_source(value, found):
         parse_sources(value, "data.train")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "found"),
     [
         *(("weight", value) for value in (0, 1000, "high", True)),
@@ -218,32 +225,33 @@ def test_evaluation_sets_have_names():
             parse_sets({"x": sources})
 
 
-@pytest.mark.parametrize(
-    ("given", "fields"),
-    [
+def test_training_is_refused_before_anything_heavy_is_imported():
+    best = {"key": "checkpoint.best"}
+    cases = [
         ([], {"key": "data.train", "remedy_has": "data.train=FILE"}),
         (["data.train={path: a, streaming: true}"], {"key": "train.steps"}),
         (
             ["data.train=a", "checkpoint.best=eval/loss"],
-            {"key": "checkpoint.best", "found": "eval/loss", "remedy_has": "none"},
+            {**best, "found": "eval/loss", "remedy_has": "none"},
         ),
         (
             ["data=shapes", "checkpoint.best=x/loss"],
-            {"key": "checkpoint.best", "found": "x/loss", "remedy_has": "eval"},
+            {**best, "found": "x/loss", "remedy_has": "eval"},
         ),
-    ],
-)
-def test_training_is_refused_before_anything_heavy_is_imported(given, fields):
-    arguments = ["model.path=nowhere", *given]
-    with raises(ConfigError, **fields) as caught:
-        check_training(load_config(arguments))
+    ]
+    commands, messages = [["model.path=nowhere", *given] for given, _ in cases], []
+    for arguments, (_, expected) in zip(commands, cases, strict=True):
+        with raises(ConfigError, **expected) as caught:
+            check_training(load_config(arguments))
+        messages.append(f"{caught.value} False")
     code = (
         "import sys\nfrom megatron_vlm.train import run_train\n"
-        f"try: run_train({arguments})\n"
-        "except ValueError as error: print(error, 'torch' in sys.modules)"
+        f"for arguments in {commands}:\n"
+        "    try: run_train(arguments)\n"
+        "    except ValueError as error: print(error, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"{caught.value} False", done.stdout + done.stderr
+    assert done.stdout.splitlines() == messages, done.stdout + done.stderr
 
 
 def test_what_training_accepts():
@@ -257,7 +265,7 @@ def test_an_evaluation_needs_sets():
         require(load_config(["model.path=x"]), "data.eval")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("override", "key", "found", "more"),
     [
         ("modle.path=y", "modle.path", NOT_GIVEN, {"remedy_has": "'model.path'"}),
@@ -329,14 +337,14 @@ def test_mistakes(override, key, found, more):
     with raises(ConfigError, key=key, found=found, **more):
         load_config(["model.path=x", override])
     with pytest.raises(ConfigError):
-        from_yaml(to_yaml(load_config(["model.path=x"])), [override])
+        from_yaml(DEFAULTS, [override])
 
 
 @pytest.mark.parametrize("form", ["run=${{oc.env:{0}}}", "model.path='a${{oc.env:{0}}}'"])
 def test_a_variable_is_never_written_into_a_run(form, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "of nobody else")
     override = form.format("SECRET_TOKEN")
-    saved = to_yaml(load_config(["model.path=x"])).replace("path: x", "path: ${oc.env:HOME}")
+    saved = DEFAULTS.replace("path: x", "path: ${oc.env:HOME}")
     for load in (lambda: load_config(["model.path=x", override]), lambda: from_yaml(saved)):
         with raises(ConfigError, problem_has="${...}") as caught:
             load()
@@ -352,7 +360,7 @@ def test_what_is_nested_too_deeply_is_refused(marks):
     text = f"data.template_kwargs={opening * 500}1{closing * 500}"
     for load in (
         lambda: load_config(["model.path=x", text]),
-        lambda: from_yaml(to_yaml(load_config(["model.path=x"])), [text]),
+        lambda: from_yaml(DEFAULTS, [text]),
     ):
         with raises(ConfigError, key="data.template_kwargs", problem_has=32):
             load()
@@ -387,7 +395,7 @@ def test_every_number_has_a_range():
     assert set(RANGES) == numbers
 
 
-@pytest.mark.parametrize("key", RANGES)
+@in_one_test("key", RANGES)
 def test_what_is_out_of_range_is_refused_and_the_ends_are_not(key):
     allowed, kind = RANGES[key], key_types()[key]
     listed = key in ("parallel.layers_per_stage", "log.profile_ranks", "log.profile_steps")
@@ -412,7 +420,7 @@ def test_what_is_out_of_range_is_refused_and_the_ends_are_not(key):
     check(0.5 if allowed.is_min_open else allowed.min)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("overrides", "key", "words"),
     [
         ("eval.every=2 eval.every_epochs=1", "eval.every_epochs", "eval.every=null"),
@@ -445,7 +453,7 @@ def test_measurements_that_cannot_be_made(overrides, key, words):
     if not any(word.startswith("data.") for word in given):
         fixed.append("data.eval=b.jsonl")
     with raises(ConfigError, key=key) as caught:
-        check_training(load_config([*fixed, *given]))
+        check_training(from_yaml(DEFAULTS, [*fixed, *given]))
     assert words in str(caught.value)
 
 

@@ -19,6 +19,7 @@ from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.train import run_train
 from tests.support.error_fields import raises
+from tests.support.tables import in_one_test
 
 MINE = """\
 defaults:
@@ -83,7 +84,7 @@ def test_a_folder_is_evaluated_with_the_keys_of_a_file(tmp_path):
     assert (cfg.model.path, cfg.parallel.tp) == (str(tmp_path), 2)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("written", "key", "value"),
     [
         ("optim: {lr: 1e-5}", "optim.lr", 1e-5),  # a string in YAML 1.1
@@ -117,6 +118,7 @@ BREAKS = "\x85\u2028\u2029"
 ANY_TEXT = st.text(st.characters(codec="utf-8", exclude_characters=BREAKS), max_size=20)
 
 
+@pytest.mark.full
 @settings(max_examples=50)
 @given(ANY_TEXT.filter(lambda text: "${" not in text))
 def test_any_text_of_a_run_reads_back(text):
@@ -135,7 +137,7 @@ LAUGHS = "\n".join(
 )
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "place", "key", "more"),
     [
         ("", "", "", {"remedy_has": "{lr: 1e-5}", "problem_has": "empty"}),

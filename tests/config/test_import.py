@@ -12,6 +12,7 @@ from megatron_vlm.config import ConfigFile, load_config
 from megatron_vlm.config.schema import Config, get
 from megatron_vlm.errors import ConfigError
 from tests.support.error_fields import raises
+from tests.support.tables import in_one_test, quick
 from tests.support.trainer_examples import run_script, script_text, texts, yaml_text
 from tests.support.trainer_scripts import FILES, SCRIPTS
 
@@ -39,9 +40,14 @@ def translate(folder: Path, name: str, text: str, **options) -> tuple[str, Confi
     return printed, load_config([], ConfigFile.parse(printed, "ours.yaml"))
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+# One of each trainer, and those that are refused.
+QUICK = {name.partition(" ")[0]: name for name in reversed(EXAMPLES)}.values()
+
+
+@pytest.mark.parametrize("name", quick(EXAMPLES, {*QUICK, *REFUSED}))
 def test_examples_of_other_trainers_are_translated_whole(name, tmp_path):
-    """Every key of an example is in the output: beside a value, or with what is here instead."""
+    """Every key of an example is in the output, which load_config has taken: beside a value, or
+    with what is here instead."""
     file, text = EXAMPLES[name]
     if name in REFUSED:
         with raises(ConfigError, key=REFUSED[name]) as caught:
@@ -49,14 +55,25 @@ def test_examples_of_other_trainers_are_translated_whole(name, tmp_path):
         line = caught.value.place.rpartition("line ")[2]
         assert file == "swift.sh" or REFUSED[name] in text.splitlines()[int(line) - 1]
         return
-    printed, cfg = translate(tmp_path, file, text, gpus=8)
-    settings = read(tmp_path, file, text).settings
-    given = {key for key, each in settings.items() if each.value is not None}
+    source = read(tmp_path, file, text)
+    given = {key for key, each in source.settings.items() if each.value is not None}
+    printed = translated_text(source, gpus=8)
     assert [key for key in given if key not in printed] == []
-    assert cfg.model.path and (cfg.data.train or "give data.train" in printed)
+    values = ConfigFile.parse(printed, "ours.yaml").values
+    assert values["model.path"] and (values.get("data.train") or "give data.train" in printed)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+QUICK_SCRIPTS = {
+    "ms-swift: variables, a sum and a comment",
+    "ms-swift: rlhf with a loop, a function and arguments",
+    "Megatron-SWIFT: a layout that fits",
+    "LLaMA-Factory: a file, and values after it",
+    "TRL: a file, options over it, and processes",
+    "verl: arrays of overrides",
+}
+
+
+@pytest.mark.parametrize("name", quick(SCRIPTS, QUICK_SCRIPTS))
 def test_scripts_are_read_as_bash_reads_them(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for file, text in FILES.items():
@@ -213,7 +230,18 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("case", VALUES)
+QUICK_VALUES = {
+    "batch of all GPUs",
+    "batch of data parallel GPUs",
+    "defaults of LLaMA-Factory",
+    "frozen parts choose the layers of adapters",
+    "columns of axolotl",
+    "prompts of TRL's answers",
+    "references of OmegaConf",
+}
+
+
+@pytest.mark.parametrize("case", quick(VALUES, QUICK_VALUES))
 def test_values_are_converted(case, tmp_path):
     file, text, options, wanted = VALUES[case]
     _, cfg = translate(tmp_path, file, text, **options)
@@ -346,7 +374,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
+@in_one_test("case", MISTAKES)
 def test_what_cannot_be_translated_is_refused_with_its_line(case, tmp_path):
     file, text, options, fields = MISTAKES[case]
     with raises(ConfigError, **fields) as caught:

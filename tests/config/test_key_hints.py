@@ -28,6 +28,7 @@ from megatron_vlm.config.other_trainers import (
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import ConfigError, sentences
 from tests.support.error_fields import raises
+from tests.support.tables import in_one_test
 
 KEYS = {
     "learning_rate": "optim.lr",
@@ -194,20 +195,20 @@ def test_a_name_in_two_groups_is_answered_with_both():
         load_config(["max-new-tokens=1"])
 
 
-@pytest.mark.parametrize("wrong", KEYS)
+@in_one_test("wrong", KEYS)
 def test_answered_with_our_key(wrong):
     with raises(ConfigError, key=wrong, remedy=f"did you mean {KEYS[wrong]!r}?"):
         load_config([f"{wrong}=1"])
 
 
-@pytest.mark.parametrize("wrong", SENTENCES)
+@in_one_test("wrong", SENTENCES)
 def test_answered_with_what_there_is(wrong):
     with raises(ConfigError, key=wrong, remedy_has=SENTENCES[wrong]) as caught:
         load_config([f"{wrong}=1"])
     assert "did you mean" not in caught.value.remedy
 
 
-@pytest.mark.parametrize("wrong", NOTHING)
+@in_one_test("wrong", NOTHING)
 def test_nothing_is_suggested_where_nothing_is_near(wrong):
     assert similar_keys(wrong) == [] and hint_sentence(wrong) is None
     assert NOTHING[wrong] in hint(wrong)
@@ -259,7 +260,7 @@ def accepted(setting: str) -> None:
     load_config([setting, *more])
 
 
-@pytest.mark.parametrize("key", SAME_KEYS)
+@in_one_test("key", SAME_KEYS)
 def test_every_name_of_others_leads_to_a_key(key):
     value = TYPICAL.get(key, ("2",))[0]
     for name in SAME_KEYS[key].split():
@@ -276,10 +277,15 @@ def test_the_values_that_people_write_are_taken():
         load_config(["optim=muon", *given])
 
 
-@pytest.mark.parametrize("text", OTHER_SENTENCES)
-def test_every_sentence_names_keys_and_values_that_are_accepted(text):
+@in_one_test("text", OTHER_SENTENCES)
+def test_names_of_others_without_a_key_are_answered_with_their_sentence(text):
     for name in OTHER_SENTENCES[text].split():
         assert [hint(written) for written in spellings(name)] == [text] * 3
+
+
+@pytest.mark.full
+@in_one_test("text", OTHER_SENTENCES)
+def test_every_sentence_names_keys_and_values_that_are_accepted(text):
     groups = "|".join(sorted({key.partition(".")[0] for key in leaves() if "." in key}))
     for key in re.findall(rf"(?<!/)\b(?:{groups})\.\w+", text):
         assert key in leaves(), key
@@ -296,7 +302,7 @@ def test_every_sentence_names_keys_and_values_that_are_accepted(text):
         load_config(["model.path=x", "checkpoint.best=held/loss", "data.eval={held: a.jsonl}"])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("words", "answer"),
     [
         (["--lr", "1e-5"], "--lr=1e-5: settings are given as KEY=VALUE; write optim.lr=1e-5"),
@@ -372,7 +378,7 @@ def test_all_unknown_keys_are_answered_at_once(capfd):
     assert capfd.readouterr().err.splitlines() == [f"megatron-vlm: {line}" for line in lines]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("setting", "answer"),
     [
         (
@@ -415,7 +421,7 @@ def test_the_answers_to_values_name_keys_and_recipes_that_exist():
         assert (settings or keys) and set(keys) <= set(leaves()), remedy
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("setting", "answer"),
     [
         ("checkpoint.resume=true", "auto (the newest checkpoint of run"),
@@ -433,7 +439,7 @@ def test_a_value_of_other_trainers_is_refused_at_once(setting, answer):
         load_config(["model.path=x", setting])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("command", "answer"),
     [
         ("evaluate", "did you mean eval?"),

@@ -94,15 +94,23 @@ def places(tiny: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -
     return paths
 
 
-def test_mistakes_are_said_before_torch_is_imported(places, tmp_path):
-    commands = [line.format(**places).split() for line in MISTAKES]
+# One process says many mistakes, each of which takes a tenth of a second.
+QUICK, FULL = [*MISTAKES][::3], [line for place, line in enumerate(MISTAKES) if place % 3]
+
+
+@pytest.mark.parametrize(
+    "lines", [QUICK, pytest.param(FULL, marks=pytest.mark.full)], ids=["quick", "full"]
+)
+def test_mistakes_are_said_before_torch_is_imported(lines, places, tmp_path):
+    commands = [line.format(**places).split() for line in lines]
     rank = [*places["ok"].split(), "parallel.tp=3"]
     words = [sys.executable, "-c", SCRIPT, json.dumps(commands), json.dumps(rank)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
     *messages, last = done.stderr.strip().split("\nmain 2\n")
-    assert len(messages) == len(MISTAKES), done.stderr
-    for message, (line, expected) in zip(messages, MISTAKES.items(), strict=True):
-        assert message.strip().startswith("megatron-vlm: ") and expected in message, (line, message)
+    assert len(messages) == len(lines), done.stderr
+    for message, line in zip(messages, lines, strict=True):
+        assert message.strip().startswith("megatron-vlm: "), (line, message)
+        assert MISTAKES[line] in message, (line, message)
         assert "\n" not in message.strip() or "describes another model" in message
     assert "parallel.tp=3 " in last and "num_attention_heads=4" in last
     assert done.stdout.strip() == "[]"
@@ -133,6 +141,8 @@ sys.meta_path.insert(0, Imports())
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 RL, SERVE = "rl.reward=m:f train.global_batch_size=2 train.steps=1", "serve.port=0 run=run"
+EVAL, LAUNCH = "{base} data.eval={data} data.num_workers=0", "megatron_vlm.distributed.launch"
+RANK_2 = {"RANK": "2", "WORLD_SIZE": "4"}
 
 
 @pytest.mark.parametrize(
@@ -140,14 +150,20 @@ RL, SERVE = "rl.reward=m:f train.global_batch_size=2 train.steps=1", "serve.port
     [
         # omegaconf is the first import that the command's arguments need.
         ("cli", "train {ok}", "omegaconf", signal.SIGTERM),
-        ("cli", "train {ok} parallel.pp=2", "megatron_vlm.distributed.launch", signal.SIGUSR1),
         ("cli", "rl {ok} " + RL, "torch", signal.SIGINT),
-        ("cli", "serve model.path={base} " + SERVE, "torch", signal.SIGTERM),
-        ("cli", "--debug eval {base} data.eval={data}", "torch", signal.SIGTERM),
-        ("train", "{ok}", "torch", signal.SIGTERM),
-        ("rl", "{ok} " + RL, "torch", signal.SIGTERM),
         ("serve", "model.path={base} " + SERVE, "torch", signal.SIGTERM),
-        ("commands.eval", "{base} data.eval={data}", "torch", signal.SIGTERM),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("cli", "train {ok} parallel.pp=2", LAUNCH, signal.SIGUSR1),
+                ("cli", "serve model.path={base} " + SERVE, "torch", signal.SIGTERM),
+                ("cli", "--debug eval {base} data.eval={data}", "torch", signal.SIGTERM),
+                ("rl", "{ok} " + RL, "torch", signal.SIGTERM),
+                # This one starts a process that imports for the workers of its data.
+                ("train", "{ok}", "torch", signal.SIGTERM),
+                ("commands.eval", EVAL, "torch", signal.SIGTERM),
+            )
+        ),
     ],
 )
 def test_a_signal_while_it_imports_ends_it_as_one_before_the_first_step(
@@ -166,9 +182,9 @@ def test_a_signal_while_it_imports_ends_it_as_one_before_the_first_step(
     ("line", "environment", "started"),
     [
         ("train {ok} data.num_workers=2", {}, True),
-        ("train {ok} data.num_workers=0", {}, False),
+        pytest.param("train {ok} data.num_workers=0", {}, False, marks=pytest.mark.full),
         pytest.param("eval {base} data.eval={data} platform=cpu", {}, True, marks=pytest.mark.slow),
-        ("train {ok} parallel.pp=2", {"RANK": "2", "WORLD_SIZE": "4"}, False),
+        pytest.param("train {ok} parallel.pp=2", RANK_2, False, marks=pytest.mark.full),
     ],
 )
 def test_what_data_workers_import_is_imported_meanwhile(
@@ -181,6 +197,7 @@ def test_what_data_workers_import_is_imported_meanwhile(
     assert done.stdout == f"{started}\n", done.stderr
 
 
+@pytest.mark.full
 def test_a_worker_does_not_load_what_only_megatron_would():
     """Torch's compiler is for fusions that are not called; code that is compiled here loads it
     then. And wandb makes folders in TMPDIR that a killed process leaves; others may import it."""

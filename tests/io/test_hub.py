@@ -250,6 +250,7 @@ def launched(folder: Path, *overrides: str) -> list[str]:
     return [word for word in words if not word.startswith("launch.timeout")]
 
 
+@pytest.mark.full
 def test_a_run_stays_on_the_commit_that_it_began_with(hub, pool, tmp_path, monkeypatch):
     write_set(tmp_path)
     repo, run = hub.repos[f"models/{NAME}"], tmp_path / "run"
@@ -299,6 +300,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.full
 def test_a_run_does_not_go_on_with_another_commit(hub, tmp_path):
     repo = hub.repos[f"models/{NAME}"]
     first = repo.branches["main"]
@@ -373,7 +375,7 @@ def answers(value: object) -> list[str]:
     return [source[index]["completion"] for index in range(len(source))]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_data_sets_of_the_hub(streaming, sets, tmp_path):
     def read(path: str, **more: object) -> list[str]:
         return answers({"path": path, "streaming": streaming, **more})
@@ -398,6 +400,7 @@ FORMATS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("streaming", [False, True])
 def test_values_of_texts_of_the_hub_are_kept(streaming, sets, hub, monkeypatch, tmp_path):
     """What was downloaded is read without a network."""

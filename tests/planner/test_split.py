@@ -34,6 +34,7 @@ from tests.run.test_train import command, go_pooled, run_rank, steps_of, values
 from tests.support.error_fields import raises
 from tests.support.runs import Case
 from tests.support.sets import write_set
+from tests.support.tables import in_one_test
 
 ALIKE = np.arange(9)[None]  # layers of one kind before each layer
 
@@ -61,7 +62,7 @@ def splits(pp: int, layers: int) -> list[tuple[int, ...]]:
     return [split for split in every if sum(split) == layers and all(split[1:])]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@in_one_test("seed", range(40))
 def test_it_is_never_slower_than_the_even_split_and_nearly_the_best_there_is(seed):
     generator = random.Random(seed)
     pp, layers = generator.randint(2, 4), generator.randint(4, 8)
@@ -196,30 +197,31 @@ def test_other_words_are_refused():
     assert cfg.parallel.layers_per_stage == "auto"
 
 
+@pytest.mark.full
 def test_a_run_decides_once_for_all_ranks_and_resumes(tiny, pool, tmp_path):
     """The losses are those of the list in its output, and another split goes on from there."""
     write_set(tmp_path)
     path = tiny(**HEAVY)
-    auto, three = "parallel.layers_per_stage=auto", ["train.steps=3", "checkpoint.export=false"]
-    status, out, err = go_pooled(pool, 2, tmp_path, path, "auto", auto, *three)
+    auto, two = "parallel.layers_per_stage=auto", ["train.steps=2", "checkpoint.export=false"]
+    status, out, err = go_pooled(pool, 2, tmp_path, path, "auto", auto, *two)
     assert status == 0, err
     saved = read_saved(tmp_path / "auto").parallel.layers_per_stage
     assert sum(saved) == 6 and saved[0] < 3
     assert f"parallel.layers_per_stage=auto is {saved}, by rows (23 of 23 records" in out
     assert json.dumps(f"auto is {saved}")[1:-1] in (tmp_path / "auto/metrics.jsonl").read_text()
-    checkpoint = tmp_path / "auto" / "checkpoints" / "step-00000003"
+    checkpoint = tmp_path / "auto" / "checkpoints" / "step-00000002"
     assert read_saved(checkpoint).parallel.layers_per_stage == saved
     override = f"parallel.layers_per_stage={json.dumps(saved).replace(' ', '')}"
-    status, _, err = go_pooled(pool, 2, tmp_path, path, "list", override, *three)
+    status, _, err = go_pooled(pool, 2, tmp_path, path, "list", override, *two)
     assert status == 0, err
     first = values(steps_of(tmp_path / "auto"))
     assert first == values(steps_of(tmp_path / "list"))
     # Both runs go on: the first one unchanged, the other one with the even split.
-    status, out, err = go_pooled(pool, 2, tmp_path, path, "auto", auto, "train.steps=4")
+    status, out, err = go_pooled(pool, 2, tmp_path, path, "auto", auto, "train.steps=3")
     assert status == 0 and "resumed from" in out, err
-    status, _, err = go_pooled(pool, 2, tmp_path, path, "list", "train.steps=4")
+    status, _, err = go_pooled(pool, 2, tmp_path, path, "list", "train.steps=3")
     assert status == 0, err
-    resumed, even = (values(steps_of(tmp_path / run))[3] for run in ("auto", "list"))
+    resumed, even = (values(steps_of(tmp_path / run))[2] for run in ("auto", "list"))
     assert resumed[1] == pytest.approx(even[1], rel=1e-5)
 
 
@@ -227,13 +229,13 @@ def test_a_run_plans_its_whole_layout_once(tiny, pool, tmp_path):
     """The given degree stays, all ranks have the same layout, and a resumed run keeps it."""
     write_set(tmp_path)
     path, auto = tiny(**HEAVY), ["parallel=auto", "checkpoint.export=false"]
-    status, out, err = go_pooled(pool, 4, tmp_path, path, "whole", *auto, "train.steps=3")
+    status, out, err = go_pooled(pool, 4, tmp_path, path, "whole", *auto, "train.steps=2")
     assert status == 0, err
     saved = read_saved(tmp_path / "whole")
     assert saved.parallel.auto == () and (saved.parallel.pp, saved.parallel.tp) == (2, 1)
     assert "parallel=auto is parallel.tp=1 parallel.pp=2" in out and "predicted step" in out
     assert saved.train.micro_batch_tokens == 400  # as given
-    assert read_saved(tmp_path / "whole/checkpoints/step-00000003") == saved
+    assert read_saved(tmp_path / "whole/checkpoints/step-00000002") == saved
     # The layout is that of the checkpoint, whatever would be planned now.
     before = replace(saved, parallel=replace(saved.parallel, layers_per_stage=[1, 5]))
     cfg = load_config(command(tmp_path, path, "whole", *auto)[4:])
@@ -247,10 +249,10 @@ def test_a_run_plans_its_whole_layout_once(tiny, pool, tmp_path):
     small = Cluster(4, 2.0**20, CPU)
     with raises(ConfigError, key="model.path", problem_has="does not fit"):
         plan_layout(cfg, sizes, 4, pick_platform("cpu"), mix, small)
-    status, out, err = go_pooled(pool, 4, tmp_path, path, "whole", *auto, "train.steps=4")
+    status, out, err = go_pooled(pool, 4, tmp_path, path, "whole", *auto, "train.steps=3")
     assert status == 0, err
     assert "parallel=auto keeps the layout of the checkpoint: TP 1, PP 2" in out
-    assert "settings changed since step-00000003: train.steps=4, was 3\n" in out
+    assert "settings changed since step-00000002: train.steps=3, was 2\n" in out
     assert read_saved(tmp_path / "whole").parallel == saved.parallel
 
 
