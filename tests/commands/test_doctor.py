@@ -72,6 +72,7 @@ def here(real_run):
     return {check.name: check for check in real_run[2]}
 
 
+@pytest.mark.full
 def test_this_machine_can_train(here):
     """This machine runs these tests, so no requirement of a run can be missing."""
     assert [check for check in here.values() if check.status == MISSING] == []
@@ -98,6 +99,7 @@ def test_what_is_missing_makes_the_exit_status(monkeypatch, capsys):
             assert check.name in output and check.found in output and check.advice in output
 
 
+@pytest.mark.full
 def test_a_real_run_prints_every_check(real_run):
     status, output, checks = real_run
     assert status == 0 and output.rstrip().endswith("Training can run here.")
@@ -239,6 +241,7 @@ def test_no_gpu_is_fine_and_one_that_torch_does_not_see_is_not(tmp_path, monkeyp
     assert checks["GPU"].advice.endswith("; on the CPU: platform=cpu")
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
 def test_the_devices_of_this_machine(here):

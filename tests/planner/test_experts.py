@@ -57,15 +57,12 @@ def test_every_layout_that_a_run_accepts_is_tried_and_no_other(tiny):
         except ConfigError:
             continue
         accepted.add((tp, pp, ep, dims.dp))
-    tried = {(d.tp, d.pp, d.ep, d.dp) for d in dims_of(found(cfg, sizes, 8, 80 * GIB))}
+    fitting = found(cfg, sizes, 8, 80 * GIB).fitting
+    tried = {(d.tp, d.pp, d.ep, d.dp) for d in (each.dims for each in fitting)}
     assert tried == accepted and len(tried) == 8  # EP divides 12 experts: 1, 2, 4 of 8 replicas
-    for candidate in found(cfg, sizes, 8, 80 * GIB).fitting:
+    for candidate in fitting:
         ep = f"parallel.ep={candidate.dims.ep}"
         assert (ep in candidate.overrides) == (candidate.dims.ep > 1)
-
-
-def dims_of(result: Found) -> list[ParallelDims]:
-    return [each.dims for each in result.fitting]
 
 
 def test_keys_replace_those_of_a_recipe(tiny):
@@ -210,7 +207,7 @@ def test_auto_knows_experts(tiny):
 @pytest.mark.parametrize(
     ("name", "gpus", "memory"),
     [
-        ("30B-A3B", 16, 80),
+        pytest.param("30B-A3B", 16, 80, marks=pytest.mark.full),
         pytest.param("235B-A22B", 64, 141, marks=pytest.mark.slow),
         pytest.param("235B-A22B", 128, 80, marks=pytest.mark.slow),
     ],
@@ -243,6 +240,7 @@ def test_the_command_shows_ep_and_says_what_is_assumed(tmp_path, capsys):
     assert "<th>ep</th>" in page.read_text() and "<th>tp</th>" not in page.read_text()
 
 
+@pytest.mark.full
 def test_where_no_layout_with_experts_fits_it_says_what_would(tmp_path, capsys):
     """Training takes 520 GiB: 31e9 values of 2 + 4 + 12 bytes. Adapters in attention leave the
     experts as they are."""
