@@ -453,7 +453,7 @@ def test_measurements_that_cannot_be_made(overrides, key, words):
     if not any(word.startswith("data.") for word in given):
         fixed.append("data.eval=b.jsonl")
     with raises(ConfigError, key=key) as caught:
-        check_training(from_yaml(DEFAULTS, [*fixed, *given]))
+        check_training(load_config([*fixed, *given]))
     assert words in str(caught.value)
 
 

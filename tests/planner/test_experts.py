@@ -227,6 +227,7 @@ def test_the_recipes_are_among_the_layouts_that_fit(name, gpus, memory, tmp_path
         assert candidate.dims.tp == 1 and gcd(candidate.dims.dp, 128) % candidate.dims.ep == 0
 
 
+@pytest.mark.full
 def test_the_command_shows_ep_and_says_what_is_assumed(tmp_path, capsys):
     released_sizes("30B-A3B", tmp_path)
     page = tmp_path / "plan.html"

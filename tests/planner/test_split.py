@@ -225,6 +225,7 @@ def test_a_run_decides_once_for_all_ranks_and_resumes(tiny, pool, tmp_path):
     assert resumed[1] == pytest.approx(even[1], rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_run_plans_its_whole_layout_once(tiny, pool, tmp_path):
     """The given degree stays, all ranks have the same layout, and a resumed run keeps it."""
     write_set(tmp_path)
