@@ -198,18 +198,22 @@ def test_what_data_workers_import_is_imported_meanwhile(
 
 
 @pytest.mark.full
-def test_a_worker_does_not_load_what_only_megatron_would():
-    """Torch's compiler is for fusions that are not called; code that is compiled here loads it
-    then. And wandb makes folders in TMPDIR that a killed process leaves; others may import it."""
+def test_no_process_imports_what_it_does_not_need():
+    """inspect and plan start quickly, without megatron. In a worker, torch's compiler is for
+    fusions that are not called; code that is compiled here loads it then. And wandb makes folders
+    in TMPDIR that a killed process leaves; others may import it."""
     script = """
-import importlib.util, sys, megatron_vlm.training.worker
+import importlib.util, sys
+import megatron_vlm.commands.inspect.command, megatron_vlm.commands.plan.command
+print("megatron" in sys.modules)
+import megatron_vlm.training.worker
 print(sorted({"torch._inductor.compile_fx", "wandb"} & set(sys.modules)))
 print(importlib.util.find_spec("wandb") is not None)
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert done.stdout == "[]\nTrue\n"
+    assert done.stdout == "False\n[]\nTrue\n"
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
