@@ -372,6 +372,7 @@ def test_what_cannot_be_compared_is_refused(given, said, tiny, capsys):
     assert re.search(said, capsys.readouterr().err)
 
 
+@pytest.mark.full
 def test_an_engine_that_is_none_is_refused_on_every_rank(world, pool, replays):
     arguments = [*words(world, replays, **{"parallel.tp": 2}), "--engine=/no/such/python"]
     messages = pool.run(_refused, 2, arguments)

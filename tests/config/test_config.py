@@ -265,79 +265,84 @@ def test_an_evaluation_needs_sets():
         require(load_config(["model.path=x"]), "data.eval")
 
 
-@in_one_test(
-    ("override", "key", "found", "more"),
-    [
-        ("modle.path=y", "modle.path", NOT_GIVEN, {"remedy_has": "'model.path'"}),
-        ("parallel.tpp=2", "parallel.tpp", NOT_GIVEN, {"remedy_has": "'parallel.tp'"}),
-        ("hydra.run.dir=x", "hydra.run.dir", NOT_GIVEN, {"remedy_has": "run="}),
-        ("hydra.searchpath=[file:///tmp]", "hydra.searchpath", NOT_GIVEN, {}),
-        ("+hydra/launcher=joblib", "hydra/launcher", NOT_GIVEN, {}),
-        ("hydra=x", "hydra", NOT_GIVEN, {}),
-        ("~hydra", "hydra", NOT_GIVEN, {}),
-        ("model@x=qwen3_vl_2b", "model@x", NOT_GIVEN, {}),
-        ("optim.lr=1e-5,2e-5", "optim.lr", "1e-5,2e-5", {"remedy_has": "optim.lr=[1e-5,2e-5]"}),
-        (
-            "optim.lr=choice(1,2)",
-            "configuration",
-            NOT_GIVEN,
-            {"problem_has": "'optim.lr=choice(1,2)'"},
-        ),
-        ("+train.packed=true", "train.packed", NOT_GIVEN, {"remedy_has": "'train.packing'"}),
-        ("model=qwen4", "model", "qwen4", {"remedy_has": "qwen3_vl_2b"}),
-        ("optim.schedule=cosin", "optim.schedule", "cosin", {"allowed_has": "'linear', 'cosine'"}),
-        ("train.global_batch_size=0", "train.global_batch_size", 0, {"allowed": "at least 1"}),
-        ("optim.min_lr_ratio=2", "optim.min_lr_ratio", 2, {"allowed": "0 to 1"}),
-        ("optim.beta1=1", "optim.beta1", 1, {"allowed": "0 to less than 1"}),
-        ("optim.lr=inf", "optim.lr", math.inf, {"allowed_has": "finite"}),
-        ("optim.name=lion", "optim.name", "lion", {"allowed_has": "'adamw', 'muon'"}),
-        ("optim.muon_ns_steps=100", "optim.muon_ns_steps", 100, {"allowed": "1 to 99"}),
-        ("optim.muon_lr=0.02", "optim.muon_lr", 0.02, {"remedy_has": "optim.name=muon"}),
-        ("optim.eps=-1", "optim.eps", -1, {"allowed": "more than 0 to 1"}),
-        ("data.train_on=[robot]", "data.train_on", ("robot",), {"allowed_has": "all_assistant"}),
-        ("data.train=[a,{path: b, streaming: true}]", "data.train", NOT_GIVEN, {}),
-        (
-            "data.train=[{path: a, streaming: true, image_root: x},{path: b, streaming: true}]",
-            "data.train",
-            NOT_GIVEN,
-            {"problem_has": "image_root, and these have ., x"},
-        ),
-        ("data.eval={path: a, streaming: true}", "data.eval", "a", {}),
-        ("data.columns=photo", "data.columns", "photo", {"allowed_has": "{image: photo"}),
-        ("data.columns={image: 3}", "data.columns", {"image": 3}, {}),
-        (
-            "data.columns={photo: image}",
-            "data.columns",
-            {"photo": "image"},
-            {"problem_has": "'photo' is not a field", "remedy_has": "{image: photo}"},
-        ),
-        ("data.columns={imgs: a}", "data.columns", {"imgs": "a"}, {"allowed_has": "'images'"}),
-        (
-            "data.columns={image: a, text: a}",
-            "data.columns",
-            NOT_GIVEN,
-            {"problem_has": "'a' more than once"},
-        ),
-        ("data.roles={user: []}", "data.roles", {"user": []}, {"allowed_has": "customer"}),
-        ("data.roles={human: a}", "data.roles", {"human": "a"}, {"allowed_has": "'assistant'"}),
-        (
-            "data.roles={user: [a], assistant: a}",
-            "data.roles",
-            NOT_GIVEN,
-            {"problem_has": "'a' more than once"},
-        ),
-        ("eval.candidates=[cat,cat]", "eval.candidates", NOT_GIVEN, {"allowed_has": "2"}),
-        ("eval.candidates=7", "eval.candidates", 7, {}),
-        ("log.profile_steps=[3]", "log.profile_steps", [3], {"allowed_has": "[10,12]"}),
-        ("checkpoint.best=loss", "checkpoint.best", "loss", {"allowed_has": "SET/SCORE"}),
-        ("parallel.tp=two", "parallel.tp", "two", {"allowed": "a whole number"}),
-    ],
-)
-def test_mistakes(override, key, found, more):
-    with raises(ConfigError, key=key, found=found, **more):
-        load_config(["model.path=x", override])
-    with pytest.raises(ConfigError):
-        from_yaml(DEFAULTS, [override])
+MISTAKES = [
+    ("modle.path=y", "modle.path", NOT_GIVEN, {"remedy_has": "'model.path'"}),
+    ("parallel.tpp=2", "parallel.tpp", NOT_GIVEN, {"remedy_has": "'parallel.tp'"}),
+    ("hydra.run.dir=x", "hydra.run.dir", NOT_GIVEN, {"remedy_has": "run="}),
+    ("hydra.searchpath=[file:///tmp]", "hydra.searchpath", NOT_GIVEN, {}),
+    ("+hydra/launcher=joblib", "hydra/launcher", NOT_GIVEN, {}),
+    ("hydra=x", "hydra", NOT_GIVEN, {}),
+    ("~hydra", "hydra", NOT_GIVEN, {}),
+    ("model@x=qwen3_vl_2b", "model@x", NOT_GIVEN, {}),
+    ("optim.lr=1e-5,2e-5", "optim.lr", "1e-5,2e-5", {"remedy_has": "optim.lr=[1e-5,2e-5]"}),
+    (
+        "optim.lr=choice(1,2)",
+        "configuration",
+        NOT_GIVEN,
+        {"problem_has": "'optim.lr=choice(1,2)'"},
+    ),
+    ("+train.packed=true", "train.packed", NOT_GIVEN, {"remedy_has": "'train.packing'"}),
+    ("model=qwen4", "model", "qwen4", {"remedy_has": "qwen3_vl_2b"}),
+    ("optim.schedule=cosin", "optim.schedule", "cosin", {"allowed_has": "'linear', 'cosine'"}),
+    ("train.global_batch_size=0", "train.global_batch_size", 0, {"allowed": "at least 1"}),
+    ("optim.min_lr_ratio=2", "optim.min_lr_ratio", 2, {"allowed": "0 to 1"}),
+    ("optim.beta1=1", "optim.beta1", 1, {"allowed": "0 to less than 1"}),
+    ("optim.lr=inf", "optim.lr", math.inf, {"allowed_has": "finite"}),
+    ("optim.name=lion", "optim.name", "lion", {"allowed_has": "'adamw', 'muon'"}),
+    ("optim.muon_ns_steps=100", "optim.muon_ns_steps", 100, {"allowed": "1 to 99"}),
+    ("optim.muon_lr=0.02", "optim.muon_lr", 0.02, {"remedy_has": "optim.name=muon"}),
+    ("optim.eps=-1", "optim.eps", -1, {"allowed": "more than 0 to 1"}),
+    ("data.train_on=[robot]", "data.train_on", ("robot",), {"allowed_has": "all_assistant"}),
+    ("data.train=[a,{path: b, streaming: true}]", "data.train", NOT_GIVEN, {}),
+    (
+        "data.train=[{path: a, streaming: true, image_root: x},{path: b, streaming: true}]",
+        "data.train",
+        NOT_GIVEN,
+        {"problem_has": "image_root, and these have ., x"},
+    ),
+    ("data.eval={path: a, streaming: true}", "data.eval", "a", {}),
+    ("data.columns=photo", "data.columns", "photo", {"allowed_has": "{image: photo"}),
+    ("data.columns={image: 3}", "data.columns", {"image": 3}, {}),
+    (
+        "data.columns={photo: image}",
+        "data.columns",
+        {"photo": "image"},
+        {"problem_has": "'photo' is not a field", "remedy_has": "{image: photo}"},
+    ),
+    ("data.columns={imgs: a}", "data.columns", {"imgs": "a"}, {"allowed_has": "'images'"}),
+    (
+        "data.columns={image: a, text: a}",
+        "data.columns",
+        NOT_GIVEN,
+        {"problem_has": "'a' more than once"},
+    ),
+    ("data.roles={user: []}", "data.roles", {"user": []}, {"allowed_has": "customer"}),
+    ("data.roles={human: a}", "data.roles", {"human": "a"}, {"allowed_has": "'assistant'"}),
+    (
+        "data.roles={user: [a], assistant: a}",
+        "data.roles",
+        NOT_GIVEN,
+        {"problem_has": "'a' more than once"},
+    ),
+    ("eval.candidates=[cat,cat]", "eval.candidates", NOT_GIVEN, {"allowed_has": "2"}),
+    ("eval.candidates=7", "eval.candidates", 7, {}),
+    ("log.profile_steps=[3]", "log.profile_steps", [3], {"allowed_has": "[10,12]"}),
+    ("checkpoint.best=loss", "checkpoint.best", "loss", {"allowed_has": "SET/SCORE"}),
+    ("parallel.tp=two", "parallel.tp", "two", {"allowed": "a whole number"}),
+]
+
+
+# Each takes a tenth of a second.
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_mistakes(part):
+    @in_one_test(("override", "key", "found", "more"), MISTAKES[part::2])
+    def check(override, key, found, more):
+        with raises(ConfigError, key=key, found=found, **more):
+            load_config(["model.path=x", override])
+        with pytest.raises(ConfigError):
+            from_yaml(DEFAULTS, [override])
+
+    check()
 
 
 @pytest.mark.parametrize("form", ["run=${{oc.env:{0}}}", "model.path='a${{oc.env:{0}}}'"])
@@ -420,6 +425,7 @@ def test_what_is_out_of_range_is_refused_and_the_ends_are_not(key):
     check(0.5 if allowed.is_min_open else allowed.min)
 
 
+@pytest.mark.full
 @in_one_test(
     ("overrides", "key", "words"),
     [

@@ -84,6 +84,7 @@ def test_a_folder_is_evaluated_with_the_keys_of_a_file(tmp_path):
     assert (cfg.model.path, cfg.parallel.tp) == (str(tmp_path), 2)
 
 
+@pytest.mark.full
 @in_one_test(
     ("written", "key", "value"),
     [
