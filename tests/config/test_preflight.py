@@ -249,7 +249,7 @@ def test_released_models_pass(name, tmp_path):
 
 SAID_EARLY = {
     "qwen3_vl": "model_type text_config.hidden_act text_config.attention_bias",
-    "qwen3_vl_moe": "model_type text_config.mlp_only_layers text_config.output_router_logits",
+    "qwen3_vl_moe": "model_type text_config.norm_topk_prob text_config.output_router_logits",
     "qwen3_5": "model_type text_config.attn_output_gate text_config.mtp_use_dedicated_embeddings "
     "quantization_config language_model_only vision_config.deepstack_visual_indexes",
     "qwen3_5_moe": "model_type text_config.mlp_only_layers text_config.output_router_logits",
