@@ -23,7 +23,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.training.broadcast import share_batch
 from megatron_vlm.training.data_feed import SharedBatches
 from megatron_vlm.training.worker import MegatronWorker
-from tests.model.test_parity import layout
+from tests.model.test_parity import full, layout
 from tests.support.chats import picture, say, text
 from tests.support.error_fields import raises
 from tests.support.runs import call
@@ -341,7 +341,7 @@ def streamed(stream, tiny):
     return load(*stream_args(stream, tiny), shuffle_window=6)
 
 
-@pytest.mark.parametrize("done", [pytest.param(n, marks=pytest.mark.full) for n in (1, 3, 5)] + [2])
+@pytest.mark.parametrize("done", [full(1), 2, full(3), full(5)])
 def test_a_stream_resumes_exactly(done, stream, streamed, tiny, monkeypatch):
     steps = streamed
     opened = count_decodes(monkeypatch)
@@ -435,7 +435,7 @@ def test_a_stream_of_wrong_records_stops_at_the_limit(tiny, tmp_path):
         load(spec, tiny(), None, on_error="skip", max_errors=3)
 
 
-@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("processes", [0, full(1)])
 def test_a_stream_that_breaks_off_is_an_error(processes, tiny, tmp_path):
     """No record can follow, so the error is not skipped."""
     lines = [json.dumps({"prompt": str(i), "completion": "a"}) + "\n" for i in range(9)]

@@ -32,7 +32,7 @@ from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.memory import USABLE, estimate
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.worker import MegatronWorker
-from tests.model.test_parity import layout
+from tests.model.test_parity import full, layout, slow
 from tests.support.batches import ALL_TEXT, RowSpec, make_rows
 from tests.support.error_fields import raises
 from tests.support.field_tables import released
@@ -120,12 +120,7 @@ def export_of(path: str, case: Case, out: str) -> tuple[list[torch.Tensor], dict
 
 @pytest.mark.parametrize("sizes", [TINY, QWEN3_5], ids=["qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize(
-    "form",
-    [
-        ExpertStorage.single,
-        pytest.param(ExpertStorage.out_in, marks=pytest.mark.full),
-        pytest.param(ExpertStorage.in_out, marks=pytest.mark.full),
-    ],
+    "form", [ExpertStorage.single, full(ExpertStorage.out_in), full(ExpertStorage.in_out)]
 )
 def test_a_checkpoint_goes_out_as_it_came_in(form, sizes, pool, tiny, tmp_path):
     """The export has the same bits in any form, and each rank reads only its own experts: none of
@@ -188,9 +183,7 @@ def test_adapters_are_merged_into_a_model_with_experts(form, trained, pool, tiny
     assert {name for name in before if "_proj.weight" in name and "self_attn" in name} <= changed
 
 
-@pytest.mark.parametrize(
-    "form", [ExpertStorage.single, pytest.param(ExpertStorage.in_out, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("form", [ExpertStorage.single, slow(ExpertStorage.in_out)])
 def test_adapters_in_experts_are_merged_into_each_form(form, pool, tiny, tmp_path):
     """The result is the merge in the form of transformers 5, which tests/lora/test_files.py
     compares with PEFT's."""

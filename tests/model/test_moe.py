@@ -5,7 +5,7 @@ import pytest
 
 from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.training.worker import MegatronWorker
-from tests.model.test_parity import TOLERANCE, errors, layout
+from tests.model.test_parity import TOLERANCE, errors, full, layout, slow
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, RowSpec, make_rows
 from tests.support.reference import reference_of
 from tests.support.runs import Case, Outcome, collect_grads, loss_and_grads
@@ -25,14 +25,6 @@ BATCHES = {
     "uneven": UNEVEN,
     "all_text": ALL_TEXT,
 }
-
-
-def slow(case: Case, sizes: dict[str, object], batch: str) -> object:
-    return pytest.param(case, sizes, batch, marks=pytest.mark.slow)
-
-
-def full(case: Case, sizes: dict[str, object], batch: str) -> object:
-    return pytest.param(case, sizes, batch, marks=pytest.mark.full)
 
 
 CASES = {
@@ -118,8 +110,8 @@ def with_fillers(path: str, case: Case, rows: list) -> Outcome:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(layout(dp=2, ep=2), marks=pytest.mark.full),
-        pytest.param(layout(pp=2, dp=2, ep=2, overlap_grad_reduce=True), marks=pytest.mark.slow),
+        full(layout(dp=2, ep=2)),
+        slow(layout(pp=2, dp=2, ep=2, overlap_grad_reduce=True)),
     ],
 )
 def test_replicas_without_rows_take_part(case, pool, tiny):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.model.test_parity import TOLERANCE, errors, layout
+from tests.model.test_parity import TOLERANCE, errors, full, layout
 from tests.support.batches import MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.support.reference import reference_of, rule_by_token
 from tests.support.runs import Case, Outcome, loss_and_grads
@@ -324,10 +324,7 @@ def broken(path: str, case: Case, rows: list, name: str) -> Outcome:
 QUICK = ("gradient times TP", "DeepStack dropped between chunks", "state carried into the next row")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in MUTANTS],
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else full(name) for name in MUTANTS])
 def test_parity_notices(name, pool, tiny, record_property):
     _, case, sizes = MUTANTS[name]
     path, vocab = tiny(**sizes), sizes.get("vocab", 512)

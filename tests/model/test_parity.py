@@ -24,6 +24,14 @@ def layout(tp: int = 1, pp: int = 1, dp: int = 1, **more: object) -> Case:
     return Case(world=tp * pp * dp, model=model, parallel=dict(tp=tp, pp=pp, **parallel))
 
 
+def full(*case: object) -> object:
+    return pytest.param(*case, marks=pytest.mark.full)
+
+
+def slow(*case: object) -> object:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 CASES: dict[str, tuple[Case, dict[str, object], str]] = {
     # name: (layout, sizes of the tiny model, batch)
     "1x1x1": (layout(), {}, "mixed"),
@@ -135,9 +143,7 @@ def errors(outcomes: list[Outcome], expected: Reference, case: Case) -> dict[str
     return deviations
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CASES]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else full(name) for name in CASES])
 def test_equals_hugging_face(name, pool, tiny, record_property):
     case, sizes, batch = CASES[name]
     rows = make_rows(BATCHES[batch], sizes.get("vocab", 512))

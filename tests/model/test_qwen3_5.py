@@ -6,10 +6,10 @@ token: its own rule in fp32 loses digits of exactly these."""
 
 import pytest
 
-from tests.model.test_parity import TOLERANCE, errors, layout
+from tests.model.test_parity import TOLERANCE, errors, full, layout, slow
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, RowSpec, make_rows
 from tests.support.reference import reference_of, run_exact_reference
-from tests.support.runs import Case, loss_and_grads
+from tests.support.runs import loss_and_grads
 
 pytestmark = pytest.mark.newest  # it depends on the versions
 
@@ -35,14 +35,6 @@ EXPERTS = dict(experts=8)
 # Released decays are up to 16. The bar is ten times the worst that was measured, and transformers'
 # own fp32 is farther from the truth.
 STRONG_DECAY = dict(max_decay=16.0)
-
-
-def slow(case: Case, sizes: dict[str, object], batch: str) -> object:
-    return pytest.param(case, sizes, batch, marks=pytest.mark.slow)
-
-
-def full(case: Case, sizes: dict[str, object], batch: str) -> object:
-    return pytest.param(case, sizes, batch, marks=pytest.mark.full)
 
 
 CASES = {

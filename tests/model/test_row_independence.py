@@ -18,7 +18,7 @@ from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row, continue_row
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_mutants import convolution_across_rows, replaced, state_kept_between_rows
-from tests.model.test_parity import TOLERANCE, layout
+from tests.model.test_parity import TOLERANCE, full, layout
 from tests.support.batches import MIXED, make_rows
 from tests.support.runs import Case, call, collect_grads
 from tests.training.test_decode import QWEN3_5
@@ -100,10 +100,7 @@ def case_of(name: str) -> Case:
     return replace(LAYOUTS[name][0], train={"micro_batch_size": 4})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "1x1x1" else pytest.mark.full) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("name", [name if name == "1x1x1" else full(name) for name in LAYOUTS])
 def test_a_row_that_changes_moves_no_other_row(name, pool, tiny, record_property):
     case, (_, sizes, bar) = case_of(name), LAYOUTS[name]
     for found in pool.run(call, case.world, tiny(**sizes), case, leaks):

@@ -16,7 +16,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.model import log_probs as head
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
-from tests.model.test_parity import layout
+from tests.model.test_parity import full, layout, slow
 from tests.support.batches import MIXED, make_rows
 from tests.support.reference import load_reference, row_logits
 from tests.support.runs import call
@@ -53,13 +53,8 @@ def likeliest(worker: MegatronWorker, rows: list[Row], temperature: float, logit
         head.LOGITS_AT_ONCE = 2**26
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("tp2",) else pytest.mark.slow) for name in LAYOUTS],
-)
-@pytest.mark.parametrize(
-    ("temperature", "logits"), [pytest.param(1.0, 2**26, marks=pytest.mark.full), (0.7, 1000)]
-)
+@pytest.mark.parametrize("name", [name if name == "tp2" else slow(name) for name in LAYOUTS])
+@pytest.mark.parametrize(("temperature", "logits"), [full(1.0, 2**26), (0.7, 1000)])
 def test_the_likeliest_are_those_of_hugging_face(
     name, temperature, logits, pool, tiny, record_property
 ):
@@ -95,11 +90,8 @@ def scored(worker: MegatronWorker, rows: list[Row], temperature: float) -> Any:
         head.LOGITS_AT_ONCE = 2**26
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("tp2",) else pytest.mark.slow) for name in LAYOUTS],
-)
-@pytest.mark.parametrize("temperature", [pytest.param(0.3, marks=pytest.mark.full), 1.7])
+@pytest.mark.parametrize("name", [name if name == "tp2" else slow(name) for name in LAYOUTS])
+@pytest.mark.parametrize("temperature", [full(0.3), 1.7])
 def test_scores_at_a_temperature_are_those_of_hugging_face(name, temperature, pool, tiny):
     """Of the rows' own next tokens. Measured: 9.5e-7."""
     case, sizes = LAYOUTS[name]
@@ -168,14 +160,7 @@ def tempered(worker: MegatronWorker, rows: list[Row]) -> Any:
     return [[(one.ids, one.log_probs) for one in each] for each in found], alone, same
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("1x1", marks=pytest.mark.slow),
-        pytest.param("tp2", marks=pytest.mark.full),
-        pytest.param("dp2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", [slow("1x1"), full("tp2"), slow("dp2")])
 def test_samples_at_their_own_temperature(name, pool, tiny):
     case, sizes = LAYOUTS[name]
     path, rows = tiny(vocab=VOCAB, **sizes), make_rows(MIXED, VOCAB)[:3]

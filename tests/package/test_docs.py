@@ -30,6 +30,7 @@ from torch.distributed.run import get_args_parser
 from megatron_vlm.cli.parser import make_parser
 from megatron_vlm.config import ConfigFile, config_dir, from_yaml, load_config, to_yaml
 from megatron_vlm.config.arguments import parse_arguments
+from megatron_vlm.config.schema import Config
 from tests.support import error_messages
 
 ROOT = Path(__file__).parents[2]
@@ -262,9 +263,14 @@ def command_lines(text: str) -> Iterator[list[str]]:
             yield words
 
 
+@cache
+def composed(*words: str) -> Config:
+    return load_config([*words])
+
+
 def check_train(words: list[str]) -> None:
     has_path = any(word.startswith("model.path=") for word in words)
-    load_config([*words, *([] if has_path else ["model.path=x"])])
+    composed(*words, *([] if has_path else ["model.path=x"]))
 
 
 def check_megatron_vlm(words: list[str]) -> None:
@@ -273,8 +279,7 @@ def check_megatron_vlm(words: list[str]) -> None:
     if not hasattr(args, "where"):
         check_train(overrides)
     elif args.where.startswith("runs/") or "/step-" in args.where:  # has its own configuration
-        base = to_yaml(load_config(["model.path=x", "data.eval=x"]))
-        from_yaml(base, overrides)
+        from_yaml(to_yaml(composed("model.path=x", "data.eval=x")), overrides)
     else:
         check_train(overrides)
 
