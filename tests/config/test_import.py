@@ -138,6 +138,15 @@ VALUES = {
         {},
         {"optim.lr": 1e-4, "optim.min_lr_ratio": 0.1, "train.global_batch_size": 16},
     ),
+    "prompts of Megatron-SWIFT's answers": (
+        "a.sh",
+        script_text(
+            "megatron rlhf",
+            SWIFT | {"rlhf_type": "grpo", "global_batch_size": 16, "steps_per_generation": 3},
+        ),
+        {},
+        {"train.global_batch_size": 6, "rl.updates": 3},
+    ),
     "constant has no warm-up in transformers": (
         "a.yaml",
         yaml_text(LF | {"lr_scheduler_type": "constant", "warmup_ratio": 0.1}),
@@ -214,7 +223,8 @@ VALUES = {
     ),
     "references of OmegaConf": (
         "a.yaml",
-        "actor_rollout_ref: {model: {path: Qwen/Qwen3-VL-2B-Instruct}}\n"
+        "actor_rollout_ref:\n"
+        "  model: {path: Qwen/Qwen3-VL-2B-Instruct, enable_gradient_checkpointing: true}\n"
         "algorithm: {adv_estimator: grpo, norm_adv_by_std_in_grpo: false}\n"
         "data: {train_files: a.parquet, train_batch_size: 64}\n"
         "trainer: {experiment_name: x, default_local_dir: 'out/${trainer.experiment_name}'}\n",
@@ -244,7 +254,8 @@ QUICK_VALUES = {
 @pytest.mark.parametrize("case", quick(VALUES, QUICK_VALUES))
 def test_values_are_converted(case, tmp_path):
     file, text, options, wanted = VALUES[case]
-    _, cfg = translate(tmp_path, file, text, **options)
+    printed, cfg = translate(tmp_path, file, text, **options)
+    assert "Not used there either" not in printed
     for key, value in wanted.items():
         found = get(cfg, key)
         if key == "data.train":
