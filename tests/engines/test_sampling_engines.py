@@ -34,7 +34,7 @@ from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.engines import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
 from megatron_vlm.engines.prompts import Prompts, seen_by_trainer, seen_videos
 from megatron_vlm.engines.server.frames import WireError, head, read_frame
-from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
+from megatron_vlm.errors import NOT_GIVEN, CheckpointError, ConfigError, DataError, MegatronVLMError
 from megatron_vlm.hf.expert_layouts import ExpertStorage
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
@@ -561,12 +561,14 @@ def test_prompts_that_the_engine_would_see_otherwise_are_refused(settings, tiny,
     prompts = Prompts(settings)
     [with_floats] = make_rows(MIXED[:1])
     two = video_row(tiny(), tmp_path, shows("a.mp4"), shows("b.mp4"))
+    cut = replace(two, pixel_values_videos_PC=two.pixel_values_videos_PC[1:])
     three = RowMaker(tiny(), max_tokens=999).row(
         {"messages": [say("user", *[image(64, 64)] * 3)]}, prompt=True
     )
     for prompt, error, key, value, problem in (
         (two, ConfigError, "videos", 2, "the 1 that"),
         (with_floats, DataError, "pixels", "torch.float32", ""),
+        (cut, DataError, "pixel_values_videos", NOT_GIVEN, "patches but its grid needs"),
         (row(*[1] * 61), ConfigError, "max_len", 64, "61 tokens and max_tokens=4 "),
         (three, ConfigError, "pictures", 3, "the 2 that"),
     ):
