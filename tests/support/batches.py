@@ -2,6 +2,7 @@
 values are random and seeded."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class Ids:
     text: int  # ordinary ids are below this one
 
 
+@cache  # it trains a tokenizer
 def token_ids(vocab: int = 512) -> Ids:
     tokenizer = train_tokenizer(vocab)
     names = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
