@@ -58,7 +58,7 @@ def read_export_mark(folder: Path) -> ExportMark | None:
 
 def changed_file(folder: Path, since_ns: int = 0) -> str | None:
     """Return the first file of a marked folder that differs from the written one. Files that have
-    not changed since `since_ns` are not read. (Marks of earlier versions have only sizes.)"""
+    not changed since `since_ns` are not read."""
     mark = read_mark(folder) or {}
     sizes, digests = mark.get("files", {}), mark.get("digests", {})
 
@@ -66,9 +66,7 @@ def changed_file(folder: Path, since_ns: int = 0) -> str | None:
         name = _name_in(folder, path)
         if path.is_dir() or path.is_symlink() or path.stat().st_size != sizes.get(name):
             return True
-        digest = digests.get(name)
-        suspect = digest is not None and path.stat().st_ctime_ns >= since_ns
-        return suspect and digest_of(path) != digest
+        return path.stat().st_ctime_ns >= since_ns and digest_of(path) != digests.get(name)
 
     content = sorted(_content(folder))
     with ThreadPoolExecutor(_THREADS) as threads:

@@ -19,7 +19,7 @@ class ExamplePart:
 
 @dataclass(frozen=True)
 class ExampleTurn:
-    """A turn of the question. Files of older versions have one for all, without a role."""
+    """A turn of the question."""
 
     role: str
     parts: tuple[ExamplePart, ...]
@@ -63,10 +63,9 @@ class Examples:
         examples = []
         for item in raw["examples"].items():
             texts = {key: item[key].string() for key in ("where", "answer", "prediction")}
-            turns = item.get("turns")
-            read = _older_turns(item) if turns is None else map(_turn, turns.items())
+            turns = tuple(map(_turn, item["turns"].items()))
             answers = strings_of(item.get("answers"))
-            examples.append(Example(**texts, turns=tuple(read), answers=answers))
+            examples.append(Example(**texts, turns=turns, answers=answers))
         return Examples(raw["name"].string(), raw["step"].whole(), tuple(examples))
 
 
@@ -87,11 +86,3 @@ def _turn(field: JsonField) -> ExampleTurn:
         for part in field["parts"].items()
     )
     return ExampleTurn(field["role"].string(), tuple(parts))
-
-
-def _older_turns(item: JsonField) -> list[ExampleTurn]:
-    """Return the question of an older version: all pictures, then the text of all turns."""
-    images = item.get("images")
-    sources = [] if images is None else [each.string() for each in images.items()]
-    parts = [*(ExamplePart(image=uri) for uri in sources), ExamplePart(item["prompt"].string())]
-    return [ExampleTurn("", tuple(parts))]

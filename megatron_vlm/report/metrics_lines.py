@@ -1,7 +1,6 @@
 """The lines of metrics.jsonl, which a run writes and its report reads.
 
 Steps count from 1, so the step of a line is the number of steps that were done when it was written.
-Older versions counted steps from 0, and their start lines have no `counts_from`.
 """
 
 import json
@@ -42,8 +41,7 @@ class StartLine:
     versions: dict[str, str]
     dropped: int | None = None  # records of data.train that a rule left out
     wrong: int | None = None  # records that data.on_error=skip left out
-    device: str | None = None  # name of a GPU, or cpu; None in logs of older versions
-    counts_from: int = 0  # number of the first step in the lines up to the next start
+    device: str | None = None  # name of a GPU, or cpu
 
 
 @dataclass(frozen=True)

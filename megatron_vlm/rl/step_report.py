@@ -93,7 +93,6 @@ def _line(step: int, group: Group, episode_runner: EpisodeRunner) -> dict[str, A
     first = group.episodes[0]
     return {
         "step": step,
-        "counts_from": 1,  # older versions counted steps from 0
         "where": first.where,
         "question": group.question,
         "right": episode_runner.right_answer(first),

@@ -62,7 +62,7 @@ class RunLog:
         """Log a start or resume, with the fields of StartLine except the time."""
         now = datetime.datetime.now().isoformat(timespec="seconds")
         self.began = time.monotonic()
-        self._write(StartLine(time=now, counts_from=1, **facts))
+        self._write(StartLine(time=now, **facts))
 
     def step(self, figures: StepLine) -> None:
         """Log a step. Every step goes to the files; the terminal shows one line per interval, or

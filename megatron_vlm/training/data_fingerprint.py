@@ -25,28 +25,20 @@ class Fingerprint:
 
     order: Mapping[str, str] = field(default_factory=dict)  # what a place in the data depends on
     rows: Mapping[str, str] = field(default_factory=dict)  # what else decides tokens and targets
-    whole: str = ""  # digest of the order and of lengths: all that earlier versions compared
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(saved: Any) -> "Fingerprint":
-        """Read a fingerprint of this version, or the digest that earlier versions wrote."""
-        return Fingerprint(whole=saved) if isinstance(saved, str) else Fingerprint(**saved)
+        return Fingerprint(saved["order"], saved["rows"])
 
     def changed_order(self, now: "Fingerprint") -> list[str]:
         """Return the differences that make a place in this data meaningless in the other data."""
-        if self.order:
-            return list(_changes(self.order, now.order))
-        same = self.whole == now.whole
-        return [] if same else ["the records, their order or their lengths"]
+        return list(_changes(self.order, now.order))
 
     def changed_rows(self, now: "Fingerprint") -> list[str]:
-        """Return the other differences. Earlier versions did not write them, or lacked some
-        keys."""
-        if not self.order:
-            return []
+        """Return the other differences. A key that a former version did not have makes none."""
         known = {k: v for k, v in now.rows.items() if k in self.rows or not k.startswith("data.")}
         return list(_changes(self.rows, known))
 
@@ -61,9 +53,10 @@ def fingerprint(data: DataSet | StreamSet, cfg: Config) -> Fingerprint:
     for name, digest in settings_digests(folder_of(cfg.model.path)).items():
         if name not in _NOT_OF_ROWS:
             rows[f"{name} in model.path"] = digest
-    order, whole = _order_of_stream(data, cfg.data) if isinstance(data, StreamSet) else ({}, "")
-    if isinstance(data, DataSet):
-        order, whole = _order_of_set(data), _digest(*_parts(data))
+    if isinstance(data, StreamSet):
+        order = _order_of_stream(data, cfg.data)
+    else:
+        order = _order_of_set(data)
         tokens = [index.tokens.tobytes() for index in data.indexes]
         rows["set of sample lengths in data.train"] = _digest(*tokens)
         if data.teacher is not None:
@@ -71,7 +64,7 @@ def fingerprint(data: DataSet | StreamSet, cfg: Config) -> Fingerprint:
         if data.reference_log_probs is not None:
             tables = [table.tobytes() for table in data.reference_log_probs]
             rows["content of data.reference"] = _digest(*tables)
-    return Fingerprint(order, rows, whole)
+    return Fingerprint(order, rows)
 
 
 def _order_of_set(data: DataSet) -> dict[str, str]:
@@ -88,13 +81,7 @@ def _order_of_set(data: DataSet) -> dict[str, str]:
     return order
 
 
-def _parts(data: DataSet) -> Iterator[bytes]:
-    yield repr(data.order).encode()
-    for source, index in zip(data.sources, data.indexes, strict=True):
-        yield source.digest.encode() + index.records.tobytes() + index.tokens.tobytes()
-
-
-def _order_of_stream(data: StreamSet, cfg: DataConfig) -> tuple[dict[str, str], str]:
+def _order_of_stream(data: StreamSet, cfg: DataConfig) -> dict[str, str]:
     order = {"data.train": repr(data.name), "data.shuffle": repr(cfg.shuffle)}
     if cfg.shuffle:
         order["data.shuffle_window"] = repr(cfg.shuffle_window)
@@ -104,10 +91,10 @@ def _order_of_stream(data: StreamSet, cfg: DataConfig) -> tuple[dict[str, str], 
         order[f"data.train[{place}].weight"] = repr(float(spec.weight))
         order[f"data.train[{place}].split"] = repr(spec.split)
         order[f"data.train[{place}].subset"] = repr(spec.subset)
-        for name in ("columns", "roles"):  # earlier versions did not have them
+        for name in ("columns", "roles"):
             if (names := getattr(spec, name)) is not None:
                 order[f"data.train[{place}].{name}"] = repr(names)
-    return order, _digest(data.name.encode())
+    return order
 
 
 def _digest(*parts: bytes) -> str:

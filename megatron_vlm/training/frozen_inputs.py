@@ -64,8 +64,8 @@ def changed_inputs(
     remedy: str = "",
 ) -> list[str]:
     """Return the inputs that are others than those of a checkpoint because their keys name other
-    files. Refuse one whose files have changed in their place. Checkpoints of earlier versions lack
-    some inputs."""
+    files. Refuse one whose files have changed in their place. An input that a former version
+    did not have is not compared."""
     changed = []
     for key, found in now.items():
         saved = before.get(key, found)

@@ -22,18 +22,18 @@ BUDGETS = {
     "lines of train": 90,
     "lines of model": 3_670,
     "lines of config": 4_770,
-    "lines of training": 6_120,
+    "lines of training": 6_100,
     "lines of planner": 2_650,
     "lines of lora": 1_290,
     "lines of serve": 8_730,
     "lines of engines": 2_080,
-    "lines of report": 3_660,
+    "lines of report": 3_640,
     "lines of user_code": 1_140,
     "lines of hf": 2_550,
     "lines of cli": 700,
     "lines of data": 11_120,
     "lines of family": 2_110,
-    "lines of rl": 2_330,
+    "lines of rl": 2_320,
     "lines of distributed": 2_970,
     "lines of checkpoint": 1_440,
     "lines of run": 3_670,
@@ -99,7 +99,7 @@ def weights() -> dict[str, int]:
         "commands": len(make_parser().get_default("known_commands")),
         "words of docs": _words(sorted((ROOT / "docs").rglob("*.md"))),
         "words of README": _words([ROOT / "README.md"]),
-        "lines of tests": sum(
+        "lines of tests": 62_000sum(
             len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")
         ),
     }

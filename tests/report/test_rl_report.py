@@ -53,9 +53,9 @@ def episode(reward=1.0, *answers, heard=(), **more):
 
 
 def prompt(number, *episodes, where="a.jsonl:1", **more):
-    fields = {"step": number, "where": where, "question": "user\nWhat colour?", "images": []}
-    fields["counts_from"] = 1
-    return {**fields, "episodes": list(episodes or [episode()]), **more}
+    fields = {"step": number, "where": where, "question": "user\nWhat colour?"}
+    shown = {"images": [], "right": None, "episodes": list(episodes or [episode()])}
+    return {**fields, **shown, **more}
 
 
 @pytest.fixture
@@ -279,15 +279,6 @@ def test_a_resumed_run_shows_each_step_once(report):
     # Until the resumed run writes samples, those of the discarded weights are not shown.
     page = report(*lines[:-1], samples=old)
     assert [number for number, _, _ in steps_of(page)] == ["2", "0"]
-
-
-def test_samples_of_an_older_version_count_from_0(report):
-    """A newer version resumed the run, which counts from 1."""
-    older = [{k: v for k, v in prompt(i).items() if k != "counts_from"} for i in range(2)]
-    lines = [start(counts_from=0), rl(0), rl(1), start(2), rl(3)]
-    page = report(*lines, samples=[*older, prompt(3)])
-    assert page.chart("Reward")["curves"][0]["x"] == [1, 2, 3]
-    assert [number for number, _, _ in steps_of(page)] == ["3", "2", "1"]
 
 
 def test_a_step_that_was_told_in_part_is_shown_as_it_was_done_again(report):

@@ -50,7 +50,7 @@ def start(step=0, **more):
         **{"kind": "start", "time": "2026-11-21T07:00:00", "step": step, "platform": "cpu"},
         **{"world": 2, "layout": {"tp": 1, "pp": 2, "dp": 1}, "parameters": 30_000_000},
         **{"trainable": 12_000_000, "model": "/models/tiny", "samples": 2000, "total_steps": 500},
-        **{"versions": {"torch": "2.13.0", "megatron-core": "0.16.1"}, "counts_from": 1, **more},
+        **{"versions": {"torch": "2.13.0", "megatron-core": "0.16.1"}, **more},
     }
 
 
@@ -78,9 +78,11 @@ def data_uri(colour=TEAL, size=(64, 48)):
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def example(answer="red", prediction="red", **more):
-    fields = {"prompt": "<image> What colour?", "answer": answer, "prediction": prediction}
-    return {"where": "eval.jsonl:3", "images": [data_uri()], **fields, **more}
+def example(answer="red", prediction="red", images=None, prompt="What colour?", **more):
+    texts = {"where": "eval.jsonl:3", "answer": answer, "prediction": prediction}
+    images = [data_uri()] if images is None else images
+    parts = [*({"text": "", "image": uri} for uri in images), {"text": prompt, "image": ""}]
+    return {**texts, "turns": [{"role": "user", "parts": parts}], **more}
 
 
 def write_run(run, lines, tail="", examples=None, config=None):
@@ -164,19 +166,6 @@ def test_a_resumed_run_replaces_what_it_did_again_and_what_it_lost(report):
         {"kind": "short", "x": [5], "run": 0},
         {"kind": "tall", "x": [3], "run": 0},
     ]
-
-
-def test_lines_of_an_older_version_count_from_0(report):
-    """A newer version resumed the run, then the older one again."""
-    older = start()
-    del older["counts_from"]
-    lines = [older, step(0, 3.0), step(1, 2.0), evaluation(2, 2.5), step(2, 9.0)]
-    lines += [start(2), step(3, 1.5), step(4, 1.0), {**older, "step": 4}, step(4, 0.5)]
-    page = report(*lines)
-    assert page.curves("Loss")[0][1:] == ([1, 2, 3, 4, 5], [3, 2, 1.5, 1, 0.5])
-    assert page.curves("Loss")[1] == ("eval", [2], [2.5])
-    assert page.tiles["of 500 steps"] == "5"
-    assert page.tiles["in steps, 1 of them lost or done again"] == "3.0 s"
 
 
 def test_the_later_of_two_lines_wins_without_a_start_between(tmp_path):

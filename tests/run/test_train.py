@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,7 +19,6 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
-from megatron_vlm.checkpoint.manifest import read_manifest, write_file, write_manifest
 from megatron_vlm.cli import main
 from megatron_vlm.config import load_config
 from megatron_vlm.distributed.agreement import Signals
@@ -332,28 +330,6 @@ def test_rules_that_leave_out_other_records_are_refused(one_step, pool, tmp_path
     assert status == 2 and "was trained on other data" in err
     assert "another choice of the records of data.train[0] that are samples" in err
     assert "data.max_tokens=40, was 8192" in err and "data.truncation='drop', was 'error'" in err
-
-
-@pytest.mark.full
-def test_checkpoints_of_earlier_versions_still_resume(one_step, pool, tmp_path):
-    """They have a digest of the order and of lengths alone, which must be the same."""
-    first = shutil.copytree(one_step[0], tmp_path / "former")
-    (checkpoint,) = (first / "first" / "checkpoints").glob("step-*")
-    state = json.loads((checkpoint / "state.json").read_text())
-    state["progress"]["data"] = state["progress"]["data"]["whole"]
-    record = write_file(checkpoint / "state.json", [json.dumps(state).encode()])
-    manifest = read_manifest(checkpoint)
-    files = [file for file in manifest.files if file.name != record.name]
-    write_manifest(checkpoint, replace(manifest, files=(*files, record)))
-    former = first, one_step[1]
-    more = "data.train_on=last_assistant"
-    status, out, err = resume_again(pool, former, tmp_path, more)
-    assert status == 0 and "resumed from" in out, err
-    assert steps_of(tmp_path / "run")[-1]["step"] == 2
-    shutil.rmtree(tmp_path / "run")
-    status, _, err = resume_again(pool, former, tmp_path, "data.seed=1")
-    assert status == 2
-    assert "(the records, their order or their lengths)" in err
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@ Shapes: N steps.
 
 import math
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +51,7 @@ class RunMetrics:
     loads: tuple[LoadLine, ...]  # loads of the experts
     samples: tuple[RlLine, ...]  # one for each step of `megatron-vlm rl`
     seconds: float  # time of all steps, with those that were repeated
-    wall_s: float  # from each start to its last line; 0 in logs of older versions
+    wall_s: float  # from each start to its last line
     replaced: int  # steps that were repeated or lost
     unreadable: int  # lines that are malformed, such as the last one of a killed run
     usages: tuple[UsageLine, ...] = ()  # in the order of the file
@@ -96,7 +96,7 @@ class RunMetrics:
 
     @property
     def samples_seen(self) -> int | None:
-        """The rows of all steps; None in logs of older versions."""
+        """The rows of all steps; None if a line does not have them."""
         rows_N = self.figures["samples"]
         return int(rows_N.sum()) if len(rows_N) and np.isfinite(rows_N).all() else None
 
@@ -162,7 +162,6 @@ class MetricsReading:
         self.usages: list[UsageLine] = []
         self.history: list[StartLine | EventLine] = []
         self.walls: list[float] = [0.0]  # seconds of each start up to its last line
-        self.shift = 0  # 1 for lines of older versions, which counted steps from 0
         self.unreadable = 0
 
     def take(self, text: str) -> None:
@@ -174,24 +173,22 @@ class MetricsReading:
 
     def _take_line(self, line: Line | list[float] | None) -> None:
         if isinstance(line, list):
-            line[0] += self.shift  # the step
             self.rows.extend(line)
             self._see_time(line[_WALL])
         elif isinstance(line, EvalLine):
             self.evaluations[line.name, line.step] = line
             self._see_time(line.wall_s)
         elif isinstance(line, LoadLine):
-            self.loads[line.step + self.shift] = replace(line, step=line.step + self.shift)
+            self.loads[line.step] = line
         elif isinstance(line, UsageLine):
             self.usages.append(line)
         elif isinstance(line, RlLine):
-            self.samples[line.step + self.shift] = replace(line, step=line.step + self.shift)
+            self.samples[line.step] = line
         elif isinstance(line, StartLine | EventLine):
             self.history.append(line)
             if isinstance(line, StartLine):
                 self._resume(line.step)
                 self.walls.append(0.0)
-                self.shift = 0 if line.counts_from else 1
 
     def _see_time(self, wall_s: float | None) -> None:
         if wall_s is not None and math.isfinite(wall_s):

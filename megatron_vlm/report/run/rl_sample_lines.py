@@ -50,14 +50,13 @@ class ShownPrompt:
     @staticmethod
     def from_line(line: JsonField) -> "ShownPrompt":
         """Parse a line; raise DataError if it is malformed."""
-        right = line.object().get("right")  # lines of earlier versions have none
         return ShownPrompt(
-            step=line["step"].whole() + 1 - _counts_from(line),
+            step=line["step"].whole(),
             where=line["where"].string(),
             question=line["question"].string(),
             images=_strings(line["images"]),
             episodes=tuple(_episode(each) for each in line["episodes"].items()),
-            right=None if right is None or right.value is None else right.string(),
+            right=None if line["right"].value is None else line["right"].string(),
         )
 
 
@@ -158,13 +157,6 @@ class SampleIndex:
             self.sources = set()
         self.sources.add(prompt.where)
         self.places.setdefault(prompt.step, []).append(place)
-
-
-def _counts_from(line: JsonField) -> int:
-    """Return the number of the first step of the run. Lines of older versions, which began with 0,
-    do not have it."""
-    field = line.get("counts_from")
-    return 0 if field is None else field.whole(maximum=1)
 
 
 def _episode(line: JsonField) -> ShownEpisode:
