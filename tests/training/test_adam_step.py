@@ -19,6 +19,7 @@ from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.error_fields import raises
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, my_rows, of_interest
+from tests.support.suites import quick
 from tests.training.test_steps import MAX_TOLERANCE_LR, NORM_TOLERANCE
 
 # The entries are (learning rate, settings, whether the step has gradients). The sums of these
@@ -94,9 +95,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "dp2" else pytest.mark.full) for n in CASES]
-)
+@pytest.mark.parametrize("name", quick(["dp2"], CASES))
 def test_each_step_has_settings_of_its_own(name, pool, tiny, reference, record_property):
     case = replace(CASES[name], optim=CONFIGURED)
     expected_norms, expected = reference

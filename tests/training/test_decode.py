@@ -27,6 +27,7 @@ from tests.model.test_parity import TOLERANCE, layout
 from tests.support.batches import MIXED, PATCH_VALUES, SHALLOW, RowSpec, make_rows, token_ids
 from tests.support.reference import inputs_of, load_reference, row_log_probs
 from tests.support.runs import Case, call, my_rows
+from tests.support.suites import FULL, quick
 
 pytestmark = pytest.mark.newest  # it depends on the versions
 
@@ -37,7 +38,6 @@ MIN_MARGIN = 1e-4
 # bf16 at TP2 x PP2 differs from Hugging Face in bf16 by up to 2.5e-3 (test_properties.py).
 BF16_MARGIN = 0.01
 QWEN3_5: dict[str, Any] = {"family": "qwen3_5", "head_dim": 64}
-FULL = pytest.mark.full
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 
 
-QUICK = ("1x1x1", "tp2-pp2", "qwen3_5-tp2-pp2")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else FULL) for n in CASES])
+@pytest.mark.parametrize("name", quick(("1x1x1", "tp2-pp2", "qwen3_5-tp2-pp2"), CASES))
 def test_equals_hugging_face(name, pool, checkpoint, reference):
     """Eight mixed rows run in batches of 3, 3 and 2, several at a time with PP. Some of them run
     again, so that any state left behind would show."""
@@ -180,7 +177,7 @@ def test_equals_hugging_face(name, pool, checkpoint, reference):
         assert answers == [expected, expected[:3], expected, expected][: len(requests)]
 
 
-@pytest.mark.parametrize("name", ["dp2", pytest.param("tp2-dp2", marks=FULL)])
+@pytest.mark.parametrize("name", quick(["dp2"], ["dp2", "tp2-dp2"]))
 def test_replicas_generate_for_themselves(name, pool, tiny, reference):
     case = layout(dp=2) if name == "dp2" else layout(tp=2, dp=2)
     rows, expected = make_rows(MIXED), reference()
@@ -191,9 +188,7 @@ def test_replicas_generate_for_themselves(name, pool, tiny, reference):
     assert answers[tp:] == [[expected[4:], expected[:1]]] * tp
 
 
-@pytest.mark.parametrize(
-    "name", ["1x1x1", *(pytest.param(n, marks=FULL) for n in ("tp2-pp2", "pp2x2"))]
-)
+@pytest.mark.parametrize("name", quick(["1x1x1"], ["1x1x1", "tp2-pp2", "pp2x2"]))
 def test_rows_stop_at_different_times(name, pool, tiny, reference):
     case = CASES[name][0] if name in CASES else layout(pp=2, virtual_stages=2)
     rows, free = make_rows(MIXED), reference()
@@ -378,7 +373,7 @@ def compare_states_with_whole_forward(worker: MegatronWorker) -> float:
     return compare_with_whole_forward(worker, (1, 3, 2, 31, 32, 33, 64), 2 * DELTA_CHUNK)
 
 
-@pytest.mark.parametrize("experts", [0, pytest.param(4, marks=FULL)])
+@pytest.mark.parametrize("experts", quick([0], [0, 4]))
 def test_states_give_the_logits_of_a_whole_forward(experts, pool, tiny, record_property):
     path = tiny(**QWEN3_5, experts=experts)
     worst = pool.run(call, 1, path, layout(), compare_states_with_whole_forward)[0]

@@ -28,6 +28,7 @@ from tests.support.batches import MIXED, SHALLOW, RowSpec, make_rows, token_ids
 from tests.support.error_fields import raises
 from tests.support.reference import load_reference, row_log_probs, row_logits
 from tests.support.runs import Case, call, collect_grads, my_rows
+from tests.support.suites import quick
 
 TOKENS = Tokens(512, token_ids().image, token_ids().video, 2, mrope_positions)
 VOCAB = 509  # at TP2 one row of the vocabulary is padding
@@ -35,7 +36,6 @@ SMALL = SHALLOW | dict(vocab=VOCAB)
 # Relative error in fp32 on the CPU, as in test_parity.py. Measured worst case: 1.9e-6, a gradient
 # at TP2.
 TOLERANCE = 5e-6
-FULL = pytest.mark.full
 
 
 @register
@@ -252,7 +252,7 @@ def run_losses(path: str, case: Case, rows: list[Row]) -> dict[str, tuple[StepMe
     return results
 
 
-@pytest.mark.parametrize("name", ["tp2", *(pytest.param(n, marks=FULL) for n in ("pp2", "dp2"))])
+@pytest.mark.parametrize("name", quick(["tp2"], ["tp2", "pp2", "dp2"]))
 def test_equals_plain_pytorch(name, pool, tiny, rl_rows, expected, record_property):
     case = LAYOUTS[name]
     outcomes = pool.run(run_losses, case.world, tiny(**SMALL), case, rl_rows)
@@ -409,7 +409,7 @@ def run_weighted(worker: MegatronWorker, rows: list[Row]) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("name", [pytest.param("pp2", marks=FULL), "dp2"])
+@pytest.mark.parametrize("name", quick(["dp2"], ["pp2", "dp2"]))
 def test_weights_of_tokens_equal_plain_pytorch(name, pool, tiny, by_weight, record_property):
     rows, expected = by_weight
     case = LAYOUTS[name]

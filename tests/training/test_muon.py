@@ -25,6 +25,7 @@ from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.error_fields import raises
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, of_interest, train
+from tests.support.suites import quick
 
 STEPS = 3
 OPTIM = dict(name="muon", lr=1e-2, weight_decay=0.1, beta2=0.99, clip_grad=0.0)
@@ -203,12 +204,7 @@ def test_training_equals_hugging_face(pool, tiny, record_property):
     assert norms == pytest.approx(expected_norms, rel=2e-6)  # measured 2.2e-7
 
 
-QUICK = ("dp2", "tp2-pp2-tied", "ep2")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in CASES]
-)
+@pytest.mark.parametrize("name", quick(("dp2", "tp2-pp2-tied", "ep2"), CASES))
 def test_equals_torch_at_each_layout(name, pool, tiny, record_property):
     case, sizes = CASES[name]
     optim = OPTIM | VARIANTS.get(name, {})

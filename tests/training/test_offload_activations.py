@@ -10,6 +10,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.runs import Case, collect_grads, my_rows
+from tests.support.suites import quick
 
 WIDE = {"hidden": 128, "heads": 8, "intermediate": 256}
 
@@ -73,12 +74,7 @@ CASES = {
 }
 
 
-QUICK = ("1", "selective-half", "pp2x2")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in CASES]
-)
+@pytest.mark.parametrize("name", quick(("1", "selective-half", "pp2x2"), CASES))
 def test_gradients_have_the_same_bits(name, pool, tiny):
     case, sizes, share = CASES[name]
     for rank in pool.run(compare, case.world, tiny(**{**WIDE, **sizes}), case, share):

@@ -31,12 +31,12 @@ from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.error_fields import raises
 from tests.support.reference import load_reference, row_log_probs, row_logits
 from tests.support.runs import Case, collect_grads, my_rows
+from tests.support.suites import FULL, quick
 
 VOCAB = 509  # at TP2 one row of the vocabulary is padding
 # Relative error in fp32 on the CPU, as in test_losses.py. Measured worst case: 1.8e-6, gradients at
 # DP2.
 TOLERANCE = 5e-6
-FULL = pytest.mark.full
 MAX_TOKENS = 40  # the limit of an answer, by which Dr. GRPO divides
 # A micro-batch has three of eight rows, so that one has two rows of the same sequence number.
 LAYOUTS = {
@@ -248,7 +248,7 @@ def apart(found: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     )
 
 
-@pytest.mark.parametrize("name", ["tp2", *(pytest.param(n, marks=FULL) for n in ("pp2", "dp2"))])
+@pytest.mark.parametrize("name", quick(["tp2"], ["tp2", "pp2", "dp2"]))
 def test_equals_the_formula_over_whole_answers(name, pool, tiny, rows, expected, record_property):
     case = LAYOUTS[name]
     outcomes = pool.run(run_algorithms, case.world, tiny(vocab=VOCAB, **SHALLOW), case, rows)
@@ -300,7 +300,7 @@ def divided(path: str, case: Case, batches: list[list[Row]]) -> list[Divided]:
     return results
 
 
-@pytest.mark.parametrize("name", [pytest.param("pp2", marks=FULL), "dp2"])
+@pytest.mark.parametrize("name", quick(["dp2"], ["pp2", "dp2"]))
 def test_a_divisor_takes_the_place_of_the_sum_of_weights(name, pool, tiny, rows, record_property):
     rows = rows[:7]  # replicas and micro-batches all differ in their numbers of tokens
     weights = torch.linspace(0.5, 2.0, len(rows)).tolist()

@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.model.test_parity import layout
 from tests.support.batches import ALL_TEXT, MIXED, SHALLOW, RowSpec, make_rows
 from tests.support.reference import run_reference
 from tests.support.runs import Case, call, loss_and_grads, train
+from tests.support.suites import FULL, quick
 
 # Padding and neighbouring rows do not change a row's log-probs beyond the rounding of GEMMs of
 # another shape. Measured: 9.5e-7 absolute.
@@ -23,7 +25,6 @@ ORDER_TOLERANCE = 5e-6
 BF16_LOG_PROB_TOLERANCE = 0.02
 BF16_LOSS_TOLERANCE = 6e-5
 BF16_COSINE = 0.997
-FULL = pytest.mark.full
 
 
 def _forward_orders(worker: MegatronWorker) -> list[list[torch.Tensor]]:
@@ -106,18 +107,15 @@ EXPORTED = {
 }
 
 
-QUICK = {("tied-odd", "float32"), ("qwen3_5", "bfloat16")}
-EXPORTS = [
-    pytest.param(model, dtype, marks=() if (model, dtype) in QUICK else FULL)
-    for model in EXPORTED
-    for dtype in ("float32", "bfloat16")
-]
+QUICK = [("tied-odd", "float32"), ("qwen3_5", "bfloat16")]
+KINDS = product(EXPORTED, ("float32", "bfloat16"))
 
 
-@pytest.mark.parametrize(("model", "dtype"), EXPORTS)
-def test_load_then_export_is_bit_equal(model, dtype, pool, tiny, tmp_path):
+@pytest.mark.parametrize("kind", quick(QUICK, KINDS), ids="-".join)
+def test_load_then_export_is_bit_equal(kind, pool, tiny, tmp_path):
     """An export has the files of its source, tensor for tensor, and a card, also at PP=2 x TP=2 and
     from interleaved stages."""
+    model, dtype = kind
     source = Path(tiny(dtype=dtype, **EXPORTED[model]))
     exports = {}
     precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]

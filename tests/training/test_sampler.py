@@ -28,6 +28,7 @@ from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.error_fields import raises
 from tests.support.runs import Case, call, my_rows
+from tests.support.suites import FULL, quick
 from tests.training.test_decode import QWEN3_5
 from tests.training.test_moe_train import EXPERTS
 
@@ -35,7 +36,6 @@ from tests.training.test_moe_train import EXPERTS
 TOLERANCE = 5e-6
 STOP_IDS = tuple(range(0, 250, 8))  # about one token in 16: answers of very different lengths
 SEEDS = [3, 1, 4, 1, 5, 9, 2, 6]
-FULL = pytest.mark.full
 HYBRID = QWEN3_5 | dict(layers=2, full_attention_interval=2)
 
 
@@ -70,15 +70,10 @@ LAYOUTS: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tp2-pp2",
-        "experts-ep2",
-        pytest.param("qwen3_5-tp2-pp2", marks=FULL),
-        pytest.param("qwen3_5-experts-ep2", marks=FULL),
-    ],
-)
+QUICK = ("tp2-pp2", "experts-ep2")
+
+
+@pytest.mark.parametrize("name", quick(QUICK, [*QUICK, "qwen3_5-tp2-pp2", "qwen3_5-experts-ep2"]))
 def test_log_probs_are_those_of_forward(name, pool, tiny, record_property):
     case, sizes = LAYOUTS[name]
     worst = max(pool.run(call, case.world, tiny(**sizes), case, worst_log_prob))
@@ -159,7 +154,7 @@ def continuously_and_in_waves(worker: MegatronWorker) -> tuple[Found, Found]:
     return (together, passes[:split]), (waves, passes[split:])
 
 
-@pytest.mark.parametrize("name", ["pp2", pytest.param("qwen3_5", marks=FULL)])
+@pytest.mark.parametrize("name", quick(["pp2"], ["pp2", "qwen3_5"]))
 def test_a_row_that_ends_makes_place_for_the_next_prompt(name, pool, tiny):
     case, sizes = LAYOUTS[name]
     (together, runs), (waves, wave_runs) = pool.run(
@@ -205,9 +200,7 @@ def several_of_each(worker: MegatronWorker) -> dict[str, Found]:
     return results | {"alone": (alone, [])}
 
 
-@pytest.mark.parametrize(
-    "sizes", [SHALLOW, pytest.param(HYBRID, marks=FULL)], ids=["qwen3_vl", "qwen3_5"]
-)
+@pytest.mark.parametrize("sizes", quick([SHALLOW], [SHALLOW, HYBRID]), ids=["qwen3_vl", "qwen3_5"])
 def test_several_answers_to_a_prompt_that_is_seen_once(sizes, pool, tiny):
     results = pool.run(call, 1, tiny(**sizes), layout(), several_of_each)[0]
     assert len({each for answers in ids_of(results["alone"][0]) for each in answers}) == 15
@@ -225,7 +218,7 @@ def across_layouts(worker: MegatronWorker) -> list[list[tuple[int, ...]]]:
     return ids_of(worker.sample(make_rows(MIXED), settings, 3, SEEDS, batch_rows=5))
 
 
-@pytest.mark.parametrize("name", ["tp2-pp2", pytest.param("qwen3_5-tp2-pp2", marks=FULL)])
+@pytest.mark.parametrize("name", quick(QUICK, ["tp2-pp2", "qwen3_5-tp2-pp2"]))
 def test_samples_are_the_same_at_every_layout(name, pool, tiny):
     case, sizes = LAYOUTS[name]
     expected = pool.run(call, 1, tiny(**sizes), layout(), across_layouts)
@@ -385,7 +378,7 @@ def settings_of_their_own(worker: MegatronWorker) -> tuple[Any, Any, list[int]]:
     return in_order, alone, [each[0] for each in chain.from_iterable(passes) if each[1] == 1]
 
 
-@pytest.mark.parametrize("name", ["pp2", pytest.param("tp2", marks=FULL)])
+@pytest.mark.parametrize("name", quick(["pp2"], ["pp2", "tp2"]))
 def test_each_is_drawn_by_its_own_settings_whoever_comes_and_goes(name, pool, tiny):
     case, sizes = LAYOUTS[name]
     answers = pool.run(call, case.world, tiny(**sizes), case, settings_of_their_own)

@@ -20,6 +20,7 @@ from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.runs import Case, collect_grads, my_rows
+from tests.support.suites import FULL, SLOW, quick
 
 SMALL = LoraConfig(rank=2, alpha=8, targets=("attention",))
 LARGE = LoraConfig(rank=5, alpha=10, targets=("attention", "mlp"), train=("merger",))
@@ -84,15 +85,8 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-FULL = pytest.mark.full
-
-
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=FULL if name == "tp2-tied" else pytest.mark.slow)
-        for name in LAYOUTS
-    ],
+    "name", [pytest.param(n, marks=FULL if n == "tp2-tied" else SLOW) for n in LAYOUTS]
 )
 def test_models_beside_one_base_are_what_they_are_alone(name, pool, tiny):
     case, sizes = LAYOUTS[name]
@@ -133,13 +127,8 @@ def weights_alone(path: str, case: Case, folder: str) -> Any:
     return progress, equal, all(map(torch.equal, *later)), read
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param("1x1", marks=SLOW), "dp2-bf16", pytest.param("pp2-tied", marks=SLOW)]
-)
-@pytest.mark.parametrize("lora", [pytest.param(None, marks=FULL), SMALL])
+@pytest.mark.parametrize("name", quick(["dp2-bf16"], ["1x1", "dp2-bf16", "pp2-tied"], SLOW))
+@pytest.mark.parametrize("lora", quick([SMALL], [None, SMALL]))
 def test_weights_without_moments(name, lora, pool, tiny, tmp_path):
     case, sizes = LAYOUTS[name]
     if lora is not None:

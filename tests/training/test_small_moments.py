@@ -17,12 +17,12 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.runs import Case, my_rows
+from tests.support.suites import FULL, SLOW, quick
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 WEIGHTS = 10_000  # the last block is not full
 STATES = ("fp32", "bf16", "int8")
-FULL = pytest.mark.full
 
 
 def spec(states: str) -> OptimizerSpec:
@@ -128,7 +128,7 @@ def test_the_formulas_are_those_of_torch(record_property):
         assert 0 < apart < limit
 
 
-@pytest.mark.slow  # bitsandbytes is imported
+@SLOW  # bitsandbytes is imported
 @pytest.mark.engine("trl")
 @pytest.mark.parametrize(("decades", "share"), [(0, 1.5), (3, 0.7), (6, 0.9)])
 def test_8_bits_lose_no_more_than_those_of_bitsandbytes(decades, share, tmp_path, record_property):
@@ -164,7 +164,7 @@ def ends(path: str, case: Case) -> tuple[Tensor | None, Tensor | None]:
     return embedding, last.head_weight.detach().clone() if last.post_process else None
 
 
-@pytest.mark.parametrize("states", [pytest.param("bf16", marks=FULL), "int8"])
+@pytest.mark.parametrize("states", quick(["int8"], ["bf16", "int8"]))
 def test_copies_of_a_weight_stay_equal(states, pool, tiny):
     """The first and the last stage have the tied weight, and their replicas divide it."""
     case = replace(layout(pp=2, dp=2), optim={"states": states})

@@ -12,6 +12,7 @@ from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, train
+from tests.support.suites import quick
 
 OPTIM = dict(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
 STEPS = 3
@@ -84,12 +85,7 @@ def reference(tiny):
     return cache(lambda path, frozen: reference_steps(path, frozen))
 
 
-QUICK = ("dp2", "tp2-pp2")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in CASES]
-)
+@pytest.mark.parametrize("name", quick(("dp2", "tp2-pp2"), CASES))
 def test_weights_after_three_steps(name, pool, tiny, reference, record_property):
     case, sizes = CASES[name]
     check_weights(case, tiny(**sizes), bool(sizes.get("tied")), pool, reference, record_property)
