@@ -2,6 +2,7 @@
 Ray."""
 
 import fcntl
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -42,6 +43,12 @@ ENGINES = {
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("DURATIONS") == "1" and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations())
+
+
+def pytest_collection_finish() -> None:
+    """Spare later collections of garbage the modules, which stay until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
