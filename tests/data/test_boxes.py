@@ -366,6 +366,7 @@ def placed(draw):
 
 @settings(max_examples=150)
 @given(placed())
+@pytest.mark.full
 def test_coordinates_are_the_nearest_thousandths(case):
     """The reference is exact fractions, for each unit. Boxes keep their order and stay inside."""
     sizes, boxes = case
@@ -790,6 +791,7 @@ def test_a_picture_that_has_gone_is_told(reader):
 
 
 @in_a_browser
+@pytest.mark.full
 def test_a_browser_draws_the_box_where_it_is(look, tmp_path):
     PIL.Image.new("RGB", (256, 256), (1, 2, 3)).save(tmp_path / "a.png")
     inspection = look(record("<bbox>", "a.png", bbox=[[0.25, 0.5, 0.75, 0.9]], bbox_type="norm1"))

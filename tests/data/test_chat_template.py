@@ -369,6 +369,7 @@ ENDLESS = """
 """
 
 
+@pytest.mark.full
 def test_a_template_that_never_ends_is_refused(tiny, tmp_path, monkeypatch):
     """The refusal works in any thread, and for a template that is endless for a record or for the
     opening of an answer."""

@@ -253,6 +253,7 @@ def build(path, model, cache, share, results):
     results.put((share[0], samples(open_set(path, model, cache, share))))
 
 
+@pytest.mark.full
 def test_many_processes_at_once(tiny, tmp_path):
     """Four processes build one cache together, after another one was killed while it did."""
     path, model, cache = write_set(tmp_path, 60), tiny(), tmp_path / "cache"

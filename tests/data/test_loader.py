@@ -63,6 +63,7 @@ class Standing:
         return os.nice(0), torch.get_num_threads()
 
 
+@pytest.mark.full
 def test_data_workers_leave_the_cores_to_the_step():
     (standing,) = map_in_processes(Standing(), range(1), 1, 1)
     assert standing == (min(19, os.nice(0) + 10), 1)
@@ -93,10 +94,12 @@ def test_the_order_does_not_depend_on_the_data_parallel_degree(ranks, dataset, e
     assert load(dataset[0], tiny(), dataset[1], ranks) == expected
 
 
+@pytest.mark.full
 def test_the_order_does_not_depend_on_worker_processes(dataset, expected, tiny):
     assert load(dataset[0], tiny(), dataset[1], num_workers=2) == expected
 
 
+@pytest.mark.full
 def test_a_large_batch_is_planned_in_another_process(dataset, expected, tiny, monkeypatch):
     """The steps are the same, and none is planned in this process."""
 

@@ -350,6 +350,7 @@ def test_foreign_bytes_are_refused(name):
 
 @given(tensor_batches(), st.data())
 @settings(max_examples=150)
+@pytest.mark.full
 def test_a_changed_byte_is_refused_or_harmless(batch, data):
     buffer = bytearray(batch.to_bytes())
     header = 16 + int.from_bytes(buffer[8:16], "little")

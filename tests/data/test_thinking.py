@@ -212,6 +212,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused(thinking):
         thinking[0](template_kwargs={"enable_thinkin": False})
 
 
+@pytest.mark.full
 def test_what_is_ours_to_say_is_refused():
     given = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
     assert given - {"self", "kwargs"} <= TEMPLATE_ARGUMENTS

@@ -25,7 +25,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.family.added_tokens import find_new_tokens
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.io.untrusted import UntrustedFile
-from tests.model.test_parity import TOLERANCE, errors, layout
+from tests.model.test_parity import TOLERANCE, errors, full, layout
 from tests.run.test_train import events_of, go_pooled
 from tests.support.batches import ALL_TEXT, MIXED, make_rows
 from tests.support.chats import say
@@ -88,6 +88,7 @@ def reference(tiny, tmp_path_factory):
 
 
 CASES = [(name, tied) for name in LAYOUTS for tied in (False, True)][:-1]
+QUICK = (("tp2", True), ("spare-rows-tp2", False))
 
 
 def test_the_tokenizer_file_is_looked_through_once(tiny, monkeypatch):
@@ -107,7 +108,9 @@ def test_the_tokenizer_file_is_looked_through_once(tiny, monkeypatch):
     assert tokenizer.convert_tokens_to_ids(SPARE[0]) == KNOWN
 
 
-@pytest.mark.parametrize(("name", "tied"), CASES)
+@pytest.mark.parametrize(
+    ("name", "tied"), [case if case in QUICK else full(*case) for case in CASES]
+)
 def test_equals_hugging_face_with_more_rows(name, tied, pool, tiny, reference, record_property):
     shape, names = LAYOUTS[name]
     case = Case(world=shape.world, parallel=shape.parallel, data={"add_tokens": names})

@@ -191,6 +191,7 @@ def compare(folder: str) -> tuple[float, dict[str, float]]:
 
 @pytest.mark.rotate(5)
 @pytest.mark.parametrize(("family", "part"), CARRIED)
+@pytest.mark.full
 def test_carried_out_as_by_transformers(family, part, pool, tiny, tmp_path):
     """All fields of a part change at once: one that is not carried out is enough to differ."""
     of = TABLES[family]

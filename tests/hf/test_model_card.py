@@ -114,6 +114,7 @@ def test_a_link_to_a_card_elsewhere_is_not_read(tiny, tmp_path):
 @example("a`b\n---\n# <script>", "``x``]( http://evil \x1b[2J|")
 @example("\nlicense: mit\n---\n- [x](y)", " ")
 @given(st.text(max_size=30), st.text(max_size=30))
+@pytest.mark.full
 def test_names_stay_text(tiny, data, name):
     """No name becomes a key, a heading, a link or HTML when the card is parsed as YAML and as
     Markdown."""

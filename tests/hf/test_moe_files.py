@@ -183,7 +183,7 @@ def test_adapters_are_merged_into_a_model_with_experts(form, trained, pool, tiny
     assert {name for name in before if "_proj.weight" in name and "self_attn" in name} <= changed
 
 
-@pytest.mark.parametrize("form", [ExpertStorage.single, slow(ExpertStorage.in_out)])
+@pytest.mark.parametrize("form", [full(ExpertStorage.single), slow(ExpertStorage.in_out)])
 def test_adapters_in_experts_are_merged_into_each_form(form, pool, tiny, tmp_path):
     """The result is the merge in the form of transformers 5, which tests/lora/test_files.py
     compares with PEFT's."""

@@ -213,6 +213,7 @@ def test_its_experts_are_of_another_form_than_the_models(form, tiny, tmp_path):
     assert len(source.passthrough) == 19 + 3 * 4 - 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [TINY, MOE, {**TINY, "tied": True}], ids=["dense", "moe", "tied"])
 def test_transformers_loads_the_export(sizes, pool, tiny, tmp_path):
     out = str(tmp_path / "out")

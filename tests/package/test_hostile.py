@@ -167,6 +167,7 @@ def read_bomb(path: str, cache: str) -> str:
         pytest.param("zst", b"\n", id="blank lines", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.full
 def test_a_packed_bomb_is_refused(packing, content, tmp_path, process_tree):
     """The file unpacks to 4 GB."""
     piece = content * (2**25 // len(content))
@@ -356,6 +357,7 @@ def test_no_value_of_a_record_ends_in_a_traceback():
 # Adapters with a value of another kind in their description.
 
 
+@pytest.mark.full
 def test_no_value_of_an_adapter_ends_in_a_traceback(tiny, tmp_path):
     """`eval`, `chat` and `bench` read it before they start anything."""
     valid = {"peft_type": "LORA", "base_model_name_or_path": tiny(), "revision": None, "r": 8}

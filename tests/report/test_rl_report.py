@@ -330,6 +330,7 @@ def test_what_is_too_long_is_left_out(report, monkeypatch):
     assert [number for number, _, _ in steps_of(page)] == ["0"] and note in note_of(page)
 
 
+@pytest.mark.full
 def test_a_page_stays_small_whatever_the_file_has(report):
     uri = "data:image/png;base64," + "A" * 2**19
     observations = [{"text": "h", "images": [uri[:5000]] * 30}] * 30
