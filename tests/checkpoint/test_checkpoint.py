@@ -9,7 +9,6 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing.connection import Connection
@@ -44,6 +43,7 @@ from tests.support.pool import Pool
 from tests.support.process_tree import ProcessTree
 from tests.support.random_runs import LONG
 from tests.support.runs import Case, my_rows
+from tests.support.suites import quick
 
 pytestmark = [
     pytest.mark.newest,  # it depends on the versions
@@ -173,14 +173,7 @@ def straight(process_tree, tiny, tmp_path_factory):
     own_pool.close()
 
 
-def quick(names: Iterable[str], *quick_ones: str) -> list[Any]:
-    """Return the names as parameters, of which `make test` plays the quick ones."""
-    return [
-        pytest.param(name, marks=() if name in quick_ones else pytest.mark.full) for name in names
-    ]
-
-
-@pytest.mark.parametrize("name", quick(CASES, "dp2-bf16", "tp2-pp2"))
+@pytest.mark.parametrize("name", quick(["dp2-bf16", "tp2-pp2"], CASES))
 def test_resumed_is_bit_for_bit_the_run_without_a_break(name, straight, pool, tiny, tmp_path):
     (case, sizes), (run, figures) = CASES[name], straight(name)
     assert find_latest(run) == step_folder(run, 3)
@@ -242,7 +235,7 @@ TO_ANOTHER = {
 }
 
 
-@pytest.mark.parametrize("name", quick(TO_ANOTHER, "dp2-bf16", "tp2-pp2"))
+@pytest.mark.parametrize("name", quick(["dp2-bf16", "tp2-pp2"], TO_ANOTHER))
 def test_another_layout_holds_the_same_bits(name, straight, pool, tiny, tmp_path):
     case, sizes = TO_ANOTHER[name], CASES[name][1]
     before = step_folder(straight(name)[0], 3)

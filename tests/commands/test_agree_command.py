@@ -43,7 +43,8 @@ from tests.support.fake_engine import REPLAYS, replay_of
 from tests.support.report_facts import Facts, Page
 from tests.support.runs import call
 from tests.support.sets import open_set, write_set
-from tests.support.tables import in_one_test, quick
+from tests.support.suites import quick
+from tests.support.tables import in_one_test
 
 ROWS, NEW_TOKENS = 5, 6
 STAND_IN = Path(__file__).parents[1] / "support" / "fake_engine.py"
@@ -289,7 +290,7 @@ def _agree(words: list[str]) -> tuple[int, str]:
 LAYOUTS = {"1x1x1": (1, {}), "tp2-pp2": (4, {"parallel.tp": 2, "parallel.pp": 2}), "dp2": (2, {})}
 
 
-@pytest.mark.parametrize("name", quick(LAYOUTS, ["tp2-pp2"]))
+@pytest.mark.parametrize("name", quick(["tp2-pp2"], LAYOUTS))
 def test_an_engine_that_says_what_the_trainer_does_agrees(name, world, pool, replays):
     """The measured difference is 4.8e-7."""
     size, keys = LAYOUTS[name]

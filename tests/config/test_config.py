@@ -19,7 +19,8 @@ from megatron_vlm.config.schema import Config, key_types
 from megatron_vlm.config.searched_keys import SEARCHED
 from megatron_vlm.errors import NOT_GIVEN, ConfigError
 from tests.support.error_fields import raises
-from tests.support.tables import in_one_test, quick
+from tests.support.suites import quick
+from tests.support.tables import in_one_test
 
 DEFAULTS = to_yaml(load_config(["model.path=x"]))
 
@@ -43,7 +44,7 @@ RECIPES = sorted(f"{file.parent.name}={file.stem}" for file in config_dir().glob
 QUICK = {recipe.partition("=")[0]: recipe for recipe in RECIPES}.values()
 
 
-@pytest.mark.parametrize("recipe", quick(RECIPES, QUICK))
+@pytest.mark.parametrize("recipe", quick(QUICK, RECIPES))
 def test_every_recipe_composes(recipe):
     assert load_config([recipe, "model.path=x"]).model.path == "x"
 

@@ -12,7 +12,8 @@ from megatron_vlm.config import ConfigFile, load_config
 from megatron_vlm.config.schema import Config, get
 from megatron_vlm.errors import ConfigError
 from tests.support.error_fields import raises
-from tests.support.tables import in_one_test, quick
+from tests.support.suites import quick
+from tests.support.tables import in_one_test
 from tests.support.trainer_examples import run_script, script_text, texts, yaml_text
 from tests.support.trainer_scripts import FILES, SCRIPTS
 
@@ -44,7 +45,7 @@ def translate(folder: Path, name: str, text: str, **options) -> tuple[str, Confi
 QUICK = {name.partition(" ")[0]: name for name in reversed(EXAMPLES)}.values()
 
 
-@pytest.mark.parametrize("name", quick(EXAMPLES, {*QUICK, *REFUSED}))
+@pytest.mark.parametrize("name", quick({*QUICK, *REFUSED}, EXAMPLES))
 def test_examples_of_other_trainers_are_translated_whole(name, tmp_path):
     """Every key of an example is in the output, which load_config has taken: beside a value, or
     with what is here instead."""
@@ -73,7 +74,7 @@ QUICK_SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", quick(SCRIPTS, QUICK_SCRIPTS))
+@pytest.mark.parametrize("name", quick(QUICK_SCRIPTS, SCRIPTS))
 def test_scripts_are_read_as_bash_reads_them(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for file, text in FILES.items():
@@ -251,7 +252,7 @@ QUICK_VALUES = {
 }
 
 
-@pytest.mark.parametrize("case", quick(VALUES, QUICK_VALUES))
+@pytest.mark.parametrize("case", quick(QUICK_VALUES, VALUES))
 def test_values_are_converted(case, tmp_path):
     file, text, options, wanted = VALUES[case]
     printed, cfg = translate(tmp_path, file, text, **options)

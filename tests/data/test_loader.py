@@ -23,11 +23,12 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.training.broadcast import share_batch
 from megatron_vlm.training.data_feed import SharedBatches
 from megatron_vlm.training.worker import MegatronWorker
-from tests.model.test_parity import full, layout
+from tests.model.test_parity import layout
 from tests.support.chats import picture, say, text
 from tests.support.error_fields import raises
 from tests.support.runs import call
 from tests.support.sets import data_config, open_set, write_set
+from tests.support.suites import full
 
 LIMITS = Limits(tokens=300)
 

@@ -32,13 +32,14 @@ from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.memory import USABLE, estimate
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.worker import MegatronWorker
-from tests.model.test_parity import full, layout, slow
+from tests.model.test_parity import layout
 from tests.support.batches import ALL_TEXT, RowSpec, make_rows
 from tests.support.error_fields import raises
 from tests.support.field_tables import released
 from tests.support.moe import stored_as
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, call, loss_and_grads
+from tests.support.suites import full, slow
 
 TINY = dict(experts=4, layers=3, deepstack=1, vision_depth=2)
 OTHER = dict(family="qwen3_5", mtp_layers=1, full_attention_interval=2)

@@ -16,10 +16,10 @@ from megatron_vlm.checkpoint.save_load import load
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.training.worker import MegatronWorker
 from tests.checkpoint.test_checkpoint import Part, bf16, go, whole
-from tests.lora.test_files import full, slow
 from tests.lora.test_lora import marked
 from tests.model.test_parity import layout
 from tests.support.runs import Case
+from tests.support.suites import full, slow
 
 EVERY = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
 LORA = dict(rank=4, alpha=8.0, targets=EVERY, dropout=0.2)

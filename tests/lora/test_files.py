@@ -49,6 +49,7 @@ from tests.support.peft_reference import Adapter, base_model, peft_model
 from tests.support.peft_reference import save as save_peft
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, my_rows
+from tests.support.suites import full, slow
 
 PLACES = ("adapter", "merged", "from_checkpoint", "merged_from_checkpoint")
 
@@ -73,14 +74,6 @@ def log_probs(model: torch.nn.Module) -> list[torch.Tensor]:
 def difference(ours, theirs) -> float:
     pairs = zip(ours, theirs, strict=True)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def full(*values):
-    return pytest.param(*values, marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ import pytest
 
 from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.training.worker import MegatronWorker
-from tests.model.test_parity import TOLERANCE, errors, full, layout, slow
+from tests.model.test_parity import TOLERANCE, errors, layout
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, RowSpec, make_rows
 from tests.support.reference import reference_of
 from tests.support.runs import Case, Outcome, collect_grads, loss_and_grads
+from tests.support.suites import full, slow
 
 EXPERTS = dict(experts=8, layers=4)
 # The ranks of EP 2 and 4 get rows of very different lengths, and uneven numbers of micro-batches.

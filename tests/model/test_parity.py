@@ -6,6 +6,7 @@ import pytest
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.support.reference import Reference, reference_of
 from tests.support.runs import Case, Outcome, loss_and_grads
+from tests.support.suites import full
 
 pytestmark = pytest.mark.newest  # it depends on the versions
 
@@ -22,14 +23,6 @@ def layout(tp: int = 1, pp: int = 1, dp: int = 1, **more: object) -> Case:
     model = {k: v for k, v in more.items() if k.startswith(of_model)}
     parallel = {k: v for k, v in more.items() if k not in model}
     return Case(world=tp * pp * dp, model=model, parallel=dict(tp=tp, pp=pp, **parallel))
-
-
-def full(*case: object) -> object:
-    return pytest.param(*case, marks=pytest.mark.full)
-
-
-def slow(*case: object) -> object:
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 CASES: dict[str, tuple[Case, dict[str, object], str]] = {

@@ -6,10 +6,11 @@ token: its own rule in fp32 loses digits of exactly these."""
 
 import pytest
 
-from tests.model.test_parity import TOLERANCE, errors, full, layout, slow
+from tests.model.test_parity import TOLERANCE, errors, layout
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, RowSpec, make_rows
 from tests.support.reference import reference_of, run_exact_reference
 from tests.support.runs import loss_and_grads
+from tests.support.suites import full, slow
 
 pytestmark = pytest.mark.newest  # it depends on the versions
 

@@ -16,10 +16,11 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.model import log_probs as head
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
-from tests.model.test_parity import full, layout, slow
+from tests.model.test_parity import layout
 from tests.support.batches import MIXED, make_rows
 from tests.support.reference import load_reference, row_logits
 from tests.support.runs import call
+from tests.support.suites import full, slow
 
 VOCAB = 509  # at TP2 one row of the vocabulary is padding
 TOLERANCE = 5e-6  # absolute, fp32 on the CPU; measured worst: 9.6e-7

@@ -30,7 +30,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import RowSpec, make_rows
 from tests.support.runs import Case
-from tests.support.tables import quick
+from tests.support.suites import quick
 
 # Relative error. Measured worst cases: 4.2 % (experts), 3.2 % (full recompute). What is left out is
 # small.
@@ -213,7 +213,7 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("name", quick(CASES, QUICK))
+@pytest.mark.parametrize("name", quick(QUICK, CASES))
 def test_memory_is_that_of_the_built_worker(name, tiny, pool):
     case, spec = CASES[name]
     case = replace(case, train={"precision": "bf16" if name in BF16 else "fp32"})

@@ -33,6 +33,7 @@ from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.rl_train import run_rl
 from megatron_vlm.rl.step_report import SignalWatch
 from tests.support.sets import write_set
+from tests.support.suites import full, quick, slow
 
 TASKS = Path(__file__).parents[1] / "support" / "rl_tasks.py"
 STEPS = 3
@@ -158,11 +159,7 @@ LAYOUTS = {
 }
 
 
-def full(*names: str) -> list:
-    return [pytest.param(name, marks=pytest.mark.full) for name in names]
-
-
-@pytest.mark.parametrize("name", ["tp2pp2", *full("dp3", "pp2dp2")])
+@pytest.mark.parametrize("name", quick(["tp2pp2"], ["tp2pp2", "dp3", "pp2dp2"]))
 def test_every_layout_draws_and_learns_the_same(pool, folder, model, alone, name):
     world, parallel = LAYOUTS[name]
     run = learnt(pool, world, folder, model, name, *parallel)
@@ -290,7 +287,7 @@ def test_steps_without_a_signal_get_one_hint(pool, folder, model):
     assert repr(third["episodes"][0]["answers"][0]) in text
 
 
-@pytest.mark.parametrize("name", [*full("pp2"), pytest.param("pp2dp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [full("pp2"), slow("pp2dp2")])
 def test_so_do_they_over_several_turns(pool, folder, model, looks, name):
     world, parallel = LAYOUTS[name]
     run = learnt(pool, world, folder, model, f"looks-{name}", *LOOKS, *parallel)
@@ -305,9 +302,9 @@ def test_the_weights_do_learn(alone, model):
     assert min(moved) > 100 * TOLERANCE
 
 
-RECIPES = ["grpo", *full("cispo")]
+RECIPES = ["grpo", full("cispo")]
 OTHERS = ("rloo", "dr_grpo", "dapo", "gspo")
-RECIPES += [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
+RECIPES += map(slow, OTHERS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -423,7 +420,7 @@ def test_what_is_averaged_over_scales_the_gradient(pool, folder, model):
     assert norms["constant"] / norms["tokens"] == pytest.approx(share, rel=1e-5)
 
 
-@pytest.mark.parametrize("loss", full("gspo", "cispo", "ppo"))
+@pytest.mark.parametrize("loss", [*map(full, ("gspo", "cispo", "ppo"))])
 def test_several_updates_of_one_step_clip(pool, folder, model, loss):
     more = [f"rl.loss={loss}", "rl.updates=3", "optim.lr=1e-2", "rl.aggregate=sequences", *LEAN]
     run = learnt(pool, 1, folder, model, f"updates-{loss}", *more, "train.steps=2")

@@ -28,13 +28,14 @@ SECONDS = 900.0  # for the files that are due; most run two at a time
 UNKNOWN_S = 60.0  # for a file that has no duration yet
 SIDE_BY_SIDE = ["-n", "2", "--dist", "loadfile"]
 NO_TESTS = 5  # pytest's exit status
+_MARK = re.compile(r"mark\.slow|\bslow\(|\bSLOW\b")  # also by the functions of suites.py
 EVERYTHING = {"pyproject.toml", "constraints.txt", "tests/conftest.py"}  # what all tests depend on
 
 
 def slow_files() -> list[str]:
     """Return the files with slow tests, relative to the root."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in paths if "mark.slow" in path.read_text()]
+    return [str(path.relative_to(ROOT)) for path in paths if _MARK.search(path.read_text())]
 
 
 def changed_since(commit: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""Which suite plays which cases of a test: `make test` the quick ones, `make test-full` all others,
-but for those that are slow."""
+"""Marks of cases by the suite that plays them: `make test`, `make test-full` (those marked full as
+well) or `make test-slow`."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -9,6 +9,16 @@ import pytest
 FULL, SLOW = pytest.mark.full, pytest.mark.slow
 
 
-def quick(names: Iterable[Any], cases: Iterable[Any], rest: Any = FULL) -> list[Any]:
-    """Return the cases, of which all but these have the mark of the rest."""
-    return [pytest.param(case, marks=() if case in names else rest) for case in cases]
+def full(*values: Any) -> Any:
+    return pytest.param(*values, marks=FULL)
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=SLOW)
+
+
+def quick(chosen: Collection[Any], cases: Iterable[Any], rest: Any = FULL) -> list[Any]:
+    """Return the cases. `make test` plays the chosen ones, and the others have the mark `rest`."""
+    cases = list(cases)
+    assert any(case in chosen for case in cases), (chosen, cases)
+    return [pytest.param(case, marks=() if case in chosen else rest) for case in cases]

@@ -2,7 +2,7 @@
 
 import inspect
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any
 
@@ -35,12 +35,3 @@ def in_one_test(names: str | tuple[str, ...], cases: Collection[Any]) -> Callabl
         return run
 
     return decorate
-
-
-def quick(cases: Iterable[str], chosen: Collection[str]) -> list[Any]:
-    """Return the cases, of which `make test` plays the chosen ones."""
-    names = list(cases)
-    assert set(chosen) <= set(names), set(chosen) - set(names)
-    return [
-        name if name in chosen else pytest.param(name, marks=pytest.mark.full) for name in names
-    ]

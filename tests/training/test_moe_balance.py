@@ -41,6 +41,7 @@ from tests.support.batches import ALL_TEXT, MIXED, SHALLOW, TEXT_ON_ONE_RANK, ma
 from tests.support.error_fields import raises
 from tests.support.reference import Reference, inputs_of, load_reference
 from tests.support.runs import Case, Outcome, call, loss_and_grads, my_rows
+from tests.support.suites import slow
 
 # The coefficients are so large that a tenth of either would be noticed in the gradients of most
 # parameters.
@@ -132,10 +133,6 @@ def reference(tiny):
         return run_in_one_batch(tiny(**EXPERTS | dict(sizes)), batch_of(batch), balance, z)
 
     return compute
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 CASES = {
