@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.random_runs import commit_number, window
+from tests.support.suites import full
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +56,7 @@ def collected(folder: Path, **environment: str) -> list[str]:
     ("environment", "cases", "others"),
     [
         ({"COMMIT": "1"}, [2, 3], ["second"]),
-        ({"LONG": "1"}, [*range(5)], ["first", "second"]),
+        full({"LONG": "1"}, [*range(5)], ["first", "second"]),
     ],
 )
 def test_marked_cases_rotate(environment, cases, others, tmp_path):

@@ -1,16 +1,13 @@
 # .venv/bin/python -m pytest tests/package/test_slow_tests.py
 """The choice of slow tests: a change picks the tests that it may break, the nearest first."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.support import slow_tests
 from tests.support.durations import ROOT
-from tests.support.slow_tests import PARTS, choose, due, slow_files
+from tests.support.slow_tests import PARTS, choose, due
 
-FILES = slow_files()
+FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
 
 
 @pytest.mark.parametrize(
@@ -50,19 +47,19 @@ def test_the_nearest_files_play_first_and_the_others_stay_due(monkeypatch, capsy
     monkeypatch.setattr(slow_tests, "changed_since", changes.__getitem__)
     part = next(part for part in range(PARTS) if not {near, far} & {*FILES[part::PARTS]})
     monkeypatch.setattr(slow_tests, "SECONDS", 60.0)
-    assert choose(record, part).keys() == {*FILES[part::PARTS], near}
+    assert choose(FILES, record, part).keys() == {*FILES[part::PARTS], near}
     assert f"stays due: {far}" in capsys.readouterr().out
     monkeypatch.setattr(slow_tests, "SECONDS", 100.0)
-    assert choose(record, part).keys() == {*FILES[part::PARTS], near, far}
+    assert choose(FILES, record, part).keys() == {*FILES[part::PARTS], near, far}
 
 
 def test_every_part_plays_and_a_file_without_a_record_is_due(monkeypatch):
     monkeypatch.setattr(slow_tests, "changed_since", lambda commit: [])
     record = {file: {"commit": "new", "seconds": 1.0} for file in FILES}
-    parts = [set(choose(record, part)) for part in range(PARTS)]
+    parts = [set(choose(FILES, record, part)) for part in range(PARTS)]
     assert sum(map(len, parts)) == len(FILES) and set.union(*parts) == set(FILES)
     del record[FILES[1]]
-    assert FILES[1] in choose(record, 0)
+    assert FILES[1] in choose(FILES, record, 0)
 
 
 def test_a_choice_that_fails_plays_all(monkeypatch, capfd):
@@ -72,17 +69,7 @@ def test_a_choice_that_fails_plays_all(monkeypatch, capfd):
     monkeypatch.setattr(slow_tests.json, "loads", lambda text: {"slow": record})
     monkeypatch.setattr(slow_tests.sys, "argv", ["slow_tests"])
     monkeypatch.setattr(slow_tests, "play", played.append)
+    monkeypatch.setattr(slow_tests, "slow_files", lambda: FILES)
     slow_tests.main()
     assert played == [FILES]
     assert "because the choice failed" in capfd.readouterr().out
-
-
-def test_slow_files_are_those_that_pytest_finds():
-    """The files of some rooms, which mark their cases in each of the ways."""
-    rooms = [f"tests/{room}" for room in ("data", "lora", "model", "serve", "training")]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow", *rooms]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found = {
-        line.partition(":")[0] for line in done.stdout.splitlines() if line.startswith("tests/")
-    }
-    assert found == {file for file in FILES if file.rpartition("/")[0] in rooms}

@@ -28,14 +28,14 @@ SECONDS = 900.0  # for the files that are due; most run two at a time
 UNKNOWN_S = 60.0  # for a file that has no duration yet
 SIDE_BY_SIDE = ["-n", "2", "--dist", "loadfile"]
 NO_TESTS = 5  # pytest's exit status
-_MARK = re.compile(r"mark\.slow|\bslow\(|\bSLOW\b")  # also by the functions of suites.py
 EVERYTHING = {"pyproject.toml", "constraints.txt", "tests/conftest.py"}  # what all tests depend on
 
 
 def slow_files() -> list[str]:
     """Return the files with slow tests, relative to the root."""
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in paths if _MARK.search(path.read_text())]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return sorted(re.findall(r"^(tests/\S+\.py):", done.stdout, re.MULTILINE))
 
 
 def changed_since(commit: str) -> list[str]:
@@ -120,9 +120,8 @@ def due(files: Iterable[str], changed: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def choose(record: dict[str, dict], commit: int, parts: int = PARTS) -> dict[str, str]:
+def choose(files: list[str], record: dict[str, dict], commit: int) -> dict[str, str]:
     """Return the files to play with the reason for each, and say what stays due."""
-    files = slow_files()
     commits: dict[str, list[str]] = {}
     for file in files:
         commits.setdefault(record.get(file, {}).get("commit", ""), []).append(file)
@@ -131,7 +130,7 @@ def choose(record: dict[str, dict], commit: int, parts: int = PARTS) -> dict[str
         known = due(group, changed_since(last_green)) if last_green else dict.fromkeys(group, 0)
         distances |= known
     chosen = {
-        file: "its turn" for place, file in enumerate(files) if place % parts == commit % parts
+        file: "its turn" for place, file in enumerate(files) if place % PARTS == commit % PARTS
     }
     left = SECONDS
     for file in sorted(distances, key=lambda file: (distances[file], file)):
@@ -145,11 +144,12 @@ def choose(record: dict[str, dict], commit: int, parts: int = PARTS) -> dict[str
 
 
 def main() -> None:
-    files = dict.fromkeys(slow_files(), "all")
+    all_files = slow_files()
+    files = dict.fromkeys(all_files, "all")
     if "--all" not in sys.argv:
         try:
             record = json.loads(RECORD.read_text())["slow"]
-            files = choose(record, commit_number() // 0x1000000)
+            files = choose(all_files, record, commit_number() // 0x1000000)
         except Exception as error:
             print(f"All slow tests play, because the choice failed: {error!r}")
     for file, reason in sorted(files.items()):
