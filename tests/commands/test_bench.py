@@ -8,14 +8,21 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from megatron_vlm.cli.parser import make_parser
-from megatron_vlm.commands.bench.lmms_eval import TaskScore, read_scores
-from megatron_vlm.commands.bench.model_server import cause_in
-from megatron_vlm.commands.bench.run_benchmarks import compare_scores, write_benchmark
+from megatron_vlm.commands.bench.lmms_eval import SuiteSettings, TaskScore, read_scores
+from megatron_vlm.commands.bench.model_server import BenchModel, ServerSettings, cause_in
+from megatron_vlm.commands.bench.run_benchmarks import (
+    BenchSettings,
+    _identity,
+    compare_scores,
+    run_model,
+    write_benchmark,
+)
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.hf.export_folder import ExportMark, add_to_card, changed_file, finish_mark
 from megatron_vlm.report.bench_table import BenchLine, bench_markdown, bench_section
@@ -133,6 +140,16 @@ def test_a_mistake_is_refused_before_anything_starts(words, fields, tmp_path):
     args = make_parser().parse_args(["bench", str(tmp_path), *words])
     with raises(ConfigError, **fields):
         args.run(args)
+
+
+def test_a_task_that_is_done_is_not_asked_again(tmp_path):
+    nowhere = SuiteSettings("no suite", None, None, 1, [])
+    settings = BenchSettings(("shapes",), ServerSettings("no engine"), nowhere)
+    model, score = BenchModel("before", str(tmp_path)), TaskScore("shapes", "f1", 0.5, 0.1)
+    folder = tmp_path / f"before-{_identity(model, settings)}" / "shapes"
+    folder.mkdir(parents=True)
+    (folder / "done.json").write_text(json.dumps([asdict(score)]))
+    assert run_model(settings, model, tmp_path) == [score]
 
 
 ENGINE, SUITE = (ROOT / f".venv-{name}" / "bin" / "python" for name in ("vllm", "lmms"))

@@ -225,7 +225,7 @@ VALUES = {
     "references of OmegaConf": (
         "a.yaml",
         "actor_rollout_ref:\n"
-        "  model: {path: Qwen/Qwen3-VL-2B-Instruct, enable_gradient_checkpointing: true}\n"
+        "  model: {path: Qwen/Qwen3-VL-2B-Instruct, enable_gradient_checkpointing: false}\n"
         "algorithm: {adv_estimator: grpo, norm_adv_by_std_in_grpo: false}\n"
         "data: {train_files: a.parquet, train_batch_size: 64}\n"
         "trainer: {experiment_name: x, default_local_dir: 'out/${trainer.experiment_name}'}\n",

@@ -26,8 +26,10 @@ from megatron_vlm.rl.completion_requests import EngineQueue, LockstepQueue
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner, seed_of
 from megatron_vlm.rl.rollouts import next_prompts
+from megatron_vlm.rl.teacher_scores import check_ids_of_teacher
 from megatron_vlm.rl.train_batch import (
     TrainBatch,
+    TrainRow,
     make_train_batch,
     train_batch_from_bytes,
     train_batch_to_bytes,
@@ -327,3 +329,13 @@ def test_updates_divide_the_prompts(letters):
     assert rows == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
 
     assert [update.figures.samples for update in train_batch.updates] == [6, 3]
+
+
+def test_ids_that_a_teacher_has_no_row_for_are_refused():
+    ids_S = torch.tensor([1, 7, 2])
+    row = TrainRow(Row(ids_S, ids_S), torch.zeros(3), advantage=1.0, weight=1.0, teacher=1)
+    batch = TrainBatch([row], [])
+    check_ids_of_teacher(batch, 1, 8, "a teacher")
+    check_ids_of_teacher(batch, 0, 7, "a teacher of other rows")
+    with raises(DataError, key="tokens", found=7, allowed=range(7)):
+        check_ids_of_teacher(batch, 1, 7, "a teacher")

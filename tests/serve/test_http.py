@@ -121,6 +121,11 @@ class PolledJournal(Journal):
             pass
 
 
+def stop(server):
+    server.stop()
+    assert not server._thread.is_alive()
+
+
 @contextlib.contextmanager
 def served(run, limits=QUICK, keys=None, hold=(), journal=None, facts=FACTS, **options):
     with contextlib.ExitStack() as stack:
@@ -129,7 +134,7 @@ def served(run, limits=QUICK, keys=None, hold=(), journal=None, facts=FACTS, **o
         engine = stack.enter_context(StandIn(journal, hold))
         server = FrontServer(make_app(journal, limits, keys, facts, {"engine_busy": 0.5}))
         url = f"http://127.0.0.1:{server.start()}"
-        stack.callback(server.stop)
+        stack.callback(stop, server)
         http = stack.enter_context(httpx.Client(base_url=url, timeout=60))
         yield Service(url, http, journal, engine, server)
 

@@ -6,6 +6,7 @@ import sqlite3
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ import pytest
 from megatron_vlm.config.schema import Config, ParallelConfig, TrainConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import DataError
-from megatron_vlm.serve.call_batching import FULL, CallBatcher
+from megatron_vlm.serve.call_batching import FULL, TOGETHER, CallBatcher
 from megatron_vlm.serve.call_runner import run_each
 from megatron_vlm.serve.journal.journal_records import Call, Changes, Failure, Outcome
 from tests.serve.test_serve import PROMPTS, STEPS, VOCAB, data_of
@@ -120,6 +121,14 @@ def test_what_goes_with_no_other():
     assert names(group.batch_with(calls[0], calls)) == ["fine", "also fine"]
     for alone in calls[1:-1]:
         assert names(group.batch_with(alone, calls)) == [alone.request_id]
+
+
+def test_samples_with_the_same_weights_go_together():
+    asked = {"a": 3, "other": 1, "b": TOGETHER - 4, "large": 2, "c": 1, "again": 1}
+    reads: dict[str, Any] = {name: SimpleNamespace(n=n) for name, n in asked.items()}
+    calls = [call(name, "weights", "asample", attempts=name == "again") for name in asked]
+    calls[1] = replace(calls[1], owner="other weights")
+    assert names(batcher(reads).batch_with(calls[0], calls)) == ["a", "b", "c"]
 
 
 def test_time_is_shared_by_tokens():
