@@ -52,6 +52,8 @@ PLAIN = {
     "hears": "receives",
     "put right": "correct",
     "no more than": "at most",
+    "without a word": "silently",
+    "who has gone": "who left",
 }
 _PLAIN = re.compile(r"\b(" + "|".join(map(re.escape, PLAIN)) + r")\b", re.IGNORECASE)
 _DIRECTIVE = re.compile(r"#\s*(noqa|type:|pragma|ruff:|!|-\*-|mypy:|fmt:|nosec)")

@@ -56,7 +56,7 @@ FailedReward = Annotated[float, Range(-1e6, 1e6)]
 
 def check_bounds(settings: Any, prefix: str = "") -> None:
     """Refuse a value of a dataclass that its type does not allow: a number that is out of its
-    range, or a text that is none of several choices. Null is left to the other checks."""
+    range, or a text that is not among the choices. Null is left to the other checks."""
     for name, kind in get_type_hints(type(settings), include_extras=True).items():
         key, value = prefix + name, getattr(settings, name)
         if is_dataclass(kind):

@@ -183,7 +183,7 @@ class Engine:
         if words or status is None:
             return words
         how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
-        return f"it ended {how}, without a word"
+        return f"it ended {how}, without an error message"
 
     def _end(self) -> None:
         """Kill the process and all processes that it has started."""

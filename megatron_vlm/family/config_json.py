@@ -64,7 +64,7 @@ def read_counts(folder: str) -> Counts | None:
 
 def read_fields(folder: str | Path) -> JsonField:
     """Read the config.json in a folder, which is an object. Refuse fields that contradict each
-    other here: some versions of transformers drop one of them without a word, or fail at them."""
+    other here: some versions of transformers silently drop one of them, or fail at them."""
     file = UntrustedFile(
         str(Path(folder) / "config.json"), ConfigError, f"give a folder of a {_MODELS} checkpoint"
     )

@@ -3,8 +3,9 @@
 They are the weights of linear layers and routers, and both matrices of an adapter. Queries, keys
 and values are matrices of their own, and so are gate and up, also those of each expert, which some
 checkpoints store together. A tower's fused queries, keys and values are one matrix, as in the
-checkpoint. Embeddings, positions, the head and its adapter are none, because their rows belong to
-tokens; neither are vectors, a matrix with a single row or column, and kernels of convolutions.
+checkpoint. Embeddings, positions, the head and its adapter are not among them, because their rows
+belong to tokens; neither are vectors, a matrix with a single row or column, and kernels of
+convolutions.
 """
 
 from collections.abc import Iterator, Sequence

@@ -53,8 +53,8 @@ def serving_remark(cfg: Config, weights: Sequence[TensorSpec]) -> str:
     notes, parts = [], {weight.part.switch for weight in weights} - {"language"}
     if parts:
         notes.append(
-            f"ignores the adapters of {' and '.join(sorted(parts))} without a word unless it is "
-            "started with --enable-tower-connector-lora"
+            f"silently ignores the adapters of {' and '.join(sorted(parts))} unless it is started "
+            "with --enable-tower-connector-lora"
         )
     if cfg.lora.train:
         notes.append(f"refuses an adapter with the whole {' and '.join(cfg.lora.train)} beside it")

@@ -36,7 +36,7 @@ def _check_ids(cfg: Config, path: str) -> None:
     if student == teacher:
         return
     token, own_id, other_id = _first_difference(student, teacher)
-    of_student = "is none there" if own_id is None else f"has the id {own_id} there"
+    of_student = "is no token there" if own_id is None else f"has the id {own_id} there"
     of_teacher = "none here" if other_id is None else f"the id {other_id} here"
     raise ConfigError(
         f"has another tokenizer than model.path={cfg.model.path}: {token!r} {of_student}, and "

@@ -49,6 +49,6 @@ def _kl(first_NR: Tensor, second_NR: Tensor) -> Tensor:
     """Return KL(first || second). Its gradient is exactly zero where both are equal."""
     shares_NR = first_NR.exp()
     # The shares always have the sum 1. So the gradient of this sum is left out:
-    # it is zero but for rounding, which would be learnt where there is nothing else to learn.
+    # it is zero apart from rounding, which would be learnt where there is nothing else to learn.
     constant_NR = shares_NR - shares_NR.detach()
     return (shares_NR * (first_NR - second_NR) - constant_NR).sum(dim=1)

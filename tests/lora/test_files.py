@@ -296,7 +296,7 @@ def test_a_run_trains_exports_and_is_scored_by_its_adapters(a_run, tiny, capfd):
         (
             ALL.ours,
             True,
-            "vLLM ignores the adapters of merger and vision without a word unless",
+            "vLLM silently ignores the adapters of merger and vision unless",
             {},
         ),
         (BESIDE_MERGER.ours, "both", "vLLM refuses an adapter with the whole merger beside it", {}),

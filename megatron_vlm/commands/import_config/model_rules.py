@@ -62,7 +62,7 @@ _FREEZE = {
 
 
 def translate_model(t: Translation) -> None:
-    """Set model.path, and say where the model is none that this version trains."""
+    """Set model.path, and report a model that this version does not train."""
     setting = t.given("model_name_or_path")
     if setting is None:
         names = t.trainer.names.get("model_name_or_path", "model_name_or_path")
@@ -84,7 +84,7 @@ def translate_model(t: Translation) -> None:
     if _QWEN25.search(path):
         t.differ(f"Qwen2.5-VL and Qwen2-VL are not trained: {_TRAINED}. Change model.path", setting)
     elif not _SUPPORTED.search(path):
-        t.differ(f"the name is none of a known model: {_TRAINED}. Check model.path", setting)
+        t.differ(f"the name is not that of a known model: {_TRAINED}. Check model.path", setting)
 
 
 def is_of_experts_by_name(t: Translation) -> bool:

@@ -127,7 +127,7 @@ def _translate_run(t: Translation) -> None:
 
 
 def _translate_sharding(t: Translation) -> None:
-    """Let the planner choose a layout, where there is none of Megatron's."""
+    """Let the planner choose a layout if the run does not have one of Megatron's."""
     if all(t.given(name) is None for name in DEGREES.values()):
         note = "verl shards by FSDP: the planner chooses a layout that fits"
         t.recipes["parallel"] = OutputLine("auto", note, 0)

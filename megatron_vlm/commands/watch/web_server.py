@@ -53,7 +53,7 @@ class WatchServer(ThreadingHTTPServer):
         TCPServer.server_bind(self)  # HTTPServer would ask for the name of the machine
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of a reader who has gone in the middle of an answer."""
+        """Ignore a reader who leaves in the middle of an answer."""
 
 
 class _Handler(BaseHTTPRequestHandler):
