@@ -108,7 +108,7 @@ class CachedAttention(MegatronModule):
         self.backend = backend(
             config=config, layer_number=layer_number, softmax_scale=softmax_scale, **kwargs
         )
-        self.cache: KVCache | None = None  # the pass sets it: model/layer_specs.py
+        self.cache: KVCache | None = None  # the pass sets it: model/decoder_layer.py
 
     def forward(
         self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, *args: Any, **kwargs: Any

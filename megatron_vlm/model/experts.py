@@ -66,7 +66,7 @@ class ExpertMLP(MegatronModule):
         assert experts % ranks == 0
         self.experts, self.top_k = experts, sizes.top_k
         self.layer = 0  # `set_layer_number` sets it
-        self.routing: Routing | None = None  # the pass sets it: model/layer_specs.py
+        self.routing: Routing | None = None  # the pass sets it: model/decoder_layer.py
         self.load = [0] * experts  # per expert, the tokens that this rank has sent in training
 
         def weight(*shape: int) -> Tensor:

@@ -86,7 +86,7 @@ class GatedDeltaMixer(MegatronModule):
             skip_bias_add=True,
             tp_group=self.tp,
         )
-        self.cache: KVCache | None = None  # the pass sets it: model/layer_specs.py
+        self.cache: KVCache | None = None  # the pass sets it: model/decoder_layer.py
 
     def forward(
         self, hidden_SBH: Tensor, attention_mask: None = None, **_: Any

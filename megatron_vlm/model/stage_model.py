@@ -19,8 +19,8 @@ from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
+from megatron_vlm.model.decoder_layer import PassContext
 from megatron_vlm.model.kv_cache import KVCache
-from megatron_vlm.model.layer_specs import PassContext
 from megatron_vlm.model.log_probs import ExtraOutput, predict
 from megatron_vlm.model.lumped_log_probs import predict_lumped
 from megatron_vlm.model.offload_activations import ActivationOffload, OffloadPass

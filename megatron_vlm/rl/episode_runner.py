@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, Handle
-from megatron_vlm.data.tokens.chat_template import START
+from megatron_vlm.data.tokens.chat_renderer import START
 from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.tokens.chat_template import END
+from megatron_vlm.data.tokens.chat_renderer import END
 from megatron_vlm.data.tokens.completions import COLDEST
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer, stop_ids
 from megatron_vlm.distributed.dims import ParallelDims

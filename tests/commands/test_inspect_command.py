@@ -23,7 +23,7 @@ from megatron_vlm.data.batches.dataset import open_data
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.video import VideoPlan, video_patches
 from megatron_vlm.data.media.video_settings import VideoSettings
-from megatron_vlm.data.tokens.chat_template import START
+from megatron_vlm.data.tokens.chat_renderer import START
 from megatron_vlm.data.tokens.sample_views import unpatch
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes

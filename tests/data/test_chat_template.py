@@ -15,8 +15,8 @@ import torch
 
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.media.images import expand_patches, normalisation_table
-from megatron_vlm.data.tokens import template_text
-from megatron_vlm.data.tokens.chat_template import ChatRenderer
+from megatron_vlm.data.tokens import chat_template
+from megatron_vlm.data.tokens.chat_renderer import ChatRenderer
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.data.tokens.sample import RecordDropped
@@ -373,7 +373,7 @@ ENDLESS = """
 def test_a_template_that_never_ends_is_refused(tiny, tmp_path, monkeypatch):
     """The refusal works in any thread, and for a template that is endless for a record or for the
     opening of an answer."""
-    monkeypatch.setattr(template_text, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(chat_template, "_PATIENCE_S", 0.3)
     model = shutil.copytree(tiny(), tmp_path / "model")
     template = model / "chat_template.jinja"
     when = "{%- if messages[0].content == 'loop' or add_generation_prompt %}"

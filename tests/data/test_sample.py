@@ -23,7 +23,7 @@ from megatron_vlm.data.media.images import (
     image_patches,
     normalisation_table,
 )
-from megatron_vlm.data.tokens.chat_template import ChatRenderer
+from megatron_vlm.data.tokens.chat_renderer import ChatRenderer
 from megatron_vlm.data.tokens.sample import RecordDropped, Sample, Span, cut_sample
 from megatron_vlm.errors import ConfigError, DataError
 from tests.data.test_chat_template import reader  # noqa: F401 - a fixture

@@ -154,7 +154,7 @@ def loss_per_micro_batch() -> Iterator[None]:
 def context_around_the_block() -> Iterator[None]:
     """Set the context of a pass once for the whole chunk. A layer that is recomputed then reads
     that of the micro-batch that came last."""
-    from megatron_vlm.model.layer_specs import PassContext
+    from megatron_vlm.model.decoder_layer import PassContext
 
     @contextmanager
     def leave_behind(self, layer):

@@ -14,7 +14,7 @@ from megatron_vlm.config.schema import CheckpointConfig, Config, LoraConfig, Mod
 from megatron_vlm.data.media.media import image_size
 from megatron_vlm.data.media.video_file import probe_video
 from megatron_vlm.data.records.record import Image
-from megatron_vlm.data.tokens.chat_template import END
+from megatron_vlm.data.tokens.chat_renderer import END
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.data.tokens.tokenizer import stop_ids
 from megatron_vlm.family import read_sizes

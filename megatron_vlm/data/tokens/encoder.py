@@ -26,7 +26,7 @@ from megatron_vlm.data.records.record import (
     Video,
 )
 from megatron_vlm.data.tokens.boxes_as_text import Size, write_boxes_as_text
-from megatron_vlm.data.tokens.chat_template import ChatRenderer, Rendered
+from megatron_vlm.data.tokens.chat_renderer import ChatRenderer, Rendered
 from megatron_vlm.data.tokens.sample import (
     Grid,
     RecordDropped,

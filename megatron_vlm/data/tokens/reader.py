@@ -23,7 +23,7 @@ from megatron_vlm.data.records.formats import VARIABLE_KEYS, parse_record
 from megatron_vlm.data.records.preferences import parse_labelled, parse_pair
 from megatron_vlm.data.records.record import ChatMessage, Conversation, Image, Record, Video
 from megatron_vlm.data.records.retrieval import parse_retrieval
-from megatron_vlm.data.tokens.chat_template import ChatRenderer
+from megatron_vlm.data.tokens.chat_renderer import ChatRenderer
 from megatron_vlm.data.tokens.encoder import Encoder
 from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, check_ids, place_row
 from megatron_vlm.data.tokens.sample import Example, Grid, Sample

@@ -17,7 +17,7 @@ import torch
 from megatron_vlm.config.objective_configs import RetrievalForm
 from megatron_vlm.data.records.record import Conversation, Image, Record, Video
 from megatron_vlm.data.tokens.boxes_as_text import Outline, outlines_of
-from megatron_vlm.data.tokens.chat_template import START
+from megatron_vlm.data.tokens.chat_renderer import START
 from megatron_vlm.data.tokens.encoder import Encoder, image_sizes
 from megatron_vlm.data.tokens.mrope_positions import GridQueue
 from megatron_vlm.data.tokens.reader import Reader

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.tokens.chat_template import END
+from megatron_vlm.data.tokens.chat_renderer import END
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import DataError

@@ -1,0 +1,64 @@
+"""Decoder layer that adds DeepStack features to the hidden states, and the values that it reads in
+one pass of a micro-batch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron_vlm.model.kv_cache import KVCache
+from megatron_vlm.model.offload_activations import OffloadPass
+from megatron_vlm.model.router import Routing
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """Values that the layers of a chunk read in one pass of a micro-batch, besides hidden states:
+    the routing of its tokens to experts, in generation the cache of its rows, and in training what
+    moves their activations to the host."""
+
+    routing: Routing
+    cache: KVCache | None = None
+    offload: OffloadPass | None = None
+
+    @contextmanager
+    def on(self, layer: Any) -> Iterator[None]:
+        """Give the context to the parts of a layer that read it."""
+        if self.offload is not None:
+            self.offload.begin_layer(layer)
+        mixer = getattr(layer.self_attention, "core_attention", layer.self_attention)
+        mixer.cache, layer.mlp.routing = self.cache, self.routing
+        try:
+            yield
+        finally:
+            mixer.cache = layer.mlp.routing = None
+
+
+class DecoderLayer(TransformerLayer):
+    """Decoder layer that adds the first of its DeepStack features to its output and passes on the
+    rest.
+
+    The features travel as `context_KSBH`: the block passes this tensor from layer to layer, and
+    full recompute passes it as an explicit argument, so the gradient of the features survives a
+    reentrant checkpoint. The context of the pass is no tensor. It travels as `attention_bias`,
+    because the block hands that object to each layer unchanged, and full recompute hands over the
+    same object again. An attribute that is set around the whole block would be that of another
+    micro-batch when a layer is recomputed.
+    """
+
+    def forward(
+        self,
+        *args: Any,
+        context: Tensor | None = None,
+        attention_bias: PassContext | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert attention_bias is not None
+        with attention_bias.on(self):
+            hidden_SBH, _ = super().forward(*args, context=None, **kwargs)
+        if context is None:
+            return hidden_SBH, None
+        return hidden_SBH + context[0], context[1:] if len(context) > 1 else None
