@@ -4,10 +4,10 @@
     python -m tests.support.slow_tests --all
 
 tests/durations.json has, for each file of slow tests, the last commit at which all of its tests
-passed. A file is due if something has changed since then in its room, in the code that it imports,
-or in a file that it names. Due files play in the order of their distance from a change, as long as
-they fit into SECONDS; the rest stays due. Beside them, each commit plays another of PARTS parts of
-all files. If the choice fails, all files play.
+passed. A file is due if it has none, or if something has changed since then in its room, in the
+code that it imports, or in a file that it names. Due files play in the order of their distance from
+a change, as long as they fit into SECONDS; the rest stays due. Beside them, each commit plays
+another of PARTS parts of all files. If the choice fails, all files play.
 """
 
 import json
@@ -26,6 +26,7 @@ from tests.support.random_runs import commit_number
 PARTS = 8
 SECONDS = 900.0  # for the files that are due; most run two at a time
 UNKNOWN_S = 60.0  # for a file that has no duration yet
+UNKNOWN = 99  # imports from a change of a file that has no green commit yet, if none is nearer
 SIDE_BY_SIDE = ["-n", "2", "--dist", "loadfile"]
 NO_TESTS = 5  # pytest's exit status
 EVERYTHING = {"pyproject.toml", "constraints.txt", "tests/conftest.py"}  # what all tests depend on
@@ -125,10 +126,12 @@ def choose(files: list[str], record: dict[str, dict], commit: int) -> dict[str, 
     commits: dict[str, list[str]] = {}
     for file in files:
         commits.setdefault(record.get(file, {}).get("commit", ""), []).append(file)
+    some_commit = next(filter(None, commits), "HEAD")
     distances: dict[str, int] = {}
     for last_green, group in commits.items():
-        known = due(group, changed_since(last_green)) if last_green else dict.fromkeys(group, 0)
-        distances |= known
+        if not last_green:
+            distances |= dict.fromkeys(group, UNKNOWN)
+        distances |= due(group, changed_since(last_green or some_commit))
     chosen = {
         file: "its turn" for place, file in enumerate(files) if place % PARTS == commit % PARTS
     }
