@@ -25,7 +25,7 @@ BUDGETS = {
     "lines of training": 6_100,
     "lines of planner": 2_650,
     "lines of lora": 1_290,
-    "lines of serve": 8_730,
+    "lines of serve": 8_740,
     "lines of engines": 2_080,
     "lines of report": 3_640,
     "lines of user_code": 1_140,
@@ -40,14 +40,14 @@ BUDGETS = {
     "lines of io": 960,
     "lines of controller": 1_070,
     "lines of commands": 8_550,
-    "files": 521,
+    "files": 530,
     "files over 300 lines": 26,
-    "small files with one importer": 41,
+    "small files with one importer": 42,
     "keys": 232,
     "commands": 21,
     "words of docs": 63_600,
     "words of README": 444,
-    "lines of tests": 62_000,
+    "lines of tests": 61_600,
 }
 
 

@@ -20,8 +20,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vlm.serve.http.bodies import MAX_WINDOW, MAX_ZSTD_FRAMES, decompress
 from megatron_vlm.serve.protocol.answers import write_forward_backward, write_samples
+from megatron_vlm.serve.protocol.compression import MAX_WINDOW, MAX_ZSTD_FRAMES, decompress
 from megatron_vlm.serve.protocol.payloads import Picture, RequestError, Sampled, Samples, Text, TopK
 from megatron_vlm.serve.protocol.prompt_targets import read_prompt_targets
 from megatron_vlm.serve.protocol.protobuf import MAX_FIELDS, message, parse_message
@@ -949,10 +949,8 @@ BOMB = """
 import sys, time
 from pathlib import Path
 from megatron_vlm.serve.protocol import answers, requests
+from megatron_vlm.serve.protocol.compression import decompress
 from megatron_vlm.serve.protocol.payloads import RequestError
-heavy = {"torch", "megatron", "transformers"}
-assert not (heavy | {"fastapi"}) & set(sys.modules)
-from megatron_vlm.serve.http.bodies import decompress
 
 def peak():  # in KiB
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
@@ -963,7 +961,7 @@ try:
     decompress(body, 2**24)
 except RequestError:
     print((peak() - before) // 1024, time.monotonic() - begun)
-assert not heavy & set(sys.modules)
+assert not {"torch", "fastapi", "megatron", "transformers"} & set(sys.modules)
 """
 
 

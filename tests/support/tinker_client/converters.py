@@ -26,8 +26,8 @@ from tinker.proto.response_conv import (
     deserialize_sample_response,
 )
 
-from megatron_vlm.serve.http.bodies import decompress
 from megatron_vlm.serve.protocol.answers import REDUCTIONS, write_forward_backward, write_samples
+from megatron_vlm.serve.protocol.compression import decompress
 from megatron_vlm.serve.protocol.payloads import (
     NO_LOG_PROB,
     Picture,
