@@ -24,7 +24,7 @@ from tests.support.durations import RECORD, ROOT
 from tests.support.random_runs import commit_number
 
 PARTS = 8
-SECONDS = 900.0  # for the files that are due; most run two at a time
+SECONDS = 600.0  # for the files that are due; most run two at a time
 UNKNOWN_S = 60.0  # for a file that has no duration yet
 UNKNOWN = 99  # imports from a change of a file that has no green commit yet, if none is nearer
 SIDE_BY_SIDE = ["-n", "2", "--dist", "loadfile"]
