@@ -68,7 +68,10 @@ def _changed_modules(changed: Iterable[str]) -> set[str]:
             modules.add(".".join(package.parts))
         elif path.parts[0] == "configs":
             modules.add("megatron_vlm.config.load")
-        modules |= _named_in(path)
+        named = _named_in(path)
+        for name in named - _graph().modules:  # a program in a folder of tests/support
+            named = named | _named_in(Path(*name.split(".")).with_suffix(".py"))
+        modules |= named & _graph().modules
     return modules
 
 
