@@ -16,7 +16,7 @@ from megatron_vlm.distributed.device import install_cpu_stand_in
 from tests.support.durations import Durations, file_seconds
 from tests.support.pool import Pool
 from tests.support.process_tree import ProcessTree
-from tests.support.random_runs import LONG, not_played
+from tests.support.random_runs import LONG, ROOT, not_played
 
 # The last digits of results depend on the number of threads, and a launcher derives that number
 # from the machine's cores.
@@ -28,7 +28,6 @@ settings.register_profile("fixed", deadline=None, derandomize=not LONG)
 settings.load_profile("fixed")
 
 
-ROOT = Path(__file__).parents[1]
 # Programs of others that run in environments of their own: .venv-vllm, and so on.
 ENGINES = {
     "vllm": "vLLM",

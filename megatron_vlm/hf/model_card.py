@@ -43,6 +43,31 @@ _LONGEST = 300  # maximum characters of a licence's name or address
 _BENEATH = ("megatron-core", "torch", "transformers")
 _TASKS = {"embed": "sentence-similarity", "rerank": "text-ranking"}
 _NAMES = {"vision": "vision tower", "merger": "mergers", "language": "decoder"}
+_EMBED = """
+```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("FOLDER")
+queries = model.encode_query(["a red circle"])
+documents = model.encode_document([{"image": "circle.png"}, "a blue square"])
+print(model.similarity(queries, documents))
+```
+
+With vLLM: `vllm serve FOLDER --runner pooling`, and a chat to `/v1/embeddings` that has this system
+message and one message of a user, with `"add_generation_prompt": true`"""
+_RERANK = """
+```python
+from sentence_transformers import CrossEncoder
+
+model = CrossEncoder("FOLDER")
+pairs = [("a red circle", {"image": "circle.png"}), ("a red circle", "a blue square")]
+print(model.predict(pairs))
+```
+
+With vLLM, whose `/rerank` and `/score` give the same:
+
+```bash
+"""
 
 
 @dataclass(frozen=True)
@@ -214,33 +239,6 @@ def code(text: str) -> str:
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     pad = " " if "`" in text else ""
     return f"{fence}{pad}{text}{pad}{fence}"
-
-
-_EMBED = """
-```python
-from sentence_transformers import SentenceTransformer
-
-model = SentenceTransformer("FOLDER")
-queries = model.encode_query(["a red circle"])
-documents = model.encode_document([{"image": "circle.png"}, "a blue square"])
-print(model.similarity(queries, documents))
-```
-
-With vLLM: `vllm serve FOLDER --runner pooling`, and a chat to `/v1/embeddings` that has this system
-message and one message of a user, with `"add_generation_prompt": true`"""
-_RERANK = """
-```python
-from sentence_transformers import CrossEncoder
-
-model = CrossEncoder("FOLDER")
-pairs = [("a red circle", {"image": "circle.png"}), ("a red circle", "a blue square")]
-print(model.predict(pairs))
-```
-
-With vLLM, whose `/rerank` and `/score` give the same:
-
-```bash
-"""
 
 
 def retrieval_usage(cfg: Config) -> Iterator[str]:

@@ -20,6 +20,9 @@ from megatron_vlm.rl.rollouts import Rollout
 from megatron_vlm.run.log_sinks import JsonLines
 from megatron_vlm.training.worker import StepMetrics
 
+PATIENCE_STEPS = 3  # steps without a signal in a row
+_LONGEST = 200  # characters of the answer that is shown
+
 
 def rl_line(
     step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | None, rewarded: bool = True
@@ -122,10 +125,6 @@ def _images(row: Row, episode_runner: EpisodeRunner) -> list[str]:
     """Return the pictures of a row as the model sees them."""
     pictures = seen_by_trainer(row, episode_runner.data.readers[0].encoder.images)
     return [data_uri(each) for each in pictures]
-
-
-PATIENCE_STEPS = 3  # steps without a signal in a row
-_LONGEST = 200  # characters of the answer that is shown
 
 
 @dataclass

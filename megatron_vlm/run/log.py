@@ -29,6 +29,10 @@ from megatron_vlm.report.metrics_lines import (
 )
 from megatron_vlm.run.log_sinks import JsonLines, TensorBoard, WandB
 
+_BAR_WIDTH = 10
+_BAR_AFTER = 4  # figures that are more important than the bar
+_GAP = 2
+
 
 @dataclass
 class RunLog:
@@ -170,11 +174,6 @@ def duration(seconds: float) -> str:
 def _mean(window: list[StepLine], name: str) -> float:
     values: list[float] = [getattr(figures, name) for figures in window]
     return sum(values) / len(values)
-
-
-_BAR_WIDTH = 10
-_BAR_AFTER = 4  # figures that are more important than the bar
-_GAP = 2
 
 
 class LiveProgress:

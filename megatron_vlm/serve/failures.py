@@ -26,6 +26,8 @@ _NO_MEMORY = (
     "there is not enough memory for this call; send fewer or shorter datums, smaller pictures, or "
     "ask for fewer samples"
 )
+PAUSE_S = 0.5
+REPEAT_WARNING_S = 60.0  # seconds between two warnings
 
 
 class CallFailedError(WorkerError):
@@ -133,10 +135,6 @@ def _client_message(error: BaseException) -> str:
         return f"the server could not do it: {error.strerror or type(error).__name__}"
     first = (str(error).splitlines() or [""])[0]
     return f"an error in the server: {type(error).__name__}: {first}"
-
-
-PAUSE_S = 0.5
-REPEAT_WARNING_S = 60.0  # seconds between two warnings
 
 
 class FullDisk:

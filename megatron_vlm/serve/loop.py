@@ -22,6 +22,7 @@ from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.vllm_samples import EngineSampling
 
 TIDY_S = 15.0
+STATUS_EVERY_S = 10.0
 
 
 class Service:
@@ -137,9 +138,6 @@ class Service:
         self.gauges.update(self.runner.training.gauges)
         self.gauges["models_in_memory"] = float(len(self.model_cache.models))
         self.gauges["snapshots_in_memory"] = float(len(self.model_cache.snapshots))
-
-
-STATUS_EVERY_S = 10.0
 
 
 class ProgressLine:

@@ -3,7 +3,6 @@
 says why."""
 
 import ast
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from megatron_vlm.cli.parser import make_parser
 from megatron_vlm.config.schema import leaves
-from tests.support.durations import RECORD
+from tests.support.durations import read_record
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_vlm"
@@ -132,6 +131,6 @@ def test_budgets_follow_what_became_lighter(weights):
 
 
 def test_quick_tests_stay_quick():
-    record = json.loads(RECORD.read_text())
+    record = read_record()
     assert sum(record["quick"].values()) <= QUICK_S
     assert sum(record["slowest"].values()) <= SLOWEST_S, record["slowest"]

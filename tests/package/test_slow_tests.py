@@ -4,7 +4,7 @@
 import pytest
 
 from tests.support import slow_tests
-from tests.support.durations import ROOT
+from tests.support.random_runs import ROOT
 from tests.support.slow_tests import PARTS, choose, due
 
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
@@ -68,7 +68,7 @@ def test_a_choice_that_fails_plays_all(monkeypatch, capfd):
     """A commit that this clone does not have, such as in a shallow one."""
     played = []
     record = {file: {"commit": "0" * 40, "seconds": 1.0} for file in FILES}
-    monkeypatch.setattr(slow_tests.json, "loads", lambda text: {"slow": record})
+    monkeypatch.setattr(slow_tests, "read_record", lambda: {"slow": record})
     monkeypatch.setattr(slow_tests.sys, "argv", ["slow_tests"])
     monkeypatch.setattr(slow_tests, "play", played.append)
     monkeypatch.setattr(slow_tests, "slow_files", lambda: FILES)

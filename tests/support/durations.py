@@ -5,13 +5,12 @@ of the last session, and for a file of slow tests the last commit at which all o
 """
 
 import json
-import subprocess
 from collections import Counter, defaultdict
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.random_runs import ROOT, head_commit
+
 RECORD = ROOT / "tests" / "durations.json"
 SLOWEST = 10
 
@@ -30,7 +29,7 @@ class Durations:
             self.failed.add(report.nodeid.partition("::")[0])
 
     def pytest_sessionfinish(self) -> None:
-        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        record = read_record()
         for kind in ("quick", "full", "slow"):
             record[kind] = self._merged(record.get(kind, {}), kind)
         if quick := self.seconds["quick"]:
@@ -46,18 +45,19 @@ class Durations:
         for name, seconds in files.items():
             merged[name] = round(seconds, 1)
             if kind == "slow":
-                commit = former.get(name, {}).get("commit") if name in self.failed else _commit()
-                merged[name] = {"seconds": round(seconds, 1), "commit": commit}
+                is_green = name not in self.failed
+                commit = head_commit() if is_green else former.get(name, {}).get("commit")
+                merged[name] = {"seconds": merged[name], "commit": commit}
         return merged
+
+
+def read_record() -> dict:
+    """Return the record of former sessions, or an empty one."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 def file_seconds() -> Counter[str]:
     """Return the recorded seconds of each file."""
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    record = read_record()
     slow = {name: each["seconds"] for name, each in record.get("slow", {}).items()}
     return Counter(record.get("quick", {})) + Counter(record.get("full", {})) + Counter(slow)
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -18,16 +18,20 @@ from pathlib import Path
 import pytest
 
 LONG = os.environ.get("LONG") == "1"
-_ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def head_commit() -> str:
+    """Return the digest of the commit; an empty string for a copy without a repository."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 @cache
 def commit_number() -> int:
     """Return a number that is fixed for a commit. A copy without a repository has number 0."""
-    commit = os.environ.get("COMMIT")
-    if commit is None:
-        command = ["git", "-C", str(_ROOT), "rev-parse", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    commit = os.environ.get("COMMIT", head_commit())
     return int(commit[:12] or "0", 16)
 
 

@@ -10,7 +10,6 @@ a change, as long as they fit into SECONDS; the rest stays due. Beside them, eac
 another of PARTS parts of all files. If the choice fails, all files play.
 """
 
-import json
 import re
 import subprocess
 import sys
@@ -20,8 +19,8 @@ from pathlib import Path
 
 import grimp
 
-from tests.support.durations import RECORD, ROOT
-from tests.support.random_runs import commit_number
+from tests.support.durations import read_record
+from tests.support.random_runs import ROOT, commit_number
 
 PARTS = 10
 SECONDS = 420.0  # for the files that are due; most run two at a time
@@ -154,8 +153,7 @@ def main() -> None:
     files = dict.fromkeys(all_files, "all")
     if "--all" not in sys.argv:
         try:
-            record = json.loads(RECORD.read_text())["slow"]
-            files = choose(all_files, record, commit_number() // 0x1000000)
+            files = choose(all_files, read_record()["slow"], commit_number() // 0x1000000)
         except Exception as error:
             print(f"All slow tests play, because the choice failed: {error!r}")
     for file, reason in sorted(files.items()):

@@ -39,6 +39,9 @@ from megatron_vlm.rl.teacher_checks import check_teachers
 from megatron_vlm.user_code.environment import EnvStep
 from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 
+_RECORDS = 3
+_LONGEST = 40  # characters of an answer
+
 
 def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) -> int:
     """Print the plan of `rl`; raise the errors that would end the run."""
@@ -82,10 +85,6 @@ def _sampler(cfg: Config) -> str:
 def engine_places(gpus: tuple[str, ...]) -> str:
     """Describe the GPUs of the engines."""
     return f", on GPUs {' and '.join(gpus)}" if gpus else ""
-
-
-_RECORDS = 3
-_LONGEST = 40  # characters of an answer
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ from megatron_vlm.report.sections import Code, Fold, Heading, Note, Report, Sect
 _MAX_EVENTS = 200
 _MAX_SKIPPED = 20
 _MAX_SCORES = 6  # among the tiles
+_PERCENT = 100
+_MAX_PHASES = 20
+_MAX_RANKS = 16  # ranks in the table; of more, those with the most memory
 
 
 def run_report(run: LoggedRun, folder: Path, samples: SampleIndex | None = None) -> Report:
@@ -194,9 +197,6 @@ def _time(start: StartLine) -> str:
     return start.time.replace("T", " ")
 
 
-_PERCENT = 100
-
-
 def expert_section(metrics: RunMetrics) -> Iterator[Section]:
     """Yield the load of each expert of each layer; nothing for a model without experts."""
     if not metrics.loads:
@@ -220,10 +220,6 @@ def _comparable_loads(loads: tuple[LoadLine, ...]) -> list[LoadLine]:
     if len(alike) <= MAX_LOADS + 1:
         return alike
     return [alike[place] for place in np.linspace(0, len(alike) - 1, MAX_LOADS + 1).astype(int)]
-
-
-_MAX_PHASES = 20
-_MAX_RANKS = 16  # ranks in the table; of more, those with the most memory
 
 
 def usage_section(metrics: RunMetrics) -> Iterator[Section]:

@@ -42,6 +42,7 @@ from megatron_vlm.serve.journal.registry import Registry
 _POISON = Failure(
     f"the server ended {calls.MAX_ATTEMPTS} times while it did this call, and does not try again"
 )
+FOLDER = "reading"
 
 
 class Journal(Registry):
@@ -222,9 +223,6 @@ class Journal(Registry):
     def _read(self, function: Callable[..., Any], *values: Any) -> Any:
         with self._store.read() as db:
             return function(db, *values)
-
-
-FOLDER = "reading"
 
 
 class Reads:
