@@ -43,7 +43,7 @@ from tests.support.pool import Pool
 from tests.support.process_tree import ProcessTree
 from tests.support.random_runs import LONG
 from tests.support.runs import Case, my_rows
-from tests.support.suites import quick
+from tests.support.suites import quick, slow
 
 pytestmark = [
     pytest.mark.newest,  # it depends on the versions
@@ -475,7 +475,7 @@ def train_in_fork(
                 return
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(40 if LONG else 12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, slow(40 if LONG else 12)])
 def test_killed_run_ends_as_the_run_without_a_break(kills, tiny, tmp_path, process_tree):
     """The run is killed at random moments of its saves, again and again, and resumed in a new
     process."""

@@ -28,6 +28,7 @@ from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.io.atomic import MARK, begin, partial_of
 from tests.support.error_fields import raises
 from tests.support.random_runs import LONG
+from tests.support.suites import slow
 
 ROOT = Path(__file__).parents[2]
 FILES = {"rank-00000.safetensors": bytes(range(256)) * 9, "state.json": b"{}", "empty": b""}
@@ -415,7 +416,7 @@ def test_a_reader_takes_the_next_where_one_is_removed_under_it(tmp_path):
             process.kill()
 
 
-@pytest.mark.parametrize("kills", [12, pytest.param(300 if LONG else 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [12, slow(300 if LONG else 60)])
 def test_killed_at_random_moments(kills, tmp_path):
     rng, cut_short = random.Random(kills), 0
     for _ in range(kills):

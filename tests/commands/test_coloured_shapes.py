@@ -22,6 +22,7 @@ from megatron_vlm.commands.demo.coloured_shapes import (
 )
 from megatron_vlm.errors import ConfigError
 from tests.support.error_fields import raises
+from tests.support.suites import full
 
 SPEC = ShapesSpec(train=400, eval=160)
 PAIRS = [f"What colour is the shape in the {which} picture?" for which in ("first", "second")]
@@ -133,7 +134,7 @@ def answer(text: str, pictures: list[list[Seen]], sizes: list[tuple[int, int]]) 
     return before if off_centre < 0 else after
 
 
-@pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.full), "eval"])
+@pytest.mark.parametrize("split", [full("train"), "eval"])
 def test_every_answer_is_what_the_pixels_say(folder, split):
     for record in records(folder, split):
         paths = [folder / path for path in image_paths(record)]

@@ -35,7 +35,7 @@ from megatron_vlm.report.terminal import timeline_text
 from tests.support.error_fields import raises
 from tests.support.report_facts import Page, check_self_contained
 from tests.support.sets import write_set
-from tests.support.suites import quick
+from tests.support.suites import full, quick
 from tests.support.tables import in_one_test
 
 GIB = 2**30
@@ -116,7 +116,7 @@ def test_with_auto_keys_that_are_given_stay(eight, words):
     assert dims == best.dims
 
 
-@pytest.mark.parametrize("lora", [(), pytest.param(("lora=default",), marks=pytest.mark.full)])
+@pytest.mark.parametrize("lora", [(), full(("lora=default",))])
 def test_auto_is_the_fastest_layout_of_the_plan(eight, lora):
     """An adapter needs a layout of its own, and the recipe's is replaced."""
     expected = rank_layouts(*question(eight, 8, 80, *lora))[0]

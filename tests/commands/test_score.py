@@ -32,6 +32,7 @@ from tests.engines.test_sampling_engines import STAND_IN
 from tests.run.test_evaluation import hf_row, logits_of
 from tests.support.reference import load_reference
 from tests.support.sets import open_set, write_set
+from tests.support.suites import full
 
 TOLERANCE = 5e-6  # absolute, fp32 on the CPU; measured worst: 9.1e-7
 ROWS, EVAL_ROWS, TOP, CHUNK = 13, 3, 6, 4
@@ -229,7 +230,7 @@ def test_scores_of_something_else_are_refused(whole, asked, tiny, pool):
 
 @pytest.mark.parametrize(
     "damage",
-    ["truncated", "a changed value", pytest.param("a changed column", marks=pytest.mark.full)],
+    ["truncated", "a changed value", full("a changed column")],
 )
 def test_damaged_files_are_refused(damage, whole, asked, tiny, pool):
     folder = asked / damage.replace(" ", "-")

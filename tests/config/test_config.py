@@ -19,7 +19,7 @@ from megatron_vlm.config.schema import Config, key_types
 from megatron_vlm.config.searched_keys import SEARCHED
 from megatron_vlm.errors import NOT_GIVEN, ConfigError
 from tests.support.error_fields import raises
-from tests.support.suites import quick
+from tests.support.suites import full, quick
 from tests.support.tables import in_one_test
 
 DEFAULTS = to_yaml(load_config(["model.path=x"]))
@@ -334,7 +334,7 @@ MISTAKES = [
 
 
 # Each takes a tenth of a second.
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("part", [0, full(1)])
 def test_mistakes(part):
     @in_one_test(("override", "key", "found", "more"), MISTAKES[part::2])
     def check(override, key, found, more):

@@ -21,6 +21,7 @@ from megatron_vlm.family.config_json import Counts, read_counts
 from megatron_vlm.training.preflight import check_data, check_model, check_run
 from tests.family.test_model_fields import changed
 from tests.support.field_tables import RELEASED, TABLES, released
+from tests.support.suites import full, slow
 
 # Each command line has a mistake, and its value is a part of the message. {base} is a checkpoint,
 # {data} a data file.
@@ -98,9 +99,7 @@ def places(tiny: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -
 QUICK, FULL = [*MISTAKES][::3], [line for place, line in enumerate(MISTAKES) if place % 3]
 
 
-@pytest.mark.parametrize(
-    "lines", [QUICK, pytest.param(FULL, marks=pytest.mark.full)], ids=["quick", "full"]
-)
+@pytest.mark.parametrize("lines", [QUICK, full(FULL)], ids=["quick", "full"])
 def test_mistakes_are_said_before_torch_is_imported(lines, places, tmp_path):
     commands = [line.format(**places).split() for line in lines]
     rank = [*places["ok"].split(), "parallel.tp=3"]
@@ -153,7 +152,7 @@ RANK_2 = {"RANK": "2", "WORLD_SIZE": "4"}
         ("cli", "rl {ok} " + RL, "torch", signal.SIGINT),
         ("serve", "model.path={base} " + SERVE, "torch", signal.SIGTERM),
         *(
-            pytest.param(*case, marks=pytest.mark.full)
+            full(*case)
             for case in (
                 ("cli", "train {ok} parallel.pp=2", LAUNCH, signal.SIGUSR1),
                 ("cli", "serve model.path={base} " + SERVE, "torch", signal.SIGTERM),
@@ -182,9 +181,9 @@ def test_a_signal_while_it_imports_ends_it_as_one_before_the_first_step(
     ("line", "environment", "started"),
     [
         ("train {ok} data.num_workers=2", {}, True),
-        pytest.param("train {ok} data.num_workers=0", {}, False, marks=pytest.mark.full),
-        pytest.param("eval {base} data.eval={data} platform=cpu", {}, True, marks=pytest.mark.slow),
-        pytest.param("train {ok} parallel.pp=2", RANK_2, False, marks=pytest.mark.full),
+        full("train {ok} data.num_workers=0", {}, False),
+        slow("eval {base} data.eval={data} platform=cpu", {}, True),
+        full("train {ok} parallel.pp=2", RANK_2, False),
     ],
 )
 def test_what_data_workers_import_is_imported_meanwhile(

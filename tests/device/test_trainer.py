@@ -25,6 +25,7 @@ from tests.run.test_train import command, run_rank
 from tests.support.batches import MIXED, make_rows
 from tests.support.runs import Case, my_rows
 from tests.support.sets import write_set
+from tests.support.suites import slow
 
 # The number of times that the host may wait for the device (docs/parity.md states the same). It
 # never waits for a micro-batch, on any stage or between stages. In a step it waits for the count of
@@ -202,7 +203,7 @@ def through_a_group(path: str, case: Case, folder: str) -> list[Finding]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [pytest.param("tp2", marks=pytest.mark.slow), "pp2"])
+@pytest.mark.parametrize("name", [slow("tp2"), "pp2"])
 def test_a_group_mixes_nothing(name, device_pool, tiny, tmp_path):
     case = CASES[name]
     folder = str(tmp_path / "saved")

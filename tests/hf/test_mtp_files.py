@@ -29,6 +29,7 @@ from tests.support.batches import ALL_TEXT, make_rows
 from tests.support.error_fields import raises
 from tests.support.moe import stored_as
 from tests.support.runs import Case, call
+from tests.support.suites import full
 from tests.training.test_properties import tensors
 
 TINY = dict(family="qwen3_5", mtp_layers=1, layers=4, vision_depth=1)
@@ -156,7 +157,7 @@ def train_and_export(path: str, case: Case, out: str) -> dict[str, bytes]:
     return {name: value for name, value in streamed.items() if name.startswith("mtp.")}
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("tied", [False, full(True)])
 @pytest.mark.parametrize(
     "lora",
     [

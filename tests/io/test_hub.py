@@ -35,6 +35,7 @@ from tests.support.error_fields import raises
 from tests.support.hub_server import HubServer, Repo, hub_server
 from tests.support.sets import write_set
 from tests.support.single_process import ROOT
+from tests.support.suites import full, slow
 
 NAME = "some/tiny-vl"
 LOCAL = [
@@ -375,7 +376,7 @@ def answers(value: object) -> list[str]:
     return [source[index]["completion"] for index in range(len(source))]
 
 
-@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("streaming", [False, full(True)])
 def test_data_sets_of_the_hub(streaming, sets, tmp_path):
     def read(path: str, **more: object) -> list[str]:
         return answers({"path": path, "streaming": streaming, **more})
@@ -439,7 +440,7 @@ def client_rank(address: str, home: str, token: str, words: list[str]) -> tuple[
         return run_rank(words)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, slow(2)])
 def test_the_export_is_uploaded(world, hub, pool, tiny, tmp_path, monkeypatch):
     write_set(tmp_path)
     keys = ["train.steps=1", f"parallel.pp={world}", "checkpoint.push=somebody/tuned"]

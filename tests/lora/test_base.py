@@ -41,6 +41,7 @@ from tests.support.error_fields import raises
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case
 from tests.support.sets import write_set
+from tests.support.suites import full
 from tests.training.test_preferences import pairs
 
 CPU = torch.device("cpu")
@@ -101,7 +102,7 @@ def held_by(path: str, case: Case) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("case", "sizes"),
     [
-        pytest.param(layout(tp=2, pp=2), BLOCKS, marks=pytest.mark.full),
+        full(layout(tp=2, pp=2), BLOCKS),
         (layout(dp=2, ep=2), EXPERTS_IN_BLOCKS),
     ],
 )

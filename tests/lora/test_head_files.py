@@ -34,6 +34,7 @@ from tests.support.peft_reference import save as save_peft
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, my_rows
 from tests.support.sets import write_set
+from tests.support.suites import full, slow
 
 A, B = (f"base_model.model.lm_head.lora_{each}.weight" for each in "AB")
 # Relative error. Measured worst case: 1.6e-7.
@@ -82,11 +83,11 @@ def with_a_copy(path: str, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("adapter", "case", "sizes"),
     [
-        pytest.param(LANGUAGE, layout(tp=2, pp=2), TIED, marks=pytest.mark.full),
-        pytest.param(EVERY, layout(tp=2), ODD, marks=pytest.mark.slow),
-        pytest.param(ALONE, layout(pp=2, virtual_stages=2), TIED, marks=pytest.mark.slow),
-        pytest.param(ALONE, layout(dp=2), ODD, marks=pytest.mark.slow),
-        pytest.param(LANGUAGE, layout(), {**TIED, "copy": True}, marks=pytest.mark.slow),
+        full(LANGUAGE, layout(tp=2, pp=2), TIED),
+        slow(EVERY, layout(tp=2), ODD),
+        slow(ALONE, layout(pp=2, virtual_stages=2), TIED),
+        slow(ALONE, layout(dp=2), ODD),
+        slow(LANGUAGE, layout(), {**TIED, "copy": True}),
     ],
 )
 def test_peft_and_transformers_load_what_is_exported(
@@ -138,7 +139,7 @@ def test_a_model_without_it_stays_tied(pool, tiny, tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(ODD, marks=pytest.mark.full), TIED])
+@pytest.mark.parametrize("sizes", [full(ODD), TIED])
 def test_what_peft_writes_is_loaded(sizes, pool, tiny, tmp_path, record_property):
     """PEFT's file also has the head's own weight, which must be that of the model."""
     path, model = tiny(**sizes), peft_model(tiny(**sizes), LANGUAGE)
@@ -190,9 +191,9 @@ def test_checkpoints_hold_the_same_bits_at_any_layout(sizes, pool, tiny, tmp_pat
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(bf16(layout(tp=2)), marks=pytest.mark.full),
-        pytest.param(layout(pp=2, virtual_stages=2), marks=pytest.mark.slow),
-        pytest.param(layout(dp=2), marks=pytest.mark.slow),
+        full(bf16(layout(tp=2))),
+        slow(layout(pp=2, virtual_stages=2)),
+        slow(layout(dp=2)),
     ],
 )
 def test_resumed_is_bit_for_bit_the_run_without_a_break(case, pool, tiny, tmp_path):

@@ -26,6 +26,7 @@ from tests.model.test_parity import layout
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.support.peft_reference import Adapter, peft_model, run_peft, save, train_peft
 from tests.support.runs import call, loss_and_grads, train
+from tests.support.suites import slow
 
 EXPERTS = dict(experts=8, layers=4)
 # Decays are at most 1 here. Up to 16, as transformers draws them, its rule in chunks loses digits
@@ -452,7 +453,7 @@ def operations(worker):
         ("none", {}),
         ("full", {}),
         ("none", EXPERTS),
-        pytest.param("full", EXPERTS, marks=pytest.mark.slow),
+        slow("full", EXPERTS),
     ],
 )
 def test_no_product_is_computed_for_the_gradient_of_a_frozen_weight(recompute, sizes, pool, tiny):

@@ -10,6 +10,7 @@ import pytest
 from tests.support import fuzz
 from tests.support.random_runs import window
 from tests.support.single_process import run_alone
+from tests.support.suites import full, slow
 
 # Inputs of each kind in the slow tests, with fewer of those that take long to read.
 SLOW = {
@@ -69,8 +70,8 @@ def test_every_kind_is_in_a_group():
     "group",
     [
         "media",
-        *(pytest.param(group, marks=pytest.mark.full) for group in ("model", "tables")),
-        *(pytest.param(group, marks=pytest.mark.slow) for group in OTHERS),
+        *(full(group) for group in ("model", "tables")),
+        *(slow(group) for group in OTHERS),
     ],
 )
 def test_some_mutated_files(group, tmp_path, process_tree):

@@ -29,6 +29,7 @@ from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, assumed_mix
 from megatron_vlm.planner.search import Cluster, Found, _step_end_seconds, search
 from tests.hf.test_moe_files import released_sizes
 from tests.model.test_parity import layout
+from tests.support.suites import full, slow
 
 GIB = 2**30
 H100 = gpu("H100", 989e12)
@@ -207,9 +208,9 @@ def test_auto_knows_experts(tiny):
 @pytest.mark.parametrize(
     ("name", "gpus", "memory"),
     [
-        pytest.param("30B-A3B", 16, 80, marks=pytest.mark.full),
-        pytest.param("235B-A22B", 64, 141, marks=pytest.mark.slow),
-        pytest.param("235B-A22B", 128, 80, marks=pytest.mark.slow),
+        full("30B-A3B", 16, 80),
+        slow("235B-A22B", 64, 141),
+        slow("235B-A22B", 128, 80),
     ],
 )
 def test_the_recipes_are_among_the_layouts_that_fit(name, gpus, memory, tmp_path):

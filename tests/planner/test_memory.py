@@ -30,7 +30,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import RowSpec, make_rows
 from tests.support.runs import Case
-from tests.support.suites import quick
+from tests.support.suites import full, quick
 
 # Relative error. Measured worst cases: 4.2 % (experts), 3.2 % (full recompute). What is left out is
 # small.
@@ -273,7 +273,7 @@ def optimizer_bytes(path: str, case: Case) -> tuple[int, int]:
         ({"states": "int8"}, 0.06),
         ({"states": "bf16", "offload": 0.5}, 0.03),
         *(
-            pytest.param(*case, marks=pytest.mark.full)
+            full(*case)
             for case in (
                 ({"states": "bf16"}, 0),
                 ({"states": "bf16", "offload": 1.0}, 0),

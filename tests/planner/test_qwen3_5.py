@@ -31,7 +31,7 @@ from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, assumed_mix
 from megatron_vlm.planner.search import Cluster, search
 from tests.model.test_parity import layout
 from tests.planner.test_split import splits
-from tests.support.suites import quick
+from tests.support.suites import full, quick
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -125,8 +125,8 @@ def test_recipes_of_equal_models_are_equal():
     ("name", "degrees"),
     [
         ("Qwen3.5-2B", {1, 2}),
-        pytest.param("Qwen3.5-9B", {1, 2, 4}, marks=pytest.mark.full),
-        pytest.param("Qwen3.5-27B", {1, 2, 4}, marks=pytest.mark.full),
+        full("Qwen3.5-9B", {1, 2, 4}),
+        full("Qwen3.5-27B", {1, 2, 4}),
     ],
 )
 def test_no_more_ranks_of_tp_than_heads_of_keys(name, degrees, maker):

@@ -40,6 +40,7 @@ from megatron_vlm.report.run.metrics_arrays import read_metrics
 from megatron_vlm.report.sections import CardPages, Table, is_picture_uri
 from tests.support.error_fields import raises
 from tests.support.report_facts import Facts, check_self_contained, colour, in_a_browser, walk
+from tests.support.suites import full
 
 TEAL = (20, 140, 130)
 HOSTILE = "<script>alert(1)</script> & \u4e09 \x1b[2J\u202e"
@@ -674,7 +675,7 @@ def test_numbers_and_durations():
     ("width", "dark", "curve", "dot", "paper"),
     [
         (1200, False, "2f6ba8", "c05a12", "f7f6f3"),
-        pytest.param(480, True, "7db1e6", "f29a5c", "15171b", marks=pytest.mark.full),
+        full(480, True, "7db1e6", "f29a5c", "15171b"),
     ],
 )
 def test_a_browser_draws_the_curves(width, dark, curve, dot, paper, report, browser, tmp_path):

@@ -31,6 +31,7 @@ from tests.run.test_train import command, go_pooled, outside_of_jobs, steps_of, 
 from tests.support.pool import free_port
 from tests.support.process_tree import ProcessTree
 from tests.support.sets import write_set
+from tests.support.suites import full, slow
 
 pytestmark = pytest.mark.alone  # it starts jobs and kills them
 
@@ -169,7 +170,7 @@ def run_into(_: Any, words: list[str], err: Path, variables: dict[str, str]) -> 
     ("name", "phase"),
     [
         ("model.safetensors", "start"),
-        pytest.param("preprocessor_config.json", "opening data.train", marks=pytest.mark.full),
+        full("preprocessor_config.json", "opening data.train"),
     ],
 )
 def test_a_file_that_cannot_be_opened_ends_the_run(
@@ -286,12 +287,8 @@ class Dying:
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
-        pytest.param(signal.SIGKILL, "more memory", marks=pytest.mark.full),
-        pytest.param(
-            signal.SIGBUS,
-            "enlarge /dev/shm",
-            marks=pytest.mark.slow,
-        ),
+        full(signal.SIGKILL, "more memory"),
+        slow(signal.SIGBUS, "enlarge /dev/shm"),
     ],
 )
 def test_a_killed_data_worker_is_named(number, remedy):

@@ -44,6 +44,7 @@ from megatron_vlm.io.atomic import MARK
 from tests.support.chats import say, text
 from tests.support.pool import Pool
 from tests.support.random_runs import window
+from tests.support.suites import full, slow
 
 # Stages have one layer, because most of the time goes into starting runs.
 SMALLEST = dict(layers=2, hidden=32, intermediate=32, heads=2, kv_heads=2, vocab=300)
@@ -521,8 +522,8 @@ def own_pool(process_tree):
 @pytest.mark.parametrize(
     ("part", "sequences"),
     [
-        pytest.param(0, 2, marks=pytest.mark.full),
-        *(pytest.param(part + 1, SEQUENCES, marks=pytest.mark.slow) for part in PARTS),
+        full(0, 2),
+        *(slow(part + 1, SEQUENCES) for part in PARTS),
     ],
 )
 def test_any_sequence_of_commands(part, sequences, own_pool, tiny, template):

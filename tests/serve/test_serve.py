@@ -35,6 +35,7 @@ from tests.support.serve_client import (
     tokens_of,
 )
 from tests.support.serve_requests import Chunks, around, picture, row_of, targeted_log_probs
+from tests.support.suites import full, slow
 
 pytestmark = pytest.mark.alone  # it starts jobs and kills them
 
@@ -432,9 +433,9 @@ MUCH = [([[7] * 4000], {"target_tokens": [7] * 4000})] * 128  # more than 500 Mi
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("parallel.pp=1", marks=pytest.mark.full),
-        pytest.param("launch.processes=2", marks=pytest.mark.slow),
-        pytest.param("parallel.tp=2", marks=pytest.mark.slow),
+        full("parallel.pp=1"),
+        slow("launch.processes=2"),
+        slow("parallel.tp=2"),
     ],
 )
 def test_a_call_that_lacks_memory_fails_alone(layout, tiny, tmp_path):

@@ -26,6 +26,7 @@ from tests.serve.test_serve import (
 )
 from tests.support.reference import load_reference
 from tests.support.serve_client import Client, FailedError, Model
+from tests.support.suites import slow
 
 pytestmark = [*warned, pytest.mark.full]
 
@@ -85,9 +86,7 @@ def test_nothing_is_no_model(client):
         client.model(3, **only())
 
 
-@pytest.mark.parametrize(
-    "asked", [only("train_unembed"), pytest.param({}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("asked", [only("train_unembed"), slow({})], ids=str)
 def test_it_is_trained_as_peft_trains_it(asked, client, path, running, record_property):
     model = client.model(6, seed=5, **asked)
     model.save_external("begin")

@@ -23,6 +23,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from tests.support.suites import slow
+
 pytestmark = pytest.mark.newest  # it depends on the versions
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "losses.json"
@@ -135,9 +137,7 @@ def played(*names: str) -> dict[str, list[dict[str, str]]]:
     return dict(json.loads(done.stdout[done.stdout.index("{") :]))
 
 
-@pytest.mark.parametrize(
-    "name", ["worker", "trainer", pytest.param("trainer_pp2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["worker", "trainer", slow("trainer_pp2")])
 def test_golden_losses(name: str):
     actual = played(*([name] if name == "trainer_pp2" else ["worker", "trainer"]))[name]
     expected = json.loads(GOLDEN.read_text())[name]

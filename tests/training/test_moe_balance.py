@@ -41,7 +41,7 @@ from tests.support.batches import ALL_TEXT, MIXED, SHALLOW, TEXT_ON_ONE_RANK, ma
 from tests.support.error_fields import raises
 from tests.support.reference import Reference, inputs_of, load_reference
 from tests.support.runs import Case, Outcome, call, loss_and_grads, my_rows
-from tests.support.suites import slow
+from tests.support.suites import full, slow
 
 # The coefficients are so large that a tenth of either would be noticed in the gradients of most
 # parameters.
@@ -137,7 +137,7 @@ def reference(tiny):
 
 CASES = {
     # name: (layout, sizes of the tiny model, batch)
-    "1": pytest.param(layout(**BOTH), SHALLOW, "mixed_weighted", marks=pytest.mark.full),
+    "1": full(layout(**BOTH), SHALLOW, "mixed_weighted"),
     "ep2": (layout(dp=2, ep=2, **BOTH), SHALLOW, "uneven"),
     "ep2-pp2-recompute": (
         layout(pp=2, dp=2, ep=2, recompute="full", layers_per_stage=[1, 3], **BOTH),
@@ -416,9 +416,7 @@ QUICK = ("shares of one replica", "recomputed layers count again")
 OTHERS = tuple(name for name in MUTANTS if name not in QUICK)
 
 
-@pytest.mark.parametrize(
-    "names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.full)], ids=["counts", "others"]
-)
+@pytest.mark.parametrize("names", [QUICK, full(OTHERS)], ids=["counts", "others"])
 def test_the_comparison_notices(names, pool, tiny, reference, record_property):
     case = layout(dp=2, ep=2, recompute="full", **BOTH)
     rows, expected = batch_of("uneven"), reference("uneven", OF_SMALL, BALANCE, Z)

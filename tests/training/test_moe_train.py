@@ -32,6 +32,7 @@ from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.reference import inputs_of, load_reference, run_reference
 from tests.support.runs import Case, Outcome, call, collect_grads, loss_and_grads, my_rows
 from tests.support.sets import write_set
+from tests.support.suites import slow
 from tests.training.test_decode import answer, ask, continue_rows
 from tests.training.test_steps import check_weights, reference_steps
 
@@ -306,9 +307,7 @@ def recomputed(path: str, case: Case, rows: list, replayed: bool) -> Outcome:
         return loss_and_grads(path, case, rows)
 
 
-@pytest.mark.parametrize(
-    "pp", [pytest.param(1, marks=FULL), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=FULL), slow(2)])
 def test_a_recomputed_layer_routes_as_before(pp, pool, tiny):
     """The router would choose other experts the second time."""
     path, rows = tiny(**SMALL), make_rows(MIXED)
@@ -345,9 +344,7 @@ def of_replicas(answers: list[Any], which: int) -> list[torch.Tensor]:
     return [*answers[0][which], *answers[1][which]]
 
 
-@pytest.mark.parametrize(
-    "pp", [pytest.param(2, marks=FULL), pytest.param(1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("pp", [pytest.param(2, marks=FULL), slow(1)])
 def test_a_routing_that_was_written_out_is_followed(pp, pool, tiny):
     """A model with other weights follows it, as a trainer is ahead of its sampler: with the first
     model's routing its own choices do not count. The first model's own routing changes nothing for
@@ -426,7 +423,7 @@ def routes(worker: MegatronWorker) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "case",
-    [layout(dp=2, ep=2), pytest.param(layout(pp=2, dp=2, ep=2), marks=pytest.mark.slow)],
+    [layout(dp=2, ep=2), slow(layout(pp=2, dp=2, ep=2))],
 )
 def test_a_group_routes_as_its_workers_do(case, pool, tiny):
     """Five rows do not divide over two replicas. The rows that fill them up are not in the result,

@@ -60,6 +60,7 @@ from tests.support.error_fields import raises
 from tests.support.peft_reference import Adapter, as_ours, peft_model, save, trained
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, collect_grads
+from tests.support.suites import slow
 from tests.training.test_distill import eval_rank
 
 # Relative, in fp32 on the CPU, as in tests/model/test_parity.py. Measured worst case: see below.
@@ -662,9 +663,7 @@ class Scored:
         return [{k: v for k, v in line.items() if isinstance(v, float)} for line in merged]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("dpo", marks=FULL), pytest.param("kto", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", [pytest.param("dpo", marks=FULL), slow("kto")])
 def test_the_reference_is_read_from_scores(name, pool, tiny, references, tmp_path):
     """Its log-probs are those that the run would compute. The scores of another model are another
     reference."""

@@ -17,6 +17,7 @@ from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, RowSpec, make_rows
 from tests.support.error_fields import raises
 from tests.support.runs import call, my_rows
+from tests.support.suites import full
 
 
 def _report(worker: MegatronWorker) -> tuple[list[StageReport], set[str]]:
@@ -120,8 +121,8 @@ def _norms(worker: MegatronWorker) -> list[tuple[float, float]]:
     "case",
     [
         layout(tp=2, dp=2),
-        pytest.param(layout(tp=2, dp=2, distributed_optimizer=False), marks=pytest.mark.full),
-        pytest.param(layout(pp=2), marks=pytest.mark.full),
+        full(layout(tp=2, dp=2, distributed_optimizer=False)),
+        full(layout(pp=2)),
     ],
     ids=["tp2-dp2", "tp2-dp2-plain-optimizer", "pp2"],
 )

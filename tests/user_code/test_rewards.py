@@ -25,6 +25,7 @@ from megatron_vlm.user_code.serialize import PackingError, pack_and_unpack
 from tests.run.test_train import outside_of_jobs
 from tests.support.error_fields import raises
 from tests.support.exit_cases import END_S, Marked
+from tests.support.suites import full
 
 PATIENCE_S = 30.0
 SHORT_S = 0.5  # a time limit
@@ -243,7 +244,7 @@ def test_a_coroutine_has_a_time_of_its_own(judging):
 # Nothing in a plain function can be cancelled. The last one keeps Python's lock.
 HANGING = (
     "time.sleep(60)",
-    pytest.param("while_true()", marks=pytest.mark.full),
+    full("while_true()"),
     "sum(range(10**13))",
 )
 
@@ -334,9 +335,9 @@ def test_a_coroutine_that_cannot_be_cancelled_is_known(judging, blocking):
 @pytest.mark.parametrize(
     "deadly, words",
     [
-        pytest.param("os._exit(3)", "ended with exit status 3", marks=pytest.mark.full),
+        full("os._exit(3)", "ended with exit status 3"),
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL, as the kernel does where memory"),
-        pytest.param("ctypes.string_at(0)", "was killed by SIGSEGV", marks=pytest.mark.full),
+        full("ctypes.string_at(0)", "was killed by SIGSEGV"),
     ],
 )
 def test_a_call_that_kills_its_process_three_times(judging, tmp_path, kind, deadly, words):
