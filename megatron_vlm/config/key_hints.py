@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import is_dataclass
 
 from megatron_vlm.config.group_values import setting_of
+from megatron_vlm.config.moved_keys import MOVED_KEYS
 from megatron_vlm.config.other_trainers import NAME_FAMILIES, OTHER_SENTENCES, SAME_KEYS, SECTIONS
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_value
@@ -23,6 +24,8 @@ def unknown_key_error(key: str) -> ConfigError:
 
 def hint(wrong: str) -> str:
     """Return the remedy for "WRONG is not a configuration key"."""
+    if moved := MOVED_KEYS.get(wrong):
+        return moved.answer
     if keys := similar_keys(wrong):
         return f"did you mean {' or '.join(map(repr, keys))}?"
     if text := hint_sentence(wrong):
@@ -36,7 +39,7 @@ def hint(wrong: str) -> str:
 
 def has_answer(wrong: str) -> bool:
     """Return whether a key that does not exist has an answer of its own."""
-    return bool(similar_keys(wrong) or hint_sentence(wrong))
+    return bool(wrong in MOVED_KEYS or similar_keys(wrong) or hint_sentence(wrong))
 
 
 def is_of_other_trainer(name: str) -> bool:

@@ -22,6 +22,7 @@ from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.data_sources import parse_sets, parse_sources, plain_sets, plain_sources
 from megatron_vlm.config.group_values import config_dir, recipe_error, recipes_of
 from megatron_vlm.config.key_hints import unknown_key_error
+from megatron_vlm.config.moved_keys import with_todays_keys
 from megatron_vlm.config.schema import Config, get, key_types
 from megatron_vlm.config.searched_keys import without_given
 from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH
@@ -81,7 +82,10 @@ def from_yaml(text: str, overrides: Sequence[str] = (), file: ConfigFile | None 
         changes = OmegaConf.from_dotlist([_plain_override(override) for override in overrides])
         schema = OmegaConf.structured(_schema_class())
         values = {} if file is None else file.values_by_group()
-        return _build_config(OmegaConf.merge(schema, OmegaConf.create(text), values, changes))
+        saved: Any = OmegaConf.to_container(OmegaConf.create(text))
+        if isinstance(saved, dict):
+            saved = with_todays_keys(saved)
+        return _build_config(OmegaConf.merge(schema, saved, values, changes))
 
 
 def read_saved(

@@ -1,0 +1,42 @@
+"""Keys that went or moved. A typed one is answered with the new name, and a config.yaml that was
+saved with it is read as before."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MovedKey:
+    answer: str  # the remedy for whoever types the old key
+    values: Callable[[Any], dict[str, Any]]  # today's keys and values for a saved value
+
+
+def _renamed(key: str, default: Any = None) -> MovedKey:
+    """Return a key with a new name. A saved value that is the default of both names changes
+    nothing, so that two old keys may have become one."""
+    return MovedKey(f"write {key}", lambda value: {} if value == default else {key: value})
+
+
+def _removed(answer: str) -> MovedKey:
+    """Return a key whose only useful value is what happens now."""
+    return MovedKey(answer, lambda value: {})
+
+
+MOVED_KEYS: dict[str, MovedKey] = {}
+
+
+def with_todays_keys(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a saved configuration, by group, under the keys that they have today."""
+    groups = {name: dict(part) if isinstance(part, dict) else part for name, part in saved.items()}
+    moved: dict[str, Any] = {}
+    for old, new in MOVED_KEYS.items():
+        group, _, name = old.partition(".")
+        if isinstance(groups.get(group), dict) and name in groups[group]:
+            for key, value in new.values(groups[group].pop(name)).items():
+                is_part = isinstance(value, dict)  # several old keys may be parts of one mapping
+                moved[key] = {**moved.get(key, {}), **value} if is_part else value
+    for key, value in moved.items():
+        group, _, name = key.partition(".")
+        groups.setdefault(group, {})[name] = value
+    return groups
