@@ -19,17 +19,18 @@ from megatron_vlm.distributed.rank0 import run_in_thread
 from megatron_vlm.errors import show_value
 from megatron_vlm.serve.failures import undo_on_error
 from megatron_vlm.serve.http import schemas
-from megatron_vlm.serve.journal.calls import model_id, sampler_id
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
     Call,
     Changes,
     CheckpointKind,
     ModelChange,
-    NewCheckpoint,
-    NewSampler,
+    NamedCheckpoint,
     Outcome,
+    SamplingSession,
     Saved,
+    model_id,
+    sampler_id,
     tinker_path,
 )
 from megatron_vlm.serve.memory_check import check_fits
@@ -261,7 +262,7 @@ class ModelCalls:
         folder = self.model_cache.new_folder("weights")
         self.commands.save(loaded.id, str(folder), False)
         self.model_cache.fresh[str(folder)] = loaded.id, loaded.version
-        sampler = NewSampler(
+        sampler = SamplingSession(
             sampler_id(model.session, form.sampling_session_seq_id),
             model.session,
             model.id,
@@ -287,7 +288,7 @@ class ModelCalls:
 
     def _write_weights(
         self, loaded: LoadedModel, kind: CheckpointKind, form: schemas.Named, moments: bool
-    ) -> tuple[Path, NewCheckpoint]:
+    ) -> tuple[Path, NamedCheckpoint]:
         """Save the model's weights in a new folder, and return the folder and its checkpoint."""
         folder = self.model_cache.new_folder("weights")
         self.commands.save(loaded.id, str(folder), moments)
@@ -296,7 +297,7 @@ class ModelCalls:
         size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
         expires = None if form.ttl_seconds is None else time.time() + form.ttl_seconds
         facts = {"form": loaded.form.as_json(), "moments": moments}
-        return folder, NewCheckpoint(
+        return folder, NamedCheckpoint(
             loaded.id, kind, form.path, folder, size, expires, form.user_metadata or {}, facts
         )
 

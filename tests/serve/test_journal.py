@@ -21,22 +21,21 @@ import pytest
 
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.serve.journal.accept import Bounds
-from megatron_vlm.serve.journal.calls import MAX_ATTEMPTS
 from megatron_vlm.serve.journal.cleanup import JournalExpiry
 from megatron_vlm.serve.journal.database import Store
-from megatron_vlm.serve.journal.journal import Journal
+from megatron_vlm.serve.journal.journal import MAX_ATTEMPTS, Journal
 from megatron_vlm.serve.journal.journal_records import (
     Accepted,
+    Call,
     Changes,
     Conflict,
     Failure,
+    Model,
     ModelChange,
-    NewCall,
-    NewCheckpoint,
-    NewModel,
-    NewSampler,
+    NamedCheckpoint,
     Outcome,
     QuotaExceeded,
+    SamplingSession,
     Saved,
     tinker_path,
 )
@@ -51,19 +50,19 @@ def a_model(journal, number=0, source=None, key="k"):
     """Return a session, and a model of it that is ready."""
     session = journal.create_session(key, {}, None)
     name = f"{session}:train:{number}"
-    made = NewModel(name, session, "base", 8, source=source)
-    promise = journal.accept(NewCall("create_model", session, number, key, b"{}", model=made))
+    made = Model(name, session, "base", 8, source=source)
+    promise = journal.accept(Call("create_model", session, number, key, b"{}", model=made))
     ready = Changes(models=(ModelChange(name, state="ready"),))
     assert journal.finish(promise.request_id, DONE, ready)
     return session, name
 
 
 def a_step(model, seq, body=b"step", key="k", **more):
-    return NewCall("optim_step", model, seq, key, body, changes_state=True, **more)
+    return Call("optim_step", model, seq, key, body, changes_state=True, **more)
 
 
 def a_sample(sampler, seq, body=b"sample"):
-    return NewCall("asample", sampler, seq, "k", body)
+    return Call("asample", sampler, seq, "k", body)
 
 
 def seqs(calls):
@@ -106,8 +105,8 @@ def test_the_calls_of_a_model_wait_for_the_ones_before_them(tmp_path):
 def test_calls_of_a_model_wait_for_the_model_and_samples_for_nobody(tmp_path):
     with opened(tmp_path) as journal:
         session = journal.create_session("k", {}, None)
-        model = NewModel(f"{session}:train:3", session, "base", 0)
-        made = journal.accept(NewCall("create_model", session, 3, "k", b"{}", model=model))
+        model = Model(f"{session}:train:3", session, "base", 0)
+        made = journal.accept(Call("create_model", session, 3, "k", b"{}", model=model))
         journal.accept(a_step(model.id, 1))
         for seq in (7, 2_000_000_001, 0):
             journal.accept(a_sample("sampler", seq))
@@ -224,7 +223,7 @@ def test_replay_is_what_the_durable_state_lacks(tmp_path):
         _, model = a_model(journal)
         for seq in range(1, 7):
             journal.accept(
-                NewCall("forward_backward", model, seq, "k", b"%d" % seq, changes_state=seq != 4)
+                Call("forward_backward", model, seq, "k", b"%d" % seq, changes_state=seq != 4)
             )
         for seq in range(1, 7):
             (call,) = journal.next_calls()
@@ -246,7 +245,7 @@ def test_bodies_go_when_nothing_needs_them(tmp_path):
         _, model = a_model(journal)
         first = journal.accept(a_step(model, 1, b"k")).request_id
         for new in (
-            NewCall("forward_backward", model, 2, "k", b"forward only"),
+            Call("forward_backward", model, 2, "k", b"forward only"),
             a_step(model, 3, b"failing"),
             a_sample("s", 1),
         ):
@@ -271,8 +270,8 @@ def _bodies(run):
 def test_a_creation_that_fails_takes_the_calls_of_its_model_along(tmp_path):
     with opened(tmp_path) as journal:
         session = journal.create_session("k", {}, None)
-        model = NewModel(f"{session}:train:0", session, "base", 0)
-        made = journal.accept(NewCall("create_model", session, 0, "k", b"{}", model=model))
+        model = Model(f"{session}:train:0", session, "base", 0)
+        made = journal.accept(Call("create_model", session, 0, "k", b"{}", model=model))
         waiting = journal.accept(a_step(model.id, 2)).request_id
         finished = []
         journal.listen(lambda kept: finished.extend(k.request_id for k in kept))
@@ -289,7 +288,7 @@ def test_an_unloaded_model_is_done_with(tmp_path):
         state = folder(journal, "state")
         journal.record_saved(model, 0, state)
         waiting = journal.accept(a_step(model, 2)).request_id
-        unload = journal.accept(NewCall("unload_model", f"{model}:unload", 0, "k", b"{}"))
+        unload = journal.accept(Call("unload_model", f"{model}:unload", 0, "k", b"{}"))
         assert seqs(journal.next_calls()) == [("unload_model", 0)]
         ended = Changes(models=(ModelChange(model, state="unloaded"),))
         journal.finish(unload.request_id, DONE, ended)
@@ -332,8 +331,8 @@ def test_a_key_has_bounds_but_never_waits_for_itself(tmp_path):
     bounds = Bounds(open_calls=3, open_bytes=100, models=1)
     with opened(tmp_path, bounds=bounds) as journal:
         session, model = a_model(journal)
-        other = NewModel(f"{session}:train:9", session, "base", 0)
-        full = journal.accept(NewCall("create_model", session, 9, "k", b"{}", model=other))
+        other = Model(f"{session}:train:9", session, "base", 0)
+        full = journal.accept(Call("create_model", session, 9, "k", b"{}", model=other))
         assert isinstance(full, QuotaExceeded) and "limit models is 1" in full.text
         for seq in (2, 3, 4):
             assert isinstance(journal.accept(a_step(model, seq)), Accepted)
@@ -361,8 +360,8 @@ def pass_time(journal, seconds):
 
 def test_models_of_silent_clients_are_not_counted(tmp_path):
     def made(journal, session, number):
-        new = NewModel(f"{session}:train:{number}", session, "base", 8)
-        return journal.accept(NewCall("create_model", session, number, "k", b"{}", model=new))
+        new = Model(f"{session}:train:{number}", session, "base", 8)
+        return journal.accept(Call("create_model", session, number, "k", b"{}", model=new))
 
     with opened(tmp_path, bounds=Bounds(models=2)) as journal:
         silent, _ = a_model(journal)
@@ -396,8 +395,8 @@ def test_checkpoints_are_named_replaced_and_let_go_of_when_nothing_needs_them(tm
         first, second = folder(journal, "c/1"), folder(journal, "c/2")
 
         def save(seq, at, name="final"):
-            made = NewCheckpoint(model, "training", name, at, 1)
-            call = journal.accept(NewCall("save_weights", model, seq, "k", b"{}")).request_id
+            made = NamedCheckpoint(model, "training", name, at, 1)
+            call = journal.accept(Call("save_weights", model, seq, "k", b"{}")).request_id
             saved = Saved(model, seq, at)
             assert journal.finish(call, DONE, Changes(checkpoints=(made,), saved=(saved,)))
 
@@ -405,7 +404,7 @@ def test_checkpoints_are_named_replaced_and_let_go_of_when_nothing_needs_them(tm
         path = tinker_path(model, "training", "final")
         assert path == f"tinker://{model}/weights/final"
         assert journal.checkpoint(path).folder == first and journal.model(model).folder == first
-        journal.create_sampler(NewSampler("s1", session, model, "base", first, path))
+        journal.create_sampler(SamplingSession("s1", session, model, "base", first, path))
         save(2, second)
         assert [c.folder for c in journal.checkpoints("k")] == [second]
         journal.sweep()
@@ -439,8 +438,8 @@ def test_checkpoints_expire(tmp_path, clock):
     with opened(tmp_path, keep=AT_ONCE) as journal:
         _, model = a_model(journal)
         at = folder(journal, "c")
-        made = NewCheckpoint(model, "sampler", "a", at, 1, expires=clock.now + 5)
-        call = journal.accept(NewCall("save_weights_for_sampler", model, 1, "k", b"{}"))
+        made = NamedCheckpoint(model, "sampler", "a", at, 1, expires=clock.now + 5)
+        call = journal.accept(Call("save_weights_for_sampler", model, 1, "k", b"{}"))
         journal.finish(call.request_id, DONE, Changes(checkpoints=(made,)))
         path = tinker_path(model, "sampler", "a")
         assert journal.checkpoint(path) is not None
@@ -530,8 +529,8 @@ def test_models_end_with_their_session_and_their_checkpoints_stay(tmp_path):
         _, other = a_model(journal)
         state, named = folder(journal, "states/1"), folder(journal, "weights/1")
         journal.record_saved(model, 0, state)
-        made = NewCheckpoint(model, "sampler", "a", named, 1)
-        call = journal.accept(NewCall("save_weights_for_sampler", model, 1, "k", b"{}"))
+        made = NamedCheckpoint(model, "sampler", "a", named, 1)
+        call = journal.accept(Call("save_weights_for_sampler", model, 1, "k", b"{}"))
         journal.finish(call.request_id, DONE, Changes(checkpoints=(made,)))
         step = journal.accept(a_step(model, 2)).request_id
         journal.finish_session(session, "success")
@@ -550,8 +549,10 @@ def test_sessions_that_were_not_heard_of_end(tmp_path, clock):
         quiet, active = (journal.create_session("k", {"a": 1}, "name") for _ in range(2))
         for session in (quiet, active):
             at = folder(journal, f"eph/{session}")
-            journal.create_sampler(NewSampler(f"{session}:sample:0", session, None, "base", at))
-            journal.create_sampler(NewSampler(f"{session}:sample:0", session, None, "other"))
+            journal.create_sampler(
+                SamplingSession(f"{session}:sample:0", session, None, "base", at)
+            )
+            journal.create_sampler(SamplingSession(f"{session}:sample:0", session, None, "other"))
         journal.accept(a_sample(f"{quiet}:sample:0", 1))
         clock.now += 25
         journal.touch_session(active)
@@ -571,7 +572,7 @@ def test_a_newer_snapshot_takes_the_place_of_older_ones(tmp_path):
         at = {name: folder(journal, f"weights/{name}") for name in ("old", "asked", "new", "named")}
 
         def sampler(name, path=None):
-            journal.create_sampler(NewSampler(name, session, model, "base", at[name], path))
+            journal.create_sampler(SamplingSession(name, session, model, "base", at[name], path))
             pass_time(journal, 1)
 
         def left():
@@ -596,7 +597,7 @@ def test_a_newer_snapshot_takes_the_place_of_older_ones(tmp_path):
 def test_clients_of_a_sampling_session_have_numbers(tmp_path):
     with opened(tmp_path) as journal:
         session = journal.create_session("k", {}, None)
-        journal.create_sampler(NewSampler("s", session, None, "base"))
+        journal.create_sampler(SamplingSession("s", session, None, "base"))
         assert [journal.join_sampler("s") for _ in range(3)] == [1, 2, 3]
 
 
@@ -628,7 +629,7 @@ def test_a_transaction_that_breaks_leaves_nothing(tmp_path):
     with opened(tmp_path) as journal:
         _, model = a_model(journal)
         call = journal.accept(a_step(model, 1)).request_id
-        wrong = NewCheckpoint("no such model", "training", "a", folder(journal, "c"), 1)
+        wrong = NamedCheckpoint("no such model", "training", "a", folder(journal, "c"), 1)
         with pytest.raises(AssertionError, match="is not in the journal"):
             journal.finish(call, DONE, Changes(checkpoints=(wrong,)))
         assert journal.result(call).outcome is None and journal.model(model).next_seq == 1
@@ -650,12 +651,12 @@ _CHILD = """
 import sys
 from pathlib import Path
 from megatron_vlm.serve.journal.journal import Journal
-from megatron_vlm.serve.journal.journal_records import NewCall, Outcome
+from megatron_vlm.serve.journal.journal_records import Call, Outcome
 journal = Journal(Path(sys.argv[1]))
 model = sys.argv[2]
 start = int(sys.argv[3])
 for seq in range(start, start + 100000):
-    promise = journal.accept(NewCall("optim_step", model, seq, "k", b"%d" % seq * 50, True))
+    promise = journal.accept(Call("optim_step", model, seq, "k", b"%d" % seq * 50, True))
     print("promised", seq, promise.request_id, flush=True)
     if seq % 3 == 0:
         for call in journal.next_calls():

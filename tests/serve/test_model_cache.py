@@ -9,7 +9,7 @@ import pytest
 from megatron_vlm.config.schema import ServeConfig
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.serve.journal.journal import Journal
-from megatron_vlm.serve.journal.journal_records import Changes, ModelChange, NewCall
+from megatron_vlm.serve.journal.journal_records import Call, Changes, ModelChange
 from megatron_vlm.serve.model_cache import ModelCache
 from megatron_vlm.serve.rank_models import ModelSettings
 from megatron_vlm.serve.training_calls import ModelCalls
@@ -122,7 +122,7 @@ def test_a_download_leaves_nothing_else_behind(tmp_path, monkeypatch):
         _, model = in_memory(journal, model_cache)
         calls = ModelCalls(ranks, model_cache, journal)  # type: ignore[arg-type]
         body = f'{{"model_id": "{model}", "seq_id": 2, "path": "out"}}'.encode()
-        promise = journal.accept(NewCall("save_weights_external", model, 2, "k", body))
+        promise = journal.accept(Call("save_weights_external", model, 2, "k", body))
         (call,) = journal.next_calls()
         journal.finish(promise.request_id, *calls.save_weights_external(call, body))
         (made,) = journal.checkpoints()

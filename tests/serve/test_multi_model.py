@@ -33,7 +33,7 @@ from tests.support.serve_client import (
 
 
 def call(name: str, model: str, kind: str = "forward_backward", attempts: int = 0) -> Call:
-    return Call(name, 0, kind, model, 1, "", 0, attempts, 0.0, 0, True)
+    return Call(kind, model, 1, "", changes_state=True, request_id=name, attempts=attempts)
 
 
 @dataclass(frozen=True)

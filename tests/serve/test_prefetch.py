@@ -22,7 +22,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import DataError
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.serve.journal.journal import Journal
-from megatron_vlm.serve.journal.journal_records import SAMPLE, Failure, NewCall
+from megatron_vlm.serve.journal.journal_records import SAMPLE, Call, Failure
 from megatron_vlm.serve.memory_check import check_fits
 from megatron_vlm.serve.protocol.payloads import RequestError
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
@@ -52,7 +52,7 @@ def prefetcher(journal: Journal, reader: RowReader, most: int) -> RequestPrefetc
     return RequestPrefetcher(journal, reader, stops, SampleBounds(4, reader.longest), 1, most)
 
 
-def asample(seq: int, shown: Sequence[Picture]) -> NewCall:
+def asample(seq: int, shown: Sequence[Picture]) -> Call:
     def chunks(one: Picture) -> list[Any]:
         before, _, after = around(one)
         data = base64.b64encode(one.data).decode()
@@ -62,7 +62,7 @@ def asample(seq: int, shown: Sequence[Picture]) -> NewCall:
     prompt = {"chunks": [chunk for one in shown for chunk in chunks(one)]}
     body = {"sampling_session_id": "s", "seq_id": seq, "prompt": prompt, "num_samples": 1}
     body |= {"sampling_params": {"max_tokens": 1}}
-    return NewCall(SAMPLE, "s", seq, "key", json.dumps(body).encode())
+    return Call(SAMPLE, "s", seq, "key", json.dumps(body).encode())
 
 
 def cut(shown: Picture) -> Picture:

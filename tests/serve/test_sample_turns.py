@@ -17,7 +17,9 @@ _numbers = count(1)
 
 def call(key: str, owner: str = "model") -> Call:
     number = next(_numbers)
-    return Call(f"{number}", number, "optim_step", owner, 1, key, 0, 0, 0.0, 0, True)
+    return Call(
+        *("optim_step", owner, 1, key), changes_state=True, request_id=f"{number}", number=number
+    )
 
 
 def owner_of(asked: Call) -> str:

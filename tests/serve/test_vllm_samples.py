@@ -34,9 +34,8 @@ from megatron_vlm.serve.journal.journal_records import (
     Accepted,
     Call,
     Failure,
-    NewCall,
-    NewSampler,
     Outcome,
+    SamplingSession,
 )
 from megatron_vlm.serve.protocol.protobuf import message
 from megatron_vlm.serve.rank_models import ModelSettings
@@ -110,7 +109,7 @@ class Desk:
             (snapshot / FORM / "x.safetensors").write_text(name)
         facts = {"form": ModelSettings(rank, 0).as_json()}
         id = f"{self.session}:sample:{next(self.numbers)}"
-        new = NewSampler(id, self.session, None, "tiny", snapshot, facts=facts)
+        new = SamplingSession(id, self.session, None, "tiny", snapshot, facts=facts)
         self.journal.create_sampler(new)
         return id
 
@@ -124,7 +123,7 @@ class Desk:
             "sampling_params": {"max_tokens": 4, "seed": ids[-1], **(more or {}).pop("params", {})},
             **(more or {}),
         }
-        new = NewCall(SAMPLE, sampler, body["seq_id"], key, json.dumps(body).encode())
+        new = Call(SAMPLE, sampler, body["seq_id"], key, json.dumps(body).encode())
         promise = self.journal.accept(new)
         assert isinstance(promise, Accepted)
         return promise.request_id
@@ -421,7 +420,7 @@ def test_what_goes_wrong_here_ends_the_service(desk):
 
 
 def call(number: int, key: str = "local", size: int = 0) -> Call:
-    return Call(f"{number}", number, SAMPLE, "owner", number, key, 0, 0, 0.0, size, False)
+    return Call(SAMPLE, "owner", number, key, request_id=f"{number}", number=number, size=size)
 
 
 @dataclass

@@ -9,16 +9,17 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vlm.serve.http import schemas
-from megatron_vlm.serve.journal.calls import model_id, sampler_id
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
     Changes,
     Failure,
     ModelChange,
-    NewCheckpoint,
-    NewSampler,
+    NamedCheckpoint,
     Outcome,
+    SamplingSession,
     Saved,
+    model_id,
+    sampler_id,
     tinker_path,
 )
 from megatron_vlm.serve.protocol.answers import write_forward_backward, write_samples
@@ -104,7 +105,7 @@ class StandIn:
     def _saved(self, call, body, kind, form):
         value, folder = form.model_validate_json(body), self._folder(call)
         expires = None if value.ttl_seconds is None else time.time() + value.ttl_seconds
-        checkpoint = NewCheckpoint(
+        checkpoint = NamedCheckpoint(
             *(call.owner, kind, value.path, folder, 10, expires), value.user_metadata or {}
         )
         outcome = answer({"path": tinker_path(call.owner, kind, value.path), "type": call.kind})
@@ -123,7 +124,7 @@ class StandIn:
             return self._saved(call, body, "sampler", schemas.SaveWeightsForSampler)
         model = self.journal.model(call.owner)
         name = sampler_id(model.session, form.sampling_session_seq_id)
-        new = NewSampler(name, model.session, model.id, model.base_model, self._folder(call))
+        new = SamplingSession(name, model.session, model.id, model.base_model, self._folder(call))
         return answer({"sampling_session_id": name}), Changes(samplers=(new,))
 
     def _asample(self, call, body):

@@ -20,9 +20,9 @@ from megatron_vlm.serve.http.responses import HttpError
 from megatron_vlm.serve.http.schemas import JsonForm
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
+    Call,
     CompletedCall,
     Conflict,
-    NewCall,
     Promise,
     QuotaExceeded,
 )
@@ -85,7 +85,7 @@ class AppContext:
         disk."""
         return await asyncio.to_thread(function, *values)
 
-    async def promise(self, new: NewCall) -> str:
+    async def promise(self, new: Call) -> str:
         """Write the call to the journal on the disk and return its request id. If there is no room
         at the moment, raise 429, after which a client retries silently."""
         promise = await self.acceptor.accept(new)
@@ -104,10 +104,10 @@ class GroupCommit:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._waiting: list[tuple[NewCall, asyncio.Future[Promise]]] = []
+        self._waiting: list[tuple[Call, asyncio.Future[Promise]]] = []
         self._running: asyncio.Task[None] | None = None
 
-    async def accept(self, new: NewCall) -> Promise:
+    async def accept(self, new: Call) -> Promise:
         """Queue a call and return the journal's reply once it is on the disk."""
         promise = asyncio.get_running_loop().create_future()
         self._waiting.append((new, promise))

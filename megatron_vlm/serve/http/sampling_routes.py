@@ -21,8 +21,14 @@ from megatron_vlm.serve.http.dependencies import (
 )
 from megatron_vlm.serve.http.request_limits import RequestLimits, check_chunks
 from megatron_vlm.serve.http.responses import HttpError, refusal
-from megatron_vlm.serve.journal.calls import sampler_id
-from megatron_vlm.serve.journal.journal_records import SAMPLE, Failure, NewCall, NewSampler, Result
+from megatron_vlm.serve.journal.journal_records import (
+    SAMPLE,
+    Call,
+    Failure,
+    Result,
+    SamplingSession,
+    sampler_id,
+)
 from megatron_vlm.serve.protocol.payloads import RequestError
 
 router = APIRouter(prefix="/api/v1")
@@ -44,12 +50,12 @@ async def create_sampling_session(request: Request, context: Context, key: Key) 
                 "sampler_weights",
             )
         base = require_model(context, key, checkpoint.model).base_model
-        new = NewSampler(
+        new = SamplingSession(
             *(sampler, session.id, checkpoint.model, base, checkpoint.folder, checkpoint.path),
             facts=checkpoint.facts,
         )
     elif form.base_model in context.facts.base_models:
-        new = NewSampler(sampler, session.id, None, form.base_model)
+        new = SamplingSession(sampler, session.id, None, form.base_model)
     else:
         raise HttpError(
             422,
@@ -92,7 +98,7 @@ async def asample(request: Request, context: Context, key: Key) -> Answer:
     except RequestError as error:
         raise HttpError(422, str(error)) from error
     require_sampler(context, key, form.sampling_session_id)
-    new = NewCall(SAMPLE, form.sampling_session_id, form.seq_id, key, body)
+    new = Call(SAMPLE, form.sampling_session_id, form.seq_id, key, body)
     request_id = await context.promise(new)
     ids = [f"{request_id}:{i}" for i in range(form.num_samples)]
     return {"request_id": request_id, "sample_sequence_ids": ids}

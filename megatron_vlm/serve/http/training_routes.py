@@ -19,8 +19,13 @@ from megatron_vlm.serve.http.dependencies import (
 )
 from megatron_vlm.serve.http.request_limits import check_datums
 from megatron_vlm.serve.http.responses import HttpError
-from megatron_vlm.serve.journal.calls import model_id
-from megatron_vlm.serve.journal.journal_records import Failure, NamedCheckpoint, NewCall, NewModel
+from megatron_vlm.serve.journal.journal_records import (
+    Call,
+    Failure,
+    Model,
+    NamedCheckpoint,
+    model_id,
+)
 from megatron_vlm.serve.protocol.payloads import RequestError
 from megatron_vlm.serve.protocol.requests import read_forward_backward
 
@@ -36,7 +41,7 @@ async def create_model(request: Request, context: Context, key: Key) -> Answer:
     _check_base(context, form.base_model)
     rank = 0 if form.lora_config is None else form.lora_config.rank
     name = model_id(session.id, form.model_seq_id)
-    model = NewModel(name, session.id, form.base_model, rank, form.user_metadata or {})
+    model = Model(name, session.id, form.base_model, rank, form.user_metadata or {})
     return await _create(context, key, "create_model", form.model_seq_id, body, model)
 
 
@@ -54,7 +59,7 @@ async def load_weights(request: Request, context: Context, key: Key) -> Answer:
     if form.base_model is not None:
         _check_base(context, form.base_model)
     origin = require_model(context, key, checkpoint.model)
-    model = NewModel(
+    model = Model(
         id=model_id(session.id, form.model_seq_id),
         session=session.id,
         base_model=origin.base_model,
@@ -79,12 +84,10 @@ async def forward_backward(request: Request, context: Context, key: Key) -> Answ
             raise HttpError(error.status, error.text) from error
         require_model(context, key, place[0], usable=True)
         failure = Failure(error.text, "user")
-        return await _promise(
-            context, NewCall("forward_backward", *place, key, b"", failure=failure)
-        )
+        return await _promise(context, Call("forward_backward", *place, key, b"", failure=failure))
     require_model(context, key, model, usable=True)
     return await _promise(
-        context, NewCall("forward_backward", model, seq, key, body, changes_state=not forward_only)
+        context, Call("forward_backward", model, seq, key, body, changes_state=not forward_only)
     )
 
 
@@ -126,7 +129,7 @@ async def unload_model(request: Request, context: Context, key: Key) -> Answer:
     form = context.read(body, schemas.ModelIdForm)
     require_model(context, key, form.model_id)
     # The call needs no seq_id because a model is unloaded only once.
-    return await _promise(context, NewCall("unload_model", f"{form.model_id}:unload", 0, key, body))
+    return await _promise(context, Call("unload_model", f"{form.model_id}:unload", 0, key, body))
 
 
 @router.post("/get_info")
@@ -182,7 +185,7 @@ async def _queue_training_call(
         (model, seq), failure = place, Failure(complaints(error), "user")
     require_model(context, key, model, usable=True)
     return await _promise(
-        context, NewCall(kind, model, seq, key, body, changes_state, failure=failure)
+        context, Call(kind, model, seq, key, body, changes_state, failure=failure)
     )
 
 
@@ -226,11 +229,11 @@ def _check_base(context: AppContext, name: str) -> None:
 
 
 async def _create(
-    context: AppContext, key: str, kind: str, seq: int, body: bytes, model: NewModel
+    context: AppContext, key: str, kind: str, seq: int, body: bytes, model: Model
 ) -> Answer:
-    new = NewCall(kind, model.session, seq, key, body, model=model)
+    new = Call(kind, model.session, seq, key, body, model=model)
     return {"request_id": await context.promise(new), "model_id": model.id}
 
 
-async def _promise(context: AppContext, new: NewCall) -> Answer:
+async def _promise(context: AppContext, new: Call) -> Answer:
     return {"request_id": await context.promise(new), "model_id": new.owner.removesuffix(":unload")}

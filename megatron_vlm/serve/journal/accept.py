@@ -16,10 +16,10 @@ from megatron_vlm.serve.journal.journal_records import (
     TRAINING,
     UNLOAD,
     Accepted,
+    Call,
     Conflict,
     Failure,
-    NewCall,
-    NewModel,
+    Model,
     Promise,
     QuotaExceeded,
 )
@@ -45,7 +45,7 @@ class Bounds:
     silent_s: float = 120.0  # time without a heartbeat, which a client sends every 10 s
 
 
-def accept(store: Store, db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> Promise:
+def accept(store: Store, db: sqlite3.Connection, new: Call, bounds: Bounds) -> Promise:
     """Accept a call within a transaction. A retry gets the promise of its original."""
     digest = hashlib.sha256(new.kind.encode() + b"\0" + new.body).digest()
     known = db.execute(
@@ -62,7 +62,7 @@ def accept(store: Store, db: sqlite3.Connection, new: NewCall, bounds: Bounds) -
     return Accepted(_insert(store, db, new, digest)) if full is None else full
 
 
-def _check_quota(db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> QuotaExceeded | None:
+def _check_quota(db: sqlite3.Connection, new: Call, bounds: Bounds) -> QuotaExceeded | None:
     if new.failure is not None:
         return None
     if new.model is not None:
@@ -102,7 +102,7 @@ def live_models(db: sqlite3.Connection, bounds: Bounds, key: str | None = None) 
     return {row["id"] for row in rows}
 
 
-def _insert(store: Store, db: sqlite3.Connection, new: NewCall, digest: bytes) -> str:
+def _insert(store: Store, db: sqlite3.Connection, new: Call, digest: bytes) -> str:
     now, seed = time.time(), secrets.randbits(SEED_BITS)
     request_id = f"{new.kind}-{uuid.uuid4().hex}"
     cursor = db.execute(
@@ -128,7 +128,7 @@ def _insert(store: Store, db: sqlite3.Connection, new: NewCall, digest: bytes) -
     return request_id
 
 
-def _model_failure(db: sqlite3.Connection, new: NewCall) -> Failure | None:
+def _model_failure(db: sqlite3.Connection, new: Call) -> Failure | None:
     """Return why the model of this call can no longer be used, or None."""
     if new.kind not in TRAINING:
         return None
@@ -144,7 +144,7 @@ def failure_of_state(model: str, state: str) -> Failure | None:
 
 
 def _insert_model(
-    store: Store, db: sqlite3.Connection, new: NewCall, model: NewModel, seed: int, now: float
+    store: Store, db: sqlite3.Connection, new: Call, model: Model, seed: int, now: float
 ) -> None:
     db.execute(
         "INSERT INTO models (id, session, key, created, used, state, base_model, lora_rank,"

@@ -1,18 +1,76 @@
-"""Changes that a call makes in the tables of models, checkpoints and samplers."""
+"""Results of calls, and the changes that they make in the tables of models, checkpoints and
+samplers."""
 
 import json
 import sqlite3
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 
-from megatron_vlm.serve.journal.accept import fail, failure_of_state
+from megatron_vlm.serve.journal.accept import advance, fail, failure_of_state, use_sampler
 from megatron_vlm.serve.journal.database import Store
 from megatron_vlm.serve.journal.journal_records import (
+    CREATION,
+    SAMPLE,
     Changes,
+    CompletedCall,
+    Failure,
+    Finished,
     ModelChange,
-    NewCheckpoint,
-    NewSampler,
+    NamedCheckpoint,
+    SamplingSession,
     Saved,
-    tinker_path,
+    model_id,
 )
+
+
+def finish_call(store: Store, db: sqlite3.Connection, finished: Finished) -> list[str]:
+    """Write a result and its changes, or nothing if the call already has a result. Return the calls
+    that are now done: this one, and those that fail with it."""
+    row = db.execute(
+        "SELECT number, kind, owner, seq, model, changes_state FROM calls"
+        " WHERE request_id = ? AND done IS NULL",
+        (finished.request_id,),
+    ).fetchone()
+    if row is None:
+        return []
+    now, outcome = time.time(), finished.outcome
+    if isinstance(outcome, Failure):
+        fail(db, finished.request_id, outcome, now)
+    else:
+        db.execute(
+            "UPDATE calls SET done = ?, succeeded = 1, content_type = ? WHERE number = ?",
+            (now, outcome.content_type, row["number"]),
+        )
+        db.execute("INSERT INTO answers VALUES (?, ?)", (row["number"], outcome.content))
+    if isinstance(outcome, Failure) or not (row["model"] and row["changes_state"]):
+        db.execute("DELETE FROM bodies WHERE number = ?", (row["number"],))
+    if row["model"] is not None:
+        advance(db, row["model"])
+        db.execute("UPDATE models SET used = ? WHERE id = ?", (now, row["model"]))
+    elif row["kind"] == SAMPLE:
+        use_sampler(db, row["owner"], now)
+    changes = finished.changes
+    if row["kind"] in CREATION and isinstance(outcome, Failure):
+        failed = ModelChange(model_id(row["owner"], row["seq"]), state="failed")
+        changes = replace(changes, models=(*changes.models, failed))
+    return [finished.request_id, *apply(store, db, changes, now)]
+
+
+def select_completed(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[CompletedCall]:
+    """Return a record of each of these calls that is done."""
+    completed = []
+    for request_id in request_ids:
+        row = db.execute(
+            "SELECT kind, succeeded, done - accepted AS seconds FROM calls WHERE request_id = ?"
+            " AND done IS NOT NULL",
+            (request_id,),
+        ).fetchone()
+        if row is not None:
+            completed.append(
+                CompletedCall(request_id, row["kind"], bool(row["succeeded"]), row["seconds"])
+            )
+    return completed
 
 
 def apply(store: Store, db: sqlite3.Connection, changes: Changes, now: float) -> list[str]:
@@ -58,8 +116,6 @@ def end_model(db: sqlite3.Connection, model: str, now: float) -> list[str]:
 def _change_model(db: sqlite3.Connection, change: ModelChange) -> None:
     columns = {
         "state": change.state,
-        "base_model": change.base_model,
-        "lora_rank": change.lora_rank,
         "facts": None if change.facts is None else json.dumps(dict(change.facts)),
         "figures": None if change.figures is None else json.dumps(dict(change.figures)),
     }
@@ -69,8 +125,8 @@ def _change_model(db: sqlite3.Connection, change: ModelChange) -> None:
         db.execute(f"UPDATE models SET {names} WHERE id = ?", (*set_.values(), change.id))
 
 
-def _put_checkpoint(store: Store, db: sqlite3.Connection, new: NewCheckpoint, now: float) -> None:
-    path, folder = tinker_path(new.model, new.kind, new.name), store.relative_folder(new.folder)
+def _put_checkpoint(store: Store, db: sqlite3.Connection, new: NamedCheckpoint, now: float) -> None:
+    path, folder = new.path, store.relative_folder(new.folder)
     release(db, now, "SELECT folder FROM checkpoints WHERE path = ?", path)
     cursor = db.execute(
         "INSERT OR REPLACE INTO checkpoints (path, model, key, kind, name, folder, size, created,"
@@ -84,7 +140,7 @@ def _put_checkpoint(store: Store, db: sqlite3.Connection, new: NewCheckpoint, no
     assert cursor.rowcount == 1, f"model {new.model} is not in the journal"
 
 
-def put_sampler(store: Store, db: sqlite3.Connection, new: NewSampler, now: float) -> None:
+def put_sampler(store: Store, db: sqlite3.Connection, new: SamplingSession, now: float) -> None:
     """Insert a sampling session once; a retry changes nothing. It belongs to the key of its
     session."""
     db.execute(

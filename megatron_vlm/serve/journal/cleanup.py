@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.serve.journal.accept import fail
-from megatron_vlm.serve.journal.calls import select_completed
-from megatron_vlm.serve.journal.changes import apply, release
+from megatron_vlm.serve.journal.changes import apply, release, select_completed
 from megatron_vlm.serve.journal.database import Store
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,

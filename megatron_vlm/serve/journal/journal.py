@@ -11,112 +11,126 @@ Every method is one short transaction and may be called from any thread. Its cha
 the disk when it returns. After a crash the same calls are next, with `attempts` above 0.
 """
 
+import json
 import shutil
 import sqlite3
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.serve.journal import calls
-from megatron_vlm.serve.journal.accept import Bounds, accept, live_models
-from megatron_vlm.serve.journal.changes import record_checkpoint
-from megatron_vlm.serve.journal.cleanup import JournalExpiry, folders, sweep
+from megatron_vlm.serve.journal.accept import Bounds, accept
+from megatron_vlm.serve.journal.changes import (
+    finish_call,
+    put_sampler,
+    record_checkpoint,
+    release,
+    select_completed,
+)
+from megatron_vlm.serve.journal.cleanup import JournalExpiry, sweep
+from megatron_vlm.serve.journal.journal_reader import JournalReader
 from megatron_vlm.serve.journal.journal_records import (
+    SAMPLE,
     Accepted,
     Call,
     Changes,
+    CompletedCall,
     Conflict,
     Failure,
     Finished,
-    NewCall,
     Outcome,
     Promise,
-    Result,
+    SamplingSession,
     Saved,
 )
-from megatron_vlm.serve.journal.notifier import Listener, Notifier
-from megatron_vlm.serve.journal.registry import Registry
 
+MAX_ATTEMPTS = 3
 _POISON = Failure(
-    f"the server ended {calls.MAX_ATTEMPTS} times while it did this call, and does not try again"
+    f"the server ended {MAX_ATTEMPTS} times while it did this call, and does not try again"
 )
-FOLDER = "reading"
+Listener = Callable[[Sequence[CompletedCall]], None]
 
 
-class Journal(Registry):
+class Journal(JournalReader):
     """The journal RUN/journal.sqlite. Only one process at a time may open it."""
 
     def __init__(
         self, run: Path, bounds: Bounds = Bounds(), keep: JournalExpiry = JournalExpiry()
     ) -> None:
-        super().__init__(run)
-        self._notifier = Notifier()
-        self._bounds, self._keep = bounds, keep
+        super().__init__(run, bounds)
+        self._keep = keep
+        self._news = threading.Condition()
+        self._is_rung = True
+        self._listeners: list[Listener] = []
+        self._callbacks: list[Callable[[], None]] = []
+        # Facts that stay in memory until the next sweep. A crash loses them, and things are kept
+        # longer.
+        self._fetched: dict[str, float] = {}
+        self._heard: dict[str, float] = {}
         self.contradictions = 0  # calls whose number belongs to another call
         self.reads = Reads(self.run)
         self.begin_calls(*self.reads.interrupted_calls())
-        self.reads.forget()
-        self.finish_all([Finished(r, _POISON) for r in self._read(calls.over_attempt_limit)])
-        self._notifier.ring()
+        shutil.rmtree(self.reads.folder, ignore_errors=True)
+        poison = self._calls("done IS NULL AND attempts >= ?", MAX_ATTEMPTS)
+        self.finish_all([Finished(call.request_id, _POISON) for call in poison])
 
     # -- accepting calls
 
-    def accept(self, new: NewCall) -> Promise:
+    def accept(self, new: Call) -> Promise:
         """Promise that the call will be done once, however often it is sent."""
         return self.accept_all([new])[0]
 
-    def accept_all(self, new: Sequence[NewCall]) -> list[Promise]:
+    def accept_all(self, new: Sequence[Call]) -> list[Promise]:
         """Accept several calls in one transaction, which costs the disk as much as a single
         call."""
         with self._store.write() as db:
             promises = [accept(self._store, db, call, self._bounds) for call in new]
             new_ids = [p.request_id for p in promises if isinstance(p, Accepted) and p.new]
-            completed = calls.select_completed(db, new_ids)
-        self._notifier.notify_completed(completed)
+            completed = select_completed(db, new_ids)
         self.contradictions += sum(isinstance(promise, Conflict) for promise in promises)
-        self._notifier.ring()
+        self._notify(completed)
         return promises
 
-    # -- waiting for calls
+    # -- waiting for calls and for results
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait at most `seconds` for something new, and return whether there may be something."""
-        return self._notifier.wait(seconds)
+        """Wait at most `seconds` for something new, unless there was something since the last wait.
+        Return whether there may be something."""
+        with self._news:
+            is_rung = self._news.wait_for(lambda: self._is_rung, seconds)
+            self._is_rung = False
+            return is_rung
 
     def ring(self) -> None:
-        """Wake the waiting threads, for example to stop."""
-        self._notifier.ring()
+        """Wake the waiting threads, because there may be a call to do or another reason to look."""
+        with self._news:
+            self._is_rung = True
+            self._news.notify_all()
+            callbacks = tuple(self._callbacks)
+        for callback in callbacks:
+            callback()
 
     def add_callback(self, callback: Callable[[], None]) -> None:
-        """Register `callback`, which is called in any thread when there may be a call to do."""
-        self._notifier.add_callback(callback)
+        """Register a function for threads that do not wait here. Each ring calls it in the ringing
+        thread, so it must be quick and must not raise."""
+        with self._news:
+            self._callbacks.append(callback)
 
-    # -- calls that are not done
+    def listen(self, listener: Listener) -> None:
+        """Register `listener`, which is called with the calls that were just completed, in the
+        thread that completed them. It must be quick and must not raise."""
+        with self._news:
+            self._listeners.append(listener)
 
-    def next_calls(self, ahead: int = 1, of_key: int = 512, samples: bool = True) -> list[Call]:
-        """Return all calls that may be done now, in the order in which they were accepted.
-
-        For a model these are its next call, or its next `ahead` calls up to the first gap. They
-        must still be done in the order of seq. Creations, samples and unloads wait for nothing. A
-        call is listed until it is finished. A call with `attempts` above 0 had started when the
-        process died. If it is done alone, no other call can fail with it.
-        """
-        with self._store.read() as db:
-            return calls.next_calls(db, ahead, of_key, samples)
-
-    def samples(self, after: int) -> list[Call]:
-        """Return samples that are not done and were accepted after the call of this number."""
-        return self._read(calls.samples, after)
-
-    def open_calls(self) -> list[Call]:
-        """Return all calls that are not done, including those that wait for others."""
-        return self._read(calls.select_open_calls)
-
-    def body(self, request_id: str) -> bytes:
-        """Return the decompressed body of a call: protobuf for forward_backward, otherwise JSON."""
-        return self._read(calls.body, request_id)
+    def _notify(self, completed: Sequence[CompletedCall]) -> None:
+        with self._news:
+            listeners = tuple(self._listeners) if completed else ()
+        for listener in listeners:
+            listener(completed)
+        self.ring()
 
     # -- doing calls
 
@@ -124,14 +138,16 @@ class Journal(Registry):
         """Record that these calls are about to be done. Return those that still have to be; the
         others were cancelled. A call that starts three times and never finishes is not tried
         again."""
+        count = "UPDATE calls SET attempts = attempts + 1 WHERE request_id = ? AND done IS NULL"
         with self._store.write(on_disk=False) as db:  # survives a crash of the process
-            return calls.mark_started(db, request_ids)
+            return [name for name in request_ids if db.execute(count, (name,)).rowcount]
 
     def undo_attempts(self, *request_ids: str) -> None:
         """Record that this process ends in good order without doing these calls, which it had
         started."""
+        undo = "UPDATE calls SET attempts = attempts - 1 WHERE request_id = ? AND done IS NULL"
         with self._store.write() as db:
-            calls.undo_attempt(db, request_ids)
+            db.executemany(undo, [(name,) for name in request_ids])
 
     def finish(
         self, request_id: str, outcome: Outcome | Failure, changes: Changes = Changes()
@@ -146,41 +162,23 @@ class Journal(Registry):
         if not finished:
             return []
         with self._store.write() as db:
-            done = [calls.finish_call(self._store, db, one) for one in finished]
-            completed = calls.select_completed(
-                db, [request_id for ids in done for request_id in ids]
-            )
-        self._notifier.notify_completed(completed)
-        self._notifier.ring()
+            done = [finish_call(self._store, db, one) for one in finished]
+            completed = select_completed(db, [request_id for ids in done for request_id in ids])
+        self._notify(completed)
         return [bool(ids) for ids in done]
 
     def cancel(self, request_id: str, key: str) -> bool:
         """Cancel a sample that was not started, and return whether it was still waiting."""
+        unstarted = "request_id = ? AND key = ? AND kind = ? AND done IS NULL AND attempts = 0"
         with self._store.write() as db:
             failure = Failure("the client cancelled it", "user")
             done = []
-            if calls.is_unstarted_sample(db, request_id, key):
-                done = calls.finish_call(self._store, db, Finished(request_id, failure))
-            completed = calls.select_completed(db, done)
-        self._notifier.notify_completed(completed)
+            values = (request_id, key, SAMPLE)
+            if db.execute(f"SELECT 1 FROM calls WHERE {unstarted}", values).fetchone():
+                done = finish_call(self._store, db, Finished(request_id, failure))
+            completed = select_completed(db, done)
+        self._notify(completed)
         return bool(done)
-
-    # -- results
-
-    def listen(self, listener: Listener) -> None:
-        """Register `listener`, which is called when there are results, in the thread that finished
-        them."""
-        self._notifier.listen(listener)
-
-    def result(self, request_id: str) -> Result | None:
-        """Return the state of a promise, or None if it is unknown or no longer known."""
-        return self._read(calls.result, request_id)
-
-    def touch_result(self, request_id: str) -> None:
-        """Record that the result was sent. It is kept for some minutes more."""
-        self._touched.call(request_id)
-
-    # -- models after a restart
 
     def record_saved(self, model: str, seq: int, folder: Path) -> None:
         """Record a complete folder inside the run with the state of the model and its optimizer
@@ -189,57 +187,102 @@ class Journal(Registry):
         with self._store.write() as db:
             record_checkpoint(self._store, db, Saved(model, seq, folder), time.time())
 
-    def replay(self, model: str) -> list[Call]:
-        """Return done calls that the model's durable state does not include, in order.
-        (`Model.folder` includes the calls up to `Model.saved`.) Their results were already written:
-        do them again, but do not finish them."""
-        return self._read(calls.replay, model)
+    # -- sessions, sampling sessions and checkpoints
+
+    def create_session(
+        self, key: str, user_metadata: Mapping[str, Any], display_name: str | None
+    ) -> str:
+        """Create a session and return its id."""
+        session, now = str(uuid.uuid4()), time.time()
+        with self._store.write() as db:
+            db.execute(
+                "INSERT INTO sessions VALUES (?, ?, ?, ?, NULL, NULL, ?, ?)",
+                (session, key, now, now, json.dumps(dict(user_metadata)), display_name),
+            )
+        return session
+
+    def finish_session(self, session: str, reason: str) -> None:
+        """Finish a session whose client leaves. The first reason stays."""
+        with self._store.write() as db:
+            db.execute(
+                "UPDATE sessions SET finished = ?, reason = ? WHERE id = ? AND finished IS NULL",
+                (time.time(), reason, session),
+            )
+
+    def create_sampler(self, new: SamplingSession) -> None:
+        """Create a sampling session on a checkpoint or on the base model. A retry changes
+        nothing."""
+        with self._store.write() as db:
+            put_sampler(self._store, db, new, time.time())
+
+    def join_sampler(self, sampler: str) -> int:
+        """Return a number from 1 for another client of this sampling session."""
+        with self._store.write() as db:
+            db.execute("UPDATE samplers SET clients = clients + 1 WHERE id = ?", (sampler,))
+            row = db.execute("SELECT clients FROM samplers WHERE id = ?", (sampler,)).fetchone()
+        return row["clients"]
+
+    def set_expiry(self, path: str, expires: float | None) -> None:
+        """Set when the checkpoint expires; None means never."""
+        with self._store.write() as db:
+            db.execute("UPDATE checkpoints SET expires = ? WHERE path = ?", (expires, path))
+
+    def delete_checkpoint(self, path: str) -> None:
+        """Delete the row of a checkpoint. Its folder is removed when no model and no sampling
+        session needs it."""
+        with self._store.write() as db:
+            release(db, time.time(), "SELECT folder FROM checkpoints WHERE path = ?", path)
+            db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
 
     # -- cleaning up
 
-    def live_models(self) -> set[str]:
-        """Return the ids of models whose client is active or waits for one of their calls."""
-        with self._store.read() as db:
-            return live_models(db, self._bounds)
+    def touch_result(self, request_id: str) -> None:
+        """Record that the result was sent. It is kept for some minutes more."""
+        with self._news:
+            self._fetched.setdefault(request_id, time.time())
 
-    def folders(self) -> set[Path]:
-        """Return every folder that a row names."""
-        with self._store.read() as db:
-            return {self.run / name for name in folders(db)}
+    def touch_session(self, session: str) -> None:
+        """Record that the client of the session is active."""
+        with self._news:
+            self._heard[session] = time.time()
 
     def sweep(self) -> None:
         """Remove what is no longer needed."""
-        with self._store.write() as db:
-            self._touched.write(db)
-        self._notifier.notify_completed(sweep(self._store, self._keep))
-        self._notifier.ring()
+        self._write_touched()
+        self._notify(sweep(self._store, self._keep))
 
     def close(self) -> None:
         """Close the journal, so that another process may open it."""
-        with suppress(sqlite3.Error), self._store.write() as db:  # the disk may be full
-            self._touched.write(db)
+        with suppress(sqlite3.Error):  # the disk may be full
+            self._write_touched()
         self._store.close()
 
-    def _read(self, function: Callable[..., Any], *values: Any) -> Any:
-        with self._store.read() as db:
-            return function(db, *values)
+    def _write_touched(self) -> None:
+        with self._store.write() as db:
+            with self._news:
+                fetched, self._fetched = self._fetched, {}
+                heard, self._heard = self._heard, {}
+            db.executemany(
+                "UPDATE calls SET fetched = coalesce(fetched, ?) WHERE request_id = ?",
+                [(when, name) for name, when in fetched.items()],
+            )
+            db.executemany(
+                "UPDATE sessions SET heard = ? WHERE id = ?",
+                [(when, name) for name, when in heard.items()],
+            )
 
 
 class Reads:
     """The folder RUN/reading."""
 
     def __init__(self, run: Path):
-        self.folder = run / FOLDER
+        self.folder = run / "reading"
 
     def interrupted_calls(self) -> list[str]:
         """Return the calls that were being read when the previous process died."""
         if not self.folder.is_dir():
             return []
         return sorted(path.name for path in self.folder.iterdir())
-
-    def forget(self) -> None:
-        """Remove all records."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextmanager
     def record_attempt(self, request_id: str) -> Iterator[None]:

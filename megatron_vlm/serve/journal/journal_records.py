@@ -1,4 +1,4 @@
-"""Records that go into the journal and come out of it."""
+"""Records that go into the journal and come out of it, and the names of what they describe."""
 
 import re
 from collections.abc import Mapping
@@ -21,9 +21,7 @@ TRAINING = (
 )
 SAMPLE = "asample"
 UNLOAD = "unload_model"
-CALL_KINDS = (*CREATION, *TRAINING, SAMPLE, UNLOAD)
 
-Category = Literal["user", "server"]
 CheckpointKind = Literal["training", "sampler", "external"]
 SEGMENTS: Mapping[str, str] = {
     "training": "weights",
@@ -47,12 +45,17 @@ class Failure:
     is."""
 
     text: str
-    category: Category = "server"
+    category: Literal["user", "server"] = "server"
 
 
 @dataclass(frozen=True)
-class NewModel:
-    """The model that a creation call makes. `source` is the folder that it is loaded from."""
+class Model:
+    """A model. The call that creates it gives the fields up to `source`, the journal the others.
+
+    `source` is the folder of the checkpoint that it is loaded from. The durable state in `folder`
+    includes the calls up to `saved`; None means the state at creation. `facts` and `figures` are
+    those of ModelChange.
+    """
 
     id: str
     session: str
@@ -60,25 +63,42 @@ class NewModel:
     lora_rank: int
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
     source: Path | None = None
+    key: str = ""
+    created: float = 0.0
+    used: float = 0.0
+    state: Literal["creating", "ready", "failed", "unloaded"] = "creating"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+    next_seq: int = 1
+    saved: int = 0
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
-class NewCall:
-    """A request on its way into the journal.
+class Call:
+    """A call. Its request gives the fields up to `model`, and the journal the others.
 
     `owner` is the model, the sampling session or, for creation calls, the session. A retry has the
     same (owner, seq) as its original. `failure` is set if the request is refused at once. Such a
     call still takes its place in the order, since the calls after it would wait for ever.
+
+    A call from the journal has no `body`, which may be large: `journal.body(request_id)` reads it.
     """
 
     kind: str
     owner: str
     seq: int
     key: str
-    body: bytes
+    body: bytes = b""
     changes_state: bool = False
     failure: Failure | None = None
-    model: NewModel | None = None
+    model: Model | None = None
+    request_id: str = ""
+    number: int = 0  # the order in which calls were accepted
+    seed: int = 0  # drawn at acceptance, so that a sample without a seed is the same when repeated
+    attempts: int = 0  # number of earlier starts; above 0, the process died in between
+    accepted: float = 0.0
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,23 +129,6 @@ Promise: TypeAlias = Accepted | QuotaExceeded | Conflict
 
 
 @dataclass(frozen=True)
-class Call:
-    """An accepted call. Its body is read separately: `journal.body(request_id)`."""
-
-    request_id: str
-    number: int  # the order in which calls were accepted
-    kind: str
-    owner: str
-    seq: int
-    key: str
-    seed: int  # drawn at acceptance, so that a sample without a seed is the same when repeated
-    attempts: int  # number of earlier starts; above 0, the process died in between
-    accepted: float
-    size: int
-    changes_state: bool
-
-
-@dataclass(frozen=True)
 class ModelChange:
     """Changes to the row of a model; None leaves a field as it is.
 
@@ -135,16 +138,15 @@ class ModelChange:
 
     id: str
     state: Literal["ready", "failed", "unloaded"] | None = None
-    base_model: str | None = None
-    lora_rank: int | None = None
     facts: Mapping[str, Any] | None = None
     figures: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
-class NewCheckpoint:
-    """A checkpoint that is complete on the disk. It replaces one with the same name. `expires` is a
-    time of `time.time()`."""
+class NamedCheckpoint:
+    """A checkpoint that is complete on the disk, and that clients know by its path. It replaces one
+    with the same name. The journal adds `key` and `created`. `expires` is a time of
+    `time.time()`."""
 
     model: str
     kind: CheckpointKind
@@ -154,20 +156,35 @@ class NewCheckpoint:
     expires: float | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    key: str = ""
+    created: float = 0.0
+
+    @property
+    def path(self) -> str:
+        """The path by which clients know it."""
+        return tinker_path(self.model, self.kind, self.name)
+
+    @property
+    def id(self) -> str:
+        """The id within the run: weights/NAME."""
+        return f"{SEGMENTS[self.kind]}/{self.name}"
 
 
 @dataclass(frozen=True)
-class NewSampler:
-    """A sampling session on the current weights of a model. `folder` holds them, if there is
-    one."""
+class SamplingSession:
+    """A sampling session on a checkpoint (`path`), on a model's weights at some time, or on the
+    base model (`folder` and `model` are None). The journal adds the last three fields."""
 
     id: str
     session: str
     model: str | None
     base_model: str
     folder: Path | None = None
-    path: str | None = None  # the checkpoint's path, if it samples from one
+    path: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    key: str = ""
+    created: float = 0.0
+    used: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -184,8 +201,8 @@ class Changes:
     """Changes that a call makes in addition to its own result, in the same transaction."""
 
     models: tuple[ModelChange, ...] = ()
-    checkpoints: tuple[NewCheckpoint, ...] = ()
-    samplers: tuple[NewSampler, ...] = ()
+    checkpoints: tuple[NamedCheckpoint, ...] = ()
+    samplers: tuple[SamplingSession, ...] = ()
     saved: tuple[Saved, ...] = ()
 
 
@@ -232,69 +249,14 @@ class Session:
     display_name: str | None
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model. `creation` is the body of its creation call, of the kind `creation_kind`. `source`
-    is the folder of the checkpoint that `load_model` starts from. The durable state in `folder`
-    includes the calls up to `saved`; None means the state at creation."""
-
-    id: str
-    session: str
-    key: str
-    created: float
-    used: float
-    state: Literal["creating", "ready", "failed", "unloaded"]
-    base_model: str
-    lora_rank: int
-    user_metadata: Mapping[str, Any]
-    facts: Mapping[str, Any]
-    figures: Mapping[str, float]
-    creation_kind: str
-    creation: bytes
-    seed: int
-    source: Path | None
-    next_seq: int
-    saved: int
-    folder: Path | None
+def model_id(session: str, seq: int) -> str:
+    """Return the id of a session's model. The client computes the same id by itself."""
+    return f"{session}:train:{seq}"
 
 
-@dataclass(frozen=True)
-class SamplingSession:
-    """A sampling session on a checkpoint (`path`), on a model's weights at some time, or on the
-    base model (`folder` and `model` are None)."""
-
-    id: str
-    session: str
-    key: str
-    created: float
-    used: float
-    base_model: str
-    model: str | None
-    path: str | None
-    folder: Path | None
-    facts: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class NamedCheckpoint:
-    """A checkpoint that clients know by its path."""
-
-    path: str
-    model: str
-    key: str
-    kind: CheckpointKind
-    name: str
-    folder: Path
-    size: int
-    created: float
-    expires: float | None
-    user_metadata: Mapping[str, str]
-    facts: Mapping[str, Any]
-
-    @property
-    def id(self) -> str:
-        """The id within the run: weights/NAME."""
-        return f"{SEGMENTS[self.kind]}/{self.name}"
+def sampler_id(session: str, seq: int) -> str:
+    """Return the id of a session's sampling session."""
+    return f"{session}:sample:{seq}"
 
 
 def tinker_path(model: str, kind: CheckpointKind, name: str) -> str:
