@@ -66,7 +66,8 @@ def similar_keys(wrong: str) -> Sequence[str]:
         return near_keys or same_name
     if _section_sentence(wrong, _SENTENCES):
         return []
-    if near_keys := difflib.get_close_matches(last, _names_of(group), n=1, cutoff=0.6):
+    # A word that is a little like the name of a group is seldom that group.
+    if near_keys := difflib.get_close_matches(last, _names_of(group), 1, 0.6 if group else 0.8):
         return [f"{group}.{near_keys[0]}" if group else near_keys[0]]
     all_keys = [] if _names_of(group) and group else list(key_types())
     return difflib.get_close_matches(wrong, all_keys, n=1, cutoff=0.8)

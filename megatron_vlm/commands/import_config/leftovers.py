@@ -16,16 +16,14 @@ _OWN_NAMES = {
 }
 # These names change what is learnt, where they are used at all.
 _CHANGES = (
-    "use_dora dora pissa_init pissa_iter loraplus_lr_ratio lorap_lr_ratio lora_bias "
-    "neftune_noise_alpha label_smoothing_factor label_smoothing enable_dft_loss use_dft_loss "
-    "packing neat_packing sample_packing padding_free max_samples template chat_template "
-    "modules_to_save additional_target lora_modules_to_save freeze_parameters "
-    "freeze_parameters_ratio freeze_parameters_regex trainable_parameters freeze_trainable_layers "
-    "unfrozen_parameters streaming mix_strategy interleave_probs moe_expert_capacity_factor "
-    "mtp_num_layers dpo_label_smoothing f_divergence_type enable_thinking tokenizer_type "
-    "use_galore use_apollo use_badam use_llama_pro fp8 overlong_filter special_tokens "
-    "mask_truncated_completions new_special_tokens rope_scaling moe_aux_loss_coeff "
-    "moe_z_loss_coeff use_chat_template custom_register_path external_plugins"
+    "use_dora loraplus_lr_ratio lora_bias neftune_noise_alpha enable_dft_loss packing "
+    "neat_packing sample_packing padding_free max_samples template chat_template modules_to_save "
+    "additional_target lora_modules_to_save freeze_parameters freeze_parameters_ratio "
+    "freeze_parameters_regex trainable_parameters unfrozen_parameters streaming mix_strategy "
+    "interleave_probs moe_expert_capacity_factor mtp_num_layers dpo_label_smoothing "
+    "f_divergence_type enable_thinking tokenizer_type use_galore fp8 overlong_filter "
+    "special_tokens mask_truncated_completions new_special_tokens rope_scaling moe_aux_loss_coeff "
+    "moe_z_loss_coeff use_chat_template external_plugins"
 )
 _MEANT = ("use_chat_template",)  # not to use these changes what is learnt
 
