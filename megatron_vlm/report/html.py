@@ -21,7 +21,6 @@ from megatron_vlm.report.charts import (
     chart_figure,
     chart_scripts,
 )
-from megatron_vlm.report.heat import HeatMap, heat_css, heat_figure, heat_script
 from megatron_vlm.report.markup import Html, tag
 from megatron_vlm.report.picture_uri import data_uri
 from megatron_vlm.report.sections import Marked, PictureSource, Report, Section, Styled
@@ -38,8 +37,6 @@ def render_page(report: Report) -> str:
     css, scripts = "", []
     if any(isinstance(part, Charts) for part in report.sections):
         css, scripts = chart_css(), [*chart_scripts()]
-    if any(isinstance(part, HeatMap) for part in report.sections):
-        css, scripts = css + heat_css(), [*scripts, heat_script()]
     if any(isinstance(part, sections.Command | sections.Timeline) for part in report.sections):
         scripts.append(copy_script())
     if any(isinstance(part, sections.CardPages) for part in report.sections):
@@ -194,8 +191,6 @@ def _draw_picture(part: Section) -> Html:
             return tag("figure", tag("b", title), scatter_svg(part), class_="card")
         case sections.Timeline():
             return _timeline(part)
-        case HeatMap():
-            return heat_figure(part)
         case ChartControls():
             return chart_controls(part)
         case _:

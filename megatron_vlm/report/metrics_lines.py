@@ -18,7 +18,7 @@ PREFERENCE_FIGURES: tuple[str, ...] = (
 )
 RETRIEVAL_FIGURES = ("accuracy", "positive_similarity", "nearest_negative_similarity")
 DISTILL_FIGURES: tuple[str, ...] = ("divergence", "cross_entropy")
-MAX_LOADS = 40  # load and usage lines of a run, in addition to those of its last step
+MAX_USAGES = 40  # usage lines of a run, in addition to that of its last step
 _LARGEST = 1e100  # no figure of a run is larger
 _LINE = UntrustedFile("a line of metrics.jsonl")
 STOPPED = "stopped by a signal after"  # the event of a run that was stopped begins so
@@ -87,21 +87,6 @@ class StepLine:
 
 STEP_FIELDS = tuple(field.name for field in fields(StepLine))
 _ABSENT = {field.name: field.default for field in fields(StepLine) if field.default is not MISSING}
-
-
-@dataclass(frozen=True)
-class LoadLine:
-    """Load of the experts in a step. A row is a layer that has experts; a value is the tokens of an
-    expert in percent of the mean expert of its layer. Only some steps have such a line."""
-
-    step: int
-    layers: list[int]
-    load: list[list[int]]
-
-    def __post_init__(self) -> None:
-        widths = {len(row) for row in self.load}
-        if len(self.load) != len(self.layers) or len(widths) != 1 or not min(widths):
-            raise ValueError("the load of experts is a table with a row for each layer")
 
 
 @dataclass(frozen=True)
@@ -182,11 +167,10 @@ class EventLine:
     text: str
 
 
-Line = StartLine | StepLine | LoadLine | UsageLine | RlLine | EvalLine | EventLine
+Line = StartLine | StepLine | UsageLine | RlLine | EvalLine | EventLine
 _KINDS: dict[str, type[Line]] = {
     "start": StartLine,
     "step": StepLine,
-    "load": LoadLine,
     "usage": UsageLine,
     "rl": RlLine,
     "eval": EvalLine,
@@ -194,10 +178,10 @@ _KINDS: dict[str, type[Line]] = {
 }
 
 
-def has_load_line(step: int, total_steps: int) -> bool:
-    """Return whether a step has a LoadLine and a UsageLine. They have many numbers, so only some
-    steps and the last one have them."""
-    return (step - 1) % -(-total_steps // MAX_LOADS) == 0 or step == total_steps
+def has_usage_line(step: int, total_steps: int) -> bool:
+    """Return whether a step has a UsageLine. It has a number for each rank, so only some steps and
+    the last one have one."""
+    return (step - 1) % -(-total_steps // MAX_USAGES) == 0 or step == total_steps
 
 
 def to_json(line: Line) -> str:
@@ -252,9 +236,7 @@ def _clamp_integer(value: Any) -> int:
 
 _PLAIN: dict[Any, Callable[[Any], Any]] = {
     int: _clamp_integer,
-    list[int]: lambda values: [_clamp_integer(value) for value in values],
     list[float]: lambda values: [_figure(value) for value in values],
-    list[list[int]]: lambda rows: [[_clamp_integer(value) for value in row] for row in rows],
     str: str,
     bool: bool,
     dict[str, int]: dict,

@@ -242,4 +242,4 @@ def join_metrics(parts: Sequence[StepMetrics]) -> StepMetrics:
         name: fmean(each.means[name] for each in parts if name in each.means) for name in names
     }
     loss, tokens = fmean(each.loss for each in parts), sum(each.num_tokens for each in parts)
-    return StepMetrics(loss, tokens, None, means, parts[-1].expert_load_LE)
+    return StepMetrics(loss, tokens, None, means)

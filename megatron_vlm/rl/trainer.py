@@ -13,7 +13,7 @@ from megatron_vlm.data.batches.loader import BatchFigures
 from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.engines.engine_thread import Engines
 from megatron_vlm.errors import ConfigError, MegatronVLMError
-from megatron_vlm.report.metrics_lines import has_load_line
+from megatron_vlm.report.metrics_lines import has_usage_line
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.held_out_rewards import HeldOutPrompts
 from megatron_vlm.rl.no_rewards import NoRewards
@@ -191,7 +191,7 @@ class RlTrainer:
             teaches = self.cfg.rl.teacher is not None
             if not teaches and (hint := self.signal.check(self.last.groups, right)) is not None:
                 self.run.log.event(step + 1, hint)
-            if has_load_line(step + 1, self.run.total_steps):
+            if has_usage_line(step + 1, self.run.total_steps):
                 write_sample_lines(
                     Path(self.cfg.run), step + 1, self.last.groups, self.episode_runner
                 )

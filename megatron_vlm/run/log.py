@@ -21,7 +21,6 @@ from megatron_vlm.report.metrics_lines import (
     EvalLine,
     EventLine,
     Line,
-    LoadLine,
     RlLine,
     StartLine,
     StepLine,
@@ -88,10 +87,6 @@ class RunLog:
                 f"step {done}/{self.total_steps}  {line}  {left} left", soft_wrap=True
             )
             self.window = []
-
-    def expert_load(self, step: int, layers: list[int], load: list[list[int]]) -> None:
-        """Write the fields of LoadLine to the files only."""
-        self._write(LoadLine(step, layers, load))
 
     def usage(self, step: int, memory_gb: list[float], seconds: dict[str, float]) -> None:
         """Write the fields of UsageLine to the files only."""

@@ -30,7 +30,7 @@ from megatron_vlm.io.atomic import write_text
 from megatron_vlm.lora.peft_config import is_kind
 from megatron_vlm.lora.weights import serving_remark
 from megatron_vlm.report.layout_table import layout_table, stage_reports
-from megatron_vlm.report.metrics_lines import STOPPED, has_load_line
+from megatron_vlm.report.metrics_lines import STOPPED, has_usage_line
 from megatron_vlm.report.run import write_report
 from megatron_vlm.run.checkpointing import CheckpointManager
 from megatron_vlm.run.evaluation.evaluate import Evaluator, write_examples, write_predictions
@@ -43,7 +43,6 @@ from megatron_vlm.run.run_folder import HELD_OUT_LIST, export_folders, held_fold
 from megatron_vlm.run.start_overview import describe_start, length_of
 from megatron_vlm.run.throughput import Meter, NonFiniteGuard, PhaseTimes, Profiler
 from megatron_vlm.training.data_feed import Feeder, StepData
-from megatron_vlm.training.expert_routing import percent_of_mean
 from megatron_vlm.training.frozen_inputs import frozen_inputs
 from megatron_vlm.training.lr_schedule import total_steps
 from megatron_vlm.training.reference import with_reference
@@ -216,22 +215,16 @@ class Run:
         done = step + 1
         figures = self.meter.read(done, batch.after.epoch, metrics, lr, norm, batch.figures)
         self.log.step(figures)
-        if has_load_line(done, self.total_steps):
-            self._record_usage(done, metrics)
+        if has_usage_line(done, self.total_steps):
+            self._record_usage(done)
         if (warning := self.guard.check(done, metrics, norm)) is not None:
             self.log.event(done, warning)
 
-    def _record_usage(self, done: int, metrics: StepMetrics) -> None:
-        """Log the memory of all ranks, the times of phases and the load of the experts. A
-        collective."""
+    def _record_usage(self, done: int) -> None:
+        """Log the memory of all ranks and the times of phases. A collective."""
         platform = self.worker.platform
         memory = gather_json(round(platform.memory_peak() / 2**30, 3), platform.device)
         self.log.usage(done, memory, self.phase_times.take())
-        if metrics.expert_load_LE is not None:
-            text = self.worker.source.sizes.text
-            assert text.experts is not None
-            layers, load = list(text.expert_layers), percent_of_mean(metrics.expert_load_LE)
-            self.log.expert_load(done, layers, load)
 
     def evaluate_if_due(self) -> None:
         """Evaluate after a step if that is due. This comes before the save, so that the checkpoint

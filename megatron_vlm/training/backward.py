@@ -115,8 +115,6 @@ class StepMetrics:
     # `expert_load`, see training/expert_routing.py, and the losses of model.router_balance_loss and
     # router_z_loss without these coefficients.
     means: dict[str, float] = field(default_factory=dict)
-    # The tokens of each expert [layers with experts, experts]. A controller does not receive it.
-    expert_load_LE: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ class Backward:
         means |= values_of(losses) | (
             {} if load_LE is None else {"expert_load": busiest_expert_ratio(load_LE)}
         )
-        return StepMetrics(loss, count, log_probs, means, load_LE)
+        return StepMetrics(loss, count, log_probs, means)
 
 
 def run_backward(requests: Sequence[Backward]) -> list[StepMetrics]:

@@ -133,10 +133,3 @@ def busiest_expert_ratio(load_LE: Tensor) -> float:
     """Return the tokens of the busiest expert over the mean, in the layer with the highest ratio. 1
     is perfect balance."""
     return float((load_LE.amax(1) / load_LE.mean(1)).amax())
-
-
-def percent_of_mean(load_LE: Tensor) -> list[list[int]]:
-    """Return the tokens of each expert in whole percent of its layer's mean."""
-    mean_L1 = load_LE.mean(1, keepdim=True).clamp(min=1e-9)
-    percent: list[list[int]] = (100 * load_LE / mean_L1).round().int().tolist()
-    return percent

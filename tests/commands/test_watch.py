@@ -235,7 +235,6 @@ ODD = (None, "x", [], {}, [[]], True, -1, 1e308, -1e308, 2**64, 10**400, math.na
 def test_no_value_of_a_file_stops_a_page(tmp_path, run):
     """Each value in each field of each line, and in each field of scores.json."""
     lines = [start(), step(2, 1.0, samples=8), rl(2), evaluation(2, 1.0), event(2, "x"), USAGE]
-    lines += [{"kind": "load", "step": 2, "layers": [0], "load": [[100, 50]]}]
     scores = {"task": "t", "metric": "m", "before": 0.5, "after": 0.75, "standard_error": 0.1}
     scores |= {"samples": 7, "is_paired": True}
     (run / "bench").mkdir()

@@ -26,11 +26,13 @@ from megatron_vlm.report.example_lines import Example, ExamplePart, Examples, Ex
 from megatron_vlm.report.html import document, paging_script
 from megatron_vlm.report.markup import tag
 from megatron_vlm.report.metrics_lines import (
+    MAX_USAGES,
     EvalLine,
     EventLine,
     StartLine,
     StepLine,
     from_json,
+    has_usage_line,
     to_json,
 )
 from megatron_vlm.report.picture_uri import preview_uri
@@ -216,6 +218,13 @@ def test_the_file_holds_null_for_what_is_no_number_and_nothing_for_what_was_not_
     keys = ["kind", "step", "name", "loss", "token_accuracy", "samples", "seconds"]
     assert list(json.loads(to_json(scores))) == keys
     assert from_json('{"kind": "later"}') is None
+
+
+@pytest.mark.parametrize("total", [1, 2, 39, 40, 41, 100, 12_345])
+def test_some_steps_tell_the_memory_the_first_and_the_last_among_them(total):
+    steps = [step for step in range(1, total + 1) if has_usage_line(step, total)]
+    assert steps[0] == 1 and steps[-1] == total
+    assert min(total, MAX_USAGES // 2) <= len(steps) <= MAX_USAGES + 1
 
 
 @pytest.mark.parametrize(

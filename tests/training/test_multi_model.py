@@ -95,7 +95,7 @@ def learn(path: str, case: Case, loras: list[LoraConfig], doing: Doing) -> Any:
 
 
 def plain(done: list[StepMetrics]) -> list[Any]:
-    return [[m.loss, m.num_tokens, m.log_probs, m.means, m.expert_load_LE] for m in done]
+    return [[m.loss, m.num_tokens, m.log_probs, m.means] for m in done]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def watch(args: argparse.Namespace) -> int:
     """show runs in the browser while they train
 
     Serve the report of each run below RUNS, and a list of them, on this machine alone. The pages
-    grow with the runs: state, time left, curves, samples, load of experts, memory, time. Runs that
+    grow with the runs: state, time left, curves, samples, memory, time. Runs that
     begin later appear by themselves. Ctrl-C ends it, and no run ends with it.
 
     example: megatron-vlm watch runs --port 8686

@@ -12,7 +12,6 @@ from megatron_vlm.commands.watch.watched_runs import WatchedRun
 from megatron_vlm.io.numbers_as_text import number, time_spent
 from megatron_vlm.io.printable import show_count
 from megatron_vlm.report.charts import chart_css, chart_scripts
-from megatron_vlm.report.heat import heat_css, heat_script
 from megatron_vlm.report.html import copy_script, document, paging_script
 from megatron_vlm.report.markup import Html, tag
 
@@ -127,9 +126,7 @@ def _live_page(
     bar = tag("header", *crumb, *top, lost)
     off = tag("noscript", tag("p", "This page grows by JavaScript, which is off.", class_="alarm"))
     main = tag("main", *body, data_address=address, data_keys=" ".join(keys))
-    css = chart_css() + heat_css() + (_HERE / "watch.css").read_text()
-    scripts = [
-        (_HERE / "live.js").read_text(),
-        *(*chart_scripts(), heat_script(), copy_script(), paging_script()),
-    ]
+    css = chart_css() + (_HERE / "watch.css").read_text()
+    live = (_HERE / "live.js").read_text()
+    scripts = [live, *chart_scripts(), copy_script(), paging_script()]
     return document(title, css, [bar, off, main], scripts, is_served=True)

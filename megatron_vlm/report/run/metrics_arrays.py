@@ -21,7 +21,6 @@ from megatron_vlm.report.metrics_lines import (
     EvalLine,
     EventLine,
     Line,
-    LoadLine,
     RlLine,
     StartLine,
     UsageLine,
@@ -48,7 +47,6 @@ class RunMetrics:
     empty_N: np.ndarray  # no token of their batch was trained
     figures: dict[str, np.ndarray]  # by the fields of StepLine, each [N]
     evaluations: tuple[EvalLine, ...]
-    loads: tuple[LoadLine, ...]  # loads of the experts
     samples: tuple[RlLine, ...]  # one for each step of `megatron-vlm rl`
     seconds: float  # time of all steps, with those that were repeated
     wall_s: float  # from each start to its last line
@@ -157,7 +155,6 @@ class MetricsReading:
         self.rows = array("d")
         self.resumes: list[tuple[int, int]] = []  # (rows before a resume, steps done before it)
         self.evaluations: dict[tuple[str, int], EvalLine] = {}
-        self.loads: dict[int, LoadLine] = {}
         self.samples: dict[int, RlLine] = {}
         self.usages: list[UsageLine] = []
         self.history: list[StartLine | EventLine] = []
@@ -178,8 +175,6 @@ class MetricsReading:
         elif isinstance(line, EvalLine):
             self.evaluations[line.name, line.step] = line
             self._see_time(line.wall_s)
-        elif isinstance(line, LoadLine):
-            self.loads[line.step] = line
         elif isinstance(line, UsageLine):
             self.usages.append(line)
         elif isinstance(line, RlLine):
@@ -197,7 +192,6 @@ class MetricsReading:
     def _resume(self, step: int) -> None:
         self.resumes.append((len(self.rows) // len(STEP_FIELDS), step))
         self.evaluations = {k: e for k, e in self.evaluations.items() if e.step <= step}
-        self.loads = {number: load for number, load in self.loads.items() if number <= step}
         self.samples = {number: each for number, each in self.samples.items() if number <= step}
 
     def metrics(self) -> RunMetrics:
@@ -213,7 +207,6 @@ class MetricsReading:
             empty_N=columns.pop("empty").astype(bool),
             figures=columns,
             evaluations=tuple(sorted(self.evaluations.values(), key=lambda e: (e.step, e.name))),
-            loads=tuple(load for _, load in sorted(self.loads.items())),
             samples=tuple(line for _, line in sorted(self.samples.items())),
             seconds=float(np.nansum(rows[:, STEP_FIELDS.index("seconds")])),
             wall_s=sum(self.walls),

@@ -11,8 +11,7 @@ import numpy as np
 from megatron_vlm.io.numbers_as_text import number, short_name, time_spent
 from megatron_vlm.io.printable import show_count
 from megatron_vlm.report.bench_table import bench_section
-from megatron_vlm.report.heat import HeatMap
-from megatron_vlm.report.metrics_lines import MAX_LOADS, EventLine, LoadLine, StartLine, UsageLine
+from megatron_vlm.report.metrics_lines import EventLine, StartLine, UsageLine
 from megatron_vlm.report.run.curves import (
     CURVE_NAMES,
     curve_section,
@@ -29,7 +28,6 @@ from megatron_vlm.report.sections import Code, Fold, Heading, Note, Report, Sect
 _MAX_EVENTS = 200
 _MAX_SKIPPED = 20
 _MAX_SCORES = 6  # among the tiles
-_PERCENT = 100
 _MAX_PHASES = 20
 _MAX_RANKS = 16  # ranks in the table; of more, those with the most memory
 
@@ -46,7 +44,6 @@ def run_report(run: LoggedRun, folder: Path, samples: SampleIndex | None = None)
         *sample_section([run]),
         *sample_cards(metrics, folder, samples),
         *curve_section([run]),
-        *expert_section(metrics),
         *score_section([run]),
         *bench_section(folder),
         *usage_section(metrics),
@@ -195,31 +192,6 @@ def _processes(start: StartLine) -> str:
 
 def _time(start: StartLine) -> str:
     return start.time.replace("T", " ")
-
-
-def expert_section(metrics: RunMetrics) -> Iterator[Section]:
-    """Yield the load of each expert of each layer; nothing for a model without experts."""
-    if not metrics.loads:
-        return
-    loads = _comparable_loads(metrics.loads)
-    yield Heading("Load of experts", "Experts")
-    layers = loads[-1].layers
-    cells_TRC = np.array([load.load for load in loads]) / _PERCENT
-    steps = [load.step for load in loads]
-    yield HeatMap("Tokens of experts", steps, "layer", layers, "expert", cells_TRC)
-
-
-def _comparable_loads(loads: tuple[LoadLine, ...]) -> list[LoadLine]:
-    """Return the loads whose layers and experts are those of the last load. If they are too many,
-    return an evenly spaced choice."""
-
-    def shape(line: LoadLine) -> tuple[list[int], int]:
-        return line.layers, len(line.load[0])
-
-    alike = [line for line in loads if shape(line) == shape(loads[-1])]
-    if len(alike) <= MAX_LOADS + 1:
-        return alike
-    return [alike[place] for place in np.linspace(0, len(alike) - 1, MAX_LOADS + 1).astype(int)]
 
 
 def usage_section(metrics: RunMetrics) -> Iterator[Section]:
