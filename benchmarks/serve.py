@@ -39,6 +39,7 @@ from megatron_vlm.config.schema import LoraConfig, ModelConfig, ParallelConfig, 
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.serve.http.api_keys import add_key
 from megatron_vlm.training.backward import LossCall, run_backward
+from megatron_vlm.training.multi_model import run_together
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.support.pool import free_port
@@ -212,17 +213,15 @@ def stage(rank: int, port: int, path: str, pipe: Connection) -> None:
     workers = [MegatronWorker(replace(cfg, lora=lora), base=base) for _ in range(PIPELINED_MODELS)]
     rows = targeted(tokens(MICRO_BATCH, LONG))
 
-    def run(workers: list[MegatronWorker]) -> None:
-        call = LossCall(per_token=True, divisor=1.0, accumulate=True)
-        run_backward([worker.backward(rows, call) for worker in workers])
+    call = LossCall(per_token=True, divisor=1.0, accumulate=True)
 
     def turns() -> float:
         for worker in workers:
-            run([worker])
+            run_backward(worker.backward(rows, call))
         return 0.0
 
     def together() -> float:
-        run(workers)
+        run_together([worker.backward(rows, call) for worker in workers])
         return 0.0
 
     pipe.send(in_turns(turns, together, PIPELINED))

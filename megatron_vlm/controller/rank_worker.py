@@ -19,6 +19,7 @@ from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.training.backward import Backward, LossCall, run_backward
 from megatron_vlm.training.losses import Objective
+from megatron_vlm.training.multi_model import run_together
 from megatron_vlm.training.optimizer import AdamStep
 from megatron_vlm.training.stop_strings import Texts
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
@@ -144,7 +145,9 @@ def backward_of(
 ) -> list[StepMetrics]:
     """Run forward_backward of different models on this rank, in one pass through the pipeline."""
     calls = zip(members, parts, loss_calls, strict=True)
-    metrics = run_backward([member.backward(part, call) for member, part, call in calls])
+    requests = [member.backward(part, call) for member, part, call in calls]
+    alone = len(requests) == 1
+    metrics = [run_backward(requests[0])] if alone else run_together(requests)
     for member in members:
         member.has_gradients = True
     return metrics

@@ -8,10 +8,8 @@ import gc
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from glob import glob
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +17,6 @@ from torch import Tensor
 from megatron_vlm.distributed.cuda_stand_in import install_cpu_stand_in, stand_in_installed
 from megatron_vlm.distributed.host_memory import host_memory_total
 from megatron_vlm.errors import ConfigError
-
-T = TypeVar("T")
 
 _DRIVER_FILES = ("/dev/nvidia[0-9]*", "/proc/driver/nvidia/version")
 _MANY_PARAMETERS = 10**8  # more than models for tests have
@@ -234,42 +230,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-class CopyStream:
-    """Stream of copies to the device while it computes. On the CPU nothing is copied."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def send(self, take: Callable[[Callable[[Tensor], Tensor]], T]) -> Callable[[], T]:
-        """Call `take` with a function that sends a tensor to the device, and return a function that
-        returns the result of `take`. From its call on the device waits for the copies; the host
-        does not."""
-        copies: list[Tensor] = []
-
-        def move(tensor: Tensor) -> Tensor:
-            copies.append(to_device(tensor, self.device))
-            return copies[-1]
-
-        if self.stream is None:
-            result = take(move)
-            return lambda: result
-        with torch.cuda.stream(self.stream):
-            result = take(move)
-        copied = self.stream.record_event()
-
-        def arrive() -> T:
-            compute_stream = torch.cuda.current_stream(self.device)
-            compute_stream.wait_event(copied)
-            for tensor in copies:
-                # The memory belongs to the copy stream. Without this, the next copy could overwrite
-                # it before the compute stream has used it.
-                tensor.record_stream(compute_stream)
-            return result
-
-        return arrive
 
 
 @dataclass(frozen=True)

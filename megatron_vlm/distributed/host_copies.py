@@ -2,12 +2,13 @@
 are memory of this process: the copies are made at once, and there are no streams."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.host_memory import pinned_memory
 
 PAGE = 2**22  # bytes; torch rounds pinned memory up to a power of two
@@ -126,3 +127,44 @@ def _copy(tensor: Tensor, block: PageBlock, start: int, is_store: bool) -> None:
         target, source = (span, part) if is_store else (part, span)
         target.copy_(source, non_blocking=True)
         done += len(span)
+
+
+class CopyStream:
+    """Stream of copies to the device while it computes. On the CPU nothing is copied."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def copying(self) -> Iterator["Copies"]:
+        """Queue copies on this stream."""
+        copies = Copies(self.device)
+        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            yield copies
+        copies.copied = self.stream.record_event() if self.stream else None
+
+
+class Copies:
+    """Tensors on their way to the device."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.tensors: list[Tensor] = []
+        self.copied: torch.cuda.Event | None = None
+
+    def move(self, tensor: Tensor) -> Tensor:
+        """Send a tensor to the device."""
+        self.tensors.append(to_device(tensor, self.device))
+        return self.tensors[-1]
+
+    def arrive(self) -> None:
+        """Let the device wait for the copies; the host does not wait."""
+        if self.copied is None:
+            return
+        compute_stream = torch.cuda.current_stream(self.device)
+        compute_stream.wait_event(self.copied)
+        for tensor in self.tensors:
+            # The memory belongs to the copy stream. Without this, the next copy could overwrite it
+            # before the compute stream has used it.
+            tensor.record_stream(compute_stream)

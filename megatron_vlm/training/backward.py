@@ -1,7 +1,7 @@
 """forward_backward on this rank: the schedule, the division, and the metrics."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +10,11 @@ from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.model.router import RouterLosses
 from megatron_vlm.training.expert_routing import busiest_expert_ratio, take_expert_load
 from megatron_vlm.training.losses import LossFunction, Objective, totals
-from megatron_vlm.training.multi_model import run_together
 from megatron_vlm.training.pipeline import ForwardStep, Stage
-from megatron_vlm.training.router_losses import router_losses, values_of, with_losses
+from megatron_vlm.training.router_losses import RouterTerms
 
 # The gradients of this rank live from one step of the optimizer to the next. They are those of one
 # call, or the sum of several calls.
@@ -134,11 +131,22 @@ class Backward:
 
     stage: Stage
     gradients: Gradients
-    model: ModelConfig
     batches: Sequence[MicroBatch]
     step: ForwardStep
     objective: Objective
     call: LossCall
+    router: RouterTerms | None = None  # losses of the routers, which look ahead
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Run in training mode, with gradients of this call alone. See `Gradients.of_call`."""
+        self.stage.train(True)
+        with self.gradients.of_call(self.call.accumulate):
+            yield
+
+    def forward_step(self) -> ForwardStep:
+        """Return the step of a micro-batch, with the losses of the routers. A collective."""
+        return self.step if self.router is None else self.router.added_to(self.step)
 
     def totals(self, outputs: Sequence[Any]) -> tuple[float, int, dict[str, float]]:
         """Return the loss and the supervised tokens of the global batch, and means, from the
@@ -153,10 +161,7 @@ class Backward:
         return loss_sum / divided_by, count, means
 
     def metrics(
-        self,
-        outputs: Sequence[Any],
-        sums: tuple[float, int, dict[str, float]],
-        losses: RouterLosses | None,
+        self, outputs: Sequence[Any], sums: tuple[float, int, dict[str, float]]
     ) -> StepMetrics:
         """Return the metrics for the caller."""
         loss, count, means = sums
@@ -166,40 +171,17 @@ class Backward:
             log_probs = self.stage.gather_by_row(self.batches, pieces)
         stage = self.stage
         load_LE = take_expert_load(stage.chunks, stage.sizes.text, stage.device)
-        means |= values_of(losses) | (
-            {} if load_LE is None else {"expert_load": busiest_expert_ratio(load_LE)}
-        )
+        if self.router is not None:
+            means |= self.router.values()
+        if load_LE is not None:
+            means["expert_load"] = busiest_expert_ratio(load_LE)
         return StepMetrics(loss, count, log_probs, means)
 
 
-def run_backward(requests: Sequence[Backward]) -> list[StepMetrics]:
-    """Run the requests, of different models with one layout, in one pass through the pipeline. A
-    collective. After an error all gradients are those of the earlier calls."""
-    with ExitStack() as calls:
-        for request in requests:
-            request.stage.train(True)
-            calls.enter_context(request.gradients.of_call(request.call.accumulate))
-        losses = [
-            router_losses(
-                request.model, request.stage, request.batches, request.step, request.call.divisor
-            )
-            for request in requests
-        ]
-        steps = [
-            with_losses(request.step, router_loss)
-            for request, router_loss in zip(requests, losses, strict=True)
-        ]
-        if len(requests) == 1:
-            outputs = [requests[0].stage.run(requests[0].batches, steps[0], forward_only=False)]
-        else:
-            stages, batches = (
-                [request.stage for request in requests],
-                [request.batches for request in requests],
-            )
-            outputs = run_together(stages, batches, steps)
-        sums = [request.totals(output) for request, output in zip(requests, outputs, strict=True)]
-        results = zip(requests, outputs, sums, losses, strict=True)
-        return [
-            request.metrics(output, own_sums, router_loss)
-            for request, output, own_sums, router_loss in results
-        ]
+def run_backward(request: Backward) -> StepMetrics:
+    """Run the request. A collective. After an error the gradients are those of the earlier
+    calls."""
+    with request.computing():
+        step = request.forward_step()
+        outputs = request.stage.run(request.batches, step, forward_only=False)
+        return request.metrics(outputs, request.totals(outputs))

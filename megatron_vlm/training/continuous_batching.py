@@ -28,7 +28,7 @@ from megatron_vlm.training.generation_batch import (
     Prompt,
     filler,
 )
-from megatron_vlm.training.pipeline import Stage, pass_through
+from megatron_vlm.training.pipeline import ItemKind, Stage, pass_through
 from megatron_vlm.training.stage_inputs import StageInput
 from megatron_vlm.training.stop_strings import Texts
 from megatron_vlm.training.token_sampling import pick, whole_logits
@@ -141,9 +141,7 @@ def _run(stage: Stage, passes: Sequence[DecodePass], routing: bool) -> None:
         passes,
         partial(_forward_step, stage, chosen),
         forward_only=True,
-        batch_of=attrgetter("batch"),
-        filler=lambda: filler(stage.device),
-        arriving=partial(_arrivals, stage),
+        kind=ItemKind(attrgetter("batch"), lambda: filler(stage.device), partial(_arrivals, stage)),
     )
     counts = [len(decode_pass.draws) for decode_pass in passes]
     picked_N2 = torch.empty(sum(counts), 2, dtype=torch.double, device=stage.device)

@@ -1,11 +1,12 @@
-"""Micro-batches of several models in one pass through the pipeline. While the last micro-batches of
-a model leave it, those of the next model enter, so the pipeline fills only once.
+"""forward_backward of several models in one pass through the pipeline. While the last micro-batches
+of a model leave it, those of the next model enter, so the pipeline fills only once.
 
 Every model computes with its own chunks, its own loss and its own token count, in the same order as
 alone. Its gradients are therefore the same, bit for bit.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from copy import copy
 from itertools import groupby
 from operator import itemgetter
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.model.stage_model import StageModel
-from megatron_vlm.training.pipeline import ForwardStep, Stage
+from megatron_vlm.training.backward import Backward, StepMetrics
+from megatron_vlm.training.pipeline import ForwardStep, ItemKind, Stage
 
 Item = tuple[int, MicroBatch]  # the number of a model, and one of its micro-batches
 
@@ -45,7 +47,25 @@ class MultiModelChunk(nn.Module):
         return stage.wrapped[self.place]
 
 
-def run_together(
+def run_together(requests: Sequence[Backward]) -> list[StepMetrics]:
+    """Run the requests, of different models with one layout. A collective. After an error all
+    gradients are those of the earlier calls."""
+    with ExitStack() as calls:
+        for request in requests:
+            calls.enter_context(request.computing())
+        outputs = _outputs(
+            [request.stage for request in requests],
+            [request.batches for request in requests],
+            [request.forward_step() for request in requests],
+        )
+        sums = [request.totals(output) for request, output in zip(requests, outputs, strict=True)]
+        return [
+            request.metrics(output, own_sums)
+            for request, output, own_sums in zip(requests, outputs, sums, strict=True)
+        ]
+
+
+def _outputs(
     stages: Sequence[Stage],
     batches: Sequence[Sequence[MicroBatch]],
     steps: Sequence[ForwardStep],
@@ -84,14 +104,8 @@ def run_together(
     items, begins = _in_a_row(stages, batches)
     switched = [MultiModelChunk(stages, place, finish) for place in range(len(lead.chunks))]
     joined = Stage(lead.chunks, switched, lead.grid, lead.pixels)
-    outputs = joined.run(
-        items,
-        step,
-        forward_only=False,
-        batch_of=itemgetter(1),
-        filler=lambda: (len(stages) - 1, filler_batch()),
-        arriving=arriving,
-    )
+    kind = ItemKind(itemgetter(1), lambda: (len(stages) - 1, filler_batch()), arriving)
+    outputs = joined.run(items, step, forward_only=False, kind=kind)
     return [outputs[begin : begin + len(each)] for begin, each in zip(begins, batches, strict=True)]
 
 

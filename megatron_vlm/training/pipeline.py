@@ -3,6 +3,7 @@ stages."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.media.normalize import PixelTables
-from megatron_vlm.distributed.device import CopyStream
 from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.distributed.host_copies import CopyStream
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.log_probs import ExtraOutput
@@ -32,8 +33,15 @@ OfRow = TypeVar("OfRow")
 # loss, ...), and for a forward alone any value.
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[..., Any]]]
 
-# This function brings items to the device for a chunk.
-Arriving = Callable[[Sequence[Any], StageModel], Iterator[Any]]
+
+@dataclass(frozen=True)
+class ItemKind:
+    """How items that are no micro-batches pass through the pipeline."""
+
+    batch_of: Callable[[Any], MicroBatch]
+    filler: Callable[[], Any]  # makes an item that stands for none
+    # Brings the items to the device for a chunk, in the form that the forward step takes.
+    arriving: Callable[[Sequence[Any], StageModel], Iterator[Any]]
 
 
 class Stage:
@@ -58,31 +66,28 @@ class Stage:
         items: Sequence[Any],
         step: ForwardStep,
         forward_only: bool,
-        batch_of: Callable[[Any], MicroBatch] = lambda item: item,
-        filler: Callable[[], Any] = filler_batch,
-        arriving: Arriving | None = None,
+        kind: ItemKind | None = None,
     ) -> list[Any]:
         """Take each item through all stages and chunks. Return what `step` reads of each item on
-        the last stage.
+        the last stage. Items are micro-batches, or of another `kind`.
 
-        `batch_of` returns the micro-batch of an item that is not a micro-batch itself. `arriving`
-        replaces `arrivals`: it yields what `step` takes of the items of a chunk. Interleaved stages
-        take items in groups of as many as there are stages, and replicas that share experts take
-        the same number of items: `filler` makes those that are missing.
+        Interleaved stages take items in groups of as many as there are stages, and replicas that
+        share experts take the same number of items. Fillers stand for those that are missing.
         """
+        kind = kind or ItemKind(lambda batch: batch, filler_batch, self.arrivals)
         dims, config, num_items = self.grid.dims, self.chunks[0].config, len(items)
         count = self.global_max(num_items)
         if dims.virtual_stages > 1:
             count += -count % dims.pp if count else dims.pp
-        items = [*items, *(filler() for _ in range(count - num_items))]
+        items = [*items, *(kind.filler() for _ in range(count - num_items))]
         between: dict[str, Any] = {}
         if dims.pp > 1:
-            batches = [batch_of(item) for item in items]
+            batches = [kind.batch_of(item) for item in items]
             between["p2p_communicator"] = KnownShapeP2P(self.grid, config, self.sizes, batches)
             between["pg_collection"] = self.chunks[0].pg_collection
         outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[(arriving or self.arrivals)(items, chunk) for chunk in self.chunks],
+            data_iterator=[kind.arriving(items, chunk) for chunk in self.chunks],
             model=self.wrapped,
             num_microbatches=len(items),
             # Neither is used: KnownShapeP2P knows the shapes that arrive.

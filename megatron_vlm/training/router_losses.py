@@ -3,7 +3,7 @@
 Shapes: L decoder layers, E experts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,25 +20,55 @@ from megatron_vlm.training.pipeline import ForwardStep, Stage, pass_through
 from megatron_vlm.training.stage_inputs import StageInput
 
 
+class RouterTerms:
+    """The router losses of one forward_backward of a model with experts. They are means of their
+    own, independent of the divisor of the summed loss."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        stage: Stage,
+        batches: Sequence[MicroBatch],
+        divisor: float | None,
+    ):
+        coefficients = {"balance_loss": model.router_balance_loss, "z_loss": model.router_z_loss}
+        self.coefficients = {name: each for name, each in coefficients.items() if each}
+        self.stage, self.batches, self.divisor = stage, batches, divisor
+
+    def added_to(self, step: ForwardStep) -> ForwardStep:
+        """Return the forward step with these losses in its routers. A collective."""
+        losses = router_losses(self.coefficients, self.stage, self.batches, step, self.divisor)
+        self.sums = losses.sums
+
+        def routed(batch: StageInput) -> StageInput:
+            assert batch.routing is not None
+            return replace(batch, routing=replace(batch.routing, losses=losses))
+
+        return lambda data, chunk: step(map(routed, data), chunk)
+
+    def values(self) -> dict[str, float]:
+        """Return each loss without its coefficient, over the global batch, after the last backward.
+        A collective of all ranks."""
+        values = torch.stack([self.sums[name] for name in self.coefficients])
+        dist.all_reduce(values)
+        return dict(zip(self.coefficients, values.tolist(), strict=True))
+
+
 def router_losses(
-    model: ModelConfig,
+    coefficients: Mapping[str, float],
     stage: Stage,
     batches: Sequence[MicroBatch],
     step: ForwardStep,
-    divisor: float | None = None,
-) -> RouterLosses | None:
-    """Return the router losses of the configuration for this global batch, or None if it has none.
-    They are means of their own, independent of the divisor of the summed loss. A collective.
+    divisor: float | None,
+) -> RouterLosses:
+    """Return the losses with these coefficients for this global batch. A collective.
 
     The balancing loss takes an additional forward pass, with the computation of `step`. The share
     of each expert is over all layers, tokens and replicas, so it is unknown until the last of them
     has routed.
     """
-    coefficients = {"balance_loss": model.router_balance_loss, "z_loss": model.router_z_loss}
-    coefficients = {name: coefficient for name, coefficient in coefficients.items() if coefficient}
     experts = stage.sizes.text.experts
-    if experts is None or not coefficients:
-        return None
+    assert experts is not None
     # A filler has no row, so none of its tokens is real.
     tokens = sum(sum(batch.lengths) for batch in batches if batch.rows)
     counts = torch.tensor([tokens, sum(batch.weight for batch in batches)], dtype=torch.float64)
@@ -80,25 +110,3 @@ def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) 
     load_LE = take_expert_load(stage.chunks, stage.sizes.text, stage.device)
     assert load_LE is not None
     return load_LE
-
-
-def with_losses(step: ForwardStep, losses: RouterLosses | None) -> ForwardStep:
-    """Return a forward step whose routers add these losses."""
-    if losses is None:
-        return step
-
-    def routed(batch: StageInput) -> StageInput:
-        assert batch.routing is not None
-        return replace(batch, routing=replace(batch.routing, losses=losses))
-
-    return lambda data, chunk: step(map(routed, data), chunk)
-
-
-def values_of(losses: RouterLosses | None) -> dict[str, float]:
-    """Return each loss without its coefficient, over the global batch. A collective of all
-    ranks."""
-    if losses is None:
-        return {}
-    values = torch.stack([losses.sums[name] for name in losses.scales])
-    dist.all_reduce(values)
-    return dict(zip(losses.scales, values.tolist(), strict=True))

@@ -8,13 +8,13 @@ token, H the width of the decoder.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import TEACHER_FIELDS, MicroBatch
-from megatron_vlm.distributed.device import CopyStream
+from megatron_vlm.distributed.host_copies import Copies, CopyStream
 from megatron_vlm.model.router import Routing, real_places
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.model.vision import VisualPlan
@@ -143,14 +143,17 @@ def stage_input(
 
 
 def arrivals(
-    batches: Sequence[MicroBatch], chunk: StageModel, sees: Sequence[bool], copies: CopyStream
+    batches: Sequence[MicroBatch], chunk: StageModel, sees: Sequence[bool], stream: CopyStream
 ) -> Iterator[StageInput]:
     """Yield micro-batches on the device, in order. While one computes, the next is being copied."""
-    pending: Callable[[], StageInput] | None = None
+    pending: tuple[StageInput, Copies] | None = None
     for number, batch in enumerate(batches):
-        following = copies.send(partial(stage_input, batch, number, chunk, sees[number]))
+        with stream.copying() as copies:
+            following = stage_input(batch, number, chunk, sees[number], copies.move)
         if pending is not None:
-            yield pending()
-        pending = following
+            pending[1].arrive()
+            yield pending[0]
+        pending = following, copies
     if pending is not None:
-        yield pending()
+        pending[1].arrive()
+        yield pending[0]

@@ -9,6 +9,7 @@ micro-batches as the loader plans them.
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Self
@@ -56,7 +57,7 @@ from megatron_vlm.lora.layers import attach, dropout_rng
 from megatron_vlm.lora.targets import adapted_linears, adapter_entries
 from megatron_vlm.lora.weights import adapted_weights, fill, values
 from megatron_vlm.model.build import build_chunks, compute_dtype
-from megatron_vlm.model.constraints import check_backend, check_built, check_config
+from megatron_vlm.model.constraints import check_backend, check_config
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.planner.auto_layout import settle_layers
 from megatron_vlm.planner.host_check import check_offload
@@ -78,6 +79,7 @@ from megatron_vlm.training.optimizer import (
     wrap_data_parallel,
 )
 from megatron_vlm.training.pipeline import Stage
+from megatron_vlm.training.router_losses import RouterTerms
 from megatron_vlm.training.stage_inputs import StageInput
 from megatron_vlm.training.stop_strings import Texts
 
@@ -306,22 +308,21 @@ class MegatronWorker:
         added to those of the calls since the last optim_step; after an error these are unchanged.
         """
         call = LossCall(return_per_token_outputs, loss, divisor, accumulate, options)
-        [metrics] = run_backward([self.backward(batch, call)])
-        return metrics
+        return run_backward(self.backward(batch, call))
 
     def backward(self, batch: Batch, call: LossCall) -> Backward:
-        """Check and prepare a forward_backward for run_backward, which can also run those of other
-        workers with the same base."""
+        """Check and prepare a forward_backward: for run_backward, or with those of other workers of
+        the same base for run_together."""
         assert self.gradients is not None, "made without training"
         check_divisor(call.divisor)
         objective = Objective.create(call.loss, call.options)
         batches = self.micro_batches(batch, objective.value_names)
         objective.check_batches(batches)
-        check_built(self.chunks[0].config, self.dims)
         self.stage.batch_sizes = [BatchSizes.from_micro_batch(each) for each in batches]
-        step = partial(self._loss_step, objective)
-        model = self.stage, self.gradients, self.cfg.model
-        return Backward(*model, batches, step, objective, call)
+        step, model, router = partial(self._loss_step, objective), self.cfg.model, None
+        if model.router_balance_loss or model.router_z_loss:
+            router = RouterTerms(model, self.stage, batches, call.divisor)
+        return Backward(self.stage, self.gradients, batches, step, objective, call, router)
 
     def optim_step(
         self, lr: float | None = None, adam: AdamStep | None = None
@@ -396,7 +397,8 @@ class MegatronWorker:
         return self._check_batches(cut_micro_batches(rows, size, tokens, value_names, first_row))
 
     def _check_batches(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        check_routing(batches, self.source.sizes.text)
+        if any(batch.routing_TLK is not None for batch in batches):
+            check_routing(batches, self.source.sizes.text)
         return list(batches)
 
     def _loss_step(
@@ -407,7 +409,7 @@ class MegatronWorker:
         assert self.gradients is not None
         number = self.gradients.micro_batches + batch.number  # among all micro-batches of the step
         where = self.cfg.train.seed, self.steps, self.grid.dp.rank, number
-        with dropout_rng(*where):
+        with dropout_rng(*where) if self.cfg.lora.dropout else nullcontext():
             head = objective.extra_output, objective.temperature
             output = self.stage.predict(chunk, batch, *head)
         return output, partial(loss_of, objective, batch)

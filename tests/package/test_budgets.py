@@ -23,7 +23,7 @@ BUDGETS = {
     "lines of train": 90,
     "lines of model": 3_680,
     "lines of config": 4_590,
-    "lines of training": 6_100,
+    "lines of training": 6_103,
     "lines of planner": 2_650,
     "lines of lora": 1_290,
     "lines of serve": 8_530,
@@ -48,7 +48,7 @@ BUDGETS = {
     "commands": 21,
     "words of docs": 63_600,
     "words of README": 450,
-    "lines of tests": 61_600,
+    "lines of tests": 61_670,
 }
 
 # Of tests/durations.json, which `.ci/run` writes: the sum of the quick tests, which two processes

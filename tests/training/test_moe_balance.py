@@ -31,7 +31,7 @@ from megatron_vlm.model.constraints import check_config
 from megatron_vlm.model.router import RouterLosses
 from megatron_vlm.report.metrics_lines import from_json, to_json
 from megatron_vlm.run.throughput import Meter
-from megatron_vlm.training import backward, expert_routing, router_losses, stage_inputs
+from megatron_vlm.training import expert_routing, router_losses, stage_inputs
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.preflight import check_run
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
@@ -339,12 +339,12 @@ def test_a_dense_model_has_no_router(key, tiny):
 def patched_losses(change: Callable[[RouterLosses, int], RouterLosses]) -> Any:
     """Patch the routers' losses. `change` also takes the number of micro-batches of this
     replica."""
-    right = backward.router_losses
+    right = router_losses.router_losses
 
-    def wrong(model, stage, batches, step, divisor):
-        return change(right(model, stage, batches, step, divisor), len(batches))
+    def wrong(coefficients, stage, batches, step, divisor):
+        return change(right(coefficients, stage, batches, step, divisor), len(batches))
 
-    return mock.patch.object(backward, "router_losses", wrong)
+    return mock.patch.object(router_losses, "router_losses", wrong)
 
 
 def averaged_over_micro_batches(losses: RouterLosses, count: int) -> RouterLosses:

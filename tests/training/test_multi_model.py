@@ -15,7 +15,8 @@ from megatron_vlm.controller import local_group
 from megatron_vlm.controller.multi_model_backward import SummedLoss, backward_together
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import DataError
-from megatron_vlm.training.backward import LossCall, StepMetrics, run_backward
+from megatron_vlm.training.backward import LossCall, StepMetrics
+from megatron_vlm.training.multi_model import run_together
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
@@ -71,7 +72,7 @@ def in_turns(workers: list[MegatronWorker], asked: Sequence[Call]) -> list[StepM
 
 
 def together(workers: list[MegatronWorker], asked: Sequence[Call]) -> list[StepMetrics]:
-    return run_backward(
+    return run_together(
         [
             worker.backward(my_rows(rows), LossCall(True, loss, 1.0, True, options))
             for worker, (rows, loss, options) in zip(workers, asked, strict=True)
@@ -139,7 +140,7 @@ def failing(path: str) -> Any:
     second = workers[1].backward(rows, LossCall(loss=refuse, accumulate=True))
     first = workers[0].backward(rows, LossCall(accumulate=True))
     with pytest.raises(RefusedError):
-        run_backward([first, second])
+        run_together([first, second])
     after = collect_grads(workers[0])
     return before, after, [worker.gradients.some for worker in workers]
 

@@ -12,12 +12,15 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import DataError
 from megatron_vlm.report.layout_table import StageReport, stage_reports
+from megatron_vlm.training.losses import loss_of
 from megatron_vlm.training.worker import MegatronWorker
+from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, RowSpec, make_rows
 from tests.support.error_fields import raises
 from tests.support.runs import call, my_rows
 from tests.support.suites import full
+from tests.support.walk import Walk, walking
 
 
 def _report(worker: MegatronWorker) -> tuple[list[StageReport], set[str]]:
@@ -155,6 +158,25 @@ def test_each_stage_gets_its_part(pool, tiny):
     first, last = pool.run(call, 2, tiny(**SHALLOW), layout(pp=2), _parts)
     assert first == {"host", "number", "tokens_BS5", "pixel_values_PC", "visuals"}
     assert last == {"host", "number", "tokens_BS5", "places_N", "targets_M"}
+
+
+def _walk(worker: MegatronWorker) -> Walk:
+    batches = worker.micro_batches(make_rows(MIXED[:2]))
+    with walking(until=loss_of) as walk:
+        worker.forward_backward(batches)
+    return walk
+
+
+def test_a_dense_step_of_one_model_passes_nothing_of_several_models_or_of_routers(pool, tiny):
+    [walk] = pool.run(call, 1, tiny(**SHALLOW), layout(), _walk)
+    assert walk.frames[-1] == ("training/losses.py", "cross_entropy")
+    assert walk.entries("training/pipeline.py", "run") == 1
+    foreign = ("multi_model", "router", "experts", "expert_routing", "lora/")
+    assert not [file for file in walk.files if any(name in file for name in foreign)]
+    # Recording must not miss what it looks for.
+    [routed] = pool.run(call, 1, tiny(**EXPERTS), layout(router_balance_loss=0.1), _walk)
+    assert "training/router_losses.py" in routed.files
+    assert routed.entries("training/pipeline.py", "run") == 2
 
 
 def _as_hugging_face_calls(worker: MegatronWorker) -> tuple[bool, str]:

@@ -1,0 +1,73 @@
+"""Walk of a batch: the functions of the package that a step enters on its way to the loss."""
+
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import megatron_vlm
+
+PACKAGE = Path(megatron_vlm.__file__).parent
+_STAND_IN = "distributed/cuda_stand_in.py"  # in place of CUDA's own functions
+_PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+_LAYERS = _PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
+HEIGHT = {
+    name: -place for place, layer in enumerate(_LAYERS) for name in layer.replace("|", " ").split()
+}
+
+
+@dataclass
+class Walk:
+    """Functions in the order in which they are entered, each as (file, name)."""
+
+    frames: list[tuple[str, str]] = field(default_factory=list)
+    climbs: list[tuple[str, str]] = field(default_factory=list)  # (caller's file, higher file)
+
+    @property
+    def files(self) -> list[str]:
+        """Files in the order in which they are first entered."""
+        return list(dict.fromkeys(file for file, _ in self.frames))
+
+    def entries(self, file: str, function: str) -> int:
+        """Count how often a function was entered."""
+        return self.frames.count((file, function))
+
+
+@contextmanager
+def walking(until: Callable[..., Any] | None = None) -> Iterator[Walk]:
+    """Record the walk of the block: all of it, or up to the first return of `until`."""
+    walk, last = Walk(), getattr(until, "__code__", None)
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        if event == "return" and frame.f_code is last:
+            sys.setprofile(None)
+        name = frame.f_code.co_name
+        if event != "call" or name.startswith("<") or (file := _file(frame)) is None:
+            return  # "<": a comprehension or a lambda
+        walk.frames.append((file, name))
+        caller, origin = frame.f_back, None
+        while caller is not None and origin is None:
+            origin, caller = _file(caller), caller.f_back
+        if origin is not None and HEIGHT[_room(file)] > HEIGHT[_room(origin)]:
+            walk.climbs.append((origin, file))
+
+    sys.setprofile(see)
+    try:
+        yield walk
+    finally:
+        sys.setprofile(None)
+
+
+def _file(frame: FrameType) -> str | None:
+    """Return the file of the package that a frame runs, or None."""
+    path = frame.f_code.co_filename
+    file = path.removeprefix(f"{PACKAGE}/")
+    return None if file in (path, _STAND_IN) else file
+
+
+def _room(file: str) -> str:
+    return file.partition("/")[0].removesuffix(".py")
