@@ -2,54 +2,112 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.distributed.agreement import Signals, Vote, all_reduce_max
+from megatron_vlm.distributed.agreement import Signals, Stopped, Vote, all_reduce_max
 from megatron_vlm.distributed.collectives import broadcast_bytes, broadcast_json
 from megatron_vlm.distributed.watchdog import Watchdog
 
 HEARTBEAT_S = 2.0  # interval of rank 0's messages to the others while it only waits
 
 
-class CommandChannel:
-    """Channel of commands from rank 0, on every rank. All ranks meet before each command. A signal
-    to one of them thus stops all, and a rank that waits is not taken for stuck."""
+class Content(Protocol):
+    """A large argument of a command, such as a batch of rows."""
 
-    def __init__(self, watchdog: Watchdog, signals: Signals, device: torch.device):
+    def to_bytes(self) -> bytes: ...
+
+    @staticmethod
+    def from_bytes(buffer: bytes) -> "Content": ...
+
+
+class CommandChannel:
+    """Channel of commands from rank 0, on every rank. A command is the name of a method and its
+    arguments, which are values of JSON or of the type `content`. `run` runs it on each rank.
+
+    All ranks meet before each command, so that a rank that waits is not taken for stuck. After a
+    signal to one of them, the next meeting raises Stopped on all, once: rank 0 may have more
+    commands before it ends.
+    """
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        signals: Signals,
+        device: torch.device,
+        run: Callable[[str, list[Any]], Any],
+        content: type[Content],
+        unreachable: Callable[[str, Exception], Exception] | None = None,
+    ):
+        """`unreachable` returns the error to raise where the others cannot receive a command."""
         self.watchdog, self.signals, self.device = watchdog, signals, device
+        self.run, self.content, self.unreachable = run, content, unreachable
         self.alone = dist.get_world_size() == 1
+        self.is_stopping = False
         self.last = time.monotonic()
 
-    @property
-    def is_silent(self) -> bool:
-        """True on rank 0 if the others have received nothing from it for HEARTBEAT_S."""
-        return time.monotonic() - self.last >= HEARTBEAT_S
+    # -- rank 0
 
-    def meet(self) -> bool:
-        """Meet the other ranks, and return whether any of them received a signal. A collective."""
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Run a method on all ranks, and return the result of rank 0."""
+        self.send(method, *arguments)
+        return self.run(method, list(arguments))
+
+    def send(self, method: str, *arguments: Any) -> None:
+        """Send a command that only the other ranks run. `end` is the last one, and contents among
+        its arguments are bytes."""
+        plain, packed = list(arguments), {}
+        for place, each in enumerate(arguments):
+            if isinstance(each, bytes | self.content) and not self.alone:
+                # This happens before the other ranks wait, so an error concerns rank 0 alone.
+                packed[place] = each if isinstance(each, bytes) else each.to_bytes()
+                plain[place] = None
+        try:
+            self._meet()
+            if not self.alone:
+                command = {"method": method, "arguments": plain, "contents": [*packed]}
+                broadcast_json(command, 0, None, self.device)
+                for content in packed.values():
+                    broadcast_bytes(content, 0, None, self.device)
+        except Exception as error:
+            if self.unreachable is None or isinstance(error, Stopped):
+                raise
+            raise self.unreachable(method, error) from error
+
+    def wait(self) -> None:
+        """Keep the other ranks connected while rank 0 does something else; call it often. Raise
+        Stopped once a rank has received a signal to stop."""
+        is_signal_new = self.signals.received is not None and not self.is_stopping
+        if is_signal_new or time.monotonic() - self.last >= HEARTBEAT_S:
+            self.send("wait")
+
+    # -- the others
+
+    def follow(self) -> list[Any]:
+        """Run the commands of rank 0 until it sends `end`, and return the arguments of that."""
+        while True:
+            self._meet()
+            command = broadcast_json(None, 0, None, self.device)
+            method, arguments = command["method"], command["arguments"]
+            for place in command["contents"]:
+                data = broadcast_bytes(None, 0, None, self.device)
+                arguments[place] = data if method == "end" else self.content.from_bytes(data)
+            if method == "end":
+                return arguments
+            if method != "wait":
+                self.run(method, arguments)
+
+    def _meet(self) -> None:
         self.last = time.monotonic()
         self.watchdog.alive()
         vote = Vote.OK if self.signals.received is None else Vote.STOP
-        return all_reduce_max(vote, self.device) == Vote.STOP
-
-    def send(self, order: Mapping[str, Any], contents: Sequence[bytes] = ()) -> None:
-        """Send a command to the others, on rank 0, after all have met."""
-        if self.alone:
-            return
-        broadcast_json({**order, "contents": len(contents)}, 0, None, self.device)
-        for content in contents:
-            broadcast_bytes(content, 0, None, self.device)
-
-    def receive(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Return the next command and its contents, on the others, after all have met."""
-        order = broadcast_json(None, 0, None, self.device)
-        count = order.pop("contents")
-        return order, [broadcast_bytes(None, 0, None, self.device) for _ in range(count)]
+        if all_reduce_max(vote, self.device) == Vote.STOP and not self.is_stopping:
+            self.is_stopping = True
+            raise Stopped
 
 
 # Rank 0 may have long work that the other ranks do not share. It keeps contact with them meanwhile,

@@ -31,7 +31,7 @@ from megatron_vlm.serve.journal.journal_records import (
     SamplingSession,
 )
 from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
-from megatron_vlm.serve.model_commands import ModelCommands
+from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.sample_calls import SampleAsk, at_temperature, complete
 from megatron_vlm.serve.sample_turns import Arriving, SampleTurns

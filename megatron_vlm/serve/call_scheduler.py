@@ -9,7 +9,7 @@ from megatron_vlm.serve.fair_queue import PER_SWAP, FairQueue
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import SAMPLE, TRAINING, Call
 from megatron_vlm.serve.model_cache import ModelCache
-from megatron_vlm.serve.model_commands import ModelCommands
+from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.vllm_samples import EngineSampling
 

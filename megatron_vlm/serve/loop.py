@@ -17,7 +17,7 @@ from megatron_vlm.serve.call_scheduler import CallScheduler
 from megatron_vlm.serve.failures import FullDisk, bare, catch_error
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call
-from megatron_vlm.serve.model_commands import ModelCommands
+from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.vllm_samples import EngineSampling
 

@@ -21,7 +21,7 @@ from megatron_vlm.version import __version__
 
 if TYPE_CHECKING:
     from megatron_vlm.distributed.agreement import Signals
-    from megatron_vlm.serve.model_commands import ModelCommands
+    from megatron_vlm.serve.rank_models import ModelCommands
 
 
 def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
@@ -29,8 +29,7 @@ def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
     with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         from megatron_vlm.controller.rank_worker import BrokenError
         from megatron_vlm.distributed.agreement import Signals
-        from megatron_vlm.serve.model_commands import ModelCommands
-        from megatron_vlm.serve.rank_models import Models
+        from megatron_vlm.serve.rank_models import ModelCommands, Models
 
         signals = signals or Signals()
         with ExitStack() as opened:

@@ -22,8 +22,7 @@ from megatron_vlm.io.atomic import partial_of
 from megatron_vlm.serve.failures import catch_error, undo_on_error
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Model, SamplingSession
-from megatron_vlm.serve.model_commands import ModelCommands
-from megatron_vlm.serve.rank_models import BASE, ModelSettings
+from megatron_vlm.serve.rank_models import BASE, ModelCommands, ModelSettings
 
 Redo = Callable[["LoadedModel", Call], None]
 
@@ -77,8 +76,18 @@ class ModelCache:
         self._check(form)
         self._make_room(form)
         folder = None if source is None else str(source)
-        self.commands.make(id, form, True, folder, moments)
+        self._make(id, form, True, folder, moments)
         self.models[id] = LoadedModel(id, form, 0, 0)
+
+    def _make(
+        self, name: str, form: ModelSettings, training: bool, folder: str | None, moments: bool
+    ) -> None:
+        make, settings = self.commands.models.make, form.as_json()
+        self.commands.call(make, name, settings, training, folder, moments)
+
+    def save(self, loaded: LoadedModel, folder: Path, moments: bool) -> None:
+        """Save the weights of the model and, with `moments`, the optimizer's moments."""
+        self.commands.call(self.commands.models.save, loaded.id, str(folder), moments)
 
     def _check(self, form: ModelSettings) -> None:
         if form.rank > self.serve.max_rank:
@@ -150,7 +159,7 @@ class ModelCache:
         """Free the memory of the model without saving it."""
         if self.models.pop(id, None) is not None:
             self.fresh = {f: entry for f, entry in self.fresh.items() if entry[0] != id}
-            self.commands.drop(id)
+            self.commands.call(self.commands.models.drop, id)
             gc.collect()  # hooks and modules refer to each other
 
     def keep(self, loaded: LoadedModel) -> None:
@@ -164,7 +173,7 @@ class ModelCache:
                     shutil.rmtree(leftover, ignore_errors=True)
 
             with undo_on_error(free_disk_space):
-                self.commands.save(loaded.id, str(folder), True)
+                self.save(loaded, folder, True)
                 self.journal.record_saved(loaded.id, loaded.applied, folder)
             loaded.saved = loaded.applied
         loaded.unsaved_s = 0.0
@@ -201,9 +210,9 @@ class ModelCache:
             )
             for name in _oldest_surplus(idle_first, form, capacity):
                 self.snapshots.pop(name)
-                self.commands.drop(name)
+                self.commands.call(self.commands.models.drop, name)
                 gc.collect()
-            self.commands.make(folder, form, False, folder, False)
+            self._make(folder, form, False, folder, False)
             self.snapshots[folder] = form
             self._record_swap(started)
         self.snapshots.move_to_end(folder)

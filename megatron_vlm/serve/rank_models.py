@@ -4,26 +4,36 @@ kept for sampling. Every rank has the same models and makes the same calls.
 Models with adapters share the base model's weights. A fully trained model has its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+from torch import Tensor
 
 from megatron_vlm.checkpoint import save_load
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.controller import WorkerGroup, local_group
 from megatron_vlm.controller.multi_model_backward import SummedLoss, backward_together
+from megatron_vlm.controller.rank_worker import BrokenError
 from megatron_vlm.controller.resumable_decoder import (
     ResumableDecoder,
     SampleProgress,
     SampleRequest,
 )
 from megatron_vlm.controller.split_batch import BatchLike
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.distributed.agreement import Signals, Stopped
+from megatron_vlm.distributed.error_recovery import have_all_failed
+from megatron_vlm.distributed.rank0 import CommandChannel
 from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.serve.failures import CallFailedError, Trouble
 from megatron_vlm.training.optimizer import AdamStep
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 BASE = "base"
+Json: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,17 +61,9 @@ class ModelSettings:
         return replace(cfg, lora=lora, train=replace(cfg.train, seed=self.seed))
 
 
-@dataclass(frozen=True)
-class Loss:
-    """Loss of a model, and its options."""
-
-    model: str
-    name: str
-    options: Mapping[str, float]
-
-
 class Models:
-    """Models by name. A call that a worker refuses is refused on every rank alike."""
+    """Models by name. A call that a worker refuses is refused on every rank alike. Arguments
+    are batches and values of JSON."""
 
     def __init__(self, cfg: Config, watchdog: Watchdog):
         self.cfg, self.watchdog = cfg, watchdog
@@ -71,17 +73,13 @@ class Models:
         self.decoders: dict[str, ResumableDecoder] = {}  # for models with samples in progress
 
     def make(
-        self,
-        name: str,
-        form: ModelSettings,
-        training: bool,
-        folder: str | None = None,
-        moments: bool = True,
+        self, name: str, form: Json, training: bool, folder: str | None, moments: bool
     ) -> None:
         """Create a model with its initial weights, or with the weights in a folder and, with
         `moments`, the optimizer's moments."""
-        base = self.base if form.rank else None
-        worker = MegatronWorker(form.config(self.cfg), training, self.watchdog, base)
+        settings = ModelSettings.from_json(form)
+        base = self.base if settings.rank else None
+        worker = MegatronWorker(settings.config(self.cfg), training, self.watchdog, base)
         self.workers[name], self.groups[name] = worker, local_group(worker)
         if folder is not None:
             try:
@@ -108,35 +106,39 @@ class Models:
         if worker.gradients is not None:
             worker.gradients.forget()
 
-    def forward_backward(self, *batches: BatchLike, losses: Sequence[Loss]) -> list[StepMetrics]:
-        """Compute the gradients of a summed loss for each batch; each batch is for another model.
-        The gradients are added to those since the model's last step. Return metrics with
+    def forward_backward(self, losses: Sequence[Json], *batches: BatchLike) -> list[StepMetrics]:
+        """Compute the gradients of a summed loss for each batch; each batch is for another model
+        (`name`). The gradients are added to those since the model's last step. Return metrics with
         log-probs."""
         return backward_together(
             [
-                SummedLoss(self.groups[each.model], batch, each.name, each.options)
+                SummedLoss(self.groups[each["name"]], batch, each["loss"], each["options"])
                 for batch, each in zip(batches, losses, strict=True)
             ]
         )
 
-    def forward(self, name: str, batch: BatchLike, temperature: float = 1.0) -> list[Any]:
+    def forward(self, name: str, batch: BatchLike, temperature: float = 1.0) -> list[Tensor]:
         """Return the log-probs of the targets of each row."""
-        return self.groups[name].forward(batch, temperature).result()
+        log_probs: list[Tensor] = self.groups[name].forward(batch, temperature).result()
+        return log_probs
 
-    def likeliest(self, name: str, batch: BatchLike, count: int, temperature: float) -> list[Any]:
+    def likeliest(
+        self, name: str, batch: BatchLike, count: int, temperature: float
+    ) -> list[Tensor]:
         """Return the most likely tokens at each place of a row that has targets."""
-        return self.groups[name].likeliest(batch, count, temperature).result()
+        tokens: list[Tensor] = self.groups[name].likeliest(batch, count, temperature).result()
+        return tokens
 
-    def optim_step(self, name: str, lr: float, adam: AdamStep) -> tuple[float, float]:
+    def optim_step(self, name: str, lr: float, adam: Json) -> tuple[float, float]:
         """Apply the gradients, or make a step without gradients."""
         self.decoders.pop(name, None)
-        return self.groups[name].optim_step(lr, adam).result()
+        return self.groups[name].optim_step(lr, AdamStep(**adam)).result()
 
     def draw(
         self,
         name: str,
-        *prompts: BatchLike,
-        requests: Sequence[SampleRequest],
+        prompts: BatchLike | None,
+        requests: Sequence[Json],
         leave: Sequence[int],
         rounds: int,
     ) -> list[SampleProgress]:
@@ -145,9 +147,9 @@ class Models:
         if name not in self.decoders:
             rows = self.cfg.serve.sampler_rows
             self.decoders[name] = ResumableDecoder(self.groups[name], rows)
-        joining = prompts[0] if prompts else None
+        asked = [SampleRequest.from_json(each) for each in requests]
         try:
-            progress = self.decoders[name].advance(joining, requests, leave, rounds)
+            progress = self.decoders[name].advance(prompts, asked, leave, rounds)
         except Exception:
             del self.decoders[name]
             raise
@@ -168,3 +170,87 @@ class Models:
     def step_of(self, name: str) -> int:
         """Return the number of optimizer steps so far."""
         return self.workers[name].steps
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ModelCommands:
+    """Calls of Models on every rank. Rank 0 alone receives the clients' calls; all ranks
+    compute."""
+
+    def __init__(self, models: Models, signals: Signals):
+        self.models = models
+        self.channel = CommandChannel(
+            models.watchdog,
+            signals,
+            models.base.platform.device,
+            self._run,
+            TensorBatch,
+            _unreachable,
+        )
+        self.wait = self.channel.wait
+        self.performed = 0  # number of calls that have run, the same on all ranks
+
+    def call(self, method: Callable[P, T], *arguments: P.args, **_: P.kwargs) -> T:
+        """Run a method of Models on every rank, and return its result on rank 0."""
+        result: T = self.channel.call(method.__name__, *arguments)
+        return result
+
+    def end(self) -> None:
+        """Make the other ranks return from `follow`."""
+        self.channel.send("end")
+
+    def follow(self) -> None:
+        """Run the calls of rank 0 until the service ends."""
+        while True:
+            try:
+                self.channel.follow()
+                return
+            except Stopped:
+                continue  # rank 0 still saves what is in memory
+            except BrokenError:
+                raise
+            except MegatronVLMError:
+                continue  # rank 0 has the same error and reports it to the client
+
+    def _run(self, method: str, arguments: list[Any]) -> Any:
+        """Run a call and return its result. After an unexpected error all ranks go on if all have
+        met it at the same place. Otherwise raise BrokenError, which ends the job."""
+        self.performed += 1
+        first = arguments[0]
+        names = first if isinstance(first, str) else ", ".join(each["name"] for each in first)
+        files = method in ("make", "save", "load")
+        self.models.watchdog.begin_phase(0, f"{method} of {names}", files=files)
+        try:
+            return getattr(self.models, method)(*arguments)
+        except BrokenError as error:
+            trouble = Trouble.from_error(error.__cause__ or error)
+        except MegatronVLMError:
+            raise
+        except Exception as error:
+            trouble = Trouble.from_error(error)
+        finally:
+            self.models.watchdog.begin_phase(0, "waiting for calls")
+        # The error is freed by now, and with its traceback the tensors of the computation.
+        raise self._error_after(method, trouble)
+
+    def _error_after(self, call: str, trouble: Trouble) -> Exception:
+        base = self.models.base
+        together = self.channel.alone or (
+            not trouble.in_collective and have_all_failed(f"failed/{self.performed}", base.grid)
+        )
+        if not together:
+            text = f"not all ranks have met this error: {trouble.message}"
+            return BrokenError(text, place=call)
+        try:
+            base.platform.wait()
+            base.platform.release()
+        except Exception as error:
+            return BrokenError(f"the device no longer does anything: {error}", place=call)
+        return CallFailedError(trouble.message)
+
+
+def _unreachable(method: str, error: Exception) -> BrokenError:
+    return BrokenError(f"the other ranks cannot receive this call: {error}", place=method)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, continue_row
 from megatron_vlm.family.spec import Tokens
 from megatron_vlm.serve.http import schemas
-from megatron_vlm.serve.model_commands import ModelCommands
 from megatron_vlm.serve.protocol.answers import write_samples
 from megatron_vlm.serve.protocol.payloads import (
     NO_LOG_PROB,
@@ -27,6 +27,7 @@ from megatron_vlm.serve.protocol.payloads import (
 )
 from megatron_vlm.serve.protocol.prompt_targets import NOTHING, PromptTargets, read_prompt_targets
 from megatron_vlm.serve.protocol.requests import read_prompt
+from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.requests_as_rows import RowReader
 
 
@@ -177,7 +178,8 @@ def at_temperature(
             (asks[place].prompt, each) for place in places for each in asks[place].answers or ()
         ]
         rows = [replace(continue_row(prompt, each.ids), values_S={}) for prompt, each in pairs]
-        scored = iter(commands.forward(weights, rows, temperature))
+        forward = commands.models.forward
+        scored = iter(commands.call(forward, weights, batch_of(rows), temperature))
         for place in places:
             answers = tuple(
                 replace(each, log_probs=tuple(next(scored)[-len(each.ids) :].tolist()))
@@ -202,7 +204,8 @@ def _score_prompts(
             names.append((place, "targets"))
     scored: list[dict[str, np.ndarray]] = [{} for _ in asks]
     if rows:
-        for (place, name), log_probs in zip(names, commands.forward(weights, rows), strict=True):
+        scores = commands.call(commands.models.forward, weights, batch_of(rows))
+        for (place, name), log_probs in zip(names, scores, strict=True):
             scored[place][name] = log_probs.numpy()
     return scored
 
@@ -223,7 +226,7 @@ def _samples(
         prompt_log_probs[hidden_S] = np.nan
     if ask.top_prompt:
         row = replace(ask.prompt, targets=torch.zeros_like(ask.prompt.ids_S)[:, None])
-        top_Sk2 = commands.likeliest(weights, [row], ask.top_prompt, 1.0)[0].numpy()
+        top_Sk2 = _likeliest(commands, weights, [row], ask.top_prompt, 1.0)[0].numpy()
         top_prompt = _top(np.concatenate([top_Sk2[:1], top_Sk2[:-1]]))
         top_prompt.ids[hidden_S], top_prompt.log_probs[hidden_S] = NO_TOKEN, NO_LOG_PROB
     if ask.targets is not None:
@@ -258,8 +261,15 @@ def _tops(
         labels_S = torch.full_like(row.ids_S, IGNORE)
         rows.append(replace(row, labels_S=labels_S, values_S={}, targets=targets_S[:, None]))
     temperature = ask.settings.temperature or 1.0
-    tops = commands.likeliest(weights, rows, ask.top_sample, temperature)
+    tops = _likeliest(commands, weights, rows, ask.top_sample, temperature)
     return [_top(each[length - 1 : -1].numpy()) for each in tops]
+
+
+def _likeliest(
+    commands: ModelCommands, weights: str, rows: Sequence[Row], count: int, temperature: float
+) -> list[Tensor]:
+    likeliest = commands.models.likeliest
+    return commands.call(likeliest, weights, batch_of(rows), count, temperature)
 
 
 def _top(found_Sk2: np.ndarray) -> TopK:

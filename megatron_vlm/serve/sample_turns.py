@@ -13,12 +13,13 @@ from megatron_vlm.controller.resumable_decoder import (
     SampleProgress,
     SampleRequest,
 )
+from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.distributed.agreement import Stopped
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.serve.failures import REFUSALS, bare, failure_of
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Failure, Finished
-from megatron_vlm.serve.model_commands import ModelCommands
+from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.sample_calls import SampleAsk
 
@@ -81,7 +82,7 @@ class SampleTurns:
     ):
         self.commands, self.journal, self.prefetcher = commands, journal, prefetcher
         self.answer, self.finish, self.seconds = answer, finish, seconds
-        models = commands.models
+        self.models = models = commands.models
         self.replicas = models.base.dims.dp
         self.room = SAMPLES_AHEAD_PER_ROW * models.cfg.serve.sampler_rows * models.base.dims.pp
         self.batches: dict[str, SampleBatch] = {}
@@ -113,7 +114,7 @@ class SampleTurns:
     def forget_lost(self) -> None:
         """Forget the samples in progress whose weights have changed or have left memory."""
         for name, batch in list(self.batches.items()):
-            if self.commands.models.decoders.get(name) is not batch.decoder:
+            if self.models.decoders.get(name) is not batch.decoder:
                 self.again |= batch.ids()
                 del self.batches[name]
 
@@ -127,7 +128,7 @@ class SampleTurns:
         try:
             name = to(next(iter(batch.inside.values())).call)
             if name is not None:
-                self.commands.move(weights, name)
+                self.commands.call(self.models.move, weights, name)
                 batch.weights = name
                 self.batches[name] = self.batches.pop(weights)
         except BrokenError:
@@ -238,15 +239,21 @@ class SampleTurns:
     ) -> None:
         batch, started = turn.batch, time.monotonic()
         rows = [each.ask.prompt for each in joining]
-        requests = [each.request for each in joining]
         try:
-            progress = self.commands.draw(batch.weights, rows, requests, list(leave), self.rounds)
+            progress = self.commands.call(
+                self.models.draw,
+                batch.weights,
+                batch_of(rows) if rows else None,
+                [each.request.as_json() for each in joining],
+                list(leave),
+                self.rounds,
+            )
         except BrokenError:
             raise
         except MegatronVLMError as error:
             self._record_failure(turn, error)
             return
-        batch.decoder = self.commands.models.decoders.get(batch.weights)
+        batch.decoder = self.models.decoders.get(batch.weights)
         rounds = int(self.rounds * SAMPLE_TURN_S / max(time.monotonic() - started, 1e-3))
         self.rounds = max(1, min(rounds, 2 * self.rounds, MAX_ROUNDS))
         self._take(turn, progress)

@@ -25,7 +25,7 @@ from megatron_vlm.serve.journal.accept import Bounds
 from megatron_vlm.serve.journal.cleanup import JournalExpiry
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.loop import Service
-from megatron_vlm.serve.model_commands import ModelCommands
+from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.sample_calls import SampleBounds, StopWords

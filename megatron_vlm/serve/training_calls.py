@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.config.trainable import Exported
+from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.distributed.rank0 import run_in_thread
 from megatron_vlm.errors import show_value
 from megatron_vlm.serve.failures import undo_on_error
@@ -35,10 +37,9 @@ from megatron_vlm.serve.journal.journal_records import (
 )
 from megatron_vlm.serve.memory_check import check_fits
 from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
-from megatron_vlm.serve.model_commands import ModelCommands
 from megatron_vlm.serve.protocol.answers import write_forward_backward
 from megatron_vlm.serve.protocol.payloads import RequestError
-from megatron_vlm.serve.rank_models import Loss, ModelSettings
+from megatron_vlm.serve.rank_models import ModelCommands, ModelSettings
 from megatron_vlm.serve.requests_as_rows import Batch, figures_of, metrics_of
 from megatron_vlm.training.optimizer import AdamStep
 
@@ -53,7 +54,8 @@ class ModelCalls:
     the journal."""
 
     def __init__(self, commands: ModelCommands, model_cache: ModelCache, journal: Journal):
-        self.commands, self.model_cache, self.journal = commands, model_cache, journal
+        self.commands, self.models = commands, commands.models
+        self.model_cache, self.journal = model_cache, journal
         counted = (
             "trained_tokens_total",
             "optimizer_steps_total",
@@ -114,10 +116,10 @@ class ModelCalls:
                 remedy="load it as a new model",
             )
         with self._undo_on_error(loaded):
-            self.commands.load(loaded.id, str(folder), form.optimizer)
+            self.commands.call(self.models.load, loaded.id, str(folder), form.optimizer)
             loaded.record_change(call.seq)
             saved = self.model_cache.new_folder("states")
-            self.commands.save(loaded.id, str(saved), True)
+            self.model_cache.save(loaded, saved, True)
         loaded.saved = call.seq
         answer = {"path": form.path, "model_id": call.owner, "type": "load_weights"}
         return _json(answer), Changes(saved=(Saved(call.owner, call.seq, saved),))
@@ -129,7 +131,9 @@ class ModelCalls:
         batches = [batch for _, batch in calls]
         if batches[0].forward_only:
             assert len(batches) == 1
-            log_probs = self.commands.forward(models[0].id, batches[0].rows)
+            log_probs = self.commands.call(
+                self.models.forward, models[0].id, batch_of(batches[0].rows)
+            )
             results = [(log_probs, metrics_of(batches[0], log_probs))]
         else:
             for loaded, batch in zip(models, batches, strict=True):
@@ -142,7 +146,7 @@ class ModelCalls:
         return self._answers(batches, results)
 
     def _check_fits(self, loaded: LoadedModel, batch: Batch) -> None:
-        worker = self.commands.models.workers[loaded.id]
+        worker = self.models.workers[loaded.id]
         itemsize = worker.chunks[0].config.params_dtype.itemsize
         memory = worker.platform.memory_total()
         check_fits(batch.rows, worker.cfg, worker.source.sizes, worker.dims, itemsize, memory)
@@ -150,11 +154,11 @@ class ModelCalls:
     def _added_or_not(self, models: Sequence[LoadedModel]) -> AbstractContextManager[None]:
         """Preserve the gradients if the body raises an error. Models that have received new
         gradients are forgotten, so that they are restored from disk."""
-        before = [self.commands.models.backwards_of(each.id) for each in models]
+        before = [self.models.backwards_of(each.id) for each in models]
 
         def forget_changed() -> None:
             for loaded, count in zip(models, before, strict=True):
-                if self.commands.models.backwards_of(loaded.id) != count:
+                if self.models.backwards_of(loaded.id) != count:
                     self.model_cache.forget(loaded.id)
 
         return undo_on_error(forget_changed)
@@ -186,10 +190,11 @@ class ModelCalls:
     ) -> list[tuple[list[Tensor], dict[str, float]]]:
         """Compute the gradients, and return the log-probs and the metrics of each batch."""
         losses = [
-            Loss(loaded.id, batch.loss, batch.options)
+            {"name": loaded.id, "loss": batch.loss, "options": batch.options}
             for loaded, batch in zip(models, batches, strict=True)
         ]
-        metrics = self.commands.forward_backward(losses, [batch.rows for batch in batches])
+        rows = [batch_of(batch.rows) for batch in batches]
+        metrics = self.commands.call(self.models.forward_backward, losses, *rows)
         return [(each.log_probs or [], figures_of(each)) for each in metrics]
 
     def optim_step(self, call: Call, body: bytes) -> Done:
@@ -197,7 +202,7 @@ class ModelCalls:
         norm = self._step(loaded, call.seq, schemas.OptimStep.model_validate_json(body).adam_params)
         # JSON has no form for a norm that is not finite.
         metrics = {"grad_norm": norm} if math.isfinite(norm) else {"skipped_not_finite": 1.0}
-        steps = self.commands.models.step_of(loaded.id)
+        steps = self.models.step_of(loaded.id)
         change = ModelChange(call.owner, figures={"steps": steps, **metrics})
         return _json({"metrics": metrics}), Changes(models=(change,))
 
@@ -211,7 +216,9 @@ class ModelCalls:
             without_gradients=True,
         )
         with self._undo_on_error(loaded):
-            norm, _ = self.commands.optim_step(loaded.id, params.learning_rate, adam)
+            norm, _ = self.commands.call(
+                self.models.optim_step, loaded.id, params.learning_rate, asdict(adam)
+            )
         loaded.record_change(seq)
         self.gauges["optimizer_steps_total"] += 1
         return norm
@@ -260,7 +267,7 @@ class ModelCalls:
                 allowed="a name, or sampling_session_seq_id for a session",
             )
         folder = self.model_cache.new_folder("weights")
-        self.commands.save(loaded.id, str(folder), False)
+        self.model_cache.save(loaded, folder, False)
         self.model_cache.fresh[str(folder)] = loaded.id, loaded.version
         sampler = SamplingSession(
             sampler_id(model.session, form.sampling_session_seq_id),
@@ -291,7 +298,7 @@ class ModelCalls:
     ) -> tuple[Path, NamedCheckpoint]:
         """Save the model's weights in a new folder, and return the folder and its checkpoint."""
         folder = self.model_cache.new_folder("weights")
-        self.commands.save(loaded.id, str(folder), moments)
+        self.model_cache.save(loaded, folder, moments)
         if kind == "external":
             folder = self._export(folder, loaded.form)
         size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())

@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/serve/test_model_cache.py
 """Models in memory and folders on disk, with ranks that only write folders."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,13 @@ class Ranks:
 
     there: list[str] = field(default_factory=list)
     full: bool = False
+
+    @property
+    def models(self) -> "Ranks":
+        return self
+
+    def call(self, method: Callable[..., None], *arguments: object) -> None:
+        method(*arguments)
 
     def make(self, name: str, *_: object) -> None:
         self.there.append(name)
