@@ -69,7 +69,7 @@ test-long:
 # The newest versions that pyproject.toml allows: Megatron-Core after 0.16.1 wants Python 3.12 or newer.
 # Tests marked `newest` run: configs, processors, templates and generation, which depend on
 # transformers; gradients, optimizers and checkpoints, which depend on Megatron-Core and torch. The
-# run writes what passed into docs/versions.md. All quick tests: make test-newest NEWEST=
+# run writes what passed into docs/verified.md. All quick tests: make test-newest NEWEST=
 NEWEST ?= newest and
 test-newest: .venv-newest/ready
 	$(call tested_with,.venv-newest,newest)
@@ -120,7 +120,7 @@ lint: setup
 # Measure a card of cards/ anew: make card CARD=tiny-qwen3-vl, or with GPU=.gpu after `make gpu`.
 card: setup
 	$(BIN)/python scripts/make_card.py $(CARD) $(if $(GPU),--gpu $(GPU)) $(if $(BENCH),--bench $(BENCH))
-	$(BIN)/python scripts/make_models_page.py
+	$(BIN)/python scripts/make_models_table.py
 
 docs: .venv-docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet

@@ -1,4 +1,4 @@
-"""Peak of resident memory for each switch of docs/memory.md, against the planner's figure, and the
+"""Peak of resident memory for each switch of docs/planning.md, the planner's figure, and the
 time of a step beside it. The models have 30 M and 200 M parameters, in fp32 on the CPU.
 
     make bench   (or: .venv/bin/python benchmarks/memory.py [SWITCH ...])

@@ -4,7 +4,8 @@
     make card CARD=qwen3-vl-8b GPU=.gpu          # read the figures of `make gpu`
     make card CARD=qwen3-vl-8b BENCH=runs/first  # read the scores of `megatron-vlm bench`
 
-The card has to exist. Figures of the same kind are replaced by the new ones.
+The card has to exist: a file with the model, its family, its recipe and `status: not measured`.
+Figures of the same kind are replaced by the new ones.
 """
 
 import argparse

@@ -17,11 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MAX_COLUMNS = 100
-GENERATED = (
-    "configuration.md",
-    "models.md",
-    "what-fits.md",
-)  # by scripts, with wide tables
+GENERATED = ("configuration.md", "what-fits.md")  # by scripts, with wide tables
 _WORD = re.compile(r"[A-Za-z]+(?:-[a-z]+)*")
 # Prepositions, pronouns and conjunctions: what begins with one has neither subject nor verb yet.
 FIRST_WORDS = frozenset(

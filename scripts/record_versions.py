@@ -1,4 +1,4 @@
-"""Write into docs/versions.md what a run of tests passed with, as `make test-newest` does.
+"""Write into docs/verified.md what a run of tests passed with, as `make test-newest` does.
 
     .venv-newest/bin/python scripts/record_versions.py newest .venv-newest/results.xml
 
@@ -17,13 +17,13 @@ from pathlib import Path
 
 from megatron_vlm.commands.machine_facts import installed_version
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "versions.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "verified.md"
 PACKAGES = ("megatron-core", "torch", "transformers", "tokenizers", "numpy", "datasets", "ray")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("section", help="the name in the marks of docs/versions.md")
+    parser.add_argument("section", help="the name in the marks of docs/verified.md")
     parser.add_argument("results", type=Path, nargs="+", help="what pytest --junitxml wrote")
     arguments = parser.parse_args()
     results = ElementTree.Element("runs")
@@ -66,7 +66,7 @@ def _count(results: ElementTree.Element) -> Iterator[list[str]]:
     for case in results.iter("testcase"):
         outcome = next((part.tag for part in case if part.tag != "properties"), "passed")
         if outcome in ("failure", "error"):
-            sys.exit(f"{case.get('name')} failed, so docs/versions.md stays as it is")
+            sys.exit(f"{case.get('name')} failed, so docs/verified.md stays as it is")
         file = case.get("classname", "").removeprefix("tests.").replace(".", "/")
         counts.setdefault(file, Counter())[outcome] += 1
     for file, count in sorted(counts.items()):

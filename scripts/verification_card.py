@@ -19,7 +19,6 @@ from megatron_vlm.family import families
 
 ROOT = Path(__file__).parent.parent
 CARDS = ROOT / "cards"
-_NO_MODELS = ("default", "tiny_cpu")  # recipes that need no card
 
 
 class CardStatus(StrEnum):
@@ -104,7 +103,8 @@ def _problems(card: VerificationCard) -> Iterator[str]:
         yield f"family: {card.family} is none of {', '.join(families())}"
     if card.status not in set(CardStatus):
         yield f"status: {card.status} is none of {', '.join(CardStatus)}"
-    if card.recipe is not None and card.recipe not in recipes_of_models():
+    recipes = {path.stem for path in (ROOT / "configs" / "model").glob("*.yaml")}
+    if card.recipe is not None and card.recipe not in recipes:
         yield f"recipe: there is no configs/model/{card.recipe}.yaml"
     is_measured = card.status != CardStatus.not_measured
     origin = {
@@ -127,20 +127,9 @@ def _is_date(text: str) -> bool:
         return False
 
 
-def recipes_of_models() -> list[str]:
-    """Return the recipes that stand for a model."""
-    names = sorted(path.stem for path in (ROOT / "configs" / "model").glob("*.yaml"))
-    return [name for name in names if name not in _NO_MODELS]
-
-
 def read_cards() -> dict[str, VerificationCard]:
-    """Return all cards by their name. Each recipe of a model has one."""
-    cards = {path.stem: read_card(path) for path in sorted(CARDS.glob("*.yaml"), key=_by_size)}
-    with_card = sorted(card.recipe for card in cards.values() if card.recipe)
-    for recipe in recipes_of_models():
-        if (number := with_card.count(recipe)) != 1:
-            raise CardError(f"cards/: the recipe {recipe} has {number} cards, and needs one")
-    return cards
+    """Return all cards by their name, the smallest model first."""
+    return {path.stem: read_card(path) for path in sorted(CARDS.glob("*.yaml"), key=_by_size)}
 
 
 def _by_size(path: Path) -> list[str | float]:

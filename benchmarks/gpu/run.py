@@ -6,7 +6,7 @@
 Nothing is installed. Packages that the interpreter lacks are unpacked from wheels in a folder
 (`make wheels` fills .wheels). Each step is a process of its own with a deadline. Each figure
 becomes a line in OUT/figures.jsonl as soon as it is measured, so that a run that is cut off keeps
-its figures. At the end, it writes OUT/tables.md, for docs/parity.md and docs/benchmarks.md. The
+its figures. At the end, it writes OUT/tables.md, for docs/verified.md and docs/benchmarks.md. The
 status is 0 if every step finished and every comparison held.
 """
 

@@ -1,4 +1,4 @@
-"""The figures of a run as Markdown, for docs/parity.md and docs/benchmarks.md."""
+"""The figures of a run as Markdown, for docs/verified.md and docs/benchmarks.md."""
 
 import datetime
 import json

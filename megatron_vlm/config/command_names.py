@@ -24,7 +24,7 @@ _NO_REWARD_MODEL = (
     "no reward model is trained; train.objective=dpo learns from preferences directly"
 )
 _SERVERS = (
-    "vLLM serves the folder that `megatron-vlm export` writes (docs/checkpoints.md); "
+    "vLLM serves the folder that `megatron-vlm export` writes (docs/deploy.md); "
     "`megatron-vlm serve` is a training service for the Tinker client"
 )
 # Commands of TRL, ms-swift, LLaMA-Factory, axolotl, vLLM and other programs.

@@ -150,7 +150,7 @@ class DataConfig:
 class OptimConfig:
     """The optimizer and its learning rate schedule."""
 
-    name: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest; memory.md
+    name: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest; planning.md
     lr: NonNegative = 1e-5  # peak learning rate, after warm-up
     vision_lr: NonNegative | None = None  # learning rate of the vision tower, no mergers; null: lr
     merger_lr: NonNegative | None = None  # learning rate of the projectors; null: lr

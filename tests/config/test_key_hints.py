@@ -471,7 +471,7 @@ def test_a_value_of_other_trainers_is_refused_at_once(setting, answer):
         ("merge", "did you mean export? With --as merged"),
         ("infer", "did you mean chat?"),
         ("grpo", "did you mean rl?"),
-        ("deploy", "docs/checkpoints.md"),
+        ("deploy", "docs/deploy.md"),
         ("dpo", "train.objective=dpo"),
         ("gkd", "rl=distill"),
         ("embedding", "train.objective=embed"),

@@ -27,7 +27,7 @@ from tests.support.runs import Case, my_rows
 from tests.support.sets import write_set
 from tests.support.suites import slow
 
-# The number of times that the host may wait for the device (docs/parity.md states the same). It
+# The number of times that the host may wait for the device (docs/verified.md states the same). It
 # never waits for a micro-batch, on any stage or between stages. In a step it waits for the count of
 # tokens (each chunk of the stage separately), the metrics, the norm, and for length and text of the
 # data that the loading rank shares.

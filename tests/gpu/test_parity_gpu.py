@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
 ]
 
-# At most ten times the worst case on one H100 (docs/parity.md): 1.3e-6 and 1.3e-3 in fp32, which
+# At most ten times the worst case on one H100 (docs/verified.md): 1.3e-6 and 1.3e-3 in fp32, which
 # Transformer Engine multiplies as TF32, and 2.2e-2 in bf16 (against the fp32 reference).
 # Transformer Engine in bf16 has not been measured.
 TOLERANCE = {

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.newest  # it depends on the versions
 
 # Relative error in fp32 on the CPU. Log-probs and loss: the largest difference over the largest
 # value. Gradients: the norm of the difference over the norm, for each tensor of the checkpoint.
-# Measured worst case over all cases below: 2.1e-6 (each case in docs/parity.md).
+# Measured worst case over all cases below: 2.1e-6 (each case in cards/tiny-qwen3-vl.yaml).
 TOLERANCE = 5e-6
 
 BATCHES = {"mixed": MIXED, "all_text": ALL_TEXT, "text_on_one_rank": TEXT_ON_ONE_RANK}

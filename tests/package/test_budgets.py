@@ -46,7 +46,7 @@ BUDGETS = {
     "small files with one importer": 42,
     "keys": 232,
     "commands": 21,
-    "words of docs": 63_600,
+    "words of docs": 60_400,
     "words of README": 450,
     "lines of tests": 61_670,
 }

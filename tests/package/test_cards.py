@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/package/test_cards.py
-"""Verification cards, and docs/models.md, which is made from them."""
+"""Verification cards, and the table of docs/verified.md, which is made from them."""
 
 import importlib
 import json
@@ -97,12 +97,13 @@ def test_a_card_is_filled_from_benchmarks(error, cards, tmp_path):
     assert filled.scores == [cards.Score("docvqa_val anls", 0.5, 0.75, error)]
     assert filled.parity == card.parity and filled.log == "pytest"
     assert filled.versions["suite"] == "lmms-eval 0.7.3"
-    lines = [*importlib.import_module("make_models_page")._details(filled)]
+    lines = [*importlib.import_module("make_models_table")._details(filled)]
     shown = "" if error is None else "0.010"
     assert lines[-1] == f"| docvqa_val anls | 0.500 | 0.750 | +0.250 | {shown} |"
 
 
-def test_the_page_is_made_from_the_cards(cards):
-    """Each recipe of a model has a card, too. Else: python scripts/make_models_page.py"""
-    maker = importlib.import_module("make_models_page")
-    assert maker.models_page() == maker.PAGE.read_text()
+def test_the_table_is_made_from_the_cards(cards):
+    """Else: python scripts/make_models_table.py"""
+    maker = importlib.import_module("make_models_table")
+    page = maker.PAGE.read_text()
+    assert maker.with_models(page) == page

@@ -42,7 +42,19 @@ PAGES = [
 ]
 FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # Programs of other packages, whose words are not checked.
-FOREIGN = {"cd", "docker", "export", "git", "hf", "make", "nvidia-smi", "pip", "python3", "ray"}
+FOREIGN = {
+    "cd",
+    "docker",
+    "export",
+    "git",
+    "head",
+    "hf",
+    "make",
+    "nvidia-smi",
+    "pip",
+    "python3",
+    "ray",
+}
 FOREIGN |= {"rsync", "source", "uv", "uvx", "vllm"}
 
 

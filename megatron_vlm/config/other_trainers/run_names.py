@@ -33,7 +33,7 @@ _PROFILE = (
     "which ranks"
 )
 _SERVICE = (
-    "vLLM serves what megatron-vlm export writes (docs/checkpoints.md); megatron-vlm serve is a "
+    "vLLM serves what megatron-vlm export writes (docs/deploy.md); megatron-vlm serve is a "
     "service for the Tinker client"
 )
 
