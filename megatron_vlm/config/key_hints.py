@@ -24,8 +24,6 @@ def unknown_key_error(key: str) -> ConfigError:
 
 def hint(wrong: str) -> str:
     """Return the remedy for "WRONG is not a configuration key"."""
-    if moved := MOVED_KEYS.get(wrong):
-        return moved.answer
     if keys := similar_keys(wrong):
         return f"did you mean {' or '.join(map(repr, keys))}?"
     if text := hint_sentence(wrong):
@@ -39,7 +37,7 @@ def hint(wrong: str) -> str:
 
 def has_answer(wrong: str) -> bool:
     """Return whether a key that does not exist has an answer of its own."""
-    return bool(wrong in MOVED_KEYS or similar_keys(wrong) or hint_sentence(wrong))
+    return bool(similar_keys(wrong) or hint_sentence(wrong))
 
 
 def is_of_other_trainer(name: str) -> bool:
@@ -56,6 +54,8 @@ def counterpart_of(name: str) -> str | None:
 def similar_keys(wrong: str) -> Sequence[str]:
     """Return the keys that were most likely meant, or an empty sequence if nothing is near."""
     wrong = _plain(wrong)
+    if wrong in MOVED_KEYS:
+        return []
     if wrong in leaves():
         return [wrong]
     if known := _known_elsewhere(wrong):
@@ -78,9 +78,11 @@ def _are_near(group: str, other: str) -> bool:
 
 
 def hint_sentence(wrong: str) -> str | None:
-    """Return a sentence on the counterpart of a key of other trainers, or None if the key is
-    unknown."""
+    """Return a sentence on the counterpart of a key of other trainers or of a former version, or
+    None if the key is unknown."""
     wrong = _plain(wrong)
+    if moved := MOVED_KEYS.get(wrong):
+        return moved.answer
     if known := _known_elsewhere(wrong):
         return None if known in leaves() else known
     return _section_sentence(wrong, _SENTENCES)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vlm.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class MovedKey:
@@ -23,7 +25,29 @@ def _removed(answer: str) -> MovedKey:
     return MovedKey(answer, lambda value: {})
 
 
-MOVED_KEYS: dict[str, MovedKey] = {}
+def _gone(key: str, only: Any, answer: str) -> MovedKey:
+    """Return a key whose feature is gone. A run with another value than `only` cannot go on."""
+
+    def values(value: Any) -> dict[str, Any]:
+        if value != only:
+            remedy = "finish the run with the version that began it"
+            raise ConfigError("is not supported any more", key=key, found=value, remedy=remedy)
+        return {}
+
+    return MovedKey(answer, values)
+
+
+_DECAY = "leave it out: optim.weight_decay is that of all parts"
+_PARALLELISM = "leave it out, for the reason that docs/parallelism.md gives"
+MOVED_KEYS: dict[str, MovedKey] = {
+    "parallel.cp": _removed(f"{_PARALLELISM}; parallel.tp and model.recompute save memory"),
+    "parallel.sequence_parallel": _removed(f"{_PARALLELISM}; model.recompute saves memory"),
+    "train.packing": _removed(f"{_PARALLELISM}; train.micro_batch_tokens fills micro-batches"),
+    "lora.init": _removed("leave it out: A begins by kaiming_uniform, as in PEFT"),
+    "log.profile_ranks": _removed("leave it out: rank 0 writes the trace of log.profile_steps"),
+    "optim.vision_weight_decay": _gone("optim.vision_weight_decay", None, _DECAY),
+    "optim.merger_weight_decay": _gone("optim.merger_weight_decay", None, _DECAY),
+}
 
 
 def with_todays_keys(saved: dict[str, Any]) -> dict[str, Any]:

@@ -80,7 +80,6 @@ class LoraConfig:
     dropout: Decay = 0.0  # dropout rate on the input of the adapters
     targets: tuple[str, ...] = ("attention", "mlp")  # parts, or names or patterns of linear layers
     train: tuple[str, ...] = ()  # parts trained in full: any of merger, vision, language
-    init: Literal["kaiming", "gaussian"] = "kaiming"  # initial A, as in PEFT; B starts at zero
     path: str | None = None  # folder of an adapter to continue from, from this program or PEFT
     base: BaseType | None = None  # store frozen linear layers in 4 or 8 bits (QLoRA); null: do not
 
@@ -93,8 +92,6 @@ class ParallelConfig:
     tp: Natural = 1  # tensor parallel: ranks that share each layer
     pp: Natural = 1  # pipeline parallel: number of stages
     ep: Natural = 1  # expert parallel: replicas that divide the experts of each layer
-    cp: Natural = 1  # context parallel; must be 1: see docs/parallelism.md
-    sequence_parallel: bool = False  # must be false: see docs/parallelism.md
     virtual_stages: Natural = 1  # model chunks on each stage of an interleaved pipeline
     layers_per_stage: Layers = None  # e.g. [0, 12, 12, 12]; auto: the fastest; null: even
     distributed_optimizer: bool = True  # shard the optimizer state over the DP ranks
@@ -165,8 +162,6 @@ class OptimConfig:
     muon_ns_steps: NsSteps = 5  # Newton-Schulz steps of the orthogonalisation
     muon_adjust_lr_fn: AdjustLr = "match_rms_adamw"  # factor of the rate by a matrix's shape
     weight_decay: NonNegative = 0.0  # not applied to norms and biases
-    vision_weight_decay: NonNegative | None = None  # null: weight_decay
-    merger_weight_decay: NonNegative | None = None  # null: weight_decay
     clip_grad: NonNegative = 1.0  # maximum global norm of the gradients; 0: no clipping
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"  # wsd: warmup-stable-decay
     warmup_steps: Count = 0  # steps of linear warm-up, from 0 to lr
@@ -192,7 +187,6 @@ class TrainConfig:
     seed: Seed = 0  # seed of the ranks' random generators; it has no effect without dropout
     on_nonfinite: Literal["skip", "stop"] = "skip"  # action if a loss or gradient is not finite
     max_nonfinite: Count = 10  # steps that may be skipped in a row; one more stops the run
-    packing: bool = False  # must be false: see docs/parallelism.md
 
 
 @dataclass(frozen=True)
@@ -238,8 +232,7 @@ class LogConfig:
     tensorboard: bool = False  # write events to RUN/tensorboard
     wandb: str | None = None  # name of a Weights & Biases project
     report: bool = True  # write report.html at the end
-    profile_steps: list[Count] | None = None  # [first, last): write a torch.profiler trace
-    profile_ranks: list[Count] = field(default_factory=lambda: [0])  # ranks that write a trace
+    profile_steps: list[Count] | None = None  # [first, last): rank 0 writes a torch.profiler trace
 
 
 @dataclass(frozen=True)

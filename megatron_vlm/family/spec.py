@@ -36,8 +36,7 @@ class Part(StrEnum):
 
     @property
     def switch(self) -> str:
-        """Suffix of model.freeze_*, and prefix of optim.*_lr and optim.*_weight_decay, that governs
-        the part."""
+        """Suffix of model.freeze_*, and prefix of optim.*_lr, that governs the part."""
         return self.value if self in (Part.vision, Part.merger) else "language"
 
 

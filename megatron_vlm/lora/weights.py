@@ -140,10 +140,7 @@ def values(
         if name.endswith("lora_A.weight"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             rows_I = whole.flatten(0, -2)  # all experts at once, as in PEFT
-            if lora.init == "gaussian":
-                nn.init.normal_(rows_I, std=1 / lora.rank, generator=generator)
-            else:
-                nn.init.kaiming_uniform_(rows_I, a=math.sqrt(5), generator=generator)
+            nn.init.kaiming_uniform_(rows_I, a=math.sqrt(5), generator=generator)
         return whole
 
     return begin

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from megatron_vlm.family.spec import ModelSizes
 
-_PACKING = "rows packed into one sequence would need per-image position resets and block masks"
 _CP = "context parallelism would cut an image's tokens, and its DeepStack features, over ranks"
 _SP = "sequence parallelism would cut the sequence into which visual features are scattered"
 _CHUNKS = "each stage has as many chunks as parallel.virtual_stages says"
@@ -116,30 +115,16 @@ def check_router_losses(cfg: Config, counts: Counts) -> None:
 
 def _refusals(cfg: Config) -> Iterator[Refusal]:
     """Yield the values that cannot work."""
-    yield from _refused_degrees(cfg)
+    if cfg.parallel.overlap_param_gather:
+        for key in ("distributed_optimizer", "overlap_grad_reduce"):
+            if not getattr(cfg.parallel, key):
+                reason = f"parallel.{key} is false, and {_GATHER[key]}"
+                remedy = f"set parallel.{key}=true, or parallel.overlap_param_gather=false"
+                yield "parallel.overlap_param_gather", True, reason, remedy
     yield from BACKENDS[cfg.model.backend].refusals(cfg)
     if not any(learns(cfg, part) for part in SWITCHES) and not cfg.lora.rank:
         reason = "vision, merger and language are all frozen: nothing is left to train"
         yield "model.freeze_language", True, reason, "unfreeze one of them"
-
-
-def _refused_degrees(cfg: Config) -> Iterator[Refusal]:
-    """Yield the degrees of parallelism that cannot work."""
-    parallel = cfg.parallel
-    if cfg.train.packing:
-        remedy = "set train.packing=false: micro-batches are not padded to a fixed length anyway"
-        yield "train.packing", True, _PACKING, remedy
-    if parallel.cp != 1:
-        yield "parallel.cp", parallel.cp, _CP, "set parallel.cp=1 and raise parallel.tp"
-    if parallel.sequence_parallel:
-        remedy = "set parallel.sequence_parallel=false and use model.recompute to save memory"
-        yield "parallel.sequence_parallel", True, _SP, remedy
-    if parallel.overlap_param_gather:
-        for key in ("distributed_optimizer", "overlap_grad_reduce"):
-            if not getattr(parallel, key):
-                reason = f"parallel.{key} is false, and {_GATHER[key]}"
-                remedy = f"set parallel.{key}=true, or parallel.overlap_param_gather=false"
-                yield "parallel.overlap_param_gather", True, reason, remedy
 
 
 def check_built(config: "TransformerConfig", dims: ParallelDims) -> None:

@@ -132,11 +132,11 @@ class PhaseTimes:
 
 
 class Profiler:
-    """A trace of the configured steps and ranks. Call `at` before each step; it does nothing on
+    """A trace of the configured steps of rank 0. Call `at` before each step; it does nothing on
     others."""
 
     def __init__(self, cfg: Config, rank: int, platform: Platform):
-        steps = cfg.log.profile_steps if rank in cfg.log.profile_ranks else None
+        steps = cfg.log.profile_steps if rank == 0 else None
         self.first, self.last = steps or (-1, -1)
         self.path = Path(cfg.run) / "profile" / f"rank-{rank}.json.gz"
         self.platform = platform

@@ -224,21 +224,15 @@ def _use_small_moments(
 def _part_overrides(
     optim: OptimConfig, parts: Mapping[nn.Parameter, Part]
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Return groups for the parts that have a learning rate or weight decay of their own."""
+    """Return groups for the parts that have a learning rate of their own."""
     overrides = {}
     for part in (Part.vision, Part.merger):
         lr = getattr(optim, f"{part.switch}_lr")
-        decay = getattr(optim, f"{part.switch}_weight_decay")
-        own: ParamGroupOverride = {}
         if lr is not None:
-            own["max_lr"] = lr
-        if decay is not None:
-            own["start_wd"] = decay
-        if own:
             chosen = ParamWithNamePredicate(
                 name=part, fn=lambda param, _, part=part: parts[param] is part
             )
-            overrides[ParamKey(with_name_predicate=chosen)] = own
+            overrides[ParamKey(with_name_predicate=chosen)] = ParamGroupOverride(max_lr=lr)
     return overrides
 
 
@@ -255,7 +249,7 @@ def set_adam(optimizer: MegatronOptimizer, adam: AdamStep) -> None:
         group["betas"], group["eps"] = (adam.beta1, adam.beta2), adam.eps
         # Megatron marks norms and biases with wd_mult=0 but leaves applying it to its own
         # scheduler (optimizer_param_scheduler.py in 0.16), which is not used here.
-        group["weight_decay"] = group.get("start_wd", adam.weight_decay) * group["wd_mult"]
+        group["weight_decay"] = adam.weight_decay * group["wd_mult"]
 
 
 def apply_gradients(

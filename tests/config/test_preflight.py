@@ -41,7 +41,7 @@ MISTAKES = {
     "train {ok} parallel.virtual_stages=2": "cuts each stage of a pipeline into chunks",
     "train {ok} parallel.pp=2 parallel.layers_per_stage=[1,9]": "adds up to 10, but the model has",
     "train {ok} parallel.tp=2 launch.processes=3": "launch.processes=3 is not a multiple of",
-    "train {ok} train.packing=true": "train.packing=true",
+    "train {ok} parallel.overlap_param_gather=true": "parallel.overlap_param_gather=true",
     "train {ok} data.train=missing.jsonl": "data.train=missing.jsonl: there is no such file",
     "train {ok} data.train={data}.json:a": ".json: does not exist",
     "train {ok} data.eval=a/b/c": "data.eval=a/b/c: there is no such file",

@@ -84,9 +84,6 @@ REFUSED = {
     "lora=default lora.rank=-1": dict(key="lora.rank", found=-1, allowed="at least 0"),
     "lora=default lora.dropout=1": dict(key="lora.dropout", found=1, allowed="0 to less than 1"),
     "lora=default lora.alpha=0": dict(key="lora.alpha", found=0, allowed_has="more than 0"),
-    "lora=default lora.init=pissa": dict(
-        key="lora.init", found="pissa", allowed=("kaiming", "gaussian")
-    ),
     "lora=default data.add_tokens=['<a>']": dict(
         key="data.add_tokens", problem_has="lora.train without language"
     ),

@@ -22,12 +22,6 @@ from tests.support.error_fields import raises
 DIMS = ParallelDims(tp=1, pp=1, dp=1, ep=1, layers_per_stage=(4,))
 
 CONFIG_REFUSALS = {
-    "packing": (dict(train=TrainConfig(packing=True)), r"^train\.packing=true: .*; set train"),
-    "cp": (dict(parallel=ParallelConfig(cp=2)), r"^parallel\.cp=2: .*; set parallel\.cp=1"),
-    "sequence_parallel": (
-        dict(parallel=ParallelConfig(sequence_parallel=True)),
-        r"^parallel\.sequence_parallel=true: .*; set parallel\.sequence_parallel=false",
-    ),
     "overlap_param_gather, each replica its own weights": (
         dict(
             parallel=ParallelConfig(
@@ -171,8 +165,9 @@ def test_too_few_layers_for_deepstack(tiny):
 def test_refused_before_any_weight_is_read(tiny, tmp_path):
     """The folder has a config.json and no weights, and the refusal comes first."""
     AutoConfig.from_pretrained(tiny()).save_pretrained(tmp_path)
-    cfg = Config(model=ModelConfig(str(tmp_path)), train=TrainConfig(packing=True))
-    with raises(ConfigError, key="train.packing", found=True):
+    parallel = ParallelConfig(overlap_param_gather=True)
+    cfg = Config(model=ModelConfig(str(tmp_path)), parallel=parallel)
+    with raises(ConfigError, key="parallel.overlap_param_gather", found=True):
         MegatronWorker(cfg)
 
 

@@ -255,8 +255,8 @@ def test_messages_are_the_programs():
 def test_a_message_that_nobody_says_is_found():
     assert is_said("step 3: loss nan, gradient norm nan: not applied (1 so far)")
     assert is_said(
-        "parallel.cp=2: vision, merger and language are all frozen: nothing is left to train; "
-        "set parallel.cp=1 and raise parallel.tp"
+        "model.freeze_language=true: vision, merger and language are all frozen: nothing is left "
+        "to train; unfreeze one of them"
     )
     assert not is_said("parallel.tp=16 will not divide the model's num_key_value_heads=8")
     assert not is_said("step 3: loss nan, gradient norm nan: not used (1 so far)")

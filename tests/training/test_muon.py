@@ -54,7 +54,7 @@ CASES: dict[str, tuple[Case, dict[str, object]]] = {
 }
 VARIANTS: dict[str, dict[str, object]] = {
     "tp2": dict(muon_adjust_lr_fn="original", muon_nesterov=False, muon_momentum=0.8),
-    "dp2": dict(muon_ns_steps=3, vision_lr=1e-3, merger_weight_decay=0.3),
+    "dp2": dict(muon_ns_steps=3, vision_lr=1e-3),
 }
 
 
@@ -129,7 +129,7 @@ def expected_weights(
         part = "language" if ".visual." not in name else "merger" if "merger" in name else "vision"
         settings = dict(
             lr=optim.get(f"{part}_lr", optim["lr"]),
-            weight_decay=optim.get(f"{part}_weight_decay", optim["weight_decay"]),
+            weight_decay=optim["weight_decay"],
         )
         if is_matrix(name, tensor):
             views = as_matrices(name, tensor)

@@ -16,7 +16,7 @@ _BUDGET = (
 )
 _LENGTH = "data.max_tokens counts images, too; data.truncation says what becomes of longer records"
 _BALANCED = (
-    "rows are not packed, and train.packing must be false: micro-batches of equal cost are filled "
+    "rows are never packed (docs/parallelism.md): micro-batches of equal cost are filled "
     "up to train.micro_batch_tokens"
 )
 _LOADER = (

@@ -28,7 +28,7 @@ _SHARDS = (
     "which is on, divides the optimizer's state"
 )
 _CP = (
-    "parallel.cp must be 1, since context parallelism would cut an image's tokens over ranks; "
+    "there is no context parallelism, since it would cut an image's tokens over ranks; "
     "model.recompute=full saves the most memory for long records, and parallel.tp divides layers"
 )
 _OFFLOAD = (
@@ -68,7 +68,7 @@ MODEL_SENTENCES = {
     "lora.train names the parts that are trained whole beside adapters, such as [merger]": (
         "modules_to_save additional_target lora_modules_to_save"
     ),
-    "lora.init is kaiming or gaussian": "init_lora_weights",
+    "adapters begin as PEFT's do by default: A by kaiming_uniform, B at zero": "init_lora_weights",
     _PLAIN_LORA: "use_dora loraplus_lr_ratio",
     "adapters have no bias": "lora_bias",
     _MERGED: "merge_lora",
@@ -86,8 +86,8 @@ MODEL_SENTENCES = {
         "max_memory low_cpu_mem_usage"
     ),
     _CP: "context_parallel_size sequence_parallel_size ulysses_sequence_parallel_size",
-    "parallel.sequence_parallel must be false, since it would cut the sequence into which visual "
-    "features are scattered; model.recompute saves memory instead": "sequence_parallel",
+    "there is no sequence parallelism, since it would cut the sequence into which visual features "
+    "are scattered; model.recompute saves memory instead": "sequence_parallel",
     "experts are not cut by parallel.tp: parallel.ep divides them": "expert_tensor_parallel_size",
     _STAGES: (
         "decoder_first_pipeline_num_layers account_for_embedding_in_pipeline_split "

@@ -28,10 +28,7 @@ _REDUCTIONS = (
 _TIMEOUT = (
     "launch.timeout_minutes counts minutes: a rank that makes no progress for longer ends the job"
 )
-_PROFILE = (
-    "log.profile_steps=[10,12] writes a trace of torch's profiler, and log.profile_ranks says on "
-    "which ranks"
-)
+_PROFILE = "log.profile_steps=[10,12] writes a trace of torch's profiler, on rank 0"
 _SERVICE = (
     "vLLM serves what megatron-vlm export writes (docs/deploy.md); megatron-vlm serve is a "
     "service for the Tinker client"

@@ -65,7 +65,6 @@ SAME_KEYS = {
     "checkpoint.push": "hub_model_id",
     "log.every": "logging_steps log_interval",
     "log.wandb": "wandb_project project_name project",
-    "log.profile_ranks": "profile_ranks",
     "rl.samples": "num_generations rollout.n num_return_sequences",
     "rl.max_new_tokens": "max_completion_length response_length max_response_length",
     "rl.temperature": "rollout.temperature",
