@@ -55,7 +55,7 @@ ADAM = AdamStep(0.9, 0.95, 1e-8, 0.0, 0.0, without_gradients=True)
 LEARNING_RATE = 1e-4
 CLIENTS, SHARED_S = 8, 10.0
 PIPELINED_MODELS, PIPELINED = 4, 5  # models with a micro-batch each at PP2, and repetitions
-SETTINGS = (f"train.micro_batch_size={MICRO_BATCH}", "serve.adapters=8")
+SETTINGS = (f"train.micro_batch_size={MICRO_BATCH}", "serve.loaded={adapters: 8}")
 
 
 def tokens(rows: int, length: int) -> np.ndarray:

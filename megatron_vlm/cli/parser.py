@@ -27,12 +27,7 @@ from megatron_vlm.commands.import_config.command import add_import_arguments, im
 from megatron_vlm.commands.plan.plan_arguments import add_plan_arguments
 from megatron_vlm.commands.rl import add_rl_arguments, rl
 from megatron_vlm.commands.score import add_score_arguments, score
-from megatron_vlm.commands.serve import (
-    add_serve_arguments,
-    add_serve_key_arguments,
-    serve,
-    serve_key,
-)
+from megatron_vlm.commands.serve import add_serve_arguments, serve
 from megatron_vlm.commands.watch.command import add_watch_arguments, watch
 from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
@@ -67,7 +62,6 @@ def make_parser() -> argparse.ArgumentParser:
     _train_arguments(_command(commands, _train, has_keys=True))
     add_rl_arguments(_command(commands, rl, has_keys=True))
     add_serve_arguments(_command(commands, serve, has_keys=True))
-    add_serve_key_arguments(_command(commands, serve_key))
     _eval_arguments(_command(commands, _eval))
     add_score_arguments(_command(commands, score))
     add_bench_arguments(_command(commands, bench))

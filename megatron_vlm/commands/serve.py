@@ -1,4 +1,4 @@
-"""`megatron-vlm serve` and `serve-key`: their arguments, and the processes that they start."""
+"""`megatron-vlm serve`: its arguments, and the processes that it starts."""
 
 import argparse
 import importlib.util
@@ -20,6 +20,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{parser.epilog}\n\n{listing('serve')}"
     add_overrides(parser, "a recipe of a group (model=qwen3_vl_2b) or a value (serve.port=8000)")
     add_cfg_option(parser)
+    parser.add_argument(
+        "--add-client",
+        nargs=2,
+        metavar=("NAME", "FILE"),
+        help="only make an API key for a client; serve.keys=FILE lets it in",
+    )
     add_dry_run_arguments(parser, "the address, API keys, engine, layout and memory of models")
 
 
@@ -33,6 +39,9 @@ def serve(args: argparse.Namespace) -> int:
 
     example: megatron-vlm serve model.path=DIR parallel.tp=2 run=runs/serve serve.port=8000
 
+    With --add-client it prints a new API key for NAME, once, writes its digest into FILE, and ends.
+    A former key of that name becomes invalid. A running service reads the file again by itself.
+
     docs/serve.md describes keys for clients, limits and what a service keeps.
     """
     from megatron_vlm.config import load_config, to_yaml
@@ -40,6 +49,12 @@ def serve(args: argparse.Namespace) -> int:
     from megatron_vlm.distributed.launch.launch import launch
     from megatron_vlm.serve.main import run_serve
 
+    if args.add_client:
+        from megatron_vlm.serve.http.api_keys import add_key
+
+        name, keys = args.add_client
+        print(add_key(name, Path(keys)))
+        return 0
     file, arguments = read_configuration(args)
     cfg = load_config(args.overrides, file)
     if args.cfg:
@@ -59,23 +74,3 @@ def serve(args: argparse.Namespace) -> int:
         return serve_dry_run(cfg, args.gpus, args.memory)
     cfg = with_model(cfg)
     return launch(cfg, "megatron_vlm.serve", run_serve, with_commit(arguments, cfg))
-
-
-def add_serve_key_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the name of the key and the file of keys."""
-    parser.add_argument("name", metavar="NAME", help="whose key it is")
-    parser.add_argument("file", metavar="FILE", help="the file that serve.keys names")
-
-
-def serve_key(args: argparse.Namespace) -> int:
-    """make an API key for clients of megatron-vlm serve
-
-    Print a new key for NAME, once, and write its digest into FILE; a former key of that name
-    becomes invalid. A running service reads the file again by itself.
-
-    example: megatron-vlm serve-key alice keys.txt
-    """
-    from megatron_vlm.serve.http.api_keys import add_key
-
-    print(add_key(args.name, Path(args.file)))
-    return 0

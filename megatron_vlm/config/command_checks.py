@@ -5,7 +5,7 @@ from typing import Literal
 
 from megatron_vlm.config.checks import check_training, require
 from megatron_vlm.config.optimizer_spec import optimizer_spec
-from megatron_vlm.config.schema import Config, LoraConfig
+from megatron_vlm.config.schema import Config, LoraConfig, ServeConfig
 from megatron_vlm.config.teachers import check_teacher
 from megatron_vlm.errors import ConfigError
 
@@ -149,6 +149,22 @@ def _check_sampler(cfg: Config) -> None:
 
 # Checks of `megatron-vlm serve`, before it starts anything.
 
+# Models in memory, by kind, unless serve.loaded says otherwise. Snapshots are those for sampling.
+LOADED = {"adapters": 8, "full_models": 1, "snapshots": 8, "full_snapshots": 1}
+
+
+def loaded_counts(serve: ServeConfig) -> dict[str, int]:
+    """Return how many models of each kind a service has in memory."""
+    if not isinstance(serve.loaded, dict):
+        raise ConfigError(key="serve.loaded", found=serve.loaded, allowed="{KIND: NUMBER}")
+    for name, count in serve.loaded.items():
+        key, least = f"serve.loaded.{name}", 0 if name == "full_models" else 1
+        if name not in LOADED:
+            raise ConfigError("is not a kind of models", key=key, allowed=tuple(LOADED))
+        if type(count) is not int or count < least:
+            raise ConfigError(key=key, found=count, allowed=f"a whole number from {least}")
+    return LOADED | serve.loaded
+
 
 def check_serve(cfg: Config) -> None:
     """Refuse settings that a service cannot have, or that it would ignore."""
@@ -179,8 +195,9 @@ def check_serve(cfg: Config) -> None:
             ": there is no such file",
             key="serve.keys",
             found=serve.keys,
-            remedy=f"make it with megatron-vlm serve-key NAME {serve.keys}",
+            remedy=f"make it with megatron-vlm serve --add-client NAME {serve.keys}",
         )
+    loaded_counts(serve)
     check_engine(cfg, "serve")
     require(cfg, "model.path")
 

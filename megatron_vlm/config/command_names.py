@@ -51,6 +51,7 @@ _OTHER_COMMANDS = {
     "did you mean plan? `train --dry-run` checks one layout": "estimate memory fit-memory layout",
     _CHECKS: "env check info diagnose status",
     "did you mean report? It writes the page of a run": "plot tensorboard compare page",
+    "write megatron-vlm serve --add-client NAME FILE": "serve-key",
     "did you mean --version?": "version",
     "did you mean --help?": "help",
 }

@@ -199,7 +199,7 @@ def _build_config(composed: Any) -> Config:
         group["engine_gpus"] = _names(group["engine_gpus"])
     values["rl"]["teacher_gpus"] = _names(values["rl"]["teacher_gpus"])
     dicts = [(data, name) for name in ("template_kwargs", "columns", "roles")]
-    dicts += [(values["serve"], "limits")]
+    dicts += [(values["serve"], name) for name in ("limits", "loaded")]
     dicts += [(group, "engine_options") for group in engines]
     dicts += [(values["rl"], "teacher_options")]
     for group, name in dicts:

@@ -37,6 +37,11 @@ def _gone(key: str, only: Any, answer: str) -> MovedKey:
     return MovedKey(answer, values)
 
 
+def _part(mapping: str, name: str) -> MovedKey:
+    """Return a key that is now an entry of a mapping."""
+    return MovedKey(f"write {mapping}={{{name}: NUMBER}}", lambda value: {mapping: {name: value}})
+
+
 _DECAY = "leave it out: optim.weight_decay is that of all parts"
 _PARALLELISM = "leave it out, for the reason that docs/parallelism.md gives"
 MOVED_KEYS: dict[str, MovedKey] = {
@@ -47,6 +52,10 @@ MOVED_KEYS: dict[str, MovedKey] = {
     "log.profile_ranks": _removed("leave it out: rank 0 writes the trace of log.profile_steps"),
     "optim.vision_weight_decay": _gone("optim.vision_weight_decay", None, _DECAY),
     "optim.merger_weight_decay": _gone("optim.merger_weight_decay", None, _DECAY),
+    **{
+        f"serve.{name}": _part("serve.loaded", name)
+        for name in ("adapters", "full_models", "snapshots", "full_snapshots")
+    },
 }
 
 

@@ -289,15 +289,12 @@ class ServeConfig:
 
     host: str = "127.0.0.1"  # address to listen at; any but loopback needs serve.keys
     port: Port = 8000  # port to listen at; 0: a free one
-    keys: str | None = None  # file of API keys, from megatron-vlm serve-key; null: loopback only
+    keys: str | None = None  # file of API keys, from serve --add-client; null: loopback only
     name: str | None = None  # name of the model for clients; null: model.path
     url: str | None = None  # URL of the service for downloads; null: its address
     lora_alpha: AboveZero = 32.0  # adapters of clients are scaled by lora_alpha / rank
     max_rank: Natural = 128  # maximum rank of a client's adapter
-    adapters: Natural = 8  # models with adapters in memory; others wait on disk
-    full_models: Count = 1  # fully trained models in memory; 0: clients get only adapters
-    snapshots: Natural = 8  # adapters in memory for sampling
-    full_snapshots: Natural = 1  # whole models in memory for sampling
+    loaded: dict[str, Any] = field(default_factory=dict)  # models in memory: see docs/serve.md
     save_seconds: AboveZero = 300.0  # maximum seconds of work that a killed service has to repeat
     sampler: Literal["own", "vllm"] = "own"  # the trainer's own decoder, or separate vLLM engines
     sampler_rows: Natural = 64  # samples per pass of the own sampler, in each replica

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatron_vlm.config.command_checks import loaded_counts
 from megatron_vlm.config.schema import ServeConfig
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import ConfigError
@@ -47,7 +48,8 @@ class ModelCache:
     """Cache of loaded models on rank 0. `redo` runs a call of a model again, without a result."""
 
     def __init__(self, serve: ServeConfig, commands: ModelCommands, journal: Journal, redo: Redo):
-        self.serve, self.commands, self.journal, self.redo = serve, commands, journal, redo
+        self.max_rank, self.counts = serve.max_rank, loaded_counts(serve)
+        self.commands, self.journal, self.redo = commands, journal, redo
         self.models: OrderedDict[str, LoadedModel] = OrderedDict()
         self.snapshots: OrderedDict[str, ModelSettings] = OrderedDict()
         self.fresh: dict[str, tuple[str, int]] = {}  # {folder: (model, version) with these weights}
@@ -90,16 +92,16 @@ class ModelCache:
         self.commands.call(self.commands.models.save, loaded.id, str(folder), moments)
 
     def _check(self, form: ModelSettings) -> None:
-        if form.rank > self.serve.max_rank:
+        if form.rank > self.max_rank:
             raise ConfigError(
-                f": this service has serve.max_rank={self.serve.max_rank}",
+                f": this service has serve.max_rank={self.max_rank}",
                 key="lora_config.rank",
                 found=form.rank,
                 allowed="at most that",
             )
-        if not form.rank and not self.serve.full_models:
+        if not form.rank and not self.counts["full_models"]:
             raise ConfigError(
-                "trains all weights, and this service has serve.full_models=0",
+                "trains all weights, and this service has serve.loaded={full_models: 0}",
                 key="lora_config.rank",
                 found=0,
                 allowed="a rank above 0",
@@ -128,7 +130,7 @@ class ModelCache:
         self._record_swap(started)
 
     def _make_room(self, form: ModelSettings) -> None:
-        capacity = self.serve.adapters if form.rank else self.serve.full_models
+        capacity = self.counts["adapters" if form.rank else "full_models"]
         forms = {id: each.form for id, each in self.models.items()}
         for id in _oldest_surplus(forms, form, capacity):
             self.offload(id)
@@ -202,7 +204,7 @@ class ModelCache:
         if folder not in self.snapshots:
             started = time.monotonic()
             form = ModelSettings.from_json(sampler.facts["form"])
-            capacity = self.serve.snapshots if form.rank else self.serve.full_snapshots
+            capacity = self.counts["snapshots" if form.rank else "full_snapshots"]
             # Weights with samples in progress are evicted last: these samples would be drawn again.
             in_progress = self.commands.models.decoders
             idle_first = dict(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.config.command_checks import loaded_counts
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.tokens.chat_renderer import END
 from megatron_vlm.data.tokens.completions import COLDEST
@@ -79,6 +80,8 @@ def open_service(cfg: Config, commands: ModelCommands, opened: ExitStack) -> Ope
 
 def limits_of(limits: Mapping[str, Any]) -> RequestLimits:
     """Return the default limits with the changes of serve.limits."""
+    if not isinstance(limits, Mapping):
+        raise ConfigError(key="serve.limits", found=limits, allowed="{NAME: NUMBER}")
     defaults = RequestLimits()
     types = {each.name: type(getattr(defaults, each.name)) for each in fields(defaults)}
     for name, value in limits.items():
@@ -109,7 +112,7 @@ def engine_settings(
         max_len=bounds.longest,
         pictures=limits.pictures,
         lora_rank=serve.max_rank,
-        adapters=serve.snapshots,
+        adapters=loaded_counts(serve)["snapshots"],
         options=side_by_side(serve.engine_gpus) | serve.engine_options,
     )
 

@@ -296,7 +296,7 @@ def test_eval_and_serve_have_a_dry_run(asked, tiny, capsys):
     out = capsys.readouterr().out
     assert "a free port" in out and "none: only clients on this machine" in out
     assert "for the base model, up to" in out
-    run_command("serve-key", "ada", str(folder / "keys"))
+    run_command("serve", "--add-client", "ada", str(folder / "keys"))
     assert run_command("serve", "--dry-run", *words, f"serve.keys={folder / 'keys'}") == 0
     assert "API keys    ada" in capsys.readouterr().out
     with raises(ConfigError, key="serve.host"):

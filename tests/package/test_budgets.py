@@ -22,7 +22,7 @@ BUDGETS = {
     "lines of version": 3,
     "lines of train": 90,
     "lines of model": 3_680,
-    "lines of config": 4_610,
+    "lines of config": 4_630,
     "lines of training": 6_100,
     "lines of planner": 2_650,
     "lines of lora": 1_290,
@@ -44,11 +44,11 @@ BUDGETS = {
     "files": 522,
     "files over 300 lines": 26,
     "small files with one importer": 42,
-    "keys": 225,
-    "commands": 21,
+    "keys": 222,
+    "commands": 20,
     "words of docs": 60_400,
     "words of README": 450,
-    "lines of tests": 61_670,
+    "lines of tests": 61_650,
 }
 
 # Of tests/durations.json, which `.ci/run` writes: the sum of the quick tests, which two processes

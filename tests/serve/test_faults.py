@@ -25,7 +25,7 @@ KILLS = 40 if LONG else 4
 # Log-probs of prompts and samples, which share passes with simultaneous requests. Training results
 # are equal. Measured worst: 0.
 TOLERANCE = 5e-6
-SETTINGS = ("train.micro_batch_size=2", "serve.save_seconds=1.0", "serve.adapters=3")
+SETTINGS = ("train.micro_batch_size=2", "serve.save_seconds=1.0", "serve.loaded={adapters: 3}")
 SETTINGS += ("serve.limits={models: 1000}",)
 
 

@@ -661,7 +661,7 @@ def test_keys_need_a_file_and_a_name(tmp_path):
     with raises(ConfigError, key="serve.keys", found=str(tmp_path / "none")):
         ApiKeys(tmp_path / "none")
     for name in ("", "a b", "local", "a" * 65, "a\n"):
-        with raises(ConfigError, key="NAME", found=name):
+        with raises(ConfigError, key="--add-client NAME", found=name):
             add_key(name, tmp_path / "keys")
 
 

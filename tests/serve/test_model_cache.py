@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm.config.command_checks import LOADED, loaded_counts
+from megatron_vlm.config.moved_keys import with_todays_keys
 from megatron_vlm.config.schema import ServeConfig
-from megatron_vlm.errors import CheckpointError
+from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Changes, ModelChange
 from megatron_vlm.serve.model_cache import ModelCache
 from megatron_vlm.serve.rank_models import ModelSettings
 from megatron_vlm.serve.training_calls import ModelCalls
 from tests.serve.test_journal import DONE, a_model, a_step, pass_time
+from tests.support.error_fields import raises
 from tests.support.fake_calls import opened
 
 FORM = ModelSettings(2, 0)
@@ -94,6 +97,23 @@ def test_models_of_silent_clients_wait_on_disk(tmp_path):
         with pytest.raises(CheckpointError):
             model_cache.put_away_silent()
         assert list(model_cache.models) == [here, ending, silent]
+
+
+def test_counts_of_models_in_memory_are_defaults_with_changes():
+    assert loaded_counts(ServeConfig(loaded={"full_models": 0})) == LOADED | {"full_models": 0}
+    saved = {"serve": {"adapters": 3, "full_snapshots": 2, "port": 1}}  # of before they moved
+    assert with_todays_keys(saved)["serve"] == {
+        "port": 1,
+        "loaded": {"adapters": 3, "full_snapshots": 2},
+    }
+    for loaded, key in (
+        ({"adapter": 1}, "serve.loaded.adapter"),
+        ({"adapters": 0}, "serve.loaded.adapters"),
+        ({"snapshots": 1.5}, "serve.loaded.snapshots"),
+        (3, "serve.loaded"),
+    ):
+        with raises(ConfigError, key=key):
+            loaded_counts(ServeConfig(loaded=loaded))  # type: ignore[arg-type]
 
 
 def test_folders_that_no_row_names_are_removed(tmp_path):

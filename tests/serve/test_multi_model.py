@@ -139,7 +139,7 @@ def test_time_is_shared_by_tokens():
 
 
 RANKS = (2, 0, 3, 4)
-SETTINGS = ("parallel.pp=2", "train.micro_batch_size=2", "serve.adapters=3")
+SETTINGS = ("parallel.pp=2", "train.micro_batch_size=2", "serve.loaded={adapters: 3}")
 
 
 def in_turns(models: list[Model], path: str, step: int) -> list[Any]:

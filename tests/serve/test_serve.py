@@ -401,7 +401,7 @@ def story(client: Client, path: str) -> Any:
 @pytest.mark.slow
 def test_models_that_wait_on_disk_are_the_same(client, path, tmp_path):
     expected = story(client, path)
-    few = ("serve.adapters=1", "serve.full_models=1", "serve.snapshots=1")
+    few = ("serve.loaded={adapters: 1, full_models: 1, snapshots: 1}",)
     few += ("train.micro_batch_size=2",)
     with served(path, tmp_path, free_port(), *few) as running, Client(running.url, path) as other:
         assert story(other, path) == expected

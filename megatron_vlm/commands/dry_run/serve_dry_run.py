@@ -7,6 +7,7 @@ from rich.console import Console
 
 from megatron_vlm.commands.dry_run.command import PlannedModel, plan_model
 from megatron_vlm.commands.dry_run.rl_dry_run import engine_places
+from megatron_vlm.config.command_checks import loaded_counts
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.engines.find_vllm import find_vllm
 from megatron_vlm.io.printable import escape_controls
@@ -23,7 +24,7 @@ def serve_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = Non
     """Print what `serve` would do; raise the errors that would end it at its start."""
     console = Console(highlight=False)
     serve = cfg.serve
-    limits = limits_of(serve.limits)
+    limits, loaded = limits_of(serve.limits), loaded_counts(serve)
     names = None if serve.keys is None else sorted(ApiKeys(Path(serve.keys)).names())
     check_host(serve.host, has_keys=names is not None)
     check_port(serve.host, serve.port)
@@ -41,8 +42,8 @@ def serve_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = Non
         "layout": f"tp={dims.tp} pp={dims.pp} dp={dims.dp} in {dims.world_size:,} "
         f"process{'es' * (dims.world_size > 1)}",
         "sampler": sampler,
-        "models": f"{serve.adapters} with adapters of at most rank {serve.max_rank}, and "
-        f"{serve.full_models} trained as a whole, in memory; at most {limits.models:,} in all",
+        "models": f"{loaded['adapters']} with adapters of at most rank {serve.max_rank}, and "
+        f"{loaded['full_models']} trained as a whole, in memory; at most {limits.models:,} in all",
         "memory": f"{_memory(model)} on the fullest rank{of}, without activations",
         "writes": f"{Path(cfg.run)}: calls, results and checkpoints",
     }

@@ -19,7 +19,7 @@ from megatron_vlm.serve.http.responses import HttpError
 
 _log = logging.getLogger(__name__)
 LOCAL = "local"  # the name of every client if the service has no keys
-_MAKE = "make it with megatron-vlm serve-key NAME FILE"
+_MAKE = "make it with megatron-vlm serve --add-client NAME FILE"
 _LINE = re.compile(r"([A-Za-z0-9._-]{1,64}) +([0-9a-f]{64})")
 
 
@@ -66,7 +66,7 @@ def add_key(name: str, path: Path) -> str:
     digest is written, so the key cannot be read again later."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) or name == LOCAL:
         raise ConfigError(
-            key="NAME",
+            key="--add-client NAME",
             found=name,
             allowed=f"1 to 64 letters, digits, '.', '_' or '-', other than {LOCAL}",
         )
@@ -85,7 +85,7 @@ def add_key(name: str, path: Path) -> str:
     except OSError as error:
         raise ConfigError(
             f"cannot be written ({error.strerror})",
-            key="FILE",
+            key="--add-client FILE",
             found=str(path),
             allowed="a file in a folder of yours",
         ) from error

@@ -82,8 +82,8 @@ def check_host(host: str, has_keys: bool) -> None:
             ": without keys everybody who reaches it may do everything",
             key="serve.host",
             found=host,
-            remedy="set serve.keys=FILE, made with megatron-vlm serve-key NAME FILE, or serve "
-            "on 127.0.0.1",
+            remedy="set serve.keys=FILE, made with megatron-vlm serve --add-client NAME "
+            "FILE, or serve on 127.0.0.1",
         )
 
 
