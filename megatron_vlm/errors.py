@@ -205,8 +205,8 @@ def gather_errors(errors: Sequence[ConfigError]) -> ConfigError:
 
 
 def sentences(error: Exception) -> list[str]:
-    """Return what a user gets in place of a traceback, a sentence for each mistake; nothing for a
-    fault of the program."""
+    """Return what a user gets in place of a traceback, a sentence for each mistake. For a fault of
+    the program the list is empty."""
     if isinstance(error, MegatronVLMError):
         return [render(**each.fields()) for each in (error, *error.further)]
     text = sentence(error)

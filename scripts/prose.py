@@ -4,7 +4,7 @@
 
 A docstring begins with a verb in the imperative or with a noun. Comments are sentences. Lines of
 the documentation have at most 100 columns. Words that readers stumble over have a plain
-replacement.
+replacement. A sentence of the documentation has at most 40 words.
 """
 
 import ast
@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MAX_COLUMNS = 100
+MAX_WORDS = 40  # the longest sentence of a page
 GENERATED = ("configuration.md", "what-fits.md")  # by scripts, with wide tables
 _WORD = re.compile(r"[A-Za-z]+(?:-[a-z]+)*")
 # Prepositions, pronouns and conjunctions: what begins with one has neither subject nor verb yet.
@@ -50,11 +51,20 @@ PLAIN = {
     "no more than": "at most",
     "without a word": "silently",
     "who has gone": "who left",
+    "is none of": "is not one of",
+    "what is none": "a noun",
+    "who has": "a noun with a verb",
+    "goes on with": "continues with",
+    "but for": "except for, or without",
 }
 _PLAIN = re.compile(r"\b(" + "|".join(map(re.escape, PLAIN)) + r")\b", re.IGNORECASE)
+_LOOSE = re.compile(r"\bfor all [^.;:]* together\b|\bthose of\b[^.;:]*\bthose of\b", re.IGNORECASE)
 _DIRECTIVE = re.compile(r"#\s*(noqa|type:|pragma|ruff:|!|-\*-|mypy:|fmt:|nosec)")
 _CODE = re.compile(r"`[^`]*`|\]\([^)]*\)")
 _FENCE = re.compile(r"^\s*(```|~~~)")
+_NO_TEXT = re.compile(r"[|#<!]")  # tables, headings, HTML and pictures
+_ITEM = re.compile(r" *([-*]|\d+\.) ")
+_SENTENCE_END = re.compile(r"(?<=[.!?])[)*]*\s+")
 
 
 def first_word(text: str) -> str:
@@ -105,19 +115,32 @@ def check_python(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def check_page(path: Path) -> Iterator[tuple[int, str]]:
-    in_code = False
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if _FENCE.match(line):
-            in_code = not in_code
-        elif not in_code and not line.startswith("    "):
+    in_code, start, paragraph = False, 0, ""
+    for number, line in enumerate([*path.read_text().splitlines(), ""], 1):
+        is_fence = bool(_FENCE.match(line))
+        if is_fence or in_code or not line.strip() or _NO_TEXT.match(line) or _ITEM.match(line):
+            yield from plain_words(start, _CODE.sub("code", paragraph))
+            yield from long_sentences(start, paragraph)
+            start, paragraph = number, ""
+        in_code ^= is_fence
+        if not is_fence and not in_code and not line.startswith("    "):
             if len(line) > MAX_COLUMNS and not line.startswith(("|", "[", "<", "!")):
                 yield number, f"{len(line)} columns; at most {MAX_COLUMNS}"
-            yield from plain_words(number, _CODE.sub("", line))
+            paragraph += "" if _NO_TEXT.match(line) else f" {line.strip()}"
+
+
+def long_sentences(line: int, paragraph: str) -> Iterator[tuple[int, str]]:
+    """Yield the sentences of a paragraph that are too long. A piece of code counts as one word."""
+    for sentence in _SENTENCE_END.split(_CODE.sub("code", paragraph)):
+        if (count := len(sentence.split())) > MAX_WORDS:
+            yield line, f"{count} words from {sentence[:40].strip()!r}; at most {MAX_WORDS}"
 
 
 def plain_words(line: int, text: str) -> Iterator[tuple[int, str]]:
     for match in _PLAIN.finditer(text):
         yield line, f"{match[0]!r}: write {PLAIN[match[0].lower()]}"
+    for match in _LOOSE.finditer(" ".join(text.split())):
+        yield line, f"{match[0]!r}: say which ones, or write two sentences"
 
 
 def main(names: list[str]) -> int:

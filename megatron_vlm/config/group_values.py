@@ -107,7 +107,7 @@ def setting_of(group: str, value: str) -> str:
 
 def setting_of_word(word: str, data: str) -> str | None:
     """Return the setting that was meant by a word alone: a recipe, a model or, for the key `data`,
-    a data set. Return None if it is none of them."""
+    a data set. Return None for any other word."""
     for group in _PATH_KEYS:
         if word != "default" and word in recipes_of(group):
             return f"{group}={word}"

@@ -10,7 +10,7 @@ from megatron_vlm.errors import ConfigError
 
 @dataclass(frozen=True)
 class MovedKey:
-    answer: str  # the remedy for whoever types the old key
+    answer: str  # the remedy for a user who types the old key
     values: Callable[[Any], dict[str, Any]]  # today's keys and values for a saved value
 
 

@@ -41,7 +41,7 @@ def without_given(cfg: Config, overrides: Sequence[str], in_file: Sequence[str])
 
 
 def check_auto(cfg: Config) -> None:
-    """Refuse keys that the planner does not choose, and settings with which it cannot choose."""
+    """Refuse keys that the planner does not choose, and settings that it cannot work with."""
     parallel = cfg.parallel
     for name in parallel.auto:
         if name not in SEARCHED:

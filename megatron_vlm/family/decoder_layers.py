@@ -269,8 +269,8 @@ class Experts:
         return (self.count - self.top_k) * 3 * self.width * hidden
 
     def kept_values(self, hidden: int, is_frozen: bool, inputs: bool, tp: int) -> int:
-        """Return the number of values per token that a rank keeps: those of the router, those of
-        each copy of a token that goes to an expert, and those of the shared expert."""
+        """Return the number of values per token that a rank keeps: for the router, for each copy
+        of a token that goes to an expert, and for the shared expert."""
         rows = (2 if inputs else 1) * hidden + (4 if inputs else 3) * self.width
         shared = 0
         if self.shared_width:

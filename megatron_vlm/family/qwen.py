@@ -58,7 +58,7 @@ def check_fields(
     config: PretrainedConfig, known: ModelFields, checks: Callable[[PretrainedConfig], Checks]
 ) -> None:
     """Raise a ConfigError if config.json describes another model than the one computed here. The
-    `checks` are those of one family, in addition to those of all."""
+    `checks` of one family come in addition to those of all."""
     problems = list(_unknown(config, known)) or [
         problem
         for fits, problem in (*_text_fits(config), *checks(config), *_vision_fits(config))

@@ -73,7 +73,9 @@ class TextSizes:
         the norms of queries and keys, or their rotation, in another way than asked for."""
         attention = self.attention
         assert attention.gated == self.centered_norms, "norms are centered where attention is gated"
-        assert attention.gated or attention.rotary_dim == attention.head_dim, "heads rotate whole"
+        assert attention.gated or attention.rotary_dim == attention.head_dim, (
+            "without a gate, whole heads rotate"
+        )
 
     @property
     def num_layers(self) -> int:

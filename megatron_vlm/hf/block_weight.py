@@ -94,7 +94,7 @@ class _Linear(torch.autograd.Function):
 
 
 def replace_parameter(module: nn.Module, name: str, new: nn.Parameter) -> None:
-    """Put a parameter in the place of another one, whose marks it takes over."""
+    """Replace a parameter, and copy the marks of the former one to the new one."""
     parent, _, leaf = name.rpartition(".")
     owner = module.get_submodule(parent)
     vars(new).update(vars(owner.get_parameter(leaf)))

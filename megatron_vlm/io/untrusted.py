@@ -207,7 +207,7 @@ def _values_of(value: Any) -> Iterable[Any]:
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object, without a name twice: the last of its values would win in silence."""
+    """Make an object, and refuse a name that comes twice: the last value would win silently."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = Counter(key for key, _ in pairs)

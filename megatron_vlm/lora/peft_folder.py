@@ -185,7 +185,7 @@ def _other_experts(
     targeted = {weight.name for weight in weights if is_of_experts(weight)}
     if in_file != targeted:
         yield CheckpointError(
-            f"are {len(in_file)} weights of experts, and lora.targets means {len(targeted)} others",
+            f"are {len(in_file)} weights of experts, but lora.targets names {len(targeted)} others",
             key="target_parameters",
             found=names,
             remedy="give the lora.targets that the adapter was trained with",

@@ -76,7 +76,7 @@ def module_of(tensor: TensorSpec) -> str:
 
 @lru_cache(maxsize=8)
 def adapted_specs(tensors: tuple[TensorSpec, ...], targets: tuple[str, ...]) -> list[TensorSpec]:
-    """Return the weights that get an adapter: those of the named groups, and those of modules whose
+    """Return the weights that get an adapter: the named groups, and the modules whose
     name, or its end after a dot, equals another target or matches it as a pattern."""
     linears = [tensor for tensor in tensors if tensor.lora_group]
     targeted = set()

@@ -193,8 +193,8 @@ def _compute_states(chunks: _Chunks) -> _States:
 
 
 class _Across(NamedTuple):
-    """Gradients after the pass from the last chunk to the first: those of keys, queries and decays
-    as far as states carry them, and those of the chunks' own systems."""
+    """Gradients after the pass from the last chunk to the first: for keys, queries and decays as
+    far as states carry them, and for the chunks' own systems."""
 
     states: _States
     kq_NH2CD: Tensor

@@ -166,7 +166,7 @@ class ActivationOffload:
         self.leaving = None if layer is None else (layer, layer.store())
 
     def keep(self, layer: _Layer) -> None:
-        """Leave the storages of a layer on the device whose backward begins already."""
+        """Leave the storages of a layer on the device if its backward begins already."""
         if self.leaving is not None and self.leaving[0] is layer:
             self.copies.wait(layer.copied)  # their memory may be used again from now on
             self.leaving = None

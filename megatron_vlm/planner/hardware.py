@@ -42,8 +42,8 @@ class Machine:
 
     def host_update(self, weights: float, itemsize: int, optimizer: OptimizerSpec) -> float:
         """Return the seconds of an optimizer step over weights in host memory. Gradients and new
-        weights travel while others are updated, where gradient, weight and states are read, and the
-        last two written."""
+        weights travel while others are updated. An update reads gradient, weight and states, and
+        writes the last two."""
         travel_s = (_FP32 + itemsize) / self.host_link
         state_bytes = len(optimizer.state_names) * optimizer.bytes_of_state
         memory_s = (3 * _FP32 + 2 * state_bytes) / self.host_moved

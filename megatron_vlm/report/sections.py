@@ -161,8 +161,8 @@ class Card(Section):
 
 @dataclass(frozen=True)
 class SideBySide(Section):
-    """Sections that a page shows next to each other. Of cards, the first one is the most important,
-    and the only one in a terminal."""
+    """Sections that a page shows next to each other. The first of several cards is the most
+    important one. A terminal shows this one alone."""
 
     sections: Sequence[Section]
 

@@ -131,8 +131,8 @@ class PolicyUpdater:
     def _teacher_scores(
         self, train_batch: TrainBatch, rows: Mapping[int, TrainRow]
     ) -> dict[int, TeacherScores]:
-        """Return the scores of this replica's rows: those of engines, which the rows have already,
-        or those of the ranks' own teachers. A collective."""
+        """Return the scores of this replica's rows: by engines, which the rows have already, or by
+        the ranks' own teachers. A collective."""
         if self.cfg.rl.teacher_scorer == "vllm":
             return {
                 number: TeacherScores.from_table(each.teacher_table, each.row)

@@ -36,7 +36,7 @@ ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[..., Any]]]
 
 @dataclass(frozen=True)
 class ItemKind:
-    """How items that are no micro-batches pass through the pipeline."""
+    """Way of items that are no micro-batches through the pipeline."""
 
     batch_of: Callable[[Any], MicroBatch]
     filler: Callable[[], Any]  # makes an item that stands for none

@@ -251,7 +251,7 @@ def test_adapters_of_other_experts_are_refused(pool, tiny, tmp_path):
 
     named = r"target_parameters=\[mlp.experts.down_proj\] are 4 weights"
     for target, count in (("gate_up_proj", 4), ("mlp", 8), (f"layers.0.{DOWN}", 1)):
-        assert re.search(f"{named} .*lora.targets means {count} others", said(targets=(target,)))
+        assert re.search(f"{named} .*lora.targets names {count} others", said(targets=(target,)))
     file = folder / "adapter_model.safetensors"
     other = {"lora_A": "lora_B", "lora_B": "lora_A"}
     turned = {

@@ -137,7 +137,7 @@ def print_run(
     )
     console.print(layout_table(cfg, target.words(cfg), stages))
     text = run_overview(cfg, dims, facts)
-    rows = {"run": f"goes on from step {done:,}" if done else "begins anew"}
+    rows = {"run": f"continues from step {done:,}" if done else "begins anew"}
     if cfg.log.wandb is not None:
         rows["W&B"] = wandb_mode(cfg)
     lines = [text, aligned_lines(rows), *remarks.lines]

@@ -1,4 +1,4 @@
-"""Settings of another trainer: those of its YAML or JSON file, with their lines, and those of its
+"""Settings of another trainer: from its YAML or JSON file, with their lines, and from its
 command. Nothing in a file is run, and no variable in it is read from the environment."""
 
 import re

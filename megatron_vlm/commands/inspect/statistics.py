@@ -124,8 +124,8 @@ def collect_statistics(
     pictures: bool,
     in_terminal: int | None = None,
 ) -> Inspection:
-    """Collect the statistics of a data set; the samples with these numbers are shown, and in a
-    terminal `in_terminal` of them or all."""
+    """Collect the statistics of a data set, and show the samples with these numbers. A terminal
+    shows `in_terminal` of them, or all."""
     faults = [index.faults for index in data.indexes]
     titles = {"supervised": "trained tokens"}
     columns = tuple(

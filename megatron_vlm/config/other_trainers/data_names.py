@@ -14,7 +14,7 @@ _BUDGET = (
     "data.video_min_pixels and data.video_max_pixels count the pixels of all frames of a video "
     "together; beside a video in a record, min_pixels and max_pixels are of each frame"
 )
-_LENGTH = "data.max_tokens counts images, too; data.truncation says what becomes of longer records"
+_LENGTH = "data.max_tokens counts images, too; data.truncation decides about longer records"
 _BALANCED = (
     "rows are never packed (docs/parallelism.md): micro-batches of equal cost are filled "
     "up to train.micro_batch_tokens"

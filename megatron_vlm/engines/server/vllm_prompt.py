@@ -52,7 +52,7 @@ def _video(video: Message, pixels: bytes) -> tuple[Any, Message]:
 
 def inspect_request(request: Any, model: Any) -> tuple[Message, bytes]:
     """Return the ids of vLLM's own request, and the grids, types and shapes of its patches. The
-    values follow as fp32: first those of all pictures, then those of all videos."""
+    values follow as fp32: first all pictures, then all videos."""
     import torch
 
     about: Message = {"ids": list(request.prompt_token_ids), "image": [], "video": []}

@@ -59,10 +59,10 @@ _SAMPLE_CHARTS = (
     ChartPlan("Tokens of an episode", {"mean": "answer_tokens", "longest": "longest_answer"}),
     ChartPlan("Answers of an episode", {"answers": "turns"}, "mean", above=1),
     ChartPlan("Episodes cut", {"cut": "cut"}, "by a limit of length", percent=True),
-    ChartPlan("Prompts alike", {"alike": "alike"}, "all got one reward", percent=True),
+    ChartPlan("Prompts alike", {"alike": "alike"}, "all answers had the same reward", percent=True),
     ChartPlan("KL", {"KL": "kl"}, "to the initial model"),
     ChartPlan("KL to the teacher", {"KL": "teacher_kl"}, "reverse KL of a token"),
-    ChartPlan("Drift", {"drift": "drift"}, "KL from the policy that drew"),
+    ChartPlan("Drift", {"drift": "drift"}, "KL from the policy that drew the samples"),
     ChartPlan("Entropy", {"entropy": "entropy"}, "of a token"),
     ChartPlan("Ratio", {"ratio": "ratio"}, "of probabilities, new to old"),
     ChartPlan("Clip fraction", {"clipped": "clip_fraction"}, "of tokens", percent=True),
@@ -73,7 +73,7 @@ _SAMPLE_CHARTS = (
         may_log=True,
     ),
     ChartPlan("Weights cut", {"cut": "weights_cut"}, "of tokens", percent=True),
-    ChartPlan("Behind", {"behind": "behind"}, "optimizer steps, weights that drew"),
+    ChartPlan("Behind", {"behind": "behind"}, "age of the sampling weights in steps"),
     ChartPlan("Sampling time", {"sampling": "sampling_s", "step": "seconds"}, "seconds"),
 )
 _STEP_CHARTS = (

@@ -161,7 +161,7 @@ def describe_split(data: DataSet, cfg: Config) -> str:
 
 
 def list_held_out(sets: Sequence[EvalSet]) -> str:
-    """Return a line with the place of each record that data.split holds out; nothing without."""
+    """Return a line with the place of each record that data.split holds out, if it is set."""
     lines = [
         f"{each.data.where((source, sample))}\n"
         for each in sets
