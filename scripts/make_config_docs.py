@@ -7,11 +7,13 @@ tests/package/test_docs.py fails if they are outdated.
 """
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_vlm.config.key_docs import group_docs, recipe_docs
+from megatron_vlm.config.key_docs import RecipeDoc, group_docs, key_docs, recipe_docs
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+_PATH = "Set model.path to the folder of its checkpoint."
 BEGIN, END = "<!-- {} begin -->\n", "<!-- {} end -->\n"
 
 
@@ -40,12 +42,38 @@ def key_tables() -> str:
 
 
 def recipe_table() -> str:
-    """Return a table of the recipes, with the first comment of each and the keys that it sets."""
-    rows = ["| recipe | | sets |", "|---|---|---|"]
+    """Return a table of the recipes: the first comment of each, and the keys that it changes."""
+    changed = {recipe.choice: _changes(recipe) for recipe in recipe_docs()}
+    released = [set(values.items()) for name, values in changed.items() if _is_released(name)]
+    shared = set.intersection(*released)
+    lines = [f"Each `model=qwen...` sets {_settings(shared)}. {_PATH}", ""]
+    lines += ["| recipe | | sets |", "|---|---|---|"]
     for recipe in recipe_docs():
-        keys = ", ".join(f"`{key}={value}`" for key, value in recipe.values.items())
-        rows.append(f"| `{recipe.choice}` | {recipe.about} | {keys} |")
-    return "\n".join(rows) + "\n"
+        own = changed[recipe.choice].items() - (shared if _is_released(recipe.choice) else set())
+        about = recipe.about.replace(f" {_PATH}", "")
+        lines.append(f"| `{recipe.choice}` | {about} | {_settings(own)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _is_released(choice: str) -> bool:
+    return choice.startswith("model=qwen")
+
+
+def _changes(recipe: RecipeDoc) -> dict[str, str]:
+    """Return the keys of a recipe whose values are not the defaults."""
+    defaults = {key: _value(doc.default) for key, doc in key_docs().items()}
+    return {key: text for key, text in recipe.values.items() if _value(text) != defaults[key]}
+
+
+def _value(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _settings(items: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(f"`{key}={value}`" for key, value in sorted(items))
 
 
 def main() -> int:
