@@ -46,7 +46,7 @@ BUDGETS = {
     "small files with one importer": 42,
     "keys": 222,
     "commands": 20,
-    "words of docs": 55_100,
+    "words of docs": 54_000,
     "words of README": 450,
     "lines of tests": 61_650,
 }
