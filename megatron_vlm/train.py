@@ -22,9 +22,8 @@ from megatron_vlm.distributed.process import (
 )
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.push import check_push
-from megatron_vlm.run.config_changes import check_unnamed
 from megatron_vlm.run.log_sinks import check_sinks
-from megatron_vlm.run.resolve_model import with_model
+from megatron_vlm.run.resolve_model import check_unnamed, with_model
 from megatron_vlm.training.lr_schedule import lr_at
 from megatron_vlm.training.preflight import check_run
 

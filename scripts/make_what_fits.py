@@ -14,8 +14,7 @@ from machine_tables import MACHINES, WAYS, machine_line
 from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from megatron_vlm.family.qwen3_5.model import qwen3_5_moe_sizes, qwen3_5_sizes
-from megatron_vlm.family.qwen3_vl import moe
-from megatron_vlm.family.qwen3_vl.dense import sizes_of
+from megatron_vlm.family.qwen3_vl.model import moe_sizes_of, sizes_of
 from megatron_vlm.family.spec import ModelSizes
 
 PAGE = Path(__file__).parent.parent / "docs" / "what-fits.md"
@@ -76,7 +75,7 @@ def sizes_of_model(name: str) -> ModelSizes:
 
 
 def _sizes_with_experts(layers: int, hidden: int, width: int, heads: int) -> ModelSizes:
-    return moe.moe_sizes_of(
+    return moe_sizes_of(
         Qwen3VLMoeConfig(
             text_config=dict(
                 num_hidden_layers=layers,

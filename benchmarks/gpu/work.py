@@ -16,7 +16,7 @@ from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.qwen3_vl.dense import sizes_of
+from megatron_vlm.family.qwen3_vl.model import sizes_of
 from megatron_vlm.planner.memory import USABLE, stage_memory
 from megatron_vlm.planner.row_sizes import BatchSizes
 

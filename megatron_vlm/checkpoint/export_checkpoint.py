@@ -18,7 +18,7 @@ from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.config.trainable import Exported, export_of
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.hf.digest import weights_digest
+from megatron_vlm.hf.checkpoint_files import weights_digest
 from megatron_vlm.hf.export_folder import ExportMark, check_replaceable
 from megatron_vlm.hf.export_weights import write_folder
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint

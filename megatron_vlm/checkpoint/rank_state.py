@@ -19,7 +19,7 @@ from megatron_vlm.checkpoint.tensor_pieces import Piece, TensorShape, cut_pieces
 from megatron_vlm.config.optimizer_spec import STATE_NAMES
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import RankGroups
-from megatron_vlm.hf.rectangles import blocks_of
+from megatron_vlm.hf.matrices import blocks_of
 from megatron_vlm.hf.weight_map import Entry, Origin
 from megatron_vlm.training.muon import Muon
 from megatron_vlm.training.optimizer_parts import MainWeight, inner_optimizers, main_weights

@@ -24,11 +24,12 @@ from megatron_vlm.checkpoint.manifest import (
     Manifest,
     check_sizes,
     foreign_files,
+    hold_for_reading,
+    hold_for_removal,
     read_manifest,
     verify,
     write_manifest,
 )
-from megatron_vlm.checkpoint.read_lock import hold_for_reading, hold_for_removal
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.io.atomic import (
     check_partial,

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from megatron_vlm.checkpoint import retention
 from megatron_vlm.checkpoint.export_checkpoint import check_base
-from megatron_vlm.checkpoint.manifest import FileRecord, Manifest, verify, write_file
+from megatron_vlm.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    hold_for_reading,
+    verify,
+    write_file,
+)
 from megatron_vlm.checkpoint.rank_state import (
     clear_moments,
     get_step,
@@ -30,7 +36,6 @@ from megatron_vlm.checkpoint.rank_state import (
     set_step,
     shapes_of,
 )
-from megatron_vlm.checkpoint.read_lock import hold_for_reading
 from megatron_vlm.checkpoint.tensor_pieces import (
     PieceReader,
     make_index,
@@ -45,7 +50,7 @@ from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.collectives import broadcast_json, gather_json
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import CheckpointError, show_value
-from megatron_vlm.hf.rectangles import Rectangle
+from megatron_vlm.hf.matrices import Rectangle
 from megatron_vlm.io.atomic import begin, discard, partial_of
 from megatron_vlm.io.untrusted import JsonField
 from megatron_vlm.training.optimizer import set_lr

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.rectangles import FAR_ROW, Rectangle, RowBlock, flat_rectangles
+from megatron_vlm.hf.matrices import FAR_ROW, Rectangle, RowBlock, flat_rectangles
 from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
 TensorShape = tuple[int, ...]

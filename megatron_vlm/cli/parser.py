@@ -33,9 +33,8 @@ from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_co
 from megatron_vlm.config.listing import listing
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.model.constraints import check_supported
-from megatron_vlm.run.config_changes import check_unnamed
 from megatron_vlm.run.log_sinks import check_sinks
-from megatron_vlm.run.resolve_model import with_commit, with_model
+from megatron_vlm.run.resolve_model import check_unnamed, with_commit, with_model
 from megatron_vlm.training.preflight import check_records, check_run
 from megatron_vlm.version import __version__
 

@@ -8,9 +8,8 @@ from megatron_vlm.commands.dry_run.dry_run_arguments import (
 )
 from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
-from megatron_vlm.run.config_changes import check_unnamed
 from megatron_vlm.run.log_sinks import check_sinks
-from megatron_vlm.run.resolve_model import with_commit, with_model
+from megatron_vlm.run.resolve_model import check_unnamed, with_commit, with_model
 from megatron_vlm.training.preflight import check_run
 
 

@@ -1,22 +1,109 @@
 """A group inside torchrun: SPMD, without a separate controller.
 
 Every rank makes a group around its worker and makes the same calls with the same batches. Each rank
-takes the part of its replica, and all ranks get the results of the whole batch.
+takes the part of its replica, and all ranks get the results of the whole batch. Results travel as
+bytes: tensors stay binary, the rest is JSON, and an error keeps its fields and, if it is one of
+this package's, its type.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
-from megatron_vlm.controller.rank_worker import BrokenError, RankWorker, first_failure
-from megatron_vlm.controller.results import result_from_bytes, result_to_bytes
-from megatron_vlm.controller.split_batch import ReplicaBatch
+import torch
+from torch import Tensor
+
+from megatron_vlm import errors
+from megatron_vlm.controller.rank_worker import (
+    BrokenError,
+    FailedElsewhereError,
+    RankWorker,
+    WorkerError,
+    backward_of,
+    first_failure,
+    with_rank,
+)
+from megatron_vlm.controller.split_batch import BatchLike, ReplicaBatch, even_parts
 from megatron_vlm.controller.worker_group import Join, Parts, T, WorkerGroup
+from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
+from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.distributed.collectives import all_gather_bytes
+from megatron_vlm.distributed.error_json import error_from_json, error_to_json
+from megatron_vlm.distributed.rendezvous import MeetingError
 from megatron_vlm.errors import MegatronVLMError
-from megatron_vlm.training.worker import MegatronWorker
+from megatron_vlm.training.backward import LossCall
+from megatron_vlm.training.losses import Objective
+from megatron_vlm.training.worker import MegatronWorker, StepMetrics
+
+_ERRORS: dict[str, type[MegatronVLMError]] = {
+    each.__name__: each
+    for each in (
+        errors.ConfigError,
+        errors.DataError,
+        errors.CheckpointError,
+        errors.TrainError,
+        MegatronVLMError,
+        MeetingError,
+        WorkerError,
+        FailedElsewhereError,
+    )
+}
+
+
+def result_to_bytes(answer: Any) -> bytes:
+    """Encode the result of a RankWorker's method, or an error."""
+    meta: dict[str, Any]
+    rows: list[Tensor] = []
+    if isinstance(answer, Exception):
+        known = next((kind for kind in type(answer).__mro__ if kind.__name__ in _ERRORS), None)
+        name = WorkerError.__name__ if known is None else known.__name__
+        meta = {"kind": "error", "name": name, "fields": error_to_json(answer)}
+    elif isinstance(answer, StepMetrics):
+        figures = [answer.loss, answer.num_tokens, answer.means]
+        meta = {"kind": "metrics", "figures": figures, "has_rows": answer.log_probs is not None}
+        rows = answer.log_probs or []
+    elif isinstance(answer, list) and answer and isinstance(answer[0], StepMetrics):
+        meta = {"kind": "several"}
+        rows = [
+            torch.frombuffer(bytearray(result_to_bytes(item)), dtype=torch.uint8) for item in answer
+        ]
+    elif isinstance(answer, list) and any(isinstance(row, Tensor) for row in answer):
+        meta, rows = {"kind": "rows"}, answer
+    elif isinstance(answer, list) and answer and _are_samples(answer[0]):
+        samples = [item for completions in answer for item in completions]
+        figures = [item.as_json() for item in samples]
+        meta = {"kind": "samples", "counts": list(map(len, answer)), "figures": figures}
+    elif isinstance(answer, tuple):
+        meta = {"kind": "tuple", "value": answer}
+    else:
+        meta = {"kind": "value", "value": answer}
+    return pack({"rows": (True, rows)}, meta)
+
+
+def result_from_bytes(data: bytes) -> Any:
+    """Decode the bytes of `result_to_bytes`."""
+    fields, meta = unpack(data)
+    rows, kind = list(fields["rows"][1]), meta["kind"]
+    if kind == "error":
+        return _ERRORS[meta["name"]](**error_from_json(meta["fields"]))
+    if kind == "metrics":
+        loss, num_tokens, means = meta["figures"]
+        return StepMetrics(loss, num_tokens, rows if meta["has_rows"] else None, means)
+    if kind == "several":
+        return [result_from_bytes(row.numpy().tobytes()) for row in rows]
+    if kind == "rows":
+        return rows
+    if kind == "samples":
+        samples = map(Completion.from_json, meta["figures"])
+        return [list(islice(samples, count)) for count in meta["counts"]]
+    return tuple(meta["value"]) if kind == "tuple" else meta["value"]
+
+
+def _are_samples(answer: Any) -> bool:
+    return isinstance(answer, list) and any(isinstance(each, Completion) for each in answer)
 
 
 def local_group(worker: MegatronWorker) -> WorkerGroup:
@@ -72,3 +159,61 @@ class LocalTransport:
 
     def close(self) -> None:
         """Do nothing: torchrun started the processes."""
+
+
+@dataclass(frozen=True, eq=False)
+class SummedLoss:
+    """A request for gradients of a local group's model. They are those of the sum of a loss over a
+    batch, and are added to the gradients since the last optim_step."""
+
+    group: WorkerGroup
+    batch: BatchLike
+    loss: str
+    options: Mapping[str, float]
+
+    @property
+    def call(self) -> LossCall:
+        """The call that each rank runs."""
+        return LossCall(True, self.loss, 1.0, True, self.options)
+
+
+def backward_together(requests: Sequence[SummedLoss]) -> list[StepMetrics]:
+    """Run forward_backward for each request, and return the results with the log-probs. The groups
+    hold different models that share one base, and all ranks make the same call. After an error
+    every model has the gradients that it had before."""
+    transports = [_local_transport(request.group) for request in requests]
+    parts = [
+        _local_part(request, transport)
+        for request, transport in zip(requests, transports, strict=True)
+    ]
+    members = [transport.member for transport in transports]
+    results = transports[0].answers(partial(_run, members, parts, requests))
+    return [
+        _join_metrics([metrics[position] for metrics in results], len(request.batch))
+        for position, request in enumerate(requests)
+    ]
+
+
+def _run(
+    members: Sequence[RankWorker], parts: Sequence[ReplicaBatch], requests: Sequence[SummedLoss]
+) -> list[StepMetrics]:
+    """Run the requests on this rank."""
+    try:
+        return backward_of(members, parts, [request.call for request in requests])
+    except Exception as error:
+        raise with_rank(error, members[0].worker.grid.rank) from error
+
+
+def _local_transport(group: WorkerGroup) -> LocalTransport:
+    assert isinstance(group.ranks, LocalTransport), "the others' processes are elsewhere"
+    return group.ranks
+
+
+def _local_part(request: SummedLoss, ranks: LocalTransport) -> ReplicaBatch:
+    names = Objective.create(request.loss, request.options).value_names
+    return ranks.local_part(even_parts(request.batch, ranks.dims.dp, names))
+
+
+def _join_metrics(of_replicas: Sequence[StepMetrics], rows: int) -> StepMetrics:
+    log_probs = [row for metrics in of_replicas for row in metrics.log_probs or []]
+    return replace(of_replicas[0], log_probs=log_probs[:rows])

@@ -26,8 +26,7 @@ def families() -> "dict[str, Family]":
     """Return the families by the model_type of config.json."""
     # These import torch and transformers.
     from megatron_vlm.family.qwen3_5.model import QWEN3_5, QWEN3_5_MOE
-    from megatron_vlm.family.qwen3_vl.dense import QWEN3_VL
-    from megatron_vlm.family.qwen3_vl.moe import QWEN3_VL_MOE
+    from megatron_vlm.family.qwen3_vl.model import QWEN3_VL, QWEN3_VL_MOE
 
     every_family = (QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE)
     return {family.model_type: family for family in every_family}

@@ -14,13 +14,12 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.field_rules import (
     KnownFields,
     ModelFields,
+    advise_other_family,
     other_model,
     unsupported_fields,
 )
-from megatron_vlm.family.other_models import advise_other_family
 from megatron_vlm.family.qwen3_5.fields import QWEN3_5_FIELDS, QWEN3_5_MOE_FIELDS
-from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS
-from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS
+from megatron_vlm.family.qwen3_vl.fields import QWEN3_VL_FIELDS, QWEN3_VL_MOE_FIELDS
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile, what_is_at
 
 _MAX_BYTES = 2**20

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_vlm.config.base_types import WEIGHTS_PER_BLOCK
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.block_codes import NF4_VALUES, BlockCodes
+from megatron_vlm.hf.block_weight import NF4_VALUES, BlockCodes
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 
 Span = tuple[int, int] | None

@@ -1,21 +1,129 @@
 """A frozen weight of a linear layer that is stored as codes of 4 or 8 bits, `lora.base`.
 
-It is a tensor like any other weight, with a shape, a dtype and a device, and takes its place among
-the parameters of a module. A product with it computes its values, which are then forgotten again:
-autograd keeps the codes, and the backward computes the values once more.
+The weights of a block share a scale, their largest absolute value. A code stands for a value
+between -1 and 1:
+
+- nf4: one of the 16 values of NF4 (QLoRA, arXiv 2305.14314), two codes in a byte, the first one in
+  its upper half. Codes and scales are those of bitsandbytes, digit for digit.
+- int8: a multiple of 1/127.
+
+-1 and 1 have codes of their own, so the largest value of a block is exact. Therefore the values of
+codes become the same codes again.
+
+BlockWeight is a tensor like any other weight, with a shape, a dtype and a device, and takes its
+place among the parameters of a module. A product with it computes its values, which are then
+forgotten again: autograd keeps the codes, and the backward computes the values once more.
+
+Shapes: W weights, B blocks of them, K bytes of codes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_vlm.config.base_types import BaseType
-from megatron_vlm.hf.block_codes import BlockCodes
+from megatron_vlm.config.base_types import WEIGHTS_PER_BLOCK, BaseType
 
+NF4_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_INT8_STEPS = 127
+_SMALLEST_SCALE = 1e-38  # the reciprocal of a smaller one is infinite
+DECODED_AT_ONCE = 2**24  # weights whose fp32 values exist together: 64 MiB
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+@dataclass(frozen=True)
+class BlockCodes:
+    """Codes and scales of a number of weights."""
+
+    base: BaseType
+    codes_K: Tensor  # uint8 or int8
+    scales_B: Tensor  # fp32
+
+    @staticmethod
+    def empty(base: BaseType, weights: int, device: torch.device) -> "BlockCodes":
+        """Return unset codes and scales."""
+        assert weights % WEIGHTS_PER_BLOCK == 0
+        is_nf4 = base == "nf4"
+        dtype = torch.uint8 if is_nf4 else torch.int8
+        codes_K = torch.empty(weights // 2 if is_nf4 else weights, dtype=dtype, device=device)
+        scales_B = torch.empty(weights // WEIGHTS_PER_BLOCK, device=device)
+        return BlockCodes(base, codes_K, scales_B)
+
+    def encode(self, weights: Tensor) -> None:
+        """Store these weights, on any device, as codes."""
+        flat_W, device = weights.reshape(-1), self.codes_K.device
+        assert len(flat_W) == len(self.scales_B) * WEIGHTS_PER_BLOCK
+        for first, last in self._slices():
+            part_W = flat_W[first * WEIGHTS_PER_BLOCK : last * WEIGHTS_PER_BLOCK].to(device)
+            blocks = part_W.float().view(-1, WEIGHTS_PER_BLOCK)
+            scales_B = blocks.abs().amax(dim=1)
+            shares = blocks * (1.0 / scales_B.clamp(min=_SMALLEST_SCALE))[:, None]
+            codes = _encode(self.base, shares.clamp_(-1, 1).flatten())
+            self.scales_B[first:last] = scales_B
+            self.codes_K[self._bytes(first) : self._bytes(last)] = codes
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights [W] that the codes stand for: computed in fp32, and rounded once."""
+        out_W = torch.empty(
+            len(self.scales_B) * WEIGHTS_PER_BLOCK, dtype=dtype, device=self.codes_K.device
+        )
+        for first, last in self._slices():
+            codes = self.codes_K[self._bytes(first) : self._bytes(last)]
+            values = _decode(self.base, codes).view(-1, WEIGHTS_PER_BLOCK)
+            part_W = out_W[first * WEIGHTS_PER_BLOCK : last * WEIGHTS_PER_BLOCK]
+            torch.mul(values, self.scales_B[first:last, None], out=part_W.view_as(values))
+        return out_W
+
+    def _slices(self) -> Iterator[tuple[int, int]]:
+        blocks, step = len(self.scales_B), DECODED_AT_ONCE // WEIGHTS_PER_BLOCK
+        for first in range(0, blocks, step):
+            yield first, min(first + step, blocks)
+
+    def _bytes(self, block: int) -> int:
+        return block * WEIGHTS_PER_BLOCK // (2 if self.base == "nf4" else 1)
+
+
+def rounded(weights: Tensor, base: BaseType) -> Tensor:
+    """Return the values in fp32 that weights have once they are stored as codes."""
+    codes = BlockCodes.empty(base, weights.numel(), weights.device)
+    codes.encode(weights)
+    return codes.decode(torch.float32).view(weights.shape)
+
+
+def _encode(base: BaseType, shares_W: Tensor) -> Tensor:
+    """Return the bytes of the codes of values between -1 and 1."""
+    if base == "int8":
+        return (shares_W * _INT8_STEPS).round_().to(torch.int8)
+    values = torch.tensor(NF4_VALUES)
+    codes_W = torch.zeros_like(shares_W, dtype=torch.uint8)
+    for middle in ((values[:-1] + values[1:]) / 2).tolist():  # faster than a search
+        codes_W += shares_W > middle
+    return codes_W[::2] << 4 | codes_W[1::2]
+
+
+def _decode(base: BaseType, codes_K: Tensor) -> Tensor:
+    """Return the values between -1 and 1 of these bytes, in fp32."""
+    if base == "int8":
+        return codes_K.float().div_(_INT8_STEPS)
+    return F.embedding(codes_K.int(), _nf4_pairs(codes_K.device)).flatten()  # faster than an index
+
+
+@cache
+def _nf4_pairs(device: torch.device) -> Tensor:
+    """Return the two values of each byte. They stay on the device, since copying them there would
+    make each product wait."""
+    values = torch.tensor(NF4_VALUES)
+    pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)
+    return pairs.to(device)
 
 
 class BlockWeight(torch.Tensor):

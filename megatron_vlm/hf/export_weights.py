@@ -19,7 +19,7 @@ from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.collectives import receive_json, send_json
 from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.companion_files import copy_files
+from megatron_vlm.hf.checkpoint_files import copy_files
 from megatron_vlm.hf.export_folder import ExportMark, check_replaceable, finish_mark, is_replaceable
 from megatron_vlm.hf.hf_checkpoint import FLOATS, INDEX, WEIGHTS_FILE, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card

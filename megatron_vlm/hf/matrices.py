@@ -1,21 +1,134 @@
-"""Matrices among the tensors of a checkpoint: what Muon orthogonalises, one by one.
+"""Matrices among the tensors of a checkpoint, which Muon orthogonalises one by one, and rectangles
+of tensors in the part of a parameter that a rank holds or updates.
 
-They are the weights of linear layers and routers, and both matrices of an adapter. Queries, keys
-and values are matrices of their own, and so are gate and up, also those of each expert, which some
-checkpoints store together. A tower's fused queries, keys and values are one matrix, as in the
+The matrices are the weights of linear layers and routers, and both matrices of an adapter. Queries,
+keys and values are matrices of their own, and so are gate and up, also those of each expert, which
+some checkpoints store together. A tower's fused queries, keys and values are one matrix, as in the
 checkpoint. Embeddings, positions, the head and its adapter are not among them, because their rows
 belong to tokens; neither are vectors, a matrix with a single row or column, and kernels of
 convolutions.
+
+For rectangles every tensor counts as a matrix: its first dimension by the product of the others (1
+for a vector).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.hf.expert_layouts import OF_EXPERTS, parts_of_expert
-from megatron_vlm.hf.rectangles import RowBlock
+from megatron_vlm.hf.weight_map import Entry
 
+Rectangle = tuple[int, int, int, int]  # row, column, rows, columns
+
+FAR_ROW = 2**40  # more rows than any tensor has
 _POSITIONS = ".pos_embed.weight"
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of this rank's part of a parameter that are consecutive in one checkpoint tensor."""
+
+    name: str
+    start: int  # first row in the part
+    rows: int
+    row: int  # first row in the tensor
+    col: int
+
+
+class Place(NamedTuple):
+    """Place of a rectangle among all tensors."""
+
+    name: str
+    row: int
+    col: int
+    rows: int
+    cols: int
+
+    @property
+    def num_values(self) -> int:
+        return self.rows * self.cols
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """Return the values of the rectangle as a view of its whole matrix."""
+        return matrix[self.row : self.row + self.rows, self.col : self.col + self.cols]
+
+
+@dataclass(frozen=True)
+class FlatRectangle:
+    """Rectangle of a tensor whose values are consecutive in a flat part of a parameter."""
+
+    name: str
+    row: int
+    col: int
+    rows: int
+    cols: int
+    offset: int  # place of its first value in the flat part
+
+    @property
+    def place(self) -> Place:
+        return Place(self.name, self.row, self.col, self.rows, self.cols)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the values of the rectangle as a view of the flat part."""
+        return flat[self.offset : self.offset + self.rows * self.cols].view(self.rows, self.cols)
+
+
+def blocks_of(entry: Entry, rank: int, ranks: int) -> list[RowBlock]:
+    """Return the blocks of rows of this rank's part. The table itself determines them: it loads row
+    numbers in place of weights. Rows of padding come out as zero and belong to no block."""
+    names = entry.names
+    shapes = {tensor.name: tensor.shape for tensor in entry.hf_tensors}
+    first_col = dict.fromkeys(names, 0)
+
+    def read(name: str, slices: Sequence[tuple[int, int] | None]) -> Tensor:
+        start, end = (slices[0] if slices else None) or (0, shapes[name][0])
+        if len(slices) > 1 and (cols := slices[1]):
+            first_col[name] = cols[0]
+        return (torch.arange(start, end) + 1 + names.index(name) * FAR_ROW)[:, None]
+
+    codes = entry.layout.load(read, names, rank, ranks).flatten()
+    breaks = (codes.diff() != 1).nonzero().flatten() + 1
+    blocks, start = [], 0
+    for run in codes.tensor_split(breaks):
+        if code := int(run[0]):
+            number, row = divmod(code - 1, FAR_ROW)
+            name = names[number]
+            blocks.append(RowBlock(name, start, len(run), row, first_col[name]))
+        start += len(run)
+    return blocks
+
+
+def rectangles(start: int, end: int, width: int) -> Iterator[Rectangle]:
+    """Yield the rectangles that make up [start, end) of a flattened matrix: the end of a row, whole
+    rows, the beginning of a row."""
+    while start < end:
+        row, col = divmod(start, width)
+        if col or end - start < width:
+            rows, cols = 1, min(width - col, end - start)
+        else:
+            rows, cols = (end - start) // width, width
+        yield row, col, rows, cols
+        start += rows * cols
+
+
+def flat_rectangles(
+    start: int, length: int, width: int, blocks: Iterable[RowBlock]
+) -> list[FlatRectangle]:
+    """Return the rectangles in [start, start + length) of a flattened parameter."""
+    found = []
+    for row, col, rows, cols in rectangles(start, start + length, width):
+        for block in blocks:
+            first, last = max(row, block.start), min(row + rows, block.start + block.rows)
+            if first < last:
+                place = block.row + first - block.start, block.col + col
+                offset = first * width + col - start
+                found.append(FlatRectangle(block.name, *place, last - first, cols, offset))
+    return found
 
 
 @dataclass(frozen=True)

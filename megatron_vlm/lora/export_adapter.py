@@ -16,7 +16,7 @@ from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.spec import TensorSpec
-from megatron_vlm.hf.block_codes import rounded
+from megatron_vlm.hf.block_weight import rounded
 from megatron_vlm.hf.export_folder import ExportMark
 from megatron_vlm.hf.export_weights import (
     check_finite,
@@ -29,11 +29,10 @@ from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
 from megatron_vlm.hf.weight_map import Entry, exported_names
 from megatron_vlm.io.hub import hub_name
-from megatron_vlm.lora.base_weights import entries_in_blocks
-from megatron_vlm.lora.peft_config import ADAPTER_FILE, CONFIG
+from megatron_vlm.lora.peft_config import ADAPTER_FILE, CONFIG, file_tensors, parameters
 from megatron_vlm.lora.peft_folder import merge_adapter, tensors_saved_whole
-from megatron_vlm.lora.peft_tensors import file_tensors, parameters
 from megatron_vlm.lora.targets import PREFIX, is_of_experts, module_of, tensors_of
+from megatron_vlm.lora.weights import entries_in_blocks
 
 
 @dataclass(frozen=True)

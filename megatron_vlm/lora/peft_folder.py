@@ -13,7 +13,7 @@ from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.config.trainable import scale_of
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.spec import Part, TensorSpec
-from megatron_vlm.hf.digest import weights_digest
+from megatron_vlm.hf.checkpoint_files import weights_digest
 from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint, read_header
 from megatron_vlm.io.atomic import read_mark
 from megatron_vlm.io.hub import hub_name
@@ -22,11 +22,13 @@ from megatron_vlm.lora.peft_config import (
     ADAPTER_FILE,
     BASE_COPY,
     different_settings,
+    file_tensors,
+    is_of_linear,
+    of_parameters,
     read_adapter_config,
     target_parameters,
     unsupported_options,
 )
-from megatron_vlm.lora.peft_tensors import file_tensors, is_of_linear, of_parameters
 from megatron_vlm.lora.targets import PREFIX, is_of_experts, module_of
 
 _ROWS = 2**14  # number of rows to compare at a time

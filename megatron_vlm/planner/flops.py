@@ -25,7 +25,7 @@ from megatron_vlm.planner.row_sizes import BatchSizes
 # to measured stages on a CPU (benchmarks/plan.py).
 _TOUCHED_FORWARD, _TOUCHED_BACKWARD = 5, 3
 _FP32 = 4
-# Bytes read and written for each weight that is computed from its code (hf/block_codes.py).
+# Bytes read and written for each weight that is computed from its code (hf/block_weight.py).
 _DECODED_BYTES = {"nf4": 15, "int8": 19}
 
 

@@ -12,7 +12,7 @@ from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, optimizer_spec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.hf.block_codes import DECODED_AT_ONCE
+from megatron_vlm.hf.block_weight import DECODED_AT_ONCE
 from megatron_vlm.planner.activation_memory import (
     activations,
     config_as_trained,

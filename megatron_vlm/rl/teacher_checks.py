@@ -8,7 +8,7 @@ from typing import Any
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.teachers import teachers_of
 from megatron_vlm.data.media.images import ImageSettings
-from megatron_vlm.data.media.video_settings import CHOSEN, VideoSettings
+from megatron_vlm.data.media.processor_settings import CHOSEN, VideoSettings
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.family import read_sizes

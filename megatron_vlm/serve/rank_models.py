@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_vlm.checkpoint import save_load
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.controller import WorkerGroup, local_group
-from megatron_vlm.controller.multi_model_backward import SummedLoss, backward_together
 from megatron_vlm.controller.rank_worker import BrokenError
 from megatron_vlm.controller.resumable_decoder import (
     ResumableDecoder,
@@ -22,6 +21,7 @@ from megatron_vlm.controller.resumable_decoder import (
     SampleRequest,
 )
 from megatron_vlm.controller.split_batch import BatchLike
+from megatron_vlm.controller.torchrun import SummedLoss, backward_together
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.distributed.agreement import Signals, Stopped
 from megatron_vlm.distributed.error_recovery import have_all_failed

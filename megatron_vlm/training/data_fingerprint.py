@@ -10,7 +10,7 @@ from megatron_vlm.config.data_sources import WITHOUT_EFFECT
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.stream_set import StreamSet
-from megatron_vlm.hf.digest import settings_digests
+from megatron_vlm.hf.checkpoint_files import settings_digests
 from megatron_vlm.io.hub import folder_of
 
 # `order` contains what matters of these keys of data.*. All other keys that have an effect are

@@ -10,7 +10,7 @@ from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.teachers import teachers_of
 from megatron_vlm.data.scores.score_index import ScoreIndex
 from megatron_vlm.errors import CheckpointError, MegatronVLMError
-from megatron_vlm.hf.digest import weight_file_digest, weights_digest
+from megatron_vlm.hf.checkpoint_files import weight_file_digest, weights_digest
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.io.untrusted import home_path, real_path
 from megatron_vlm.lora.peft_config import ADAPTER_FILE

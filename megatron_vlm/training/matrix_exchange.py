@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.distributed.grid import GroupAxis
-from megatron_vlm.hf.matrices import Matrix
-from megatron_vlm.hf.rectangles import Place
+from megatron_vlm.hf.matrices import Matrix, Place
 
 # Fills a rectangle of a matrix, or of a buffer, with this rank's values.
 Fill = Callable[[Place, Tensor], None]

@@ -25,8 +25,16 @@ from megatron_vlm.config.optimizer_spec import OptimizerSpec, optimizer_spec
 from megatron_vlm.config.schema import OptimConfig
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.grid import GroupAxis, RankGroups
-from megatron_vlm.hf.matrices import Matrix, is_of_matrices, matrices_of, matrix_blocks
-from megatron_vlm.hf.rectangles import FlatRectangle, Place, blocks_of, flat_rectangles
+from megatron_vlm.hf.matrices import (
+    FlatRectangle,
+    Matrix,
+    Place,
+    blocks_of,
+    flat_rectangles,
+    is_of_matrices,
+    matrices_of,
+    matrix_blocks,
+)
 from megatron_vlm.hf.weight_map import Entry
 from megatron_vlm.training.matrix_exchange import MatrixExchange, cut_buckets
 from megatron_vlm.training.optimizer_parts import (

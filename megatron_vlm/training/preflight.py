@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_vlm.config.checks import processes_for
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.scores.score_index import check_scores, read_complete
-from megatron_vlm.data.sources.dataset_info import read_dataset_info
+from megatron_vlm.data.sources.columns import read_dataset_info
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.process import is_under_launcher
 from megatron_vlm.errors import ConfigError

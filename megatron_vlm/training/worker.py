@@ -38,7 +38,7 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family.cpu_matmul import enable_onednn
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.hf.digest import digests, weights_digest
+from megatron_vlm.hf.checkpoint_files import digests, weights_digest
 from megatron_vlm.hf.export_folder import ExportMark
 from megatron_vlm.hf.export_weights import export_hf, stored_tensors
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
@@ -51,11 +51,17 @@ from megatron_vlm.hf.load_weights import (
 )
 from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.hf.weight_map import Entry, name_table
-from megatron_vlm.lora.base_weights import check_base_type, check_blocks, entries_in_blocks
 from megatron_vlm.lora.export_adapter import export_adapter
 from megatron_vlm.lora.layers import attach, dropout_rng
 from megatron_vlm.lora.targets import adapted_linears, adapter_entries
-from megatron_vlm.lora.weights import adapted_weights, fill, values
+from megatron_vlm.lora.weights import (
+    adapted_weights,
+    check_base_type,
+    check_blocks,
+    entries_in_blocks,
+    fill,
+    values,
+)
 from megatron_vlm.model.build import build_chunks, compute_dtype
 from megatron_vlm.model.constraints import check_backend, check_config
 from megatron_vlm.model.stage_model import StageModel

@@ -31,7 +31,7 @@ from megatron_vlm.checkpoint.tensor_pieces import (
     make_index,
 )
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.rectangles import RowBlock, rectangles
+from megatron_vlm.hf.matrices import RowBlock, rectangles
 from megatron_vlm.io.atomic import partial_of
 from megatron_vlm.training import offload
 from megatron_vlm.training.worker import MegatronWorker

@@ -21,8 +21,8 @@ from megatron_vlm.config import load_config
 from megatron_vlm.data.batches.balance import Limits, group_cost, plan_batch
 from megatron_vlm.data.batches.dataset import open_data
 from megatron_vlm.data.media.images import ImageSettings, image_patches
+from megatron_vlm.data.media.processor_settings import VideoSettings
 from megatron_vlm.data.media.video import VideoPlan, video_patches
-from megatron_vlm.data.media.video_settings import VideoSettings
 from megatron_vlm.data.tokens.chat_renderer import START
 from megatron_vlm.data.tokens.sample_views import unpatch
 from megatron_vlm.errors import ConfigError, DataError

@@ -23,7 +23,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.report.metrics_lines import STEP_FIELDS, STOPPED, from_json, line_or_row
 from megatron_vlm.report.run import read_report
 from megatron_vlm.report.run.growing_lines import GrowingLines
-from megatron_vlm.run.job_lock import hold_job_lock
+from megatron_vlm.run.run_folder import hold_job_lock
 from tests.report.test_rl_report import episode, prompt, rl
 from tests.report.test_run_report import HOSTILE, evaluation, event, start, step, write_run
 from tests.support.browser import start_browser

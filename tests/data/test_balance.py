@@ -23,7 +23,7 @@ from megatron_vlm.data.even_split import deal
 from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.qwen import mrope_positions
-from megatron_vlm.family.qwen3_vl.dense import sizes_of
+from megatron_vlm.family.qwen3_vl.model import sizes_of
 from megatron_vlm.family.spec import Tokens
 from tests.support.batches import MIXED, make_rows, token_ids
 

@@ -28,8 +28,8 @@ from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.dataset import open_data
 from megatron_vlm.data.records.formats import parse_record
+from megatron_vlm.data.records.keys import UnknownKeysError
 from megatron_vlm.data.records.record import Conversation
-from megatron_vlm.data.records.unknown_keys import UnknownKeysError
 from megatron_vlm.data.sources.stream import open_stream
 from megatron_vlm.data.tokens.boxes_as_text import write_boxes_as_text
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader

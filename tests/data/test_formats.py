@@ -10,6 +10,7 @@ import PIL.Image
 import pytest
 
 from megatron_vlm.data.records.formats import OnlyAsksError, parse_record
+from megatron_vlm.data.records.keys import UnknownKeysError
 from megatron_vlm.data.records.record import (
     Box,
     ChatMessage,
@@ -21,7 +22,6 @@ from megatron_vlm.data.records.record import (
     Video,
     VideoOptions,
 )
-from megatron_vlm.data.records.unknown_keys import UnknownKeysError
 from megatron_vlm.errors import DataError
 from tests.support.error_fields import raises
 
@@ -911,7 +911,7 @@ def test_a_slip_of_a_format_is_answered():
 
 
 def test_names_of_media_are_looked_at_in_no_time():
-    from megatron_vlm.data.records.unknown_keys import (
+    from megatron_vlm.data.records.keys import (
         looks_like_media,  # for names as in a hostile file
     )
 

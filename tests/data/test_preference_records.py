@@ -11,7 +11,7 @@ import pytest
 from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.dataset import open_data
-from megatron_vlm.data.records.unknown_keys import UnknownKeysError
+from megatron_vlm.data.records.keys import UnknownKeysError
 from megatron_vlm.data.tokens.reader import Reader, make_encoder, make_reader
 from megatron_vlm.data.tokens.sample import Sample
 from megatron_vlm.errors import DataError

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from transformers.image_utils import SizeDict
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
+from megatron_vlm.data.media.processor_settings import VideoSettings
 from megatron_vlm.data.media.video import VideoInfo, plan_video, video_patches, video_text
 from megatron_vlm.data.media.video_file import iter_frames, probe_video
-from megatron_vlm.data.media.video_settings import VideoSettings
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.qwen import VISION_MARKS
 from tests.support.error_fields import raises

@@ -22,11 +22,11 @@ from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
+from megatron_vlm.data.media.processor_settings import VideoSettings
 from megatron_vlm.data.media.video import VideoInfo, plan_video
-from megatron_vlm.data.media.video_settings import VideoSettings
 from megatron_vlm.data.records.formats import parse_record
+from megatron_vlm.data.records.keys import UnknownKeysError
 from megatron_vlm.data.records.record import VideoOptions
-from megatron_vlm.data.records.unknown_keys import UnknownKeysError
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, DataError

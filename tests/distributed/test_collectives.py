@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vlm.controller.rank_worker import BrokenError, FailedElsewhereError, WorkerError
-from megatron_vlm.controller.results import result_from_bytes, result_to_bytes
+from megatron_vlm.controller.torchrun import result_from_bytes, result_to_bytes
 from megatron_vlm.distributed.collectives import (
     all_gather_json,
     broadcast_bytes,

@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from megatron_vlm.data.media.images import ImageSettings, image_patches
+from megatron_vlm.data.media.processor_settings import VideoSettings
 from megatron_vlm.data.media.video import VideoPlan, video_patches
-from megatron_vlm.data.media.video_settings import VideoSettings
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.row_maker import RowMaker

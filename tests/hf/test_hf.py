@@ -23,7 +23,7 @@ from transformers.utils.hub import CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEM
 
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.hf.companion_files import SETTINGS, copy_files
+from megatron_vlm.hf.checkpoint_files import SETTINGS, copy_files
 from megatron_vlm.hf.export_weights import export_hf
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors, check_tied

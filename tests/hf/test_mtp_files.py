@@ -17,7 +17,7 @@ from megatron_vlm.checkpoint.save_load import save
 from megatron_vlm.config.schema import CheckpointConfig
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import families
-from megatron_vlm.hf.digest import weights_digest
+from megatron_vlm.hf.checkpoint_files import weights_digest
 from megatron_vlm.hf.expert_layouts import ExpertStorage
 from megatron_vlm.hf.export_weights import export_hf
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint

@@ -25,8 +25,7 @@ from megatron_vlm.data.tokens.reader import make_encoder
 from megatron_vlm.data.tokens.tokenizer import stop_ids
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.hf.companion_files import is_regular_file
-from megatron_vlm.hf.digest import settings_digests
+from megatron_vlm.hf.checkpoint_files import is_regular_file, settings_digests
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.io.untrusted import (
     MAX_JSON_DEPTH,

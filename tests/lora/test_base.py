@@ -23,8 +23,7 @@ from megatron_vlm.config.base_types import base_bytes
 from megatron_vlm.config.command_checks import check_engine, check_serve
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.hf.block_codes import NF4_VALUES, BlockCodes, rounded
-from megatron_vlm.hf.block_weight import BlockWeight
+from megatron_vlm.hf.block_weight import NF4_VALUES, BlockCodes, BlockWeight, rounded
 from megatron_vlm.hf.export_folder import read_export_mark
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.lora.peft_config import lora_of

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.hf.digest import digests
+from megatron_vlm.hf.checkpoint_files import digests
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.training.worker import MegatronWorker
 from tests.support.runs import Case

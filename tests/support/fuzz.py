@@ -183,8 +183,8 @@ def preprocessor(folder: Path) -> Attempt:
 
 def video_preprocessor(folder: Path) -> Attempt:
     def read(path: Path) -> None:
+        from megatron_vlm.data.media.processor_settings import VideoSettings
         from megatron_vlm.data.media.video import VideoInfo, plan_video, video_normalisation_table
-        from megatron_vlm.data.media.video_settings import VideoSettings
 
         settings = VideoSettings.from_checkpoint(path)
         video_normalisation_table(settings)
@@ -204,7 +204,7 @@ def processor_config(folder: Path) -> Attempt:
     valid = {"video_processor": video, "image_processor": image, "processor_class": "Qwen3VL"}
 
     def attempt(chance: random.Random) -> str:
-        from megatron_vlm.data.media.video_settings import VideoSettings
+        from megatron_vlm.data.media.processor_settings import VideoSettings
 
         (path / "processor_config.json").write_bytes(mutate_json(valid, chance))
         VideoSettings.from_checkpoint(path)
@@ -253,7 +253,7 @@ def chat_template(folder: Path) -> Attempt:
 
 def _load(path: Path) -> None:
     """Load every tensor of a checkpoint, and check its shape against the header."""
-    from megatron_vlm.hf.digest import digests
+    from megatron_vlm.hf.checkpoint_files import digests
     from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
     from megatron_vlm.hf.load_weights import check_tensors
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.controller import local_group
-from megatron_vlm.controller.multi_model_backward import SummedLoss, backward_together
+from megatron_vlm.controller.torchrun import SummedLoss, backward_together
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import DataError
 from megatron_vlm.training.backward import LossCall, StepMetrics

@@ -23,7 +23,7 @@ from megatron_vlm.data.batches.balance import (
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.data_warnings import unused_key_warnings
 from megatron_vlm.data.batches.dataset import DataSet, Handle, NoSampleError
-from megatron_vlm.data.media.video_settings import CHOSEN
+from megatron_vlm.data.media.processor_settings import CHOSEN
 from megatron_vlm.data.tokens.index import check_errors
 from megatron_vlm.data.tokens.sample_views import ShownSample
 from megatron_vlm.data.worker_processes import map_in_processes

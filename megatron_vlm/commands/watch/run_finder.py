@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.atomic import MARK, read_mark
 from megatron_vlm.io.untrusted import home_path, real_path, what_is_at
-from megatron_vlm.run.job_lock import JOB_LOCK
+from megatron_vlm.run.run_folder import JOB_LOCK
 
 _MAX_DEPTH = 4  # levels from a watched folder to a run
 _MAX_FOLDERS = 20_000  # folders that are searched

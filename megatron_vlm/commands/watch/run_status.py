@@ -21,7 +21,7 @@ from megatron_vlm.report.metrics_lines import (
 )
 from megatron_vlm.report.run.growing_lines import GrowingLines
 from megatron_vlm.report.run.metrics_arrays import MAX_LINE
-from megatron_vlm.run.job_lock import JOB_LOCK, Job, read_job
+from megatron_vlm.run.run_folder import JOB_LOCK, Job, read_job
 
 RUNNING, FINISHED, STOPPED_RUN, KILLED = "running", "finished", "stopped", "killed"
 FAILED_RUN, BROKEN, BEING_WRITTEN = "failed", "broken", "being written"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.data.media.images import ImageSettings, expand_patches, normalisation_table
+from megatron_vlm.data.media.processor_settings import VideoSettings
 from megatron_vlm.data.media.video import video_normalisation_table
-from megatron_vlm.data.media.video_settings import VideoSettings
 
 
 class PixelTables:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_vlm.data.media.images import smart_resize
 from megatron_vlm.data.media.media import check_aspect
-from megatron_vlm.data.media.video_settings import VideoSettings
+from megatron_vlm.data.media.processor_settings import VideoSettings
 from megatron_vlm.data.records.record import VideoOptions
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import VisionMarks

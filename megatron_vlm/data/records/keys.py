@@ -1,23 +1,48 @@
-"""Access to the keys of a record: each one is read, passed over or refused. No content of a record
-is left out in silence."""
+"""Keys of a record: each one is read, passed over or refused. No content of a record is left out in
+silence."""
 
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import PIL.Image
+
+from megatron_vlm.data.records.media_options import IMAGE_OPTIONS, VIDEO_OPTIONS
 from megatron_vlm.data.records.record import Image, Record, Video
 from megatron_vlm.data.records.record_values import is_empty
-from megatron_vlm.data.records.unknown_keys import (
-    MEANT,
-    MEANT_TO_ASK,
-    Unknown,
-    UnknownKeysError,
-    looks_like_media,
-    misspelled_key,
-    remedy,
-)
 from megatron_vlm.errors import DataError
 
+# These keys have a meaning in some format, here or elsewhere, that changes what is learnt.
+MEANT = frozenset(
+    ("messages", "conversations", "conversation", "prompt", "completion", "instruction", "output")
+    + ("input", "inputs", "outputs", "history", "query", "response", "responses", "system")
+    + ("system_prompt", "chunks", "model_input", "loss_fn_inputs", "logprobs", "advantages")
+    + ("advantage", "weight", "weights", "loss_weight", "loss_weights", "loss_mask", "mask")
+    + ("loss", "train", "trainable", "input_ids", "labels", "attention_mask", "position_ids")
+    + ("pixel_values", "image_grid_thw", "tools", "tool_calls", "tool_choice", "functions")
+    + ("function_call", "documents", "objects", "image", "images", "video", "videos")
+    + ("reasoning", "reasoning_content", "thinking", "enable_thinking")
+    + ("chat_template", "chat_template_kwargs", "template_kwargs", "image_root")
+    + tuple(IMAGE_OPTIONS | VIDEO_OPTIONS)
+)
+# Beside a prompt for reinforcement learning, these would be another prompt. All other keys are for
+# the reward.
+MEANT_TO_ASK = frozenset({"messages", "conversations", "conversation", "chunks", "model_input"})
+_MEDIA_NAME = re.compile(
+    r"([a-z0-9]+_)*(image|img|picture|pic|photo|video|frame|clip|audio|sound)s?"
+    r"(_?(path|file|name|url|uri|link|bytes|data|base64|b64|list|content|\d)s?)*|file_?names?"
+)
+_FILE_NAME = re.compile(r"(media|file|path|url|uri|src)s?(_?(file|path|name|url|uri)s?)?")
+_MEDIA_FILE = re.compile(
+    r".*\.(png|jpe?g|webp|gif|bmp|tiff?|avif|mp4|m4v|avi|mov|mkv|webm|wav|mp3|flac|ogg)",
+    re.I | re.S,
+)
+_MAX_SHOWN = 20
+_LONGEST = 80  # letters; longer names are not examined
+_PLAIN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 # These keys hold the origin and the name of a record. Their values are never learnt.
 METADATA = frozenset(
     ("id", "idx", "uuid", "image_id", "video_id", "question_id", "conversation_id")
@@ -34,6 +59,129 @@ _PREFERENCE = frozenset(
 # learnt: the record's own answer is.
 REFERENCES = "answers"
 _AUDIO = frozenset({"audio", "audios"})
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """The reason why a key is refused."""
+
+    place: str = ""  # place of its first occurrence in the record
+    near: str = ""  # the known key that was most likely meant
+    is_media: bool = False  # it looks like pictures or videos, and the record has no others
+
+
+class UnknownKeysError(DataError):
+    """Error about keys of a record that are neither read nor passed over; `keys` has them by
+    name."""
+
+    def __init__(
+        self, problem: str = "", *, keys: Mapping[str, Unknown] | None = None, **fields: Any
+    ) -> None:
+        super().__init__(problem, **fields)
+        self.keys = dict(keys or {})
+
+    @staticmethod
+    def from_keys(
+        where: str, keys: dict[str, Unknown], ignored: Collection[str]
+    ) -> "UnknownKeysError":
+        return UnknownKeysError(**unknown_keys_problem(where, keys, ignored), keys=keys)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return *super().__reduce__(), {"keys": self.keys}
+
+
+def unknown_keys_problem(
+    where: str,
+    keys: Mapping[str, Unknown],
+    ignored: Collection[str],
+    counts: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Return the fields of an error about these keys, with the setting that ignores them where that
+    may be right. `counts`: the number of records that have each key."""
+    shown = {
+        name: _describe_key(name, why, (counts or {}).get(name, "")) for name, why in keys.items()
+    }
+    media = [name for name, why in keys.items() if why.is_media]
+    problems, remedies = [], []
+    if media:
+        one = len(media) == 1
+        problems.append(
+            f"{_list_names(shown[name] for name in media)} look{'s' * one} like pictures, videos "
+            "or sound, and the record has no others"
+        )
+        remedies.append(
+            f"name {'it' if one else 'them'} image, images, video or videos, so that they are seen"
+        )
+    if others := [name for name in keys if name not in media]:
+        problems.append(
+            f"the meaning of {_list_names(shown[name] for name in others)} is not known, or not "
+            "supported here"
+        )
+        remedies.append(f"see docs/data.md. If training may ignore it, {remedy(others, ignored)}")
+    problem = f": {'; '.join(problems)}"
+    return {"problem": problem, "place": where, "remedy": "; ".join(remedies)}
+
+
+def remedy(names: Iterable[str], ignored: Collection[str]) -> str:
+    """Return the setting that ignores these keys, too, as if they were absent."""
+    ignorable = sorted({*ignored, *names})[:_MAX_SHOWN]
+    spelled = [name if _PLAIN.fullmatch(name) else repr(name[:80]) for name in ignorable]
+    return f"set data.ignore_keys=[{','.join(spelled)}]"
+
+
+def looks_like_media(key: str, value: Any) -> bool:
+    """Return whether a key that is not read most likely holds or names pictures, videos or
+    sound."""
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    if isinstance(first, bytes | PIL.Image.Image):
+        return True
+    if isinstance(first, Mapping):
+        return bool(first.get("bytes"))
+    if isinstance(first, bool | int | float):
+        return False
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower() if len(key) <= _LONGEST else ""
+    is_file = isinstance(first, str) and _MEDIA_FILE.fullmatch(first[-80:]) is not None
+    return bool(_MEDIA_NAME.fullmatch(name) or (is_file and _FILE_NAME.fullmatch(name)))
+
+
+def misspelled_key(key: str, known: Iterable[str]) -> str:
+    """Return the known key that differs from this one by one or two letters; empty if there is
+    none."""
+    return _nearest_key(key, frozenset(known)) if len(key) <= _LONGEST else ""
+
+
+@lru_cache(maxsize=4096)  # the records of a file have the same keys
+def _nearest_key(key: str, known: frozenset[str]) -> str:
+    max_distance = 2 if len(key) > 5 else 1
+    near = {other: _distance(key.lower(), other) for other in sorted(known)}
+    nearest = min(near, key=lambda other: (near[other], abs(len(other) - len(key))), default="")
+    return nearest if nearest and near[nearest] <= max_distance else ""
+
+
+def _distance(one: str, other: str) -> int:
+    """Count the letters that are added, left out, exchanged, or swapped with their neighbour."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one):
+        older, before, row = before, row, [i + 1]
+        for j, same in enumerate(other):
+            cost = min(before[j] + (letter != same), before[j + 1] + 1, row[j] + 1)
+            if i and j and letter == other[j - 1] and one[i - 1] == same:
+                cost = min(cost, older[j - 1] + 1)
+            row.append(cost)
+    return row[-1]
+
+
+def _describe_key(name: str, why: Unknown, count: str) -> str:
+    more = [why.place, why.near and f"most likely {why.near!r}", count]
+    details = "; ".join(filter(None, more))
+    return f"{name[:80]!r}" + (f" ({details})" if details else "")
+
+
+def _list_names(names: Iterable[str]) -> str:
+    names = list(names)
+    more = len(names) - _MAX_SHOWN
+    return ", ".join(names[:_MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def references_of(raw: Any) -> tuple[str, ...]:

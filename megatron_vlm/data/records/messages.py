@@ -7,7 +7,7 @@ from typing import Any
 
 import PIL.Image
 
-from megatron_vlm.data.records.keys import Keys
+from megatron_vlm.data.records.keys import Keys, UnknownKeysError
 from megatron_vlm.data.records.media_options import (
     IMAGE_OPTIONS,
     VIDEO_OPTIONS,
@@ -28,7 +28,6 @@ from megatron_vlm.data.records.record_values import (
     weight_of,
 )
 from megatron_vlm.data.records.tool_calls import parse_call, split_results
-from megatron_vlm.data.records.unknown_keys import UnknownKeysError
 from megatron_vlm.errors import DataError
 
 # Records name images and videos, or hold their content. Nothing is opened here.

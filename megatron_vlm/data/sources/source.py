@@ -20,9 +20,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_vlm.config.data_sources import HUB, SourceSpec
+from megatron_vlm.data.sources.columns import (
+    FieldNames,
+    check_columns_exist,
+    parse_cells,
+    read_dataset_info,
+)
 from megatron_vlm.data.sources.csv_files import DELIMITERS, CsvSource
-from megatron_vlm.data.sources.dataset_info import read_dataset_info
-from megatron_vlm.data.sources.field_names import FieldNames, check_columns_exist, parse_cells
 from megatron_vlm.data.sources.tables import (
     TableSource,
     load_by_name,

@@ -19,8 +19,8 @@ import numpy as np
 
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.sources.columns import FieldNames, check_columns_exist, parse_cells
 from megatron_vlm.data.sources.csv_files import DELIMITERS, iter_rows, parse_header, parse_row
-from megatron_vlm.data.sources.field_names import FieldNames, check_columns_exist, parse_cells
 from megatron_vlm.data.sources.source import (
     TEXTS,
     folder_of_source,

@@ -18,21 +18,21 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.data.records.record import Conversation
-from megatron_vlm.data.tokens.chat_template import ChatTemplate
+from megatron_vlm.data.tokens.chat_template import (
+    CLOSE,
+    EMPTY_BLOCK,
+    THINKING_VARIABLE,
+    AnswerOpening,
+    ChatTemplate,
+    contrary_text,
+)
 from megatron_vlm.data.tokens.loss_spans import (
     RenderedMessage,
     choose_trained,
     take_turns,
     weight_of_message,
 )
-from megatron_vlm.data.tokens.special_tokens import PRIVATE_USE, cut_special_tokens
-from megatron_vlm.data.tokens.thinking import (
-    CLOSE,
-    EMPTY_BLOCK,
-    THINKING_VARIABLE,
-    AnswerOpening,
-    contrary_text,
-)
+from megatron_vlm.data.tokens.tokenizer import PRIVATE_USE, cut_special_tokens
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import VisionMarks
 from megatron_vlm.io.untrusted import UntrustedFile

@@ -14,9 +14,9 @@ import numpy as np
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.media.media import MediaPolicy, image_size, resolve_path
+from megatron_vlm.data.media.processor_settings import VideoSettings
 from megatron_vlm.data.media.video import VideoInfo, VideoPlan, plan_video, video_text
 from megatron_vlm.data.media.video_file import probe_video
-from megatron_vlm.data.media.video_settings import VideoSettings
 from megatron_vlm.data.records.record import (
     Conversation,
     EncodedRecord,

@@ -21,11 +21,10 @@ import numpy as np
 from safetensors import SafetensorError
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.records.unknown_keys import Unknown, UnknownKeysError, unknown_keys_problem
+from megatron_vlm.data.records.keys import Unknown, UnknownKeysError, unknown_keys_problem
 from megatron_vlm.data.sources.source import Source
-from megatron_vlm.data.tokens.index_file import Chunk, ChunkFile, RecordId
+from megatron_vlm.data.tokens.index_file import Chunk, ChunkFile, RecordId, digest_record
 from megatron_vlm.data.tokens.reader import Reader
-from megatron_vlm.data.tokens.record_digest import digest_record
 from megatron_vlm.data.tokens.sample import Example, RecordDropped, Sample
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError

@@ -4,18 +4,21 @@ One checksum covers everything that is read at the start. Each sample has its ow
 whenever the sample is read: data that a disk has changed is never trained.
 """
 
+import hashlib
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import PIL.Image
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from megatron_vlm.data.records.keys import METADATA
 from megatron_vlm.data.tokens.sample import Sample, uneven_weights
 from megatron_vlm.io.atomic import replaced_file
 from megatron_vlm.io.untrusted import UntrustedFile, require_file
@@ -157,3 +160,26 @@ def _grids(file: Any, name: str, span: slice) -> tuple[Any, ...]:
     if span.start == span.stop:  # safetensors cannot slice an empty tensor
         return ()
     return tuple(map(tuple, file.get_slice(name)[span].tolist()))
+
+
+def digest_record(raw: Any, ignored: Collection[str]) -> int:
+    """Return a signed number of 64 bits. Keys that are metadata or ignored do not count, unless the
+    record has no others."""
+    if isinstance(raw, dict):
+        raw = {k: v for k, v in raw.items() if k not in METADATA and k not in ignored} or raw
+    text = json.dumps(_plain(raw), sort_keys=True)
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a record as JSON has it, with digests in place of pictures."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, PIL.Image.Image):
+        value = repr((value.mode, value.size)).encode() + value.tobytes()
+    if isinstance(value, bytes):
+        return hashlib.blake2b(value, digest_size=16).hexdigest()
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -16,9 +16,9 @@ from megatron_vlm.config.objective_configs import RecordKind, RetrievalForm
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
+from megatron_vlm.data.media.processor_settings import CHOSEN, VideoSettings
 from megatron_vlm.data.media.video import video_patches
 from megatron_vlm.data.media.video_file import iter_frames
-from megatron_vlm.data.media.video_settings import CHOSEN, VideoSettings
 from megatron_vlm.data.records.formats import VARIABLE_KEYS, parse_record
 from megatron_vlm.data.records.preferences import parse_labelled, parse_pair
 from megatron_vlm.data.records.record import ChatMessage, Conversation, Image, Record, Video

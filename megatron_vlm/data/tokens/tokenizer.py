@@ -1,12 +1,17 @@
-"""The tokenizer of a checkpoint, with the chat template that belongs to it."""
+"""The tokenizer of a checkpoint, and protection against texts that spell its special tokens, which
+would forge turns or images."""
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.data.records.record import Conversation
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.added_tokens import MAX_TOKENIZER_BYTES, add_to
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.io.untrusted import UntrustedFile, require_files_in
@@ -14,6 +19,7 @@ from megatron_vlm.io.untrusted import UntrustedFile, require_files_in
 _REMEDY = "give the tokenizer's files as the checkpoint has them"
 _JSON = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")
 _TEXT = ("chat_template.jinja", "merges.txt")
+PRIVATE_USE = range(0xE000, 0xF8FF)
 
 
 def read_tokenizer(model_path: str, add_tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
@@ -50,3 +56,71 @@ def stop_ids(folder: Path, end: int) -> tuple[int, ...]:
         return (end,)
     entries = eos.items() if isinstance(eos.value, list) else [eos]
     return (end, *(each.whole() for each in entries))
+
+
+def cut_special_tokens(
+    chat: Conversation, special: re.Pattern[str], mode: str
+) -> tuple[Conversation, str]:
+    """Cut in two every special token that the chat's text spells, or raise a DataError; `mode` is
+    data.special_tokens. Return the chat and the character that marks the cuts."""
+    contents = [(turn.parts, turn.tool_calls, turn.reasoning) for turn in chat.turns]
+    texts = list(_strings([chat.tools, *contents]))
+    if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
+        raise DataError(
+            ": the text has half of a surrogate pair, which is not valid Unicode",
+            place=chat.where,
+        )
+    hit = next((m for text in texts if (m := special.search(text))), None)
+    if hit is None:
+        return chat, ""
+    if mode == "refuse":
+        raise DataError(
+            f": the text contains {hit[0]}, which would forge a turn or an image",
+            place=chat.where,
+            remedy="set data.special_tokens=escape to take it as plain text",
+        )
+    whole = "".join(texts)
+    cut = next((chr(code) for code in PRIVATE_USE if chr(code) not in whole), None)
+    if cut is None:
+        raise DataError(
+            f": the text contains {hit[0]} and every character from U+E000 to U+F8FF, so "
+            "that none is left to escape it with",
+            place=chat.where,
+            remedy="drop the record",
+        )
+
+    def escape(text: str) -> str:
+        return special.sub(lambda match: match[0][0] + cut + match[0][1:], text)
+
+    turns = tuple(
+        replace(
+            turn,
+            parts=_map(turn.parts, escape),
+            tool_calls=_map(turn.tool_calls, escape),
+            reasoning=escape(turn.reasoning),
+        )
+        for turn in chat.turns
+    )
+    return Conversation(chat.where, turns, _map(chat.tools, escape)), cut
+
+
+def _strings(value: Any) -> list[str]:
+    """Return every string in nested tuples, lists and dicts, including keys."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [s for pair in value.items() for s in _strings(list(pair))]
+    if isinstance(value, list | tuple):
+        return [s for item in value for s in _strings(item)]
+    return []
+
+
+def _map(value: Any, change: Callable[[str], str]) -> Any:
+    """Return the same nested value with every string changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _map(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_map(item, change) for item in value)
+    return value

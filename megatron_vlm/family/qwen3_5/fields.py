@@ -11,8 +11,8 @@ from megatron_vlm.family.field_rules import (
     or_null,
     whole_number,
 )
-from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS as QWEN3_VL
-from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS as QWEN3_VL_MOE
+from megatron_vlm.family.qwen3_vl.fields import QWEN3_VL_FIELDS as QWEN3_VL
+from megatron_vlm.family.qwen3_vl.fields import QWEN3_VL_MOE_FIELDS as QWEN3_VL_MOE
 
 _COUNT = whole_number(1, 2**10)
 _SHARE = Rule(

@@ -33,7 +33,7 @@ from megatron_vlm.engines.processed_prompt import describe_difference
 from megatron_vlm.engines.vllm_sampler import MAX_LOG_PROBS, SCORES_AT_ONCE
 from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.hf.digest import weights_digest
+from megatron_vlm.hf.checkpoint_files import weights_digest
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.io.printable import escape_controls

@@ -1,4 +1,5 @@
-"""The fields of Qwen3-VL's config.json, as transformers holds them, by their use."""
+"""The fields of Qwen3-VL's config.json, with and without experts, as transformers holds them, by
+their use."""
 
 from typing import Any
 
@@ -6,6 +7,7 @@ from megatron_vlm.family.field_rules import (
     LIST,
     OBJECT,
     POSITIVE,
+    POSITIVE_OR_0,
     QUANTIZATION,
     SWITCH,
     KnownFields,
@@ -107,4 +109,40 @@ DENSE_VISION = KnownFields(
     },
 )
 VISION_ROPE = KnownFields({"rope_theta": POSITIVE}, set(), {"rope_type": ("axial",)})
+
+_EXPERTS = whole_number(1, 2**12)
+MOE_TOP = KnownFields(
+    DENSE_TOP.carried_out,
+    DENSE_TOP.idle,
+    {**DENSE_TOP.fixed, "model_type": ("qwen3_vl_moe",)},
+)
+MOE_TEXT = KnownFields(
+    {
+        **DENSE_TEXT.carried_out,
+        # One field has two names: the first in the released checkpoints, the second in
+        # transformers.
+        "num_experts": _EXPERTS,
+        "num_local_experts": _EXPERTS,
+        "num_experts_per_tok": _EXPERTS,
+        "moe_intermediate_size": whole_number(1, 2**20),
+        "decoder_sparse_step": whole_number(1, 2**10),
+        "mlp_only_layers": or_null(list_of(whole_number(0, 2**10))),
+        # transformers adds this loss only if it returns the router's logits.
+        "router_aux_loss_coef": POSITIVE_OR_0,
+    },
+    # The tensor parallel plan of transformers, which transformers adds if the head is tied.
+    {*DENSE_TEXT.idle, "base_model_tp_plan"},
+    {
+        **DENSE_TEXT.fixed,
+        "model_type": ("qwen3_vl_moe_text",),
+        "norm_topk_prob": (True,),
+        "output_router_logits": (False,),
+    },
+)
+MOE_VISION = KnownFields(
+    DENSE_VISION.carried_out,
+    DENSE_VISION.idle,
+    {**DENSE_VISION.fixed, "model_type": ("qwen3_vl_moe_vision",)},
+)
 QWEN3_VL_FIELDS = ModelFields(DENSE_TOP, DENSE_TEXT, TEXT_ROPE, DENSE_VISION, VISION_ROPE)
+QWEN3_VL_MOE_FIELDS = ModelFields(MOE_TOP, MOE_TEXT, TEXT_ROPE, MOE_VISION, VISION_ROPE)
