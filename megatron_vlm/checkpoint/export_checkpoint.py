@@ -9,27 +9,25 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_vlm.checkpoint.manifest import Manifest, verify
+from megatron_vlm.checkpoint.manifest import verify
 from megatron_vlm.checkpoint.rank_state import is_kept
 from megatron_vlm.checkpoint.retention import held_checkpoint
-from megatron_vlm.checkpoint.tensor_pieces import PieceReader, outside_file, read_index
+from megatron_vlm.checkpoint.state_json import check_base, mark_of, read_state, training_of
+from megatron_vlm.checkpoint.tensor_pieces import PieceReader, read_index
 from megatron_vlm.config import read_saved
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.config.trainable import Exported, export_of
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.checkpoint_files import weights_digest
-from megatron_vlm.hf.export_folder import ExportMark, check_replaceable
+from megatron_vlm.hf.export_folder import check_replaceable
 from megatron_vlm.hf.export_weights import write_folder
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors
-from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.hf.weight_map import Entry, exported_names, name_table
-from megatron_vlm.io.untrusted import JsonField
 from megatron_vlm.lora.export_adapter import TrainedAdapter, write
 from megatron_vlm.lora.targets import adapted_linears, adapter_entries
 from megatron_vlm.lora.weights import adapted_weights
-from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs
 
 
 def export_checkpoint(
@@ -69,7 +67,7 @@ def _export(folder: Path, out: str, model_path: str | None, kind: Exported | Non
         write_folder(source, exported_names(table), tensors, out, mark=mark, done=done)
         return
     weights = adapted_weights(cfg, source.sizes)
-    state = outside_file(folder / "state.json").json()
+    state = read_state(folder)
     check_base(folder, state, weights_digest(source.path), str(source.path))
     table += adapter_entries(adapted_linears(table, weights), cfg.lora.rank)
     entries = [entry for entry in table if is_kept(cfg, entry)]
@@ -84,53 +82,3 @@ def _tensors(
     remedy = f"{source.path} is another one: give the folder that was trained with --model"
     reader.check(shapes, shapes, remedy)
     return ((name, reader.read_tensor(name)) for name in shapes)
-
-
-def training_of(folder: Path) -> TrainingSummary | None:
-    """Return the summary of a checkpoint's training, or None if no run saved the checkpoint."""
-    progress = outside_file(folder / "state.json").json()["progress"]
-    if progress.get("step") is None:
-        return None
-    tokens, scored = progress.get("tokens"), progress.get("scored_step")
-    scores = progress.get("scores")  # older versions lack all three
-    return TrainingSummary(
-        read_saved(folder),
-        progress["step"].whole(),
-        None if tokens is None else tokens.whole(),
-        {} if scores is None else {name: _figures(each) for name, each in scores.object().items()},
-        None if scored is None else scored.whole(),
-    )
-
-
-def _figures(scores: JsonField) -> dict[str, float]:
-    """Return the finite scores: JSON has NaN where a score could not be computed."""
-    values = {key: field.value for key, field in scores.object().items()}
-    return {key: value for key, value in values.items() if type(value) in (int, float)}
-
-
-def mark_of(folder: Path, manifest: Manifest, step: int) -> ExportMark:
-    """Return the mark of an export of this checkpoint."""
-    lora = outside_file(folder / "state.json").json().get("lora")
-    if lora is None:
-        return ExportMark(manifest.run, step, manifest.id)
-    base_type = lora.get("base_type")
-    bases = lora["base"].string(), None if base_type is None else base_type.string()
-    return ExportMark(manifest.run, step, manifest.id, *bases)
-
-
-# Check of the weights that a checkpoint's adapters were trained with.
-
-
-def check_base(folder: Path, state: JsonField, digest: str, path: str) -> None:
-    """Refuse adapters that were trained with other weights. `state` is the checkpoint's state.json,
-    and `digest` that of the weights in `path`."""
-    if (saved := state.get("lora")) is None:
-        return
-    before, now = (FrozenInput(path, each) for each in (saved["base"].string(), digest))
-    changed_inputs(
-        folder,
-        {"model.path": before},
-        {"model.path": now},
-        "give the model that the adapters were trained with: as model.path, or to export with "
-        "--model",
-    )

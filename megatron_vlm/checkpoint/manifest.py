@@ -35,8 +35,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of complete.json. If no run wrote a checkpoint, or an earlier version did, only its
-    files are known."""
+    """Content of complete.json. If no run wrote a checkpoint, only its files are known."""
 
     files: tuple[FileRecord, ...]
     run: str | None = None  # id of the run that wrote it

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.checkpoint import retention
-from megatron_vlm.checkpoint.export_checkpoint import check_base
 from megatron_vlm.checkpoint.manifest import (
     FileRecord,
     Manifest,
@@ -36,29 +35,27 @@ from megatron_vlm.checkpoint.rank_state import (
     set_step,
     shapes_of,
 )
+from megatron_vlm.checkpoint.state_json import (
+    OR_BEGIN,
+    check_state,
+    make_state,
+    read_state,
+    say_conversion,
+)
 from megatron_vlm.checkpoint.tensor_pieces import (
     PieceReader,
     make_index,
-    outside_file,
     rank_file,
     read_index,
     safetensors_chunks,
 )
 from megatron_vlm.config import to_yaml
-from megatron_vlm.config.trainable import scale_of
 from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.collectives import broadcast_json, gather_json
-from megatron_vlm.distributed.process import print_to_user
-from megatron_vlm.errors import CheckpointError, show_value
+from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.matrices import Rectangle
 from megatron_vlm.io.atomic import begin, discard, partial_of
-from megatron_vlm.io.untrusted import JsonField
-from megatron_vlm.training.optimizer import set_lr
 from megatron_vlm.training.worker import MegatronWorker
-
-FORMAT = 2
-_OR_BEGIN = "or give run=FOLDER for a new run"
-_READABLE = (1, 2)  # 1 also held random state, which is no longer used
 
 
 def save(
@@ -85,20 +82,7 @@ def save(
     folder = Path(folder)
     steps = torch.tensor(get_step(worker.optimizer), device=worker.platform.device)
     dist.all_reduce(steps, op=dist.ReduceOp.MAX)  # a frozen stage counts none
-    state = {
-        "format": FORMAT,
-        "layout": _layout(worker),
-        "add_tokens": list(worker.cfg.data.add_tokens),
-        "optimizer_steps": int(steps),
-        "lr": worker.lr,
-        "optimizer": worker.cfg.optim.name,
-        "moments": worker.cfg.optim.states,
-        "progress": progress,
-    }
-    if worker.cfg.lora.rank:
-        lora = {"base": worker.base_digest, "scale": scale_of(worker.cfg.lora)}
-        base_type = worker.cfg.lora.base
-        state["lora"] = lora if base_type is None else {**lora, "base_type": base_type}
+    state = make_state(worker, progress, int(steps))
     texts = {
         "state.json": json.dumps(state, indent=1) + "\n",
         "config.yaml": to_yaml(worker.cfg),
@@ -222,22 +206,8 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
     if not verified:
         _verify(folder, device)
     with fail_together(device, CheckpointError):
-        state = outside_file(folder / "state.json").json()
-        if (version := state["format"].value) not in _READABLE:
-            raise CheckpointError(
-                f"cannot be read: this version reads {_READABLE}",
-                place=str(folder),
-                key="format",
-                found=version,
-                allowed=_READABLE,
-                remedy="load it with the version of megatron_vlm that wrote it",
-            )
-        added = state.get("add_tokens")  # older checkpoints have none
-        tokens = [] if added is None else [each.string() for each in added.items()]
-        _check_tokens(worker, folder, tokens)
-        _check_lora(worker, folder, state)
-        if moments and worker.optimizer is not None:
-            _check_optimizer(worker, folder, state)
+        state = read_state(folder)
+        check_state(worker, folder, state, moments)
         lr, steps = state["lr"].number(0), state["optimizer_steps"].whole()
         progress = state["progress"]
         progress.object()
@@ -245,7 +215,7 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
         parts = local_parts(worker, moments)
         pieces = list(held_pieces(worker, parts, writing=False))
         keys = [piece.key for piece in pieces]
-        remedy = f"resume with the configuration in its config.yaml, {_OR_BEGIN}"
+        remedy = f"resume with the configuration in its config.yaml, {OR_BEGIN}"
         reader.check(keys, shapes_of(worker), remedy)
     with fail_together(device, CheckpointError), torch.no_grad():
         for piece in pieces:
@@ -254,79 +224,13 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
         for part in parts.values():
             part.store_moments()
         if moments:
-            _say_conversion(worker, folder, state)
+            say_conversion(worker, folder, state)
         else:
             clear_moments(worker)
     worker.lr, worker.steps = lr, steps
     if worker.optimizer is not None:
         set_step(worker.optimizer, steps if moments else 0)
-        set_lr(worker.optimizer, worker.lr, worker.cfg.optim.lr)
     return dict(progress.value)
-
-
-def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> None:
-    """Refuse other added tokens: they would get the rows that the checkpoint's tokens have
-    learnt."""
-    tokens = list(worker.cfg.data.add_tokens)
-    if tokens != saved:
-        raise CheckpointError(
-            f"is not the {show_value(saved)} of the checkpoint: the same rows would belong to "
-            "other tokens",
-            place=str(folder),
-            key="data.add_tokens",
-            found=tokens,
-            remedy="give the same ones in the same order, or add to its export: megatron-vlm "
-            f"export {folder} DIR, model.path=DIR",
-        )
-
-
-def _check_optimizer(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
-    """Refuse the states of another optimizer, which mean something else."""
-    saved = state.get("optimizer")  # older checkpoints, all of AdamW, have none
-    before, now = "adamw" if saved is None else saved.string(), worker.cfg.optim.name
-    if before != now:
-        raise CheckpointError(
-            f"keeps other states of the weights than {before}, which saved the checkpoint",
-            place=str(folder),
-            key="optim.name",
-            found=now,
-            remedy=f"resume with optim.name={before}, or start a new run from its weights: "
-            f"megatron-vlm export {folder} DIR, model.path=DIR",
-        )
-
-
-def _say_conversion(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
-    """Tell the user if the run keeps moments in another type than the checkpoint's run did."""
-    saved = state.get("moments")  # older checkpoints, with fp32 moments, have none
-    before, after = "fp32" if saved is None else saved.string(), worker.cfg.optim.states
-    if before != after and worker.optimizer is not None and dist.get_rank() == 0:
-        print_to_user(f"the moments of {folder} were {before}, and go on as {after}")
-
-
-def _check_lora(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
-    """Refuse adapters with other base weights or another scale: they would be meaningless."""
-    saved, rank = state.get("lora"), worker.cfg.lora.rank
-    if (saved is None) != (not rank):
-        raise CheckpointError(
-            f"{'trains adapters' if rank else 'has no adapters'}, and the checkpoint "
-            f"{'has none' if rank else 'is one of adapters'}",
-            place=str(folder),
-            key="lora.rank",
-            found=rank,
-            remedy=f"{'leave lora out' if rank else 'give its lora.*'} to resume, {_OR_BEGIN}",
-        )
-    if saved is None:
-        return
-    check_base(folder, state, worker.base_digest, str(worker.source.path))
-    if (saved_scale := saved["scale"].number()) != (scale := scale_of(worker.cfg.lora)):
-        raise CheckpointError(
-            f"with lora.rank and lora.rslora scales adapters by {scale:g}, and those of the "
-            f"checkpoint are scaled by {saved_scale:g}",
-            place=str(folder),
-            key="lora.alpha",
-            found=worker.cfg.lora.alpha,
-            remedy="resume with the values in its config.yaml",
-        )
 
 
 def find_latest_on_all_ranks(
@@ -353,8 +257,3 @@ def find_latest_on_all_ranks(
 def _verify(folder: Path, device: torch.device) -> None:
     with fail_together(device, CheckpointError):
         verify(folder, slice(dist.get_rank(), None, dist.get_world_size()))
-
-
-def _layout(worker: MegatronWorker) -> dict[str, int]:
-    dims = worker.dims
-    return {"tp": dims.tp, "pp": dims.pp, "dp": dims.dp, "ep": dims.ep}

@@ -10,6 +10,7 @@ Importing this file imports neither torch nor transformers.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 # How a parameter is sharded. hf/weight_map.py has the layout of each kind.
 
@@ -83,6 +84,8 @@ class FullAttention:
     head_dim: int
     rotary_dim: int  # the first values of a head, which rotary embedding turns
     gated: bool = False  # each query head has a gate for its output
+    # Operations per token besides the products with weights and those of pairs.
+    flops_per_token: ClassVar[int] = 0
 
     @property
     def query(self) -> int:
@@ -115,11 +118,6 @@ class FullAttention:
         yield LayerParam("self_attention.linear_proj.weight", (out,), Columns(self.query))
 
     @property
-    def flops_per_token(self) -> int:
-        """Operations per token besides the products with weights and those of pairs."""
-        return 0
-
-    @property
     def flops_per_pair(self) -> int:
         """Operations for each pair of a token and one before it."""
         return 4 * self.query
@@ -142,6 +140,7 @@ class GatedDeltaNet:
     key_dim: int
     value_dim: int
     kernel: int  # tokens that the causal convolution sees
+    flops_per_pair: ClassVar[int] = 0
 
     @property
     def keys(self) -> int:
@@ -156,10 +155,7 @@ class GatedDeltaNet:
     @property
     def divided_by_tp(self) -> dict[str, int]:
         """Counts that TP must divide, by their fields in config.json."""
-        return {
-            "linear_num_key_heads": self.key_heads,
-            "linear_num_value_heads": self.value_heads,
-        }
+        return {"linear_num_key_heads": self.key_heads, "linear_num_value_heads": self.value_heads}
 
     def params(self, hidden: int) -> Iterator[LayerParam]:
         """Yield the parameters. One product gives queries, keys and values, the gate of the output,
@@ -191,11 +187,6 @@ class GatedDeltaNet:
         per_value_head = 6 * key * value + 4 * chunk * value + chunk * chunk
         return self.value_heads * per_value_head + self.key_heads * 4 * chunk * key
 
-    @property
-    def flops_per_pair(self) -> int:
-        """Operations for each pair of a token and one before it."""
-        return 0
-
     def kept_values(self, learns: bool) -> int:
         """Return the number of values per token that autograd keeps, over all TP ranks. The rule is
         recomputed in the backward, so it keeps its inputs alone. The output of the first linear and
@@ -226,10 +217,6 @@ class DenseMLP:
         """Yield the parameters."""
         yield from _mlp("mlp", "mlp.linear_fc1", "mlp.linear_fc2", hidden, self.width)
 
-    def idle_values(self, hidden: int) -> int:
-        """Return how many values of the weights a token does not use."""
-        return 0
-
     def kept_values(self, hidden: int, is_frozen: bool, inputs: bool, tp: int) -> int:
         """Return the number of values per token that a rank keeps. `inputs` says whether adapters
         or weights need the inputs of their layers."""
@@ -244,11 +231,7 @@ class Experts:
     top_k: int  # experts that each token goes to
     width: int  # each expert's
     shared_width: int = 0  # the shared expert's, whose output has a gate; 0: there is none
-
-    @property
-    def divided_by_tp(self) -> dict[str, int]:
-        """Counts that TP must divide: TP is 1 with experts."""
-        return {}
+    divided_by_tp: ClassVar[dict[str, int]] = {}  # TP is 1 with experts
 
     def params(self, hidden: int) -> Iterator[LayerParam]:
         """Yield the parameters."""
@@ -272,9 +255,7 @@ class Experts:
         """Return the number of values per token that a rank keeps: for the router, for each copy
         of a token that goes to an expert, and for the shared expert."""
         rows = (2 if inputs else 1) * hidden + (4 if inputs else 3) * self.width
-        shared = 0
-        if self.shared_width:
-            shared = (3 if is_frozen else 4) * self.shared_width + hidden
+        shared = self.shared_width and (3 if is_frozen else 4) * self.shared_width + hidden
         return self.top_k * rows + hidden + 3 * self.count + shared
 
 
@@ -314,4 +295,5 @@ class LayerSpec:
             for tensor in param.tensors
             if len(tensor.shape) > 1
         )
-        return 2 * (weights - self.ffn.idle_values(hidden)) + self.mixer.flops_per_token
+        idle = self.ffn.idle_values(hidden) if isinstance(self.ffn, Experts) else 0
+        return 2 * (weights - idle) + self.mixer.flops_per_token

@@ -1,12 +1,16 @@
-"""Files of a Hugging Face checkpoint: which of them an export copies, and digests that show whether
-ranks on different machines, or a run that resumes, have the same model and settings."""
+"""Files of a Hugging Face checkpoint: which of them an export copies and changes, and digests that
+show whether ranks on different machines, or a run that resumes, have the same model and
+settings."""
 
 import hashlib
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import CheckpointError
@@ -33,6 +37,7 @@ SETTINGS = (
 )
 _PAPERS = re.compile(r"(LICENSE|LICENCE|NOTICE)(\.md|\.txt)?")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_TIED = "tie_word_embeddings"
 _SHOWN = 12  # maximum number of names in the line about files that are left out
 # Number and size of the blocks that are read from each tensor: 32B in fp32 are 128 GB, their blocks
 # 18 MB. Training changes values all over a tensor, so other weights differ in some block.
@@ -65,6 +70,30 @@ def is_regular_file(file: Path) -> bool:
     target = real_path(file)
     cached = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
     return target.is_file() and (target.name == file.name or cached or file.name == "config.json")
+
+
+def untie(folder: Path) -> None:
+    """Record that the head no longer shares the embedding's weight: at the top, where transformers
+    reads it, and among the text fields where they repeat it."""
+    with _changed_config(folder) as config:
+        config[_TIED] = False
+        if _TIED in config["text_config"]:
+            config["text_config"][_TIED] = False
+
+
+def remove_quantization(folder: Path) -> None:
+    """Record that no weight is stored in 4 bits any longer."""
+    with _changed_config(folder) as config:
+        config.pop("quantization_config", None)
+
+
+@contextmanager
+def _changed_config(folder: Path) -> Iterator[dict[str, Any]]:
+    file = folder / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    yield config
+    text = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
+    file.write_text(text, encoding="utf-8")
 
 
 def digests(source: HFCheckpoint) -> dict[str, str]:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.collectives import receive_json, send_json
 from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.checkpoint_files import copy_files
+from megatron_vlm.hf.checkpoint_files import copy_files, remove_quantization, untie
 from megatron_vlm.hf.export_folder import ExportMark, check_replaceable, finish_mark, is_replaceable
 from megatron_vlm.hf.hf_checkpoint import FLOATS, INDEX, WEIGHTS_FILE, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
@@ -272,32 +271,3 @@ def plan_shards(
         return dict.fromkeys(numbers, WEIGHTS_FILE), total
     shard = {name: f"model-{n + 1:05d}-of-{count:05d}.safetensors" for name, n in numbers.items()}
     return shard, total
-
-
-# Changes to the copy of config.json.
-
-_TIED = "tie_word_embeddings"
-
-
-def untie(folder: Path) -> None:
-    """Record that the head no longer shares the embedding's weight: at the top, where transformers
-    reads it, and among the text fields where they repeat it."""
-    with _changed_config(folder) as config:
-        config[_TIED] = False
-        if _TIED in config["text_config"]:
-            config["text_config"][_TIED] = False
-
-
-def remove_quantization(folder: Path) -> None:
-    """Record that no weight is stored in 4 bits any longer."""
-    with _changed_config(folder) as config:
-        config.pop("quantization_config", None)
-
-
-@contextmanager
-def _changed_config(folder: Path) -> Iterator[dict[str, Any]]:
-    file = folder / "config.json"
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    yield config
-    text = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
-    file.write_text(text, encoding="utf-8")

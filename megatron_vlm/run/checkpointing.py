@@ -1,113 +1,26 @@
 """Checkpoints of a run: when they are written, which are kept, and from which the run resumes."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron_vlm.checkpoint import retention
-from megatron_vlm.checkpoint.export_checkpoint import mark_of, training_of
 from megatron_vlm.checkpoint.manifest import Manifest, read_manifest
 from megatron_vlm.checkpoint.save_load import PendingSave, find_latest_on_all_ranks, load, save
-from megatron_vlm.checkpoint.tensor_pieces import outside_file
-from megatron_vlm.config.schema import CheckpointConfig, Config
-from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.checkpoint.state_json import mark_of, read_state, training_of
+from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.agreement import all_reduce_max, fail_together
 from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.export_folder import ExportMark
 from megatron_vlm.hf.model_card import TrainingSummary
+from megatron_vlm.run.progress import Progress
 from megatron_vlm.run.resolve_model import changed_since
 from megatron_vlm.run.run_folder import RunLock
 from megatron_vlm.training.data_fingerprint import Fingerprint
 from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs, inputs_from_json
 from megatron_vlm.training.worker import MegatronWorker
-
-# Progress of a run, which a checkpoint stores in addition to tensors.
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The steps that are done, and the position where the data continues."""
-
-    step: int = 0
-    position: Position = field(default_factory=Position)
-    data: Fingerprint = field(default_factory=Fingerprint)
-    best_of: str | None = None  # the score in `best`: checkpoint.best
-    best: float | None = None
-    best_step: int | None = None
-    tokens: int | None = 0  # trained tokens; None if the run began in a version without this
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # by set, last evaluation
-    scored_step: int | None = None
-    waited: int = 0  # evaluations since the last one that train.early_stopping counts as better
-    waited_from: float | None = None  # the score of that one
-    frozen: dict[str, FrozenInput] = field(default_factory=dict)  # by key
-
-    def with_best(
-        self, checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]
-    ) -> "Progress":
-        """Return the progress with these scores of a set, if they are the best so far by
-        checkpoint.best."""
-        value = _deciding(checkpoint, name, scores)
-        if value is None or not math.isfinite(value):
-            return self
-        known = self.best if self.best_of == checkpoint.best else None
-        if not _is_better(checkpoint, value, known):
-            return self
-        return replace(self, best_of=checkpoint.best, best=value, best_step=self.step)
-
-    def with_patience(self, cfg: Config, name: str, scores: Mapping[str, float]) -> "Progress":
-        """Return the progress after these scores of a set, as train.early_stopping counts. Call it
-        before `with_best`, which notes by which score the progress counts."""
-        value = _deciding(cfg.checkpoint, name, scores)
-        if value is None:
-            return self
-        known = self.waited_from if self.best_of == cfg.checkpoint.best else None
-        delta = cfg.train.early_stopping_delta
-        if math.isfinite(value) and _is_better(cfg.checkpoint, value, known, delta):
-            return replace(self, waited=0, waited_from=value)
-        return replace(self, waited=self.waited + 1)
-
-    def has_waited(self, cfg: Config) -> bool:
-        """Return whether train.early_stopping ends the run here."""
-        patience = cfg.train.early_stopping
-        is_counted = self.best_of in (None, cfg.checkpoint.best)
-        return patience is not None and is_counted and self.waited >= patience
-
-    def with_scores(self, name: str, scores: Mapping[str, float]) -> "Progress":
-        """Return the progress with these scores of a set. Scores of an earlier step are dropped."""
-        other_scores = self.scores if self.scored_step == self.step else {}
-        set_scores = {key: value for key, value in scores.items() if key != "seconds"}
-        return replace(self, scores={**other_scores, name: set_scores}, scored_step=self.step)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(saved: dict[str, Any]) -> "Progress":
-        known = {"tokens": None, **saved, "position": Position(**saved["position"])}
-        known |= {"data": Fingerprint.from_json(saved["data"]), "frozen": inputs_from_json(saved)}
-        return Progress(**known)
-
-
-def _deciding(checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]) -> float | None:
-    """Return the score that checkpoint.best names; None if it is of another set, nan if this set
-    lacks it."""
-    set_name, _, score = (checkpoint.best or "").rpartition("/")
-    return scores.get(score, math.nan) if set_name == name else None
-
-
-def _is_better(
-    checkpoint: CheckpointConfig, value: float, known: float | None, delta: float = 0.0
-) -> bool:
-    """Return whether a value of the score is better than the known one by more than `delta`."""
-    if known is None:
-        return True
-    lower_is_better = (checkpoint.best or "").endswith("/loss")
-    return (known - value if lower_is_better else value - known) > delta
 
 
 class CheckpointManager:
@@ -153,7 +66,7 @@ class CheckpointManager:
         self.origin, self.is_verified = origin, verified
         with fail_together(device, CheckpointError):
             if origin is not None and verified and self.frozen:
-                progress = outside_file(origin / "state.json").json()["progress"].value
+                progress = read_state(origin)["progress"].value
                 changed_inputs(origin, inputs_from_json(progress), self.frozen)
 
     def resume(self) -> Progress:

@@ -10,24 +10,19 @@ import torch.distributed as dist
 from megatron_vlm.config.command_checks import needs_held_out_rewards
 from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import Config
-from megatron_vlm.config.trainable import Exported
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.agreement import (
     Signals,
     Stopped,
     Vote,
-    all_reduce_max,
     fail_together,
 )
 from megatron_vlm.distributed.collectives import gather_json
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.export_folder import changed_file, read_export_mark
 from megatron_vlm.hf.model_card import versions
-from megatron_vlm.hf.push import Upload
 from megatron_vlm.io.atomic import write_text
-from megatron_vlm.lora.peft_config import is_kind
 from megatron_vlm.lora.weights import serving_remark
 from megatron_vlm.report.layout_table import layout_table, stage_reports
 from megatron_vlm.report.metrics_lines import STOPPED, has_usage_line
@@ -35,11 +30,12 @@ from megatron_vlm.report.run import write_report
 from megatron_vlm.run.checkpointing import CheckpointManager
 from megatron_vlm.run.evaluation.evaluate import Evaluator, write_examples, write_predictions
 from megatron_vlm.run.evaluation.held_out_sets import list_held_out
-from megatron_vlm.run.intervals import DefaultInterval, Interval, is_due
+from megatron_vlm.run.exporter import Exporter
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.out_of_memory import explain_out_of_memory
+from megatron_vlm.run.progress import DefaultInterval, Interval, is_due
 from megatron_vlm.run.resolve_layout import resolve_layout
-from megatron_vlm.run.run_folder import HELD_OUT_LIST, export_folders, held_folder
+from megatron_vlm.run.run_folder import HELD_OUT_LIST, held_folder
 from megatron_vlm.run.start_overview import describe_start, length_of
 from megatron_vlm.run.throughput import Meter, NonFiniteGuard, PhaseTimes, Profiler
 from megatron_vlm.training.data_feed import Feeder, StepData
@@ -295,73 +291,10 @@ class Run:
         self.begin_phase(step, "checkpoint", files=True)
         self.saver.save(self.progress)
         self.saver.finish()
-        self._choose_exported()
-        for kind, target in export_folders(self.cfg).items():
-            self._export(kind, target)
-        if not self.cfg.checkpoint.export:
-            self._say_outdated(Path(self.cfg.run) / "export")
+        exporter = Exporter(self.cfg, self.worker, self.saver, self.log, self.begin_phase)
+        exporter.export(self.progress)
         if text := self.feeder.faults():
             self.log.say(text)
         if self.cfg.log.report and self.log.speaks:
             self.log.say(f"report: {write_report(Path(self.cfg.run))}")
-        return self._push(Path(self.cfg.run) / "export")
-
-    def _choose_exported(self) -> None:
-        """Turn to the best checkpoint, if the export is to be of that one."""
-        progress, key = self.progress, self.cfg.checkpoint.best
-        if self.cfg.checkpoint.export_from == "last":
-            if key is not None and progress.best_of == key and progress.best_step != progress.step:
-                self.log.say(
-                    f"the export is of the last step, and {key} was best at step "
-                    f"{progress.best_step}: checkpoint.export_from=best exports that one"
-                )
-            return
-        if progress.best_step is None or progress.best_of != key:
-            text = f"no evaluation had a finite {key}, so the export is of the last step"
-            self.log.event(progress.step, text)
-        elif progress.best_step != progress.step:
-            self.saver.turn_to(progress.best_step)
-
-    def _export(self, kind: Exported, target: Path) -> None:
-        """Export the weights, unless the same export is already there and unchanged."""
-        is_current = self.log.speaks and self._is_current(target) and is_kind(kind, target)
-        if is_current and (name := changed_file(target)) is not None:
-            self.log.say(f"{target / name} has changed since it was written: exporting again")
-            is_current = False
-        if all_reduce_max(int(is_current), self.worker.platform.device):
-            self.log.say(f"{target} already holds step {self.saver.saved_step}")
-            return
-        self.begin_phase(self.progress.step, "export", files=True)
-        self.saver.load_turned_to()
-        mark, done = self.saver.export_mark(), self.saver.training()
-        self.worker.export_hf(str(target), mark, done, kind)
-        best = ", the best," * (self.saver.saved_step != self.progress.step)
-        self.log.say(f"exported step {self.saver.saved_step}{best} to {target}")
-
-    def _is_current(self, target: Path) -> bool:
-        mark = read_export_mark(target)
-        return mark is not None and mark == self.saver.export_mark()
-
-    def _say_outdated(self, target: Path) -> None:
-        mark = read_export_mark(target)
-        if mark is not None and not self._is_current(target):
-            self.log.say(f"{target} still holds step {mark.step}: checkpoint.export=false")
-
-    def _push(self, target: Path) -> int:
-        """Upload the export, if checkpoint.push is set. One thread of rank 0 uploads while all
-        ranks wait together in short collectives, so that they notice a signal."""
-        step, repo = self.progress.step, self.cfg.checkpoint.push
-        if repo is None:
-            return 0
-        self.begin_phase(step, "upload")
-        upload = Upload(target, repo) if self.log.speaks else None
-        ending = 0
-        while not ending:
-            status = upload.wait() if upload is not None else 0
-            ending = all_reduce_max(
-                status if self.signals.received is None else PREEMPTED, self.worker.platform.device
-            )
-            self.watchdog.alive()
-        if upload is not None:
-            self.log.event(step, upload.said or f"stopped by a signal; {upload.again}")
-        return 0 if ending == Upload.DONE else ending
+        return exporter.push(step, self.signals)

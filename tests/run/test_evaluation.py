@@ -28,7 +28,6 @@ from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.report.example_lines import Example
-from megatron_vlm.run.checkpointing import Progress
 from megatron_vlm.run.evaluation.answer_metrics import (
     METRICS,
     anls,
@@ -39,7 +38,7 @@ from megatron_vlm.run.evaluation.answer_metrics import (
 from megatron_vlm.run.evaluation.evaluate import Evaluator, choose_answers, read_candidates
 from megatron_vlm.run.evaluation.held_out_sets import cut_row, first_samples, last_answer
 from megatron_vlm.run.evaluation.measure import Answer
-from megatron_vlm.run.intervals import is_due
+from megatron_vlm.run.progress import Progress, is_due
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import TOLERANCE, layout
 from tests.run.test_sequences import SMALLEST

@@ -37,7 +37,7 @@ from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import load_hf
 from megatron_vlm.lora.peft_config import ADAPTER_FILE
 from megatron_vlm.lora.weights import fill, values
-from megatron_vlm.run.checkpointing import Progress
+from megatron_vlm.run.progress import Progress
 from megatron_vlm.training import reference
 from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs, frozen_inputs

@@ -1,0 +1,181 @@
+"""state.json of a checkpoint: what it says of the training besides the tensors, and what a run that
+loads it must have in common with the run that wrote it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_vlm.checkpoint.manifest import Manifest
+from megatron_vlm.checkpoint.tensor_pieces import outside_file
+from megatron_vlm.config import read_saved
+from megatron_vlm.config.trainable import scale_of
+from megatron_vlm.distributed.process import print_to_user
+from megatron_vlm.errors import CheckpointError, show_value
+from megatron_vlm.hf.export_folder import ExportMark
+from megatron_vlm.hf.model_card import TrainingSummary
+from megatron_vlm.io.untrusted import JsonField
+from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs
+from megatron_vlm.training.worker import MegatronWorker
+
+FORMAT = 2
+OR_BEGIN = "or give run=FOLDER for a new run"
+
+
+def make_state(worker: MegatronWorker, progress: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the content of state.json. `progress` is plain JSON, and the optimizer has done
+    `steps` steps."""
+    cfg, dims = worker.cfg, worker.dims
+    state = {
+        "format": FORMAT,
+        "layout": {"tp": dims.tp, "pp": dims.pp, "dp": dims.dp, "ep": dims.ep},
+        "add_tokens": list(cfg.data.add_tokens),
+        "optimizer_steps": steps,
+        "lr": worker.lr,
+        "optimizer": cfg.optim.name,
+        "moments": cfg.optim.states,
+        "progress": progress,
+    }
+    if cfg.lora.rank:
+        lora = {"base": worker.base_digest, "scale": scale_of(cfg.lora)}
+        base_type = cfg.lora.base
+        state["lora"] = lora if base_type is None else {**lora, "base_type": base_type}
+    return state
+
+
+def read_state(folder: Path) -> JsonField:
+    """Read the state.json of a checkpoint."""
+    return outside_file(folder / "state.json").json()
+
+
+# Checks of a run that loads a checkpoint.
+
+
+def check_state(worker: MegatronWorker, folder: Path, state: JsonField, moments: bool) -> None:
+    """Refuse a checkpoint whose tensors would mean something else in this run. Without `moments`,
+    the optimizer may differ."""
+    if (version := state["format"].value) != FORMAT:
+        raise CheckpointError(
+            f"cannot be read: this version reads {FORMAT}",
+            place=str(folder),
+            key="format",
+            found=version,
+            allowed=(FORMAT,),
+            remedy="load it with the version of megatron_vlm that wrote it",
+        )
+    _check_tokens(worker, folder, [each.string() for each in state["add_tokens"].items()])
+    _check_lora(worker, folder, state)
+    if moments and worker.optimizer is not None:
+        _check_optimizer(worker, folder, state)
+
+
+def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> None:
+    """Refuse other added tokens: they would get the rows that the checkpoint's tokens have
+    learnt."""
+    tokens = list(worker.cfg.data.add_tokens)
+    if tokens != saved:
+        raise CheckpointError(
+            f"is not the {show_value(saved)} of the checkpoint: the same rows would belong to "
+            "other tokens",
+            place=str(folder),
+            key="data.add_tokens",
+            found=tokens,
+            remedy="give the same ones in the same order, or add to its export: megatron-vlm "
+            f"export {folder} DIR, model.path=DIR",
+        )
+
+
+def _check_optimizer(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
+    """Refuse the states of another optimizer, which mean something else."""
+    before, now = state["optimizer"].string(), worker.cfg.optim.name
+    if before != now:
+        raise CheckpointError(
+            f"keeps other states of the weights than {before}, which saved the checkpoint",
+            place=str(folder),
+            key="optim.name",
+            found=now,
+            remedy=f"resume with optim.name={before}, or start a new run from its weights: "
+            f"megatron-vlm export {folder} DIR, model.path=DIR",
+        )
+
+
+def say_conversion(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
+    """Tell the user if the run keeps moments in another type than the checkpoint's run did."""
+    before, after = state["moments"].string(), worker.cfg.optim.states
+    if before != after and worker.optimizer is not None and dist.get_rank() == 0:
+        print_to_user(f"the moments of {folder} were {before}, and go on as {after}")
+
+
+def _check_lora(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
+    """Refuse adapters with other base weights or another scale: they would be meaningless."""
+    saved, rank = state.get("lora"), worker.cfg.lora.rank
+    if (saved is None) != (not rank):
+        raise CheckpointError(
+            f"{'trains adapters' if rank else 'has no adapters'}, and the checkpoint "
+            f"{'has none' if rank else 'is one of adapters'}",
+            place=str(folder),
+            key="lora.rank",
+            found=rank,
+            remedy=f"{'leave lora out' if rank else 'give its lora.*'} to resume, {OR_BEGIN}",
+        )
+    if saved is None:
+        return
+    check_base(folder, state, worker.base_digest, str(worker.source.path))
+    if (saved_scale := saved["scale"].number()) != (scale := scale_of(worker.cfg.lora)):
+        raise CheckpointError(
+            f"with lora.rank and lora.rslora scales adapters by {scale:g}, and those of the "
+            f"checkpoint are scaled by {saved_scale:g}",
+            place=str(folder),
+            key="lora.alpha",
+            found=worker.cfg.lora.alpha,
+            remedy="resume with the values in its config.yaml",
+        )
+
+
+# Facts for an export of the checkpoint.
+
+
+def training_of(folder: Path) -> TrainingSummary | None:
+    """Return the summary of a checkpoint's training, or None if no run saved the checkpoint."""
+    progress = read_state(folder)["progress"]
+    if progress.get("step") is None:
+        return None
+    tokens, scored = progress.get("tokens"), progress.get("scored_step")
+    return TrainingSummary(
+        read_saved(folder),
+        progress["step"].whole(),
+        None if tokens is None else tokens.whole(),
+        {name: _figures(each) for name, each in progress["scores"].object().items()},
+        None if scored is None else scored.whole(),
+    )
+
+
+def _figures(scores: JsonField) -> dict[str, float]:
+    """Return the finite scores: JSON has NaN where a score could not be computed."""
+    values = {key: field.value for key, field in scores.object().items()}
+    return {key: value for key, value in values.items() if type(value) in (int, float)}
+
+
+def mark_of(folder: Path, manifest: Manifest, step: int) -> ExportMark:
+    """Return the mark of an export of this checkpoint."""
+    lora = read_state(folder).get("lora")
+    if lora is None:
+        return ExportMark(manifest.run, step, manifest.id)
+    base_type = lora.get("base_type")
+    bases = lora["base"].string(), None if base_type is None else base_type.string()
+    return ExportMark(manifest.run, step, manifest.id, *bases)
+
+
+def check_base(folder: Path, state: JsonField, digest: str, path: str) -> None:
+    """Refuse adapters that were trained with other weights. `state` is the checkpoint's state.json,
+    and `digest` that of the weights in `path`."""
+    if (saved := state.get("lora")) is None:
+        return
+    before, now = (FrozenInput(path, each) for each in (saved["base"].string(), digest))
+    changed_inputs(
+        folder,
+        {"model.path": before},
+        {"model.path": now},
+        "give the model that the adapters were trained with: as model.path, or to export with "
+        "--model",
+    )
