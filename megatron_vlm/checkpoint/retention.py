@@ -30,7 +30,7 @@ from megatron_vlm.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.errors import CheckpointError
 from megatron_vlm.io.atomic import (
     check_partial,
     discard,
@@ -39,7 +39,7 @@ from megatron_vlm.io.atomic import (
     put_in_place,
 )
 
-_STEP = re.compile(r"step-(\d{8,})(\.old|\.aside\d+)?")
+_STEP = re.compile(r"step-(\d{8,})(\.aside\d+)?")
 _PARTIAL = "step-*.partial"
 _log = logging.getLogger(__name__)
 
@@ -81,13 +81,9 @@ def _make_manifest(
     files: tuple[FileRecord, ...], run: str, parent: Manifest | None, run_folder: Path
 ) -> Manifest:
     """Return a manifest with the checkpoint's place among the checkpoints of the run."""
-    known = [manifest for _, manifest in _manifests(run_folder)]
-    present = {manifest.id for manifest in known}
-    before: tuple[str, ...] = ()
-    if parent is not None:
-        known.append(parent)
-        before = (*parent.line, parent.id)
-    serial = 1 + max((manifest.serial for manifest in known), default=0)
+    present = {manifest.id for _, manifest in _manifests(run_folder)}
+    before = () if parent is None else (*parent.line, parent.id)
+    serial = 1 + max(last_serial(run_folder), 0 if parent is None else parent.serial)
     return Manifest(files, run, serial, tuple(name for name in before if name in present))
 
 
@@ -96,16 +92,6 @@ def check_leftovers(run_folder: Path, run: str) -> None:
     would need."""
     for partial in sorted(Path(run_folder).glob(_PARTIAL)):
         check_partial(partial, run)
-
-
-def find_latest(run_folder: Path) -> Path | None:
-    """Return the checkpoint that was written last among those that are complete and whose files are
-    all unchanged.
-
-    All of its files are read. A skipped checkpoint is logged as a warning, with the reason.
-    """
-    with ExitStack() as reading:
-        return _hold_latest(run_folder, reading)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -125,7 +111,7 @@ def held_checkpoint(path: Path) -> Iterator[Path]:
             yield path
             return
         for folder in (path / "checkpoints", path):
-            if folder.is_dir() and (latest := _hold_latest(folder, reading)) is not None:
+            if folder.is_dir() and (latest := hold_latest(folder, reading)) is not None:
                 yield latest
                 return
         raise CheckpointError(
@@ -137,15 +123,17 @@ def held_checkpoint(path: Path) -> Iterator[Path]:
 
 def _remedy_beside(path: Path) -> str:
     """Return the remedy for a folder that is no checkpoint: those that its run still has."""
-    names: list[str] = []
-    if _STEP.fullmatch(path.name) and path.parent.is_dir():
-        names = sorted(folder.name for folder in complete_checkpoints(path.parent))
+    is_step = _STEP.fullmatch(path.name) and path.parent.is_dir()
+    names = sorted(each.name for each in complete_checkpoints(path.parent)) if is_step else []
     if not names:
         return "give RUN or RUN/checkpoints/step-..."
     return f"{path.parent} has {', '.join(names)}: give one of these"
 
 
-def _hold_latest(run_folder: Path, reading: ExitStack) -> Path | None:
+def hold_latest(run_folder: Path, reading: ExitStack) -> Path | None:
+    """Return the checkpoint that was written last among those that are complete and whose files are
+    all unchanged, which `reading` keeps in place. All of its files are read. A skipped checkpoint
+    is logged as a warning, with the reason."""
     has_changed = True
     while has_changed:  # a training run removes some checkpoints, and then has newer ones
         has_changed = False
@@ -178,10 +166,8 @@ def complete_checkpoints(run_folder: Path, after: int = -1) -> list[Path]:
         except CheckpointError as error:
             skip_damaged(folder, error)
         else:
-            if manifest.serial <= after:
-                continue
             complete.append((manifest.serial, _step_of(folder), not _was_replaced(folder), folder))
-    return [folder for *_, folder in sorted(complete, reverse=True)]
+    return [folder for serial, *_, folder in sorted(complete, reverse=True) if serial > after]
 
 
 def last_serial(run_folder: Path) -> int:
@@ -197,20 +183,14 @@ def skip_damaged(folder: Path, error: Exception) -> None:
 def other_lines(run_folder: Path, head: Manifest | None) -> list[Path]:
     """Return the checkpoints here from which training did not lead to `head`, or all of them
     without a head."""
-    line_ids = set() if head is None else {*head.line, head.id}
-    manifests = dict(_manifests(run_folder))
-    return [
-        folder
-        for folder in _folders(run_folder)
-        if folder not in manifests or not _in_line(manifests[folder], head, line_ids)
-    ]
+    in_line = {each for each, manifest in _manifests(run_folder) if _in_line(manifest, head)}
+    return [folder for folder in _folders(run_folder) if folder not in in_line]
 
 
 def is_in_line(folder: Path, head: Manifest) -> bool:
     """Return whether a folder is a whole checkpoint of the line that ends with `head`."""
     manifest = _manifest_of(folder)
-    line_ids = {*head.line, head.id}
-    return manifest is not None and manifest.id in line_ids and _is_whole(folder, manifest)
+    return manifest is not None and _in_line(manifest, head) and _is_whole(folder, manifest)
 
 
 def prune(
@@ -227,16 +207,11 @@ def prune(
     Checkpoints of other lines and other runs, and those with a missing or truncated file, stay and
     do not count. A checkpoint whose folder contains a foreign file stays as well.
     """
-    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-        if value is not None and value < 1:
-            raise ConfigError(key=f"checkpoint.{name}", found=value, allowed="at least 1")
-    line_ids = {*head.line, head.id}
+    assert keep_last > 0 and keep_every != 0, "the configuration has neither"
     line = [
         (folder, manifest)
         for folder, manifest in _manifests(run_folder)
-        if manifest.run == head.run
-        and _in_line(manifest, head, line_ids)
-        and _is_whole(folder, manifest)
+        if manifest.run == head.run and _in_line(manifest, head) and _is_whole(folder, manifest)
     ]
     # A crash may leave a replaced checkpoint next to its identical replacement.
     in_place = {manifest.id for folder, manifest in line if not _was_replaced(folder)}
@@ -274,11 +249,12 @@ def _retire(folder: Path, run: str | None) -> bool:
     return True
 
 
-def _in_line(manifest: Manifest, head: Manifest | None, line: set[str]) -> bool:
-    """Return whether a checkpoint is in the line. Checkpoints without a serial, which no run
-    numbered, count as one line."""
-    unknown = head is not None and manifest.serial == head.serial == 0
-    return unknown or manifest.id in line
+def _in_line(manifest: Manifest, head: Manifest | None) -> bool:
+    """Return whether a checkpoint is in the line that ends with `head`. Checkpoints without a
+    serial, which no run numbered, count as one line."""
+    if head is None:
+        return False
+    return manifest.serial == head.serial == 0 or manifest.id in (*head.line, head.id)
 
 
 def _is_all_ours(folder: Path, manifest: Manifest, run: str | None) -> bool:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
-from megatron_vlm.checkpoint.retention import find_latest, step_folder
+from megatron_vlm.checkpoint.retention import step_folder
 from megatron_vlm.checkpoint.save_load import load, save
 from megatron_vlm.checkpoint.tensor_pieces import (
     Piece,
@@ -37,6 +37,7 @@ from megatron_vlm.training import offload
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, make_rows
+from tests.support.checkpoints import find_latest
 from tests.support.error_fields import raises
 from tests.support.limits import files_of_at_most
 from tests.support.pool import Pool
