@@ -23,7 +23,7 @@ from megatron_vlm.distributed.process import (
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.push import check_push
 from megatron_vlm.run.log_sinks import check_sinks
-from megatron_vlm.run.resolve_model import check_unnamed, with_model
+from megatron_vlm.run.saved_config import check_unnamed, with_model
 from megatron_vlm.training.lr_schedule import lr_at
 from megatron_vlm.training.preflight import check_run
 
@@ -79,10 +79,10 @@ def compose_config(
     check(cfg)
     check_sinks(cfg)
     check_run(cfg)
-    check_unnamed(cfg, args.overrides, file)
+    saved = check_unnamed(cfg, args.overrides, file)
     if cfg.checkpoint.push is not None and rank_of_process() == 0:
         check_push(cfg.checkpoint.push)
-    return with_model(cfg)
+    return with_model(cfg, saved=saved)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from megatron_vlm.config.listing import listing
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.run.log_sinks import check_sinks
-from megatron_vlm.run.resolve_model import check_unnamed, with_commit, with_model
+from megatron_vlm.run.saved_config import check_unnamed, with_commit, with_model
 from megatron_vlm.training.preflight import check_records, check_run
 from megatron_vlm.version import __version__
 
@@ -147,7 +147,7 @@ def _train(args: argparse.Namespace) -> int:
         return 0
     check_training(cfg)
     check_run(cfg, args.gpus)
-    check_unnamed(cfg, args.overrides, file)
+    saved = check_unnamed(cfg, args.overrides, file)
     check_sinks(cfg)
     if args.dry_run:
         from megatron_vlm.commands.dry_run.command import dry_run
@@ -156,7 +156,7 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_vlm.distributed.launch.launch import launch
     from megatron_vlm.train import run_train
 
-    cfg = with_model(cfg)
+    cfg = with_model(cfg, saved=saved)
     return launch(cfg, "megatron_vlm.train", run_train, with_commit(arguments, cfg))
 
 

@@ -9,7 +9,7 @@ from megatron_vlm.commands.dry_run.dry_run_arguments import (
 from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
 from megatron_vlm.run.log_sinks import check_sinks
-from megatron_vlm.run.resolve_model import check_unnamed, with_commit, with_model
+from megatron_vlm.run.saved_config import check_unnamed, with_commit, with_model
 from megatron_vlm.training.preflight import check_run
 
 
@@ -49,11 +49,11 @@ def rl(args: argparse.Namespace) -> int:
     check_dry_run_arguments(args)
     check_rl(cfg)
     check_run(cfg, args.gpus)
-    check_unnamed(cfg, args.overrides, file)
+    saved = check_unnamed(cfg, args.overrides, file)
     check_sinks(cfg)
     if args.dry_run:
         from megatron_vlm.commands.dry_run.rl_dry_run import rl_dry_run
 
         return rl_dry_run(cfg, args.gpus, args.memory)
-    cfg = with_model(cfg)
+    cfg = with_model(cfg, saved=saved)
     return launch(cfg, "megatron_vlm.rl", run_rl, with_commit(arguments, cfg))

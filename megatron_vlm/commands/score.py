@@ -26,7 +26,7 @@ from megatron_vlm.distributed.process import (
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.untrusted import home_path
-from megatron_vlm.run.resolve_model import with_commit
+from megatron_vlm.run.saved_config import with_commit
 from megatron_vlm.training.preflight import check_records, check_run
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from megatron_vlm.commands.dry_run.dry_run_arguments import (
 from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.run.resolve_model import with_commit, with_model
+from megatron_vlm.run.saved_config import with_commit, with_model
 from megatron_vlm.training.preflight import check_run
 
 

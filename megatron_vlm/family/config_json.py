@@ -28,6 +28,7 @@ _DIVIDED_BY_TP = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
+_EXPERTS = ("num_experts", "num_local_experts")  # two names of one field
 _FIELDS = {
     "qwen3_vl": QWEN3_VL_FIELDS,
     "qwen3_vl_moe": QWEN3_VL_MOE_FIELDS,
@@ -80,6 +81,9 @@ def _contradictions(text: dict[str, Any]) -> Iterator[str]:
     is_other_kind = rope.get("rope_type", "default") != "default"  # the table of fields refuses it
     if name in text and name in rope and text[name] != rope[name] and not is_other_kind:
         yield f"text_config.{name}={text[name]!r}, but rope_parameters has {rope[name]!r}"
+    counts = {name: text[name] for name in _EXPERTS if text.get(name) is not None}
+    if len({*counts.values()}) > 1:
+        yield " and ".join(f"text_config.{name}={count!r}" for name, count in counts.items())
     name = "full_attention_interval"
     # transformers has a default for an absent interval, but none for one that is null.
     if name in text and text[name] is None and text.get("layer_types") is None:

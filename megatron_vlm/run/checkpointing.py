@@ -16,8 +16,8 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.export_folder import ExportMark
 from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.run.progress import Progress
-from megatron_vlm.run.resolve_model import changed_since
 from megatron_vlm.run.run_folder import RunLock
+from megatron_vlm.run.saved_config import changed_since
 from megatron_vlm.training.data_fingerprint import Fingerprint
 from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs, inputs_from_json
 from megatron_vlm.training.worker import MegatronWorker

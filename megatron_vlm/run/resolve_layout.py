@@ -7,18 +7,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_vlm.config import read_saved, to_yaml
+from megatron_vlm.config import to_yaml
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.agreement import fail_together, store_barrier
 from megatron_vlm.distributed.collectives import broadcast_json
 from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
+from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.atomic import write_text
 from megatron_vlm.planner.auto_layout import needs_planning, plan_layout, with_layout_of
 from megatron_vlm.planner.row_sizes import mix_of
+from megatron_vlm.run.saved_config import saved_config
 from megatron_vlm.training.worker import PATIENCE
 
 _PLANNED = ("parallel", "model", "train")  # groups that have keys which the planner chooses
@@ -55,7 +56,7 @@ def resolve_layout(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
 def _decide(cfg: Config, platform: Platform) -> tuple[Config, str]:
     """Return the layout with which the run began, if it resumes, or else the best one."""
     sizes, world = read_sizes(cfg.model.path, cfg.data.add_tokens), dist.get_world_size()
-    before = _saved_config(cfg) if cfg.parallel.auto else None
+    before = _resumed_config(cfg) if cfg.parallel.auto else None
     if before is not None:
         kept = with_layout_of(cfg, before, world, sizes.text.num_layers)
         if kept is not None:
@@ -64,7 +65,7 @@ def _decide(cfg: Config, platform: Platform) -> tuple[Config, str]:
     return plan_layout(cfg, sizes, world, platform, mix_of(cfg, sizes))
 
 
-def _saved_config(cfg: Config) -> Config | None:
+def _resumed_config(cfg: Config) -> Config | None:
     """Return the configuration of the checkpoint from which this run will probably resume."""
     resume = cfg.checkpoint.resume
     if resume == "never":
@@ -72,7 +73,4 @@ def _saved_config(cfg: Config) -> Config | None:
     folders = sorted((Path(cfg.run) / "checkpoints").glob("step-*[0-9]"))[-1:]
     if resume != "auto":
         folders = [Path(resume)]
-    try:
-        return read_saved(folders[0]) if folders else None
-    except ConfigError:  # The checkpoint is of another version, or damaged.
-        return None
+    return saved_config(folders[0]) if folders else None

@@ -14,8 +14,8 @@ from megatron_vlm.config.command_checks import check_serve
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import FAILED, PREEMPTED, print_to_user, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.run.resolve_model import with_model
 from megatron_vlm.run.run_folder import held_folder
+from megatron_vlm.run.saved_config import with_model
 from megatron_vlm.training.preflight import check_run
 from megatron_vlm.version import __version__
 

@@ -82,6 +82,14 @@ def test_refused_by_name(family, field, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("read", [read_counts, read_sizes])
+def test_both_names_of_the_number_of_experts_have_one_value(read, tiny, tmp_path):
+    path = tiny(**TABLES["qwen3_vl_moe"].tiny)
+    counts = {"text_config.num_experts": 0, "text_config.num_local_experts": 4}
+    with pytest.raises(ConfigError, match=r"num_experts=0 and text_config\.num_local_experts=4"):
+        read(str(changed(path, tmp_path / "x", counts)))
+
+
+@pytest.mark.parametrize("read", [read_counts, read_sizes])
 def test_an_interval_of_null_needs_layer_types(read, tiny, tmp_path):
     """With layer_types, nothing reads the interval."""
     path, interval = tiny(**TABLES["qwen3_5"].tiny), {"text_config.full_attention_interval": None}

@@ -28,7 +28,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.push import check_push, push
 from megatron_vlm.io.hub import HubName, folder_of, hub_name, pin
-from megatron_vlm.run.resolve_model import with_commit, with_model
+from megatron_vlm.run.saved_config import with_commit, with_model
 from tests.run.test_train import command, outside_of_jobs, run_rank, steps_of
 from tests.support.chats import say, text
 from tests.support.error_fields import raises

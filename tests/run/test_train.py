@@ -23,8 +23,8 @@ from megatron_vlm.cli import main
 from megatron_vlm.config import load_config
 from megatron_vlm.distributed.agreement import Signals
 from megatron_vlm.distributed.process import run_guarded
-from megatron_vlm.run import intervals
-from megatron_vlm.run.resolve_model import check_unnamed
+from megatron_vlm.run import progress
+from megatron_vlm.run.saved_config import check_unnamed
 from megatron_vlm.train import run_train
 from tests.support.chats import picture, say, text
 from tests.support.sets import write_set
@@ -144,8 +144,8 @@ def run_rank_late(words: list[str], late: int, most_steps: int) -> tuple[int, st
     """As `run_rank`, with a default interval that is over at every step by one rank's clock."""
     minutes = 0 if int(os.environ["RANK"]) == late else 30
     with (
-        patch.object(intervals, "DEFAULT_MINUTES", minutes),
-        patch.object(intervals, "DEFAULT_STEPS", most_steps),
+        patch.object(progress, "DEFAULT_MINUTES", minutes),
+        patch.object(progress, "DEFAULT_STEPS", most_steps),
     ):
         return run_rank(words)
 

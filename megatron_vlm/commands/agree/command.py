@@ -6,7 +6,7 @@ from megatron_vlm.commands.agree.agree_settings import AgreeSettings, locate_che
 from megatron_vlm.commands.eval import held_in_place
 from megatron_vlm.config.arguments import read_configuration
 from megatron_vlm.distributed.process import FAILED, UNLIKE
-from megatron_vlm.run.resolve_model import with_commit
+from megatron_vlm.run.saved_config import with_commit
 from megatron_vlm.training.preflight import check_run
 
 

@@ -17,7 +17,7 @@ from megatron_vlm.data.tokens.index import unknown_keys_error
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.report.show_report import show_report
-from megatron_vlm.run.resolve_model import with_model
+from megatron_vlm.run.saved_config import with_model
 
 _IN_TERMINAL = 3
 _ON_PAGE = 50

@@ -18,7 +18,7 @@ from megatron_vlm.planner.hardware import CARD_MEMORY, gpu
 from megatron_vlm.planner.row_sizes import mix_of
 from megatron_vlm.planner.search import Cluster
 from megatron_vlm.report.show_report import show_report
-from megatron_vlm.run.resolve_model import with_model
+from megatron_vlm.run.saved_config import with_model
 
 SHOWN = 8
 

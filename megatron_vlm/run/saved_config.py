@@ -39,12 +39,21 @@ _GOING_ON = frozenset(
 )
 
 
-def with_model(cfg: Config, weights: bool = True) -> Config:
+def saved_config(folder: Path) -> Config | None:
+    """Return the configuration in the folder of a run or of a checkpoint; None if there is none, or
+    one of another version."""
+    try:
+        return read_saved(folder)
+    except ConfigError:
+        return None
+
+
+def with_model(cfg: Config, weights: bool = True, saved: Config | None = None) -> Config:
     """Return the configuration with the commits in model.path and rl.teacher, where these are names
     on the Hub. They are the newest commits when the run begins, and the same ones whenever the run
-    starts again."""
+    starts again: those of `saved`, which is read if it is not given."""
     path = cfg.model.path
-    saved = _saved_config(Path(cfg.run))
+    saved = saved or saved_config(Path(cfg.run))
     if (name := hub_name(path)) is not None and not name.commit:
         before = None if saved is None else hub_name(saved.model.path)
         if before is not None and before.repo == name.repo and before.commit:
@@ -89,14 +98,6 @@ def with_commit(arguments: Sequence[str], cfg: Config) -> list[str]:
     return [*arguments, *named]
 
 
-def _saved_config(folder: Path) -> Config | None:
-    """Return the configuration that a run began with."""
-    try:
-        return read_saved(folder)
-    except ConfigError:  # There is no run, or it is of another version.
-        return None
-
-
 def changes(before: Config, now: Config) -> dict[str, str]:
     """Return the keys whose values differ, each with both values. The key `run` does not count."""
     differences = {}
@@ -110,24 +111,21 @@ def changes(before: Config, now: Config) -> dict[str, str]:
 def changed_since(checkpoint: Path, cfg: Config, reported: Collection[str]) -> Iterator[str]:
     """Yield a line with every key that differs between a resumed run and its checkpoint, except for
     those that are reported already."""
-    try:
-        before = read_saved(checkpoint)
-    except ConfigError:  # The checkpoint is of another version.
-        return
-    texts = [text for text in changes(before, cfg).values() if text not in reported]
+    before = saved_config(checkpoint)
+    differences = {} if before is None else changes(before, cfg)
+    texts = [text for text in differences.values() if text not in reported]
     if texts:
         yield f"settings changed since {checkpoint.name}: {'; '.join(texts)}"
 
 
-def check_unnamed(cfg: Config, overrides: Sequence[str], file: ConfigFile | None) -> None:
-    """Refuse to continue an unnamed run that was another experiment."""
+def check_unnamed(cfg: Config, overrides: Sequence[str], file: ConfigFile | None) -> Config | None:
+    """Refuse to continue an unnamed run that was another experiment. Return the configuration in
+    its folder."""
     folder = Path(cfg.run)
-    if "run" in given_keys(overrides, file) or not any(folder.glob("checkpoints/step-*")):
-        return
-    try:
-        before = read_saved(folder)
-    except ConfigError:  # There is no run, which is refused elsewhere, or its version differs.
-        return
+    before = saved_config(folder)
+    is_named = "run" in given_keys(overrides, file)
+    if before is None or is_named or not any(folder.glob("checkpoints/step-*")):
+        return before
     texts = [
         text
         for key, text in changes(before, cfg).items()
@@ -140,6 +138,7 @@ def check_unnamed(cfg: Config, overrides: Sequence[str], file: ConfigFile | None
             key="run",
             remedy=f"give run=FOLDER for a new one, or run={folder} to go on with that one",
         )
+    return before
 
 
 def _is_same_model(pinned: str, path: str) -> bool:
