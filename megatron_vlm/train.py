@@ -13,7 +13,7 @@ from megatron_vlm.config import load_config
 from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
 from megatron_vlm.config.checks import check_training
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.fork_server import start_server
+from megatron_vlm.data.worker_processes import start_server
 from megatron_vlm.distributed.dims import loads_data
 from megatron_vlm.distributed.process import (
     rank_of_process,

@@ -17,7 +17,7 @@ from megatron_vlm.config.evaluation_checks import held_out_names
 from megatron_vlm.config.load import given_keys
 from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import CheckpointConfig, Config
-from megatron_vlm.data.fork_server import start_server
+from megatron_vlm.data.worker_processes import start_server
 from megatron_vlm.distributed.dims import loads_data
 from megatron_vlm.distributed.process import (
     print_to_user,

@@ -15,7 +15,7 @@ from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_c
 from megatron_vlm.config.checks import require
 from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.fork_server import start_server
+from megatron_vlm.data.worker_processes import start_server
 from megatron_vlm.distributed.dims import loads_data
 from megatron_vlm.distributed.process import (
     print_to_user,

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.checkpoint import save_load
-from megatron_vlm.controller.split_batch import ReplicaBatch
+from megatron_vlm.controller.worker_group import ReplicaBatch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings

@@ -18,8 +18,7 @@ from ray.util.placement_group import remove_placement_group  # type: ignore
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.controller.rank_worker import RankWorker, WorkerError, first_failure, with_rank
-from megatron_vlm.controller.split_batch import ReplicaBatch
-from megatron_vlm.controller.worker_group import Join, Parts, T, WorkerGroup
+from megatron_vlm.controller.worker_group import Join, Parts, ReplicaBatch, T, WorkerGroup
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.ray_cluster import RankActor, gpus_of_rank, place_ranks

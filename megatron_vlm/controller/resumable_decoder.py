@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_vlm.controller.rank_worker import with_rank
-from megatron_vlm.controller.split_batch import BatchLike, ReplicaBatch, dealt_parts
 from megatron_vlm.controller.torchrun import LocalTransport
-from megatron_vlm.controller.worker_group import WorkerGroup
+from megatron_vlm.controller.worker_group import BatchLike, ReplicaBatch, WorkerGroup, dealt_parts
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.errors import MegatronVLMError

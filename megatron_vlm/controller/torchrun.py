@@ -26,8 +26,15 @@ from megatron_vlm.controller.rank_worker import (
     first_failure,
     with_rank,
 )
-from megatron_vlm.controller.split_batch import BatchLike, ReplicaBatch, even_parts
-from megatron_vlm.controller.worker_group import Join, Parts, T, WorkerGroup
+from megatron_vlm.controller.worker_group import (
+    BatchLike,
+    Join,
+    Parts,
+    ReplicaBatch,
+    T,
+    WorkerGroup,
+    even_parts,
+)
 from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
 from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.distributed.collectives import all_gather_bytes

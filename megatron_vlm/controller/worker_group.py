@@ -1,25 +1,120 @@
-"""WorkerGroup, the calls of a controller."""
+"""WorkerGroup, the calls of a controller, and the split of a batch into one part for each data
+parallel replica.
 
-from collections.abc import Callable, Collection, Sequence
+Pixel values go to the first stage alone. The other stages get patches without values ([P, 0]) and
+still count them, so that a wrong batch is an error on every rank and not a hang on some ranks.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from megatron_vlm.controller.split_batch import BatchLike, ReplicaBatch, even_parts, prompt_parts
+from megatron_vlm.data.tensors.rows import FIELDS, MASK, PIXEL_FIELDS, batch_of
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch, Value
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.errors import DataError
 from megatron_vlm.training.backward import LossCall
 from megatron_vlm.training.generate import ROWS
 from megatron_vlm.training.losses import LossFunction, Objective, check_divisor
 from megatron_vlm.training.optimizer import AdamStep
 from megatron_vlm.training.worker import StepMetrics
 
+BatchLike = TensorBatch | Sequence[Row]
 T = TypeVar("T")
 Join = Callable[[list[Any]], T]  # combines the replicas' results, which are in order
+
+
+@dataclass(frozen=True)
+class ReplicaBatch:
+    """Part of one replica: all fields without patch values, and the patch values separately."""
+
+    batch: TensorBatch
+    pixels: TensorBatch | None
+    first_row: int  # number of the part's first row in the whole batch
+
+    def all_fields(self) -> TensorBatch:
+        """Return all fields, with the patch values if this rank has them."""
+        return self.batch if self.pixels is None else self.batch.with_fields(**self.pixels.fields)
+
+
 Parts = Sequence[ReplicaBatch] | None
+
+
+def even_parts(rows: BatchLike, count: int, value_names: Sequence[str] = ()) -> list[ReplicaBatch]:
+    """Split rows into parts of equal length. Rows without images and loss fill up the last
+    parts."""
+    batch = select_fields(rows, (*FIELDS, MASK, *value_names))
+    if not len(batch):
+        raise DataError("there are no rows", place="the batch", remedy="give at least one row")
+    return _cut_batch(_fill_batch(batch, -len(batch) % count), count)
+
+
+def prompt_parts(rows: BatchLike, count: int) -> list[ReplicaBatch]:
+    """Split prompts into parts as even as the number of rows allows; some may be empty. Labels and
+    targets are ignored."""
+    return _cut_batch(_prompts(rows), count)
+
+
+def dealt_parts(rows: BatchLike, replicas: Sequence[int], count: int) -> list[ReplicaBatch]:
+    """Split prompts into `count` parts, where `replicas` has the part of each row."""
+    batch, parts = _prompts(rows), []
+    for replica in range(count):
+        places = [place for place, owner in enumerate(replicas) if owner == replica]
+        parts += _cut_batch(batch[places], 1)
+    return parts
+
+
+def _prompts(rows: BatchLike) -> TensorBatch:
+    batch = select_fields(rows, (name for name in FIELDS if name not in ("labels", "targets")))
+    labels = TensorList([torch.full_like(ids_S, IGNORE) for ids_S in _rows(batch["ids"])])
+    return batch.with_fields(labels=labels)
+
+
+def select_fields(rows: BatchLike, names: Iterable[str]) -> TensorBatch:
+    """Return the named fields. The other fields of a controller's batch are left out."""
+    batch = rows if isinstance(rows, TensorBatch) else batch_of(rows)
+    if "ids" not in batch:
+        raise DataError(
+            f"is missing from the fields {', '.join(batch.keys())}", place="the batch", key="ids"
+        )
+    return batch.select(name for name in dict.fromkeys(names) if name in batch)
+
+
+def _fill_batch(batch: TensorBatch, missing: int) -> TensorBatch:
+    if not missing:
+        return batch
+    filler = {"ids": torch.zeros(1), "labels": torch.full((1,), IGNORE), MASK: torch.zeros(1)}
+    fields = {}
+    for name, value in batch.items():
+        row = filler.get(name, torch.empty(0)).to(value.dtype)
+        fields[name] = TensorList([*_rows(value), *[row] * missing])
+    return TensorBatch(fields, batch.meta)
+
+
+def _cut_batch(batch: TensorBatch, count: int) -> list[ReplicaBatch]:
+    parts, first_row = [], 0
+    for chunk in batch.chunk(count):
+        names = [name for name in PIXEL_FIELDS if name in chunk]
+        bare = {name: TensorList([row[:, :0] for row in _patches(chunk[name])]) for name in names}
+        pixels = chunk.select(names) if names else None
+        parts.append(ReplicaBatch(chunk.with_fields(**bare), pixels, first_row))
+        first_row += len(chunk)
+    return parts
+
+
+def _patches(value: Value) -> list[torch.Tensor]:
+    return [row if row.dim() == 2 else row.new_empty(0, 0) for row in _rows(value)]
+
+
+def _rows(value: Value) -> list[torch.Tensor]:
+    return list(value)
 
 
 class Transport(Protocol):
@@ -47,24 +142,22 @@ class WorkerGroup:
 
     def forward(self, batch: BatchLike, temperature: float = 1.0) -> Future[list[Tensor]]:
         """Return the log-probs of each row's supervised tokens, as MegatronWorker.forward does."""
-        parts = even_parts(batch, self.dims.dp)
-
-        def join(results: list[list[Tensor]]) -> list[Tensor]:
-            return _concatenate(results)[: len(batch)]
-
-        return self.ranks.call(join, "forward", parts, temperature)
+        return self._call_by_row("forward", batch, temperature)
 
     def likeliest(
         self, batch: BatchLike, count: int, temperature: float = 1.0
     ) -> Future[list[Tensor]]:
         """Return the most likely tokens at each position where a row predicts one, as
         MegatronWorker does."""
-        parts = even_parts(batch, self.dims.dp)
+        return self._call_by_row("likeliest", batch, count, temperature)
+
+    def _call_by_row(self, method: str, batch: BatchLike, *args: Any) -> Future[list[Tensor]]:
+        """Call a method that returns a tensor for each row."""
 
         def join(results: list[list[Tensor]]) -> list[Tensor]:
             return _concatenate(results)[: len(batch)]
 
-        return self.ranks.call(join, "likeliest", parts, count, temperature)
+        return self.ranks.call(join, method, even_parts(batch, self.dims.dp), *args)
 
     def routing(self, batch: BatchLike) -> Future[TensorList]:
         """Return the experts of each token in each row, as MegatronWorker.routing does. As the

@@ -2,20 +2,18 @@
 
 They are forked from a server that has neither this process's threads nor its CUDA context and that
 has already done the imports. Forking the trainer itself can hang, and spawning costs seconds per
-process.
+process. The server can start, and import, before this process has imported torch.
 """
 
 import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, get_context
 from typing import Any
 
-from torch.utils.data import DataLoader
-
-from megatron_vlm.data.fork_server import start_server
 from megatron_vlm.errors import LostError
+from megatron_vlm.io.scratch import keep_sockets_in_scratch
 
 _END = object()
 _NICER = 10  # above the trainer's niceness; the maximum is 19
@@ -34,12 +32,22 @@ _SIGNALS = {
 }
 
 
+def start_server() -> None:
+    """Start the server in the background unless it runs already. An early call delays nothing."""
+    keep_sockets_in_scratch()
+    modules = ["megatron_vlm.data.fork_server_preload", "megatron_vlm.data.batches.loader"]
+    get_context("forkserver").set_forkserver_preload(modules)
+    forkserver.ensure_running()
+
+
 def map_in_processes(
     work: Any, tasks: Iterable[Any] | None, processes: int, prefetch: int
 ) -> Iterator[Any]:
     """Yield work[task] for each task or, with `tasks` None, all items of the IterableDataset
     `work`. Each process has at most `prefetch` tasks in flight. Tasks are drawn as there is
     room."""
+    from torch.utils.data import DataLoader
+
     if processes:
         start_server()
     drawn = None if tasks is None else _Tasks(tasks)

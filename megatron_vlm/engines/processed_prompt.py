@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.data.tokens.row import Row
 
 # Half the distance between adjacent bytes of a channel, whose standard deviation is 0.5 in

@@ -29,8 +29,7 @@ from megatron_vlm.hf.export_folder import CARD
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.retrieval_files import RERANK_TEMPLATE
 from megatron_vlm.io.hub import hub_name
-from megatron_vlm.io.numbers_as_text import number
-from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.io.printable import escape_controls, number
 from megatron_vlm.io.untrusted import UntrustedFile
 from megatron_vlm.version import __version__
 

@@ -1,5 +1,6 @@
-"""Text from outside, shown as text: in the terminal, in logs and on pages."""
+"""Text for readers: texts from outside whose control characters are spelled out, and numbers."""
 
+import math
 import re
 
 # These characters could steer a terminal, reverse the text around them, or fail to be written.
@@ -17,3 +18,33 @@ def show_count(count: int, noun: str) -> str:
 def escape_controls(text: str) -> str:
     """Return the text with its control characters spelled out."""
     return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def number(value: float, percent: bool = False) -> str:
+    """Return a number with four digits, or with all digits where it is large; - where it is not
+    finite."""
+    if not math.isfinite(value):
+        return "-"
+    if percent:
+        return f"{100 * value:.2f}%" if 0 < abs(value) < 0.01 else f"{100 * value:.1f}%"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def short_name(count: int) -> str:
+    """Shorten a count: 1,720,574,976 becomes 1.72B."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
+def time_spent(seconds: float) -> str:
+    """Return a duration in its two largest units: 4,000 s as 1 h 6 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 24 * 3600:
+        return f"{whole // 3600} h {whole // 60 % 60} min"
+    return f"{whole // 86400} d {whole // 3600 % 24} h"

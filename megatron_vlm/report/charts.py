@@ -11,19 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.io.numbers_as_text import (
-    CURVE_COLUMNS,
-    column_means,
-    number,
-    smoothing_window,
-    thin_out,
-)
-from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.io.printable import escape_controls, number
 from megatron_vlm.report.markup import Html, json_block, tag
 from megatron_vlm.report.sections import Section
 
 _HERE = Path(__file__).parent
 CURVE_COLOURS = 6  # in charts.css
+CURVE_COLUMNS = 600  # width of a thinned curve
+_SMOOTH_FROM = 40  # points
+_MIN_WINDOW = 10  # points
 _MAX_DOTS = 80
 _LOG_FROM = 30  # a chart whose values span this ratio begins with a logarithmic scale
 
@@ -225,3 +221,53 @@ def chart_data(chart: Chart, span: tuple[float, float] | None = None) -> dict[st
             for m in chart.marks
         ],
     }
+
+
+def thin_out(
+    x: np.ndarray, y: np.ndarray, columns: int = CURVE_COLUMNS
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first and the last point, and the lowest and the highest one of each column."""
+    if len(x) <= 2 * columns:
+        return x, y
+    place = ((x - x[0]) / (x[-1] - x[0]) * columns).astype(np.int64).clip(max=columns - 1)
+    indices = {0, len(x) - 1}
+    for part in np.split(np.arange(len(x)), np.flatnonzero(np.diff(place)) + 1):
+        finite = part[np.isfinite(y[part])]
+        if len(finite):
+            indices |= {int(finite[np.argmin(y[finite])]), int(finite[np.argmax(y[finite])])}
+        else:
+            indices.add(int(part[0]))
+    rows = np.array(sorted(indices))
+    return x[rows], y[rows]
+
+
+def smoothing_window(count: int) -> int:
+    """Return the number of points in the mean that smooths a curve of `count` points: 1 for a short
+    curve, which is drawn as it is."""
+    return max(_MIN_WINDOW, count // 40) if count >= _SMOOTH_FROM else 1
+
+
+def column_means(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the columns of a long curve, or its points: the last x, the mean of the finite y, and
+    the number of points in the mean."""
+    finite = np.isfinite(y)
+    x, y = x[finite].astype(float), y[finite]
+    if not len(x):
+        return x, y, y
+    starts = np.unique(np.linspace(0, len(x), CURVE_COLUMNS, endpoint=False).astype(np.int64))
+    counts = np.diff([*starts, len(x)])
+    return x[starts + counts - 1], np.add.reduceat(y, starts) / counts, counts
+
+
+def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean of each point, or each column of a long curve, and of those before it, as far
+    as they are in the window. It never looks ahead; points without a whole window are left out.
+    charts.js draws the same means."""
+    x, means, counts = column_means(x, y)
+    if not len(x):
+        return x, means
+    columns = max(1, round(smoothing_window(int(counts.sum())) * len(x) / counts.sum()))
+    window = np.ones(columns)
+    # Only neighbours are summed: a running total would lose a small loss after a large one.
+    sums, total = (np.convolve(values, window, "valid") for values in (means * counts, counts))
+    return x[columns - 1 :], sums / total

@@ -11,7 +11,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.weight_map import Entry, Origin
-from megatron_vlm.io.numbers_as_text import short_name
+from megatron_vlm.io.printable import short_name
 from megatron_vlm.report.terminal import plain_table
 
 ADAPTERS = "lora"

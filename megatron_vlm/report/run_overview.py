@@ -14,8 +14,7 @@ from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.io.numbers_as_text import short_name
-from megatron_vlm.io.printable import show_count
+from megatron_vlm.io.printable import short_name, show_count
 from megatron_vlm.planner.memory import StageMemory
 from megatron_vlm.report.layout_table import StageReport, size_text
 

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_vlm.config.schema import RlConfig
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.prompts import seen_by_trainer
-from megatron_vlm.io.numbers_as_text import number
+from megatron_vlm.io.printable import number
 from megatron_vlm.report.metrics_lines import SAMPLES, RlLine
 from megatron_vlm.report.picture_uri import data_uri
 from megatron_vlm.rl.episode import Episode, Group

@@ -34,9 +34,8 @@ from megatron_vlm.run.exporter import Exporter
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.out_of_memory import explain_out_of_memory
 from megatron_vlm.run.progress import DefaultInterval, Interval, is_due
-from megatron_vlm.run.resolve_layout import resolve_layout
 from megatron_vlm.run.run_folder import HELD_OUT_LIST, held_folder
-from megatron_vlm.run.start_overview import describe_start, length_of
+from megatron_vlm.run.start import describe_start, length_of, resolve_layout
 from megatron_vlm.run.throughput import Meter, NonFiniteGuard, PhaseTimes, Profiler
 from megatron_vlm.training.data_feed import Feeder, StepData
 from megatron_vlm.training.frozen_inputs import frozen_inputs

@@ -20,8 +20,8 @@ from megatron_vlm.controller.resumable_decoder import (
     SampleProgress,
     SampleRequest,
 )
-from megatron_vlm.controller.split_batch import BatchLike
 from megatron_vlm.controller.torchrun import SummedLoss, backward_together
+from megatron_vlm.controller.worker_group import BatchLike
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.distributed.agreement import Signals, Stopped
 from megatron_vlm.distributed.error_recovery import have_all_failed

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.host_copies import CopyStream
 from megatron_vlm.family.spec import ModelSizes

@@ -28,7 +28,7 @@ from megatron_vlm.commands.agree.compare import (
     token_pairs,
 )
 from megatron_vlm.commands.agree.token_text import TokenText
-from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.process import UNLIKE

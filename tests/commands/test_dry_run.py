@@ -24,7 +24,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.io.numbers_as_text import short_name
+from megatron_vlm.io.printable import short_name
 from megatron_vlm.planner.first_batches import plan_steps
 from megatron_vlm.planner.memory import StageMemory
 from megatron_vlm.report.layout_table import size_text

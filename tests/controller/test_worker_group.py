@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_vlm.controller import WorkerError, WorkerGroup, local_group
-from megatron_vlm.controller.split_batch import even_parts, prompt_parts
+from megatron_vlm.controller.worker_group import even_parts, prompt_parts
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList

@@ -92,7 +92,7 @@ def test_the_server_of_data_workers_ends_while_it_imports(tmp_path):
     marked = Marked(outside_of_jobs() | {"PYTHONPATH": os.pathsep.join(paths)})
     code = (
         "import time\n"
-        "from megatron_vlm.data.fork_server import start_server\n"
+        "from megatron_vlm.data.worker_processes import start_server\n"
         "from megatron_vlm.distributed.process import ended_by_signals\n"
         "with ended_by_signals():\n"
         "    start_server()\n"

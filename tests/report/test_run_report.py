@@ -20,8 +20,8 @@ import pytest
 
 from megatron_vlm.cli import main
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.numbers_as_text import CURVE_COLUMNS, number, smooth, thin_out, time_spent
-from megatron_vlm.report.charts import ChartControls, chart_scripts
+from megatron_vlm.io.printable import number, time_spent
+from megatron_vlm.report.charts import CURVE_COLUMNS, ChartControls, chart_scripts, smooth, thin_out
 from megatron_vlm.report.example_lines import Example, ExamplePart, Examples, ExampleTurn
 from megatron_vlm.report.html import document, paging_script
 from megatron_vlm.report.markup import tag

@@ -23,13 +23,14 @@ from megatron_vlm.config.evaluation_checks import BUILT_IN_METRICS, held_out_nam
 from megatron_vlm.config.schema import CheckpointConfig, EvalConfig
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import open_data
-from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.report.example_lines import Example
 from megatron_vlm.run.evaluation.answer_metrics import (
     METRICS,
+    Answer,
     anls,
     exact_match,
     iou,
@@ -37,7 +38,6 @@ from megatron_vlm.run.evaluation.answer_metrics import (
 )
 from megatron_vlm.run.evaluation.evaluate import Evaluator, choose_answers, read_candidates
 from megatron_vlm.run.evaluation.held_out_sets import cut_row, first_samples, last_answer
-from megatron_vlm.run.evaluation.measure import Answer
 from megatron_vlm.run.progress import Progress, is_due
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import TOLERANCE, layout

@@ -183,8 +183,9 @@ def preprocessor(folder: Path) -> Attempt:
 
 def video_preprocessor(folder: Path) -> Attempt:
     def read(path: Path) -> None:
+        from megatron_vlm.data.media.images import video_normalisation_table
         from megatron_vlm.data.media.processor_settings import VideoSettings
-        from megatron_vlm.data.media.video import VideoInfo, plan_video, video_normalisation_table
+        from megatron_vlm.data.media.video import VideoInfo, plan_video
 
         settings = VideoSettings.from_checkpoint(path)
         video_normalisation_table(settings)

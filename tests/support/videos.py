@@ -15,8 +15,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_processing_utils import BaseVideoProcessor
 
+from megatron_vlm.data.media.images import video_normalisation_table
 from megatron_vlm.data.media.processor_settings import VideoSettings
-from megatron_vlm.data.media.video import video_normalisation_table
 
 # video_preprocessor_config.json of the released Qwen3-VL.
 RELEASED = {

@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.family.decoder_layers import DELTA_CHUNK

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_vlm.commands.eval import run_eval
 from megatron_vlm.config import load_config
-from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.data.scores.score_index import ScoreIndex
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.process import run_guarded

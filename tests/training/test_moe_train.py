@@ -16,7 +16,7 @@ import torch
 
 from megatron_vlm.checkpoint.retention import step_folder
 from megatron_vlm.controller import WorkerGroup, local_group
-from megatron_vlm.controller.split_batch import even_parts
+from megatron_vlm.controller.worker_group import even_parts
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import DataError

@@ -27,7 +27,7 @@ from megatron_vlm.config.objectives import reference_of, spec_of
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data
-from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.data.scores.score_index import ScoredSet, ScoreIndex
 from megatron_vlm.data.tokens.row import IGNORE, Row, cut_row
 from megatron_vlm.distributed.agreement import Vote

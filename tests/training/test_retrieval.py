@@ -27,7 +27,7 @@ from megatron_vlm.config.retrieval_checks import check_embedding_size
 from megatron_vlm.config.schema import Config, DataConfig, LoraConfig
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data
-from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.tokens.row import Row

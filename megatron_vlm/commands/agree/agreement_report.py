@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_vlm.commands.agree.compare import Agreement, ComparedPrompt, TokenPair
 from megatron_vlm.commands.agree.token_text import TokenText
-from megatron_vlm.io.numbers_as_text import number
+from megatron_vlm.io.printable import number
 from megatron_vlm.report import sections
 
 PROMPTS = ("prompt", "tokens", "shows", "ids", "grids", "patches", "answer", "worst", "mean")

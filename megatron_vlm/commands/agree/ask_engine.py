@@ -13,7 +13,7 @@ from megatron_vlm.commands.agree.agree_settings import AgreeSettings, prompts_of
 from megatron_vlm.commands.agree.compare import ComparedPrompt, compare
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, open_data
-from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines import EngineSettings, VllmSampler

@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.processed_prompt import HALF_STEP, ProcessedPrompt, compare_media
 

@@ -44,7 +44,7 @@ from megatron_vlm.report.run_overview import RunFacts, aligned_lines, run_overvi
 from megatron_vlm.run.evaluation.held_out_sets import describe_split, first_samples
 from megatron_vlm.run.log_sinks import wandb_mode
 from megatron_vlm.run.saved_config import with_model
-from megatron_vlm.run.start_overview import epochs_of, length_of, memory_of_run
+from megatron_vlm.run.start import epochs_of, length_of, memory_of_run
 
 SHOWN_STEPS = 2
 

@@ -26,8 +26,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.push import check_push
 from megatron_vlm.hf.weight_map import name_table
-from megatron_vlm.io.numbers_as_text import short_name
-from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.io.printable import escape_controls, short_name
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.report.layout_table import size_text

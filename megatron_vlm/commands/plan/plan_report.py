@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.io.numbers_as_text import time_spent
+from megatron_vlm.io.printable import time_spent
 from megatron_vlm.planner.hardware import CARD_MEMORY, MOVED_PER_BANDWIDTH, Machine
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.pipeline_time import Stages

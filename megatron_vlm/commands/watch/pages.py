@@ -9,8 +9,7 @@ from urllib.parse import quote
 
 from megatron_vlm.commands.watch.run_status import STATES, RunStatus
 from megatron_vlm.commands.watch.watched_runs import WatchedRun
-from megatron_vlm.io.numbers_as_text import number, time_spent
-from megatron_vlm.io.printable import show_count
+from megatron_vlm.io.printable import number, show_count, time_spent
 from megatron_vlm.report.charts import chart_css, chart_scripts
 from megatron_vlm.report.html import copy_script, document, paging_script
 from megatron_vlm.report.markup import Html, tag

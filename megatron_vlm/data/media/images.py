@@ -1,4 +1,5 @@
-"""Conversion of a picture to Qwen3-VL's patches, bit for bit those of Hugging Face's processor.
+"""Conversion of a picture to Qwen3-VL's patches, bit for bit those of Hugging Face's processor, and
+of patches in bytes to pixel values.
 
 Patches stay bytes. Rescaling and normalising map each of the 256 values of a channel to a float,
 which a table does on the device. The patches have then travelled at a quarter of the size (an
@@ -10,6 +11,7 @@ Shapes: P patches, C values of a patch (3 channels x frames x side x side).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.media.processor_settings import read_processor
+from megatron_vlm.data.media.processor_settings import VideoSettings, read_processor
 from megatron_vlm.errors import ConfigError, DataError
 
 # These fields must be true: otherwise patches would be no table look-up of resized RGB bytes.
@@ -145,6 +147,16 @@ def normalisation_table(mean: Sequence[float], std: Sequence[float], rescale: fl
     return torch.from_numpy((rescaled - mean_3) / std_3)
 
 
+def video_normalisation_table(settings: VideoSettings) -> Tensor:
+    """Return [3, 256], the float for each byte of each channel. Hugging Face's video processor
+    folds the rescaling into mean and std; its image processor does not, and rounds differently."""
+    mean, std = (
+        torch.tensor(values)[:, None] * (1.0 / settings.rescale_factor)
+        for values in (settings.image_mean, settings.image_std)
+    )
+    return (torch.arange(256, dtype=torch.float32) - mean) / std
+
+
 def expand_patches(patches_PC: Tensor, table: Tensor, width: int) -> Tensor:
     """Return pixel_values [P, width] in fp32 from patches as bytes, on their device. The single
     frame of a still picture is repeated in time; a video's patches have all frames already.
@@ -158,3 +170,37 @@ def expand_patches(patches_PC: Tensor, table: Tensor, width: int) -> Tensor:
         values_PF = table[channel].index_select(0, places).view(len(patches_PC), -1)
         pixels_P3RF[:, channel] = values_PF[:, None]
     return pixels_P3RF.flatten(1)
+
+
+class PixelTables:
+    """The checkpoint's normalisation of images and of videos, read when it is first needed."""
+
+    def __init__(self, folder: str, device: torch.device):
+        self.folder, self.device = folder, device
+
+    def images(self, patches_PC: Tensor | None) -> Tensor | None:
+        """Return the pixel values of images. Bytes are normalised, floats are returned
+        unchanged."""
+        if patches_PC is None or patches_PC.dtype != torch.uint8:
+            return patches_PC
+        return expand_patches(patches_PC, *self._image_table)
+
+    def videos(self, patches_PC: Tensor | None) -> Tensor | None:
+        """Return the pixel values of videos. Bytes are normalised, floats are returned
+        unchanged."""
+        if patches_PC is None or patches_PC.dtype != torch.uint8:
+            return patches_PC
+        return expand_patches(patches_PC, *self._video_table)
+
+    @cached_property
+    def _image_table(self) -> tuple[Tensor, int]:
+        settings = ImageSettings.from_checkpoint(self.folder)
+        width = 3 * settings.temporal_patch_size * settings.patch_size**2
+        table = normalisation_table(settings.mean, settings.std, settings.rescale_factor)
+        return table.to(self.device), width
+
+    @cached_property
+    def _video_table(self) -> tuple[Tensor, int]:
+        settings = VideoSettings.from_checkpoint(self.folder)
+        width = 3 * settings.temporal_patch_size * settings.patch_size**2
+        return video_normalisation_table(settings).to(self.device), width

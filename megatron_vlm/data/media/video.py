@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megatron_vlm.data.media.images import smart_resize
 from megatron_vlm.data.media.media import check_aspect
@@ -228,13 +227,3 @@ def _resize(frame: np.ndarray, height: int, width: int) -> np.ndarray:
             pixels, size=(height, width), mode="bicubic", align_corners=False, antialias=True
         )
     return pixels[0].numpy()
-
-
-def video_normalisation_table(settings: VideoSettings) -> Tensor:
-    """Return [3, 256], the float for each byte of each channel. Hugging Face's video processor
-    folds the rescaling into mean and std; its image processor does not, and rounds differently."""
-    mean, std = (
-        torch.tensor(values)[:, None] * (1.0 / settings.rescale_factor)
-        for values in (settings.image_mean, settings.image_std)
-    )
-    return (torch.arange(256, dtype=torch.float32) - mean) / std

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megatron_vlm.io.numbers_as_text import number, time_spent
+from megatron_vlm.io.printable import number, time_spent
 from megatron_vlm.report.run.answer_comparison import answer_section
 from megatron_vlm.report.run.curves import (
     CURVE_NAMES,

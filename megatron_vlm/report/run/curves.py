@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_vlm.io.numbers_as_text import number
+from megatron_vlm.io.printable import number
 from megatron_vlm.report.charts import Chart, ChartControls, Charts, Curve, RunAxes, StepMarks
 from megatron_vlm.report.metrics_lines import EvalLine
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of

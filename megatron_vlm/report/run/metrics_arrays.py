@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.numbers_as_text import smooth, smoothing_window
 from megatron_vlm.io.untrusted import UntrustedFile
+from megatron_vlm.report.charts import smooth, smoothing_window
 from megatron_vlm.report.metrics_lines import (
     STEP_FIELDS,
     EvalLine,

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_vlm.io.numbers_as_text import number, short_name, time_spent
-from megatron_vlm.io.printable import show_count
+from megatron_vlm.io.printable import number, short_name, show_count, time_spent
 from megatron_vlm.report.bench_table import bench_section
 from megatron_vlm.report.metrics_lines import EventLine, StartLine, UsageLine
 from megatron_vlm.report.run.curves import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.numbers_as_text import number
+from megatron_vlm.io.printable import number
 from megatron_vlm.report import sections
 from megatron_vlm.report.metrics_lines import SAMPLES
 from megatron_vlm.report.run.examples import PictureRoom, said_or_nothing, shorten_text

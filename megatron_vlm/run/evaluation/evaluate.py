@@ -23,8 +23,8 @@ from megatron_vlm.io.atomic import write_text
 from megatron_vlm.io.untrusted import UntrustedFile
 from megatron_vlm.report.example_lines import Example, ExamplePart, Examples, ExampleTurn
 from megatron_vlm.report.picture_uri import preview_uri
+from megatron_vlm.run.evaluation.answer_metrics import Answer, AnswerMeter, mean_scores, remarks_on
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet
-from megatron_vlm.run.evaluation.measure import Answer, AnswerMeter, mean_scores, remarks_on
 from megatron_vlm.run.evaluation.retrieval_scores import embedding_scores, rerank_scores
 from megatron_vlm.run.evaluation.scores import (
     AnswerDecoder,

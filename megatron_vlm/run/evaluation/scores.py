@@ -19,8 +19,8 @@ from megatron_vlm.data.tokens.chat_renderer import END
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import DataError
+from megatron_vlm.run.evaluation.answer_metrics import Answer, AnswerMeter
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet, Question
-from megatron_vlm.run.evaluation.measure import Answer, AnswerMeter
 from megatron_vlm.training.distill_step import DistillObjective
 from megatron_vlm.training.generate import candidate_log_probs, generate
 from megatron_vlm.training.pipeline import Stage

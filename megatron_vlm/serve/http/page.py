@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from megatron_vlm.io.numbers_as_text import number, time_spent
+from megatron_vlm.io.printable import number, time_spent
 from megatron_vlm.report.html import render_page
 from megatron_vlm.report.sections import Heading, Report, Section, Table, Tiles
 from megatron_vlm.serve.http.context import ServerFacts

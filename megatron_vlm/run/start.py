@@ -1,0 +1,157 @@
+"""Start of a run: the layout that parallel=auto and parallel.layers_per_stage=auto mean, and the
+overview that rank 0 prints before the first step."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_vlm.config import to_yaml
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.dataset import DataSet
+from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.distributed.agreement import fail_together, store_barrier
+from megatron_vlm.distributed.collectives import broadcast_json
+from megatron_vlm.distributed.device import Platform, pick_platform
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.rendezvous import join_world
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.io.atomic import write_text
+from megatron_vlm.planner.auto_layout import needs_planning, plan_layout, with_layout_of
+from megatron_vlm.planner.first_batches import heaviest_of, plan_steps, plan_updates
+from megatron_vlm.planner.memory import StageMemory, estimate
+from megatron_vlm.planner.row_sizes import mix_of
+from megatron_vlm.report.layout_table import StageReport, size_text
+from megatron_vlm.report.run_overview import RunFacts, run_overview
+from megatron_vlm.run.evaluation.held_out_sets import EvalSet
+from megatron_vlm.run.saved_config import saved_config
+from megatron_vlm.training.data_feed import Feeder
+from megatron_vlm.training.lr_schedule import describe_run_length, total_steps
+from megatron_vlm.training.worker import PATIENCE, MegatronWorker
+
+_PLANNED = ("parallel", "model", "train")  # groups that have keys which the planner chooses
+_MAX_STEPS = 50
+_MAX_ROWS = 2000  # rows of the steps that are planned, so that a run starts without delay
+
+
+def resolve_layout(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
+    """Return the configuration with the layout, equal on all ranks, and on rank 0 a sentence about
+    it. If it must be decided, this is a collective, and config.yaml then has it, too."""
+    if not needs_planning(cfg):
+        return cfg, ""
+    platform, remark = pick_platform(cfg.platform), ""
+    watchdog.begin_phase(0, "planning the layout", files=True)
+    join_world(platform, PATIENCE * cfg.launch.timeout_minutes)
+    failure: MegatronVLMError | None = None
+    planned = cfg
+    if dist.get_rank() == 0:
+        try:
+            planned, remark = _decide(cfg, platform)
+        except MegatronVLMError as error:
+            failure = error
+    store_barrier("the layout")
+    with fail_together(platform.device, DataError):
+        if failure is not None:
+            raise failure
+    values: dict[str, Any] = {name: asdict(getattr(planned, name)) for name in _PLANNED}
+    values = broadcast_json(values, 0, None, platform.device)
+    values["parallel"]["auto"] = tuple(values["parallel"]["auto"])
+    cfg = replace(cfg, **{name: replace(getattr(cfg, name), **values[name]) for name in _PLANNED})
+    if dist.get_rank() == 0:
+        write_text(Path(cfg.run) / "config.yaml", to_yaml(cfg))
+    return cfg, remark
+
+
+def _decide(cfg: Config, platform: Platform) -> tuple[Config, str]:
+    """Return the layout with which the run began, if it resumes, or else the best one."""
+    sizes, world = read_sizes(cfg.model.path, cfg.data.add_tokens), dist.get_world_size()
+    before = _resumed_config(cfg) if cfg.parallel.auto else None
+    if before is not None:
+        kept = with_layout_of(cfg, before, world, sizes.text.num_layers)
+        if kept is not None:
+            degrees = f"TP {kept.parallel.tp}, PP {kept.parallel.pp}, EP {kept.parallel.ep}"
+            return kept, f"parallel=auto keeps the layout of the checkpoint: {degrees}"
+    return plan_layout(cfg, sizes, world, platform, mix_of(cfg, sizes))
+
+
+def _resumed_config(cfg: Config) -> Config | None:
+    """Return the configuration of the checkpoint from which this run will probably resume."""
+    resume = cfg.checkpoint.resume
+    if resume == "never":
+        return None
+    folders = sorted((Path(cfg.run) / "checkpoints").glob("step-*[0-9]"))[-1:]
+    if resume != "auto":
+        folders = [Path(resume)]
+    return saved_config(folders[0]) if folders else None
+
+
+def describe_start(
+    worker: MegatronWorker,
+    feeder: Feeder,
+    held_out: Sequence[EvalSet],
+    stages: Sequence[StageReport],
+    length: str,
+    prompts_only: bool,
+) -> str:
+    """Return the overview of a run on rank 0. `length`: its samples and steps, as a sentence."""
+    cfg, dims, data = worker.cfg, worker.dims, feeder.data
+    assert data is not None, "rank 0 loads data"
+    dtype = worker.chunks[0].config.params_dtype
+    memory = memory_of_run(cfg, data, worker.source.sizes, dims, dtype.itemsize, prompts_only)
+    facts = RunFacts(
+        length,
+        epochs_of(cfg, feeder.length),
+        feeder.remarks,
+        data,
+        [(each.name, each.samples) for each in held_out],
+        stages,
+        memory,
+        device_memory(worker.platform),
+        prompts_only,
+    )
+    return run_overview(cfg, dims, facts)
+
+
+def memory_of_run(
+    cfg: Config,
+    data: DataSet | StreamSet,
+    sizes: ModelSizes,
+    dims: ParallelDims,
+    itemsize: int,
+    prompts_only: bool = False,
+) -> list[StageMemory]:
+    """Return the memory of a rank of each stage, estimated from the first steps. With
+    `prompts_only` the samples are prompts, whose answers are trained."""
+    count = min(_MAX_STEPS, max(1, _MAX_ROWS // cfg.train.global_batch_size))
+    if prompts_only and isinstance(data, DataSet):
+        steps = list(islice(plan_updates(data, cfg, dims), max(1, count // cfg.rl.samples)))
+    else:
+        steps = list(islice(plan_steps(data, cfg, dims), count))
+    return estimate(cfg, sizes, dims, heaviest_of(steps, cfg, sizes, dims), itemsize)
+
+
+def length_of(cfg: Config, samples: int | None, done: int) -> str:
+    """Describe the length of a run, of which `done` steps are done. Raise a ConfigError if a new
+    run would end before it reaches its learning rate."""
+    if not done:
+        return describe_run_length(cfg, samples)
+    return f"{done:,} of {total_steps(cfg.train, samples):,} steps are done already"
+
+
+def epochs_of(cfg: Config, samples: int | None) -> float | None:
+    """Return the number of epochs of a run; None for a stream."""
+    if samples is None:
+        return None
+    return total_steps(cfg.train, samples) * cfg.train.global_batch_size / samples
+
+
+def device_memory(platform: Platform) -> str:
+    """Describe the memory of a device of this platform."""
+    size = size_text(platform.memory_total())
+    return f"{size} in a GPU" if platform.is_cuda else f"{size} in this machine"
