@@ -10,8 +10,15 @@ from typing import Any
 from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.messages import parse_messages
 from megatron_vlm.data.records.record import ChatMessage
-from megatron_vlm.data.records.record_values import is_empty, is_list, single_value, text_of
+from megatron_vlm.data.records.record_values import (
+    dicts,
+    is_empty,
+    is_list,
+    single_value,
+    text_of,
+)
 from megatron_vlm.errors import DataError
+from megatron_vlm.io.untrusted import UntrustedFile
 
 
 @dataclass(frozen=True)
@@ -147,3 +154,43 @@ def _only_answer(value: Any, where: str) -> Any:
             remedy="give that one as answer",
         )
     return answers[0]
+
+
+def answer_at(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
+    """Return the answer at one of these keys: a text, or a list of messages. None if there is
+    none."""
+    present = [name for name in names if name in raw]
+    if not present:
+        return None
+    if len(present) > 1:
+        raise DataError(
+            f"and {present[1]} both have a value",
+            place=where,
+            key=present[0],
+            remedy="give one of them",
+        )
+    value = raw[present[0]]
+    if isinstance(value, str):
+        value = _messages_in(value, where)
+    if is_empty(value) or (isinstance(value, str) and not value.strip()):
+        raise DataError(
+            "is empty: nothing can be compared with it",
+            place=where,
+            key=present[0],
+            remedy="leave the record out, or set data.on_error=skip",
+        )
+    return value if isinstance(value, str) else dicts(value, present[0], where)
+
+
+def _messages_in(text: str, where: str) -> Any:
+    """Return the messages that a text has as JSON, or the text itself: an answer may be JSON, too,
+    but its objects have no roles."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return text
+    try:
+        value = UntrustedFile(where).parse(text, "is no JSON")
+    except DataError:
+        return text
+    first = value[0] if is_list(value) and value else value
+    is_message = isinstance(first, Mapping) and ({"role", "content"} <= {*first} or "from" in first)
+    return value if is_message else text

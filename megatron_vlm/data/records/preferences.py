@@ -5,23 +5,15 @@ and `formats.py` parses it. The turns before the answer are not trained.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.placeholders import MARKS
-from megatron_vlm.data.records.plain import as_turns
-from megatron_vlm.data.records.record import (
-    ChatMessage,
-    Conversation,
-    Image,
-    Part,
-    Record,
-    Video,
-)
-from megatron_vlm.data.records.record_values import dicts, is_empty, is_list, kind_of
+from megatron_vlm.data.records.plain import answer_at, as_turns
+from megatron_vlm.data.records.record import ChatMessage, Conversation, Image, Part, Record, Video
+from megatron_vlm.data.records.record_values import dicts, is_list, kind_of
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.untrusted import UntrustedFile
 
 Parse = Callable[[Mapping[str, Any], str], Record]
 
@@ -43,21 +35,13 @@ _FIRST_ROLES = ("system", "developer", "user", "human")
 _REMEDY = "see docs/preferences.md for the formats"
 
 
-@dataclass(frozen=True)
-class RatedAnswer:
-    """A chat whose last turns are the answer, and whether that answer is the worse one of a pair or
-    labelled as bad."""
-
-    chat: Conversation
-    is_rejected: bool
-
-
 def parse_pair(
     raw: Any, where: str, parse: Parse, ignored: Sequence[str] = ()
-) -> tuple[RatedAnswer, ...]:
-    """Parse a record with a chosen and a rejected answer. `parse` parses a record of one chat."""
+) -> list[tuple[Record, bool]]:
+    """Parse a record with a chosen and a rejected answer. `parse` parses a record of one chat.
+    Return both chats, whose last turns are the answers, and of each whether it is rejected."""
     raw = _filled(raw, where, ignored)
-    chosen, rejected = (_value(raw, names, where) for names in (_CHOSEN, _REJECTED))
+    chosen, rejected = (answer_at(raw, names, where) for names in (_CHOSEN, _REJECTED))
     rest = {key: raw[key] for key in raw if key not in (*_CHOSEN, *_REJECTED)}
     if rejected is None:
         raise DataError(
@@ -90,12 +74,12 @@ def parse_pair(
             key="rejected",
             remedy="leave the record out, or set data.on_error=skip",
         )
-    return RatedAnswer(good, False), RatedAnswer(bad, True)
+    return [(good, False), (bad, True)]
 
 
 def parse_labelled(
     raw: Any, where: str, parse: Parse, ignored: Sequence[str] = ()
-) -> tuple[RatedAnswer, ...]:
+) -> list[tuple[Record, bool]]:
     """Parse a record whose answer has a label, true if it is good. A pair is one good and one bad
     answer."""
     raw = _filled(raw, where, ignored)
@@ -124,7 +108,7 @@ def parse_labelled(
         )
     answer = raw.get("completion")
     length = len(as_turns(answer, "assistant", Keys(where, ()))) if is_list(answer) else 1
-    return (RatedAnswer(_untrained_prompt(chat, length), not values[names[0]]),)
+    return [(_untrained_prompt(chat, length), not values[names[0]])]
 
 
 def _filled(raw: Any, where: str, ignored: Sequence[str]) -> dict[str, Any]:
@@ -132,46 +116,6 @@ def _filled(raw: Any, where: str, ignored: Sequence[str]) -> dict[str, Any]:
     if not isinstance(raw, Mapping):
         raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
     return {key: value for key, value in raw.items() if value is not None and key not in ignored}
-
-
-def _value(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
-    """Return the answer at one of these keys: a text, or a list of messages. None if there is
-    none."""
-    present = [name for name in names if name in raw]
-    if not present:
-        return None
-    if len(present) > 1:
-        raise DataError(
-            f"and {present[1]} both have a value",
-            place=where,
-            key=present[0],
-            remedy="give one of them",
-        )
-    value = raw[present[0]]
-    if isinstance(value, str):
-        value = _messages_in(value, where)
-    if is_empty(value) or (isinstance(value, str) and not value.strip()):
-        raise DataError(
-            "is empty: nothing can be compared with it",
-            place=where,
-            key=present[0],
-            remedy="leave the record out, or set data.on_error=skip",
-        )
-    return value if isinstance(value, str) else dicts(value, present[0], where)
-
-
-def _messages_in(text: str, where: str) -> Any:
-    """Return the messages that a text has as JSON, or the text itself: an answer may be JSON, too,
-    but its objects have no roles."""
-    if text.lstrip()[:1] not in ("[", "{"):
-        return text
-    try:
-        value = UntrustedFile(where).parse(text, "is no JSON")
-    except DataError:
-        return text
-    first = value[0] if is_list(value) and value else value
-    is_message = isinstance(first, Mapping) and ({"role", "content"} <= {*first} or "from" in first)
-    return value if is_message else text
 
 
 def _is_chat(answer: Any) -> bool:

@@ -6,7 +6,6 @@ breaks, and quotes that are written twice. Every value stays text.
 
 import codecs
 import csv
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 
 from megatron_vlm.data.sources.text_files import (
     MAX_RECORD,
-    check_size,
     content_of,
     iter_lines,
     too_large_error,
@@ -25,49 +23,10 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _NAMES = {",": "a comma", "\t": "a tab"}
 
 
-class CsvSource:
-    """Records from files of rows. One scan yields the positions of the rows and the digest."""
-
-    def __init__(self, files: Sequence[str], names: Sequence[str], delimiter: str, root: str):
-        self.files, self.names, self.root, self.delimiter = (
-            list(files),
-            list(names),
-            root,
-            delimiter,
-        )
-        self.name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        hasher = hashlib.blake2b(delimiter.encode(), digest_size=16)
-        scanned = [
-            _scan_rows(file, name, delimiter, hasher)
-            for file, name in zip(self.files, self.names, strict=True)
-        ]
-        self.digest = hasher.hexdigest()
-        self.headers = [header for header, _ in scanned]
-        self.rows = np.concatenate([rows for _, rows in scanned])  # [N, 3]: line, start, end
-        self.file_of = np.repeat(range(len(files)), [len(rows) for _, rows in scanned])
-
-    @property
-    def columns(self) -> list[str]:
-        """Names of the columns of all files."""
-        return list(dict.fromkeys(name for header in self.headers for name in header))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        where, number = self.where(index), self.file_of[index]
-        _, start, end = self.rows[index].tolist()
-        check_size(end - start, where)
-        with open(self.files[number], "rb") as file:
-            file.seek(start)
-            return parse_row(file.read(end - start), self.headers[number], self.delimiter, where)
-
-    def where(self, index: int) -> str:
-        return f"{self.names[self.file_of[index]]}:{self.rows[index, 0]}"
-
-
-def _scan_rows(file: str, name: str, delimiter: str, hasher: Any) -> tuple[list[str], np.ndarray]:
-    """Return the header of a file, and the line, start and end of each row."""
+def scan_rows(
+    file: str, name: str, delimiter: str, hasher: Any
+) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Return the header of a file, the [start, end) of each row, and its line, from 1."""
 
     def blocks() -> Iterator[bytes]:
         for block in content_of(file):
@@ -77,7 +36,8 @@ def _scan_rows(file: str, name: str, delimiter: str, hasher: Any) -> tuple[list[
     rows = iter_rows(blocks(), name, delimiter)
     header = parse_header(next(rows, None), name, delimiter)
     places = [(line, start, start + len(content)) for line, start, content in rows]
-    return header, np.array(places, np.int64).reshape(-1, 3)
+    table = np.array(places, np.int64).reshape(-1, 3)
+    return header, table[:, 1:], table[:, 0]
 
 
 def iter_rows(

@@ -26,7 +26,7 @@ from megatron_vlm.data.sources.columns import (
     parse_cells,
     read_dataset_info,
 )
-from megatron_vlm.data.sources.csv_files import DELIMITERS, CsvSource
+from megatron_vlm.data.sources.csv_files import DELIMITERS, parse_row, scan_rows
 from megatron_vlm.data.sources.tables import (
     TableSource,
     load_by_name,
@@ -75,7 +75,7 @@ def open_source(
     spec, names = named_source(spec, columns, roles)
     source = _open_unnamed(spec, spec.image_root or image_root, cache)
     check_columns_exist(names, _keys_of_records(source), source.name)
-    has_cells = isinstance(source, CsvSource)
+    has_cells = isinstance(source, TextSource) and bool(source.headers)
     return NamedSource(source, names, has_cells) if names or has_cells else source
 
 
@@ -118,11 +118,9 @@ def _open_files(paths: list[str], spec: SourceSpec, root: str, cache: Path | Non
         return TableSource(_read_tables(kind[1:], paths), spec.path, root)
     if (suffix := unpacked_kind(kind)) in TEXTS:
         files = [unpacked_path(path, cache) for path in paths]
-        if delimiter := DELIMITERS.get(suffix):
-            return CsvSource(files, paths, delimiter, root)
         if suffix == ".json" and all(map(has_list, files)):
             return ListSource(files, paths, spec.path, root)
-        return JsonlSource(files, paths, root)
+        return TextSource(files, paths, root, DELIMITERS.get(suffix))
     raise ConfigError(
         "has a name that does not tell the format",
         place=spec.path,
@@ -182,7 +180,7 @@ class NamedSource:
 def _keys_of_records(source: Source) -> Iterable[Collection[str]]:
     """Yield the keys of the records: of all at once for a table, and else of each one that can be
     read."""
-    if isinstance(source, TableSource | CsvSource):
+    if isinstance(source, TableSource) or (isinstance(source, TextSource) and source.headers):
         yield source.columns
         return
     for index in range(len(source)):
@@ -191,19 +189,35 @@ def _keys_of_records(source: Source) -> Iterable[Collection[str]]:
                 yield raw.keys()
 
 
-class JsonlSource:
-    """Records from files of JSON lines. One scan yields the positions of the lines and the
-    digest."""
+class TextSource:
+    """Records from files of JSON lines or, with a delimiter, of rows of cells. One scan yields the
+    places of the records and the digest."""
 
-    def __init__(self, files: Sequence[str], names: Sequence[str], root: str):
+    def __init__(
+        self, files: Sequence[str], names: Sequence[str], root: str, delimiter: str | None
+    ):
         self.files, self.names, self.root = list(files), list(names), root
+        self.delimiter = delimiter
         self.name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        hasher = hashlib.blake2b(digest_size=16)
-        scanned = [scan_lines(file, hasher) for file in self.files]
+        hasher = hashlib.blake2b((delimiter or "").encode(), digest_size=16)
+        self.headers: list[list[str]] = []
+        scanned = []
+        for file, name in zip(self.files, self.names, strict=True):
+            if delimiter is None:
+                scanned.append(scan_lines(file, hasher))
+            else:
+                header, spans, lines = scan_rows(file, name, delimiter, hasher)
+                self.headers.append(header)
+                scanned.append((spans, lines))
         self.digest = hasher.hexdigest()
         self.spans = np.concatenate([spans for spans, _ in scanned])
         self.lines = np.concatenate([lines for _, lines in scanned])
         self.file_of = np.repeat(range(len(files)), [len(lines) for _, lines in scanned])
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns of all files of rows."""
+        return list(dict.fromkeys(name for header in self.headers for name in header))
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -211,9 +225,13 @@ class JsonlSource:
     def __getitem__(self, index: int) -> Any:
         (start, end), where = self.spans[index].tolist(), self.where(index)
         check_size(end - start, where)
-        with open(self.files[self.file_of[index]], "rb") as file:
+        number = self.file_of[index]
+        with open(self.files[number], "rb") as file:
             file.seek(start)
-            return parse_json(file.read(end - start), where)
+            content = file.read(end - start)
+        if self.delimiter is None:
+            return parse_json(content, where)
+        return parse_row(content, self.headers[number], self.delimiter, where)
 
     def where(self, index: int) -> str:
         return f"{self.names[self.file_of[index]]}:{self.lines[index]}"

@@ -94,23 +94,15 @@ class Reader:
         rejected."""
         if self.kind in ("chat", "prompt"):
             return [(self.parse(raw, where, passed), False)]
-        if isinstance(self.kind, RetrievalForm):
-            return self._retrieval_chats(raw, where, self.kind, passed)
-        read = parse_pair if self.kind == "pair" else parse_labelled
         counts = Counter[str]()
-        answers = read(raw, where, partial(self.parse, passed=counts), self.encoder.cfg.ignore_keys)
+        parse, ignored = partial(self.parse, passed=counts), self.encoder.cfg.ignore_keys
+        if isinstance(self.kind, RetrievalForm):
+            chats = parse_retrieval(raw, where, parse, self.kind, ignored)
+        else:
+            read = parse_pair if self.kind == "pair" else parse_labelled
+            chats = read(raw, where, parse, ignored)
         if passed is not None:
             passed.update({*counts})  # a key counts once for a record
-        return [(answer.chat, answer.is_rejected) for answer in answers]
-
-    def _retrieval_chats(
-        self, raw: object, where: str, form: RetrievalForm, passed: Counter[str] | None
-    ) -> list[tuple[Record, bool]]:
-        counts = Counter[str]()
-        parse = partial(self.parse, passed=counts)
-        chats = parse_retrieval(raw, where, parse, form, self.encoder.cfg.ignore_keys)
-        if passed is not None:
-            passed.update({*counts})
         return chats
 
     def parse(self, raw: object, where: str, passed: Counter[str] | None = None) -> Record:
