@@ -21,7 +21,7 @@ from megatron_vlm.distributed.process import (
     world_of_process,
 )
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.hf.push import check_push
+from megatron_vlm.hf.export_folder import check_push
 from megatron_vlm.run.log_sinks import check_sinks
 from megatron_vlm.run.saved_config import check_unnamed, with_model
 from megatron_vlm.training.lr_schedule import lr_at

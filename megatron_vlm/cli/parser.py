@@ -239,7 +239,7 @@ def _push(args: argparse.Namespace) -> None:
 
     Training does this itself at its end with checkpoint.push=ORG/NAME.
     """
-    from megatron_vlm.hf.push import check_push, check_pushable, push
+    from megatron_vlm.hf.export_folder import check_push, check_pushable, push
 
     check_pushable(args.folder)
     check_push(args.repo, "repo")

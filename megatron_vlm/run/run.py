@@ -27,10 +27,9 @@ from megatron_vlm.lora.weights import serving_remark
 from megatron_vlm.report.layout_table import layout_table, stage_reports
 from megatron_vlm.report.metrics_lines import STOPPED, has_usage_line
 from megatron_vlm.report.run import write_report
-from megatron_vlm.run.checkpointing import CheckpointManager
+from megatron_vlm.run.checkpointing import CheckpointManager, Exporter
 from megatron_vlm.run.evaluation.evaluate import Evaluator, write_examples, write_predictions
 from megatron_vlm.run.evaluation.held_out_sets import list_held_out
-from megatron_vlm.run.exporter import Exporter
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.out_of_memory import explain_out_of_memory
 from megatron_vlm.run.progress import DefaultInterval, Interval, is_due

@@ -25,8 +25,8 @@ from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.data.sources.stream import open_stream
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.hf.export_folder import check_push, push
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.hf.push import check_push, push
 from megatron_vlm.io.hub import HubName, folder_of, hub_name, pin
 from megatron_vlm.run.saved_config import with_commit, with_model
 from tests.run.test_train import command, outside_of_jobs, run_rank, steps_of

@@ -24,9 +24,9 @@ from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.host_memory import host_memory_total
+from megatron_vlm.hf.export_folder import check_push
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors
-from megatron_vlm.hf.push import check_push
 from megatron_vlm.hf.weight_map import Entry, name_table
 from megatron_vlm.io.hub import hub_name
 from megatron_vlm.io.printable import escape_controls

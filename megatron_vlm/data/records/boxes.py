@@ -11,8 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_vlm.data.records.keys import Keys
-from megatron_vlm.data.records.record import Box, ChatMessage, Image, Objects
-from megatron_vlm.data.records.record_values import is_empty, is_list, kind_of, parse_text, text_of
+from megatron_vlm.data.records.record import (
+    Box,
+    ChatMessage,
+    Image,
+    Objects,
+    is_empty,
+    is_list,
+    kind_of,
+    parse_text,
+    text_of,
+)
 from megatron_vlm.errors import DataError
 
 REF, BOX = "<ref-object>", "<bbox>"

@@ -22,8 +22,11 @@ from megatron_vlm.data.records.plain import (
     needed_beside,
     parse_pairs,
 )
-from megatron_vlm.data.records.record import ChatMessage, Conversation, EncodedRecord, ImageChunk
-from megatron_vlm.data.records.record_values import (
+from megatron_vlm.data.records.record import (
+    ChatMessage,
+    Conversation,
+    EncodedRecord,
+    ImageChunk,
     is_list,
     kind_of,
     parse_text,

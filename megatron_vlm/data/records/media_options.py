@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from megatron_vlm.data.records.record import VideoOptions
-from megatron_vlm.data.records.record_values import is_empty, is_list, kind_of, single_value
+from megatron_vlm.data.records.record import VideoOptions, is_empty, is_list, kind_of, single_value
 from megatron_vlm.errors import DataError
 
 _MAX_INT32 = 2**31 - 1  # the largest count

@@ -16,8 +16,11 @@ from megatron_vlm.data.records.media_options import (
     video_options,
 )
 from megatron_vlm.data.records.placeholders import AWAITED_IMAGE, AWAITED_VIDEO
-from megatron_vlm.data.records.record import ChatMessage, Image, Part, Video
-from megatron_vlm.data.records.record_values import (
+from megatron_vlm.data.records.record import (
+    ChatMessage,
+    Image,
+    Part,
+    Video,
     dicts,
     is_empty,
     is_list,

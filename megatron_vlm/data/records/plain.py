@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.messages import parse_messages
-from megatron_vlm.data.records.record import ChatMessage
-from megatron_vlm.data.records.record_values import (
+from megatron_vlm.data.records.record import (
+    ChatMessage,
     dicts,
     is_empty,
     is_list,

@@ -11,8 +11,17 @@ from typing import Any
 from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.placeholders import MARKS
 from megatron_vlm.data.records.plain import answer_at, as_turns
-from megatron_vlm.data.records.record import ChatMessage, Conversation, Image, Part, Record, Video
-from megatron_vlm.data.records.record_values import dicts, is_list, kind_of
+from megatron_vlm.data.records.record import (
+    ChatMessage,
+    Conversation,
+    Image,
+    Part,
+    Record,
+    Video,
+    dicts,
+    is_list,
+    kind_of,
+)
 from megatron_vlm.errors import DataError
 
 Parse = Callable[[Mapping[str, Any], str], Record]

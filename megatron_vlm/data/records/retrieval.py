@@ -6,8 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_vlm.config.objective_configs import JUDGE, PAIR_MARKS, RetrievalForm
-from megatron_vlm.data.records.record import ChatMessage, Conversation, Part, Record
-from megatron_vlm.data.records.record_values import is_empty, kind_of
+from megatron_vlm.data.records.record import (
+    ChatMessage,
+    Conversation,
+    Part,
+    Record,
+    is_empty,
+    kind_of,
+)
 from megatron_vlm.data.records.retrieval_formats import (
     RETRIEVAL_REMEDY,
     RetrievalItem,

@@ -11,7 +11,7 @@ from typing import Any
 import PIL.Image
 
 from megatron_vlm.config.objective_configs import RetrievalForm
-from megatron_vlm.data.records.record_values import is_empty, is_list, kind_of
+from megatron_vlm.data.records.record import is_empty, is_list, kind_of
 from megatron_vlm.errors import DataError
 
 MAX_DOCUMENTS = 1000  # documents of one record, which is trained as a whole

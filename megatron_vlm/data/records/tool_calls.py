@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_vlm.data.records.keys import Keys
-from megatron_vlm.data.records.record_values import dicts, is_list, kind_of, parse_text
+from megatron_vlm.data.records.record import dicts, is_list, kind_of, parse_text
 from megatron_vlm.errors import DataError
 
 _RESULT = "tool_result"  # type of Anthropic's parts with the answer of a tool

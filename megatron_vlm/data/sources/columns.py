@@ -20,7 +20,7 @@ from megatron_vlm.config.data_sources import (
     SourceSpec,
     names_of_role,
 )
-from megatron_vlm.data.records.record_values import is_list, parse_text
+from megatron_vlm.data.records.record import is_list, parse_text
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 
