@@ -130,8 +130,8 @@ def test_loading_leaves_what_is_ours_alone(pool, tiny):
     assert pool.run(call, 1, tiny(), case, loads_around_adapters) == [ADAPTER.flatten().tolist()]
 
 
-# Modules that their folder gives a meaning, such as `commands.plan.page`.
-OF_EACH_FOLDER = {"__init__", "__main__", "command", "page", "terminal"}
+# Modules that their folder gives a meaning, such as `commands.plan.page` or `family.qwen3_5.model`.
+OF_EACH_FOLDER = {"__init__", "__main__", "command", "fields", "model", "page", "terminal"}
 
 
 def test_one_name_means_one_thing():
