@@ -12,7 +12,6 @@ from typing import Any, Literal
 from megatron_vlm.data.records.boxes import parse_objects
 from megatron_vlm.data.records.keys import Keys, misspelled_key
 from megatron_vlm.data.records.messages import column, image_of, parse_messages, video_of
-from megatron_vlm.data.records.placeholders import check_lone_marks, place_media
 from megatron_vlm.data.records.plain import (
     PLAIN_NAMES,
     QUESTIONS,
@@ -33,6 +32,7 @@ from megatron_vlm.data.records.record import (
     single_value,
     weight_of,
 )
+from megatron_vlm.data.records.record_media import check_lone_marks, place_media
 from megatron_vlm.data.records.tool_calls import parse_tools
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile, is_too_deep

@@ -10,8 +10,8 @@ from typing import Any
 
 import PIL.Image
 
-from megatron_vlm.data.records.media_options import IMAGE_OPTIONS, VIDEO_OPTIONS
 from megatron_vlm.data.records.record import Image, Record, Video, is_empty
+from megatron_vlm.data.records.record_media import IMAGE_OPTIONS, VIDEO_OPTIONS
 from megatron_vlm.errors import DataError
 
 # These keys have a meaning in some format, here or elsewhere, that changes what is learnt.

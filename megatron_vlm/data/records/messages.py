@@ -8,14 +8,6 @@ from typing import Any
 import PIL.Image
 
 from megatron_vlm.data.records.keys import Keys, UnknownKeysError
-from megatron_vlm.data.records.media_options import (
-    IMAGE_OPTIONS,
-    VIDEO_OPTIONS,
-    image_options,
-    join_options,
-    video_options,
-)
-from megatron_vlm.data.records.placeholders import AWAITED_IMAGE, AWAITED_VIDEO
 from megatron_vlm.data.records.record import (
     ChatMessage,
     Image,
@@ -29,6 +21,15 @@ from megatron_vlm.data.records.record import (
     single_value,
     text_of,
     weight_of,
+)
+from megatron_vlm.data.records.record_media import (
+    AWAITED_IMAGE,
+    AWAITED_VIDEO,
+    IMAGE_OPTIONS,
+    VIDEO_OPTIONS,
+    image_options,
+    join_options,
+    video_options,
 )
 from megatron_vlm.data.records.tool_calls import parse_call, split_results
 from megatron_vlm.errors import DataError

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_vlm.data.records.keys import Keys
-from megatron_vlm.data.records.placeholders import MARKS
 from megatron_vlm.data.records.plain import answer_at, as_turns
 from megatron_vlm.data.records.record import (
     ChatMessage,
@@ -22,6 +21,7 @@ from megatron_vlm.data.records.record import (
     is_list,
     kind_of,
 )
+from megatron_vlm.data.records.record_media import MARKS
 from megatron_vlm.errors import DataError
 
 Parse = Callable[[Mapping[str, Any], str], Record]
