@@ -1,4 +1,4 @@
-"""The configuration that a run begins or goes on with, compared with the one in its folder: the
+"""The configuration that a run begins or continues with, compared with the one in its folder: the
 commit that a name on the Hub meant when the run began, and keys that have changed since."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
