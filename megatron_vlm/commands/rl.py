@@ -39,6 +39,7 @@ def rl(args: argparse.Namespace) -> int:
     from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.command_checks import check_rl
     from megatron_vlm.distributed.launch.launch import launch
+    from megatron_vlm.engines.engine_kinds import check_engine
     from megatron_vlm.rl.rl_train import run_rl
 
     file, arguments = read_configuration(args)
@@ -48,6 +49,7 @@ def rl(args: argparse.Namespace) -> int:
         return 0
     check_dry_run_arguments(args)
     check_rl(cfg)
+    check_engine(cfg, "rl")
     check_run(cfg, args.gpus)
     saved = check_unnamed(cfg, args.overrides, file)
     check_sinks(cfg)

@@ -68,7 +68,8 @@ def add_score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine",
         metavar="PYTHON",
-        help="score in vLLM engines: the python of an environment that has vLLM",
+        help="score in engines, those of vLLM unless engine.name is set: the python of their "
+        "environment",
     )
     parser.add_argument(
         "--devices",
@@ -90,7 +91,8 @@ def score(args: argparse.Namespace) -> int:
     example: megatron-vlm score Qwen/Qwen3-VL-32B-Instruct data.train=chats.jsonl --top-k 64
     --out teacher
 
-    With --engine vLLM scores the records; otherwise the ranks do, at any layout.
+    With --engine engines score the records, vLLM's by default; otherwise the ranks do, at any
+    layout.
 
     With train.objective=dpo or kto the records are preferences, and every answer is scored. A run
     reads the log-probs of its reference from there with data.reference=DIR.
@@ -135,7 +137,7 @@ def _check_engine(cfg: Config, checkpoint: Path | None, args: argparse.Namespace
     whole = "write a folder with megatron-vlm export RUN DIR --as merged, and give that one"
     if args.temperature != 1:
         raise ConfigError(
-            ": vLLM's log-probs of a prompt are those at temperature 1",
+            ": an engine's log-probs of a prompt are those at temperature 1",
             key="--temperature",
             found=args.temperature,
             remedy="score without --engine",
@@ -235,15 +237,16 @@ def _score_with_engines(cfg: Config, args: argparse.Namespace) -> None:
     """Score in engines that this process starts."""
     if cfg.data.num_workers:
         start_server()
-    from megatron_vlm.engines.find_vllm import find_vllm
+    from megatron_vlm.engines.engine_kinds import engine_kind, engine_of_flags
     from megatron_vlm.family import read_sizes
     from megatron_vlm.run.scoring.engine_scores import EngineScorer
     from megatron_vlm.run.scoring.score_folder import ScoreSettings
 
-    find_vllm(args.engine, "--engine")
+    engine = engine_of_flags(cfg.engine, args.engine, args.devices)
+    engine_kind(engine.name).version(args.engine, "--engine")
     _check_top_k(args, read_sizes(cfg.model.path))
     settings = ScoreSettings(args.top_k, args.temperature)
-    scorer = EngineScorer(cfg, home_path(args.out), settings, args.engine, args.devices)
+    scorer = EngineScorer(cfg, home_path(args.out), settings, engine)
     _report_present(scorer.folder)
     scorer.compute(_report_file)
     _finish(scorer.folder)

@@ -47,6 +47,7 @@ def serve(args: argparse.Namespace) -> int:
     from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.command_checks import check_serve
     from megatron_vlm.distributed.launch.launch import launch
+    from megatron_vlm.engines.engine_kinds import check_engine
     from megatron_vlm.serve.main import run_serve
 
     if args.add_client:
@@ -67,6 +68,7 @@ def serve(args: argparse.Namespace) -> int:
             )
     check_dry_run_arguments(args)
     check_serve(cfg)
+    check_engine(cfg, "serve")
     check_run(cfg, args.gpus)
     if args.dry_run:
         from megatron_vlm.commands.dry_run.serve_dry_run import serve_dry_run

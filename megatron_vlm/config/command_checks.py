@@ -1,7 +1,6 @@
 """Checks of `megatron-vlm rl` and `serve`, in addition to those of every run."""
 
 from pathlib import Path
-from typing import Literal
 
 from megatron_vlm.config.checks import check_training, require
 from megatron_vlm.config.optimizer_spec import optimizer_spec
@@ -135,15 +134,13 @@ def _check_clipping(cfg: Config) -> None:
 
 
 def _check_sampler(cfg: Config) -> None:
-    rl = cfg.rl
-    check_engine(cfg, "rl")
-    if rl.sampler == "own" and rl.off_policy_steps:
+    if cfg.engine.name == "own" and cfg.rl.off_policy_steps:
         raise ConfigError(
-            "draws samples while a step trains, and with rl.sampler=own the same processes would "
+            "draws samples while a step trains, and with engine.name=own the same processes would "
             "do both",
             key="rl.off_policy_steps",
-            found=rl.off_policy_steps,
-            remedy="give rl.sampler=vllm, or 0",
+            found=cfg.rl.off_policy_steps,
+            remedy="give engine.name=vllm, or 0",
         )
 
 
@@ -198,68 +195,4 @@ def check_serve(cfg: Config) -> None:
             remedy=f"make it with megatron-vlm serve --add-client NAME {serve.keys}",
         )
     loaded_counts(serve)
-    check_engine(cfg, "serve")
     require(cfg, "model.path")
-
-
-# Checks of the keys of engines, which `rl` and `serve` both have.
-
-MAX_LORA_RANK = 512  # maximum that vLLM accepts
-
-
-def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
-    """Refuse an engine that could not be started, or settings of an engine that is not started."""
-    keys = cfg.rl if group == "rl" else cfg.serve
-    if keys.sampler == "vllm" and keys.engine is None:
-        raise ConfigError(
-            f"is not set, and {group}.sampler=vllm needs it",
-            key=f"{group}.engine",
-            remedy="give the Python of an environment that has vLLM, such as "
-            ".venv-vllm/bin/python after `make vllm-env`",
-        )
-    is_for_teacher = group == "rl" and cfg.rl.teacher_scorer == "vllm"
-    has_unused_engine = keys.engine is not None and not is_for_teacher
-    if keys.sampler == "own" and (has_unused_engine or keys.engine_gpus):
-        _refuse_unused(group)
-    if not isinstance(keys.engine_options, dict):
-        raise ConfigError(
-            key=f"{group}.engine_options", found=keys.engine_options, allowed="{NAME: VALUE}"
-        )
-    if keys.sampler == "own" and keys.engine_options:
-        _refuse_unused(group)
-    if keys.sampler == "vllm" and cfg.data.add_tokens:
-        raise ConfigError(
-            "starts an engine from model.path, which lacks the tokens of data.add_tokens",
-            key=f"{group}.sampler",
-            found="vllm",
-            remedy=f"export a model that has them first, or choose {group}.sampler=own",
-        )
-    if keys.sampler == "vllm" and cfg.lora.base is not None:
-        raise ConfigError(
-            f"stores the weights of the ranks in other values than those that an engine loads, and "
-            f"{group}.sampler=vllm would sample from another model",
-            key="lora.base",
-            found=cfg.lora.base,
-            remedy=f"choose {group}.sampler=own, or set lora.base=null",
-        )
-    rank, key = cfg.serve.max_rank, "serve.max_rank"
-    if group == "rl":
-        rank, key = cfg.lora.rank, "lora.rank"
-    if keys.sampler == "vllm" and rank > MAX_LORA_RANK:
-        raise ConfigError(
-            f"exceeds the rank that vLLM takes, with {group}.sampler=vllm",
-            key=key,
-            found=rank,
-            allowed=range(1, MAX_LORA_RANK + 1),
-            remedy=f"give at most {MAX_LORA_RANK}, or choose {group}.sampler=own",
-        )
-
-
-def _refuse_unused(group: str) -> None:
-    raise ConfigError(
-        f"starts no engine, and {group}.engine, {group}.engine_gpus or {group}.engine_options is "
-        "set",
-        key=f"{group}.sampler",
-        found="own",
-        remedy=f"give {group}.sampler=vllm, or leave them out",
-    )

@@ -10,7 +10,7 @@ from megatron_vlm.config.schema import key_types, leaves
 
 # Groups that a command does not read, or refuses.
 _OTHER_GROUPS = {
-    "train": ("rl", "serve"),
+    "train": ("rl", "serve", "engine"),
     "rl": ("serve",),
     "serve": ("lora", "eval", "checkpoint", "log", "rl"),
 }

@@ -194,13 +194,11 @@ def _build_config(composed: Any) -> Config:
         values["preference"][name] = _names(values["preference"][name])
     for name in ("dimensions", "dimension_weights"):
         values["embed"][name] = _names(values["embed"][name])
-    engines = (values["rl"], values["serve"])
-    for group in engines:
-        group["engine_gpus"] = _names(group["engine_gpus"])
+    values["engine"]["devices"] = _names(values["engine"]["devices"])
     values["rl"]["teacher_gpus"] = _names(values["rl"]["teacher_gpus"])
     dicts = [(data, name) for name in ("template_kwargs", "columns", "roles")]
     dicts += [(values["serve"], name) for name in ("limits", "loaded")]
-    dicts += [(group, "engine_options") for group in engines]
+    dicts += [(values["engine"], "options")]
     dicts += [(values["rl"], "teacher_options")]
     for group, name in dicts:
         group[name] = {} if group[name] is None else group[name]

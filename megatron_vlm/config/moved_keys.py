@@ -44,6 +44,17 @@ def _part(mapping: str, name: str) -> MovedKey:
 
 _DECAY = "leave it out: optim.weight_decay is that of all parts"
 _PARALLELISM = "leave it out, for the reason that docs/parallelism.md gives"
+# Keys of engines, which `rl` and `serve` both had: the new name, and the default.
+_ENGINE_KEYS = {
+    "sampler": ("name", "own"),
+    "sampler_rows": ("rows", 64),
+    "engine": ("python", None),
+    "engine_gpus": ("devices", []),
+    "engine_max_len": ("max_len", None),
+    "engine_pictures": ("pictures", None),
+    "engine_videos": ("videos", 0),
+    "engine_options": ("options", {}),
+}
 MOVED_KEYS: dict[str, MovedKey] = {
     "parallel.cp": _removed(f"{_PARALLELISM}; parallel.tp and model.recompute save memory"),
     "parallel.sequence_parallel": _removed(f"{_PARALLELISM}; model.recompute saves memory"),
@@ -55,6 +66,11 @@ MOVED_KEYS: dict[str, MovedKey] = {
     **{
         f"serve.{name}": _part("serve.loaded", name)
         for name in ("adapters", "full_models", "snapshots", "full_snapshots")
+    },
+    **{
+        f"{group}.{old}": _renamed(f"engine.{new}", default)
+        for group in ("rl", "serve")
+        for old, (new, default) in _ENGINE_KEYS.items()
     },
 }
 

@@ -259,25 +259,17 @@ class RlConfig:
     kl_coef: NonNegative | None = None  # coefficient of KL to the initial model; null: not computed
     entropy_coef: NonNegative | None = None  # coefficient of the entropy; null: not computed
     teacher: str | dict[str, Any] | None = None  # a teacher's checkpoint, or one for each source
-    teacher_scorer: Literal["own", "vllm"] = "own"  # runs on the ranks, or in vLLM engines
+    teacher_scorer: str = "own"  # the ranks run it, or an engine by its engine.name, such as vllm
     teacher_coef: AboveZero = 1.0  # coefficient of the reverse KL to the teacher
     teacher_top_k: Count = 0  # exact KL over its most likely tokens and the rest; 0: sampled token
-    teacher_gpus: tuple[str, ...] = ()  # GPUs of each engine of a teacher, as rl.engine_gpus
-    teacher_options: dict[str, Any] = field(default_factory=dict)  # other EngineArgs of these
+    teacher_gpus: tuple[str, ...] = ()  # GPUs of each engine of a teacher, as engine.devices
+    teacher_options: dict[str, Any] = field(default_factory=dict)  # as engine.options
     teacher_timeout: AboveZero = 600.0  # maximum seconds in which an engine scores a row
     dynamic_sampling: bool = False  # replace prompts whose answers all got the same reward
     max_rounds: Natural = 8  # maximum rounds of replacement; then the step has fewer prompts
     updates: Natural = 1  # optimizer steps among which the samples of a step are divided
-    sampler: Literal["own", "vllm"] = "own"  # the trainer's own decoder, or separate vLLM engines
-    sampler_rows: Natural = 64  # rows per pass of the own sampler, in each replica
     max_weight: AboveZero = 2.0  # maximum importance weight of an engine's token; see docs/rl.md
     off_policy_steps: ZeroOrOne = 0  # 1: engines draw the next step's samples during a step
-    engine: str | None = None  # Python of the environment that has vLLM
-    engine_gpus: tuple[str, ...] = ()  # GPUs of each engine, such as "6" or "4,5"; (): one engine
-    engine_max_len: Natural | None = None  # tokens of a row; null: data.max_tokens + max_new_tokens
-    engine_pictures: Natural | None = None  # maximum images per row; null: as in prompt, + 1 a turn
-    engine_videos: Count = 0  # maximum videos of a row
-    engine_options: dict[str, Any] = field(default_factory=dict)  # other EngineArgs of vLLM
     eval_scores: EvalScores = "both"  # scores of data.eval: reward of an answer; supervised loss
     eval_temperature: NonNegative = 0.0  # temperature of the answers to data.eval; 0: greedy
     shown: Count = 4  # prompts of a step that samples.jsonl and the report show
@@ -296,14 +288,24 @@ class ServeConfig:
     max_rank: Natural = 128  # maximum rank of a client's adapter
     loaded: dict[str, Any] = field(default_factory=dict)  # models in memory: see docs/serve.md
     save_seconds: AboveZero = 300.0  # maximum seconds of work that a killed service has to repeat
-    sampler: Literal["own", "vllm"] = "own"  # the trainer's own decoder, or separate vLLM engines
-    sampler_rows: Natural = 64  # samples per pass of the own sampler, in each replica
     sampling_seconds: AboveZero = 2.0  # seconds per turn of the own sampler; the next one continues
-    engine: str | None = None  # Python of the environment that has vLLM
-    engine_gpus: tuple[str, ...] = ()  # GPUs of each engine, such as "6" or "4,5"; (): one engine
-    engine_max_len: Natural | None = None  # tokens of a prompt and its answer; null: at most 32768
-    engine_options: dict[str, Any] = field(default_factory=dict)  # other EngineArgs of vLLM
     limits: dict[str, Any] = field(default_factory=dict)  # limits of requests: see docs/serve.md
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Source of the answers of `rl` and `serve`. See docs/serving.md."""
+
+    name: str = "own"  # own: the trainer's decoder; vllm, or an engine that a package registers
+    python: str | None = None  # Python of the environment that has the engine
+    devices: tuple[str, ...] = ()  # GPUs of each engine, such as "6" or "4,5"; (): one engine
+    max_len: Natural | None = None  # tokens of a row; null: what a step of rl has; serve: 32768
+    pictures: Natural | None = None  # maximum images per row; null: as in prompt, + 1 a turn
+    videos: Count = 0  # maximum videos of a prompt
+    options: dict[str, Any] = field(
+        default_factory=dict
+    )  # settings of this engine alone: EngineArgs of vLLM
+    rows: Natural = 64  # rows per pass of the trainer's decoder, in each replica
 
 
 @dataclass(frozen=True)
@@ -338,6 +340,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     platform: PlatformName = "auto"  # auto: cuda, or the CPU if there is no GPU
 

@@ -70,13 +70,6 @@ def _check_engines(cfg: Config) -> None:
                 remedy="give rl.teacher_scorer=vllm, or leave them out",
             )
         return
-    if rl.engine is None:
-        raise ConfigError(
-            "is not set, and rl.teacher_scorer=vllm needs it",
-            key="rl.engine",
-            remedy="give the Python of an environment that has vLLM, such as "
-            ".venv-vllm/bin/python after `make vllm-env`",
-        )
     count = len(set(teachers_of(rl.teacher).values()))
     if len(rl.teacher_gpus) % count:
         raise ConfigError(

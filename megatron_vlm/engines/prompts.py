@@ -20,7 +20,7 @@ from megatron_vlm.data.tokens.mrope_positions import GridQueue
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.sample_views import unpatch
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
-from megatron_vlm.engines.vllm_process import EngineSettings
+from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.spec import PlaceholderRun, Tokens
@@ -93,7 +93,7 @@ class Prompts:
                 place="the prompt",
                 key="max_len",
                 found=max_len,
-                remedy="raise `max_len` of the engine's settings (rl.engine_max_len), ask for "
+                remedy="raise `max_len` of the engine's settings (engine.max_len), ask for "
                 "fewer tokens, or shorten the prompt",
             )
 
@@ -105,7 +105,7 @@ class Prompts:
                 place="the prompt",
                 key=name,
                 found=count,
-                remedy=f"raise `{name}` of its settings (rl.engine_{name})",
+                remedy=f"raise `{name}` of its settings (engine.{name})",
             )
 
 

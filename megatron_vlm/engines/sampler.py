@@ -1,4 +1,4 @@
-"""The interface of every sampler."""
+"""The interface of every sampler and of every engine."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.engines.processed_prompt import ProcessedPrompt
 from megatron_vlm.errors import MegatronVLMError
 
 
@@ -50,3 +51,37 @@ class Sampler(Protocol):
 
     async def close(self) -> None:
         """End everything that the sampler started."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Numbers of requests that an engine has room for at a time."""
+
+    samples: int  # prompts in progress, more than it draws at a time
+    scores: int  # rows that it scores
+    adapters: int = 1  # different adapters that prompts in progress may name
+
+
+class Engine(Sampler, Protocol):
+    """A sampler that also scores rows and takes an adapter with a request. Engines are started by
+    their names: see engine_kinds.py. Many calls may be in progress at a time."""
+
+    @property
+    def capacity(self) -> Capacity: ...
+
+    async def sample(
+        self,
+        prompt: Row,
+        settings: SamplingSettings,
+        seeds: Sequence[int],
+        adapter: Adapter | None = None,
+    ) -> list[Completion]:
+        """Sample an answer for each seed. `adapter` is used by this request alone."""
+
+    async def score(self, row: Row, top_k: int, timeout_s: float) -> Tensor:
+        """Return the scores of a row's tokens under the engine's first weights, as the worker
+        scores them on the ranks: [S, 1 + k, 2] in float64, ids and log-probs of the token and of
+        the `top_k` most likely ones, at the position that predicts the token."""
+
+    async def inspect(self, prompt: Row) -> ProcessedPrompt | None:
+        """Return the engine's own view of the prompt, or None if it cannot show it."""

@@ -1,16 +1,17 @@
-"""Supervision of one engine among several, which is restarted when it has died."""
+"""Supervision of one engine among several, which is restarted when it has died, and the lock of
+their updates."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 
 from megatron_vlm.engines.sampler import SamplerError
-from megatron_vlm.engines.vllm_process import Engine, EngineDiedError
+from megatron_vlm.engines.vllm_process import EngineDiedError, EngineProcess
 
 DEATHS = 5  # deaths in a row, without an answer in between, until an engine is given up
 
-Start = Callable[[Mapping[str, str]], Awaitable[Engine]]
-Renew = Callable[["EngineReplica", Engine], Awaitable[None]]
+Start = Callable[[Mapping[str, str]], Awaitable[EngineProcess]]
+Renew = Callable[["EngineReplica", EngineProcess], Awaitable[None]]
 
 
 class EngineReplica:
@@ -19,7 +20,7 @@ class EngineReplica:
 
     def __init__(self, environment: Mapping[str, str], start: Start, renew: Renew):
         self.environment, self.start, self.renew = environment, start, renew
-        self.engine: Engine | None = None
+        self.engine: EngineProcess | None = None
         self.in_flight = 0  # number of samples
         self.deaths = 0
         self.given_up: Exception | None = None
@@ -28,7 +29,7 @@ class EngineReplica:
     def reset_deaths(self) -> None:
         self.deaths = 0
 
-    def replace_engine(self, engine: Engine, died: EngineDiedError) -> None:
+    def replace_engine(self, engine: EngineProcess, died: EngineDiedError) -> None:
         """Start another engine, once, after this one has died. Many requests may report its
         death."""
         if self.engine is not engine:
@@ -77,3 +78,41 @@ class EngineReplica:
                 await self.mending
         if self.engine is not None:
             self.engine.close()
+
+
+class UpdateLock:
+    """A lock for weight updates. `alone` waits until all holders have left; meanwhile no new holder
+    enters."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.closed = False
+        self.changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def shared_with_requests(self) -> AsyncIterator[None]:
+        async with self.changed:
+            await self.changed.wait_for(lambda: not self.closed)
+            self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            await asyncio.shield(self._notify())
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        async with self.changed:
+            await self.changed.wait_for(lambda: not self.closed)
+            self.closed = True
+        try:
+            async with self.changed:
+                await self.changed.wait_for(lambda: not self.inside)
+            yield
+        finally:
+            self.closed = False
+            await asyncio.shield(self._notify())
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()

@@ -19,35 +19,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_vlm.distributed.other_python import environment_elsewhere
+from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.sampler import SamplerError
 from megatron_vlm.engines.server.frames import FRAME_HEADER, Message, head, parse, sizes
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.scratch import socket_folder
 
 SERVER = Path(__file__).parent / "server" / "engine_server.py"
+_MAX_LOG_PROBS = 20  # vLLM's own limit of tokens in a place
 _OUTPUT_CHARACTERS = 4000  # characters of the engine's last output in a message
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Settings with which engines are started."""
-
-    python: str  # Python of an environment that has vLLM
-    folder: str  # checkpoint to start with
-    dtype: str = "auto"  # type of weights and activations
-    max_len: int = 4096  # tokens of a prompt and its answer together
-    pictures: int = 8  # maximum in a prompt
-    videos: int = 0  # maximum in a prompt
-    lora_rank: int = 0  # maximum rank of its adapters; 0: no adapters
-    adapters: int = 1  # different adapters that requests in progress may name
-    lora_vision: bool = False  # whether adapters have parts in the vision tower and its mergers
-    options: Mapping[str, Any] = field(default_factory=dict)  # additional EngineArgs of vLLM
-    start_s: float = 1800.0  # seconds that the engine may take to load
-
-    @property
-    def max_adapters(self) -> int:
-        """Maximum number of adapters in use: `adapters`, unless the options replace it."""
-        return int(self.options.get("max_loras", self.adapters))
 
 
 class EngineDiedError(Exception):
@@ -55,7 +35,7 @@ class EngineDiedError(Exception):
 
 
 @dataclass(eq=False)
-class Engine:
+class EngineProcess:
     """A process that was started, and its pending requests."""
 
     settings: EngineSettings
@@ -71,7 +51,7 @@ class Engine:
     @staticmethod
     async def start(
         settings: EngineSettings, environment: Mapping[str, str], buffer: int, version: int
-    ) -> "Engine":
+    ) -> "EngineProcess":
         """Start an engine, which loads the checkpoint as this version. It inherits `buffer`, the
         memory for weights."""
         local_end, engine_end = socket.socketpair()
@@ -100,7 +80,7 @@ class Engine:
         finally:
             engine_end.close()
         reader, writer = await asyncio.open_unix_connection(sock=local_end)
-        engine = Engine(settings, process, reader, writer, output)
+        engine = EngineProcess(settings, process, reader, writer, output)
         engine.listening = asyncio.create_task(engine._listen())
         try:
             await asyncio.wait_for(engine._load(version), settings.start_s)
@@ -116,7 +96,7 @@ class Engine:
         names = ["folder", "dtype", "max_len", "pictures", "videos"]
         names += ["lora_rank", "lora_vision", "adapters"]
         settings = {name: getattr(self.settings, name) for name in names}
-        await self.ask("load", **settings, version=version, options=dict(self.settings.options))
+        await self.ask("load", **settings, version=version, options=engine_args(self.settings))
 
     async def ask(self, do: str, body: Sequence[Any] = (), **fields: Any) -> Any:
         """Send a request with the raw bytes of `body`, and return its answer. If the answer has raw
@@ -203,6 +183,20 @@ class Engine:
                 future.set_exception(EngineDiedError("it was closed"))
         self._end()
         self.output.close()
+
+
+def engine_args(settings: EngineSettings) -> dict[str, Any]:
+    """Return the EngineArgs of vLLM that these settings need, after which its options come."""
+    parallel = max((each.count(",") + 1 for each in settings.devices), default=1)
+    args: dict[str, Any] = {
+        "tensor_parallel_size": parallel if parallel > 1 else None,
+        # Without a cache, an engine can show what it sees.
+        "mm_processor_cache_gb": 0 if settings.is_inspected else None,
+        "skip_mm_profiling": None if settings.reserves_media else True,
+        "max_logprobs": settings.top_k if settings.top_k > _MAX_LOG_PROBS else None,
+        "gpu_memory_utilization": settings.memory_share,
+    }
+    return {name: value for name, value in args.items() if value is not None} | {**settings.options}
 
 
 def _environment() -> dict[str, str]:

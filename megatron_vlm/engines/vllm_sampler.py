@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.processed_prompt import ProcessedPrompt, read_processed_prompt
 from megatron_vlm.engines.prompts import Prompts
-from megatron_vlm.engines.sampler import Adapter, Checkpoint, SamplerError, Weights
-from megatron_vlm.engines.supervisor import EngineReplica
-from megatron_vlm.engines.update_lock import UpdateLock
-from megatron_vlm.engines.vllm_process import Engine, EngineDiedError, EngineSettings
+from megatron_vlm.engines.sampler import Adapter, Capacity, Checkpoint, SamplerError, Weights
+from megatron_vlm.engines.supervisor import EngineReplica, UpdateLock
+from megatron_vlm.engines.vllm_process import EngineDiedError, EngineProcess, engine_args
 from megatron_vlm.engines.weight_stream import (
     BUFFER_BYTES,
     SharedBuffer,
@@ -28,8 +28,8 @@ from megatron_vlm.engines.weight_stream import (
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 
 MAX_TRIES = 3  # attempts for a request whose engines die
-MAX_LOG_PROBS = 20  # vLLM's own limit of tokens in a place
-SCORES_AT_ONCE = 64  # rows that an engine scores at a time
+_SAMPLES_AT_ONCE = 512  # requests in progress of an engine: more than it draws at a time
+_SCORES_AT_ONCE = 64  # rows that an engine scores at a time
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class EngineState:
 
 
 class VllmSampler:
-    """A Sampler (see sampler.py) that `start` makes. Use it in the event loop in which `start` ran.
+    """An Engine (see sampler.py) that `start` makes. Use it in the event loop in which `start` ran.
 
     A request goes to the engine with the fewest samples in progress. An engine that dies is
     restarted with the newest weights, and its pending requests are sent again.
@@ -64,7 +64,7 @@ class VllmSampler:
         self.renewing = asyncio.Lock()  # held by a transfer of weights: there is one buffer
         # Requests that an engine would only hold in its queue wait here, so that their time-out
         # counts from the start of their work.
-        self.scoring = asyncio.Semaphore(SCORES_AT_ONCE * len(replicas))
+        self.scoring = asyncio.Semaphore(_SCORES_AT_ONCE * len(replicas))
         self.replicas = [EngineReplica(each, self._start, self._renew) for each in replicas]
 
     @classmethod
@@ -89,11 +89,18 @@ class VllmSampler:
             raise
         return sampler
 
+    @property
+    def capacity(self) -> Capacity:
+        """The sum over all replicas, and the adapters of each, which the options may replace."""
+        count, settings = len(self.replicas), self.settings
+        adapters = int(settings.options.get("max_loras", settings.adapters))
+        return Capacity(_SAMPLES_AT_ONCE * count, _SCORES_AT_ONCE * count, adapters)
+
     async def _place(self, replica: EngineReplica) -> None:
         replica.engine = await self._start(replica.environment)
 
-    async def _start(self, environment: Mapping[str, str]) -> Engine:
-        return await Engine.start(self.settings, environment, self.buffer.file, 0)
+    async def _start(self, environment: Mapping[str, str]) -> EngineProcess:
+        return await EngineProcess.start(self.settings, environment, self.buffer.file, 0)
 
     async def sample(
         self,
@@ -134,9 +141,12 @@ class VllmSampler:
             raise SamplerError("a score is not a finite number", place="the engine")
         return torch.cat([table_SJ2[1:], torch.zeros_like(table_SJ2[:1])])
 
-    async def inspect(self, prompt: Row) -> ProcessedPrompt:
-        """Return vLLM's own view of the prompt. The engines must have been started with the option
-        mm_processor_cache_gb=0."""
+    async def inspect(self, prompt: Row) -> ProcessedPrompt | None:
+        """Return vLLM's own view of the prompt, or None: engines of several processes do not show
+        it, nor those with a cache."""
+        args = engine_args(self.settings)
+        if args.get("mm_processor_cache_gb") != 0 or args.get("tensor_parallel_size", 1) > 1:
+            return None
         request = self.prompts.request(prompt, SamplingSettings(1), [])
         fields = {name: request.fields[name] for name in ("prompt", "pictures", "videos")}
         async with self.gate.shared_with_requests():
@@ -174,7 +184,7 @@ class VllmSampler:
             place=f"a prompt of {length} tokens",
         ) from died
 
-    async def _wait_for_idlest(self) -> tuple[EngineReplica, Engine]:
+    async def _wait_for_idlest(self) -> tuple[EngineReplica, EngineProcess]:
         """Return the replica with the fewest samples in progress, once there is one."""
         while True:
             if live := self._live_engines():
@@ -184,7 +194,7 @@ class VllmSampler:
                 raise next(replica.given_up for replica in self.replicas if replica.given_up)
             await asyncio.wait(filter(None, mending), return_when=asyncio.FIRST_COMPLETED)
 
-    def _live_engines(self) -> list[tuple[EngineReplica, Engine]]:
+    def _live_engines(self) -> list[tuple[EngineReplica, EngineProcess]]:
         return [(each, each.engine) for each in self.replicas if each.engine is not None]
 
     async def update(self, weights: Weights, version: int) -> None:
@@ -224,8 +234,8 @@ class VllmSampler:
                 replica.replace_engine(engine, died[engine])
 
     async def _give(
-        self, weights: Weights, engines: Sequence[Engine], version: int
-    ) -> dict[Engine, EngineDiedError]:
+        self, weights: Weights, engines: Sequence[EngineProcess], version: int
+    ) -> dict[EngineProcess, EngineDiedError]:
         """Send weights to the engines, and return the engines that died with their errors."""
         if not isinstance(weights, Checkpoint | Adapter):
             return await stream(weights, engines, self.buffer, version)
@@ -240,7 +250,7 @@ class VllmSampler:
                 raise result
         return died
 
-    async def _renew(self, replica: EngineReplica, engine: Engine) -> None:
+    async def _renew(self, replica: EngineReplica, engine: EngineProcess) -> None:
         """Give the newest weights to an engine that was restarted, and put it into use."""
         async with self.renewing:
             newest = self.newest

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vlm.engines.vllm_process import Engine, EngineDiedError
+from megatron_vlm.engines.vllm_process import EngineDiedError, EngineProcess
 from megatron_vlm.errors import CheckpointError
 
 BUFFER_BYTES = 64 << 20
@@ -73,14 +73,14 @@ def complete_weights(
 
 async def stream(
     named: Iterable[tuple[str, Tensor]],
-    engines: Sequence[Engine],
+    engines: Sequence[EngineProcess],
     buffer: SharedBuffer,
     version: int,
-) -> dict[Engine, EngineDiedError]:
+) -> dict[EngineProcess, EngineDiedError]:
     """Send the tensors to all engines at once. Drop engines that die, and return them with their
     errors."""
     feeds = [Feed(engine, version) for engine in engines]
-    died: dict[Engine, EngineDiedError] = {}
+    died: dict[EngineProcess, EngineDiedError] = {}
 
     async def to_each(do: str, **fields: Any) -> None:
         results = await asyncio.gather(
@@ -110,7 +110,7 @@ async def stream(
 class Feed:
     """An engine that is loading streamed weights."""
 
-    def __init__(self, engine: Engine, version: int):
+    def __init__(self, engine: EngineProcess, version: int):
         self.engine = engine
         self.loading = asyncio.create_task(engine.ask("stream_weights", version=version))
 

@@ -110,9 +110,9 @@ class PolicyUpdater:
         teacher = {} if rl.teacher is None else self._teacher_scores(train_batch, rows)
         # Log-probs of the own decoder are the trainer's already, but not to the last digit. A
         # teacher that is the student has nothing to teach, and so not even a rounding error.
-        if rl.sampler != "own" or rl.teacher is not None:
+        if self.cfg.engine.name != "own" or rl.teacher is not None:
             old = self._log_probs_of_rows(self.worker, train_batch, rows)
-        if rl.sampler != "own":
+        if self.cfg.engine.name != "own":
             for number, train_row in rows.items():
                 log_probs = old[number].tolist(), train_row.sampler_log_probs_S.tolist()
                 weights[number] = torch.tensor(importance_weights(*log_probs, rl.max_weight))
@@ -133,7 +133,7 @@ class PolicyUpdater:
     ) -> dict[int, TeacherScores]:
         """Return the scores of this replica's rows: by engines, which the rows have already, or by
         the ranks' own teachers. A collective."""
-        if self.cfg.rl.teacher_scorer == "vllm":
+        if self.cfg.rl.teacher_scorer != "own":
             return {
                 number: TeacherScores.from_table(each.teacher_table, each.row)
                 for number, each in rows.items()
@@ -207,7 +207,7 @@ class PolicyUpdater:
     def log_prob_gap(self, rows: Mapping[int, TrainRow], values: "Values") -> LogProbGap | None:
         """Return the gap between the log-probs of sampler and trainer; None where the trainer's own
         decoder has drawn the answers. This is a collective."""
-        if self.cfg.rl.sampler == "own":
+        if self.cfg.engine.name == "own":
             return None
         max_weight = self.cfg.rl.max_weight
         local_sums = [0.0, 0.0, 0.0, 0.0]  # largest, sum, cut, tokens

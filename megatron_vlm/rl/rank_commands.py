@@ -23,7 +23,7 @@ class RankCommands:
     received a signal to stop."""
 
     def __init__(self, worker: MegatronWorker, signals: Signals):
-        self.worker, self.rows = worker, worker.cfg.rl.sampler_rows
+        self.worker, self.rows = worker, worker.cfg.engine.rows
         methods: dict[str, Callable[..., Any]] = {"draw": self._draw, "fail": _raise_error}
         self.channel = CommandChannel(
             worker.watchdog,

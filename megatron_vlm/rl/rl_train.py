@@ -10,6 +10,7 @@ from megatron_vlm.config.command_checks import check_rl
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.engines.engine_kinds import check_engine
 from megatron_vlm.train import compose_config
 from megatron_vlm.training.lr_schedule import lr_at
 
@@ -58,4 +59,9 @@ def learn_step(trainer: "RlTrainer", step: int) -> None:
 
 def run_rl(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
     """Compose the configuration, train on this rank, and return its exit status."""
-    return learn(compose_config("megatron_vlm.rl", arguments, check_rl), signals)
+
+    def check(cfg: Config) -> None:
+        check_rl(cfg)
+        check_engine(cfg, "rl")
+
+    return learn(compose_config("megatron_vlm.rl", arguments, check), signals)

@@ -12,7 +12,7 @@ from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, Handle
 from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.distributed.rank0 import HEARTBEAT_S, result_of
-from megatron_vlm.engines.engine_thread import Engines
+from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.rl.completion_requests import CompletionQueue, EngineQueue, LockstepQueue
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner
@@ -147,7 +147,7 @@ class EngineRollouts:
         self,
         episode_runner: EpisodeRunner,
         commands: RankCommands,
-        engines: Engines,
+        engines: EngineThread,
         last_step: int,
     ):
         self.episode_runner, self.commands, self.engines = episode_runner, commands, engines
@@ -162,12 +162,12 @@ class EngineRollouts:
         return rollout
 
     def run(self, play: Play[T], episode_runner: EpisodeRunner) -> T:
-        queue = EngineQueue(self.engines.sampler, episode_runner.settings)
+        queue = EngineQueue(self.engines.engine, episode_runner.settings)
         result: T = result_of(self.engines.submit(play(queue)), self.commands.wait)
         return result
 
     def _begin(self, step: int, position: Position) -> "Future[Rollout]":
-        queue = EngineQueue(self.engines.sampler, self.episode_runner.settings)
+        queue = EngineQueue(self.engines.engine, self.episode_runner.settings)
         return self.engines.submit(collect_rollouts(self.episode_runner, queue, step, position))
 
     def close(self) -> None:

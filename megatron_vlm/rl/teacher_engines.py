@@ -1,4 +1,4 @@
-"""Teachers in vLLM engines: rank 0 asks them for the scores of each train batch."""
+"""Teachers in engines: rank 0 asks them for the scores of each train batch."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,17 +13,16 @@ from megatron_vlm.config.teachers import teachers_of
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.micro_batch import VISUAL_FIELDS
 from megatron_vlm.distributed.rank0 import result_of
-from megatron_vlm.engines import EngineSettings
-from megatron_vlm.engines.engine_thread import Engines, side_by_side
+from megatron_vlm.engines.engine_kinds import EngineSettings
+from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.engines.processed_prompt import describe_difference
-from megatron_vlm.engines.vllm_sampler import MAX_LOG_PROBS
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.rl.episode import pictures_of
+from megatron_vlm.rl.policy_engine import settings_of
 from megatron_vlm.rl.teacher_scores import check_ids_of_teacher
 from megatron_vlm.rl.train_batch import TrainBatch
-from megatron_vlm.rl.vllm_engines import settings_of
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -33,7 +32,7 @@ class EngineTeachers:
 
     cfg: Config
     paths: Sequence[str]
-    engines: Sequence[Engines]
+    engines: Sequence[EngineThread]
     checked: set[str] = field(default_factory=set)  # teachers that see what the student sees
 
     @staticmethod
@@ -44,14 +43,15 @@ class EngineTeachers:
         Sources with the same teacher share its engines."""
         cfg = worker.cfg
         paths = list(teachers_of(cfg.rl.teacher).values())
-        started: dict[str, Engines] = {}
+        named = replace(cfg.engine, name=cfg.rl.teacher_scorer)
+        started: dict[str, EngineThread] = {}
         distinct = list(dict.fromkeys(paths))
         for place, path in enumerate(distinct):
-            started[path] = engines = Engines()
+            started[path] = engines = EngineThread()
             opened.callback(engines.close)
             gpus = share_of_gpus(cfg.rl.teacher_gpus, place, len(distinct))
             try:
-                engines.start(teacher_settings(worker, data, path, gpus), gpus, waiting)
+                engines.start(named, teacher_settings(worker, data, path, gpus), waiting)
             except MegatronVLMError as error:
                 raise error.within(f"rl.teacher={path}") from error
         return EngineTeachers(cfg, paths, [started[path] for path in paths])
@@ -66,7 +66,7 @@ class EngineTeachers:
         asked: list[Future[Tensor]] = []
         for row in batch.rows:
             engines = self.engines[row.teacher]
-            scoring = engines.sampler.score(row.row, rl.teacher_top_k, rl.teacher_timeout)
+            scoring = engines.engine.score(row.row, rl.teacher_top_k, rl.teacher_timeout)
             asked.append(engines.submit(scoring))
         rows = []
         try:
@@ -83,15 +83,14 @@ class EngineTeachers:
     def _check_sight(self, batch: TrainBatch, place: int, waiting: Callable[[], None]) -> None:
         """Refuse engines whose own processor makes other patches of the first row with pictures
         than the student's. Engines that show no patches are not checked."""
-        path, sampler = self.paths[place], self.engines[place].sampler
-        options = sampler.settings.options
-        is_open = options["mm_processor_cache_gb"] == 0 and options["tensor_parallel_size"] == 1
+        path, engine = self.paths[place], self.engines[place].engine
         rows = (each.row for each in batch.rows if each.teacher == place)
         row = next((each for each in rows if pictures_of([each]) != _NO_PICTURES), None)
-        if path in self.checked or row is None or not is_open:
+        if path in self.checked or row is None:
             return
-        view = result_of(self.engines[place].submit(sampler.inspect(row)), waiting)
-        if what := describe_difference(row, view, folder_of(self.cfg.model.path)):
+        self.checked.add(path)
+        view = result_of(self.engines[place].submit(engine.inspect(row)), waiting)
+        if view and (what := describe_difference(row, view, folder_of(self.cfg.model.path))):
             raise ConfigError(
                 f": {view.version} makes {what} of a picture, so this teacher would not see what "
                 "the student sees",
@@ -100,7 +99,6 @@ class EngineTeachers:
                 remedy="see what `megatron-vlm agree model.path=TEACHER` says, or set "
                 "rl.teacher_scorer=own",
             )
-        self.checked.add(path)
 
 
 _NO_PICTURES: dict[str, Any] = dict.fromkeys(VISUAL_FIELDS)
@@ -117,17 +115,16 @@ def teacher_settings(
     worker: MegatronWorker, data: DataSet, path: str, gpus: Sequence[str]
 ) -> EngineSettings:
     """Return the settings of a teacher's engines. They take the longest row that a step can have,
-    and one token, which vLLM draws after it."""
+    and one token, which may be drawn after it."""
     own, rl = settings_of(worker, data), worker.cfg.rl
-    # Without a cache, an engine can show what it sees; see `_check_sight`.
-    options: dict[str, Any] = {"mm_processor_cache_gb": 0, "tensor_parallel_size": 1}
-    if rl.teacher_top_k > MAX_LOG_PROBS:
-        options["max_logprobs"] = rl.teacher_top_k
     return replace(
         own,
         folder=str(folder_of(path, weights=True)),
         max_len=own.max_len + 1,
         lora_rank=0,
         lora_vision=False,
-        options=options | side_by_side(gpus) | rl.teacher_options,
+        devices=gpus,
+        options=rl.teacher_options,
+        top_k=rl.teacher_top_k,
+        is_inspected=True,
     )

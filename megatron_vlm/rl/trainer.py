@@ -11,12 +11,13 @@ from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import BatchFigures
 from megatron_vlm.distributed.agreement import fail_together
-from megatron_vlm.engines.engine_thread import Engines
+from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.report.metrics_lines import has_usage_line
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.held_out_rewards import HeldOutPrompts
 from megatron_vlm.rl.no_rewards import NoRewards
+from megatron_vlm.rl.policy_engine import settings_of, sync_engine_weights
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, join_metrics
 from megatron_vlm.rl.rank_commands import RankCommands
 from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollouts
@@ -30,7 +31,6 @@ from megatron_vlm.rl.train_batch import (
     train_batch_from_bytes,
     train_batch_to_bytes,
 )
-from megatron_vlm.rl.vllm_engines import settings_of, sync_engine_weights
 from megatron_vlm.run.run import Run
 from megatron_vlm.training.data_feed import StepData
 from megatron_vlm.training.worker import StepMetrics
@@ -56,7 +56,7 @@ class RlTrainer:
             run.begin_phase(run.progress.step, "loading the teachers", files=True)
             assert self.updater.teachers
         self.commands = RankCommands(run.worker, run.signals)
-        self.engines: Engines | None = None
+        self.engines: EngineThread | None = None
         self.rollouts: Rollouts | None = None
         self.teachers: EngineTeachers | None = None  # set on rank 0, if there are such engines
         self.last: Rollout | None = None  # set on rank 0 only
@@ -69,7 +69,7 @@ class RlTrainer:
         if needs_held_out_rewards(self.cfg):
             run.rate_held_out = self.held_out_rewards
         self._lead(self._start)
-        if self.cfg.rl.sampler == "vllm" and (run.progress.step or self.cfg.lora.rank):
+        if self.cfg.engine.name != "own" and (run.progress.step or self.cfg.lora.rank):
             self._renew(run.progress.step)
 
     @staticmethod
@@ -94,17 +94,17 @@ class RlTrainer:
 
     def _start(self) -> tuple[bytes, dict[str, Any]]:
         """Start the sampler on rank 0."""
-        if self.cfg.rl.sampler == "own":
+        if self.cfg.engine.name == "own":
             self.rollouts = OwnRollouts(self.episode_runner, self.commands)
         else:
-            self.engines = Engines()
+            self.engines = EngineThread()
             self.opened.callback(self.engines.close)
             settings = settings_of(self.run.worker, self.episode_runner.data)
-            self.engines.start(settings, self.cfg.rl.engine_gpus, self.commands.wait)
+            self.engines.start(self.cfg.engine, settings, self.commands.wait)
             last = self.run.total_steps - 1
             self.rollouts = EngineRollouts(self.episode_runner, self.commands, self.engines, last)
         self.opened.callback(self.rollouts.close)
-        if self.cfg.rl.teacher_scorer == "vllm":
+        if self.cfg.rl.teacher_scorer != "own":
             data, waiting = self.episode_runner.data, self.commands.wait
             self.teachers = EngineTeachers.start(self.run.worker, data, self.opened, waiting)
         return b"", {}
@@ -154,7 +154,7 @@ class RlTrainer:
     def renew(self, step: int) -> None:
         """Send the current weights to the engines, if there are any. This is a collective."""
         is_needed = step < self.run.total_steps or needs_held_out_rewards(self.cfg)
-        if self.cfg.rl.sampler == "vllm" and is_needed:
+        if self.cfg.engine.name != "own" and is_needed:
             self.run.begin_phase(step, "weights of the engines")
             self._renew(step)
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.rank0 import HEARTBEAT_S
 from megatron_vlm.serve.call_batching import GATHER_S, CallBatcher
+from megatron_vlm.serve.engine_samples import EngineSampling
 from megatron_vlm.serve.fair_queue import PER_SWAP, FairQueue
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import SAMPLE, TRAINING, Call
 from megatron_vlm.serve.model_cache import ModelCache
 from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
-from megatron_vlm.serve.vllm_samples import EngineSampling
 
 PREFETCHED_CALLS = 4  # calls per model that are read while other calls run
 

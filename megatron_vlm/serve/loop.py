@@ -14,12 +14,12 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.serve.call_runner import CallRunner
 from megatron_vlm.serve.call_scheduler import CallScheduler
+from megatron_vlm.serve.engine_samples import EngineSampling
 from megatron_vlm.serve.failures import FullDisk, bare, catch_error
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call
 from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
-from megatron_vlm.serve.vllm_samples import EngineSampling
 
 TIDY_S = 15.0
 STATUS_EVERY_S = 10.0

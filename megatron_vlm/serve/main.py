@@ -14,6 +14,7 @@ from megatron_vlm.config.command_checks import check_serve
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import FAILED, PREEMPTED, print_to_user, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.engines.engine_kinds import check_engine
 from megatron_vlm.run.run_folder import held_folder
 from megatron_vlm.run.saved_config import with_model
 from megatron_vlm.training.preflight import check_run
@@ -82,5 +83,6 @@ def run_serve(arguments: Sequence[str], signals: "Signals | None" = None) -> int
     args = parse_arguments(parser, arguments)
     cfg = load_config(args.overrides, read_configuration(args)[0])
     check_serve(cfg)
+    check_engine(cfg, "serve")
     check_run(cfg)
     return serve_on_rank(with_model(cfg), signals)

@@ -145,7 +145,7 @@ class Models:
         """Draw samples for this number of rounds; see ResumableDecoder. Samples in progress stay
         from one call to the next, unless a call fails or the model is changed or dropped."""
         if name not in self.decoders:
-            rows = self.cfg.serve.sampler_rows
+            rows = self.cfg.engine.rows
             self.decoders[name] = ResumableDecoder(self.groups[name], rows)
         asked = [SampleRequest.from_json(each) for each in requests]
         try:

@@ -84,7 +84,7 @@ class SampleTurns:
         self.answer, self.finish, self.seconds = answer, finish, seconds
         self.models = models = commands.models
         self.replicas = models.base.dims.dp
-        self.room = SAMPLES_AHEAD_PER_ROW * models.cfg.serve.sampler_rows * models.base.dims.pp
+        self.room = SAMPLES_AHEAD_PER_ROW * models.cfg.engine.rows * models.base.dims.pp
         self.batches: dict[str, SampleBatch] = {}
         self.numbers = count()
         self.rounds = 1

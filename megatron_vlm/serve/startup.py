@@ -12,11 +12,12 @@ from megatron_vlm.data.tokens.chat_renderer import END
 from megatron_vlm.data.tokens.completions import COLDEST
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer, stop_ids
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.engines import EngineSettings
-from megatron_vlm.engines.engine_thread import Engines, side_by_side
+from megatron_vlm.engines.engine_kinds import EngineSettings, engine_kind
+from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.io.hub import folder_of
+from megatron_vlm.serve.engine_samples import EngineSampling
 from megatron_vlm.serve.http.api_keys import ApiKeys
 from megatron_vlm.serve.http.app import make_app
 from megatron_vlm.serve.http.context import ServerFacts
@@ -30,10 +31,9 @@ from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.sample_calls import SampleBounds, StopWords
-from megatron_vlm.serve.vllm_samples import MIN_TEMPERATURE, EngineSampling
 from megatron_vlm.version import __version__
 
-# Maximum tokens of an engine, unless serve.engine_max_len sets another number or the model's own
+# Maximum tokens of an engine, unless engine.max_len sets another number or the model's own
 # maximum is smaller.
 ENGINE_MAX_LEN = 32768
 
@@ -61,12 +61,12 @@ def open_service(cfg: Config, commands: ModelCommands, opened: ExitStack) -> Ope
         journal, reader, _stop_words(cfg), samples, base.dims.dp, limits.waiting_pixels
     )
     engine_sampling = None
-    if cfg.serve.sampler == "vllm":  # before the HTTP server: engines load for minutes
+    if cfg.engine.name != "own":  # before the HTTP server: engines load for minutes
         settings = engine_settings(cfg, commands, limits, samples)
-        engines = Engines()
+        engines = EngineThread()
         opened.callback(engines.close)
-        engines.start(settings, cfg.serve.engine_gpus, commands.wait)
-        engine_sampling = EngineSampling(engines, journal, prefetcher, settings.max_adapters)
+        engines.start(cfg.engine, settings, commands.wait)
+        engine_sampling = EngineSampling(engines, journal, prefetcher, settings.folder)
         engine_sampling.start()
     service = Service(cfg, commands, journal, prefetcher, engine_sampling)
     service.model_cache.delete_orphan_folders()
@@ -93,11 +93,12 @@ def limits_of(limits: Mapping[str, Any]) -> RequestLimits:
 
 
 def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
-    if cfg.serve.sampler == "own":
+    if cfg.engine.name == "own":
         return SampleBounds(limits.max_tokens, longest, min_temperature=COLDEST)
-    longest = min(longest, cfg.serve.engine_max_len or ENGINE_MAX_LEN)
-    whose = "the engine (serve.engine_max_len)"
-    return SampleBounds(limits.max_tokens, longest, whose, MIN_TEMPERATURE)
+    kind = engine_kind(cfg.engine.name)
+    longest = min(longest, cfg.engine.max_len or ENGINE_MAX_LEN)
+    whose = "the engine (engine.max_len)"
+    return SampleBounds(limits.max_tokens, longest, whose, kind.min_temperature)
 
 
 def engine_settings(
@@ -105,15 +106,15 @@ def engine_settings(
 ) -> EngineSettings:
     """Return the settings that all engines share."""
     serve, base = cfg.serve, commands.models.base
-    return EngineSettings(
-        python=str(serve.engine),
-        folder=str(base.source.path),
+    return EngineSettings.from_config(
+        cfg.engine,
+        str(base.source.path),
         dtype=str(base.chunks[0].config.params_dtype).removeprefix("torch."),
         max_len=bounds.longest,
-        pictures=limits.pictures,
+        pictures=cfg.engine.pictures or limits.pictures,
+        videos=cfg.engine.videos,
         lora_rank=serve.max_rank,
         adapters=loaded_counts(serve)["snapshots"],
-        options=side_by_side(serve.engine_gpus) | serve.engine_options,
     )
 
 

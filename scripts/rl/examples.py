@@ -47,7 +47,7 @@ SMALL = replace(TINY, layers=2, hidden=64, vision_depth=1)
 ALIKE = 0.25  # maximum distance of the curves of both samplers, in the mean over all steps
 COMMON = ["model=tiny_cpu", "data.cache_dir=null", "train.micro_batch_size=64"]
 COMMON += ["optim.lr=1e-3", "optim.beta2=0.98", "optim.schedule=constant", "log.every=10"]
-RL = ["rl.max_new_tokens=4", "rl.sampler_rows=256"]
+RL = ["rl.max_new_tokens=4", "engine.rows=256"]
 # A colour that is no longer tried is not learnt again. Many answers to few prompts and kl_coef
 # prevent that.
 SIXTEEN = ["train.global_batch_size=16", "rl.samples=16"]
@@ -114,8 +114,8 @@ def learn(out: Path, name: str, task: Sequence[str]) -> list[float]:
     """Train, and return the mean reward of each step."""
     more = [f"train.steps={STEPS[name]}", f"run={out / name}"]
     if name == "vllm":
-        more += ["rl.sampler=vllm", f"rl.engine={ENGINE}"]
-        more += ["rl.engine_options={skip_mm_profiling:true}"]
+        more += ["engine.name=vllm", f"engine.python={ENGINE}"]
+        more += ["engine.options={skip_mm_profiling:true}"]
     if name == "own":
         more += ["parallel.pp=2"]
     megatron_vlm("rl", *RL, *task, *more, processes=2 if name == "own" else 1)

@@ -2,6 +2,7 @@
 """The plan of a run: its counts are those of the built model, its batches those of the loader."""
 
 import json
+import re
 import shutil
 import socket
 from dataclasses import replace
@@ -21,6 +22,7 @@ from megatron_vlm.config.schema import LaunchConfig, ModelConfig, TrainConfig
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.loader import Loader, Replica
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.engines.engine_kinds import check_engine
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
@@ -215,15 +217,15 @@ def test_rl_tries_its_reward(asked, capsys):
     assert run_command("rl", "--dry-run", *failing, *given) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "only (4 samples)" in out and "(among the data)" in out
-    engine = ["rl.sampler=vllm", f"rl.engine={folder / 'python'}", f"{reward}:score"]
-    with raises(ConfigError, key="rl.engine", problem_has="cannot be started: No such file"):
+    engine = ["engine.name=vllm", f"engine.python={folder / 'python'}", f"{reward}:score"]
+    with raises(ConfigError, key="engine.python", problem_has="cannot be started: No such file"):
         run_command("rl", "--dry-run", *words, *engine)
     (folder / "python").write_text("#!/bin/sh\necho 0.32.0\n")
     (folder / "python").chmod(0o755)
     assert run_command("rl", "--dry-run", *words, *engine) == 0
     assert "vLLM 0.32.0 of" in capsys.readouterr().out
     (folder / "python").write_text("#!/bin/sh\nexit 1\n")
-    with raises(ConfigError, key="rl.engine", problem="has no vLLM"):
+    with raises(ConfigError, key="engine.python", problem="has no vLLM"):
         run_command("rl", "--dry-run", *words, *engine)
     assert not (folder / "run").exists()
 
@@ -243,7 +245,7 @@ def test_rl_describes_its_teachers(asked, tiny, capsys):
     (folder / "python").write_text("#!/bin/sh\necho 0.32.0\n")
     (folder / "python").chmod(0o755)
     both = f"rl.teacher={{asks: {teacher}, b: {tiny()}}}"
-    engines = ["rl.teacher_scorer=vllm", f"rl.engine={folder / 'python'}"]
+    engines = ["rl.teacher_scorer=vllm", f"engine.python={folder / 'python'}"]
     assert run_command("rl", "--dry-run", *words, both, *engines) == 0
     out = "".join(capsys.readouterr().out.split())
     assert f"{teacher}forasks,{tiny()}forb;reverseKLofthesampledtoken" in out
@@ -261,12 +263,12 @@ REFUSED_TEACHERS = {
     "rl.advantage=none": "rl.advantage",
     "rl.teacher=[a]": "rl.teacher",
     "rl.teacher={a: 3}": "rl.teacher",
-    "rl.teacher=a rl.teacher_scorer=vllm": "rl.engine",
+    "rl.teacher=a rl.teacher_scorer=vllm": "engine.python",
     "rl.teacher=a rl.teacher_gpus=[0]": "rl.teacher_scorer",
     "rl.teacher=a rl.teacher_top_k=2 rl.entropy_coef=0": "rl.entropy_coef",
     "rl.teacher=a rl.dynamic_sampling=true rl.reward=null": "rl.dynamic_sampling",
     "rl.teacher=a rl.eval_scores=reward rl.reward=null": "rl.eval_scores",
-    "rl.teacher={a: x, b: y} rl.teacher_scorer=vllm rl.engine=p rl.teacher_gpus=[0]": (
+    "rl.teacher={a: x, b: y} rl.teacher_scorer=vllm engine.python=p rl.teacher_gpus=[0]": (
         "rl.teacher_gpus"
     ),
 }
@@ -278,9 +280,10 @@ DEFAULTS = to_yaml(load_config(["model.path=m"]))
 @in_one_test("given", REFUSED_TEACHERS)
 def test_settings_of_teachers_are_refused(given):
     words = ["model.path=m", "data.train=d.jsonl", "train.steps=1", "rl.reward=a:b"]
-    words += [f"rl.{word}" for word in given.removeprefix("rl.").split(" rl.")]
+    words += re.split(r" (?=rl\.|engine\.)", given)
     with raises(ConfigError, key=REFUSED_TEACHERS[given]):
-        check_rl(from_yaml(DEFAULTS, words))
+        check_rl(cfg := from_yaml(DEFAULTS, words))
+        check_engine(cfg, "rl")
 
 
 def test_eval_and_serve_have_a_dry_run(asked, tiny, capsys):

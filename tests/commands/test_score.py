@@ -333,7 +333,7 @@ def test_fewer_tokens_leave_the_rest_to_all_others():
 def test_what_engines_cannot_score_is_refused(asked, tiny, capsys):
     model, engine = tiny(vocab=509), ["--engine", "/no/such/python"]
     cases = {
-        "--temperature=0.7: vLLM's log-probs of a prompt": ["--temperature", "0.7"],
+        "--temperature=0.7: an engine's log-probs of a prompt": ["--temperature", "0.7"],
         "data.add_tokens=['<x>']: the engines have": ['data.add_tokens=["<x>"]'],
         "lora.rank=16: the engines get": ["lora=default"],
         "--engine=/no/such/python cannot be started": [],

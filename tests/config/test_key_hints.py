@@ -139,11 +139,11 @@ SENTENCES = {
     "sequence_parallel": "there is no sequence parallelism",
     "train_batch_size": "train.micro_batch_size is the rows of one pass",
     "beta": "GRPO's beta is rl.kl_coef",
-    "use_vllm": "rl.sampler=vllm starts vLLM",
+    "use_vllm": "engine.name=vllm starts vLLM",
     "critic.optim.lr": "no critic is trained",
     "reward_model.model.path": "there is no reward model",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "eval.generate=true asks for a greedy",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": "rl.engine_gpus lists the GPUs",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine.devices lists the GPUs",
     "actor_rollout_ref.rollout.top_k": "as -1 does there",
     "galore_anything": "few weights are trained by adapters",
 }

@@ -31,9 +31,11 @@ from megatron_vlm.data.media.video import VideoPlan, video_patches
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.row_maker import RowMaker
-from megatron_vlm.engines import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
+from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.prompts import Prompts, seen_by_trainer, seen_videos
+from megatron_vlm.engines.sampler import Adapter, Checkpoint, SamplerError
 from megatron_vlm.engines.server.frames import WireError, head, read_frame
+from megatron_vlm.engines.vllm_sampler import VllmSampler
 from megatron_vlm.errors import NOT_GIVEN, CheckpointError, ConfigError, DataError, MegatronVLMError
 from megatron_vlm.hf.expert_layouts import ExpertStorage
 from megatron_vlm.training.worker import MegatronWorker

@@ -31,7 +31,9 @@ from megatron_vlm.data.scores.score_index import ScoreIndex
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row, continue_row
 from megatron_vlm.data.tokens.row_maker import RowMaker
-from megatron_vlm.engines import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
+from megatron_vlm.engines.engine_kinds import EngineSettings
+from megatron_vlm.engines.sampler import Adapter, Checkpoint, SamplerError
+from megatron_vlm.engines.vllm_sampler import VllmSampler
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.rl.teacher_scores import TeacherScores
 from megatron_vlm.run.scoring import score_folder

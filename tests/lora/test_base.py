@@ -20,7 +20,8 @@ from megatron_vlm.cli import main
 from megatron_vlm.commands.eval import locate
 from megatron_vlm.config import load_config
 from megatron_vlm.config.base_types import base_bytes
-from megatron_vlm.config.command_checks import check_engine, check_serve
+from megatron_vlm.config.command_checks import check_serve
+from megatron_vlm.engines.engine_kinds import check_engine
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.block_weight import NF4_VALUES, BlockCodes, BlockWeight, rounded
@@ -365,9 +366,9 @@ def test_a_configuration_is_refused(words):
 
 
 def test_engines_and_services_load_other_weights(tmp_path):
-    cfg = load_config(["model.path=x", "lora=default", "lora.base=nf4", "rl.sampler=vllm"])
-    cfg = replace(cfg, rl=replace(cfg.rl, engine="python"))
-    with raises(ConfigError, key="lora.base", remedy_has="rl.sampler=own"):
+    cfg = load_config(["model.path=x", "lora=default", "lora.base=nf4", "engine.name=vllm"])
+    cfg = replace(cfg, engine=replace(cfg.engine, python="python"))
+    with raises(ConfigError, key="lora.base", remedy_has="engine.name=own"):
         check_engine(cfg, "rl")
     with raises(ConfigError, key="lora.rank", remedy_has="serve.max_rank"):
         check_serve(cfg)

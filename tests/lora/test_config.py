@@ -15,7 +15,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.lora.targets import adapted_specs, is_of_experts, module_of
 from megatron_vlm.lora.weights import adapted_weights
 from megatron_vlm.model.constraints import check_supported
-from megatron_vlm.rl.vllm_engines import has_tower_weights
+from megatron_vlm.rl.policy_engine import has_tower_weights
 from tests.support.error_fields import raises
 from tests.support.reference import load_reference
 

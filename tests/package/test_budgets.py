@@ -27,7 +27,7 @@ BUDGETS = {
     "lines of planner": 2_650,
     "lines of lora": 1_270,
     "lines of serve": 8_450,
-    "lines of engines": 2_080,
+    "lines of engines": 2_270,
     "lines of report": 3_540,
     "lines of user_code": 1_140,
     "lines of hf": 2_510,
@@ -44,11 +44,11 @@ BUDGETS = {
     "files": 492,
     "files over 300 lines": 20,
     "small files with one importer": 34,
-    "keys": 222,
+    "keys": 216,
     "commands": 20,
     "words of docs": 54_000,
     "words of README": 450,
-    "lines of tests": 61_660,
+    "lines of tests": 61_850,
 }
 
 # Of tests/durations.json, which `.ci/run` writes: the sum of the quick tests, which two processes

@@ -156,3 +156,35 @@ def defined(node: ast.stmt) -> list[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     names = [target.id for target in targets if isinstance(target, ast.Name)]
     return [name for name in names if name.isupper()]
+
+
+# They know settings of vLLM by themselves: benchmarks run its own server, model cards tell how to
+# serve an export, and configurations of other trainers name it.
+WITH_VLLM = ("engines/", "commands/bench/", "commands/import_config/", "hf/model_card.py")
+
+
+def words_of(node: ast.AST) -> list[str]:
+    """Return what code calls a thing by: names, modules, and texts that are a single word."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+            return [name]
+        case ast.keyword(arg=str(name)) | ast.Constant(value=str(name)) if " " not in name:
+            return [name]
+        case ast.ImportFrom(module=str(module), names=aliases):
+            return [module, *(alias.name for alias in aliases)]
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+    return []
+
+
+def test_only_engines_know_vllm():
+    """Other code asks for an engine by its name. Messages to users may show it as an example."""
+    found = {}
+    for file in PACKAGE.rglob("*.py"):
+        where = str(file.relative_to(PACKAGE))
+        if not where.startswith(WITH_VLLM) and "other_trainers" not in where:
+            tree = ast.parse(file.read_text())
+            names = [name for node in ast.walk(tree) for name in words_of(node)]
+            found[where] = [name for name in names if "vllm" in name.lower() and "=" not in name]
+            found[where] += ["its file"] * ("vllm" in file.name)
+    assert {where: names for where, names in found.items() if names} == {}

@@ -57,7 +57,7 @@ PLACES = {
     "train file": ("NAME: VALUE\n", "train --cfg job --config FILE"),
     "rl engine": ("rl: {engine_options: {NAME: VALUE}}\n", "rl --cfg job --config FILE"),
     "rl nested": ("rl: {engine_options: {a: {NAME: VALUE}}}\n", "rl --cfg job --config FILE"),
-    "serve engine": ("", "serve --cfg job +serve.engine_options.NAME=VALUE"),
+    "serve engine": ("", "serve --cfg job +engine.options.NAME=VALUE"),
     "a command without keys": ("", "report runs/none --NAME VALUE"),
     "no command": ("", "NAME=VALUE train"),
 }

@@ -27,9 +27,9 @@ TOLERANCE_BF16 = 0.25
 # pack the experts again after an update.
 TOLERANCE_OF_EXPERTS = 1.0
 ENGINE = [
-    "rl.sampler=vllm",
-    f"rl.engine={ENVIRONMENT}/bin/python",
-    "rl.engine_options={skip_mm_profiling:true}",
+    "engine.name=vllm",
+    f"engine.python={ENVIRONMENT}/bin/python",
+    "engine.options={skip_mm_profiling:true}",
     "data.max_tokens=300",
 ]
 
@@ -127,7 +127,7 @@ def test_a_teacher_in_an_engine_teaches_what_one_on_the_ranks_does(pool, folder,
     taught = ["rl=distill", f"rl.teacher={teacher}", "rl.teacher_top_k=4", "data.max_tokens=300"]
     taught += ["rl.kl_coef=null", "rl.entropy_coef=null", "rl.reward=null"]
     own = learnt(pool, 1, folder, model, "taught", *taught)
-    engine = [f"rl.engine={ENVIRONMENT}/bin/python", "rl.teacher_scorer=vllm"]
+    engine = [f"engine.python={ENVIRONMENT}/bin/python", "rl.teacher_scorer=vllm"]
     engine += ["rl.teacher_options={skip_mm_profiling:true}", "parallel.pp=2"]
     run = learnt(pool, 2, folder, model, "taught-by-engine", *taught, *engine)
     for actual, expected in zip(lines(run, "rl"), lines(own, "rl"), strict=True):

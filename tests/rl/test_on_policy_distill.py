@@ -395,7 +395,7 @@ def by_engine(folder: Path, teacher: str, name: str, **options: Any) -> list[str
     options["mm_processor_cache_gb"] = 1  # it has no processor whose patches could be compared
     entries = ", ".join(f"{key}: {value}" for key, value in options.items())
     return [
-        *(*DISTIL, f"rl.teacher={teacher}", "rl.teacher_scorer=vllm", f"rl.engine={python}"),
+        *(*DISTIL, f"rl.teacher={teacher}", "rl.teacher_scorer=vllm", f"engine.python={python}"),
         f"rl.teacher_options={{{entries}}}",
     ]
 

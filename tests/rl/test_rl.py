@@ -460,10 +460,10 @@ REFUSED = {
     f"rl.environment={TASKS}:Looks": "rl.reward is set, and so is rl.environment",
     "rl.samples=1": "rl.samples=1",
     "rl.temperature=0": "rl.temperature=0",
-    "rl.sampler=vllm": "rl.engine is not set, and rl.sampler=vllm",
-    "rl.off_policy_steps=1": "give rl.sampler=vllm",
+    "engine.name=vllm": "engine.python is not set, and engine.name=vllm",
+    "rl.off_policy_steps=1": "give engine.name=vllm",
     "rl.updates=4": "rl.updates=4 exceeds train.global_batch_size=3",
-    "rl.engine=/usr/bin/python3": "starts no engine",
+    "engine.python=/usr/bin/python3": "starts no engine",
     "rl.los=ppo": "rl.loss",
     "rl.reward=rewards.py": "rl.reward",
 }

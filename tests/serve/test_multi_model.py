@@ -267,7 +267,7 @@ def test_samples_come_and_go_and_wait_between_turns(layout, tiny, tmp_path):
     The turns end after one look at the pending calls.
     """
     path, port = tiny(vocab=VOCAB), free_port()
-    few = ("serve.sampler_rows=3", "serve.sampling_seconds=0.001", *layout)
+    few = ("engine.rows=3", "serve.sampling_seconds=0.001", *layout)
     with served(path, tmp_path, port, *few) as running, Client(running.url, path) as client:
         model, other = client.model(2, seed=1), client.sampler(base_model=path)
         model.gradients(data_of(path, 0))

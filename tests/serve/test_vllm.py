@@ -39,10 +39,10 @@ TOLERANCE = 1e-5
 TOLERANCE_BF16 = 0.25
 PATIENCE_S = 120.0
 ENGINE = [
-    "serve.sampler=vllm",
-    f"serve.engine={ENVIRONMENT}/bin/python",
-    "serve.engine_options={skip_mm_profiling: true}",
-    "serve.engine_max_len=512",
+    "engine.name=vllm",
+    f"engine.python={ENVIRONMENT}/bin/python",
+    "engine.options={skip_mm_profiling: true}",
+    "engine.max_len=512",
     "serve.max_rank=8",
 ]
 PROMPTS: list[Chunks] = [

@@ -23,11 +23,16 @@ import pytest
 
 from megatron_vlm.config import load_config
 from megatron_vlm.config.command_checks import check_serve
-from megatron_vlm.engines import EngineSettings
-from megatron_vlm.engines.engine_thread import Engines
+from megatron_vlm.config.schema import EngineConfig
+from megatron_vlm.engines.engine_kinds import EngineSettings, check_engine, engine_kind
+from megatron_vlm.engines.engine_thread import EngineThread
+from megatron_vlm.engines.sampler import Capacity
 from megatron_vlm.engines.server.adapter_folders import rank_for
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.serve.engine_admission import Admission
+from megatron_vlm.serve.engine_samples import EngineSampling
+from megatron_vlm.serve.engine_weights import FORM, SampleWeights
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
@@ -42,9 +47,6 @@ from megatron_vlm.serve.rank_models import ModelSettings
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.sample_calls import SampleBounds, StopWords, _spread_seed
-from megatron_vlm.serve.vllm_admission import Admission
-from megatron_vlm.serve.vllm_samples import MIN_TEMPERATURE, EngineSampling
-from megatron_vlm.serve.vllm_weights import FORM, SampleWeights
 from tests.support.fake_engine import DEADLY, HELD, SLOW, contents, ids_of, number_of
 from tests.support.pool import free_port
 from tests.support.ports import descendants
@@ -96,7 +98,7 @@ class Desk:
     folder: str
     journal: Journal
     engine_sampling: EngineSampling
-    engines: Engines
+    engines: EngineThread
     session: str
     numbers: Any = field(default_factory=count)
 
@@ -164,22 +166,29 @@ def desk(tiny, tmp_path) -> Iterator[Desk]:
         yield open_desk(tiny(), tmp_path, opened)
 
 
-def open_desk(folder: str, run: Path, opened: ExitStack, adapters: int = 2, **more: Any) -> Desk:
-    (run / "weights").mkdir(exist_ok=True)
+def open_desk(
+    folder: str,
+    run: Path,
+    opened: ExitStack,
+    adapters: int = 2,
+    engine: str = "vllm",
+    **more: Any,
+) -> Desk:
+    (run / "weights").mkdir(parents=True, exist_ok=True)
     journal = Journal(run)
     opened.callback(journal.close)
     reader = RowReader(load_config([f"model.path={folder}"]), folder, read_sizes(folder))
     stops = StopWords((), {}.get)
-    bounds = SampleBounds(4, 64, "the engine", MIN_TEMPERATURE)
+    bounds = SampleBounds(4, 64, "the engine", engine_kind("vllm").min_temperature)
     prefetcher = RequestPrefetcher(journal, reader, stops, bounds, 1)
-    engines = Engines()
+    engines = EngineThread()
     opened.callback(engines.close)
     options = options_of(run) | more
     settings = EngineSettings(
         python_of(run), folder, max_len=64, lora_rank=8, adapters=adapters, options=options
     )
-    engines.start(settings, (), lambda: None)
-    engine_sampling = EngineSampling(engines, journal, prefetcher, adapters)
+    engines.start(EngineConfig(engine), settings, lambda: None)
+    engine_sampling = EngineSampling(engines, journal, prefetcher, folder)
     engine_sampling.start()
     opened.callback(engine_sampling.close)
     return Desk(
@@ -259,7 +268,7 @@ def test_whole_weights_outlive_their_snapshot_in_the_engine(desk):
     held = desk.ask(x, HELD, 1)
     until(lambda: len(desk.asked) == 1)
     shutil.rmtree(desk.run / "weights" / "x")
-    [replica] = desk.engines.sampler.replicas
+    [replica] = desk.engines.engine.replicas
     os.kill(replica.engine.process.pid, signal.SIGKILL)
     until(lambda: len(desk.asked) == 2)
     desk.release()
@@ -445,7 +454,7 @@ def come_in(admission: Admission, swap_s: float = 0.0) -> list[Call]:
 
 
 def waiting(clock: Clock, *calls: Call, engines: int = 1) -> Admission:
-    admission = Admission(2, engines, clock)
+    admission = Admission(Capacity(512 * engines, 0, adapters=2), clock)
     for each in calls:
         admission.wait(each, BASE)
     return admission
@@ -472,7 +481,7 @@ def test_there_is_room_for_so_many():
 def test_so_many_adapters_are_under_way():
     """And nobody comes in before the next one, whose turn it is, has room."""
     snapshots = [SampleWeights(adapter=Path(name)) for name in "abc"]
-    admission = Admission(2, 1, Clock())
+    admission = Admission(Capacity(512, 0, adapters=2), Clock())
     for number in range(6):
         admission.wait(call(number), snapshots[number // 2])
     entered = come_in(admission)
@@ -517,8 +526,8 @@ def test_other_weights_come_when_those_there_have_had_their_time():
 
 def settings(folder: Path, given: Any = None) -> list[str]:
     options = ",".join(f"{name}:{value}" for name, value in (given or options_of(folder)).items())
-    engine = [f"serve.engine={python_of(folder)}", f"serve.engine_options={{{options}}}"]
-    return ["serve.sampler=vllm", "serve.engine_max_len=64", "serve.max_rank=8", *engine]
+    engine = [f"engine.python={python_of(folder)}", f"engine.options={{{options}}}"]
+    return ["engine.name=vllm", "engine.max_len=64", "serve.max_rank=8", *engine]
 
 
 @dataclass
@@ -713,25 +722,25 @@ def test_forms_for_the_engine_are_made_once(life):
 
 
 REFUSALS = {
-    "serve.engine is not set": (
-        ["serve.sampler=vllm"],
-        "serve.engine is not set",
+    "engine.python is not set": (
+        ["engine.name=vllm"],
+        "engine.python is not set",
     ),
-    "no engine": (["serve.engine=/usr/bin/python3"], "serve.sampler=own starts no engine"),
-    "gpus": (["serve.engine_gpus=[1]"], "serve.sampler=own starts no engine"),
-    "options": (["serve.engine_options={a:1}"], "serve.sampler=own starts no engine"),
-    "no dict": (["serve.engine_options=3"], "serve.engine_options=3; give {NAME: VALUE}"),
+    "no engine": (["engine.python=/usr/bin/python3"], "engine.name=own starts no engine"),
+    "gpus": (["engine.devices=[1]"], "engine.name=own starts no engine"),
+    "options": (["engine.options={a:1}"], "engine.name=own starts no engine"),
+    "no dict": (["engine.options=3"], "engine.options=3; give {NAME: VALUE}"),
     "new tokens": (
-        ["serve.sampler=vllm", "serve.engine=python", 'data.add_tokens=["<a>"]'],
-        "serve.sampler=vllm starts an engine from model.path, which lacks the tokens",
+        ["engine.name=vllm", "engine.python=python", 'data.add_tokens=["<a>"]'],
+        "engine.name=vllm starts an engine from model.path, which lacks the tokens",
     ),
     "ranks": (
-        ["serve.sampler=vllm", "serve.engine=python", "serve.max_rank=513"],
+        ["engine.name=vllm", "engine.python=python", "serve.max_rank=513"],
         "serve.max_rank=513 exceeds",
     ),
     "muon": (["optim=muon"], "optim.name=muon: clients send settings of AdamW"),
-    "length": (["serve.engine_max_len=0"], "serve.engine_max_len=0; give"),
-    "sampler": (["serve.sampler=sglang"], "serve.sampler=sglang; give own or vllm"),
+    "length": (["engine.max_len=0"], "engine.max_len=0; give"),
+    "sampler": (["engine.name=sglang"], "engine.name=sglang; give own or vllm"),
 }
 
 
@@ -739,14 +748,15 @@ REFUSALS = {
 def test_what_cannot_be_is_refused_at_once(tiny, name):
     given, said = REFUSALS[name]
     with pytest.raises(ConfigError) as refused:
-        check_serve(load_config([f"model.path={tiny()}", *given]))
+        check_serve(cfg := load_config([f"model.path={tiny()}", *given]))
+        check_engine(cfg, "serve")
     assert said in str(refused.value)
 
 
 @pytest.mark.slow
 def test_an_engine_without_vllm_ends_the_service(tiny, tmp_path):
     """Before anybody could reach it."""
-    given = ["serve.sampler=vllm", f"serve.engine={sys.executable}", "serve.max_rank=8"]
+    given = ["engine.name=vllm", f"engine.python={sys.executable}", "serve.max_rank=8"]
     with pytest.raises(AssertionError, match=f"python={sys.executable} "):
         start(tiny(), tmp_path / "run", free_port(), *given)
     assert os.path.exists(tmp_path / "run" / "said.txt")

@@ -139,7 +139,7 @@ for MODEL in Qwen/Qwen3-VL-2B-Instruct; do train 0.5 "$@"; done
   --max_completion_length 1024 --use_vllm true --vllm_mode colocate --temperature 0.9
 """,
         {"train.global_batch_size": 4, "rl.samples": 8, "rl.kl_coef": 0.04, "rl.temperature": 0.9}
-        | {"rl.aggregate": "sequences", "rl.sampler": "vllm"},
+        | {"rl.aggregate": "sequences", "engine.name": "vllm"},
         "reward_funcs=[external_math,format]: a reward is a function",
     ),
     "Megatron-SWIFT: experts over tensor parallel ranks": (

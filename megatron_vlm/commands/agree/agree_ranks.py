@@ -25,7 +25,7 @@ from megatron_vlm.distributed.agreement import fail_together, store_barrier
 from megatron_vlm.distributed.collectives import all_gather_json, broadcast_bytes, broadcast_json
 from megatron_vlm.distributed.process import UNLIKE, rank_of_process, run_process
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.engines import SamplerError
+from megatron_vlm.engines.sampler import SamplerError
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.report.show_report import show_report

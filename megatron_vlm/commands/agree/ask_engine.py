@@ -16,7 +16,8 @@ from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.engines import EngineSettings, VllmSampler
+from megatron_vlm.engines.engine_kinds import EngineSettings, engine_for, engine_of_flags
+from megatron_vlm.engines.sampler import Engine
 from megatron_vlm.errors import DataError
 from megatron_vlm.run.evaluation.held_out_sets import question_of
 from megatron_vlm.training.worker import MegatronWorker
@@ -46,7 +47,7 @@ class Asking:
     answered: list[AnsweredPrompt] = field(default_factory=list)
     stop_id: int = 0
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
-    sampler: VllmSampler | None = None
+    engine: Engine | None = None
 
     def open(self) -> None:
         """Choose prompts that are spread over the data."""
@@ -64,28 +65,27 @@ class Asking:
         """Start the engine with room for prompts of these sizes."""
         rows = [row for _, row in self.prompts]
         is_cuda = self.worker.platform.is_cuda
-        options: dict[str, Any] = {"mm_processor_cache_gb": 0, "skip_mm_profiling": not is_cuda}
-        if is_cuda and self.settings.devices is None:
-            options["gpu_memory_utilization"] = _SHARE
-        engine = EngineSettings(
-            self.settings.engine,
+        devices = self.settings.devices
+        engine = engine_of_flags(
+            self.cfg.engine, self.settings.engine, () if devices is None else (devices,)
+        )
+        settings = EngineSettings.from_config(
+            engine,
             str(self.worker.source.path),
-            self.dtype,
+            dtype=self.dtype,
             max_len=max(len(row.ids_S) for row in rows) + self.settings.max_tokens,
             pictures=max(1, *(_count(row.image_grid_I3) for row in rows)),
             videos=max(_count(row.video_grid_I3) for row in rows),
-            options=options,
+            is_inspected=True,
+            reserves_media=is_cuda,
+            memory_share=_SHARE if is_cuda and devices is None else None,
         )
-        devices = self.settings.devices
-        variables = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        self.sampler = self.runner.run(
-            self._run_with_heartbeat(VllmSampler.start(engine, [variables]))
-        )
+        self.engine = self.runner.run(self._run_with_heartbeat(engine_for(engine, settings)))
 
     def update(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Give the trainer's weights to the engine."""
-        assert self.sampler is not None
-        self.runner.run(self.sampler.update(named, 1))
+        assert self.engine is not None
+        self.runner.run(self.engine.update(named, 1))
 
     def ask(self) -> None:
         """Request the answers to all prompts at the same time."""
@@ -102,14 +102,16 @@ class Asking:
     async def _ask_one(
         self, seed: int, where: str, row: Row, tables: PixelTables
     ) -> AnsweredPrompt:
-        assert self.sampler is not None
+        assert self.engine is not None
         stop_ids = (self.stop_id,)
         sampling = SamplingSettings(
             self.settings.max_tokens, self.settings.temperature, stop_ids=stop_ids
         )
         try:
-            prompt = compare(where, row, await self.sampler.inspect(row), tables)
-            answers = await self.sampler.sample(row, sampling, [seed]) if prompt.ids else [None]
+            view = await self.engine.inspect(row)
+            assert view is not None, "an engine of one process that was started for it"
+            prompt = compare(where, row, view, tables)
+            answers = await self.engine.sample(row, sampling, [seed]) if prompt.ids else [None]
         except DataError as error:
             raise DataError(**error.within(where).fields()) from error
         self.worker.watchdog.busy()
@@ -129,8 +131,8 @@ class Asking:
 
     def close(self) -> None:
         """Shut the engine down."""
-        if self.sampler is not None:
-            self.runner.run(self.sampler.close())
+        if self.engine is not None:
+            self.runner.run(self.engine.close())
         self.runner.close()
 
 

@@ -19,7 +19,7 @@ from megatron_vlm.commands.bench.lmms_eval import (
 from megatron_vlm.commands.bench.model_server import BenchModel, ServerSettings, served_model
 from megatron_vlm.commands.chat.command import find_model
 from megatron_vlm.config import read_saved
-from megatron_vlm.engines.find_vllm import find_vllm
+from megatron_vlm.engines.engine_kinds import DEFAULT_ENGINE, engine_kind
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.export_folder import add_to_card
 from megatron_vlm.io.atomic import blake2b, write_text
@@ -42,9 +42,9 @@ def run_benchmarks(args: argparse.Namespace) -> None:
     settings = _settings(args)
     run = home_path(args.run_folder).absolute()
     before, after = models_of(run)
-    vllm = find_vllm(settings.server.engine, "--engine")
+    version = engine_kind(DEFAULT_ENGINE).version(settings.server.engine, "--engine")
     suite = f"{args.suite} {find_lmms_eval(settings.suite.python)}"
-    print(f"{suite}, vLLM {vllm}: {', '.join(settings.tasks)}", flush=True)
+    print(f"{suite}, {version}: {', '.join(settings.tasks)}", flush=True)
     scores = [run_model(settings, model, run / "bench" / args.suite) for model in (before, after)]
     benchmark = write_benchmark(run, suite, compare_scores(*scores))
     _publish(run, benchmark, after)

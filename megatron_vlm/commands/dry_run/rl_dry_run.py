@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from rich.console import Console
@@ -21,7 +21,7 @@ from megatron_vlm.config.teachers import ALL_SOURCES, teachers_of
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.engines.find_vllm import find_vllm
+from megatron_vlm.engines.engine_kinds import describe_engine
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.export_folder import check_push
@@ -47,7 +47,7 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
     console = Console(highlight=False)
     if cfg.checkpoint.push is not None:
         check_push(cfg.checkpoint.push)
-    sampler = _sampler(cfg)
+    sampler = describe_sampler(cfg)
     model = plan_model(cfg, console, gpus, memory)
     data = open_training_data(model, prompts_only=True)
     assert isinstance(data, DataSet), "config/command_checks.py refuses streams"
@@ -74,16 +74,13 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
     return 0
 
 
-def _sampler(cfg: Config) -> str:
-    if cfg.rl.sampler == "own":
-        return f"the trainer's own decoder, {cfg.rl.sampler_rows} rows a pass in each replica"
-    version = find_vllm(str(cfg.rl.engine), "rl.engine")
-    return f"vLLM {version} of {cfg.rl.engine}{engine_places(cfg.rl.engine_gpus)}"
-
-
-def engine_places(gpus: tuple[str, ...]) -> str:
-    """Describe the GPUs of the engines."""
-    return f", on GPUs {' and '.join(gpus)}" if gpus else ""
+def describe_sampler(cfg: Config) -> str:
+    """Describe what draws the answers. Raise ConfigError for an engine that is missing."""
+    engine = cfg.engine
+    if engine.name == "own":
+        return f"the trainer's own decoder, {engine.rows} rows a pass in each replica"
+    places = f", on GPUs {' and '.join(engine.devices)}" if engine.devices else ""
+    return describe_engine(engine) + places
 
 
 @dataclass(frozen=True)
@@ -139,10 +136,10 @@ def describe_teachers(model: PlannedModel) -> dict[str, str]:
     if rl.teacher_top_k:
         targets = f"its {rl.teacher_top_k} most likely tokens and the rest"
     lines = {"teacher": f"{', '.join(names)}; reverse KL of {targets}, times {rl.teacher_coef:g}"}
-    if rl.teacher_scorer == "vllm":
+    if rl.teacher_scorer != "own":
         count = max(len(rl.teacher_gpus), len(set(teachers_of(rl.teacher).values())))
-        version = find_vllm(str(rl.engine), "rl.engine")
-        return lines | {"scores": f"vLLM {version} of {rl.engine}, {_engines(count)}"}
+        scorer = describe_engine(replace(cfg.engine, name=rl.teacher_scorer))
+        return lines | {"scores": f"{scorer}, {_engines(count)}"}
     text = "; ".join(_memory_of(model, path) for path in distinct_teachers(cfg))
     return lines | {"scores": f"on the ranks, which need in addition: {text}"}
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_vlm.commands.dry_run.command import PlannedModel, plan_model
-from megatron_vlm.commands.dry_run.rl_dry_run import engine_places
+from megatron_vlm.commands.dry_run.rl_dry_run import describe_sampler
 from megatron_vlm.config.command_checks import loaded_counts
 from megatron_vlm.config.schema import Config, LoraConfig
-from megatron_vlm.engines.find_vllm import find_vllm
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.planner.memory import StageMemory, estimate
@@ -28,10 +27,7 @@ def serve_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = Non
     names = None if serve.keys is None else sorted(ApiKeys(Path(serve.keys)).names())
     check_host(serve.host, has_keys=names is not None)
     check_port(serve.host, serve.port)
-    sampler = f"the trainer's own decoder, {serve.sampler_rows} rows a pass in each replica"
-    if serve.sampler == "vllm":
-        version = find_vllm(str(serve.engine), "serve.engine")
-        sampler = f"vLLM {version} of {serve.engine}{engine_places(serve.engine_gpus)}"
+    sampler = describe_sampler(cfg)
     model = plan_model(cfg, console, gpus, memory)
     dims, target = model.dims, model.target
     of = f", of {target.available}" if target.available else ""

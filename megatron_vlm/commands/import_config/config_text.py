@@ -51,8 +51,8 @@ def _head(t: Translation) -> Iterator[str]:
     more = ""
     if t.is_rl:
         more += f" {REWARD_LINE}"
-    if "rl.sampler" in t.lines and t.lines["rl.sampler"].value == "vllm":
-        more += " rl.engine=.venv-vllm/bin/python"
+    if "engine.name" in t.lines and t.lines["engine.name"].value == "vllm":
+        more += " engine.python=.venv-vllm/bin/python"
     yield "# Look at it, then start it:"
     yield f"#   megatron-vlm {command} --config FILE.yaml{more} --dry-run --gpus {t.gpus or 8}"
     yield f"#   megatron-vlm {command} --config FILE.yaml{more}"

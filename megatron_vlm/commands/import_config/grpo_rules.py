@@ -49,7 +49,7 @@ def translate_answers(t: Translation) -> None:
     for key, name in {
         "rl.samples": "num_generations",
         "rl.max_new_tokens": "max_completion_length",
-        "rl.engine_max_len": "vllm_max_model_len",
+        "engine.max_len": "vllm_max_model_len",
         "rl.temperature": "temperature",
         "rl.top_p": "top_p",
     }.items():
@@ -74,10 +74,10 @@ def translate_answers(t: Translation) -> None:
 
 
 def translate_sampler(t: Translation, engine: Setting | None) -> None:
-    """Set rl.sampler by the setting that names an engine, or that turns vLLM on."""
+    """Set engine.name by the setting that names an engine, or that turns vLLM on."""
     if engine is None:
         return
     if str(engine.value) == "vllm" or (engine.name.endswith("use_vllm") and t.flag(engine)):
-        t.put("rl.sampler", "vllm", engine, note="needs rl.engine: see the head of this file")
+        t.put("engine.name", "vllm", engine, note="needs engine.python: see the head of this file")
     elif not engine.name.endswith("use_vllm"):
-        t.differ("vLLM is the only engine, and rl.sampler=own the trainer's own decoder", engine)
+        t.differ("vLLM is the only engine, and engine.name=own the trainer's own decoder", engine)

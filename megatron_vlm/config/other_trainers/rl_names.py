@@ -33,15 +33,15 @@ _SAMPLING = (
     "else changes their probabilities"
 )
 _SAMPLER = (
-    "rl.sampler=vllm starts vLLM in the Python environment of rl.engine; rl.sampler=own is the "
-    "trainer's own decoder"
+    "engine.name=vllm starts vLLM in the Python environment of engine.python; engine.name=own is "
+    "the trainer's own decoder"
 )
 _ENGINE = (
-    "rl.engine_options={NAME: VALUE} sets the EngineArgs of vLLM, such as gpu_memory_utilization; "
-    "it belongs to rl.sampler=vllm"
+    "engine.options={NAME: VALUE} sets the EngineArgs of vLLM, such as gpu_memory_utilization; "
+    "it belongs to engine.name=vllm"
 )
 _ENGINE_GPUS = (
-    "rl.engine_gpus lists the GPUs of each engine: an item such as '6,7' is one engine over two, "
+    "engine.devices lists the GPUs of each engine: an item such as '6,7' is one engine over two, "
     "and its tensor parallel size is 2"
 )
 _ADVANTAGE = "rl.advantage is grpo, rloo or dr_grpo; only grpo divides by the standard deviation"
@@ -54,7 +54,7 @@ _POLICY_LOSS = (
     "importance_sampling"
 )
 _WEIGHTS = (
-    "rl.max_weight truncates the importance weight of each token of an engine; rl.sampler=own "
+    "rl.max_weight truncates the importance weight of each token of an engine; engine.name=own "
     "needs none"
 )
 _REFERENCE = "the reference of rl.kl_coef is the initial model, and it never changes"
@@ -96,12 +96,10 @@ RL_SENTENCES = {
         "enable_chunked_prefill engine_kwargs"
     ),
     _ENGINE_GPUS: "vllm_tensor_parallel_size rollout.tensor_model_parallel_size",
-    "rl.engine_max_len is the tokens of a row in an engine: a prompt with its images, and all "
+    "engine.max_len is the tokens of a row in an engine: a prompt with its images, and all "
     "answers": "vllm_max_model_len max_model_len",
-    "rl.engine_pictures and rl.engine_videos are the most of each in a row": (
-        "limit_mm_per_prompt"
-    ),
-    "engines keep their memory while the trainer works: rl.engine_options="
+    "engine.pictures and engine.videos are the most of each in a row": ("limit_mm_per_prompt"),
+    "engines keep their memory while the trainer works: engine.options="
     "{gpu_memory_utilization: 0.3} shares a GPU": "sleep_level free_cache_engine",
     _ADVANTAGE: "adv_estimator scale_rewards",
     _AGGREGATE: "loss_agg_mode",

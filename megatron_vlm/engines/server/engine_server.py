@@ -22,7 +22,7 @@ from adapter_folders import NamedAdapters, rank_for, write_nothing
 from channel import ParentChannel
 from cpu_fixes import fix_vllm_on_cpu
 from frames import Message
-from prompt_scores import scoring_params, table_of
+from request_params import answer_of, sampling_params, scoring_params, table_of
 from vllm_prompt import inspect_request, to_vllm_prompt
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -271,43 +271,6 @@ class Server:
             about, values = tensor
             dtype = getattr(torch, about["dtype"])
             yield about["name"], torch.frombuffer(values, dtype=dtype).view(about["shape"])
-
-
-def sampling_params(settings: Message, never: list[int], seed: int, special: list[str]) -> Any:
-    """Return vLLM's parameters. Only the settings end an answer. Log-probs are the model's own,
-    which is vLLM's default, `raw_logprobs`. Stop strings are searched in the text without `special`
-    tokens, as this package's own sampler does, unless a stop string contains such a token."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    stops = settings["stop_strings"]
-    shown = any(token in stop for stop in stops for token in special)
-    return SamplingParams(
-        max_tokens=settings["max_tokens"],
-        temperature=settings["temperature"],
-        top_k=settings["top_k"],
-        top_p=settings["top_p"],
-        seed=seed,
-        stop=stops or None,
-        stop_token_ids=settings["stop_ids"],
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=bool(stops),
-        skip_special_tokens=not shown,
-        logit_bias=dict.fromkeys(never, float("-inf")),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def answer_of(output: Any) -> Message:
-    """Return the ids and log-probs of a sample and the reason why it ended."""
-    completion = output.outputs[0]
-    ids = list(completion.token_ids)
-    log_probs = [
-        candidates[token].logprob
-        for token, candidates in zip(ids, completion.logprobs, strict=True)
-    ]
-    return {"ids": ids, "log_probs": log_probs, "ended": completion.finish_reason}
 
 
 def _unlike_ids_message(ids: list[int], expected: list[int]) -> str:

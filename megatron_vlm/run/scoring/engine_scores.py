@@ -1,4 +1,4 @@
-"""Scoring by vLLM engines: rows go to them in order, with their pictures, and this process writes
+"""Scoring by engines: rows go to them in order, with their pictures, and this process writes
 the files. It holds no model.
 
 Shapes: S tokens of a row, N supervised ones, J the most likely tokens of each, R these and all
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, EngineConfig
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.scores.score_file import RecordScore, supervised_positions
 from megatron_vlm.data.scores.score_index import check_folder
@@ -27,10 +27,9 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.rank0 import result_of
-from megatron_vlm.engines import EngineSettings
-from megatron_vlm.engines.engine_thread import Engines, side_by_side
+from megatron_vlm.engines.engine_kinds import EngineSettings
+from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.engines.processed_prompt import describe_difference
-from megatron_vlm.engines.vllm_sampler import MAX_LOG_PROBS, SCORES_AT_ONCE
 from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.checkpoint_files import weights_digest
@@ -72,11 +71,9 @@ class _Rows:
 class EngineScorer:
     """The data sets of a configuration, the folder of their scores, and the engines."""
 
-    def __init__(
-        self, cfg: Config, path: Path, settings: ScoreSettings, python: str, gpus: Sequence[str]
-    ):
-        """Open the sets and the folder. `gpus` are those of each engine."""
-        self.cfg, self.settings, self.python, self.gpus = cfg, settings, python, gpus
+    def __init__(self, cfg: Config, path: Path, settings: ScoreSettings, engine: EngineConfig):
+        """Open the sets and the folder."""
+        self.cfg, self.settings, self.engine = cfg, settings, engine
         self.model = folder_of(cfg.model.path, weights=True)
         self.platform: Platform = pick_platform(cfg.platform)
         sizes = read_sizes(cfg.model.path)
@@ -97,9 +94,9 @@ class EngineScorer:
         if not missing:
             return
         with ExitStack() as opened:
-            engines = Engines()
+            engines = EngineThread()
             opened.callback(engines.close)
-            engines.start(self._engine_settings(), self.gpus, _wait)
+            engines.start(self.engine, self._engine_settings(), _wait)
             for scored_set, files in self.folder.gaps():
                 for name, records in self._chunks(engines, scored_set, files):
                     self.folder.write(name, records)
@@ -107,26 +104,23 @@ class EngineScorer:
                     report(done, missing)
 
     def _engine_settings(self) -> EngineSettings:
-        """Return the settings of engines that take every row, and draw one token after it."""
+        """Return the settings of engines that take every row, and one token that is drawn after
+        it."""
         indexes = [index for each in self.folder.sets if each.data for index in each.data.indexes]
-        options: dict[str, Any] = {
-            "mm_processor_cache_gb": 0,  # such an engine shows what it sees
-            "skip_mm_profiling": not self.platform.is_cuda,
-        }
-        if self.settings.top_k > MAX_LOG_PROBS:
-            options["max_logprobs"] = self.settings.top_k
-        return EngineSettings(
-            self.python,
+        return EngineSettings.from_config(
+            self.engine,
             str(self.model),
-            self.precision,
+            dtype=self.precision,
             max_len=1 + max(int(index.longest.max()) for index in indexes),
             pictures=max(1, *(int(index.images.max()) for index in indexes)),
             videos=max(int(index.videos.max()) for index in indexes),
-            options=options | side_by_side(self.gpus),
+            top_k=self.settings.top_k,
+            is_inspected=True,
+            reserves_media=self.platform.is_cuda,
         )
 
     def _chunks(
-        self, engines: Engines, opened: OpenedSet, files: Sequence[MissingFile]
+        self, engines: EngineThread, opened: OpenedSet, files: Sequence[MissingFile]
     ) -> Iterator[tuple[str, list[RecordScore]]]:
         """Yield the records of neighbouring files."""
         data, cfg = opened.data, self.cfg.data
@@ -139,10 +133,10 @@ class EngineScorer:
             yield file.name, list(self._records(engines, data, pairs))
 
     def _records(
-        self, engines: Engines, data: DataSet, pairs: Iterator[tuple[int, Any]]
+        self, engines: EngineThread, data: DataSet, pairs: Iterator[tuple[int, Any]]
     ) -> Iterator[RecordScore]:
         """Yield the scores of records in order. Enough rows are with the engines at any time."""
-        limit = 2 * SCORES_AT_ONCE * max(1, len(self.gpus))
+        limit = 2 * engines.engine.capacity.scores
         asked: deque[tuple[int, int, Future[Tensor]]] = deque()
         try:
             for number, rows in pairs:
@@ -151,7 +145,7 @@ class EngineScorer:
                     continue
                 for place, row in enumerate(rows):
                     self._check_sight(engines, row)
-                    scoring = engines.sampler.score(row, self.settings.top_k, _TIMEOUT_S)
+                    scoring = engines.engine.score(row, self.settings.top_k, _TIMEOUT_S)
                     asked.append((number, place, engines.submit(scoring)))
                 while len(asked) > limit:
                     yield self._record(data, *asked.popleft())
@@ -180,22 +174,22 @@ class EngineScorer:
         log.warning("skipped %s", escape_controls(str(error)))
         check_errors(self.errors, self.cfg.data)
 
-    def _check_sight(self, engines: Engines, row: Row) -> None:
+    def _check_sight(self, engines: EngineThread, row: Row) -> None:
         """Refuse engines that make other patches of the first row with pictures than a student
-        would see. Engines of several processes cannot show them."""
+        would see, unless they do not show them."""
         has_pictures = row.image_grid_I3 is not None or row.video_grid_I3 is not None
-        if self.is_checked or not has_pictures or side_by_side(self.gpus):
+        if self.is_checked or not has_pictures:
             return
-        view = result_of(engines.submit(engines.sampler.inspect(row)), _wait)
-        if what := describe_difference(row, view, self.model):
+        self.is_checked = True
+        view = result_of(engines.submit(engines.engine.inspect(row)), _wait)
+        if view and (what := describe_difference(row, view, self.model)):
             raise ConfigError(
                 f": {view.version} makes {what} of a picture, unlike the trainer",
                 key="--engine",
-                found=self.python,
+                found=self.engine.python,
                 remedy=f"see what `megatron-vlm agree {self.cfg.model.path}` says, or score "
                 "without --engine",
             )
-        self.is_checked = True
 
 
 def _wait() -> None:

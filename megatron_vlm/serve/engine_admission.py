@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_vlm.engines.sampler import Capacity
+from megatron_vlm.serve.engine_weights import SampleWeights
 from megatron_vlm.serve.fair_queue import PER_SWAP, FairQueue
 from megatron_vlm.serve.journal.journal_records import Call
-from megatron_vlm.serve.vllm_weights import SampleWeights
 
-AT_ONCE = 512  # maximum calls in progress per engine: more than it draws at a time
 MAX_ADMITTED_BYTES = 256 * 2**20  # maximum bytes of their bodies; a single call may have more
 ENTRY_S = 1e-3  # seconds that a call counts at its start, so that keys take turns
 
@@ -36,10 +36,8 @@ class InFlight:
 class Admission:
     """Counter of the calls in progress and of the engine's time for each key and its weights."""
 
-    def __init__(
-        self, adapters: int, engines: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.adapters, self.max_calls, self.clock = adapters, AT_ONCE * engines, clock
+    def __init__(self, capacity: Capacity, clock: Callable[[], float] = time.monotonic) -> None:
+        self.capacity, self.clock = capacity, clock
         self.turns = FairQueue(clock)
         self.wants: dict[str, SampleWeights] = {}  # {request id: weights} of waiting calls
         self.queues: dict[Queue, dict[str, Call]] = {}  # waiting calls, in their order
@@ -112,12 +110,12 @@ class Admission:
     def _has_room(self, call: Call, weights: SampleWeights, whole: Path | None) -> bool:
         if not self.inside:
             return True
-        if len(self.inside) >= self.max_calls or self.size + call.size > MAX_ADMITTED_BYTES:
+        if len(self.inside) >= self.capacity.samples or self.size + call.size > MAX_ADMITTED_BYTES:
             return False
         if weights.whole != whole:
             return False
         new = weights.adapter is not None and weights.adapter not in self.active
-        return not new or len(self.active) < self.adapters
+        return not new or len(self.active) < self.capacity.adapters
 
     def count(self) -> None:
         """Charge the engine's time until now to the calls in progress."""

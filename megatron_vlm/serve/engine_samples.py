@@ -1,7 +1,7 @@
 """Sampling with an engine, while the ranks run other calls.
 
-journal -> EngineSampling, in the loop of the engines' thread -> vLLM -> EngineSampling -> journal
-                                                                       \\-> `drawn`, for the ranks
+journal -> EngineSampling, in the loop of the engines' thread -> engine -> EngineSampling -> journal
+                                                                         \\-> `drawn`, for the ranks
 
 A call goes to the engine as soon as it arrives, and joins the calls in progress. Complete answers
 go from here to the journal. The ranks compute log-probs of prompts, most likely tokens, and
@@ -22,9 +22,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_vlm.distributed.process import print_to_user
-from megatron_vlm.engines.engine_thread import Engines
+from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.engines.sampler import Adapter
 from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.serve.engine_admission import Admission
+from megatron_vlm.serve.engine_weights import EngineWeights, SampleWeights
 from megatron_vlm.serve.failures import ended_session, failure_of
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
@@ -37,10 +39,7 @@ from megatron_vlm.serve.journal.journal_records import (
 )
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.sample_calls import SampleAsk, answers_to_bytes
-from megatron_vlm.serve.vllm_admission import Admission
-from megatron_vlm.serve.vllm_weights import EngineWeights, SampleWeights
 
-MIN_TEMPERATURE = 0.01  # lowest temperature above 0; vLLM raises lower ones to this
 SESSIONS = 10_000  # maximum number of sessions whose weights are remembered
 
 
@@ -49,12 +48,12 @@ class EngineSampling:
     `drawn` and `samples`; the rest runs in the engines' loop."""
 
     def __init__(
-        self, engines: Engines, journal: Journal, prefetcher: RequestPrefetcher, adapters: int
+        self, engines: EngineThread, journal: Journal, prefetcher: RequestPrefetcher, base: str
     ):
-        """`adapters`: maximum number of adapters that the engine draws with at a time."""
+        """`base`: folder of the base model, with which the engine has started."""
         self.engines, self.journal, self.prefetcher = engines, journal, prefetcher
-        self.weights = EngineWeights(engines, journal.run)
-        self.admission = Admission(adapters, len(engines.sampler.replicas))
+        self.weights = EngineWeights(engines, base, journal.run)
+        self.admission = Admission(engines.engine.capacity)
         self.drawn: dict[str, tuple[Call, SampleAsk]] = {}  # calls with answers
         self.samples = 0  # number of samples in calls that were finished here
         self.read = 0  # the number of the last call that was read from the journal
@@ -153,8 +152,7 @@ class EngineSampling:
             if weights.adapter is not None:
                 adapter = Adapter(await self.weights.folder(weights.adapter, True))
             seeds = range(ask.seed, ask.seed + ask.n)
-            sampler = self.engines.sampler
-            answers = await sampler.sample(ask.prompt, ask.settings, seeds, adapter)
+            answers = await self.engines.engine.sample(ask.prompt, ask.settings, seeds, adapter)
         except Exception as error:  # also if the engine has failed for good: the service goes on
             self._finish(call, self._failure(error))
             return

@@ -1,4 +1,4 @@
-"""vLLM engines of the trainer: their settings, and the weights that all ranks send to them."""
+"""Engines of the trainer: their settings, and the weights that all ranks send to them."""
 
 import shutil
 from collections.abc import Sequence
@@ -6,8 +6,9 @@ from pathlib import Path
 
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.distributed.agreement import fail_together
-from megatron_vlm.engines import Adapter, EngineSettings, SamplerError
-from megatron_vlm.engines.engine_thread import Engines, side_by_side
+from megatron_vlm.engines.engine_kinds import EngineSettings
+from megatron_vlm.engines.engine_thread import EngineThread
+from megatron_vlm.engines.sampler import Adapter, SamplerError
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.training.worker import MegatronWorker
@@ -15,33 +16,32 @@ from megatron_vlm.training.worker import MegatronWorker
 
 def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
     """Return the settings that all engines share."""
-    cfg, rl = worker.cfg, worker.cfg.rl
+    cfg, rl, engine = worker.cfg, worker.cfg.rl, worker.cfg.engine
     max_images = max(int(index.images.max()) for index in data.indexes)
     more_images = 0 if rl.environment is None else rl.turns
     length = cfg.data.max_tokens + rl.max_new_tokens
     if rl.environment is not None:
         length = max(length, rl.max_tokens)
-    return EngineSettings(
-        python=str(rl.engine),
-        folder=str(folder_of(cfg.model.path)),
+    return EngineSettings.from_config(
+        engine,
+        str(folder_of(cfg.model.path)),
         dtype=str(worker.chunks[0].config.params_dtype).removeprefix("torch."),
-        max_len=rl.engine_max_len or length,
-        pictures=rl.engine_pictures or max(1, max_images + more_images),
-        videos=rl.engine_videos,
+        max_len=engine.max_len or length,
+        pictures=engine.pictures or max(1, max_images + more_images),
+        videos=engine.videos,
         lora_rank=cfg.lora.rank,
         lora_vision=has_tower_weights(worker.adapted),
-        options=side_by_side(rl.engine_gpus) | rl.engine_options,
     )
 
 
 def has_tower_weights(weights: Sequence[TensorSpec]) -> bool:
-    """Return whether some weights are in the vision tower or its mergers. vLLM serves adapters
-    there only if it was started with that setting."""
+    """Return whether some weights are in the vision tower or its mergers. An engine
+    serves adapters there only if it was started with that setting."""
     return any(weight.part in (Part.vision, Part.merger) for weight in weights)
 
 
 def sync_engine_weights(
-    worker: MegatronWorker, engines: Engines | None, version: int, folder: Path
+    worker: MegatronWorker, engines: EngineThread | None, version: int, folder: Path
 ) -> None:
     """Send the current weights to the engines: tensor by tensor, or as an adapter in `folder`. This
     is a collective; rank 0 has the engines, and all ranks raise its error."""
@@ -50,7 +50,7 @@ def sync_engine_weights(
 
 
 def _send_weights(
-    worker: MegatronWorker, engines: Engines | None, version: int, folder: Path
+    worker: MegatronWorker, engines: EngineThread | None, version: int, folder: Path
 ) -> None:
     if not worker.cfg.lora.rank:
         named = worker.named_weights()
@@ -59,7 +59,7 @@ def _send_weights(
                 pass
             return
         try:
-            engines.submit(engines.sampler.update(named, version)).result()
+            engines.submit(engines.engine.update(named, version)).result()
         finally:
             for _ in named:  # the other ranks wait for each tensor, also if the engine refused one
                 pass
@@ -67,7 +67,7 @@ def _send_weights(
     target = folder / f"adapter-{version}"
     worker.export_hf(str(target), kind="adapter")
     if engines is not None:
-        engines.submit(engines.sampler.update(Adapter(str(target)), version)).result()
+        engines.submit(engines.engine.update(Adapter(str(target)), version)).result()
         for older in folder.glob("adapter-*"):
             if older != target:
                 shutil.rmtree(older)

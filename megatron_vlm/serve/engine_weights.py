@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
-from megatron_vlm.engines.engine_thread import Engines
+from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.engines.sampler import Checkpoint
 from megatron_vlm.serve.journal.journal_records import SamplingSession
 from megatron_vlm.serve.rank_models import ModelSettings
@@ -44,9 +44,9 @@ class SampleWeights:
 class EngineWeights:
     """Weights of the engines; to be used in the engines' loop."""
 
-    def __init__(self, engines: Engines, run: Path) -> None:
-        """`run`: the service's folder."""
-        self.engines, self.held = engines, run / FORM
+    def __init__(self, engines: EngineThread, base: str, run: Path) -> None:
+        """`base` is the folder of the base model, and `run` the service's."""
+        self.engines, self.base, self.held = engines, base, run / FORM
         shutil.rmtree(self.held, ignore_errors=True)  # left over from an earlier service
         self.whole: Path | None = None  # the snapshot in place of the base model
         self.switches = 0
@@ -55,14 +55,14 @@ class EngineWeights:
 
     async def switch(self, whole: Path | None) -> None:
         """Give the engine a snapshot's full weights, or the base model's."""
-        started, sampler = time.monotonic(), self.engines.sampler
+        started = time.monotonic()
         self.switches += 1
-        folder, held = sampler.settings.folder, self.held / f"{self.switches}"
+        folder, held = self.base, self.held / f"{self.switches}"
         if whole is not None:
             folder = str(held)
             await asyncio.to_thread(_link, await self.folder(whole, False), folder)
         try:
-            await sampler.update(Checkpoint(folder), self.switches)
+            await self.engines.engine.update(Checkpoint(folder), self.switches)
         except BaseException:
             shutil.rmtree(held, ignore_errors=True)
             raise

@@ -1,0 +1,149 @@
+"""Kinds of engines by their names, with the facts that the checks of a configuration need. Nothing
+here imports torch.
+
+A package registers an engine by an entry point of the group `megatron_vlm.engines`, whose object is
+an `EngineKind`. Its name is then a value of engine.name.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_vlm.config.schema import Config, EngineConfig
+from megatron_vlm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_vlm.engines.sampler import Engine
+
+GROUP = "megatron_vlm.engines"
+DEFAULT_ENGINE = "vllm"  # engine of a command's --engine, unless engine.name has another
+OWN = "own"  # the trainer's decoder, which is no engine
+_BUILT_IN = (EntryPoint(DEFAULT_ENGINE, "megatron_vlm.engines.vllm:VLLM", GROUP),)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings with which engines are started."""
+
+    python: str  # Python of an environment that has the engine
+    folder: str  # checkpoint to start with
+    dtype: str = "auto"  # type of weights and activations
+    max_len: int = 4096  # tokens of a prompt and its answer together
+    pictures: int = 8  # maximum in a prompt
+    videos: int = 0  # maximum in a prompt
+    lora_rank: int = 0  # maximum rank of its adapters; 0: no adapters
+    adapters: int = 1  # different adapters that requests in progress may name
+    lora_vision: bool = False  # whether adapters have parts in the vision tower and its mergers
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of this engine alone
+    start_s: float = 1800.0  # seconds that the engine may take to load
+    devices: Sequence[str] = ()  # GPUs of each engine; (): one engine, with those of this process
+    top_k: int = 0  # most likely tokens that a call of `score` may ask for
+    is_inspected: bool = False  # whether `inspect` is called
+    reserves_media: bool = True  # whether memory is kept for the largest pictures
+    memory_share: float | None = None  # share of a GPU that the trainer uses as well; null: its own
+
+    @staticmethod
+    def from_config(cfg: EngineConfig, folder: str, **more: Any) -> "EngineSettings":
+        """Return the settings of the group `engine`, and more."""
+        return EngineSettings(
+            str(cfg.python), folder, devices=cfg.devices, options=cfg.options, **more
+        )
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """An engine that is known by name: how it is started, and its limits."""
+
+    start: Callable[[EngineSettings], Awaitable["Engine"]]
+    # Describes the engine of a Python, such as "vLLM 0.32.0"; raises ConfigError, for the key that
+    # is given, if that Python has none.
+    version: Callable[[str, str], str]
+    python: str | None = None  # what engine.python is to be; null: it is not needed
+    max_lora_rank: int | None = None
+    min_temperature: float = 0.0  # lowest temperature above 0
+
+
+def engine_kind(name: str, key: str = "engine.name") -> EngineKind:
+    """Return the engine of this name."""
+    known = {each.name: each for each in (*_BUILT_IN, *entry_points(group=GROUP))}
+    if name not in known:
+        raise ConfigError(key=key, found=name, allowed=(OWN, *known))
+    kind: EngineKind = known[name].load()
+    return kind
+
+
+async def engine_for(cfg: EngineConfig, settings: EngineSettings) -> "Engine":
+    """Start the engine that the configuration names."""
+    return await engine_kind(cfg.name).start(settings)
+
+
+def describe_engine(cfg: EngineConfig) -> str:
+    """Describe the engine, such as "vLLM 0.32.0 of PYTHON". Raise ConfigError if it is missing."""
+    version = engine_kind(cfg.name).version(str(cfg.python), "engine.python")
+    return version if cfg.python is None else f"{version} of {cfg.python}"
+
+
+def engine_of_flags(cfg: EngineConfig, python: str, devices: Sequence[str]) -> EngineConfig:
+    """Return the engine that --engine and --devices of a command ask for: that of engine.name,
+    without the options for its other uses."""
+    name = DEFAULT_ENGINE if cfg.name == OWN else cfg.name
+    return replace(EngineConfig(), name=name, python=python, devices=tuple(devices))
+
+
+def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
+    """Refuse an engine that could not be started, or settings of an engine that is not started."""
+    engine = cfg.engine
+    if group == "rl" and cfg.rl.teacher is not None and cfg.rl.teacher_scorer != OWN:
+        scorer = cfg.rl.teacher_scorer
+        check_python(cfg, engine_kind(scorer, "rl.teacher_scorer"), f"rl.teacher_scorer={scorer}")
+    if not isinstance(engine.options, dict):
+        raise ConfigError(key="engine.options", found=engine.options, allowed="{NAME: VALUE}")
+    if engine.name == OWN:
+        is_for_teacher = group == "rl" and cfg.rl.teacher_scorer != OWN
+        if (engine.python and not is_for_teacher) or engine.devices or engine.options:
+            raise ConfigError(
+                "starts no engine, and engine.python, engine.devices or engine.options is set",
+                key="engine.name",
+                found=OWN,
+                remedy=f"give engine.name={DEFAULT_ENGINE}, or leave them out",
+            )
+        return
+    kind = engine_kind(engine.name)
+    check_python(cfg, kind, f"engine.name={engine.name}")
+    if cfg.data.add_tokens:
+        raise ConfigError(
+            "starts an engine from model.path, which lacks the tokens of data.add_tokens",
+            key="engine.name",
+            found=engine.name,
+            remedy="export a model that has them first, or choose engine.name=own",
+        )
+    if cfg.lora.base is not None:
+        raise ConfigError(
+            "stores the weights of the ranks in other values than those that an engine loads, and "
+            f"engine.name={engine.name} would sample from another model",
+            key="lora.base",
+            found=cfg.lora.base,
+            remedy="choose engine.name=own, or set lora.base=null",
+        )
+    key, rank = "lora.rank", cfg.lora.rank
+    if group == "serve":
+        key, rank = "serve.max_rank", cfg.serve.max_rank
+    if kind.max_lora_rank is not None and rank > kind.max_lora_rank:
+        raise ConfigError(
+            f"exceeds the rank that engine.name={engine.name} takes",
+            key=key,
+            found=rank,
+            allowed=range(1, kind.max_lora_rank + 1),
+            remedy=f"give at most {kind.max_lora_rank}, or choose engine.name=own",
+        )
+
+
+def check_python(cfg: Config, kind: EngineKind, needed_by: str) -> None:
+    """Refuse an engine that needs the Python of another environment, if none is given."""
+    if kind.python is not None and cfg.engine.python is None:
+        raise ConfigError(
+            f"is not set, and {needed_by} needs it",
+            key="engine.python",
+            remedy=f"give {kind.python}",
+        )

@@ -1,0 +1,76 @@
+"""An engine without a model, in the trainer's own process: it draws each of its tokens with the
+same probability. `registered` makes it known by name alone, as an installed package would."""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.engines.engine_kinds import GROUP, EngineKind, EngineSettings
+from megatron_vlm.engines.processed_prompt import ProcessedPrompt
+from megatron_vlm.engines.sampler import Adapter, Capacity, Weights
+
+IDS = range(20, 60)
+
+
+class UniformEngine:
+    capacity = Capacity(samples=8, scores=8)
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings, self.version = settings, 0
+
+    async def sample(
+        self,
+        prompt: Row,
+        settings: SamplingSettings,
+        seeds: Sequence[int],
+        adapter: Adapter | None = None,
+    ) -> list[Completion]:
+        return [self._answer(settings.max_tokens, seed) for seed in seeds]
+
+    def _answer(self, count: int, seed: int) -> Completion:
+        ids = tuple(Random(seed).choices(IDS, k=count))
+        return Completion(ids, (-math.log(len(IDS)),) * count, "length", self.version)
+
+    async def score(self, row: Row, top_k: int, timeout_s: float) -> Tensor:
+        table_SJ2 = torch.full((len(row.ids_S), 1 + top_k, 2), -math.log(len(IDS)))
+        table_SJ2[:, 0, 0] = row.ids_S.roll(-1)
+        return table_SJ2.double()
+
+    async def inspect(self, prompt: Row) -> ProcessedPrompt | None:
+        return None
+
+    async def update(self, weights: Weights, version: int) -> None:
+        self.version = version
+
+    async def close(self) -> None:
+        self.settings = None
+
+
+async def _start(settings: EngineSettings) -> UniformEngine:
+    return UniformEngine(settings)
+
+
+UNIFORM = EngineKind(_start, lambda python, key: "uniform 1.0")
+
+
+@contextmanager
+def registered(folder: Path) -> Iterator[None]:
+    """Put a package's metadata, which registers the engine as `uniform`, where Python finds it."""
+    metadata = folder / "uniform_engine-1.0.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: uniform-engine\nVersion: 1.0\n"
+    )
+    entry = f"[{GROUP}]\nuniform = {__name__}:UNIFORM\n"
+    (metadata / "entry_points.txt").write_text(entry)
+    with patch.object(sys, "path", [str(folder), *sys.path]):
+        yield
