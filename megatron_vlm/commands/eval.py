@@ -119,8 +119,8 @@ def _with_adapter(folder: Path, overrides: Sequence[str], file: ConfigFile | Non
     return replace(cfg, lora=lora, checkpoint=CheckpointConfig(export=False))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command and of each of its processes."""
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """Add the model of a command, and the keys of its configuration."""
     parser.add_argument(
         "where",
         metavar="WHERE",
@@ -128,6 +128,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoints, with its configuration",
     )
     add_overrides(parser)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command and of each of its processes."""
+    add_where(parser)
     parser.add_argument(
         "--predictions", metavar="DIR", help="write every answer to DIR/SET.jsonl, too"
     )

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vlm.commands.eval import held_in_place, locate
+from megatron_vlm.commands.eval import add_where, held_in_place, locate
 from megatron_vlm.config import ConfigFile
-from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
+from megatron_vlm.config.arguments import parse_arguments, read_configuration
 from megatron_vlm.config.checks import require
 from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.schema import Config
@@ -37,13 +37,7 @@ if TYPE_CHECKING:
 
 def add_score_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command and of each of its processes."""
-    parser.add_argument(
-        "where",
-        metavar="WHERE",
-        help="a Hugging Face folder, an adapter or a name on the Hub; or a run or one of its "
-        "checkpoints, with its configuration",
-    )
-    add_overrides(parser)
+    add_where(parser)
     parser.add_argument(
         "--out",
         metavar="DIR",

@@ -19,10 +19,9 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group
-from megatron_vlm.rl.no_rewards import NoRewards
 from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.turn_tokens import TurnEncoder
-from megatron_vlm.user_code.pool import RewardPool
+from megatron_vlm.user_code.pool import NoRewards, RewardPool
 
 
 @dataclass

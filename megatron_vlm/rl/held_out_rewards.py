@@ -12,12 +12,11 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode_runner import EpisodeRunner
-from megatron_vlm.rl.no_rewards import NoRewards
 from megatron_vlm.rl.rollouts import Rollouts
 from megatron_vlm.run.evaluation.held_out_sets import first_samples
 from megatron_vlm.run.run import Run
 from megatron_vlm.training.data_feed import open_together
-from megatron_vlm.user_code.pool import RewardPool
+from megatron_vlm.user_code.pool import NoRewards, RewardPool
 
 _NUMBERS = 2**40  # episodes of each runner, whose numbers must differ in the pool
 

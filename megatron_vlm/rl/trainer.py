@@ -16,7 +16,6 @@ from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.report.metrics_lines import has_usage_line
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.held_out_rewards import HeldOutPrompts
-from megatron_vlm.rl.no_rewards import NoRewards
 from megatron_vlm.rl.policy_engine import settings_of, sync_engine_weights
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, join_metrics
 from megatron_vlm.rl.rank_commands import RankCommands
@@ -34,7 +33,7 @@ from megatron_vlm.rl.train_batch import (
 from megatron_vlm.run.run import Run
 from megatron_vlm.training.data_feed import StepData
 from megatron_vlm.training.worker import StepMetrics
-from megatron_vlm.user_code.pool import RewardPool, RewardSettings
+from megatron_vlm.user_code.pool import NoRewards, RewardPool, RewardSettings
 
 
 class RlTrainer:

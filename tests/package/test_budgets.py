@@ -29,7 +29,7 @@ BUDGETS = {
     "lines of serve": 8_450,
     "lines of engines": 2_270,
     "lines of report": 3_540,
-    "lines of user_code": 1_140,
+    "lines of user_code": 1_170,
     "lines of hf": 2_510,
     "lines of cli": 691,
     "lines of data": 11_050,
