@@ -31,8 +31,13 @@ from megatron_vlm.hf.weight_map import Entry, exported_names
 from megatron_vlm.io.hub import hub_name
 from megatron_vlm.lora.peft_config import ADAPTER_FILE, CONFIG, file_tensors, parameters
 from megatron_vlm.lora.peft_folder import merge_adapter, tensors_saved_whole
-from megatron_vlm.lora.targets import PREFIX, is_of_experts, module_of, tensors_of
-from megatron_vlm.lora.weights import entries_in_blocks
+from megatron_vlm.lora.targets import (
+    PREFIX,
+    entries_in_blocks,
+    is_of_experts,
+    module_of,
+    tensors_of,
+)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.hf.matrices import is_of_matrices, matrices_of
 from megatron_vlm.hf.weight_map import Entry, Origin, name_table
-from megatron_vlm.lora.targets import adapted_linears, adapted_specs, adapter_entries
-from megatron_vlm.lora.weights import find_misfit
+from megatron_vlm.lora.targets import adapted_linears, adapted_specs, adapter_entries, find_misfit
 
 # These constants are those of megatron-core 0.16.1, _ParamAndGradBuffer and
 # DistributedDataParallel.

@@ -53,15 +53,14 @@ from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.hf.weight_map import Entry, name_table
 from megatron_vlm.lora.export_adapter import export_adapter
 from megatron_vlm.lora.layers import attach, dropout_rng
-from megatron_vlm.lora.targets import adapted_linears, adapter_entries
-from megatron_vlm.lora.weights import (
-    adapted_weights,
+from megatron_vlm.lora.targets import (
+    adapted_linears,
+    adapter_entries,
     check_base_type,
     check_blocks,
     entries_in_blocks,
-    fill,
-    values,
 )
+from megatron_vlm.lora.weights import adapted_weights, fill, values
 from megatron_vlm.model.build import build_chunks, compute_dtype
 from megatron_vlm.model.constraints import check_backend, check_config
 from megatron_vlm.model.stage_model import StageModel

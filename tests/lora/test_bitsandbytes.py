@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.lora.weights import entries_in_blocks
+from megatron_vlm.lora.targets import entries_in_blocks
 from megatron_vlm.training.worker import MegatronWorker
 from tests.lora.test_lora import ALL, BLOCKS, DELTA_NET_IN_BLOCKS
 from tests.model.test_parity import layout

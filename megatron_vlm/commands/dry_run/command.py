@@ -30,8 +30,13 @@ from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.hf.weight_map import Entry, name_table
 from megatron_vlm.io.hub import hub_name
 from megatron_vlm.io.printable import escape_controls
-from megatron_vlm.lora.targets import adapted_linears, adapter_entries
-from megatron_vlm.lora.weights import adapted_weights, check_base_type, check_blocks
+from megatron_vlm.lora.targets import (
+    adapted_linears,
+    adapter_entries,
+    check_base_type,
+    check_blocks,
+)
+from megatron_vlm.lora.weights import adapted_weights
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_backend, check_config
 from megatron_vlm.planner.auto_layout import needs_planning, plan_layout
