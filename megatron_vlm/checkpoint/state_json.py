@@ -141,11 +141,12 @@ def training_of(folder: Path) -> TrainingSummary | None:
     if progress.get("step") is None:
         return None
     tokens, scored = progress.get("tokens"), progress.get("scored_step")
+    scores = progress.get("scores")  # the progress of a controller's own loop has none
     return TrainingSummary(
         read_saved(folder),
         progress["step"].whole(),
         None if tokens is None else tokens.whole(),
-        {name: _figures(each) for name, each in progress["scores"].object().items()},
+        {} if scores is None else {name: _figures(each) for name, each in scores.object().items()},
         None if scored is None else scored.whole(),
     )
 
