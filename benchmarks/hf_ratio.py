@@ -40,7 +40,7 @@ from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.family.cpu_matmul import enable_onednn
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.planner.auto_split import decide, with_layers
+from megatron_vlm.planner.auto_layout import decide, with_layers
 from megatron_vlm.planner.row_sizes import RowSample
 
 WARM_UP, REPEATS = 2, 10
@@ -165,7 +165,7 @@ def pp2_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
         train=TrainConfig(micro_batch_size=1, global_batch_size=len(rows)),
     )
     mix = RowSample(tuple(map(sizes_of_row, rows)), "these")
-    layers = decide(cfg, HFCheckpoint(path).sizes, 2, pick_platform("cpu"), mix).layers
+    layers = decide(cfg, HFCheckpoint(path).sizes, 2, pick_platform("cpu"), mix)[0]
     return worker_step(path, rows, lr, with_layers(cfg, layers).parallel, micro_batch=1)
 
 

@@ -36,7 +36,7 @@ from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.planner.auto_split import decide
+from megatron_vlm.planner.auto_layout import decide
 from megatron_vlm.planner.flops import OpCount, StepCost, accumulate, micro_work
 from megatron_vlm.planner.layer_split import even_split
 from megatron_vlm.planner.pipeline_time import one_f_one_b, trained_values
@@ -248,7 +248,7 @@ def figures_of(pp: int, path: str) -> dict[str, float]:
     cfg = configuration(path, even_split(pp, SPEC.layers))
     cfg = Config(model=cfg.model, parallel=ParallelConfig(pp=pp), train=cfg.train, platform="cpu")
     even = even_split(pp, SPEC.layers)
-    auto = decide(cfg, sizes, pp, pick_platform("cpu"), RowSample(tuple(rows), "these rows")).layers
+    auto = decide(cfg, sizes, pp, pick_platform("cpu"), RowSample(tuple(rows), "these rows"))[0]
     print(f"pp={pp}: even {list(even)}, auto {list(auto)}", flush=True)
     together = [[even, auto]] if pp <= CORES else [[even], [auto]]
     first, second = [measured for splits in together for measured in measure(path, splits)]

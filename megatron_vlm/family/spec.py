@@ -120,6 +120,11 @@ class TextSizes:
         """The different kinds of layers, in the order of their first layer."""
         return tuple(dict.fromkeys(self.layers))
 
+    @cached_property
+    def kind_of(self) -> tuple[int, ...]:
+        """The place of each layer's kind among `kinds`."""
+        return tuple(map(self.kinds.index, self.layers))
+
 
 @dataclass(frozen=True)
 class VisionSizes:

@@ -109,9 +109,14 @@ def _offloaded_values(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place:
 def _values_of_layers(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) -> list[int]:
     """Return the values per token that each layer at this place keeps. A search asks for them
     thousands of times, so equal layers are computed once."""
-    layers, kinds = sizes.text.layers, sizes.text.kinds
-    values = [layer_values(cfg, sizes, kind, dims.tp) for kind in kinds]
-    return [values[kinds.index(layers[number])] for number in dims.layers_at(place)]
+    values = [layer_values(cfg, sizes, kind, dims.tp) for kind in sizes.text.kinds]
+    return [values[kind] for kind in _kinds_at(sizes, dims, place)]
+
+
+def _kinds_at(sizes: ModelSizes, dims: ParallelDims, place: int) -> tuple[int, ...]:
+    """Return the kind of each layer at this place."""
+    layers = dims.layers_at(place)
+    return sizes.text.kind_of[layers.start : layers.stop]
 
 
 def _is_frozen(cfg: Config) -> bool:
@@ -139,8 +144,8 @@ def working_bytes(
     text, tokens = sizes.text, batch.padded_tokens
     temporaries = [0]
     if cfg.model.recompute == "full":
-        layers = {text.layers[number] for number in dims.layers_at(place)}
-        kept = [kept_of_layer(cfg, sizes, layer, dims.tp) for layer in layers]
+        kinds = [text.kinds[kind] for kind in {*_kinds_at(sizes, dims, place)}]
+        kept = [kept_of_layer(cfg, sizes, layer, dims.tp) for layer in kinds]
         temporaries += [tokens * values * itemsize for values in kept]
     if place == 0 and batch.patches:
         temporaries.append(tokens * text.hidden * sizes.vision.levels * itemsize)

@@ -1,31 +1,36 @@
-"""Layout for `parallel=auto`, and layers of each stage, before the model is built."""
+"""Layout for `parallel=auto`, and layers of each stage for `parallel.layers_per_stage=auto`, before
+the model is built."""
 
 import os
 from dataclasses import replace
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.device import Platform
+from megatron_vlm.distributed.device import Platform, peak_of
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.planner.advice import rank_layouts
-from megatron_vlm.planner.auto_split import (
-    decide,
-    decide_for,
-    machine_of,
-    needs_auto_split,
-    with_layers,
+from megatron_vlm.planner.hardware import CPU, Machine, gpu
+from megatron_vlm.planner.layer_split import (
+    choose_layer_split,
+    even_split,
+    most_layers,
+    replicas_of,
+    step_seconds,
 )
-from megatron_vlm.planner.row_sizes import RowSample, assumed_mix
-from megatron_vlm.planner.search import Candidate, Cluster, search
+from megatron_vlm.planner.memory import USABLE
+from megatron_vlm.planner.row_sizes import RowSample, assumed_mix, heaviest_micro_batches
+from megatron_vlm.planner.run_plan import RunPlan
+from megatron_vlm.planner.search import Cluster, search
 
 _UNLIMITED = 2.0**60  # bytes
+_UNKNOWN_GPU = "H100"
 
 
 def needs_planning(cfg: Config) -> bool:
     """Return whether the planner has to choose the layout, or the layers of each stage."""
-    return bool(cfg.parallel.auto) or needs_auto_split(cfg)
+    return bool(cfg.parallel.auto) or cfg.parallel.layers_per_stage == "auto"
 
 
 def settle_layers(cfg: Config, sizes: ModelSizes, world: int, platform: Platform) -> Config:
@@ -47,12 +52,8 @@ def plan_layout(
     function of its arguments and of the kind of device. `cluster` is for devices that this machine
     does not have."""
     if not cfg.parallel.auto:
-        if cluster is None:
-            split = decide(cfg, sizes, world, platform, mix)
-        else:
-            speeds, itemsize = cluster.machine, compute_dtype(cfg, platform).itemsize
-            split = decide_for(cfg, sizes, world, mix, speeds, cluster.memory, itemsize)
-        return with_layers(cfg, split.layers), split.text
+        layers, text = decide(cfg, sizes, world, platform, mix, cluster)
+        return with_layers(cfg, layers), text
     is_fp32 = compute_dtype(cfg, platform).itemsize == 4
     train = replace(cfg.train, precision="fp32" if is_fp32 else "bf16")
     cfg_of_search = replace(cfg, train=train)
@@ -74,7 +75,45 @@ def plan_layout(
     return with_candidate(cfg, best), text
 
 
-def with_candidate(cfg: Config, best: Candidate) -> Config:
+def decide(
+    cfg: Config,
+    sizes: ModelSizes,
+    world: int,
+    platform: Platform,
+    mix: RowSample,
+    cluster: Cluster | None = None,
+) -> tuple[tuple[int, ...], str]:
+    """Return the layers of each stage with the fastest steps on rows like these, and a sentence
+    about them. It is a pure function of its arguments and of the kind of device."""
+    itemsize = compute_dtype(cfg, platform).itemsize
+    machine = machine_of(platform) if cluster is None else cluster.machine
+    memory = None if cluster is None else cluster.memory
+    if cluster is None and platform.is_cuda:
+        memory = platform.memory_total()
+    dims = ParallelDims.create(cfg.parallel, world, sizes.text.num_layers)
+    even = even_split(dims.pp, sizes.text.num_layers)
+    steps = mix.steps(cfg.train, sizes, dims.dp)
+    limit = None if memory is None else USABLE * memory
+    max_layers = most_layers(cfg, sizes, dims, heaviest_micro_batches(steps), itemsize, limit)
+    remark = ""
+    if max_layers is None:  # no split avoids running out of memory
+        max_layers = (sizes.text.num_layers,) * dims.pp
+        remark = "; no split fits into memory by the estimate"
+    replicas = replicas_of(cfg, sizes, dims, steps, machine, itemsize)
+    layers = choose_layer_split(replicas, max_layers, even)
+    gain = step_seconds(replicas, even) / step_seconds(replicas, layers)
+    return layers, (
+        f"parallel.layers_per_stage=auto is {list(layers)}, by rows ({mix.origin}): predicted "
+        f"steps are {gain:.2f}x as fast as with {list(even)}{remark}"
+    )
+
+
+def with_layers(cfg: Config, layers: tuple[int, ...]) -> Config:
+    """Return the configuration with these layers in place of auto."""
+    return replace(cfg, parallel=replace(cfg.parallel, layers_per_stage=list(layers)))
+
+
+def with_candidate(cfg: Config, best: RunPlan) -> Config:
     """Return the configuration with this layout in place of auto."""
     dims, chosen = best.dims, best.cfg
     layers = list(dims.layers_per_stage) if best.has_own_layers else None
@@ -113,3 +152,17 @@ def _cluster_of(platform: Platform, world: int) -> Cluster:
     if platform.is_cuda:
         return Cluster(world, memory, replace(machine, devices=local))
     return Cluster(world, memory / local, machine)
+
+
+def machine_of(platform: Platform) -> Machine:
+    """Return the assumed speeds of the device of this process."""
+    if not platform.is_cuda:
+        return CPU
+    return machine_of_gpu(platform.device_name(), platform.peak_flops())
+
+
+def machine_of_gpu(name: str = _UNKNOWN_GPU, peak: float | None = None) -> Machine:
+    """Return the assumed speeds of a GPU with this name and peak, or of a common one."""
+    peak = peak or peak_of(_UNKNOWN_GPU)
+    assert peak is not None
+    return gpu(name, peak)

@@ -2,7 +2,7 @@
 them."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -20,6 +20,10 @@ from megatron_vlm.planner.row_sizes import (
     heaviest_micro_batches,
     sizes_of_sample,
 )
+from megatron_vlm.planner.run_plan import RunPlan
+
+_MAX_STEPS = 50
+_MAX_ROWS = 2000  # rows of the steps that are planned, so that a run starts without delay
 
 
 def plan_steps(data: DataSet | StreamSet, cfg: Config, dims: ParallelDims) -> Iterator[Step]:
@@ -59,14 +63,23 @@ def plan_updates(data: DataSet, cfg: Config, dims: ParallelDims) -> Iterator[Ste
         yield [[BatchSizes.from_rows([rows[n] for n in group]) for group in g] for g in plan]
 
 
-def heaviest_of(
-    steps: Sequence[Step], cfg: Config, sizes: ModelSizes, dims: ParallelDims
-) -> list[BatchSizes]:
-    """Return the micro-batches of the replica with the most tokens, which decide the memory of
-    activations. Without steps, as for a stream, rows are assumed."""
-    if not steps:
-        steps = assumed_mix(sizes, cfg.data.max_tokens).steps(cfg.train, sizes, dims.dp)
-    return heaviest_micro_batches(steps)
+def plan_run(
+    cfg: Config,
+    data: DataSet | StreamSet,
+    sizes: ModelSizes,
+    dims: ParallelDims,
+    itemsize: int,
+    prompts_only: bool = False,
+) -> RunPlan:
+    """Return the plan of a run, estimated from its first steps, or for a stream from assumed rows.
+    With `prompts_only` the samples are prompts, whose answers are trained."""
+    count = min(_MAX_STEPS, max(1, _MAX_ROWS // cfg.train.global_batch_size))
+    if prompts_only and isinstance(data, DataSet):
+        steps = list(islice(plan_updates(data, cfg, dims), max(1, count // cfg.rl.samples)))
+    else:
+        steps = list(islice(plan_steps(data, cfg, dims), count))
+    steps = steps or assumed_mix(sizes, cfg.data.max_tokens).steps(cfg.train, sizes, dims.dp)
+    return RunPlan.of(cfg, sizes, dims, heaviest_micro_batches(steps), itemsize)
 
 
 def _row_sizes(data: DataSet, handle: Handle) -> list[BatchSizes]:

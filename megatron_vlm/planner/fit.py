@@ -12,18 +12,21 @@ from megatron_vlm.config.schema import Config, get
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.advice import advice
-from megatron_vlm.planner.memory_switches import allows_switch, shown, with_keys
+from megatron_vlm.planner.memory_switches import MEMORY_SWITCHES, shown, with_keys
 from megatron_vlm.planner.row_sizes import RowSample
-from megatron_vlm.planner.search import Candidate, Cluster, evaluate, search
+from megatron_vlm.planner.run_plan import RunPlan
+from megatron_vlm.planner.search import Cluster, evaluate, search
 
-# Keys, with the values to try. The first is the default, which saves nothing.
-MEMORY_SWITCHES: Mapping[str, tuple[object, ...]] = {
-    "optim.states": ("fp32", "bf16", "int8"),
-    "optim.offload": (0.0, 0.5, 1.0),
-    "model.offload_activations": (0.0, 0.5, 1.0),
+# Values to try; the first saves nothing. A fraction is tried at half, too.
+_TRIED: Mapping[str, tuple[object, ...]] = {
+    each.key: (0.0, 0.5, 1.0) if each.values == (0.0, 1.0) else each.values
+    for each in MEMORY_SWITCHES
+    if each.cost in ("moments", "host")
 }
-_RECOMPUTATION: Mapping[str, object] = {"model.recompute": "none", "model.recompute_vision": False}
-_ROUNDING = frozenset({"optim.states"})  # the others change no bit
+_RECOMPUTATION = {
+    each.key: each.values[0] for each in MEMORY_SWITCHES if each.cost == "recomputation"
+}
+_ROUNDING = frozenset(each.key for each in MEMORY_SWITCHES if each.cost == "moments")
 _SAME = 0.02  # relative difference of two predictions that means nothing
 _ROUNDING_COST = 0.1  # share of the time that rounded moments have to save, to be worth it
 
@@ -33,12 +36,12 @@ class FittingSet:
     """Values of the switches with which the model fits, and the fastest layout."""
 
     switches: Mapping[str, object]  # those that are not at their default
-    best: Candidate
+    best: RunPlan
 
     @property
     def keys(self) -> list[str]:
         """Keys for a run."""
-        return [shown(key, value) for key, value in self.switches.items()]
+        return [shown({key: value}) for key, value in self.switches.items()]
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def _adds_to(result: FittingSet, better: Sequence[FittingSet]) -> bool:
         all(
             key in result.switches and values.index(value) <= values.index(result.switches[key])
             for key, value in each.switches.items()
-            for values in [MEMORY_SWITCHES[key]]
+            for values in [_TRIED[key]]
         )
         for each in better
     )
@@ -96,10 +99,10 @@ def _combinations(cfg: Config) -> Iterator[dict[str, object]]:
     """Yield the switches that are on, for each combination. A key that the user has set stays. The
     optimizer of adapters is small."""
     free = {
-        key: values
-        for key, values in MEMORY_SWITCHES.items()
-        if get(cfg, key) == values[0] and allows_switch(cfg, key)
-        if not (cfg.lora.rank and key.startswith("optim."))
+        switch.key: _TRIED[switch.key]
+        for switch in MEMORY_SWITCHES
+        if switch.key in _TRIED and get(cfg, switch.key) == switch.values[0] and switch.further(cfg)
+        if not (cfg.lora.rank and switch.key.startswith("optim."))
     }
     for chosen in product(*free.values()):
         yield {
@@ -114,13 +117,13 @@ def switch_costs(
 ) -> list[SwitchCost]:
     """Return what each switch of a set saves and costs in its layout, recomputation included."""
     best, costs = fitting.best, []
-    on: dict[str, object] = {key: MEMORY_SWITCHES[key][0] for key in fitting.switches}
+    on: dict[str, object] = {key: _TRIED[key][0] for key in fitting.switches}
     on |= {key: off for key, off in _RECOMPUTATION.items() if get(best.cfg, key) != off}
     for key, off in on.items():
         without = evaluate(with_keys(best.cfg, {key: off}), sizes, best.dims, mix, cluster)
         host = max(each.host for each in best.memory) - max(each.host for each in without.memory)
         slowdown = best.step_s / without.step_s - 1
         costs.append(
-            SwitchCost(shown(key, get(best.cfg, key)), without.need - best.need, host, slowdown)
+            SwitchCost(shown({key: get(best.cfg, key)}), without.need - best.need, host, slowdown)
         )
     return costs

@@ -80,10 +80,9 @@ def most_layers(
 ) -> Split | None:
     """Return how many layers each stage has memory for at these degrees, whichever layers they are,
     or None if that is too few for the model."""
-    pp, layers = dims.pp, sizes.text.num_layers
+    pp, layers, kinds = dims.pp, sizes.text.num_layers, sizes.text.kind_of
     if limit is None:
         return (layers,) * pp
-    kinds = [sizes.text.kinds.index(layer) for layer in sizes.text.layers]
 
     def need(stage: int, count: int) -> int:
         trials = (

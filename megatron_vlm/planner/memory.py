@@ -11,6 +11,7 @@ from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, optimizer_spec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.hf.block_weight import DECODED_AT_ONCE
 from megatron_vlm.planner.activation_memory import (
@@ -24,6 +25,7 @@ from megatron_vlm.planner.row_sizes import BatchSizes
 
 USABLE = 0.9  # fraction of a device's memory; the rest is for kernels' workspaces and fragmentation
 _FP32 = 4
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,14 @@ def stage_memory(
     counts = count(cfg, sizes, dims, stage)
     optimizer, host = optimizer_memory(cfg, counts, itemsize)
     effective, working = config_as_trained(cfg, sizes), []
-    kept_by_chunk, host_by_chunk = [], []
+    kept_by_chunk, host_by_chunk, distinct = [], [], set(batches)
     for chunk in range(dims.virtual_stages):
         model = effective, sizes, dims, dims.place_of(stage, chunk)
-        kept_by_chunk.append([activations(*model, each, itemsize) for each in batches])
-        host_by_chunk.append([offloaded_activations(*model, each, itemsize) for each in batches])
-        working += [working_bytes(*model, each, itemsize) for each in batches]
+        kept = {each: activations(*model, each, itemsize) for each in distinct}
+        on_host = {each: offloaded_activations(*model, each, itemsize) for each in distinct}
+        kept_by_chunk.append([kept[each] for each in batches])
+        host_by_chunk.append([on_host[each] for each in batches])
+        working += [working_bytes(*model, each, itemsize) for each in distinct]
     in_flight = micro_batches_in_flight(dims, stage, len(batches))
     models = 2 if reference_of(cfg) == "model" else 1  # the second one is frozen
     return StageMemory(
@@ -137,3 +141,31 @@ def micro_batches_in_flight(dims: ParallelDims, stage: int, batches: int) -> set
             tuple(started.count(chunk) - finished.count(chunk) for chunk in range(chunks))
         )
     return in_flight_by_point
+
+
+def host_need(dims: ParallelDims, stages: Sequence[StageMemory], devices: int) -> int:
+    """Return the bytes that the ranks of the fullest machine need. A machine has so many
+    neighbouring ranks."""
+    of_rank = [stages[dims.stage_of(rank)].host for rank in range(dims.world_size)]
+    return max(sum(of_rank[first:][:devices]) for first in range(0, len(of_rank), devices))
+
+
+def check_offload(
+    cfg: Config, sizes: ModelSizes, dims: ParallelDims, itemsize: int, devices: int, memory: float
+) -> None:
+    """Refuse an offloaded optimizer that needs more than the memory of a machine, which has so many
+    devices. `itemsize`: bytes of a weight."""
+    if not cfg.optim.offload:
+        return
+    need = host_need(dims, estimate(cfg, sizes, dims, [], itemsize), devices)
+    if need > USABLE * memory:
+        ranks = min(devices, dims.world_size)
+        raise ConfigError(
+            f": main weights and moments of {ranks} rank{'s' * (ranks > 1)} need "
+            f"{need / _GIB:,.1f} GiB of host memory, and {USABLE:.0%} of the {memory / _GIB:,.1f} "
+            "GiB of their machine can be used",
+            key="optim.offload",
+            found=cfg.optim.offload,
+            remedy="lower it, set optim.states=int8, or use more machines with "
+            "parallel.distributed_optimizer=true",
+        )

@@ -1,9 +1,10 @@
-"""Switches that save memory on one stage, each with the bytes that it would save there."""
+"""The switches that save memory: what each costs, and the bytes that it saves on a stage."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from megatron_vlm.config.schema import Config, get
+from megatron_vlm.config.schema import Config, LoraConfig, get
 from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
@@ -12,39 +13,94 @@ from megatron_vlm.planner.memory import stage_memory
 from megatron_vlm.planner.row_sizes import BatchSizes
 
 _SMALLEST_SHARE = 0.01  # a switch that saves a smaller share of the stage's memory is no help
-
-# Keys with the value that saves most.
-_SAVING_MOST: Mapping[str, object] = {
-    "model.recompute": "full",
-    "model.recompute_vision": True,
-    "model.offload_activations": 1.0,
-    "optim.states": "int8",
-    "optim.offload": 1.0,
-}
-
-Trial = tuple[str, Config, Sequence[BatchSizes]]
+_QLORA = replace(USUAL, base="nf4")  # lora=qlora
+_RECIPES = {USUAL: "default", _QLORA: "qlora"}
 
 
-def allows_switch(cfg: Config, key: str) -> bool:
-    """Return whether the configuration can have this key at another value than its default."""
-    if key == "optim.offload":
-        return cfg.optim.name == "adamw"
-    return key != "model.offload_activations" or not BACKENDS[cfg.model.backend].fuses_norms
+@dataclass(frozen=True)
+class MemorySwitch:
+    """A key whose values save memory. The first saves nothing, and each other one saves more than
+    those before it."""
+
+    key: str
+    values: tuple[Any, ...]
+    # Rounded moments and weights change the training, and so does to train less. What costs
+    # recomputation is chosen with the layout.
+    cost: Literal["recomputation", "messages", "host", "moments", "weights", "training"]
+    words: str = "{}"  # for a reader, around KEY=VALUE
+    needs: Mapping[str, object] = field(default_factory=dict)  # values of other keys
+
+    def further(self, cfg: Config) -> tuple[Any, ...]:
+        """Return the values that the configuration can have, and that save more than its own."""
+        now = get(cfg, self.key)
+        if not self._is_possible(cfg):
+            return ()
+        if isinstance(now, float):
+            return tuple(value for value in self.values if value > now)
+        return self.values[1 + (self.values.index(now) if now in self.values else 0) :]
+
+    def _is_possible(self, cfg: Config) -> bool:
+        if self.cost in ("training", "weights"):  # adapters freeze everything else already
+            return bool(cfg.lora.rank) == (self.cost == "weights")
+        if self.key == "optim.offload":
+            return cfg.optim.name == "adamw"
+        return (
+            self.key != "model.offload_activations" or not BACKENDS[cfg.model.backend].fuses_norms
+        )
+
+    def at(self, value: object) -> dict[str, object]:
+        """Return the keys of a configuration that has the switch at this value."""
+        return {**self.needs, self.key: value}
+
+
+MEMORY_SWITCHES = (
+    MemorySwitch("model.recompute", ("none", "full"), "recomputation"),
+    MemorySwitch("model.recompute_vision", (False, True), "recomputation"),
+    MemorySwitch("parallel.distributed_optimizer", (False, True), "messages"),
+    MemorySwitch("optim.states", ("fp32", "bf16", "int8"), "moments"),
+    MemorySwitch("optim.offload", (0.0, 1.0), "host"),
+    MemorySwitch("model.offload_activations", (0.0, 1.0), "host"),
+    MemorySwitch("lora", (LoraConfig(), USUAL), "training", "adapters alone trained, with {}"),
+    MemorySwitch(
+        "lora",
+        (LoraConfig(), _QLORA),
+        "training",
+        "adapters alone trained over a base in 4 bits, with {}",
+    ),
+    MemorySwitch("lora.base", (None, "nf4"), "weights", "a base in 4 bits, with {}"),
+    MemorySwitch("model.freeze_vision", (False, True), "training"),
+    MemorySwitch(
+        "model.freeze_language",
+        (False, True),
+        "training",
+        "only the mergers trained, with {}",
+        needs={"model.freeze_vision": True},
+    ),
+)
 
 
 def with_keys(cfg: Config, values: Mapping[str, object]) -> Config:
-    """Return the configuration with other values of some keys."""
+    """Return the configuration with other values of some keys or groups."""
+    value: Any
     for key, value in values.items():
         group, _, name = key.partition(".")
-        cfg = replace(cfg, **{group: replace(getattr(cfg, group), **{name: value})})
+        cfg = replace(
+            cfg, **{group: replace(getattr(cfg, group), **{name: value}) if name else value}
+        )
     return cfg
 
 
-def shown(key: str, value: object) -> str:
-    """Return a key with its value as an override."""
+def shown(values: Mapping[str, object]) -> str:
+    """Return keys with their values as overrides."""
+    return " ".join(f"{key}={_override(value)}" for key, value in values.items())
+
+
+def _override(value: object) -> str:
+    if isinstance(value, LoraConfig):
+        return _RECIPES[value]
     if isinstance(value, bool):
-        return f"{key}={str(value).lower()}"
-    return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def switches_by_bytes(
@@ -56,41 +112,26 @@ def switches_by_bytes(
     itemsize: int,
 ) -> list[tuple[str, int]]:
     """Return KEY=VALUE and the bytes that it saves on a rank of this stage, those that save most
-    first. Switches that train less come after all others. One key changes at a time."""
+    first. Switches that round weights or train less come after all others. One switch changes at a
+    time."""
     need = stage_memory(cfg, sizes, dims, stage, batches, itemsize).total
-    ranked: list[tuple[str, int]] = []
-    for trials in (_exact(cfg, dims, batches), _trained_less(cfg, batches)):
-        saved = [
-            (name, need - stage_memory(trial, sizes, dims, stage, smaller, itemsize).total)
-            for name, trial, smaller in trials
-        ]
-        helpful = [each for each in saved if each[1] >= _SMALLEST_SHARE * need]
-        ranked += sorted(helpful, key=lambda each: -each[1])
-    return ranked
-
-
-def _exact(cfg: Config, dims: ParallelDims, batches: Sequence[BatchSizes]) -> Iterator[Trial]:
-    """Yield the switches that train the same weights on the same rows."""
-    for key, value in _SAVING_MOST.items():
-        if get(cfg, key) != value and allows_switch(cfg, key):
-            yield shown(key, value), with_keys(cfg, {key: value}), batches
-    if dims.dp > 1 and not cfg.parallel.distributed_optimizer:
-        trial = replace(cfg, parallel=replace(cfg.parallel, distributed_optimizer=True))
-        yield "parallel.distributed_optimizer=true", trial, batches
+    trials = [
+        (switch.cost in ("weights", "training"), switch.at(value), batches)
+        for switch in MEMORY_SWITCHES
+        for value in switch.further(cfg)[-1:]
+    ]
     if max((each.rows for each in batches), default=1) > 1:
-        name = f"train.micro_batch_size={-(-cfg.train.micro_batch_size // 2)}"
+        limit: dict[str, object] = {"train.micro_batch_size": -(-cfg.train.micro_batch_size // 2)}
         if cfg.train.micro_batch_tokens is not None:
-            name = f"train.micro_batch_tokens={cfg.train.micro_batch_tokens // 2}"
-        yield name, cfg, [half for each in batches for half in _halves(each)]
-
-
-def _trained_less(cfg: Config, batches: Sequence[BatchSizes]) -> Iterator[Trial]:
-    if cfg.lora.rank:  # everything else is frozen already
-        return
-    if not cfg.model.freeze_vision:
-        trial = replace(cfg, model=replace(cfg.model, freeze_vision=True))
-        yield "model.freeze_vision=true", trial, batches
-    yield "lora=default", replace(cfg, lora=USUAL), batches
+            limit = {"train.micro_batch_tokens": cfg.train.micro_batch_tokens // 2}
+        trials.append((False, limit, [half for each in batches for half in _halves(each)]))
+    ranked = []
+    for is_last, keys, smaller in trials:
+        trial = with_keys(cfg, keys)
+        saved = need - stage_memory(trial, sizes, dims, stage, smaller, itemsize).total
+        if saved >= _SMALLEST_SHARE * need:
+            ranked.append((is_last, -saved, shown(keys)))
+    return [(name, -saved) for _, saved, name in sorted(ranked)]
 
 
 def _halves(batch: BatchSizes) -> Iterator[BatchSizes]:

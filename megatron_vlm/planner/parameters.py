@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby
 
@@ -80,7 +80,7 @@ def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> Par
     short = [_shortest_pipeline(cfg, sizes, dims, place) for place in places]
     optim = OptimConfig(**{key: getattr(cfg.optim, key) for key in ("name", "muon_ns_steps")})
     fixed = model, cfg.lora, parallel, optim
-    chunks = [astuple(_of_chunk(*fixed, sizes, *each)) for each in short]
+    chunks = [vars(_of_chunk(*fixed, sizes, *each)).values() for each in short]
     return ParamCounts(*map(sum, zip(*chunks, strict=True)))
 
 

@@ -219,7 +219,7 @@ class ReplicaCosts:
 
 def _layers_before(text: TextSizes) -> np.ndarray:
     """Return [K, 1 + L]: for each kind of layer, how many of the first layers are of this kind."""
-    is_kind_KL = [[layer == kind for layer in text.layers] for kind in text.kinds]
+    is_kind_KL = [[kind == each for each in text.kind_of] for kind in range(len(text.kinds))]
     return np.concatenate([np.zeros((len(text.kinds), 1), int), np.cumsum(is_kind_KL, 1)], 1)
 
 

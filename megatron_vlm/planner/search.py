@@ -13,7 +13,6 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.activation_memory import config_as_trained
 from megatron_vlm.planner.flops import ring, update
 from megatron_vlm.planner.hardware import Machine
-from megatron_vlm.planner.host_check import host_need
 from megatron_vlm.planner.layer_split import (
     choose_layer_split,
     even_split,
@@ -21,10 +20,11 @@ from megatron_vlm.planner.layer_split import (
     most_layers,
     replicas_of,
 )
-from megatron_vlm.planner.memory import USABLE, StageMemory, estimate
+from megatron_vlm.planner.memory import USABLE, host_need
 from megatron_vlm.planner.parameters import count, fits_blocks
-from megatron_vlm.planner.pipeline_time import ReplicaCosts, Stages, trained_values
+from megatron_vlm.planner.pipeline_time import ReplicaCosts, trained_values
 from megatron_vlm.planner.row_sizes import RowSample, Step, heaviest_micro_batches
+from megatron_vlm.planner.run_plan import RunPlan
 
 _MICRO_TOKENS = (2048, 4096, 8192, 16384)
 # The cheapest in time is first, so the first that fits is the fastest that fits.
@@ -50,63 +50,18 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Layout as the keys of a configuration, with its predicted cost."""
-
-    cfg: Config
-    dims: ParallelDims
-    memory: tuple[StageMemory, ...]
-    stages: Stages | None  # slowest replica of the first step; None if it does not fit
-    step_s: float  # mean step, optimizer included
-    tokens: float  # tokens of the mean step
-    bubble: float
-
-    @property
-    def need(self) -> int:
-        """Bytes of the fullest rank on its device."""
-        return max(stage.total for stage in self.memory)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.step_s
-
-    @property
-    def has_own_layers(self) -> bool:
-        """True if a run needs parallel.layers_per_stage for this layout."""
-        is_even = self.dims.layers_per_stage == even_split(self.dims.pp, self.dims.num_layers)
-        return not is_even or self.cfg.parallel.layers_per_stage is not None
-
-    @property
-    def overrides(self) -> list[str]:
-        """Keys for a run with this layout."""
-        dims, model, parallel = self.dims, self.cfg.model, self.cfg.parallel
-        keys: dict[str, object] = {"parallel.tp": dims.tp, "parallel.pp": dims.pp}
-        if dims.ep > 1 or parallel.ep > 1:
-            keys["parallel.ep"] = dims.ep
-        if self.has_own_layers:
-            layers = ",".join(map(str, dims.layers_per_stage))
-            keys["parallel.layers_per_stage"] = f"[{layers}]"
-        if (tokens := self.cfg.train.micro_batch_tokens) is not None:
-            keys["train.micro_batch_tokens"] = tokens
-        keys["model.recompute"] = model.recompute
-        keys["model.recompute_vision"] = str(model.recompute_vision).lower()
-        pairs = (f"{key}={value}" for key, value in keys.items())
-        return [f"'{pair}'" if "[" in pair else pair for pair in pairs]
-
-
-@dataclass(frozen=True)
 class Found:
     """Result of a search."""
 
-    fitting: tuple[Candidate, ...]  # fastest first
-    leanest: Candidate | None  # candidate with the least need, if none fits
+    fitting: tuple[RunPlan, ...]  # fastest first
+    leanest: RunPlan | None  # candidate with the least need, if none fits
 
 
 def search(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Found:
     """Search all layouts, and rank them by predicted tokens per second. With parallel.auto, only
     the keys that it names are searched over."""
-    fitting: list[Candidate] = []
-    leanest: Candidate | None = None
+    fitting: list[RunPlan] = []
+    leanest: RunPlan | None = None
     for dims, tokens in _options(cfg, sizes, mix, cluster):
         trial = replace(cfg, train=replace(cfg.train, micro_batch_tokens=tokens))
         steps = mix.steps(trial.train, sizes, dims.dp)
@@ -180,7 +135,7 @@ def _modes(
     dims: ParallelDims,
     steps: Sequence[Step],
     cluster: Cluster,
-) -> Iterator[Candidate]:
+) -> Iterator[RunPlan]:
     """Yield candidates up to the least recomputation that fits. A candidate that does not fit has
     no time."""
     free = searched_keys(cfg)
@@ -206,7 +161,7 @@ def _candidate(
     dims: ParallelDims,
     steps: Sequence[Step],
     cluster: Cluster,
-) -> Candidate:
+) -> RunPlan:
     itemsize, heaviest = ITEMSIZE[cfg.train.precision], heaviest_micro_batches(steps)
     limit, replicas = USABLE * cluster.memory, []
     max_layers = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
@@ -215,18 +170,17 @@ def _candidate(
         if _is_split_free(cfg):
             split = level_layers(replicas, max_layers, sizes.text.num_layers)
             dims = replace(dims, layers_per_stage=split)
-    memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
-    host = host_need(dims, memory, cluster.machine.devices)
-    is_over = max(stage.total for stage in memory) > limit or host > USABLE * cluster.host_memory
-    plain = Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0)
+    plan = RunPlan.of(cfg, sizes, dims, heaviest, itemsize)
+    host = host_need(dims, plan.memory, cluster.machine.devices)
+    is_over = plan.need > limit or host > USABLE * cluster.host_memory
     if max_layers is None or is_over:
-        return plain
-    return _time_candidate(plain, sizes, replicas, steps, cluster)
+        return plan
+    return _with_time(plan, replicas, steps, cluster)
 
 
 def refine_split(
-    candidate: Candidate, sizes: ModelSizes, mix: RowSample, cluster: Cluster
-) -> Candidate:
+    candidate: RunPlan, sizes: ModelSizes, mix: RowSample, cluster: Cluster
+) -> RunPlan:
     """Return the candidate with the best split of its layers, which takes longer to find."""
     cfg, dims = candidate.cfg, candidate.dims
     if not _is_split_free(cfg):
@@ -238,31 +192,27 @@ def refine_split(
     assert max_layers is not None
     replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
     split = choose_layer_split(replicas, max_layers, even_split(dims.pp, dims.num_layers))
-    dims = replace(dims, layers_per_stage=split)
-    memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
-    best = replace(candidate, dims=dims, memory=memory)
-    return _time_candidate(best, sizes, replicas, steps, cluster)
+    best = RunPlan.of(cfg, sizes, replace(dims, layers_per_stage=split), heaviest, itemsize)
+    return _with_time(best, replicas, steps, cluster)
 
 
 def evaluate(
     cfg: Config, sizes: ModelSizes, dims: ParallelDims, mix: RowSample, cluster: Cluster
-) -> Candidate:
+) -> RunPlan:
     """Return the cost of this layout, whether it fits or not."""
     itemsize, steps = ITEMSIZE[cfg.train.precision], mix.steps(cfg.train, sizes, dims.dp)
-    memory = tuple(estimate(cfg, sizes, dims, heaviest_micro_batches(steps), itemsize))
+    plan = RunPlan.of(cfg, sizes, dims, heaviest_micro_batches(steps), itemsize)
     replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
-    plain = Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0)
-    return _time_candidate(plain, sizes, replicas, steps, cluster)
+    return _with_time(plan, replicas, steps, cluster)
 
 
-def _time_candidate(
-    candidate: Candidate,
-    sizes: ModelSizes,
+def _with_time(
+    plan: RunPlan,
     replicas: Sequence[Sequence[ReplicaCosts]],
     steps: Sequence[Step],
     cluster: Cluster,
-) -> Candidate:
-    dims, cfg = candidate.dims, candidate.cfg
+) -> RunPlan:
+    cfg, sizes, dims = plan.cfg, plan.sizes, plan.dims
     slowest = [
         max(
             (each.stages(dims.layers_per_stage) for each in step), key=lambda stages: stages.seconds
@@ -279,9 +229,7 @@ def _time_candidate(
     tokens = sum(row.padded_tokens for row in rows) / len(steps) * max(1.0, dims.dp / planned)
     busy = sum(float(s.forward_GS.sum() + s.backward_GS.sum()) for s in slowest)
     bubble = max(0.0, 1 - busy / dims.pp / (pipeline * len(slowest)))
-    return replace(
-        candidate, stages=slowest[0], step_s=pipeline + after, tokens=tokens, bubble=bubble
-    )
+    return replace(plan, stages=slowest[0], step_s=pipeline + after, tokens=tokens, bubble=bubble)
 
 
 def _step_end_seconds(
@@ -306,11 +254,7 @@ def _step_end_seconds(
     for ranks, values in ((dims.dp, rest), (dims.dp // dims.ep, counts.of_experts)):
         seconds += ring(ranks) * bytes_per_value * values / link
     if stage == 0 and cfg.model.share_images:
-        tower = trained_values(_tower_alone(cfg), sizes, dims)[1]
+        tower_alone = replace(cfg, model=replace(cfg.model, freeze_language=True))
+        tower = trained_values(tower_alone, sizes, dims)[1]
         seconds += ring(dims.tp) * _FP32 * tower / machine.link
     return seconds
-
-
-def _tower_alone(cfg: Config) -> Config:
-    """Return the configuration with a frozen decoder, so that only the tower remains."""
-    return replace(cfg, model=replace(cfg.model, freeze_language=True))

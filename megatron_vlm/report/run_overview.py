@@ -15,8 +15,9 @@ from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.io.printable import short_name, show_count
-from megatron_vlm.planner.memory import StageMemory
+from megatron_vlm.planner.run_plan import RunPlan
 from megatron_vlm.report.layout_table import StageReport, size_text
+from megatron_vlm.training.lr_schedule import total_steps
 
 _WIDTH = 80
 _LABEL = 12
@@ -28,27 +29,27 @@ _MAX_STAGES = 4
 class RunFacts:
     """Facts about a run that its configuration does not have."""
 
+    plan: RunPlan
     length: str  # number of samples and steps, as a sentence
-    epochs: float | None  # None for a stream
-    remarks: Remarks  # on data.train
-    data: DataSet | StreamSet | None  # data.train, where this process has it
+    data: DataSet | StreamSet  # data.train
+    remarks: Remarks  # on it
     held_out: Sequence[tuple[str, int]]  # name and samples of each evaluation set
     stages: Sequence[StageReport]
-    memory: Sequence[StageMemory]
     available: str  # memory of a device, in words
     prompts_only: bool = False  # the samples are prompts
 
 
-def run_overview(cfg: Config, dims: ParallelDims, facts: RunFacts) -> str:
+def run_overview(facts: RunFacts) -> str:
     """Return the overview: a label and a text in each line, within 80 columns."""
+    cfg = facts.plan.cfg
     rows = {
         "data": _data(cfg, facts.remarks),
-        "epoch": "" if facts.data is None else epoch_tokens(facts.data, facts.prompts_only),
+        "epoch": epoch_tokens(facts.data, facts.prompts_only),
         "steps": _steps(facts),
         "learns": _learning_parts(cfg, facts.stages),
         "rate": _rates(cfg),
-        "layout": _layout(cfg, dims),
-        "memory": memory_summary(facts.memory, facts.available),
+        "layout": _layout(cfg, facts.plan.dims),
+        "memory": _memory(facts.plan, facts.available),
         "evaluation": _evaluation(cfg, facts.held_out),
         "writes": _destinations(cfg),
     }
@@ -92,9 +93,11 @@ def epoch_tokens(data: DataSet | StreamSet, prompts_only: bool = False) -> str:
 
 
 def _steps(facts: RunFacts) -> str:
-    if facts.epochs is None:
+    train, samples = facts.plan.cfg.train, facts.data.length
+    if samples is None:
         return facts.length
-    return f"{facts.length}, {facts.epochs:.3g} epoch{'s' * (facts.epochs != 1)}"
+    epochs = total_steps(train, samples) * train.global_batch_size / samples
+    return f"{facts.length}, {epochs:.3g} epoch{'s' * (epochs != 1)}"
 
 
 def _learning_parts(cfg: Config, stages: Sequence[StageReport]) -> str:
@@ -140,10 +143,10 @@ def _layout(cfg: Config, dims: ParallelDims) -> str:
     )
 
 
-def memory_summary(memory: Sequence[StageMemory], available: str) -> str:
+def _memory(plan: RunPlan, available: str) -> str:
     """Describe the estimated memory of a rank of each stage, or of the fullest and the emptiest of
     many stages."""
-    totals = [stage.total for stage in memory]
+    totals = [stage.total for stage in plan.memory]
     if len(totals) == 1:
         text = f"a rank needs about {size_text(totals[0])}"
     elif len(totals) <= _MAX_STAGES:
@@ -156,7 +159,7 @@ def memory_summary(memory: Sequence[StageMemory], available: str) -> str:
             f"{size_text(totals[least])} on stage {least}, the emptiest"
         )
     text = f"{text}, of {available}" if available else text
-    host = max(stage.host for stage in memory)
+    host = max(stage.host for stage in plan.memory)
     return f"{text}; and up to {size_text(host)} of host memory" if host else text
 
 

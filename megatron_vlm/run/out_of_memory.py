@@ -6,9 +6,8 @@ from contextlib import contextmanager
 
 from megatron_vlm.distributed.device import lacks_memory
 from megatron_vlm.errors import TrainError
-from megatron_vlm.planner.memory import stage_memory
-from megatron_vlm.planner.memory_switches import switches_by_bytes
 from megatron_vlm.planner.row_sizes import BatchSizes
+from megatron_vlm.planner.run_plan import RunPlan
 from megatron_vlm.report.layout_table import size_text
 from megatron_vlm.training.worker import MegatronWorker
 
@@ -31,11 +30,10 @@ def explain_out_of_memory(worker: MegatronWorker) -> Iterator[None]:
 
 def describe_out_of_memory(worker: MegatronWorker) -> TrainError:
     """Return the error of a rank whose memory has run out."""
-    cfg, sizes, dims, stage = worker.cfg, worker.source.sizes, worker.dims, worker.grid.pp.rank
-    batches = worker.stage.batch_sizes
+    stage, batches = worker.grid.pp.rank, worker.stage.batch_sizes
     itemsize = worker.chunks[0].config.params_dtype.itemsize
-    given = cfg, sizes, dims, stage, batches, itemsize
-    parts = stage_memory(*given)
+    plan = RunPlan.of(worker.cfg, worker.source.sizes, worker.dims, batches, itemsize)
+    parts = plan.memory[stage]
     planned = ", ".join(
         f"{name} {size_text(getattr(parts, name))}"
         for name in ("weights", "gradients", "optimizer", "activations", "working")
@@ -43,7 +41,7 @@ def describe_out_of_memory(worker: MegatronWorker) -> TrainError:
     platform, watchdog = worker.platform, worker.watchdog
     used = ", ".join(f"{size_text(size)} {name}" for name, size in platform.memory_figures())
     total = size_text(platform.memory_total())
-    switches = [f"{name} (saves {size_text(size)})" for name, size in switches_by_bytes(*given)]
+    switches = [f"{name} (saves {size_text(size)})" for name, size in plan.switches(stage)]
     return TrainError(
         f"has run out of memory at step {watchdog.step} ({watchdog.phase}{_largest(batches)}): "
         f"planned were {planned}, together {size_text(parts.total)}; the allocator has {used}, "

@@ -3,7 +3,6 @@ overview that rank 0 prints before the first step."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,16 @@ import torch.distributed as dist
 
 from megatron_vlm.config import to_yaml
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.batches.dataset import DataSet
-from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.agreement import fail_together, store_barrier
 from megatron_vlm.distributed.collectives import broadcast_json
 from megatron_vlm.distributed.device import Platform, pick_platform
-from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.io.atomic import write_text
 from megatron_vlm.planner.auto_layout import needs_planning, plan_layout, with_layout_of
-from megatron_vlm.planner.first_batches import heaviest_of, plan_steps, plan_updates
-from megatron_vlm.planner.memory import StageMemory, estimate
+from megatron_vlm.planner.first_batches import plan_run
 from megatron_vlm.planner.row_sizes import mix_of
 from megatron_vlm.report.layout_table import StageReport, size_text
 from megatron_vlm.report.run_overview import RunFacts, run_overview
@@ -36,8 +30,6 @@ from megatron_vlm.training.lr_schedule import describe_run_length, total_steps
 from megatron_vlm.training.worker import PATIENCE, MegatronWorker
 
 _PLANNED = ("parallel", "model", "train")  # groups that have keys which the planner chooses
-_MAX_STEPS = 50
-_MAX_ROWS = 2000  # rows of the steps that are planned, so that a run starts without delay
 
 
 def resolve_layout(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
@@ -100,40 +92,13 @@ def describe_start(
     prompts_only: bool,
 ) -> str:
     """Return the overview of a run on rank 0. `length`: its samples and steps, as a sentence."""
-    cfg, dims, data = worker.cfg, worker.dims, feeder.data
+    data = feeder.data
     assert data is not None, "rank 0 loads data"
-    dtype = worker.chunks[0].config.params_dtype
-    memory = memory_of_run(cfg, data, worker.source.sizes, dims, dtype.itemsize, prompts_only)
-    facts = RunFacts(
-        length,
-        epochs_of(cfg, feeder.length),
-        feeder.remarks,
-        data,
-        [(each.name, each.samples) for each in held_out],
-        stages,
-        memory,
-        device_memory(worker.platform),
-        prompts_only,
-    )
-    return run_overview(cfg, dims, facts)
-
-
-def memory_of_run(
-    cfg: Config,
-    data: DataSet | StreamSet,
-    sizes: ModelSizes,
-    dims: ParallelDims,
-    itemsize: int,
-    prompts_only: bool = False,
-) -> list[StageMemory]:
-    """Return the memory of a rank of each stage, estimated from the first steps. With
-    `prompts_only` the samples are prompts, whose answers are trained."""
-    count = min(_MAX_STEPS, max(1, _MAX_ROWS // cfg.train.global_batch_size))
-    if prompts_only and isinstance(data, DataSet):
-        steps = list(islice(plan_updates(data, cfg, dims), max(1, count // cfg.rl.samples)))
-    else:
-        steps = list(islice(plan_steps(data, cfg, dims), count))
-    return estimate(cfg, sizes, dims, heaviest_of(steps, cfg, sizes, dims), itemsize)
+    itemsize = worker.chunks[0].config.params_dtype.itemsize
+    plan = plan_run(worker.cfg, data, worker.source.sizes, worker.dims, itemsize, prompts_only)
+    sets, memory = [(each.name, each.samples) for each in held_out], device_memory(worker.platform)
+    facts = RunFacts(plan, length, data, feeder.remarks, sets, stages, memory, prompts_only)
+    return run_overview(facts)
 
 
 def length_of(cfg: Config, samples: int | None, done: int) -> str:
@@ -142,13 +107,6 @@ def length_of(cfg: Config, samples: int | None, done: int) -> str:
     if not done:
         return describe_run_length(cfg, samples)
     return f"{done:,} of {total_steps(cfg.train, samples):,} steps are done already"
-
-
-def epochs_of(cfg: Config, samples: int | None) -> float | None:
-    """Return the number of epochs of a run; None for a stream."""
-    if samples is None:
-        return None
-    return total_steps(cfg.train, samples) * cfg.train.global_batch_size / samples
 
 
 def device_memory(platform: Platform) -> str:

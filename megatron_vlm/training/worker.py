@@ -65,7 +65,7 @@ from megatron_vlm.model.build import build_chunks, compute_dtype
 from megatron_vlm.model.constraints import check_backend, check_config
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.planner.auto_layout import settle_layers
-from megatron_vlm.planner.host_check import check_offload
+from megatron_vlm.planner.memory import check_offload
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.backward import Backward, Gradients, LossCall, StepMetrics, run_backward
 from megatron_vlm.training.comm_overlap import WeightGather

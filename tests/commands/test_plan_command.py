@@ -24,8 +24,7 @@ from megatron_vlm.planner.auto_layout import with_candidate
 from megatron_vlm.planner.fit import fitting_sets, switch_costs
 from megatron_vlm.planner.flops import OpCount
 from megatron_vlm.planner.hardware import CARD_MEMORY, Machine, gpu
-from megatron_vlm.planner.host_check import check_offload, host_need
-from megatron_vlm.planner.memory import USABLE, estimate
+from megatron_vlm.planner.memory import USABLE, check_offload, estimate, host_need
 from megatron_vlm.planner.pipeline_time import Stages
 from megatron_vlm.planner.row_sizes import assumed_mix
 from megatron_vlm.planner.search import Cluster, Found, refine_split, search

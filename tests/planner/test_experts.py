@@ -18,7 +18,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.constraints import check_config
-from megatron_vlm.planner.auto_split import decide
+from megatron_vlm.planner.auto_layout import decide
 from megatron_vlm.planner.flops import OpCount, micro_work
 from megatron_vlm.planner.hardware import Machine, gpu
 from megatron_vlm.planner.layer_split import even_split, most_layers, replicas_of
@@ -201,7 +201,7 @@ def test_auto_knows_experts(tiny):
     cfg = layout(pp=2, dp=2, ep=2, layers_per_stage="auto").config(path)
     picture = BatchSizes(1, 80, 30, 256, 256, 256**2)
     mix, platform = RowSample((picture,), "made-up rows"), pick_platform("cpu")
-    layers = decide(cfg, read_sizes(path), 4, platform, mix).layers
+    layers = decide(cfg, read_sizes(path), 4, platform, mix)[0]
     assert sum(layers) == 4 and layers[0] < 2
 
 

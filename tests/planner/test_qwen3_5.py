@@ -18,7 +18,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.family.decoder_layers import FullAttention
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.constraints import check_config
-from megatron_vlm.planner.auto_split import decide
+from megatron_vlm.planner.auto_layout import decide
 from megatron_vlm.planner.hardware import CPU, gpu
 from megatron_vlm.planner.layer_split import (
     even_split,
@@ -180,7 +180,7 @@ def test_auto_takes_layers_for_what_they_cost(tiny):
     cfg = layout(pp=4, layers_per_stage="auto").config(path)
     sizes, platform = read_sizes(path), pick_platform("cpu")
     rows = RowSample((LONG,) * 8, "made-up rows")
-    chosen = decide(cfg, sizes, 4, platform, rows).layers
+    chosen = decide(cfg, sizes, 4, platform, rows)[0]
     even = even_split(4, 8)
     steps = rows.steps(cfg.train, sizes, 1)
     replicas = replicas_of(cfg, sizes, ParallelDims(1, 4, 1, 1, even), steps, CPU, 4)

@@ -15,8 +15,7 @@ from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.planner.auto_layout import plan_layout, settle_layers, with_layout_of
-from megatron_vlm.planner.auto_split import decide
+from megatron_vlm.planner.auto_layout import decide, plan_layout, settle_layers, with_layout_of
 from megatron_vlm.planner.hardware import CPU
 from megatron_vlm.planner.layer_split import (
     choose_layer_split,
@@ -169,7 +168,7 @@ def test_it_is_decided_by_the_rows(tiny):
     sizes, platform = read_sizes(path), pick_platform("cpu")
 
     def of(*rows: BatchSizes) -> tuple[int, ...]:
-        return decide(cfg, sizes, 2, platform, RowSample(rows, "made-up rows")).layers
+        return decide(cfg, sizes, 2, platform, RowSample(rows, "made-up rows"))[0]
 
     text, picture = BatchSizes(1, 300, 30, 0, 0), BatchSizes(1, 80, 30, 256, 256, 256**2)
     few = of(picture, picture, text)

@@ -3,17 +3,17 @@
 One process plans for all ranks: the layout, the data, the memory of each stage, the first batches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from megatron_vlm.checkpoint.manifest import read_manifest
 from megatron_vlm.checkpoint.retention import complete_checkpoints
 from megatron_vlm.checkpoint.tensor_pieces import outside_file
-from megatron_vlm.commands.dry_run.memory_tables import batch_table, fit_verdict, memory_table
 from megatron_vlm.commands.dry_run.target_machine import TargetMachine, target_machine
 from megatron_vlm.config.command_checks import needs_held_out_rewards
 from megatron_vlm.config.data_sources import HELD_OUT
@@ -40,18 +40,20 @@ from megatron_vlm.lora.weights import adapted_weights
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_backend, check_config
 from megatron_vlm.planner.auto_layout import needs_planning, plan_layout
-from megatron_vlm.planner.first_batches import plan_steps
-from megatron_vlm.planner.host_check import check_offload
-from megatron_vlm.planner.memory import StageMemory
-from megatron_vlm.planner.row_sizes import mix_of
-from megatron_vlm.report.layout_table import layout_table, stage_reports
+from megatron_vlm.planner.first_batches import plan_run, plan_steps
+from megatron_vlm.planner.memory import USABLE, check_offload
+from megatron_vlm.planner.row_sizes import Step, mix_of
+from megatron_vlm.planner.run_plan import RunPlan
+from megatron_vlm.report.layout_table import layout_table, size_text, stage_reports
 from megatron_vlm.report.run_overview import RunFacts, aligned_lines, run_overview
+from megatron_vlm.report.terminal import plain_table
 from megatron_vlm.run.evaluation.held_out_sets import describe_split, first_samples
 from megatron_vlm.run.log_sinks import wandb_mode
 from megatron_vlm.run.saved_config import with_model
-from megatron_vlm.run.start import epochs_of, length_of, memory_of_run
+from megatron_vlm.run.start import length_of
 
 SHOWN_STEPS = 2
+_MAX_CHANGES = 4  # switches that a verdict names
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,12 @@ def dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) -> 
         check_push(cfg.checkpoint.push)
     model = plan_model(cfg, console, gpus, memory)
     data = open_training_data(model)
-    needs = print_run(model, data, console)
+    plan = print_run(model, data, console)
     steps = list(islice(plan_steps(data, model.cfg, model.dims), SHOWN_STEPS))
     if steps:
         console.print("First batches: rows x tokens of each micro-batch (patches of its images)")
         console.print(batch_table(steps))
-    print_memory(model, needs, console)
+    print_memory(plan, model.target, console)
     return 0
 
 
@@ -119,46 +121,92 @@ def open_training_data(model: PlannedModel, prompts_only: bool = False) -> DataS
 
 def print_run(
     model: PlannedModel, data: DataSet | StreamSet, console: Console, prompts_only: bool = False
-) -> list[StageMemory]:
-    """Print what a run prints at its start, and its remarks. Return the memory of each stage."""
+) -> RunPlan:
+    """Print what a run prints at its start, and its remarks."""
     cfg, dims, target = model.cfg, model.dims, model.target
     stages = stage_reports(cfg, dims, model.table)
     remarks = Remarks.from_data(data, "data.train", cfg.data)
     sets = list(open_held_out(model, prompts_only and needs_held_out_rewards(cfg)))
     dtype = compute_dtype(cfg, target.platform)
-    needs = memory_of_run(cfg, data, model.source.sizes, dims, dtype.itemsize, prompts_only)
+    plan = plan_run(cfg, data, model.source.sizes, dims, dtype.itemsize, prompts_only)
     done = _steps_done(cfg)
-    facts = RunFacts(
-        length_of(cfg, data.length, done),
-        epochs_of(cfg, data.length),
-        remarks,
-        data,
-        [(name, len(each.order)) for name, each, _ in sets],
-        stages,
-        needs,
-        target.available,
-        prompts_only,
-    )
+    length, held_out = length_of(cfg, data.length, done), [(n, len(d.order)) for n, d, _ in sets]
+    facts = RunFacts(plan, length, data, remarks, held_out, stages, target.available, prompts_only)
     console.print(layout_table(cfg, target.words(cfg), stages))
-    text = run_overview(cfg, dims, facts)
+    text = run_overview(facts)
     rows = {"run": f"continues from step {done:,}" if done else "begins anew"}
     if cfg.log.wandb is not None:
         rows["W&B"] = wandb_mode(cfg)
     lines = [text, aligned_lines(rows), *remarks.lines]
     for line in [*lines, *(line for *_, notes in sets for line in notes.lines)]:
         console.print(escape_controls(line), markup=False, soft_wrap=True)
-    return needs
+    return plan
 
 
-def print_memory(model: PlannedModel, needs: list[StageMemory], console: Console) -> None:
+def print_memory(plan: RunPlan, target: TargetMachine, console: Console) -> None:
     """Print the memory of each stage, and whether it fits."""
-    available, dims = model.target.available, model.dims
-    chunks = f" with its {dims.virtual_stages} chunks" if dims.virtual_stages > 1 else ""
-    total = f" ({available})" if available else ""
+    count = plan.dims.virtual_stages
+    chunks = f" with its {count} chunks" if count > 1 else ""
+    total = f" ({target.available})" if target.available else ""
     console.print(f"Memory of one rank of each stage{chunks}, estimated{total}")
-    console.print(memory_table(needs))
-    if text := fit_verdict(model.cfg, dims, needs, model.target):
+    console.print(memory_table(plan))
+    if text := fit_verdict(plan, target):
         console.print(text, soft_wrap=True)
+
+
+def batch_table(steps: Sequence[Step]) -> Table:
+    """Return a table of the micro-batches of the first steps: rows x tokens, patches."""
+    table = plain_table()
+    table.add_column("step")
+    table.add_column("replica")
+    table.add_column("micro-batches", overflow="fold")
+    for number, shares in enumerate(steps):
+        for replica, share in enumerate(shares):
+            shapes = [f"{b.rows}x{b.tokens} ({b.patches:,})" for b in share]
+            table.add_row(str(number + 1), str(replica), "  ".join(shapes) or "none")
+    return table
+
+
+def memory_table(plan: RunPlan) -> Table:
+    """Return a table with one line per stage."""
+    table = plain_table()
+    columns = ["weights", "gradients", "optimizer", "activations", "working", "total"]
+    if any(parts.host for parts in plan.memory):  # in the memory of the host
+        columns.append("host")
+    for column in ("stage", *columns):
+        table.add_column(column, justify="right")
+    for stage, parts in enumerate(plan.memory):
+        table.add_row(str(stage), *(size_text(getattr(parts, column)) for column in columns))
+    return table
+
+
+def fit_verdict(plan: RunPlan, target: TargetMachine) -> str:
+    """Return whether the estimate fits, and if not, the changes to try, with what each saves."""
+    memory, dims, need = plan.memory, plan.dims, plan.need
+    if target.memory is None:
+        return (
+            "There is no GPU here, so whether this fits is open: --memory 80GiB judges it for GPUs "
+            "of that size, and --gpus 8 plans for that number of them."
+        )
+    worst = next(stage for stage, parts in enumerate(memory) if parts.total == need)
+    total = size_text(target.memory)
+    needs = f"Stage {worst} needs about {size_text(need)} a rank, and there are {total}"
+    if not target.platform.is_cuda:  # all processes share the memory of the machine
+        need = dims.world_size // dims.pp * sum(parts.total + parts.host for parts in memory)
+        needs = f"{dims.world_size} processes need about {size_text(need)}, and there are {total}"
+    if need <= USABLE * target.memory:
+        return ""
+    changes = [f"{keys} (saves {size_text(size)})" for keys, size in plan.switches(worst)]
+    changes = changes[:_MAX_CHANGES]
+    if worst == 0 and dims.pp > 1 and plan.cfg.parallel.layers_per_stage is None:
+        changes.append("fewer decoder layers on stage 0 (parallel.layers_per_stage=auto)")
+    if dims.dp > 1:
+        changes.append("more parallel.tp or parallel.pp in place of replicas")
+    return (
+        f"{needs}: it will most likely run out of memory. Try "
+        f"{', '.join(changes) or 'more or larger GPUs'}. megatron-vlm plan ranks the layouts that "
+        "fit."
+    )
 
 
 def open_held_out(

@@ -51,7 +51,7 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
     model = plan_model(cfg, console, gpus, memory)
     data = open_training_data(model, prompts_only=True)
     assert isinstance(data, DataSet), "config/command_checks.py refuses streams"
-    needs = print_run(model, data, console, prompts_only=True)
+    plan = print_run(model, data, console, prompts_only=True)
     rl, train = cfg.rl, cfg.train
     rows = {
         "samples": f"{rl.samples} answers of at most {rl.max_new_tokens:,} tokens to each of "
@@ -66,7 +66,7 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
     console.print(aligned_lines(rows), markup=False, soft_wrap=True)
     if has_rewards(cfg):
         console.print(reward_table(list(try_reward(cfg, data))))
-    print_memory(model, needs, console)
+    print_memory(plan, model.target, console)
     notes = ["Answers are counted with rl.max_new_tokens each; what sampling needs comes on top."]
     if rl.kl_coef is not None:
         notes.append("The initial model, for rl.kl_coef, needs the weights of each stage again.")

@@ -4,9 +4,8 @@ import math
 import re
 from dataclasses import replace
 
-from megatron_vlm.commands.plan.fit_report import fit_report
 from megatron_vlm.commands.plan.plan_arguments import parse_host_memory, parse_memory
-from megatron_vlm.commands.plan.plan_report import Plan, plan_report
+from megatron_vlm.commands.plan.plan_report import Plan, fit_report, plan_report
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, WITHOUT_BF16, card_of

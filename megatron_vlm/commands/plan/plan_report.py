@@ -1,41 +1,28 @@
 """A plan as a report: the fastest layouts, the pipeline, the memory of each stage, assumptions."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.io.printable import time_spent
+from megatron_vlm.planner.fit import FittingSet, SwitchCost
 from megatron_vlm.planner.hardware import CARD_MEMORY, MOVED_PER_BANDWIDTH, Machine
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.pipeline_time import Stages
 from megatron_vlm.planner.row_sizes import RowSample
-from megatron_vlm.planner.search import Candidate, Cluster
+from megatron_vlm.planner.run_plan import RunPlan
+from megatron_vlm.planner.search import Cluster
 from megatron_vlm.report import sections
 
-PLAN_COLUMNS = (
-    "tokens/s",
-    "s/step",
-    "tp",
-    "pp",
-    "ep",
-    "dp",
-    "layers",
-    "micro-batch",
-    "recompute",
-    "GiB",
-    "bubble",
-)
-MEMORY = (
-    "stage",
-    "layers",
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "working",
-    "GiB",
-    "host",
-)
+_DEGREES = ("tp", "pp", "ep", "dp")
+_LAYOUT = ("layers", "micro-batch", "recompute", "GiB", "bubble")
+_PARTS = ("weights", "gradients", "optimizer", "activations", "working", "total", "host")
+_SWITCHES = {
+    "optim.states": "states",
+    "optim.offload": "optim. on host",
+    "model.offload_activations": "act. on host",
+}
+_SETS_SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -45,89 +32,95 @@ class Plan:
     cfg: Config
     mix: RowSample
     cluster: Cluster
-    candidates: tuple[Candidate, ...]  # the fastest first
+    candidates: tuple[RunPlan, ...]  # the fastest first
     tried: int  # number of layouts that fit
     has_experts: bool = False
 
 
 def plan_report(plan: Plan) -> sections.Report:
-    """Return the whole report."""
-    best, cluster = plan.candidates[0], plan.cluster
-    title = f"{cluster.gpus} x {cluster.machine.name}, {cluster.memory / 2**30:,.0f} GiB"
+    """Return the report of the fastest layouts."""
+    best = plan.candidates[0]
     tiles = [
         (f"{best.tokens_per_s:,.0f}", "predicted tokens/s"),
         (time_spent(best.step_s), "a step"),
-        (f"{best.need / 2**30:.1f} GiB", "on the fullest rank"),
+        (f"{_gib(best.need)} GiB", "on the fullest rank"),
         (f"{best.bubble:.0%}", "share of the time that stages wait"),
     ]
-    lead = [plan.cfg.model.path]
-    return sections.Report(
-        "Plan of a layout", title, lead, [sections.Tiles(tiles)], [*_sections(plan)]
-    )
-
-
-def _sections(plan: Plan) -> Iterator[sections.Section]:
-    best = plan.candidates[0]
-    yield sections.Heading("Layouts")
-    yield _layouts(plan)
-    yield sections.Command("The fastest: ", " ".join(best.overrides))
-    yield sections.Heading("Pipeline of the fastest")
-    yield _pipeline(best)
+    body: list[sections.Section] = [
+        sections.Heading("Layouts"),
+        _layouts(plan),
+        sections.Command("The fastest: ", " ".join(best.overrides)),
+        sections.Heading("Pipeline of the fastest"),
+        _pipeline(best),
+    ]
     pipelined = next((each for each in plan.candidates if each.dims.pp > 1), None)
     if pipelined is not None and best.dims.pp == 1:
-        yield sections.Heading("Pipeline of the fastest that has several stages")
-        yield _pipeline(pipelined)
-    yield sections.Heading("Memory of the fastest")
-    yield sections.Table(MEMORY, memory_cells(best), "GiB of one rank of each stage.")
-    yield sections.Heading("Assumed")
-    yield sections.Listing("What was not counted:", assumptions(plan))
+        title = "Pipeline of the fastest that has several stages"
+        body += [sections.Heading(title), _pipeline(pipelined)]
+    return _report("Plan of a layout", plan, tiles, body)
+
+
+def _report(
+    tab: str,
+    plan: Plan,
+    tiles: Sequence[tuple[str, str]],
+    body: Sequence[sections.Section],
+) -> sections.Report:
+    """Return a report, which ends with the memory of the fastest layout and what was assumed."""
+    cluster = plan.cluster
+    title = f"{cluster.gpus} x {cluster.machine.name}, {cluster.memory / 2**30:,.0f} GiB"
+    header = ("stage", "layers", *("GiB" if name == "total" else name for name in _PARTS))
+    cells = _memory_cells(plan.candidates[0])
+    last = [
+        sections.Heading("Memory of the fastest"),
+        sections.Table(header, cells, "GiB of one rank of each stage."),
+        sections.Heading("Assumed"),
+        sections.Listing("What was not counted:", _assumptions(plan)),
+    ]
+    lead, summary = [plan.cfg.model.path], [sections.Tiles(tiles)]
+    return sections.Report(tab, title, lead, summary, [*body, *last])
 
 
 def _layouts(plan: Plan) -> sections.Table:
     """Return a line for each layout. Either TP or EP is always 1, and has no column."""
-    place = PLAN_COLUMNS.index("tp" if plan.has_experts else "ep")
-    lines = [PLAN_COLUMNS, *map(cells, plan.candidates)]
-    header, *rows = [(*line[:place], *line[place + 1 :]) for line in lines]
+    degrees = [name for name in _DEGREES if name != ("tp" if plan.has_experts else "ep")]
+    rows = [
+        (*_speed(each), *(str(getattr(each.dims, name)) for name in degrees), *_layout_cells(each))
+        for each in plan.candidates
+    ]
     caption = f"The fastest of {plan.tried:,} that fit. GiB: of the fullest rank."
-    return sections.Table(header, rows, caption)
+    return sections.Table(("tokens/s", "s/step", *degrees, *_LAYOUT), rows, caption)
 
 
-def cells(candidate: Candidate) -> tuple[str, ...]:
-    """Return the cells of a layout."""
-    dims, cfg = candidate.dims, candidate.cfg
-    split = dims.layers_per_stage
+def _speed(plan: RunPlan) -> tuple[str, str]:
+    return f"{plan.tokens_per_s:,.0f}", f"{plan.step_s:.2f}"
+
+
+def _batch_and_memory(plan: RunPlan) -> tuple[str, str, str]:
+    """Return the cells of the micro-batch, of what is recomputed, and of the fullest rank."""
+    tokens, model = plan.cfg.train.micro_batch_tokens, plan.cfg.model
+    recomputed = model.recompute + ", vision" * model.recompute_vision
+    return f"{tokens:,}" if tokens else "by rows", recomputed, _gib(plan.need)
+
+
+def _layout_cells(plan: RunPlan) -> tuple[str, ...]:
+    split = plan.dims.layers_per_stage
     layers = " ".join(map(str, split))
-    if dims.pp > 4:
+    if plan.dims.pp > 4:
         layers = f"{split[0]}, {min(split[1:-1])}-{max(split[1:-1])}, {split[-1]}"
-    recompute = cfg.model.recompute + ", vision" * cfg.model.recompute_vision
-    return (
-        f"{candidate.tokens_per_s:,.0f}",
-        f"{candidate.step_s:.2f}",
-        str(dims.tp),
-        str(dims.pp),
-        str(dims.ep),
-        str(dims.dp),
-        layers,
-        f"{cfg.train.micro_batch_tokens:,}" if cfg.train.micro_batch_tokens else "by rows",
-        recompute,
-        f"{candidate.need / 2**30:.1f}",
-        f"{candidate.bubble:.0%}",
-    )
+    return layers, *_batch_and_memory(plan), f"{plan.bubble:.0%}"
 
 
-def memory_cells(candidate: Candidate) -> list[tuple[str, ...]]:
-    """Return the memory of each stage of a layout, in GiB."""
-    rows = []
-    for stage, memory in enumerate(candidate.memory):
-        parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
-        sizes = [
-            f"{size / 2**30:.1f}" for size in (*parts, memory.working, memory.total, memory.host)
-        ]
-        rows.append((str(stage), str(candidate.dims.layers_per_stage[stage]), *sizes))
-    return rows
+def _memory_cells(plan: RunPlan) -> list[tuple[str, ...]]:
+    return [
+        (str(stage), str(layers), *(_gib(getattr(memory, name)) for name in _PARTS))
+        for stage, (memory, layers) in enumerate(
+            zip(plan.memory, plan.dims.layers_per_stage, strict=True)
+        )
+    ]
 
 
-def _pipeline(drawn: Candidate) -> sections.Timeline:
+def _pipeline(drawn: RunPlan) -> sections.Timeline:
     assert drawn.stages is not None
     dims = drawn.dims
     degrees = f"tp={dims.tp} pp={dims.pp} {f'ep={dims.ep} ' * (dims.ep > 1)}dp={dims.dp}"
@@ -155,7 +148,7 @@ def _moved(machine: Machine) -> str:
     )
 
 
-def assumptions(plan: Plan) -> list[str]:
+def _assumptions(plan: Plan) -> list[str]:
     """Return the assumed numbers, which were not counted, in sentences."""
     machine, cluster = plan.cluster.machine, plan.cluster
     speeds = [speed / 1e12 for speed in (machine.matmul, machine.attention)]
@@ -172,3 +165,42 @@ def assumptions(plan: Plan) -> list[str]:
         f"Memory: {USABLE:.0%} of {cluster.memory / 2**30:,.0f} GiB; a step has "
         f"train.global_batch_size={plan.cfg.train.global_batch_size} rows.",
     ]
+
+
+def fit_report(
+    plan: Plan, sets: Sequence[FittingSet], costs: Sequence[SwitchCost]
+) -> sections.Report:
+    """Return the report of sets of switches. `costs` are those of the first set."""
+    best = sets[0]
+    tiles = [
+        (f"{best.best.tokens_per_s:,.0f}", "predicted tokens/s"),
+        (f"{_gib(best.best.need)} GiB", "on the fullest rank"),
+        (str(len(best.switches)), "switches"),
+    ]
+    more = f"The first {_SETS_SHOWN} of {len(sets)} sets. " if len(sets) > _SETS_SHOWN else ""
+    caption = f"{more}Moments in bf16 or int8 are rounded; no other switch changes a bit."
+    header = ("tokens/s", "s/step", *_SWITCHES.values(), "layout", *_LAYOUT[1:-1])
+    body: list[sections.Section] = [
+        sections.Heading("Switches with which it fits"),
+        sections.Table(header, [_set_cells(each) for each in sets[:_SETS_SHOWN]], caption),
+        sections.Command("The fastest: ", " ".join([*best.keys, *best.best.overrides])),
+    ]
+    if costs:
+        rows = [
+            (cost.key, _gib(cost.saved), _gib(cost.host), f"{cost.slowdown:+.0%}") for cost in costs
+        ]
+        columns = ("switch", "saves GiB", "host GiB", "time")
+        caption = "Each compared with the same layout without it, on the fullest rank."
+        body += [sections.Heading("What each one costs"), sections.Table(columns, rows, caption)]
+    return _report("What fits", plan, tiles, body)
+
+
+def _set_cells(each: FittingSet) -> tuple[str, ...]:
+    degrees = ((name.upper(), getattr(each.best.dims, name)) for name in _DEGREES)
+    layout = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
+    switches = (str(each.switches.get(key, "-")) for key in _SWITCHES)
+    return *_speed(each.best), *switches, layout or "1 GPU", *_batch_and_memory(each.best)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"

@@ -36,9 +36,6 @@ CURVE_NAMES = {
 _NO_SHARES = frozenset({"loss", "reward", "divergence", "cross_entropy"})
 
 
-_ANY = -math.inf  # a chart is left out if it has no number
-
-
 @dataclass(frozen=True)
 class ChartPlan:
     """Chart of figures of each step. `keys`: a field of StepLine or RlLine for each curve."""
@@ -49,7 +46,7 @@ class ChartPlan:
     percent: bool = False
     may_log: bool = False
     steady: bool = False  # needs no smoothing
-    above: float | None = None  # the chart is left out if no value is above it
+    above: float = -math.inf  # the chart is left out if no value is above it
 
 
 _LOSS = ChartPlan("Loss", {"training": "loss"})
@@ -84,35 +81,20 @@ _STEP_CHARTS = (
     ChartPlan("Step time", {"time": "seconds"}, "seconds", may_log=True),
     ChartPlan("Padding", {"padding": "padding"}, "of all positions", percent=True),
     ChartPlan("MFU", {"MFU": "mfu"}, "of peak FLOP/s", percent=True, above=0),
-    ChartPlan("Rewards", {"chosen": "rewards_chosen", "rejected": "rewards_rejected"}, above=_ANY),
-    ChartPlan("Margin of rewards", {"margin": "rewards_margin"}, above=_ANY),
-    ChartPlan(
-        "Reward accuracy", {"accuracy": "reward_accuracy"}, "of pairs", percent=True, above=_ANY
-    ),
-    ChartPlan(
-        "Log-probs of answers",
-        {"chosen": "logps_chosen", "rejected": "logps_rejected"},
-        above=_ANY,
-    ),
-    ChartPlan("KL of kto", {"KL": "kl_estimate"}, "estimate", above=_ANY),
-    ChartPlan(
-        "Accuracy", {"accuracy": "accuracy"}, "of queries or documents", percent=True, above=_ANY
-    ),
+    ChartPlan("Rewards", {"chosen": "rewards_chosen", "rejected": "rewards_rejected"}),
+    ChartPlan("Margin of rewards", {"margin": "rewards_margin"}),
+    ChartPlan("Reward accuracy", {"accuracy": "reward_accuracy"}, "of pairs", percent=True),
+    ChartPlan("Log-probs of answers", {"chosen": "logps_chosen", "rejected": "logps_rejected"}),
+    ChartPlan("KL of kto", {"KL": "kl_estimate"}, "estimate"),
+    ChartPlan("Accuracy", {"accuracy": "accuracy"}, "of queries or documents", percent=True),
     ChartPlan(
         "Similarity to the query",
         {"positive": "positive_similarity", "nearest other": "nearest_negative_similarity"},
-        above=_ANY,
     ),
     ChartPlan(
-        "Divergence from the teacher",
-        {"divergence": "divergence"},
-        "of a token",
-        may_log=True,
-        above=_ANY,
+        "Divergence from the teacher", {"divergence": "divergence"}, "of a token", may_log=True
     ),
-    ChartPlan(
-        "Cross-entropy", {"cross-entropy": "cross_entropy"}, "of the records' tokens", above=_ANY
-    ),
+    ChartPlan("Cross-entropy", {"cross-entropy": "cross_entropy"}, "of the records' tokens"),
     ChartPlan("Busiest expert", {"busiest": "expert_load"}, "times the mean", above=0),
     ChartPlan("Balancing loss", {"balance": "balance_loss"}, above=0),
     ChartPlan("Router z loss", {"z": "z_loss"}, may_log=True, above=0),
@@ -135,12 +117,10 @@ def sample_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     names = dict.fromkeys(
         name for run in runs for line in run.metrics.samples for name in line.figures
     )
-    figures = []
-    for name in [*names][:_MAX_FIGURES]:
-        plan = _figure_plan(name)
-        figures.append(Chart(plan.title, _curves(runs, plan, of_rewards=True), plan.unit))
+    plans = map(_figure_plan, [*names][:_MAX_FIGURES])
+    figures = [Chart(p.title, _curves(runs, p, of_rewards=True), p.unit) for p in plans]
     first, *others = _SAMPLE_CHARTS
-    charts = [*_charts(runs, [first], _ANY), *figures, *_charts(runs, others, _ANY)]
+    charts = [*_charts(runs, [first]), *figures, *_charts(runs, others)]
     yield Charts(charts, span)
     if len(names) > _MAX_FIGURES:
         text = f"The first {_MAX_FIGURES} of {len(names):,} figures of rewards are shown."
@@ -165,7 +145,11 @@ def curve_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
 def _figure_plan(name: str) -> ChartPlan:
     """Return the plan of the chart of a figure of rewards."""
     short = name if len(name) <= _MAX_NAME_LENGTH else f"{name[:_MAX_NAME_LENGTH]}..."
-    return ChartPlan(short[:1].upper() + short[1:], {"mean": name}, "mean over episodes")
+    return ChartPlan(_title(short), {"mean": name}, "mean over episodes")
+
+
+def _title(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def score_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
@@ -174,15 +158,14 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     if not all_evaluations:
         return
     yield Heading("Evaluation", "Evaluation")
-    charts = []
     more = [name for e in all_evaluations for name in e.metrics or {}]  # users' own metrics too
     names = {name: name[:_MAX_NAME_LENGTH].replace("_", " ") for name in more} | CURVE_NAMES
     scores = [s for s in names if any(math.isfinite(e.score(s)) for e in all_evaluations)]
     scores = sorted(scores, key=[*CURVE_NAMES, *names].index)
-    for score in scores:
-        title = names[score][:1].upper() + names[score][1:]
-        curves = _score_curves(runs, score)
-        charts.append(Chart(title, curves, percent=is_share(score)))
+    charts = [
+        Chart(_title(names[score]), _score_curves(runs, score), percent=is_share(score))
+        for score in scores
+    ]
     yield Charts(charts, steps_span(runs))
     max_rows = max(3, _MAX_ROWS // sum(len(run.metrics.sets()) for run in runs))
     rows = [
@@ -209,13 +192,11 @@ def is_share(score: str) -> bool:
     return score not in _NO_SHARES and score in CURVE_NAMES
 
 
-def _charts(
-    runs: Sequence[LoggedRun], plans: Sequence[ChartPlan], least: float | None = None
-) -> Iterator[Chart]:
-    """Yield the planned charts, without those that have no value above `least`."""
+def _charts(runs: Sequence[LoggedRun], plans: Sequence[ChartPlan]) -> Iterator[Chart]:
+    """Yield the planned charts that have something to show."""
     for plan in plans:
-        curves, above = _curves(runs, plan), least if plan.above is None else plan.above
-        if above is None or any((curve.y > above).any() for curve in curves):
+        curves = _curves(runs, plan)
+        if any((curve.y > plan.above).any() for curve in curves):
             yield Chart(plan.title, curves, plan.unit, plan.percent, plan.may_log)
 
 
