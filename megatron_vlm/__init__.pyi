@@ -26,7 +26,7 @@ from megatron_vlm.errors import MegatronVLMError as MegatronVLMError
 from megatron_vlm.errors import TrainError as TrainError
 from megatron_vlm.training.backward import StepMetrics as StepMetrics
 from megatron_vlm.training.losses import register as register
-from megatron_vlm.training.optimizer import AdamStep as AdamStep
+from megatron_vlm.training.optimizer_step import AdamStep as AdamStep
 from megatron_vlm.training.worker import MegatronWorker as MegatronWorker
 from megatron_vlm.user_code.environment import Environment as Environment
 from megatron_vlm.user_code.environment import EnvStep as EnvStep

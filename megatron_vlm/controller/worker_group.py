@@ -23,7 +23,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.training.backward import LossCall
 from megatron_vlm.training.generate import ROWS
 from megatron_vlm.training.losses import LossFunction, Objective, check_divisor
-from megatron_vlm.training.optimizer import AdamStep
+from megatron_vlm.training.optimizer_step import AdamStep
 from megatron_vlm.training.worker import StepMetrics
 
 BatchLike = TensorBatch | Sequence[Row]

@@ -1,5 +1,4 @@
-"""Head at the supervised positions: log-probs of the targets, without the logits of all positions
-and tokens at once.
+"""Log-probs of targets, without the logits of all places and tokens at once.
 
 Where there would be too many logits, they are computed one slice of the vocabulary after the other,
 and again in the backward pass. Slices of the vocabulary, unlike chunks of tokens, leave the
@@ -8,8 +7,8 @@ gradient of each weight a single matrix product.
 The logits are a sum of products of an input and a weight: the hidden states and the head's own
 weight and, where the head has an adapter, the output of its A and its B.
 
-Shapes: N supervised places, M targets (equal to N, unless places have several targets), H width of
-the decoder, I width of an input, V this rank's part of the padded vocabulary, v a slice of V.
+Shapes: N supervised places, M targets (equal to N, unless places have several targets), I width of
+an input, V this rank's part of the padded vocabulary, v a slice of V.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,43 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# 256 MiB in fp32 on each rank.
-LOGITS_AT_ONCE = 2**26
-
-# lumped: see lumped_log_probs.py
-ExtraOutput = Literal["entropy", "hits", "lumped", "embedding"]
+LOGITS_AT_ONCE = 2**26  # 256 MiB in fp32 on each rank
+Extra = Literal["entropy", "hits"]
 Factors = tuple[Tensor, Tensor]  # an input [N, I] and a weight [V, I]: logits are input @ weight.T
-
-
-def predict(
-    products: Sequence[Factors],
-    targets_M: Tensor,
-    vocab: int,
-    tp_group: dist.ProcessGroup,
-    also: ExtraOutput | None = None,
-    of_M: Tensor | None = None,
-    temperature: float = 1.0,
-) -> Tensor:
-    """Return the log-prob of each target [M] in fp32, from logits that are the sum of these
-    products. Rows of the weights past the real vocabulary get no probability. Where places have
-    several targets, `of_M` is the place of each target; otherwise each place has one. `also`
-    requires one target per place and makes the result [2, N]: the second row is the entropy of each
-    distribution in nats, or 1 where the target is the most likely token ("hits"). A `temperature`
-    other than 1 allows no backward pass."""
-    assert also is None or of_M is None
-    assert temperature == 1 or not torch.is_grad_enabled()
-    first, valid = part_of(products, vocab, tp_group)
-    columns = VocabShard(targets_M - first, of_M)
-    flat = [factor for factors in products for factor in factors]
-    log_probs: Tensor = _Predict.apply(columns, valid, tp_group, also, temperature, *flat)
-    return log_probs
 
 
 def part_of(
     products: Sequence[Factors], vocab: int, tp_group: dist.ProcessGroup
 ) -> tuple[int, int]:
-    """Return the first token of this rank's part of the vocabulary and the number of tokens in
-    it."""
+    """Return the first token of this rank's part of the vocabulary and the length of the part."""
     rows = len(products[0][1])
     first = dist.get_rank(tp_group) * rows
     return first, min(max(vocab - first, 0), rows)
@@ -124,140 +95,6 @@ def slices(tokens: int, valid: int) -> Iterator[tuple[int, int]]:
     return ((i * valid // count, (i + 1) * valid // count) for i in range(count))
 
 
-class _Softmax:
-    """Running statistics of each place's distribution over the slices so far: the largest logit,
-    its column, the targets' logits, and the sums of e^(logit - largest) and of that times its
-    exponent."""
-
-    def __init__(self, columns: VocabShard, places: int, also: ExtraOutput | None):
-        self.columns, self.also = columns, also
-        zeros_N = torch.zeros(places, dtype=torch.float, device=columns.column_M.device)
-        self.highest_N = torch.full_like(zeros_N, torch.finfo(torch.float).min)
-        self.best_N = torch.full_like(zeros_N, -1, dtype=torch.long)
-        self.picked_M = zeros_N.new_zeros(len(columns.column_M))
-        self.total_N, self.weighted_N = zeros_N, zeros_N
-
-    def add(self, logits_Nv: Tensor, start: int) -> Tensor:
-        """Add a slice. It is overwritten in place by e^(logit - largest so far), which is
-        returned."""
-        self.picked_M = self.columns.pick(logits_Nv, start, self.picked_M)
-        if self.also == "hits":
-            highest_N, best_N = logits_Nv.max(dim=1)
-            self.best_N = torch.where(highest_N > self.highest_N, best_N + start, self.best_N)
-        else:
-            highest_N = logits_Nv.amax(dim=1)
-        self.rescale(torch.maximum(self.highest_N, highest_N))
-        shifted_Nv = logits_Nv.sub_(self.highest_N[:, None])
-        if self.also != "entropy":
-            exp_Nv = shifted_Nv.exp_()
-        else:
-            exp_Nv = shifted_Nv.exp()
-            self.weighted_N = self.weighted_N + shifted_Nv.mul_(exp_Nv).sum(dim=1)
-        self.total_N = self.total_N + exp_Nv.sum(dim=1)
-        return exp_Nv
-
-    def rescale(self, highest_N: Tensor) -> Tensor:
-        """Change to another largest logit; return the factor that rescales the sums so far."""
-        change_N = self.highest_N - highest_N
-        factor_N = change_N.exp()
-        self.weighted_N = factor_N * (self.weighted_N + change_N * self.total_N)
-        self.total_N = factor_N * self.total_N
-        self.highest_N = highest_N
-        return factor_N
-
-    def gather(self, group: dist.ProcessGroup) -> Tensor:
-        """Combine the statistics of the whole vocabulary on every rank; return the factor of
-        `rescale`."""
-        local_highest_N = self.highest_N
-        highest_N = local_highest_N.clone()
-        dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=group)
-        factor_N = self.rescale(highest_N)
-        if self.also == "hits":
-            self.hits_N = self._hits(local_highest_N == highest_N, group)
-        parts = [self.picked_M, self.total_N, self.weighted_N]
-        sums = torch.cat(parts)
-        dist.all_reduce(sums, group=group)
-        self.picked_M, self.total_N, self.weighted_N = sums.split([len(part) for part in parts])
-        return factor_N
-
-    def _hits(self, has_largest_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return 1 where the target is the most likely token; the lowest of several equal tokens
-        counts."""
-        rank = dist.get_rank(group)
-        owner_N = torch.where(has_largest_N, rank, dist.get_world_size(group))
-        dist.all_reduce(owner_N, dist.ReduceOp.MIN, group=group)
-        hits_N = ((self.best_N == self.columns.column_M) & (owner_N == rank)).float()
-        dist.all_reduce(hits_N, group=group)
-        return hits_N
-
-
-class _Predict(torch.autograd.Function):
-    """Log-probs with an explicit gradient: autograd through collectives would need a rule for
-    each."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        columns: VocabShard,
-        valid: int,
-        group: dist.ProcessGroup,
-        also: ExtraOutput | None,
-        temperature: float,
-        *given: Tensor,
-    ) -> Tensor:
-        products, places = factor_pairs(given), len(given[0])
-        softmax = _Softmax(columns, places, also)
-        ctx.slices = list(slices(places, valid))
-        ctx.group, ctx.also, ctx.columns = group, also, columns
-        exp_Nv = None
-        for start, end in ctx.slices:
-            logits_Nv = logits_of(products, start, end)
-            if temperature != 1:
-                logits_Nv /= temperature
-            exp_Nv = softmax.add(logits_Nv, start)
-        factor_N = softmax.gather(group)
-        log_total_N = softmax.total_N.log()
-        # The order matters: the sum of the two would round the highest logit's own digits away.
-        highest_M, log_total_M = map(columns.per_target, (softmax.highest_N, log_total_N))
-        log_probs_M = softmax.picked_M - highest_M - log_total_M
-        entropy_N = log_total_N - softmax.weighted_N / softmax.total_N
-        probs_Nv = None  # stored if one slice holds all of them, else recomputed
-        if exp_Nv is not None and len(ctx.slices) == 1 and any(ctx.needs_input_grad):
-            probs_Nv = exp_Nv.mul_((factor_N / softmax.total_N)[:, None])
-        log_sum_N = softmax.highest_N + log_total_N
-        ctx.save_for_backward(log_sum_N, entropy_N, probs_Nv, *given)
-        if also is None:
-            return log_probs_M
-        return torch.stack([log_probs_M, entropy_N if also == "entropy" else softmax.hits_N])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradient. With p = softmax(logits): d log p_t = [v = t] - p_v; dH = -p_v (log
-        p_v + H)."""
-        log_sum_N, entropy_N, probs_Nv, *inputs = ctx.saved_tensors
-        products = factor_pairs(inputs)
-        log_prob_grad_M = grads[0] if ctx.also is None else grads[0][0]
-        log_prob_grad_N = ctx.columns.per_place(log_prob_grad_M, len(log_sum_N))
-        sums = [
-            FactorGradients(*factors, *needed)
-            for factors, needed in zip(
-                products, factor_pairs(ctx.needs_input_grad[5:]), strict=True
-            )
-        ]
-        for start, end in ctx.slices:
-            if probs_Nv is None:
-                probs = logits_of(products, start, end).sub_(log_sum_N[:, None]).exp_()
-            else:
-                probs = probs_Nv
-            entropy_grad_N = grads[0][1] if ctx.also == "entropy" else None
-            slope_Nv = _logits_gradient(probs, log_prob_grad_N, entropy_N, entropy_grad_N)
-            slope_Nv = ctx.columns.add(slope_Nv, start, log_prob_grad_M).to(inputs[0].dtype)
-            for part in sums:
-                part.add(slope_Nv, start, end)
-        input_grads = [grad for of_product in sums for grad in of_product.reduce(ctx.group)]
-        return None, None, None, None, None, *input_grads
-
-
 class FactorGradients:
     """Gradients of the two factors of a product, where they are needed."""
 
@@ -287,6 +124,171 @@ def factor_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to the total, summed in fp32 for any dtype of the two."""
+    if right.dtype is torch.float:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
+
+
+def predict(
+    products: Sequence[Factors],
+    targets_M: Tensor,
+    vocab: int,
+    tp_group: dist.ProcessGroup,
+    extra: Extra | None = None,
+    of_M: Tensor | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-prob of each target [M] in fp32, from logits that are the sum of these
+    products, and the extra [N]: the entropy of each distribution in nats, or 1 where the target is
+    the most likely token. Rows of the weights past the real vocabulary get no probability. Where
+    places have several targets, `of_M` is the place of each; otherwise each place has one, as an
+    extra requires. A `temperature` other than 1 allows no backward pass."""
+    assert extra is None or of_M is None
+    assert temperature == 1 or not torch.is_grad_enabled()
+    first, valid = part_of(products, vocab, tp_group)
+    columns = VocabShard(targets_M - first, of_M)
+    flat = [factor for factors in products for factor in factors]
+    return _Predict.apply(columns, valid, tp_group, extra, temperature, *flat)  # type: ignore[no-any-return]
+
+
+class _Softmax:
+    """Running statistics of each place's distribution over the slices so far: the largest logit,
+    its column, the targets' logits, and the sums of e^(logit - largest) and of that times its
+    exponent."""
+
+    def __init__(self, columns: VocabShard, places: int, extra: Extra | None):
+        self.columns, self.extra = columns, extra
+        zeros_N = torch.zeros(places, dtype=torch.float, device=columns.column_M.device)
+        self.highest_N = torch.full_like(zeros_N, torch.finfo(torch.float).min)
+        self.best_N = torch.full_like(zeros_N, -1, dtype=torch.long)
+        self.picked_M = zeros_N.new_zeros(len(columns.column_M))
+        self.total_N, self.weighted_N = zeros_N, zeros_N
+
+    def add(self, logits_Nv: Tensor, start: int) -> Tensor:
+        """Add a slice. It is overwritten in place by e^(logit - largest so far), which is
+        returned."""
+        self.picked_M = self.columns.pick(logits_Nv, start, self.picked_M)
+        if self.extra == "hits":
+            highest_N, best_N = logits_Nv.max(dim=1)
+            self.best_N = torch.where(highest_N > self.highest_N, best_N + start, self.best_N)
+        else:
+            highest_N = logits_Nv.amax(dim=1)
+        self.rescale(torch.maximum(self.highest_N, highest_N))
+        shifted_Nv = logits_Nv.sub_(self.highest_N[:, None])
+        if self.extra != "entropy":
+            exp_Nv = shifted_Nv.exp_()
+        else:
+            exp_Nv = shifted_Nv.exp()
+            self.weighted_N = self.weighted_N + shifted_Nv.mul_(exp_Nv).sum(dim=1)
+        self.total_N = self.total_N + exp_Nv.sum(dim=1)
+        return exp_Nv
+
+    def rescale(self, highest_N: Tensor) -> Tensor:
+        """Change to another largest logit; return the factor that rescales the sums so far."""
+        change_N = self.highest_N - highest_N
+        factor_N = change_N.exp()
+        self.weighted_N = factor_N * (self.weighted_N + change_N * self.total_N)
+        self.total_N = factor_N * self.total_N
+        self.highest_N = highest_N
+        return factor_N
+
+    def gather(self, group: dist.ProcessGroup) -> Tensor:
+        """Combine the statistics of the whole vocabulary on every rank; return the factor of
+        `rescale`."""
+        local_highest_N = self.highest_N
+        highest_N = local_highest_N.clone()
+        dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=group)
+        factor_N = self.rescale(highest_N)
+        if self.extra == "hits":
+            self.hits_N = self._hits(local_highest_N == highest_N, group)
+        parts = [self.picked_M, self.total_N, self.weighted_N]
+        sums = torch.cat(parts)
+        dist.all_reduce(sums, group=group)
+        self.picked_M, self.total_N, self.weighted_N = sums.split([len(part) for part in parts])
+        return factor_N
+
+    def _hits(self, has_largest_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return 1 where the target is the most likely token; the lowest of several equal tokens
+        counts."""
+        rank = dist.get_rank(group)
+        owner_N = torch.where(has_largest_N, rank, dist.get_world_size(group))
+        dist.all_reduce(owner_N, dist.ReduceOp.MIN, group=group)
+        hits_N = ((self.best_N == self.columns.column_M) & (owner_N == rank)).float()
+        dist.all_reduce(hits_N, group=group)
+        return hits_N
+
+
+class _Predict(torch.autograd.Function):
+    """Log-probs with an explicit gradient: autograd through collectives would need a rule for
+    each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        columns: VocabShard,
+        valid: int,
+        group: dist.ProcessGroup,
+        extra: Extra | None,
+        temperature: float,
+        *given: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        products, places = factor_pairs(given), len(given[0])
+        softmax = _Softmax(columns, places, extra)
+        ctx.slices = list(slices(places, valid))
+        ctx.group, ctx.extra, ctx.columns = group, extra, columns
+        exp_Nv = None
+        for start, end in ctx.slices:
+            logits_Nv = logits_of(products, start, end)
+            if temperature != 1:
+                logits_Nv /= temperature
+            exp_Nv = softmax.add(logits_Nv, start)
+        factor_N = softmax.gather(group)
+        log_total_N = softmax.total_N.log()
+        # The order matters: the sum of the two would round the highest logit's own digits away.
+        highest_M, log_total_M = map(columns.per_target, (softmax.highest_N, log_total_N))
+        log_probs_M = softmax.picked_M - highest_M - log_total_M
+        entropy_N = log_total_N - softmax.weighted_N / softmax.total_N
+        probs_Nv = None  # stored if one slice holds all of them, else recomputed
+        if exp_Nv is not None and len(ctx.slices) == 1 and any(ctx.needs_input_grad):
+            probs_Nv = exp_Nv.mul_((factor_N / softmax.total_N)[:, None])
+        log_sum_N = softmax.highest_N + log_total_N
+        ctx.save_for_backward(log_sum_N, entropy_N, probs_Nv, *given)
+        if extra == "hits":
+            ctx.mark_non_differentiable(softmax.hits_N)
+            return log_probs_M, softmax.hits_N
+        return log_probs_M, entropy_N if extra == "entropy" else None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradient. With p = softmax(logits): d log p_t = [v = t] - p_v; dH = -p_v (log
+        p_v + H)."""
+        log_sum_N, entropy_N, probs_Nv, *inputs = ctx.saved_tensors
+        products = factor_pairs(inputs)
+        log_prob_grad_M = grads[0]
+        log_prob_grad_N = ctx.columns.per_place(log_prob_grad_M, len(log_sum_N))
+        sums = [
+            FactorGradients(*factors, *needed)
+            for factors, needed in zip(
+                products, factor_pairs(ctx.needs_input_grad[5:]), strict=True
+            )
+        ]
+        for start, end in ctx.slices:
+            if probs_Nv is None:
+                probs = logits_of(products, start, end).sub_(log_sum_N[:, None]).exp_()
+            else:
+                probs = probs_Nv
+            entropy_grad_N = grads[1] if ctx.extra == "entropy" else None
+            slope_Nv = _logits_gradient(probs, log_prob_grad_N, entropy_N, entropy_grad_N)
+            slope_Nv = ctx.columns.add(slope_Nv, start, log_prob_grad_M).to(inputs[0].dtype)
+            for part in sums:
+                part.add(slope_Nv, start, end)
+        input_grads = [grad for of_product in sums for grad in of_product.reduce(ctx.group)]
+        return None, None, None, None, None, *input_grads
+
+
 def _logits_gradient(
     probs_Nv: Tensor, of_log_prob_N: Tensor, entropy_N: Tensor, of_entropy_N: Tensor | None
 ) -> Tensor:
@@ -296,11 +298,3 @@ def _logits_gradient(
         return probs_Nv.mul_(-of_log_prob_N[:, None])
     slope_Nv = torch.xlogy(probs_Nv, probs_Nv).add_(probs_Nv * entropy_N[:, None])
     return slope_Nv.mul_(-of_entropy_N[:, None]).sub_(probs_Nv.mul_(of_log_prob_N[:, None]))
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to the total, summed in fp32 for any dtype of the two."""
-    if right.dtype is torch.float:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)

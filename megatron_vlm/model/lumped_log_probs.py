@@ -39,19 +39,19 @@ def predict_lumped(
     vocab: int,
     tp_group: dist.ProcessGroup,
     temperature: float = 1.0,
-) -> Tensor:
-    """Return [N, 1 + R] in fp32, from logits that are the sum of these products: the log-prob of
-    each place's label at temperature 1, and the log-probs of its events at this temperature. The
-    given tokens of a place differ; a label may be one of them."""
+) -> tuple[Tensor, Tensor]:
+    """Return, from logits that are the sum of these products, the log-prob of each place's label
+    [N] at temperature 1 and the log-probs of its events [N, R] at this temperature, both in fp32.
+    The given tokens of a place differ; a label may be one of them."""
     assert ids_NJ.shape[0] == len(labels_N) and temperature > 0
     first, valid = part_of(products, vocab, tp_group)
     of_M = torch.arange(len(ids_NJ), device=ids_NJ.device).repeat_interleave(ids_NJ.shape[1])
     columns = VocabShard(labels_N - first, None), VocabShard(ids_NJ.flatten() - first, of_M)
     flat = [factor for factors in products for factor in factors]
-    output: Tensor = _PredictLumped.apply(
+    outputs: tuple[Tensor, Tensor] = _PredictLumped.apply(
         columns, ids_NJ.shape, valid, tp_group, temperature, *flat
     )
-    return output
+    return outputs
 
 
 class _LogSum:
@@ -96,7 +96,7 @@ class _PredictLumped(torch.autograd.Function):
         group: dist.ProcessGroup,
         temperature: float,
         *factors: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         (labels, given), places = columns, shape[0]
         products = factor_pairs(factors)
         label_N = torch.zeros(places, dtype=torch.float, device=factors[0].device)
@@ -139,7 +139,7 @@ class _PredictLumped(torch.autograd.Function):
             label_N = label_N - everything.highest_N
             label_N = label_N - everything.log_relative_to(everything.highest_N)
         ctx.save_for_backward(log_probs_NR, others_sum_N, label_sum_N, shares_Nv, *factors)
-        return torch.cat([label_N[:, None], log_probs_NR], dim=1)
+        return label_N, log_probs_NR
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -149,7 +149,7 @@ class _PredictLumped(torch.autograd.Function):
         log_probs_NR, others_sum_N, label_sum_N, stored_Nv, *inputs = ctx.saved_tensors
         labels, given = ctx.columns
         products, temperature = factor_pairs(inputs), ctx.temperature
-        label_grad_N, grad_NR = grads[0][:, 0], grads[0][:, 1:]
+        label_grad_N, grad_NR = grads
         total_N = grad_NR.sum(dim=1)
         if label_sum_N is None:  # at temperature 1 the label's log-prob is of the same softmax
             total_N = total_N + label_grad_N

@@ -20,13 +20,11 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.decoder_layer import PassContext
+from megatron_vlm.model.head import Head, HeadOutput, LogProbs, OutputLayer, Targets
 from megatron_vlm.model.kv_cache import KVCache
-from megatron_vlm.model.log_probs import ExtraOutput, predict
-from megatron_vlm.model.lumped_log_probs import predict_lumped
 from megatron_vlm.model.offload_activations import ActivationOffload, OffloadPass
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.router import Routing
-from megatron_vlm.model.top_log_probs import likeliest_tokens
 from megatron_vlm.model.vision import VisualPlan, encode, mark_ready_with_zero_grads
 
 
@@ -91,17 +89,16 @@ class StageModel(GPTModel):
         visuals: VisualPlan | None = None,
         cache: KVCache | None = None,
         **head: Any,
-    ) -> Tensor:
-        """Return the input of the next stage; on the last stage return logits, or with labels the
-        result of `predict` at the supervised positions. labels[b, s] is the target of position s.
-        The logits are those of all positions [B, S, V], or [N, V] of those that a loss_mask [B, S]
-        picks.
+    ) -> Tensor | HeadOutput:
+        """Return the input of the next stage; on the last stage return logits, or with labels what
+        `head` computes at the supervised positions, which are log-probs by default. labels[b, s] is
+        the target of position s. The logits are those of all positions [B, S, V], or [N, V] of
+        those that a loss_mask [B, S] picks.
 
         A caller that knows these values on the host passes them from there, so that the host does
         not wait for the device: `visuals` from `plan_visuals` in place of the grids; as loss_mask
-        the places [N] that it would pick in the flattened [S * B], with labels [N] of these places,
-        or labels [M] with the place of each as `of_M`; and as `routing` the real tokens, for a
-        model with experts.
+        the places [N] that it would pick in the flattened [S * B], with their `targets` in place of
+        labels; and as `routing` the real tokens, for a model with experts.
 
         Attention is causal and rows are padded on the right, so no mask is needed. Hugging Face's
         attention_mask [B, S] is accepted, and refused where rows are not padded on the right.
@@ -237,51 +234,25 @@ class StageModel(GPTModel):
         hidden_SBH: Tensor,
         labels: Tensor | None,
         loss_mask: Tensor | None = None,
-        also: ExtraOutput | None = None,
-        of_M: Tensor | None = None,
-        likeliest: tuple[int, float] | None = None,
-        temperature: float = 1.0,
-        given_NJ: Tensor | None = None,
-    ) -> Tensor:
-        """Apply the head at supervised positions only, because the others carry no loss. With the
-        `given` tokens of each, the result is that of `predict_lumped`. With labels and a count and
-        temperature for `likeliest_tokens`, these tokens are given, and the result begins with their
-        ids, in float64. With also="embedding" the result has the normalised hidden states [N, H]
-        there."""
-        weight = self.head_weight
-        places_N = loss_mask
+        head: Head | None = None,
+        targets: Targets | None = None,
+    ) -> Tensor | HeadOutput:
+        """Apply the head at supervised positions only, because the others carry no loss."""
+        vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
+        layer, places_N = (
+            OutputLayer(self.output_layer, self.head_weight, vocab, tp_group),
+            loss_mask,
+        )
         if places_N is None or places_N.dim() == 2:
             picked_BS = loss_mask if labels is None else labels != IGNORE
             if picked_BS is None:
-                logits_SBV, _ = self.output_layer(hidden_SBH, weight=weight)
-                return logits_SBV.transpose(0, 1)
+                return layer.logits(hidden_SBH).transpose(0, 1)
             places_N = _places(picked_BS)
-            labels = None if labels is None else labels.T.flatten()[places_N]
+            targets = None if labels is None else Targets(labels.T.flatten()[places_N])
         hidden_NH = hidden_SBH.flatten(0, 1).index_select(0, places_N)
-        if likeliest is None and labels is None:
-            logits_N1V, _ = self.output_layer(hidden_NH[:, None], weight=weight)
-            return logits_N1V[:, 0]
-        if also == "embedding":
-            hidden_NH = mark_ready_with_zero_grads(hidden_NH, self.output_layer)
-            return nn.functional.normalize(hidden_NH.float(), dim=1)
-        products = [(hidden_NH, weight)]
-        if (adapters := getattr(self.output_layer, "lora", None)) is not None:
-            products.append(adapters.factors(hidden_NH))
-        vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
-        if likeliest is not None:
-            top_NJ2 = likeliest_tokens(products, *likeliest, vocab, tp_group)
-            if labels is None:
-                return top_NJ2
-            ids_NJ = top_NJ2[..., 0]
-            log_probs = predict_lumped(
-                products, labels, ids_NJ.long(), vocab, tp_group, likeliest[1]
-            )
-            return torch.cat([ids_NJ, log_probs.double()], dim=1)
-        assert labels is not None
-        if also == "lumped":
-            assert given_NJ is not None
-            return predict_lumped(products, labels, given_NJ, vocab, tp_group, temperature)
-        return predict(products, labels, vocab, tp_group, also, of_M, temperature)
+        if targets is None:
+            return layer.logits(hidden_NH[:, None])[:, 0]
+        return (head or LogProbs())(hidden_NH, layer, targets)
 
 
 def _check_right_padded(mask_BS: Tensor) -> None:

@@ -11,8 +11,8 @@ from megatron_vlm.config.objectives import records_of
 from megatron_vlm.config.schema import Config, TrainConfig
 from megatron_vlm.data.batches.balance import Limits, RowSize, plan_batch
 from megatron_vlm.data.batches.cost import WorkModel
-from megatron_vlm.data.batches.dataset import Order
 from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.batches.order import Order
 from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.data.tokens.sample import Example, RecordDropped, Sample

@@ -26,11 +26,10 @@ from megatron_vlm.rl.teacher_scores import (
 )
 from megatron_vlm.rl.train_batch import TrainBatch, TrainRow, Update
 from megatron_vlm.training.losses import Objective
-from megatron_vlm.training.top_targets import top_targets
+from megatron_vlm.training.row_scores import top_targets
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 Score = TypeVar("Score")
-_DISTINCT = 2**20  # row numbers below this are exact as floats, so neighbouring rows differ
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,6 @@ class PolicyUpdater:
         inputs = {
             "advantages": advantages_S * values.weights.get(number, torch.ones_like(like_S)),
             "old_log_probs": old_S,
-            "sequences": torch.full_like(like_S, number % _DISTINCT),
             "ref_log_probs": values.reference.get(number, like_S),
         }
         return replace(

@@ -15,7 +15,7 @@ from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.train_batch import TrainBatch, TrainRow
-from megatron_vlm.training.top_targets import TopTargets
+from megatron_vlm.training.row_scores import TopTargets
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_vlm.config.command_checks import has_rewards, needs_held_out_rewards
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
-from megatron_vlm.data.batches.loader import BatchFigures
+from megatron_vlm.data.batches.loader import BatchFigures, StepBatch
 from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.errors import ConfigError, MegatronVLMError
@@ -31,7 +31,6 @@ from megatron_vlm.rl.train_batch import (
     train_batch_to_bytes,
 )
 from megatron_vlm.run.run import Run
-from megatron_vlm.training.data_feed import StepData
 from megatron_vlm.training.worker import StepMetrics
 from megatron_vlm.user_code.pool import NoRewards, RewardPool, RewardSettings
 
@@ -182,7 +181,7 @@ class RlTrainer:
             for number, kl in teacher_kls.items():
                 episodes[number].teacher_kl = kl
             self.run.log.samples(rl_line(step + 1, self.last, whole, apart, has_rewards(self.cfg)))
-        self.run.record(step, StepData([], after, total), whole, *applied)
+        self.run.record(step, StepBatch([], after, total), whole, *applied)
         if self.leads:
             assert self.last is not None
             first = self.last.groups[0].episodes[0]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_vlm.config.command_checks import needs_held_out_rewards
 from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.agreement import (
     Signals,
@@ -36,7 +37,7 @@ from megatron_vlm.run.progress import DefaultInterval, Interval, is_due
 from megatron_vlm.run.run_folder import HELD_OUT_LIST, held_folder
 from megatron_vlm.run.start import describe_start, length_of, resolve_layout
 from megatron_vlm.run.throughput import Meter, NonFiniteGuard, PhaseTimes, Profiler
-from megatron_vlm.training.data_feed import Feeder, StepData
+from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.frozen_inputs import frozen_inputs
 from megatron_vlm.training.lr_schedule import total_steps
 from megatron_vlm.training.reference import with_reference
@@ -194,12 +195,12 @@ class Run:
         self.phase_times.begin(phase)
         self.watchdog.begin_phase(step, phase, files)
 
-    def next_batch(self) -> StepData:
+    def next_batch(self) -> StepBatch:
         """Return the next step's data. All ranks continue together or stop together."""
         return self.feeder.next(Vote.OK if self.signals.received is None else Vote.STOP)
 
     def record(
-        self, step: int, batch: StepData, metrics: StepMetrics, norm: float, lr: float
+        self, step: int, batch: StepBatch, metrics: StepMetrics, norm: float, lr: float
     ) -> None:
         """Log the figures of a finished step and advance the progress."""
         before = self.progress.tokens

@@ -27,7 +27,8 @@ from megatron_vlm.run.evaluation.held_out_sets import EvalSet
 from megatron_vlm.run.saved_config import saved_config
 from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.lr_schedule import describe_run_length, total_steps
-from megatron_vlm.training.worker import PATIENCE, MegatronWorker
+from megatron_vlm.training.rank_model import PATIENCE
+from megatron_vlm.training.worker import MegatronWorker
 
 _PLANNED = ("parallel", "model", "train")  # groups that have keys which the planner chooses
 

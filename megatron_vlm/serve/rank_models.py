@@ -29,7 +29,7 @@ from megatron_vlm.distributed.rank0 import CommandChannel
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.serve.failures import CallFailedError, Trouble
-from megatron_vlm.training.optimizer import AdamStep
+from megatron_vlm.training.optimizer_step import AdamStep
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 BASE = "base"

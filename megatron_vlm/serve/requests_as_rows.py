@@ -27,7 +27,6 @@ from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.worker import StepMetrics
 
 MAX_REQUEST_PIXELS = 2**30  # maximum pixels in the pictures of a request
-SEQUENCES = "sequences"  # name of the value that holds the number of a token's datum
 
 
 class NoRoomError(MegatronVLMError):
@@ -147,7 +146,7 @@ class RowReader:
         row = self._row(datum.chunks, f"{where}.model_input")
         length = len(row.ids_S)
         targets_SJ = _per_place(datum.inputs["target_tokens"], "target_tokens", length, where)
-        values = {SEQUENCES: torch.full(targets_SJ.shape, float(number))}
+        values: dict[str, Tensor] = {}
         for client_name, our_name in form.inputs.items():
             if client_name in datum.inputs:
                 client_values = datum.inputs[client_name]

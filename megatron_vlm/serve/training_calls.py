@@ -41,7 +41,7 @@ from megatron_vlm.serve.protocol.answers import write_forward_backward
 from megatron_vlm.serve.protocol.payloads import RequestError
 from megatron_vlm.serve.rank_models import ModelCommands, ModelSettings
 from megatron_vlm.serve.requests_as_rows import Batch, figures_of, metrics_of
-from megatron_vlm.training.optimizer import AdamStep
+from megatron_vlm.training.optimizer_step import AdamStep
 
 Done = tuple[Outcome, Changes]
 

@@ -15,6 +15,7 @@ from megatron_vlm.training.expert_routing import busiest_expert_ratio, take_expe
 from megatron_vlm.training.losses import LossFunction, Objective, totals
 from megatron_vlm.training.pipeline import ForwardStep, Stage
 from megatron_vlm.training.router_losses import RouterTerms
+from megatron_vlm.training.row_scores import gather_by_row
 
 # The gradients of this rank live from one step of the optimizer to the next. They are those of one
 # call, or the sum of several calls.
@@ -168,7 +169,7 @@ class Backward:
         log_probs = None
         if self.call.per_token:
             pieces = [out["log_probs_N"] for out in outputs]
-            log_probs = self.stage.gather_by_row(self.batches, pieces)
+            log_probs = gather_by_row(self.stage, self.batches, pieces)
         stage = self.stage
         load_LE = take_expert_load(stage.chunks, stage.sizes.text, stage.device)
         if self.router is not None:

@@ -54,6 +54,9 @@ def share_batch(
     received = []
     for number, frame in enumerate(meta["frames"]):
         parts: dict[str, Any] = {name: tuple(frame[name]) for name in _FACTS}
+        parts["rows"] = tuple(map(tuple, frame["rows"]))
+        if (names := frame["row_values"]) is not None:
+            parts["row_values"] = {name: fields[f"{number} of rows {name}"][1][0] for name in names}
         for name in _ON_HOST:
             _, tensors = fields.get(f"{number} {name}", (False, [None]))
             parts[name] = tensors[0]
@@ -76,6 +79,9 @@ def _pack(batches: Sequence[MicroBatch], extra: Any) -> bytes:
     for number, batch in enumerate(batches):
         frame: dict[str, Any] = {name: list(getattr(batch, name)) for name in _FACTS}
         frame["visual"] = batch.visual
+        frame["row_values"] = None if batch.row_values is None else list(batch.row_values)
+        for name, values in (batch.row_values or {}).items():
+            fields[f"{number} of rows {name}"] = (False, [values])
         for name in _PATCHES:
             tensor = getattr(batch, name)
             frame[name] = None if tensor is None else (list(tensor.shape), dtype_name(tensor.dtype))

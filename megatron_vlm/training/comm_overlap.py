@@ -95,7 +95,7 @@ def _parts(model: Any) -> Iterator[nn.Module]:
 
 def _before_head(model: Any, part: nn.Module) -> nn.Module | None:
     """Return the module that runs before the head if the part is the head, else None. Most of the
-    head's work is not a forward of its layer (model/log_probs.py)."""
+    head's work is not a forward of its layer (model/head.py)."""
     is_head = part is getattr(model, "output_layer", None)
     return model.decoder.final_layernorm if is_head else None
 

@@ -1,7 +1,7 @@
 """Batches on every rank, for training and evaluation alike."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +12,7 @@ from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet, open_data
-from megatron_vlm.data.batches.loader import BatchFigures, Loader, Replica
-from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.batches.loader import BatchFigures, Loader, Replica, StepBatch
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.agreement import Vote, fail_together, store_barrier
 from megatron_vlm.distributed.collectives import all_gather_json
@@ -30,17 +29,6 @@ Known = TypeVar("Known")
 _ELSEWHERE = "another rank could not load its data; see its message"
 
 
-@dataclass(frozen=True)
-class StepData:
-    """Micro-batches of a step on this rank, and the figures of the global batch that all ranks
-    know."""
-
-    micro_batches: list[MicroBatch]
-    after: Position
-    figures: BatchFigures
-    mismatched: list[MicroBatch] = field(default_factory=list)  # see Loader.with_mismatched
-
-
 class SharedBatches:
     """Batches of a loader on every rank. Only one rank of a replica has the loader."""
 
@@ -48,7 +36,7 @@ class SharedBatches:
         self.grid, self.device = grid, device
         self.batches = None if loader is None else iter(loader)
 
-    def next(self, vote: Vote = Vote.OK) -> StepData:
+    def next(self, vote: Vote = Vote.OK) -> StepBatch:
         """Return the next batch. A vote or an error of one rank applies to all. A collective."""
         loaded: Any = None
         with fail_together(self.device, DataError, _ELSEWHERE, vote, catches=DataError):
@@ -59,7 +47,7 @@ class SharedBatches:
                 loaded = ([*batch.micro_batches, *batch.mismatched], facts)
         batches, (after, figures, count) = share_batch(loaded, self.grid, self.device)
         position, known = Position(**after), BatchFigures(**figures)
-        return StepData(batches[:count], position, known, batches[count:])
+        return StepBatch(batches[:count], position, known, mismatched=batches[count:])
 
 
 class Feeder:
@@ -121,7 +109,7 @@ class Feeder:
             )
         self.batches = SharedBatches(self.loader, self.grid, self.device)
 
-    def next(self, vote: Vote) -> StepData:
+    def next(self, vote: Vote) -> StepBatch:
         """Return the next step's data. Stopped or an error on one rank is raised on all ranks."""
         return self.batches.next(vote)
 

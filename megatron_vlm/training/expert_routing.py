@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.batches.micro_batch import MicroBatch, RowPlace
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import TextSizes
@@ -94,11 +94,11 @@ def routing_tables(
 def routing_of_rows(batches: Sequence[MicroBatch], tables: Sequence[Tensor]) -> list[Tensor]:
     """Return the routing [S, L, K] of each row from the tables of its micro-batches."""
 
-    def pairs() -> Iterator[tuple[int, Tensor]]:
+    def pairs() -> Iterator[tuple[RowPlace, Tensor]]:
         for batch, table_TLK in zip(batches, tables, strict=True):
             yield from zip(batch.rows, table_TLK.split(list(batch.lengths)), strict=False)
 
-    by_place: dict[int, Any] = dict(pairs())
+    by_place: dict[RowPlace, Any] = dict(pairs())
     return [by_place[place] for place in sorted(by_place)]
 
 

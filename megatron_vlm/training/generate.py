@@ -9,6 +9,7 @@ from megatron_vlm.data.tokens.row import Row, continue_row
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.training.continuous_batching import Decoder, Hear
 from megatron_vlm.training.pipeline import Stage
+from megatron_vlm.training.row_scores import score_rows
 from megatron_vlm.training.stop_strings import Texts
 
 ROWS = 16  # default number of rows in a pass
@@ -86,4 +87,4 @@ def candidate_log_probs(
             )
     rows = [continue_row(prompt, candidate) for candidate in candidates]
     batches = cut_micro_batches(rows, batch_rows, stage.sizes.tokens)
-    return [float(log_probs_S.double().sum()) for log_probs_S in stage.score(batches)]
+    return [float(log_probs_S.double().sum()) for log_probs_S in score_rows(stage, batches, 1.0)]

@@ -175,7 +175,9 @@ def _newest_tokens(draws: Sequence[ActiveSample]) -> MicroBatch:
         [[draw.ids[-1], IGNORE, *[draw.position + len(draw.ids) - 1] * 3] for draw in draws],
         dtype=torch.int32,
     )
-    return MicroBatch(tokens_B5[:, None], (1,) * len(draws), tuple(range(len(draws))))
+    return MicroBatch(
+        tokens_B5[:, None], (1,) * len(draws), tuple((n, 0) for n in range(len(draws)))
+    )
 
 
 def _closed_up(rows: Sequence[int]) -> list[int]:

@@ -7,13 +7,13 @@
 
 and select it by name: `worker.forward_backward(batch, loss="reinforce", scale=0.5)`. Its positional
 parameters after the first are values of each token, which a Row has in `values_S` and a TensorBatch
-in fields of these names (without _N). Its keyword parameters are options, which are numbers with a
-default. It returns the loss of each token and the values to report of each token. Both are summed
-over the tokens and divided once, by the number of supervised tokens of the global batch. If rows
-have `loss_weights_S`, the loss of each token is multiplied by its weight, and the sum is divided by
-the sum of all weights instead, so that equal weights change nothing. A `divisor` of the call
-replaces either. Each loss also takes the options of `Objective`. Losses of sampled tokens are in
-policy_losses.py.
+in fields of these names (without _N); `sequences_N` is the row of each token. Its keyword
+parameters are options, which are numbers with a default. It returns the loss of each token and the
+values to report of each token. Both are summed over the tokens and divided once, by the number of
+supervised tokens of the global batch. If rows have `loss_weights_S`, the loss of each token is
+multiplied by its weight, and the sum is divided by the sum of all weights instead, so that equal
+weights change nothing. A `divisor` of the call replaces either. Each loss also takes the options of
+`Objective`. Losses of tokens other than cross_entropy are in token_losses.py.
 
 A loss that compares whole rows has `rows` as its second parameter: a RowInputs, with the row of
 each token, the example of each row, and what is known of rows. It returns the loss of each example,
@@ -22,7 +22,7 @@ global batch. Losses over preferences are in preference_losses.py. If its first 
 `embeddings_NH`, it receives the normalised hidden states in place of log-probs.
 
 A loss with the parameters `student_NR` and `teacher_NR` reads the log-probs of whole distributions,
-as those in distill_losses.py do. The option `teacher_coef` adds the divergence from a teacher to
+as `distill` does. The option `teacher_coef` adds the divergence from a teacher to
 any other loss.
 
 Shapes: N supervised tokens of a micro-batch, R a teacher's tokens and all others (see
@@ -43,21 +43,13 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.log_probs import ExtraOutput
-from megatron_vlm.training.distill_losses import distill, generalized_jsd
-from megatron_vlm.training.policy_losses import (
-    cispo,
-    dro,
-    gspo,
-    gspo_token,
-    importance_sampling,
-    kl_k3,
-    ppo,
-)
+from megatron_vlm.model.head import Embedding, Head, HeadOutput, LogProbs, Lumped, WithEntropy
+from megatron_vlm.training import token_losses
 from megatron_vlm.training.stage_inputs import RowInputs, StageInput
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 REFERENCE = "ref_log_probs"
+SEQUENCES = "sequences"  # the row of each token, which every batch has
 _DISTRIBUTIONS = ("student_NR", "teacher_NR")
 _REGISTRY: dict[str, LossFunction] = {}
 
@@ -74,17 +66,7 @@ def cross_entropy(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return -log_probs_N, {}
 
 
-@register
-def weighted_cross_entropy(
-    log_probs_N: Tensor, weights_N: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the cross-entropy of tokens whose weights may have any sign, or be 0. Unlike
-    `loss_weights_S` they do not change the divisor of the sum: with a divisor of 1 the loss is a
-    sum."""
-    return -weights_N * log_probs_N, {}
-
-
-for _function in (importance_sampling, ppo, gspo, gspo_token, cispo, dro, distill):
+for _function in token_losses.LOSSES:
     register(_function)
 
 
@@ -161,19 +143,19 @@ class Objective:
             )
         # Called with no tokens, the function refuses bad options here, before any forward.
         empty_N = torch.zeros(0)
-        values = dict.fromkeys(objective.value_names, empty_N)
+        values = dict.fromkeys((*objective.value_names, SEQUENCES), empty_N)
         values |= dict.fromkeys(_DISTRIBUTIONS, torch.zeros(0, 1))
         report = objective.of_tokens(empty_N, empty_N, values)[1]
         return replace(objective, metrics=tuple(report))
 
     @property
-    def extra_output(self) -> ExtraOutput | None:
-        """Values that the model must return in addition to the log-probs."""
+    def head(self) -> Head:
+        """The head that computes what the loss reads."""
         if self.needs_teacher:
-            return "lumped"
+            return Lumped(self.temperature)
         if self.reads_embeddings:
-            return "embedding"
-        return None if self.entropy_coef is None else "entropy"
+            return Embedding()
+        return LogProbs() if self.entropy_coef is None else WithEntropy()
 
     @property
     def needs_teacher(self) -> bool:
@@ -192,7 +174,7 @@ class Objective:
                 found=self.entropy_coef,
                 remedy="leave out entropy_coef or teacher_coef",
             )
-        is_shared = self.extra_output in ("entropy", "lumped")
+        is_shared = isinstance(self.head, Lumped | WithEntropy)
         if is_shared and any(batch.of_M is not None for batch in batches):
             raise ConfigError(
                 ": an entropy belongs to a token, but rows have several targets at one place",
@@ -205,7 +187,7 @@ class Objective:
     def value_names(self) -> tuple[str, ...]:
         """Names of the values of each token that the objective needs."""
         more = [REFERENCE] if self.kl_coef is not None else []
-        own = [name for name in self.own_names if name not in _DISTRIBUTIONS]
+        own = [name for name in self.own_names if name not in (*_DISTRIBUTIONS, SEQUENCES)]
         return tuple(dict.fromkeys([*own, *more]))
 
     def of_tokens(
@@ -225,7 +207,7 @@ class Objective:
         loss_N, report = self.function(log_probs_N, *own, **self.options)
         report = dict(report)
         if self.kl_coef is not None:
-            report["kl"] = kl_k3(log_probs_N, values_N[REFERENCE])
+            report["kl"] = token_losses.kl_k3(log_probs_N, values_N[REFERENCE])
             loss_N = loss_N + self.kl_coef * report["kl"]
         if self.entropy_coef is not None:
             assert entropy_N is not None
@@ -233,7 +215,7 @@ class Objective:
             loss_N = loss_N - self.entropy_coef * entropy_N
         if self.teacher_coef is not None:
             student_NR, teacher_NR = (values_N[name] for name in _DISTRIBUTIONS)
-            report["teacher_kl"] = generalized_jsd(student_NR, teacher_NR, beta=1)
+            report["teacher_kl"] = token_losses.generalized_jsd(student_NR, teacher_NR, beta=1)
             loss_N = loss_N + self.teacher_coef * report["teacher_kl"]
         return loss_N, report
 
@@ -252,31 +234,27 @@ def check_divisor(divisor: float | None) -> None:
 
 
 def loss_of(
-    objective: Objective, batch: StageInput, output: Tensor
+    objective: Objective, batch: StageInput, output: HeadOutput
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the triple that Megatron's schedules take: summed loss, token count, and report.
-    `output` is what the model returns: log-probs [N], or [2, N] with the entropies, or [N, 1 + R]
-    with those of the teacher's tokens, or hidden states [N, H].
 
     The loss is summed, not averaged. Megatron's finalize_model_grads divides the gradient once, by
     the count of the global batch. backward.py changes that to a division by the sum of the weights,
     if there are any, or by the divisor of the call.
     """
-    values_N = batch.values_M(objective.value_names)
-    entropy_N = None
-    if objective.needs_teacher:
-        log_probs_N = output[:, 0]
-        values_N |= {"student_NR": output[:, 1:], "teacher_NR": batch.teacher[1]}
-    else:
-        log_probs_N, entropy_N = output if objective.extra_output == "entropy" else (output, None)
-    loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N, batch.rows)
+    values_N = {**batch.values_M(objective.value_names), SEQUENCES: batch.row_M}
+    if output.events_NR is not None:
+        values_N |= {"student_NR": output.events_NR, "teacher_NR": batch.teacher_NR}
+    first_N = output.embeddings_NH if objective.reads_embeddings else output.log_probs_M
+    assert first_N is not None
+    loss_N, report_N = objective.of_tokens(first_N, output.entropy_N, values_N, batch.rows)
     weights_M = None if objective.reads_rows else batch.weights_M
     loss_sum = (loss_N if weights_M is None else loss_N * weights_M).sum()
     if objective.reads_rows:  # so that a batch without rows has gradients, too
-        loss_sum = loss_sum.to(log_probs_N.dtype) + 0 * log_probs_N.sum()
-    count = torch.full((), len(log_probs_N), dtype=torch.int, device=log_probs_N.device)
+        loss_sum = loss_sum.to(first_N.dtype) + 0 * first_N.sum()
+    count = torch.full((), len(first_N), dtype=torch.int, device=first_N.device)
     report = {name: report_N[name].detach().sum() for name in objective.metrics}
-    report |= {"loss_sum": loss_sum.detach(), "log_probs_N": log_probs_N.detach()}
+    report |= {"loss_sum": loss_sum.detach(), "log_probs_N": first_N.detach()}
     return loss_sum, count, report
 
 

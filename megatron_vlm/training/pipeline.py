@@ -1,10 +1,10 @@
 """Stage: this rank's chunks of the model, with Megatron's schedule that takes work through all
 stages."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,10 @@ from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.host_copies import CopyStream
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
-from megatron_vlm.model.log_probs import ExtraOutput
+from megatron_vlm.model.head import Head, HeadOutput, LogProbs
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.planner.row_sizes import BatchSizes
-from megatron_vlm.training.expert_routing import routing_of_rows, routing_tables
 from megatron_vlm.training.stage_inputs import StageInput, arrivals
-
-OfRow = TypeVar("OfRow")
 
 # A forward step takes an iterator of items and a chunk. It returns the stage's output and a
 # function that reads the output of the last stage. For a backward that function returns (scaled
@@ -118,9 +115,9 @@ class Stage:
         """Yield the batches on the device. A batch that `sees` nothing has only words."""
         return arrivals(batches, chunk, sees or [True] * len(batches), self.copies)
 
-    def call(self, chunk: Any, batch: StageInput, **more: Any) -> Tensor:
+    def call(self, chunk: Any, batch: StageInput, **more: Any) -> Any:
         """Return a chunk's output for a micro-batch."""
-        output: Tensor = chunk(
+        return chunk(
             input_ids=batch.ids_BS,
             position_ids=batch.position_ids_3BS,
             pixel_values=self.pixels.images(batch.pixel_values_PC),
@@ -129,106 +126,32 @@ class Stage:
             routing=batch.routing,
             **more,
         )
-        return output
 
-    def predict(
-        self,
-        chunk: Any,
-        batch: StageInput,
-        also: ExtraOutput | None = None,
-        temperature: float = 1.0,
-    ) -> Tensor:
-        """Return a chunk's output for a micro-batch; on the last stage, its targets' log-probs."""
-        heads = {"labels": batch.targets_M, "loss_mask": batch.places_N, "of_M": batch.of_M}
-        if also == "lumped":
-            heads["given_NJ"] = batch.teacher[0]
-        return self.call(chunk, batch, **heads, also=also, temperature=temperature)
+    def predict(self, chunk: Any, batch: StageInput, head: Head | None = None) -> Any:
+        """Return a chunk's output for a micro-batch; on the last stage, that of the head."""
+        places = {"loss_mask": batch.places_N, "targets": batch.targets}
+        return self.call(chunk, batch, **places, head=head or LogProbs())
 
-    def score(self, batches: Sequence[MicroBatch], temperature: float = 1.0) -> list[Tensor]:
-        """Return the log-probs of each row's supervised tokens at this temperature, fp32 on the
-        host: one tensor [S] for each row, zero where a token is not supervised. The log-probs of a
-        row with targets have the targets' shape. All ranks of the replica get the same. Replicas
-        that share experts call it together; a replica that has nothing to score passes no
-        batches."""
+    def evaluate(self, batches: Sequence[MicroBatch], head: Head) -> list[HeadOutput]:
+        """Return the head's output for each micro-batch, without gradients, on the last stage, and
+        nothing on the others. Replicas that share experts call it together; a replica that has
+        nothing to evaluate passes no batches."""
 
         def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
-            output = self.predict(chunk, next(data), temperature=temperature)
-            return output, pass_through
+            return self.predict(chunk, next(data), head), pass_through
 
         with self.evaluating():
-            outputs = self.run(batches, step, forward_only=True)
-        return self.gather_by_row(batches, outputs)
-
-    def likeliest(
-        self, batches: Sequence[MicroBatch], count: int, temperature: float
-    ) -> list[Tensor]:
-        """Return the most likely tokens at each position where a row predicts one: [S, k, 2], ids
-        and log-probs at this temperature in float64, at the position that predicts them, and zeros
-        elsewhere. The rest is the same as for `score`."""
-
-        def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
-            batch = next(data)
-            heads = {"loss_mask": batch.places_N, "likeliest": (count, temperature)}
-            return self.call(chunk, batch, **heads), pass_through
-
-        with self.evaluating():
-            outputs = self.run(batches, step, forward_only=True)
-        sizes = [len(batch.supervised[0]) for batch in batches]
-        pieces = self.share_last(outputs, sizes, torch.empty(0, count, 2, dtype=torch.double))
-
-        def rows(batch: MicroBatch, piece: Tensor) -> list[Tensor]:
-            spread = piece.new_zeros(*batch.tokens_BS5.shape[:2], count, 2)
-            spread[batch.supervised] = piece
-            lengths = batch.lengths
-            return [row[:length].clone() for row, length in zip(spread, lengths, strict=True)]
-
-        return rows_by_place(batches, map(rows, batches, pieces))
-
-    def embed(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the normalised hidden states [N, H] at the supervised positions of each
-        micro-batch, on the last stage, and on the other stages nothing. Replicas that share experts
-        call it together."""
-
-        def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
-            return self.predict(chunk, next(data), also="embedding"), pass_through
-
-        with self.evaluating():
-            outputs = self.run(batches, step, forward_only=True)
-        return outputs if self.grid.is_last_stage else []
-
-    def routing(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the experts [S, L, K] of each token of each row, on every rank of the replica.
-        Replicas that share experts call it together."""
-        inputs: list[StageInput] = []
-
-        def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
-            inputs.append(batch := next(data))
-            output = self.predict(chunk, batch)
-            return output, pass_through
-
-        with self.evaluating():
-            self.run(batches, step, forward_only=True)
-        chosen = [(item.number, item.routing.chosen) for item in inputs if item.routing is not None]
-        tables = routing_tables(batches, chosen, self.sizes.text, self.grid, self.device)
-        return routing_of_rows(batches, tables)
-
-    def gather_by_row(
-        self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return the last stage's log-probs [M] of each micro-batch, by row, on every rank."""
-        counts = [batch.num_supervised for batch in batches]
-        pieces = self.share_last(outputs, counts, torch.empty(0))
-        return rows_by_place(batches, map(MicroBatch.log_probs_by_row, batches, pieces))
+            return self.run(batches, step, forward_only=True)
 
     def share_last(
-        self, outputs: Sequence[Tensor], sizes: Sequence[int], like: Tensor
+        self, outputs: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor
     ) -> tuple[Tensor, ...]:
-        """Send the last stage's output for each micro-batch to the host of every rank. `sizes` are
-        the numbers of entries of each micro-batch; `like` has their dtype and their other
-        dimensions."""
+        """Send a field of the last stage's output for each micro-batch to the host of every rank.
+        `sizes` are the numbers of entries of each micro-batch; `like` has their dtype and their
+        other dimensions."""
         flat = torch.empty(sum(sizes), *like.shape[1:], dtype=like.dtype, device=self.device)
         if self.grid.is_last_stage and sizes:
-            flat.copy_(torch.cat(list(outputs)))
+            flat.copy_(torch.cat([output for output in outputs if output is not None]))
         self.grid.from_last_stage(flat)
         return flat.cpu().split(list(sizes))
 
@@ -255,23 +178,6 @@ def pass_through(output: Tensor, non_loss_data: bool = True) -> Any:
     """Return the stage's output itself, for Megatron's forward-only schedules."""
     assert non_loss_data
     return output
-
-
-def rows_by_place(batches: Sequence[MicroBatch], rows: Iterable[Sequence[OfRow]]) -> list[OfRow]:
-    """Return the rows of micro-batches in the order of the batch that they were cut from."""
-    row_at = {
-        place: row
-        for batch, batch_rows in zip(batches, rows, strict=True)
-        for place, row in zip(batch.rows, batch_rows, strict=False)  # a filler's row has no place
-    }
-    return [row_at[place] for place in sorted(row_at)]
-
-
-def values_by_place(batches: Sequence[MicroBatch], values: Iterable[OfRow]) -> dict[int, OfRow]:
-    """Return what was computed of each row, by the row's place in the batch that the micro-batches
-    were cut from. `values` are in the order of these places."""
-    places = sorted(place for batch in batches for place in batch.rows)
-    return dict(zip(places, values, strict=True))
 
 
 # The shapes of the tensors between stages are known in advance.

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_vlm.config.objective_configs import PreferenceConfig
+from megatron_vlm.data.batches.micro_batch import ROW_REFERENCE
 from megatron_vlm.training.stage_inputs import RowInputs
 
 log_sigmoid = F.logsigmoid
@@ -34,7 +35,9 @@ class Pairs:
     def from_rows(log_probs_N: Tensor, rows: RowInputs) -> "Pairs":
         """Return the pairs of a micro-batch, whose rows are chosen and rejected answers in turn."""
         sums_R = rows.sums(log_probs_N)
-        reference_R = torch.zeros_like(sums_R) if rows.reference_R is None else rows.reference_R
+        reference_R = rows.values.get(ROW_REFERENCE)
+        if reference_R is None:
+            reference_R = torch.zeros_like(sums_R)
         return Pairs.from_sums(sums_R, reference_R, rows.counts_R)
 
     @staticmethod

@@ -23,11 +23,10 @@ from megatron_vlm.config.objectives import (
 )
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.collate import filler_batch
-from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.batches.loader import StepBatch
+from megatron_vlm.data.batches.micro_batch import REJECTED, ROW_REFERENCE, MicroBatch
 from megatron_vlm.distributed.collectives import all_gather_json
-from megatron_vlm.training.data_feed import StepData
 from megatron_vlm.training.losses import LossFunction
-from megatron_vlm.training.pipeline import values_by_place
 from megatron_vlm.training.preference_losses import (
     GLOBAL_LOSSES,
     LABEL_LOSSES,
@@ -36,6 +35,7 @@ from megatron_vlm.training.preference_losses import (
     Pairs,
 )
 from megatron_vlm.training.reference import ReferenceModel, row_log_probs
+from megatron_vlm.training.row_scores import values_by_place
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
@@ -57,7 +57,7 @@ class PreferenceObjective:
         self.worker, self.cfg = worker, cfg
         self.reference = ReferenceModel(worker, cfg)
 
-    def forward_backward(self, batch: StepData) -> StepMetrics:
+    def forward_backward(self, batch: StepBatch) -> StepMetrics:
         """Compute the gradients of the mean loss over the examples of a global batch."""
         batches, facts = self._prepare(batch.micro_batches, batch.mismatched)
         loss = loss_function(self.cfg, facts)
@@ -75,7 +75,7 @@ class PreferenceObjective:
         loss, device = loss_function(self.cfg, facts), torch.device("cpu")
         sums: Figures = {"examples": 0.0, "loss": 0.0}
         for batch, log_probs in zip(batches, self._log_probs(batches), strict=True):
-            if batch.examples_R2 is None:
+            if batch.row_values is None:
                 continue
             loss_E, report = loss(
                 log_probs, RowInputs.from_batch(batch, lambda each: each.to(device))
@@ -118,9 +118,9 @@ class PreferenceObjective:
     def _mean_chosen_tokens(self, batches: Sequence[MicroBatch]) -> float:
         local = [0, 0]
         for batch in batches:
-            if batch.examples_R2 is None:
+            if batch.row_values is None:
                 continue
-            is_chosen_R = batch.examples_R2[:, 1] == 0
+            is_chosen_R = ~batch.row_values[REJECTED]
             local[0] += int(is_chosen_R[batch.row_M].sum())
             local[1] += batch.num_examples
         tokens, examples = zip(*self._gather(local), strict=True)
@@ -134,8 +134,8 @@ class PreferenceObjective:
         ratios = [
             value
             for batch, sums_R in zip(batches, sums, strict=True)
-            if batch.reference_R is not None
-            for value in (sums_R - batch.reference_R).tolist()
+            if batch.row_values is not None
+            for value in (sums_R - batch.row_values[ROW_REFERENCE]).tolist()
         ]
         parts = self._gather([sum(ratios), len(ratios)])
         total, count = (sum(part) for part in zip(*parts, strict=True))
@@ -146,9 +146,9 @@ class PreferenceObjective:
         log-prob of each answer."""
         sums = row_log_probs(self.worker, batches)
         local = [
-            [sums_R.tolist(), [] if batch.reference_R is None else batch.reference_R.tolist()]
+            [sums_R.tolist(), batch.row_values.get(ROW_REFERENCE, sums_R[:0]).tolist()]
             for batch, sums_R in zip(batches, sums, strict=True)
-            if batch.examples_R2 is not None
+            if batch.row_values is not None
         ]
         parts = self._gather(local)
         flat = [pair for part in parts for pair in part]
@@ -159,11 +159,8 @@ class PreferenceObjective:
         start = sum(len(values) for part in before for values, _ in part)
         extended = []
         for batch in batches:
-            if batch.examples_R2 is None:
-                extended.append(batch)
-                continue
-            count = len(batch.examples_R2)
-            extended.append(replace(batch, surrogate_R2=table_R2[start : start + count]))
+            count = len(batch.rows)
+            extended.append(batch.with_row_values(surrogate=table_R2[start : start + count]))
             start += count
         return extended
 
@@ -174,7 +171,7 @@ class PreferenceObjective:
 
 def surrogates(cfg: Config, sums_R: Tensor, reference_R: Tensor) -> Tensor:
     """Return, for the log-probs of all answers of a global batch, the derivative of the losses over
-    that batch by each of them, and each answer's share of these losses: [R, 2]."""
+    that batch by each of them, and each answer's share of these losses: [R, 2] in float64."""
     leaf_R = sums_R.clone().requires_grad_()
     pairs = Pairs.from_sums(leaf_R, reference_R, torch.ones_like(leaf_R))
     total = torch.zeros((), dtype=torch.float64)
@@ -204,8 +201,8 @@ def _pair_loss(cfg: Config, facts: BatchFacts) -> LossFunction:
             loss_E = loss_E + weight * PAIR_LOSSES[name](pairs, p)
         if sft:
             loss_E = loss_E - sft * pairs.chosen_E / facts.chosen_tokens
-        if rows.surrogate_R2 is not None:
-            slope_E2, share_E2 = rows.surrogate_R2.view(-1, 2, 2).unbind(2)
+        if (surrogate_R2 := rows.values.get("surrogate")) is not None:
+            slope_E2, share_E2 = surrogate_R2.view(-1, 2, 2).unbind(2)
             sums_E2 = torch.stack([pairs.chosen_E, pairs.rejected_E], dim=1)
             loss_E = loss_E + (share_E2 + slope_E2 * (sums_E2 - sums_E2.detach())).sum(1)
         return loss_E, _pair_figures(pairs, p, is_mean)
@@ -234,7 +231,7 @@ def _label_loss(cfg: Config, facts: BatchFacts) -> LossFunction:
 
     def label_loss(log_probs_N: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
         sums_R = rows.sums(log_probs_N)
-        reference_R = rows.reference_R
+        reference_R = rows.values.get(ROW_REFERENCE)
         assert reference_R is not None or not len(sums_R)
         ratio_R = sums_R if reference_R is None else sums_R - reference_R
         answers = LabelledAnswers(ratio_R, rows.is_rejected_R)

@@ -27,10 +27,10 @@ from torch import Tensor
 from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
-from megatron_vlm.data.batches.collate import MAX_ROWS
-from megatron_vlm.data.batches.dataset import DataSet, order_of_all
+from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import Loader, Replica
-from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.batches.micro_batch import ROW_REFERENCE, MicroBatch
+from megatron_vlm.data.batches.order import order_of_all
 from megatron_vlm.data.scores.score_file import checksum_of
 from megatron_vlm.data.tokens.index import CHUNK, index_key
 from megatron_vlm.data.worker_processes import map_in_processes
@@ -41,7 +41,7 @@ from megatron_vlm.io.atomic import replaced_file
 from megatron_vlm.io.untrusted import UntrustedFile, home_path
 from megatron_vlm.lora.layers import LowRank
 from megatron_vlm.training.data_feed import SharedBatches, open_together
-from megatron_vlm.training.pipeline import values_by_place
+from megatron_vlm.training.row_scores import values_by_place
 from megatron_vlm.training.worker import MegatronWorker
 
 _log = logging.getLogger("megatron_vlm.data")
@@ -77,13 +77,13 @@ class ReferenceModel:
         if self.how is None:
             return list(batches)
         if self.how == "keep":
-            assert all(batch.reference_R is not None or not batch.rows for batch in batches)
+            assert all(ROW_REFERENCE in (batch.row_values or {}) for batch in batches if batch.rows)
             return list(batches)
         off = self.how == "adapters_off"
         with without_adapters(self.worker) if off else nullcontext():
             scored = row_log_probs(self.worker if off else self.model, batches)
         return [
-            replace(batch, reference_R=log_probs) if batch.rows else batch
+            batch.with_row_values(**{ROW_REFERENCE: log_probs})
             for batch, log_probs in zip(batches, scored, strict=True)
         ]
 
@@ -193,8 +193,7 @@ def _compute(
         for batch, log_probs in zip(
             micro_batches, row_log_probs(worker, micro_batches), strict=True
         ):
-            for place, value in zip(batch.rows, log_probs.tolist(), strict=True):
-                sample, row = divmod(place, MAX_ROWS)
+            for (sample, row), value in zip(batch.rows, log_probs.tolist(), strict=True):
                 values[:, start + sample, row] = torch.tensor([value, 1.0])
         worker.watchdog.alive()
     values = values.to(device)

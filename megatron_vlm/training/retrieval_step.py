@@ -17,13 +17,12 @@ from torch import Tensor
 
 from megatron_vlm.config.objective_configs import RerankConfig
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.batches.collate import MAX_ROWS
-from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.batches.loader import StepBatch
+from megatron_vlm.data.batches.micro_batch import REJECTED, MicroBatch, RowPlace
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.grid import RankGroups
-from megatron_vlm.training.data_feed import StepData
+from megatron_vlm.model.head import Embedding
 from megatron_vlm.training.losses import LossFunction
-from megatron_vlm.training.pipeline import values_by_place
 from megatron_vlm.training.retrieval_losses import (
     InfoNCE,
     RetrievalRows,
@@ -31,6 +30,7 @@ from megatron_vlm.training.retrieval_losses import (
     listwise,
     pointwise,
 )
+from megatron_vlm.training.row_scores import values_by_place
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
@@ -43,18 +43,13 @@ class Gathered:
     replica's last stage."""
 
     values_TH: Tensor
-    places: tuple[int, ...]  # MicroBatch.rows
+    places: tuple[RowPlace, ...]  # MicroBatch.rows
     local: tuple[int, ...]  # numbers of this replica's rows, micro-batch after micro-batch
-
-    @property
-    def samples(self) -> list[tuple[int, int]]:
-        """The example of each row in the global batch, and the number of the row in it."""
-        return [divmod(place, MAX_ROWS) for place in self.places]
 
     @property
     def example_T(self) -> Tensor:
         """Number of each row's example in the global batch."""
-        examples = torch.tensor([example for example, _ in self.samples], dtype=torch.long)
+        examples = torch.tensor([example for example, _ in self.places], dtype=torch.long)
         return examples.to(self.values_TH.device)
 
 
@@ -74,7 +69,7 @@ def gather_rows(
     parts = [torch.empty_like(padded) for _ in by_replica]
     dist.all_gather(parts, padded, group=grid.dp.group)
     values = torch.cat([part[: len(of)] for part, of in zip(parts, by_replica, strict=True)])
-    flat = [place for of in by_replica for place in of]
+    flat: list[RowPlace] = [(example, row) for of in by_replica for example, row in of]
     order = sorted(range(len(flat)), key=flat.__getitem__)
     number = {flat[old]: new for new, old in enumerate(order)}
     ordered = values[torch.tensor(order, dtype=torch.long, device=values.device)]
@@ -87,7 +82,7 @@ class EmbeddingObjective:
     def __init__(self, worker: MegatronWorker, cfg: Config):
         self.worker, self.cfg = worker, cfg
 
-    def forward_backward(self, batch: StepData) -> StepMetrics:
+    def forward_backward(self, batch: StepBatch) -> StepMetrics:
         """Compute the gradients of the mean loss over the queries of a global batch."""
         batches = batch.micro_batches
         loss, gathered = self._loss(batches)
@@ -107,10 +102,11 @@ class EmbeddingObjective:
 
     def _loss(self, batches: Sequence[MicroBatch]) -> tuple[InfoNCE | None, Gathered | None]:
         """Return the loss and the embeddings of a global batch, on last stages."""
-        outputs = self.worker.stage.embed(batches)
+        outputs = self.worker.stage.evaluate(batches, Embedding())
         if not self.worker.grid.is_last_stage:
             return None, None
-        gathered = gather_rows(outputs, batches, self.worker.grid)
+        embeddings = [each.embeddings_NH for each in outputs if each.embeddings_NH is not None]
+        gathered = gather_rows(embeddings, batches, self.worker.grid)
         rows = RetrievalRows.from_examples(gathered.example_T)
         return info_nce(gathered.values_TH, rows, self.cfg.embed), gathered
 
@@ -118,7 +114,7 @@ class EmbeddingObjective:
         """Return the number of queries, their summed loss and figures, on every stage."""
         facts = torch.zeros(2 + len(FIGURES), dtype=torch.float64)
         if loss is not None and gathered is not None:
-            queries = len({example for example, _ in gathered.samples})
+            queries = len({example for example, _ in gathered.places})
             sums = [loss.figures.get(name, 0.0) for name in FIGURES]
             facts = torch.tensor([queries, loss.loss, *sums], dtype=torch.float64)
         facts = facts.to(self.worker.platform.device)
@@ -133,18 +129,15 @@ def _with_slopes(
     """Return the batches with the derivative of the loss by the embedding of each row."""
     local_RH = slopes_TH[torch.tensor(gathered.local, dtype=torch.long, device=slopes_TH.device)]
     parts = local_RH.float().split([len(batch.rows) for batch in batches])
-    return [
-        replace(batch, slopes_RH=part) if batch.rows else batch
-        for batch, part in zip(batches, parts, strict=True)
-    ]
+    return [batch.with_row_values(slopes=part) for batch, part in zip(batches, parts, strict=True)]
 
 
 def surrogate(embeddings_NH: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Return for each example a loss with the right derivative by each embedding. Its value has no
     meaning."""
-    if rows.slopes_RH is None:
+    if "slopes" not in rows.values:
         return embeddings_NH.new_zeros(0), {}
-    return (embeddings_NH * rows.slopes_RH).sum(1), {}
+    return (embeddings_NH * rows.values["slopes"]).sum(1), {}
 
 
 class RerankObjective:
@@ -153,7 +146,7 @@ class RerankObjective:
     def __init__(self, worker: MegatronWorker, cfg: Config):
         self.worker, self.cfg = worker, cfg
 
-    def forward_backward(self, batch: StepData) -> StepMetrics:
+    def forward_backward(self, batch: StepBatch) -> StepMetrics:
         """Compute the gradients of the mean loss over the documents of a global batch, or with
         listwise over its positives."""
         examples, documents, positives = self._counts(batch.micro_batches)
@@ -167,10 +160,10 @@ class RerankObjective:
         """Return the logit of each document of a global batch, in order, on every rank."""
         scored = values_by_place(batches, self.worker.forward(batches))
         flags = {
-            place: bool(flag)
+            place: flag
             for batch in batches
-            if batch.examples_R2 is not None
-            for place, flag in zip(batch.rows, batch.examples_R2[:, 1].tolist(), strict=True)
+            if batch.row_values is not None
+            for place, flag in zip(batch.rows, batch.row_values[REJECTED].tolist(), strict=True)
         }
         local = [
             (place, float(row_SJ[-1, 0] - row_SJ[-1, 1]), flags[place])
@@ -178,15 +171,15 @@ class RerankObjective:
         ]
         parts = all_gather_json(local, self.worker.grid.dp.group, self.worker.platform.device)
         rows = sorted(row for part in parts for row in part)
-        return [ScoredRow(place // MAX_ROWS, *values) for place, *values in rows]
+        return [ScoredRow(example, *values) for (example, _), *values in rows]
 
     def _counts(self, batches: Sequence[MicroBatch]) -> tuple[float, float, float]:
         """Return the numbers of examples, documents and positives in the global batch."""
-        tables = [batch.examples_R2 for batch in batches if batch.examples_R2 is not None]
+        rejected = [batch.row_values[REJECTED] for batch in batches if batch.row_values is not None]
         local = [
-            sum(batch.num_examples for batch in batches if batch.rows),
-            sum(len(table) for table in tables),
-            sum(int((table[:, 1] == 0).sum()) for table in tables),
+            sum(batch.num_examples for batch in batches),
+            sum(len(each) for each in rejected),
+            sum(int((~each).sum()) for each in rejected),
         ]
         parts = all_gather_json(local, self.worker.grid.dp.group, self.worker.platform.device)
         examples, documents, positives = (sum(part) for part in zip(*parts, strict=True))

@@ -99,7 +99,9 @@ def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) 
     def without_head(batch: StageInput) -> StageInput:
         if batch.places_N is None or batch.targets_M is None:
             return batch
-        return replace(batch, places_N=batch.places_N[:0], targets_M=batch.targets_M[:0], of_M=None)
+        none_M = batch.targets_M[:0]
+        head = {"targets_M": none_M, "of_M": None, "teacher_ids_NJ": None}
+        return replace(batch, places_N=batch.places_N[:0], **head)  # type: ignore[arg-type]
 
     def count(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
         return step(map(without_head, data), chunk)[0], pass_through

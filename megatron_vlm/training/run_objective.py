@@ -1,11 +1,20 @@
-"""The objective of a run: how a step turns its data into gradients."""
+"""Objective of a run: gradients of the data of a step, and scores of other data."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.schema import Config
-from megatron_vlm.training.data_feed import StepData
-from megatron_vlm.training.distill_step import DistillObjective
+from megatron_vlm.data.batches.loader import StepBatch
+from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.model.head import HeadOutput
+from megatron_vlm.training.losses import Objective, loss_of, totals
 from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective
+from megatron_vlm.training.stage_inputs import StageInput
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 
@@ -15,8 +24,52 @@ class SupervisedObjective:
     def __init__(self, worker: MegatronWorker):
         self.worker = worker
 
-    def forward_backward(self, batch: StepData) -> StepMetrics:
+    def forward_backward(self, batch: StepBatch) -> StepMetrics:
         return self.worker.forward_backward(batch.micro_batches)
+
+
+class DistillObjective:
+    """The divergence from the teacher of data.teacher. Its methods are collectives."""
+
+    def __init__(self, worker: MegatronWorker, cfg: Config):
+        self.worker = worker
+        keys = cfg.distill
+        beta = {"forward": 0.0, "reverse": 1.0, "jsd": keys.beta}[keys.divergence]
+        self.options: dict[str, Any] = {
+            "beta": beta,
+            "temperature": keys.temperature,
+            "ce_coef": keys.ce_coef,
+        }
+
+    def forward_backward(self, batch: StepBatch) -> StepMetrics:
+        """Compute the gradients of the mean loss over the supervised tokens of a global batch."""
+        return self.worker.forward_backward(batch.micro_batches, loss="distill", **self.options)
+
+    def scores(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Return the sum of the losses of a global batch with the sum of their weights, and the
+        sums of the figures with the number of supervised tokens."""
+        objective, stage = Objective.create("distill", self.options), self.worker.stage
+        batches = self.worker.micro_batches(micro_batches)
+        objective.check_batches(batches)
+
+        def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+            batch = next(data)
+            output = stage.predict(chunk, batch, objective.head)
+            return output, partial(_report, objective, batch)
+
+        with stage.evaluating():
+            outputs = stage.run(batches, step, forward_only=True)
+        loss, tokens, weight, means = totals(objective, batches, outputs, stage.grid, stage.device)
+        sums = {name: mean * tokens for name, mean in means.items()}
+        return {"loss": loss, "weight": weight, "tokens": float(tokens), **sums}
+
+
+def _report(
+    objective: Objective, batch: StageInput, output: HeadOutput, non_loss_data: bool = True
+) -> dict[str, Tensor]:
+    """Return the report of `loss_of`, for Megatron's forward-only schedules."""
+    assert non_loss_data
+    return loss_of(objective, batch, output)[2]
 
 
 TrainObjective = (

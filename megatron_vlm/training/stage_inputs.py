@@ -6,15 +6,16 @@ log-probs of these and of all others, or the rows, 3 the axes of a position, 5 t
 token, H the width of the decoder.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.batches.micro_batch import TEACHER_FIELDS, MicroBatch
+from megatron_vlm.data.batches.micro_batch import REJECTED, TEACHER_FIELDS, MicroBatch
 from megatron_vlm.distributed.host_copies import Copies, CopyStream
+from megatron_vlm.model.head import Targets
 from megatron_vlm.model.router import Routing, real_places
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.model.vision import VisualPlan
@@ -27,27 +28,24 @@ class RowInputs:
 
     row_M: Tensor  # row of each target
     example_R: Tensor  # number of each row's example in the micro-batch
-    is_rejected_R: Tensor
-    reference_R: Tensor | None = None  # log-prob of each row under the reference model
-    surrogate_R2: Tensor | None = None  # see MicroBatch, as for the next
-    slopes_RH: Tensor | None = None
+    values: Mapping[str, Tensor]  # MicroBatch.row_values
 
     @staticmethod
     def from_batch(batch: MicroBatch, move: Callable[[Tensor], Tensor]) -> "RowInputs":
         """Return the values of a batch of rated answers."""
-        assert batch.examples_R2 is not None
-        table = move(batch.examples_R2)
-        values = [
-            None if tensor is None else move(tensor)
-            for tensor in (batch.reference_R, batch.surrogate_R2, batch.slopes_RH)
-        ]
-        return RowInputs(move(batch.row_M), table[:, 0].long(), table[:, 1].bool(), *values)
+        assert batch.row_values is not None
+        values = {name: move(tensor) for name, tensor in batch.row_values.items()}
+        return RowInputs(move(batch.row_M), move(batch.example_R), values)
 
     @staticmethod
     def empty(device: torch.device) -> "RowInputs":
         """Return the values of a batch without rows."""
         nothing = torch.zeros(0, dtype=torch.long, device=device)
-        return RowInputs(nothing, nothing, nothing.bool())
+        return RowInputs(nothing, nothing, {REJECTED: nothing.bool()})
+
+    @property
+    def is_rejected_R(self) -> Tensor:
+        return self.values[REJECTED]
 
     def sums(self, values_M: Tensor) -> Tensor:
         """Return the sum of each row's values in float64. The order of the additions is fixed."""
@@ -92,14 +90,25 @@ class StageInput:
         return self.tokens_BS5[..., 2:].permute(2, 0, 1).long()
 
     @property
-    def teacher(self) -> tuple[Tensor, Tensor]:
-        """A teacher's tokens [N, J] and log-probs [N, R]. A batch without supervised places, such
-        as a filler, has none."""
-        if self.teacher_ids_NJ is None or self.teacher_log_probs_NR is None:
-            device = self.tokens_BS5.device
-            no_ids = torch.zeros(0, 1, dtype=torch.int32, device=device)
-            return no_ids, torch.zeros(0, 2, device=device)
-        return self.teacher_ids_NJ, self.teacher_log_probs_NR
+    def row_M(self) -> Tensor:
+        """Row of each target, on the last stage."""
+        assert self.places_N is not None
+        row_N = self.places_N % len(self.tokens_BS5)
+        return row_N if self.of_M is None else row_N[self.of_M]
+
+    @property
+    def targets(self) -> Targets | None:
+        """Inputs of the head, on the last stage."""
+        if self.targets_M is None:
+            return None
+        return Targets(self.targets_M, self.of_M, self.teacher_ids_NJ)
+
+    @property
+    def teacher_NR(self) -> Tensor:
+        """A teacher's log-probs. A batch without supervised places, such as a filler, has none."""
+        if self.teacher_log_probs_NR is None:
+            return torch.zeros(0, 2, device=self.tokens_BS5.device)
+        return self.teacher_log_probs_NR
 
     def values_M(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the values of the targets by name. A batch without targets needs no values."""
@@ -132,7 +141,7 @@ def stage_input(
         parts["places_N"] = move(column_N * len(batch.lengths) + row_N)
         for name in ("targets_M", "of_M", "values_MF", "weights_M", *TEACHER_FIELDS):
             parts[name] = moved(getattr(batch, name))
-        if batch.examples_R2 is not None:
+        if batch.row_values is not None:
             parts["rows"] = RowInputs.from_batch(batch, move)
     if chunk.sizes.text.experts is not None:
         # A filler's rows belong to no sample, so they are padding.

@@ -27,7 +27,7 @@ from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.errors import DataError
 from megatron_vlm.run.scoring import score_folder
-from megatron_vlm.training.top_targets import SMALLEST_REST, TopTargets
+from megatron_vlm.training.row_scores import SMALLEST_REST, TopTargets
 from tests.engines.test_sampling_engines import STAND_IN
 from tests.run.test_evaluation import hf_row, logits_of
 from tests.support.reference import load_reference

@@ -18,7 +18,7 @@ from megatron_vlm.data.batches.balance import (
 )
 from megatron_vlm.data.batches.collate import collate, filler_batch
 from megatron_vlm.data.batches.cost import WorkModel
-from megatron_vlm.data.batches.dataset import Order, order_of_all
+from megatron_vlm.data.batches.order import Order, order_of_all
 from megatron_vlm.data.even_split import deal
 from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
 from megatron_vlm.errors import DataError

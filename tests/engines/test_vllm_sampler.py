@@ -37,7 +37,7 @@ from megatron_vlm.engines.vllm_sampler import VllmSampler
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.rl.teacher_scores import TeacherScores
 from megatron_vlm.run.scoring import score_folder
-from megatron_vlm.training.top_targets import top_targets
+from megatron_vlm.training.row_scores import top_targets
 from megatron_vlm.training.worker import MegatronWorker
 from tests.commands.test_score import CHUNK, records_of, score, words_of
 from tests.model.test_parity import layout

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_vlm.controller import local_group
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.lora.layers import Adapters
-from megatron_vlm.model import log_probs as head
+from megatron_vlm.model import log_probs
 from megatron_vlm.model.log_probs import FactorGradients
 from megatron_vlm.training.generate import generate
 from megatron_vlm.training.token_sampling import whole_logits
@@ -134,7 +134,7 @@ def folder(tiny, tmp_path_factory) -> Callable[..., str]:
 
 @contextmanager
 def at_once(logits: int) -> Iterator[None]:
-    with mock.patch.object(head, "LOGITS_AT_ONCE", logits):
+    with mock.patch.object(log_probs, "LOGITS_AT_ONCE", logits):
         yield
 
 
@@ -263,7 +263,7 @@ def both_ways(worker: MegatronWorker, rows: list[Row]) -> tuple[Tensor, Tensor]:
     (chunk,), stage = worker.chunks, worker.stage
     [batch] = stage.arrivals(worker.micro_batches(rows), chunk)
     with stage.evaluating():
-        log_probs_M = stage.predict(chunk, batch)
+        log_probs_M = stage.predict(chunk, batch).log_probs_M
         logits_Nv = stage.call(chunk, batch, loss_mask=batch.places_N)
     assert batch.of_M is None and batch.targets_M is not None
     logits_NV = whole_logits(logits_Nv, VOCAB, worker.grid.tp)
@@ -349,14 +349,14 @@ def only_in_the_first_slice() -> Iterator[None]:
 @contextmanager
 def not_in_the_logits_again() -> Iterator[None]:
     """Compute the logits of the backward pass without the adapter."""
-    right = head._Predict.backward
+    right = log_probs._Predict.backward
 
     def wrong(ctx: Any, *grads: Tensor) -> Any:
-        with mock.patch.object(head, "logits_of", lambda p, *span: logits_of(p[:1], *span)):
+        with mock.patch.object(log_probs, "logits_of", lambda p, *span: logits_of(p[:1], *span)):
             return right(ctx, *grads)
 
-    logits_of = head.logits_of
-    with mock.patch.object(head._Predict, "backward", staticmethod(wrong)):
+    logits_of = log_probs.logits_of
+    with mock.patch.object(log_probs._Predict, "backward", staticmethod(wrong)):
         yield
 
 

@@ -63,7 +63,8 @@ def run(also: str | None, at_once: int, dtype: torch.dtype = torch.float) -> tup
     group = dist.group.WORLD
     assert group is not None
     with mock.patch.object(head, "LOGITS_AT_ONCE", at_once):
-        output = predict([(hidden, shard)], targets, VOCAB, group, also)  # type: ignore[arg-type]
+        outputs = predict([(hidden, shard)], targets, VOCAB, group, also)  # type: ignore[arg-type]
+        output = outputs[0] if outputs[1] is None else torch.stack(outputs)  # type: ignore[arg-type]
         output.backward(grads[0] if also is None else grads)
     assert hidden.grad is not None and shard.grad is not None
     whole = [torch.empty_like(shard) for _ in range(ranks)]
@@ -114,7 +115,8 @@ def run_sum(also: str | None, at_once: int) -> list[Tensor]:
     assert group is not None
     with mock.patch.object(head, "LOGITS_AT_ONCE", at_once):
         products = [(shards[0], shards[1]), (shards[2], shards[3])]
-        output = predict(products, targets, VOCAB, group, also)  # type: ignore[arg-type]
+        outputs = predict(products, targets, VOCAB, group, also)  # type: ignore[arg-type]
+        output = outputs[0] if outputs[1] is None else torch.stack(outputs)  # type: ignore[arg-type]
         output.backward(grads[0] if also is None else grads)
     results = [output.detach()]
     for place, shard in enumerate(shards):
@@ -184,7 +186,8 @@ def count_logits(tokens: int) -> int:
     assert group is not None
     with mock.patch.object(head, "LOGITS_AT_ONCE", 10_000), Watch():
         targets = torch.zeros(tokens, dtype=torch.long)
-        predict([(hidden, weight)], targets, 1000, group, "entropy").sum().backward()
+        outputs = predict([(hidden, weight)], targets, 1000, group, "entropy")
+        torch.stack(outputs).sum().backward()  # type: ignore[arg-type]
     return largest
 
 
@@ -198,11 +201,11 @@ def frozen_and_empty() -> None:
     assert group is not None
     hidden, weight, targets, _ = problem()
     hidden.requires_grad_()
-    predict([(hidden, weight)], targets, VOCAB, group).sum().backward()
+    predict([(hidden, weight)], targets, VOCAB, group)[0].sum().backward()
     assert weight.grad is None and hidden.grad is not None and hidden.grad.any()
     weight.requires_grad_()
     empty = hidden[:0]
-    output = predict([(empty, weight)], targets[:0], VOCAB, group)
+    output, _ = predict([(empty, weight)], targets[:0], VOCAB, group)
     output.sum().backward()
     assert output.shape == (0,) and weight.grad is not None and not weight.grad.any()
 

@@ -2,6 +2,7 @@
 """The head for distillation gives the log-probs and gradients of the softmax in fp64, with all
 tokens that are not given lumped into one event."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.model import log_probs as head
-from megatron_vlm.model.lumped_log_probs import LOWEST, predict_lumped
+from megatron_vlm.model.lumped_log_probs import LOWEST
+from megatron_vlm.model.lumped_log_probs import predict_lumped as label_and_events
 
 TOKENS, WIDTH, VOCAB, GIVEN = 37, 24, 203, 5
 # Relative to the largest value, fp32 against fp64. The measured maximum over all cases is 4.6e-6.
@@ -47,6 +49,12 @@ def expected(temperature: float) -> list[Tensor]:
     output.backward(grads.double())
     assert hidden.grad is not None and weight.grad is not None
     return [output.detach(), hidden.grad, weight.grad]
+
+
+def predict_lumped(*arguments: Any) -> Tensor:
+    """Return the log-probs of the labels and the events next to each other."""
+    labels_N, events_NR = label_and_events(*arguments)
+    return torch.cat([labels_N[:, None], events_NR], dim=1)
 
 
 def run(temperature: float, at_once: int) -> list[Tensor]:

@@ -115,14 +115,14 @@ def chunked_mrope() -> Iterator[None]:
 @contextmanager
 def padding_in_softmax() -> Iterator[None]:
     """Let the rows that round the vocabulary up take part in the softmax."""
-    import megatron_vlm.model.stage_model as model
+    from megatron_vlm.model import head
 
-    right = model.predict
+    right = head.predict
 
     def wrong(products, targets, vocab, *more):
         return right(products, targets, 10**9, *more)
 
-    with mock.patch.object(model, "predict", wrong):
+    with mock.patch.object(head, "predict", wrong):
         yield
 
 

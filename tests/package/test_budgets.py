@@ -21,7 +21,7 @@ BUDGETS = {
     "lines of the top": 59,
     "lines of version": 3,
     "lines of train": 89,
-    "lines of model": 3_660,
+    "lines of model": 3_770,
     "lines of config": 4_570,
     "lines of training": 6_110,
     "lines of planner": 2_650,
@@ -42,13 +42,13 @@ BUDGETS = {
     "lines of controller": 1_060,
     "lines of commands": 8_450,
     "files": 488,
-    "files over 300 lines": 19,
-    "small files with one importer": 32,
+    "files over 300 lines": 9,
+    "small files with one importer": 29,
     "keys": 216,
     "commands": 20,
     "words of docs": 53_930,
     "words of README": 449,
-    "lines of tests": 61_850,
+    "lines of tests": 61_910,
 }
 
 # Of tests/durations.json, which `.ci/run` writes: the sum of the quick tests, which two processes

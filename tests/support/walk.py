@@ -1,5 +1,11 @@
-"""Walk of a batch: the functions of the package that a step enters on its way to the loss."""
+"""Walk of a batch: the functions of the package that a step enters on its way to the loss.
 
+It is recorded in a process of its own. Python 3.11 may enter a function for ever where it is
+profiled in a process that has done much before, as those of the pool have.
+"""
+
+import json
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -62,6 +68,29 @@ def walking(until: Callable[..., Any] | None = None) -> Iterator[Walk]:
         sys.setprofile(None)
 
 
+def walk_of_step(checkpoint: str, **model: Any) -> Walk:
+    """Return the walk of one train step of a worker, whose configuration has these keys of
+    `model`."""
+    command = [sys.executable, "-m", "tests.support.walk", checkpoint, json.dumps(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert not done.returncode, done.stderr[-5000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Walk(*([tuple(each) for each in pairs] for pairs in found))  # type: ignore[arg-type]
+
+
+def _record(checkpoint: str, model: str) -> None:
+    from megatron_vlm.training.losses import loss_of
+    from megatron_vlm.training.worker import MegatronWorker
+    from tests.support.batches import MIXED, make_rows
+    from tests.support.runs import Case
+
+    with MegatronWorker(Case(model=json.loads(model)).config(checkpoint)) as worker:
+        batches = worker.micro_batches(make_rows(MIXED[:2]))
+        with walking(until=loss_of) as walk:
+            worker.forward_backward(batches)
+    print(json.dumps([walk.frames, walk.climbs]))
+
+
 def _file(frame: FrameType) -> str | None:
     """Return the file of the package that a frame runs, or None."""
     path = frame.f_code.co_filename
@@ -71,3 +100,7 @@ def _file(frame: FrameType) -> str | None:
 
 def _room(file: str) -> str:
     return file.partition("/")[0].removesuffix(".py")
+
+
+if __name__ == "__main__":
+    _record(*sys.argv[1:])

@@ -31,7 +31,7 @@ from megatron_vlm.model.constraints import check_config
 from megatron_vlm.model.router import RouterLosses
 from megatron_vlm.report.metrics_lines import from_json, to_json
 from megatron_vlm.run.throughput import Meter
-from megatron_vlm.training import expert_routing, router_losses, stage_inputs
+from megatron_vlm.training import expert_routing, router_losses, stage_inputs, worker
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.preflight import check_run
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
@@ -309,6 +309,21 @@ def test_routers_compute_in_fp32_where_transformers_does():
     assert float(sums["z_loss"]) == pytest.approx(z, rel=1e-6)
 
 
+def distilled(worker: MegatronWorker) -> StepMetrics:
+    rows = []
+    for row in make_rows(MIXED[:3]):
+        tokens = int((row.labels_S[1:] != IGNORE).sum())
+        ids_NJ, log_probs_NR = torch.arange(3).repeat(tokens, 1), torch.full((tokens, 4), -1.386)
+        rows.append(replace(row, teacher_ids_NJ=ids_NJ.int(), teacher_log_probs_NR=log_probs_NR))
+    return worker.forward_backward(rows, loss="distill")
+
+
+def test_a_student_looks_ahead_without_its_head(pool, tiny):
+    [plain] = pool.run(call, 1, tiny(**EXPERTS), layout(), distilled)
+    [metrics] = pool.run(call, 1, tiny(**EXPERTS), layout(router_balance_loss=0.1), distilled)
+    assert metrics.loss == plain.loss and metrics.means["balance_loss"] > 1
+
+
 def test_both_are_in_the_metrics_of_a_run():
     """A line has each of them only where the step reports it."""
     batch = BatchFigures(samples=1, tokens=8, padded=8, images=0, work=1.0)
@@ -431,14 +446,15 @@ def test_the_comparison_notices(names, pool, tiny, reference, record_property):
 
 def frozen(path: str, case: Case, rows: list[Row]) -> Outcome:
     """Freeze the experts although the config does not say so."""
-    right = MegatronWorker._load
+    right = worker.load_model
 
-    def wrong(self):
-        right(self)
-        for entry, param in self._held.items():
+    def wrong(*arguments):
+        model = right(*arguments)
+        for entry, param in model.held.items():
             param.requires_grad_(not any(".experts." in name for name in entry.names))
+        return model
 
-    with mock.patch.object(MegatronWorker, "_load", wrong):
+    with mock.patch.object(worker, "load_model", wrong):
         return loss_and_grads(path, case, rows)
 
 

@@ -21,7 +21,7 @@ from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import DataError
 from megatron_vlm.model import experts, router
-from megatron_vlm.training import backward, stage_inputs
+from megatron_vlm.training import backward, row_scores, stage_inputs
 from megatron_vlm.training.worker import MegatronWorker
 from tests.checkpoint.test_checkpoint import Part, go, whole
 from tests.model.test_moe import EXPERTS, UNEVEN
@@ -239,7 +239,7 @@ def score_with_nothing(worker: MegatronWorker) -> list[list[torch.Tensor]]:
     more = worker.stage.global_max(len(parts)) - len(parts)
     scored = [worker.forward(part) for part in parts]
     for _ in range(more):
-        assert worker.stage.score([]) == []
+        assert row_scores.score_rows(worker.stage, [], 1.0) == []
     return scored
 
 

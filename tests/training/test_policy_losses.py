@@ -23,7 +23,7 @@ from megatron_vlm.rl.advantages import (
     token_weights,
 )
 from megatron_vlm.training.losses import Objective, check_divisor
-from megatron_vlm.training.policy_losses import cispo, gspo, importance_sampling, ppo
+from megatron_vlm.training.token_losses import cispo, gspo, importance_sampling, ppo
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
@@ -145,7 +145,6 @@ def sampled(rows: list[Row], log_probs: list[Tensor]) -> list[Row]:
             "old_log_probs": old_S,
             "ref_log_probs": own_S + 0.5 * noise[1],
             "sampler_log_probs": old_S + 0.2 * noise[2],
-            "sequences": torch.full_like(own_S, place % 2),
         }
         supervised_S = row.labels_S != IGNORE
         spoilt = {name: value.where(supervised_S, torch.nan) for name, value in values.items()}
@@ -399,7 +398,7 @@ def test_clips_that_are_refused(loss, name, value):
 
 def test_what_the_losses_read():
     own = ("advantages", "old_log_probs")
-    assert Objective.create("gspo", {}).value_names == (*own, "sequences")
+    assert Objective.create("gspo", {}).value_names == own
     assert Objective.create("cispo", {"kl_coef": 0.1}).value_names == (*own, "ref_log_probs")
 
 

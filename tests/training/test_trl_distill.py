@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.training.distill_losses import generalized_jsd
+from megatron_vlm.training.token_losses import generalized_jsd
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"

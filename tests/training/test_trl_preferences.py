@@ -200,13 +200,14 @@ def ours(both: Both, answers: Answers) -> tuple[Tensor, Tensor]:
     rejected = ~answers.labels if is_labelled else torch.arange(2 * count) % 2 == 1
     example = torch.arange(2 * count) if is_labelled else torch.arange(2 * count) // 2
     has_reference = both.objective in ("dpo", "ipo", "kto")
-    rows = RowInputs(row_M, example, rejected, reference if has_reference else None)
+    values = {"rejected": rejected} | ({"reference": reference} if has_reference else {})
     if GLOBAL_LOSSES.keys() & cfg.preference.losses:
         sums = answers.log_probs[order].sum(1)
-        rows = replace(rows, surrogate_R2=surrogates(cfg, sums, reference))
+        values["surrogate"] = surrogates(cfg, sums, reference)
     tokens = sum(LENGTHS[:count]) / count
     kl = max(float((answers.mismatched[0] - answers.mismatched[1]).mean()), 0.0)
     objective = Objective.create(loss_function(cfg, BatchFacts(tokens, kl)), {})
+    rows = RowInputs(row_M, example, values)
     losses, _ = objective.of_tokens(log_probs[mask], None, {}, rows)
     loss = losses.mean()
     loss.backward()

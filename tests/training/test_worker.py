@@ -12,7 +12,6 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import DataError
 from megatron_vlm.report.layout_table import StageReport, stage_reports
-from megatron_vlm.training.losses import loss_of
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
@@ -20,7 +19,7 @@ from tests.support.batches import MIXED, SHALLOW, RowSpec, make_rows
 from tests.support.error_fields import raises
 from tests.support.runs import call, my_rows
 from tests.support.suites import full
-from tests.support.walk import Walk, walking
+from tests.support.walk import walk_of_step
 
 
 def _report(worker: MegatronWorker) -> tuple[list[StageReport], set[str]]:
@@ -160,21 +159,17 @@ def test_each_stage_gets_its_part(pool, tiny):
     assert last == {"host", "number", "tokens_BS5", "places_N", "targets_M"}
 
 
-def _walk(worker: MegatronWorker) -> Walk:
-    batches = worker.micro_batches(make_rows(MIXED[:2]))
-    with walking(until=loss_of) as walk:
-        worker.forward_backward(batches)
-    return walk
-
-
-def test_a_dense_step_of_one_model_passes_nothing_of_several_models_or_of_routers(pool, tiny):
-    [walk] = pool.run(call, 1, tiny(**SHALLOW), layout(), _walk)
-    assert walk.frames[-1] == ("training/losses.py", "cross_entropy")
+def test_a_dense_step_of_one_model_passes_nothing_of_several_models_or_of_routers(tiny):
+    walk = walk_of_step(tiny(**SHALLOW))
+    assert walk.entries("training/losses.py", "loss_of") == 1
     assert walk.entries("training/pipeline.py", "run") == 1
     foreign = ("multi_model", "router", "experts", "expert_routing", "lora/")
     assert not [file for file in walk.files if any(name in file for name in foreign)]
-    # Recording must not miss what it looks for.
-    [routed] = pool.run(call, 1, tiny(**EXPERTS), layout(router_balance_loss=0.1), _walk)
+
+
+@pytest.mark.full
+def test_the_routers_look_ahead_is_found_in_the_walk(tiny):
+    routed = walk_of_step(tiny(**EXPERTS), router_balance_loss=0.1)
     assert "training/router_losses.py" in routed.files
     assert routed.entries("training/pipeline.py", "run") == 2
 
@@ -193,11 +188,11 @@ def _as_hugging_face_calls(worker: MegatronWorker) -> tuple[bool, str]:
                 video_grid_thw=batch.video_grid_I3,
             )
             [ready] = worker.stage.arrivals([batch], chunk)
-            made = worker.stage.predict(chunk, ready)
+            made = worker.stage.predict(chunk, ready).log_probs_M
             logits = worker.stage.call(chunk, ready, loss_mask=ready.places_N)
             mask = batch.targets_BS != IGNORE
             equal.append(
-                torch.equal(chunk(**plain, labels=batch.targets_BS), made)
+                torch.equal(chunk(**plain, labels=batch.targets_BS).log_probs_M, made)
                 and torch.equal(chunk(**plain, loss_mask=mask), logits)
             )
         grid = plain["image_grid_thw"]

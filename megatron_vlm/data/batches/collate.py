@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_vlm.data.batches.micro_batch import TEACHER_FIELDS, VISUAL_FIELDS, MicroBatch
+from megatron_vlm.data.batches.micro_batch import (
+    REJECTED,
+    ROW_REFERENCE,
+    TEACHER_FIELDS,
+    VISUAL_FIELDS,
+    MicroBatch,
+)
 from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, continue_row, cut_row, place_row
 from megatron_vlm.data.tokens.sample import Example, Sample
 from megatron_vlm.errors import DataError
@@ -27,8 +33,8 @@ _PADDING = np.array([0, IGNORE, 0, 0, 0], dtype=np.int32)
 def collate(
     rows: Sequence[PlacedRow], places: Sequence[int], value_names: Sequence[str] = ()
 ) -> MicroBatch:
-    """Pad rows on the right to the longest and concatenate their patches. `value_names` are the
-    names that the rows were placed with."""
+    """Pad rows on the right to the longest and concatenate their patches. Each row is an example of
+    its own, at a place of the batch. `value_names` are the names that the rows were placed with."""
     lengths = tuple(len(row.tokens_S5) for row in rows)
     longest = max(lengths)
     padding = np.broadcast_to(_PADDING, (longest, 5))
@@ -63,10 +69,7 @@ def collate(
         optional["weights_BS"] = pad_sequence(weights, batch_first=True)
     optional |= _concatenate_teacher([row.row for row in rows if row.is_supervised])
     optional["routing_TLK"] = _concatenate_routing([row.row.routing_SLK for row in rows], lengths)
-    return MicroBatch(tokens_BS5, lengths, tuple(places), **optional)
-
-
-MAX_ROWS = 2**12  # rows of one example
+    return MicroBatch(tokens_BS5, lengths, tuple((place, 0) for place in places), **optional)
 
 
 def collate_examples(
@@ -75,20 +78,15 @@ def collate_examples(
     reference: Mapping[int, Sequence[float]] | None = None,
 ) -> MicroBatch:
     """Collate the rows of rated answers, or of queries and documents, by the places of their
-    examples in the global batch. `rejected` tells of each row whether its answer is rejected, or
-    its document is a negative; `reference` are the rows' log-probs
-    under the reference model, if they are known."""
+    examples in the global batch. `rejected` and `reference` are REJECTED and, if it is known,
+    ROW_REFERENCE of each row."""
     flat = [row for rows in examples.values() for row in rows]
-    places = [place * MAX_ROWS + n for place, rows in examples.items() for n in range(len(rows))]
-    table = [
-        (number, int(flag)) for number, place in enumerate(examples) for flag in rejected[place]
-    ]
-    values = None
+    places = tuple((place, n) for place, rows in examples.items() for n in range(len(rows)))
+    values = {REJECTED: torch.tensor([flag for place in examples for flag in rejected[place]])}
     if reference is not None:
         listed = [value for place in examples for value in reference[place]]
-        values = torch.tensor(listed, dtype=torch.float64)
-    numbers = torch.tensor(table, dtype=torch.int32)
-    return replace(collate(flat, places), examples_R2=numbers, reference_R=values)
+        values[ROW_REFERENCE] = torch.tensor(listed, dtype=torch.float64)
+    return replace(collate(flat, ()), rows=places, row_values=values)
 
 
 def cut_micro_batches(

@@ -17,7 +17,7 @@ from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.balance import RowSize
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.batches.data_position import Position
-from megatron_vlm.data.batches.held_out import choose_held_out
+from megatron_vlm.data.batches.order import Order, choose_held_out, order_of_all
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.data.scores.score_lookup import ReferenceScores, TeacherTargets
 from megatron_vlm.data.sources.source import Source, open_source
@@ -32,59 +32,6 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.io.scratch import scratch_folder
 from megatron_vlm.io.untrusted import home_path
-
-# The order of samples depends on the seed and the epoch alone.
-
-
-@dataclass(frozen=True)
-class Order:
-    """The order of samples from one or several sources. A source's weight says how often each of
-    its samples comes in an epoch: 2.0 means twice; 0.5 means every other epoch, with half of the
-    samples in each epoch."""
-
-    lengths: tuple[int, ...]
-    weights: tuple[float, ...]
-    seed: int
-    shuffle: bool
-
-    @property
-    def counts(self) -> list[int]:
-        """Numbers of samples that an epoch takes from each source."""
-        return [
-            max(1, round(length * weight)) if length else 0
-            for length, weight in zip(self.lengths, self.weights, strict=True)
-        ]
-
-    def __len__(self) -> int:
-        return sum(self.counts)
-
-    def epoch(self, number: int) -> np.ndarray:
-        """Return the samples [N, 2] of an epoch as (source, index)."""
-        parts = [
-            np.stack([np.full(count, source), self._draw(source, number * count, count)], axis=1)
-            for source, count in enumerate(self.counts)
-            if count
-        ]
-        samples = np.concatenate(parts) if parts else np.zeros((0, 2), dtype=np.int64)
-        return samples[self._permutation(len(samples), number)]
-
-    def _draw(self, source: int, start: int, count: int) -> np.ndarray:
-        """Return the places [start, start + count) in the sequence of a source's permutations."""
-        length = self.lengths[source]
-        first, last = start // length, (start + count - 1) // length
-        rounds = [self._permutation(length, source, turn) for turn in range(first, last + 1)]
-        return np.concatenate(rounds)[start - first * length :][:count]
-
-    def _permutation(self, length: int, *place: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(length)
-        return np.random.default_rng([self.seed, *place]).permutation(length)
-
-
-def order_of_all(lengths: Sequence[int]) -> Order:
-    """Return the order for evaluation: every sample once, not shuffled."""
-    return Order(tuple(lengths), (1.0,) * len(lengths), seed=0, shuffle=False)
-
 
 log = logging.getLogger("megatron_vlm.data")
 

@@ -8,8 +8,8 @@ unless positions have several), R a teacher's log-probs of J tokens and of all o
 of all rows, L decoder layers with experts, K experts of a token.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -17,6 +17,10 @@ from torch import Tensor
 
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import DataError
+
+RowPlace = tuple[int, int]  # a row's example in the batch, and its number in that example
+REJECTED = "rejected"  # row value: the answer is rejected, or the document is a negative
+ROW_REFERENCE = "reference"  # row value: float64, the log-prob under the reference model
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class MicroBatch:
 
     tokens_BS5: Tensor  # int32, in one table so that a single copy moves everything
     lengths: tuple[int, ...]
-    rows: tuple[int, ...]  # places of its rows in the batch that they come from
+    rows: tuple[RowPlace, ...]  # places of its rows in the batch that they come from
     pixel_values_PC: Tensor | None = None
     image_grid_I3: Tensor | None = None
     pixel_values_videos_PC: Tensor | None = None
@@ -39,18 +43,12 @@ class MicroBatch:
     weights_BS: Tensor | None = None  # float32, weights of the targets' losses; None: each is 1
     routing_TLK: Tensor | None = None  # int32, row by row; -1: the routers choose
     visual: bool = False  # has images or videos; set on stages without them, too
-    # int32: the number of each row's example in this micro-batch, and 1 if its answer is rejected
-    # or its document is a negative. None: each row is an example.
-    examples_R2: Tensor | None = None
-    reference_R: Tensor | None = None  # float64, log-prob of each row under the reference model
-    # float64, of each row: the derivative of the loss of the global batch by its log-prob, and its
-    # share of that loss. For losses that compare all rows of a global batch.
-    surrogate_R2: Tensor | None = None
+    # What losses over rows read of each row, by name [R, ...]. None if no loss does.
+    row_values: Mapping[str, Tensor] | None = None
     # A teacher's most likely tokens at each of the N positions (int32), and its log-probs of these
     # and of all others together.
     teacher_ids_NJ: Tensor | None = None
     teacher_log_probs_NR: Tensor | None = None
-    slopes_RH: Tensor | None = None  # the derivative of that loss by the embedding of each row
     # Targets of all rows, if a row has several at a position. IGNORE fills shorter lists.
     targets_BSJ: Tensor | None = None
     values_BSJF: Tensor | None = None  # values of these targets, which replace values_BSF
@@ -122,9 +120,19 @@ class MicroBatch:
     @property
     def num_examples(self) -> int:
         """Number of samples that its rows belong to."""
-        if self.examples_R2 is None:
-            return len(self.rows)
-        return len(self.examples_R2[:, 0].unique())
+        return len({example for example, _ in self.rows})
+
+    @property
+    def example_R(self) -> Tensor:
+        """Number of each row's example in this micro-batch."""
+        number = {example: n for n, example in enumerate(dict.fromkeys(e for e, _ in self.rows))}
+        return torch.tensor([number[example] for example, _ in self.rows], dtype=torch.long)
+
+    def with_row_values(self, **values: Tensor) -> "MicroBatch":
+        """Return the batch with more values of its rows. A filler has no rows."""
+        if not self.rows:
+            return self
+        return replace(self, row_values={**(self.row_values or {}), **values})
 
     @property
     def row_M(self) -> Tensor:
@@ -183,7 +191,7 @@ class MicroBatch:
 TEACHER_FIELDS = ("teacher_ids_NJ", "teacher_log_probs_NR")
 VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
 LOSS_FIELDS = (
-    *("values_BSF", "weights_BS", "values_BSJF", "targets_BSJ", "examples_R2", "reference_R"),
+    *("values_BSF", "weights_BS", "values_BSJF", "targets_BSJ"),
     *TEACHER_FIELDS,
 )
 

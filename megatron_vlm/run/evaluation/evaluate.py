@@ -34,11 +34,10 @@ from megatron_vlm.run.evaluation.scores import (
     rank_answers,
     token_scores,
 )
-from megatron_vlm.training.distill_step import DistillObjective
 from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.reference import with_reference
 from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective
-from megatron_vlm.training.run_objective import TrainObjective
+from megatron_vlm.training.run_objective import DistillObjective, TrainObjective
 from megatron_vlm.training.worker import MegatronWorker
 
 

@@ -11,8 +11,9 @@ from megatron_vlm.config.objectives import needs_mismatched, records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_warnings import Remarks
-from megatron_vlm.data.batches.dataset import DataSet, Handle, Order, open_data, order_of_all
-from megatron_vlm.data.batches.loader import Loader, Replica
+from megatron_vlm.data.batches.dataset import DataSet, Handle, open_data
+from megatron_vlm.data.batches.loader import Loader, Replica, StepBatch
+from megatron_vlm.data.batches.order import Order, order_of_all
 from megatron_vlm.data.records.formats import OnlyAsksError
 from megatron_vlm.data.records.keys import references_of
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
@@ -20,7 +21,7 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import Row, cut_row
 from megatron_vlm.errors import DataError
 from megatron_vlm.training.broadcast import share_bytes, share_json
-from megatron_vlm.training.data_feed import SharedBatches, StepData, open_together
+from megatron_vlm.training.data_feed import SharedBatches, open_together
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -94,7 +95,7 @@ class EvalSet:
         opened = [EvalSet.open(worker, cfg, *each, may_ask=may_ask) for each in sets]
         return [each for each in opened if each.samples]
 
-    def batches(self) -> Iterator[StepData]:
+    def batches(self) -> Iterator[StepBatch]:
         """Yield the set's batches, each on every rank of the replica."""
         grid, cfg, size = self.worker.grid, self.cfg, self.cfg.eval.batch_size
         loader = None

@@ -39,7 +39,7 @@ def embedding_scores(
         sums = {name: value + batch_sums[name] for name, value in sums.items()}
         if gathered is not None:
             embeddings.append(gathered.values_TH.cpu())
-            rows += [(start + sample, row) for sample, row in gathered.samples]
+            rows += [(start + sample, row) for sample, row in gathered.places]
         start += batch.figures.samples
         alive()
     names = held_out.share(None if held_out.data is None else _names_of_rows(held_out.data))

@@ -3,10 +3,9 @@
 Shapes: N supervised tokens, V this rank's part of the padded vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +17,16 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.chat_renderer import END
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
+from megatron_vlm.distributed.device import to_device
 from megatron_vlm.errors import DataError
+from megatron_vlm.model.head import HeadOutput, WithHits
 from megatron_vlm.run.evaluation.answer_metrics import Answer, AnswerMeter
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet, Question
-from megatron_vlm.training.distill_step import DistillObjective
 from megatron_vlm.training.generate import candidate_log_probs, generate
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.preference_step import PreferenceObjective, finished_figures
-from megatron_vlm.training.stage_inputs import StageInput
+from megatron_vlm.training.row_scores import score_rows
+from megatron_vlm.training.run_objective import DistillObjective
 
 BLOCK = 64  # questions held in memory together
 
@@ -112,7 +113,7 @@ def rank_answers(
             log_probs = candidate_log_probs(stage, question.prompt, ids, rows)
             choices.append(texts[max(range(len(texts)), key=log_probs.__getitem__)].strip())
         for _ in range(missing):
-            stage.score([])  # Replicas that share its experts have more questions.
+            score_rows(stage, [], 1.0)  # Replicas that share its experts have more questions.
         return choices
 
     answers = _answers(held_out, voice, answer, alive)
@@ -171,25 +172,20 @@ def _answers(
 def _count_tokens(stage: Stage, batches: Sequence[MicroBatch]) -> Tensor:
     """Return [4]: the weighted sum of the supervised tokens' log-probs; how many of these tokens
     are the most likely ones; their count; the sum of their weights."""
-    with stage.evaluating():
-        outputs = stage.run(batches, partial(_forward_step, stage), forward_only=True)
+    outputs = stage.evaluate(batches, WithHits())
     totals = torch.zeros(4, dtype=torch.float64, device=stage.device)
     if stage.grid.is_last_stage:
-        totals = torch.stack(outputs).sum(0)
+        totals = torch.stack(list(map(_score, batches, outputs))).sum(0)
     stage.grid.from_last_stage(totals)
     return totals
 
 
-def _forward_step(stage: Stage, data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
-    batch = next(data)
-    output = stage.predict(chunk, batch, also="hits")
-    return output, partial(_score, batch.weights_M)
-
-
-def _score(weights_N: Tensor | None, output_2N: Tensor, non_loss_data: bool = True) -> Tensor:
-    log_probs_N, hits_N = output_2N.double()
+def _score(batch: MicroBatch, output: HeadOutput) -> Tensor:
+    assert output.log_probs_M is not None and output.hits_N is not None
+    log_probs_N, hits_N = output.log_probs_M.double(), output.hits_N.double()
     count = torch.full_like(log_probs_N.sum(), log_probs_N.numel())
     weight = count
-    if weights_N is not None:
+    if batch.weights_M is not None:
+        weights_N = to_device(batch.weights_M, log_probs_N.device)
         log_probs_N, weight = log_probs_N * weights_N, weights_N.double().sum()
     return torch.stack([log_probs_N.sum(), hits_N.sum(), count, weight])

@@ -48,7 +48,7 @@ from megatron_vlm.run.scoring.score_folder import (
     record_score,
     scored_sets,
 )
-from megatron_vlm.training.top_targets import TopTargets
+from megatron_vlm.training.row_scores import TopTargets
 
 log = logging.getLogger("megatron_vlm.data")
 

@@ -9,13 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vlm.config.data_sources import SourceSpec
-from megatron_vlm.config.objectives import records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
-from megatron_vlm.data.batches.collate import MAX_ROWS
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import Loader, Replica
+from megatron_vlm.data.batches.micro_batch import RowPlace
 from megatron_vlm.data.scores.score_file import RecordScore
 from megatron_vlm.data.scores.score_index import ScoredSet, check_folder
 from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
@@ -35,8 +34,7 @@ from megatron_vlm.run.scoring.score_folder import (
     scored_sets,
 )
 from megatron_vlm.training.data_feed import SharedBatches, open_together
-from megatron_vlm.training.pipeline import values_by_place
-from megatron_vlm.training.top_targets import TopTargets, top_targets
+from megatron_vlm.training.row_scores import TopTargets, top_targets, values_by_place
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -100,12 +98,11 @@ class Scorer:
                 by_place = self._score_batch(batches.next().micro_batches)
                 if dist.get_rank() == 0:
                     assert opened.data is not None
-                    for place, targets in sorted(by_place.items()):
-                        sample, row = self._place_of(place)
+                    for (sample, row), targets in sorted(by_place.items()):
                         records.append(record_score(opened.data, first + sample, row, targets))
             yield file.name, records
 
-    def _score_batch(self, micro_batches: Sequence[Any]) -> dict[int, TopTargets]:
+    def _score_batch(self, micro_batches: Sequence[Any]) -> dict[RowPlace, TopTargets]:
         """Return the scores of the rows of a global batch, by `MicroBatch.rows`."""
         self.worker.watchdog.busy()
         settings = self.settings.top_k, self.settings.temperature
@@ -113,17 +110,17 @@ class Scorer:
         # One dtype for all three: float32 has every id.
         packed = pack(
             {
-                str(place): (True, [row.label_log_probs_N, row.ids_NJ.float(), row.log_probs_NR])
+                f"{place[0]} {place[1]}": (
+                    True,
+                    [row.label_log_probs_N, row.ids_NJ.float(), row.log_probs_NR],
+                )
                 for place, row in values_by_place(micro_batches, rows).items()
             },
             {},
         )
-        by_place: dict[int, TopTargets] = {}
+        by_place: dict[RowPlace, TopTargets] = {}
         for message in all_gather_bytes(packed, self.worker.grid.dp.group, self.device):
             for place, (_, (label_N, ids_NJ, log_probs_NR)) in unpack(message)[0].items():
-                by_place[int(place)] = TopTargets(label_N, ids_NJ.int(), log_probs_NR)
+                sample, row = map(int, place.split())
+                by_place[sample, row] = TopTargets(label_N, ids_NJ.int(), log_probs_NR)
         return by_place
-
-    def _place_of(self, place: int) -> tuple[int, int]:
-        """Return the sample of a row, by its place in the global batch, and the row's number."""
-        return (place, 0) if records_of(self.cfg) == "chat" else divmod(place, MAX_ROWS)

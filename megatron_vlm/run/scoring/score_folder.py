@@ -23,7 +23,7 @@ from megatron_vlm.data.scores.score_index import ScoredSet, ScoreIndex, digest_v
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.training.top_targets import TopTargets
+from megatron_vlm.training.row_scores import TopTargets
 
 RECORDS_PER_FILE = 512  # records of a file, rounded up to whole batches
 

@@ -1,10 +1,14 @@
-"""Losses of sampled tokens: pure functions with the interface of losses.py.
+"""Losses of tokens: pure functions with the interface of losses.py, of the weighted tokens of a
+user, of sampled tokens, and of a teacher.
 
 `advantages_N` has the advantage of each token's answer, which is how much better than expected it
 was. `old_log_probs_N` are the log-probs of the model that sampled it. docs/rl.md lists which
 advantages and which division make which algorithm.
 
-Shapes: N supervised tokens of a micro-batch, row by row. N may be 0.
+Distillation compares two distributions over the same events of a token: the J most likely tokens of
+the teacher, and all other tokens together.
+
+Shapes: N supervised tokens of a micro-batch, row by row, R the J + 1 events. N may be 0.
 """
 
 import math
@@ -16,6 +20,13 @@ from megatron_vlm.config.bounds import AboveZero, ShareAboveZero, violated_range
 from megatron_vlm.errors import ConfigError
 
 Losses = tuple[Tensor, dict[str, Tensor]]  # loss of each token, and reported values of each token
+
+
+def weighted_cross_entropy(log_probs_N: Tensor, weights_N: Tensor) -> Losses:
+    """Return the cross-entropy of tokens whose weights may have any sign, or be 0. Unlike
+    `loss_weights_S` they do not change the divisor of the sum: with a divisor of 1 the loss is a
+    sum."""
+    return -weights_N * log_probs_N, {}
 
 
 def importance_sampling(
@@ -54,8 +65,7 @@ def gspo(
 ) -> Losses:
     """Return the loss of Group Sequence Policy Optimization (arXiv 2507.18071): ppo with one ratio
     for all tokens of a sequence, which is the geometric mean of the tokens' ratios. `sequences_N`
-    has a number for the row that a token belongs to, which differs from that of the next row. A row
-    is whole in its micro-batch."""
+    is the row of each token. A row is whole in its micro-batch."""
     _check_clips("gspo", clip_low, clip_high)
     log_ratio_N = log_probs_N - old_log_probs_N
     ratio_N = _means_of_sequences(log_ratio_N, sequences_N).exp()
@@ -123,6 +133,54 @@ def kl_k3(log_probs_N: Tensor, other_log_probs_N: Tensor) -> Tensor:
     is unbiased like the plain difference of log-probs, never negative, and has less variance."""
     log_ratio_N = other_log_probs_N - log_probs_N
     return log_ratio_N.expm1() - log_ratio_N
+
+
+def generalized_jsd(student_NR: Tensor, teacher_NR: Tensor, beta: float) -> Tensor:
+    """Return the divergence of each token from log-probs, as GKD defines it (arXiv 2306.13649):
+    with the mixture M = beta teacher + (1 - beta) student it is
+    beta KL(teacher || M) + (1 - beta) KL(student || M). As in TRL, 0 stands for the forward KL,
+    KL(teacher || student), and 1 for the reverse KL, KL(student || teacher)."""
+    if beta == 0:
+        return _kl(teacher_NR, student_NR)
+    if beta == 1:
+        return _kl(student_NR, teacher_NR)
+    shares = torch.tensor([beta, 1 - beta], dtype=torch.float64).log().tolist()
+    mixture_NR = torch.logaddexp(teacher_NR + shares[0], student_NR + shares[1])
+    return beta * _kl(teacher_NR, mixture_NR) + (1 - beta) * _kl(student_NR, mixture_NR)
+
+
+def distill(
+    log_probs_N: Tensor,
+    student_NR: Tensor,
+    teacher_NR: Tensor,
+    *,
+    beta: float = 0.0,
+    ce_coef: float = 0.0,
+) -> Losses:
+    """Return `generalized_jsd` and, added to it, `ce_coef` times the cross-entropy."""
+    if not 0 <= beta <= 1:
+        allowed = "from 0 (forward KL) to 1 (reverse KL)"
+        raise ConfigError(place="loss distill", key="beta", found=beta, allowed=allowed)
+    if ce_coef < 0:
+        raise ConfigError(place="loss distill", key="ce_coef", found=ce_coef, allowed="0 or above")
+    divergence_N = generalized_jsd(student_NR, teacher_NR, beta)
+    loss_N = divergence_N - ce_coef * log_probs_N if ce_coef else divergence_N
+    return loss_N, {"divergence": divergence_N, "cross_entropy": -log_probs_N}
+
+
+def _kl(first_NR: Tensor, second_NR: Tensor) -> Tensor:
+    """Return KL(first || second). Its gradient is exactly zero where both are equal."""
+    shares_NR = first_NR.exp()
+    # The shares always have the sum 1. So the gradient of this sum is left out:
+    # it is zero apart from rounding, which would be learnt where there is nothing else to learn.
+    constant_NR = shares_NR - shares_NR.detach()
+    return (shares_NR * (first_NR - second_NR) - constant_NR).sum(dim=1)
+
+
+LOSSES = (
+    *(weighted_cross_entropy, importance_sampling, ppo, gspo, gspo_token, cispo, dro),
+    distill,
+)
 
 
 def _check_clips(name: str, clip_low: float, clip_high: float) -> None:

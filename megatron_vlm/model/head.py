@@ -1,0 +1,196 @@
+"""Heads: what the last stage computes at the supervised places, for a loss or for scores.
+
+Shapes: N places, M targets (equal to N, unless places have several targets), J tokens of a place, R
+these and all others together, H width of the decoder, V this rank's part of the padded vocabulary,
+v a slice of V.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_vlm.model.log_probs import Extra, Factors, logits_of, part_of, predict, slices
+from megatron_vlm.model.lumped_log_probs import predict_lumped
+from megatron_vlm.model.vision import mark_ready_with_zero_grads
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """Output of a head: the fields that it computes."""
+
+    log_probs_M: Tensor | None = None  # log-probs of the targets
+    entropy_N: Tensor | None = None  # entropy of the distribution at each place, in nats
+    hits_N: Tensor | None = None  # 1 where the target is the most likely token
+    events_NR: Tensor | None = None  # log-probs of some tokens, and of all others together
+    top_ids_NJ: Tensor | None = None  # the most likely tokens, in falling order
+    top_log_probs_NJ: Tensor | None = None  # log-probs of these, in float64
+    embeddings_NH: Tensor | None = None  # normalised hidden states
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the output, which Megatron's schedules ask for."""
+        return next(field.device for field in vars(self).values() if field is not None)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Tokens at the supervised places."""
+
+    ids_M: Tensor
+    of_M: Tensor | None = None  # place of each target, if places have several
+    teacher_ids_NJ: Tensor | None = None  # a teacher's most likely tokens
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """The model's last layer, with its adapter if it has one."""
+
+    layer: Any
+    weight_VH: Tensor
+    vocab: int
+    tp_group: dist.ProcessGroup
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return this rank's part of the logits of hidden states [S, B, H]."""
+        logits: Tensor = self.layer(hidden, weight=self.weight_VH)[0]
+        return logits
+
+    def products(self, hidden_NH: Tensor) -> list[Factors]:
+        """Return the products whose sum are the logits."""
+        products = [(hidden_NH, self.weight_VH)]
+        if (adapters := getattr(self.layer, "lora", None)) is not None:
+            products.append(adapters.factors(hidden_NH))
+        return products
+
+    def predict(
+        self,
+        hidden_NH: Tensor,
+        targets: Targets,
+        extra: Extra | None = None,
+        temperature: float = 1.0,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the log-probs of the targets, and the extra."""
+        products, where = self.products(hidden_NH), (self.vocab, self.tp_group)
+        return predict(products, targets.ids_M, *where, extra, targets.of_M, temperature)
+
+
+Head = Callable[[Tensor, OutputLayer, Targets], HeadOutput]
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probs of the targets. A temperature other than 1 allows no backward pass."""
+
+    temperature: float = 1.0
+
+    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
+        log_probs_M, _ = layer.predict(hidden_NH, targets, temperature=self.temperature)
+        return HeadOutput(log_probs_M)
+
+
+@dataclass(frozen=True)
+class WithEntropy:
+    """Log-probs of the targets, one at each place, with the entropy there."""
+
+    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
+        log_probs_M, entropy_N = layer.predict(hidden_NH, targets, "entropy")
+        return HeadOutput(log_probs_M, entropy_N=entropy_N)
+
+
+@dataclass(frozen=True)
+class WithHits:
+    """Log-probs of the targets, one at each place, and whether they are the most likely tokens."""
+
+    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
+        log_probs_M, hits_N = layer.predict(hidden_NH, targets, "hits")
+        return HeadOutput(log_probs_M, hits_N=hits_N)
+
+
+@dataclass(frozen=True)
+class Lumped:
+    """Log-probs of the targets, one at each place, and at a temperature those of a teacher's tokens
+    and of all others together."""
+
+    temperature: float = 1.0
+
+    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
+        ids_NJ = targets.teacher_ids_NJ
+        if ids_NJ is None:  # without supervised places, as in a filler
+            ids_NJ = targets.ids_M.new_zeros(0, 1)
+        where = targets.ids_M, ids_NJ, layer.vocab, layer.tp_group, self.temperature
+        log_probs_N, events_NR = predict_lumped(layer.products(hidden_NH), *where)
+        return HeadOutput(log_probs_N, events_NR=events_NR)
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The most likely tokens of each place, with their log-probs at a temperature, from the same
+    logits as `LogProbs`. The same on all TP ranks."""
+
+    count: int
+    temperature: float = 1.0
+
+    @torch.no_grad()
+    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
+        products, count = layer.products(hidden_NH), self.count
+        first, valid = part_of(products, layer.vocab, layer.tp_group)
+        places = len(hidden_NH)
+        logits_NJ = hidden_NH.new_full((places, count), -torch.inf, dtype=torch.float)
+        ids_NJ = torch.zeros(places, count, dtype=torch.long, device=hidden_NH.device)
+        total_N = hidden_NH.new_full((places,), -torch.inf, dtype=torch.float)  # log of the sum
+        for start, end in slices(places, valid):
+            logits_Nv = logits_of(products, start, end) / self.temperature
+            total_N = torch.logaddexp(total_N, logits_Nv.logsumexp(dim=1))
+            ids_v = torch.arange(first + start, first + end, device=ids_NJ.device)
+            slice_top = logits_Nv.topk(min(count, end - start), dim=1)
+            logits_NJ, ids_NJ = _top_logits(
+                torch.cat([logits_NJ, slice_top.values], dim=1),
+                torch.cat([ids_NJ, ids_v[slice_top.indices]], dim=1),
+                count,
+            )
+        logits, ids, totals = (
+            _of_all_ranks(local, layer.tp_group)
+            for local in (logits_NJ.double(), ids_NJ, total_N.double()[:, None])
+        )
+        best_NJ, best_ids_NJ = _top_logits(logits, ids, count)
+        log_probs_NJ = best_NJ - totals.logsumexp(dim=1, keepdim=True)
+        return HeadOutput(top_ids_NJ=best_ids_NJ, top_log_probs_NJ=log_probs_NJ)
+
+
+def _top_logits(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    best = logits.topk(count, dim=1)
+    return best.values, ids.gather(1, best.indices)
+
+
+def _of_all_ranks(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the columns of all ranks next to each other."""
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local, group=group)
+    return torch.cat(parts, dim=1)
+
+
+@dataclass(frozen=True)
+class TopEvents:
+    """A student's targets: the log-probs of the labels, and the most likely tokens of each place,
+    with their log-probs and that of all others together at a temperature."""
+
+    count: int
+    temperature: float = 1.0
+
+    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
+        ids_NJ = TopTokens(self.count, self.temperature)(hidden_NH, layer, targets).top_ids_NJ
+        own = replace(targets, teacher_ids_NJ=ids_NJ)
+        return replace(Lumped(self.temperature)(hidden_NH, layer, own), top_ids_NJ=ids_NJ)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Normalised hidden states. The output layer has no part in them."""
+
+    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
+        hidden_NH = mark_ready_with_zero_grads(hidden_NH, layer.layer)
+        return HeadOutput(embeddings_NH=nn.functional.normalize(hidden_NH.float(), dim=1))

@@ -1,0 +1,156 @@
+"""A step of the optimizer: its settings, the norm of the gradients, and new weights."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from megatron_vlm.config.optimizer_spec import ADAM_SETTINGS, optimizer_spec
+from megatron_vlm.config.schema import OptimConfig
+from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.model.megatron_versions import grads_for_norm
+from megatron_vlm.training.comm_overlap import WeightGather
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """AdamW's settings for one step, in place of the configured ones. As in the configuration,
+    norms and biases do not decay."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_grad: float  # global norm; 0: no clipping
+    # Step even without gradients, as if all were 0: momentum and decay move the weights.
+    without_gradients: bool = False
+
+    @staticmethod
+    def from_config(optim: OptimConfig) -> "AdamStep":
+        """Return the configured settings, which apply to steps without settings of their own."""
+        return AdamStep(**{name: getattr(optim, name) for name in ADAM_SETTINGS})
+
+    def __post_init__(self) -> None:
+        for name, good, limits in (
+            ("beta1", 0 <= self.beta1 < 1, "of at least 0 and below 1"),
+            ("beta2", 0 <= self.beta2 < 1, "of at least 0 and below 1"),
+            ("eps", 0 < self.eps < math.inf, "above 0"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "of at least 0"),
+            ("clip_grad", 0 <= self.clip_grad < math.inf, "of at least 0 (0: no clipping)"),
+        ):
+            if not good:
+                raise ConfigError(
+                    place="optim_step",
+                    key=name,
+                    found=getattr(self, name),
+                    allowed=f"a finite number {limits}",
+                )
+
+
+def step_settings(optim: OptimConfig, adam: AdamStep | None) -> AdamStep:
+    """Return the settings of a step: those that it has of its own, or the configured ones."""
+    if adam is None:
+        return AdamStep.from_config(optim)
+    if not optimizer_spec(optim).step_settings:
+        raise ConfigError(
+            f"has settings of AdamW for one step, and optim.name={optim.name} has others as well",
+            place="optim_step",
+            key="adam",
+            found=adam,
+            remedy="leave it out: the settings in the group optim hold for every step",
+        )
+    return adam
+
+
+def check_lr(lr: float | None) -> None:
+    """Refuse a learning rate that would make the weights not finite."""
+    if lr is not None and not 0 <= lr < math.inf:
+        raise ConfigError(
+            place="optim_step", key="lr", found=lr, allowed="a finite number of at least 0"
+        )
+
+
+def set_lr(optimizer: MegatronOptimizer, lr: float, base: float) -> None:
+    """Set `lr` in place of the configured `base`; parts with a rate of their own scale with it."""
+    for group in optimizer.param_groups:
+        own = group["max_lr"]
+        group["lr"] = lr if own == base else lr * (own / base)
+
+
+def set_adam(optimizer: MegatronOptimizer, adam: AdamStep) -> None:
+    """Set the parameters of AdamW except for the learning rate."""
+    for group in optimizer.param_groups:
+        group["betas"], group["eps"] = (adam.beta1, adam.beta2), adam.eps
+        # Megatron marks norms and biases with wd_mult=0 but leaves applying it to its own
+        # scheduler (optimizer_param_scheduler.py in 0.16), which is not used here.
+        group["weight_decay"] = adam.weight_decay * group["wd_mult"]
+
+
+def apply_gradients(
+    optimizer: MegatronOptimizer,
+    gather: WeightGather,
+    grid: RankGroups,
+    device: torch.device,
+    limit: float,
+) -> float:
+    """Clip the gradients to a norm of at most `limit`, unless that is 0, and apply them. Return
+    their norm before clipping. Apply nothing if it is not finite: Megatron checks that only with a
+    loss scaler, which bf16 and fp32 do not use."""
+    optimizer.prepare_grads()
+    norm = gradient_norm(optimizer, grid, device)
+    if math.isfinite(norm):
+        gather.finish()  # for weights that no forward waited for, e.g. without images
+        _clip(optimizer, norm, limit)
+        optimizer.step_with_ready_grads()
+        gather.start()
+    return norm
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: MegatronOptimizer, grid: RankGroups, device: torch.device) -> float:
+    """Return the norm of all gradients, the same on every rank. A collective.
+
+    If neither Transformer Engine nor Apex is installed, Megatron's own function waits for the norm
+    of each tensor, one after the other; here the host waits once."""
+    parts = optimizer.chained_optimizers
+    if grid.ep.size == 1:
+        squared, group = _sum_of_squares(parts, device), optimizer.get_grad_stats_parallel_group()
+    else:
+        # Experts and other parameters have different numbers of copies, and a stage may have no
+        # experts. So all ranks add up what they hold, divided by the number of copies.
+        squared, group = torch.zeros((), device=device), dist.group.WORLD
+        for part in parts:
+            sharded = isinstance(part, DistributedOptimizer)
+            copies = 1 if sharded else (grid.edp if _has_experts(part) else grid.dp).size
+            squared += _sum_of_squares([part], device) / copies
+    dist.all_reduce(squared, group=group)
+    return float(squared) ** 0.5
+
+
+def _sum_of_squares(parts: Sequence[MegatronOptimizer], device: torch.device) -> Tensor:
+    """Return the sum of the squares of this rank's gradients."""
+    grads = [grad for part in parts for grad in grads_for_norm(part)]
+    if not grads:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(grads)).norm() ** 2
+
+
+def _has_experts(part: MegatronOptimizer) -> bool:
+    """Return whether an optimizer updates experts. Megatron makes a separate optimizer for them."""
+    return any(group["is_expert_parallel"] for group in part.param_groups)
+
+
+@torch.no_grad()
+def _clip(optimizer: MegatronOptimizer, norm: float, limit: float) -> None:
+    """Scale the gradients to a norm of at most `limit`; 0 leaves them unchanged."""
+    factor = limit / (norm + 1e-6)  # the same as in Megatron and torch
+    params = [param for part in optimizer.chained_optimizers for param in part.get_parameters()]
+    grads = [param.grad for param in params if param.grad is not None]
+    if grads and limit > 0 and factor < 1:
+        torch._foreach_mul_(grads, factor)
