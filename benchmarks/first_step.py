@@ -52,8 +52,10 @@ def main() -> None:
     """Measure, print, and write docs/benchmarks.md and .bench/latest.json."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        subprocess.run(cli("tiny", "--out", f"{folder}/tiny"), check=True)
-        subprocess.run(cli("shapes", "--out", f"{folder}/shapes", "--train", "200"), check=True)
+        subprocess.run(cli("demo", "tiny", "--out", f"{folder}/tiny"), check=True)
+        subprocess.run(
+            cli("demo", "shapes", "--out", f"{folder}/shapes", "--train", "200"), check=True
+        )
         times = [first_step(folder, number) for number in range(REPEATS)]
     record(
         "first_step", {"first_step_s": statistics.median(times), "first_step_s_worst": max(times)}

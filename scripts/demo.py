@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging
 
-from megatron_vlm.commands.demo.coloured_shapes import COLOURS
+from megatron_vlm.commands.demo.pictures import COLOURS
 
 WANTED = 0.9  # exact match on held-out questions
 COMMON = "--hidden 96 --heads 8 --vision-depth 2 --vision-hidden 64 --from-scratch"
@@ -104,8 +104,8 @@ def main(out: Path, family: str = "qwen3_vl") -> int:
     """Make, train, export, reload and compare; return the exit status."""
     logging.disable_progress_bar()
     start = time.perf_counter()
-    run("tiny", "--out", f"{out}/base", *TINY[family].split(), *COMMON.split())
-    run("shapes", "--out", f"{out}/shapes", *SHAPES.split())
+    run("demo", "tiny", "--out", f"{out}/base", *TINY[family].split(), *COMMON.split())
+    run("demo", "shapes", "--out", f"{out}/shapes", *SHAPES.split())
     shapes = f"{out}/shapes"
     data = [
         f"data.train=[{shapes}/easy.jsonl,{shapes}/train.jsonl]",

@@ -98,8 +98,8 @@ def command_line(figures: Figures) -> None:
     started, joined and ended as in a user's run."""
     home = figures.scratch / "runs"
     _side_by_side(
-        ("tiny", "--out", f"{home}/tiny", "--head-dim", "32"),
-        ("shapes", "--out", f"{home}/shapes", "--train", "64", "--eval", "8"),
+        ("demo", "tiny", "--out", f"{home}/tiny", "--head-dim", "32"),
+        ("demo", "shapes", "--out", f"{home}/shapes", "--train", "64", "--eval", "8"),
     )
     common = [
         "model=tiny_cpu",
@@ -132,8 +132,8 @@ def command_line(figures: Figures) -> None:
 def demo(figures: Figures) -> None:
     """Train the model of `make demo` on this device in bf16, and ask it about held-out pictures."""
     home = figures.scratch / "demo"
-    _cli("tiny", "--out", f"{home}/base", *f"{DEMO.TINY['qwen3_vl']} {DEMO.COMMON}".split())
-    _cli("shapes", "--out", f"{home}/shapes", *DEMO.SHAPES.split())
+    _cli("demo", "tiny", "--out", f"{home}/base", *f"{DEMO.TINY['qwen3_vl']} {DEMO.COMMON}".split())
+    _cli("demo", "shapes", "--out", f"{home}/shapes", *DEMO.SHAPES.split())
     data = [f"data.train=[{home}/shapes/easy.jsonl,{home}/shapes/train.jsonl]"]
     data += [f"data.eval={home}/shapes/eval.jsonl", "data=shapes"]
     device = [f"platform={figures.platform}", "train.precision=auto"]

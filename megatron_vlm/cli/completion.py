@@ -86,7 +86,12 @@ def _candidates(
     command: str | None, words: list[str], word: str, commands: Commands
 ) -> Iterator[str]:
     parser = commands.get(command or "")
-    if command is None:
+    parts = _parts_of(parser) if parser is not None else {}
+    if words[1:] and words[1] in parts:
+        parser, parts = parts[words[1]], {}
+    if parts:
+        yield from parts
+    elif command is None:
         yield from commands
     elif command == "help":
         yield from (*commands, *_names(word))
@@ -102,6 +107,12 @@ def _candidates(
             given = [each for each in words[1:] if not each.startswith("-")]
             if given or places[0].dest == "overrides":  # only the shell knows runs and folders
                 yield from _settings(word)
+
+
+def _parts_of(parser: argparse.ArgumentParser) -> Commands:
+    """Return the parsers of the parts of a command, such as demo has."""
+    found = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return next((each.choices for each in found), {})
 
 
 def _is_hidden(action: argparse.Action) -> bool:

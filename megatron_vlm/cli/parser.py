@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from megatron_vlm.cli.completion import add_completion_arguments, completion
@@ -15,6 +14,7 @@ from megatron_vlm.commands.chat.command import add_chat_arguments, start_chat
 from megatron_vlm.commands.demo.command import (
     add_shapes_arguments,
     add_tiny_arguments,
+    demo,
     shapes,
     tiny,
 )
@@ -26,12 +26,19 @@ from megatron_vlm.commands.eval import add_arguments, held_in_place, locate, run
 from megatron_vlm.commands.import_config.command import add_import_arguments, import_
 from megatron_vlm.commands.plan.plan_arguments import add_plan_arguments
 from megatron_vlm.commands.rl import add_rl_arguments, rl
+from megatron_vlm.commands.run_outputs import (
+    add_export_arguments,
+    add_push_arguments,
+    add_report_arguments,
+    export,
+    push_,
+    report,
+)
 from megatron_vlm.commands.score import add_score_arguments, score
 from megatron_vlm.commands.serve import add_serve_arguments, serve
 from megatron_vlm.commands.watch.command import add_watch_arguments, watch
 from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
-from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.run.log_sinks import check_sinks
 from megatron_vlm.run.saved_config import check_unnamed, with_commit, with_model
@@ -64,18 +71,19 @@ def make_parser() -> argparse.ArgumentParser:
     _eval_arguments(_command(commands, _eval))
     add_score_arguments(_command(commands, score))
     add_bench_arguments(_command(commands, bench))
-    _export_arguments(_command(commands, _export))
-    _push_arguments(_command(commands, _push))
+    add_export_arguments(_command(commands, export))
+    add_push_arguments(_command(commands, push_))
     add_chat_arguments(_command(commands, _chat))
-    _report_arguments(_command(commands, _report))
+    add_report_arguments(_command(commands, report))
     add_watch_arguments(_command(commands, watch))
     _doctor_arguments(_command(commands, _doctor))
     add_plan_arguments(_command(commands, _plan, has_keys=True))
     add_agree_arguments(_command(commands, agree))
     _inspect_arguments(_command(commands, _inspect, has_keys=True))
     add_import_arguments(_command(commands, import_))
-    add_shapes_arguments(_command(commands, shapes, formatter_class=HelpWithDefaults))
-    add_tiny_arguments(_command(commands, tiny, formatter_class=HelpWithDefaults))
+    parts = _command(commands, demo).add_subparsers(required=True, metavar="shapes|tiny")
+    add_shapes_arguments(_command(parts, shapes, formatter_class=HelpWithDefaults))
+    add_tiny_arguments(_command(parts, tiny, formatter_class=HelpWithDefaults))
     add_help_arguments(help_parser := _command(commands, help_))
     help_parser.set_defaults(root=parser, commands=commands.choices)
     add_completion_arguments(completer := _command(commands, completion))
@@ -195,57 +203,6 @@ def _eval(args: argparse.Namespace) -> int:
         return launch(cfg, "megatron_vlm.commands.eval", run_eval, arguments)
 
 
-def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    where = "RUN/checkpoints/step-..., or RUN for its newest"
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=where)
-    out = "folder to write; must not exist or be empty"
-    parser.add_argument("out", metavar="DIR", help=out)
-    moved = "the folder or name on the Hub that was trained, if it has moved since"
-    parser.add_argument("--model", metavar="PATH", help=moved)
-    forms = "of a run with adapters: PEFT's files, or the model that they are merged into"
-    parser.add_argument("--as", dest="kind", choices=["adapter", "merged"], help=forms)
-
-
-def _export(args: argparse.Namespace) -> None:
-    """write a checkpoint of a run as a Hugging Face folder
-
-    Write a folder that transformers loads, from a checkpoint of a run: its weights, and every other
-    file of the folder that was trained. This needs no GPU, and memory for one file of weights.
-
-    example: megatron-vlm export runs/first/checkpoints/step-00001000 tuned
-
-    Training does this itself at its end, to run=/export.
-    """
-    from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
-
-    folder = export_checkpoint(args.checkpoint, args.out, args.model, args.kind)
-    print(escape_controls(f"wrote {args.out} from {folder}"))
-
-
-def _push_arguments(parser: argparse.ArgumentParser) -> None:
-    folder = "an export of a run, such as RUN/export"
-    parser.add_argument("folder", type=Path, metavar="DIR", help=folder)
-    parser.add_argument("repo", metavar="ORG/NAME", help="the model on the Hub; private if new")
-
-
-def _push(args: argparse.Namespace) -> None:
-    """upload an export to the Hugging Face Hub
-
-    Upload an export, with its model card, as one commit. A new repository is private. An existing
-    one stays as it is, and its weights are replaced. The token comes from HF_TOKEN or `hf auth
-    login`.
-
-    example: megatron-vlm push runs/first/export ORG/NAME
-
-    Training does this itself at its end with checkpoint.push=ORG/NAME.
-    """
-    from megatron_vlm.hf.export_folder import check_push, check_pushable, push
-
-    check_pushable(args.folder)
-    check_push(args.repo, "repo")
-    print(escape_controls(f"uploaded to {push(args.folder, args.repo)}"))
-
-
 def _chat(args: argparse.Namespace) -> int:
     """chat with a checkpoint in the terminal, with pictures
 
@@ -256,31 +213,6 @@ def _chat(args: argparse.Namespace) -> int:
     example: megatron-vlm chat runs/first --image cat.jpg --prompt "What is it?"
     """
     return start_chat(args)
-
-
-def _report_arguments(parser: argparse.ArgumentParser) -> None:
-    folder = "a folder given to training as run="
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=folder)
-    page = (
-        "the page to write (default: RUN/report.html for one run, and comparison.html in the "
-        "folder of the first for several)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help=page)
-
-
-def _report(args: argparse.Namespace) -> None:
-    """write the page of a run, or of several to compare them
-
-    Write curves, scores, example answers, history and configuration of a run, also of one that is
-    still training, as one file that needs no network. Several runs share one page: their curves
-    together, a table of results, and the keys in which they differ. Training writes the page of its
-    run at its end.
-
-    example: megatron-vlm report runs/first runs/second --out comparison.html
-    """
-    from megatron_vlm.report.run import write_report
-
-    print(escape_controls(f"wrote {write_report(*args.runs, out=args.out)}"))
 
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:

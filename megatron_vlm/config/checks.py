@@ -3,22 +3,22 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from megatron_vlm.config.bounds import check_bounds
 from megatron_vlm.config.data_sources import check_columns, check_roles
 from megatron_vlm.config.evaluation_checks import check_evaluation, check_measuring
 from megatron_vlm.config.objectives import check_objective, check_rewarded
+from megatron_vlm.config.optimizer_spec import check_muon
 from megatron_vlm.config.schema import (
     Config,
     DataConfig,
-    OptimConfig,
     Role,
     TrainScope,
     get,
     leaves,
 )
-from megatron_vlm.config.searched_keys import check_auto
+from megatron_vlm.config.searched_keys import check_auto, check_layers
 from megatron_vlm.config.trainable import check_lora, learns
 from megatron_vlm.errors import ConfigError, is_secret
 
@@ -42,7 +42,7 @@ MAX_NEW_TOKENS = 10_000  # maximum length of data.add_tokens
 def check_values(cfg: Config) -> None:
     """Refuse values that cannot work, alone or together."""
     _check_secrets(cfg)
-    _check_layers(cfg.parallel.layers_per_stage, cfg.parallel.virtual_stages)
+    check_layers(cfg.parallel.layers_per_stage, cfg.parallel.virtual_stages)
     check_rewarded(cfg.train.objective)
     check_bounds(cfg)
     check_lora(cfg)
@@ -112,24 +112,6 @@ def processes_for(cfg: Config, gpus: int) -> int:
             remedy="change one of them, or give parallel=auto in place of the layout",
         )
     return count
-
-
-def _check_layers(layers: Any, virtual_stages: int) -> None:
-    listed = isinstance(layers, list) and all(type(count) is int for count in layers)
-    if not (listed or layers in (None, "auto")):
-        raise ConfigError(
-            key="parallel.layers_per_stage",
-            found=layers,
-            allowed="auto, or a list with one whole number for each stage, such as [0,12,12,12]",
-        )
-    if layers == "auto" and virtual_stages > 1:
-        raise ConfigError(
-            "chooses the layers of stages, not of the chunks that "
-            f"parallel.virtual_stages={virtual_stages} makes of them",
-            key="parallel.layers_per_stage",
-            found=layers,
-            allowed="a list, or null",
-        )
 
 
 def _check_lists(cfg: Config) -> None:
@@ -269,43 +251,17 @@ def _check_switches(cfg: Config) -> None:
         )
 
 
-def _check_muon(optim: OptimConfig) -> None:
-    """Refuse settings of Muon that would have no effect, those that it does not have, and a rate
-    that nothing scales."""
-    defaults = OptimConfig()
-    for key in ("lr", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"):
-        name = f"muon_{key}"
-        if optim.name != "muon" and (value := getattr(optim, name)) != getattr(defaults, name):
-            raise ConfigError(
-                f"is a setting of Muon, and optim.name is {optim.name}",
-                key=f"optim.{name}",
-                found=value,
-                remedy="give optim.name=muon, or leave it out",
-            )
-    if optim.name == "muon" and optim.offload:
-        raise ConfigError(
-            "keeps AdamW's states in host memory, and Muon orthogonalises on the device",
-            key="optim.offload",
-            found=optim.offload,
-            remedy="set it to 0, or give optim.name=adamw",
-        )
-    if optim.muon_lr is not None and not optim.lr:
-        raise ConfigError(
-            ": the schedule scales optim.muon_lr as it scales optim.lr, which is 0",
-            key="optim.muon_lr",
-            found=optim.muon_lr,
-            remedy="give optim.lr more than 0: it is the rate of embeddings, norms and the head",
-        )
-
-
 def _check_together(cfg: Config) -> None:
     data, train, profile = cfg.data, cfg.train, cfg.log.profile_steps
-    for part in ("{}_pixels", "video_{}_frames", "video_{}_pixels"):
-        names = part.format("min"), part.format("max")
-        lower, upper = (getattr(data, name) for name in names)
+    for prefix, bounds, what in (
+        ("data.", data, "pixels"),
+        ("data.video.", data.video, "frames"),
+        ("data.video.", data.video, "pixels"),
+    ):
+        lower, upper = getattr(bounds, f"min_{what}"), getattr(bounds, f"max_{what}")
         if lower and upper and lower > upper:
             raise ConfigError(
-                f"exceeds data.{names[1]}={upper}", key=f"data.{names[0]}", found=lower
+                f"exceeds {prefix}max_{what}={upper}", key=f"{prefix}min_{what}", found=lower
             )
     if train.steps is not None and cfg.optim.warmup_steps > train.steps:
         raise ConfigError(
@@ -314,7 +270,7 @@ def _check_together(cfg: Config) -> None:
             found=cfg.optim.warmup_steps,
             remedy=WARMUP_REMEDY,
         )
-    _check_muon(cfg.optim)
+    check_muon(cfg.optim)
     if profile is not None and (len(profile) != 2 or not 0 <= profile[0] < profile[1]):
         raise ConfigError(
             key="log.profile_steps", found=profile, allowed="[first, last), such as [10,12]"

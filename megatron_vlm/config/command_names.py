@@ -39,7 +39,7 @@ _OTHER_COMMANDS = {
     _EMBEDDINGS: "embed embedding embeddings rerank reranker",
     _SCORES: "evaluate evaluation test benchmark validate",
     "did you mean eval? Its option --predictions FILE writes the answers": "predict",
-    _CHATS: "infer inference generate demo webchat webui web-ui app ask",
+    _CHATS: "infer inference generate webchat webui web-ui app ask",
     "did you mean export? With --as merged it merges adapters into the model": (
         "merge merge-lora merge_lora merge-sharded-fsdp-weights convert save"
     ),
@@ -52,6 +52,8 @@ _OTHER_COMMANDS = {
     _CHECKS: "env check info diagnose status",
     "did you mean report? It writes the page of a run": "plot tensorboard compare page",
     "write megatron-vlm serve --add-client NAME FILE": "serve-key",
+    "write megatron-vlm demo shapes": "shapes",
+    "write megatron-vlm demo tiny": "tiny",
     "did you mean --version?": "version",
     "did you mean --help?": "help",
 }

@@ -1,6 +1,9 @@
 """Checks of what a run measures, when, and what follows from the scores."""
 
+import re
+from fractions import Fraction
 from pathlib import Path
+from types import NoneType
 
 from megatron_vlm.config.data_sources import HELD_OUT
 from megatron_vlm.config.schema import Config
@@ -8,6 +11,7 @@ from megatron_vlm.errors import ConfigError
 
 # The interval of eval.every=null and checkpoint.every=null: what comes first of the two.
 DEFAULT_MINUTES, DEFAULT_STEPS = 30, 500
+_EPOCHS = re.compile(r"(\d{1,9}(?:\.\d{1,20})?(?:e-\d{1,2})?) epochs?")
 
 # The scores that each built-in metric of generated answers has.
 BUILT_IN_METRICS = {
@@ -16,6 +20,18 @@ BUILT_IN_METRICS = {
     "relaxed_accuracy": ("relaxed_accuracy",),
     "iou": ("iou", "iou_accuracy"),
 }
+
+
+def epochs_between(every: object) -> Fraction | None:
+    """Return the number of epochs of an interval such as "0.5 epochs". Return None for steps, and
+    for text without a meaning. A fraction is exact: 0.1 is a tenth, which no float is."""
+    match = _EPOCHS.fullmatch(every) if isinstance(every, str) else None
+    return Fraction(match[1]) or None if match else None
+
+
+def epochs_text(epochs: float) -> str:
+    """Return an interval of so many epochs as eval.every and checkpoint.every have it."""
+    return "1 epoch" if epochs == 1 else f"{str(epochs).removesuffix('.0')} epochs"
 
 
 def answer_metrics(cfg: Config) -> tuple[str, ...]:
@@ -51,13 +67,12 @@ def loss_scores(cfg: Config) -> list[str]:
 def check_evaluation(cfg: Config) -> None:
     """Refuse settings of evaluations and checkpoints that contradict each other."""
     for group in ("eval", "checkpoint"):
-        keys = getattr(cfg, group)
-        if keys.every is not None and keys.every_epochs is not None:
+        every = getattr(cfg, group).every
+        if type(every) not in (int, NoneType) and epochs_between(every) is None:
             raise ConfigError(
-                f"and {group}.every={keys.every} are both set",
-                key=f"{group}.every_epochs",
-                found=keys.every_epochs,
-                remedy=f"give one of them; {group}.every=null clears the other",
+                key=f"{group}.every",
+                found=every,
+                allowed='a number of steps, or of epochs above 0, such as "0.5 epochs"',
             )
     split = cfg.data.split
     if split is not None and split >= 1 and split != int(split):
@@ -78,11 +93,12 @@ def check_measuring(cfg: Config) -> None:
     _check_metric_files(cfg.eval.metrics)
     is_stream = any(spec.streaming for spec in cfg.data.train)
     for group in ("eval", "checkpoint"):
-        if is_stream and (epochs := getattr(cfg, group).every_epochs) is not None:
+        every = getattr(cfg, group).every
+        if is_stream and epochs_between(every) is not None:
             raise ConfigError(
                 ": data.train is a stream, whose epochs have no known length",
-                key=f"{group}.every_epochs",
-                found=epochs,
+                key=f"{group}.every",
+                found=every,
                 remedy=f"count steps: {group}.every=N",
             )
     best, names = cfg.checkpoint.best, held_out_names(cfg)
@@ -93,12 +109,12 @@ def check_measuring(cfg: Config) -> None:
             found=best,
             remedy=f"it has {', '.join(names) or 'none'}",
         )
-    if cfg.train.early_stopping and not cfg.eval.every and cfg.eval.every_epochs is None:
+    if cfg.train.early_stopping and not cfg.eval.every:
         raise ConfigError(
             "counts evaluations, which must come at fixed steps",
             key="train.early_stopping",
             found=cfg.train.early_stopping,
-            remedy="set eval.every or eval.every_epochs",
+            remedy='set eval.every, such as eval.every="0.5 epochs"',
         )
 
 

@@ -113,14 +113,25 @@ def _group_doc(name: str, cls: Any, comments: dict[tuple[str, str], str]) -> Gro
             prefix + item,
             _type_name(kind),
             show_setting(getattr(defaults, item)),
-            comments[cls.__name__, item],
+            comments[cls.__name__, item] + _settings_in(kind, comments),
             tuple(dict.fromkeys(map(str, ranges_of(bounded[item])))),
             tuple(dict.fromkeys(_choices(kind))),
         )
         for item, kind in get_type_hints(cls).items()
-        if not is_dataclass(kind)
+        if name or not is_dataclass(kind)
     ]
     return GroupDoc(name, inspect.getdoc(cls) or "", tuple(keys))
+
+
+def _settings_in(kind: Any, comments: dict[tuple[str, str], str]) -> str:
+    """Return the settings in a mapping, with their defaults and meanings."""
+    if kind not in schema.MAPPINGS.values():
+        return ""
+    parts = (
+        f"{each.name}={show_setting(each.default)} ({comments[kind.__name__, each.name]})"
+        for each in fields(kind)
+    )
+    return f": {', '.join(parts)}"
 
 
 def _type_name(kind: Any) -> str:
@@ -129,7 +140,7 @@ def _type_name(kind: Any) -> str:
         return " | ".join(parts)
     if origin in (Union, UnionType):
         return " | ".join(map(_type_name, parts))
-    if origin is dict:
+    if origin is dict or (is_dataclass(kind) and kind not in (SourceSpec, EvalSource)):
         return "object"
     if origin in (list, tuple):
         return f"list[{_type_name(parts[0])}]"
@@ -155,6 +166,8 @@ def show_setting(value: Any) -> str:
         return "must be given"
     if value == ():
         return "null"
+    if is_dataclass(value):
+        return "{}"
     if isinstance(value, tuple | list):
         return f"[{','.join(map(show_setting, value))}]"
     if isinstance(value, float):

@@ -1,6 +1,7 @@
 """Loading of the configuration: Hydra fills the dataclasses of schema.py from `configs/` and
 `key=value`."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,18 +13,19 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.data_sources import parse_sets, parse_sources, plain_sets, plain_sources
-from megatron_vlm.config.group_values import config_dir, recipe_error, recipes_of
+from megatron_vlm.config.group_values import config_dir
 from megatron_vlm.config.key_hints import unknown_key_error
+from megatron_vlm.config.load_errors import explain, recipe_errors
 from megatron_vlm.config.moved_keys import with_todays_keys
-from megatron_vlm.config.schema import Config, get, key_types
+from megatron_vlm.config.schema import MAPPINGS, Config, get, key_types
 from megatron_vlm.config.searched_keys import without_given
 from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH
 from megatron_vlm.errors import (
@@ -38,8 +40,6 @@ from megatron_vlm.io.untrusted import UntrustedFile
 
 _PRIMARY = "train"  # configs/train.yaml
 _TOO_MANY_DIGITS = re.compile(r"\d{4301}")  # Python reads no such number
-# Words for the types of values that OmegaConf converts.
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _MAX_SAVED_BYTES = 2**20  # maximum bytes of a config.yaml
 
 
@@ -136,7 +136,7 @@ def _explain_errors(file: ConfigFile | None, overrides: Sequence[str]) -> Iterat
             raise
         raise file.blame(error, overrides) from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        explained = _explain(error)
+        explained = explain(error)
         raise (file.blame(explained, overrides) if file else explained) from error
 
 
@@ -153,7 +153,7 @@ def _store_schema() -> None:
 
 def _as_omegaconf_class(cls: Any) -> Any:
     """Return a class of the schema in a form that OmegaConf can fill. OmegaConf has no Literal, so
-    such a field becomes a string. A tuple is a value that YAML spells in several ways, so it
+    such a field becomes a string. A value that YAML spells in several ways, as it does a tuple,
     becomes Any."""
     composable_fields: list[Any] = []
     kinds = get_type_hints(cls)  # without bounds
@@ -166,8 +166,10 @@ def _as_omegaconf_class(cls: Any) -> Any:
             with_default = field(default_factory=kind)
         elif get_origin(kind) is Literal:
             kind = str
-        elif get_origin(kind) is tuple or any(
-            get_origin(part) in (tuple, Literal, dict) for part in get_args(kind)
+        elif (
+            get_origin(kind) is tuple
+            or any(get_origin(part) in (tuple, Literal, dict) for part in get_args(kind))
+            or {int, str} <= {*get_args(kind)}
         ):
             kind = Any
         elif get_origin(kind) is dict:  # a dict with any keys may have no default in Hydra
@@ -202,6 +204,9 @@ def _build_config(composed: Any) -> Config:
     dicts += [(values["rl"], "teacher_options")]
     for group, name in dicts:
         group[name] = {} if group[name] is None else group[name]
+    for key, settings in MAPPINGS.items():
+        group, _, name = key.partition(".")
+        values[group][name] = settings(**values[group][name])
     groups: dict[str, Any] = {key: kind for key, kind in key_types().items() if is_dataclass(kind)}
     values |= {name: cls(**values[name]) for name, cls in groups.items()}
     cfg = Config(**values)
@@ -241,6 +246,9 @@ def _plain_override(override: str) -> str:
     default = get(_schema_class()(), key)
     if isinstance(default, tuple):
         default = list(default)
+    if key in MAPPINGS:
+        settings = asdict(default).items()
+        default = f"{{{', '.join(f'{name}: {json.dumps(value)}' for name, value in settings)}}}"
     return f"{key}={'null' if default is None else default}"
 
 
@@ -257,18 +265,9 @@ def _check_keys(overrides: Sequence[str]) -> None:
             continue
         _check_text(override, key)
         if "=" in override and is_dataclass(key_types()[key]):
-            refused += _recipe_errors(key, override.partition("=")[2])
+            refused += recipe_errors(key, override.partition("=")[2])
     if refused:
         raise gather_errors(refused)
-
-
-def _recipe_errors(group: str, value: str) -> list[ConfigError]:
-    """Return the errors on values of a group that Hydra would not explain: a path, which it takes
-    for a recipe in a folder, or no name at all."""
-    is_list = value.startswith("[") and value.endswith("]")
-    names = value[1:-1].split(",") if is_list else [value]
-    names = [name.strip().strip("'\"") for name in names]
-    return [recipe_error(group, name) for name in names if name not in recipes_of(group)]
 
 
 def _check_text(override: str, key: str) -> None:
@@ -296,53 +295,3 @@ def _refuse_variables(text: str, place: str = "", key: str = "") -> None:
             key=key,
             remedy='write the value, or let the shell replace it: run="$FOLDER"',
         )
-
-
-def _explain(error: Exception) -> ConfigError:
-    """Translate an error of Hydra or OmegaConf into one sentence."""
-    if isinstance(error, MissingConfigException):
-        group, _, name = (error.missing_cfg_file or "").partition("/")
-        return recipe_error(group, name)
-    if isinstance(error, OverrideParseException):
-        key, value = _key(error.override), error.override.partition("=")[2]
-        return _unreadable(key, value)
-    if "Ambiguous value" in str(error):  # Hydra takes a,b for two runs
-        key, _, value = str(error).partition("argument '")[2].partition("'")[0].partition("=")
-        return _unreadable(key, value)
-    if isinstance(error, MissingMandatoryValue):
-        key = str(error.full_key)
-        return ConfigError("is not set", key=key, remedy=f"give it as {key}=VALUE")
-    full_key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
-    first_line = str(error.__cause__ or error).splitlines()[0]
-    if isinstance(error.__cause__ or error, ValidationError) and full_key in key_types():
-        return _wrong_type(str(full_key), first_line)
-    return ConfigError(f": {first_line}", key=full_key or "configuration")
-
-
-def _wrong_type(key: str, text: str) -> ConfigError:
-    """Return the error on a value of another type. `text`: what OmegaConf says about it."""
-    value = re.search(r"(?:Value|to string:) '(.*)'(?: of type| is not|$)", text)
-    kind = key_types()[key]
-    choices = get_args(kind) if get_origin(kind) is Literal else None
-    parts = {kind, *get_args(kind)}
-    return ConfigError(
-        key=key,
-        found=value[1] if value else None,
-        allowed=choices or " or ".join(word for part, word in _KINDS.items() if part in parts),
-    )
-
-
-def _unreadable(key: str, value: str) -> ConfigError:
-    """Return the error on a value that Hydra cannot read, with what is wrong with it."""
-    remedy = (
-        "put values with signs such as < or & in double quotes, and for the shell single ones "
-        """around it all: 'KEY=["<a>","<b>"]'"""
-    )
-    if value.endswith(","):
-        remedy = f"remove the comma at its end: {key}={value.rstrip(',')}"
-    elif "," in value and not re.search(r"[\[\](){}<>&\"']", value):
-        remedy = (
-            f"""put text with a comma in quotes, '{key}="{value}"', and several values in """
-            f"brackets, '{key}=[{value}]'"
-        )
-    return ConfigError("cannot be read", key=key, found=value, remedy=remedy)

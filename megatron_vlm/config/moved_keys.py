@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vlm.config.evaluation_checks import epochs_text
 from megatron_vlm.errors import ConfigError
 
 
@@ -37,11 +38,23 @@ def _gone(key: str, only: Any, answer: str) -> MovedKey:
     return MovedKey(answer, values)
 
 
-def _part(mapping: str, name: str) -> MovedKey:
-    """Return a key that is now an entry of a mapping."""
-    return MovedKey(f"write {mapping}={{{name}: NUMBER}}", lambda value: {mapping: {name: value}})
+def _part(mapping: str, name: str, default: Any = None) -> MovedKey:
+    """Return a key that is now an entry of a mapping, where its default need not stand."""
+    return MovedKey(
+        f"write '{mapping}={{{name}: VALUE}}'",
+        lambda value: {} if value == default else {mapping: {name: value}},
+    )
 
 
+def _epochs(key: str) -> MovedKey:
+    """Return a number of epochs that this key has now."""
+    return MovedKey(
+        f'write {key}="N epochs"',
+        lambda value: {} if value is None else {key: epochs_text(value)},
+    )
+
+
+_LOADED = {"adapters": 8, "full_models": 1, "snapshots": 8, "full_snapshots": 1}
 _DECAY = "leave it out: optim.weight_decay is that of all parts"
 _PARALLELISM = "leave it out, for the reason that docs/parallelism.md gives"
 # Keys of engines, which `rl` and `serve` both had: the new name, and the default.
@@ -61,12 +74,23 @@ MOVED_KEYS: dict[str, MovedKey] = {
     "train.packing": _removed(f"{_PARALLELISM}; train.micro_batch_tokens fills micro-batches"),
     "lora.init": _removed("leave it out: A begins by kaiming_uniform, as in PEFT"),
     "log.profile_ranks": _removed("leave it out: rank 0 writes the trace of log.profile_steps"),
+    "data.on_error": MovedKey(
+        "write data.max_errors: 100 leaves up to 100 invalid records out, 0 stops at the first",
+        lambda value: {"data.max_errors": 0} if value == "raise" else {},
+    ),
+    "eval.every_epochs": _epochs("eval.every"),
+    "checkpoint.every_epochs": _epochs("checkpoint.every"),
+    **{
+        f"data.video_{name}": _part("data.video", name)
+        for name in ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
+    },
+    **{
+        f"optim.muon_{name}": _part("optim.muon", name)
+        for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+    },
     "optim.vision_weight_decay": _gone("optim.vision_weight_decay", None, _DECAY),
     "optim.merger_weight_decay": _gone("optim.merger_weight_decay", None, _DECAY),
-    **{
-        f"serve.{name}": _part("serve.loaded", name)
-        for name in ("adapters", "full_models", "snapshots", "full_snapshots")
-    },
+    **{f"serve.{name}": _part("serve.loaded", name, default) for name, default in _LOADED.items()},
     **{
         f"{group}.{old}": _renamed(f"engine.{new}", default)
         for group in ("rl", "serve")

@@ -7,6 +7,7 @@ needs no torch, so that a plan can be made before torch is imported.
 from dataclasses import dataclass
 
 from megatron_vlm.config.schema import OptimConfig
+from megatron_vlm.errors import ConfigError
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")  # in the optimizer and in a checkpoint
 ADAM_SETTINGS = ("beta1", "beta2", "eps", "weight_decay", "clip_grad")  # keys of AdamW
@@ -57,9 +58,37 @@ def optimizer_spec(optim: OptimConfig) -> OptimizerSpec:
 _OPTIMIZERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "adamw": ("AdamW", (), ADAM_SETTINGS),
     "muon": (
-        "Muon for matrices (momentum {optim.muon_momentum:g}, {optim.muon_ns_steps} Newton-Schulz "
-        "steps, {optim.muon_adjust_lr_fn}) and AdamW for the rest",
+        "Muon for matrices (momentum {optim.muon.momentum:g}, {optim.muon.ns_steps} Newton-Schulz "
+        "steps, {optim.muon.adjust_lr_fn}) and AdamW for the rest",
         ("momentum_buffer",),
         (),
     ),
 }
+
+
+def check_muon(optim: OptimConfig) -> None:
+    """Refuse settings of Muon that would have no effect, those that it does not have, and a rate
+    that nothing scales."""
+    defaults = OptimConfig()
+    for name in ("muon_lr", "muon"):
+        if optim.name != "muon" and (value := getattr(optim, name)) != getattr(defaults, name):
+            raise ConfigError(
+                f"is a setting of Muon, and optim.name is {optim.name}",
+                key=f"optim.{name}",
+                found=value,
+                remedy="give optim.name=muon, or leave it out",
+            )
+    if optim.name == "muon" and optim.offload:
+        raise ConfigError(
+            "keeps AdamW's states in host memory, and Muon orthogonalises on the device",
+            key="optim.offload",
+            found=optim.offload,
+            remedy="set it to 0, or give optim.name=adamw",
+        )
+    if optim.muon_lr is not None and not optim.lr:
+        raise ConfigError(
+            ": the schedule scales optim.muon_lr as it scales optim.lr, which is 0",
+            key="optim.muon_lr",
+            found=optim.muon_lr,
+            remedy="give optim.lr more than 0: it is the rate of embeddings, norms and the head",
+        )

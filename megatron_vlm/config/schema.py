@@ -3,7 +3,7 @@
 The comment after a key is its description in docs/configuration.md (scripts/make_config_docs.py).
 """
 
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, get_type_hints
 
@@ -38,6 +38,7 @@ from megatron_vlm.config.objective_configs import (
 )
 
 Role = Literal["system", "user", "assistant", "tool"]
+Interval = Count | str | None
 Layers = list[Count] | Literal["auto"] | None
 AttentionKernel = Literal["auto", "flash", "efficient", "cudnn", "math"]
 Export = bool | Literal["adapter", "merged", "both"]
@@ -99,6 +100,24 @@ class ParallelConfig:
     overlap_param_gather: bool = False  # gather new weights while the next forward pass starts
 
 
+def _as_typed(settings: Any) -> str:
+    """Return what differs from the defaults, as it is typed after KEY=."""
+    values = ((item.name, item.default, getattr(settings, item.name)) for item in fields(settings))
+    return f"{{{', '.join(f'{name}: {value}' for name, old, value in values if value != old)}}}"
+
+
+@dataclass(frozen=True, repr=False)
+class VideoLimits:
+    """Settings of videos that replace those of the checkpoint; null: as in the checkpoint."""
+
+    fps: AboveZero32 | None = None  # frames sampled per second
+    min_frames: Natural | None = None  # minimum frames of a video
+    max_frames: FrameCount | None = None  # maximum frames of a video
+    min_pixels: Natural | None = None  # minimum over resized frames
+    max_pixels: Natural | None = None  # maximum over resized frames
+    __repr__ = _as_typed
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Sources of records, and how a record becomes tokens and patches. See docs/data.md."""
@@ -113,11 +132,7 @@ class DataConfig:
     exif_orientation: bool = True  # rotate images by their EXIF orientation
     min_pixels: Natural | None = None  # minimum pixels of a resized image; null: as in checkpoint
     max_pixels: Natural | None = None  # maximum pixels of a resized image; null: as in checkpoint
-    video_fps: AboveZero32 | None = None  # frames sampled per second; null: as in the checkpoint
-    video_min_frames: Natural | None = None  # minimum frames of a video; null: as in the checkpoint
-    video_max_frames: FrameCount | None = None  # maximum frames of a video; null: as in checkpoint
-    video_min_pixels: Natural | None = None  # minimum over resized frames; null: as in checkpoint
-    video_max_pixels: Natural | None = None  # maximum over resized frames; null: as in checkpoint
+    video: VideoLimits = VideoLimits()  # {NAME: VALUE} in place of the checkpoint's settings
     max_images: Natural | None = None  # maximum images of one record; null: no limit
     max_tokens: Natural = 8192  # maximum tokens of one record, images included
     truncation: Literal["error", "drop", "image_safe"] = "error"  # action for records above a limit
@@ -130,8 +145,7 @@ class DataConfig:
     system: str | None = None  # system message of records that have none; null: as the template
     caption_prompt: str = ""  # question of records of an image and a text; empty: the image alone
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
-    on_error: Literal["raise", "skip"] = "raise"  # action for an invalid record
-    max_errors: Count = 100  # records that may be skipped; one more stops the run
+    max_errors: Count = 0  # invalid records to skip at most; one more stops the run
     cache_dir: str | None = "~/.cache/megatron_vlm"  # folder of encoded text; null: no cache
     num_workers: Count = 2  # worker processes of each replica that decode ahead of the step
     teacher: str | None = None  # folder of megatron-vlm score, for train.objective=distill
@@ -141,6 +155,17 @@ class DataConfig:
     shuffle: bool = True  # false: keep the order of the files
     shuffle_window: Natural = 1000  # records of a stream that are shuffled together
     seed: Seed = 0  # seed of the order of records
+
+
+@dataclass(frozen=True, repr=False)
+class MuonSettings:
+    """Settings of Muon, with the names and defaults of torch.optim.Muon."""
+
+    momentum: Decay = 0.95  # decay of the momentum
+    nesterov: bool = True  # look ahead by the momentum
+    ns_steps: NsSteps = 5  # Newton-Schulz steps of the orthogonalisation
+    adjust_lr_fn: AdjustLr = "match_rms_adamw"  # factor of the rate by a matrix's shape
+    __repr__ = _as_typed
 
 
 @dataclass(frozen=True)
@@ -157,10 +182,7 @@ class OptimConfig:
     states: Literal["fp32", "bf16", "int8"] = "fp32"  # type of the moments
     offload: Share = 0.0  # share of the weights whose main weights and moments are in host memory
     muon_lr: AboveZero | None = None  # learning rate of Muon, peak; null: lr
-    muon_momentum: Decay = 0.95  # decay of Muon's momentum
-    muon_nesterov: bool = True  # look ahead by the momentum, as Nesterov does
-    muon_ns_steps: NsSteps = 5  # Newton-Schulz steps of the orthogonalisation
-    muon_adjust_lr_fn: AdjustLr = "match_rms_adamw"  # factor of the rate by a matrix's shape
+    muon: MuonSettings = MuonSettings()  # {NAME: VALUE} of Muon, as torch.optim.Muon has them
     weight_decay: NonNegative = 0.0  # not applied to norms and biases
     clip_grad: NonNegative = 1.0  # maximum global norm of the gradients; 0: no clipping
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"  # wsd: warmup-stable-decay
@@ -193,8 +215,7 @@ class TrainConfig:
 class EvalConfig:
     """Scores that are measured on data.eval during training."""
 
-    every: Count | None = None  # steps; null: 30 minutes, at most 500 steps; 0: only at the end
-    every_epochs: AboveZero32 | None = None  # instead: epochs between them; 0.5: twice an epoch
+    every: Interval = None  # 500, or "0.5 epochs"; null: 30 minutes or 500 steps; 0: at the end
     batch_size: Natural = 8  # samples of one forward pass, over all data parallel ranks
     samples: Natural | None = None  # samples of each set; null: all
     generate: bool = False  # also measure the exact match of greedily generated answers
@@ -212,8 +233,7 @@ class EvalConfig:
 class CheckpointConfig:
     """Checkpoints and exports of a run, and where it resumes."""
 
-    every: Count | None = None  # steps; null: 30 minutes, at most 500 steps; 0: only at the end
-    every_epochs: AboveZero32 | None = None  # instead: epochs between checkpoints
+    every: Interval = None  # 500, or "0.5 epochs"; null: 30 minutes or 500 steps; 0: at the end
     resume: str = "auto"  # auto (the last complete one of this run) | never | a folder
     keep_last: Natural = 2  # number of newest checkpoints to keep
     keep_every: Natural | None = None  # steps; checkpoints at its multiples are never deleted
@@ -345,16 +365,27 @@ class Config:
     platform: PlatformName = "auto"  # auto: cuda, or the CPU if there is no GPU
 
 
+# Keys whose value is a mapping, with the settings in it.
+MAPPINGS: dict[str, Any] = {"data.video": VideoLimits, "optim.muon": MuonSettings}
+
+
 @cache
 def key_types(node: Any = Config, prefix: str = "") -> dict[str, Any]:
     """Return every key in dotted form, groups included, with its type, which is without bounds."""
     types: dict[str, Any] = {}
     kinds: dict[str, type] = get_type_hints(node)
     for name, kind in kinds.items():
-        types[prefix + name] = kind
-        if is_dataclass(kind):
+        types[prefix + name] = dict if prefix + name in MAPPINGS else kind
+        if is_dataclass(types[prefix + name]):
             types |= key_types(kind, f"{prefix}{name}.")
     return types
+
+
+@cache
+def setting_types() -> dict[str, Any]:
+    """Return the types of every key, and of the settings in mappings: data.video.fps."""
+    inner = (key_types(settings, f"{key}.") for key, settings in MAPPINGS.items())
+    return {name: kind for types in (key_types(), *inner) for name, kind in types.items()}
 
 
 def leaves() -> list[str]:

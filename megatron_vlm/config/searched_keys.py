@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import ConfigError
@@ -64,4 +65,22 @@ def check_auto(cfg: Config) -> None:
             key="launch.backend",
             found="ray",
             remedy="take the keys that megatron-vlm plan prints, in place of parallel=auto",
+        )
+
+
+def check_layers(layers: Any, virtual_stages: int) -> None:
+    listed = isinstance(layers, list) and all(type(count) is int for count in layers)
+    if not (listed or layers in (None, "auto")):
+        raise ConfigError(
+            key="parallel.layers_per_stage",
+            found=layers,
+            allowed="auto, or a list with one whole number for each stage, such as [0,12,12,12]",
+        )
+    if layers == "auto" and virtual_stages > 1:
+        raise ConfigError(
+            "chooses the layers of stages, not of the chunks that "
+            f"parallel.virtual_stages={virtual_stages} makes of them",
+            key="parallel.layers_per_stage",
+            found=layers,
+            allowed="a list, or null",
         )

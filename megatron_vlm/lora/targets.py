@@ -277,7 +277,7 @@ def find_misfit(lora: LoraConfig, table: Sequence[Entry], tp: int) -> ConfigErro
                 key="lora.base",
                 found=lora.base,
                 remedy="set lora.base=null: this model is too small for blocks; one of "
-                "megatron-vlm tiny --head-dim 32 --intermediate 192 is not",
+                "megatron-vlm demo tiny --head-dim 32 --intermediate 192 is not",
             )
         has_columns = entry.layout.cut == "tp" and entry.layout.axis == 1
         if has_columns and row % (tp * block):

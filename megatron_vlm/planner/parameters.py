@@ -78,7 +78,7 @@ def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> Par
     parallel = ParallelConfig(**{key: getattr(cfg.parallel, key) for key in optimizer})
     places = [dims.place_of(stage, chunk) for chunk in range(dims.virtual_stages)]
     short = [_shortest_pipeline(cfg, sizes, dims, place) for place in places]
-    optim = OptimConfig(**{key: getattr(cfg.optim, key) for key in ("name", "muon_ns_steps")})
+    optim = OptimConfig(name=cfg.optim.name, muon=cfg.optim.muon)
     fixed = model, cfg.lora, parallel, optim
     chunks = [vars(_of_chunk(*fixed, sizes, *each)).values() for each in short]
     return ParamCounts(*map(sum, zip(*chunks, strict=True)))
@@ -162,7 +162,7 @@ def _muon_flops(optim: OptimConfig, entry: Entry) -> int:
         tensor.num_values // (matrix.rows * matrix.columns) * flops
         for tensor in entry.hf_tensors
         for matrix in matrices_of(tensor, first_expert)[:1]
-        for flops in [matrix.orthogonalize_flops(optim.muon_ns_steps)]
+        for flops in [matrix.orthogonalize_flops(optim.muon.ns_steps)]
     )
 
 

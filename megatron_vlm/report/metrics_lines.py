@@ -40,7 +40,7 @@ class StartLine:
     total_steps: int
     versions: dict[str, str]
     dropped: int | None = None  # records of data.train that a rule left out
-    wrong: int | None = None  # records that data.on_error=skip left out
+    wrong: int | None = None  # records left out, as data.max_errors allows
     device: str | None = None  # name of a GPU, or cpu
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.config.base_types import BASE_TITLES
-from megatron_vlm.config.evaluation_checks import DEFAULT_MINUTES, DEFAULT_STEPS
-from megatron_vlm.config.schema import CheckpointConfig, Config, EvalConfig
+from megatron_vlm.config.evaluation_checks import DEFAULT_MINUTES, DEFAULT_STEPS, epochs_between
+from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, exports, learns
 from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet
@@ -171,7 +171,7 @@ def _evaluation(cfg: Config, held_out: Sequence[tuple[str, int]]) -> str:
         return "none: data.eval is not set"
     sets = ", ".join(f"{name} ({size})" for name, size in list(sizes.items())[:_MAX_NAMES])
     more = f" and {len(sizes) - _MAX_NAMES} more" if len(sizes) > _MAX_NAMES else ""
-    return f"{sets}{more} {_when(cfg.eval)}"
+    return f"{sets}{more} {_when(cfg.eval.every)}"
 
 
 def _destinations(cfg: Config) -> str:
@@ -179,7 +179,7 @@ def _destinations(cfg: Config) -> str:
     kinds = {"model": "the model", "adapter": "the adapters", "merged": "the merged model"}
     exported = " and ".join(kinds[kind] for kind in exports(cfg)) or "nothing"
     parts = [
-        f"checkpoints {_when(cfg.checkpoint)} (the newest {cfg.checkpoint.keep_last} stay)",
+        f"checkpoints {_when(cfg.checkpoint.every)} (the newest {cfg.checkpoint.keep_last} stay)",
         f"export of {exported}",
         "report.html" * cfg.log.report,
         "TensorBoard" * cfg.log.tensorboard,
@@ -191,12 +191,11 @@ def _destinations(cfg: Config) -> str:
     return f"{run}{beside}: {', '.join(filter(None, parts))}"
 
 
-def _when(interval: EvalConfig | CheckpointConfig) -> str:
-    if interval.every_epochs is not None:
-        return f"every {interval.every_epochs:.4g} epochs and at the end"
-    if interval.every is None:
+def _when(every: int | str | None) -> str:
+    if (epochs := epochs_between(every)) is not None:
+        return f"every {float(epochs):.4g} epochs and at the end"
+    if every is None:
         return f"every {DEFAULT_MINUTES} minutes or {DEFAULT_STEPS} steps and at the end"
-    steps = interval.every
-    if not steps:
+    if not every:
         return "at the end"
-    return f"every {steps:,} steps and at the end" if steps > 1 else "after every step"
+    return "after every step" if every == 1 else f"every {int(every):,} steps and at the end"

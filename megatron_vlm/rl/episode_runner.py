@@ -76,7 +76,7 @@ class EpisodeRunner:
         self, queue: CompletionQueue, handles: Sequence[Handle], step: int, first_group: int
     ) -> list[Group]:
         """Run the episodes of these prompts, and return their groups. A prompt that cannot be read
-        raises an error or is skipped, depending on data.on_error."""
+        raises an error or is skipped, depending on data.max_errors."""
         reading = [asyncio.to_thread(self._read, handle) for handle in handles]
         rows = await asyncio.gather(*reading)
         playing = [
@@ -97,7 +97,7 @@ class EpisodeRunner:
         try:
             return self.data.row(handle).row
         except DataError as error:
-            if self.cfg.data.on_error == "raise":
+            if not self.cfg.data.max_errors:
                 raise
             self.skipped.append(DataError(**error.fields()))  # a copy that keeps no record alive
             return None

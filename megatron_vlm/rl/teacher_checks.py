@@ -2,13 +2,13 @@
 They need files of both checkpoints, but no weights."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.teachers import teachers_of
 from megatron_vlm.data.media.images import ImageSettings
-from megatron_vlm.data.media.processor_settings import CHOSEN, VideoSettings
+from megatron_vlm.data.media.processor_settings import VideoSettings
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.family import read_sizes
@@ -77,7 +77,7 @@ def _check_vocab(cfg: Config, path: str) -> None:
 def _check_pixels(cfg: Config, path: str) -> None:
     data = cfg.data
     bounds = data.min_pixels, data.max_pixels
-    chosen = {name: getattr(data, f"video_{name}") for name in CHOSEN}
+    chosen = asdict(data.video)
     settings = [
         (
             ImageSettings.from_checkpoint(folder, *bounds),

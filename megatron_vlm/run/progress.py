@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.config.evaluation_checks import DEFAULT_MINUTES, DEFAULT_STEPS
+from megatron_vlm.config.evaluation_checks import DEFAULT_MINUTES, DEFAULT_STEPS, epochs_between
 from megatron_vlm.config.schema import CheckpointConfig, Config
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.distributed.agreement import all_reduce_max
@@ -122,37 +122,28 @@ class DefaultInterval:
         return step % DEFAULT_STEPS == 0 or bool(all_reduce_max(int(is_late), self.device))
 
 
-class Interval(Protocol):
-    """The two keys of `eval` and `checkpoint`, of which at most one is set."""
-
-    @property
-    def every(self) -> int | None: ...
-
-    @property
-    def every_epochs(self) -> float | None: ...
-
-
 def is_due(
-    interval: Interval,
+    every: int | str | None,
     step: int,
     before: Position,
     after: Position,
     samples: int | None,
     is_default_over: bool = False,
 ) -> bool:
-    """Return whether an interval ends with a step, after which `step` steps are done. The step took
-    the samples between two positions in the data, and `samples` are those of an epoch.
+    """Return whether an interval such as eval.every ends with a step, after which `step` steps are
+    done. The step took the samples between two positions in the data, and `samples` are those of
+    an epoch.
     `is_default_over`: whether the DefaultInterval ends with this step.
 
     An interval in epochs ends with the step that takes its last sample. The last step of an epoch
     takes the remaining samples, so the end of an epoch is always that of a step.
     """
-    if interval.every is not None:
-        return interval.every > 0 and step % interval.every == 0
-    if interval.every_epochs is None:
+    if every is None:
         return is_default_over
-    assert samples is not None, "config/evaluation_checks.py: a stream counts steps"
-    length = Fraction(str(interval.every_epochs))  # 0.1 is a tenth, which no float is
+    if isinstance(every, int):
+        return every > 0 and step % every == 0
+    length = epochs_between(every)
+    assert samples is not None and length is not None, "config/evaluation_checks.py"
     return _intervals(after, samples, length) > _intervals(before, samples, length)
 
 

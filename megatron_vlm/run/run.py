@@ -33,7 +33,7 @@ from megatron_vlm.run.evaluation.evaluate import Evaluator, write_examples, writ
 from megatron_vlm.run.evaluation.held_out_sets import list_held_out
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.out_of_memory import explain_out_of_memory
-from megatron_vlm.run.progress import DefaultInterval, Interval, is_due
+from megatron_vlm.run.progress import DefaultInterval, is_due
 from megatron_vlm.run.run_folder import HELD_OUT_LIST, held_folder
 from megatron_vlm.run.start import describe_start, length_of, resolve_layout
 from megatron_vlm.run.throughput import Meter, NonFiniteGuard, PhaseTimes, Profiler
@@ -224,13 +224,13 @@ class Run:
     def evaluate_if_due(self) -> None:
         """Evaluate after a step if that is due. This comes before the save, so that the checkpoint
         knows whether it is the best."""
-        if self.progress.step == self.total_steps or self._is_due(self.cfg.eval):
+        if self.progress.step == self.total_steps or self._is_due(self.cfg.eval.every):
             self.evaluate()
 
-    def _is_due(self, interval: Interval) -> bool:
+    def _is_due(self, every: int | str | None) -> bool:
         now = self.progress
         samples, is_over = self.feeder.length, self.is_interval_over
-        return is_due(interval, now.step, self.position_before, now.position, samples, is_over)
+        return is_due(every, now.step, self.position_before, now.position, samples, is_over)
 
     def evaluate(self) -> None:
         """Score every held-out set. The result may be the best so far."""
@@ -264,7 +264,7 @@ class Run:
         due."""
         self.begin_phase(self.progress.step, "checkpoint", files=True)
         self.saver.poll()
-        if self._is_due(self.cfg.checkpoint) or self.progress.best_step == self.progress.step:
+        if self._is_due(self.cfg.checkpoint.every) or self.progress.best_step == self.progress.step:
             self.saver.save(self.progress)
             self.meter.skip()
 

@@ -34,7 +34,7 @@ _LEARNING_RL = (
 )
 _GOING_ON = frozenset(
     ("train.steps", "train.epochs", "train.micro_batch_size", "train.micro_batch_tokens")
-    + ("train.on_nonfinite", "train.max_nonfinite", "data.on_error", "data.allow_http")
+    + ("train.on_nonfinite", "train.max_nonfinite", "data.allow_http")
     + tuple(f"data.{name}" for name in WITHOUT_EFFECT)
 )
 

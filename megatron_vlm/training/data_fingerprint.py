@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from megatron_vlm.config.data_sources import WITHOUT_EFFECT
+from megatron_vlm.config.moved_keys import MOVED_KEYS
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.stream_set import StreamSet
@@ -38,9 +39,10 @@ class Fingerprint:
         return list(_changes(self.order, now.order))
 
     def changed_rows(self, now: "Fingerprint") -> list[str]:
-        """Return the other differences. A key that a former version did not have makes none."""
-        known = {k: v for k, v in now.rows.items() if k in self.rows or not k.startswith("data.")}
-        return list(_changes(self.rows, known))
+        """Return the other differences. A key that only one version has makes none."""
+        before = {k: v for k, v in self.rows.items() if k not in MOVED_KEYS}
+        known = {k: v for k, v in now.rows.items() if k in before or not k.startswith("data.")}
+        return list(_changes(before, known))
 
 
 def fingerprint(data: DataSet | StreamSet, cfg: Config) -> Fingerprint:

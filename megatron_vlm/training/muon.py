@@ -114,7 +114,7 @@ class Muon(torch.optim.Optimizer):
         def apply(place: Place, result: Tensor) -> None:
             part = part_of[place]
             lr = group_of[part.main]["lr"] * self._lr_ratio
-            lr = adjust_lr(lr, self.optim.muon_adjust_lr_fn, *bucket.shapes[place.name])
+            lr = adjust_lr(lr, self.optim.muon.adjust_lr_fn, *bucket.shapes[place.name])
             weights = part.rectangles[place].view(part.main.view(-1))
             weights.add_(result, alpha=-lr)
 
@@ -124,13 +124,13 @@ class Muon(torch.optim.Optimizer):
         """Add the gradient to the momentum, and return what will be orthogonalised, flat."""
         assert main.grad is not None
         [moment] = self.moments(main).values()
-        grad, share = main.grad.detach().view(-1), self.optim.muon_momentum
+        grad, share = main.grad.detach().view(-1), self.optim.muon.momentum
         momentum = moment.read(0, main.numel()).lerp_(grad, 1 - share)
         moment.write(0, momentum, None)
-        return grad.lerp(momentum, share) if self.optim.muon_nesterov else momentum
+        return grad.lerp(momentum, share) if self.optim.muon.nesterov else momentum
 
     def _orthogonalize(self, matrix: Tensor) -> Tensor:
-        return orthogonalize(matrix, self.optim.muon_ns_steps)
+        return orthogonalize(matrix, self.optim.muon.ns_steps)
 
     @property
     def _lr_ratio(self) -> float:
@@ -187,7 +187,7 @@ def use_muon(
         is_sharded = isinstance(chained, DistributedOptimizer)
         # Ranks that divide the values of a matrix; others have copies.
         divided = axis.size if is_sharded or has_experts else grid.tp.size
-        buckets = _make_buckets(held, axis, _BUCKET * divided, optim.muon_ns_steps, device)
+        buckets = _make_buckets(held, axis, _BUCKET * divided, optim.muon.ns_steps, device)
         muon_mains = {each.part.main for each in held if each.part is not None}
         groups = rest.param_groups
         others = {each for group in groups for each in group["params"]} - muon_mains

@@ -36,8 +36,8 @@ BF16 = {
 SERVER = Path(__file__).parents[2] / "megatron_vlm" / "engines" / "server"
 TP2_PP2 = {"parallel.tp": 2, "parallel.pp": 2}
 # vLLM's own processor would make these pictures and videos smaller: here it takes 65536 pixels.
-LARGE = {"data.min_pixels": 80_000, "data.max_pixels": 120_000, "data.video_max_pixels": 200_000}
-LARGE |= {"data.video_min_pixels": 100_000}
+LARGE = {"data.min_pixels": 80_000, "data.max_pixels": 120_000}
+LARGE |= {"data.video": "{min_pixels: 100000, max_pixels: 200000}"}
 
 
 @pytest.fixture(scope="module")

@@ -175,8 +175,8 @@ def test_scores_of_lmms_eval_are_those_of_eval(tmp_path):
         return done.stdout
 
     tiny = "--layers 2 --head-dim 32 --deepstack 1 --hidden 64 --heads 4 --vision-depth 2"
-    cli("tiny", "--out", "base", *tiny.split(), "--seed", "0")
-    cli("shapes", "--out", "shapes", "--train", "400", "--eval", "24")
+    cli("demo", "tiny", "--out", "base", *tiny.split(), "--seed", "0")
+    cli("demo", "shapes", "--out", "shapes", "--train", "400", "--eval", "24")
     words = ["model=tiny_cpu", "model.path=base", "data=shapes", "run=run", "train.steps=60"]
     cli("train", *words, "eval.every=60", "eval.generate=true", "eval.max_new_tokens=8")
     tasks = tmp_path / "tasks"

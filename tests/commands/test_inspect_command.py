@@ -95,7 +95,7 @@ def overrides(folder, tiny):
             f"data.train={train or folder / 'mixed.jsonl'}",
             f"model.path={tiny()}",
             f"data.cache_dir={folder / 'cache'}",
-            *("data.on_error=skip", "data.truncation=drop", "data.max_tokens=1024"),
+            *("data.max_errors=100", "data.truncation=drop", "data.max_tokens=1024"),
             *("data.special_tokens=escape", "data.num_workers=0", *more),
         ]
 
@@ -378,8 +378,8 @@ def test_pictures_of_the_report_are_those_the_model_gets(facts, page):
 
 
 def test_budgets_of_videos_are_named_and_followed(look):
-    facts = Facts(inspection_report(look("data.video_max_pixels=6000", pictures=True)[1]))
-    assert "data.video_max_pixels=6000" in facts.report.lead[0]
+    facts = Facts(inspection_report(look("data.video={max_pixels: 6000}", pictures=True)[1]))
+    assert "data.video.max_pixels=6000" in facts.report.lead[0]
     assert "[video 0, frames 4 and 5: 2x2 patches, 1 tokens]" in facts.words
 
 
@@ -528,17 +528,17 @@ def test_what_cannot_be_shown_is_refused(options, error, words, overrides):
 def test_all_wrong_records_are_listed_before_they_are_an_error(overrides, folder, tmp_path, capsys):
     """Not only the first one, and more than data.max_errors, which counts skipped ones."""
     html = str(tmp_path / "wrong.html")
-    strict = [*overrides(), "data.on_error=raise", "data.max_errors=0"]
+    strict = [*overrides(), "data.max_errors=0"]
     look = {"samples": 1, "sample": None, "ranks": 1}
     with raises(DataError, key="data.train", problem_has="2 of 17 records are wrong") as error:
         run_inspect(load_config(strict), html, **look)
-    assert "data.on_error=skip" in error.value.remedy
+    assert "data.max_errors=" in error.value.remedy
     output = " ".join(capsys.readouterr().out.split())
     for number, name in enumerate(RECORDS, 1):
         assert (f"mixed.jsonl:{number}: " in output) == name.startswith("wrong")
     assert "Sample 0" in output and "mixed.jsonl:17" in (tmp_path / "wrong.html").read_text()
     with raises(DataError, key="data.max_errors"):  # the user's choice stays
-        run_inspect(load_config([*strict, "data.on_error=skip"]), None, **look)
+        run_inspect(load_config([*strict, "data.max_errors=1"]), None, **look)
 
 
 def test_wrong_records_are_listed_where_nothing_else_is_left(overrides, tmp_path, capsys):
@@ -550,7 +550,7 @@ def test_wrong_records_are_listed_where_nothing_else_is_left(overrides, tmp_path
     ]
     file = tmp_path / "wrong.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    arguments = [*overrides(train=file), "data.on_error=raise"]
+    arguments = [*overrides(train=file), "data.max_errors=0"]
     with raises(DataError, problem_has="3 of 3", remedy_has="[inputs,loss_mask]"):
         run_inspect(load_config(arguments), None, samples=1, sample=None, ranks=1)
     output = " ".join(capsys.readouterr().out.split())
@@ -613,7 +613,7 @@ def test_pictures_that_break_off_are_found_by_decoding(overrides, folder, tmp_pa
     train = tmp_path / "cut.jsonl"
     train.write_text("".join(json.dumps(record) + "\n" for record in records))
     show = dict(samples=0, sample=None, ranks=1)
-    cfg = load_config(overrides("data.on_error=raise", train=train))
+    cfg = load_config(overrides("data.max_errors=0", train=train))
     run_inspect(cfg, None, **show)
     assert "samples: 4, " in capsys.readouterr().out
     with raises(DataError, key="data.train", problem_has="1 of 4 records is wrong"):
@@ -622,7 +622,7 @@ def test_pictures_that_break_off_are_found_by_decoding(overrides, folder, tmp_pa
     assert "Wrong records: 1\n" in output and "cut.jsonl:2: image 0: cut.jpg: cannot be" in output
     assert "samples: 3, " in output and "images: 2, " in output
     run_inspect(load_config(overrides(train=train)), None, **show, decode=True)
-    assert "wrong: 1" in capsys.readouterr().out  # data.on_error=skip
+    assert "wrong: 1" in capsys.readouterr().out  # data.max_errors=100
     train.write_text(json.dumps(records[1]) + "\n")
     with raises(DataError, problem_has="1 of 1 records is wrong"):
         run_inspect(cfg, None, **show, decode=True)

@@ -70,21 +70,26 @@ def test_the_same_spec_gives_the_same_bytes(tiny, tmp_path):
 def test_command(tmp_path, capsys):
     out = tmp_path / "t"
     options = ["--layers", "5", "--kv-heads", "4", "--tied", "--vision-depth", "6"]
-    assert main(["tiny", "--out", str(out), *options, "--dtype", "bfloat16"]) == 0
+    assert main(["demo", "tiny", "--out", str(out), *options, "--dtype", "bfloat16"]) == 0
     config = AutoConfig.from_pretrained(out)
     assert config.text_config.num_hidden_layers == 5 and config.tie_word_embeddings
     assert config.vision_config.deepstack_visual_indexes == [1, 3, 4]
     model = Qwen3VLForConditionalGeneration.from_pretrained(out)
     assert next(model.parameters()).dtype is torch.bfloat16
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    assert main(["tiny", "--out", str(out)]) == 2
+    assert main(["demo", "tiny", "--out", str(out)]) == 2
     assert f"{out}: is not empty" in capsys.readouterr().err
 
 
 def test_too_small_a_vocabulary(tmp_path, capsys):
-    assert main(["tiny", "--out", str(tmp_path / "t"), "--vocab", "100"]) == 2
+    assert main(["demo", "tiny", "--out", str(tmp_path / "t"), "--vocab", "100"]) == 2
     err = capsys.readouterr().err
     assert "vocab=100" in err and "at least 270" in err
+
+
+def test_the_name_that_the_command_had_is_answered(tmp_path, capsys):
+    assert main(["tiny", "--out", str(tmp_path / "t")]) == 2
+    assert "tiny is not a command; write megatron-vlm demo tiny" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 128])

@@ -15,7 +15,7 @@ from megatron_vlm.config.bounds import check_bounds, ranges_of
 from megatron_vlm.config.checks import check_training, require
 from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.data_sources import SourceSpec, parse_sets, parse_sources
-from megatron_vlm.config.schema import Config, EngineConfig, key_types
+from megatron_vlm.config.schema import Config, EngineConfig, MuonSettings, VideoLimits, key_types
 from megatron_vlm.config.searched_keys import SEARCHED
 from megatron_vlm.errors import NOT_GIVEN, ConfigError
 from tests.support.error_fields import raises
@@ -143,11 +143,11 @@ def test_sources_are_written_as_people_write_them():
 
 
 def test_a_plus_sets_a_key_and_a_tilde_restores_its_default():
-    overrides = ["+optim.lr=2", "+run=there", "~data.train", "~eval.recall_at"]
-    cfg = load_config(["model.path=x", "data=shapes", "eval.recall_at=[2]", *overrides])
+    overrides = ["+optim.lr=2", "+run=there", "~data.train", "~data.video"]
+    cfg = load_config(["model.path=x", "data=shapes", "data.video={fps: 1}", *overrides])
     assert (cfg.optim.lr, cfg.run, cfg.data.train) == (2, "there", ())
-    assert cfg.eval.recall_at == (1, 5, 10)
-    text = to_yaml(load_config(["model.path=x", "data=shapes", "eval.recall_at=[2]"]))
+    assert cfg.data.video == VideoLimits()
+    text = to_yaml(load_config(["model.path=x", "data=shapes", "data.video={fps: 1}"]))
     assert from_yaml(text, overrides).data.train == () and from_yaml(text, overrides).optim.lr == 2
 
 
@@ -291,7 +291,22 @@ MISTAKES = [
     ("optim.beta1=1", "optim.beta1", 1, {"allowed": "0 to less than 1"}),
     ("optim.lr=inf", "optim.lr", math.inf, {"allowed_has": "finite"}),
     ("optim.name=lion", "optim.name", "lion", {"allowed_has": "'adamw', 'muon'"}),
-    ("optim.muon_ns_steps=100", "optim.muon_ns_steps", 100, {"allowed": "1 to 99"}),
+    ("optim.muon={ns_steps: 100}", "optim.muon.ns_steps", 100, {"allowed": "1 to 99"}),
+    (
+        "optim.muon={steps: 5}",
+        "optim.muon",
+        NOT_GIVEN,
+        {"allowed_has": "momentum, nesterov, ns_steps"},
+    ),
+    (
+        "optim.muon={ns_steps: 4}",
+        "optim.muon",
+        MuonSettings(ns_steps=4),
+        {"remedy_has": "optim.name=muon"},
+    ),
+    ("data.video={fps: fast}", "data.video.fps", "fast", {"allowed": "a number"}),
+    ("data.video={max_frames: 1}", "data.video.max_frames", 1, {"allowed": "at least 2"}),
+    ("data.video=3", "data.video", NOT_GIVEN, {"problem": "is not a mapping"}),
     ("optim.muon_lr=0.02", "optim.muon_lr", 0.02, {"remedy_has": "optim.name=muon"}),
     ("optim.eps=-1", "optim.eps", -1, {"allowed": "more than 0 to 1"}),
     ("data.train_on=[robot]", "data.train_on", ("robot",), {"allowed_has": "all_assistant"}),
@@ -427,12 +442,14 @@ def test_what_is_out_of_range_is_refused_and_the_ends_are_not(key):
 @in_one_test(
     ("overrides", "key", "words"),
     [
-        ("eval.every=2 eval.every_epochs=1", "eval.every_epochs", "eval.every=null"),
-        ("checkpoint.every=2 checkpoint.every_epochs=1", "checkpoint.every_epochs", "both set"),
+        ("eval.every='0 epochs'", "eval.every", "0.5 epochs"),
+        ("checkpoint.every=1.5", "checkpoint.every", "0.5 epochs"),
+        ("checkpoint.every=true", "checkpoint.every", "0.5 epochs"),
+        ("eval.every='half an epoch'", "eval.every", "0.5 epochs"),
         ("data.split=1.5", "data.split", "whole number"),
         ("data.split=3 data.eval=b.jsonl", "data.split", "data.eval=null"),
         ("data.split=3 data.train={path: a, streaming: true}", "data.split", "is a stream"),
-        ("eval.every_epochs=1 data.train={path: a, streaming: true}", "eval.every_epochs", "=N"),
+        ("eval.every='1 epoch' data.train={path: a, streaming: true}", "eval.every", "=N"),
         ("train.early_stopping=2", "train.early_stopping", "checkpoint.best=b/loss"),
         ("train.early_stopping=2 checkpoint.best=b/loss", "train.early_stopping", "fixed steps"),
         ("train.early_stopping_delta=1", "train.early_stopping_delta", "no effect"),
@@ -464,7 +481,7 @@ def test_measurements_that_cannot_be_made(overrides, key, words):
 def test_measurements_that_can_be_made(tmp_path):
     own = tmp_path / "own.py"
     own.write_text("")
-    words = [f"eval.metrics=[iou,{own}:score]", "data.split=0.1", "eval.every_epochs=0.5"]
+    words = [f"eval.metrics=[iou,{own}:score]", "data.split=0.1", "eval.every=0.5 epochs"]
     words += ["train.early_stopping=2", "checkpoint.export_from=best", "data.train=a.jsonl"]
     for score in ("iou_accuracy", "score", "score_f1"):
         cfg = load_config(["model.path=x", f"checkpoint.best=held_out/{score}", *words])

@@ -177,7 +177,7 @@ VALUES = {
         yaml_text(LF | {"val_size": 0.1, "eval_strategy": "epoch"})
         + "load_best_model_at_end: true\n",
         {},
-        {"eval.every_epochs": 1.0, "checkpoint.best": "held_out/loss"},
+        {"eval.every": "1 epoch", "checkpoint.best": "held_out/loss"},
     ),
     "columns of axolotl": (
         "a.yaml",

@@ -67,9 +67,6 @@ KEYS = {
     "dataloader_num_workers": "data.num_workers",
     "tensor_model_parallel_size": "parallel.tp",
     "max_pixels": "data.max_pixels",
-    "video_maxlen": "data.video_max_frames",
-    "video_fps": "data.video_fps",
-    "fps": "data.video_fps",
     "MAX_PIXELS": "data.max_pixels",
     "freeze-ViT": "model.freeze_vision",
     "num_generations": "rl.samples",
@@ -103,6 +100,7 @@ SENTENCES = {
     "modules_to_save": "lora.train names the parts",
     "use_dora": "adapters are plain LoRA",
     "video_max_pixels": "all frames of a video together",
+    "video_fps": "data.video={fps: 2.0}",
     "quantization_bit": "lora.base=nf4",
     "finetuning_type": "lora=default trains adapters",
     "per_device_train_batch_size": "train.micro_batch_size is the rows of one pass",
@@ -123,7 +121,7 @@ SENTENCES = {
     "load_best_model_at_end": "checkpoint.best=SET/SCORE",
     "report_to": "log.wandb=PROJECT",
     "save_strategy": "checkpoint.every",
-    "saves_per_epoch": "checkpoint.every_epochs are the epochs",
+    "saves_per_epoch": "is twice an epoch",
     "prompt_key": "data.columns={image: photo, question: q}",
     "compute_metrics": "eval.metrics lists more scores",
     "template": "chat template",
@@ -156,7 +154,7 @@ TYPICAL: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("parallel.distributed_optimizer", "data.shuffle", "eval.generate"), _SWITCH),
     "rl.dynamic_sampling": _SWITCH,
     **dict.fromkeys(("optim.min_lr_ratio", "rl.kl_coef", "rl.entropy_coef"), ("0.1", "0")),
-    **dict.fromkeys(("rl.clip_low", "rl.clip_high", "data.video_fps"), ("0.2",)),
+    **dict.fromkeys(("rl.clip_low", "rl.clip_high"), ("0.2",)),
     "rl.max_weight": ("2.0",),
     "data.split": ("0.1", "100"),
     "data.system": ("You are brief.",),
@@ -238,14 +236,14 @@ LISTS = sorted((Path(__file__).parents[1] / "golden" / "trainer_keys").glob("*.t
 TYPED = """
 adamw additional_target assistant_only_loss batch_size clip_ratio completion_only_loss
 compute_metrics critic custom_reward_function dataset_dir dataset_text_field eval_batch_size
-filter_groups hydra init_lora_weights interleave_probs kl_ctrl kto_chosen_weight
+filter_groups fps hydra init_lora_weights interleave_probs kl_ctrl kto_chosen_weight
 limit_mm_per_prompt load_best_model_at_end loss_agg_mode mask_history mask_truncated_completions
 max_seq_length max_turns min_p mix_strategy multi_turn muon neat_packing new_special_tokens
 overlong_buffer override_config peft peft_config precompute_ref_log_probs pref_ftx profiler
 prompt_key quantization_bit ray_kwargs revision reward_manager roles_to_train rollout.top_k
 rollout_correction rollout_is sequence_parallel_size tokenizer tokens train_on_inputs
 train_on_prompt tune_mm_llm tune_mm_mlp tune_mm_vision ulysses_sequence_parallel_size use_cache
-use_chat_template use_lora val_kwargs
+use_chat_template use_lora val_kwargs video_maxlen
 """
 
 

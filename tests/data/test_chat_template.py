@@ -348,7 +348,7 @@ def test_an_image_that_the_template_leaves_out_is_an_error(reader, tiny):
 
 
 def test_what_the_template_refuses_is_a_wrong_record(tiny, tmp_path):
-    """The error is one of the record, so data.on_error=skip leaves the record out."""
+    """The error is one of the record, so data.max_errors=100 leaves the record out."""
     model = shutil.copytree(tiny(), tmp_path / "model")
     refusal = "{{ raise_exception('only one turn') if messages | length > 2 }}"
     template = model / "chat_template.jinja"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
+from megatron_vlm.config.schema import Config, DataConfig, ModelConfig, VideoLimits
 from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import NoSampleError
 from megatron_vlm.data.tokens import index as indexing
@@ -101,7 +101,7 @@ def test_every_deciding_setting_makes_a_new_entry(tiny, tmp_path, monkeypatch):
         {"ignore_keys": ("reward",)},
         {"template_kwargs": {"has_system": True}},
         {"min_pixels": 4096},
-        {"video_fps": 1.0},
+        {"video": VideoLimits(fps=1.0)},
         {"max_images": 3},
         {"exif_orientation": False},
     ):
@@ -117,11 +117,12 @@ def test_what_is_ignored_is_part_of_the_fingerprint(tiny, tmp_path):
 
     data = open_set(write_set(tmp_path), tiny(), tmp_path / "cache")
     rules: tuple[dict[str, Any], ...] = ({}, {"ignore_keys": ("reward",)})
-    rules += ({"template_kwargs": {"level": 3}}, {"video_fps": 1.0}, {"video_max_frames": 8})
+    rules += ({"template_kwargs": {"level": 3}},)
+    rules += ({"video": VideoLimits(fps=1.0)}, {"video": VideoLimits(max_frames=8)})
     model = ModelConfig(path=tiny())
     first, *others = (fingerprint(data, Config(model=model, data=DataConfig(**r))) for r in rules)
     assert first.changed_rows(first) == first.changed_order(first) == []
-    keys = ("ignore_keys", "template_kwargs", "video_fps", "video_max_frames")
+    keys = ("ignore_keys", "template_kwargs", "video", "video")
     for key, other in zip(keys, others, strict=True):
         assert first.changed_order(other) == []
         assert [f"data.{key}" in change for change in first.changed_rows(other)] == [True]
@@ -148,7 +149,7 @@ def test_settings_that_decide_nothing_share_an_entry(tiny, tmp_path, monkeypatch
     path, cache = write_set(tmp_path), tmp_path / "cache"
     open_set(path, tiny(), cache)
     calls = encodes(monkeypatch)
-    open_set(path, tiny(), cache, seed=9, on_error="skip", prefetch=7)
+    open_set(path, tiny(), cache, seed=9, max_errors=100, prefetch=7)
     assert not calls
 
 
@@ -178,7 +179,7 @@ def test_wrong_records_stop_a_run_by_default(tiny, tmp_path):
 def test_wrong_records_are_skipped_and_counted(tiny, tmp_path, small_chunks, caplog):
     caplog.set_level("INFO", "megatron_vlm.data")
     path = wrong_and_dropped(tmp_path)
-    data = open_set(path, tiny(), tmp_path / "cache", on_error="skip")
+    data = open_set(path, tiny(), tmp_path / "cache", max_errors=100)
     dropped, errors = data.faults()
     assert dict(dropped) == {"nothing to learn": 1}
     assert [error.split("train.jsonl")[1][:3] for error in errors] == [":4:", ":8:"]
@@ -211,7 +212,7 @@ def test_keys_that_are_passed_over_are_counted(tiny, tmp_path, small_chunks):
     content = Path(path).read_text()
     Path(path).write_text(content.replace('{"messages"', '{"meta": 1, "messages"'))
     for _ in range(2):
-        data = open_set(path, tiny(), tmp_path / "cache", on_error="skip")
+        data = open_set(path, tiny(), tmp_path / "cache", max_errors=100)
         cfg = data_config(None)
         remarks = Remarks.from_data(data, "data.train", cfg)
         assert (remarks.dropped, remarks.wrong) == (1, 2)
@@ -226,7 +227,7 @@ def test_a_mended_record_is_found(tiny, tmp_path, small_chunks):
     path = write_set(tmp_path, 12)
     away = tmp_path / "images" / "7-1.png"
     away.rename(tmp_path / "away.png")
-    data = open_set(path, tiny(), tmp_path / "cache", on_error="skip")
+    data = open_set(path, tiny(), tmp_path / "cache", max_errors=100)
     assert "no file images/7-1.png" in data.faults()[1][0]
     (tmp_path / "away.png").rename(away)
     assert len(open_set(path, tiny(), tmp_path / "cache").order) == 12
@@ -235,7 +236,7 @@ def test_a_mended_record_is_found(tiny, tmp_path, small_chunks):
 def test_too_many_wrong_records_stop_a_run(tiny, tmp_path):
     path = wrong_and_dropped(tmp_path)
     with raises(DataError, key="data.max_errors", found=1, problem_has=" 2 "):
-        open_set(path, tiny(), tmp_path / "cache", on_error="skip", max_errors=1)
+        open_set(path, tiny(), tmp_path / "cache", max_errors=1)
 
 
 def test_a_set_with_nothing_left_says_why(tiny, tmp_path):

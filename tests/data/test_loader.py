@@ -157,14 +157,11 @@ def test_a_broken_picture_is_skipped_when_it_is_met(tmp_path, tiny):
         DataError, match=r"train\.jsonl:4: image 1: images/3-1\.png: cannot be decoded"
     ):
         load(path, tiny(), tmp_path / "cache")
-    data = open_set(path, tiny(), tmp_path / "cache", on_error="skip")
-    loader = Loader(data, data_config(None, on_error="skip"), 6, LIMITS, epochs=1)
+    data = open_set(path, tiny(), tmp_path / "cache", max_errors=100)
+    loader = Loader(data, data_config(None, max_errors=100), 6, LIMITS, epochs=1)
     (step,) = loader
     assert len(rows_of(step)) == 5
     assert "images/3-1.png: cannot be decoded" in step.skipped[0] == loader.errors[0]
-    strict = data_config(None, on_error="skip", max_errors=0)
-    with raises(DataError, key="data.max_errors", found=0):
-        list(Loader(data, strict, 6, LIMITS, epochs=1))
 
 
 def _shared(worker: MegatronWorker, path: str, model: str, cache) -> dict:
@@ -421,14 +418,14 @@ def test_every_kind_of_wrong_record_is_skipped_and_counted(name, streaming, tiny
     with pytest.raises(DataError, match=rf"{name}:2: is not a line of JSON"):
         load(spec, tiny(), tmp_path / "cache", **options)
     count = len(expected)
-    steps = load(spec, tiny(), tmp_path / "cache", on_error="skip", max_errors=count, **options)
+    steps = load(spec, tiny(), tmp_path / "cache", max_errors=count, **options)
     skipped = [m for m in caplog.messages if m.startswith("skipped")]
     assert sum(len(rows) for rows, _ in steps) == 1
     assert len(skipped) == count
     for place, words in enumerate(expected, 2):
         assert any(re.search(f"{name}:{place}: .*({words})", message) for message in skipped), words
     with raises(DataError, key="data.max_errors", found=count - 1, problem_has=f" {count} "):
-        load(spec, tiny(), tmp_path / "cache", on_error="skip", max_errors=count - 1, **options)
+        load(spec, tiny(), tmp_path / "cache", max_errors=count - 1, **options)
 
 
 def test_a_stream_of_wrong_records_stops_at_the_limit(tiny, tmp_path):
@@ -436,7 +433,7 @@ def test_a_stream_of_wrong_records_stops_at_the_limit(tiny, tmp_path):
     (tmp_path / "a.jsonl").write_text("{\n" * 50)
     spec = {"path": str(tmp_path / "a.jsonl"), "streaming": True}
     with raises(DataError, key="data.max_errors", found=3, problem_has=" 4 "):
-        load(spec, tiny(), None, on_error="skip", max_errors=3)
+        load(spec, tiny(), None, max_errors=3)
 
 
 @pytest.mark.parametrize("processes", [0, full(1)])
@@ -446,7 +443,7 @@ def test_a_stream_that_breaks_off_is_an_error(processes, tiny, tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode())[:-9])
     spec = {"path": str(tmp_path / "a.jsonl.gz"), "streaming": True}
     with pytest.raises(DataError, match=r"^\S+a\.jsonl\.gz: cannot be unpacked"):
-        load(spec, tiny(), None, on_error="skip", num_workers=processes)
+        load(spec, tiny(), None, max_errors=100, num_workers=processes)
 
 
 def test_a_stream_says_keys_that_are_passed_over_where_they_first_come(tiny, tmp_path, caplog):
@@ -468,5 +465,5 @@ def test_errors_of_a_stream(stream, tiny, tmp_path):
     spec = {"path": str(tmp_path / "a.jsonl"), "streaming": True}
     with pytest.raises(DataError, match=r"a\.jsonl:1: prompt has a question"):
         load(spec, tiny(), tmp_path, shuffle=False)
-    steps = load(spec, tiny(), tmp_path, shuffle=False, on_error="skip", epochs=1)
+    steps = load(spec, tiny(), tmp_path, shuffle=False, max_errors=100, epochs=1)
     assert [len(rows) for rows, _ in steps] == [1]

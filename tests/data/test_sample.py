@@ -145,7 +145,7 @@ def test_too_long(reader):  # noqa: F811
     [
         ("text", {"max_tokens": 8}, ""),
         ("image", {"max_tokens": 8}, " lower data.max_pixels,"),
-        ("video", {"max_tokens": 8}, " lower data.video_max_pixels or data.video_max_frames,"),
+        ("video", {"max_tokens": 8}, " lower data.video.max_pixels or data.video.max_frames,"),
         ("image", {"max_images": 0}, ""),
     ],
 )
@@ -343,7 +343,7 @@ def test_image_settings_are_what_hugging_face_reads(files, tmp_path):
     [
         {"truncation": "cut"},
         {"special_tokens": "allow"},
-        {"on_error": "ignore"},
+        {"max_errors": -1},
         {"train_on": "assistant"},
         {"train_on": ["robot"]},
         {"max_tokens": 0},

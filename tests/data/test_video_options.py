@@ -111,9 +111,8 @@ def test_frames_by_keys_and_by_records_are_those_of_transformers(
     oracle = Oracle.from_pretrained(tiny(), **theirs)
     expected = hf_file(folder / "clip.mp4", oracle)
     assert expected["video_grid_thw"][0, 0] == math.ceil(count / 2)
-    keys = {f"video_{name}": value for name, value in given.items()}
     clip = {"video": "clip.mp4"}
-    assert_equal(row_of(tiny(), folder, record(**clip), **keys), tiny(), expected, oracle)
+    assert_equal(row_of(tiny(), folder, record(**clip), video=given), tiny(), expected, oracle)
     assert_equal(row_of(tiny(), folder, record(**clip, **given)), tiny(), expected, oracle)
 
 
@@ -132,8 +131,7 @@ def test_budgets_of_the_configuration_are_the_size_of_transformers(
     model = with_cap(tiny(), tmp_path, cap)
     least, most = size
     oracle = Oracle.from_pretrained(model, size={"shortest_edge": least, "longest_edge": most})
-    chosen = {f"video_{name}": value for name, value in keys.items()}
-    row = row_of(model, folder, record(video="clip.mp4"), max_tokens=100_000, **chosen)
+    row = row_of(model, folder, record(video="clip.mp4"), max_tokens=100_000, video=keys)
     assert_equal(row, model, hf_file(folder / "clip.mp4", oracle), oracle)
 
 
@@ -476,13 +474,13 @@ def test_values_of_images_that_are_refused(part, fields):
         ({"video_start": 3.1}, {}, "video_start", 3.1, "video_end=the end"),
         ({"video_start": 1.01, "video_end": 1.09}, {}, "video_start", 1.01, "video_end=1.09"),
         ({"video_start": 3.0}, {}, "", NOT_GIVEN, "1 of 1 frames"),
-        ({"min_frames": 9}, {"video_max_frames": 8}, "min_frames", 9, "8"),
+        ({"min_frames": 9}, {"max_frames": 8}, "min_frames", 9, "8"),
         ({"max_pixels": 100}, {}, "max_pixels", 100, "6 frames have a minimum of 1024 .* 600$"),
         ({"min_pixels": 20000}, {}, "min_pixels", 20000, "6 frames .* 120000 .* 65536$"),
     ],
 )
 def test_what_does_not_fit_the_file_or_the_settings(part, keys, key, found, numbers, tiny, folder):
-    maker = RowMaker(tiny(), image_root=str(folder), **keys)
+    maker = RowMaker(tiny(), image_root=str(folder), video=keys)
     with raises(DataError, place="chats.jsonl:7: video 0", key=key, found=found) as caught:
         maker.row(record(video="clip.mp4", **part), where="chats.jsonl:7")
     assert re.search(numbers, caught.value.problem)
@@ -513,14 +511,14 @@ def test_what_is_ignored_has_no_effect(tiny, folder):
 @pytest.mark.parametrize(
     ("keys", "name", "found", "words"),
     [
-        ({"video_min_frames": 9, "video_max_frames": 8}, "video_min_frames", 9, "max_frames=8"),
-        ({"video_min_frames": 769}, "video_min_frames", 769, "data.video_max_frames=768"),
-        ({"video_max_pixels": 1000}, "video_min_pixels", 1024, "data.video_max_pixels=1000"),
-        ({"video_fps": 0}, "video_fps", 0, "more than 0"),
-        ({"video_max_frames": 1}, "video_max_frames", 1, "at least 2"),
+        ({"min_frames": 9, "max_frames": 8}, "min_frames", 9, "max_frames=8"),
+        ({"min_frames": 769}, "min_frames", 769, "data.video.max_frames=768"),
+        ({"max_pixels": 1000}, "min_pixels", 1024, "data.video.max_pixels=1000"),
+        ({"fps": 0}, "fps", 0, "more than 0"),
+        ({"max_frames": 1}, "max_frames", 1, "at least 2"),
     ],
 )
 def test_keys_that_are_refused(keys, name, found, words, tiny):
     with pytest.raises(ConfigError) as caught:
-        RowMaker(tiny(), **keys)
-    assert f"data.{name}={found}" in str(caught.value) and words in str(caught.value)
+        RowMaker(tiny(), video=keys)
+    assert f"data.video.{name}={found}" in str(caught.value) and words in str(caught.value)

@@ -334,7 +334,7 @@ def parse_as(kind: str, raw: Any) -> Any:
 
 
 def test_no_value_of_a_record_ends_in_a_traceback():
-    """An error of any other kind would stop a run in spite of data.on_error=skip."""
+    """An error of any other kind would stop a run in spite of data.max_errors=100."""
     failures, counts = dict[str, Any](), Counter[str]()
     for kind, bases in BASES.items():
         for raw in (each for base in bases for each in odd_versions(base)):

@@ -483,7 +483,7 @@ def steps_due(options: EvalConfig, samples: int, batch: int, steps: int) -> list
         start = before if before.taken < samples else Position(before.epoch + 1)
         taken = start.taken + batch
         after = Position(start.epoch, taken) if taken <= samples else Position(start.epoch + 1)
-        if is_due(options, step, before, after, samples):
+        if is_due(options.every, step, before, after, samples):
             due.append(step)
         before = after
     return due
@@ -492,12 +492,12 @@ def steps_due(options: EvalConfig, samples: int, batch: int, steps: int) -> list
 @pytest.mark.parametrize(
     ("options", "samples", "batch", "expected"),
     [
-        (EvalConfig(every_epochs=1), 24, 8, [3, 6, 9, 12]),
-        (EvalConfig(every_epochs=1), 23, 7, [4, 8, 12]),  # with 2 samples in each fourth step
-        (EvalConfig(every_epochs=0.5), 23, 7, [2, 4, 6, 8, 10, 12]),
-        (EvalConfig(every_epochs=0.1), 30, 1, [3, 6, 9, 12]),  # 3 x 0.1 is above 0.3 as floats
-        (EvalConfig(every_epochs=0.1), 8, 8, [*range(1, 13)]),  # not more than once a step
-        (EvalConfig(every_epochs=1.5), 16, 8, [3, 6, 9, 12]),
+        (EvalConfig("1 epoch"), 24, 8, [3, 6, 9, 12]),
+        (EvalConfig("1 epoch"), 23, 7, [4, 8, 12]),  # with 2 samples in each fourth step
+        (EvalConfig("0.5 epochs"), 23, 7, [2, 4, 6, 8, 10, 12]),
+        (EvalConfig("0.1 epochs"), 30, 1, [3, 6, 9, 12]),  # 3 x 0.1 is above 0.3 as floats
+        (EvalConfig("0.1 epochs"), 8, 8, [*range(1, 13)]),  # not more than once a step
+        (EvalConfig("1.5 epochs"), 16, 8, [3, 6, 9, 12]),
         (EvalConfig(every=5), 24, 8, [5, 10]),
         (EvalConfig(every=0), 24, 8, []),
         (EvalConfig(), 24, 8, []),  # the clock's, which the caller passes
@@ -508,8 +508,8 @@ def test_intervals_in_epochs_end_with_them(options, samples, batch, expected):
 
 
 STOPPING = (
-    *("data.eval={held: %s/train.jsonl}", "eval.every_epochs=0.5", "checkpoint.best=held/loss"),
-    *("checkpoint.every=null", "checkpoint.every_epochs=1", "checkpoint.export_from=best"),
+    *("data.eval={held: %s/train.jsonl}", "eval.every=0.5 epochs", "checkpoint.best=held/loss"),
+    *("checkpoint.every=1 epoch", "checkpoint.export_from=best"),
     *("train.early_stopping=2", "train.early_stopping_delta=1e9", "train.steps=12"),
     "optim.lr=1.0",  # The second half of an epoch makes everything worse.
 )

@@ -203,7 +203,7 @@ def broken_pictures(tmp_path_factory):
 def test_steps_without_a_trained_token_are_passed_over(world, broken_pictures, tiny, pool):
     """Weights at every step, with a break after a step of the kind, too."""
     folder, run = broken_pictures, f"of-{world}"
-    more = ["data.on_error=skip", "data.shuffle=false", "train.global_batch_size=1"]
+    more = ["data.max_errors=100", "data.shuffle=false", "train.global_batch_size=1"]
     more += [
         f"parallel.pp={world}",
         "train.steps=6",
@@ -288,15 +288,14 @@ def test_what_is_not_learnt_is_said_at_the_start(one_step):
 def test_another_rule_for_records_is_an_event_of_the_run(one_step, tiny, pool, tmp_path):
     """Files that were copied, and keys that change no row, are none."""
     rules = ["data.train_on=last_assistant", "data.special_tokens=escape", "data.max_pixels=4096"]
-    rules += ["data.video_fps=1", "data.video_max_pixels=4096"]
+    rules += ["data.video={fps: 1, max_pixels: 4096}"]
     status, _, err = resume_again(pool, one_step, tmp_path, *rules, "data.prefetch=3", model=tiny())
     assert status == 0, err
     assert [text for text in events_of(tmp_path / "run") if "resumed with" in text] == [
         "resumed with data.max_pixels=4096, was None",
         "resumed with data.special_tokens='escape', was 'refuse'",
         "resumed with data.train_on='last_assistant', was 'all_assistant'",
-        "resumed with data.video_fps=1.0, was None",
-        "resumed with data.video_max_pixels=4096, was None",
+        "resumed with data.video={fps: 1.0, max_pixels: 4096}, was {}",
         "resumed with another set of sample lengths in data.train",
     ]
 

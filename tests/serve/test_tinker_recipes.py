@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm.commands.demo.coloured_shapes import COLOURS
+from megatron_vlm.commands.demo.pictures import COLOURS
 from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 from tests.support.pool import free_port
 from tests.support.recipes import Cookbook, Trained, write_pictures, write_sums

@@ -3,6 +3,8 @@ their commands. Each comes with our keys that it must become, and with words of 
 
 from typing import Any
 
+from megatron_vlm.config.schema import VideoLimits
+
 PROMPT = "You are a careful reader.\n"
 LF_YAML = """\
 ### model
@@ -220,7 +222,7 @@ megatron-vlm import {_VERL} \\
     "variables in front, as env has them": (
         f"megatron-vlm import env NPROC_PER_NODE=2 FPS_MAX_FRAMES=12 {_SWIFT}"
         " --gradient_accumulation_steps 1",
-        {"train.global_batch_size": 2, "data.video_max_frames": 12},
+        {"train.global_batch_size": 2, "data.video": VideoLimits(max_frames=12)},
         "",
     ),
 }

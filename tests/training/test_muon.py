@@ -4,13 +4,14 @@ for bit at each layout, and everything else becomes what AdamW makes of it."""
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_vlm.config.schema import MuonSettings
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.export_weights import gather_tensors
@@ -53,8 +54,8 @@ CASES: dict[str, tuple[Case, dict[str, object]]] = {
     "lora-ep2": (replace(layout(dp=2, ep=2), lora=dict(rank=4)), EXPERTS),
 }
 VARIANTS: dict[str, dict[str, object]] = {
-    "tp2": dict(muon_adjust_lr_fn="original", muon_nesterov=False, muon_momentum=0.8),
-    "dp2": dict(muon_ns_steps=3, vision_lr=1e-3),
+    "tp2": dict(muon=MuonSettings(adjust_lr_fn="original", nesterov=False, momentum=0.8)),
+    "dp2": dict(muon=MuonSettings(ns_steps=3), vision_lr=1e-3),
 }
 
 
@@ -137,10 +138,7 @@ def expected_weights(
             chosen: torch.optim.Optimizer = torch.optim.Muon(
                 params,
                 **settings,
-                momentum=optim.get("muon_momentum", 0.95),
-                nesterov=optim.get("muon_nesterov", True),
-                ns_steps=optim.get("muon_ns_steps", 5),
-                adjust_lr_fn=optim.get("muon_adjust_lr_fn", "match_rms_adamw"),
+                **asdict(optim.get("muon", MuonSettings())),
             )
         else:
             params = [torch.nn.Parameter(tensor)]

@@ -4,28 +4,15 @@ Answers are balanced: a model that does not look at the picture scores no better
 """
 
 import json
-import math
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw
-
+from megatron_vlm.commands.demo.pictures import COLOURS, SHAPES, Scene, Shape, draw
 from megatron_vlm.errors import ConfigError
 
-COLOURS = {
-    "red": (230, 20, 20),
-    "green": (20, 160, 50),
-    "blue": (30, 60, 240),
-    "yellow": (255, 230, 30),
-    "black": (0, 0, 0),
-    "white": (255, 255, 255),
-    "orange": (255, 130, 0),
-    "purple": (160, 20, 150),
-}
-SHAPES = ("circle", "square", "triangle", "star")
 ABOUT_ONE_PICTURE = {"colour": 10, "shape": 14, "count": 14, "position": 16}
 # Shares in per cent. A chat has two or three of the questions above about one picture. A pair has a
 # question about one of two pictures, and a text has no picture.
@@ -40,7 +27,6 @@ _FACTS = {
     "What colour is a carrot?": "orange",
     "What colour is an aubergine?": "purple",
 }
-_GREY = (128, 128, 128)
 _MARGIN = 2  # pixels around a shape
 _TRIES = 500
 _CHOICE = 8  # pictures to choose from, so that rare answers come as often as others
@@ -69,27 +55,6 @@ class ShapesSpec:
     def cell(self) -> int:
         """The side of a square that holds any shape with its margin."""
         return max(self.sizes) + 2 * _MARGIN
-
-
-@dataclass(frozen=True, order=True)
-class Shape:
-    """A shape in the box (left, top, left + size, top + size)."""
-
-    name: str
-    colour: str
-    left: int
-    top: int
-    size: int
-
-
-@dataclass(frozen=True)
-class Scene:
-    """A picture before it is drawn. Its shapes are sorted, so that equal pictures are equal
-    scenes."""
-
-    width: int
-    height: int
-    shapes: tuple[Shape, ...]
 
 
 @dataclass(frozen=True)
@@ -149,26 +114,6 @@ def questions(scene: Scene) -> list[ShapeQuestion]:
                     text = f"Where is the {shape.name}: {sides[0]} or {sides[1]}?"
                     items.append(ShapeQuestion(form, text, sides[off_centre > 0]))
     return items
-
-
-def draw(scene: Scene) -> Image.Image:
-    """Draw the picture. Edges are not smoothed: a pixel has the colour of a shape, or is grey."""
-    image = Image.new("RGB", (scene.width, scene.height), _GREY)
-    pen = ImageDraw.Draw(image)
-    for shape in scene.shapes:
-        reach, fill = (shape.size - 1) / 2, COLOURS[shape.colour]
-        x, y = shape.left + reach, shape.top + reach
-        box = (x - reach, y - reach, x + reach, y + reach)
-        if shape.name == "circle":
-            pen.ellipse(box, fill=fill)
-        elif shape.name == "square":
-            pen.rectangle(box, fill=fill)
-        elif shape.name == "triangle":
-            pen.polygon(((box[0], box[3]), (box[2], box[3]), (x, box[1])), fill=fill)
-        else:
-            tips = [(reach * (0.45 if i % 2 else 1), i * math.pi / 5) for i in range(10)]
-            pen.polygon([(x + r * math.sin(a), y - r * math.cos(a)) for r, a in tips], fill=fill)
-    return image
 
 
 _Asked = tuple[tuple[Scene, ...], ShapeQuestion]

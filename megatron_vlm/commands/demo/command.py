@@ -1,4 +1,4 @@
-"""The commands that write data and model of the demo: `megatron-vlm shapes`, `megatron-vlm
+"""The commands that write data and model of the demo: `megatron-vlm demo shapes`, `megatron-vlm
 tiny`."""
 
 import argparse
@@ -11,8 +11,19 @@ _OUT = "folder to write; must not exist or be empty"
 _METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
+def demo(args: argparse.Namespace) -> None:
+    """write data or a tiny model to try the program with
+
+    Write a set of coloured shapes with questions about them, or a random checkpoint that is small
+    enough for a laptop. megatron-vlm demo tiny --help lists the options of one of them.
+
+    example: megatron-vlm demo shapes --out shapes --train 200 --eval 20
+    """
+    raise AssertionError("argparse asks for one of its two parts")
+
+
 def add_shapes_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `megatron-vlm shapes`."""
+    """Add the options of `megatron-vlm demo shapes`."""
     parser.add_argument("--out", required=True, metavar="DIR", help=_OUT)
     easy = "records to start with, in easy.jsonl: one shape and its name"
     for option, default, text in (
@@ -37,7 +48,7 @@ def shapes(args: argparse.Namespace) -> None:
 
 
 def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `megatron-vlm tiny`."""
+    """Add the options of `megatron-vlm demo tiny`."""
     parser.add_argument("--out", required=True, metavar="DIR", help=_OUT)
     dtypes = ["float32", "bfloat16", "float16"]
     parser.add_argument("--dtype", default="float32", choices=dtypes, help="of the weights")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Translation, is_off
 from megatron_vlm.config.data_sources import HELD_OUT, parse_sets
+from megatron_vlm.config.evaluation_checks import epochs_text
 
 _SCHEDULES = {
     **{"linear": "linear", "cosine": "cosine", "constant": "constant"},
@@ -182,19 +183,19 @@ def _interval(
     steps, each = t.given(name), t.given(per_epoch)
     how = "steps" if strategy is None else str(strategy.value).lower()
     if each is not None and t.number(each) > 0:
-        t.put(f"{group}.every_epochs", 1 / t.number(each), each, note="1 / that number")
+        t.put(f"{group}.every", epochs_text(1 / t.number(each)), each, note="1 / that number")
         return
     if how in ("no", "false") and strategy is not None:
         t.put(f"{group}.every", 0, strategy, note="only at the end")
         return
     if strategy is not None and how == "epoch":
-        t.put(f"{group}.every_epochs", 1.0, strategy)
+        t.put(f"{group}.every", epochs_text(1), strategy)
         return
     steps = steps or (t.take(name) if group == "checkpoint" or strategy is not None else None)
     if steps is None or t.number(steps) <= 0:
         return
     if t.number(steps) < 1:
-        t.put(f"{group}.every_epochs", t.number(steps), steps)
+        t.put(f"{group}.every", epochs_text(t.number(steps)), steps)
         t.differ("a share of all steps there, and of an epoch here", steps)
     else:
         t.put(f"{group}.every", t.whole(steps), steps)

@@ -58,9 +58,9 @@ LLAMA_FACTORY = Trainer(
     same={
         "data.max_pixels": "image_max_pixels",
         "data.min_pixels": "image_min_pixels",
-        "data.video_fps": "video_fps",
-        "data.video_max_frames": "video_maxlen",
-        "data.video_min_frames": "video_minlen",
+        "data.video.fps": "video_fps",
+        "data.video.max_frames": "video_maxlen",
+        "data.video.min_frames": "video_minlen",
     },
     rules=(
         *(find_gpu_count, _translate_adapters, _translate_data, _translate_supervision),

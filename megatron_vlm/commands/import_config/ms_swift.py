@@ -26,8 +26,8 @@ from megatron_vlm.io.untrusted import UntrustedFile
 _ACCUMULATED = 16  # samples up to which it accumulates where it is not said
 _TOKEN_PIXELS = 32 * 32  # pixels of a picture that become a token of Qwen3-VL and Qwen3.5
 _MEDIA = {
-    **{"data.max_pixels": "max_pixels", "data.min_pixels": "min_pixels", "data.video_fps": "fps"},
-    **{"data.video_max_frames": "fps_max_frames", "data.video_min_frames": "fps_min_frames"},
+    **{"data.max_pixels": "max_pixels", "data.min_pixels": "min_pixels", "data.video.fps": "fps"},
+    **{"data.video.max_frames": "fps_max_frames", "data.video.min_frames": "fps_min_frames"},
 }
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".tar")
 _HUB = (
@@ -119,8 +119,8 @@ def _translate_media(t: Translation) -> None:
     for name in ("VIDEO_MAX_PIXELS", "VIDEO_MAX_TOKEN_NUM", "VIDEO_MIN_TOKEN_NUM"):
         if (setting := t.variable(name)) is not None:
             t.differ(
-                "the bound of a frame there; data.video_max_pixels counts all frames of a video, "
-                "and beside a video in a record max_pixels is of each frame",
+                "the bound of a frame there; max_pixels of data.video counts all frames of a "
+                "video, and beside a video in a record max_pixels is of each frame",
                 setting,
             )
 

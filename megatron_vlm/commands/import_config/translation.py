@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
 from megatron_vlm.commands.import_config.source_settings import Setting, SourceSettings
-from megatron_vlm.config.schema import key_types
+from megatron_vlm.config.schema import leaves, setting_types
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_value
 from megatron_vlm.io.printable import escape_controls
 
@@ -130,6 +130,11 @@ class Translation:
         """Set a key of this package, with the settings that the value came from."""
         shown = ", ".join(self._shown(origin, value) for origin in origins)
         comment = "; ".join(filter(None, (shown, note)))
+        mapping, _, name = key.rpartition(".")
+        if mapping in leaves():  # data.video.fps is a part of data.video
+            others = self.lines.get(mapping, OutputLine({}, "", 0))
+            key, value = mapping, others.value | {name: value}
+            comment = ", ".join(filter(None, (others.comment, comment)))
         self.lines[key] = OutputLine(value, comment, max((o.line for o in origins), default=0))
 
     def origin(self, *settings: Setting) -> str:
@@ -218,7 +223,7 @@ class Translation:
 
     def _converter(self, key: str) -> Callable[[Setting], Any]:
         """Return the function that reads a value of the key's type."""
-        kind = key_types()[key]
+        kind = setting_types()[key]
         parts = {kind, *get_args(kind)}
         if bool in parts and str not in parts:
             return self.flag

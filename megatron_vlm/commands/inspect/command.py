@@ -34,8 +34,8 @@ def run_inspect(
     """Print the model's view of data.train, and write it as a page if `html` is a path: the first
     `samples`, or the one with number `sample`, and figures for `ranks` replicas. Without `samples`
     they are the first few in the terminal, and more of them on the page. All wrong records are
-    listed; then they are an error, unless data.on_error=skip. With `decode` they are also those
-    whose pictures or videos cannot be decoded."""
+    listed; then they are an error, unless data.max_errors allows them. With `decode` they are also
+    those whose pictures or videos cannot be decoded."""
     if samples is not None and samples < 0:
         raise ConfigError(key="--samples", found=samples, allowed="at least 0")
     if ranks < 1:
@@ -50,8 +50,8 @@ def run_inspect(
     sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
     with _no_warnings_of_the_data():
         rules = cfg.data
-        if cfg.data.on_error == "raise":  # after all of them were listed
-            rules = replace(cfg.data, on_error="skip", max_errors=sys.maxsize)
+        if not cfg.data.max_errors:  # they are an error after all of them were listed
+            rules = replace(cfg.data, max_errors=sys.maxsize)
         try:
             specs, kind = cfg.data.train, records_of(cfg)
             data = open_data(specs, "data.train", rules, cfg.model.path, sizes, kind=kind)
@@ -95,7 +95,7 @@ def _wrong_records_error(data: DataSet) -> DataError:
     return DataError(
         f": {count:,} of {total:,} records {'is' if count == 1 else 'are'} wrong",
         key="data.train",
-        remedy="mend them, or set data.on_error=skip to train without them"
+        remedy=f"mend them, or set data.max_errors={count} to train without them"
         if first is None
         else str(first),
     )

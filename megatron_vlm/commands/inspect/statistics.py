@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from megatron_vlm.data.batches.balance import (
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.data_warnings import unused_key_warnings
 from megatron_vlm.data.batches.dataset import DataSet, Handle, NoSampleError
-from megatron_vlm.data.media.processor_settings import CHOSEN
 from megatron_vlm.data.tokens.index import check_errors
 from megatron_vlm.data.tokens.sample_views import ShownSample
 from megatron_vlm.data.worker_processes import map_in_processes
@@ -167,11 +166,10 @@ def column_figure(value: float) -> str:
 
 def _settings(cfg: Config) -> tuple[tuple[str, str], ...]:
     names = ["train_on", "max_tokens", "max_images", "truncation", "min_pixels", "max_pixels"]
-    names += [f"video_{name}" for name in CHOSEN]
-    return (
-        ("model.path", cfg.model.path),
-        *((f"data.{name}", str(value)) for name in names if (value := getattr(cfg.data, name))),
-    )
+    given = {f"data.{name}": getattr(cfg.data, name) for name in names}
+    given |= {f"data.video.{name}": value for name, value in asdict(cfg.data.video).items()}
+    shown = ((key, str(value)) for key, value in given.items() if value)
+    return (("model.path", cfg.model.path), *shown)
 
 
 def _sources(data: DataSet) -> Iterator[Source]:

@@ -10,9 +10,13 @@ _TEMPLATE_SWITCH = (
     "checkpoint's chat template reads"
 )
 _TRAINED = "data.train_on says which messages are learnt: by default those of the assistant"
+_VIDEO = (
+    "data.video={fps: 2.0} sets what is not as in the checkpoint: fps, min_frames, max_frames, "
+    "min_pixels or max_pixels"
+)
 _BUDGET = (
-    "data.video_min_pixels and data.video_max_pixels count the pixels of all frames of a video "
-    "together; beside a video in a record, min_pixels and max_pixels are of each frame"
+    "min_pixels and max_pixels in data.video={max_pixels: 100352} count the pixels of all frames "
+    "of a video together; beside a video in a record, they are of each frame"
 )
 _LENGTH = "data.max_tokens counts images, too; data.truncation decides about longer records"
 _BALANCED = (
@@ -36,7 +40,7 @@ _MIXED = (
     "epoch has each record"
 )
 _WRONG_RECORDS = (
-    "data.on_error=skip leaves wrong records out, data.on_error=raise stops at the first"
+    "data.max_errors=100 leaves up to 100 wrong records out; 0, the default, stops at the first"
 )
 _SPECIAL = (
     "data.special_tokens says what becomes of text that spells a special token; the special tokens "
@@ -66,6 +70,7 @@ DATA_SENTENCES = {
         "train_on_prompt mask_history train_on_inputs assistant_only_loss completion_only_loss "
         "loss_scale roles_to_train"
     ),
+    _VIDEO: "fps video_fps video_maxlen fps_max_frames",
     _BUDGET: "video_max_pixels video_min_pixels video_max_token_num",
     "data.max_pixels is the pixels of an image, and Qwen3-VL makes a token of 32 x 32 of them": (
         "image_max_token_num"

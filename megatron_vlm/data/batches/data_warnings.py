@@ -18,7 +18,7 @@ class Remarks:
 
     lines: tuple[str, ...] = ()
     dropped: int = 0  # records that a rule left out
-    wrong: int = 0  # records that data.on_error=skip left out
+    wrong: int = 0  # records left out, as data.max_errors allows
 
     @staticmethod
     def from_data(data: DataSet | StreamSet, key: str, cfg: DataConfig) -> "Remarks":

@@ -103,7 +103,7 @@ class _Decoded:
             try:
                 examples[place] = self.data.rows(handle)
             except DataError as error:
-                if self.cfg.on_error == "raise":
+                if not self.cfg.max_errors:
                     return task, error, ()  # a DataLoader would wrap a raised error's message
                 errors.append(str(error))
         if not examples:

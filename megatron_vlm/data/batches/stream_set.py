@@ -71,7 +71,7 @@ class StreamSet:
                 self.dropped[str(outcome)] += 1
                 log.info("dropped %s: %s", escape_controls(where), outcome)
             elif isinstance(outcome, DataError):
-                if self.cfg.on_error == "raise" or not state:
+                if not (self.cfg.max_errors and state):
                     raise outcome
                 self.errors.append(str(outcome))
                 log.warning("skipped %s", escape_controls(str(outcome)))

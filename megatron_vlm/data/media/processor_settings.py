@@ -15,8 +15,6 @@ _MAX_FILE_BYTES = 2**20  # bytes
 _MAX_PIXELS = 2**40  # bounds are often set far beyond any picture
 # Any other value than true would make other patches, and is refused.
 _ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")
-# The configuration may choose these, as data.video_*.
-CHOSEN = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
 _FIXED = {"resample": 3, "num_frames": None, **dict.fromkeys(_ON, True)}
 
 
@@ -147,8 +145,8 @@ class VideoSettings:
             lower, upper = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if lower > upper and (name == "pixels" or chosen.get("min_frames")):
                 raise ConfigError(
-                    f"is above data.video_max_{name}={upper}",
-                    key=f"data.video_min_{name}",
+                    f"is above data.video.max_{name}={upper}",
+                    key=f"data.video.min_{name}",
                     found=lower,
                     remedy=f"set both, since one that is null has the value in {path}",
                 )

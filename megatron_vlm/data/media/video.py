@@ -131,7 +131,7 @@ def _count(
             place=where,
             key="min_frames",
             found=min_count,
-            remedy="lower it, or raise max_frames beside it or data.video_max_frames",
+            remedy="lower it, or raise max_frames beside it or data.video.max_frames",
         )
     target = int(min(length / fps * (options.fps or settings.fps), length))
     return min(max(target, min_count), max_count, length)
@@ -161,7 +161,7 @@ def _bounds(
             key=next(key for key in _BOUNDS if getattr(options, key)),
             found=next(value for key in _BOUNDS if (value := getattr(options, key))),
             remedy="change min_pixels, max_pixels or total_pixels beside the video, or "
-            "data.video_min_pixels or data.video_max_pixels",
+            "data.video.min_pixels or data.video.max_pixels",
         )
     return lower, upper
 

@@ -177,7 +177,7 @@ def answer_at(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
             "is empty: nothing can be compared with it",
             place=where,
             key=present[0],
-            remedy="leave the record out, or set data.on_error=skip",
+            remedy="leave the record out, or set data.max_errors=100",
         )
     return value if isinstance(value, str) else dicts(value, present[0], where)
 

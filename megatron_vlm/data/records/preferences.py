@@ -81,7 +81,7 @@ def parse_pair(
             "and chosen are the same answer: nothing can be learnt from the pair",
             place=where,
             key="rejected",
-            remedy="leave the record out, or set data.on_error=skip",
+            remedy="leave the record out, or set data.max_errors=100",
         )
     return [(good, False), (bad, True)]
 

@@ -59,7 +59,7 @@ def _chat(item: RetrievalItem, rest: Mapping[str, Any], where: str, parse: Parse
             "is empty",
             place=where,
             key=item.key,
-            remedy="leave the record out, or set data.on_error=skip",
+            remedy="leave the record out, or set data.max_errors=100",
         )
     chat = parse({**rest, **item_as_chat(item, where), **item.pictures}, place)
     assert isinstance(chat, Conversation)
@@ -94,7 +94,7 @@ def _check_different(
                 f"and {same} are the same: nothing can be learnt from them",
                 place=where,
                 key=item.key,
-                remedy="leave the record out, or set data.on_error=skip",
+                remedy="leave the record out, or set data.max_errors=100",
             )
         seen.append((item.key, said))
 

@@ -200,7 +200,7 @@ def _check_numbers(
             f"is missing: the record has {len(negatives)} negatives, and {needed} are needed",
             place=where,
             key="negative" if not negatives else f"negative_{len(negatives)}",
-            remedy="leave the record out, lower hard_negatives, or set data.on_error=skip",
+            remedy="leave the record out, lower hard_negatives, or set data.max_errors=100",
         )
     if len(positives) + len(negatives[: form.hard_negatives]) > MAX_DOCUMENTS:
         raise DataError(

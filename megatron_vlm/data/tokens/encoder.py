@@ -223,7 +223,7 @@ class Encoder:
         if sample is not None and sample.image_grids:
             smaller = " lower data.max_pixels,"
         if sample is not None and sample.video_grids:
-            smaller += " lower data.video_max_pixels or data.video_max_frames,"
+            smaller += " lower data.video.max_pixels or data.video.max_frames,"
         (key, counted), *others = over.items()
         too = (f", and data.{k}={getattr(self.cfg, k)} below its {count}" for k, count in others)
         return DataError(

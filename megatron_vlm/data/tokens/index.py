@@ -270,7 +270,7 @@ def index_key(source: Source, reader: Reader, cfg: DataConfig) -> str:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The chunks of a source, encoded in worker processes. With data.on_error=raise, the error of
+    """The chunks of a source, encoded in worker processes. With data.max_errors=0, the error of
     the first wrong record replaces its chunk."""
 
     source: Source
@@ -293,7 +293,7 @@ class _Chunks:
             except RecordDropped as rule:
                 chunk.dropped.append((place, str(rule)))
             except DataError as error:
-                if self.cfg.on_error == "raise":
+                if not self.cfg.max_errors:
                     return number, error  # a DataLoader would wrap a raised error's message
                 chunk.faults.append(str(error))
         return number, chunk

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_vlm.config.objective_configs import RecordKind, RetrievalForm
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
-from megatron_vlm.data.media.processor_settings import CHOSEN, VideoSettings
+from megatron_vlm.data.media.processor_settings import VideoSettings
 from megatron_vlm.data.media.video import video_patches
 from megatron_vlm.data.media.video_file import iter_frames
 from megatron_vlm.data.records.formats import VARIABLE_KEYS, parse_record
@@ -74,7 +74,7 @@ class Reader:
                 "and chosen have the same tokens: nothing can be learnt from the pair",
                 place=where,
                 key="rejected",
-                remedy="leave the record out, or set data.on_error=skip",
+                remedy="leave the record out, or set data.max_errors=100",
             )
         return example
 
@@ -216,8 +216,7 @@ def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     marks = read_family(folder).marks
     renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks, cfg.template_kwargs)
     images = ImageSettings.from_checkpoint(folder, cfg.min_pixels, cfg.max_pixels)
-    options = {name: getattr(cfg, f"video_{name}") for name in CHOSEN}
-    videos = VideoSettings.from_checkpoint(folder, options)
+    videos = VideoSettings.from_checkpoint(folder, asdict(cfg.video))
     return Encoder(renderer, images, videos, cfg)
 
 

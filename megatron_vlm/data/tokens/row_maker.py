@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_vlm.config.checks import check_values
-from megatron_vlm.config.schema import Config, DataConfig
+from megatron_vlm.config.schema import Config, DataConfig, VideoLimits
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.sample import RecordDropped
@@ -21,7 +21,8 @@ class RowMaker:
     records are refused, unless `settings` allow them."""
 
     def __init__(self, checkpoint: str, **settings: Any):
-        cfg = DataConfig(**{"unknown_keys": "refuse", **settings})
+        video = VideoLimits(**settings.pop("video", {}))
+        cfg = DataConfig(**{"unknown_keys": "refuse", **settings}, video=video)
         check_values(replace(Config(), data=cfg))
         checkpoint = pin(checkpoint)
         sizes = read_sizes(checkpoint, cfg.add_tokens)  # refuses tokens that are not new

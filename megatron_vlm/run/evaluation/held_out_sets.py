@@ -128,7 +128,7 @@ class EvalSet:
                 try:
                     questions.append(question_of(self.data, handle))
                 except DataError as error:
-                    if self.cfg.data.on_error == "raise":
+                    if not self.cfg.data.max_errors:
                         failure = error
                         break
         known = [(each.handle, each.answer_ids, each.references) for each in questions]

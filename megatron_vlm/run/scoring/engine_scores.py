@@ -167,8 +167,8 @@ class EngineScorer:
         return record_score(data, number, place, TopTargets.from_table(table_SJ2, positions_N))
 
     def _skip(self, error: DataError) -> None:
-        """Leave a record out, as training with data.on_error=skip does."""
-        if self.cfg.data.on_error == "raise":
+        """Leave a record out, as training with data.max_errors does."""
+        if not self.cfg.data.max_errors:
             raise error
         self.errors.append(str(error))
         log.warning("skipped %s", escape_controls(str(error)))
