@@ -31,11 +31,12 @@ from megatron_vlm.serve.journal.journal_records import (
     SamplingSession,
 )
 from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
+from megatron_vlm.serve.model_calls import ModelCalls
 from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.sample_calls import SampleAsk, at_temperature, complete
 from megatron_vlm.serve.sample_turns import Arriving, SampleTurns
-from megatron_vlm.serve.training_calls import ModelCalls
+from megatron_vlm.serve.training_calls import TrainingCalls
 
 
 class CallRunner:
@@ -54,7 +55,8 @@ class CallRunner:
         self.commands, self.journal, self.prefetcher = commands, journal, prefetcher
         self.disk, self.has_engine = disk, has_engine
         self.model_cache = ModelCache(serve, commands, journal, self._redo)
-        self.training = ModelCalls(commands, self.model_cache, journal)
+        self.training = TrainingCalls(commands, self.model_cache)
+        self.model_calls = ModelCalls(commands, self.model_cache, journal)
         self.sample_turns = SampleTurns(
             commands, journal, prefetcher, self._answer_each, self._finish, serve.sampling_seconds
         )
@@ -106,8 +108,11 @@ class CallRunner:
     def _run_call(self, call: Call) -> Any:
         if call.kind in ("optim_step", "load_weights"):
             self.sample_turns.move(call.owner, self._snapshot)
-        method: Callable[..., Any] = getattr(self.training, call.kind)
-        return method(call, self.journal.body(call.request_id))
+        body = self.journal.body(call.request_id)
+        if call.kind == "optim_step":
+            return self.training.optim_step(call, body)
+        method: Callable[..., Any] = getattr(self.model_calls, call.kind)
+        return method(call, body)
 
     def _bring(self, call: Call) -> None:
         """Load the model or the weights of the call into memory."""

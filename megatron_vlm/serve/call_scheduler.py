@@ -1,10 +1,13 @@
-"""Choice of the calls that run next, on rank 0."""
+"""Choice of the calls that run next, on rank 0, and of those that share their turn: samples drawn
+with the same weights, or gradients of different models in one pass through the pipeline."""
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.rank0 import HEARTBEAT_S
-from megatron_vlm.serve.call_batching import GATHER_S, CallBatcher
 from megatron_vlm.serve.engine_samples import EngineSampling
 from megatron_vlm.serve.fair_queue import PER_SWAP, FairQueue
 from megatron_vlm.serve.journal.journal import Journal
@@ -12,8 +15,14 @@ from megatron_vlm.serve.journal.journal_records import SAMPLE, TRAINING, Call
 from megatron_vlm.serve.model_cache import ModelCache
 from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
+from megatron_vlm.serve.requests_as_rows import Batch
 
 PREFETCHED_CALLS = 4  # calls per model that are read while other calls run
+GATHER_S = 0.02  # seconds without a new sample before the pending samples are drawn
+TOGETHER = 256  # maximum samples at the start of a turn; a single request may have more
+# Micro-batches per stage in a pass that several models share. With this number the stages are idle
+# for less than a fifth of the time; with more, the first model's answer comes much later.
+FULL = 4
 
 
 class CallScheduler:
@@ -101,3 +110,92 @@ def _is_first(call: Call, calls: Sequence[Call]) -> bool:
     if call.kind == SAMPLE:
         return True
     return next(each for each in calls if each.owner == call.owner) is call
+
+
+class CallBatcher:
+    """Chooser of the calls that are batched with a call. `tenant_of` names the model or the weights
+    that a call uses. `in_memory` returns whether they are in memory."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        dims: ParallelDims,
+        prefetcher: RequestPrefetcher,
+        tenant_of: Callable[[Call], str],
+        in_memory: Callable[[str], bool],
+    ):
+        self.prefetcher, self.tenant_of, self.in_memory = prefetcher, tenant_of, in_memory
+        # Without a pipeline, a shared pass saves nothing. With overlapped gradient reduction, the
+        # reduction must know which micro-batch of a model is the last one.
+        shared = dims.pp > 1 and not cfg.parallel.overlap_grad_reduce
+        self.micro_batches = FULL * dims.pp if shared else 0
+        self.rows = dims.dp * cfg.train.micro_batch_size
+
+    def expects_more(self, call: Call, ready: Sequence[Call]) -> bool:
+        """Return whether more samples with the same weights are about to arrive. Samples arrive one
+        by one, and drawing them together takes much less time."""
+        if call.kind != SAMPLE or call.attempts:
+            return False
+        tenant = self.tenant_of(call)
+        accepted_at = [each.accepted for each in ready if self.tenant_of(each) == tenant]
+        now = time.time()
+        return now - max(accepted_at) < GATHER_S and now - min(accepted_at) < 10 * GATHER_S
+
+    def batch_with(self, call: Call, ready: Sequence[Call]) -> list[Call]:
+        """Return the call whose turn it is, and the calls that are best batched with it."""
+        if call.attempts:  # the process has died during this call before: it runs alone
+            return [call]
+        candidates = [
+            each
+            for each in ready
+            if each is not call and each.kind == call.kind and not each.attempts
+        ]
+        if call.kind == SAMPLE:
+            return self._samples(call, candidates)
+        if call.kind == "forward_backward":
+            return self._fill_pipeline(call, candidates)
+        return [call]
+
+    def sizes(self, together: Sequence[Call]) -> dict[str, float]:
+        """Return the relative share of the work of each call, by request id."""
+        if together[0].kind == SAMPLE or len(together) == 1:
+            return dict.fromkeys((each.request_id for each in together), 1.0)
+        return {each.request_id: max(self.prefetcher.look(each).tokens, 1) for each in together}
+
+    def _samples(self, call: Call, others: Sequence[Call]) -> list[Call]:
+        """Return samples with the same weights, beginning with the call whose turn it is. More may
+        join later."""
+        ask = self.prefetcher.look(call)
+        if ask is None:
+            return [call]
+        tenant = self.tenant_of(call)
+        batch, samples = [call], ask.n
+        for other in others:
+            if self.tenant_of(other) != tenant:
+                continue
+            other_ask = self.prefetcher.look(other)
+            if other_ask is not None and samples + other_ask.n <= TOGETHER:
+                batch.append(other)
+                samples += other_ask.n
+        return batch
+
+    def _fill_pipeline(self, call: Call, others: Sequence[Call]) -> list[Call]:
+        """Return the gradient calls of as many models as fill the pipeline. A large call fills it
+        alone."""
+        batch, room = [call], self.micro_batches - self._micro_batches(call)
+        for other in others if room > 0 else ():
+            count = self._micro_batches(other)
+            if count <= room:
+                batch.append(other)
+                room -= count
+        return batch
+
+    def _micro_batches(self, call: Call) -> float:
+        """Return the micro-batches of a call on each replica, or infinity where the call cannot
+        share a pass."""
+        if not self.in_memory(self.tenant_of(call)):
+            return math.inf
+        batch: Batch | None = self.prefetcher.look(call)
+        if batch is None or batch.forward_only:
+            return math.inf
+        return math.ceil(len(batch.rows) / self.rows)

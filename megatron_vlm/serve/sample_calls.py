@@ -160,9 +160,7 @@ def complete(commands: ModelCommands, weights: str, asks: Sequence[SampleAsk]) -
 def answers_to_bytes(ask: SampleAsk) -> bytes:
     """Return the response to a request that needs nothing but an engine's answers."""
     assert ask.answers is not None and not ask.needs_ranks
-    return write_samples(
-        Samples(_as_sampled(ask.answers, [None] * len(ask.answers)), None, None, None)
-    )
+    return write_samples(Samples(_as_sampled(ask.answers, [None] * len(ask.answers))))
 
 
 def at_temperature(
@@ -226,7 +224,9 @@ def _samples(
         prompt_log_probs[hidden_S] = np.nan
     if ask.top_prompt:
         row = replace(ask.prompt, targets=torch.zeros_like(ask.prompt.ids_S)[:, None])
-        top_Sk2 = _likeliest(commands, weights, [row], ask.top_prompt, 1.0)[0].numpy()
+        likeliest = commands.models.likeliest
+        [top] = commands.call(likeliest, weights, batch_of([row]), ask.top_prompt, 1.0)
+        top_Sk2 = top.numpy()
         top_prompt = _top(np.concatenate([top_Sk2[:1], top_Sk2[:-1]]))
         top_prompt.ids[hidden_S], top_prompt.log_probs[hidden_S] = NO_TOKEN, NO_LOG_PROB
     if ask.targets is not None:
@@ -261,15 +261,9 @@ def _tops(
         labels_S = torch.full_like(row.ids_S, IGNORE)
         rows.append(replace(row, labels_S=labels_S, values_S={}, targets=targets_S[:, None]))
     temperature = ask.settings.temperature or 1.0
-    tops = _likeliest(commands, weights, rows, ask.top_sample, temperature)
-    return [_top(each[length - 1 : -1].numpy()) for each in tops]
-
-
-def _likeliest(
-    commands: ModelCommands, weights: str, rows: Sequence[Row], count: int, temperature: float
-) -> list[Tensor]:
     likeliest = commands.models.likeliest
-    return commands.call(likeliest, weights, batch_of(rows), count, temperature)
+    tops = commands.call(likeliest, weights, batch_of(rows), ask.top_sample, temperature)
+    return [_top(each[length - 1 : -1].numpy()) for each in tops]
 
 
 def _top(found_Sk2: np.ndarray) -> TopK:

@@ -97,10 +97,8 @@ class SampleTurns:
 
     def weights_of(self, call: Call) -> str | None:
         """Return the weights that a request in progress is drawn with."""
-        for batch in self.batches.values():
-            if call.request_id in batch.ids():
-                return batch.weights
-        return None
+        batches = self.batches.values()
+        return next((each.weights for each in batches if call.request_id in each.ids()), None)
 
     def is_in_progress(self, call: Call) -> bool:
         """Return whether a request is in progress."""
@@ -146,10 +144,9 @@ class SampleTurns:
         self.used = turn.used
         suspended = inside - turn.begun
         started = set(self.journal.begin_calls(*suspended))
-        leave = [
-            n for n, each in batch.inside.items() if each.call.request_id in suspended - started
-        ]
-        for number in leave:  # cancelled meanwhile
+        cancelled = suspended - started
+        leave = [n for n, each in batch.inside.items() if each.call.request_id in cancelled]
+        for number in leave:
             self._forget(batch.inside.pop(number).call)
         turn.begun |= started
         try:
@@ -173,7 +170,7 @@ class SampleTurns:
                 return
             if time.monotonic() >= ends and self._may_wait(batch):
                 return
-            if not any(self._is_alone(each.call) for each in batch.inside.values()):
+            if not self._has_alone(batch):
                 known = turn.begun | {call.request_id for call in turn.waiting}
                 arrived = [call for call in arriving() if call.request_id not in known]
                 turn.waiting += [call for call in arrived if self.prefetcher.is_ready(call)]
@@ -185,6 +182,9 @@ class SampleTurns:
 
     def _is_alone(self, call: Call) -> bool:
         return bool(call.attempts) or call.request_id in self.alone
+
+    def _has_alone(self, batch: SampleBatch) -> bool:
+        return any(self._is_alone(each.call) for each in batch.inside.values())
 
     def _choose_joining(self, turn: SampleTurn) -> list[InProgress]:
         """Return the waiting requests that the ranks have rows for. Requests of the key with the
@@ -208,16 +208,14 @@ class SampleTurns:
             load[replica] += ask.n
             number = next(self.numbers)
             request = SampleRequest(number, replica, ask.settings, ask.n, ask.seed)
-            batch.inside[number] = InProgress(call, ask, request, ask.n)
-            joining.append(batch.inside[number])
+            batch.inside[number] = entry = InProgress(call, ask, request, ask.n)
+            joining.append(entry)
         return joining
 
     def _is_full(self, batch: SampleBatch, waiting: Sequence[Call]) -> bool:
         """Return whether no request may join, because one has to be drawn alone."""
-        if not batch.inside:
-            return False
-        inside = any(self._is_alone(each.call) for each in batch.inside.values())
-        return inside or all(map(self._is_alone, waiting))
+        only_alone = all(map(self._is_alone, waiting))
+        return bool(batch.inside) and (only_alone or self._has_alone(batch))
 
     def _read(self, turn: SampleTurn, call: Call) -> SampleAsk | None:
         """Return the request of a call; None where nothing has to be drawn."""
@@ -238,15 +236,12 @@ class SampleTurns:
         self, turn: SampleTurn, joining: Sequence[InProgress], leave: Collection[int]
     ) -> None:
         batch, started = turn.batch, time.monotonic()
-        rows = [each.ask.prompt for each in joining]
+        prompts = batch_of([each.ask.prompt for each in joining]) if joining else None
+        requests = [each.request.as_json() for each in joining]
+        draw, leaving = self.models.draw, list(leave)
         try:
             progress = self.commands.call(
-                self.models.draw,
-                batch.weights,
-                batch_of(rows) if rows else None,
-                [each.request.as_json() for each in joining],
-                list(leave),
-                self.rounds,
+                draw, batch.weights, prompts, requests, leaving, self.rounds
             )
         except BrokenError:
             raise
@@ -260,7 +255,7 @@ class SampleTurns:
 
     def _take(self, turn: SampleTurn, progress_of_samples: Sequence[SampleProgress]) -> None:
         """Record the progress of each request, and complete the finished ones."""
-        batch, finished = turn.batch, []
+        batch, calls, results = turn.batch, list[Call](), list[Finished]()
         answered: list[tuple[Call, SampleAsk]] = []
         for progress in progress_of_samples:
             entry = batch.inside[progress.number]
@@ -270,17 +265,14 @@ class SampleTurns:
             if progress.left:
                 continue
             del batch.inside[progress.number]
+            calls.append(call)
             if progress.refused is not None:
-                finished.append(
-                    (call, Finished(call.request_id, Failure(progress.refused, "user")))
-                )
+                results.append(Finished(call.request_id, Failure(progress.refused, "user")))
             else:
-                ask = replace(entry.ask, answers=tuple(progress.answers or ()))
-                answered.append((call, ask))
-        results = [result for _, result in finished]
+                answered.append((call, replace(entry.ask, answers=tuple(progress.answers or ()))))
         if answered:
             results += self.answer(batch.weights, answered)
-        self._finish(turn, results, [call for call, _ in (*finished, *answered)])
+        self._finish(turn, results, calls)
 
     def _record_failure(self, turn: SampleTurn, error: MegatronVLMError) -> None:
         """Handle an error of the whole batch. Where it has several requests, each will be drawn

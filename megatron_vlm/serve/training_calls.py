@@ -1,128 +1,45 @@
-"""Calls of a model, in their order: gradients, optimizer steps, and saving and loading of
-weights."""
+"""Calls that train models, in the order of each model: gradients and optimizer steps."""
 
 import json
 import math
-import shutil
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
-from megatron_vlm.config.trainable import Exported
+from megatron_vlm.config.schema import Config
 from megatron_vlm.data.tensors.rows import batch_of
-from megatron_vlm.distributed.rank0 import run_in_thread
-from megatron_vlm.errors import show_value
+from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.planner.memory import estimate
+from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.serve.failures import undo_on_error
 from megatron_vlm.serve.http import schemas
-from megatron_vlm.serve.journal.journal import Journal
-from megatron_vlm.serve.journal.journal_records import (
-    Call,
-    Changes,
-    CheckpointKind,
-    ModelChange,
-    NamedCheckpoint,
-    Outcome,
-    SamplingSession,
-    Saved,
-    model_id,
-    sampler_id,
-    tinker_path,
-)
-from megatron_vlm.serve.memory_check import check_fits
+from megatron_vlm.serve.journal.journal_records import Call, Changes, ModelChange, Outcome
 from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
 from megatron_vlm.serve.protocol.answers import write_forward_backward
 from megatron_vlm.serve.protocol.payloads import RequestError
-from megatron_vlm.serve.rank_models import ModelCommands, ModelSettings
+from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.requests_as_rows import Batch, figures_of, metrics_of
 from megatron_vlm.training.optimizer_step import AdamStep
 
+_GIB = 2**30
 Done = tuple[Outcome, Changes]
+# The log-probs of the rows of a batch, and its metrics.
+Computed = tuple[Sequence[Tensor], Mapping[str, float]]
 
-# {switch of lora_config: the part of the model that it gives adapters}
-_PARTS = {"train_attn": "attention", "train_mlp": "mlp", "train_unembed": "head"}
 
+class TrainingCalls:
+    """Calls on rank 0. Each returns its result and the changes to the journal."""
 
-class ModelCalls:
-    """Calls of models on rank 0. Each method runs a call, and returns its result and the changes to
-    the journal."""
-
-    def __init__(self, commands: ModelCommands, model_cache: ModelCache, journal: Journal):
-        self.commands, self.models = commands, commands.models
-        self.model_cache, self.journal = model_cache, journal
-        counted = (
-            "trained_tokens_total",
-            "optimizer_steps_total",
-            "passes_of_several_models_total",
-        )
-        self.gauges = dict.fromkeys(counted, 0.0)
-
-    def create_model(self, call: Call, body: bytes) -> Done:
-        form = schemas.CreateModel.model_validate_json(body)
-        lora = form.lora_config or schemas.LoraForm(rank=0)
-        targets = tuple(part for flag, part in _PARTS.items() if getattr(lora, flag))
-        if lora.rank and not targets:
-            raise RequestError(
-                f": {', '.join(_PARTS)} are all false, so that nothing would learn",
-                key="lora_config.rank",
-                found=lora.rank,
-                remedy="set one of them",
-            )
-        seed = call.seed if lora.seed is None else lora.seed
-        made = ModelSettings(lora.rank, seed % 2**31, targets if lora.rank else ())
-        id = model_id(call.owner, form.model_seq_id)
-        self.model_cache.create(id, made)
-        return self._creation_result(id, "create_model", made)
-
-    def load_model(self, call: Call, body: bytes) -> Done:
-        form = schemas.LoadModel.model_validate_json(body)
-        id = model_id(call.owner, form.model_seq_id)
-        made, folder = self._find_stored(form.path)
-        self.model_cache.create(id, made, folder, form.optimizer)
-        return self._creation_result(id, "load_weights", made, form.optimizer, path=form.path)
-
-    def _creation_result(
-        self, id: str, kind: str, made: ModelSettings, moments: bool = True, **more: str
-    ) -> Done:
-        facts: dict[str, Any] = {"form": made.as_json(), "moments": moments}
-        if made.rank:  # weights_info returns these
-            facts |= {flag: part in made.targets for flag, part in _PARTS.items()}
-        change = ModelChange(id, state="ready", facts=facts)
-        return _json({"model_id": id, "type": kind, **more}), Changes(models=(change,))
-
-    def _find_stored(self, path: str) -> tuple[ModelSettings, Path]:
-        checkpoint = self.journal.checkpoint(path)
-        if checkpoint is None:
-            raise RequestError(
-                ": the checkpoint was deleted or has expired", key="path", found=path
-            )
-        return ModelSettings.from_json(checkpoint.facts["form"]), checkpoint.folder
-
-    def load_weights(self, call: Call, body: bytes) -> Done:
-        form = schemas.LoadWeights.model_validate_json(body)
-        made, folder = self._find_stored(form.path)
-        loaded = self.model_cache.model(call.owner)
-        if made.rank != loaded.form.rank or made.targets != loaded.form.targets:
-            raise RequestError(
-                f"has adapters of {_adapters(made)}, and this model has {_adapters(loaded.form)}",
-                key="path",
-                found=form.path,
-                remedy="load it as a new model",
-            )
-        with self._undo_on_error(loaded):
-            self.commands.call(self.models.load, loaded.id, str(folder), form.optimizer)
-            loaded.record_change(call.seq)
-            saved = self.model_cache.new_folder("states")
-            self.model_cache.save(loaded, saved, True)
-        loaded.saved = call.seq
-        answer = {"path": form.path, "model_id": call.owner, "type": "load_weights"}
-        return _json(answer), Changes(saved=(Saved(call.owner, call.seq, saved),))
+    def __init__(self, commands: ModelCommands, model_cache: ModelCache):
+        self.commands, self.models, self.model_cache = commands, commands.models, model_cache
+        self.gauges = {
+            "trained_tokens_total": 0.0,
+            "optimizer_steps_total": 0.0,
+            "passes_of_several_models_total": 0.0,
+        }
 
     def forward_backward(self, calls: Sequence[tuple[Call, Batch]]) -> list[Done]:
         """Run the forward_backward calls of different models. A forward_only call must be the only
@@ -130,20 +47,24 @@ class ModelCalls:
         models = [self.model_cache.model(call.owner) for call, _ in calls]
         batches = [batch for _, batch in calls]
         if batches[0].forward_only:
-            assert len(batches) == 1
-            log_probs = self.commands.call(
-                self.models.forward, models[0].id, batch_of(batches[0].rows)
-            )
-            results = [(log_probs, metrics_of(batches[0], log_probs))]
-        else:
-            for loaded, batch in zip(models, batches, strict=True):
-                self._check_fits(loaded, batch)
-            with self._added_or_not(models):
-                results = self._gradients(models, batches)
-                finished = self._answers(batches, results)
-            self.gauges["passes_of_several_models_total"] += len(batches) > 1
-            return finished
-        return self._answers(batches, results)
+            [batch], forward = batches, self.models.forward
+            log_probs = self.commands.call(forward, models[0].id, batch_of(batch.rows))
+            return [self._answer(batch, (log_probs, metrics_of(batch, log_probs)))]
+        for loaded, batch in zip(models, batches, strict=True):
+            self._check_fits(loaded, batch)
+        before = [self.models.backwards_of(each.id) for each in models]
+
+        def forget_changed() -> None:
+            """Forget models that have received new gradients: they are restored from disk."""
+            for loaded, count in zip(models, before, strict=True):
+                if self.models.backwards_of(loaded.id) != count:
+                    self.model_cache.forget(loaded.id)
+
+        with undo_on_error(forget_changed):
+            computed = self._gradients(models, batches)
+            finished = list(map(self._answer, batches, computed))
+        self.gauges["passes_of_several_models_total"] += len(batches) > 1
+        return finished
 
     def _check_fits(self, loaded: LoadedModel, batch: Batch) -> None:
         worker = self.models.workers[loaded.id]
@@ -151,43 +72,7 @@ class ModelCalls:
         memory = worker.platform.memory_total()
         check_fits(batch.rows, worker.cfg, worker.source.sizes, worker.dims, itemsize, memory)
 
-    def _added_or_not(self, models: Sequence[LoadedModel]) -> AbstractContextManager[None]:
-        """Preserve the gradients if the body raises an error. Models that have received new
-        gradients are forgotten, so that they are restored from disk."""
-        before = [self.models.backwards_of(each.id) for each in models]
-
-        def forget_changed() -> None:
-            for loaded, count in zip(models, before, strict=True):
-                if self.models.backwards_of(loaded.id) != count:
-                    self.model_cache.forget(loaded.id)
-
-        return undo_on_error(forget_changed)
-
-    def _undo_on_error(self, loaded: LoadedModel) -> AbstractContextManager[None]:
-        """Forget the model if the body raises an error, so that no partial change remains. The
-        model is then restored from disk."""
-        return undo_on_error(lambda: self.model_cache.forget(loaded.id))
-
-    def _answers(
-        self,
-        batches: Sequence[Batch],
-        results: Sequence[tuple[Sequence[Tensor], Mapping[str, float]]],
-    ) -> list[Done]:
-        return [
-            (self._answer(batch, *result), Changes())
-            for batch, result in zip(batches, results, strict=True)
-        ]
-
-    def _answer(
-        self, batch: Batch, log_probs: Sequence[Tensor], metrics: Mapping[str, float]
-    ) -> Outcome:
-        self.gauges["trained_tokens_total"] += batch.tokens
-        outputs = [{"logprobs": each} for each in batch.in_datum_order(log_probs)]
-        return Outcome(write_forward_backward(outputs, metrics), "protobuf")
-
-    def _gradients(
-        self, models: Sequence[LoadedModel], batches: Sequence[Batch]
-    ) -> list[tuple[list[Tensor], dict[str, float]]]:
+    def _gradients(self, models: Sequence[LoadedModel], batches: Sequence[Batch]) -> list[Computed]:
         """Compute the gradients, and return the log-probs and the metrics of each batch."""
         losses = [
             {"name": loaded.id, "loss": batch.loss, "options": batch.options}
@@ -197,6 +82,12 @@ class ModelCalls:
         metrics = self.commands.call(self.models.forward_backward, losses, *rows)
         return [(each.log_probs or [], figures_of(each)) for each in metrics]
 
+    def _answer(self, batch: Batch, computed: Computed) -> Done:
+        log_probs, metrics = computed
+        self.gauges["trained_tokens_total"] += batch.tokens
+        outputs = [{"logprobs": each} for each in batch.in_datum_order(log_probs)]
+        return Outcome(write_forward_backward(outputs, metrics), "protobuf"), Changes()
+
     def optim_step(self, call: Call, body: bytes) -> Done:
         loaded = self.model_cache.model(call.owner)
         norm = self._step(loaded, call.seq, schemas.OptimStep.model_validate_json(body).adam_params)
@@ -204,7 +95,8 @@ class ModelCalls:
         metrics = {"grad_norm": norm} if math.isfinite(norm) else {"skipped_not_finite": 1.0}
         steps = self.models.step_of(loaded.id)
         change = ModelChange(call.owner, figures={"steps": steps, **metrics})
-        return _json({"metrics": metrics}), Changes(models=(change,))
+        answer = json.dumps({"metrics": metrics}).encode()
+        return Outcome(answer), Changes(models=(change,))
 
     def _step(self, loaded: LoadedModel, seq: int, params: schemas.AdamParams) -> float:
         adam = AdamStep(
@@ -215,7 +107,7 @@ class ModelCalls:
             max(params.grad_clip_norm, 0.0),
             without_gradients=True,
         )
-        with self._undo_on_error(loaded):
+        with undo_on_error(lambda: self.model_cache.forget(loaded.id)):
             norm, _ = self.commands.call(
                 self.models.optim_step, loaded.id, params.learning_rate, asdict(adam)
             )
@@ -232,97 +124,42 @@ class ModelCalls:
             adam_params = schemas.OptimStep.model_validate_json(body).adam_params
             self._step(loaded, call.seq, adam_params)
 
-    def save_weights(self, call: Call, body: bytes) -> Done:
-        form = schemas.SaveWeights.model_validate_json(body)
-        path = tinker_path(call.owner, "training", form.path)
-        if not form.overwrite and self.journal.checkpoint(path) is not None:
-            raise RequestError(
-                f": {path} exists",
-                key="path",
-                found=form.path,
-                allowed="another name, or overwrite=True",
-            )
-        loaded = self.model_cache.model(call.owner)
-        folder, made = self._write_weights(loaded, "training", form, moments=True)
-        loaded.saved, loaded.unsaved_s = loaded.applied, 0.0
-        saved = Saved(call.owner, loaded.applied, folder)
-        answer = _json({"path": path, "type": "save_weights"})
-        return answer, Changes(checkpoints=(made,), saved=(saved,))
 
-    def save_weights_for_sampler(self, call: Call, body: bytes) -> Done:
-        form = schemas.SaveWeightsForSampler.model_validate_json(body)
-        loaded = self.model_cache.model(call.owner)
-        if form.path is not None:
-            named = schemas.Named.model_validate_json(body)
-            folder, made = self._write_weights(loaded, "sampler", named, moments=False)
-            self.model_cache.fresh[str(folder)] = loaded.id, loaded.version
-            path = tinker_path(call.owner, "sampler", form.path)
-            answer = _json({"path": path, "type": "save_weights_for_sampler"})
-            return answer, Changes(checkpoints=(made,))
-        model = self.journal.model(call.owner)
-        if form.sampling_session_seq_id is None or model is None:
-            raise RequestError(
-                "is missing",
-                key="path",
-                allowed="a name, or sampling_session_seq_id for a session",
-            )
-        folder = self.model_cache.new_folder("weights")
-        self.model_cache.save(loaded, folder, False)
-        self.model_cache.fresh[str(folder)] = loaded.id, loaded.version
-        sampler = SamplingSession(
-            sampler_id(model.session, form.sampling_session_seq_id),
-            model.session,
-            model.id,
-            model.base_model,
-            folder,
-            facts={"form": loaded.form.as_json()},
-        )
-        answer = _json({"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"})
-        return answer, Changes(samplers=(sampler,))
+# The planner's estimate of a forward_backward, before it starts.
 
-    def save_weights_external(self, call: Call, body: bytes) -> Done:
-        form = schemas.SaveWeightsExternal.model_validate_json(body)
-        loaded = self.model_cache.model(call.owner)
-        _, made = self._write_weights(loaded, "external", form, moments=False)
-        path = tinker_path(call.owner, "external", form.path)
-        return _json({"path": path, "type": "save_weights_external"}), Changes(checkpoints=(made,))
 
-    def unload_model(self, call: Call, body: bytes) -> Done:
-        id = schemas.ModelIdForm.model_validate_json(body).model_id
-        self.model_cache.forget(id)
-        change = ModelChange(id, state="unloaded")
-        return _json({"model_id": id, "type": "unload_model"}), Changes(models=(change,))
-
-    def _write_weights(
-        self, loaded: LoadedModel, kind: CheckpointKind, form: schemas.Named, moments: bool
-    ) -> tuple[Path, NamedCheckpoint]:
-        """Save the model's weights in a new folder, and return the folder and its checkpoint."""
-        folder = self.model_cache.new_folder("weights")
-        self.model_cache.save(loaded, folder, moments)
-        if kind == "external":
-            folder = self._export(folder, loaded.form)
-        size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
-        expires = None if form.ttl_seconds is None else time.time() + form.ttl_seconds
-        facts = {"form": loaded.form.as_json(), "moments": moments}
-        return folder, NamedCheckpoint(
-            loaded.id, kind, form.path, folder, size, expires, form.user_metadata or {}, facts
+def check_fits(
+    rows: Sequence[Row],
+    cfg: Config,
+    sizes: ModelSizes,
+    dims: ParallelDims,
+    itemsize: int,
+    memory: int,
+) -> None:
+    """Raise RequestError if the rows would not fit into memory even if their model were the only
+    one there. The rows are dealt to the replicas, longest first, so the first replica has the
+    longest row. `itemsize`: bytes of a weight; `memory`: bytes of a device."""
+    local_rows, batch_rows = rows[: -(-len(rows) // dims.dp)], cfg.train.micro_batch_size
+    batches = [
+        BatchSizes.from_rows([_size(row) for row in local_rows[first : first + batch_rows]])
+        for first in range(0, len(local_rows), batch_rows)
+    ]
+    needed = max(stage.total for stage in estimate(cfg, sizes, dims, batches, itemsize))
+    if needed > memory:
+        largest = max(batch.padded_tokens for batch in batches)
+        raise RequestError(
+            f"needs {needed / _GIB:.1f} GiB on a rank for micro-batches of up to {largest} tokens "
+            f"({batch_rows} datums, as long as the longest of them), and its device has "
+            f"{memory / _GIB:.1f} GiB",
+            key="data",
+            remedy="send shorter datums, or have the service started with a smaller "
+            "train.micro_batch_size, or model.recompute=full",
         )
 
-    def _export(self, folder: Path, made: ModelSettings) -> Path:
-        """Replace the checkpoint by an export that other programs can read."""
-        out = folder.with_name(f"{folder.name}-export")
-        kind: Exported | None = "adapter" if made.rank else None
-        try:
-            export = partial(export_checkpoint, str(folder), str(out), kind=kind)
-            run_in_thread(export, self.commands.wait)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        return out
 
-
-def _adapters(form: ModelSettings) -> str:
-    return f"rank {form.rank} on {show_value(form.targets)}"
-
-
-def _json(answer: Mapping[str, Any]) -> Outcome:
-    return Outcome(json.dumps(answer).encode())
+def _size(row: Row) -> BatchSizes:
+    supervised = 0 if row.targets is None else int((row.targets != IGNORE).any(-1).sum())
+    pixels, grids = row.pixel_values_PC, row.image_grid_I3
+    patches = 0 if pixels is None else len(pixels)
+    largest = 0 if grids is None or not len(grids) else int(grids.prod(-1).max())
+    return BatchSizes(1, len(row.ids_S), supervised, patches, largest)

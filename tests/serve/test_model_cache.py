@@ -14,8 +14,8 @@ from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Changes, ModelChange
 from megatron_vlm.serve.model_cache import ModelCache
+from megatron_vlm.serve.model_calls import ModelCalls
 from megatron_vlm.serve.rank_models import ModelSettings
-from megatron_vlm.serve.training_calls import ModelCalls
 from tests.serve.test_journal import DONE, a_model, a_step, pass_time
 from tests.support.error_fields import raises
 from tests.support.fake_calls import opened
@@ -144,7 +144,7 @@ def test_a_download_leaves_nothing_else_behind(tmp_path, monkeypatch):
         Path(out).mkdir()
         (Path(out) / "adapter_model.safetensors").write_bytes(b"w")
 
-    monkeypatch.setattr("megatron_vlm.serve.training_calls.export_checkpoint", export)
+    monkeypatch.setattr("megatron_vlm.serve.model_calls.export_checkpoint", export)
     with opened(tmp_path) as journal:
         model_cache = residents_of(journal, ranks := Ranks())
         _, model = in_memory(journal, model_cache)

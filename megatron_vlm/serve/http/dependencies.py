@@ -1,7 +1,7 @@
 """Dependencies of the routes: the key of a request, and access to the objects of that key."""
 
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
@@ -27,14 +27,19 @@ async def _key(request: Request) -> str:
 Context = Annotated[AppContext, Depends(_context)]
 Key = Annotated[str, Depends(_key)]
 Answer = dict[str, Any]
+T = TypeVar("T", Session, Model, SamplingSession, NamedCheckpoint)
+
+
+def _owned(record: T | None, key: str, missing: str) -> T:
+    """Return the record. One of another key raises 404, as a missing one does."""
+    if record is None or record.key != key:
+        raise HttpError(404, missing)
+    return record
 
 
 def require_session(context: AppContext, key: str, session: str) -> Session:
-    """Return the session. A session of another key raises 404, as a missing one does."""
-    record = context.journal.session(session)
-    if record is None or record.key != key:
-        raise HttpError(404, f"session_id: there is no session {session!r}; make a new client")
-    return record
+    missing = f"session_id: there is no session {session!r}; make a new client"
+    return _owned(context.journal.session(session), key, missing)
 
 
 def open_session(context: AppContext, key: str, session: str) -> Session:
@@ -46,10 +51,7 @@ def open_session(context: AppContext, key: str, session: str) -> Session:
 
 
 def require_model(context: AppContext, key: str, model: str, usable: bool = False) -> Model:
-    """Return the model. A model of another key raises 404, as a missing one does."""
-    record = context.journal.model(model)
-    if record is None or record.key != key:
-        raise HttpError(404, f"there is no model {model!r}")
+    record = _owned(context.journal.model(model), key, f"there is no model {model!r}")
     if usable and record.state in ("failed", "unloaded"):
         what = "could not be made" if record.state == "failed" else "was unloaded"
         raise HttpError(
@@ -59,23 +61,16 @@ def require_model(context: AppContext, key: str, model: str, usable: bool = Fals
 
 
 def require_sampler(context: AppContext, key: str, sampler: str) -> SamplingSession:
-    """Return the sampling session. One of another key raises 404, as a missing one does."""
-    record = context.journal.sampler(sampler)
-    if record is None or record.key != key:
-        raise HttpError(
-            404,
-            f"there is no sampling session {sampler!r}, its session has ended, or its model has "
-            "had newer snapshots for longer than limit snapshot_seconds; make it again",
-        )
-    return record
+    missing = (
+        f"there is no sampling session {sampler!r}, its session has ended, or its model has "
+        "had newer snapshots for longer than limit snapshot_seconds; make it again"
+    )
+    return _owned(context.journal.sampler(sampler), key, missing)
 
 
 def own_checkpoint(context: AppContext, key: str, path: str) -> NamedCheckpoint:
-    """Return the checkpoint. A checkpoint of another key raises 404, as a missing one does."""
-    record = context.journal.checkpoint(path)
-    if record is None or record.key != key:
-        raise HttpError(404, f"there is no checkpoint {path!r}, or it has expired")
-    return record
+    missing = f"there is no checkpoint {path!r}, or it has expired"
+    return _owned(context.journal.checkpoint(path), key, missing)
 
 
 def moment(seconds: float) -> str:

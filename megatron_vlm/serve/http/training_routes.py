@@ -91,35 +91,26 @@ async def forward_backward(request: Request, context: Context, key: Key) -> Answ
     )
 
 
-@router.post("/optim_step")
-async def optim_step(request: Request, context: Context, key: Key) -> Answer:
-    """Queue a step of AdamW with the accumulated gradients."""
+# Calls that take their turn among those of a model: the form of each, and whether it changes the
+# model. Weights are saved with the optimizer, to sample from, or for other programs to read.
+_ORDERED: dict[str, tuple[type[schemas.OrderedForm], bool]] = {
+    "optim_step": (schemas.OptimStep, True),
+    "save_weights": (schemas.SaveWeights, False),
+    "save_weights_for_sampler": (schemas.SaveWeightsForSampler, False),
+    "save_weights_external": (schemas.SaveWeightsExternal, False),
+}
+
+
+async def queue_ordered_call(request: Request, context: Context, key: Key) -> Answer:
+    """Queue the call that the path names."""
+    kind = request.url.path.rpartition("/")[2]
+    form, changes_state = _ORDERED[kind]
     body = await context.body(request)
-    return await _queue_training_call(context, key, "optim_step", schemas.OptimStep, body, True)
+    return await _queue_training_call(context, key, kind, form, body, changes_state)
 
 
-@router.post("/save_weights")
-async def save_weights(request: Request, context: Context, key: Key) -> Answer:
-    """Save weights and optimizer under a name."""
-    body = await context.body(request)
-    return await _queue_training_call(context, key, "save_weights", schemas.SaveWeights, body)
-
-
-@router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(request: Request, context: Context, key: Key) -> Answer:
-    """Save weights to sample from, under a name or for one sampling session."""
-    body = await context.body(request)
-    form = schemas.SaveWeightsForSampler
-    return await _queue_training_call(context, key, "save_weights_for_sampler", form, body)
-
-
-@router.post("/save_weights_external")
-async def save_weights_external(request: Request, context: Context, key: Key) -> Answer:
-    """Save weights for download, as a folder that other programs read."""
-    body = await context.body(request)
-    return await _queue_training_call(
-        context, key, "save_weights_external", schemas.SaveWeightsExternal, body
-    )
+for _kind in _ORDERED:
+    router.add_api_route(f"/{_kind}", queue_ordered_call, methods=["POST"])
 
 
 @router.post("/unload_model")
