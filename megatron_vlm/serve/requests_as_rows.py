@@ -23,7 +23,7 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.serve.loss_names import OPTIONAL, LossMapping, form_of, options_of
 from megatron_vlm.serve.protocol.payloads import Chunk, Datum, Picture, RequestError, Text, entry
 from megatron_vlm.serve.protocol.requests import read_forward_backward
-from megatron_vlm.training.losses import Objective
+from megatron_vlm.training.losses import SEQUENCES, Objective
 from megatron_vlm.training.worker import StepMetrics
 
 MAX_REQUEST_PIXELS = 2**30  # maximum pixels in the pictures of a request
@@ -254,6 +254,8 @@ def metrics_of(batch: Batch, log_probs: Sequence[Tensor]) -> dict[str, float]:
         )
         for name in objective.value_names
     }
+    tokens_of_rows = torch.tensor([int(mask.sum()) for mask in masks])
+    values[SEQUENCES] = torch.arange(len(masks)).repeat_interleave(tokens_of_rows)
     loss_M, report = objective.of_tokens(torch.cat(target_log_probs), None, values)
     means = {f"{name}:mean": float(each.double().mean()) for name, each in report.items()}
     return {"loss:sum": float(loss_M.double().sum()), **means}

@@ -172,9 +172,7 @@ def test_adapters_are_merged_into_a_model_with_experts(form, trained, pool, tiny
     ranks."""
     source, out = stored_as(tiny(**TINY), tmp_path / "source", form), tmp_path / "out"
     targets = ("merger",) if trained else ("attention",)
-    case = replace(
-        layout(dp=2, ep=2), lora=dict(rank=2, targets=targets, train=trained, init="gaussian")
-    )
+    case = replace(layout(dp=2, ep=2), lora=dict(rank=2, targets=targets, train=trained))
     pool.run(train_and_merge, 2, source, case, str(out))
     before, after = (load_file(Path(f) / "model.safetensors") for f in (source, out))
     assert {n: v.shape for n, v in before.items()} == {n: v.shape for n, v in after.items()}
@@ -188,7 +186,7 @@ def test_adapters_are_merged_into_a_model_with_experts(form, trained, pool, tiny
 def test_adapters_in_experts_are_merged_into_each_form(form, pool, tiny, tmp_path):
     """The result is the merge in the form of transformers 5, which tests/lora/test_files.py
     compares with PEFT's."""
-    case = replace(layout(dp=2, ep=2), lora=dict(rank=2, targets=("mlp",), init="gaussian"))
+    case = replace(layout(dp=2, ep=2), lora=dict(rank=2, targets=("mlp",)))
     source, out = stored_as(tiny(**TINY), tmp_path / "source", form), tmp_path / "out"
     pool.run(train_and_merge, 2, source, case, str(out))
     pool.run(train_and_merge, 2, tiny(**TINY), case, str(tmp_path / "theirs"))

@@ -162,7 +162,7 @@ def train_and_export(path: str, case: Case, out: str) -> dict[str, bytes]:
     "lora",
     [
         pytest.param({}, id="whole", marks=pytest.mark.full),
-        pytest.param(dict(rank=2, targets=("attention", "head"), init="gaussian"), id="merged"),
+        pytest.param(dict(rank=2, targets=("attention", "head")), id="merged"),
     ],
 )
 def test_training_leaves_it(lora, tied, pool, tiny, tmp_path):
