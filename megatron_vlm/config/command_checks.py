@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megatron_vlm.config.checks import check_training, require
 from megatron_vlm.config.optimizer_spec import optimizer_spec
-from megatron_vlm.config.schema import Config, LoraConfig, ServeConfig
+from megatron_vlm.config.schema import OWN, Config, LoraConfig, ServeConfig
 from megatron_vlm.config.teachers import check_teacher
 from megatron_vlm.errors import ConfigError
 
@@ -134,7 +134,7 @@ def _check_clipping(cfg: Config) -> None:
 
 
 def _check_sampler(cfg: Config) -> None:
-    if cfg.engine.name == "own" and cfg.rl.off_policy_steps:
+    if cfg.engine.name == OWN and cfg.rl.off_policy_steps:
         raise ConfigError(
             "draws samples while a step trains, and with engine.name=own the same processes would "
             "do both",

@@ -37,6 +37,8 @@ from megatron_vlm.config.objective_configs import (
     RerankConfig,
 )
 
+# Value of engine.name and rl.teacher_scorer: the ranks themselves, and no engine.
+OWN = "own"
 Role = Literal["system", "user", "assistant", "tool"]
 Interval = Count | str | None
 Layers = list[Count] | Literal["auto"] | None
@@ -279,7 +281,7 @@ class RlConfig:
     kl_coef: NonNegative | None = None  # coefficient of KL to the initial model; null: not computed
     entropy_coef: NonNegative | None = None  # coefficient of the entropy; null: not computed
     teacher: str | dict[str, Any] | None = None  # a teacher's checkpoint, or one for each source
-    teacher_scorer: str = "own"  # the ranks run it, or an engine by its engine.name, such as vllm
+    teacher_scorer: str = OWN  # the ranks run it, or an engine by its engine.name, such as vllm
     teacher_coef: AboveZero = 1.0  # coefficient of the reverse KL to the teacher
     teacher_top_k: Count = 0  # exact KL over its most likely tokens and the rest; 0: sampled token
     teacher_gpus: tuple[str, ...] = ()  # GPUs of each engine of a teacher, as engine.devices
@@ -316,7 +318,7 @@ class ServeConfig:
 class EngineConfig:
     """Source of the answers of `rl` and `serve`. See docs/serving.md."""
 
-    name: str = "own"  # own: the trainer's decoder; vllm, or an engine that a package registers
+    name: str = OWN  # own: the trainer's decoder; vllm, or an engine that a package registers
     python: str | None = None  # Python of the environment that has the engine
     devices: tuple[str, ...] = ()  # GPUs of each engine, such as "6" or "4,5"; (): one engine
     max_len: Natural | None = None  # tokens of a row; null: what a step of rl has; serve: 32768

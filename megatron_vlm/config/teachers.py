@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_vlm.config.schema import Config, RlConfig
+from megatron_vlm.config.schema import OWN, Config, RlConfig
 from megatron_vlm.errors import ConfigError
 
 ALL_SOURCES = ""  # the name of the only teacher
@@ -61,7 +61,7 @@ def _check_engines(cfg: Config) -> None:
         raise ConfigError(
             key="rl.teacher_options", found=rl.teacher_options, allowed="{NAME: VALUE}"
         )
-    if rl.teacher_scorer == "own":
+    if rl.teacher_scorer == OWN:
         if rl.teacher_gpus or rl.teacher_options:
             raise ConfigError(
                 "starts no engine, and rl.teacher_gpus or rl.teacher_options is set",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_vlm.config.schema import Config, EngineConfig
+from megatron_vlm.config.schema import OWN, Config, EngineConfig
 from megatron_vlm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 GROUP = "megatron_vlm.engines"
 DEFAULT_ENGINE = "vllm"  # engine of a command's --engine, unless engine.name has another
-OWN = "own"  # the trainer's decoder, which is no engine
 _BUILT_IN = (EntryPoint(DEFAULT_ENGINE, "megatron_vlm.engines.vllm:VLLM", GROUP),)
 
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megatron_vlm.config.schema import OWN
 from megatron_vlm.config.teachers import teachers_of
 from megatron_vlm.data.batches.collate import collate, filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
@@ -108,9 +109,9 @@ class PolicyUpdater:
         teacher = {} if rl.teacher is None else self._teacher_scores(train_batch, rows)
         # Log-probs of the own decoder are the trainer's already, but not to the last digit. A
         # teacher that is the student has nothing to teach, and so not even a rounding error.
-        if self.cfg.engine.name != "own" or rl.teacher is not None:
+        if self.cfg.engine.name != OWN or rl.teacher is not None:
             old = self._log_probs_of_rows(self.worker, train_batch, rows)
-        if self.cfg.engine.name != "own":
+        if self.cfg.engine.name != OWN:
             for number, train_row in rows.items():
                 log_probs = old[number].tolist(), train_row.sampler_log_probs_S.tolist()
                 weights[number] = torch.tensor(importance_weights(*log_probs, rl.max_weight))
@@ -131,7 +132,7 @@ class PolicyUpdater:
     ) -> dict[int, TeacherScores]:
         """Return the scores of this replica's rows: by engines, which the rows have already, or by
         the ranks' own teachers. A collective."""
-        if self.cfg.rl.teacher_scorer != "own":
+        if self.cfg.rl.teacher_scorer != OWN:
             return {
                 number: TeacherScores.from_table(each.teacher_table, each.row)
                 for number, each in rows.items()
@@ -205,7 +206,7 @@ class PolicyUpdater:
     def log_prob_gap(self, rows: Mapping[int, TrainRow], values: "Values") -> LogProbGap | None:
         """Return the gap between the log-probs of sampler and trainer; None where the trainer's own
         decoder has drawn the answers. This is a collective."""
-        if self.cfg.engine.name == "own":
+        if self.cfg.engine.name == OWN:
             return None
         max_weight = self.cfg.rl.max_weight
         local_sums = [0.0, 0.0, 0.0, 0.0]  # largest, sum, cut, tokens

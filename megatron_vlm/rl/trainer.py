@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config.command_checks import has_rewards, needs_held_out_rewards
+from megatron_vlm.config.schema import OWN
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import BatchFigures, StepBatch
@@ -50,7 +51,7 @@ class RlTrainer:
         if self.cfg.rl.kl_coef is not None:
             run.begin_phase(run.progress.step, "loading the initial model", files=True)
             assert self.updater.reference
-        if self.cfg.rl.teacher is not None and self.cfg.rl.teacher_scorer == "own":
+        if self.cfg.rl.teacher is not None and self.cfg.rl.teacher_scorer == OWN:
             run.begin_phase(run.progress.step, "loading the teachers", files=True)
             assert self.updater.teachers
         self.commands = RankCommands(run.worker, run.signals)
@@ -67,7 +68,7 @@ class RlTrainer:
         if needs_held_out_rewards(self.cfg):
             run.rate_held_out = self.held_out_rewards
         self._lead(self._start)
-        if self.cfg.engine.name != "own" and (run.progress.step or self.cfg.lora.rank):
+        if self.cfg.engine.name != OWN and (run.progress.step or self.cfg.lora.rank):
             self._renew(run.progress.step)
 
     @staticmethod
@@ -92,7 +93,7 @@ class RlTrainer:
 
     def _start(self) -> tuple[bytes, dict[str, Any]]:
         """Start the sampler on rank 0."""
-        if self.cfg.engine.name == "own":
+        if self.cfg.engine.name == OWN:
             self.rollouts = OwnRollouts(self.episode_runner, self.commands)
         else:
             self.engines = EngineThread()
@@ -102,7 +103,7 @@ class RlTrainer:
             last = self.run.total_steps - 1
             self.rollouts = EngineRollouts(self.episode_runner, self.commands, self.engines, last)
         self.opened.callback(self.rollouts.close)
-        if self.cfg.rl.teacher_scorer != "own":
+        if self.cfg.rl.teacher_scorer != OWN:
             data, waiting = self.episode_runner.data, self.commands.wait
             self.teachers = EngineTeachers.start(self.run.worker, data, self.opened, waiting)
         return b"", {}
@@ -152,7 +153,7 @@ class RlTrainer:
     def renew(self, step: int) -> None:
         """Send the current weights to the engines, if there are any. This is a collective."""
         is_needed = step < self.run.total_steps or needs_held_out_rewards(self.cfg)
-        if self.cfg.engine.name != "own" and is_needed:
+        if self.cfg.engine.name != OWN and is_needed:
             self.run.begin_phase(step, "weights of the engines")
             self._renew(step)
 

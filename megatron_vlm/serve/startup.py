@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config.command_checks import loaded_counts
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import OWN, Config
 from megatron_vlm.data.tokens.chat_renderer import END
 from megatron_vlm.data.tokens.completions import COLDEST
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer, stop_ids
@@ -61,7 +61,7 @@ def open_service(cfg: Config, commands: ModelCommands, opened: ExitStack) -> Ope
         journal, reader, _stop_words(cfg), samples, base.dims.dp, limits.waiting_pixels
     )
     engine_sampling = None
-    if cfg.engine.name != "own":  # before the HTTP server: engines load for minutes
+    if cfg.engine.name != OWN:  # before the HTTP server: engines load for minutes
         settings = engine_settings(cfg, commands, limits, samples)
         engines = EngineThread()
         opened.callback(engines.close)
@@ -93,7 +93,7 @@ def limits_of(limits: Mapping[str, Any]) -> RequestLimits:
 
 
 def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
-    if cfg.engine.name == "own":
+    if cfg.engine.name == OWN:
         return SampleBounds(limits.max_tokens, longest, min_temperature=COLDEST)
     kind = engine_kind(cfg.engine.name)
     longest = min(longest, cfg.engine.max_len or ENGINE_MAX_LEN)

@@ -16,7 +16,7 @@ from megatron_vlm.commands.dry_run.command import (
     print_run,
 )
 from megatron_vlm.config.command_checks import has_rewards
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import OWN, Config
 from megatron_vlm.config.teachers import ALL_SOURCES, teachers_of
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
@@ -77,7 +77,7 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
 def describe_sampler(cfg: Config) -> str:
     """Describe what draws the answers. Raise ConfigError for an engine that is missing."""
     engine = cfg.engine
-    if engine.name == "own":
+    if engine.name == OWN:
         return f"the trainer's own decoder, {engine.rows} rows a pass in each replica"
     places = f", on GPUs {' and '.join(engine.devices)}" if engine.devices else ""
     return describe_engine(engine) + places
@@ -136,7 +136,7 @@ def describe_teachers(model: PlannedModel) -> dict[str, str]:
     if rl.teacher_top_k:
         targets = f"its {rl.teacher_top_k} most likely tokens and the rest"
     lines = {"teacher": f"{', '.join(names)}; reverse KL of {targets}, times {rl.teacher_coef:g}"}
-    if rl.teacher_scorer != "own":
+    if rl.teacher_scorer != OWN:
         count = max(len(rl.teacher_gpus), len(set(teachers_of(rl.teacher).values())))
         scorer = describe_engine(replace(cfg.engine, name=rl.teacher_scorer))
         return lines | {"scores": f"{scorer}, {_engines(count)}"}
