@@ -159,11 +159,7 @@ def _evaluate(
 
     from megatron_vlm.checkpoint.save_load import load
     from megatron_vlm.run.evaluation.evaluate import Evaluator
-    from megatron_vlm.training.frozen_inputs import (
-        changed_inputs,
-        frozen_inputs,
-        inputs_from_json,
-    )
+    from megatron_vlm.training.frozen_inputs import changed_inputs, frozen_inputs, inputs_from_json
     from megatron_vlm.training.run_objective import objective_of
     from megatron_vlm.training.worker import MegatronWorker
 

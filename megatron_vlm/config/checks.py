@@ -10,14 +10,7 @@ from megatron_vlm.config.data_sources import check_columns, check_roles
 from megatron_vlm.config.evaluation_checks import check_evaluation, check_measuring
 from megatron_vlm.config.objectives import check_objective, check_rewarded
 from megatron_vlm.config.optimizer_spec import check_muon
-from megatron_vlm.config.schema import (
-    Config,
-    DataConfig,
-    Role,
-    TrainScope,
-    get,
-    leaves,
-)
+from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get, leaves
 from megatron_vlm.config.searched_keys import check_auto, check_layers
 from megatron_vlm.config.trainable import check_lora, learns
 from megatron_vlm.errors import ConfigError, is_secret

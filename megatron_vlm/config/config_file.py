@@ -177,12 +177,7 @@ def _recipes(document: YamlText, node: Any) -> dict[str, str]:
 
 
 def _leaves(
-    document: YamlText,
-    key: str,
-    place: Any,
-    node: Any,
-    refused: list[ConfigError],
-    depth: int = 0,
+    document: YamlText, key: str, place: Any, node: Any, refused: list[ConfigError], depth: int = 0
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield every key with a value at or below this one, and the nodes of its name and of its
     value. A group may be empty. Errors on keys that do not exist are added to `refused`, so that a

@@ -77,9 +77,7 @@ def check_evaluation(cfg: Config) -> None:
     split = cfg.data.split
     if split is not None and split >= 1 and split != int(split):
         raise ConfigError(
-            key="data.split",
-            found=split,
-            allowed="a share below 1, or a whole number of records",
+            key="data.split", found=split, allowed="a share below 1, or a whole number of records"
         )
     _check_metrics(cfg.eval.metrics)
     if cfg.checkpoint.best is not None:

@@ -28,13 +28,7 @@ from megatron_vlm.config.moved_keys import with_todays_keys
 from megatron_vlm.config.schema import MAPPINGS, Config, get, key_types
 from megatron_vlm.config.searched_keys import without_given
 from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH
-from megatron_vlm.errors import (
-    NOT_GIVEN,
-    ConfigError,
-    gather_errors,
-    show_choices,
-    show_value,
-)
+from megatron_vlm.errors import NOT_GIVEN, ConfigError, gather_errors, show_choices, show_value
 from megatron_vlm.io.hub import beside_run
 from megatron_vlm.io.untrusted import UntrustedFile
 

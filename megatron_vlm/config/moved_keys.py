@@ -49,8 +49,7 @@ def _part(mapping: str, name: str, default: Any = None) -> MovedKey:
 def _epochs(key: str) -> MovedKey:
     """Return a number of epochs that this key has now."""
     return MovedKey(
-        f'write {key}="N epochs"',
-        lambda value: {} if value is None else {key: epochs_text(value)},
+        f'write {key}="N epochs"', lambda value: {} if value is None else {key: epochs_text(value)}
     )
 
 

@@ -509,11 +509,7 @@ def test_a_picture_that_cannot_be_decoded_is_named(look, folder):
         ({"ranks": 0}, ConfigError, "--ranks=0"),
         ({"samples": -1}, ConfigError, "--samples=-1"),
         ({"html": "/no/such/folder/x.html"}, ConfigError, "cannot be written: No such file"),
-        (
-            {"more": ["data.max_tokens=3"]},
-            DataError,
-            "no sample left: 15 were dropped .*; raise",
-        ),
+        ({"more": ["data.max_tokens=3"]}, DataError, "no sample left: 15 were dropped .*; raise"),
         ({"more": ["train.global_batch_size=0"]}, ConfigError, "train.global_batch_size=0"),
         ({"train": "{path: x.jsonl, streaming: true}"}, ConfigError, "data.train is a stream"),
     ],

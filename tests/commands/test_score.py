@@ -228,10 +228,7 @@ def test_scores_of_something_else_are_refused(whole, asked, tiny, pool):
     assert (foreign / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["truncated", "a changed value", full("a changed column")],
-)
+@pytest.mark.parametrize("damage", ["truncated", "a changed value", full("a changed column")])
 def test_damaged_files_are_refused(damage, whole, asked, tiny, pool):
     folder = asked / damage.replace(" ", "-")
     shutil.copytree(whole, folder)

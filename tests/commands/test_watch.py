@@ -331,11 +331,7 @@ def test_a_chart_grows_without_a_reload(run, tmp_path):
         : requestAnimationFrame(look);
       look();
     })"""
-    with (
-        held(run),
-        served(run.parent) as url,
-        start_browser(tmp_path) as browser,
-    ):
+    with held(run), served(run.parent) as url, start_browser(tmp_path) as browser:
         browser.open(f"{url}/runs/first")
         browser.run("window.chart = document.querySelector('figure.chart')")
         assert browser.run(legend).startswith("step 2")

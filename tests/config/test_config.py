@@ -277,12 +277,7 @@ MISTAKES = [
     ("~hydra", "hydra", NOT_GIVEN, {}),
     ("model@x=qwen3_vl_2b", "model@x", NOT_GIVEN, {}),
     ("optim.lr=1e-5,2e-5", "optim.lr", "1e-5,2e-5", {"remedy_has": "optim.lr=[1e-5,2e-5]"}),
-    (
-        "optim.lr=choice(1,2)",
-        "configuration",
-        NOT_GIVEN,
-        {"problem_has": "'optim.lr=choice(1,2)'"},
-    ),
+    ("optim.lr=choice(1,2)", "configuration", NOT_GIVEN, {"problem_has": "'optim.lr=choice(1,2)'"}),
     ("+train.step=1", "train.step", NOT_GIVEN, {"remedy_has": "'train.steps'"}),
     ("model=qwen4", "model", "qwen4", {"remedy_has": "qwen3_vl_2b"}),
     ("optim.schedule=cosin", "optim.schedule", "cosin", {"allowed_has": "'linear', 'cosine'"}),
@@ -380,10 +375,7 @@ def test_what_is_nested_too_deeply_is_refused(marks):
     opening, closing = marks[: (len(marks) + 1) // 2], marks[(len(marks) + 1) // 2 :]
     opening, closing = {"()": ("choice(", ")")}.get(marks, (opening, closing))
     text = f"data.template_kwargs={opening * 500}1{closing * 500}"
-    for load in (
-        lambda: load_config(["model.path=x", text]),
-        lambda: from_yaml(DEFAULTS, [text]),
-    ):
+    for load in (lambda: load_config(["model.path=x", text]), lambda: from_yaml(DEFAULTS, [text])):
         with raises(ConfigError, key="data.template_kwargs", problem_has=32):
             load()
     deep = "{a:" * 31 + "1" + "}" * 31

@@ -22,12 +22,7 @@ from megatron_vlm.config.key_hints import (
     option_error,
     similar_keys,
 )
-from megatron_vlm.config.other_trainers import (
-    NAME_FAMILIES,
-    OTHER_SENTENCES,
-    SAME_KEYS,
-    SECTIONS,
-)
+from megatron_vlm.config.other_trainers import NAME_FAMILIES, OTHER_SENTENCES, SAME_KEYS, SECTIONS
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import ConfigError, sentences
 from tests.support.error_fields import raises

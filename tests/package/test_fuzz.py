@@ -68,11 +68,7 @@ def test_every_kind_is_in_a_group():
 
 @pytest.mark.parametrize(
     "group",
-    [
-        "media",
-        *(full(group) for group in ("model", "tables")),
-        *(slow(group) for group in OTHERS),
-    ],
+    ["media", *(full(group) for group in ("model", "tables")), *(slow(group) for group in OTHERS)],
 )
 def test_some_mutated_files(group, tmp_path, process_tree):
     for result in run_alone(process_tree, some, GROUPS[group], str(tmp_path)).result:

@@ -363,10 +363,7 @@ def labels(path: Path) -> Counter:
         user, assistant = record["messages"]
         (image, text) = user["content"]
         assert (user["role"], assistant["role"], image["type"]) == ("user", "assistant", "image")
-        assert text == {
-            "type": "text",
-            "text": "What is the name of the subject in this photo?",
-        }
+        assert text == {"type": "text", "text": "What is the name of the subject in this photo?"}
         start = "The subject in this photo is: "
         assert assistant["content"].startswith(start)
         counts[assistant["content"].removeprefix(start)] += 1

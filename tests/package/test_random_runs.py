@@ -54,10 +54,7 @@ def collected(folder: Path, **environment: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("environment", "cases", "others"),
-    [
-        ({"COMMIT": "1"}, [2, 3], ["second"]),
-        full({"LONG": "1"}, [*range(5)], ["first", "second"]),
-    ],
+    [({"COMMIT": "1"}, [2, 3], ["second"]), full({"LONG": "1"}, [*range(5)], ["first", "second"])],
 )
 def test_marked_cases_rotate(environment, cases, others, tmp_path):
     """The hook of conftest.py deselects the cases that another commit plays."""

@@ -10,12 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_vlm.commands.bench.lmms_eval import (
-    SuiteSettings,
-    TaskScore,
-    find_lmms_eval,
-    run_task,
-)
+from megatron_vlm.commands.bench.lmms_eval import SuiteSettings, TaskScore, find_lmms_eval, run_task
 from megatron_vlm.commands.bench.model_server import BenchModel, ServerSettings, served_model
 from megatron_vlm.commands.chat.command import find_model
 from megatron_vlm.config import read_saved

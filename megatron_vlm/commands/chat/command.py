@@ -51,9 +51,7 @@ def start_chat(args: argparse.Namespace) -> int:
         require_file(home_path(path))
     if is_under_launcher():
         raise ConfigError(
-            "runs in one process",
-            key="megatron-vlm chat",
-            remedy="start it without a launcher",
+            "runs in one process", key="megatron-vlm chat", remedy="start it without a launcher"
         )
     from megatron_vlm.commands.chat.terminal import run_chat
 

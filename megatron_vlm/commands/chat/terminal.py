@@ -52,10 +52,7 @@ def run_chat(
 
 
 def run_conversation(
-    conversation: ChatSession,
-    media: list[dict[str, str]],
-    read: Callable[[], str],
-    out: TextIO,
+    conversation: ChatSession, media: list[dict[str, str]], read: Callable[[], str], out: TextIO
 ) -> None:
     """Answer each line that `read` returns, until /quit or EOFError. An error is printed, and the
     conversation continues."""

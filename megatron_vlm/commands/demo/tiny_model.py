@@ -12,12 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import (
-    AutoConfig,
-    GenerationConfig,
-    PretrainedConfig,
-    Qwen2Tokenizer,
-)
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging
 

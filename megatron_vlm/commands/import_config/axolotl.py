@@ -7,10 +7,7 @@ from megatron_vlm.commands.import_config.data_rules import put_sets, translate_s
 from megatron_vlm.commands.import_config.grpo_rules import translate_grpo
 from megatron_vlm.commands.import_config.hugging_face import COURSE_RULES
 from megatron_vlm.commands.import_config.model_rules import translate_adapters
-from megatron_vlm.commands.import_config.run_rules import (
-    find_gpu_count,
-    translate_device_batches,
-)
+from megatron_vlm.commands.import_config.run_rules import find_gpu_count, translate_device_batches
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Trainer, Translation, is_off
 

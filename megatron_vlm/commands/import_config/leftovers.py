@@ -10,10 +10,7 @@ from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import ConfigError
 
 # Names that this package has, too, in a group; the tables have only other names.
-_OWN_NAMES = {
-    "num_workers": "data.num_workers",
-    "max_tokens": "data.max_tokens",
-}
+_OWN_NAMES = {"num_workers": "data.num_workers", "max_tokens": "data.max_tokens"}
 # These names change what is learnt, where they are used at all.
 _CHANGES = (
     "use_dora loraplus_lr_ratio lora_bias neftune_noise_alpha enable_dft_loss packing "

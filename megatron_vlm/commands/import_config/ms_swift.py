@@ -189,10 +189,7 @@ MS_SWIFT = Trainer(
         **{"eval_steps": "eval_interval", "logging_steps": "log_interval", "output_dir": "save"},
     },
     same={"optim.vision_lr": "vit_lr", "optim.merger_lr": "aligner_lr"},
-    rules=(
-        *_OWN_RULES,
-        *(_translate_batches, _translate_rate, *COURSE_RULES, _translate_answers),
-    ),
+    rules=(*_OWN_RULES, *(_translate_batches, _translate_rate, *COURSE_RULES, _translate_answers)),
 )
 
 

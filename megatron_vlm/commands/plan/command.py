@@ -70,9 +70,7 @@ def plan_cluster(
         raise ConfigError(key="--gpus", found=gpus, allowed=range(1, 4097))
     if not 0 < efficiency <= 1:
         raise ConfigError(
-            key="--efficiency",
-            found=efficiency,
-            allowed="a fraction of the peak, above 0 to 1",
+            key="--efficiency", found=efficiency, allowed="a fraction of the peak, above 0 to 1"
         )
     if (card := card_of(name)) is None:
         raise ConfigError(

@@ -61,10 +61,7 @@ def plan_report(plan: Plan) -> sections.Report:
 
 
 def _report(
-    tab: str,
-    plan: Plan,
-    tiles: Sequence[tuple[str, str]],
-    body: Sequence[sections.Section],
+    tab: str, plan: Plan, tiles: Sequence[tuple[str, str]], body: Sequence[sections.Section]
 ) -> sections.Report:
     """Return a report, which ends with the memory of the fastest layout and what was assumed."""
     cluster = plan.cluster

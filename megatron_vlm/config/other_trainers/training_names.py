@@ -123,10 +123,7 @@ TRAINING_SENTENCES = {
     ),
     _EVALUATION: "val_kwargs",
 }
-TRAINING_FAMILIES = {
-    _PREFERENCES: "dpo_ kto_ orpo_ pref_ cpo_",
-    _PUSH: "hub_",
-}
+TRAINING_FAMILIES = {_PREFERENCES: "dpo_ kto_ orpo_ pref_ cpo_", _PUSH: "hub_"}
 
 # The run: its figures, its processes and machines.
 
