@@ -13,8 +13,6 @@ from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_value
 
 _KEYS = {name: key for key, names in SAME_KEYS.items() for name in names.split()}
-_SENTENCES = {name: text for text, names in OTHER_SENTENCES.items() for name in names.split()}
-_FAMILIES = {start: text for text, starts in NAME_FAMILIES.items() for start in starts.split()}
 
 
 def unknown_key_error(key: str) -> ConfigError:
@@ -64,7 +62,7 @@ def similar_keys(wrong: str) -> Sequence[str]:
     if same_name := [key for key in leaves() if "." in key and key.rpartition(".")[2] == last]:
         near_keys = [key for key in same_name if _are_near(group, key.rpartition(".")[0])]
         return near_keys or same_name
-    if _section_sentence(wrong, _SENTENCES):
+    if _section_sentence(wrong, OTHER_SENTENCES):
         return []
     # A word that is a little like the name of a group is seldom that group.
     if near_keys := difflib.get_close_matches(last, _names_of(group), 1, 0.6 if group else 0.8):
@@ -85,7 +83,7 @@ def hint_sentence(wrong: str) -> str | None:
         return moved.answer
     if known := _known_elsewhere(wrong):
         return None if known in leaves() else known
-    return _section_sentence(wrong, _SENTENCES)
+    return _section_sentence(wrong, OTHER_SENTENCES)
 
 
 def names_elsewhere(key: str) -> list[str]:
@@ -96,12 +94,7 @@ def names_elsewhere(key: str) -> list[str]:
 def related_names(key: str) -> list[str]:
     """Return the keys of other trainers that a sentence about this key answers."""
     begins = re.compile(rf"{re.escape(key)}(?![\w.]*\w)")
-    return [
-        name
-        for text, names in OTHER_SENTENCES.items()
-        if begins.match(text)
-        for name in names.split()
-    ]
+    return [name for name, text in OTHER_SENTENCES.items() if begins.match(text)]
 
 
 def option_error(option: str, value: str | None) -> ConfigError:
@@ -128,17 +121,17 @@ def _known_elsewhere(wrong: str) -> str | None:
     for name in _spellings(wrong):
         if "." in name and name in leaves():
             return name
-        if found := _KEYS.get(name) or _SENTENCES.get(name):
+        if found := _KEYS.get(name) or OTHER_SENTENCES.get(name):
             return found
     last = wrong.rpartition(".")[2]
-    return next((text for start, text in _FAMILIES.items() if last.startswith(start)), None)
+    return next((text for start, text in NAME_FAMILIES.items() if last.startswith(start)), None)
 
 
 def _section_sentence(wrong: str, sections: Collection[str]) -> str | None:
     """Return the sentence on one of these sections that has the key: critic.optim.lr is below
     critic."""
     parts = [part for part in wrong.split(".")[:-1] if part in sections]
-    return _SENTENCES[parts[0]] if parts else None
+    return OTHER_SENTENCES[parts[0]] if parts else None
 
 
 def _plain(wrong: str) -> str:

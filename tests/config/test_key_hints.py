@@ -23,6 +23,10 @@ from megatron_vlm.config.key_hints import (
     similar_keys,
 )
 from megatron_vlm.config.other_trainers import NAME_FAMILIES, OTHER_SENTENCES, SAME_KEYS, SECTIONS
+from megatron_vlm.config.other_trainers.data_names import DATA_NAMES
+from megatron_vlm.config.other_trainers.model_names import MODEL_NAMES
+from megatron_vlm.config.other_trainers.rl_names import RL_NAMES
+from megatron_vlm.config.other_trainers.training_names import TRAINING_NAMES
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import ConfigError, sentences
 from tests.support.error_fields import raises
@@ -217,12 +221,12 @@ def test_several_keys_of_that_name_are_all_named():
 
 def test_the_tables_name_keys_that_exist_and_no_name_twice():
     assert set(SAME_KEYS) <= set(known_keys())
-    rows = (*SAME_KEYS.values(), *OTHER_SENTENCES.values(), *NAME_FAMILIES.values())
-    names = [name for row in rows for name in row.split()]
+    tables = (SAME_KEYS, MODEL_NAMES, DATA_NAMES, TRAINING_NAMES, RL_NAMES)
+    names = [name for table in tables for row in table.values() for name in row.split()]
     assert len(names) == len(set(names)) and not set(names) & set(known_keys())
     assert set(SECTIONS) <= set(names)
     # No group of keys begins as a family does, so that a near miss of a key is still answered.
-    starts = tuple(start for row in NAME_FAMILIES.values() for start in row.split())
+    starts = tuple(NAME_FAMILIES)
     assert not [key for key in leaves() if key.rpartition(".")[2].startswith(starts)]
 
 
@@ -255,8 +259,7 @@ def test_answered_are_the_names_of_examples_and_those_that_two_lists_have():
     in_examples = parts_of(re.findall(r"[A-Za-z_][\w.-]*", "\n".join([*examples, *FILES.values()])))
     listed = [parts_of(file.read_text().split()) for file in LISTS]
     documented = {name for name, count in Counter(chain(*listed)).items() if count > 1}
-    answered = {name for row in OTHER_SENTENCES.values() for name in row.split()}
-    assert answered - in_examples - documented == set(TYPED.split())
+    assert OTHER_SENTENCES.keys() - in_examples - documented == set(TYPED.split())
     whole = Counter(chain(*(set(file.read_text().split()) for file in LISTS)))
     for name in {name for name, count in whole.items() if count > 1} - set(key_types()):
         assert has_answer(name), name
@@ -292,14 +295,13 @@ def test_the_values_that_people_write_are_taken():
         load_config(["optim=muon", *given])
 
 
-@in_one_test("text", OTHER_SENTENCES)
-def test_names_of_others_without_a_key_are_answered_with_their_sentence(text):
-    for name in OTHER_SENTENCES[text].split():
-        assert [hint(written) for written in spellings(name)] == [text] * 3
+@in_one_test("name", OTHER_SENTENCES)
+def test_names_of_others_without_a_key_are_answered_with_their_sentence(name):
+    assert [hint(written) for written in spellings(name)] == [OTHER_SENTENCES[name]] * 3
 
 
 @pytest.mark.full
-@in_one_test("text", OTHER_SENTENCES)
+@in_one_test("text", {*OTHER_SENTENCES.values()})
 def test_every_sentence_names_keys_and_values_that_are_accepted(text):
     groups = "|".join(sorted({key.partition(".")[0] for key in leaves() if "." in key}))
     for key in re.findall(rf"(?<!/)\b(?:{groups})\.\w+", text):

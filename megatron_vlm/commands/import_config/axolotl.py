@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from megatron_vlm.commands.import_config.course_rules import translate_rate
 from megatron_vlm.commands.import_config.data_rules import put_sets, translate_split
 from megatron_vlm.commands.import_config.grpo_rules import translate_grpo
-from megatron_vlm.commands.import_config.hugging_face import COURSE_RULES
+from megatron_vlm.commands.import_config.hugging_face import SHARED_RULES
 from megatron_vlm.commands.import_config.model_rules import translate_adapters
 from megatron_vlm.commands.import_config.run_rules import find_gpu_count, translate_device_batches
 from megatron_vlm.commands.import_config.source_settings import Setting
+from megatron_vlm.commands.import_config.training_rules import translate_rate
 from megatron_vlm.commands.import_config.translation import Trainer, Translation, is_off
 
 _KNOWN = {  # keys of an entry of `datasets` that are taken, or that say nothing that is needed
@@ -38,15 +38,15 @@ def _entries(t: Translation, dataset: dict[str, Any], setting: Setting) -> list[
         entry["split"] = str(split)
     if dataset.get("name"):
         entry["subset"] = str(dataset["name"])
-    mapping = dataset.get("message_property_mappings") or {}
+    mapping = dataset.get("message_property_mappings")
     mapping = mapping if isinstance(mapping, dict) else {}
-    columns = {"messages": dataset.get("field_messages")}
-    columns["role"] = dataset.get("message_field_role") or mapping.get("role")
-    columns["content"] = dataset.get("message_field_content") or mapping.get("content")
-    # Conversations with from and value are read without an entry.
-    columns = {
-        our_name: str(name) for our_name, name in columns.items() if name not in (None, our_name)
+    named = {
+        "messages": dataset.get("field_messages"),
+        "role": dataset.get("message_field_role") or mapping.get("role"),
+        "content": dataset.get("message_field_content") or mapping.get("content"),
     }
+    columns = {ours: str(name) for ours, name in named.items() if name not in (None, ours)}
+    # Conversations with from and value are read without an entry.
     if columns and columns != {"messages": "conversations", "role": "from", "content": "value"}:
         entry["columns"] = columns
     if isinstance(dataset.get("roles"), dict):
@@ -58,8 +58,7 @@ def _entries(t: Translation, dataset: dict[str, Any], setting: Setting) -> list[
 
 
 def _translate_supervision(t: Translation) -> None:
-    everything = t.given("train_on_inputs")
-    if everything is not None and t.flag(everything):
+    if (everything := t.switched_on("train_on_inputs")) is not None:
         t.put("data.train_on", ["system", "user", "assistant", "tool"], everything)
 
 
@@ -95,14 +94,12 @@ AXOLOTL = Trainer(
         **{"max_completion_length": "trl.max_completion_length", "loss_type": "trl.loss_type"},
         **{"temperature": "trl.temperature", "top_p": "trl.top_p", "use_vllm": "trl.use_vllm"},
         **{"scale_rewards": "trl.scale_rewards", "num_iterations": "trl.num_iterations"},
-        **{
-            "reward_funcs": "trl.reward_funcs",
-            "tensor_model_parallel_size": "tensor_parallel_size",
-        },
+        "reward_funcs": "trl.reward_funcs",
+        "tensor_model_parallel_size": "tensor_parallel_size",
     },
     same={},
     rules=(
         *(find_gpu_count, translate_adapters, _translate_data, _translate_supervision),
-        *(translate_device_batches, _translate_rate, *COURSE_RULES, translate_grpo),
+        *(translate_device_batches, _translate_rate, *SHARED_RULES, translate_grpo),
     ),
 )

@@ -46,11 +46,8 @@ def _head(t: Translation) -> Iterator[str]:
     file, command = escape_controls(shlex.quote(t.source.file)), t.source.command
     source = f"command `{command}`" if command else f"configuration {file}"
     source += f" with {file}" if command and t.source.file else ""
-    yield from _comment(f"From the {source} of {t.title}{gpus}. Save it as FILE.yaml.")
-    command = "rl" if t.is_rl else "train"
-    more = ""
-    if t.is_rl:
-        more += f" {REWARD_LINE}"
+    yield from _comment(f"From the {source} of {t.trainer.title}{gpus}. Save it as FILE.yaml.")
+    command, more = ("rl", f" {REWARD_LINE}") if t.is_rl else ("train", "")
     if "engine.name" in t.lines and t.lines["engine.name"].value == "vllm":
         more += " engine.python=.venv-vllm/bin/python"
     yield "# Look at it, then start it:"

@@ -18,12 +18,11 @@ def translate_split(t: Translation) -> None:
     """Set data.split, and say where data is missing."""
     if "data.train" not in t.lines:
         t.differ("the configuration names no data: give data.train")
-    split = t.given("val_size")
-    if split is not None and t.number(split) > 0:
-        if "data.eval" in t.lines:
-            t.differ("data.eval is held out already, so that nothing is split off", split)
-        else:
-            t.put("data.split", t.number(split), split)
+    split = t.positive("val_size")
+    if split is not None and "data.eval" in t.lines:
+        t.differ("data.eval is held out already, so that nothing is split off", split)
+    else:
+        t.copy_setting("data.split", split)
 
 
 def put_sets(t: Translation, train: str, held_out: str, find: Callable[[Setting], list]) -> None:
@@ -36,14 +35,10 @@ def put_sets(t: Translation, train: str, held_out: str, find: Callable[[Setting]
 
 def put_columns(t: Translation, columns: dict[str, str], *origins: Setting) -> None:
     """Set data.columns, and say which fields do not exist here."""
-    known = {
-        our_name: name
-        for our_name, name in columns.items()
-        if our_name in RECORD_FIELDS + MESSAGE_FIELDS
-    }
-    if len(known) < len(columns):
-        names = ", ".join(columns.keys() - known.keys())
-        t.differ(f"{names}: there is no such field, see data.columns in docs/data.md", *origins)
+    fields = RECORD_FIELDS + MESSAGE_FIELDS
+    known = {our_name: name for our_name, name in columns.items() if our_name in fields}
+    if unknown := ", ".join(columns.keys() - known.keys()):
+        t.differ(f"{unknown}: there is no such field, see data.columns in docs/data.md", *origins)
     if known:
         t.put("data.columns", known, *origins)
 
@@ -52,20 +47,19 @@ def translate_lengths(t: Translation) -> None:
     """Set data.max_tokens and what becomes of longer records."""
     setting = (t.given("max_prompt_length") if t.is_rl else None) or t.take("max_length")
     if setting is not None and t.number(setting) > 0:
-        t.put("data.max_tokens", t.whole(setting), setting)
+        t.copy_setting("data.max_tokens", setting)
     else:
         t.differ("data.max_tokens=8192 is the limit here, where none is set there")
-    how = t.take("truncation_strategy")
-    overlong = t.given("data.filter_overlong_prompts")
-    if overlong is not None and t.flag(overlong):
+    how, overlong = t.take("truncation_strategy"), t.switched_on("data.filter_overlong_prompts")
+    if overlong is not None:
         t.put("data.truncation", "drop", overlong)
     elif how is not None:
         t.put("data.truncation", t.choose(how, _TRUNCATION), how)
         if how.value in _CUT_ELSEWHERE:
             t.differ("a longer record loses its end here, and never a part of an image", how)
     else:
-        note = f"{t.title} cuts longer records"
-        t.put("data.truncation", "image_safe", note=f"{note}; here never within an image")
+        note = f"{t.trainer.title} cuts longer records; here never within an image"
+        t.put("data.truncation", "image_safe", note=note)
 
 
 def translate_thinking(t: Translation) -> None:

@@ -27,7 +27,7 @@ def translate_grpo(t: Translation, loss: str = "dapo", beta: float | None = None
     level = t.given("importance_sampling_level")
     if level is not None and str(level.value) == "sequence":
         our_loss = "gspo"
-    t.put("rl.loss", our_loss, kind, *([level] if level else []))
+    t.put("rl.loss", our_loss, kind, level)
     t.put("rl.aggregate", aggregate, kind)
     scaled = t.given("scale_rewards")
     if scaled is not None and str(scaled.value).lower() in ("false", "none"):
@@ -36,10 +36,8 @@ def translate_grpo(t: Translation, loss: str = "dapo", beta: float | None = None
     if weight is None and beta is not None:
         weight = Setting("beta", beta, is_default=True)
     if weight is not None and t.number(weight):
-        t.put("rl.kl_coef", t.number(weight), weight)
-    dynamic = t.given("dynamic_sample")
-    if dynamic is not None and t.flag(dynamic):
-        t.put("rl.dynamic_sampling", True, dynamic)
+        t.copy_setting("rl.kl_coef", weight)
+    t.copy_setting("rl.dynamic_sampling", t.switched_on("dynamic_sample"))
     translate_answers(t)
     translate_sampler(t, t.given("use_vllm"))
 
@@ -58,18 +56,16 @@ def translate_answers(t: Translation) -> None:
     if top is not None:
         t.put("rl.top_k", max(0, t.whole(top)), top)
     one = t.given("epsilon")  # where there is one bound of the ratio, it is both of them
-    for key, name in (("rl.clip_low", "epsilon_low"), ("rl.clip_high", "epsilon_high")):
-        if (setting := t.given(name) or one) is not None:
-            t.put(key, t.number(setting), setting)
+    for bound in ("low", "high"):
+        t.copy_setting(f"rl.clip_{bound}", t.given(f"epsilon_{bound}") or one)
     again = t.given("num_iterations")
     if again is not None and t.whole(again) > 1:
         t.differ("each answer is learnt from once", again)
-    found = [setting for setting in map(t.given, _REWARDS) if setting is not None]
     t.skip("custom_reward_function.name")
     t.differ(
         f"a reward is a function score(record, answer): write one that calls yours, and give it "
         f"as {REWARD_LINE} (docs/rl.md)",
-        *found,
+        *map(t.given, _REWARDS),
     )
 
 

@@ -3,13 +3,6 @@ extend: their defaults and the rules that the four share."""
 
 from typing import Any
 
-from megatron_vlm.commands.import_config.course_rules import (
-    translate_intervals,
-    translate_length,
-    translate_optimizer,
-    translate_precision,
-    translate_seeds,
-)
 from megatron_vlm.commands.import_config.data_rules import translate_lengths, translate_thinking
 from megatron_vlm.commands.import_config.run_rules import (
     translate_evaluation_batch,
@@ -18,6 +11,13 @@ from megatron_vlm.commands.import_config.run_rules import (
     translate_recomputation,
     translate_shuffling,
 )
+from megatron_vlm.commands.import_config.training_rules import (
+    translate_intervals,
+    translate_length,
+    translate_optimizer,
+    translate_precision,
+    translate_seeds,
+)
 
 HF_DEFAULTS: dict[str, Any] = {
     **{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "learning_rate": 5e-5},
@@ -25,7 +25,7 @@ HF_DEFAULTS: dict[str, Any] = {
     "logging_steps": 500,
 }
 # Rules for everything but data, adapters, batches and the rate.
-COURSE_RULES = (
+SHARED_RULES = (
     *(translate_lengths, translate_thinking, translate_evaluation_batch, translate_length),
     *(translate_optimizer, translate_precision, translate_seeds, translate_intervals),
     *(translate_folder, translate_layout, translate_recomputation, translate_shuffling),

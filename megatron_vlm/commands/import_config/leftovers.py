@@ -92,6 +92,6 @@ _SWITCHES = frozenset(key for key in leaves() if key_types()[key] is bool)
 def _unknown_error(t: Translation, setting: Setting) -> ConfigError:
     return t.source.error(
         setting,
-        f"is no key of {t.title} that is known here",
+        f"is no key of {t.trainer.title} that is known here",
         remedy=f"remove it if it is not needed, or give --ignore {setting.name}",
     )

@@ -1,11 +1,11 @@
 """LLaMA-Factory: the YAML file of `llamafactory-cli train`, with KEY=VALUE after it."""
 
-from megatron_vlm.commands.import_config.course_rules import translate_rate
 from megatron_vlm.commands.import_config.data_rules import put_sets, translate_split
-from megatron_vlm.commands.import_config.hugging_face import COURSE_RULES, HF_DEFAULTS
+from megatron_vlm.commands.import_config.hugging_face import HF_DEFAULTS, SHARED_RULES
 from megatron_vlm.commands.import_config.model_rules import put_adapters, wanted_adapters
 from megatron_vlm.commands.import_config.run_rules import find_gpu_count, translate_device_batches
 from megatron_vlm.commands.import_config.source_settings import Setting
+from megatron_vlm.commands.import_config.training_rules import translate_rate
 from megatron_vlm.commands.import_config.translation import Trainer, Translation
 
 
@@ -27,8 +27,8 @@ def _translate_data(t: Translation) -> None:
 
 
 def _translate_supervision(t: Translation) -> None:
-    everything, last = t.given("train_on_prompt"), t.given("mask_history")
-    if everything is not None and t.flag(everything):
+    everything, last = t.switched_on("train_on_prompt"), t.given("mask_history")
+    if everything is not None:
         t.put("data.train_on", ["system", "user", "assistant", "tool"], everything)
     elif last is not None and t.flag(last):
         t.put("data.train_on", "last_assistant", last)
@@ -64,6 +64,6 @@ LLAMA_FACTORY = Trainer(
     },
     rules=(
         *(find_gpu_count, _translate_adapters, _translate_data, _translate_supervision),
-        *(translate_device_batches, translate_rate, *COURSE_RULES),
+        *(translate_device_batches, translate_rate, *SHARED_RULES),
     ),
 )

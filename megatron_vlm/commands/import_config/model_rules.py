@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Translation, is_off
-from megatron_vlm.config.objective_configs import ObjectiveName
 
 _SUPPORTED = re.compile(r"qwen3[-_. ]?(vl|5|6|8)", re.IGNORECASE)
 _QWEN25 = re.compile(r"qwen2[-_. ]?5?[-_. ]?vl", re.IGNORECASE)
@@ -19,15 +18,26 @@ _METHODS = {
     **{"sft": "sft", "grpo": "grpo", "rloo": "rloo", "dpo": "dpo", "ipo": "ipo", "kto": "kto"},
     **{"orpo": "orpo", "simpo": "simpo", "cpo": "cpo"},
 }
+# Values of LLaMA-Factory's pref_loss that are objectives of their own here.
+_LOSSES_THAT_ARE_OBJECTIVES = ("orpo", "simpo")
 _MAX_PATTERN = 400  # characters of a regular expression
 _MAX_REPEATS = 8  # quantifiers of one, which together must not take long on a name
-_DECODER = ["attention", "mlp"]
-_VISION = ["vision_attention", "vision_mlp"]
-_GROUPS = {
-    "freeze_language_model": _DECODER,
-    "freeze_multi_modal_projector": ["merger"],
-    "freeze_vision_tower": _VISION,
-}
+# For each part of a model: the setting that freezes it, our key, its layers that get adapters, and
+# the name of one of its weights, on which patterns are tried.
+_PARTS = (
+    (
+        *("freeze_language_model", "model.freeze_language", ["attention", "mlp"]),
+        "model.language_model.layers.0.self_attn.q_proj.weight",
+    ),
+    (
+        *("freeze_multi_modal_projector", "model.freeze_merger", ["merger"]),
+        "model.visual.merger.linear_fc1.weight",
+    ),
+    (
+        *("freeze_vision_tower", "model.freeze_vision", ["vision_attention", "vision_mlp"]),
+        "model.visual.blocks.0.attn.qkv.weight",
+    ),
+)
 # Names of Megatron-Core, where projections are fused.
 _FUSED = {
     **{"linear_qkv": ["q_proj", "k_proj", "v_proj"], "linear_proj": ["o_proj"]},
@@ -54,11 +64,6 @@ _MODULES = {
     **{f"model.visual.blocks.0.{each}": name for each, name in _BLOCKS.items()},
     **{f"model.visual.merger.{each}": "merger" for each in ("linear_fc1", "linear_fc2")},
 }
-_FREEZE = {
-    "model.freeze_vision": "freeze_vision_tower",
-    "model.freeze_merger": "freeze_multi_modal_projector",
-    "model.freeze_language": "freeze_language_model",
-}
 
 
 def translate_model(t: Translation) -> None:
@@ -69,12 +74,11 @@ def translate_model(t: Translation) -> None:
         raise t.error(
             ": the model is not set", key=names.split()[0], remedy="add it to the configuration"
         )
-    path = str(setting.value)
-    origins = [setting]
-    revision = t.given("model_revision")
-    if revision is not None and str(revision.value) not in ("main", "master"):
-        path, origins = f"{path}@{revision.value}", [setting, revision]
-    t.put("model.path", path, *origins)
+    path, revision = str(setting.value), t.given("model_revision")
+    if revision is not None and str(revision.value) in ("main", "master"):
+        revision = None
+    path += "" if revision is None else f"@{revision.value}"
+    t.put("model.path", path, setting, revision)
     if setting.name in ("load", "mcore_model"):
         t.differ(
             "a folder in Megatron-Core's own format is not read: give the Hugging Face folder that "
@@ -116,10 +120,13 @@ def translate_method(t: Translation) -> None:
         raise t.error(f"starts {t.task}, which has no counterpart", remedy=_RL_ONLY)
     if t.method in ("sft", "grpo", "rloo"):
         return
-    objective, losses = _objective(t)
-    t.method = objective
-    note = "" if stage else f"the command is {t.source.command or objective}"
-    t.put("train.objective", objective, *([stage] if stage else []), *losses, note=note)
+    loss = t.take("loss_type") if t.method == "dpo" else None
+    if loss is not None and loss.value in _LOSSES_THAT_ARE_OBJECTIVES:
+        t.method = loss.value
+    elif loss is not None and t.words(loss) != ["sigmoid"]:
+        t.put("preference.losses", t.words(loss), loss)
+    note = "" if stage else f"the command is {t.source.command or t.method}"
+    t.put("train.objective", t.method, stage, loss, note=note)
     for key, name in {
         "preference.beta": "beta",
         "preference.simpo_gamma": "simpo_gamma",
@@ -130,54 +137,30 @@ def translate_method(t: Translation) -> None:
     _translate_supervised_part(t)
 
 
-# Values of LLaMA-Factory's pref_loss that are objectives of their own here.
-_OBJECTIVES: tuple[ObjectiveName, ...] = ("orpo", "simpo")
-
-
-def _objective(t: Translation) -> tuple[ObjectiveName, list[Setting]]:
-    """Return our objective, and the settings beside the stage that chose it."""
-    loss = t.take("loss_type") if t.method == "dpo" else None
-    if loss is None:
-        return t.method, []  # type: ignore[return-value]
-    if loss.value in _OBJECTIVES:
-        return loss.value, [loss]
-    if t.words(loss) != ["sigmoid"]:
-        t.put("preference.losses", t.words(loss), loss)
-    return "dpo", [loss]
-
-
 def _translate_supervised_part(t: Translation) -> None:
     weight = t.given("rpo_alpha")
     if weight is None or not t.number(weight):
         return
     if t.method == "dpo":
-        losses = (
-            t.lines["preference.losses"].value if "preference.losses" in t.lines else ["sigmoid"]
-        )
+        line = t.lines.get("preference.losses")
+        losses = ["sigmoid"] if line is None else line.value
         t.put("preference.losses", [*losses, "sft"], weight)
         t.put("preference.loss_weights", [*[1.0] * len(losses), t.number(weight)], weight)
     else:
-        t.put("preference.sft_coef", t.number(weight), weight)
-
-
-_PARTS = {
-    "model.freeze_vision": "model.visual.blocks.0.attn.qkv.weight",
-    "model.freeze_merger": "model.visual.merger.linear_fc1.weight",
-    "model.freeze_language": "model.language_model.layers.0.self_attn.q_proj.weight",
-}
+        t.copy_setting("preference.sft_coef", weight)
 
 
 def translate_frozen_parts(t: Translation) -> None:
     """Set model.freeze_*. With adapters, these settings have chosen the layers that get one."""
     trained = t.given("unfrozen_parameters")
+    patterns = None
     if trained is not None and not t.has_lora:
         patterns = [compiled_pattern(t, trained, text) for text in t.words(trained)]
-        for key, name in _PARTS.items():
-            if not any(pattern.match(name) for pattern in patterns):
-                t.put(key, True, trained)
-    for key, name in _FREEZE.items():
+    for name, key, _, weight in _PARTS:
+        if patterns is not None and not any(pattern.match(weight) for pattern in patterns):
+            t.put(key, True, trained)
         setting = t.take(name)
-        if setting is not None and not t.has_lora and t.flag(setting):
+        if not t.has_lora and t.flag(setting):
             t.put(key, True, setting)
 
 
@@ -195,18 +178,18 @@ def wanted_adapters(t: Translation) -> Setting | None:
 
 
 def put_adapters(
-    t: Translation, setting: Setting, without: Sequence[str] = (), *origins: Setting
+    t: Translation, setting: Setting, without: Sequence[str] = (), why: Setting | None = None
 ) -> None:
     """Set lora.*, which a setting asks for. `without`: parts that `all-linear` leaves out, because
-    of the other settings."""
+    of the setting `why`."""
     t.has_lora = True
     rank = t.take("lora_rank")
     t.put("lora.rank", 16 if rank is None else t.whole(rank), rank or setting)
     if t.copy("lora.alpha", "lora_alpha") is None:
         note = "lora_alpha is twice that by default"
-        t.put("lora.alpha", 2 * t.lines["lora.rank"].value, *([rank] if rank else []), note=note)
+        t.put("lora.alpha", 2 * t.lines["lora.rank"].value, rank, note=note)
     t.copy("lora.dropout", "lora_dropout")
-    _translate_targets(t, without, *origins)
+    _translate_targets(t, without, why)
     _translate_bits(t)
     path = t.given("adapter_name_or_path")
     if path is not None:
@@ -216,17 +199,17 @@ def put_adapters(
         t.put("lora.path", paths[0], path)
 
 
-def _translate_targets(t: Translation, without: Sequence[str], *further: Setting) -> None:
-    parts, origins = [], []
+def _translate_targets(t: Translation, without: Sequence[str], why: Setting | None) -> None:
+    parts, origins = list[str](), list[Setting | None]()
     is_megatron = t.take("micro_batch_size") is not None  # adapts the experts, too
     pattern, setting = t.given("target_regex"), t.take("target_modules")
     linear = t.given("lora_target_linear")
     if pattern is not None:
         parts, origins = matched_layers(t, pattern), [pattern]
     elif linear is not None and t.flag(linear):
-        parts, origins = _everything(t, linear, without, *further)
+        parts, origins = _everything(t, linear, without, why)
     elif setting is not None and t.words(setting) in _ALL:
-        parts, origins = _everything(t, setting, without, *further)
+        parts, origins = _everything(t, setting, without, why)
     elif setting is not None and re.search(r"[(\[\\*]", str(setting.value).strip("[]")):
         parts, origins = matched_layers(t, setting), [setting]
     elif setting is not None:
@@ -246,27 +229,31 @@ def _translate_targets(t: Translation, without: Sequence[str], *further: Setting
 
 
 def _everything(
-    t: Translation, setting: Setting, without: Sequence[str], *origins: Setting
-) -> tuple[list[str], list[Setting]]:
+    t: Translation, setting: Setting, without: Sequence[str], why: Setting | None
+) -> tuple[list[str], list[Setting | None]]:
     """Return the parts that `all-linear` means: every layer but the head and what is frozen."""
-    frozen = {name: t.take(name) for name in _GROUPS}
-    parts = [each for name in _GROUPS if not t.flag(frozen[name]) for each in _GROUPS[name]]
-    parts = [part for part in parts if part not in without]
+    frozen = [t.take(name) for name, *_ in _PARTS]
+    parts = [
+        layer
+        for switch, (_, _, layers, _) in zip(frozen, _PARTS, strict=True)
+        for layer in layers
+        if not t.flag(switch) and layer not in without
+    ]
     if not parts:
         raise t.source.error(setting, ": every part of the model is frozen", remedy="train one")
-    return parts, [setting, *(each for each in (*frozen.values(), *origins) if each is not None)]
+    return parts, [setting, *frozen, why]
 
 
 def matched_layers(t: Translation, setting: Setting) -> list[str]:
     """Return our names of the layers that a regular expression matches. Only expressions that
     cannot take long are tried."""
     expression = compiled_pattern(t, setting, str(setting.value))
-    names = [our_name for module, our_name in _MODULES.items() if expression.fullmatch(module)]
+    names = {our_name: 0 for module, our_name in _MODULES.items() if expression.fullmatch(module)}
     if not names:
         raise t.source.error(
             setting, "matches no layer of Qwen3-VL or Qwen3.5", remedy="name the layers: [q_proj]"
         )
-    return [*dict.fromkeys(names)]
+    return list(names)
 
 
 def _translate_bits(t: Translation) -> None:

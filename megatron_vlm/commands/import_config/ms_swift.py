@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.commands.import_config.course_rules import put_rate, put_warmup, translate_rate
 from megatron_vlm.commands.import_config.data_rules import put_columns, put_sets, translate_split
 from megatron_vlm.commands.import_config.grpo_rules import translate_grpo
-from megatron_vlm.commands.import_config.hugging_face import COURSE_RULES, HF_DEFAULTS
+from megatron_vlm.commands.import_config.hugging_face import HF_DEFAULTS, SHARED_RULES
 from megatron_vlm.commands.import_config.model_rules import translate_adapters
 from megatron_vlm.commands.import_config.run_rules import (
     find_gpu_count,
@@ -18,6 +17,7 @@ from megatron_vlm.commands.import_config.run_rules import (
     replicas,
 )
 from megatron_vlm.commands.import_config.source_settings import Setting
+from megatron_vlm.commands.import_config.training_rules import put_rate, put_warmup, translate_rate
 from megatron_vlm.commands.import_config.translation import Trainer, Translation
 from megatron_vlm.config.config_file import MAX_CONFIG_BYTES
 from megatron_vlm.errors import ConfigError
@@ -82,12 +82,10 @@ def _translate_data(t: Translation) -> None:
             "write the part that you want into a file of its own"
         )
     hub = t.given("use_hf")
-    if names and not (hub is not None and t.flag(hub)):
+    if names and not t.flag(hub):
         t.differ(_HUB)
     if (columns := t.given("columns")) is not None:
-        put_columns(
-            t, {str(our_name): name for name, our_name in t.mapping(columns).items()}, columns
-        )
+        put_columns(t, {str(ours): name for name, ours in t.mapping(columns).items()}, columns)
     translate_split(t)
 
 
@@ -109,8 +107,7 @@ def _translate_system(t: Translation) -> None:
 def _translate_media(t: Translation) -> None:
     """Set the bounds of pictures and videos, which come from the environment."""
     for key, name in _MEDIA.items():
-        if (found := t.variable(name.upper()) or t.given(name)) is not None:
-            t.copy_setting(key, found)
+        t.copy_setting(key, t.variable(name.upper()) or t.given(name))
     for bound in ("max", "min"):
         tokens = t.variable(f"IMAGE_{bound.upper()}_TOKEN_NUM")
         if tokens is not None and f"data.{bound}_pixels" not in t.lines:
@@ -173,10 +170,8 @@ MS_SWIFT = Trainer(
         **{"report_to": "tensorboard", "gradient_checkpointing": True, "tuner_type": "lora"},
     },
     names={
-        **{
-            "model_name_or_path": "model model_id_or_path load mcore_model",
-            "val_size": "split_dataset_ratio",
-        },
+        "model_name_or_path": "model model_id_or_path load mcore_model",
+        "val_size": "split_dataset_ratio",
         **{"tuner_type": "tuner_type train_type sft_type", "quantization_bit": "quant_bits"},
         **{"adapter_name_or_path": "adapters adapter_load", "quantization_method": "quant_method"},
         **{"freeze_vision_tower": "freeze_vit", "freeze_language_model": "freeze_llm"},
@@ -189,7 +184,7 @@ MS_SWIFT = Trainer(
         **{"eval_steps": "eval_interval", "logging_steps": "log_interval", "output_dir": "save"},
     },
     same={"optim.vision_lr": "vit_lr", "optim.merger_lr": "aligner_lr"},
-    rules=(*_OWN_RULES, *(_translate_batches, _translate_rate, *COURSE_RULES, _translate_answers)),
+    rules=(*_OWN_RULES, *(_translate_batches, _translate_rate, *SHARED_RULES, _translate_answers)),
 )
 
 
@@ -197,8 +192,8 @@ def _translate_megatron_batches(t: Translation) -> None:
     total = t.take("global_batch_size")
     if total is not None and t.is_rl:
         put_prompts(t, t.whole(total), 1, [total], "prompts of a step")
-    elif total is not None:
-        t.put("train.global_batch_size", t.whole(total), total)
+    else:
+        t.copy_setting("train.global_batch_size", total)
     t.copy("train.micro_batch_size", "micro_batch_size")
 
 
@@ -219,6 +214,6 @@ MEGATRON_SWIFT = replace(
     },
     rules=(
         *_OWN_RULES,
-        *(_translate_megatron_batches, _translate_megatron_rate, *COURSE_RULES, _translate_answers),
+        *(_translate_megatron_batches, _translate_megatron_rate, *SHARED_RULES, _translate_answers),
     ),
 )

@@ -1,6 +1,8 @@
 """The run itself: its GPUs and their batch, the folder, the layout, what is computed again, and the
 figures."""
 
+from collections.abc import Sequence
+
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import OutputLine, Translation, is_off
 
@@ -13,6 +15,7 @@ DEGREES = {
 _MODEL_PARALLEL = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
 )
+_WAYS_TO_RECOMPUTE = ("unsloth", "offload", "offload_disk")  # as axolotl has them
 _HF_PROJECT = "huggingface"  # project of transformers where WANDB_PROJECT is not set
 
 
@@ -32,18 +35,17 @@ def translate_folder(t: Translation) -> None:
 def _translate_trackers(t: Translation) -> None:
     setting, project = t.take("report_to"), t.given("trainer.project_name")
     given = t.given("wandb_project")
-    names = [] if setting is None else [name.lower() for name in t.words(setting)]
-    names = [name.strip("[]'\" ") for name in names]
+    words = [] if setting is None else t.words(setting)
+    names = [word.lower().strip("[]'\" ") for word in words]
     if "tensorboard" in names or "all" in names:
-        t.put("log.tensorboard", True, *([setting] if setting else []))
+        t.put("log.tensorboard", True, setting)
     if given is not None:
-        t.put("log.wandb", str(given.value), given)
-    elif ("wandb" in names or "all" in names) and setting is not None:
+        t.copy_setting("log.wandb", given)
+    elif "wandb" in names or "all" in names:
         which = project or t.variable("WANDB_PROJECT")
-        value = _HF_PROJECT if which is None else str(which.value)
-        t.put("log.wandb", value, setting, *([which] if which else []))
-    others = [name for name in names if name not in ("tensorboard", "wandb", "all", "console")]
-    if setting is not None and (others := [name for name in others if not is_off(name)]):
+        t.put("log.wandb", _HF_PROJECT if which is None else str(which.value), setting, which)
+    known = ("tensorboard", "wandb", "all", "console")
+    if others := [name for name in names if name not in known and not is_off(name)]:
         t.differ(
             f"{', '.join(others)}: figures go to metrics.jsonl, the report, log.tensorboard=true "
             "and log.wandb=PROJECT",
@@ -54,21 +56,18 @@ def _translate_trackers(t: Translation) -> None:
 def translate_layout(t: Translation) -> None:
     """Set the degrees of parallelism, or let the planner choose them where others shard the
     weights over all GPUs."""
-    degrees = {}
-    for key, name in DEGREES.items():
-        if (setting := t.given(name)) is not None:
-            t.put(key, t.whole(setting), setting)
-            degrees[key] = setting
+    found = {key: t.given(name) for key, name in DEGREES.items()}
+    degrees = {key: setting for key, setting in found.items() if setting is not None}
+    for key, setting in degrees.items():
+        t.copy_setting(key, setting)
     for name in ("context_parallel_size", "sequence_parallel_size"):
-        size = t.given(name)
-        if size is not None and t.number(size) > 1:
+        if (size := t.given(name)) is not None and t.number(size) > 1:
             t.differ(
                 "no sequence is cut over ranks: model.recompute=full and parallel.tp make long "
                 "records fit",
                 size,
             )
-    sharded = [setting for setting in map(t.given, _SHARDED) if setting is not None]
-    sharded = [setting for setting in sharded if not is_off(setting.value)]
+    sharded = [each for each in map(t.given, _SHARDED) if each and not is_off(each.value)]
     tp, pp, ep = (t.lines[key].value if key in t.lines else 1 for key in DEGREES)
     note = "the planner chooses a layout that fits"
     if (t.gpus and t.gpus % max(1, tp * pp * ep)) or (not t.gpus and ep > 1 and tp > 1):
@@ -93,18 +92,14 @@ def translate_recomputation(t: Translation) -> None:
         if granularity.value == "full":
             t.put("model.recompute_vision", True, vision or granularity)
         return
-    is_on = (off is not None and not t.flag(off)) if switch is None else _is_on(t, switch)
-    origin = switch or off
-    if origin is not None and is_on:
-        t.put("model.recompute", "full", origin)
-        t.put(
-            "model.recompute_vision", True if vision is None else t.flag(vision), vision or origin
-        )
-
-
-def _is_on(t: Translation, switch: Setting) -> bool:
-    """Return whether activations are computed again; axolotl has names of ways to do it."""
-    return str(switch.value) in ("unsloth", "offload", "offload_disk") or t.flag(switch)
+    if switch is not None:
+        is_on = str(switch.value) in _WAYS_TO_RECOMPUTE or t.flag(switch)
+    else:
+        is_on = off is not None and not t.flag(off)
+    if is_on:
+        t.put("model.recompute", "full", switch or off)
+        is_vision = vision is None or t.flag(vision)
+        t.put("model.recompute_vision", is_vision, vision or switch or off)
 
 
 def translate_shuffling(t: Translation) -> None:
@@ -114,7 +109,7 @@ def translate_shuffling(t: Translation) -> None:
     if off is not None and t.flag(off):
         t.put("data.shuffle", False, off)
     elif rows is not None and not t.flag(rows):
-        t.put("data.shuffle", False, *([sets] if sets else []), rows)
+        t.put("data.shuffle", False, sets, rows)
 
 
 def find_gpu_count(t: Translation, counts_devices: bool = True) -> None:
@@ -156,16 +151,14 @@ def put_device_batches(
     per_device = 1 if rows is None else t.whole(rows)
     count = count or (1 if steps is None else t.whole(steps))
     samples = per_device * count * replicas(t)
-    origins = [each for each in (rows, steps) if each is not None]
     known = f"x {replicas(t)} data parallel GPU{'s' * (replicas(t) > 1)}"
     unknown = "for 1 GPU: give --gpus N for the batch of N"
     note = ", ".join(filter(None, (how, known if t.gpus else unknown)))
     if t.is_rl:
-        put_prompts(t, samples, count, origins, note)
+        put_prompts(t, samples, count, [rows, steps], note)
     else:
-        t.put("train.global_batch_size", samples, *origins, note=note)
-    if rows is not None:
-        t.put("train.micro_batch_size", per_device, rows)
+        t.put("train.global_batch_size", samples, rows, steps, note=note)
+    t.copy_setting("train.micro_batch_size", rows)
 
 
 def translate_evaluation_batch(t: Translation) -> None:
@@ -177,7 +170,7 @@ def translate_evaluation_batch(t: Translation) -> None:
 
 
 def put_prompts(
-    t: Translation, completions: int, accumulated: int, origins: list[Setting], note: str
+    t: Translation, completions: int, accumulated: int, origins: Sequence[Setting | None], note: str
 ) -> None:
     """Set the prompts of a step, where the other trainer counts their answers."""
     answers = t.take("num_generations")
@@ -193,7 +186,6 @@ def put_prompts(
                 f"is no multiple of the {accumulated} accumulated passes of a step",
                 remedy="change one of them",
             )
-        origins = [*origins, per_generation]
     prompts, rest = divmod(completions, count)
     if rest or not prompts:
         raise t.error(
@@ -203,6 +195,6 @@ def put_prompts(
             remedy="give --gpus N, or change one of them",
         )
     note = f"{completions} answers, {count} to a prompt; {note}"
-    t.put("train.global_batch_size", prompts, *origins, note=note)
-    if updates > 1 and per_generation is not None:
+    t.put("train.global_batch_size", prompts, *origins, per_generation, note=note)
+    if updates > 1:
         t.put("rl.updates", updates, per_generation)

@@ -73,11 +73,6 @@ class Translation:
         }
 
     @property
-    def title(self) -> str:
-        """Name of the trainer as its users write it."""
-        return self.trainer.title
-
-    @property
     def is_rl(self) -> bool:
         """True if the run learns from rewards."""
         return self.method in ("grpo", "rloo")
@@ -113,21 +108,28 @@ class Translation:
             )
         return setting
 
-    def take(self, *names: str) -> Setting | None:
-        """Return the first of these settings, or else the trainer's default of one of them. A
-        setting that is `none` has no value, and null stands for the default."""
-        if (found := self.given(*names)) is not None:
+    def take(self, name: str) -> Setting | None:
+        """Return a setting, or else the trainer's default of it. A setting that is `none` has no
+        value, and null stands for the default."""
+        if (found := self.given(name)) is not None:
             return found
-        if any(self._is_none(name) for name in names):
-            return None
-        return next(filter(None, map(self._defaults.get, names)), None)
-
-    def _is_none(self, name: str) -> bool:
         written = self._names.get(name)
-        return written is not None and self.source.settings[written].value is not None
+        is_none = written is not None and self.source.settings[written].value is not None
+        return None if is_none else self._defaults.get(name)
 
-    def put(self, key: str, value: Any, *origins: Setting, note: str = "") -> None:
+    def switched_on(self, name: str) -> Setting | None:
+        """Return a setting if it is given and true."""
+        setting = self.given(name)
+        return setting if self.flag(setting) else None
+
+    def positive(self, name: str) -> Setting | None:
+        """Return a setting if it is given and more than 0."""
+        setting = self.given(name)
+        return setting if setting is not None and self.number(setting) > 0 else None
+
+    def put(self, key: str, value: Any, *settings: Setting | None, note: str = "") -> None:
         """Set a key of this package, with the settings that the value came from."""
+        origins = [each for each in settings if each is not None]
         shown = ", ".join(self._shown(origin, value) for origin in origins)
         comment = "; ".join(filter(None, (shown, note)))
         mapping, _, name = key.rpartition(".")
@@ -137,9 +139,9 @@ class Translation:
             comment = ", ".join(filter(None, (others.comment, comment)))
         self.lines[key] = OutputLine(value, comment, max((o.line for o in origins), default=0))
 
-    def origin(self, *settings: Setting) -> str:
+    def origin(self, *settings: Setting | None) -> str:
         """Return the settings with their values and lines, for a comment."""
-        return ", ".join(map(self._shown, settings))
+        return ", ".join(self._shown(each) for each in settings if each is not None)
 
     def _shown(self, setting: Setting, result: Any = NOT_GIVEN) -> str:
         """Return a setting with its value, unless the result is the same."""
@@ -147,10 +149,10 @@ class Translation:
         if not _is_same(setting.value, result):
             text += f"={show_in_comment(setting)}"
         if setting.is_default:
-            return f"{text} (the default of {self.title})"
+            return f"{text} (the default of {self.trainer.title})"
         return f"{text} (line {setting.line})" if setting.line else text
 
-    def differ(self, sentence: str, *settings: Setting) -> None:
+    def differ(self, sentence: str, *settings: Setting | None) -> None:
         """Add a sentence on what is not the same here."""
         origin = self.origin(*settings)
         self.different.append(f"{origin}: {sentence}" if origin else sentence)
@@ -210,16 +212,15 @@ class Translation:
             raise self.source.error(setting, allowed="a JSON object")
         return value
 
-    def copy(self, key: str, *names: str) -> Setting | None:
+    def copy(self, key: str, name: str) -> Setting | None:
         """Set a key to the value of a setting that means the same, or of its default."""
-        setting = self.take(*names)
-        if setting is not None:
-            self.copy_setting(key, setting)
+        self.copy_setting(key, setting := self.take(name))
         return setting
 
-    def copy_setting(self, key: str, setting: Setting) -> None:
-        """Set a key to the value of this setting."""
-        self.put(key, self._converter(key)(self._known(setting)), setting)
+    def copy_setting(self, key: str, setting: Setting | None) -> None:
+        """Set a key to the value of this setting, if there is one."""
+        if setting is not None:
+            self.put(key, self._converter(key)(self._known(setting)), setting)
 
     def _converter(self, key: str) -> Callable[[Setting], Any]:
         """Return the function that reads a value of the key's type."""

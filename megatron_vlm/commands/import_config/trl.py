@@ -3,12 +3,12 @@
 
 from typing import Any
 
-from megatron_vlm.commands.import_config.course_rules import translate_rate
 from megatron_vlm.commands.import_config.data_rules import translate_split
 from megatron_vlm.commands.import_config.grpo_rules import translate_grpo
-from megatron_vlm.commands.import_config.hugging_face import COURSE_RULES, HF_DEFAULTS
+from megatron_vlm.commands.import_config.hugging_face import HF_DEFAULTS, SHARED_RULES
 from megatron_vlm.commands.import_config.model_rules import put_adapters
 from megatron_vlm.commands.import_config.run_rules import find_gpu_count, translate_device_batches
+from megatron_vlm.commands.import_config.training_rules import translate_rate
 from megatron_vlm.commands.import_config.translation import Trainer, Translation, is_off
 
 
@@ -26,8 +26,7 @@ def _check_command(t: Translation) -> None:
 
 
 def _translate_adapters(t: Translation) -> None:
-    setting = t.given("use_peft")
-    if setting is not None and t.flag(setting):
+    if (setting := t.switched_on("use_peft")) is not None:
         put_adapters(t, setting)
 
 
@@ -38,7 +37,6 @@ def _translate_data(t: Translation) -> None:
     strategy = t.given("eval_strategy", "evaluation_strategy")
     if name is None:
         return
-    origins = [each for each in (name, subset, train) if each is not None]
     entry: dict[str, Any] = {"path": str(name.value)}
     if subset is not None:
         entry["subset"] = str(subset.value)
@@ -49,9 +47,9 @@ def _translate_data(t: Translation) -> None:
         entry["streaming"] = True
         if t.given("max_steps") is None:
             t.differ("a stream has no length: give train.steps", stream)
-    t.put("data.train", entry["path"] if len(entry) == 1 else entry, *origins)
+    t.put("data.train", entry["path"] if len(entry) == 1 else entry, name, subset, train)
     if strategy is not None and not is_off(strategy.value):
-        t.put("data.eval", held_out, name, *([test] if test else []))
+        t.put("data.eval", held_out, name, test)
 
 
 def _translate_supervision(t: Translation) -> None:
@@ -90,6 +88,6 @@ TRL = Trainer(
     rules=(
         *(find_gpu_count, _check_command, _translate_adapters, _translate_data, translate_split),
         *(_translate_supervision, translate_device_batches, _translate_rate),
-        *(*COURSE_RULES, translate_grpo),
+        *(*SHARED_RULES, translate_grpo),
     ),
 )

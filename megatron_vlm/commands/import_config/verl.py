@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from megatron_vlm.commands.import_config.course_rules import put_rate, put_warmup
 from megatron_vlm.commands.import_config.data_rules import put_columns, put_sets, translate_split
 from megatron_vlm.commands.import_config.grpo_rules import translate_answers, translate_sampler
-from megatron_vlm.commands.import_config.hugging_face import COURSE_RULES
+from megatron_vlm.commands.import_config.hugging_face import SHARED_RULES
 from megatron_vlm.commands.import_config.model_rules import LAYERS, matched_layers, put_adapters
 from megatron_vlm.commands.import_config.run_rules import DEGREES, find_gpu_count
+from megatron_vlm.commands.import_config.training_rules import put_rate, put_warmup
 from megatron_vlm.commands.import_config.translation import OutputLine, Trainer, Translation
 
 _NO_CRITIC = "no critic is trained; grpo and rloo compare the answers to a prompt"
@@ -27,14 +27,11 @@ def _translate_other_file(t: Translation) -> None:
 
 
 def _translate_adapters(t: Translation) -> None:
-    rank, excluded = t.given("lora_rank"), t.given("model.exclude_modules")
-    if rank is None or t.whole(rank) <= 0:
+    rank, excluded = t.positive("lora_rank"), t.given("model.exclude_modules")
+    if rank is None:
         return
-    if excluded is None:
-        put_adapters(t, rank)
-        return
-    hidden = matched_layers(t, excluded)
-    if set(hidden) & set(LAYERS.values()):
+    hidden = [] if excluded is None else matched_layers(t, excluded)
+    if excluded is not None and set(hidden) & set(LAYERS.values()):
         raise t.source.error(
             excluded, "leaves out layers of the decoder", remedy="name those to adapt instead"
         )
@@ -43,14 +40,13 @@ def _translate_adapters(t: Translation) -> None:
 
 def _translate_data(t: Translation) -> None:
     put_sets(t, "data.train_files", "data.val_files", t.words)
-    columns, origins = {}, []
-    for field, name in (("images", "image_key"), ("videos", "video_key"), ("prompt", "prompt_key")):
-        setting = t.given(f"data.{name}")
-        if setting is not None and setting.value != field:
-            columns[field] = str(setting.value)
-            origins.append(setting)
+    names = {"images": "image_key", "videos": "video_key", "prompt": "prompt_key"}
+    given = {field: t.given(f"data.{name}") for field, name in names.items()}
+    columns = {field: each for field, each in given.items() if each and each.value != field}
     if columns:
-        put_columns(t, columns, *origins)
+        put_columns(
+            t, {field: str(each.value) for field, each in columns.items()}, *columns.values()
+        )
     translate_split(t)
 
 
@@ -65,13 +61,13 @@ def _translate_batches(t: Translation) -> None:
             raise t.source.error(
                 mini, f"does not divide data.train_batch_size={prompts}", remedy="change one"
             )
-        t.put("rl.updates", updates, *([total] if total else []), mini)
+        t.put("rl.updates", updates, total, mini)
     dynamic, tokens = t.given("actor.use_dynamic_bsz"), t.given("actor.ppo_max_token_len_per_gpu")
     rows = t.given("actor.ppo_micro_batch_size_per_gpu", "actor.ppo_micro_batch_size")
     if dynamic is not None and t.flag(dynamic) and tokens is not None:
         t.put("train.micro_batch_tokens", t.whole(tokens), dynamic, tokens)
-    elif rows is not None:
-        t.put("train.micro_batch_size", t.whole(rows), rows)
+    else:
+        t.copy_setting("train.micro_batch_size", rows)
 
 
 def _translate_rate(t: Translation) -> None:
@@ -109,12 +105,11 @@ def _translate_penalties(t: Translation) -> None:
     kind = t.given("actor.kl_loss_type")
     if kind is not None and str(kind.value) not in ("low_var_kl", "k3"):
         t.differ("the KL of the loss is estimated by k3 (low_var_kl)", kind)
-    in_reward = t.given("algorithm.use_kl_in_reward")
-    if in_reward is not None and t.flag(in_reward):
+    if (in_reward := t.switched_on("algorithm.use_kl_in_reward")) is not None:
         t.differ("the KL is no part of a reward: rl.kl_coef adds it to the loss", in_reward)
     entropy = t.given("actor.entropy_coeff")
     if entropy is not None and t.number(entropy):
-        t.put("rl.entropy_coef", t.number(entropy), entropy)
+        t.copy_setting("rl.entropy_coef", entropy)
 
 
 def _translate_run(t: Translation) -> None:
@@ -186,14 +181,8 @@ VERL = Trainer(
     same={},
     rules=(
         *(find_gpu_count, _translate_other_file, _translate_adapters, _translate_data),
-        *(
-            _translate_batches,
-            _translate_rate,
-            _translate_sharding,
-            *COURSE_RULES,
-            _translate_algorithm,
-        ),
-        _translate_run,
+        *(_translate_batches, _translate_rate, _translate_sharding, *SHARED_RULES),
+        *(_translate_algorithm, _translate_run),
     ),
     task="grpo",
 )

@@ -2,15 +2,10 @@
 axolotl, Qwen's qwen-vl-finetune, Megatron-LM), each with our key for it or a sentence about what
 does that here."""
 
-from megatron_vlm.config.other_trainers.data_names import DATA_FAMILIES, DATA_SENTENCES
-from megatron_vlm.config.other_trainers.model_names import MODEL_FAMILIES, MODEL_SENTENCES
-from megatron_vlm.config.other_trainers.rl_names import RL_FAMILIES, RL_SENTENCES, SECTIONS
-from megatron_vlm.config.other_trainers.training_names import (
-    RUN_FAMILIES,
-    RUN_SENTENCES,
-    TRAINING_FAMILIES,
-    TRAINING_SENTENCES,
-)
+from megatron_vlm.config.other_trainers.data_names import DATA_NAMES
+from megatron_vlm.config.other_trainers.model_names import MODEL_NAMES
+from megatron_vlm.config.other_trainers.rl_names import RL_NAMES, SECTIONS
+from megatron_vlm.config.other_trainers.training_names import TRAINING_NAMES
 
 # Names whose value means the same as that of one of our keys.
 SAME_KEYS = {
@@ -86,10 +81,11 @@ SAME_KEYS = {
     "gpus_per_node",
     "launch.timeout_minutes": "distributed_timeout_minutes",
 }
-OTHER_SENTENCES = (
-    MODEL_SENTENCES | DATA_SENTENCES | TRAINING_SENTENCES | RL_SENTENCES | RUN_SENTENCES
-)
-# Names that begin like this, where no table has the whole name.
-NAME_FAMILIES = MODEL_FAMILIES | DATA_FAMILIES | TRAINING_FAMILIES | RL_FAMILIES | RUN_FAMILIES
+_NAMES = MODEL_NAMES | DATA_NAMES | TRAINING_NAMES | RL_NAMES
+_SENTENCES = {name: sentence for sentence, names in _NAMES.items() for name in names.split()}
+# The sentence about a name, and that about all other names that begin so: the tables have them as
+# `moe_*`.
+OTHER_SENTENCES = {name: text for name, text in _SENTENCES.items() if not name.endswith("*")}
+NAME_FAMILIES = {name[:-1]: text for name, text in _SENTENCES.items() if name.endswith("*")}
 
 __all__ = ["NAME_FAMILIES", "OTHER_SENTENCES", "SAME_KEYS", "SECTIONS"]

@@ -1,108 +1,70 @@
 """Names in other trainers that concern the model, adapters and the layout, and what is here
 instead."""
 
-_ADAPTERS = (
-    "lora=default trains adapters, as lora.rank=16 does: in lora.targets; without, all weights are "
-    "trained but those of model.freeze_vision, model.freeze_merger and model.freeze_language"
-)
-_TARGETS = (
+MODEL_NAMES = {
+    "lora=default trains adapters, as lora.rank=16 does: in lora.targets; without, all weights "
+    "are trained but those of model.freeze_vision, model.freeze_merger and model.freeze_language": (
+        "peft peft_config use_lora use_peft finetuning_type train_type tuner_type adapter"
+    ),
     "lora.targets is a list of parts, such as [attention,mlp], or of names of linear layers, such "
-    "as [q_proj,v_proj]"
-)
-_PLAIN_LORA = "adapters are plain LoRA; lora.rslora scales them by the root of their rank"
-_FEW = (
-    "few weights are trained by adapters (lora=default) or by freezing parts (model.freeze_vision, "
-    "model.freeze_merger, model.freeze_language), and in no other way"
-)
-_MERGED = (
-    "megatron-vlm export --as merged merges adapters into the model, and checkpoint.export (merged "
-    "or both) does it at the end of a run"
-)
-_QUANTIZATION = (
-    "lora.base=nf4 or int8 stores the frozen weights beside adapters in 4 or 8 bits, by blocks of "
-    "64; there is no other quantization"
-)
-_TUNE = "model.freeze_vision, model.freeze_merger and model.freeze_language say what does not learn"
-_SHARDS = (
-    "parallel.tp and parallel.pp divide the model over GPUs, and parallel.distributed_optimizer, "
-    "which is on, divides the optimizer's state"
-)
-_CP = (
-    "there is no context parallelism, since it would cut an image's tokens over ranks; "
-    "model.recompute=full saves the most memory for long records, and parallel.tp divides layers"
-)
-_OFFLOAD = (
-    "optim.offload=1 keeps main weights and moments in host memory, and "
-    "model.offload_activations=1 the activations of decoder layers; "
-    "model.recompute, optim.states=int8, lora=default and parallel.pp save memory, too"
-)
-_RECOMPUTE = (
-    "model.recompute and model.recompute_vision say what is computed again instead of kept; "
-    "model.recompute=full recomputes every decoder layer"
-)
-_HEAD = (
-    "the head computes the supervised tokens alone, in slices of the vocabulary, and model.compile "
-    "fuses the small operations of a layer, so that there are no such kernels to turn on"
-)
-_SIZES = "the sizes of the model and its layers are those of config.json in model.path"
-_NO_CODE = (
-    "the code of Qwen's families is built in: no code of a checkpoint is run, and model.path is "
-    "all that is given"
-)
-_REVISION = "model.path=ORG/NAME@REVISION takes a branch, tag or commit of the Hub"
-_STAGES = (
-    "parallel.layers_per_stage lists the layers of every stage; "
-    "parallel.layers_per_stage=auto spreads them by cost"
-)
-_EXPERTS = (
-    "routing is that of the checkpoint: no token is dropped, and experts run as Megatron's grouped "
-    "products; see parallel.ep and model.router_balance_loss"
-)
-_TOKENIZER = (
-    "the tokenizer and the processor are those of model.path; data.add_tokens adds tokens to them"
-)
-
-MODEL_SENTENCES = {
-    _ADAPTERS: "peft peft_config use_lora use_peft finetuning_type train_type tuner_type adapter",
-    _TARGETS: "target_modules lora_target lora_target_modules target_regex exclude_modules",
+    "as [q_proj,v_proj]": (
+        "target_modules lora_target lora_target_modules target_regex exclude_modules"
+    ),
     "lora.train names the parts that are trained whole beside adapters, such as [merger]": (
         "modules_to_save additional_target lora_modules_to_save"
     ),
     "adapters begin as PEFT's do by default: A by kaiming_uniform, B at zero": "init_lora_weights",
-    _PLAIN_LORA: "use_dora loraplus_lr_ratio",
-    "adapters have no bias": "lora_bias",
-    _MERGED: "merge_lora",
-    _FEW: "use_galore oft_block_size oft_target",
-    _QUANTIZATION: (
-        "qlora quantization_bit load_in_4bit load_in_8bit use_bnb_nested_quant quantize_moe_experts"
+    "adapters are plain LoRA; lora.rslora scales them by the root of their rank": (
+        "use_dora loraplus_lr_ratio lora_ga_* pissa_*"
     ),
-    _TUNE: (
+    "adapters have no bias": "lora_bias",
+    "megatron-vlm export --as merged merges adapters into the model, and checkpoint.export "
+    "(merged or both) does it at the end of a run": "merge_lora",
+    "few weights are trained by adapters (lora=default) or by freezing parts "
+    "(model.freeze_vision, model.freeze_merger, model.freeze_language), and in no other way": (
+        "use_galore oft_block_size oft_target galore_* apollo_* badam_* lisa_* boft_* vera_* "
+        "adalora_* reft_* fourier_* llamapro_* relora_* oft_*"
+    ),
+    "lora.base=nf4 or int8 stores the frozen weights beside adapters in 4 or 8 bits, by blocks of "
+    "64; there is no other quantization": (
+        "qlora quantization_bit load_in_4bit load_in_8bit use_bnb_nested_quant "
+        "quantize_moe_experts bnb_* export_quantization_* hqq_*"
+    ),
+    "model.freeze_vision, model.freeze_merger and model.freeze_language say what does not learn": (
         "tune_mm_vision tune_mm_mlp tune_mm_llm freeze_parameters trainable_parameters "
         "freeze_parameters_ratio freeze_parameters_regex trainable_parameters_regex "
         "unfrozen_parameters"
     ),
-    _SHARDS: (
+    "parallel.tp and parallel.pp divide the model over GPUs, and parallel.distributed_optimizer, "
+    "which is on, divides the optimizer's state": (
         "deepspeed fsdp fsdp_config fsdp_version reshard_after_forward local_rank device_map "
-        "max_memory low_cpu_mem_usage"
+        "max_memory low_cpu_mem_usage fsdp_* deepspeed_*"
     ),
-    _CP: "context_parallel_size sequence_parallel_size ulysses_sequence_parallel_size",
+    "there is no context parallelism, since it would cut an image's tokens over ranks; "
+    "model.recompute=full saves the most memory for long records, and parallel.tp divides layers": (
+        "context_parallel_size sequence_parallel_size ulysses_sequence_parallel_size"
+    ),
     "there is no sequence parallelism, since it would cut the sequence into which visual features "
     "are scattered; model.recompute saves memory instead": "sequence_parallel",
     "experts are not cut by parallel.tp: parallel.ep divides them": "expert_tensor_parallel_size",
-    _STAGES: (
+    "parallel.layers_per_stage lists the layers of every stage; parallel.layers_per_stage=auto "
+    "spreads them by cost": (
         "decoder_first_pipeline_num_layers account_for_embedding_in_pipeline_split "
         "account_for_loss_in_pipeline_split"
     ),
     "parallel.virtual_stages is the number of chunks of each stage, not the layers of a chunk": (
         "num_layers_per_virtual_pipeline_stage"
     ),
-    "parallel.overlap_grad_reduce and parallel.overlap_param_gather hide the communication of data "
-    "parallel ranks; tensor parallel communication is not overlapped": "tp_comm_overlap",
-    _OFFLOAD: (
+    "parallel.overlap_grad_reduce and parallel.overlap_param_gather hide the communication of "
+    "data parallel ranks; tensor parallel communication is not overlapped": "tp_comm_overlap",
+    "optim.offload=1 keeps main weights and moments in host memory, and "
+    "model.offload_activations=1 the activations of decoder layers; model.recompute, "
+    "optim.states=int8, lora=default and parallel.pp save memory, too": (
         "optimizer_cpu_offload optimizer_offload_fraction activation_offloading param_offload "
         "grad_offload optimizer_offload offload_params offload_model offload_optimizer"
     ),
-    _RECOMPUTE: (
+    "model.recompute and model.recompute_vision say what is computed again instead of kept; "
+    "model.recompute=full recomputes every decoder layer": (
         "gradient_checkpointing vit_gradient_checkpointing gradient_checkpointing_kwargs "
         "activation_checkpointing enable_gradient_checkpointing disable_gradient_checkpointing "
         "recompute_method recompute_num_layers"
@@ -111,9 +73,11 @@ MODEL_SENTENCES = {
         "attn_implementation attn_impl flash_attn attention_backend flash_attention "
         "transformer_impl"
     ),
-    _HEAD: (
+    "the head computes the supervised tokens alone, in slices of the vocabulary, and "
+    "model.compile fuses the small operations of a layer, so that there are no such kernels to "
+    "turn on": (
         "use_liger_kernel use_liger cut_cross_entropy cross_entropy_loss_fusion use_v1_kernels "
-        "use_kernels"
+        "use_kernels liger_*"
     ),
     "model.compile fuses the small operations of a layer; null is on with cuda and a compiler": (
         "torch_compile torch_compile_backend use_torch_compile no_masked_softmax_fusion "
@@ -125,11 +89,12 @@ MODEL_SENTENCES = {
     "log-probs and the loss are computed in fp32": "attention_softmax_in_fp32",
     "model.router_balance_loss is the coefficient of transformers' load_balancing_loss_func, over "
     "the global batch": "moe_aux_loss_coeff moe_router_load_balancing_type",
-    "model.router_z_loss is the coefficient of the mean over layers and tokens": (
-        "moe_z_loss_coeff"
+    "model.router_z_loss is the coefficient of the mean over layers and tokens": "moe_z_loss_coeff",
+    "routing is that of the checkpoint: no token is dropped, and experts run as Megatron's "
+    "grouped products; see parallel.ep and model.router_balance_loss": (
+        "use_scattermoe experts_impl moe_*"
     ),
-    _EXPERTS: "use_scattermoe experts_impl",
-    _SIZES: (
+    "the sizes of the model and its layers are those of config.json in model.path": (
         "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention "
         "num_query_groups max_position_embeddings position_embedding_type rotary_base "
         "rotary_percent rope_scaling normalization swiglu untie_embeddings_and_output_weights "
@@ -139,21 +104,17 @@ MODEL_SENTENCES = {
     "the released models have no dropout but lora.dropout": (
         "attention_dropout hidden_dropout disable_dropout"
     ),
-    _NO_CODE: (
+    "the code of Qwen's families is built in: no code of a checkpoint is run, and model.path is "
+    "all that is given": (
         "trust_remote_code model_type model_init_kwargs external_plugins plugins use_cache "
         "use_dist_checkpointing dist_checkpointing_path"
     ),
-    _REVISION: "model_revision revision",
-    _TOKENIZER: "tokenizer tokenizer_type processor_type pad_token",
+    "model.path=ORG/NAME@REVISION takes a branch, tag or commit of the Hub": (
+        "model_revision revision"
+    ),
+    "the tokenizer and the processor are those of model.path; data.add_tokens adds tokens to "
+    "them": "tokenizer tokenizer_type processor_type pad_token",
     "data.add_tokens lists texts that become tokens, special or not; new rows of the embedding "
     "begin as a mean of the others": "new_special_tokens tokens",
-}
-MODEL_FAMILIES = {
-    _FEW: "galore_ apollo_ badam_ lisa_ boft_ vera_ adalora_ reft_ fourier_ llamapro_ relora_ oft_",
-    _PLAIN_LORA: "lora_ga_ pissa_",
-    _QUANTIZATION: "bnb_ export_quantization_ hqq_",
-    "fp8 is not trained; train.precision is auto, bf16 or fp32": "fp8",
-    _SHARDS: "fsdp_ deepspeed_",
-    _EXPERTS: "moe_",
-    _HEAD: "liger_",
+    "fp8 is not trained; train.precision is auto, bf16 or fp32": "fp8*",
 }

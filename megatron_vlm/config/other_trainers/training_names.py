@@ -1,104 +1,53 @@
 """Names in other trainers that concern the optimizer, the course of training and the run, and what
 is here instead."""
 
-_BATCH = (
+TRAINING_NAMES = {
     "train.global_batch_size is the samples of a whole step, over all accumulation and all ranks; "
-    "train.micro_batch_size is the rows of one pass"
-)
-_STEPS = (
-    'checkpoint.every and eval.every count steps, or epochs, as "0.5 epochs" does; without them it '
-    "is every 30 minutes or 500 steps"
-)
-_PRECISION = "train.precision is auto, bf16 or fp32; fp16 is not trained"
-_SCHEDULE = "optim.schedule is constant, linear, cosine or wsd"
-_ADAMW = (
-    "optim.name is adamw or muon, and their keys are in the group optim; optim.states=int8 keeps "
-    "moments in 8 bits"
-)
-_LOSS = (
-    "supervised training has one loss, the cross-entropy of the supervised tokens; in "
-    "reinforcement learning a recipe such as rl=dapo sets rl.loss, rl.advantage and rl.aggregate"
-)
-_MEAN = (
-    "the loss of a step is divided once, by the supervised tokens of its whole global batch, or by "
-    "the sum of the weights in the records"
-)
-_RESUME = "checkpoint.resume is auto (the newest checkpoint of run), never, or a folder"
-_CHECKPOINT = (
-    "a checkpoint has weights, optimizer and progress, and run=runs/NAME resumes with all of them; "
-    "the export at the end (checkpoint.export) has the weights alone"
-)
-_BEST = (
-    "checkpoint.best=SET/SCORE keeps the best checkpoint, and checkpoint.export_from says "
-    "whether the export is of it"
-)
-_STOP_EARLY = (
-    "train.early_stopping is the number of evaluations without a better checkpoint.best after "
-    "which a run stops, and train.early_stopping_delta the smallest change that counts"
-)
-_EPOCHS = (
-    'eval.every="0.5 epochs" is twice an epoch, and checkpoint.every is written in the same way'
-)
-_PUSH = (
-    "checkpoint.push=ORG/NAME uploads the export at the end; a new repository is private, and the "
-    "token comes from HF_TOKEN or `hf auth login`"
-)
-_SUPERVISED = (
-    "megatron-vlm train learns answers, and with train.objective=dpo or kto preferences; "
-    "megatron-vlm rl learns from rewards"
-)
-_PREFERENCES = (
-    "train.objective is sft, dpo, ipo, kto, orpo, simpo or cpo, preference.losses and "
-    "preference.beta choose the loss, and train.reference says where the reference is from: see "
-    "docs/preferences.md"
-)
-_PREFERENCE_SFT = (
-    "preference.losses=[sigmoid,sft] preference.loss_weights=[1,0.2] adds the cross-entropy of "
-    "chosen answers to dpo, and preference.sft_coef weighs it in orpo, simpo and cpo"
-)
-_DPO_PLAIN = (
-    "dpo compares sums of log-probs with the reverse KL divergence, every pair with the same weight"
-)
-_KEPT_REFERENCE = (
-    "train.reference=keep computes the log-probs of the reference once, before the first step, and "
-    "stores them in data.cache_dir"
-)
-_EVALUATION = (
-    "eval.generate=true asks for a greedy answer to each record, of at most eval.max_new_tokens "
-    "tokens; loss and token accuracy are always measured"
-)
-_REPRODUCIBLE = (
-    "data.seed decides the order of the records; train.seed has an effect with dropout and in "
-    "reinforcement learning alone"
-)
-
-TRAINING_SENTENCES = {
-    _BATCH: "per_device_train_batch_size train_batch_size batch_size gradient_accumulation_steps",
+    "train.micro_batch_size is the rows of one pass": (
+        "per_device_train_batch_size train_batch_size batch_size gradient_accumulation_steps"
+    ),
     "no batch size is tried: megatron-vlm train --dry-run predicts the memory of "
     "train.micro_batch_size or train.micro_batch_tokens": "auto_find_batch_size",
     "eval.batch_size is the samples of one pass over all data parallel ranks": (
         "per_device_eval_batch_size eval_batch_size"
     ),
-    _EPOCHS: "saves_per_epoch evals_per_epoch",
+    'eval.every="0.5 epochs" is twice an epoch, and checkpoint.every is written in the same way': (
+        "saves_per_epoch evals_per_epoch"
+    ),
     "eval.metrics lists more scores of generated answers: names, or FILE.py:NAME": (
         "compute_metrics"
     ),
-    _STEPS: "save_strategy eval_strategy do_eval logging_first_step",
-    _PRECISION: "bf16 fp16 tf32 torch_dtype dtype bfloat16",
-    _SCHEDULE: "lr_scheduler_type lr_scheduler lr_decay_style lr_scheduler_kwargs",
+    'checkpoint.every and eval.every count steps, or epochs, as "0.5 epochs" does; without them '
+    "it is every 30 minutes or 500 steps": "save_strategy eval_strategy do_eval logging_first_step",
+    "train.precision is auto, bf16 or fp32; fp16 is not trained": (
+        "bf16 fp16 tf32 torch_dtype dtype bfloat16"
+    ),
+    "optim.schedule is constant, linear, cosine or wsd": (
+        "lr_scheduler_type lr_scheduler lr_decay_style lr_scheduler_kwargs"
+    ),
     "optim.min_lr_ratio is a fraction of optim.lr": "min_lr",
     "the rate falls until the last step of train.steps or train.epochs; optim.decay_ratio is the "
     "part of the steps over which optim.schedule=wsd falls": "lr_decay_iters",
-    _ADAMW: "optimizer optim_args optim_target_modules adamw override_optimizer_config",
+    "optim.name is adamw or muon, and their keys are in the group optim; optim.states=int8 keeps "
+    "moments in 8 bits": (
+        "optimizer optim_args optim_target_modules adamw override_optimizer_config"
+    ),
     "main weights are fp32, and optim.states=bf16 or int8 makes moments smaller": (
         "use_precision_aware_optimizer"
     ),
     "optim.name=muon, optim=muon in short: Muon for matrices, AdamW for everything else": "muon",
-    _LOSS: "loss_type enable_dft_loss enable_channel_loss use_reentrant",
-    _MEAN: "average_tokens_across_devices include_num_input_tokens_seen",
+    "supervised training has one loss, the cross-entropy of the supervised tokens; in "
+    "reinforcement learning a recipe such as rl=dapo sets rl.loss, rl.advantage and rl.aggregate": (
+        "loss_type enable_dft_loss enable_channel_loss use_reentrant"
+    ),
+    "the loss of a step is divided once, by the supervised tokens of its whole global batch, or "
+    "by the sum of the weights in the records": (
+        "average_tokens_across_devices include_num_input_tokens_seen"
+    ),
     "no noise is added to embeddings or gradients": "neftune_noise_alpha",
-    _REPRODUCIBLE: "full_determinism",
-    _RESUME: (
+    "data.seed decides the order of the records; train.seed has an effect with dropout and in "
+    "reinforcement learning alone": "full_determinism",
+    "checkpoint.resume is auto (the newest checkpoint of run), never, or a folder": (
         "resume_from_checkpoint overwrite_output_dir ignore_data_skip load no_load_optim "
         "no_load_rng finetune"
     ),
@@ -106,79 +55,71 @@ TRAINING_SENTENCES = {
     "megatron-vlm eval FOLDER scores a checkpoint without training; in training it is eval.every": (
         "val_before_train"
     ),
-    _CHECKPOINT: (
+    "a checkpoint has weights, optimizer and progress, and run=runs/NAME resumes with all of "
+    "them; the export at the end (checkpoint.export) has the weights alone": (
         "save_only_model no_save_optim no_save_rng save_on_each_node ckpt_format save_safetensors"
     ),
-    _BEST: "load_best_model_at_end metric_for_best_model greater_is_better",
-    _STOP_EARLY: "early_stopping_patience",
-    _PUSH: "push_to_hub hub_token hub_private_repo hub_strategy",
-    _SUPERVISED: "stage do_train rlhf_type task_type num_labels problem_type",
+    "checkpoint.best=SET/SCORE keeps the best checkpoint, and checkpoint.export_from says whether "
+    "the export is of it": "load_best_model_at_end metric_for_best_model greater_is_better",
+    "train.early_stopping is the number of evaluations without a better checkpoint.best after "
+    "which a run stops, and train.early_stopping_delta the smallest change that counts": (
+        "early_stopping_patience"
+    ),
+    "checkpoint.push=ORG/NAME uploads the export at the end; a new repository is private, and the "
+    "token comes from HF_TOKEN or `hf auth login`": (
+        "push_to_hub hub_token hub_private_repo hub_strategy hub_*"
+    ),
+    "megatron-vlm train learns answers, and with train.objective=dpo or kto preferences; "
+    "megatron-vlm rl learns from rewards": (
+        "stage do_train rlhf_type task_type num_labels problem_type"
+    ),
     "megatron-vlm eval RUN --predictions FILE writes the answers to a data set": "do_predict",
-    _PREFERENCES: "ref_model reference_free",
-    _PREFERENCE_SFT: "rpo_alpha cpo_alpha pref_ftx",
-    _DPO_PLAIN: "f_divergence_type",
-    _KEPT_REFERENCE: "precompute_ref_log_probs",
+    "train.objective is sft, dpo, ipo, kto, orpo, simpo or cpo, preference.losses and "
+    "preference.beta choose the loss, and train.reference says where the reference is from: see "
+    "docs/preferences.md": "ref_model reference_free dpo_* kto_* orpo_* pref_* cpo_*",
+    "preference.losses=[sigmoid,sft] preference.loss_weights=[1,0.2] adds the cross-entropy of "
+    "chosen answers to dpo, and preference.sft_coef weighs it in orpo, simpo and cpo": (
+        "rpo_alpha cpo_alpha pref_ftx"
+    ),
+    "dpo compares sums of log-probs with the reverse KL divergence, every pair with the same "
+    "weight": "f_divergence_type",
+    "train.reference=keep computes the log-probs of the reference once, before the first step, "
+    "and stores them in data.cache_dir": "precompute_ref_log_probs",
     "preference.desirable_weight and preference.undesirable_weight weigh the labels of kto": (
         "kto_chosen_weight"
     ),
-    _EVALUATION: "val_kwargs",
-}
-TRAINING_FAMILIES = {_PREFERENCES: "dpo_ kto_ orpo_ pref_ cpo_", _PUSH: "hub_"}
-
-# The run: its figures, its processes and machines.
-
-_FIGURES = "log.tensorboard=true and log.wandb=PROJECT write elsewhere what metrics.jsonl has"
-_ALWAYS = (
+    "eval.generate=true asks for a greedy answer to each record, of at most eval.max_new_tokens "
+    "tokens; loss and token accuracy are always measured": "val_kwargs",
+    "log.tensorboard=true and log.wandb=PROJECT write elsewhere what metrics.jsonl has": (
+        "report_to tensorboard_dir logger"
+    ),
     "metrics.jsonl and the report always have loss, rate, gradient norm, tokens per second and "
-    "memory; log.every is the number of steps between printed lines"
-)
-_REPORT = "the report of a run has its curves: log.report=true, or megatron-vlm report RUN"
-_WANDB = (
+    "memory; log.every is the number of steps between printed lines": (
+        "log_throughput log_params_norm"
+    ),
+    "the report of a run has its curves: log.report=true, or megatron-vlm report RUN": "plot_loss",
     "log.wandb=PROJECT is the only setting of W&B here; its own variables, such as WANDB_ENTITY "
-    "and WANDB_MODE, are read by wandb"
-)
-_NO_TRACKER = (
-    "figures go to metrics.jsonl, the report, log.tensorboard=true and log.wandb=PROJECT, and to "
-    "no other service"
-)
-_NAMED = "a run is named by its folder: run=runs/NAME"
-_MACHINES = "several machines are started with torchrun, Slurm or Ray: docs/clusters.md"
-_RAY = "launch=ray runs the ranks as actors of a Ray cluster: docs/clusters.md"
-_BACKENDS = (
-    "the processes communicate by NCCL on GPUs and gloo on a CPU, which platform=cpu chooses"
-)
-_REDUCTIONS = (
-    "gradients are reduced by Megatron; parallel.overlap_grad_reduce=true does it during the "
-    "backward pass"
-)
-_TIMEOUT = (
-    "launch.timeout_minutes counts minutes: a rank that makes no progress for longer ends the job"
-)
-_PROFILE = "log.profile_steps=[10,12] writes a trace of torch's profiler, on rank 0"
-_SERVICE = (
-    "vLLM serves what megatron-vlm export writes (docs/deploy.md); megatron-vlm serve is a "
-    "service for the Tinker client"
-)
-
-RUN_SENTENCES = {
-    _FIGURES: "report_to tensorboard_dir logger",
-    _ALWAYS: "log_throughput log_params_norm",
-    _REPORT: "plot_loss",
-    _WANDB: "wandb_entity wandb_watch wandb_log_model",
-    _NAMED: "run_name wandb_name experiment_name wandb_exp_name",
+    "and WANDB_MODE, are read by wandb": "wandb_entity wandb_watch wandb_log_model wandb_*",
+    "a run is named by its folder: run=runs/NAME": (
+        "run_name wandb_name experiment_name wandb_exp_name"
+    ),
     "settings of Hydra's own are not taken; the folder of a run is run=runs/NAME": "hydra",
-    _MACHINES: "nnodes master_addr master_port",
-    _RAY: "ray_kwargs",
-    _BACKENDS: "ddp_backend distributed_backend trainer.device",
-    _REDUCTIONS: "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
-    _TIMEOUT: "ddp_timeout",
+    "several machines are started with torchrun, Slurm or Ray: docs/clusters.md": (
+        "nnodes master_addr master_port"
+    ),
+    "launch=ray runs the ranks as actors of a Ray cluster: docs/clusters.md": "ray_kwargs",
+    "the processes communicate by NCCL on GPUs and gloo on a CPU, which platform=cpu chooses": (
+        "ddp_backend distributed_backend trainer.device"
+    ),
+    "gradients are reduced by Megatron; parallel.overlap_grad_reduce=true does it during the "
+    "backward pass": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_*",
+    "launch.timeout_minutes counts minutes: a rank that makes no progress for longer ends the "
+    "job": "ddp_timeout",
     "`--debug` after the command shows the traceback of an error": "debug",
     "memory is freed and garbage collected by PyTorch and Python": "manual_gc",
-    _PROFILE: "profiler",
-    _SERVICE: "infer_backend",
-}
-RUN_FAMILIES = {
-    _NO_TRACKER: "swanlab_ comet_ mlflow_ trackio_ hf_mlflow_",
-    _REDUCTIONS: "ddp_",
-    _WANDB: "wandb_",
+    "log.profile_steps=[10,12] writes a trace of torch's profiler, on rank 0": "profiler",
+    "vLLM serves what megatron-vlm export writes (docs/deploy.md); megatron-vlm serve is a "
+    "service for the Tinker client": "infer_backend",
+    "figures go to metrics.jsonl, the report, log.tensorboard=true and log.wandb=PROJECT, and to "
+    "no other service": "swanlab_* comet_* mlflow_* trackio_* hf_mlflow_*",
 }

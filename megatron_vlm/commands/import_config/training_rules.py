@@ -1,4 +1,4 @@
-"""Course of a run: length, optimizer, learning rate, precision, seeds, and what is done between
+"""Training: its length, optimizer, learning rate, precision and seeds, and what is done between
 steps."""
 
 from dataclasses import replace
@@ -28,21 +28,21 @@ _PRECISIONS = {
     **{"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "auto": "auto"},
     **{"float16": None, "fp16": None},
 }
+_NO_FP16 = "fp16 is not trained: train.precision=auto is bf16 on a GPU"
 
 
 def translate_length(t: Translation) -> None:
     """Set train.steps or train.epochs."""
-    steps, epochs = t.given("max_steps"), t.take("num_train_epochs")
-    if steps is not None and t.number(steps) > 0:
-        t.put("train.steps", t.whole(steps), steps)
-    elif epochs is not None:
-        t.put("train.epochs", t.number(epochs), epochs)
+    steps, epochs = t.positive("max_steps"), t.take("num_train_epochs")
+    if steps is None:
+        t.copy_setting("train.epochs", epochs)
+    t.copy_setting("train.steps", steps)
 
 
 def translate_optimizer(t: Translation) -> None:
     """Set the optimizer and what it is given."""
-    muon, name = t.given("use_muon"), t.given("optim")
-    if muon is not None and t.flag(muon):
+    muon, name = t.switched_on("use_muon"), t.given("optim")
+    if muon is not None:
         t.put("optim.name", "muon", muon)
     elif name is not None:
         optimizer, states = t.choose(name, _OPTIMIZERS, "give adamw_torch or muon")
@@ -59,10 +59,9 @@ def translate_optimizer(t: Translation) -> None:
         "optim.clip_grad": "max_grad_norm",
     }.items():
         t.copy(key, name_there)
-    offload, share = t.given("optimizer_cpu_offload"), t.given("optimizer_offload_fraction")
-    if t.flag(offload) and offload is not None:
-        value = 1.0 if share is None else t.number(share)
-        t.put("optim.offload", value, offload, *([share] if share else []))
+    offload, share = t.switched_on("optimizer_cpu_offload"), t.given("optimizer_offload_fraction")
+    if offload is not None:
+        t.put("optim.offload", 1.0 if share is None else t.number(share), offload, share)
 
 
 def translate_rate(t: Translation, default: float | None = None) -> None:
@@ -95,14 +94,10 @@ def put_rate(t: Translation, rate: Setting | None) -> Setting | None:
 def put_warmup(t: Translation) -> None:
     """Set the warm-up by its steps, or by its share of them."""
     steps, ratio = t.given("warmup_steps"), t.given("warmup_ratio")
-    if steps is not None and t.number(steps) > 0:
-        value = t.number(steps)
-        if value < 1:
-            t.put("optim.warmup_ratio", value, steps)
-        else:
-            t.put("optim.warmup_steps", t.whole(steps), steps)
+    if steps is not None and (number := t.number(steps)) > 0:
+        t.copy_setting("optim.warmup_ratio" if number < 1 else "optim.warmup_steps", steps)
     elif ratio is not None and t.number(ratio) > 0:
-        t.put("optim.warmup_ratio", t.number(ratio), ratio)
+        t.copy_setting("optim.warmup_ratio", ratio)
 
 
 def _put_final_rate(t: Translation, rate: float) -> None:
@@ -111,7 +106,7 @@ def _put_final_rate(t: Translation, rate: float) -> None:
     if lowest is not None and rate:
         t.put("optim.min_lr_ratio", _share(t.number(lowest), rate), lowest, note="/ the rate")
     elif ratio is not None:
-        t.put("optim.min_lr_ratio", t.number(ratio), ratio)
+        t.copy_setting("optim.min_lr_ratio", ratio)
     elif more is not None and rate and not is_off(more.value):
         names = t.mapping(more)
         values = {
@@ -142,11 +137,10 @@ def translate_precision(t: Translation) -> None:
             t.put("train.precision", "bf16", setting)
     half = t.given("fp16", "float16")
     if half is not None and t.flag(half):
-        t.differ("fp16 is not trained: train.precision=auto is bf16 on a GPU", half)
+        t.differ(_NO_FP16, half)
     elif named is not None and "train.precision" not in t.lines:
-        precision = t.choose(named, _PRECISIONS)
-        if precision is None:
-            t.differ("fp16 is not trained: train.precision=auto is bf16 on a GPU", named)
+        if (precision := t.choose(named, _PRECISIONS)) is None:
+            t.differ(_NO_FP16, named)
         else:
             t.put("train.precision", precision, named)
 
@@ -154,10 +148,9 @@ def translate_precision(t: Translation) -> None:
 def translate_seeds(t: Translation) -> None:
     """Set the seeds. One seed of another trainer is that of the ranks and of the data."""
     seed, data = t.given("seed"), t.given("data_seed")
-    if seed is not None:
-        t.put("train.seed", t.whole(seed), seed)
+    t.copy_setting("train.seed", seed)
     if (seed := data or seed) is not None:
-        t.put("data.seed", t.whole(seed), seed)
+        t.copy_setting("data.seed", seed)
         t.differ("the order of the records is another one with the same seed", seed)
 
 
@@ -172,7 +165,7 @@ def translate_intervals(t: Translation) -> None:
         t.skip("eval_steps", "evals_per_epoch")
     lines = t.take("logging_steps")
     if lines is not None and t.number(lines) >= 1:
-        t.put("log.every", t.whole(lines), lines)
+        t.copy_setting("log.every", lines)
     if t.copy("checkpoint.keep_last", "save_total_limit") is None:
         t.differ("the newest checkpoints are kept here, as many as checkpoint.keep_last=2 says")
 
@@ -180,37 +173,31 @@ def translate_intervals(t: Translation) -> None:
 def _interval(
     t: Translation, group: str, strategy: Setting | None, name: str, per_epoch: str
 ) -> None:
-    steps, each = t.given(name), t.given(per_epoch)
+    key, steps, each = f"{group}.every", t.given(name), t.positive(per_epoch)
     how = "steps" if strategy is None else str(strategy.value).lower()
-    if each is not None and t.number(each) > 0:
-        t.put(f"{group}.every", epochs_text(1 / t.number(each)), each, note="1 / that number")
-        return
-    if how in ("no", "false") and strategy is not None:
-        t.put(f"{group}.every", 0, strategy, note="only at the end")
-        return
-    if strategy is not None and how == "epoch":
-        t.put(f"{group}.every", epochs_text(1), strategy)
-        return
-    steps = steps or (t.take(name) if group == "checkpoint" or strategy is not None else None)
-    if steps is None or t.number(steps) <= 0:
-        return
-    if t.number(steps) < 1:
-        t.put(f"{group}.every", epochs_text(t.number(steps)), steps)
+    if steps is None and (group == "checkpoint" or strategy is not None):
+        steps = t.take(name)
+    if each is not None:
+        t.put(key, epochs_text(1 / t.number(each)), each, note="1 / that number")
+    elif how in ("no", "false"):
+        t.put(key, 0, strategy, note="only at the end")
+    elif how == "epoch":
+        t.put(key, epochs_text(1), strategy)
+    elif steps is not None and 0 < t.number(steps) < 1:
+        t.put(key, epochs_text(t.number(steps)), steps)
         t.differ("a share of all steps there, and of an epoch here", steps)
-    else:
-        t.put(f"{group}.every", t.whole(steps), steps)
+    elif steps is not None and t.number(steps) > 0:
+        t.put(key, t.whole(steps), steps)
 
 
 def _translate_best(t: Translation) -> None:
-    best, metric = t.given("load_best_model_at_end"), t.given("metric_for_best_model")
-    if best is None or not t.flag(best):
+    best, metric = t.switched_on("load_best_model_at_end"), t.given("metric_for_best_model")
+    if best is None:
         return
-    name = "loss" if metric is None else str(metric.value).removeprefix("eval_")
-    sets = [HELD_OUT]
-    if "data.eval" in t.lines:
-        sets = [each.name for each in parse_sets(t.lines["data.eval"].value)]
-    if name != "loss" or is_off(best.value):
+    if metric is not None and str(metric.value).removeprefix("eval_") != "loss":
         t.differ("checkpoint.best=SET/SCORE chooses the best checkpoint", best)
         return
-    t.put("checkpoint.best", f"{sets[0]}/loss", best, *([metric] if metric else []))
+    held_out = t.lines.get("data.eval")
+    name = HELD_OUT if held_out is None else parse_sets(held_out.value)[0].name
+    t.put("checkpoint.best", f"{name}/loss", best, metric)
     t.put("checkpoint.export_from", "best", best)
