@@ -23,9 +23,7 @@ from megatron_vlm.config.key_hints import (
     similar_keys,
 )
 from megatron_vlm.config.other_trainers import NAME_FAMILIES, OTHER_SENTENCES, SAME_KEYS, SECTIONS
-from megatron_vlm.config.other_trainers.data_names import DATA_NAMES
 from megatron_vlm.config.other_trainers.model_names import MODEL_NAMES
-from megatron_vlm.config.other_trainers.rl_names import RL_NAMES
 from megatron_vlm.config.other_trainers.training_names import TRAINING_NAMES
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import ConfigError, sentences
@@ -221,7 +219,7 @@ def test_several_keys_of_that_name_are_all_named():
 
 def test_the_tables_name_keys_that_exist_and_no_name_twice():
     assert set(SAME_KEYS) <= set(known_keys())
-    tables = (SAME_KEYS, MODEL_NAMES, DATA_NAMES, TRAINING_NAMES, RL_NAMES)
+    tables = (SAME_KEYS, MODEL_NAMES, TRAINING_NAMES)
     names = [name for table in tables for row in table.values() for name in row.split()]
     assert len(names) == len(set(names)) and not set(names) & set(known_keys())
     assert set(SECTIONS) <= set(names)

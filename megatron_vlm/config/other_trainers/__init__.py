@@ -2,10 +2,8 @@
 axolotl, Qwen's qwen-vl-finetune, Megatron-LM), each with our key for it or a sentence about what
 does that here."""
 
-from megatron_vlm.config.other_trainers.data_names import DATA_NAMES
 from megatron_vlm.config.other_trainers.model_names import MODEL_NAMES
-from megatron_vlm.config.other_trainers.rl_names import RL_NAMES, SECTIONS
-from megatron_vlm.config.other_trainers.training_names import TRAINING_NAMES
+from megatron_vlm.config.other_trainers.training_names import SECTIONS, TRAINING_NAMES
 
 # Names whose value means the same as that of one of our keys.
 SAME_KEYS = {
@@ -81,7 +79,7 @@ SAME_KEYS = {
     "gpus_per_node",
     "launch.timeout_minutes": "distributed_timeout_minutes",
 }
-_NAMES = MODEL_NAMES | DATA_NAMES | TRAINING_NAMES | RL_NAMES
+_NAMES = MODEL_NAMES | TRAINING_NAMES
 _SENTENCES = {name: sentence for sentence, names in _NAMES.items() for name in names.split()}
 # The sentence about a name, and that about all other names that begin so: the tables have them as
 # `moe_*`.
