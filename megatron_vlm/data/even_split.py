@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Return the pieces of work of each rank. The costliest piece is assigned first, and each goes
-    to the rank with the least work, the lowest such rank on a tie."""
+    """Return the work of each rank: from the costliest piece down, each for the least busy rank."""
     loads = [(0.0, rank) for rank in range(ranks)]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for piece in sorted(range(len(costs)), key=lambda piece: -costs[piece]):

@@ -44,8 +44,7 @@ def map_in_processes(
     work: Any, tasks: Iterable[Any] | None, processes: int, prefetch: int
 ) -> Iterator[Any]:
     """Yield work[task] for each task or, with `tasks` None, all items of the IterableDataset
-    `work`. Each process has at most `prefetch` tasks in flight. Tasks are drawn as there is
-    room."""
+    `work`. Each process has at most `prefetch` tasks in flight, drawn as there is room."""
     from torch.utils.data import DataLoader
 
     if processes:
@@ -66,9 +65,8 @@ def map_in_processes(
 
 
 class _Tasks:
-    """Tasks up to an error in drawing them. The error is kept until the results before it were
-    taken. Raised while a DataLoader starts, it would leave a half-made one to the garbage
-    collector."""
+    """Tasks up to an error in drawing them, which is kept until the results before it were taken:
+    raised while a DataLoader starts, it would leave a half-made one."""
 
     def __init__(self, tasks: Iterable[Any]):
         self.tasks = tasks
@@ -88,8 +86,7 @@ def _raise_at_end(results: Iterator[Any], drawn: _Tasks | None) -> Iterator[Any]
 
 
 def _watch_workers(results: Any) -> Iterator[Any]:
-    """Yield the results until a process that makes them is gone. The error then names the process
-    and the cause."""
+    """Yield the results until a process is gone; the error names it and the cause."""
     try:
         while (result := _next(results)) is not _END:
             yield result
@@ -129,10 +126,9 @@ def _lost_worker_error(results: Any) -> LostError | None:
 
 
 def _stand_back(_: int) -> None:
-    """Lower the priority of a new worker, which torch has given a single thread. Where there are
-    fewer cores than threads, it takes those moments of a core that the step leaves. A step waits
-    for the slowest of its threads, so a worker that competes with one of them would hold up all. A
-    worker is steps ahead."""
+    """Lower the priority of a new worker, which torch has given a single thread: it takes the
+    moments of a core that the step leaves. A worker is steps ahead, and each step waits for its
+    slowest thread."""
     os.nice(_NICER)
     _let_server_end()
 

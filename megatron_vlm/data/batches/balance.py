@@ -73,16 +73,14 @@ def plan_batch(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> Plan:
 
 
 def _deal_groups(groups: list[list[int]], sizes: Sequence[RowSize], ranks: int) -> Plan:
-    """Deal micro-batches to ranks. The most expensive ones run first, so that the pipeline drains
-    on short ones."""
+    """Deal micro-batches to ranks, the most expensive first: the pipeline drains on short ones."""
     costs = [group_cost([sizes[row] for row in group]) for group in groups]
     shares = level(deal(costs, ranks), costs)
     return [[groups[g] for g in sorted(share, key=lambda g: -costs[g])] for share in shares]
 
 
 def _split(order: Sequence[int], count: int) -> list[list[int]]:
-    """Split rows into groups of nearly equal size and similar length, the most expensive first. The
-    longest rows are in the smaller groups."""
+    """Split rows into groups of nearly equal size and similar length, the most expensive first."""
     return [part.tolist() for part in np.array_split(order, count)][::-1] if count else []
 
 
@@ -93,8 +91,7 @@ def _loads(plan: Plan, sizes: Sequence[RowSize]) -> list[float]:
 def _group_by_tokens(
     order: Sequence[int], sizes: Sequence[RowSize], ranks: int, tokens: int
 ) -> list[list[int]]:
-    """Group rows under the limit of tokens: at least one group for each rank if there are enough
-    rows."""
+    """Group rows under the limit of tokens: if there are enough rows, a group for each rank."""
     groups = _fill_groups(order[::-1], sizes, ranks, tokens)
     while len(groups) < min(ranks, len(sizes)):
         widest = max(groups, key=len)
@@ -106,8 +103,7 @@ def _group_by_tokens(
 def _fill_groups(
     order: Sequence[int], sizes: Sequence[RowSize], ranks: int, tokens: int
 ) -> list[list[int]]:
-    """Fill groups with rows. A group ends before it passes the limit, pads too much or outgrows a
-    rank's share."""
+    """Fill groups up to the limit, to too much padding or to a rank's share."""
     # Groups that cost more could not be dealt out evenly. A single row may still cost more.
     max_cost = sum(size.cost for size in sizes) / ranks / _PIECES_PER_RANK
     groups: list[list[int]] = []
@@ -133,8 +129,7 @@ _MAX_PADDING = 0.06  # share of the longest row; the mean over a group is then a
 
 
 def group_cost(rows: Sequence[RowSize]) -> float:
-    """Return the cost of a micro-batch. A padding position costs half as much as a token of its
-    row."""
+    """Return the cost of a micro-batch. A padding position costs half a token of its row."""
     longest = max(size.longest for size in rows)
     return sum(size.cost * (1 + 0.5 * (longest * size.rows / size.tokens - 1)) for size in rows)
 

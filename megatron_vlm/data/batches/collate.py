@@ -77,9 +77,8 @@ def collate_examples(
     rejected: Mapping[int, Sequence[bool]],
     reference: Mapping[int, Sequence[float]] | None = None,
 ) -> MicroBatch:
-    """Collate the rows of rated answers, or of queries and documents, by the places of their
-    examples in the global batch. `rejected` and `reference` are REJECTED and, if it is known,
-    ROW_REFERENCE of each row."""
+    """Collate the rows of examples, by their places in the global batch. `rejected` and `reference`
+    are REJECTED and, if it is known, ROW_REFERENCE of each row."""
     flat = [row for rows in examples.values() for row in rows]
     places = tuple((place, n) for place, rows in examples.items() for n in range(len(rows)))
     values = {REJECTED: torch.tensor([flag for place in examples for flag in rejected[place]])}

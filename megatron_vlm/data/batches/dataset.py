@@ -68,8 +68,7 @@ class DataSet:
         return RowSize(counts[0], cost, counts[2], int(images), int(rows), longest)
 
     def epoch(self, start: Position) -> Iterator[tuple[Handle, RowSize, Position]]:
-        """Yield the samples from a position to the end of its epoch, each with its size and the
-        position after it."""
+        """Yield the rest of an epoch: each sample, its size and the position after it."""
         order = self.order.epoch(start.epoch)
         for taken in range(start.taken, len(order)):
             handle = (int(order[taken, 0]), int(order[taken, 1]))
@@ -95,8 +94,7 @@ class DataSet:
         return reader.rows(self.raw(handle), self.where(handle), index.example(sample), teach)
 
     def row(self, handle: Handle) -> PlacedRow:
-        """Return the first row of the sample with its pixels: its only one, or the chosen answer
-        of a pair."""
+        """Return the sample's first row with its pixels, such as the chosen answer of a pair."""
         source, sample = handle
         reader, index = self.readers[source], self.indexes[source]
         chat, _ = reader.chats(self.raw(handle), self.where(handle))[0]
@@ -108,8 +106,7 @@ class DataSet:
         return self.indexes[source].example(sample)
 
     def reference(self, handle: Handle) -> list[float] | None:
-        """Return the log-prob of each row of the sample under the reference model, if it is
-        known."""
+        """Return the log-prob of each row under the reference model, if it is known."""
         if self.reference_log_probs is None:
             return None
         source, sample = handle
@@ -147,8 +144,7 @@ class DataSet:
 
 
 class NoSampleError(DataError):
-    """Error about a set of which no sample is left. In the process that opened it, `data` has what
-    was wrong."""
+    """Error about a set without a sample; `data` has its faults in the process that opened it."""
 
     def __init__(self, problem: str = "", *, data: DataSet | None = None, **fields: Any) -> None:
         super().__init__(problem, **fields)
@@ -235,8 +231,7 @@ def _check_labels(indexes: Sequence[Index], key: str) -> None:
 
 
 def _with_teacher(data: DataSet, cfg: DataConfig) -> DataSet:
-    """Return the data with the targets of data.teacher, if there is one. Each sample must have its
-    own."""
+    """Return the data with the targets of data.teacher, if there is one, for each sample."""
     if cfg.teacher is None:
         return data
     vocabulary = data.reader.encoder.renderer.tokenizer.get_vocab()
@@ -247,8 +242,7 @@ def _with_teacher(data: DataSet, cfg: DataConfig) -> DataSet:
 
 
 def _with_reference(data: DataSet, cfg: DataConfig) -> DataSet:
-    """Return the data with the log-probs of data.reference, if there is one. Each answer must have
-    its own."""
+    """Return the data with the log-probs of data.reference, if there is one, for each answer."""
     if cfg.reference is None:
         return data
     scores = ReferenceScores(cfg.reference, data.reader.encoder.renderer.tokenizer.get_vocab())

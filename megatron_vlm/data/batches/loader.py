@@ -90,6 +90,10 @@ class _Task:
     figures: BatchFigures
 
 
+# A micro-batch, and on request the one of its prompts with other answers.
+_Outcome = tuple[MicroBatch, MicroBatch | None]
+
+
 @dataclass(frozen=True)
 class _Decoded:
     """The results of tasks, made in worker processes."""
@@ -97,7 +101,7 @@ class _Decoded:
     data: SampleSource
     cfg: DataConfig
 
-    def __getitem__(self, task: _Task) -> tuple[_Task, "_Outcome | DataError", tuple[str, ...]]:
+    def __getitem__(self, task: _Task) -> tuple[_Task, _Outcome | DataError, tuple[str, ...]]:
         examples, errors = dict[int, list[PlacedRow]](), list[str]()
         for handle, place in zip(task.handles, task.places, strict=True):
             try:
@@ -107,13 +111,13 @@ class _Decoded:
                     return task, error, ()  # a DataLoader would wrap a raised error's message
                 errors.append(str(error))
         if not examples:
-            return task, _Outcome(filler_batch(), filler_batch()), tuple(errors)
+            return task, (filler_batch(), filler_batch()), tuple(errors)
         if self.data.reader.kind in ("chat", "prompt"):
             rows = [row for [row] in examples.values()]
-            return task, _Outcome(collate(rows, list(examples))), tuple(errors)
+            return task, (collate(rows, list(examples)), None), tuple(errors)
         return task, self._rated(task, examples), tuple(errors)
 
-    def _rated(self, task: _Task, examples: Mapping[int, list[PlacedRow]]) -> "_Outcome":
+    def _rated(self, task: _Task, examples: Mapping[int, list[PlacedRow]]) -> _Outcome:
         """Return the micro-batches of rated answers."""
         handles = dict(zip(task.places, task.handles, strict=True))
         rejected = {
@@ -124,24 +128,14 @@ class _Decoded:
         reference = {place: values for place, values in known.items() if values is not None}
         batch = collate_examples(examples, rejected, reference or None)
         if not task.partners:
-            return _Outcome(batch)
-        partners, tokens = (
-            dict(zip(task.places, task.partners, strict=True)),
-            self.data.reader.tokens,
-        )
+            return batch, None
+        partners = dict(zip(task.places, task.partners, strict=True))
+        tokens = self.data.reader.tokens
         others = {
             place: mismatched_rows(rows, self.data.example(partners[place]), tokens)
             for place, rows in examples.items()
         }
-        return _Outcome(batch, collate_examples(others, rejected))
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """A micro-batch, and on request the one of its prompts with other answers."""
-
-    batch: MicroBatch
-    mismatched: MicroBatch | None = None
+        return batch, collate_examples(others, rejected)
 
 
 @dataclass
@@ -185,8 +179,9 @@ class Loader:
             for error in errors:
                 log.warning("skipped %s", escape_controls(error))
             check_errors([*self.data.faults()[1], *self.errors], cfg)
-            micro_batches.append(outcome.batch)
-            mismatched += [outcome.mismatched] if outcome.mismatched and task.partners else []
+            batch, others = outcome
+            micro_batches.append(batch)
+            mismatched += [others] if others and task.partners else []
             skipped += errors
             if task.last:
                 yield StepBatch(micro_batches, task.after, task.figures, skipped, mismatched)

@@ -91,9 +91,7 @@ class MicroBatch:
     @property
     def num_supervised(self) -> int:
         """Number of targets of all rows."""
-        return len(
-            self.supervised[0] if self.target_positions is None else self.target_positions[0]
-        )
+        return len(self.supervised[0] if self.of_M is None else self.of_M)
 
     @property
     def targets_M(self) -> Tensor:
@@ -190,10 +188,7 @@ class MicroBatch:
 
 TEACHER_FIELDS = ("teacher_ids_NJ", "teacher_log_probs_NR")
 VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
-LOSS_FIELDS = (
-    *("values_BSF", "weights_BS", "values_BSJF", "targets_BSJ"),
-    *TEACHER_FIELDS,
-)
+LOSS_FIELDS = ("values_BSF", "weights_BS", "values_BSJF", "targets_BSJ", *TEACHER_FIELDS)
 
 
 def _as_given(spread_SJ: Tensor, shape: tuple[int, ...] | None) -> Tensor:

@@ -16,8 +16,7 @@ from megatron_vlm.errors import DataError
 @dataclass(frozen=True)
 class Order:
     """The order of samples from one or several sources. A source's weight says how often each of
-    its samples comes in an epoch: 2.0 means twice; 0.5 means every other epoch, with half of the
-    samples in each epoch."""
+    its samples comes in an epoch: 2.0 means twice; 0.5 means every other epoch."""
 
     lengths: tuple[int, ...]
     weights: tuple[float, ...]

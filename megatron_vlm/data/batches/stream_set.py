@@ -59,8 +59,7 @@ class StreamSet:
         return self.stream.name
 
     def epoch(self, start: Position) -> Iterator[tuple[Item, RowSize, Position]]:
-        """Yield the samples from a position to the end of its epoch, each with its size and the
-        position after it."""
+        """Yield the rest of an epoch: each sample, its size and the position after it."""
         taken = start.taken
         records = _EncodedRecords(self.stream, self.reader, start)
         # At most one process reads: with more, the order would depend on their number.
@@ -94,8 +93,7 @@ class StreamSet:
             )
 
     def _say_passed(self, item: Item) -> None:
-        """Warn of unused keys where they first appear: a stream's keys are not known at the
-        start."""
+        """Warn of unused keys where they first appear: a stream cannot know them before."""
         new_keys = [key for key in item.passed if key not in self.passed]
         if new_keys and self.cfg.unknown_keys == "warn":
             names = ", ".join(repr(key[:80]) for key in new_keys)
@@ -119,8 +117,7 @@ class StreamSet:
         """Return nothing: a stream's samples are not known before they are trained."""
 
     def faults(self) -> tuple[Counter[str], list[str]]:
-        """Return the number of samples that each rule dropped so far, and the errors of wrong
-        records."""
+        """Return the number of samples that each rule dropped so far, and the errors of others."""
         return self.dropped, self.errors
 
 

@@ -160,8 +160,7 @@ def _request(
 
 
 def _body(response: httpx.Response, where: str) -> bytes:
-    """Read the content as it comes, never unpacked. A few KB of gzip in gzip would unpack to
-    gigabytes."""
+    """Read the content as it comes, never unpacked: a few KB may unpack to gigabytes."""
     encoding = response.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise DataError(

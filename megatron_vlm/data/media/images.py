@@ -108,9 +108,8 @@ def smart_resize(
     count: int = 1,
     span: int = 1,
 ) -> tuple[int, int]:
-    """Return the new height and width, as Hugging Face's smart_resize does. Sides are multiples of
-    a token's side. The pixels of all `count` frames are in bounds; a patch spans `span` frames in
-    time."""
+    """Return the new height and width as Hugging Face's smart_resize does: multiples of a token's
+    side, all `count` frames within bounds; a patch spans `span` frames in time."""
     new_h, new_w = round(height / side) * side, round(width / side) * side
     # The rounded count of frames decides whether to resize; the true one, by how much.
     total = round(count / span) * span * new_h * new_w
@@ -179,15 +178,13 @@ class PixelTables:
         self.folder, self.device = folder, device
 
     def images(self, patches_PC: Tensor | None) -> Tensor | None:
-        """Return the pixel values of images. Bytes are normalised, floats are returned
-        unchanged."""
+        """Return the pixel values of images. Bytes are normalised, floats are unchanged."""
         if patches_PC is None or patches_PC.dtype != torch.uint8:
             return patches_PC
         return expand_patches(patches_PC, *self._image_table)
 
     def videos(self, patches_PC: Tensor | None) -> Tensor | None:
-        """Return the pixel values of videos. Bytes are normalised, floats are returned
-        unchanged."""
+        """Return the pixel values of videos. Bytes are normalised, floats are unchanged."""
         if patches_PC is None or patches_PC.dtype != torch.uint8:
             return patches_PC
         return expand_patches(patches_PC, *self._video_table)

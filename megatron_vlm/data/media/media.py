@@ -77,8 +77,7 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
 
 
 def _is_file_here(source: str) -> bool:
-    """Return whether this is the path of a file in the working directory, from which other trainers
-    read paths."""
+    """Return whether the working directory, where other trainers look, has this file."""
     try:
         here = real_path(os.getcwd())
         path = real_path(here / source)
@@ -176,8 +175,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def _check_tiles(opened: PIL.Image.Image, where: str) -> None:
-    """Refuse a TIFF whose tiles are far larger than pictures are stored in: each tile is decoded
-    whole, however small the picture is."""
+    """Refuse a TIFF with huge tiles: each is decoded whole, however small the picture is."""
     tags = getattr(opened, "tag_v2", {}) if opened.format == "TIFF" else {}
     width, height = (int(tags.get(tag, 1)) for tag in _TILE_SIDES)
     if width * height > MAX_TILE_PIXELS:
@@ -189,8 +187,7 @@ def _check_tiles(opened: PIL.Image.Image, where: str) -> None:
 
 
 def check_aspect(height: int, width: int, where: str, size: str) -> None:
-    """Refuse a picture that is too long for its width, or has no pixels. `size`: its size before it
-    was scaled, as text."""
+    """Refuse a picture that is too long or has no pixels. `size`: its unscaled size, as text."""
     if min(width, height) < 1:
         raise DataError(f"is {size} pixels and shows nothing", place=where, remedy="drop it")
     if max(width, height) > MAX_ASPECT * min(width, height):

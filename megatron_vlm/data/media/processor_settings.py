@@ -19,9 +19,8 @@ _FIXED = {"resample": 3, "num_frames": None, **dict.fromkeys(_ON, True)}
 
 
 def read_processor(folder: str | Path, kind: str, name: str) -> tuple[Path, dict[str, Any]]:
-    """Return the file with the settings of the image or the video processor, and its content.
-    transformers 5 saves the settings of both in processor_config.json, and reads that file before
-    the one with this name."""
+    """Return the file with the settings of the image or the video processor, and its content. As in
+    transformers 5, processor_config.json comes before the file with this name."""
     nested, path = Path(folder) / "processor_config.json", Path(folder) / name
     if os.path.lexists(nested):
         part = _file(nested).get(f"{kind}_processor")
@@ -48,14 +47,6 @@ def check_settings(settings: JsonField) -> dict[str, Any]:
     return dict(settings.value)
 
 
-def _side(field: JsonField) -> None:
-    field.whole(1, 1024)
-
-
-def _pixels(field: JsonField) -> None:
-    field.whole(0, _MAX_PIXELS)
-
-
 def _size(field: JsonField) -> None:
     for key in ("shortest_edge", "longest_edge"):
         if (edge := field.get(key)) is not None:
@@ -75,8 +66,10 @@ def _deviations(field: JsonField) -> None:
 
 
 _CHECKS: dict[str, Callable[[JsonField], object]] = {
-    **dict.fromkeys(("patch_size", "temporal_patch_size", "merge_size"), _side),
-    **dict.fromkeys(("min_pixels", "max_pixels"), _pixels),
+    **dict.fromkeys(
+        ("patch_size", "temporal_patch_size", "merge_size"), lambda field: field.whole(1, 1024)
+    ),
+    **dict.fromkeys(("min_pixels", "max_pixels"), lambda field: field.whole(0, _MAX_PIXELS)),
     **dict.fromkeys(("min_frames", "max_frames"), lambda field: field.whole(1, 2**20)),
     "size": _size,
     "image_mean": _colours,

@@ -36,8 +36,7 @@ class VideoInfo:
 
 @dataclass(frozen=True)
 class VideoPlan:
-    """The frames to take, their timestamps and size. If they do not fill the last temporal patch,
-    the last frame is repeated."""
+    """The frames to take, their timestamps and size. The last temporal patch repeats the last."""
 
     indices: tuple[int, ...]
     timestamps: tuple[float, ...]  # seconds, one for each temporal patch
@@ -140,8 +139,7 @@ def _count(
 def _bounds(
     count: int, settings: VideoSettings, options: VideoOptions, where: str
 ) -> tuple[int, int]:
-    """Return the minimum and the maximum of the pixels of all frames together. A record's
-    min_pixels and max_pixels are per frame."""
+    """Return the bounds of the pixels of all frames together; a record's own are per frame."""
     side = settings.patch_size * settings.merge_size
     upper, lower, floor = settings.max_pixels, settings.min_pixels, settings.min_pixels
     if options.total_pixels is not None:
@@ -182,9 +180,8 @@ def _resized_size(
 
 
 def video_text(plan: VideoPlan, merge_size: int, marks: VisionMarks) -> str:
-    """Return the text for one video of the chat template: each temporal patch's time, then its
-    placeholders in brackets. transformers 5 keeps the template's own brackets around the whole
-    text."""
+    """Return the text for one video of the chat template, without the template's brackets around
+    it: each temporal patch's time, then its placeholders in brackets."""
     _, height, width = plan.grid_thw
     frame = marks.start + marks.video * (height * width // merge_size**2) + marks.end
     return "".join(f"<{seconds:.1f} seconds>{frame}" for seconds in plan.timestamps)
@@ -218,9 +215,7 @@ def video_patches(
 
 def _resize(frame: np.ndarray, height: int, width: int) -> np.ndarray:
     """Resize a frame to [3, height, width] bytes, by the same call that torchvision's resize makes
-    for uint8 on a CPU. Its kernel rounds between two passes, so converting to floats would give
-    other bytes. Resizing frames one at a time gives the same bytes as Hugging Face's whole
-    batch."""
+    for uint8 on a CPU. Its kernel rounds between two passes: floats would give other bytes."""
     pixels = torch.tensor(frame).permute(2, 0, 1)[None]  # a copy: frames may be read-only
     if pixels.shape[2:] != (height, width):
         pixels = F.interpolate(

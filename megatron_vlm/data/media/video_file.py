@@ -24,9 +24,8 @@ _REMEDY = "re-encode it (ffmpeg -i OLD NEW.mp4) or drop it"
 
 
 def probe_video(path: str | Path) -> VideoInfo:
-    """Return the length, frame rate and upright size. The whole file is read. It is decoded only if
-    the count in its header cannot be relied on: outside MP4, and in MP4 with packets that are not
-    shown."""
+    """Return the length, frame rate and upright size. The whole file is read, and decoded only if
+    the count in its header may be wrong: outside MP4, or with packets that are not shown."""
     with _open_video(path) as (container, stream):
         fps = float(stream.average_rate) if stream.average_rate else None
         stated = stream.frames if "mp4" in container.format.name else 0
@@ -50,13 +49,10 @@ def probe_video(path: str | Path) -> VideoInfo:
 
 
 def iter_frames(path: str | Path, indices: Sequence[int]) -> Iterator[np.ndarray]:
-    """Yield the frames with these ascending indices, upright, as RGB bytes [height, width, 3]. They
-    come one at a time, because all frames of a video in full size take gigabytes.
-
-    Decoding begins at the start of the file and never seeks, because seeking misses frames in many
-    files. A phone's rotation is applied. torchcodec, with which Hugging Face reads files, does the
-    same from 0.11 on.
-    """
+    """Yield the frames with these ascending indices, upright as torchcodec 0.11 and Hugging Face
+    have them, as RGB bytes [height, width, 3]. They come one at a time, because all frames of a
+    video take gigabytes. Decoding begins at the start of the file: seeking misses frames in many
+    files."""
     assert list(indices) == sorted(set(indices)), "indices must ascend"
     waiting = deque(indices)
     count = 0
@@ -80,15 +76,13 @@ def _decode_frames(path: str | Path) -> Iterator[Any]:
 
 
 def _quarter_turns(frame: Any) -> int:
-    """Return the quarter turns, counter-clockwise, that make a frame upright. Mirroring and other
-    angles are ignored."""
+    """Return the quarter turns, counter-clockwise, that make a frame upright, unless mirrored."""
     return round(frame.rotation / 90) % 4
 
 
 @contextmanager
 def _open_video(path: str | Path) -> Iterator[tuple[Any, Any]]:
-    """Yield PyAV's container and its main video stream. PyAV's errors are raised with the file's
-    name."""
+    """Yield PyAV's container and its main video stream, and name the file in PyAV's errors."""
     try:
         import av
     except ImportError as error:

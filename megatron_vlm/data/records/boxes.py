@@ -20,6 +20,8 @@ from megatron_vlm.data.records.record import (
     is_list,
     kind_of,
     parse_text,
+    require_list,
+    require_object,
     text_of,
 )
 from megatron_vlm.errors import DataError
@@ -50,7 +52,7 @@ def parse_objects(value: Any, turns: Sequence[ChatMessage], keys: Keys) -> Objec
     fields = keys.read(value, {"ref", "bbox", "bbox_type", "image_id"}, where)
     if not fields:
         return None
-    refs, boxes = (_list(fields.get(name, ()), name, where) for name in ("ref", "bbox"))
+    refs, boxes = (require_list(fields.get(name, ()), name, where) for name in ("ref", "bbox"))
     unit = fields.get("bbox_type", "real")
     if unit not in UNITS:
         raise DataError(place=where, key="bbox_type", found=unit, allowed=UNITS)
@@ -75,9 +77,7 @@ def _from_list(value: Sequence[Any], turns: Sequence[ChatMessage], keys: Keys) -
     items = []
     for number, item in enumerate(value):
         place = f"{keys.where}: objects[{number}]"
-        if not isinstance(item, Mapping):
-            raise DataError(f"must be an object, not {kind_of(item)}", place=place)
-        items.append(keys.read(item, known, place))
+        items.append(keys.read(require_object(item, place), known, place))
         unit = items[-1].setdefault("bbox_type", "real")
         if not isinstance(unit, str):
             raise DataError(place=place, key="bbox_type", found=unit, allowed=UNITS)
@@ -103,15 +103,9 @@ def _texts(turn: ChatMessage) -> list[str]:
     return [turn.reasoning, *(part for part in turn.parts if isinstance(part, str))]
 
 
-def _list(value: Any, key: str, where: str) -> Sequence[Any]:
-    if not is_list(value):
-        raise DataError(f"must be a list, not {kind_of(value)}", place=where, key=key)
-    return value
-
-
 def _images(value: Any, boxes: int, pictures: int, where: str) -> Sequence[int]:
     """Return the number of each box's image: 0 unless the record has another number."""
-    numbers = [0] * boxes if is_empty(value) else _list(value, "image_id", where)
+    numbers = [0] * boxes if is_empty(value) else require_list(value, "image_id", where)
     if len(numbers) != boxes:
         raise DataError(
             f"has {len(numbers)} entries for {boxes} boxes",

@@ -15,7 +15,6 @@ from megatron_vlm.data.records.messages import column, image_of, parse_messages,
 from megatron_vlm.data.records.plain import (
     PLAIN_NAMES,
     QUESTIONS,
-    PlainForm,
     as_turns,
     find_plain_form,
     needed_beside,
@@ -27,8 +26,9 @@ from megatron_vlm.data.records.record import (
     EncodedRecord,
     ImageChunk,
     is_list,
-    kind_of,
     parse_text,
+    require_object,
+    require_record,
     single_value,
     weight_of,
 )
@@ -63,13 +63,10 @@ def parse_record(
     prompts_only: bool = False,
 ) -> Conversation | EncodedRecord:
     """Parse a raw dict into a Record, or raise a DataError with the problem and its place. A key
-    that has a meaning in some format, or most likely has one, is an error where it is neither read
-    nor in `ignore_keys`. Other keys of the record itself are counted in `passed`; `strict` makes
-    them errors, too. `lone_marks`, `caption_prompt`: see the configuration. With `prompts_only`,
-    the record is a prompt for reinforcement learning: keys with answers are for the reward
-    alone."""
-    if not isinstance(raw, Mapping):
-        raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
+    that most likely has a meaning is an error where it is neither read nor in `ignore_keys`. Other
+    keys of the record itself are counted in `passed`; `strict` makes them errors, too. With
+    `prompts_only`, keys with answers are for the reward alone."""
+    raw = require_record(raw, where)
     if is_too_deep(raw):
         raise UntrustedFile(where, remedy="mend the record or drop it").depth_error()
     keys = Keys(where, ignore_keys, strict, prompts_only)
@@ -86,27 +83,30 @@ def parse_record(
 
 def _parse_chat(raw: Mapping[str, Any], keys: Keys, caption_prompt: str) -> Conversation:
     where = keys.where
-    form = _find_format(raw, keys.prompts_only)
-    if isinstance(form, PlainForm):
+    names = (name for name in _LISTS if name in raw and (name != "texts" or _has_pairs(raw[name])))
+    if name := next(names, None):
+        raw = keys.read(raw, {name, *_COMMON}, where)
+        has_pairs, listed = _has_pairs(raw[name]), raw[name]
+        turns = (
+            parse_pairs(listed, name, keys) if has_pairs else parse_messages(listed, where, keys)
+        )
+        if not turns:
+            raise DataError("is empty", place=where, key=name)
+    elif form := find_plain_form(raw, keys.prompts_only):
         keys.needed = needed_beside(form, keys.prompts_only)
         raw = keys.read(raw, {*form.known(raw, keys.prompts_only), *_COMMON}, where)
         turns = form.turns(raw, keys, caption_prompt)
-    elif form:
-        raw = keys.read(raw, {form, *_COMMON}, where)
-        turns = _turns_of_list(raw[form], form, keys)
-        if not turns:
-            raise DataError("is empty", place=where, key=form)
     else:
         raise _unknown_format(raw, where)
     system = single_value(raw, ("system", "system_prompt"), where)
     turns = as_turns(system, "system", keys) + turns
-    images = [
-        image_of(v, f"{where}: image {i}", keys) for i, v in enumerate(column(raw, "image", where))
-    ]
-    videos = [
-        video_of(v, f"{where}: video {i}", keys) for i, v in enumerate(column(raw, "video", where))
-    ]
-    turns = place_media(turns, images, videos, where)
+    columns: dict[str, list[Any]] = {
+        kind: [
+            read(v, f"{where}: {kind} {i}", keys) for i, v in enumerate(column(raw, kind, where))
+        ]
+        for kind, read in (("image", image_of), ("video", video_of))
+    }
+    turns = place_media(turns, columns, where)
     for index, turn in enumerate(turns):
         if turn.role == "system" and index:
             raise DataError(
@@ -127,12 +127,9 @@ def _variables(raw: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     where = keys.where
     given = raw.get("chat_template_kwargs") or {}
     given = parse_text(given, "chat_template_kwargs", where) if isinstance(given, str) else given
-    if not isinstance(given, Mapping):
-        raise DataError(
-            f"must be an object, not {kind_of(given)}", place=where, key="chat_template_kwargs"
-        )
-    filled = {str(name): value for name, value in given.items() if value is not None}
-    variables = {name: value for name, value in filled.items() if name not in keys.ignored}
+    filled = require_object(given, where, "chat_template_kwargs").items()
+    named = {str(name): value for name, value in filled if value is not None}
+    variables = {name: value for name, value in named.items() if name not in keys.ignored}
     if taken := sorted(_OWN_VARIABLES & variables.keys()):
         raise DataError(
             "is not a variable that a record may set",
@@ -168,20 +165,6 @@ def _check_answers(turns: Sequence[ChatMessage], where: str) -> None:
                 remedy="leave such records out, or set weight: 0 for this message to show it "
                 "without learning it",
             )
-
-
-def _find_format(raw: Mapping[str, Any], prompts_only: bool) -> str | PlainForm | None:
-    """Return the key of the record's list of messages or pairs, or its plain form."""
-    names = (name for name in _LISTS if name in raw and (name != "texts" or _has_pairs(raw[name])))
-    return next(names, None) or find_plain_form(raw, prompts_only)
-
-
-def _turns_of_list(value: Any, name: str, keys: Keys) -> list[ChatMessage]:
-    return (
-        parse_pairs(value, name, keys)
-        if _has_pairs(value)
-        else parse_messages(value, keys.where, keys)
-    )
 
 
 def _has_pairs(value: Any) -> bool:
@@ -241,9 +224,7 @@ def parse_chunks(raw: Mapping[str, Any], keys: Keys) -> EncodedRecord:
 
 
 def _parse_chunk(chunk: Any, where: str, keys: Keys) -> tuple[int, ...] | ImageChunk:
-    if not isinstance(chunk, Mapping):
-        raise DataError(f"must be an object, not {kind_of(chunk)}", place=where)
-    if chunk.get("tokens") is not None:
+    if require_object(chunk, where).get("tokens") is not None:
         keys.read(chunk, {"type", "tokens"}, where)
         tokens = chunk["tokens"]
         if not is_list(tokens) or any(type(t) is not int or t < 0 for t in tokens):

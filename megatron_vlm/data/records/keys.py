@@ -70,8 +70,7 @@ class Unknown:
 
 
 class UnknownKeysError(DataError):
-    """Error about keys of a record that are neither read nor passed over; `keys` has them by
-    name."""
+    """Error about keys of a record that are neither read nor passed over, by name in `keys`."""
 
     def __init__(
         self, problem: str = "", *, keys: Mapping[str, Unknown] | None = None, **fields: Any
@@ -129,8 +128,7 @@ def remedy(names: Iterable[str], ignored: Collection[str]) -> str:
 
 
 def looks_like_media(key: str, value: Any) -> bool:
-    """Return whether a key that is not read most likely holds or names pictures, videos or
-    sound."""
+    """Return whether an unread key most likely holds or names pictures, videos or sound."""
     first = value[0] if isinstance(value, list | tuple) and value else value
     if isinstance(first, bytes | PIL.Image.Image):
         return True
@@ -144,8 +142,7 @@ def looks_like_media(key: str, value: Any) -> bool:
 
 
 def misspelled_key(key: str, known: Iterable[str]) -> str:
-    """Return the known key that differs from this one by one or two letters; empty if there is
-    none."""
+    """Return the known key that differs from this one by one or two letters, or ""."""
     return _nearest_key(key, frozenset(known)) if len(key) <= _LONGEST else ""
 
 
@@ -239,8 +236,7 @@ class Keys:
             self.passed.append(key)
 
     def record(self, raw: Mapping[Any, Any]) -> dict[str, Any]:
-        """Return the record without nulls, ignored keys and metadata. Refuse a record of a kind
-        that this trainer cannot learn."""
+        """Return the record without nulls, ignored keys and metadata; refuse untrainable kinds."""
         dropped = self.ignored | METADATA
         fields = {k: v for k, v in raw.items() if v is not None and k not in dropped}
         filled = {key for key, value in fields.items() if not is_empty(value)}

@@ -18,6 +18,8 @@ from megatron_vlm.data.records.record import (
     is_list,
     kind_of,
     parse_text,
+    require_list,
+    require_object,
     single_value,
     text_of,
     weight_of,
@@ -54,8 +56,7 @@ def column(raw: Mapping[str, Any], kind: str, where: str) -> list[Any]:
 
 
 def image_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _NOTHING) -> Image:
-    """Return an image from a path, URL, bytes, PIL image, or an object that holds one of them.
-    `beside` holds the other keys of its part."""
+    """Return an image from what names or holds one; `beside` has the other keys of its part."""
     fields: Mapping[str, Any] = _NOTHING
     if isinstance(source, Mapping):  # {"url": ...}, or an undecoded image of `datasets`
         fields = keys.read(source, {*_SOURCES, *_WITHOUT_EFFECT_ON_IMAGES, *IMAGE_OPTIONS}, where)
@@ -73,8 +74,7 @@ def image_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _N
 
 
 def video_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _NOTHING) -> Video:
-    """Return a video from a path, an object that holds one, or a list of frames. `beside` holds the
-    other keys of its part."""
+    """Return a video from a path, an object that holds one, or a list of frames."""
     fields: Mapping[str, Any] = _NOTHING
     if isinstance(source, Mapping):
         fields = keys.read(source, {"path", "url", "video", *VIDEO_OPTIONS}, where)
@@ -135,10 +135,8 @@ def parse_messages(messages: Any, where: str, keys: Keys) -> list[ChatMessage]:
     """Parse a list of messages, which may be JSON text."""
     if isinstance(messages, str):
         messages = parse_text(messages, "messages", where)
-    if not is_list(messages):
-        raise DataError(f"must be a list, not {kind_of(messages)}", place=where, key="messages")
     turns: list[ChatMessage] = []
-    for number, message in enumerate(messages):
+    for number, message in enumerate(require_list(messages, "messages", where)):
         place = f"{where}: message {number}"
         for piece in split_results(message, place, keys):
             turn = _parse_message(piece, place, keys)
@@ -164,9 +162,7 @@ def _with_calls(said: ChatMessage, calls: ChatMessage, where: str) -> ChatMessag
 
 
 def _parse_message(message: Any, where: str, keys: Keys) -> ChatMessage:
-    if not isinstance(message, Mapping):
-        raise DataError(f"must be an object, not {kind_of(message)}", place=where)
-    speaker = _speaker(message, where)
+    speaker = _speaker(require_object(message, where), where)
     role = _ROLE_NAMES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         raise DataError(place=where, key="role", found=speaker, allowed=tuple(_ROLE_NAMES))
@@ -218,8 +214,7 @@ def _speaker(message: Mapping[str, Any], where: str) -> Any:
 
 
 def _parse_content(content: Any, where: str, keys: Keys) -> dict[str, list[Any]]:
-    """Return the parts in the order of display and, apart from them, the reasoning and the calls
-    that some formats put among the parts."""
+    """Return the parts in the order of display, and the reasoning and the calls among them."""
     by_kind: dict[str, list[Any]] = {"parts": [], "reasoning": [], "tool_call": []}
     if isinstance(content, str | Mapping):
         content = [content]

@@ -103,8 +103,7 @@ def needed_beside(form: PlainForm, prompts_only: bool) -> Collection[str]:
 
 
 def parse_pairs(value: Any, key: str, keys: Keys) -> list[ChatMessage]:
-    """Parse a list of questions with their answers: ms-swift's `human` and `assistant`, and the
-    Cauldron's `user` and `assistant`."""
+    """Parse a list of questions with answers, in the words of ms-swift or the Cauldron."""
     if not is_list(value) or not all(isinstance(pair, Mapping) for pair in value):
         raise DataError("must be a list of objects", place=keys.where, key=key)
     turns = []
@@ -129,18 +128,15 @@ def as_turns(value: Any, role: str, keys: Keys) -> list[ChatMessage]:
 
 def _past_turns(history: Any, where: str) -> list[ChatMessage]:
     turns: list[ChatMessage] = []
-    for question, answer in _pairs_of_strings(history, "history", where):
-        turns += [ChatMessage("user", (question,)), ChatMessage("assistant", (answer,))]
+    for pair in history if is_list(history) else [history]:
+        if not is_list(pair) or [type(text) for text in pair] != [str, str]:
+            raise DataError(
+                "must be a list of pairs of strings, a question and its answer",
+                place=where,
+                key="history",
+            )
+        turns += [ChatMessage("user", (pair[0],)), ChatMessage("assistant", (pair[1],))]
     return turns
-
-
-def _pairs_of_strings(value: Any, key: str, where: str) -> Sequence[Sequence[str]]:
-    pairs = value if is_list(value) else [value]
-    if not all(is_list(p) and [type(text) for text in p] == [str, str] for p in pairs):
-        raise DataError(
-            "must be a list of pairs of strings, a question and its answer", place=where, key=key
-        )
-    return pairs
 
 
 def _only_answer(value: Any, where: str) -> Any:
@@ -157,8 +153,7 @@ def _only_answer(value: Any, where: str) -> Any:
 
 
 def answer_at(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
-    """Return the answer at one of these keys: a text, or a list of messages. None if there is
-    none."""
+    """Return the answer at one of these keys, a text or a list of messages, or None."""
     present = [name for name in names if name in raw]
     if not present:
         return None

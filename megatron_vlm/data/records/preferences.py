@@ -19,7 +19,7 @@ from megatron_vlm.data.records.record import (
     Video,
     dicts,
     is_list,
-    kind_of,
+    require_record,
 )
 from megatron_vlm.data.records.record_media import MARKS
 from megatron_vlm.errors import DataError
@@ -49,7 +49,7 @@ def parse_pair(
 ) -> list[tuple[Record, bool]]:
     """Parse a record with a chosen and a rejected answer. `parse` parses a record of one chat.
     Return both chats, whose last turns are the answers, and of each whether it is rejected."""
-    raw = _filled(raw, where, ignored)
+    raw = require_record(raw, where, ignored)
     chosen, rejected = (answer_at(raw, names, where) for names in (_CHOSEN, _REJECTED))
     rest = {key: raw[key] for key in raw if key not in (*_CHOSEN, *_REJECTED)}
     if rejected is None:
@@ -89,9 +89,8 @@ def parse_pair(
 def parse_labelled(
     raw: Any, where: str, parse: Parse, ignored: Sequence[str] = ()
 ) -> list[tuple[Record, bool]]:
-    """Parse a record whose answer has a label, true if it is good. A pair is one good and one bad
-    answer."""
-    raw = _filled(raw, where, ignored)
+    """Parse a record whose answer has a label, true if it is good, or a pair of both kinds."""
+    raw = require_record(raw, where, ignored)
     if any(name in raw for name in _REJECTED):
         return parse_pair(raw, where, parse)
     names = [name for name in _LABELS if name in raw]
@@ -120,13 +119,6 @@ def parse_labelled(
     return [(_untrained_prompt(chat, length), not values[names[0]])]
 
 
-def _filled(raw: Any, where: str, ignored: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of a record that have a value."""
-    if not isinstance(raw, Mapping):
-        raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
-    return {key: value for key, value in raw.items() if value is not None and key not in ignored}
-
-
 def _is_chat(answer: Any) -> bool:
     """Return whether messages begin with the prompt, and not with the answer."""
     if isinstance(answer, str):
@@ -137,8 +129,7 @@ def _is_chat(answer: Any) -> bool:
 def _answered(
     rest: Mapping[str, Any], answer: Any, where: str, parse: Parse
 ) -> tuple[Conversation, int]:
-    """Return the chat of the record's question with this answer, and the number of turns of the
-    answer."""
+    """Return the chat of the question with this answer, and the answer's number of turns."""
     length = len(as_turns(answer, "assistant", Keys(where, ())))
     listed = next((name for name in _LISTS if name in rest), None)
     if listed is not None:
@@ -167,8 +158,7 @@ def _content(message: Mapping[str, Any]) -> Any:
 def _pair_of_chats(
     rest: dict[str, Any], chosen: Any, rejected: Any, where: str, parse: Parse
 ) -> list[Conversation]:
-    """Return the chats of a pair that both have the prompt: the turns that begin both of them. A
-    prompt of its own must be among these."""
+    """Return the chats of a pair that both begin with the prompt, which may stand apart, too."""
     prompt = rest.pop("prompt", None)
     good, bad = (
         _chat(parse({**rest, "messages": messages}, f"{where}: {name}"), where)

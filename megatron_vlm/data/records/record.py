@@ -5,7 +5,7 @@ The code after `formats.py` knows nothing about formats.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,7 @@ class Image:
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """Options that a record sets for one of its videos, named as in the record. None: as for all
-    videos."""
+    """Options of a record for one of its videos, named as there. None: as for all videos."""
 
     fps: float | None = None  # file: frames to take per second; list: frames per second
     nframes: int | None = None  # frames to take, instead of fps
@@ -69,8 +68,7 @@ Part = str | Image | Video
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """A message of a chat. `weight` is the weight of its loss; None if the record does not give
-    one."""
+    """A message of a chat, with the weight of its loss if the record gives one."""
 
     role: str
     parts: tuple[Part, ...]
@@ -164,14 +162,35 @@ def text_of(value: Any, name: str, where: str) -> str:
     return value
 
 
+def require_list(value: Any, key: str, where: str) -> Sequence[Any]:
+    """Return the value, which must be a list."""
+    if not is_list(value):
+        raise DataError(f"must be a list, not {kind_of(value)}", place=where, key=key)
+    return value
+
+
+def require_object(value: Any, where: str, key: str = "") -> Mapping[str, Any]:
+    """Return the value, which must be an object."""
+    if not isinstance(value, Mapping):
+        raise DataError(f"must be an object, not {kind_of(value)}", place=where, key=key)
+    return value
+
+
+def require_record(raw: Any, where: str, ignored: Collection[str] = ()) -> dict[str, Any]:
+    """Return the keys of a raw record that have a value and are not ignored."""
+    if not isinstance(raw, Mapping):
+        raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
+    return {key: value for key, value in raw.items() if value is not None and key not in ignored}
+
+
 def weight_of(value: Any, key: str, where: str) -> float:
     """Return a loss weight, of a message or a token. True is 1, and false is 0."""
     if isinstance(value, bool | int | float) and (not value or _MIN_WEIGHT <= value <= _MAX_WEIGHT):
         return float(value)
-    weights = (
+    allowed = (
         f"0 (or false), 1 (or true), or another weight from {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}"
     )
-    raise DataError(place=where, key=key, found=value, allowed=weights)
+    raise DataError(place=where, key=key, found=value, allowed=allowed)
 
 
 def single_value(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
@@ -191,8 +210,7 @@ def single_value(raw: Mapping[str, Any], names: Sequence[str], where: str) -> An
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a value is null, or a text, list or object with nothing in it. Such a value
-    counts as absent."""
+    """Return whether a value counts as absent: null, or a text, list or object with no content."""
     if isinstance(value, Mapping):
         return all(map(is_empty, value.values()))
     return value is None or (isinstance(value, str | bytes | Sequence) and not len(value))

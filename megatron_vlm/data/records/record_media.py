@@ -30,7 +30,7 @@ _ANY_MARK = re.compile(r"<(image|video|audio)>")
 # These parts have no source: the record's `images` or `videos` column has it.
 AWAITED_IMAGE, AWAITED_VIDEO = Image(""), Video("")
 _MAX_INT32 = 2**31 - 1  # the largest count
-_MIN_RATE, _MAX_SECONDS = 1e-9, 1e9
+_MIN_RATE, _MAX_NUMBER = 1e-9, 1e9
 _SECONDS = "seconds, at least 0"
 _RESIZED = (
     "sizes are chosen as Hugging Face's processor does, by bounds: give min_pixels and max_pixels"
@@ -48,16 +48,14 @@ VIDEO_OPTIONS = frozenset({"fps", *_COUNTS, *_NOT_CARRIED_OUT, *_OF_FILES, *_OF_
 
 
 def place_media(
-    turns: list[ChatMessage], images: list[Image], videos: list[Video], where: str
+    turns: list[ChatMessage], columns: Mapping[str, list[Any]], where: str
 ) -> list[ChatMessage]:
     """Put the columns' images and videos in the places of `<image>` marks and of parts without a
-    source. If there are no such places, put them at the start of the first user turn, as TRL
-    does."""
-    waiting: dict[str, list[Any]] = {"image": images, "video": videos}
-    if images or videos:
-        turns = [replace(turn, parts=_split_marks(turn.parts, waiting)) for turn in turns]
+    source or, without such places, at the start of the first user turn, as TRL does."""
+    if any(columns.values()):
+        turns = [replace(turn, parts=_split_marks(turn.parts, columns)) for turn in turns]
     for kind, awaited in (("image", AWAITED_IMAGE), ("video", AWAITED_VIDEO)):
-        column = waiting[kind]
+        column = columns[kind]
         places = sum(part == awaited for turn in turns for part in turn.parts)
         present = any(isinstance(part, type(awaited)) for turn in turns for part in turn.parts)
         if column and not present:
@@ -79,8 +77,7 @@ def place_media(
 
 
 def _split_marks(parts: Sequence[Part], waiting: Mapping[str, list[Any]]) -> tuple[Part, ...]:
-    """Split `a <image> b` into text, an awaited image, and text. A line break after a mark is
-    dropped."""
+    """Split `a <image> b` into text, image, text. A line break after a mark is dropped."""
     new_parts: list[Part] = []
     for part in parts:
         if not isinstance(part, str):
@@ -132,8 +129,7 @@ def check_lone_marks(texts: Iterable[str], record: Record) -> None:
 def join_options(
     held: Mapping[str, Any], beside: Mapping[str, Any], names: frozenset[str], where: str
 ) -> dict[str, Any]:
-    """Join the options in the object that holds a medium with the options next to it in its
-    part."""
+    """Join the options in the object that holds a medium with those next to it in its part."""
     held, beside = ({k: v for k, v in raw.items() if k in names} for raw in (held, beside))
     for key in held.keys() & beside.keys():
         if held[key] != beside[key]:
@@ -158,14 +154,10 @@ def video_options(
 ) -> VideoOptions:
     """Return the options of a list of `num_frames` frames or, where that is None, of a file."""
     _refuse(raw_options, _NOT_CARRIED_OUT, where)
+    misplaced = dict.fromkeys(_OF_FILES, "all frames of a list are taken")
     if num_frames is None:
-        _refuse(
-            raw_options,
-            dict.fromkeys(_OF_LISTS, "it is for a list of frames, not for a file"),
-            where,
-        )
-    else:
-        _refuse(raw_options, dict.fromkeys(_OF_FILES, "all frames of a list are taken"), where)
+        misplaced = dict.fromkeys(_OF_LISTS, "it is for a list of frames, not for a file")
+    _refuse(raw_options, misplaced, where)
     nframes = single_value(raw_options, ("nframes", "num_frames"), where)
     fps = single_value(raw_options, ("fps", "sample_fps"), where)
     times = single_value(raw_options, ("times", "timestamps"), where)
@@ -187,16 +179,12 @@ def video_options(
     options: dict[str, Any] = {
         key: _count(raw_options.get(key), key, minimum, where) for key, minimum in _COUNTS.items()
     }
-    for key in ("video_start", "video_end"):
-        options[key] = _seconds(raw_options.get(key), key, where)
-    for min_key, max_key in (
-        ("min_frames", "max_frames"),
-        ("min_pixels", "max_pixels"),
-        ("video_start", "video_end"),
-    ):
-        _check_order(options, min_key, max_key, where)
+    times_of_clip = ("video_start", "video_end")
+    options |= {key: _number(raw_options.get(key), key, where) for key in times_of_clip}
+    for bounds in (("min_frames", "max_frames"), ("min_pixels", "max_pixels"), times_of_clip):
+        _check_order(options, *bounds, where)
     return VideoOptions(
-        fps=_rate(fps, where),
+        fps=_number(fps, "fps", where),
         nframes=_count(nframes, "nframes", 2, where),
         times=None if times is None else _times(times, num_frames or 0, where),
         **options,
@@ -224,17 +212,12 @@ def _count(value: Any, key: str, minimum: int, where: str) -> int | None:
     raise DataError(place=where, key=key, found=value, allowed=allowed)
 
 
-def _rate(value: Any, where: str) -> float | None:
-    if value is None or (_is_number(value) and _MIN_RATE <= value <= 1 / _MIN_RATE):
+def _number(value: Any, key: str, where: str) -> float | None:
+    """Return a frame rate or a time."""
+    low, allowed = (_MIN_RATE, "frames per second, above 0") if key == "fps" else (0, _SECONDS)
+    if value is None or (_is_number(value) and low <= value <= _MAX_NUMBER):
         return None if value is None else float(value)
-    allowed = "frames per second, above 0"
-    raise DataError(place=where, key="fps", found=value, allowed=allowed)
-
-
-def _seconds(value: Any, key: str, where: str) -> float | None:
-    if value is None or (_is_number(value) and 0 <= value <= _MAX_SECONDS):
-        return None if value is None else float(value)
-    raise DataError(place=where, key=key, found=value, allowed=_SECONDS)
+    raise DataError(place=where, key=key, found=value, allowed=allowed)
 
 
 def _times(value: Any, num_frames: int, where: str) -> tuple[float, ...]:
@@ -251,7 +234,7 @@ def _times(value: Any, num_frames: int, where: str) -> tuple[float, ...]:
         )
     for number, time in enumerate(value):
         key = f"times[{number}]"
-        if _seconds(time, key, where) is None:
+        if _number(time, key, where) is None:
             raise DataError(place=where, key=key, found=None, allowed=_SECONDS)
     for number, (one, after) in enumerate(pairwise(value), start=1):
         if after < one:

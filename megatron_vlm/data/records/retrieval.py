@@ -12,7 +12,7 @@ from megatron_vlm.data.records.record import (
     Part,
     Record,
     is_empty,
-    kind_of,
+    require_record,
 )
 from megatron_vlm.data.records.retrieval_formats import (
     RETRIEVAL_REMEDY,
@@ -31,10 +31,7 @@ def parse_retrieval(
     """Parse a record with a query and documents. `parse` parses a record of one chat. Return the
     chat of each row, and of each whether its document is a negative. The chats are the query, its
     positive and the negatives; with form.answers, each is the query with one document."""
-    if not isinstance(raw, Mapping):
-        raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
-    raw = {key: value for key, value in raw.items() if value is not None and key not in ignored}
-    found = read_items(raw, where, form)
+    found = read_items(require_record(raw, where, ignored), where, form)
     items = (found.query, *found.positives, *found.negatives)
     # Keys that are not read are judged as in any other record.
     first, *documents = (
@@ -83,8 +80,7 @@ def _check_different(
     form: RetrievalForm,
     where: str,
 ) -> None:
-    """Refuse a document that is the query itself where both have one space, and a negative that is
-    a positive."""
+    """Refuse a document that is the query, if one space has both, or a positive and a negative."""
     seen = [(items[0].key, _spoken(query))] if form.answers is None else []
     for item, document in zip(items[1:], documents, strict=True):
         said = _spoken(document)
@@ -115,8 +111,7 @@ def _instructed(chat: Conversation, instruction: str) -> Conversation:
 
 
 def _pair(query: Conversation, document: Conversation, form: RetrievalForm) -> Conversation:
-    """Return the prompt that asks whether a document answers a query. A system message of the query
-    is its instruction."""
+    """Return the prompt that asks whether a document answers a query with its instruction."""
     first = query.turns[0]
     instruction = form.instruction
     if first.role == "system":

@@ -11,7 +11,7 @@ from typing import Any
 import PIL.Image
 
 from megatron_vlm.config.objective_configs import RetrievalForm
-from megatron_vlm.data.records.record import is_empty, is_list, kind_of
+from megatron_vlm.data.records.record import is_empty, is_list, require_list
 from megatron_vlm.errors import DataError
 
 MAX_DOCUMENTS = 1000  # documents of one record, which is trained as a whole
@@ -43,13 +43,17 @@ class RetrievalItems:
     rest: Mapping[str, Any]
 
 
-def read_items(raw: dict[str, Any], where: str, form: RetrievalForm) -> RetrievalItems:
+def read_items(raw: Mapping[str, Any], where: str, form: RetrievalForm) -> RetrievalItems:
     """Find the query and the documents of a raw record, as many of them as the form takes."""
-    query, rest = _query(raw, where)
-    positives, rest = _positives(rest, where)
-    negatives, rest = _negatives(rest, where)
+    rest = dict(raw)  # each function below takes its keys out of it
+    query = _take_query(rest, where)
+    positives = [RetrievalItem("positive", rest.pop("positive"), {})] if "positive" in rest else []
+    positives += _take_lists(rest, "positive", where)
+    names = sorted(filter(_NEGATIVE.fullmatch, rest), key=lambda key: (len(key), key))  # by number
+    negatives = [RetrievalItem(key, rest.pop(key), {}) for key in names]
+    negatives += _take_lists(rest, "negative", where)
     if form.answers is not None:
-        labelled, rest = _labelled(rest, where)
+        labelled = _take_labelled(rest, where)
         positives += [item for item, is_relevant in labelled if is_relevant]
         negatives += [item for item, is_relevant in labelled if not is_relevant]
     elif names := [name for name in _LABELS if name in rest]:
@@ -64,9 +68,8 @@ def read_items(raw: dict[str, Any], where: str, form: RetrievalForm) -> Retrieva
     return RetrievalItems(query, positives, negatives[: form.hard_negatives], rest)
 
 
-def _query(raw: dict[str, Any], where: str) -> tuple[RetrievalItem, dict[str, Any]]:
-    """Return the query, and the other keys of the record."""
-    names = [name for name in _QUERIES if name in raw]
+def _take_query(rest: dict[str, Any], where: str) -> RetrievalItem:
+    names = [name for name in _QUERIES if name in rest]
     if len(names) != 1:
         raise DataError(
             f"and {names[1]} both have a value" if names else "is missing",
@@ -75,7 +78,7 @@ def _query(raw: dict[str, Any], where: str) -> tuple[RetrievalItem, dict[str, An
             remedy=f"give one of them; {RETRIEVAL_REMEDY}" if names else RETRIEVAL_REMEDY,
         )
     [name] = names
-    columns = {key: value for key, value in raw.items() if key in _PICTURES}
+    columns = {key: rest.pop(key) for key in [*rest] if key in _PICTURES}
     if columns and name != "messages":
         raise DataError(
             f": it does not tell whether its pictures are those of {name} or of a document",
@@ -83,38 +86,16 @@ def _query(raw: dict[str, Any], where: str) -> tuple[RetrievalItem, dict[str, An
             key=next(iter(columns)),
             remedy=f'give them with their text: {{"text": ..., "{next(iter(columns))}": ...}}',
         )
-    rest = {key: value for key, value in raw.items() if key != name and key not in columns}
-    return RetrievalItem(name, raw[name], columns), rest
+    return RetrievalItem(name, rest.pop(name), columns)
 
 
-def _positives(raw: dict[str, Any], where: str) -> tuple[list[RetrievalItem], dict[str, Any]]:
-    items = [RetrievalItem("positive", raw["positive"], {})] if "positive" in raw else []
-    listed, rest = _listed(raw, "positive", where)
-    rest.pop("positive", None)
-    return items + listed, rest
-
-
-def _negatives(raw: dict[str, Any], where: str) -> tuple[list[RetrievalItem], dict[str, Any]]:
-    """Return negative, negative_1 and so on in the order of their numbers, then lists of them."""
-    names = [key for key in raw if _NEGATIVE.fullmatch(key)]
-    names.sort(key=lambda key: (len(key), key))  # by number, of any length
-    items = [RetrievalItem(key, raw[key], {}) for key in names]
-    listed, rest = _listed(raw, "negative", where)
-    return items + listed, {k: v for k, v in rest.items() if not _NEGATIVE.fullmatch(k)}
-
-
-def _listed(
-    raw: dict[str, Any], kind: str, where: str
-) -> tuple[list[RetrievalItem], dict[str, Any]]:
-    """Return the entries of ms-swift's lists of messages, with their pictures, and of a list such
-    as `negatives`."""
-    rest, items = dict(raw), list[RetrievalItem]()
+def _take_lists(rest: dict[str, Any], kind: str, where: str) -> list[RetrievalItem]:
+    """Take the entries of ms-swift's lists of messages, with their pictures, and of `negatives`."""
+    items = list[RetrievalItem]()
     for key in (f"{kind}s", f"{kind}_messages"):
         if is_empty(values := rest.pop(key, None)):
             continue
-        if not is_list(values):
-            raise DataError(f"must be a list, not {kind_of(values)}", place=where, key=key)
-        if key.endswith("_messages") and not all(map(is_list, values)):
+        if not all(map(is_list, require_list(values, key, where))) and key.endswith("_messages"):
             raise DataError(
                 "must be a list with a list of messages for each document", place=where, key=key
             )
@@ -129,24 +110,18 @@ def _listed(
                     key=f"{kind}_{name}",
                 )
             columns[name] = column
-        items += [
-            RetrievalItem(
-                f"{key}[{n}]", value, {name: column[n] for name, column in columns.items()}
-            )
-            for n, value in enumerate(values)
-        ]
-    return items, rest
+        for n, value in enumerate(values):
+            pictures = {name: column[n] for name, column in columns.items()}
+            items.append(RetrievalItem(f"{key}[{n}]", value, pictures))
+    return items
 
 
-def _labelled(
-    raw: dict[str, Any], where: str
-) -> tuple[list[tuple[RetrievalItem, bool]], dict[str, Any]]:
-    """Return the documents that have labels, each with its own."""
-    rest = dict(raw)
+def _take_labelled(rest: dict[str, Any], where: str) -> list[tuple[RetrievalItem, bool]]:
+    """Take the documents that have labels, each with its own."""
     names = [name for name in (*_DOCUMENTS, *(f"{name}s" for name in _DOCUMENTS)) if name in rest]
     labels = [name for name in ("label", "labels") if name in rest]
     if not names and not labels:
-        return [], rest
+        return []
     if len(names) != 1 or len(labels) != 1:
         raise DataError(
             f"belongs to one of {' or '.join(_DOCUMENTS)}, and the record has "
@@ -170,7 +145,7 @@ def _labelled(
                 place=where, key=labels[0], found=flag, allowed="1 (or true) or 0 (or false)"
             )
     items = [RetrievalItem(f"{names[0]}[{n}]", value, {}) for n, value in enumerate(values)]
-    return list(zip(items, map(bool, flags), strict=True)), rest
+    return list(zip(items, map(bool, flags), strict=True))
 
 
 def _check_numbers(

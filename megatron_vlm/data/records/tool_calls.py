@@ -4,15 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_vlm.data.records.keys import Keys
-from megatron_vlm.data.records.record import dicts, is_list, kind_of, parse_text
+from megatron_vlm.data.records.record import dicts, is_list, parse_text, require_object
 from megatron_vlm.errors import DataError
 
 _RESULT = "tool_result"  # type of Anthropic's parts with the answer of a tool
 
 
 def parse_call(call: Mapping[str, Any], where: str, keys: Keys) -> dict[str, Any]:
-    """Convert a variant of a call to {"type": "function", "function": {"name": ..., "arguments":
-    {...}}}."""
+    """Convert a call to {"type": "function", "function": {"name": ..., "arguments": {...}}}."""
     place, own = f"{where}, a tool call", {"type", "id", "index", "cache_control"}
     if call.get("type") == "tool_use":  # Anthropic's
         call = {{"input": "arguments"}.get(k, k): v for k, v in call.items() if k != "type"}
@@ -31,12 +30,8 @@ def parse_call(call: Mapping[str, Any], where: str, keys: Keys) -> dict[str, Any
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = parse_text(arguments, f"arguments of {name}", where)
-    arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, Mapping):
-        raise DataError(
-            f"must be an object, not {kind_of(arguments)}", place=where, key=f"arguments of {name}"
-        )
-    return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    values = require_object({} if arguments is None else arguments, where, f"arguments of {name}")
+    return {"type": "function", "function": {"name": name, "arguments": dict(values)}}
 
 
 def split_results(message: Any, where: str, keys: Keys) -> list[Any]:

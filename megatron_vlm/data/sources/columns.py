@@ -36,18 +36,16 @@ _JSON_CELLS = (
 _MEDIA = {"system": "system", "tools": "tools", "images": "images", "videos": "videos"}
 # Our fields of a record by the names that a description has for them.
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
-_SHAREGPT = {"messages": "messages"}
 _PREFERENCE = {"chosen": "chosen", "rejected": "rejected", "kto_tag": "kto_tag"}
 _COLUMNS = {
     "alpaca": _ALPACA | _MEDIA | _PREFERENCE,
-    "sharegpt": _SHAREGPT | _MEDIA | _PREFERENCE,
-    "openai": _SHAREGPT | _MEDIA | _PREFERENCE,
+    **dict.fromkeys(("sharegpt", "openai"), {"messages": "messages"} | _MEDIA | _PREFERENCE),
 }
-# The columns of data without `columns`.
+# The fields of data without `columns`.
 _DEFAULTS = {
-    "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
-    "sharegpt": {"messages": "conversations"},
-    "openai": {"messages": "conversations"},
+    "alpaca": {"instruction", "input", "output"},
+    "sharegpt": {"conversations"},
+    "openai": {"conversations"},
 }
 _KEYS = {"role_tag": "role", "content_tag": "content"}
 _ROLES = {
@@ -66,8 +64,7 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class FieldNames:
-    """The fields of a record, of its messages, and the roles, by the names that a data set has for
-    them."""
+    """The fields of a record, of its messages, and the roles, by a data set's names for them."""
 
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     message_fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -152,8 +149,7 @@ def check_columns_exist(
 
 
 def read_dataset_info(spec: SourceSpec) -> tuple[SourceSpec, FieldNames] | None:
-    """Return the source that FILE.json:NAME describes, and its names of columns; None for a spec of
-    another form."""
+    """Return the source that FILE.json:NAME describes and its columns; None for another spec."""
     match = DESCRIBED.fullmatch(spec.path)
     if match is None or os.path.lexists(spec.path):
         return None
@@ -230,7 +226,7 @@ def _names(entry: JsonField) -> FieldNames:
             key=f"{entry.name}.formatting", found=formatting, allowed=tuple(_COLUMNS), remedy=""
         )
     if entry.get("columns") is None:
-        fields, read = dict[str, str](), set(_DEFAULTS[formatting].values())
+        fields, read = dict[str, str](), _DEFAULTS[formatting]
     else:
         fields = _texts(entry["columns"], _COLUMNS[formatting], formatting)
         if "instruction" not in fields.values():  # the question alone
@@ -281,8 +277,7 @@ def _require_texts(entry: JsonField, read: set[str], formatting: str) -> None:
 
 
 def _text(entry: JsonField, key: str, default: Any) -> Any:
-    """Return the value at a key of a description, which has the type of its default value or is
-    text."""
+    """Return the value at a key of a description: text, or of the type of its default."""
     field = entry.get(key)
     if field is None:
         return default

@@ -82,8 +82,7 @@ def open_source(
 def named_source(
     spec: SourceSpec, columns: Mapping[str, str], roles: Mapping[str, Any]
 ) -> tuple[SourceSpec, FieldNames]:
-    """Return the spec of a source, and the names of its columns. If a dataset_info.json describes
-    the source, both are as it says."""
+    """Return the spec of a source and its names of columns, both as dataset_info.json has them."""
     if described := read_dataset_info(spec):
         return described
     own_columns = columns if spec.columns is None else spec.columns
@@ -152,8 +151,7 @@ def folder_of_source(path: str) -> str:
 
 
 class NamedSource:
-    """A source whose records get the names that they have here. With `has_cells`, lists are text
-    cells of JSON."""
+    """A source whose records are renamed. With `has_cells`, lists are text cells of JSON."""
 
     def __init__(self, source: Source, names: FieldNames, has_cells: bool):
         self.source, self.names, self.has_cells = source, names, has_cells
@@ -178,8 +176,7 @@ class NamedSource:
 
 
 def _keys_of_records(source: Source) -> Iterable[Collection[str]]:
-    """Yield the keys of the records: of all at once for a table, and else of each one that can be
-    read."""
+    """Yield the keys of each readable record, or of all at once for a table."""
     if isinstance(source, TableSource) or (isinstance(source, TextSource) and source.headers):
         yield source.columns
         return
@@ -190,8 +187,7 @@ def _keys_of_records(source: Source) -> Iterable[Collection[str]]:
 
 
 class TextSource:
-    """Records from files of JSON lines or, with a delimiter, of rows of cells. One scan yields the
-    places of the records and the digest."""
+    """Records from JSON lines or, with a delimiter, from rows of cells, located by one scan."""
 
     def __init__(
         self, files: Sequence[str], names: Sequence[str], root: str, delimiter: str | None

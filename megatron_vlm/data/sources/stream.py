@@ -156,9 +156,8 @@ def open_stream(specs: Sequence[SourceSpec], cfg: DataConfig, train: bool) -> St
 
 
 def _root(specs: Sequence[SourceSpec], cfg: DataConfig) -> str | None:
-    """Return the folder of the images: the configured one (checks.py: streams share it), or that of
-    the files. Return None if the files lie in several folders, because a record does not name its
-    file."""
+    """Return the folder of the images: the configured one, which streams share (checks.py), or that
+    of the files. It is None for several, since a record does not name its file."""
     if configured := specs[0].image_root or cfg.image_root:
         return configured
     firsts = [next(iter(paths_of(spec)), None) for spec in specs]

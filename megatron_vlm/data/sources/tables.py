@@ -6,8 +6,8 @@ memory and die. So a row is checked before it is read.
 
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,7 @@ class TableSource:
         return table_row(table, where)
 
     def _check_sizes(self) -> None:
-        """Refuse files that have shrunk. They are mapped, and a read past the end of one kills the
-        process."""
+        """Refuse files that have shrunk: a read past the end of a mapped one kills the process."""
         for path, size in self.sizes.items():
             current_size = os.path.getsize(path) if os.path.exists(path) else 0
             if current_size < size:
@@ -79,19 +78,15 @@ def table_row(table: Any, where: str) -> dict[str, Any]:
         return {name: _plain_value(value, kind) for name, kind, value in row if value is not None}
 
 
-@contextmanager
-def _name_errors(where: str, damaged: str) -> Iterator[None]:
+def _name_errors(where: str, damaged: str) -> AbstractContextManager[None]:
     """Raise Arrow's errors with the name of the damaged file or record."""
-    with UntrustedFile(where, remedy="download the file again, or make it again").wrap_errors(
-        damaged
-    ):
-        yield
+    file = UntrustedFile(where, remedy="download the file again, or make it again")
+    return file.wrap_errors(damaged)
 
 
 def _check(array: Any) -> None:
-    """Raise ArrowInvalid unless every offset, length and string of the array is sound. A full check
-    of a list would go through the values of all rows of its batch. This one covers only the list's
-    own values."""
+    """Raise ArrowInvalid unless every offset, length and string of the array is sound. Only a
+    list's own values are checked, not those of all rows of its batch."""
     array.validate()
     kind = array.type
     if isinstance(kind, pyarrow.BaseExtensionType):
@@ -108,8 +103,7 @@ def _check(array: Any) -> None:
 
 
 def _refuse_json(schema: Any, place: str) -> None:
-    """Refuse columns with the feature `Json`, in which `datasets` takes a text that happens to be
-    JSON for its value."""
+    """Refuse the feature `Json` of `datasets`, which takes a text that may be JSON for a value."""
     for column in schema:
         if _has_json(column.type):
             raise ConfigError(
@@ -191,8 +185,7 @@ def _builder_of_folder(folder: str, spec: SourceSpec) -> Any:
 
 
 def _builder_of_name(name: str, spec: SourceSpec) -> Any:
-    """Return what `datasets` knows about a data set on the Hub. Without a network, its files are
-    those that were downloaded before."""
+    """Return what `datasets` knows about a data set on the Hub, or in its cache if offline."""
     import datasets
     from huggingface_hub import snapshot_download
 

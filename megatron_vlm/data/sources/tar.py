@@ -81,8 +81,7 @@ def _scan_tar(shard: int, path: str) -> list[tuple[int, str, dict[str, tuple[int
 
 
 def join_members(values: dict[str, Any], where: str) -> Any:
-    """Join the members of a WebDataset sample into one record: the JSON with the pictures as its
-    images, or a picture and its caption."""
+    """Join a sample's members: the JSON with its pictures, or a picture and its caption."""
     pictures = [values[field] for field in sorted(values) if field.split(".")[-1] in _PICTURES]
     record, text = values.get("json"), values.get("txt")
     if record is not None:

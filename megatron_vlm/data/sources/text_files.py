@@ -26,8 +26,7 @@ _ALWAYS = 64 * 2**20  # bytes that any file may unpack to
 
 
 def file_digest(path: str) -> str:
-    """Return a digest of a file's content or, for a very large file, of its size, time and evenly
-    spaced parts."""
+    """Return a digest of a file's content or, if it is large, of its size, time and samples."""
     stat = os.stat(path)
     hasher = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
@@ -140,8 +139,7 @@ def begins_list(content: bytes) -> bool:
 
 
 def parse_list(content: bytes, path: str) -> Any:
-    """Parse the list of records that a file holds. It may be as large as memory: JSON lines serve
-    for larger data."""
+    """Parse the list of records that a file holds. It may be as large as memory."""
     return UntrustedFile(path, remedy="mend the file").parse(content, most_values=len(content))
 
 
@@ -203,8 +201,7 @@ def scan_lines(path: str, hasher: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _not_blank(spans: np.ndarray, content: bytes, offset: int) -> np.ndarray:
-    """Return a mask of the lines that hold more than white space; `content` starts at `offset` of
-    the file."""
+    """Return a mask of the lines with more than white space; `content` starts at `offset`."""
     keep: np.ndarray = spans[:, 1] > spans[:, 0]
     short = np.flatnonzero(keep & (spans[:, 1] - spans[:, 0] < _SHORT))
     if len(short):

@@ -31,8 +31,7 @@ _NEEDED = ("ids", "labels")
 
 
 def batch_of(rows: Sequence[Row]) -> TensorBatch:
-    """Return a batch with a TensorList for each field. A row without images has an empty tensor
-    there."""
+    """Return a batch with a TensorList for each field, which is empty where a row lacks it."""
     columns = {name: [getattr(row, field) for row in rows] for name, field in FIELDS.items()}
     for name in dict.fromkeys(name for row in rows for name in row.values_S):
         if name in columns or name == MASK:
@@ -52,8 +51,7 @@ def batch_of(rows: Sequence[Row]) -> TensorBatch:
 
 
 def rows_of(batch: TensorBatch, value_names: Sequence[str] = VALUES) -> list[Row]:
-    """Return the rows of a batch, with those named values of each token that the batch has. Its
-    other fields are ignored."""
+    """Return the rows of a batch, with those of the named values that it has."""
     if "ids" not in batch or not ("labels" in batch or MASK in batch or "targets" in batch):
         missing, neither = ("ids", "") if "ids" not in batch else ("labels", f", nor is {MASK}")
         raise DataError(

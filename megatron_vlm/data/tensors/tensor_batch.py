@@ -75,8 +75,7 @@ class TensorBatch:
     @overload
     def __getitem__(self, index: Places) -> "TensorBatch": ...
     def __getitem__(self, index: str | int | Places) -> "Value | dict[str, Tensor] | TensorBatch":
-        """Return a field for a str, a row (field -> Tensor) for an int, and otherwise a batch of
-        rows."""
+        """Return a field for a str, a row (field -> Tensor) for an int, else a batch of rows."""
         if isinstance(index, str):
             return self.fields[index]
         if isinstance(index, int | np.integer):
@@ -134,8 +133,7 @@ class TensorBatch:
     repeat_interleave = lists.repeat_rows_interleave
 
     def to(self, target: Target, non_blocking: bool = False) -> "TensorBatch":
-        """Move all fields to a device. A dtype applies only to fields of floats, as in
-        nn.Module.to."""
+        """Move all fields to a device. As in nn.Module.to, a dtype is for floats alone."""
 
         def moved(value: Value) -> Value:
             floats = value.dtype is not None and value.dtype.is_floating_point
@@ -235,8 +233,7 @@ def _cat(name: str, values: Sequence[Value]) -> Value:
 
 
 def _json(key: str, item: Any) -> Any:
-    """Return a copy of the value. Raise a DataError if JSON would change it (a tuple, a number as a
-    key)."""
+    """Return a copy of the value, which JSON must not change (a tuple, a number as a key)."""
     try:
         copy = json.loads(json.dumps({key: item}))
     except (TypeError, ValueError):

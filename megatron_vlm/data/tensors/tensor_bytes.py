@@ -80,8 +80,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _raw(name: str, row: Tensor) -> np.ndarray:
-    """Return the values as bytes on the host, in order; copy them only if they are not there
-    already."""
+    """Return the values as bytes on the host, in order, and copied only if need be."""
     if dtype_name(row.dtype) not in DTYPES or row.layout != torch.strided or row.is_meta:
         raise DataError(
             f": {row.layout} {row.dtype} on {row.device} cannot become bytes",
@@ -95,7 +94,6 @@ def _raw(name: str, row: Tensor) -> np.ndarray:
 
 
 def _tensor_over(view: memoryview) -> Tensor:
-    """Return the buffer's own memory, or a copy if it is read-only (a tensor is always writable) or
-    not aligned for floats."""
+    """Return the buffer's own memory, or a copy if it is read-only or not aligned for floats."""
     flat = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
     return flat if flat.data_ptr() % 16 == 0 else flat.clone()

@@ -33,8 +33,7 @@ Same = TypeVar("Same", bound=HasRows)
 
 
 def chunk_rows(self: Same, n: int) -> list[Same]:
-    """Split into exactly n parts, as even as possible: the first are longer, the last may be
-    empty."""
+    """Split into exactly n parts, as even as possible, of which the first are longer."""
     if n < 1:
         raise DataError(
             f"cannot be the number of parts of {len(self)} rows",
@@ -73,8 +72,7 @@ def repeat_rows(self: Same, n: int) -> Same:
 
 
 def repeat_rows_interleave(self: Same, counts: int | Sequence[int] | Tensor) -> Same:
-    """Repeat each row `counts` times, or as often as its own count says; repetitions are
-    adjacent."""
+    """Repeat each row `counts` times, or as its own count says, next to each other."""
     counts = [counts] * len(self) if isinstance(counts, int) else counts
     nums = [operator.index(count) for count in counts]
     if len(nums) != len(self) or min(nums, default=0) < 0:
@@ -211,8 +209,7 @@ def common_device(named: Iterable[tuple[str, Tensor]]) -> torch.device | None:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Return whether two Tensors or TensorLists are equal in dtype, shape and values; NaN equals
-    NaN."""
+    """Return whether two values have one dtype, one shape and equal numbers; NaN equals NaN."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return bool(one == other)
     if (one.dtype, one.shape) != (other.dtype, other.shape):

@@ -22,8 +22,7 @@ _FLAT_JSON = re.compile(r"\{[^{}]*_2d[^{}]*\}")
 
 @dataclass(frozen=True)
 class Outline:
-    """A box, or a point if it has two numbers, to be drawn on a picture: thousandths of its
-    sides."""
+    """A box, or a point if it has two numbers: thousandths of the sides of a picture."""
 
     label: str
     numbers: tuple[float, ...]
@@ -35,8 +34,7 @@ class Outline:
 
 
 def write_boxes_as_text(chat: Conversation, sizes: Sequence[Size]) -> Conversation:
-    """Return the chat with texts in place of the marks `<ref-object>` and `<bbox>`. `sizes` are the
-    sizes of its pictures."""
+    """Return the chat with texts for `<ref-object>` and `<bbox>`; `sizes` has all pictures."""
     if chat.objects is None:
         return chat
     refs = iter(chat.objects.refs)
@@ -57,8 +55,7 @@ def write_boxes_as_text(chat: Conversation, sizes: Sequence[Size]) -> Conversati
 
 
 def thousandths(box: Box, size: Size, where: str, key: str) -> tuple[int, ...]:
-    """Convert the coordinates to Qwen3-VL's form. Up to a pixel outside the picture counts as the
-    edge."""
+    """Convert coordinates to Qwen3-VL's form. Up to a pixel outside counts as the edge."""
     height, width = size
     ends = {"real": (width, height), "norm1": (1, 1), "norm1000": (1000, 1000)}[box.unit]
     coordinates = []
@@ -90,9 +87,8 @@ def thousandths(box: Box, size: Size, where: str, key: str) -> tuple[int, ...]:
 
 
 def outlines_of(record: Record, sizes: Sequence[Size], images: int) -> list[list[Outline]]:
-    """Return the outlines to draw on each of the record's images: the boxes of its `objects`. A
-    record without `objects` that has a single image shows the boxes that its texts hold as JSON, in
-    the form of Qwen's cookbook."""
+    """Return the outlines to draw on each of the record's images: the boxes of its `objects` or,
+    for a single image, those that its texts hold as JSON, in the form of Qwen's cookbook."""
     outlines: list[list[Outline]] = [[] for _ in range(images)]
     if not isinstance(record, Conversation):
         return outlines
@@ -125,8 +121,7 @@ def _outlines_in_texts(chat: Conversation) -> Iterator[Outline]:
 
 
 def outlines_in_text(text: str) -> Iterator[Outline]:
-    """Yield the boxes and points that a text holds: {"bbox_2d": [...], "label": ...},
-    "point_2d"."""
+    """Yield the boxes and points of a text: {"bbox_2d": [...], "label": ...}, "point_2d"."""
     for match in _FLAT_JSON.finditer(text):
         try:
             value: Any = json.loads(match[0])

@@ -140,15 +140,13 @@ class ChatRenderer:
         return self.opening.given(ids_U[message.body : message.end])
 
     def is_contrary(self, ids_S: np.ndarray, trained_S: np.ndarray) -> bool:
-        """Return whether a trained answer begins in another way than prompts ask for, and nobody
-        has said whether the model is to think."""
+        """Return whether a trained answer begins as no prompt asks, unless thinking is set."""
         decided = THINKING_VARIABLE in self.template.variables
         opening = None if decided else self.opening
         return opening is not None and opening.is_contrary(ids_S, trained_S)
 
     def min_tokens_of(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of the text, from the length of the longest
-        token."""
+        """Return a lower bound of the text's number of tokens, by the longest token."""
         bound = len(text.encode()) // self._longest_token
         if not bound:
             return 0

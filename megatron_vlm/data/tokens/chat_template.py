@@ -88,8 +88,7 @@ class ChatTemplate:
 
     @cached_property
     def _shows_reasoning(self) -> bool:
-        """True if the template shows the reasoning before the last answer. Qwen's templates leave
-        out the reasoning before earlier answers."""
+        """True if the template shows the last answer's reasoning; Qwen's show no earlier one."""
         answer = {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT}
         return _THOUGHT in self._apply([{"role": "user", "content": "a"}, answer])
 
@@ -185,8 +184,7 @@ class TemplateTimeout(Exception):  # noqa: N818 - its text ends a sentence
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TemplateTimeout in the current thread once the code has run for `seconds`. Code that is
-    not Python must return first."""
+    """Raise TemplateTimeout in this thread after `seconds`, once it runs Python code again."""
     here = ctypes.c_ulong(threading.get_ident())
     timer = threading.Timer(seconds, _raise_in, (here, ctypes.py_object(TemplateTimeout)))
     timer.daemon = True
@@ -201,8 +199,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class AnswerOpening:
-    """The tokens that a template adds to a prompt after the line with the answer's role: an open or
-    an empty block of thoughts."""
+    """The tokens after an answer's role in a prompt: an open or an empty block of thoughts."""
 
     ids_K: np.ndarray
     contrary_K: np.ndarray  # beginning of an answer that such a prompt does not ask for
@@ -252,6 +249,5 @@ _REMEDIES = (
 
 
 def remedy_of(refusal: str) -> str:
-    """Return the remedy for what the template of a Qwen model refuses, or "" if it is not
-    known."""
+    """Return the remedy for what the template of a Qwen model refuses, or ""."""
     return next((remedy for text, remedy in _REMEDIES if text in refusal), "")

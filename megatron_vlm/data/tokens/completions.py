@@ -17,8 +17,7 @@ COLDEST = 1e-6
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Settings for the sampling of an answer. By default, tokens are sampled from the model's own
-    distribution."""
+    """Settings for the sampling of an answer, by default from the model's own distribution."""
 
     max_tokens: int
     temperature: float = 1.0  # 0 takes the most likely token
@@ -56,8 +55,7 @@ class SamplingSettings:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "SamplingSettings":
-        """Build settings from the JSON form of `dataclasses.asdict`, with lists in place of
-        tuples."""
+        """Build settings from `dataclasses.asdict` after JSON, which has lists for tuples."""
         lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
         return SamplingSettings(**{**fields, **lists})
 

@@ -36,7 +36,6 @@ from megatron_vlm.data.tokens.sample import (
     uneven_weights,
 )
 from megatron_vlm.errors import DataError
-from megatron_vlm.family.spec import VisionMarks
 
 
 @dataclass
@@ -61,10 +60,7 @@ class Encoder:
             for i, video in enumerate(record.media(Video))
         ]
         if isinstance(record, Conversation):
-            texts = [
-                _one_pad_a_frame(plan, self.videos.merge_size, self.renderer.marks)
-                for plan in plans
-            ]
+            texts = [self._text_of_video(plan) for plan in plans]
             bounded = partial(self._shorten_long_text, where=record.where)
             chat = write_boxes_as_text(record, sizes)
             renderer = self.renderer.for_chat(chat)
@@ -77,9 +73,9 @@ class Encoder:
         if prompt:
             return replace(sample, trained_S=np.zeros_like(sample.trained_S), weights_S=None)
         if not sample.num_supervised:
-            cut = sample is not whole
+            is_cut = sample is not whole
             raise RecordDropped(
-                "nothing left to learn after the cut" if cut else "nothing to learn"
+                f"nothing {'left to learn after the cut' if is_cut else 'to learn'}"
             )
         return sample
 
@@ -101,8 +97,7 @@ class Encoder:
         return plan_video(info, self.videos, False, where, video.options)
 
     def _read_chunks(self, record: EncodedRecord, grids: Sequence[Grid]) -> Rendered:
-        """Return the encoded tokens as they are, a placeholder for each image, and the mask without
-        the entries of images."""
+        """Return the encoded tokens with a placeholder, and no mask, for each image."""
         ids: list[int] = []
         weights: list[float] = []
         cursor, image = 0, 0
@@ -146,6 +141,12 @@ class Encoder:
             )
         return Rendered(np.array(ids, dtype=np.int32), np.array(weights, dtype=np.float32), ())
 
+    def _text_of_video(self, plan: VideoPlan) -> str:
+        """Return the text with a single placeholder for each frame, to be expanded by count."""
+        marks, count = self.renderer.marks, self._num_tokens(plan.grid_thw)
+        text = video_text(plan, self.videos.merge_size, marks)
+        return text.replace(marks.video * count, marks.video)
+
     def _num_tokens(self, grid: Grid) -> int:
         """Return the number of tokens of an image, or of one frame of a video."""
         return grid[1] * grid[2] // self.images.merge_size**2
@@ -157,8 +158,7 @@ class Encoder:
         image_grids: Sequence[Grid],
         plans: Sequence[VideoPlan],
     ) -> tuple[Sample, list[Span]]:
-        """Repeat each placeholder by its count. Return the sample, and the spans of its images and
-        videos."""
+        """Repeat each placeholder by its count. Return the sample and the spans of its media."""
         ids_U = rendered.ids_U
         video_grids = tuple(plan.grid_thw for plan in plans)
         # One placeholder for each image, and one for each frame of a video.
@@ -193,8 +193,7 @@ class Encoder:
         return Sample(ids_S, weights_S > 0, *grids, uneven_weights(weights_S)), token_spans
 
     def _with_brackets(self, ids_U: np.ndarray, first: int, last: int) -> tuple[int, int]:
-        """Extend [first, last] by the <|vision_start|> before it and the <|vision_end|> after
-        it."""
+        """Extend [first, last] by the <|vision_start|> and <|vision_end|> around it."""
         while first > 0 and ids_U[first - 1] == self.renderer.vision_start_id:
             first -= 1
         while last + 1 < len(ids_U) and ids_U[last + 1] == self.renderer.vision_end_id:
@@ -202,8 +201,7 @@ class Encoder:
         return first, last
 
     def _shorten_long_text(self, text: str, where: str) -> str:
-        """Apply data.truncation to a text that is certainly longer than data.max_tokens. The tokens
-        of megabytes of text would take gigabytes of memory."""
+        """Apply data.truncation to a text far above it: its tokens could take gigabytes."""
         cfg, min_tokens = self.cfg, self.renderer.min_tokens_of(text)
         if min_tokens <= cfg.max_tokens:
             return text
@@ -214,15 +212,12 @@ class Encoder:
     def _too_long(
         self, over: Mapping[str, str], where: str, sample: Sample | None = None
     ) -> DataError | RecordDropped:
-        """Return the outcome of a record above limits that is not cut. `over` has the record's
-        count for each exceeded limit, a key of the data. If a sample is passed, smaller images or
-        videos would help."""
+        """Return the outcome of a record that is not cut, by its count over each limit, a key of
+        the data. If a sample is passed, smaller images or videos would help."""
         if self.cfg.truncation == "drop":
             return RecordDropped("above data.max_tokens or data.max_images")
-        smaller = ""
-        if sample is not None and sample.image_grids:
-            smaller = " lower data.max_pixels,"
-        if sample is not None and sample.video_grids:
+        smaller = " lower data.max_pixels," if sample and sample.image_grids else ""
+        if sample and sample.video_grids:
             smaller += " lower data.video.max_pixels or data.video.max_frames,"
         (key, counted), *others = over.items()
         too = (f", and data.{k}={getattr(self.cfg, k)} below its {count}" for k, count in others)
@@ -254,9 +249,3 @@ def image_sizes(record: Record, policy: MediaPolicy) -> list[Size]:
         image_size(image, policy, f"{record.where}: image {i}")
         for i, image in enumerate(record.media(Image))
     ]
-
-
-def _one_pad_a_frame(plan: VideoPlan, merge: int, marks: VisionMarks) -> str:
-    """Return the video's text with a single placeholder for each frame, to be expanded by count."""
-    count = plan.grid_thw[1] * plan.grid_thw[2] // merge**2
-    return video_text(plan, merge, marks).replace(marks.video * count, marks.video)

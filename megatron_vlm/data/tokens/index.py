@@ -36,21 +36,11 @@ CHUNK = 512  # records
 _MAX_SURVEYED = 5000  # records that are read again to name all their unknown keys at once
 _VERSION = 10  # version of the files; raise it when the meaning of their content changes
 # These settings decide the content of a sample.
-_DECIDING = [
-    "exif_orientation",
-    "max_images",
-    "max_tokens",
-    "truncation",
-    "train_on",
-    "special_tokens",
-    "ignore_keys",
-    "unknown_keys",
-    "lone_marks",
-    "caption_prompt",
-    "system",
-    "template_kwargs",
+_DECIDING = (
+    *("exif_orientation", "max_images", "max_tokens", "truncation", "train_on", "special_tokens"),
+    *("ignore_keys", "unknown_keys", "lone_marks", "caption_prompt", "system", "template_kwargs"),
     "allow_http",
-]
+)
 
 
 @dataclass(frozen=True)
@@ -110,19 +100,9 @@ class Index:
     def only(self, chosen: np.ndarray) -> "Index":
         """Return the index of the chosen samples; `chosen` has a flag for each."""
         part = copy.copy(self)
-        of_rows = (
-            "records",
-            "rows",
-            "rejected",
-            "chunk_of",
-            "place",
-            "digests",
-            "images",
-            "videos",
-        )
-        sizes = ("tokens", "token_pairs", "longest", "supervised", "patches", "patch_pairs")
-        for name in (*of_rows, *sizes):
-            setattr(part, name, getattr(self, name)[chosen])
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray):  # an entry for each sample
+                setattr(part, name, value[chosen])
         return part
 
     def __getitem__(self, number: int) -> Sample:
@@ -153,8 +133,7 @@ def build_index(
     cached: dict[int, ChunkFile] = {}  # chunks that the cache has
 
     def missing() -> Iterator[int]:
-        """Yield missing chunks late, one by one, so that chunks that other processes have finished
-        by then are skipped."""
+        """Yield missing chunks one by one, without those that other processes have made."""
         for chunk in turn:
             if (file := _open_cached(folder / names[chunk])) is None:
                 yield chunk
@@ -215,8 +194,7 @@ def _write(content: Chunk, path: Path) -> None:
 
 
 def unknown_keys_error(source: Source, reader: Reader) -> DataError | None:
-    """Return an error that names all keys for which records of the source are refused, so that
-    users do not correct them one after the other; None if there are none."""
+    """Return an error that names all keys for which records are refused, or None."""
     first: UnknownKeysError | None = None
     keys, counts = dict[str, Unknown](), Counter[str]()
     surveyed = min(len(source), _MAX_SURVEYED)

@@ -163,8 +163,7 @@ def _grids(file: Any, name: str, span: slice) -> tuple[Any, ...]:
 
 
 def digest_record(raw: Any, ignored: Collection[str]) -> int:
-    """Return a signed number of 64 bits. Keys that are metadata or ignored do not count, unless the
-    record has no others."""
+    """Return 64 bits as a signed number, without metadata and ignored keys if there are others."""
     if isinstance(raw, dict):
         raw = {k: v for k, v in raw.items() if k not in METADATA and k not in ignored} or raw
     text = json.dumps(_plain(raw), sort_keys=True)

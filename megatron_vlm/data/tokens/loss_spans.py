@@ -10,8 +10,7 @@ from megatron_vlm.errors import DataError
 
 @dataclass(frozen=True)
 class RenderedMessage:
-    """A message of the rendered text. Its tokens [body, end) follow the line with its role, and
-    include <|im_end|>."""
+    """A message of the rendered text: tokens [body, end) after its role, with <|im_end|>."""
 
     role: str
     body: int
@@ -52,9 +51,8 @@ def weight_of_message(message: RenderedMessage, where: str) -> float:
 
 
 def take_turns(waiting: list[ChatMessage], role: str) -> list[ChatMessage]:
-    """Take the turns that a message with this role shows. A message shows one turn, or several tool
-    messages in a row, which Qwen's templates show as one user message. A system prompt that the
-    template adds by itself shows no turn. A blank system prompt may be left out."""
+    """Take the turns that a message with this role shows: one, or several tool messages, which
+    Qwen's templates show as one of the user; none for a system prompt of the template's own."""
     if waiting and waiting[0].role == "system" != role and _is_blank(waiting[0]):
         del waiting[0]
     if waiting and role == "user" and waiting[0].role == "tool":

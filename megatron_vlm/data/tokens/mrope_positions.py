@@ -30,10 +30,7 @@ class GridQueue:
         self.names = {tokens.image_id: "image", tokens.video_id: "video frame"}
 
     def runs_of(self, ids_S: Tensor, where: str) -> list[PlaceholderRun]:
-        """Return the runs of placeholders in a row, each of which takes the next grid.
-
-        Raises a DataError with the row, the image and both counts if they do not agree.
-        """
+        """Return a row's runs of placeholders, each with the next grid, or raise a DataError."""
         values, counts = torch.unique_consecutive(ids_S, return_counts=True)
         ends = counts.cumsum(0)
         starts = ends - counts

@@ -55,8 +55,7 @@ class Reader:
     def encode(
         self, raw: object, where: str, prompt: bool = False, passed: Counter[str] | None = None
     ) -> Sample:
-        """Encode a record of one chat as tokens and grids. Only the headers of images are read, not
-        their pixels. `passed` counts the unused keys."""
+        """Encode a record of one chat. Of images, only the headers are read."""
         return self._encode_chat(self.parse(raw, where, passed), prompt)
 
     def encode_example(
@@ -90,8 +89,7 @@ class Reader:
     def chats(
         self, raw: object, where: str, passed: Counter[str] | None = None
     ) -> list[tuple[Record, bool]]:
-        """Parse a record of any kind. Return its chats, and of each whether its answer is
-        rejected."""
+        """Parse a record of any kind. Return its chats, each with whether it is rejected."""
         if self.kind in ("chat", "prompt"):
             return [(self.parse(raw, where, passed), False)]
         counts = Counter[str]()
@@ -209,8 +207,7 @@ def _check_weights(example: Example, where: str) -> None:
 
 
 def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
-    """Return an encoder with the checkpoint's tokenizer and processors, and the configuration's
-    rules."""
+    """Return an encoder with the checkpoint's tokenizer and processors."""
     folder = folder_of(model_path)
     tokenizer = read_tokenizer(model_path, cfg.add_tokens)
     marks = read_family(folder).marks
@@ -236,8 +233,7 @@ def make_reader(
 
 
 def with_end(sample: Sample, end_ids: Sequence[int]) -> Sample:
-    """Return a sample that ends with these tokens, and whose last token is the only one that
-    counts."""
+    """Return a sample that ends with these tokens, of which only the last counts."""
     ids_S = np.concatenate([sample.ids_S, np.array(end_ids, dtype=sample.ids_S.dtype)])
     trained_S = np.zeros(len(ids_S), dtype=bool)
     trained_S[-1] = True
@@ -266,8 +262,7 @@ def without_answer(record: Record) -> Record:
 def _read(
     media: Sequence[Any], grids: Sequence[Grid], read: Callable[[Any, str], Tensor], where: str
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return the patches and the grids of a sample's images or videos. A cut drops the last
-    ones."""
+    """Return the patches and the grids of a sample's media. A cut drops the last ones."""
     patches = []
     for i, (medium, grid) in enumerate(zip(media[: len(grids)], grids, strict=True)):
         part = read(medium, f"{where} {i}")

@@ -28,15 +28,12 @@ class Row:
     is each value of `values_S`, which holds by name the values that a loss reads (see losses.py).
     `loss_weights_S` multiplies the loss of each supervised token; None: all have the weight 1.
     Pixels are floats as the image processor returns them, or bytes as `image_patches` does.
-    `routing_SLK` has the experts of each token, in place of the routers' choice. With -1 the
-    routers choose for a token, and with None for all tokens.
+    `routing_SLK` has the experts of each token, -1 where the routers choose; None: they choose all.
 
-    A row to be distilled has, for each supervised token in order, the most likely tokens of a
-    teacher and its log-probs of these and of all others together.
-
-    A row may have `targets` in place of labels: [S], the token that each position predicts, or [S,
-    J], several ids that it may predict; IGNORE fills the rest. Values then have the shape and the
-    positions of the targets."""
+    A row to be distilled has, for each supervised token in order, a teacher's most likely tokens
+    and its log-probs of these and of all others together. `targets`, in place of labels, are [S] or
+    [S, J], those that each position predicts, filled with IGNORE; values have their shape and
+    places."""
 
     ids_S: Tensor
     labels_S: Tensor
@@ -70,8 +67,7 @@ class Row:
 
 @dataclass(frozen=True)
 class PlacedRow:
-    """A checked row. Its tokens, targets and positions are in one table, so that collating only
-    copies it."""
+    """A checked row, with tokens, targets and positions in one table to be copied at once."""
 
     row: Row
     tokens_S5: np.ndarray  # int32
@@ -88,8 +84,7 @@ class PlacedRow:
 
 
 def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -> PlacedRow:
-    """Check every image against its placeholders, shift the labels and compute the positions. Only
-    the row's values with these names are kept."""
+    """Check images against placeholders, shift labels and these values, compute positions."""
     if row.ids_S.shape != row.labels_S.shape or row.ids_S.dim() != 1 or not len(row.ids_S):
         raise DataError(
             f"has shape {tuple(row.labels_S.shape)}, and ids has {tuple(row.ids_S.shape)}",
@@ -124,8 +119,7 @@ def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -
 
 
 def _targets(row: Row, tokens: Tokens, where: str) -> np.ndarray:
-    """Return the targets of each position, [S] or [S, J]: the next token's label, or the row's own
-    targets."""
+    """Return the targets, [S] or [S, J]: the next token's label, or the row's own targets."""
     if row.targets is None:
         labels_S = row.labels_S.numpy()
         check_ids(np.where(labels_S == IGNORE, 0, labels_S), tokens, where, "labels")
@@ -152,8 +146,7 @@ def _targets(row: Row, tokens: Tokens, where: str) -> np.ndarray:
 
 
 def _check_teacher(row: Row, targets: np.ndarray, tokens: Tokens, where: str) -> None:
-    """Raise a DataError if a teacher's tokens and log-probs do not belong to the supervised tokens,
-    or are no distribution."""
+    """Refuse tokens and log-probs of a teacher that miss supervised tokens or do not add up."""
     ids_NJ, log_probs_NR = row.teacher_ids_NJ, row.teacher_log_probs_NR
     if ids_NJ is None and log_probs_NR is None:
         return
@@ -228,30 +221,24 @@ def _shifted_weights(row: Row, where: str) -> np.ndarray | None:
 
 def _values(row: Row, targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarray:
     """Return the values [..., F] with these names, each at the position of its target."""
-    values = np.zeros((*targets.shape, len(names)), dtype=np.float32)
-    is_target = targets != IGNORE
-    shape = targets.shape  # Labels have this shape, too.
+    shape, is_target = targets.shape, targets != IGNORE  # Labels have this shape, too.
+    values = np.zeros((*shape, len(names)), dtype=np.float32)
+    expected, remedy, shift = f"targets {shape}", "give one number for each target", 0
+    if row.targets is None:
+        expected, shift = f"{len(row.ids_S)} tokens", 1
+        remedy = "give one number per token, in the place of that token"
     for place, name in enumerate(names):
         tensor = row.values_S.get(name)
         if tensor is None and not is_target.any():
             continue
         if tensor is None or tuple(tensor.shape) != shape:
             problem = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
-            targets_text = f"{len(row.ids_S)} tokens" if row.targets is None else f"targets {shape}"
-            by_token = "give one number per token, in the place of that token"
-            raise DataError(
-                f"{problem}, and the loss reads it for each of the row's {targets_text}",
-                place=where,
-                key=name,
-                remedy=by_token if row.targets is None else "give one number for each target",
-            )
+            problem += f", and the loss reads it for each of the row's {expected}"
+            raise DataError(problem, place=where, key=name, remedy=remedy)
         numbers = tensor.detach().float().numpy()
-        values[..., place] = (
-            numbers if row.targets is not None else np.append(numbers[1:], np.float32(0))
-        )
-        is_finite = np.isfinite(values[..., place])
-        if len(wrong := np.argwhere(is_target & ~is_finite)):
-            first = wrong[0] if row.targets is not None else wrong[0] + 1
+        values[: len(values) - shift, ..., place] = numbers[shift:]
+        if len(wrong := np.argwhere(is_target & ~np.isfinite(values[..., place]))):
+            first = wrong[0] + shift
             raise DataError(
                 ": the token is supervised",
                 place=where,

@@ -16,9 +16,8 @@ from megatron_vlm.io.hub import pin
 
 class RowMaker:
     """A maker of rows with the tokenizer and the processors of a checkpoint: a folder, or a name on
-    the Hub. `settings` are keys of the configuration's `data` (see docs/data.md). No local file is
-    opened unless `image_root` names a folder; then only files inside it are opened. Unknown keys of
-    records are refused, unless `settings` allow them."""
+    the Hub. `settings` are keys of the configuration's `data`. Local files are opened only inside
+    `image_root`. Unknown keys of records are refused, unless `settings` allow them."""
 
     def __init__(self, checkpoint: str, **settings: Any):
         video = VideoLimits(**settings.pop("video", {}))
@@ -32,10 +31,9 @@ class RowMaker:
     def row(
         self, record: Mapping[str, Any], prompt: bool = False, where: str = "the record"
     ) -> Row:
-        """Return the row of a record in any format of docs/data.md: `messages`, or `chunks` of
-        token ids and images. Labels follow `train_on` and the record's weights or mask. A prompt
-        has no labels, and a prompt of messages ends where the answer begins. Errors call the record
-        `where`."""
+        """Return the row of a record in any format of docs/data.md. Labels follow `train_on` and
+        the record's weights or mask. A prompt has no labels, and ends where the answer begins.
+        Errors call the record `where`."""
         try:
             sample = self.reader.encode(record, where, prompt)
         except RecordDropped as rule:

@@ -59,8 +59,7 @@ _REMEDIES = {
 
 
 def rules_and_remedy(dropped: Mapping[str, int]) -> tuple[str, str]:
-    """Return the number of records that each rule left out, as text, and what to do about the rule
-    that left out most."""
+    """Return how many records each rule left out, as text, and a remedy for the worst rule."""
     rules = ", ".join(f"{rule}: {count:,}" for rule, count in dropped.items())
     most = max(dropped, key=dropped.__getitem__, default="")
     return f" ({rules})" if rules else "", _REMEDIES.get(most, "")
@@ -97,6 +96,5 @@ def cut_sample(
 
 
 def uneven_weights(weights_S: np.ndarray) -> np.ndarray | None:
-    """Return the weights, or None if each is 0 or 1: the flags of trained tokens are enough
-    then."""
+    """Return the weights, or None if each is 0 or 1, as the flags of trained tokens are."""
     return None if np.isin(weights_S, (0, 1)).all() else weights_S

@@ -95,37 +95,26 @@ class ShownSample:
 def show_example(
     reader: Reader, raw: Any, where: str, example: Example, pictures: bool, number: int = 0
 ) -> ShownSample:
-    """Return the rows of a raw record. Of a second row only the answer is shown. Views have
-    pictures if `pictures` is set."""
+    """Return the rows of a raw record, with pictures if `pictures` is set."""
     shown = [
         _show_row(reader, chat, where, sample, pictures, number)
         for (chat, _), sample in zip(reader.chats(raw, where), example, strict=False)
     ]
     if reader.kind in ("chat", "prompt"):
         return shown[0]
-    if isinstance(reader.kind, RetrievalForm):
-        return _show_documents(shown, reader.kind)
     turns = list[ShownTurn]()
     for each in shown:
+        if isinstance(reader.kind, RetrievalForm):
+            is_query = not turns and reader.kind.answers is None
+            name = "negative" if each.sample.is_rejected else "query" if is_query else "positive"
+            turns += [replace(turn, role=f"{turn.role} ({name})") for turn in each.turns]
+            continue
         name = "rejected" if each.sample.is_rejected else "chosen"
         answer = next(n for n, turn in enumerate(each.turns) if _is_trained(turn))
         turns += [
             replace(turn, role=f"{turn.role} ({name})") if _is_trained(turn) else turn
             for turn in each.turns[answer if turns else 0 :]
         ]
-    problem = next((each.problem for each in shown if each.problem), None)
-    return replace(shown[0], turns=tuple(turns), problem=problem)
-
-
-def _show_documents(shown: Sequence[ShownSample], form: RetrievalForm) -> ShownSample:
-    """Return the rows of a query and its documents as one sample, each turn with its part."""
-    first = "positive" if form.answers is not None else "query"
-    names = [first, *("positive" for _ in shown[1:])]
-    turns = [
-        replace(turn, role=f"{turn.role} ({'negative' if each.sample.is_rejected else name})")
-        for each, name in zip(shown, names, strict=True)
-        for turn in each.turns
-    ]
     problem = next((each.problem for each in shown if each.problem), None)
     return replace(shown[0], turns=tuple(turns), problem=problem)
 
@@ -180,18 +169,16 @@ def _views(sample: Sample, record: Record, reader: Reader) -> list[View]:
 
 def _frames(place: int, count: int) -> str:
     """Name the frames that the model sees as one: frames 2 and 3 for the second pair."""
-    if count == 1:
-        return f"frame {place}"
-    first = place * count
-    joint = " and " if count == 2 else " to "
-    return f"frames {first}{joint}{first + count - 1}"
+    first, last = place * count, place * count + count - 1
+    return (
+        f"frame {place}" if count == 1 else f"frames {first} {'and' if count == 2 else 'to'} {last}"
+    )
 
 
 def _with_outlines(
     views: list[View], sample: Sample, record: Record, reader: Reader
 ) -> tuple[list[View], str | None]:
-    """Return the views of images with their boxes and points, and the problem with these, if
-    any."""
+    """Return the views of images with boxes and points, and the problem with these, if any."""
     count = len(sample.image_grids)  # the views of videos follow
     try:
         has_boxes = isinstance(record, Conversation) and record.objects is not None
@@ -201,11 +188,8 @@ def _with_outlines(
         return views, str(error)
     pairs = zip(views[:count], image_outlines, strict=False)
     views = [replace(view, outlines=tuple(outlines)) for view, outlines in pairs] + views[count:]
-    if (
-        worst := max(
-            (n for outlines in image_outlines for s in outlines for n in s.numbers), default=0
-        )
-    ) <= 1000:
+    numbers = (n for outlines in image_outlines for s in outlines for n in s.numbers)
+    if (worst := max(numbers, default=0)) <= 1000:
         return views, None
     return views, (
         f"{record.where}: a box in the text has {worst:g}, above 1000: the model's coordinates are "
