@@ -118,7 +118,6 @@ def verify(folder: Path, share: slice = slice(None)) -> Manifest:
     """Read every file again, compare its digest and return the content of complete.json. Raise
     CheckpointError with the name of a file that is missing, truncated or changed. `share` selects
     some of the files, in the order of their names."""
-    folder = Path(folder)
     manifest = read_manifest(folder)
     records = sorted(manifest.files, key=lambda record: record.name)[share]
     check_sizes(folder, records)
@@ -161,14 +160,11 @@ def _parse(raw: JsonField) -> Manifest:
 
 def _render(manifest: Manifest) -> str:
     content: dict[str, Any] = {"files": _sizes_and_digests(manifest.files)}
-    if not manifest.serial:
-        return _text(content | {"blake2b": manifest.id})
-    content |= {"run": manifest.run, "serial": manifest.serial, "line": list(manifest.line)}
-    return _text(content | {"blake2b": _digest_of(content)})
-
-
-def _text(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=1) + "\n"
+    digest = manifest.id
+    if manifest.serial:
+        content |= {"run": manifest.run, "serial": manifest.serial, "line": list(manifest.line)}
+        digest = _digest_of(content)
+    return json.dumps(content | {"blake2b": digest}, indent=1) + "\n"
 
 
 def _sizes_and_digests(files: Iterable[FileRecord]) -> dict[str, Any]:
@@ -176,9 +172,7 @@ def _sizes_and_digests(files: Iterable[FileRecord]) -> dict[str, Any]:
 
 
 def _digest_of(content: dict[str, Any]) -> str:
-    hasher = blake2b()
-    hasher.update(json.dumps(content).encode())
-    return hasher.hexdigest()
+    return blake2b(json.dumps(content).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:
@@ -194,12 +188,14 @@ def _digest(path: Path) -> str:
 @contextmanager
 def hold_for_reading(folder: Path) -> Iterator[bool]:
     """Keep a checkpoint in place; yield False if it is gone or being removed."""
-    path = Path(folder) / COMPLETE
+    path = folder / COMPLETE
     with ExitStack() as opened:
         try:
             handle = _open_file(path, os.O_RDONLY, opened)
             # Another checkpoint may have taken its name before the lock was there.
-            is_held = try_lock(handle, shared=True) and _is_at(path, handle)
+            is_held = try_lock(handle, shared=True) and os.path.samestat(
+                os.stat(path), os.fstat(handle)
+            )
         except OSError:
             is_held = False
         yield is_held
@@ -212,7 +208,7 @@ def hold_for_removal(folder: Path) -> Iterator[bool]:
     with ExitStack() as opened:
         try:
             # Over NFS an exclusive lock needs a writable file.
-            is_free = try_lock(_open_file(Path(folder) / COMPLETE, os.O_RDWR, opened))
+            is_free = try_lock(_open_file(folder / COMPLETE, os.O_RDWR, opened))
         except OSError:  # an unlockable file may still be removable
             is_free = True
         yield is_free
@@ -222,7 +218,3 @@ def _open_file(path: Path, flags: int, opened: ExitStack) -> int:
     handle = os.open(path, flags | os.O_NONBLOCK)
     opened.callback(os.close, handle)
     return handle
-
-
-def _is_at(path: Path, handle: int) -> bool:
-    return os.path.samestat(os.stat(path), os.fstat(handle))

@@ -15,11 +15,11 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megatron_vlm.checkpoint.tensor_pieces import Piece, TensorShape, cut_pieces
+from megatron_vlm.checkpoint.tensor_pieces import Piece, TensorShape
 from megatron_vlm.config.optimizer_spec import STATE_NAMES
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import RankGroups
-from megatron_vlm.hf.matrices import blocks_of
+from megatron_vlm.hf.matrices import blocks_of, flat_rectangles
 from megatron_vlm.hf.weight_map import Entry, Origin
 from megatron_vlm.training.muon import Muon
 from megatron_vlm.training.optimizer_parts import MainWeight, inner_optimizers, main_weights
@@ -120,7 +120,9 @@ def held_pieces(
         blocks = blocks_of(entry, *worker.grid.along(entry.layout.cut))
         width = param.numel() // len(param)
         for prefix, flat, start in tensors:
-            yield from cut_pieces(prefix, flat, start, width, blocks)
+            for each in flat_rectangles(start, len(flat), width, blocks):
+                name, row, col, *_ = each.place
+                yield Piece(prefix + name, row, col, each.view(flat))
 
 
 def _writes(grid: RankGroups, entry: Entry, sharded: bool, turn: int) -> bool:

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 def step_folder(run_folder: Path, step: int) -> Path:
     """Return the folder for the checkpoint of a step; only such names are found and pruned."""
-    return Path(run_folder) / f"step-{step:08d}"
+    return run_folder / f"step-{step:08d}"
 
 
 def commit(
@@ -63,7 +63,11 @@ def commit(
     """
     manifest = Manifest(tuple(records))
     if run is not None:
-        manifest = _make_manifest(manifest.files, run, parent, folder.parent)
+        present = {manifest.id for _, manifest in _manifests(folder.parent)}
+        before = () if parent is None else (*parent.line, parent.id)
+        line = tuple(name for name in before if name in present)
+        serial = 1 + max(last_serial(folder.parent), 0 if parent is None else parent.serial)
+        manifest = Manifest(manifest.files, run, serial, line)
     write_manifest(partial_of(folder), manifest)
     aside = put_in_place(folder)
     if aside is not None:
@@ -77,20 +81,10 @@ def commit(
     return manifest
 
 
-def _make_manifest(
-    files: tuple[FileRecord, ...], run: str, parent: Manifest | None, run_folder: Path
-) -> Manifest:
-    """Return a manifest with the checkpoint's place among the checkpoints of the run."""
-    present = {manifest.id for _, manifest in _manifests(run_folder)}
-    before = () if parent is None else (*parent.line, parent.id)
-    serial = 1 + max(last_serial(run_folder), 0 if parent is None else parent.serial)
-    return Manifest(files, run, serial, tuple(name for name in before if name in present))
-
-
 def check_leftovers(run_folder: Path, run: str) -> None:
     """Refuse a folder of checkpoints in which a foreign file or folder has a name that a write
     would need."""
-    for partial in sorted(Path(run_folder).glob(_PARTIAL)):
+    for partial in sorted(run_folder.glob(_PARTIAL)):
         check_partial(partial, run)
 
 
@@ -156,7 +150,7 @@ def hold_latest(run_folder: Path, reading: ExitStack) -> Path | None:
 def complete_checkpoints(run_folder: Path, after: int = -1) -> list[Path]:
     """Return the checkpoints whose files all have the right size, with the last written one first;
     `verify` reads the files. Only serials `after` this one count."""
-    run_folder, complete = Path(run_folder), []
+    complete = []
     for path in sorted(run_folder.glob(_PARTIAL)):
         _log.warning("skipped %s: it was never completed", path)
     for folder in _folders(run_folder):
@@ -259,8 +253,7 @@ def _in_line(manifest: Manifest, head: Manifest | None) -> bool:
 
 def _is_all_ours(folder: Path, manifest: Manifest, run: str | None) -> bool:
     """Return whether the folder holds only files that this run wrote."""
-    foreign = foreign_files(folder, manifest)
-    if foreign:
+    if foreign := foreign_files(folder, manifest):
         _log.warning("%s is kept: this run did not write %s in it", folder, ", ".join(foreign))
     return not foreign and manifest.run == run
 
@@ -281,7 +274,6 @@ def _manifest_of(folder: Path) -> Manifest | None:
 def _folders(run_folder: Path) -> list[Path]:
     """Return the folders with a checkpoint's name, oldest step first; for the same step, the
     replaced ones first."""
-    run_folder = Path(run_folder)
     if not run_folder.exists():
         return []
     if not run_folder.is_dir():

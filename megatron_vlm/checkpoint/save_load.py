@@ -11,7 +11,7 @@ A checkpoint does not depend on the layout that wrote it; see tensor_pieces.py a
 
 import json
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from megatron_vlm.checkpoint.state_json import (
 )
 from megatron_vlm.checkpoint.tensor_pieces import (
     PieceReader,
+    TensorShape,
     make_index,
     rank_file,
     read_index,
@@ -79,7 +80,6 @@ def save(
     if worker.pending_save is not None:
         worker.pending_save.finish()
     assert worker.optimizer is not None, "made without training"
-    folder = Path(folder)
     steps = torch.tensor(get_step(worker.optimizer), device=worker.platform.device)
     dist.all_reduce(steps, op=dist.ReduceOp.MAX)  # a frozen stage counts none
     state = make_state(worker, progress, int(steps))
@@ -95,35 +95,30 @@ def save(
     if async_save:
         tensors = {name: data.to("cpu", copy=True) for name, data in tensors.items()}
     places = [(piece.key, piece.place) for piece in pieces]
-    worker.pending_save = pending = PendingSave(folder, worker, texts, places, run, parent)
+    worker.pending_save = pending = PendingSave(
+        folder, shapes_of(worker), worker.platform.device, texts, places, run, parent
+    )
     pending.start(tensors, async_save)
     return pending
 
 
+@dataclass(eq=False)
 class PendingSave:
     """Checkpoint whose tensors are being written; it is complete once `finish` has returned
     True."""
 
-    def __init__(
-        self,
-        folder: Path,
-        worker: MegatronWorker,
-        texts: dict[str, str],
-        places: list[tuple[str, Rectangle]],
-        run: str | None,
-        parent: Manifest | None,
-    ):
-        self.folder = folder
-        self.run, self.parent = run, parent
-        self.texts = texts
-        self.places = places
-        self.shapes = shapes_of(worker)
-        self.device = worker.platform.device
-        self.thread: threading.Thread | None = None
-        self.record: FileRecord | None = None
-        self.manifest: Manifest | None = None  # on rank 0, the manifest of the complete checkpoint
-        self.error: Exception | None = None
-        self.finished = False
+    folder: Path
+    shapes: dict[str, TensorShape]
+    device: torch.device
+    texts: dict[str, str]
+    places: list[tuple[str, Rectangle]]
+    run: str | None
+    parent: Manifest | None
+    thread: threading.Thread | None = None
+    record: FileRecord | None = None
+    manifest: Manifest | None = None  # on rank 0, the manifest of the complete checkpoint
+    error: Exception | None = None
+    finished: bool = False
 
     def start(self, tensors: dict[str, Tensor], in_background: bool) -> None:
         """Write this rank's file, either in a thread, which no collective waits for, or at once."""

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.matrices import FAR_ROW, Rectangle, RowBlock, flat_rectangles
+from megatron_vlm.hf.matrices import FAR_ROW, Rectangle
 from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
 TensorShape = tuple[int, ...]
@@ -55,16 +55,6 @@ class Piece:
 
 def _piece_name(key: str, row: int, col: int) -> str:
     return f"{key}@{row},{col}"
-
-
-def cut_pieces(
-    prefix: str, flat: Tensor, start: int, width: int, blocks: Iterable[RowBlock]
-) -> list[Piece]:
-    """Return the pieces of the flattened part of a parameter that begins at `start`."""
-    return [
-        Piece(prefix + each.name, each.row, each.col, each.view(flat))
-        for each in flat_rectangles(start, len(flat), width, blocks)
-    ]
 
 
 def safetensors_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_vlm.controller.rank_worker import with_rank
-from megatron_vlm.controller.torchrun import LocalTransport
+from megatron_vlm.controller.torchrun import local_transport
 from megatron_vlm.controller.worker_group import BatchLike, ReplicaBatch, WorkerGroup, dealt_parts
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
@@ -65,18 +65,14 @@ class ResumableDecoder:
     model must not change."""
 
     def __init__(self, group: WorkerGroup, batch_rows: int):
-        self._work_with(group)
-        worker = self.member.worker
+        self.ranks = local_transport(group)
+        worker = self.ranks.member.worker
         self.decoder = Decoder(worker.stage, batch_rows, on_token=worker.report_token)
-
-    def _work_with(self, group: WorkerGroup) -> None:
-        assert isinstance(group.ranks, LocalTransport), "the others' processes are elsewhere"
-        self.ranks, self.member = group.ranks, group.ranks.member
 
     def move(self, group: WorkerGroup) -> None:
         """Continue with a model that has the same weights."""
-        self._work_with(group)
-        self.decoder.stage = self.member.worker.stage
+        self.ranks = local_transport(group)
+        self.decoder.stage = self.ranks.member.worker.stage
 
     def advance(
         self,
@@ -93,18 +89,14 @@ class ResumableDecoder:
         if prompts is not None:
             replicas = [request.replica for request in requests]
             part = self.ranks.local_part(dealt_parts(prompts, replicas, dims.dp))
-        local_requests = [
-            request for request in requests if request.replica == self.ranks.grid.dp.rank
-        ]
+        grid = self.ranks.grid
+        own = [request for request in requests if request.replica == grid.dp.rank]
 
         def work() -> list[Any]:
             try:
-                return [
-                    request.as_json()
-                    for request in self._advance(part, local_requests, leave, rounds)
-                ]
+                return [each.as_json() for each in self._advance(part, own, leave, rounds)]
             except Exception as error:
-                raise with_rank(error, self.member.worker.grid.rank) from error
+                raise with_rank(error, grid.rank) from error
 
         results = self.ranks.answers(work)
         return [SampleProgress.from_json(request) for rows in results for request in rows]
@@ -116,17 +108,15 @@ class ResumableDecoder:
         leave: Collection[int],
         rounds: int,
     ) -> list[SampleProgress]:
-        decoder, refusals = self.decoder, []
-        joining: list[Prompt] = []
+        decoder = self.decoder
+        refusals, joining = [], []
         if any(request.settings.stop_strings for request in requests):
-            decoder.texts = self.member.texts
+            decoder.texts = self.ranks.member.texts
         rows = [] if part is None else rows_of(part.all_fields())
         for row, request in zip(rows, requests, strict=True):
             try:
-                prompt = decoder.prompt(
-                    request.number, row, request.settings, request.n, request.seed
-                )
-                joining.append(prompt)
+                settings, seed = request.settings, request.seed
+                joining.append(decoder.prompt(request.number, row, settings, request.n, seed))
             except MegatronVLMError as error:
                 refusals.append(SampleProgress(request.number, 0, 0, refused=str(error)))
         decoder.leave(leave)

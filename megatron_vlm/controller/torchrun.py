@@ -188,39 +188,28 @@ def backward_together(requests: Sequence[SummedLoss]) -> list[StepMetrics]:
     """Run forward_backward for each request, and return the results with the log-probs. The groups
     hold different models that share one base, and all ranks make the same call. After an error
     every model has the gradients that it had before."""
-    transports = [_local_transport(request.group) for request in requests]
-    parts = [
-        _local_part(request, transport)
-        for request, transport in zip(requests, transports, strict=True)
-    ]
+    transports = [local_transport(request.group) for request in requests]
     members = [transport.member for transport in transports]
-    results = transports[0].answers(partial(_run, members, parts, requests))
-    return [
-        _join_metrics([metrics[position] for metrics in results], len(request.batch))
-        for position, request in enumerate(requests)
-    ]
+    parts = []
+    for request, transport in zip(requests, transports, strict=True):
+        names = Objective.create(request.loss, request.options).value_names
+        all_parts = even_parts(request.batch, transport.dims.dp, names)
+        parts.append(transport.local_part(all_parts))
+
+    def run() -> list[StepMetrics]:
+        try:
+            return backward_of(members, parts, [request.call for request in requests])
+        except Exception as error:
+            raise with_rank(error, members[0].worker.grid.rank) from error
+
+    joined = []
+    for request, *of_replicas in zip(requests, *transports[0].answers(run), strict=True):
+        log_probs = [row for metrics in of_replicas for row in metrics.log_probs or []]
+        joined.append(replace(of_replicas[0], log_probs=log_probs[: len(request.batch)]))
+    return joined
 
 
-def _run(
-    members: Sequence[RankWorker], parts: Sequence[ReplicaBatch], requests: Sequence[SummedLoss]
-) -> list[StepMetrics]:
-    """Run the requests on this rank."""
-    try:
-        return backward_of(members, parts, [request.call for request in requests])
-    except Exception as error:
-        raise with_rank(error, members[0].worker.grid.rank) from error
-
-
-def _local_transport(group: WorkerGroup) -> LocalTransport:
+def local_transport(group: WorkerGroup) -> LocalTransport:
+    """Return the transport of a local group."""
     assert isinstance(group.ranks, LocalTransport), "the others' processes are elsewhere"
     return group.ranks
-
-
-def _local_part(request: SummedLoss, ranks: LocalTransport) -> ReplicaBatch:
-    names = Objective.create(request.loss, request.options).value_names
-    return ranks.local_part(even_parts(request.batch, ranks.dims.dp, names))
-
-
-def _join_metrics(of_replicas: Sequence[StepMetrics], rows: int) -> StepMetrics:
-    log_probs = [row for metrics in of_replicas for row in metrics.log_probs or []]
-    return replace(of_replicas[0], log_probs=log_probs[:rows])

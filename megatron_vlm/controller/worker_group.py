@@ -73,7 +73,7 @@ def dealt_parts(rows: BatchLike, replicas: Sequence[int], count: int) -> list[Re
 
 def _prompts(rows: BatchLike) -> TensorBatch:
     batch = select_fields(rows, (name for name in FIELDS if name not in ("labels", "targets")))
-    labels = TensorList([torch.full_like(ids_S, IGNORE) for ids_S in _rows(batch["ids"])])
+    labels = TensorList([torch.full_like(ids_S, IGNORE) for ids_S in batch["ids"]])
     return batch.with_fields(labels=labels)
 
 
@@ -94,7 +94,7 @@ def _fill_batch(batch: TensorBatch, missing: int) -> TensorBatch:
     fields = {}
     for name, value in batch.items():
         row = filler.get(name, torch.empty(0)).to(value.dtype)
-        fields[name] = TensorList([*_rows(value), *[row] * missing])
+        fields[name] = TensorList([*value, *[row] * missing])
     return TensorBatch(fields, batch.meta)
 
 
@@ -110,11 +110,7 @@ def _cut_batch(batch: TensorBatch, count: int) -> list[ReplicaBatch]:
 
 
 def _patches(value: Value) -> list[torch.Tensor]:
-    return [row if row.dim() == 2 else row.new_empty(0, 0) for row in _rows(value)]
-
-
-def _rows(value: Value) -> list[torch.Tensor]:
-    return list(value)
+    return [row if row.dim() == 2 else row.new_empty(0, 0) for row in value]
 
 
 class Transport(Protocol):

@@ -185,8 +185,14 @@ def pick_platform(name: str = "auto") -> Platform:
             found="cuda",
             remedy="set platform=cpu, or install a CUDA build of torch and check nvidia-smi",
         )
-    if name == "auto" and not has_cuda and not stand_in_installed():
-        _refuse_unseen_gpu()
+    is_fallback = name == "auto" and not has_cuda and not stand_in_installed()
+    if is_fallback and (evidence := find_unseen_gpu()) is not None:
+        raise ConfigError(
+            f": torch {torch.__version__} sees no GPU, though {evidence} is there",
+            key="platform",
+            found="auto",
+            remedy=f"{why_unseen()}; or set platform=cpu to compute on the CPU",
+        )
     if has_cuda and name != "cpu":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -211,17 +217,6 @@ def why_unseen() -> str:
             f"CUDA_VISIBLE_DEVICES={visible_devices!r} may hide it, as where a job asked for no GPU"
         )
     return "check that nvidia-smi lists it, and that its driver is new enough for this torch"
-
-
-def _refuse_unseen_gpu() -> None:
-    """Refuse to use the CPU by default on a machine with a GPU that torch does not see."""
-    if (evidence := find_unseen_gpu()) is not None:
-        raise ConfigError(
-            f": torch {torch.__version__} sees no GPU, though {evidence} is there",
-            key="platform",
-            found="auto",
-            remedy=f"{why_unseen()}; or set platform=cpu to compute on the CPU",
-        )
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

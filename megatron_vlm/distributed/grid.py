@@ -53,7 +53,9 @@ class RankGroups:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=dims.tp,
                 pipeline_model_parallel_size=dims.pp,
-                virtual_pipeline_model_parallel_size=_virtual(dims),
+                virtual_pipeline_model_parallel_size=(
+                    dims.virtual_stages if dims.virtual_stages > 1 else None
+                ),
                 expert_model_parallel_size=dims.ep,
                 create_gloo_process_groups=False,
                 distributed_timeout_minutes=timeout_minutes,
@@ -184,8 +186,3 @@ def _check_same_groups(dims: ParallelDims) -> None:
             found=degrees_wanted[place],
             remedy="give both one layout, or start the second in processes of its own",
         )
-
-
-def _virtual(dims: ParallelDims) -> int | None:
-    """Return the number of chunks of a stage in Megatron's form."""
-    return dims.virtual_stages if dims.virtual_stages > 1 else None

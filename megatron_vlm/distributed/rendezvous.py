@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -111,27 +112,22 @@ def _take_place(store: Any, rank: int, world: int) -> None:
 def _join_in_time(minutes: float, join: Callable[[], T]) -> T:
     """Return the result of `join`. torch's time-outs do not cover an address that accepts a
     connection and sends nothing (seen with torch 2.13). A thread that waits there is abandoned."""
-    results: list[T] = []
-    errors: list[Exception] = []
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(join())
+            result.set_result(join())
         except Exception as error:
-            errors.append(error)
+            result.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(60 * minutes)
-    if errors:
-        raise errors[0]
-    if not results:
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([result], 60 * minutes).done:
         raise MeetingError(
             f"it has not answered{meeting_place()} in {minutes:g} minutes",
             place="rank 0",
             remedy="check that it is there, and that no other program has this port",
         )
-    return results[0]
+    return result.result()
 
 
 def meeting_place() -> str:

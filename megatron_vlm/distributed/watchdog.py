@@ -59,7 +59,8 @@ class Watchdog:
         self.files = True  # the imports read files
         self.clock = self.since = 0.0
         self.moved, self.worked = 0, 0.0
-        self.cpu_clock = _clock_of_this_thread()
+        is_linux = sys.platform == "linux"  # no other system has these clocks
+        self.cpu_clock = time.pthread_getcpuclockid(threading.get_ident()) if is_linux else None
         self.done = threading.Event()
         self.answered: float | None = None  # time of the store's last reply; None before ranks met
         self.seen: dict[int, tuple[list[Any], float]] = {}
@@ -151,9 +152,12 @@ class Watchdog:
     def _complaint(self, timeout_s: float, orphan_s: float) -> str | None:
         """Return why the process must end, or None."""
         if orphan_s > timeout_s:
-            return describe_orphan(orphan_s, timeout_s, self.where)
+            what = "the launcher has been dead"
+            return _sentence(what, orphan_s, timeout_s, self.where, "this rank")
         if self.answered is not None and (silence := self.clock - self.answered) > timeout_s:
-            return describe_lost(silence, timeout_s, self.where)
+            # It holds the store: without it no other rank can be read.
+            what = "rank 0, which has died or cannot be reached, has not answered"
+            return _sentence(what, silence, timeout_s, self.where, "this rank")
         still, reached = self.clock - self.since, (self.phases, self.signs_of_life)
         status = RankStatus(self.rank, reached, self.step, self.phase, 0.0, still)
         culprit = find_stuck(self.signs or [status], timeout_s)
@@ -184,13 +188,6 @@ class Watchdog:
         return RankStatus(rank, tuple(reached), step, phase, self.clock - self.seen[rank][1], still)
 
 
-def _clock_of_this_thread() -> int | None:
-    """Return the CPU clock of this thread, or None where there is none."""
-    if sys.platform != "linux":
-        return None
-    return time.pthread_getcpuclockid(threading.get_ident())
-
-
 def lost_launcher() -> bool:
     """Return whether our own launcher started this process and has died."""
     launcher = os.environ.get(LAUNCHER)
@@ -204,8 +201,8 @@ def bytes_moved() -> int:
     total = 0
     for place in [*(f"self/task/{thread.native_id}" for thread in threads), *_data_workers()]:
         with contextlib.suppress(OSError):  # it has just ended
-            lines = Path(f"/proc/{place}/io").read_text().split()
-            total += int(lines[1]) + int(lines[3])
+            words = Path(f"/proc/{place}/io").read_text().split()
+            total += int(words[1]) + int(words[3])
     return total
 
 
@@ -242,18 +239,6 @@ def describe(sign: RankStatus, timeout_s: float) -> str:
     what = "has not been heard from" if sign.age > timeout_s else "has been stuck"
     where = f"step {sign.step}: {sign.phase}"
     return _sentence(f"rank {sign.rank} {what}", max(sign.age, sign.still), timeout_s, where)
-
-
-def describe_lost(seconds: float, timeout_s: float, where: str) -> str:
-    """Return the sentence for rank 0, which holds the store: without it no other rank can be
-    read."""
-    what = "rank 0, which has died or cannot be reached, has not answered"
-    return _sentence(what, seconds, timeout_s, where, "this rank")
-
-
-def describe_orphan(seconds: float, timeout_s: float, where: str) -> str:
-    """Return the sentence for a rank that did not end after its launcher had died."""
-    return _sentence("the launcher has been dead", seconds, timeout_s, where, "this rank")
 
 
 def _sentence(what: str, seconds: float, timeout_s: float, where: str, who: str = "it") -> str:

@@ -5,7 +5,8 @@ ordinary tokens: text that spells one becomes this token, and decoded answers sh
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,22 +52,22 @@ class NewTokens:
     def write(self, folder: Path) -> None:
         """Add the tokens to the files of a copy of the checkpoint."""
         ids = dict(zip(self.names, range(self.first, self.first + len(self.names)), strict=True))
-        config = _read(folder / "config.json")
-        text = config["text_config"]
-        text["vocab_size"] = self.vocab(text["vocab_size"])
-        _write(folder / "config.json", config)
-        tokenizer = _read(folder / _TOKENIZER)
-        tokenizer["added_tokens"] += [{"id": i, "content": name} | _KIND for name, i in ids.items()]
-        _write(folder / _TOKENIZER, tokenizer)
+        with changed_json(folder / "config.json") as config:
+            text = config["text_config"]
+            text["vocab_size"] = self.vocab(text["vocab_size"])
+        with changed_json(folder / _TOKENIZER) as tokenizer:
+            entries = [{"id": i, "content": name} | _KIND for name, i in ids.items()]
+            tokenizer["added_tokens"] += entries
         # Two files of older versions list the tokens again.
-        if (folder / _SETTINGS).is_file():
-            settings = _read(folder / _SETTINGS)
-            if "added_tokens_decoder" in settings:
-                entries = {str(i): {"content": name} | _KIND for name, i in ids.items()}
-                settings["added_tokens_decoder"] |= entries
-                _write(folder / _SETTINGS, settings)
-        if (folder / _OLDER).is_file():
-            _write(folder / _OLDER, _read(folder / _OLDER) | ids)
+        listing, older = folder / _SETTINGS, folder / _OLDER
+        if listing.is_file() and "added_tokens_decoder" in json.loads(listing.read_text("utf-8")):
+            with changed_json(listing) as settings:
+                settings["added_tokens_decoder"] |= {
+                    str(i): {"content": name} | _KIND for name, i in ids.items()
+                }
+        if older.is_file():
+            with changed_json(older) as tokens:
+                tokens |= ids
 
 
 def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None:
@@ -137,10 +138,10 @@ def _add(tokenizer: Any, names: Sequence[str]) -> None:
     tokenizer.add_tokens([AddedToken(name, **_KIND) for name in names])
 
 
-def _read(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _write(file: Path, content: Any) -> None:
+@contextmanager
+def changed_json(file: Path) -> Iterator[dict[str, Any]]:
+    """Give the object in a JSON file to be changed, and write it in transformers' form."""
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    yield content
     text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
     file.write_text(text, encoding="utf-8")

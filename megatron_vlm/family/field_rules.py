@@ -5,7 +5,7 @@ a model, or the repository from whose weights a quantized release was made."""
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,19 @@ class KnownFields:
     carried_out: Mapping[str, Rule]  # used: any value that fits its rule and the other fields
     idle: Set[str]  # unused: any value, because nothing that is trained depends on it
     fixed: Mapping[str, tuple[Any, ...]]  # the only values that this version computes with
+
+    def changed(
+        self,
+        carried_out: Mapping[str, Rule] = {},
+        idle: Iterable[str] = (),
+        *,
+        without: Collection[str] = (),
+        **fixed: tuple[Any, ...],
+    ) -> "KnownFields":
+        """Return the same fields without some, and with more of each use."""
+        rules = {name: rule for name, rule in self.carried_out.items() if name not in without}
+        values = {name: only for name, only in self.fixed.items() if name not in without}
+        return KnownFields(rules | dict(carried_out), self.idle | set(idle), values | fixed)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ them tensors with the scales of the blocks and a description in JSON.
 The scales may be codes of 8 bits themselves ("double quantization"). They are read as fp32.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,10 +14,8 @@ from torch import Tensor
 from megatron_vlm.config.base_types import WEIGHTS_PER_BLOCK
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.block_weight import NF4_VALUES, BlockCodes
+from megatron_vlm.hf.expert_layouts import ReadSlice, Span, slices_of
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
-
-Span = tuple[int, int] | None
-Read = Callable[[str, Sequence[Span]], Tensor]
 
 _MARK = ".quant_state.bitsandbytes__"
 _SCALES_PER_BLOCK = 256  # scales that share a factor, where they are codes themselves
@@ -45,15 +43,15 @@ class StoredBlocks:
             names += ["nested_absmax", "nested_quant_map"]
         return [f"{self.name}.{name}" for name in names]
 
-    def read(self, read: Read, spans: Sequence[Span]) -> Tensor:
+    def read(self, read: ReadSlice, spans: Sequence[Span]) -> Tensor:
         """Return a slice of the values, in fp32. `read` reads a stored tensor."""
         rows, width = self.shape
         first, last = (spans[0] if spans else None) or (0, rows)
         if width % WEIGHTS_PER_BLOCK:  # a block has parts of two rows
-            return self._decoded(read, 0, rows)[(slice(first, last), *_slices(spans[1:]))]
-        return self._decoded(read, first, last)[(slice(None), *_slices(spans[1:]))]
+            return self._decoded(read, 0, rows)[(slice(first, last), *slices_of(spans[1:]))]
+        return self._decoded(read, first, last)[(slice(None), *slices_of(spans[1:]))]
 
-    def _decoded(self, read: Read, first_row: int, last_row: int) -> Tensor:
+    def _decoded(self, read: ReadSlice, first_row: int, last_row: int) -> Tensor:
         width = self.shape[1]
         first, last = (row * width // WEIGHTS_PER_BLOCK for row in (first_row, last_row))
         size = read(self.name, [(0, 0)]).element_size()  # codes may be stored as another type
@@ -63,7 +61,7 @@ class StoredBlocks:
         blocks = BlockCodes("nf4", codes_K, self._scales(read, first, last))
         return blocks.decode(torch.float32).view(-1, width)
 
-    def _scales(self, read: Read, first: int, last: int) -> Tensor:
+    def _scales(self, read: ReadSlice, first: int, last: int) -> Tensor:
         scales_B = read(f"{self.name}.absmax", [(first, last)])
         if self.offset is None:
             return scales_B.float()
@@ -73,12 +71,8 @@ class StoredBlocks:
         return values[scales_B.int()] * factors_B + self.offset
 
 
-def _slices(spans: Sequence[Span]) -> Iterator[slice]:
-    return (slice(None) if span is None else slice(*span) for span in spans)
-
-
 def find_blocks(
-    place: str, shapes: Mapping[str, tuple[int, ...]], read: Read
+    place: str, shapes: Mapping[str, tuple[int, ...]], read: ReadSlice
 ) -> Iterator[StoredBlocks]:
     """Yield the weights in 4 bits among stored tensors with these shapes. Refuse those of another
     form, and damaged ones."""
@@ -122,7 +116,7 @@ def _describe(weight: str, state: JsonField) -> StoredBlocks:
 
 
 def _check(
-    stored: StoredBlocks, place: str, shapes: Mapping[str, tuple[int, ...]], read: Read
+    stored: StoredBlocks, place: str, shapes: Mapping[str, tuple[int, ...]], read: ReadSlice
 ) -> None:
     """Check that the tensors beside the codes are there, and that all have the right sizes and
     types."""

@@ -3,17 +3,15 @@ show whether ranks on different machines, or a run that resumes, have the same m
 settings."""
 
 import hashlib
-import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.family.added_tokens import changed_json
 from megatron_vlm.hf.hf_checkpoint import INDEX, HFCheckpoint, read_header, weight_files
 from megatron_vlm.io.atomic import MARK
 from megatron_vlm.io.untrusted import UntrustedFile, real_path
@@ -75,7 +73,7 @@ def is_regular_file(file: Path) -> bool:
 def untie(folder: Path) -> None:
     """Record that the head no longer shares the embedding's weight: at the top, where transformers
     reads it, and among the text fields where they repeat it."""
-    with _changed_config(folder) as config:
+    with changed_json(folder / "config.json") as config:
         config[_TIED] = False
         if _TIED in config["text_config"]:
             config["text_config"][_TIED] = False
@@ -83,17 +81,8 @@ def untie(folder: Path) -> None:
 
 def remove_quantization(folder: Path) -> None:
     """Record that no weight is stored in 4 bits any longer."""
-    with _changed_config(folder) as config:
+    with changed_json(folder / "config.json") as config:
         config.pop("quantization_config", None)
-
-
-@contextmanager
-def _changed_config(folder: Path) -> Iterator[dict[str, Any]]:
-    file = folder / "config.json"
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    yield config
-    text = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
-    file.write_text(text, encoding="utf-8")
 
 
 def digests(source: HFCheckpoint) -> dict[str, str]:

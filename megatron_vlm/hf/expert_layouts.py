@@ -3,7 +3,6 @@ form: the tensors gate_up_proj [experts, 2 * width, hidden] and down_proj [exper
 as in the memory of transformers 5."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -17,6 +16,9 @@ OF_EXPERTS = ".mlp.experts."  # part of the names of the experts' tensors
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 Span = tuple[int, int] | None
+# A function that reads a slice of a checkpoint tensor, from its name and (start, end) for each of
+# its first dimensions; None takes the whole dimension.
+ReadSlice = Callable[[str, Sequence[Span]], Tensor]
 Shape = tuple[int, ...]
 
 
@@ -27,13 +29,6 @@ class ExpertStorage(Enum):
     in_out = "two tensors [experts, in, out], as the released checkpoints have them"
     single = "three matrices [out, in] for each expert"
 
-
-@dataclass(frozen=True)
-class ExpertLayout:
-    """Layout of the experts in a checkpoint."""
-
-    form: ExpertStorage
-
     def all_stored(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         """Return the stored tensors that correspond to these tensors, with their shapes."""
         stored = (self.stored(name, shape) for name, shape in shapes.items())
@@ -42,10 +37,10 @@ class ExpertLayout:
     def stored(self, name: str, shape: Shape) -> dict[str, Shape]:
         """Return the stored tensors that correspond to one of our tensors, in the order of `split`,
         with their shapes. Tensors of other parts of the model are stored unchanged."""
-        if OF_EXPERTS not in name or self.form is ExpertStorage.out_in:
+        if OF_EXPERTS not in name or self is ExpertStorage.out_in:
             return {name: shape}
         count, rows, columns = shape
-        if self.form is ExpertStorage.in_out:
+        if self is ExpertStorage.in_out:
             return {name: (count, columns, rows)}
         parts = parts_of_expert(name)
         part_shape = (rows // len(parts), columns)
@@ -57,22 +52,20 @@ class ExpertLayout:
 
     def split(self, name: str, tensor: Tensor) -> list[Tensor]:
         """Return the values of the tensors of `stored`."""
-        if OF_EXPERTS not in name or self.form is ExpertStorage.out_in:
+        if OF_EXPERTS not in name or self is ExpertStorage.out_in:
             return [tensor]
-        if self.form is ExpertStorage.in_out:
+        if self is ExpertStorage.in_out:
             return [tensor.transpose(1, 2)]
         return [part for expert in tensor for part in expert.chunk(len(parts_of_expert(name)))]
 
-    def read(
-        self, read: Callable[[str, Sequence[Span]], Tensor], name: str, spans: Sequence[Span]
-    ) -> Tensor:
+    def read(self, read: ReadSlice, name: str, spans: Sequence[Span]) -> Tensor:
         """Read some experts of one of our tensors, from only the stored tensors that they consist
         of. Other tensors are read unchanged."""
-        if OF_EXPERTS not in name or self.form is ExpertStorage.out_in:
+        if OF_EXPERTS not in name or self is ExpertStorage.out_in:
             return read(name, spans)
         (span,) = spans
         assert span is not None, "a rank says which experts it holds"
-        if self.form is ExpertStorage.in_out:
+        if self is ExpertStorage.in_out:
             return read(name, spans).transpose(1, 2)
         experts = [
             torch.cat(
@@ -81,6 +74,11 @@ class ExpertLayout:
             for expert in range(*span)
         ]
         return torch.stack(experts)
+
+
+def slices_of(spans: Sequence[Span]) -> tuple[slice, ...]:
+    """Return the index of a slice of a tensor."""
+    return tuple(slice(None) if span is None else slice(*span) for span in spans)
 
 
 def parts_of_expert(name: str) -> tuple[str, ...]:
@@ -92,12 +90,12 @@ def _name_of_expert(name: str, expert: int, part: str) -> str:
     return f"{name.partition(OF_EXPERTS)[0]}{OF_EXPERTS}{expert}.{part}.weight"
 
 
-def find_form(path: str, present: Mapping[str, Shape], sizes: ModelSizes) -> ExpertLayout:
+def find_form(path: str, present: Mapping[str, Shape], sizes: ModelSizes) -> ExpertStorage:
     """Return the layout of the tensors in a checkpoint. Two forms differ only in their shapes;
     where one matrix of an expert is square, the other one decides."""
     shapes = {name: shape for name, shape in sizes.shapes.items() if OF_EXPERTS in name}
     if any(OF_EXPERTS in name and name.endswith(".weight") for name in present):
-        return ExpertLayout(ExpertStorage.single)
+        return ExpertStorage.single
     transposed: list[str] = []
     untransposed: list[str] = []
     square: list[str] = []
@@ -107,7 +105,7 @@ def find_form(path: str, present: Mapping[str, Shape], sizes: ModelSizes) -> Exp
         elif present.get(name) == (shape[0], shape[2], shape[1]):
             transposed.append(name)
     if not transposed or untransposed:  # if both, `check_tensors` lists the differences
-        return ExpertLayout(ExpertStorage.out_in)
+        return ExpertStorage.out_in
     if square:
         raise CheckpointError(
             f"is stored as [experts, in, out], but {square[0]} {shapes[square[0]]} is square, and "
@@ -116,4 +114,4 @@ def find_form(path: str, present: Mapping[str, Shape], sizes: ModelSizes) -> Exp
             key=transposed[0],
             remedy="store both as [experts, out, in]",
         )
-    return ExpertLayout(ExpertStorage.in_out)
+    return ExpertStorage.in_out

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,14 @@ def finish_mark(folder: Path, mark: ExportMark | None) -> None:
     if mark is None:
         (folder / MARK).unlink()
         return
-    content = sorted(_content(folder))
+    content = _content(folder)
     with ThreadPoolExecutor(_THREADS) as threads:  # the new files are cached in memory
-        digests = list(threads.map(digest_of, content))
+        digests = list(threads.map(digest_of, content.values()))
     facts: dict[str, Any] = {"step": mark.step, "checkpoint": mark.checkpoint}
-    if mark.base is not None:
-        facts["base"] = mark.base
-    if mark.base_type is not None:
-        facts["base_type"] = mark.base_type
-    names = [_name_in(folder, path) for path in content]
-    facts["files"] = {name: path.stat().st_size for name, path in zip(names, content, strict=True)}
-    facts["digests"] = dict(zip(names, digests, strict=True))
+    bases = {"base": mark.base, "base_type": mark.base_type}
+    facts |= {key: value for key, value in bases.items() if value is not None}
+    facts["files"] = {name: path.stat().st_size for name, path in content.items()}
+    facts["digests"] = dict(zip(content, digests, strict=True))
     write_mark(folder, mark.run, **facts)
 
 
@@ -70,18 +68,15 @@ def changed_file(folder: Path, since_ns: int = 0) -> str | None:
     mark = read_mark(folder) or {}
     sizes, digests = mark.get("files", {}), mark.get("digests", {})
 
-    def is_changed(path: Path) -> bool:
-        name = _name_in(folder, path)
+    def is_changed(name: str) -> bool:
+        path = content[name]
         if path.is_dir() or path.is_symlink() or path.stat().st_size != sizes.get(name):
             return True
         return path.stat().st_ctime_ns >= since_ns and digest_of(path) != digests.get(name)
 
-    content = sorted(_content(folder))
+    content = _content(folder)
     with ThreadPoolExecutor(_THREADS) as threads:
-        changed = threads.map(is_changed, content)
-        return next(
-            (_name_in(folder, p) for p, is_so in zip(content, changed, strict=True) if is_so), None
-        )
+        return next(compress(content, threads.map(is_changed, content)), None)
 
 
 def add_to_card(folder: Path, title: str, text: str) -> None:
@@ -139,15 +134,15 @@ def is_replaceable(folder: Path, run: str | None) -> bool:
     return True
 
 
-def _content(folder: Path) -> list[Path]:
-    """Return the files of a folder and of the folders in it, and folders that are empty or
-    links."""
-    paths = [path for path in folder.rglob("*") if path != folder / MARK]
-    return [p for p in paths if p.is_symlink() or not p.is_dir() or not any(p.iterdir())]
-
-
-def _name_in(folder: Path, path: Path) -> str:
-    return path.relative_to(folder).as_posix()
+def _content(folder: Path) -> dict[str, Path]:
+    """Return the files of a folder and of the folders in it, and folders that are empty or links,
+    by their names in it."""
+    return {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path != folder / MARK
+        and (path.is_symlink() or not path.is_dir() or not any(path.iterdir()))
+    }
 
 
 def check_push(repo: str, key: str = "checkpoint.push") -> None:

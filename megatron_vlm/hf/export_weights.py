@@ -56,6 +56,25 @@ def gather_tensors(
             yield name, tensors[index].cpu() if grid.leads else None
 
 
+def write_gathered(
+    held: Mapping[Entry, nn.Parameter],
+    table: Sequence[Entry],
+    grid: RankGroups,
+    write: Callable[[Iterator[tuple[str, Tensor | None]]], None],
+    of: Callable[[Entry], bool] = lambda entry: entry.origin is Origin.hub,
+) -> None:
+    """Call `write` on global rank 0 with the tensors of `gather_tensors`. This is a collective."""
+    # The replicas that share experts with the first one send their tensors.
+    named = gather_tensors(held, table, grid, of=of) if grid.edp.rank == 0 else iter(())
+    with fail_together(next(iter(held.values())).device, CheckpointError):
+        try:
+            if grid.dp.rank == 0 and grid.leads:
+                write(named)
+        finally:
+            for _ in named:  # the other ranks send their tensors even if writing the files failed
+                pass
+
+
 def stored_tensors(
     held: Mapping[Entry, nn.Parameter],
     source: HFCheckpoint,
@@ -64,7 +83,6 @@ def stored_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor as `export_hf` writes it, one at a time, on global rank 0, and nothing on
     the other ranks. This is a collective: all ranks iterate to the end."""
-    # The replicas that share experts with the first one send their tensors.
     named = gather_tensors(held, table, grid) if grid.edp.rank == 0 else iter(())
     is_first = grid.dp.rank == 0 and grid.leads
     for name, tensor in named:
@@ -106,16 +124,11 @@ def export_hf(
     done: TrainingSummary | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder, see `write_folder`. This is a collective."""
-    device = next(iter(held.values())).device
-    # The replicas that share experts with the first one send their tensors.
-    named = gather_tensors(held, table, grid) if grid.edp.rank == 0 else iter(())
-    with fail_together(device, CheckpointError):
-        try:
-            if grid.dp.rank == 0 and grid.leads:
-                write_folder(source, exported_names(table), named, out, max_shard_bytes, mark, done)
-        finally:
-            for _ in named:  # the other ranks send their tensors even if writing the files failed
-                pass
+
+    def write(named: Iterator[tuple[str, Tensor | None]]) -> None:
+        write_folder(source, exported_names(table), named, out, max_shard_bytes, mark, done)
+
+    write_gathered(held, table, grid, write)
 
 
 def write_folder(
@@ -217,8 +230,7 @@ class _ShardWriter:
                 "metadata": {"total_size": self.total_bytes},
                 "weight_map": dict(sorted(self.shard_of.items())),
             }
-            text = json.dumps(index, indent=2) + "\n"
-            (self.folder / INDEX).write_text(text)
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         copy_files(self.source.path, self.folder)
         if self.source.new_tokens is not None:
             self.source.new_tokens.write(self.folder)

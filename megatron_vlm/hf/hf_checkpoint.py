@@ -19,7 +19,7 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
 from megatron_vlm.family.added_tokens import find_new_tokens
 from megatron_vlm.hf.bitsandbytes_files import StoredBlocks, find_blocks
-from megatron_vlm.hf.expert_layouts import ExpertLayout, ExpertStorage, find_form
+from megatron_vlm.hf.expert_layouts import ExpertStorage, Span, find_form, slices_of
 from megatron_vlm.io.hub import folder_of, pin
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile, what_is_at
 
@@ -70,7 +70,7 @@ class HFCheckpoint:
         self.in_blocks: dict[str, StoredBlocks] = {}  # tensors that are stored in 4 bits
         self._files: dict[str, Path] = {}  # file of every stored tensor
         self.is_untied = False  # see `untied`
-        self.experts = ExpertLayout(ExpertStorage.out_in)
+        self.experts = ExpertStorage.out_in
 
     def read_headers(self) -> None:
         """Fill `tensors` and `passthrough` from the headers of the weight files. If two files have
@@ -126,7 +126,7 @@ class HFCheckpoint:
         checkpoint.is_untied = True
         return checkpoint
 
-    def read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
+    def read(self, name: str, spans: Sequence[Span]) -> Tensor:
         """Read a slice of one tensor, (start, end) for each leading dimension; None takes the whole
         dimension."""
         if self.new_tokens is not None and self._has_rows_of_tokens(name):
@@ -142,21 +142,19 @@ class HFCheckpoint:
             yield name, tensor
         self.close()
 
-    def _read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
+    def _read(self, name: str, spans: Sequence[Span]) -> Tensor:
         """Read the values of a stored tensor: those in 4 bits in fp32, all others as they are."""
         if (stored := self.in_blocks.get(name)) is not None:
             return stored.read(self._read_stored, spans)
         return self._read_stored(name, spans)
 
-    def _read_stored(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
+    def _read_stored(self, name: str, spans: Sequence[Span]) -> Tensor:
         file = self._files[name]
         with _untrusted_file(file).wrap_errors(f"{name} cannot be read"):
             if file not in self._open_files:
                 self._open_files[file] = safe_open(file, framework="pt")
             piece = self._open_files[file].get_slice(name)
-            if not spans:
-                return piece[:]
-            return piece[tuple(slice(None) if span is None else slice(*span) for span in spans)]
+            return piece[slices_of(spans) if spans else slice(None)]
 
     def _has_rows_of_tokens(self, name: str) -> bool:
         return name in (self.sizes.names.embedding, self.sizes.names.head)

@@ -62,20 +62,13 @@ class Place(NamedTuple):
 class FlatRectangle:
     """Rectangle of a tensor whose values are consecutive in a flat part of a parameter."""
 
-    name: str
-    row: int
-    col: int
-    rows: int
-    cols: int
+    place: Place
     offset: int  # place of its first value in the flat part
-
-    @property
-    def place(self) -> Place:
-        return Place(self.name, self.row, self.col, self.rows, self.cols)
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the values of the rectangle as a view of the flat part."""
-        return flat[self.offset : self.offset + self.rows * self.cols].view(self.rows, self.cols)
+        values = flat[self.offset : self.offset + self.place.num_values]
+        return values.view(self.place.rows, self.place.cols)
 
 
 def blocks_of(entry: Entry, rank: int, ranks: int) -> list[RowBlock]:
@@ -125,9 +118,9 @@ def flat_rectangles(
         for block in blocks:
             first, last = max(row, block.start), min(row + rows, block.start + block.rows)
             if first < last:
-                place = block.row + first - block.start, block.col + col
-                offset = first * width + col - start
-                found.append(FlatRectangle(block.name, *place, last - first, cols, offset))
+                row_of_tensor = block.row + first - block.start
+                place = Place(block.name, row_of_tensor, block.col + col, last - first, cols)
+                found.append(FlatRectangle(place, first * width + col - start))
     return found
 
 

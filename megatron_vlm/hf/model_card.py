@@ -19,7 +19,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from megatron_vlm.config.base_types import BASE_TITLES, WEIGHTS_PER_BLOCK
-from megatron_vlm.config.data_sources import HUB, SourceSpec
+from megatron_vlm.config.data_sources import HUB
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
@@ -140,13 +140,11 @@ def _body(
     commit = f" at commit {code(name.commit)}" if name and name.commit else ""
     yield f"# {shown}, fine-tuned"
     yield ""
-    if done is None:
-        yield f"Fine-tuned from {shown}{commit} with megatron_vlm."
-    else:
+    length = ""
+    if done is not None:
         tokens = "" if done.tokens is None else f" and {done.tokens:,} trained tokens"
-        yield (
-            f"Fine-tuned from {shown}{commit} with megatron_vlm, for {done.step:,} steps{tokens}."
-        )
+        length = f", for {done.step:,} steps{tokens}"
+    yield f"Fine-tuned from {shown}{commit} with megatron_vlm{length}."
     for pattern in copied:
         yield ""
         yield (
@@ -173,13 +171,9 @@ def _data(done: TrainingSummary) -> Iterator[str]:
     yield from ("", "## Data", "")
     for spec in done.cfg.data.train:
         weight = "" if spec.weight == 1 else f", weight {spec.weight:g}"
-        yield f"- {code(_source_name(spec))}{weight}"
-
-
-def _source_name(spec: SourceSpec) -> str:
-    if spec.path.startswith(HUB):
-        return spec.path.removeprefix(HUB)
-    return Path(spec.path).name
+        is_of_hub = spec.path.startswith(HUB)
+        name = spec.path.removeprefix(HUB) if is_of_hub else Path(spec.path).name
+        yield f"- {code(name)}{weight}"
 
 
 def _scores(done: TrainingSummary) -> Iterator[str]:

@@ -22,13 +22,10 @@ from megatron_vlm.family.decoder_layers import (
 )
 from megatron_vlm.family.spec import ModelSizes, Part, TensorSpec
 from megatron_vlm.hf.backend import BACKENDS
+from megatron_vlm.hf.expert_layouts import ReadSlice
 
 # Our names of the head and of the norm before it.
 HEAD, LAST_NORM = "output_layer", "decoder.final_layernorm.weight"
-
-# A function that reads a slice of a checkpoint tensor, from its name and (start, end) for each of
-# its first dimensions.
-ReadSlice = Callable[[str, Sequence[tuple[int, int] | None]], Tensor]
 
 
 @dataclass(frozen=True)

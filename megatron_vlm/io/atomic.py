@@ -18,6 +18,8 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from megatron_vlm.io.untrusted import UntrustedFile
 
 MARK = "megatron_vlm.json"
 NEW = ".new"  # suffix of a file that is being written
+blake2b = partial(hashlib.blake2b, digest_size=32)  # hasher for the digest of a file
 _log = logging.getLogger(__name__)
 
 
@@ -96,28 +99,23 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, blake2b).hexdigest()
 
 
-def blake2b() -> "hashlib.blake2b":
-    """Make the hasher for the digest of a file."""
-    return hashlib.blake2b(digest_size=32)
-
-
 def begin(folder: Path, run: str | None) -> Path:
     """Make the marked empty folder to write into. A folder that a crash left is removed if this run
     wrote it."""
-    partial = partial_of(folder)
-    check_partial(partial, run)
+    new = partial_of(folder)
+    check_partial(new, run)
     try:
-        if partial.exists():
-            _remove(partial)
-        partial.mkdir(parents=True)
-        write_mark(partial, run)
+        if new.exists():
+            _remove(new)
+        new.mkdir(parents=True)
+        write_mark(new, run)
     except OSError as error:
         raise CheckpointError(
             f"cannot be created: {error.strerror}",
-            place=str(partial),
+            place=str(new),
             remedy="give a folder that can be written to",
         ) from error
-    return partial
+    return new
 
 
 def check_partial(partial: Path, run: str | None) -> None:
@@ -136,7 +134,8 @@ def put_in_place(folder: Path) -> Path | None:
     aside = None
     try:
         if os.path.lexists(folder):
-            aside = _free_name(folder)
+            names = (folder.with_name(f"{folder.name}.aside{n}") for n in count(1))
+            aside = next(path for path in names if not os.path.lexists(path))
             folder.rename(aside)
         partial_of(folder).rename(folder)
         sync(folder.parent)
@@ -202,10 +201,3 @@ def _remove(folder: Path) -> None:
             path.unlink()
     (folder / MARK).unlink(missing_ok=True)
     folder.rmdir()
-
-
-def _free_name(folder: Path) -> Path:
-    number = 1
-    while os.path.lexists(path := folder.with_name(f"{folder.name}.aside{number}")):
-        number += 1
-    return path

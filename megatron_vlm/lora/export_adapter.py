@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vlm.config.schema import LoraConfig
-from megatron_vlm.config.trainable import Exported
-from megatron_vlm.distributed.agreement import fail_together
+from megatron_vlm.config.trainable import Exported, scale_of
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.spec import TensorSpec
@@ -20,9 +19,9 @@ from megatron_vlm.hf.block_weight import rounded
 from megatron_vlm.hf.export_folder import ExportMark
 from megatron_vlm.hf.export_weights import (
     check_finite,
-    gather_tensors,
     new_export,
     write_folder,
+    write_gathered,
     write_tensors,
 )
 from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
@@ -30,7 +29,7 @@ from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
 from megatron_vlm.hf.weight_map import Entry, exported_names
 from megatron_vlm.io.hub import hub_name
 from megatron_vlm.lora.peft_config import ADAPTER_FILE, CONFIG, file_tensors, parameters
-from megatron_vlm.lora.peft_folder import merge_adapter, tensors_saved_whole
+from megatron_vlm.lora.peft_folder import tensors_saved_whole
 from megatron_vlm.lora.targets import (
     PREFIX,
     entries_in_blocks,
@@ -57,12 +56,6 @@ class TrainedAdapter:
         down, up = (self.tensors[tensor.name] for tensor in tensors_of(weight, self.lora.rank))
         return down.to(dtype), up.to(dtype)
 
-    def tensors_in_file(self) -> dict[str, Tensor]:
-        """Return the adapters of all weights, in the form of PEFT's files."""
-        forms = file_tensors(self.weights, self.lora.rank)
-        pairs = chain.from_iterable(map(self.pair, self.weights))
-        return {form.name: form.stored(value) for form, value in zip(forms, pairs, strict=True)}
-
 
 def export_adapter(
     held: Mapping[Entry, nn.Parameter],
@@ -77,19 +70,12 @@ def export_adapter(
 ) -> None:
     """Write this rank's share of `trained`; `form` has the other fields of a TrainedAdapter. This
     is a collective."""
-    device = next(iter(held.values())).device
-    chosen = set(trained)
-    named: Iterator[tuple[str, Tensor | None]] = iter(())
-    if grid.edp.rank == 0:  # replicas that share experts with the first one send their tensors
-        named = gather_tensors(held, table, grid, of=lambda entry: entry in chosen)
-    with fail_together(device, CheckpointError):
-        try:
-            if grid.dp.rank == 0 and grid.leads:
-                tensors = {name: value for name, value in named if value is not None}
-                write(TrainedAdapter(*form, tensors), table, out, kind, mark, done)
-        finally:
-            for _ in named:  # the other ranks send their tensors even if writing the file failed
-                pass
+
+    def write_trained(named: Iterator[tuple[str, Tensor | None]]) -> None:
+        tensors = {name: value for name, value in named if value is not None}
+        write(TrainedAdapter(*form, tensors), table, out, kind, mark, done)
+
+    write_gathered(held, table, grid, write_trained, of=set(trained).__contains__)
 
 
 def write(
@@ -110,8 +96,16 @@ def write(
         named = merged_tensors(adapter, names, {name for entry in frozen for name in entry.names})
         write_folder(source, names, named, out, mark=mark, done=done)
         return
-    _check_fits(lora)
-    tensors = adapter.tensors_in_file()
+    if whole := [part for part in lora.train if part != "merger"]:
+        raise CheckpointError(
+            f"has {whole[0]}, and PEFT's files have no place for its weights",
+            key="lora.train",
+            found=lora.train,
+            remedy="write the merged model: megatron-vlm export --as merged",
+        )
+    forms = file_tensors(adapter.weights, lora.rank)
+    pairs = chain.from_iterable(map(adapter.pair, adapter.weights))
+    tensors = {form.name: form.stored(value) for form, value in zip(forms, pairs, strict=True)}
     for tensor in tensors_saved_whole(source.sizes.tensors, lora):
         dtype = FLOATS[source.tensors[tensor.name].dtype]
         tensors[PREFIX + tensor.name] = adapter.tensors[tensor.name].to(dtype).contiguous()
@@ -130,7 +124,9 @@ def _render_config(
 ) -> dict[str, Any]:
     """Return the adapter_config.json of the trained adapter."""
     base = hub_name(source.name)
-    modules = sorted({_module_to_save(t) for t in tensors_saved_whole(source.sizes.tensors, lora)})
+    # Mergers are saved whole: model.visual.merger, model.visual.deepstack_merger_list.0.
+    whole = map(module_of, tensors_saved_whole(source.sizes.tensors, lora))
+    modules = sorted({name.split(".linear_fc")[0].split(".norm")[0] for name in whole})
     linears = [weight for weight in weights if not is_of_experts(weight)]
     return {
         "peft_type": "LORA",
@@ -157,12 +153,6 @@ def _render_config(
     }
 
 
-def _module_to_save(tensor: TensorSpec) -> str:
-    """Return the module that contains the tensor; mergers are saved whole: model.visual.merger,
-    model.visual.deepstack_merger_list.0."""
-    return module_of(tensor).split(".linear_fc")[0].split(".norm")[0]
-
-
 def _shortest_names(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]) -> list[str]:
     """Return target_modules. PEFT adapts every module with one of these names, or whose name ends
     with one after a dot. The names are shortened to their last parts if those match no other
@@ -172,16 +162,6 @@ def _shortest_names(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]
     modules = {tensor.name.rpartition(".")[0] for tensor in tensors}
     matched = {name for name in modules if name.rpartition(".")[2] in leaves}
     return sorted(leaves if matched == chosen else chosen)
-
-
-def _check_fits(lora: LoraConfig) -> None:
-    if whole := [part for part in lora.train if part != "merger"]:
-        raise CheckpointError(
-            f"has {whole[0]}, and PEFT's files have no place for its weights",
-            key="lora.train",
-            found=lora.train,
-            remedy="write the merged model: megatron-vlm export --as merged",
-        )
 
 
 def merged_tensors(
@@ -203,6 +183,6 @@ def merged_tensors(
         if name in with_adapter:
             down, up = adapter.pair(with_adapter[name])
             with torch.no_grad():
-                stored = merge_adapter(stored, down, up, adapter.lora)
+                stored = stored.float() + scale_of(adapter.lora) * (up.float() @ down.float())
         yield name, stored
     source.close()

@@ -95,11 +95,6 @@ def file_tensors(weights: Sequence[TensorSpec], rank: int) -> list[PeftTensor]:
     return tensors
 
 
-def is_of_linear(name: str) -> bool:
-    """Return whether a tensor of a file belongs to a linear layer, not to experts."""
-    return OF_EXPERTS not in name
-
-
 def of_parameters(named: Sequence[str], tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
     """Return the weights of experts that PEFT's target_parameters name, by their full names or by
     an ending after a dot."""
@@ -170,7 +165,7 @@ def lora_of(folder: Path, model: str) -> LoraConfig:
     config = read_adapter_config(folder)
     names = sorted(read_header(folder / ADAPTER_FILE))
     ending = ".lora_A.weight"
-    linears = [name for name in names if name.endswith(ending) and is_of_linear(name)]
+    linears = [name for name in names if name.endswith(ending) and OF_EXPERTS not in name]
     targets = [name.removeprefix(PREFIX).removesuffix(ending) for name in linears]
     if len(linears) < sum(name.endswith(ending) for name in names):
         targets += target_parameters(config)

@@ -10,7 +10,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_vlm.config.schema import LoraConfig
-from megatron_vlm.config.trainable import scale_of
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.hf.checkpoint_files import weights_digest
@@ -23,13 +22,12 @@ from megatron_vlm.lora.peft_config import (
     BASE_COPY,
     different_settings,
     file_tensors,
-    is_of_linear,
     of_parameters,
     read_adapter_config,
     target_parameters,
     unsupported_options,
 )
-from megatron_vlm.lora.targets import PREFIX, is_of_experts, module_of
+from megatron_vlm.lora.targets import OF_EXPERTS, PREFIX, is_of_experts, module_of
 
 _ROWS = 2**14  # number of rows to compare at a time
 _SHOWN = 5  # maximum number of names in an error
@@ -76,7 +74,7 @@ class AdapterFolder:
         expected = {tensor.name: tensor.shape for tensor in self.tensors.values()}
         expected |= {PREFIX + tensor.name: tensor.shape for tensor in whole_tensors}
         head = next((weight for weight in weights if weight.part is Part.head), None)
-        if head is not None and (copied := _base_copy_name(head)) in self.shapes:
+        if head and (copied := f"{PREFIX}{module_of(head)}{BASE_COPY}") in self.shapes:
             self._check_copied(copied, source)
             del self.shapes[copied]
         for error in self._errors(expected, lora):
@@ -151,7 +149,7 @@ class AdapterFolder:
                     f"is {list(shape)} in this model: the adapter was trained on another one",
                     key=f"{name}.shape",
                     found=shapes[name],
-                    remedy="give that one as model.path" + ("" if is_of_linear(name) else _OLDER),
+                    remedy="give that one as model.path" + _OLDER * (OF_EXPERTS in name),
                 )
 
     def read(self, name: str) -> Tensor | None:
@@ -172,11 +170,6 @@ class AdapterFolder:
         return value if form is None else form.loaded(value)
 
 
-def _base_copy_name(weight: TensorSpec) -> str:
-    """Return PEFT's name of its copy of a weight with an adapter."""
-    return f"{PREFIX}{module_of(weight)}{BASE_COPY}"
-
-
 def _other_experts(
     config: JsonField, weights: Sequence[TensorSpec], source: HFCheckpoint
 ) -> Iterator[CheckpointError]:
@@ -192,8 +185,3 @@ def _other_experts(
             found=names,
             remedy="give the lora.targets that the adapter was trained with",
         )
-
-
-def merge_adapter(weight: Tensor, down: Tensor, up: Tensor, lora: LoraConfig) -> Tensor:
-    """Return the weight merged with its adapter, in fp32."""
-    return weight.float() + scale_of(lora) * (up.float() @ down.float())

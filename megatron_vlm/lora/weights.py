@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,9 @@ from megatron_vlm.config.trainable import SWITCHES, exports
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes, TensorSpec
+from megatron_vlm.hf.expert_layouts import Span, slices_of
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.hf.weight_map import Entry, Origin, ReadSlice
+from megatron_vlm.hf.weight_map import Entry, Origin
 from megatron_vlm.lora.peft_folder import AdapterFolder
 from megatron_vlm.lora.targets import (
     PREFIX,
@@ -111,16 +113,14 @@ def fill(
         name = entry.names[0] if entry.origin is Origin.added else PREFIX + entry.names[0]
         whole = value_of(entry.hf_tensors[0], name)
         if whole is not None:
-            part = entry.layout.load(_slices_of(whole), [name], *grid.along(entry.layout.cut))
+            read = partial(_slice_of, whole)
+            part = entry.layout.load(read, [name], *grid.along(entry.layout.cut))
             with torch.no_grad():
                 param.copy_(part)
 
 
-def _slices_of(whole: Tensor) -> ReadSlice:
-    def read(_: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
-        return whole[tuple(slice(None) if span is None else slice(*span) for span in spans)]
-
-    return read
+def _slice_of(whole: Tensor, _: str, spans: Sequence[Span]) -> Tensor:
+    return whole[slices_of(spans)]
 
 
 def values(

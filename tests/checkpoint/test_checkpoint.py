@@ -27,11 +27,10 @@ from megatron_vlm.checkpoint.save_load import load, save
 from megatron_vlm.checkpoint.tensor_pieces import (
     Piece,
     PieceReader,
-    cut_pieces,
     make_index,
 )
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.matrices import RowBlock, rectangles
+from megatron_vlm.hf.matrices import RowBlock, flat_rectangles, rectangles
 from megatron_vlm.io.atomic import partial_of
 from megatron_vlm.training import offload
 from megatron_vlm.training.worker import MegatronWorker
@@ -423,11 +422,12 @@ def test_rectangles_cover_a_range_once():
 
 def test_cut_leaves_padding_out():
     blocks = [RowBlock("a", 0, 2, 10, 3), RowBlock("b", 2, 1, 0, 0)]  # row 3 is padding
-    pieces = cut_pieces("m/", torch.arange(2.0, 12.0), 2, 3, blocks)
-    assert [(p.name, p.data.tolist()) for p in pieces] == [
-        ("m/a@10,5", [[2.0]]),
-        ("m/a@11,3", [[3.0, 4.0, 5.0]]),
-        ("m/b@0,0", [[6.0, 7.0, 8.0]]),
+    flat = torch.arange(2.0, 12.0)
+    found = [(r.place[:3], r.view(flat).tolist()) for r in flat_rectangles(2, 10, 3, blocks)]
+    assert found == [
+        (("a", 10, 5), [[2.0]]),
+        (("a", 11, 3), [[3.0, 4.0, 5.0]]),
+        (("b", 0, 0), [[6.0, 7.0, 8.0]]),
     ]
 
 

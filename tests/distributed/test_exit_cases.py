@@ -184,33 +184,27 @@ def test_nothing_outlives_a_killed_launcher(folder, tiny):
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_killed_launcher_of_ranks_that_hang(folder, tiny):
-    """The ranks cannot save: one of them is stopped, and the other waits for it. The first one to
-    notice ends the others."""
-    job = PipedJob(folder, tiny(), "hanging", "launch.timeout_minutes=0.3")
-    os.kill(job.marked.pid_of(1), signal.SIGSTOP)
-    os.kill(job.pid_of_launcher(), signal.SIGKILL)
-    assert "the run resumes from its last complete checkpoint" in job.check_end(200)
-
-
-@pytest.mark.slow
-def test_nothing_outlives_a_job_that_was_stuck(folder, tiny):
-    job = PipedJob(folder, tiny(), "stuck", "launch.timeout_minutes=0.3")
-    os.kill(job.marked.pid_of(1), signal.SIGSTOP)
-    out = job.check_end(200)
-    assert "rank 0: rank 1 has not been heard from for" in out
-    assert "rank 0 ended with exit status 70" in out
-
-
-@pytest.mark.slow
-def test_nothing_outlives_a_second_interrupt_of_ranks_that_hang(folder, tiny):
-    job = PipedJob(folder, tiny(), "interrupted")
+@pytest.mark.parametrize(
+    ("to_launcher", "words"),
+    [
+        ((), ("rank 0: rank 1 has not been heard from for", "rank 0 ended with exit status 70")),
+        ((signal.SIGKILL,), ("the run resumes from its last complete checkpoint",)),
+        ((signal.SIGINT, signal.SIGINT), ()),
+    ],
+    ids=["alone", "killed launcher", "second interrupt"],
+)
+def test_nothing_outlives_ranks_that_hang(to_launcher, words, folder, tiny):
+    """They cannot save: one of them is stopped, and the other waits for it. The launcher, or the
+    first one to notice, ends the others."""
+    watched = ("launch.timeout_minutes=0.3",) if words else ()
+    job = PipedJob(folder, tiny(), f"hanging-{len(to_launcher)}", *watched)
     os.kill(job.marked.pid_of(1), signal.SIGSTOP)
     time.sleep(1)  # until the other rank waits for it in a collective
-    for _ in range(2):
-        os.kill(job.pid_of_launcher(), signal.SIGINT)
+    for number in to_launcher:
+        os.kill(job.pid_of_launcher(), number)
         time.sleep(0.5)
-    job.check_end(60)
+    out = job.check_end(200 if watched else 60)
+    assert all(word in out for word in words), out
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.slow,  # it waits for a time-out
 ]
 STEPS = 400
+KEYS = ("checkpoint.every=10", "launch.timeout_minutes=0.5", "optim.schedule=constant")
 HOSTS = {"mvlm-a": "10.231.0.1", "mvlm-b": "10.231.0.2"}
 
 
@@ -54,7 +55,7 @@ def remove_hosts() -> None:
 
 def start(folder: Path, model: str, run: str) -> list[subprocess.Popen]:
     """Start one rank on each host, with the variables that torchrun or Slurm would set."""
-    train = command(folder, model, run, *overrides())[4:]
+    train = command(folder, model, run, f"train.steps={STEPS}", *KEYS)[4:]
     jobs = []
     for rank, name in enumerate(HOSTS):
         env = outside_of_jobs() | {
@@ -69,15 +70,6 @@ def start(folder: Path, model: str, run: str) -> list[subprocess.Popen]:
         inside = ["ip", "netns", "exec", name, sys.executable, "-m", "megatron_vlm.train", *train]
         jobs.append(subprocess.Popen(inside, env=env, stderr=subprocess.PIPE, text=True))
     return jobs
-
-
-def overrides() -> list[str]:
-    return [
-        f"train.steps={STEPS}",
-        "checkpoint.every=10",
-        "launch.timeout_minutes=0.5",
-        "optim.schedule=constant",
-    ]
 
 
 def test_a_cut_link_is_named_and_the_run_resumes(hosts, tiny, tmp_path, pool):
@@ -106,9 +98,7 @@ def test_a_cut_link_is_named_and_the_run_resumes(hosts, tiny, tmp_path, pool):
         job.communicate()
     again = steps_of(tmp_path / "run")[done:]
     assert done - 20 < again[0]["step"] <= done + 1 and again[0]["step"] % 10 == 1
-    status, _, err = go_pooled(
-        pool, 2, tmp_path, tiny(), "one-host", *overrides()[1:], "train.steps=40"
-    )
+    status, _, err = go_pooled(pool, 2, tmp_path, tiny(), "one-host", *KEYS, "train.steps=40")
     assert status == 0, err
     first = values(steps_of(tmp_path / "one-host"))[:15]
     assert values(steps_of(tmp_path / "run"))[:15] == first

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,46 +149,45 @@ if __name__ == "__main__":
     assert len(pids) == 1 + restarts and (str(os.getpid()) in pids) == (not restarts)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_signals_reach_every_rank_and_the_job_does_not_restart(number, job, tmp_path):
-    body = f"""
-signal.signal({int(number)}, lambda *_: sys.exit(75))
-open(f"{{sys.argv[1]}}/ready-{{rank}}", "w").close()
-time.sleep(60)
-"""
-
-    def send() -> None:
-        while len(list(tmp_path.glob("ready-*"))) < 2:
-            time.sleep(0.02)
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    before = signal.getsignal(number)
-    assert job(body, 2, max_restarts=1) == 75
-    thread.join()
-    assert signal.getsignal(number) == before
-    assert starts(tmp_path) == ["0-0", "0-1"]
-
-
-def test_a_rank_that_is_not_there_yet_when_a_signal_comes_has_nothing_to_save(job, tmp_path, capfd):
-    """Rank 0 is killed, as Python is before its signal handlers are set; rank 1 has set its own."""
-    body = """
-rank and signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+READY = """
 open(f"{sys.argv[1]}/ready-{rank}", "w").close()
 time.sleep(60)
 """
 
+
+@contextmanager
+def signals_when_ready(folder: Path, *numbers: int) -> Iterator[None]:
+    """Send these signals to this process, the launcher, once two ranks are ready."""
+
     def send() -> None:
-        while len(list(tmp_path.glob("ready-*"))) < 2:
+        while len(list(folder.glob("ready-*"))) < 2:
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.2)
 
     thread = threading.Thread(target=send)
     thread.start()
-    assert job(body, 2, max_restarts=1) == 75
+    yield
     thread.join()
-    assert starts(tmp_path) == ["0-0", "0-1"] and "killed by" not in capfd.readouterr().err
+    assert starts(folder) == ["0-0", "0-1"]  # the job was not started again
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signals_reach_every_rank_and_the_job_does_not_restart(number, job, tmp_path):
+    before = signal.getsignal(number)
+    with signals_when_ready(tmp_path, number):
+        body = f"signal.signal({int(number)}, lambda *_: sys.exit(75))"
+        assert job(body + READY, 2, max_restarts=1) == 75
+    assert signal.getsignal(number) == before
+
+
+def test_a_rank_that_is_not_there_yet_when_a_signal_comes_has_nothing_to_save(job, tmp_path, capfd):
+    """Rank 0 is killed, as Python is before its signal handlers are set; rank 1 has set its own."""
+    with signals_when_ready(tmp_path, signal.SIGTERM):
+        body = "rank and signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))"
+        assert job(body + READY, 2, max_restarts=1) == 75
+    assert "killed by" not in capfd.readouterr().err
 
 
 def test_a_signal_while_ranks_are_started_ends_the_job(job, tmp_path, monkeypatch):
@@ -201,27 +202,12 @@ def test_a_signal_while_ranks_are_started_ends_the_job(job, tmp_path, monkeypatc
     assert job("time.sleep(60)", 2, max_restarts=1) == 75
 
 
-def interrupt_twice(folder: Path) -> None:
-    while len(list(folder.glob("ready-*"))) < 2:
-        time.sleep(0.02)
-    for _ in range(2):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)
-
-
 def test_a_second_interrupt_ends_ranks_that_do_not_hear_it(job, tmp_path, monkeypatch):
     """Ranks in a collective do not hear it, since Python's handler does not run there."""
     monkeypatch.setattr("megatron_vlm.distributed.launch.local_launcher.STOP_S", 0.5)
-    body = """
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-open(f"{sys.argv[1]}/ready-{rank}", "w").close()
-time.sleep(60)
-"""
-    thread = threading.Thread(target=interrupt_twice, args=(tmp_path,))
-    thread.start()
-    assert job(body, 2, max_restarts=1) == 130
-    thread.join()
-    assert starts(tmp_path) == ["0-0", "0-1"]
+    with signals_when_ready(tmp_path, signal.SIGINT, signal.SIGINT):
+        body = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+        assert job(body + READY, 2, max_restarts=1) == 130
 
 
 def test_a_rank_that_does_not_end_with_the_others_is_ended(job, capfd, monkeypatch):

@@ -203,17 +203,16 @@ def test_a_square_matrix_is_told_by_the_other(tiny, tmp_path):
     """A gate_up with hidden = 2 x width is square: the shape of down decides, and transformers must
     agree."""
     path = tiny(**TINY, expert_intermediate=32)
-    assert check(path).experts.form is ExpertStorage.out_in
+    assert check(path).experts is ExpertStorage.out_in
     turned = stored_as(path, tmp_path / "turned", ExpertStorage.in_out)
     with raises(CheckpointError, place=turned) as caught:
         check(turned)
     assert caught.value.key.endswith(".mlp.experts.down_proj")
     assert (
-        check(stored_as(path, tmp_path / "a", ExpertStorage.single)).experts.form
-        is ExpertStorage.single
+        check(stored_as(path, tmp_path / "a", ExpertStorage.single)).experts is ExpertStorage.single
     )
     other = tiny(**TINY, expert_intermediate=64)  # down is square
-    assert check(other).experts.form is ExpertStorage.out_in
+    assert check(other).experts is ExpertStorage.out_in
     with raises(CheckpointError, problem_has="down_proj (4, 64, 64)"):
         check(stored_as(other, tmp_path / "b", ExpertStorage.in_out))
 

@@ -25,6 +25,8 @@ EVERY = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
 LORA = dict(rank=4, alpha=8.0, targets=EVERY, dropout=0.2)
 EXPERTS = dict(experts=8, layers=4)
 DELTA_NET = dict(family="qwen3_5", head_dim=64)
+HEAD = dict(LORA, targets=("attention", "head"))
+ODD, TIED = dict(vocab=509), dict(vocab=509, tied=True)
 MERGER = dict(rank=4, targets=("attention",), train=("merger",), dropout=0.1)
 
 
@@ -44,21 +46,26 @@ SAME = {
     "delta-net-tp2-pp2": with_lora(
         layout(tp=2, pp=2, layers_per_stage=[1, 3], recompute="full"), **LORA
     ),
+    "head-tp2-bf16": with_lora(bf16(layout(tp=2)), **HEAD),
+    "head-pp2x2": with_lora(layout(pp=2, virtual_stages=2), **HEAD),
+    "head-dp2": with_lora(layout(dp=2), **HEAD),
 }
-FULL = {"tp2-pp2", "in-experts-ep2", "delta-net-tp2-pp2"}
+FULL = {"tp2-pp2", "in-experts-ep2", "delta-net-tp2-pp2", "head-tp2-bf16"}
 SIZES = {
-    "experts-ep2": EXPERTS,
-    "in-experts-ep2": EXPERTS,
+    **dict.fromkeys(("experts-ep2", "in-experts-ep2"), EXPERTS),
+    **dict.fromkeys(("head-tp2-bf16", "head-pp2x2", "head-dp2"), TIED),
     "delta-net-tp2-pp2": DELTA_NET,
 }
 
 
 @pytest.mark.parametrize("name", marked(SAME, ("merger-pp2x2",), FULL))
 def test_resumed_is_bit_for_bit_the_run_without_a_break(name, pool, tiny, tmp_path):
-    case, path = SAME[name], tiny(**SIZES.get(name, {}))
+    case, sizes = SAME[name], SIZES.get(name, {})
+    path, vocab = tiny(**sizes), sizes.get("vocab", 512)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    figures = pool.run(go, case.world, path, case, Part(straight, range(3), None, (2, 3)))[0]
-    part = Part(resumed, range(2, 3), step_folder(straight, 2), (3,))
+    part = Part(straight, range(3), None, (2, 3), vocab=vocab)
+    figures = pool.run(go, case.world, path, case, part)[0]
+    part = Part(resumed, range(2, 3), step_folder(straight, 2), (3,), vocab=vocab)
     assert pool.run(go, case.world, path, case, part)[0] == figures[2:]
     actual, expected = step_folder(resumed, 3), step_folder(straight, 3)
     for file in [path.name for path in expected.iterdir()]:
@@ -82,20 +89,28 @@ def test_resumed_is_bit_for_bit_the_run_without_a_break(name, pool, tiny, tmp_pa
         slow(layout(dp=2), layout(tp=2), {}),
         slow(layout(tp=2), layout(pp=2, virtual_stages=2), {}),
         slow(layout(dp=2, ep=2), layout(pp=2), {**DELTA_NET, "experts": 4}),
+        full(layout(tp=2), layout(dp=2), TIED),
+        full(layout(dp=2), layout(tp=2, pp=2), ODD),
     ],
 )
 def test_another_layout_holds_the_same_bits(first, second, sizes, pool, tiny, tmp_path):
-    path, lora = tiny(**sizes), dict(LORA, train=())
+    path, lora, vocab = tiny(**sizes), dict(LORA, train=()), sizes.get("vocab", 512)
     if "experts" in sizes:
         lora |= dict(targets=("attention", "mlp", "merger"), dropout=0.0)
+    if "vocab" in sizes:
+        lora |= HEAD
     first, second = with_lora(first, **lora), with_lora(second, **lora)
-    pool.run(go, first.world, path, first, Part(tmp_path / "a", range(1), None, (1,)))
+    part = Part(tmp_path / "a", range(1), None, (1,), vocab=vocab)
+    pool.run(go, first.world, path, first, part)
     before = step_folder(tmp_path / "a", 1)
-    pool.run(go, second.world, path, second, Part(tmp_path / "b", range(1, 1), before, (1,)))
+    part = Part(tmp_path / "b", range(1, 1), before, (1,), vocab=vocab)
+    pool.run(go, second.world, path, second, part)
     actual, expected = whole(step_folder(tmp_path / "b", 1)), whole(before)
     assert actual.keys() == expected.keys()
     assert [key for key in expected if not torch.equal(actual[key], expected[key])] == []
     assert sum(f.stat().st_size for f in before.iterdir()) < 2**21  # the model has 3 MB
+    for kind in ("", "exp_avg/", "exp_avg_sq/") if "vocab" in sizes else ():
+        assert len(actual[f"{kind}base_model.model.lm_head.lora_B.weight"]) == vocab
 
 
 def loaded(path: str, case: Case, folder, training: bool = True) -> CheckpointError:
@@ -154,10 +169,11 @@ def figures(pool, path: str, case: Case, tmp_path) -> list[tuple[float, float]]:
 
 
 @pytest.mark.full
-def test_dropout_is_the_same_whatever_the_layout_and_what_is_recomputed(pool, tiny, tmp_path):
+@pytest.mark.parametrize("targets", [("attention", "mlp"), ("head",)])
+def test_dropout_is_the_same_whatever_the_layout(targets, pool, tiny, tmp_path):
     """A mask that recomputation drew anew, or that TP ranks did not share, would change the
     norm."""
-    language = dict(LORA, targets=("attention", "mlp"))
+    language = dict(LORA, targets=targets)
     plain = figures(pool, tiny(), with_lora(layout(), **language), tmp_path)
     other = with_lora(layout(tp=2, pp=2, virtual_stages=2, recompute="full"), **language)
     actual = figures(pool, tiny(), other, tmp_path)
@@ -165,6 +181,10 @@ def test_dropout_is_the_same_whatever_the_layout_and_what_is_recomputed(pool, ti
     without = figures(pool, tiny(), with_lora(layout(), **dict(language, dropout=0.0)), tmp_path)
     # In the first step B is zero, and so is the gradient of A. Dropout changes the gradient of B.
     assert abs(without[0][1] / plain[0][1] - 1) > 1e-3
+
+
+@pytest.mark.full
+def test_dropout_is_the_same_where_the_tower_is_recomputed(pool, tiny, tmp_path):
     tower = dict(LORA, targets=("merger", "vision_attention", "vision_mlp"))
     stored = figures(pool, tiny(), with_lora(layout(), **tower), tmp_path)
     again = figures(pool, tiny(), with_lora(layout(recompute_vision=True), **tower), tmp_path)

@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/lora/test_config.py
 """The keys of `lora`: recipes, the weights that they choose, and refused values."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -87,6 +88,8 @@ REFUSED = {
     "lora=default data.add_tokens=['<a>']": dict(
         key="data.add_tokens", problem_has="lora.train without language"
     ),
+    "lora.base=nf4": dict(key="lora.base", found="nf4", remedy_has="lora=default"),
+    "lora=default lora.base=fp4": dict(key="lora.base", found="fp4", allowed_has="nf4"),
     "lora=both": dict(key="lora", found="both", remedy_has="all, default, none, qlora, vision"),
 }
 
@@ -103,17 +106,27 @@ def test_transformer_engine_is_refused_with_the_reason():
         check_supported(cfg)
 
 
-def test_targets_are_parts_names_and_patterns(tiny):
-    tensors = read_sizes(tiny()).tensors
+DECODER = "model.language_model.layers."
+
+
+def namer(path: str) -> Callable[..., list[str]]:
+    """Return names(*targets), the modules that get an adapter, without the prefix of the decoder's
+    layers."""
+    tensors = read_sizes(path).tensors
 
     def names(*targets: str) -> list[str]:
-        return [module_of(each) for each in adapted_specs(tensors, targets)]
+        return [module_of(each).removeprefix(DECODER) for each in adapted_specs(tensors, targets)]
 
+    return names
+
+
+def test_targets_are_parts_names_and_patterns(tiny):
+    names = namer(tiny())
     assert len(names("attention")) == 4 * 4 and len(names("mlp")) == 4 * 3
     assert {name.rpartition(".")[2] for name in names("vision_attention")} == {"qkv", "proj"}
     assert {name.rpartition(".")[2] for name in names("vision_mlp")} == {"linear_fc1", "linear_fc2"}
     assert all("merger" in name for name in names("merger")) and len(names("merger")) >= 4
-    assert names("layers.1.mlp.up_proj") == ["model.language_model.layers.1.mlp.up_proj"]
+    assert names("layers.1.mlp.up_proj") == ["1.mlp.up_proj"]
     assert len(names("layers.[0-2].self_attn.?_proj")) == 3 * 4
     every = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
     assert len(names(*every)) == sum(len(names(each)) for each in every)
@@ -166,12 +179,7 @@ def test_the_head_is_adapted_where_it_is_named(tied, tiny, recipes):
 def test_experts_are_of_the_mlp_and_routers_get_no_adapters(tiny):
     """PEFT sees experts as two weights, however many there are, and a router is not one of its
     linear layers."""
-    tensors = read_sizes(tiny(experts=4, layers=3, dense_layers=1)).tensors
-
-    def names(*targets: str) -> list[str]:
-        prefix = "model.language_model.layers."
-        return [module_of(each).removeprefix(prefix) for each in adapted_specs(tensors, targets)]
-
+    names = namer(tiny(experts=4, layers=3, dense_layers=1))
     both = [f"{n}.mlp.experts.{end}" for n in (1, 2) for end in ("gate_up_proj", "down_proj")]
     dense = [f"0.mlp.{end}_proj" for end in ("gate", "up", "down")]
     assert names("mlp") == dense + both and names("mlp.experts.*_proj") == both
@@ -179,28 +187,22 @@ def test_experts_are_of_the_mlp_and_routers_get_no_adapters(tiny):
     assert names("layers.0.mlp.*_proj") == dense
     assert not [each for each in names("layers.1.*", "layers.2.*") if each.endswith("gate")]
     for target in ("mlp.gate", "layers.1.mlp.gate", "gate"):
-        problem = "router model.language_model.layers.1.mlp.gate,"
+        problem = f"router {DECODER}1.mlp.gate,"
         with raises(ConfigError, key="lora.targets", found=target, problem_has=problem):
             names("attention", target)
 
 
 def test_both_mixers_are_of_attention(tiny):
     """The convolution has no adapter: in transformers it is no linear layer."""
-    tensors = read_sizes(tiny(family="qwen3_5", head_dim=64)).tensors
+    names = namer(tiny(family="qwen3_5", head_dim=64))
     linear = [f"linear_attn.{end}" for end in ("in_proj_qkv", "in_proj_z", "in_proj_b")]
     linear += ["linear_attn.in_proj_a", "linear_attn.out_proj"]
     full = [f"self_attn.{letter}_proj" for letter in "qkvo"]
-    prefix = "model.language_model.layers."
-    every = [f"{prefix}{n}.{end}" for n in range(3) for end in linear]
-    every += [f"{prefix}3.{end}" for end in full]
-
-    def names(*targets: str) -> list[str]:
-        return [module_of(each) for each in adapted_specs(tensors, targets)]
-
+    every = [f"{n}.{end}" for n in range(3) for end in linear] + [f"3.{end}" for end in full]
     assert names("attention") == every
     assert names("linear_attn.*") == every[:15] and names("self_attn.*") == every[15:]
     assert names("in_proj_?") == [each for each in every if each[:-1].endswith("in_proj_")]
-    assert names("layers.1.linear_attn.in_proj_qkv") == [f"{prefix}1.linear_attn.in_proj_qkv"]
+    assert names("layers.1.linear_attn.in_proj_qkv") == ["1.linear_attn.in_proj_qkv"]
     assert len(names("attention", "mlp", "head")) == 19 + 12 + 1
     # A pattern of Qwen3-VL's tower does not match the mixers, nor theirs the tower.
     assert all(".visual." in name for name in names("attn.*"))
@@ -212,13 +214,7 @@ def test_both_mixers_are_of_attention(tiny):
 def test_the_shared_expert_and_its_gate_are_of_the_mlp(tiny):
     """The gate is a linear layer in transformers, as the router is not, so PEFT's all-linear takes
     it."""
-    path = tiny(family="qwen3_5", head_dim=64, experts=4)
-    tensors = read_sizes(path).tensors
-    prefix = "model.language_model.layers."
-
-    def names(*targets: str) -> list[str]:
-        return [module_of(each).removeprefix(prefix) for each in adapted_specs(tensors, targets)]
-
+    names = namer(tiny(family="qwen3_5", head_dim=64, experts=4))
     shared = [f"shared_expert.{name}_proj" for name in ("gate", "up", "down")]
     each = ["experts.gate_up_proj", "experts.down_proj", *shared, "shared_expert_gate"]
     assert names("mlp") == [f"{n}.mlp.{end}" for n in range(4) for end in each]

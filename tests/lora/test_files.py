@@ -6,8 +6,10 @@ import json
 import math
 import re
 import shutil
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from megatron_vlm.checkpoint.retention import step_folder
 from megatron_vlm.checkpoint.save_load import save
 from megatron_vlm.cli import main
 from megatron_vlm.commands.chat.command import Settings, find_model
+from megatron_vlm.commands.eval import run_eval
 from megatron_vlm.config.schema import CheckpointConfig, LoraConfig
 from megatron_vlm.config.trainable import scale_of
 from megatron_vlm.errors import CheckpointError, ConfigError
@@ -47,33 +50,44 @@ from tests.run.test_train import go_pooled, steps_of
 from tests.support.batches import MIXED, make_rows
 from tests.support.peft_reference import Adapter, base_model, peft_model
 from tests.support.peft_reference import save as save_peft
+from tests.support.pool import Pool
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, my_rows
+from tests.support.sets import write_set
 from tests.support.suites import full, slow
 
-PLACES = ("adapter", "merged", "from_checkpoint", "merged_from_checkpoint")
 
-
-def train_and_export(path: str, case: Case, folder: Path) -> list[torch.Tensor]:
+def train_and_export(path: str, case: Case, folder: Path, vocab: int = 512) -> list[torch.Tensor]:
     """Train two steps, write each export and a checkpoint, and return the log-probs afterwards."""
     worker = MegatronWorker(case.config(path))
     for seed in range(2):
-        worker.forward_backward(my_rows(make_rows(MIXED, 512, seed)))
+        worker.forward_backward(my_rows(make_rows(MIXED, vocab, seed)))
         worker.optim_step(lr=0.03)
     for kind in ("adapter", "merged"):
         worker.export_hf(str(folder / kind), kind=kind)
     save(worker, step_folder(folder, 2), {"step": 2})
-    return worker.forward(make_rows(MIXED))
+    return worker.forward(make_rows(MIXED, vocab))
 
 
-def log_probs(model: torch.nn.Module) -> list[torch.Tensor]:
+def log_probs(model: torch.nn.Module, vocab: int = 512) -> list[torch.Tensor]:
     with torch.no_grad():
-        return [row_log_probs(model.eval(), row) for row in make_rows(MIXED)]
+        return [row_log_probs(model.eval(), row) for row in make_rows(MIXED, vocab)]
 
 
 def difference(ours, theirs) -> float:
     pairs = zip(ours, theirs, strict=True)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def check_exports_of_checkpoint(folder: Path) -> None:
+    """Check that the exports of the checkpoint are those that training wrote."""
+    for kind in ("adapter", "merged"):
+        out = folder / f"{kind}_from_checkpoint"
+        export_checkpoint(str(step_folder(folder, 2)), str(out), kind=kind)
+        files = {path.name: path.read_bytes() for path in (folder / kind).iterdir()}
+        again = {path.name: path.read_bytes() for path in out.iterdir()}
+        assert files.keys() == again.keys() - {"megatron_vlm.json"}  # only a checkpoint has an id
+        assert [name for name in files if files[name] != again[name] and name != "README.md"] == []
 
 
 @pytest.mark.parametrize(
@@ -101,14 +115,7 @@ def test_peft_loads_what_is_exported(adapter, case, sizes, pool, tiny, tmp_path)
     trained = pool.run(train_and_export, case.world, tiny(), case, tmp_path)[0]
     base = log_probs(base_model(tiny(), adapter))
     assert difference(trained, base) > 0.01
-    export_checkpoint(str(step_folder(tmp_path, 2)), str(tmp_path / "from_checkpoint"))
-    merged = str(tmp_path / "merged_from_checkpoint")
-    export_checkpoint(str(step_folder(tmp_path, 2)), merged, kind="merged")
-    for one, other in zip(PLACES[:2], PLACES[2:], strict=True):
-        files = {path.name: path.read_bytes() for path in (tmp_path / one).iterdir()}
-        again = {path.name: path.read_bytes() for path in (tmp_path / other).iterdir()}
-        assert files.keys() == again.keys() - {"megatron_vlm.json"}  # only a checkpoint has an id
-        assert [name for name in files if files[name] != again[name] and name != "README.md"] == []
+    check_exports_of_checkpoint(tmp_path)
     loaded = PeftModel.from_pretrained(base_model(tiny(), adapter), tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert get_peft_model_state_dict(loaded).keys() == stored.keys()
@@ -123,8 +130,8 @@ def test_peft_loads_what_is_exported(adapter, case, sizes, pool, tiny, tmp_path)
         assert torch.allclose(tensor, expected[name], rtol=0, atol=1e-7), name
 
 
-def log_probs_here(path: str, case: Case) -> list[torch.Tensor]:
-    return MegatronWorker(case.config(path), training=False).forward(make_rows(MIXED))
+def log_probs_here(path: str, case: Case, vocab: int = 512) -> list[torch.Tensor]:
+    return MegatronWorker(case.config(path), training=False).forward(make_rows(MIXED, vocab))
 
 
 @pytest.mark.parametrize(
@@ -264,8 +271,6 @@ def test_adapters_of_other_experts_are_refused(pool, tiny, tmp_path):
 
 @pytest.fixture(scope="module")
 def a_run(pool, tiny, tmp_path_factory):
-    from tests.support.sets import write_set
-
     folder = tmp_path_factory.mktemp("run")
     write_set(folder)
     words = ("lora=default", "lora.dropout=0.1", "checkpoint.export=both", "train.steps=3")
@@ -337,30 +342,31 @@ def test_adapters_that_an_engine_may_not_serve_are_named(lora, export, said, siz
 
 
 def score(where: str, overrides: list[str]) -> str:
-    from contextlib import redirect_stdout
-    from io import StringIO
-
-    from megatron_vlm.commands.eval import run_eval
-
     with redirect_stdout(StringIO()) as out:
         run_eval([where, *overrides])
     return out.getvalue()
 
 
-@pytest.mark.full
-def test_a_run_its_adapter_and_the_merged_model_score_the_same(a_run, pool, tiny):
-    folder, _ = a_run
+def check_equal_scores(folder: Path, pool: Pool, *words: str) -> list[str]:
+    """Check that a run, its adapter and the merged model score the same, and return the words with
+    the data."""
     data = [f"data.eval={folder / 'train.jsonl'}", "data.cache_dir=null", "data.num_workers=0"]
-    more = ["model=tiny_cpu", *data]
+    data += words
     losses = [
-        json.loads(pool.run(score, 1, str(folder / "run" / name), words)[0])["loss"]
-        for name, words in (
-            ("", [*data, "parallel.pp=1"]),
-            ("export", more),
-            ("merged", more),
+        json.loads(pool.run(score, 1, str(folder / "run" / name), [*data, *more])[0])["loss"]
+        for name, more in (
+            ("", ("parallel.tp=1", "parallel.pp=1")),
+            ("export", ("model=tiny_cpu",)),
+            ("merged", ("model=tiny_cpu",)),
         )
     ]
     assert losses == [pytest.approx(losses[0], rel=1e-6)] * 3
+    return data
+
+
+@pytest.mark.full
+def test_a_run_its_adapter_and_the_merged_model_score_the_same(a_run, pool):
+    check_equal_scores(a_run[0], pool)
 
 
 def ask(given: str) -> str:

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from tests.engines.test_vllm import Prompt, ask_about, reference_scores, supervised, worst
-from tests.lora.test_head import pytestmark as warned
+from tests.lora.test_lora import pytestmark as warned
 from tests.run.test_train import go_pooled
 from tests.support.engine import Engine
 from tests.support.reference import load_reference

@@ -2,8 +2,9 @@
 """Adapters equal PEFT's on Hugging Face's model at each layout: losses, every gradient, and weights
 after three steps."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from megatron_vlm.config.schema import LoraConfig
+from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.hf.export_weights import gather_tensors
 from megatron_vlm.hf.weight_map import Origin
@@ -21,12 +23,19 @@ from megatron_vlm.lora import targets
 from megatron_vlm.lora.layers import Adapters, ExpertAdapters, dropout_rng
 from megatron_vlm.lora.peft_config import PeftTensor
 from megatron_vlm.lora.targets import AdaptedLinear, HFLinear
+from megatron_vlm.model import log_probs
 from megatron_vlm.model.experts import times
 from tests.model.test_parity import layout
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.support.peft_reference import Adapter, peft_model, run_peft, save, train_peft
-from tests.support.runs import call, loss_and_grads, train
+from tests.support.runs import Case, Outcome, call, loss_and_grads, train
 from tests.support.suites import slow
+
+pytestmark = [
+    # PEFT warns that the head is tied, and that it writes the head's weight as well.
+    pytest.mark.filterwarnings("ignore:Model (has|with) .tie_word_embeddings=True.:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.:UserWarning"),
+]
 
 EXPERTS = dict(experts=8, layers=4)
 # Decays are at most 1 here. Up to 16, as transformers draws them, its rule in chunks loses digits
@@ -34,9 +43,15 @@ EXPERTS = dict(experts=8, layers=4)
 DELTA_NET = dict(family="qwen3_5", head_dim=64)
 SHARED_EXPERT = dict(DELTA_NET, experts=4)
 
+BESIDE_DENSE = dict(EXPERTS, dense_layers=1)
+VOCAB = 509  # at TP2 one row of the vocabulary is padding
+ODD, TIED = {"vocab": VOCAB}, {"vocab": VOCAB, "tied": True}
+WHOLE, SLICES, COLUMNS = 2**26, 1000, 1  # numbers of logits at once
+
 # Sizes with rows of whole blocks of 64 weights, for lora.base.
 BLOCKS = dict(head_dim=32, intermediate=128)
 EXPERTS_IN_BLOCKS = dict(EXPERTS, **BLOCKS, expert_intermediate=64)
+DENSE_IN_BLOCKS = dict(EXPERTS_IN_BLOCKS, dense_layers=1)
 DELTA_NET_IN_BLOCKS = dict(DELTA_NET, intermediate=128, linear_value_dim=32)
 SHARED_EXPERT_IN_BLOCKS = dict(
     SHARED_EXPERT, linear_value_dim=32, expert_intermediate=64, shared_expert_intermediate=64
@@ -47,6 +62,7 @@ TOLERANCE = 5e-6
 OPTIM = dict(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
 STEPS = 3
 
+ONE_RANK = "text_on_one_rank"
 BATCHES = {"mixed": MIXED, "all_text": ALL_TEXT, "text_on_one_rank": TEXT_ON_ONE_RANK}
 EVERY = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
 LANGUAGE = Adapter()
@@ -55,206 +71,175 @@ TOWER = Adapter(("vision_attention", "vision_mlp"))
 BESIDE_MERGER = Adapter(("attention",), whole_merger=True)
 DOWN = "mlp.experts.down_proj"
 IN_EXPERTS = Adapter(parameters=("mlp.experts.gate_up_proj", DOWN))
+IN_ALL_EXPERTS = replace(IN_EXPERTS, targets=("attention", "mlp", "merger"))
+IN_EXPERTS_RSLORA = replace(IN_EXPERTS, rslora=True)
+ONLY_IN_EXPERTS = replace(IN_EXPERTS, targets=("mlp",))
+IN_ONE_LAYER = Adapter((f"layers.1.{DOWN}",), parameters=(f"layers.1.{DOWN}",))
+HEAD = Adapter(("head",))
+HEAD_BY_NAME = Adapter(("lm_head",), rslora=True)
+HEAD_BESIDE_MERGER = Adapter(("head",), whole_merger=True)
+WITH_HEAD = Adapter(("attention", "mlp", "head"))
+EVERY_WITH_HEAD = Adapter((*EVERY, "head"))
+
+
+EP2_PP2 = dict(pp=2, dp=2, ep=2)
+OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True)
+RECOMPUTE = dict(recompute="full", recompute_vision=True)
+
+
+@dataclass(frozen=True)
+class PeftCase:
+    """A layout, an adapter, the sizes of the tiny model, a batch, and how many logits the head
+    computes at once."""
+
+    case: Case
+    adapter: Adapter
+    sizes: dict[str, Any]
+    batch: str
+    logits: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return tuple(sorted(self.sizes.items()))
+
+    @property
+    def vocab(self) -> int:
+        return self.sizes.get("vocab", 512)
+
+
+def case(
+    adapter: Adapter = LANGUAGE,
+    sizes: dict[str, Any] | None = None,
+    batch: str = "mixed",
+    base: str | None = None,
+    logits: int = WHOLE,
+    **of_layout: Any,
+) -> PeftCase:
+    return PeftCase(layout(**of_layout), replace(adapter, base=base), sizes or {}, batch, logits)
+
 
 CASES = {
-    # name: (layout, adapter, sizes of the tiny model, batch)
-    "1x1x1": (layout(), LANGUAGE, {}, "mixed"),
-    "all-1x1x1": (layout(), ALL, {}, "mixed"),
-    "all-tp2": (layout(tp=2), ALL, {}, "mixed"),
-    "all-pp2": (layout(pp=2), ALL, {}, "mixed"),
-    "all-tp2-pp2": (layout(tp=2, pp=2), ALL, {}, "mixed"),
-    "language-tp2-pp2-recompute": (layout(tp=2, pp=2, recompute="full"), LANGUAGE, {}, "mixed"),
-    "recompute-text": (layout(recompute="full"), LANGUAGE, {}, "all_text"),
-    "recompute-all": (layout(recompute="full", recompute_vision=True), ALL, {}, "mixed"),
-    "recompute-selective": (layout(recompute="selective"), LANGUAGE, {}, "mixed"),
-    "dp2-overlap": (
-        layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
-        ALL,
-        {},
-        "text_on_one_rank",
-    ),
-    "tp2-dp2-overlap": (
-        layout(tp=2, dp=2, overlap_grad_reduce=True),
-        ALL,
-        {},
-        "text_on_one_rank",
-    ),
-    "plain-optimizer-dp2": (layout(dp=2, distributed_optimizer=False), LANGUAGE, {}, "mixed"),
-    "pp2x2": (layout(pp=2, virtual_stages=2), ALL, {}, "mixed"),
-    "language-pp2x2-recompute": (
-        layout(pp=2, virtual_stages=2, recompute="full"),
-        LANGUAGE,
-        {},
-        "mixed",
-    ),
-    "stage0-0-layers": (layout(pp=2, layers_per_stage=[0, 4]), LANGUAGE, {}, "mixed"),
-    "tower-pp2": (layout(pp=2), TOWER, {}, "mixed"),
-    "tower-tp2": (layout(tp=2), TOWER, {}, "mixed"),
-    "tower-tp2-not-shared": (layout(tp=2, share_images=False), TOWER, {}, "mixed"),
-    "tower-text": (layout(pp=2), TOWER, {}, "all_text"),
-    "merger-adapters-tp2": (layout(tp=2), Adapter(("merger",)), {}, "mixed"),
-    "mlp-tp2": (layout(tp=2), Adapter(("mlp",)), {}, "mixed"),
-    "q-v-tp2": (layout(tp=2), Adapter(("q_proj", "v_proj")), {}, "mixed"),
-    "up-tp2": (layout(tp=2), Adapter(("up_proj",)), {}, "mixed"),
-    "last-layer-pp2": (layout(pp=2), Adapter(("layers.3.self_attn.o_proj",)), {}, "mixed"),
-    "merger-whole": (layout(), BESIDE_MERGER, {}, "mixed"),
-    "merger-whole-tp2-pp2": (layout(tp=2, pp=2), BESIDE_MERGER, {}, "mixed"),
-    "tied-tp2-pp2": (layout(tp=2, pp=2), ALL, {"tied": True}, "mixed"),
-    "tied-language": (layout(), LANGUAGE, {"tied": True}, "mixed"),
-    "rslora-tp2": (layout(tp=2), Adapter(EVERY, rslora=True), {}, "mixed"),
-    "kv-heads-4-tp2": (layout(tp=2), LANGUAGE, {"kv_heads": 4}, "mixed"),
-    "no-deepstack-pp2": (layout(pp=2), ALL, {"deepstack": 0}, "mixed"),
-    "experts-ep2": (layout(dp=2, ep=2), Adapter(("attention",)), EXPERTS, "mixed"),
-    "experts-beside-dense-ep2-pp2-recompute": (
-        layout(pp=2, dp=2, ep=2, recompute="full"),
+    "1x1x1": case(),
+    "all-1x1x1": case(ALL),
+    "all-tp2": case(ALL, tp=2),
+    "all-pp2": case(ALL, pp=2),
+    "all-tp2-pp2": case(ALL, tp=2, pp=2),
+    "language-tp2-pp2-recompute": case(LANGUAGE, tp=2, pp=2, recompute="full"),
+    "recompute-text": case(LANGUAGE, batch="all_text", recompute="full"),
+    "recompute-all": case(ALL, **RECOMPUTE),
+    "recompute-selective": case(LANGUAGE, recompute="selective"),
+    "dp2-overlap": case(ALL, batch=ONE_RANK, dp=2, **OVERLAP),
+    "tp2-dp2-overlap": case(ALL, batch=ONE_RANK, tp=2, dp=2, overlap_grad_reduce=True),
+    "plain-optimizer-dp2": case(LANGUAGE, dp=2, distributed_optimizer=False),
+    "pp2x2": case(ALL, pp=2, virtual_stages=2),
+    "language-pp2x2-recompute": case(LANGUAGE, pp=2, virtual_stages=2, recompute="full"),
+    "stage0-0-layers": case(LANGUAGE, pp=2, layers_per_stage=[0, 4]),
+    "tower-pp2": case(TOWER, pp=2),
+    "tower-tp2": case(TOWER, tp=2),
+    "tower-tp2-not-shared": case(TOWER, tp=2, share_images=False),
+    "tower-text": case(TOWER, batch="all_text", pp=2),
+    "merger-adapters-tp2": case(Adapter(("merger",)), tp=2),
+    "mlp-tp2": case(Adapter(("mlp",)), tp=2),
+    "q-v-tp2": case(Adapter(("q_proj", "v_proj")), tp=2),
+    "up-tp2": case(Adapter(("up_proj",)), tp=2),
+    "last-layer-pp2": case(Adapter(("layers.3.self_attn.o_proj",)), pp=2),
+    "merger-whole": case(BESIDE_MERGER),
+    "merger-whole-tp2-pp2": case(BESIDE_MERGER, tp=2, pp=2),
+    "tied-tp2-pp2": case(ALL, {"tied": True}, tp=2, pp=2),
+    "tied-language": case(LANGUAGE, {"tied": True}),
+    "rslora-tp2": case(Adapter(EVERY, rslora=True), tp=2),
+    "kv-heads-4-tp2": case(LANGUAGE, {"kv_heads": 4}, tp=2),
+    "no-deepstack-pp2": case(ALL, {"deepstack": 0}, pp=2),
+    "experts-ep2": case(Adapter(("attention",)), EXPERTS, dp=2, ep=2),
+    "experts-beside-dense-ep2-pp2-recompute": case(
         Adapter(("attention", "layers.0.mlp.up_proj", "merger")),
-        {**EXPERTS, "dense_layers": 1},
-        "mixed",
+        BESIDE_DENSE,
+        **EP2_PP2,
+        recompute="full",
     ),
-    "in-experts": (layout(), IN_EXPERTS, EXPERTS, "mixed"),
-    "in-experts-ep2": (layout(dp=2, ep=2), IN_EXPERTS, EXPERTS, "mixed"),
-    "in-experts-ep2-pp2-recompute": (
-        layout(pp=2, dp=2, ep=2, recompute="full"),
-        replace(IN_EXPERTS, targets=("attention", "mlp", "merger")),
-        {**EXPERTS, "dense_layers": 1},
-        "mixed",
+    "in-experts": case(IN_EXPERTS, EXPERTS),
+    "in-experts-ep2": case(IN_EXPERTS, EXPERTS, dp=2, ep=2),
+    "in-experts-ep2-pp2-recompute": case(IN_ALL_EXPERTS, BESIDE_DENSE, **EP2_PP2, recompute="full"),
+    "in-experts-ep4-tied": case(IN_EXPERTS, {**EXPERTS, "tied": True}, dp=4, ep=4),
+    "in-experts-ep2-dp2-overlap": case(
+        IN_EXPERTS_RSLORA, EXPERTS, batch=ONE_RANK, dp=4, ep=2, overlap_grad_reduce=True
     ),
-    "in-experts-ep4-tied": (layout(dp=4, ep=4), IN_EXPERTS, {**EXPERTS, "tied": True}, "mixed"),
-    "in-experts-ep2-dp2-overlap": (
-        layout(dp=4, ep=2, overlap_grad_reduce=True),
-        replace(IN_EXPERTS, rslora=True),
-        EXPERTS,
-        "text_on_one_rank",
+    "in-experts-ep2-pp2x2": case(IN_EXPERTS, EXPERTS, **EP2_PP2, virtual_stages=2),
+    "in-experts-ep2-plain-optimizer": case(
+        IN_EXPERTS, EXPERTS, dp=2, ep=2, distributed_optimizer=False
     ),
-    "in-experts-ep2-pp2x2": (
-        layout(pp=2, dp=2, ep=2, virtual_stages=2),
-        IN_EXPERTS,
-        EXPERTS,
-        "mixed",
+    "in-experts-alone-ep2-pp2": case(ONLY_IN_EXPERTS, EXPERTS, **EP2_PP2),
+    "in-experts-of-a-layer-ep2-pp2": case(
+        IN_ONE_LAYER, EXPERTS, **EP2_PP2, overlap_grad_reduce=True
+    ),  # a stage that learns nothing
+    "delta-net-all": case(ALL, DELTA_NET),
+    "delta-net-all-tp2": case(ALL, DELTA_NET, tp=2),
+    "delta-net-all-pp2": case(ALL, DELTA_NET, pp=2, layers_per_stage=[1, 3]),
+    "delta-net-all-tp2-pp2-recompute": case(
+        ALL, DELTA_NET, tp=2, pp=2, layers_per_stage=[2, 2], recompute="full"
     ),
-    "in-experts-ep2-plain-optimizer": (
-        layout(dp=2, ep=2, distributed_optimizer=False),
-        IN_EXPERTS,
-        EXPERTS,
-        "mixed",
+    "delta-net-8-layers-pp2x2": case(ALL, {**DELTA_NET, "layers": 8}, pp=2, virtual_stages=2),
+    "delta-net-qkv-tp2": case(Adapter(("in_proj_qkv",)), DELTA_NET, tp=2),
+    "delta-net-decay-tp2": case(Adapter(("in_proj_a",)), DELTA_NET, tp=2),
+    "delta-net-q-out-tp2": case(Adapter(("q_proj", "out_proj")), DELTA_NET, tp=2),
+    "delta-net-dp2-overlap": case(ALL, DELTA_NET, batch=ONE_RANK, dp=2, overlap_grad_reduce=True),
+    "shared-expert": case(IN_EXPERTS, SHARED_EXPERT),
+    "shared-expert-ep2": case(IN_EXPERTS, SHARED_EXPERT, dp=2, ep=2),
+    "shared-expert-ep2-pp2-recompute": case(IN_EXPERTS, SHARED_EXPERT, **EP2_PP2, recompute="full"),
+    "shared-expert-gate-ep2": case(Adapter(("shared_expert_gate",)), SHARED_EXPERT, dp=2, ep=2),
+    "nf4": case(LANGUAGE, BLOCKS, base="nf4"),
+    "nf4-all-tp2": case(ALL, BLOCKS, base="nf4", tp=2),
+    "nf4-all-pp2": case(ALL, BLOCKS, base="nf4", pp=2),
+    "nf4-all-tp2-pp2-recompute": case(ALL, BLOCKS, base="nf4", tp=2, pp=2, **RECOMPUTE),
+    "nf4-text-recompute": case(LANGUAGE, BLOCKS, base="nf4", batch="all_text", recompute="full"),
+    "nf4-tied-pp2x2": case(ALL, {**BLOCKS, "tied": True}, base="nf4", pp=2, virtual_stages=2),
+    "nf4-merger-whole-tp2-dp2-overlap": case(
+        BESIDE_MERGER, BLOCKS, base="nf4", batch=ONE_RANK, tp=2, dp=2, overlap_grad_reduce=True
     ),
-    "in-experts-alone-ep2-pp2": (
-        layout(pp=2, dp=2, ep=2),
-        replace(IN_EXPERTS, targets=("mlp",)),
-        EXPERTS,
-        "mixed",
+    "nf4-in-experts": case(IN_EXPERTS, EXPERTS_IN_BLOCKS, base="nf4"),
+    "nf4-in-experts-ep2-pp2-recompute": case(
+        IN_ALL_EXPERTS, DENSE_IN_BLOCKS, base="nf4", **EP2_PP2, recompute="full"
     ),
-    "in-experts-of-a-layer-ep2-pp2": (  # a stage that learns nothing
-        layout(pp=2, dp=2, ep=2, overlap_grad_reduce=True),
-        Adapter((f"layers.1.{DOWN}",), parameters=(f"layers.1.{DOWN}",)),
-        EXPERTS,
-        "mixed",
+    "nf4-delta-net-all-tp2-pp2": case(
+        ALL, DELTA_NET_IN_BLOCKS, base="nf4", tp=2, pp=2, layers_per_stage=[2, 2]
     ),
-    "delta-net-all": (layout(), ALL, DELTA_NET, "mixed"),
-    "delta-net-all-tp2": (layout(tp=2), ALL, DELTA_NET, "mixed"),
-    "delta-net-all-pp2": (layout(pp=2, layers_per_stage=[1, 3]), ALL, DELTA_NET, "mixed"),
-    "delta-net-all-tp2-pp2-recompute": (
-        layout(tp=2, pp=2, layers_per_stage=[2, 2], recompute="full"),
-        ALL,
-        DELTA_NET,
-        "mixed",
+    "nf4-shared-expert-ep2": case(IN_EXPERTS, SHARED_EXPERT_IN_BLOCKS, base="nf4", dp=2, ep=2),
+    "int8-all-tp2-pp2": case(ALL, BLOCKS, base="int8", tp=2, pp=2),
+    "int8-in-experts-ep2": case(IN_EXPERTS, EXPERTS_IN_BLOCKS, base="int8", dp=2, ep=2),
+    "int8-delta-net-all-tp2": case(ALL, DELTA_NET_IN_BLOCKS, base="int8", tp=2),
+    "head-1x1x1": case(WITH_HEAD, ODD),
+    "head-tied": case(WITH_HEAD, TIED, logits=SLICES),
+    "head-tp2": case(WITH_HEAD, ODD, logits=SLICES, tp=2),
+    "head-tied-tp2": case(WITH_HEAD, TIED, tp=2),
+    "head-pp2": case(WITH_HEAD, ODD, logits=SLICES, pp=2),
+    "head-tied-pp2": case(WITH_HEAD, TIED, logits=SLICES, pp=2),
+    "head-dp2": case(WITH_HEAD, ODD, batch=ONE_RANK, logits=SLICES, dp=2, overlap_grad_reduce=True),
+    "head-tied-dp2": case(WITH_HEAD, TIED, dp=2),
+    "head-every-tp2-pp2": case(EVERY_WITH_HEAD, ODD, logits=SLICES, tp=2, pp=2),
+    "head-every-tied-tp2-pp2-recompute": case(
+        EVERY_WITH_HEAD, TIED, logits=SLICES, tp=2, pp=2, **RECOMPUTE
     ),
-    "delta-net-8-layers-pp2x2": (
-        layout(pp=2, virtual_stages=2),
-        ALL,
-        {**DELTA_NET, "layers": 8},
-        "mixed",
+    "head-alone": case(HEAD, ODD),
+    "head-alone-recompute": case(HEAD, TIED, batch="all_text", logits=SLICES, recompute="full"),
+    "head-alone-tied-tp2": case(HEAD, TIED, logits=COLUMNS, tp=2),
+    "head-alone-tied-pp2x2": case(HEAD_BY_NAME, TIED, logits=SLICES, pp=2, virtual_stages=2),
+    "head-alone-dp2-overlap": case(HEAD, ODD, dp=2, **OVERLAP),
+    "head-alone-tp2-dp2-plain-optimizer": case(
+        HEAD, TIED, logits=SLICES, tp=2, dp=2, distributed_optimizer=False
     ),
-    "delta-net-qkv-tp2": (layout(tp=2), Adapter(("in_proj_qkv",)), DELTA_NET, "mixed"),
-    "delta-net-decay-tp2": (layout(tp=2), Adapter(("in_proj_a",)), DELTA_NET, "mixed"),
-    "delta-net-q-out-tp2": (layout(tp=2), Adapter(("q_proj", "out_proj")), DELTA_NET, "mixed"),
-    "delta-net-dp2-overlap": (
-        layout(dp=2, overlap_grad_reduce=True),
-        ALL,
-        DELTA_NET,
-        "text_on_one_rank",
-    ),
-    "shared-expert": (layout(), IN_EXPERTS, SHARED_EXPERT, "mixed"),
-    "shared-expert-ep2": (layout(dp=2, ep=2), IN_EXPERTS, SHARED_EXPERT, "mixed"),
-    "shared-expert-ep2-pp2-recompute": (
-        layout(pp=2, dp=2, ep=2, recompute="full"),
-        IN_EXPERTS,
-        SHARED_EXPERT,
-        "mixed",
-    ),
-    "shared-expert-gate-ep2": (
-        layout(dp=2, ep=2),
-        Adapter(("shared_expert_gate",)),
-        SHARED_EXPERT,
-        "mixed",
-    ),
-    "nf4": (layout(), replace(LANGUAGE, base="nf4"), BLOCKS, "mixed"),
-    "nf4-all-tp2": (layout(tp=2), replace(ALL, base="nf4"), BLOCKS, "mixed"),
-    "nf4-all-pp2": (layout(pp=2), replace(ALL, base="nf4"), BLOCKS, "mixed"),
-    "nf4-all-tp2-pp2-recompute": (
-        layout(tp=2, pp=2, recompute="full", recompute_vision=True),
-        replace(ALL, base="nf4"),
-        BLOCKS,
-        "mixed",
-    ),
-    "nf4-text-recompute": (
-        layout(recompute="full"),
-        replace(LANGUAGE, base="nf4"),
-        BLOCKS,
-        "all_text",
-    ),
-    "nf4-tied-pp2x2": (
-        layout(pp=2, virtual_stages=2),
-        replace(ALL, base="nf4"),
-        {**BLOCKS, "tied": True},
-        "mixed",
-    ),
-    "nf4-merger-whole-tp2-dp2-overlap": (
-        layout(tp=2, dp=2, overlap_grad_reduce=True),
-        replace(BESIDE_MERGER, base="nf4"),
-        BLOCKS,
-        "text_on_one_rank",
-    ),
-    "nf4-in-experts": (layout(), replace(IN_EXPERTS, base="nf4"), EXPERTS_IN_BLOCKS, "mixed"),
-    "nf4-in-experts-ep2-pp2-recompute": (
-        layout(pp=2, dp=2, ep=2, recompute="full"),
-        replace(IN_EXPERTS, targets=("attention", "mlp", "merger"), base="nf4"),
-        {**EXPERTS_IN_BLOCKS, "dense_layers": 1},
-        "mixed",
-    ),
-    "nf4-delta-net-all-tp2-pp2": (
-        layout(tp=2, pp=2, layers_per_stage=[2, 2]),
-        replace(ALL, base="nf4"),
-        DELTA_NET_IN_BLOCKS,
-        "mixed",
-    ),
-    "nf4-shared-expert-ep2": (
-        layout(dp=2, ep=2),
-        replace(IN_EXPERTS, base="nf4"),
-        SHARED_EXPERT_IN_BLOCKS,
-        "mixed",
-    ),
-    "int8-all-tp2-pp2": (layout(tp=2, pp=2), replace(ALL, base="int8"), BLOCKS, "mixed"),
-    "int8-in-experts-ep2": (
-        layout(dp=2, ep=2),
-        replace(IN_EXPERTS, base="int8"),
-        EXPERTS_IN_BLOCKS,
-        "mixed",
-    ),
-    "int8-delta-net-all-tp2": (
-        layout(tp=2),
-        replace(ALL, base="int8"),
-        DELTA_NET_IN_BLOCKS,
-        "mixed",
+    "head-merger-whole-pp2": case(HEAD_BESIDE_MERGER, TIED, logits=SLICES, pp=2),
+    "head-experts-ep2": case(
+        Adapter(("attention", "head")), dict(EXPERTS, vocab=VOCAB), logits=SLICES, dp=2, ep=2
     ),
 }
 
 
 # `make test` runs QUICK, `make test-full` FULL as well, and `make test-slow` the rest.
-QUICK = ("all-tp2-pp2", "dp2-overlap", "in-experts-ep2-pp2-recompute")
+QUICK = ("all-tp2-pp2", "dp2-overlap", "in-experts-ep2-pp2-recompute", "head-alone-dp2-overlap")
 FULL = ("recompute-text", "pp2x2", "delta-net-all-tp2-pp2-recompute")
 FULL += ("shared-expert-ep2-pp2-recompute", "nf4-all-tp2-pp2-recompute")
 FULL += ("nf4-in-experts-ep2-pp2-recompute", "int8-delta-net-all-tp2")
+FULL += ("head-tied", "head-every-tp2-pp2", "head-alone-tied-pp2x2")
 
 
 def marked(names: Iterable[str], quick: Sequence[str], full: Sequence[str] = ()) -> list[Any]:
@@ -269,22 +254,22 @@ def adapters(tiny, tmp_path_factory):
     after three steps."""
     root = tmp_path_factory.mktemp("adapters")
 
+    def model(adapter, sizes):
+        return peft_model(tiny(**dict(sizes)), in_peft(adapter))
+
     @cache
     def folder(adapter, sizes):
-        return save(
-            peft_model(tiny(**dict(sizes)), in_peft(adapter)), root / str(len(list(root.iterdir())))
-        )
+        return save(model(adapter, sizes), root / str(len(list(root.iterdir()))))
 
     @cache
     def batch(adapter, sizes, name):
-        vocab = dict(sizes).get("vocab", 512)
-        model = peft_model(tiny(**dict(sizes)), in_peft(adapter))
-        return run_peft(model, make_rows(BATCHES[name], vocab))
+        rows = make_rows(BATCHES[name], dict(sizes).get("vocab", 512))
+        return run_peft(model(adapter, sizes), rows)
 
     @cache
     def steps(adapter, sizes, name):
-        model = peft_model(tiny(**dict(sizes)), in_peft(adapter))
-        return train_peft(model, batches(name), OPTIM)
+        rows = batches(name, dict(sizes).get("vocab", 512))
+        return train_peft(model(adapter, sizes), rows, OPTIM)
 
     return folder, batch, steps
 
@@ -307,19 +292,34 @@ def in_peft(adapter):
     return replace(adapter, targets=tuple(patterns.get(each, each) for each in adapter.targets))
 
 
-def batches(name):
-    return [make_rows(BATCHES[name], 512, seed) for seed in range(STEPS)]
+def batches(name, vocab):
+    return [make_rows(BATCHES[name], vocab, seed) for seed in range(STEPS)]
+
+
+def with_adapter(chosen: PeftCase, adapters: Any, **more: Any) -> Case:
+    """Return the layout with the adapter that PEFT has written."""
+    lora = dict(chosen.adapter.ours, path=adapters[0](chosen.adapter, chosen.key))
+    return replace(chosen.case, lora=lora, **more)
+
+
+@contextmanager
+def at_once(logits: int) -> Iterator[None]:
+    with mock.patch.object(log_probs, "LOGITS_AT_ONCE", logits):
+        yield
+
+
+def in_slices(path: str, case: Case, rows: list[Row], logits: int) -> Outcome:
+    with at_once(logits):
+        return loss_and_grads(path, case, rows)
 
 
 @pytest.mark.parametrize("name", marked(CASES, QUICK, FULL))
 def test_equals_peft(name, pool, tiny, adapters, record_property):
-    case, adapter, sizes, batch = CASES[name]
-    folder, reference, _ = adapters
-    key = tuple(sorted(sizes.items()))
-    case = replace(case, lora=dict(adapter.ours, path=folder(adapter, key)))
-    expected = reference(adapter, key, batch)
-    rows = make_rows(BATCHES[batch], sizes.get("vocab", 512))
-    outcomes = pool.run(loss_and_grads, case.world, tiny(**sizes), case, rows)
+    chosen = CASES[name]
+    case = with_adapter(chosen, adapters)
+    expected = adapters[1](chosen.adapter, chosen.key, chosen.batch)
+    rows, path = make_rows(BATCHES[chosen.batch], chosen.vocab), tiny(**chosen.sizes)
+    outcomes = pool.run(in_slices, case.world, path, case, rows, chosen.logits)
     errors = compared(outcomes, expected, case)
     worst = max(errors, key=lambda each: errors[each])
     record_property("worst", errors[worst])
@@ -333,8 +333,8 @@ def compared(outcomes, expected, case) -> dict[str, float]:
     tp = case.parallel["tp"]
     replicas = case.world // (tp * case.parallel["pp"])
     for kind in ("log_probs", "train_log_probs"):
-        log_probs = [row for i in range(replicas) for row in getattr(outcomes[i * tp], kind)]
-        pairs = zip(log_probs, expected.log_probs, strict=True)
+        ours = [row for i in range(replicas) for row in getattr(outcomes[i * tp], kind)]
+        pairs = zip(ours, expected.log_probs, strict=True)
         errors[kind] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     assert actual.grads.keys() == expected.grads.keys()
     for tensor, expected_grad in expected.grads.items():
@@ -370,9 +370,11 @@ def test_large_decays_equal_peft_with_the_rule_token_by_token(
 
 
 FULL_STEPS = ("all-tp2-pp2", "in-experts-ep2", "delta-net-all-tp2-pp2-recompute")
+FULL_STEPS += ("head-alone-dp2-overlap", "head-every-tp2-pp2", "head-tied")
 SLOW_STEPS = ("1x1x1", "pp2x2", "merger-whole-tp2-pp2", "in-experts")
 SLOW_STEPS += ("in-experts-ep2-pp2-recompute", "in-experts-ep2-plain-optimizer")
-SLOW_STEPS += ("shared-expert-ep2-pp2-recompute",)
+SLOW_STEPS += ("shared-expert-ep2-pp2-recompute", "head-tied-pp2")
+SLOW_STEPS += ("head-alone-tp2-dp2-plain-optimizer",)
 STEP_CASES = marked(("dp2-overlap", *FULL_STEPS, *SLOW_STEPS), ("dp2-overlap",), FULL_STEPS)
 # The tolerances are as in test_steps.py, in units of the learning rate. Measured: 3.5e-5, 0.014 and
 # 3.9e-7.
@@ -383,12 +385,11 @@ NORM_TOLERANCE = 8e-6
 
 @pytest.mark.parametrize("name", STEP_CASES)
 def test_weights_after_three_steps(name, pool, tiny, adapters, record_property):
-    case, adapter, sizes, batch = CASES[name]
-    folder, _, steps = adapters
-    key = tuple(sorted(sizes.items()))
-    case = replace(case, lora=dict(adapter.ours, path=folder(adapter, key)), optim=dict(OPTIM))
-    expected_norms, expected = steps(adapter, key, batch)
-    _, norms, weights = pool.run(train, case.world, tiny(**sizes), case, batches(batch))[0]
+    chosen = CASES[name]
+    case = with_adapter(chosen, adapters, optim=dict(OPTIM))
+    expected_norms, expected = adapters[2](chosen.adapter, chosen.key, chosen.batch)
+    rows = batches(chosen.batch, chosen.vocab)
+    _, norms, weights = pool.run(train, case.world, tiny(**chosen.sizes), case, rows)[0]
     norm_error = max(abs(a / b - 1) for a, b in zip(norms, expected_norms, strict=True))
     assert weights.keys() == expected.keys()
     mean = {n: float((weights[n] - expected[n]).abs().mean()) / OPTIM["lr"] for n in weights}
@@ -497,69 +498,57 @@ def test_dropout_keeps_the_mean():
 # Mutants of adapters.
 
 
-def patched_adapters(change):
-    """Patch the product of the adapters in experts. `change` gets the module and the arguments of
-    the right product."""
-    return mock.patch.object(ExpertAdapters, "forward", change)
+def mutant(owner: Any, name: str, change: Callable[..., Any]) -> Any:
+    """Patch a function. `change` gets the right one, and its arguments."""
+    right = getattr(owner, name)
+    return mock.patch.object(owner, name, lambda *args: change(right, *args))
 
 
-def of_the_next_expert(adapters, rows, counts):
+def of_the_next_expert(right, adapters, rows, counts):
     low = times(rows, adapters.A.roll(1, 0), counts) * adapters.scale
     return times(low, adapters.B, counts)
 
 
-def unscaled(adapters, rows, counts):
-    return times(times(rows, adapters.A, counts), adapters.B, counts)
+def unscaled(right, adapters, rows, counts):
+    return right(adapters, rows, counts) / adapters.scale
 
 
-def b_by_expert():
+def b_by_expert(right, tensor, stored):
     """Read B as if the columns of each expert were together, as the rows of A are."""
-    right = PeftTensor.loaded
-
-    def wrong(self, stored):
-        if len(self.spec.shape) == 3 and "lora_B" in self.name:
-            return torch.stack(stored.chunk(self.spec.shape[0], dim=1))
-        return right(self, stored)
-
-    return mock.patch.object(PeftTensor, "loaded", wrong)
+    if len(tensor.spec.shape) == 3 and "lora_B" in tensor.name:
+        return torch.stack(stored.chunk(tensor.spec.shape[0], dim=1))
+    return right(tensor, stored)
 
 
-def summed_over_all_replicas():
+def summed_over_all_replicas(right, adapters, *args):
     """Remove Megatron's mark of the experts, so that their gradients are summed over all
     replicas."""
-    right = ExpertAdapters.__init__
-
-    def wrong(self, *args):
-        right(self, *args)
-        for param in self.parameters():
-            param.allreduce = True
-
-    return mock.patch.object(ExpertAdapters, "__init__", wrong)
+    right(adapters, *args)
+    for param in adapters.parameters():
+        param.allreduce = True
 
 
-def cut_as_one_block():
+def cut_as_one_block(right, linear, slot):
     """Cut B over TP as if the rows of in_proj_qkv were one block: rank 0 gets those of q and k, and
     rank 1 those of v."""
-    right = targets._layouts
-
-    def wrong(linear, slot):
-        return right(linear, replace(slot, parts=()))
-
-    return mock.patch.object(targets, "_layouts", wrong)
+    return right(linear, replace(slot, parts=()))
 
 
 MUTANTS = {
     # name: (mutant, case)
-    "of the next expert": (lambda: patched_adapters(of_the_next_expert), "in-experts-ep2"),
-    "unscaled": (lambda: patched_adapters(unscaled), "in-experts-ep2"),
-    "B by expert": (b_by_expert, "in-experts-ep2"),
-    "summed over all replicas": (summed_over_all_replicas, "in-experts-ep2"),
-    "B cut as one block": (cut_as_one_block, "delta-net-qkv-tp2"),
+    "of the next expert": ((ExpertAdapters, "forward", of_the_next_expert), "in-experts-ep2"),
+    "unscaled": ((ExpertAdapters, "forward", unscaled), "in-experts-ep2"),
+    "B by expert": ((PeftTensor, "loaded", b_by_expert), "in-experts-ep2"),
+    "summed over all replicas": (
+        (ExpertAdapters, "__init__", summed_over_all_replicas),
+        "in-experts-ep2",
+    ),
+    "B cut as one block": ((targets, "_layouts", cut_as_one_block), "delta-net-qkv-tp2"),
 }
 
 
 def broken(path, case, rows, name):
-    with MUTANTS[name][0]():
+    with mutant(*MUTANTS[name][0]):
         return loss_and_grads(path, case, rows)
 
 
@@ -568,11 +557,10 @@ FULL_MUTANTS = tuple(name for name in MUTANTS if name != "unscaled")
 
 @pytest.mark.parametrize("name", marked(MUTANTS, ("unscaled",), FULL_MUTANTS))
 def test_parity_notices(name, pool, tiny, adapters, record_property):
-    case, adapter, sizes, batch = CASES[MUTANTS[name][1]]
-    folder, reference, _ = adapters
-    key = tuple(sorted(sizes.items()))
-    case = replace(case, lora=dict(adapter.ours, path=folder(adapter, key)))
-    outcomes = pool.run(broken, 2, tiny(**sizes), case, make_rows(BATCHES[batch]), name)
-    worst = max(compared(outcomes, reference(adapter, key, batch), case).values())
+    chosen = CASES[MUTANTS[name][1]]
+    case, rows = with_adapter(chosen, adapters), make_rows(BATCHES[chosen.batch])
+    outcomes = pool.run(broken, 2, tiny(**chosen.sizes), case, rows, name)
+    expected = adapters[1](chosen.adapter, chosen.key, chosen.batch)
+    worst = max(compared(outcomes, expected, case).values())
     record_property("worst", worst)
     assert worst > 100 * TOLERANCE

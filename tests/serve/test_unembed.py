@@ -10,7 +10,7 @@ import pytest
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from tests.lora.test_head import pytestmark as warned
+from tests.lora.test_lora import pytestmark as warned
 from tests.serve import test_serve
 from tests.serve.test_serve import (
     PROMPTS,

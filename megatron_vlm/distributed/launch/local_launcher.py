@@ -74,7 +74,6 @@ def _run_at(port: int, command: Sequence[str], count: int, restart: int) -> Endi
     processes: list[subprocess.Popen[bytes]] = []
     running: dict[int, subprocess.Popen[bytes]] = {}
     interrupts: list[float] = []  # times of Ctrl-C
-    received: list[int] = []
 
     def ended() -> list[Ending]:
         time.sleep(0.05)
@@ -84,7 +83,6 @@ def _run_at(port: int, command: Sequence[str], count: int, restart: int) -> Endi
         return [_ending(rank, running.pop(rank).returncode, received) for rank in done]
 
     def send(number: int) -> None:
-        received.append(number)
         if number == signal.SIGINT:
             interrupts.append(time.monotonic())
         for process in processes:
@@ -92,7 +90,7 @@ def _run_at(port: int, command: Sequence[str], count: int, restart: int) -> Endi
                 process.send_signal(number)
 
     try:
-        with signals_sent_to(send):
+        with signals_sent_to(send) as received:
             for rank in range(count):
                 processes.append(_start(command, shared, rank))
             if received:  # it came during the start, so that some ranks may have missed it

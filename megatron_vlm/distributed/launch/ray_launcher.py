@@ -91,7 +91,7 @@ class TrainActor(RankActor):
 def _run_once(cfg: Config, arguments: Sequence[str], restart: int, command: Command) -> Ending:
     if restart:
         time.sleep(_SETTLE_S)
-    resources = _resources_of_rank(cfg)
+    resources = cfg.launch.cpus_per_rank, gpus_of_rank(cfg.platform)
     world = world_size(cfg, room_for(*resources), restart)
     group, options = place_ranks(world, cfg.parallel.tp, *resources)
     make = ray.remote(TrainActor)
@@ -149,11 +149,6 @@ def world_size(cfg: Config, room: int, restart: int) -> int:
             remedy="add nodes or lower one of them",
         )
     return count
-
-
-def _resources_of_rank(cfg: Config) -> tuple[float, float]:
-    """Return the CPUs and GPUs of a rank."""
-    return cfg.launch.cpus_per_rank, gpus_of_rank(cfg.platform)
 
 
 def _status(ref: Any, rank: int) -> int:

@@ -40,38 +40,29 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _without(fields: Any, *names: str) -> dict[str, Any]:
-    return {name: rule for name, rule in fields.items() if name not in names}
-
-
 def _top(base: KnownFields, model_type: str) -> KnownFields:
-    fixed = {**base.fixed, "model_type": (model_type,), "language_model_only": (False,)}
-    return KnownFields(base.carried_out, base.idle, fixed)
+    return base.changed(model_type=(model_type,), language_model_only=(False,))
 
 
 def _text(base: KnownFields, model_type: str, **carried_out: Rule) -> KnownFields:
-    # The head for drafts is carried through from checkpoint to export, and not trained.
-    own = {"base_model_tp_plan", "ignore_keys_at_rope_validation"}  # transformers sets these
-    idle = {*base.idle, *own, "mtp_num_hidden_layers"}
-    fixed = _without(base.fixed, "partial_rotary_factor", "sliding_window", "use_sliding_window")
-    rules = _without(base.carried_out, "decoder_sparse_step", "mlp_only_layers")
-    return KnownFields(
-        rules | _LINEAR | carried_out, idle, {**fixed, **_FIXED, "model_type": (model_type,)}
+    # transformers sets the first two; the head for drafts is carried through from checkpoint to
+    # export, and not trained.
+    idle = ("base_model_tp_plan", "ignore_keys_at_rope_validation", "mtp_num_hidden_layers")
+    without = (
+        *("partial_rotary_factor", "sliding_window", "use_sliding_window"),
+        *("decoder_sparse_step", "mlp_only_layers"),
     )
+    rules = _LINEAR | carried_out
+    return base.changed(rules, idle, without=without, **_FIXED, model_type=(model_type,))
 
 
 def _vision(base: KnownFields, *model_types: str) -> KnownFields:
-    return KnownFields(
-        _without(base.carried_out, "deepstack_visual_indexes"),
-        base.idle,
-        {**base.fixed, "model_type": model_types, "deepstack_visual_indexes": ([],)},
-    )
+    blocks = "deepstack_visual_indexes"
+    return base.changed(without=[blocks], model_type=model_types, deepstack_visual_indexes=([],))
 
 
-_ROPE = KnownFields(
-    {**QWEN3_VL.text_rope.carried_out, "partial_rotary_factor": _SHARE},
-    QWEN3_VL.text_rope.idle,
-    _without(QWEN3_VL.text_rope.fixed, "partial_rotary_factor"),
+_ROPE = QWEN3_VL.text_rope.changed(
+    {"partial_rotary_factor": _SHARE}, without=["partial_rotary_factor"]
 )
 
 QWEN3_5_FIELDS = ModelFields(
@@ -81,11 +72,9 @@ QWEN3_5_FIELDS = ModelFields(
     _vision(QWEN3_VL.vision, "qwen3_5_vision"),
     QWEN3_VL.vision_rope,
 )
-_MOE_TEXT = KnownFields(
-    # transformers reads the number of experts under one name, and no layer has a plain MLP.
-    _without(QWEN3_VL_MOE.text.carried_out, "num_local_experts", "intermediate_size"),
-    QWEN3_VL_MOE.text.idle,
-    _without(QWEN3_VL_MOE.text.fixed, "norm_topk_prob"),
+# transformers reads the number of experts under one name, and no layer has a plain MLP.
+_MOE_TEXT = QWEN3_VL_MOE.text.changed(
+    without=("num_local_experts", "intermediate_size", "norm_topk_prob")
 )
 QWEN3_5_MOE_FIELDS = ModelFields(
     _top(QWEN3_VL.top, "qwen3_5_moe"),

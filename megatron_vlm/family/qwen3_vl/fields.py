@@ -111,14 +111,8 @@ DENSE_VISION = KnownFields(
 VISION_ROPE = KnownFields({"rope_theta": POSITIVE}, set(), {"rope_type": ("axial",)})
 
 _EXPERTS = whole_number(1, 2**12)
-MOE_TOP = KnownFields(
-    DENSE_TOP.carried_out,
-    DENSE_TOP.idle,
-    {**DENSE_TOP.fixed, "model_type": ("qwen3_vl_moe",)},
-)
-MOE_TEXT = KnownFields(
+MOE_TEXT = DENSE_TEXT.changed(
     {
-        **DENSE_TEXT.carried_out,
         # One field has two names: the first in the released checkpoints, the second in
         # transformers.
         "num_experts": _EXPERTS,
@@ -131,18 +125,16 @@ MOE_TEXT = KnownFields(
         "router_aux_loss_coef": POSITIVE_OR_0,
     },
     # The tensor parallel plan of transformers, which transformers adds if the head is tied.
-    {*DENSE_TEXT.idle, "base_model_tp_plan"},
-    {
-        **DENSE_TEXT.fixed,
-        "model_type": ("qwen3_vl_moe_text",),
-        "norm_topk_prob": (True,),
-        "output_router_logits": (False,),
-    },
-)
-MOE_VISION = KnownFields(
-    DENSE_VISION.carried_out,
-    DENSE_VISION.idle,
-    {**DENSE_VISION.fixed, "model_type": ("qwen3_vl_moe_vision",)},
+    {"base_model_tp_plan"},
+    model_type=("qwen3_vl_moe_text",),
+    norm_topk_prob=(True,),
+    output_router_logits=(False,),
 )
 QWEN3_VL_FIELDS = ModelFields(DENSE_TOP, DENSE_TEXT, TEXT_ROPE, DENSE_VISION, VISION_ROPE)
-QWEN3_VL_MOE_FIELDS = ModelFields(MOE_TOP, MOE_TEXT, TEXT_ROPE, MOE_VISION, VISION_ROPE)
+QWEN3_VL_MOE_FIELDS = ModelFields(
+    DENSE_TOP.changed(model_type=("qwen3_vl_moe",)),
+    MOE_TEXT,
+    TEXT_ROPE,
+    DENSE_VISION.changed(model_type=("qwen3_vl_moe_vision",)),
+    VISION_ROPE,
+)
