@@ -81,84 +81,67 @@ class OutputLayer:
 Head = Callable[[Tensor, OutputLayer, Targets], HeadOutput]
 
 
-@dataclass(frozen=True)
-class LogProbs:
-    """Log-probs of the targets. A temperature other than 1 allows no backward pass."""
-
-    temperature: float = 1.0
-
-    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
-        log_probs_M, _ = layer.predict(hidden_NH, targets, temperature=self.temperature)
-        return HeadOutput(log_probs_M)
+def log_probs_head(
+    hidden_NH: Tensor, layer: OutputLayer, targets: Targets, temperature: float = 1.0
+) -> HeadOutput:
+    """Return the log-probs of the targets. A temperature other than 1 allows no backward pass."""
+    return HeadOutput(layer.predict(hidden_NH, targets, temperature=temperature)[0])
 
 
-@dataclass(frozen=True)
-class WithEntropy:
-    """Log-probs of the targets, one at each place, with the entropy there."""
-
-    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
-        log_probs_M, entropy_N = layer.predict(hidden_NH, targets, "entropy")
-        return HeadOutput(log_probs_M, entropy_N=entropy_N)
+def entropy_head(hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
+    """Return the log-probs of the targets, one at each place, with the entropy there."""
+    log_probs_M, entropy_N = layer.predict(hidden_NH, targets, "entropy")
+    return HeadOutput(log_probs_M, entropy_N=entropy_N)
 
 
-@dataclass(frozen=True)
-class WithHits:
-    """Log-probs of the targets, one at each place, and whether they are the most likely tokens."""
-
-    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
-        log_probs_M, hits_N = layer.predict(hidden_NH, targets, "hits")
-        return HeadOutput(log_probs_M, hits_N=hits_N)
+def hits_head(hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
+    """Return the log-probs of the targets, one at each place, and whether they are the most likely
+    tokens."""
+    log_probs_M, hits_N = layer.predict(hidden_NH, targets, "hits")
+    return HeadOutput(log_probs_M, hits_N=hits_N)
 
 
-@dataclass(frozen=True)
-class Lumped:
-    """Log-probs of the targets, one at each place, and at a temperature those of a teacher's tokens
-    and of all others together."""
-
-    temperature: float = 1.0
-
-    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
-        ids_NJ = targets.teacher_ids_NJ
-        if ids_NJ is None:  # without supervised places, as in a filler
-            ids_NJ = targets.ids_M.new_zeros(0, 1)
-        where = targets.ids_M, ids_NJ, layer.vocab, layer.tp_group, self.temperature
-        log_probs_N, events_NR = predict_lumped(layer.products(hidden_NH), *where)
-        return HeadOutput(log_probs_N, events_NR=events_NR)
+def lumped_head(
+    hidden_NH: Tensor, layer: OutputLayer, targets: Targets, temperature: float = 1.0
+) -> HeadOutput:
+    """Return the log-probs of the targets, one at each place, and at a temperature those of a
+    teacher's tokens and of all others together."""
+    ids_NJ = targets.teacher_ids_NJ
+    if ids_NJ is None:  # without supervised places, as in a filler
+        ids_NJ = targets.ids_M.new_zeros(0, 1)
+    where = targets.ids_M, ids_NJ, layer.vocab, layer.tp_group, temperature
+    log_probs_N, events_NR = predict_lumped(layer.products(hidden_NH), *where)
+    return HeadOutput(log_probs_N, events_NR=events_NR)
 
 
-@dataclass(frozen=True)
-class TopTokens:
-    """The most likely tokens of each place, with their log-probs at a temperature, from the same
-    logits as `LogProbs`. The same on all TP ranks."""
-
-    count: int
-    temperature: float = 1.0
-
-    @torch.no_grad()
-    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
-        products, count = layer.products(hidden_NH), self.count
-        first, valid = part_of(products, layer.vocab, layer.tp_group)
-        places = len(hidden_NH)
-        logits_NJ = hidden_NH.new_full((places, count), -torch.inf, dtype=torch.float)
-        ids_NJ = torch.zeros(places, count, dtype=torch.long, device=hidden_NH.device)
-        total_N = hidden_NH.new_full((places,), -torch.inf, dtype=torch.float)  # log of the sum
-        for start, end in slices(places, valid):
-            logits_Nv = logits_of(products, start, end) / self.temperature
-            total_N = torch.logaddexp(total_N, logits_Nv.logsumexp(dim=1))
-            ids_v = torch.arange(first + start, first + end, device=ids_NJ.device)
-            slice_top = logits_Nv.topk(min(count, end - start), dim=1)
-            logits_NJ, ids_NJ = _top_logits(
-                torch.cat([logits_NJ, slice_top.values], dim=1),
-                torch.cat([ids_NJ, ids_v[slice_top.indices]], dim=1),
-                count,
-            )
-        logits, ids, totals = (
-            _of_all_ranks(local, layer.tp_group)
-            for local in (logits_NJ.double(), ids_NJ, total_N.double()[:, None])
+@torch.no_grad()
+def top_tokens_head(
+    hidden_NH: Tensor, layer: OutputLayer, targets: Targets, *, count: int, temperature: float
+) -> HeadOutput:
+    """Return the most likely tokens of each place, with their log-probs at a temperature, from the
+    same logits as `log_probs_head`. The same on all TP ranks."""
+    products, places = layer.products(hidden_NH), len(hidden_NH)
+    first, valid = part_of(products, layer.vocab, layer.tp_group)
+    logits_NJ = hidden_NH.new_full((places, count), -torch.inf, dtype=torch.float)
+    ids_NJ = torch.zeros(places, count, dtype=torch.long, device=hidden_NH.device)
+    total_N = hidden_NH.new_full((places,), -torch.inf, dtype=torch.float)  # log of the sum
+    for start, end in slices(places, valid):
+        logits_Nv = logits_of(products, start, end) / temperature
+        total_N = torch.logaddexp(total_N, logits_Nv.logsumexp(dim=1))
+        ids_v = torch.arange(first + start, first + end, device=ids_NJ.device)
+        slice_top = logits_Nv.topk(min(count, end - start), dim=1)
+        logits_NJ, ids_NJ = _top_logits(
+            torch.cat([logits_NJ, slice_top.values], dim=1),
+            torch.cat([ids_NJ, ids_v[slice_top.indices]], dim=1),
+            count,
         )
-        best_NJ, best_ids_NJ = _top_logits(logits, ids, count)
-        log_probs_NJ = best_NJ - totals.logsumexp(dim=1, keepdim=True)
-        return HeadOutput(top_ids_NJ=best_ids_NJ, top_log_probs_NJ=log_probs_NJ)
+    logits, ids, totals = (
+        _of_all_ranks(local, layer.tp_group)
+        for local in (logits_NJ.double(), ids_NJ, total_N.double()[:, None])
+    )
+    best_NJ, best_ids_NJ = _top_logits(logits, ids, count)
+    log_probs_NJ = best_NJ - totals.logsumexp(dim=1, keepdim=True)
+    return HeadOutput(top_ids_NJ=best_ids_NJ, top_log_probs_NJ=log_probs_NJ)
 
 
 def _top_logits(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -173,24 +156,17 @@ def _of_all_ranks(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-@dataclass(frozen=True)
-class TopEvents:
-    """A student's targets: the log-probs of the labels, and the most likely tokens of each place,
-    with their log-probs and that of all others together at a temperature."""
-
-    count: int
-    temperature: float = 1.0
-
-    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
-        ids_NJ = TopTokens(self.count, self.temperature)(hidden_NH, layer, targets).top_ids_NJ
-        own = replace(targets, teacher_ids_NJ=ids_NJ)
-        return replace(Lumped(self.temperature)(hidden_NH, layer, own), top_ids_NJ=ids_NJ)
+def top_events_head(
+    hidden_NH: Tensor, layer: OutputLayer, targets: Targets, *, count: int, temperature: float
+) -> HeadOutput:
+    """Return a student's targets: the log-probs of the labels, and the most likely tokens of each
+    place, with their log-probs and that of all others together at a temperature."""
+    top = top_tokens_head(hidden_NH, layer, targets, count=count, temperature=temperature)
+    own = replace(targets, teacher_ids_NJ=top.top_ids_NJ)
+    return replace(lumped_head(hidden_NH, layer, own, temperature), top_ids_NJ=top.top_ids_NJ)
 
 
-@dataclass(frozen=True)
-class Embedding:
-    """Normalised hidden states. The output layer has no part in them."""
-
-    def __call__(self, hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
-        hidden_NH = mark_ready_with_zero_grads(hidden_NH, layer.layer)
-        return HeadOutput(embeddings_NH=nn.functional.normalize(hidden_NH.float(), dim=1))
+def embedding_head(hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
+    """Return the normalised hidden states. The output layer has no part in them."""
+    hidden_NH = mark_ready_with_zero_grads(hidden_NH, layer.layer)
+    return HeadOutput(embeddings_NH=nn.functional.normalize(hidden_NH.float(), dim=1))

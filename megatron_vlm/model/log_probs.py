@@ -11,7 +11,7 @@ Shapes: N supervised places, M targets (equal to N, unless places have several t
 an input, V this rank's part of the padded vocabulary, v a slice of V.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -95,28 +95,31 @@ def slices(tokens: int, valid: int) -> Iterator[tuple[int, int]]:
     return ((i * valid // count, (i + 1) * valid // count) for i in range(count))
 
 
-class FactorGradients:
-    """Gradients of the two factors of a product, where they are needed."""
-
-    def __init__(self, input_NI: Tensor, weight_VI: Tensor, of_input: bool, of_weight: bool):
-        self.input_NI, self.weight_VI = input_NI, weight_VI
-        self.grad_NI = torch.zeros_like(input_NI, dtype=torch.float) if of_input else None
-        self.grad_VI = torch.zeros_like(weight_VI) if of_weight else None
-
-    def add(self, slope_Nv: Tensor, start: int, end: int) -> None:
-        """Add the contribution of a slice of the vocabulary."""
-        if self.grad_NI is not None:
-            _add_product(self.grad_NI, slope_Nv, self.weight_VI[start:end])
-        if self.grad_VI is not None:
-            torch.mm(slope_Nv.T, self.input_NI, out=self.grad_VI[start:end])
-
-    def reduce(self, group: dist.ProcessGroup) -> tuple[Tensor | None, Tensor | None]:
-        """Return both gradients. The input's is summed over all ranks, as each has only its part of
-        the weight."""
-        if self.grad_NI is None:
-            return None, self.grad_VI
-        dist.all_reduce(self.grad_NI, group=group)
-        return self.grad_NI.to(self.input_NI.dtype), self.grad_VI
+def factor_gradients(
+    ctx: Any, factors: Sequence[Tensor], slope_of: Callable[[int, int], Tensor]
+) -> list[Tensor | None]:
+    """Return the gradient of each factor that needs one. `slope_of` returns the gradient [N, v] of
+    the logits of a slice. Gradients of inputs are summed over all ranks, as each has only its part
+    of the weight."""
+    products, grads = factor_pairs(factors), []
+    needed = factor_pairs(ctx.needs_input_grad[-len(factors) :])
+    for (input_NI, weight_VI), (of_input, of_weight) in zip(products, needed, strict=True):
+        grad_NI = torch.zeros_like(input_NI, dtype=torch.float) if of_input else None
+        grads.append((grad_NI, torch.zeros_like(weight_VI) if of_weight else None))
+    for start, end in ctx.slices:
+        slope_Nv = slope_of(start, end).to(factors[0].dtype)
+        for (input_NI, weight_VI), (grad_NI, grad_VI) in zip(products, grads, strict=True):
+            if grad_NI is not None:
+                _add_product(grad_NI, slope_Nv, weight_VI[start:end])
+            if grad_VI is not None:
+                torch.mm(slope_Nv.T, input_NI, out=grad_VI[start:end])
+    result = []
+    for (input_NI, _), (grad_NI, grad_VI) in zip(products, grads, strict=True):
+        if grad_NI is not None:
+            dist.all_reduce(grad_NI, group=ctx.group)
+            grad_NI = grad_NI.to(input_NI.dtype)
+        result += [grad_NI, grad_VI]
+    return result
 
 
 def factor_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -265,28 +268,20 @@ class _Predict(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradient. With p = softmax(logits): d log p_t = [v = t] - p_v; dH = -p_v (log
         p_v + H)."""
-        log_sum_N, entropy_N, probs_Nv, *inputs = ctx.saved_tensors
-        products = factor_pairs(inputs)
+        log_sum_N, entropy_N, stored_Nv, *factors = ctx.saved_tensors
         log_prob_grad_M = grads[0]
         log_prob_grad_N = ctx.columns.per_place(log_prob_grad_M, len(log_sum_N))
-        sums = [
-            FactorGradients(*factors, *needed)
-            for factors, needed in zip(
-                products, factor_pairs(ctx.needs_input_grad[5:]), strict=True
-            )
-        ]
-        for start, end in ctx.slices:
+        entropy_grad_N = grads[1] if ctx.extra == "entropy" else None
+
+        def slope_of(start: int, end: int) -> Tensor:
+            probs_Nv = stored_Nv
             if probs_Nv is None:
-                probs = logits_of(products, start, end).sub_(log_sum_N[:, None]).exp_()
-            else:
-                probs = probs_Nv
-            entropy_grad_N = grads[1] if ctx.extra == "entropy" else None
-            slope_Nv = _logits_gradient(probs, log_prob_grad_N, entropy_N, entropy_grad_N)
-            slope_Nv = ctx.columns.add(slope_Nv, start, log_prob_grad_M).to(inputs[0].dtype)
-            for part in sums:
-                part.add(slope_Nv, start, end)
-        input_grads = [grad for of_product in sums for grad in of_product.reduce(ctx.group)]
-        return None, None, None, None, None, *input_grads
+                logits_Nv = logits_of(factor_pairs(factors), start, end)
+                probs_Nv = logits_Nv.sub_(log_sum_N[:, None]).exp_()
+            slope_Nv = _logits_gradient(probs_Nv, log_prob_grad_N, entropy_N, entropy_grad_N)
+            return ctx.columns.add(slope_Nv, start, log_prob_grad_M)
+
+        return None, None, None, None, None, *factor_gradients(ctx, factors, slope_of)
 
 
 def _logits_gradient(

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.model.log_probs import (
-    FactorGradients,
     Factors,
     VocabShard,
+    factor_gradients,
     factor_pairs,
     logits_of,
     part_of,
@@ -146,22 +146,18 @@ class _PredictLumped(torch.autograd.Function):
         """Compute the gradient. With g the gradients of the events' log-probs, G their sum and p
         the probabilities, a given token's logit has g - p G, and the logits of all others share
         g - p G in proportion to their probabilities."""
-        log_probs_NR, others_sum_N, label_sum_N, stored_Nv, *inputs = ctx.saved_tensors
-        labels, given = ctx.columns
-        products, temperature = factor_pairs(inputs), ctx.temperature
+        log_probs_NR, others_sum_N, label_sum_N, stored_Nv, *factors = ctx.saved_tensors
+        (labels, given), temperature = ctx.columns, ctx.temperature
         label_grad_N, grad_NR = grads
         total_N = grad_NR.sum(dim=1)
         if label_sum_N is None:  # at temperature 1 the label's log-prob is of the same softmax
             total_N = total_N + label_grad_N
         slope_NR = (grad_NR - log_probs_NR.exp() * total_N[:, None]) / temperature
-        sums = [
-            FactorGradients(*pair, *needed)
-            for pair, needed in zip(products, factor_pairs(ctx.needs_input_grad[5:]), strict=True)
-        ]
-        for start, end in ctx.slices:
+
+        def slope_of(start: int, end: int) -> Tensor:
             shares_Nv, label_slope_Nv = stored_Nv, None
             if shares_Nv is None:
-                logits_Nv = logits_of(products, start, end)
+                logits_Nv = logits_of(factor_pairs(factors), start, end)
                 if label_sum_N is not None:
                     label_slope_Nv = (logits_Nv - label_sum_N[:, None]).exp_()
                     label_slope_Nv.mul_(-label_grad_N[:, None])
@@ -170,10 +166,6 @@ class _PredictLumped(torch.autograd.Function):
             slope_Nv = shares_Nv.mul_(slope_NR[:, -1:])
             given.add(slope_Nv, start, slope_NR[:, :-1].flatten())
             labels.add(slope_Nv, start, label_grad_N)
-            if label_slope_Nv is not None:
-                slope_Nv += label_slope_Nv
-            slope_Nv = slope_Nv.to(inputs[0].dtype)
-            for part in sums:
-                part.add(slope_Nv, start, end)
-        input_grads = [grad for of_product in sums for grad in of_product.reduce(ctx.group)]
-        return None, None, None, None, None, *input_grads
+            return slope_Nv if label_slope_Nv is None else slope_Nv.add_(label_slope_Nv)
+
+        return None, None, None, None, None, *factor_gradients(ctx, factors, slope_of)

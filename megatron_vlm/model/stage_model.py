@@ -20,7 +20,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.decoder_layer import PassContext
-from megatron_vlm.model.head import Head, HeadOutput, LogProbs, OutputLayer, Targets
+from megatron_vlm.model.head import Head, HeadOutput, OutputLayer, Targets, log_probs_head
 from megatron_vlm.model.kv_cache import KVCache
 from megatron_vlm.model.offload_activations import ActivationOffload, OffloadPass
 from megatron_vlm.model.rope import InterleavedMRoPE
@@ -239,10 +239,8 @@ class StageModel(GPTModel):
     ) -> Tensor | HeadOutput:
         """Apply the head at supervised positions only, because the others carry no loss."""
         vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
-        layer, places_N = (
-            OutputLayer(self.output_layer, self.head_weight, vocab, tp_group),
-            loss_mask,
-        )
+        layer = OutputLayer(self.output_layer, self.head_weight, vocab, tp_group)
+        places_N = loss_mask
         if places_N is None or places_N.dim() == 2:
             picked_BS = loss_mask if labels is None else labels != IGNORE
             if picked_BS is None:
@@ -252,7 +250,7 @@ class StageModel(GPTModel):
         hidden_NH = hidden_SBH.flatten(0, 1).index_select(0, places_N)
         if targets is None:
             return layer.logits(hidden_NH[:, None])[:, 0]
-        return (head or LogProbs())(hidden_NH, layer, targets)
+        return (head or log_probs_head)(hidden_NH, layer, targets)
 
 
 def _check_right_padded(mask_BS: Tensor) -> None:

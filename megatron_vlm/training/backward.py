@@ -15,7 +15,7 @@ from megatron_vlm.training.expert_routing import busiest_expert_ratio, take_expe
 from megatron_vlm.training.losses import LossFunction, Objective, totals
 from megatron_vlm.training.pipeline import ForwardStep, Stage
 from megatron_vlm.training.router_losses import RouterTerms
-from megatron_vlm.training.row_scores import gather_by_row
+from megatron_vlm.training.row_scores import gather_targets, rows_by_place
 
 # The gradients of this rank live from one step of the optimizer to the next. They are those of one
 # call, or the sum of several calls.
@@ -165,12 +165,13 @@ class Backward:
         self, outputs: Sequence[Any], sums: tuple[float, int, dict[str, float]]
     ) -> StepMetrics:
         """Return the metrics for the caller."""
-        loss, count, means = sums
+        (loss, count, means), stage = sums, self.stage
         log_probs = None
         if self.call.per_token:
             pieces = [out["log_probs_N"] for out in outputs]
-            log_probs = gather_by_row(self.stage, self.batches, pieces)
-        stage = self.stage
+            pieces_M = gather_targets(stage, self.batches, pieces)
+            by_row = map(MicroBatch.log_probs_by_row, self.batches, pieces_M)
+            log_probs = rows_by_place(self.batches, by_row)
         load_LE = take_expert_load(stage.chunks, stage.sizes.text, stage.device)
         if self.router is not None:
             means |= self.router.values()

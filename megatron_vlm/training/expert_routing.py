@@ -4,14 +4,13 @@ Shapes: S tokens of a row, T those of all rows of a micro-batch, L decoder layer
 experts of a token.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.data.batches.micro_batch import MicroBatch, RowPlace
+from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import TextSizes
@@ -89,17 +88,6 @@ def routing_tables(
     for table_TLK in tables:
         dist.all_reduce(table_TLK, group=grid.pp.group)  # a stage has zeros for other layers
     return [table_TLK.cpu() for table_TLK in tables]
-
-
-def routing_of_rows(batches: Sequence[MicroBatch], tables: Sequence[Tensor]) -> list[Tensor]:
-    """Return the routing [S, L, K] of each row from the tables of its micro-batches."""
-
-    def pairs() -> Iterator[tuple[RowPlace, Tensor]]:
-        for batch, table_TLK in zip(batches, tables, strict=True):
-            yield from zip(batch.rows, table_TLK.split(list(batch.lengths)), strict=False)
-
-    by_place: dict[RowPlace, Any] = dict(pairs())
-    return [by_place[place] for place in sorted(by_place)]
 
 
 # The balance of a step's tokens over the experts.

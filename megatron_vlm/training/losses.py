@@ -34,6 +34,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,14 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.head import Embedding, Head, HeadOutput, LogProbs, Lumped, WithEntropy
+from megatron_vlm.model.head import (
+    Head,
+    HeadOutput,
+    embedding_head,
+    entropy_head,
+    log_probs_head,
+    lumped_head,
+)
 from megatron_vlm.training import token_losses
 from megatron_vlm.training.stage_inputs import RowInputs, StageInput
 
@@ -152,10 +160,10 @@ class Objective:
     def head(self) -> Head:
         """The head that computes what the loss reads."""
         if self.needs_teacher:
-            return Lumped(self.temperature)
+            return partial(lumped_head, temperature=self.temperature)
         if self.reads_embeddings:
-            return Embedding()
-        return LogProbs() if self.entropy_coef is None else WithEntropy()
+            return embedding_head
+        return log_probs_head if self.entropy_coef is None else entropy_head
 
     @property
     def needs_teacher(self) -> bool:
@@ -174,8 +182,8 @@ class Objective:
                 found=self.entropy_coef,
                 remedy="leave out entropy_coef or teacher_coef",
             )
-        is_shared = isinstance(self.head, Lumped | WithEntropy)
-        if is_shared and any(batch.of_M is not None for batch in batches):
+        has_one_target = self.needs_teacher or self.entropy_coef is not None
+        if has_one_target and any(batch.of_M is not None for batch in batches):
             raise ConfigError(
                 ": an entropy belongs to a token, but rows have several targets at one place",
                 key="entropy_coef",

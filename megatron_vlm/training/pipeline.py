@@ -20,7 +20,7 @@ from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.host_copies import CopyStream
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
-from megatron_vlm.model.head import Head, HeadOutput, LogProbs
+from megatron_vlm.model.head import Head, HeadOutput, log_probs_head
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.stage_inputs import StageInput, arrivals
@@ -130,7 +130,7 @@ class Stage:
     def predict(self, chunk: Any, batch: StageInput, head: Head | None = None) -> Any:
         """Return a chunk's output for a micro-batch; on the last stage, that of the head."""
         places = {"loss_mask": batch.places_N, "targets": batch.targets}
-        return self.call(chunk, batch, **places, head=head or LogProbs())
+        return self.call(chunk, batch, **places, head=head or log_probs_head)
 
     def evaluate(self, batches: Sequence[MicroBatch], head: Head) -> list[HeadOutput]:
         """Return the head's output for each micro-batch, without gradients, on the last stage, and

@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from megatron_vlm.config.objective_configs import PreferenceConfig
 from megatron_vlm.data.batches.micro_batch import ROW_REFERENCE
 from megatron_vlm.training.stage_inputs import RowInputs
-
-log_sigmoid = F.logsigmoid
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,11 @@ class Pairs:
         return self.chosen_ratio - self.rejected_ratio
 
     @property
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Mean log-prob of a token of each answer."""
+        return self.chosen_E / self.chosen_tokens_E, self.rejected_E / self.rejected_tokens_E
+
+    @property
     def mean_margin(self) -> Tensor:
         """Margin of the means over tokens."""
         chosen, rejected = self.chosen_ratio, self.rejected_ratio
@@ -72,41 +75,21 @@ class Pairs:
 PairLoss = Callable[[Pairs, PreferenceConfig], Tensor]
 
 
-def _sigmoid(pairs: Pairs, p: PreferenceConfig) -> Tensor:
-    return -log_sigmoid(p.beta * pairs.margin)
-
-
-def _sigmoid_norm(pairs: Pairs, p: PreferenceConfig) -> Tensor:
-    return -log_sigmoid(p.beta * pairs.mean_margin)
-
-
-def _hinge(pairs: Pairs, p: PreferenceConfig) -> Tensor:
-    return torch.relu(1 - p.beta * pairs.margin)
-
-
-def _ipo(pairs: Pairs, p: PreferenceConfig) -> Tensor:
-    return (pairs.mean_margin - 1 / (2 * p.beta)) ** 2
-
-
 def _exo_pair(pairs: Pairs, p: PreferenceConfig) -> Tensor:
     logits, smoothing = p.beta * pairs.margin, p.label_smoothing
-    better = torch.sigmoid(logits) * (log_sigmoid(logits) - math.log1p(-smoothing))
-    return better + torch.sigmoid(-logits) * (log_sigmoid(-logits) - math.log(smoothing))
+    better = torch.sigmoid(logits) * (logsigmoid(logits) - math.log1p(-smoothing))
+    return better + torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(smoothing))
 
 
 def _nca_pair(pairs: Pairs, p: PreferenceConfig) -> Tensor:
     chosen, rejected = p.beta * pairs.chosen_ratio, p.beta * pairs.rejected_ratio
-    return -log_sigmoid(chosen) - 0.5 * log_sigmoid(-chosen) - 0.5 * log_sigmoid(-rejected)
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
 def _robust(pairs: Pairs, p: PreferenceConfig) -> Tensor:
     logits, smoothing = p.beta * pairs.margin, p.label_smoothing
-    clean, flipped = log_sigmoid(logits), log_sigmoid(-logits)
+    clean, flipped = logsigmoid(logits), logsigmoid(-logits)
     return (smoothing * flipped - (1 - smoothing) * clean) / (1 - 2 * smoothing)
-
-
-def _bco_pair(pairs: Pairs, p: PreferenceConfig) -> Tensor:
-    return -log_sigmoid(p.beta * pairs.chosen_ratio) - log_sigmoid(-p.beta * pairs.rejected_ratio)
 
 
 def _sppo_hard(pairs: Pairs, p: PreferenceConfig) -> Tensor:
@@ -114,74 +97,62 @@ def _sppo_hard(pairs: Pairs, p: PreferenceConfig) -> Tensor:
     return (pairs.chosen_ratio - half) ** 2 + (pairs.rejected_ratio + half) ** 2
 
 
-def _apo_zero(pairs: Pairs, p: PreferenceConfig) -> Tensor:
-    return (
-        1
-        - torch.sigmoid(p.beta * pairs.chosen_ratio)
-        + torch.sigmoid(p.beta * pairs.rejected_ratio)
-    )
-
-
-def _apo_down(pairs: Pairs, p: PreferenceConfig) -> Tensor:
-    return torch.sigmoid(p.beta * pairs.chosen_ratio) + 1 - torch.sigmoid(p.beta * pairs.margin)
-
-
 def _discopop(pairs: Pairs, p: PreferenceConfig) -> Tensor:
     logits = p.beta * pairs.margin
     share = torch.sigmoid(logits / p.discopop_tau)
-    return -log_sigmoid(logits) * (1 - share) + torch.exp(-logits) * share
+    return -logsigmoid(logits) * (1 - share) + torch.exp(-logits) * share
 
 
 def _orpo(pairs: Pairs, p: PreferenceConfig) -> Tensor:
-    chosen, rejected = _means(pairs)
+    chosen, rejected = pairs.means
     odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
-    return -p.beta * log_sigmoid(odds)
+    return -p.beta * logsigmoid(odds)
 
 
 def _simpo(pairs: Pairs, p: PreferenceConfig) -> Tensor:
-    chosen, rejected = _means(pairs)
+    chosen, rejected = pairs.means
     return _smoothed(p.beta * (chosen - rejected) - p.simpo_gamma, p.label_smoothing)
-
-
-def _cpo(pairs: Pairs, p: PreferenceConfig) -> Tensor:
-    return _smoothed(p.beta * (pairs.chosen_E - pairs.rejected_E), p.label_smoothing)
-
-
-def _means(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """Return the mean log-prob of a token of each answer."""
-    return pairs.chosen_E / pairs.chosen_tokens_E, pairs.rejected_E / pairs.rejected_tokens_E
 
 
 def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
     """Return the loss of labels of which a share is wrong."""
-    return -(1 - smoothing) * log_sigmoid(logits) - smoothing * log_sigmoid(-logits)
+    return -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
 
 
 def _log1mexp(x: Tensor) -> Tensor:
     """Return log(1 - exp(x)) for x below 0, without loss of precision at either end."""
     is_near_zero = x > -math.log(2)
     near = torch.log(-torch.expm1(torch.where(is_near_zero, x, -1.0)))
-    return torch.where(
-        is_near_zero, near, torch.log1p(-torch.exp(torch.where(is_near_zero, -1.0, x)))
-    )
+    far = torch.log1p(-torch.exp(torch.where(is_near_zero, -1.0, x)))
+    return torch.where(is_near_zero, near, far)
 
 
 PAIR_LOSSES: Mapping[str, PairLoss] = {
-    "sigmoid": _sigmoid,
-    "sigmoid_norm": _sigmoid_norm,
-    "hinge": _hinge,
-    "ipo": _ipo,
+    "sigmoid": lambda pairs, p: -logsigmoid(p.beta * pairs.margin),
+    "sigmoid_norm": lambda pairs, p: -logsigmoid(p.beta * pairs.mean_margin),
+    "hinge": lambda pairs, p: torch.relu(1 - p.beta * pairs.margin),
+    "ipo": lambda pairs, p: (pairs.mean_margin - 1 / (2 * p.beta)) ** 2,
     "exo_pair": _exo_pair,
     "nca_pair": _nca_pair,
     "robust": _robust,
-    "bco_pair": _bco_pair,
+    "bco_pair": lambda pairs, p: (
+        -logsigmoid(p.beta * pairs.chosen_ratio) - logsigmoid(-p.beta * pairs.rejected_ratio)
+    ),
     "sppo_hard": _sppo_hard,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
+    "apo_zero": lambda pairs, p: (
+        1
+        - torch.sigmoid(p.beta * pairs.chosen_ratio)
+        + torch.sigmoid(p.beta * pairs.rejected_ratio)
+    ),
+    "apo_down": lambda pairs, p: (
+        torch.sigmoid(p.beta * pairs.chosen_ratio) + 1 - torch.sigmoid(p.beta * pairs.margin)
+    ),
     "discopop": _discopop,
     "orpo": _orpo,
     "simpo": _simpo,
-    "cpo": _cpo,
+    "cpo": lambda pairs, p: _smoothed(
+        p.beta * (pairs.chosen_E - pairs.rejected_E), p.label_smoothing
+    ),
 }
 
 
@@ -203,35 +174,28 @@ def aot_unpaired(pairs: Pairs, p: PreferenceConfig) -> Tensor:
 GLOBAL_LOSSES: Mapping[str, PairLoss] = {"aot": aot, "aot_unpaired": aot_unpaired}
 
 
-@dataclass(frozen=True)
-class LabelledAnswers:
-    """Answers with labels: their log-probs over those of the reference model."""
-
-    ratio_R: Tensor
-    is_rejected_R: Tensor
-
-
-def kto(answers: LabelledAnswers, p: PreferenceConfig, kl: float) -> Tensor:
-    """Return the loss of KTO. `kl` is the mean log-ratio of mismatched answers, at least 0."""
-    sign_R = 1 - 2 * answers.is_rejected_R.double()
-    loss_R = 1 - torch.sigmoid(p.beta * sign_R * (answers.ratio_R - kl))
-    return label_weights(answers, p) * loss_R
+def kto(ratio_R: Tensor, is_rejected_R: Tensor, p: PreferenceConfig, kl: float) -> Tensor:
+    """Return the loss of KTO from log-ratios to the reference. `kl` is the mean log-ratio of
+    mismatched answers, at least 0."""
+    sign_R = 1 - 2 * is_rejected_R.double()
+    return _label_weights(ratio_R, is_rejected_R, p) * (
+        1 - torch.sigmoid(p.beta * sign_R * (ratio_R - kl))
+    )
 
 
-def apo_zero_unpaired(answers: LabelledAnswers, p: PreferenceConfig, kl: float) -> Tensor:
-    """Return the loss of APO-zero for answers with labels."""
-    sign_R = 1 - 2 * answers.is_rejected_R.double()
-    loss_R = torch.sigmoid(-p.beta * sign_R * answers.ratio_R)
-    return label_weights(answers, p) * loss_R
+def _apo_zero_unpaired(
+    ratio_R: Tensor, is_rejected_R: Tensor, p: PreferenceConfig, kl: float
+) -> Tensor:
+    sign_R = 1 - 2 * is_rejected_R.double()
+    return _label_weights(ratio_R, is_rejected_R, p) * torch.sigmoid(-p.beta * sign_R * ratio_R)
 
 
-def label_weights(answers: LabelledAnswers, p: PreferenceConfig) -> Tensor:
-    """Return the weight of each answer's label."""
-    weights = torch.full_like(answers.ratio_R, p.desirable_weight)
-    return torch.where(answers.is_rejected_R, p.undesirable_weight, weights)
+def _label_weights(ratio_R: Tensor, is_rejected_R: Tensor, p: PreferenceConfig) -> Tensor:
+    weights_R = torch.full_like(ratio_R, p.desirable_weight)
+    return torch.where(is_rejected_R, p.undesirable_weight, weights_R)
 
 
-LABEL_LOSSES: Mapping[str, Callable[[LabelledAnswers, PreferenceConfig, float], Tensor]] = {
+LABEL_LOSSES: Mapping[str, Callable[[Tensor, Tensor, PreferenceConfig, float], Tensor]] = {
     "kto": kto,
-    "apo_zero_unpaired": apo_zero_unpaired,
+    "apo_zero_unpaired": _apo_zero_unpaired,
 }

@@ -31,11 +31,10 @@ from megatron_vlm.training.preference_losses import (
     GLOBAL_LOSSES,
     LABEL_LOSSES,
     PAIR_LOSSES,
-    LabelledAnswers,
     Pairs,
 )
 from megatron_vlm.training.reference import ReferenceModel, row_log_probs
-from megatron_vlm.training.row_scores import values_by_place
+from megatron_vlm.training.row_scores import score_targets
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
@@ -74,31 +73,18 @@ class PreferenceObjective:
         batches, facts = self._prepare(micro_batches, mismatched)
         loss, device = loss_function(self.cfg, facts), torch.device("cpu")
         sums: Figures = {"examples": 0.0, "loss": 0.0}
-        for batch, log_probs in zip(batches, self._log_probs(batches), strict=True):
+        scored = score_targets(self.worker.stage, batches)
+        for batch, log_probs_N in zip(batches, scored, strict=True):
             if batch.row_values is None:
                 continue
-            loss_E, report = loss(
-                log_probs, RowInputs.from_batch(batch, lambda each: each.to(device))
-            )
+            rows = RowInputs.from_batch(batch, lambda each: each.to(device))
+            loss_E, report = loss(log_probs_N, rows)
             values = {"examples": torch.ones(batch.num_examples), "loss": loss_E, **report}
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + float(value.sum())
-        parts = all_gather_json(sums, self.worker.grid.dp.group, self.worker.platform.device)
+        parts = self._gather(sums)
         names = dict.fromkeys(name for part in parts for name in part)
         return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
-
-    def _log_probs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the log-probs of the supervised tokens of each micro-batch."""
-        by_row = values_by_place(batches, self.worker.forward(batches))
-        pieces = []
-        for batch in batches:
-            row_N, column_N = batch.supervised
-            # The log-prob of a token is in the place of that token, one after its position.
-            values = [
-                by_row[place][1 + column_N[row_N == row]] for row, place in enumerate(batch.rows)
-            ]
-            pieces.append(torch.cat(values) if values else torch.zeros(0))
-        return pieces
 
     def _prepare(
         self, micro_batches: Sequence[MicroBatch], mismatched: Sequence[MicroBatch]
@@ -234,10 +220,10 @@ def _label_loss(cfg: Config, facts: BatchFacts) -> LossFunction:
         reference_R = rows.values.get(ROW_REFERENCE)
         assert reference_R is not None or not len(sums_R)
         ratio_R = sums_R if reference_R is None else sums_R - reference_R
-        answers = LabelledAnswers(ratio_R, rows.is_rejected_R)
         loss_R = torch.zeros_like(sums_R)
         for name, weight in losses.items():
-            loss_R = loss_R + weight * LABEL_LOSSES[name](answers, p, facts.kl)
+            loss_of = LABEL_LOSSES[name]
+            loss_R = loss_R + weight * loss_of(ratio_R, rows.is_rejected_R, p, facts.kl)
         is_chosen_R = (~rows.is_rejected_R).double()
         rewards_R, logps_R = p.beta * ratio_R.detach(), sums_R.detach()
         report = {

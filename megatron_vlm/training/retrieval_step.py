@@ -21,7 +21,7 @@ from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.micro_batch import REJECTED, MicroBatch, RowPlace
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.grid import RankGroups
-from megatron_vlm.model.head import Embedding
+from megatron_vlm.model.head import embedding_head
 from megatron_vlm.training.losses import LossFunction
 from megatron_vlm.training.retrieval_losses import (
     InfoNCE,
@@ -102,7 +102,7 @@ class EmbeddingObjective:
 
     def _loss(self, batches: Sequence[MicroBatch]) -> tuple[InfoNCE | None, Gathered | None]:
         """Return the loss and the embeddings of a global batch, on last stages."""
-        outputs = self.worker.stage.evaluate(batches, Embedding())
+        outputs = self.worker.stage.evaluate(batches, embedding_head)
         if not self.worker.grid.is_last_stage:
             return None, None
         embeddings = [each.embeddings_NH for each in outputs if each.embeddings_NH is not None]

@@ -11,14 +11,15 @@ the most likely ones, 2 an id and its log-prob.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch, RowPlace
-from megatron_vlm.model.head import LogProbs, TopEvents, TopTokens
-from megatron_vlm.training.expert_routing import routing_of_rows, routing_tables
+from megatron_vlm.model.head import log_probs_head, top_events_head, top_tokens_head
+from megatron_vlm.training.expert_routing import routing_tables
 from megatron_vlm.training.pipeline import Stage, pass_through
 from megatron_vlm.training.stage_inputs import StageInput
 
@@ -33,8 +34,24 @@ def score_rows(stage: Stage, batches: Sequence[MicroBatch], temperature: float) 
     """Return the log-probs of each row's supervised tokens at this temperature, fp32 on the host:
     one tensor [S] for each row, zero where a token is not supervised. The log-probs of a row with
     targets have the targets' shape."""
-    outputs = stage.evaluate(batches, LogProbs(temperature))
-    return gather_by_row(stage, batches, [output.log_probs_M for output in outputs])
+    scored = score_targets(stage, batches, temperature)
+    return rows_by_place(batches, map(MicroBatch.log_probs_by_row, batches, scored))
+
+
+def score_targets(
+    stage: Stage, batches: Sequence[MicroBatch], temperature: float = 1.0
+) -> tuple[Tensor, ...]:
+    """Return the log-probs of each micro-batch's targets [M], fp32 on the host."""
+    outputs = stage.evaluate(batches, partial(log_probs_head, temperature=temperature))
+    return gather_targets(stage, batches, [each.log_probs_M for each in outputs])
+
+
+def gather_targets(
+    stage: Stage, batches: Sequence[MicroBatch], outputs: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Send the last stage's values of each micro-batch's targets [M] to the host of every rank."""
+    counts = [batch.num_supervised for batch in batches]
+    return stage.share_last(outputs, counts, torch.empty(0))
 
 
 def top_tokens(
@@ -43,7 +60,9 @@ def top_tokens(
     """Return the most likely tokens at each position where a row predicts one: [S, k, 2], ids and
     log-probs at this temperature in float64, at the position that predicts them, and zeros
     elsewhere."""
-    outputs = stage.evaluate(batches, TopTokens(count, temperature))
+    outputs = stage.evaluate(
+        batches, partial(top_tokens_head, count=count, temperature=temperature)
+    )
     sizes = [len(batch.supervised[0]) for batch in batches]
     like_NJ = torch.empty(0, count, dtype=torch.double)
     ids = stage.share_last([each.top_ids_NJ for each in outputs], sizes, like_NJ.long())
@@ -69,16 +88,11 @@ def routing(stage: Stage, batches: Sequence[MicroBatch]) -> list[Tensor]:
         stage.run(batches, step, forward_only=True)
     chosen = [(item.number, item.routing.chosen) for item in inputs if item.routing is not None]
     tables = routing_tables(batches, chosen, stage.sizes.text, stage.grid, stage.device)
-    return routing_of_rows(batches, tables)
-
-
-def gather_by_row(
-    stage: Stage, batches: Sequence[MicroBatch], outputs: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """Return the last stage's log-probs [M] of each micro-batch, by row."""
-    counts = [batch.num_supervised for batch in batches]
-    pieces = stage.share_last(outputs, counts, torch.empty(0))
-    return rows_by_place(batches, map(MicroBatch.log_probs_by_row, batches, pieces))
+    by_row = [
+        table_TLK.split(list(batch.lengths))
+        for batch, table_TLK in zip(batches, tables, strict=True)
+    ]
+    return rows_by_place(batches, by_row)
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,8 @@ def top_targets(
     stage: Stage, batches: Sequence[MicroBatch], count: int, temperature: float
 ) -> list[TopTargets]:
     """Return the targets of each row of the batches, with `count` tokens, on the host."""
-    outputs = stage.evaluate(batches, TopEvents(count, temperature) if count else LogProbs())
+    top_events = partial(top_events_head, count=count, temperature=temperature)
+    outputs = stage.evaluate(batches, top_events if count else log_probs_head)
     sizes = [len(batch.supervised[0]) for batch in batches]
     like = torch.empty(0, count + 1)
     labels = stage.share_last([each.log_probs_M for each in outputs], sizes, like[:, 0])

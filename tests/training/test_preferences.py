@@ -44,7 +44,6 @@ from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs, fro
 from megatron_vlm.training.preference_losses import (
     GLOBAL_LOSSES,
     PAIR_LOSSES,
-    LabelledAnswers,
     Pairs,
     kto,
 )
@@ -270,7 +269,7 @@ def expected(trial: Trial, cfg: Config, policy: Any, initial: Any) -> tuple[floa
             others = mismatched(given.rows, cfg)
             kl = float((sums(policy, others) - sums(initial, others)).mean().clamp(min=0))
         assert kl > 0
-        loss = kto(LabelledAnswers(own - initially, torch.tensor(given.rejected)), p, kl).mean()
+        loss = kto(own - initially, torch.tensor(given.rejected), p, kl).mean()
     else:
         counts = [int((row.labels_S != IGNORE).sum()) for row in given.rows]
         tokens = torch.tensor(counts, dtype=torch.float64)

@@ -20,7 +20,7 @@ from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.distributed.agreement import Vote
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.model_card import TrainingSummary, vllm_overrides
-from megatron_vlm.model.head import Embedding
+from megatron_vlm.model.head import embedding_head
 from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective, gather_rows
 from megatron_vlm.training.worker import MegatronWorker
@@ -82,7 +82,7 @@ def our_step(path: str, cfg: Config, export: str) -> tuple[float, dict[str, Tens
     feeder.start(Position())
     batch = feeder.next(Vote.OK)
     metrics = EmbeddingObjective(worker, cfg).forward_backward(batch)
-    outputs = worker.stage.evaluate(batch.micro_batches, Embedding())
+    outputs = worker.stage.evaluate(batch.micro_batches, embedding_head)
     embeddings = torch.zeros(0)
     if worker.grid.is_last_stage:
         found = [each.embeddings_NH for each in outputs if each.embeddings_NH is not None]

@@ -19,7 +19,7 @@ from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.errors import DataError
-from megatron_vlm.model.head import HeadOutput, WithHits
+from megatron_vlm.model.head import HeadOutput, hits_head
 from megatron_vlm.run.evaluation.answer_metrics import Answer, AnswerMeter
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet, Question
 from megatron_vlm.training.generate import candidate_log_probs, generate
@@ -172,7 +172,7 @@ def _answers(
 def _count_tokens(stage: Stage, batches: Sequence[MicroBatch]) -> Tensor:
     """Return [4]: the weighted sum of the supervised tokens' log-probs; how many of these tokens
     are the most likely ones; their count; the sum of their weights."""
-    outputs = stage.evaluate(batches, WithHits())
+    outputs = stage.evaluate(batches, hits_head)
     totals = torch.zeros(4, dtype=torch.float64, device=stage.device)
     if stage.grid.is_last_stage:
         totals = torch.stack(list(map(_score, batches, outputs))).sum(0)
