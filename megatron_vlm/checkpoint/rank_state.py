@@ -21,10 +21,10 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.hf.matrices import blocks_of, flat_rectangles
 from megatron_vlm.hf.weight_map import Entry, Origin
+from megatron_vlm.training.adamw import RangedAdamW
+from megatron_vlm.training.moments import Int8Moment
 from megatron_vlm.training.muon import Muon
 from megatron_vlm.training.optimizer_parts import MainWeight, inner_optimizers, main_weights
-from megatron_vlm.training.small_adamw import SmallAdamW
-from megatron_vlm.training.small_moments import Int8Moment
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -62,7 +62,7 @@ def _part_of(weight: MainWeight, moments: bool) -> OptimizerPart:
     part = OptimizerPart(weight.start, weight.is_sharded, tensors, coded)
     if not moments:
         return part
-    if isinstance(inner, SmallAdamW | Muon):
+    if isinstance(inner, RangedAdamW | Muon):
         for name, moment in inner.moments(main).items():
             if isinstance(moment, Int8Moment):
                 coded[f"{name}/"] = moment

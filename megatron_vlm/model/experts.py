@@ -6,7 +6,7 @@ token, M token-expert pairs on one rank, F width of an expert, E all experts, e 
 I inputs and O outputs of a layer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -120,7 +120,7 @@ class ExpertMLP(MegatronModule):
         by_rank = [ranks[first : first + num_local] for ranks in counts]  # rows for my experts
         totals = [sum(expert) for expert in zip(*by_rank, strict=True)]
         if len(counts) == 1:
-            return apply_experts(sent_MH, self.gate_up, self.down, totals, self.swiglu)
+            return self._mlp(sent_MH, totals)
         local_counts = counts[self.rank]
         send = [
             sum(local_counts[start : start + num_local])
@@ -131,9 +131,13 @@ class ExpertMLP(MegatronModule):
         order_M = to_device(_by_expert(by_rank), sent_MH.device)
         back_M = order_M.argsort()
         by_expert_MH = _Take.apply(by_rank_MH, order_M, back_M)
-        done_MH = apply_experts(by_expert_MH, self.gate_up, self.down, totals, self.swiglu)
+        done_MH = self._mlp(by_expert_MH, totals)
         done_by_rank_MH = _Take.apply(done_MH, back_M, order_M)
         out_MH: Tensor = _Exchange.apply(done_by_rank_MH, receive, send, self.group)
+        return out_MH
+
+    def _mlp(self, x_MH: Tensor, counts: Sequence[int]) -> Tensor:
+        out_MH: Tensor = self.down(self.swiglu(self.gate_up(x_MH, counts)), counts)
         return out_MH
 
 
@@ -164,19 +168,6 @@ def expert_mlps(chunks: Sequence[Any]) -> Iterator[ExpertMLP]:
     for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
         if isinstance(layer.mlp, ExpertMLP):
             yield layer.mlp
-
-
-def apply_experts(
-    x_MH: Tensor,
-    gate_up: ExpertLinear,
-    down: ExpertLinear,
-    counts: Sequence[int],
-    swiglu: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Apply the experts' MLPs to the rows of x, which are sorted by expert; `counts` is the number
-    of rows per expert."""
-    out_MH: Tensor = down(swiglu(gate_up(x_MH, counts)), counts)
-    return out_MH
 
 
 def times(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:

@@ -60,7 +60,9 @@ class WeightGather:
             self.groups += _forward_order(chunk)
             for part in _parts(chunk.module):
                 wait = partial(self._wait, _groups_of(chunk, part))
-                hooked = _before_head(chunk.module, part) or part
+                # Most of the head's work is not a forward of its layer (model/head.py).
+                is_head = part is getattr(chunk.module, "output_layer", None)
+                hooked = chunk.module.decoder.final_layernorm if is_head else part
                 hooked.register_forward_pre_hook(lambda *_, wait=wait: wait())
 
     def start(self) -> None:
@@ -91,13 +93,6 @@ def _parts(model: Any) -> Iterator[nn.Module]:
     for part in (model.decoder.final_layernorm, getattr(model, "output_layer", None)):
         if part is not None:
             yield part
-
-
-def _before_head(model: Any, part: nn.Module) -> nn.Module | None:
-    """Return the module that runs before the head if the part is the head, else None. Most of the
-    head's work is not a forward of its layer (model/head.py)."""
-    is_head = part is getattr(model, "output_layer", None)
-    return model.decoder.final_layernorm if is_head else None
 
 
 def _groups_of(chunk: DistributedDataParallel, part: nn.Module) -> list[Any]:

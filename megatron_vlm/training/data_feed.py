@@ -65,7 +65,6 @@ class Feeder:
         """Open data.train. With `prompts_only` the samples are prompts, see open_data. The caller
         then takes them from `data`, and nothing is started."""
         self.cfg, self.grid, self.device = cfg, grid, device
-        self.replica = Replica(grid.dp.rank, grid.dp.size)
         self.loader: Loader | None = None
 
         def opening() -> tuple[DataSet | StreamSet, tuple[int | None, Any, Any]]:
@@ -103,8 +102,9 @@ class Feeder:
         size, limits = self.cfg.train.global_batch_size, Limits.from_config(self.cfg.train)
         if self.data is not None:
             data = self.cfg.data
+            replica = Replica(self.grid.dp.rank, self.grid.dp.size)
             self.loader = Loader(
-                *(self.data, data, size, limits, self.replica, position),
+                *(self.data, data, size, limits, replica, position),
                 with_mismatched=needs_mismatched(self.cfg),
             )
         self.batches = SharedBatches(self.loader, self.grid, self.device)

@@ -13,7 +13,7 @@ values to report of each token. Both are summed over the tokens and divided once
 supervised tokens of the global batch. If rows have `loss_weights_S`, the loss of each token is
 multiplied by its weight, and the sum is divided by the sum of all weights instead, so that equal
 weights change nothing. A `divisor` of the call replaces either. Each loss also takes the options of
-`Objective`. Losses of tokens other than cross_entropy are in token_losses.py.
+`Objective`. Losses of tokens are in token_losses.py.
 
 A loss that compares whole rows has `rows` as its second parameter: a RowInputs, with the row of
 each token, the example of each row, and what is known of rows. It returns the loss of each example,
@@ -59,23 +59,13 @@ LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 REFERENCE = "ref_log_probs"
 SEQUENCES = "sequences"  # the row of each token, which every batch has
 _DISTRIBUTIONS = ("student_NR", "teacher_NR")
-_REGISTRY: dict[str, LossFunction] = {}
+_REGISTRY: dict[str, LossFunction] = {each.__name__: each for each in token_losses.LOSSES}
 
 
 def register(function: LossFunction) -> LossFunction:
     """Register a loss under its function's name, in place of an earlier one of that name."""
     _REGISTRY[function.__name__] = function
     return function
-
-
-@register
-def cross_entropy(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of supervised fine-tuning."""
-    return -log_probs_N, {}
-
-
-for _function in token_losses.LOSSES:
-    register(_function)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,8 @@ from torch import Tensor
 from megatron_vlm.distributed.grid import GroupAxis
 from megatron_vlm.hf.matrices import Matrix, Place
 
-# Fills a rectangle of a matrix, or of a buffer, with this rank's values.
-Fill = Callable[[Place, Tensor], None]
-# Takes this rank's rectangle of a result.
-Take = Callable[[Place, Tensor], None]
+# Fills a rectangle of a matrix or of a buffer with this rank's values, or takes one of a result.
+Visit = Callable[[Place, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Traffic:
     sent: Sequence[Sequence[Place]]
     received: Sequence[Sequence[Place]]
 
-    def exchange(self, fill: Fill, axis: GroupAxis, like: Tensor) -> list[tuple[Place, Tensor]]:
+    def exchange(self, fill: Visit, axis: GroupAxis, like: Tensor) -> list[tuple[Place, Tensor]]:
         """Send the rectangles that `fill` fills, and return those that arrive, with the type and
         device of `like`. A collective, which a single rank leaves out."""
         if axis.size == 1:
@@ -96,7 +94,7 @@ class MatrixExchange:
             Traffic([back(me, rank) for rank in ranks], [back(rank, me) for rank in ranks]),
         )
 
-    def run(self, fill: Fill, work: Callable[[Tensor], Tensor], take: Take, like: Tensor) -> None:
+    def run(self, fill: Visit, work: Callable[[Tensor], Tensor], take: Visit, like: Tensor) -> None:
         """Work on the matrices that consist of what `fill` writes, and give each rank its parts of
         the results. A collective."""
         whole = {each.name: like.new_empty(each.rows, each.columns) for each in self.owned}

@@ -14,6 +14,7 @@ on the others they take sixty times as long.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,13 +38,13 @@ from megatron_vlm.hf.matrices import (
 )
 from megatron_vlm.hf.weight_map import Entry
 from megatron_vlm.training.matrix_exchange import MatrixExchange, cut_buckets
+from megatron_vlm.training.moments import Moment, moments_of
 from megatron_vlm.training.optimizer_parts import (
     MainWeight,
     SplitOptimizer,
     groups_with,
     main_weights,
 )
-from megatron_vlm.training.small_moments import Moment, moments_of
 
 _BUCKET = 2**25  # values of a bucket for each rank of the group
 # Coefficients of Newton-Schulz, and the smallest norm to divide by, as in torch.optim.Muon.
@@ -118,7 +119,8 @@ class Muon(torch.optim.Optimizer):
             weights = part.rectangles[place].view(part.main.view(-1))
             weights.add_(result, alpha=-lr)
 
-        bucket.exchange.run(fill, self._orthogonalize, apply, self.like)
+        work = partial(orthogonalize, steps=self.optim.muon.ns_steps)
+        bucket.exchange.run(fill, work, apply, self.like)
 
     def _next_update(self, main: Tensor) -> Tensor:
         """Add the gradient to the momentum, and return what will be orthogonalised, flat."""
@@ -128,9 +130,6 @@ class Muon(torch.optim.Optimizer):
         momentum = moment.read(0, main.numel()).lerp_(grad, 1 - share)
         moment.write(0, momentum, None)
         return grad.lerp(momentum, share) if self.optim.muon.nesterov else momentum
-
-    def _orthogonalize(self, matrix: Tensor) -> Tensor:
-        return orthogonalize(matrix, self.optim.muon.ns_steps)
 
     @property
     def _lr_ratio(self) -> float:

@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, OptimizerSpec
 from megatron_vlm.distributed.host_memory import Copied, HostStream, pinned_memory
+from megatron_vlm.training.adamw import RangedAdamW
 from megatron_vlm.training.optimizer_parts import (
     MainWeight,
     SplitOptimizer,
     groups_with,
     main_weights_of,
 )
-from megatron_vlm.training.small_adamw import SmallAdamW
 
 
 class MainsWithoutMemory(TorchDispatchMode):
@@ -113,10 +113,10 @@ class OffloadedAdamW(SplitOptimizer):
         if spec.states == "fp32":
             megatrons.param_groups = on_device
         else:
-            device = SmallAdamW(on_device, spec, starts)
+            device = RangedAdamW(on_device, spec, starts)
         values = {each.main: _to_host(each) for each in offloaded}
         host_starts = {values[each.main]: each.start for each in offloaded}
-        self.host = SmallAdamW(groups_with(groups, values), spec, host_starts)
+        self.host = RangedAdamW(groups_with(groups, values), spec, host_starts)
         super().__init__(groups, (device, self.host), values)
         group_of = {each: group for group in self.host.param_groups for each in group["params"]}
         ranges = [

@@ -24,12 +24,12 @@ from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.weight_map import Entry
 from megatron_vlm.model.stage_model import StageModel
-from megatron_vlm.training.comm_overlap import GradReduce, WeightGather
+from megatron_vlm.training.adamw import RangedAdamW
+from megatron_vlm.training.comm_overlap import GradReduce
 from megatron_vlm.training.muon import use_muon
 from megatron_vlm.training.offload import MainsWithoutMemory, offload_optimizer
 from megatron_vlm.training.optimizer_parts import main_weights
 from megatron_vlm.training.optimizer_step import AdamStep, set_adam
-from megatron_vlm.training.small_adamw import SmallAdamW
 
 
 def shards_optimizer(cfg: Config, grid: RankGroups) -> bool:
@@ -41,13 +41,6 @@ def shards_optimizer(cfg: Config, grid: RankGroups) -> bool:
 def is_gather_overlapped(cfg: Config, grid: RankGroups) -> bool:
     """Return whether new weights are gathered while other work runs."""
     return cfg.parallel.overlap_param_gather and shards_optimizer(cfg, grid)
-
-
-def weight_gather(
-    cfg: Config, wrapped: Sequence[DistributedDataParallel], grid: RankGroups
-) -> WeightGather:
-    """Return the gathering of new weights, which does nothing unless it overlaps with work."""
-    return WeightGather(wrapped if is_gather_overlapped(cfg, grid) else [])
 
 
 def wrap_data_parallel(
@@ -148,13 +141,13 @@ def build_optimizer(
     if optim.offload:
         offload_optimizer(optimizer, list(entries), optim.offload, spec)
     elif spec.states != "fp32":
-        _use_small_moments(optimizer, spec, list(entries))
+        _use_adamw(optimizer, spec, list(entries))
     if spec.matrix_state_names:
         use_muon(optimizer, optim, entries, grid)
     return optimizer
 
 
-def _use_small_moments(
+def _use_adamw(
     optimizer: MegatronOptimizer, spec: OptimizerSpec, params: Collection[nn.Parameter]
 ) -> None:
     """Replace the AdamW that Megatron has made. The groups stay the same objects, because
@@ -162,7 +155,7 @@ def _use_small_moments(
     starts = {each.main: each.start for each in main_weights(optimizer, params)}
     for chained in optimizer.chained_optimizers:
         if not chained.is_stub_optimizer:
-            chained.optimizer = SmallAdamW(chained.optimizer.param_groups, spec, starts)
+            chained.optimizer = RangedAdamW(chained.optimizer.param_groups, spec, starts)
 
 
 def _part_overrides(

@@ -19,8 +19,8 @@ from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.host_copies import CopyStream
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.model.carry import Carry
-from megatron_vlm.model.head import Head, HeadOutput, log_probs_head
+from megatron_vlm.model.decoder_layer import Carry
+from megatron_vlm.model.head import Head, log_probs_head
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.stage_inputs import StageInput, arrivals
@@ -127,18 +127,24 @@ class Stage:
             **more,
         )
 
-    def predict(self, chunk: Any, batch: StageInput, head: Head | None = None) -> Any:
+    def predict(self, chunk: Any, batch: StageInput, head: Head = log_probs_head) -> Any:
         """Return a chunk's output for a micro-batch; on the last stage, that of the head."""
         places = {"loss_mask": batch.places_N, "targets": batch.targets}
-        return self.call(chunk, batch, **places, head=head or log_probs_head)
+        return self.call(chunk, batch, **places, head=head)
 
-    def evaluate(self, batches: Sequence[MicroBatch], head: Head) -> list[HeadOutput]:
-        """Return the head's output for each micro-batch, without gradients, on the last stage, and
-        nothing on the others. Replicas that share experts call it together; a replica that has
-        nothing to evaluate passes no batches."""
+    def evaluate(
+        self,
+        batches: Sequence[MicroBatch],
+        head: Head = log_probs_head,
+        read: Callable[[StageInput], Callable[..., Any]] = lambda _: pass_through,
+    ) -> list[Any]:
+        """Return what `read(batch)` makes of the head's output for each micro-batch, by default the
+        output itself, without gradients, on the last stage, and nothing on the others. Replicas
+        that share experts call it together; one that has nothing to evaluate passes no batches."""
 
         def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
-            return self.predict(chunk, next(data), head), pass_through
+            batch = next(data)
+            return self.predict(chunk, batch, head), read(batch)
 
         with self.evaluating():
             return self.run(batches, step, forward_only=True)

@@ -3,7 +3,7 @@
 Shapes: L decoder layers, E experts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ class RouterTerms:
 
     def added_to(self, step: ForwardStep) -> ForwardStep:
         """Return the forward step with these losses in its routers. A collective."""
-        losses = router_losses(self.coefficients, self.stage, self.batches, step, self.divisor)
+        losses = self._losses(step)
         self.sums = losses.sums
 
         def routed(batch: StageInput) -> StageInput:
@@ -46,49 +46,42 @@ class RouterTerms:
 
         return lambda data, chunk: step(map(routed, data), chunk)
 
+    def _losses(self, step: ForwardStep) -> RouterLosses:
+        """Return the losses for this global batch. A collective.
+
+        The balancing loss takes an additional forward pass, with the computation of `step`. The
+        share of each expert is over all layers, tokens and replicas, so it is unknown until the
+        last of them has routed.
+        """
+        stage, batches, experts = self.stage, self.batches, self.stage.sizes.text.experts
+        assert experts is not None
+        # A filler has no row, so none of its tokens is real.
+        tokens = sum(sum(batch.lengths) for batch in batches if batch.rows)
+        counts = torch.tensor([tokens, sum(batch.weight for batch in batches)], dtype=torch.float64)
+        total = to_device(counts, stage.device)
+        dist.all_reduce(total, group=stage.grid.dp.group)
+        all_tokens, weight = total.tolist()
+        divided_by = self.divisor if self.divisor and weight else weight
+        mean = 1 / (len(stage.sizes.text.expert_layers) * max(all_tokens, 1))
+        balance_E = None
+        if "balance_loss" in self.coefficients:
+            load_E = _load_ahead(stage, batches, step).sum(0)
+            balance_E = to_device((experts.count * mean * mean * load_E).float(), stage.device)
+        return RouterLosses(
+            # Every gradient of the step is divided by this in the end. Without a supervised token
+            # there are no gradients.
+            {name: coefficient * divided_by for name, coefficient in self.coefficients.items()},
+            {name: total.new_zeros(()) for name in self.coefficients},
+            mean,
+            balance_E,
+        )
+
     def values(self) -> dict[str, float]:
         """Return each loss without its coefficient, over the global batch, after the last backward.
         A collective of all ranks."""
         values = torch.stack([self.sums[name] for name in self.coefficients])
         dist.all_reduce(values)
         return dict(zip(self.coefficients, values.tolist(), strict=True))
-
-
-def router_losses(
-    coefficients: Mapping[str, float],
-    stage: Stage,
-    batches: Sequence[MicroBatch],
-    step: ForwardStep,
-    divisor: float | None,
-) -> RouterLosses:
-    """Return the losses with these coefficients for this global batch. A collective.
-
-    The balancing loss takes an additional forward pass, with the computation of `step`. The share
-    of each expert is over all layers, tokens and replicas, so it is unknown until the last of them
-    has routed.
-    """
-    experts = stage.sizes.text.experts
-    assert experts is not None
-    # A filler has no row, so none of its tokens is real.
-    tokens = sum(sum(batch.lengths) for batch in batches if batch.rows)
-    counts = torch.tensor([tokens, sum(batch.weight for batch in batches)], dtype=torch.float64)
-    total = to_device(counts, stage.device)
-    dist.all_reduce(total, group=stage.grid.dp.group)
-    all_tokens, weight = total.tolist()
-    divided_by = divisor if divisor and weight else weight
-    mean = 1 / (len(stage.sizes.text.expert_layers) * max(all_tokens, 1))
-    balance_E = None
-    if "balance_loss" in coefficients:
-        load_E = _load_ahead(stage, batches, step).sum(0)
-        balance_E = to_device((experts.count * mean * mean * load_E).float(), stage.device)
-    return RouterLosses(
-        # Every gradient of the step is divided by this in the end. Without a supervised token there
-        # are no gradients.
-        {name: coefficient * divided_by for name, coefficient in coefficients.items()},
-        {name: torch.zeros((), dtype=torch.float64, device=stage.device) for name in coefficients},
-        mean,
-        balance_E,
-    )
 
 
 def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) -> Tensor:

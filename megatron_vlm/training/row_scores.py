@@ -9,7 +9,7 @@ these and all others, L decoder layers with experts, K experts of a token, or th
 the most likely ones, 2 an id and its log-prob.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -80,12 +80,11 @@ def routing(stage: Stage, batches: Sequence[MicroBatch]) -> list[Tensor]:
     """Return the experts [S, L, K] of each token of each row."""
     inputs: list[StageInput] = []
 
-    def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
-        inputs.append(next(data))
-        return stage.predict(chunk, inputs[-1]), pass_through
+    def keep(batch: StageInput) -> Any:
+        inputs.append(batch)
+        return pass_through
 
-    with stage.evaluating():
-        stage.run(batches, step, forward_only=True)
+    stage.evaluate(batches, read=keep)
     chosen = [(item.number, item.routing.chosen) for item in inputs if item.routing is not None]
     tables = routing_tables(batches, chosen, stage.sizes.text, stage.grid, stage.device)
     by_row = [

@@ -1,6 +1,6 @@
 """Objective of a run: gradients of the data of a step, and scores of other data."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.model.head import HeadOutput
 from megatron_vlm.training.losses import Objective, loss_of, totals
 from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective
@@ -51,25 +50,15 @@ class DistillObjective:
         objective, stage = Objective.create("distill", self.options), self.worker.stage
         batches = self.worker.micro_batches(micro_batches)
         objective.check_batches(batches)
-
-        def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
-            batch = next(data)
-            output = stage.predict(chunk, batch, objective.head)
-            return output, partial(_report, objective, batch)
-
-        with stage.evaluating():
-            outputs = stage.run(batches, step, forward_only=True)
+        outputs = stage.evaluate(batches, objective.head, partial(_report_of, objective))
         loss, tokens, weight, means = totals(objective, batches, outputs, stage.grid, stage.device)
         sums = {name: mean * tokens for name, mean in means.items()}
         return {"loss": loss, "weight": weight, "tokens": float(tokens), **sums}
 
 
-def _report(
-    objective: Objective, batch: StageInput, output: HeadOutput, non_loss_data: bool = True
-) -> dict[str, Tensor]:
-    """Return the report of `loss_of`, for Megatron's forward-only schedules."""
-    assert non_loss_data
-    return loss_of(objective, batch, output)[2]
+def _report_of(objective: Objective, batch: StageInput) -> Callable[..., dict[str, Tensor]]:
+    """Return what reads the report of `loss_of`, for Megatron's forward-only schedules."""
+    return lambda output, non_loss_data: loss_of(objective, batch, output)[2]
 
 
 TrainObjective = (

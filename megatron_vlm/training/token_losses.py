@@ -22,6 +22,11 @@ from megatron_vlm.errors import ConfigError
 Losses = tuple[Tensor, dict[str, Tensor]]  # loss of each token, and reported values of each token
 
 
+def cross_entropy(log_probs_N: Tensor) -> Losses:
+    """Return the loss of supervised fine-tuning."""
+    return -log_probs_N, {}
+
+
 def weighted_cross_entropy(log_probs_N: Tensor, weights_N: Tensor) -> Losses:
     """Return the cross-entropy of tokens whose weights may have any sign, or be 0. Unlike
     `loss_weights_S` they do not change the divisor of the sum: with a divisor of 1 the loss is a
@@ -48,9 +53,8 @@ def ppo(
 ) -> Losses:
     """Return PPO's clipped loss, without a reward for a ratio beyond [1 - clip_low, 1 + clip_high].
     A clip_high above clip_low is DAPO's clip-higher."""
-    _check_clips("ppo", clip_low, clip_high)
     ratio_N = (log_probs_N - old_log_probs_N).exp()
-    loss_N, clipped = _clipped_losses(ratio_N, advantages_N, clip_low, clip_high)
+    loss_N, clipped = _clipped_losses("ppo", ratio_N, advantages_N, clip_low, clip_high)
     return loss_N, clipped | _drift(log_probs_N, old_log_probs_N)
 
 
@@ -66,10 +70,9 @@ def gspo(
     """Return the loss of Group Sequence Policy Optimization (arXiv 2507.18071): ppo with one ratio
     for all tokens of a sequence, which is the geometric mean of the tokens' ratios. `sequences_N`
     is the row of each token. A row is whole in its micro-batch."""
-    _check_clips("gspo", clip_low, clip_high)
     log_ratio_N = log_probs_N - old_log_probs_N
     ratio_N = _means_of_sequences(log_ratio_N, sequences_N).exp()
-    loss_N, clipped = _clipped_losses(ratio_N, advantages_N, clip_low, clip_high)
+    loss_N, clipped = _clipped_losses("gspo", ratio_N, advantages_N, clip_low, clip_high)
     return loss_N, clipped | _drift(log_probs_N, old_log_probs_N)
 
 
@@ -87,12 +90,11 @@ def gspo_token(
     log-prob, so that the tokens of a sequence may differ in their advantages. The mean of a
     sequence is over the tokens whose `sequence_mask` is not 0; a sequence without such tokens has
     the ratio 1."""
-    _check_clips("gspo_token", clip_low, clip_high)
     log_ratio_N = (log_probs_N - old_log_probs_N).detach()
     mask_N = (sequence_mask_N != 0).to(log_ratio_N.dtype)
     whole_N = _means_of_sequences(log_ratio_N, sequences_N, mask_N).exp()
     ratio_N = whole_N * (log_probs_N - log_probs_N.detach()).exp()
-    loss_N, clipped = _clipped_losses(ratio_N, advantages_N, clip_low, clip_high)
+    loss_N, clipped = _clipped_losses("gspo_token", ratio_N, advantages_N, clip_low, clip_high)
     return loss_N, clipped | _drift(log_probs_N, old_log_probs_N)
 
 
@@ -107,9 +109,8 @@ def cispo(
     """Return the CISPO loss (MiniMax-M1, arXiv 2506.13585): REINFORCE, weighted by clipped
     importance sampling. The ratio has no gradient, so that a clipped token still has one. With
     clip_low=1 only ratios above 1 + clip_high are clipped."""
-    _check_clips("cispo", clip_low, clip_high)
     ratio_N = (log_probs_N.detach() - old_log_probs_N).exp()
-    weight_N = _clip_ratio(ratio_N, clip_low, clip_high)
+    weight_N = _clip_ratio("cispo", ratio_N, clip_low, clip_high)
     report = {"clip_fraction": (weight_N != ratio_N).float()}
     loss_N = -weight_N * advantages_N * log_probs_N
     return loss_N, report | _drift(log_probs_N, old_log_probs_N)
@@ -178,12 +179,25 @@ def _kl(first_NR: Tensor, second_NR: Tensor) -> Tensor:
 
 
 LOSSES = (
-    *(weighted_cross_entropy, importance_sampling, ppo, gspo, gspo_token, cispo, dro),
-    distill,
+    *(cross_entropy, weighted_cross_entropy, importance_sampling, ppo, gspo, gspo_token),
+    *(cispo, dro, distill),
 )
 
 
-def _check_clips(name: str, clip_low: float, clip_high: float) -> None:
+def _clipped_losses(
+    name: str, ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float
+) -> Losses:
+    """Return PPO's pessimistic bound, which is the larger loss of the two ratios, and report where
+    the clipped ratio had the larger loss."""
+    plain_N = ratio_N * advantages_N
+    clipped_N = _clip_ratio(name, ratio_N, clip_low, clip_high) * advantages_N
+    report = {"clip_fraction": (clipped_N < plain_N).float()}
+    return -torch.minimum(plain_N, clipped_N), report
+
+
+def _clip_ratio(name: str, ratio_N: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Clip the ratio to [1 - clip_low, 1 + clip_high]. An upper bound that its dtype cannot hold is
+    no bound, such as the largest float64, which torch's clamp refuses."""
     for key, value, kind in (
         ("clip_low", clip_low, ShareAboveZero),
         ("clip_high", clip_high, AboveZero),
@@ -196,26 +210,8 @@ def _check_clips(name: str, clip_low: float, clip_high: float) -> None:
                 found=value,
                 allowed=str(allowed),
             )
-
-
-def _clipped_losses(
-    ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float
-) -> Losses:
-    """Return PPO's pessimistic bound, which is the larger loss of the two ratios, and report where
-    the clipped ratio had the larger loss."""
-    plain_N = ratio_N * advantages_N
-    clipped_N = _clip_ratio(ratio_N, clip_low, clip_high) * advantages_N
-    report = {"clip_fraction": (clipped_N < plain_N).float()}
-    return -torch.minimum(plain_N, clipped_N), report
-
-
-def _clip_ratio(ratio_N: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Clip the ratio to [1 - clip_low, 1 + clip_high]. An upper bound that its dtype cannot hold is
-    no bound, such as the largest float64, which torch's clamp refuses."""
     high = 1 + clip_high
-    if high > torch.finfo(ratio_N.dtype).max:
-        high = math.inf
-    return ratio_N.clamp(1 - clip_low, high)
+    return ratio_N.clamp(1 - clip_low, high if high <= torch.finfo(ratio_N.dtype).max else math.inf)
 
 
 def _means_of_sequences(

@@ -45,7 +45,11 @@ from megatron_vlm.training.comm_overlap import WeightGather
 from megatron_vlm.training.expert_routing import check_routing
 from megatron_vlm.training.generate import ROWS, sample
 from megatron_vlm.training.losses import LossFunction, Objective, check_divisor, loss_of
-from megatron_vlm.training.optimizer import build_optimizer, weight_gather, wrap_data_parallel
+from megatron_vlm.training.optimizer import (
+    build_optimizer,
+    is_gather_overlapped,
+    wrap_data_parallel,
+)
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.rank_model import RankModel, load_model
 from megatron_vlm.training.router_losses import RouterTerms
@@ -89,7 +93,8 @@ class MegatronWorker:
             entries = {param: entry for entry, param in self.held.items()}
             self.optimizer = build_optimizer(cfg, wrapped, entries, self.grid)
             self.gradients = Gradients(wrapped, self.optimizer)
-            self.gather = weight_gather(cfg, wrapped, self.grid)
+            if is_gather_overlapped(cfg, self.grid):
+                self.gather = WeightGather(wrapped)
         pixels = PixelTables(str(self.source.path), self.platform.device)
         self.stage = Stage(self.chunks, wrapped, self.grid, pixels)
         self.lr = cfg.optim.lr

@@ -354,12 +354,12 @@ def test_a_dense_model_has_no_router(key, tiny):
 def patched_losses(change: Callable[[RouterLosses, int], RouterLosses]) -> Any:
     """Patch the routers' losses. `change` also takes the number of micro-batches of this
     replica."""
-    right = router_losses.router_losses
+    right = router_losses.RouterTerms._losses
 
-    def wrong(coefficients, stage, batches, step, divisor):
-        return change(right(coefficients, stage, batches, step, divisor), len(batches))
+    def wrong(self, step):
+        return change(right(self, step), len(self.batches))
 
-    return mock.patch.object(router_losses, "router_losses", wrong)
+    return mock.patch.object(router_losses.RouterTerms, "_losses", wrong)
 
 
 def averaged_over_micro_batches(losses: RouterLosses, count: int) -> RouterLosses:

@@ -473,15 +473,11 @@ def patched_route(change: Callable[[Any, Any], Any]) -> Any:
 
 
 def gate_and_up_swapped() -> Any:
-    right = experts.apply_experts
+    def wrong(self, x, counts):
+        swapped = torch.cat(self.gate_up(x, counts).chunk(2, dim=1)[::-1], dim=1)
+        return self.down(self.swiglu(swapped), counts)
 
-    def wrong(x, gate_up, *more):
-        def swapped(rows, counts):
-            return torch.cat(gate_up(rows, counts).chunk(2, dim=1)[::-1], dim=1)
-
-        return right(x, swapped, *more)
-
-    return mock.patch.object(experts, "apply_experts", wrong)
+    return mock.patch.object(experts.ExpertMLP, "_mlp", wrong)
 
 
 def not_normalised() -> Any:

@@ -1,4 +1,4 @@
-# .venv/bin/python -m pytest tests/training/test_small_moments.py
+# .venv/bin/python -m pytest tests/training/test_moments.py
 """AdamW with moments in bf16 or 8 bits: the formulas are those of torch's AdamW, rounding has no
 bias, and copies of a weight stay equal however replicas divide them."""
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.config.optimizer_spec import STATE_NAMES, OptimizerSpec
-from megatron_vlm.training.small_adamw import SmallAdamW
-from megatron_vlm.training.small_moments import dynamic_map, make_moment, noise_of, round_to_bf16
+from megatron_vlm.training.adamw import RangedAdamW
+from megatron_vlm.training.moments import dynamic_map, make_moment, noise_of, round_to_bf16
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
@@ -108,7 +108,7 @@ def steps(states: str | None, decades: float = 0) -> Tensor:
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW([weight], fused=True, **SETTINGS)
         if states is None
-        else SmallAdamW([dict(params=[weight], **SETTINGS)], spec(states), {weight: 0})
+        else RangedAdamW([dict(params=[weight], **SETTINGS)], spec(states), {weight: 0})
     )
     for weight.grad in grads:
         optimizer.step()

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megatron_vlm.config.optimizer_spec import QUANTIZED_BLOCK, OptimizerSpec
-from megatron_vlm.training.small_moments import FloatMoment, Moment, moments_of, noise_of
+from megatron_vlm.training.moments import FloatMoment, Moment, moments_of, noise_of
 
 # Weights whose moments are in fp32 at once: few kernels on a device, and a CPU's cache.
 _AT_ONCE = {"cuda": 2**14 * QUANTIZED_BLOCK, "cpu": 2**10 * QUANTIZED_BLOCK}
 
 
-class SmallAdamW(torch.optim.Optimizer):
+class RangedAdamW(torch.optim.Optimizer):
     """AdamW that computes in fp32. With moments that are stored in fp32 it is torch's AdamW. A
     parameter is a part of a flattened one; `starts` has its offset there."""
 
@@ -59,7 +59,7 @@ class SmallAdamW(torch.optim.Optimizer):
         at_once = _AT_ONCE[flat.device.type]
         for first in range(start, end, at_once):
             last = min(first + at_once, end)
-            self._update_small(param, group, first, grads[first - start : last - start].float())
+            self._update_moments(param, group, first, grads[first - start : last - start].float())
 
     def _update_at_once(
         self, param: Tensor, group: Mapping[str, Any], start: int, grads: Tensor
@@ -90,7 +90,7 @@ class SmallAdamW(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _update_small(
+    def _update_moments(
         self, param: Tensor, group: Mapping[str, Any], start: int, grad: Tensor
     ) -> None:
         moments, step, end = self.moments(param), group["step"], start + len(grad)
