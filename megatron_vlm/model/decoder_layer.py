@@ -1,21 +1,14 @@
-"""Decoder layer that adds DeepStack features to the hidden states, the values that it reads in one
-pass of a micro-batch, and the message from one pipeline stage to the next.
-
-Shapes: S tokens (Megatron is sequence first), B rows, H width of the decoder, K DeepStack features
-still to be added.
-"""
+"""Decoder layer that adds DeepStack features to the hidden states, and the values that it reads in
+one pass of a micro-batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.kv_cache import KVCache
 from megatron_vlm.model.offload_activations import OffloadPass
 from megatron_vlm.model.router import Routing
@@ -69,37 +62,3 @@ class DecoderLayer(TransformerLayer):
         if context is None:
             return hidden_SBH, None
         return hidden_SBH + context[0], context[1:] if len(context) > 1 else None
-
-
-@dataclass(frozen=True)
-class Carry:
-    """Hidden states, and the tensors that travel beside them: the DeepStack features that later
-    layers will add. A family without DeepStack has none, and neither has a micro-batch without
-    images.
-
-    One tensor is sent, in which the extras follow the hidden states along the sequence. So any
-    stage may hold the first decoder layers, and the first stage may hold none.
-    """
-
-    hidden_SBH: Tensor
-    deepstack_KSBH: Tensor | None = None
-
-    def to_tensor(self, layers: int) -> Tensor:
-        """Return the tensor to send after `layers` more layers, each of which has added one
-        DeepStack feature."""
-        features_KSBH = self.deepstack_KSBH
-        if features_KSBH is None or len(features_KSBH) <= layers:
-            return self.hidden_SBH
-        return torch.cat([self.hidden_SBH, features_KSBH[layers:].flatten(0, 1)])
-
-    @staticmethod
-    def from_tensor(sent: Tensor, tokens: int) -> "Carry":
-        """Undo `to_tensor`. The length of the tensor tells the number of features."""
-        hidden_SBH, rest = sent[:tokens], sent[tokens:]
-        return Carry(hidden_SBH, rest.unflatten(0, (-1, tokens)) if len(rest) else None)
-
-    @staticmethod
-    def extras(sizes: ModelSizes, dims: ParallelDims, place: int, has_images: bool) -> int:
-        """Return how many tensors as large as the hidden states travel beside them from this place
-        in the pipeline to the next; -1 is the place before the first layer."""
-        return dims.features_after(place, sizes.vision.deepstack) if has_images else 0

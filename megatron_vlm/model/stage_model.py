@@ -18,7 +18,8 @@ from megatron_vlm.data.tokens.mrope_positions import check_placeholders
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.model.decoder_layer import Carry, PassContext
+from megatron_vlm.model.carry import Carry
+from megatron_vlm.model.decoder_layer import PassContext
 from megatron_vlm.model.head import Head, HeadOutput, OutputLayer, Targets, log_probs_head
 from megatron_vlm.model.kv_cache import KVCache
 from megatron_vlm.model.offload_activations import ActivationOffload, OffloadPass

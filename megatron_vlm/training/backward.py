@@ -36,9 +36,9 @@ class Gradients:
 
     @contextmanager
     def of_call(self, add: bool) -> Iterator[None]:
-        """Run a backward over empty buffers. In the end they hold its gradients alone, or with
-        `add` also those of earlier calls. After an error they hold the gradients of the earlier
-        calls with `add`, and are empty without it."""
+        """Run a backward over empty buffers. In the end they hold its gradients, and with `add`
+        also those of earlier calls. After an error they hold those of the earlier calls with `add`,
+        and are empty without it."""
         add = add and self.some
         earlier = [part.clone() for part in self._reduced_parts()] if add else []
         earlier_micro_batches = self.micro_batches
@@ -59,8 +59,8 @@ class Gradients:
         self.calls += 1
 
     def record_backward(self, micro_batches: int, supervised: int) -> None:
-        """Record a completed backward, with the number of this replica's micro-batches and of the
-        supervised tokens in the global batch."""
+        """Record a completed backward, with this replica's micro-batches and the supervised tokens
+        of the global batch."""
         self.micro_batches += micro_batches
         self.some = self.some or supervised > 0
 
@@ -81,7 +81,7 @@ class Gradients:
         self.some, self.micro_batches = False, 0
 
     def _reduced_parts(self) -> list[Tensor]:
-        """Return the parts of the buffers that are reduced over the replicas: all parts, or this
+        """Return the parts of the buffers that are reduced over the replicas: all of them, or this
         replica's share of each bucket if the optimizer is sharded."""
         return [
             _share(group, bucket.grad_data)
@@ -140,7 +140,7 @@ class Backward:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Run in training mode, with gradients of this call alone. See `Gradients.of_call`."""
+        """Run in training mode, with gradients of this call alone."""
         self.stage.train(True)
         with self.gradients.of_call(self.call.accumulate):
             yield
@@ -150,8 +150,8 @@ class Backward:
         return self.step if self.router is None else self.router.added_to(self.step)
 
     def totals(self, outputs: Sequence[Any]) -> tuple[float, int, dict[str, float]]:
-        """Return the loss and the supervised tokens of the global batch, and means, from the
-        reports of the last stage. Also correct the schedule's division of the gradients."""
+        """Return the loss and the supervised tokens of the global batch, and means. Also correct
+        the schedule's division of the gradients."""
         loss_sum, count, weight, means = totals(
             self.objective, self.batches, outputs, self.stage.grid, self.stage.device
         )
@@ -181,8 +181,7 @@ class Backward:
 
 
 def run_backward(request: Backward) -> StepMetrics:
-    """Run the request. A collective. After an error the gradients are those of the earlier
-    calls."""
+    """Run the request. A collective. After an error the gradients are those of earlier calls."""
     with request.computing():
         step = request.forward_step()
         outputs = request.stage.run(request.batches, step, forward_only=False)

@@ -62,8 +62,8 @@ class Feeder:
         watchdog: Watchdog,
         prompts_only: bool = False,
     ):
-        """Open data.train. With `prompts_only` the samples are prompts, see open_data. The caller
-        then takes them from `data`, and nothing is started."""
+        """Open data.train. With `prompts_only` the samples are prompts, which the caller takes from
+        `data`, and nothing is started."""
         self.cfg, self.grid, self.device = cfg, grid, device
         self.loader: Loader | None = None
 
@@ -122,8 +122,7 @@ def open_together(
     watchdog: Watchdog,
 ) -> tuple[T | None, Known]:
     """Open data with `opening` on the loading ranks. Return the data, and the JSON value about it
-    that all ranks need. An error on one rank is an error on all, however long the others take. A
-    collective."""
+    that all ranks need. An error on one rank is an error on all. A collective."""
     data: T | None = None
     opened: Any = None
     failure: MegatronVLMError | None = None

@@ -21,8 +21,8 @@ Chosen = tuple[int, Mapping[int, Tensor]]  # number of a micro-batch, and its ex
 
 
 def check_routing(batches: Sequence[MicroBatch], text: TextSizes) -> None:
-    """Refuse a routing that the model cannot follow. A rank would otherwise wait for tokens of
-    other ranks, or give a token the same expert twice."""
+    """Refuse a routing that the model cannot follow: a rank would wait for tokens of other ranks,
+    or give a token the same expert twice."""
     experts = text.experts
     for place, batch in enumerate(batches):
         routing_TLK = batch.routing_TLK
@@ -57,8 +57,7 @@ def check_routing(batches: Sequence[MicroBatch], text: TextSizes) -> None:
 def given_routing(
     batch: MicroBatch, chunk: StageModel, move: Callable[[Tensor], Tensor]
 ) -> dict[int, Tensor]:
-    """Return the routing that a micro-batch specifies for this chunk's layers, by layer number, on
-    the device."""
+    """Return the routing that a micro-batch specifies for this chunk's layers, by layer number."""
     routing_TLK, expert_layers = batch.routing_TLK, chunk.sizes.text.expert_layers
     if routing_TLK is None:
         return {}
@@ -74,8 +73,8 @@ def routing_tables(
     grid: RankGroups,
     device: torch.device,
 ) -> list[Tensor]:
-    """Return the routing [T, L, K] of each micro-batch, on the host of every rank of a replica.
-    `chosen` has the choices of this stage's routers. A collective."""
+    """Return the routing [T, L, K] of each micro-batch, on the host of every rank of a replica,
+    from the choices of each stage's routers. A collective."""
     experts = text.experts
     assert experts is not None
     order, tables = text.expert_layers, []
@@ -99,7 +98,7 @@ def take_expert_load(
     chunks: Sequence[StageModel], text: TextSizes, device: torch.device
 ) -> Tensor | None:
     """Return the tokens of the global batch that each expert of each layer with experts got [L, E],
-    on the host, or None for a dense model. The counts restart at 0. A collective of all ranks."""
+    on the host, or None for a dense model. The counts restart at 0. A collective."""
     if text.experts is None:
         return None
     load_LE = torch.zeros(text.num_layers, text.experts.count, dtype=torch.float64)
@@ -118,6 +117,5 @@ def begin_count(chunks: Sequence[StageModel]) -> None:
 
 
 def busiest_expert_ratio(load_LE: Tensor) -> float:
-    """Return the tokens of the busiest expert over the mean, in the layer with the highest ratio. 1
-    is perfect balance."""
+    """Return the tokens of the busiest expert over the mean, in the layer where that is highest."""
     return float((load_LE.amax(1) / load_LE.mean(1)).amax())

@@ -71,10 +71,9 @@ def register(function: LossFunction) -> LossFunction:
 @dataclass(frozen=True)
 class Objective:
     """A loss with its options, and three terms that any loss can have. `kl_coef` adds that multiple
-    of `kl_k3` to `ref_log_probs`. `entropy_coef` subtracts that multiple of the entropy.
+    of `kl_k3` to `ref_log_probs`, `entropy_coef` subtracts that multiple of the entropy, and
     `teacher_coef` adds that multiple of the reverse KL to the teacher of the rows. 0 only reports a
-    term, and None does not compute it. A loss that reads distributions has the option
-    `temperature`, which divides the logits of the model; the teacher's were divided already."""
+    term, and None does not compute it."""
 
     function: LossFunction
     own_names: tuple[str, ...] = ()  # names of the values of each token that the function reads
@@ -82,14 +81,14 @@ class Objective:
     kl_coef: float | None = None
     entropy_coef: float | None = None
     teacher_coef: float | None = None
-    temperature: float = 1.0
+    temperature: float = 1.0  # divides the logits of a model that is compared with a teacher
     metrics: tuple[str, ...] = ()  # names of the values that are reported in addition to the loss
     reads_rows: bool = False  # the function reads rows, and returns a loss for each example
     reads_embeddings: bool = False  # the function reads hidden states in place of log-probs
 
     @staticmethod
     def create(loss: str | LossFunction, options: Mapping[str, float]) -> "Objective":
-        """Build an objective from the name of a registered loss or from a function. Options are
+        """Build an objective from a function or the name of a registered one. Options are
         checked."""
         if isinstance(loss, str):
             if loss not in _REGISTRY:
@@ -236,9 +235,9 @@ def loss_of(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the triple that Megatron's schedules take: summed loss, token count, and report.
 
-    The loss is summed, not averaged. Megatron's finalize_model_grads divides the gradient once, by
-    the count of the global batch. backward.py changes that to a division by the sum of the weights,
-    if there are any, or by the divisor of the call.
+    Megatron's finalize_model_grads divides the gradient of the sum once, by the count of the global
+    batch. backward.py changes that to a division by the sum of the weights, or by the divisor of
+    the call.
     """
     values_N = {**batch.values_M(objective.value_names), SEQUENCES: batch.row_M}
     if output.events_NR is not None:
@@ -263,10 +262,10 @@ def totals(
     grid: RankGroups,
     device: torch.device,
 ) -> tuple[float, int, float, dict[str, float]]:
-    """Return the figures of the global batch: the summed loss, the supervised tokens, the divisor
-    of the loss, and the means of the loss's reports. The divisor is the sum of the tokens' weights,
-    or the number of examples if the loss reads rows. `outputs` are the reports of `loss_of` on the
-    last stage. A collective."""
+    """Return figures of the global batch: the summed loss, the supervised tokens, the divisor of
+    the loss, and the means of its reports. The divisor is the sum of the tokens' weights, or the
+    number of examples if the loss reads rows. `outputs` are the reports of `loss_of`. A
+    collective."""
     names = ("loss_sum", *objective.metrics)
     total = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
     if grid.is_last_stage:
@@ -285,6 +284,6 @@ def totals(
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    """Suggest the known name that is closest to this one; empty if no name is close."""
+    """Suggest the known name that is closest to this one, if any is close."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
     return f"did you mean {near[0]!r}?" if near else ""

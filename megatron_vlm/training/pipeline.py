@@ -1,5 +1,4 @@
-"""Stage: this rank's chunks of the model, with Megatron's schedule that takes work through all
-stages."""
+"""Stage: this rank's chunks of the model, with Megatron's schedule through all stages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.host_copies import CopyStream
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.model.decoder_layer import Carry
+from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.head import Head, log_probs_head
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.planner.row_sizes import BatchSizes
@@ -98,8 +97,7 @@ class Stage:
 
     def global_max(self, count: int) -> int:
         """Return the largest count among the replicas that share experts with this one, because
-        each of them takes part in every pass of the others. A collective of these replicas, if
-        there are any."""
+        each of them takes part in every pass of the others. A collective of these."""
         if self.grid.ep.size == 1:
             return count
         largest = torch.tensor(count, device=self.device)
@@ -153,8 +151,7 @@ class Stage:
         self, outputs: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor
     ) -> tuple[Tensor, ...]:
         """Send a field of the last stage's output for each micro-batch to the host of every rank.
-        `sizes` are the numbers of entries of each micro-batch; `like` has their dtype and their
-        other dimensions."""
+        `sizes` are the numbers of entries; `like` has their dtype and their other dimensions."""
         flat = torch.empty(sum(sizes), *like.shape[1:], dtype=like.dtype, device=self.device)
         if self.grid.is_last_stage and sizes:
             flat.copy_(torch.cat([output for output in outputs if output is not None]))

@@ -1,8 +1,8 @@
 """Gradients and scores of an objective over preferences, for a global batch.
 
-Most losses compare the answers of one example. Two kinds need more: losses that sort all answers of
-the global batch, and KTO, which estimates a divergence from it. For these, a forward pass without
-gradients comes first, and the replicas exchange one number for each answer.
+Most losses compare the answers of one example. Losses that sort all answers of the global batch,
+and KTO, which estimates a divergence from it, begin with a forward pass without gradients, and the
+replicas exchange one number for each answer.
 
 Shapes: E examples, R rows of a micro-batch, N supervised tokens.
 """
@@ -157,7 +157,7 @@ class PreferenceObjective:
 
 def surrogates(cfg: Config, sums_R: Tensor, reference_R: Tensor) -> Tensor:
     """Return, for the log-probs of all answers of a global batch, the derivative of the losses over
-    that batch by each of them, and each answer's share of these losses: [R, 2] in float64."""
+    it by each of them, and each answer's share of these losses: [R, 2] in float64."""
     leaf_R = sums_R.clone().requires_grad_()
     pairs = Pairs.from_sums(leaf_R, reference_R, torch.ones_like(leaf_R))
     total = torch.zeros((), dtype=torch.float64)
@@ -197,8 +197,8 @@ def _pair_loss(cfg: Config, facts: BatchFacts) -> LossFunction:
 
 
 def _pair_figures(pairs: Pairs, p: PreferenceConfig, is_mean: bool) -> dict[str, Tensor]:
-    """Return the figures of each pair, as TRL defines them. Rewards of losses that compare means
-    over tokens are such means, too."""
+    """Return the figures of each pair, as TRL defines them: of means over tokens with losses that
+    compare such means."""
     chosen, rejected = pairs.chosen_ratio.detach(), pairs.rejected_ratio.detach()
     if is_mean:
         chosen, rejected = chosen / pairs.chosen_tokens_E, rejected / pairs.rejected_tokens_E
@@ -239,8 +239,8 @@ def _label_loss(cfg: Config, facts: BatchFacts) -> LossFunction:
 
 
 def finished_figures(means: Figures, cfg: Config) -> Figures:
-    """Return the figures that are reported, from means over examples. Those of labelled answers
-    become means over the answers with that label."""
+    """Return the figures that are reported. Those of labelled answers, which are means over
+    examples, become means over the answers with that label."""
     if spec_of(cfg).records == "pair":
         return means
     means = dict(means)

@@ -1,5 +1,4 @@
-"""Model of one rank: its configuration with a layout, its checkpoint, its place in the job, its
-chunks and their parameters."""
+"""Model of one rank: its configuration with a layout, its checkpoint, its chunks and parameters."""
 
 import os
 from collections.abc import Mapping

@@ -35,8 +35,8 @@ class RetrievalRows:
 
 @dataclass
 class InfoNCE:
-    """The loss of a global batch, its derivative by each embedding, and figures. All are sums over
-    the queries."""
+    """The loss of a global batch, its derivative by each embedding, and figures: sums over
+    queries."""
 
     loss: float
     slopes_RH: Tensor
@@ -45,7 +45,7 @@ class InfoNCE:
 
 def info_nce(embeddings_RH: Tensor, rows: RetrievalRows, cfg: EmbedConfig) -> InfoNCE:
     """Compute the loss of MultipleNegativesRankingLoss in float64: the cross-entropy of each
-    query's positive among all documents of the batch. With embed.dimensions it is that of
+    query's positive among all documents of the batch, or with embed.dimensions that of
     MatryoshkaLoss, the weighted sum over sizes that embeddings are cut to. A document that is equal
     to a query's positive counts as a negative, as it does there."""
     leaf_RH = embeddings_RH.detach().double().requires_grad_()
@@ -68,8 +68,8 @@ def info_nce(embeddings_RH: Tensor, rows: RetrievalRows, cfg: EmbedConfig) -> In
 
 
 def _add_figures(figures: dict[str, float], cosine_AD: Tensor, positive_A: Tensor) -> None:
-    """Add figures of some queries: how often the positive is the nearest document, its similarity,
-    and that of the nearest other document."""
+    """Add how often the positive is the nearest document, its similarity, and that of the nearest
+    other document."""
     own_A = cosine_AD.gather(1, positive_A[:, None])[:, 0]
     others_AD = cosine_AD.scatter(1, positive_A[:, None], -1.0)
     nearest_A = others_AD.max(dim=1).values

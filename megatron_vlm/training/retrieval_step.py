@@ -1,9 +1,9 @@
 """Gradients of embeddings and rerankers for a global batch.
 
 The loss of an embedding depends on all documents of the global batch. So a forward pass without
-gradients comes first, the replicas gather the embeddings, and a second pass has the surrogate loss
-that has the same derivative by each embedding. So the activations of one micro-batch are in memory
-at a time, as for other losses.
+gradients comes first, the replicas gather the embeddings, and a second pass has a surrogate loss
+with the same derivative by each embedding. The activations of one micro-batch are in memory at a
+time, as for other losses.
 
 Shapes: R rows of a micro-batch, N supervised places, T rows of the global batch, H width.
 """
@@ -39,8 +39,7 @@ FIGURES = ("accuracy", "positive_similarity", "nearest_negative_similarity")
 
 @dataclass(frozen=True)
 class Gathered:
-    """A value of each row of a global batch, in the order of the rows, on one rank of each
-    replica's last stage."""
+    """A value of each row of a global batch, in the order of the rows, on last stages."""
 
     values_TH: Tensor
     places: tuple[RowPlace, ...]  # MicroBatch.rows
@@ -57,7 +56,7 @@ def gather_rows(
     outputs: Sequence[Tensor], batches: Sequence[MicroBatch], grid: RankGroups
 ) -> Gathered:
     """Gather a value of each row from all replicas. The order does not depend on the layout. A
-    collective of the replicas' last stages."""
+    collective of the last stages."""
     local = torch.cat(
         [output for output, batch in zip(outputs, batches, strict=True) if batch.rows]
         or [outputs[0][:0]]
@@ -94,8 +93,8 @@ class EmbeddingObjective:
         return replace(metrics, loss=total / queries, means=metrics.means | means)
 
     def loss_sums(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], Gathered | None]:
-        """Return the number of queries of a global batch, the sum of their losses and of each
-        figure, and on last stages the embeddings."""
+        """Return the queries of a global batch, the sums of their losses and figures, and on last
+        stages the embeddings."""
         loss, gathered = self._loss(batches)
         names = ("queries", "loss", *FIGURES)
         return dict(zip(names, self._on_all_ranks(loss, gathered), strict=True)), gathered
@@ -133,7 +132,7 @@ def _with_slopes(
 
 
 def surrogate(embeddings_NH: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return for each example a loss with the right derivative by each embedding. Its value has no
+    """Return for each example a loss with the right derivative by each embedding, and no
     meaning."""
     if "slopes" not in rows.values:
         return embeddings_NH.new_zeros(0), {}

@@ -21,8 +21,7 @@ from megatron_vlm.training.stage_inputs import StageInput
 
 
 class RouterTerms:
-    """The router losses of one forward_backward of a model with experts. They are means of their
-    own, independent of the divisor of the summed loss."""
+    """The router losses of one forward_backward: means of their own, whatever the divisor."""
 
     def __init__(
         self,
@@ -86,8 +85,7 @@ class RouterTerms:
 
 def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) -> Tensor:
     """Count the tokens of the global batch that each expert will get [L, E], in a forward pass
-    without the head. The pass runs in training mode, to have the same dropout and the same
-    kernels."""
+    without the head, in training mode: with the same dropout and the same kernels."""
 
     def without_head(batch: StageInput) -> StageInput:
         if batch.places_N is None or batch.targets_M is None:

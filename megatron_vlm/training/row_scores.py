@@ -31,9 +31,7 @@ SMALLEST_REST = 2.0**-24
 
 
 def score_rows(stage: Stage, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-    """Return the log-probs of each row's supervised tokens at this temperature, fp32 on the host:
-    one tensor [S] for each row, zero where a token is not supervised. The log-probs of a row with
-    targets have the targets' shape."""
+    """Return the log-probs of each row, as `MegatronWorker.forward` describes them."""
     scored = score_targets(stage, batches, temperature)
     return rows_by_place(batches, map(MicroBatch.log_probs_by_row, batches, scored))
 
@@ -57,9 +55,7 @@ def gather_targets(
 def top_tokens(
     stage: Stage, batches: Sequence[MicroBatch], count: int, temperature: float
 ) -> list[Tensor]:
-    """Return the most likely tokens at each position where a row predicts one: [S, k, 2], ids and
-    log-probs at this temperature in float64, at the position that predicts them, and zeros
-    elsewhere."""
+    """Return the most likely tokens of each row, as `MegatronWorker.likeliest` describes them."""
     outputs = stage.evaluate(
         batches, partial(top_tokens_head, count=count, temperature=temperature)
     )

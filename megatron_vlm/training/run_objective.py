@@ -41,12 +41,12 @@ class DistillObjective:
         }
 
     def forward_backward(self, batch: StepBatch) -> StepMetrics:
-        """Compute the gradients of the mean loss over the supervised tokens of a global batch."""
+        """Compute the gradients of the mean loss over the supervised tokens."""
         return self.worker.forward_backward(batch.micro_batches, loss="distill", **self.options)
 
     def scores(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Return the sum of the losses of a global batch with the sum of their weights, and the
-        sums of the figures with the number of supervised tokens."""
+        """Return the sums of a global batch: of the losses, their weights, the tokens and the
+        figures."""
         objective, stage = Objective.create("distill", self.options), self.worker.stage
         batches = self.worker.micro_batches(micro_batches)
         objective.check_batches(batches)

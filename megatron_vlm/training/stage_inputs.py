@@ -61,8 +61,8 @@ class RowInputs:
 
 @dataclass(frozen=True)
 class StageInput:
-    """A micro-batch on the device. Pixels are on the first stage alone, and the inputs of the head
-    and the loss on the last stage alone."""
+    """A micro-batch on the device: pixels on the first stage, inputs of head and loss on the
+    last."""
 
     host: MicroBatch
     tokens_BS5: Tensor
@@ -105,7 +105,8 @@ class StageInput:
 
     @property
     def teacher_NR(self) -> Tensor:
-        """A teacher's log-probs. A batch without supervised places, such as a filler, has none."""
+        """A teacher's log-probs, of which a batch without supervised places, such as a filler, has
+        none."""
         if self.teacher_log_probs_NR is None:
             return torch.zeros(0, 2, device=self.tokens_BS5.device)
         return self.teacher_log_probs_NR
@@ -124,8 +125,8 @@ def stage_input(
     sees: bool,
     move: Callable[[Tensor], Tensor],
 ) -> StageInput:
-    """Return the parts of the batch that `chunk` needs. `move` copies a tensor to the device. If
-    `sees` is false, placeholders of images count as words."""
+    """Return the parts of the batch that `chunk` needs. If `sees` is false, placeholders are
+    words."""
 
     def moved(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else move(tensor)

@@ -3,10 +3,8 @@ user, of sampled tokens, and of a teacher.
 
 `advantages_N` has the advantage of each token's answer, which is how much better than expected it
 was. `old_log_probs_N` are the log-probs of the model that sampled it. docs/rl.md lists which
-advantages and which division make which algorithm.
-
-Distillation compares two distributions over the same events of a token: the J most likely tokens of
-the teacher, and all other tokens together.
+advantages and which division make which algorithm. Distillation compares two distributions over the
+J most likely tokens of the teacher and all other tokens together.
 
 Shapes: N supervised tokens of a micro-batch, row by row, R the J + 1 events. N may be 0.
 """
@@ -37,8 +35,8 @@ def weighted_cross_entropy(log_probs_N: Tensor, weights_N: Tensor) -> Losses:
 def importance_sampling(
     log_probs_N: Tensor, advantages_N: Tensor, old_log_probs_N: Tensor
 ) -> Losses:
-    """Return the policy gradient loss of tokens that a model with `old_log_probs` has sampled. If
-    that is the current model, this is REINFORCE."""
+    """Return the policy gradient loss of tokens that a model with `old_log_probs` has sampled. With
+    the current model it is REINFORCE."""
     ratio_N = (log_probs_N - old_log_probs_N).exp()
     return -ratio_N * advantages_N, _drift(log_probs_N, old_log_probs_N)
 
@@ -68,8 +66,8 @@ def gspo(
     clip_high: float = 4e-4,
 ) -> Losses:
     """Return the loss of Group Sequence Policy Optimization (arXiv 2507.18071): ppo with one ratio
-    for all tokens of a sequence, which is the geometric mean of the tokens' ratios. `sequences_N`
-    is the row of each token. A row is whole in its micro-batch."""
+    for all tokens of a sequence, the geometric mean of the tokens' ratios. `sequences_N` is the row
+    of each token. A row is whole in its micro-batch."""
     log_ratio_N = log_probs_N - old_log_probs_N
     ratio_N = _means_of_sequences(log_ratio_N, sequences_N).exp()
     loss_N, clipped = _clipped_losses("gspo", ratio_N, advantages_N, clip_low, clip_high)
@@ -120,8 +118,7 @@ def dro(
     log_probs_N: Tensor, advantages_N: Tensor, old_log_probs_N: Tensor, *, beta: float = 0.05
 ) -> Losses:
     """Return the loss of Direct Reward Optimization (arXiv 2405.19107): REINFORCE on samples of any
-    policy. Half of `beta` times the squared change of each log-prob keeps the model near that
-    policy."""
+    policy, near which half of `beta` times the squared change of each log-prob keeps the model."""
     if beta < 0:
         raise ConfigError(place="loss dro", key="beta", found=beta, allowed="0 or above")
     moved_N = log_probs_N - old_log_probs_N
@@ -187,8 +184,8 @@ LOSSES = (
 def _clipped_losses(
     name: str, ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float
 ) -> Losses:
-    """Return PPO's pessimistic bound, which is the larger loss of the two ratios, and report where
-    the clipped ratio had the larger loss."""
+    """Return PPO's pessimistic bound, the larger loss of the two ratios, and report where it is the
+    clipped ratio's."""
     plain_N = ratio_N * advantages_N
     clipped_N = _clip_ratio(name, ratio_N, clip_low, clip_high) * advantages_N
     report = {"clip_fraction": (clipped_N < plain_N).float()}
@@ -217,9 +214,8 @@ def _clip_ratio(name: str, ratio_N: Tensor, clip_low: float, clip_high: float) -
 def _means_of_sequences(
     values_N: Tensor, sequences_N: Tensor, mask_N: Tensor | None = None
 ) -> Tensor:
-    """Return for each token the mean over its sequence, or over the tokens of its sequence whose
-    mask is 1. There are N sums: only the device knows the number of sequences, and the host must
-    not wait for it."""
+    """Return for each token the mean over its sequence, or over its tokens whose mask is 1. There
+    are N sums: only the device knows the number of sequences, and the host must not wait for it."""
     starts_N = torch.zeros_like(sequences_N, dtype=torch.long)
     starts_N[1:] = sequences_N[1:] != sequences_N[:-1]
     place_N = starts_N.cumsum(0)

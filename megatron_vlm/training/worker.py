@@ -1,8 +1,7 @@
 """MegatronWorker: one rank's model, its training step, and its place in the job.
 
-It is SPMD: every rank makes a worker and makes the same calls. A batch goes to a data parallel
-replica: all ranks of one replica pass the same batch, and replicas pass different batches. A batch
-is a list of rows or a TensorBatch, which is cut into micro-batches in order, or a list of
+It is SPMD: every rank makes a worker and makes the same calls. All ranks of a data parallel replica
+pass the same batch: rows or a TensorBatch, which are cut into micro-batches in order, or
 micro-batches as the loader plans them.
 """
 
@@ -60,8 +59,7 @@ Batch = Sequence[Row] | TensorBatch | Sequence[MicroBatch]
 
 
 class MegatronWorker:
-    """A rank's worker. Build it from a Config inside torchrun (or any launcher that sets torch's
-    variables)."""
+    """A rank's worker. Build it inside torchrun, or any launcher that sets torch's variables."""
 
     def __init__(
         self,
@@ -123,8 +121,8 @@ class MegatronWorker:
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
         """Return the log-probs of each row's supervised tokens at this temperature, fp32 on the
-        host: one tensor [S] for each row, zero where a token is not supervised. The log-probs of a
-        row with targets have the targets' shape. All ranks of the replica get the same."""
+        host: [S], zero where a token is not supervised, or in the shape of the row's targets. All
+        ranks of the replica get the same."""
         _check_temperature("forward", temperature)
         return row_scores.score_rows(self.stage, self.micro_batches(batch), temperature)
 
@@ -139,8 +137,8 @@ class MegatronWorker:
         return row_scores.top_tokens(self.stage, self.micro_batches(batch), count, temperature)
 
     def routing(self, batch: Batch) -> list[Tensor]:
-        """Return the experts of each token of each row. As `routing_SLK` of a Row, they route its
-        tokens to the same experts again. They are int32 on the host, the same on every rank of the
+        """Return the experts of each token of each row, which as `routing_SLK` of a Row route its
+        tokens to the same experts again: int32 on the host, the same on every rank of the
         replica."""
         self._check_experts()
         return row_scores.routing(self.stage, self.micro_batches(batch))
@@ -216,8 +214,8 @@ class MegatronWorker:
     ) -> tuple[float, float]:
         """Clip and apply the gradients, which are then spent. Return (gradient norm before
         clipping, learning rate). Nothing is applied if the norm is not finite, or if no token was
-        supervised. `adam` can request a step without supervised tokens, in which momentum and decay
-        move the weights. `adam` also replaces the configured settings for this step."""
+        supervised, unless `adam` requests it: momentum and decay then move the weights. `adam` also
+        replaces the configured settings for this step."""
         assert self.optimizer is not None and self.gradients is not None, "made without training"
         optimizer_step.check_lr(lr)
         self.lr = self.lr if lr is None else lr
@@ -243,9 +241,8 @@ class MegatronWorker:
         kind: Exported | None = None,
     ) -> None:
         """Write a Hugging Face checkpoint: the one that was loaded, with the current weights.
-        `mark` records where these come from. `done` describes the training for the model card. With
-        adapters, `kind` chooses between them and the model that they are merged into; the default
-        is that of cfg."""
+        `mark` records where these come from, and `done` describes the training for the model card.
+        With adapters, `kind` chooses between them and the model that they are merged into."""
         if not self.cfg.lora.rank:
             export_hf(self.held, self.source, self.table, self.grid, path, mark=mark, done=done)
             return

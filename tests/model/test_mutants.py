@@ -67,7 +67,7 @@ def no_sum_over_tp() -> Iterator[None]:
 @contextmanager
 def features_not_sent_on() -> Iterator[None]:
     """Drop the features that a stage with few layers could not add."""
-    from megatron_vlm.model.decoder_layer import Carry
+    from megatron_vlm.model.carry import Carry
 
     with mock.patch.object(Carry, "to_tensor", lambda self, layers: self.hidden_SBH):
         yield
