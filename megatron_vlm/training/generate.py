@@ -61,15 +61,11 @@ def generate(
     max_new_tokens: int,
     stop_ids: Collection[int],
     batch_rows: int = ROWS,
-    temperature: float = 0.0,
-    seeds: Sequence[int] | None = None,
-    on_token: Hear | None = None,
 ) -> list[list[int]]:
     """Return the most likely next tokens of each prompt, up to the first of `stop_ids` (left out)
-    or to `max_new_tokens`, as Hugging Face's `generate(do_sample=False)` does. With a `temperature`
-    above 0 they are sampled. The other arguments are those of `sample`."""
-    settings = SamplingSettings(max_new_tokens, temperature, stop_ids=tuple(stop_ids))
-    answers = sample(stage, prompts, settings, 1, seeds, batch_rows, on_token=on_token)
+    or to `max_new_tokens`, as Hugging Face's `generate(do_sample=False)` does. See `sample`."""
+    settings = SamplingSettings(max_new_tokens, 0.0, stop_ids=tuple(stop_ids))
+    answers = sample(stage, prompts, settings, batch_rows=batch_rows)
     return [settings.without_stop(completion.ids) for (completion,) in answers]
 
 

@@ -48,14 +48,16 @@ def test_the_vendor_is_read():
         assert f"vendor_id\t: {cpu_matmul._vendor()}\n" in lines
 
 
-def test_another_vendor_keeps_mkl(amd, monkeypatch):
-    monkeypatch.setattr(cpu_matmul, "_vendor", lambda: "GenuineIntel")
-    cpu_matmul.enable_onednn(384, False)
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_narrower_vectors_keep_mkl(amd, monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (cpu_matmul, "_vendor", "GenuineIntel"),
+        (torch.backends.cpu, "get_cpu_capability", "AVX2"),
+        (cpu_matmul, "has_fp32_products", False),  # what would round is put back
+    ],
+)
+def test_other_processors_keep_mkl(amd, monkeypatch, owner, name, value):
+    monkeypatch.setattr(owner, name, lambda: value)
     cpu_matmul.enable_onednn(384, False)
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -65,12 +67,6 @@ def test_models_that_would_lose_keep_mkl(amd, width, experts):
     cpu_matmul.enable_onednn(256, False)
     assert torch.get_float32_matmul_precision() == "medium"
     cpu_matmul.enable_onednn(width, experts)
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_what_would_round_is_put_back(amd, monkeypatch):
-    monkeypatch.setattr(cpu_matmul, "has_fp32_products", lambda: False)
-    cpu_matmul.enable_onednn(384, False)
     assert torch.get_float32_matmul_precision() == "highest"
 
 

@@ -1,6 +1,9 @@
 # .venv/bin/python -m pytest tests/model/test_log_probs.py
-"""The head in slices of the vocabulary gives the results of the softmax over all of it."""
+"""The heads in slices of the vocabulary give the results of the softmax over all of it in fp64: the
+log-probs of targets, and for distillation those of given tokens and of all others as one event."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,10 +13,14 @@ from torch import Tensor
 
 from megatron_vlm.model import log_probs as head
 from megatron_vlm.model.log_probs import predict
+from megatron_vlm.model.lumped_log_probs import LOWEST, predict_lumped
 
-TOKENS, WIDTH, VOCAB = 37, 24, 203
-# Relative to the largest value, fp32 against fp64. The measured maximum over all cases is 2.8e-6.
-TOLERANCE = 5e-6
+TOKENS, WIDTH, VOCAB, GIVEN = 37, 24, 203, 5
+# Relative to the largest value, fp32 against fp64. The measured maximum over all cases is 2.8e-6,
+# and 4.6e-6 of lumped tokens.
+TOLERANCE, LUMPED_TOLERANCE = 5e-6, 2e-5
+# One slice, two slices, uneven slices, and one column per slice.
+AT_ONCE = [2**26, TOKENS * 128, TOKENS * 30, 1]
 
 
 def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -30,136 +37,95 @@ def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden, weight, targets, torch.randn(2, TOKENS, generator=generator)
 
 
-def expected(also: str | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output and the gradients of hidden states and weight, by torch in fp64."""
-    hidden, weight, targets, grads = problem()
-    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    logits = hidden @ weight.T
-    all_log_probs = logits.log_softmax(-1)
-    log_probs = all_log_probs.gather(1, targets[:, None])[:, 0]
-    output = log_probs
-    loss = (log_probs * grads[0]).sum()
-    if also is not None:
-        entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
-        if also == "entropy":
-            loss = loss + (entropy * grads[1]).sum()
-        hits = (logits.argmax(-1) == targets).double()
-        output = torch.stack([log_probs, entropy if also == "entropy" else hits])
-    loss.backward()
-    assert hidden.grad is not None and weight.grad is not None
-    return output.detach(), hidden.grad, weight.grad
-
-
-def run(also: str | None, at_once: int, dtype: torch.dtype = torch.float) -> tuple[Tensor, ...]:
-    """Return our results on this rank, with the vocabulary padded to a multiple of the ranks, and
-    one row more."""
-    hidden, weight, targets, grads = problem()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    rows = -(-VOCAB // ranks) + 1
-    padded = torch.full((rows * ranks, WIDTH), 50.0)  # the value of padding must not matter
-    padded[:VOCAB] = weight
-    shard = padded[rank * rows : (rank + 1) * rows].to(dtype).requires_grad_()
-    hidden = hidden.to(dtype).requires_grad_()
-    group = dist.group.WORLD
-    assert group is not None
-    with mock.patch.object(head, "LOGITS_AT_ONCE", at_once):
-        outputs = predict([(hidden, shard)], targets, VOCAB, group, also)  # type: ignore[arg-type]
-        output = outputs[0] if outputs[1] is None else torch.stack(outputs)  # type: ignore[arg-type]
-        output.backward(grads[0] if also is None else grads)
-    assert hidden.grad is not None and shard.grad is not None
-    whole = [torch.empty_like(shard) for _ in range(ranks)]
-    dist.all_gather(whole, shard.grad)
-    grad = torch.cat(whole)
-    assert not grad[VOCAB:].any()
-    return output.detach(), hidden.grad, grad[:VOCAB]
-
-
-def factors() -> list[Tensor]:
-    """Return an input and a weight for each of two products, the second of an adapter of rank 3."""
-    hidden, weight, *_ = problem()
+def factors(products: int) -> list[Tensor]:
+    """Return an input and a weight for each product. The second is that of an adapter of rank 3."""
     generator = torch.Generator().manual_seed(1)
     low = torch.randn(TOKENS, 3, generator=generator)
-    return [hidden, weight, low, torch.randn(VOCAB, 3, generator=generator)]
+    adapter = [low, torch.randn(VOCAB, 3, generator=generator)]
+    return [*problem()[:2], *adapter][: 2 * products]
 
 
-def expected_sum(also: str | None) -> list[Tensor]:
-    """Return the output and the gradients of all four factors, by torch in fp64."""
+def pairs(flat: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def expected(also: str | None, products: int = 1) -> list[Tensor]:
+    """Return the output and the gradients of all factors, by torch in fp64."""
     _, _, targets, grads = problem()
-    hidden, weight, low, up = (each.double().requires_grad_() for each in factors())
-    logits = hidden @ weight.T + low @ up.T
+    leaves = [each.double().requires_grad_() for each in factors(products)]
+    logits = torch.stack([given @ weight.T for given, weight in pairs(leaves)]).sum(0)
     all_log_probs = logits.log_softmax(-1)
     output = all_log_probs.gather(1, targets[:, None])[:, 0]
-    loss = (output * grads[0]).sum()
-    entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+    extra = (logits.argmax(-1) == targets).double()
     if also == "entropy":
-        loss = loss + (entropy * grads[1]).sum()
-    if also is not None:
-        hits = (logits.argmax(-1) == targets).double()
-        output = torch.stack([output, entropy if also == "entropy" else hits])
-    loss.backward()
-    return [output.detach(), *(each.grad for each in (hidden, weight, low, up))]  # type: ignore[list-item]
+        extra = -(all_log_probs.exp() * all_log_probs).sum(-1)
+    output = output if also is None else torch.stack([output, extra])
+    output.backward(grads[0] if also is None else grads)
+    return [output.detach(), *(each.grad for each in leaves)]  # type: ignore[list-item]
 
 
-def run_sum(also: str | None, at_once: int) -> list[Tensor]:
-    """Return our results on this rank, with the weights padded as in `run`."""
-    _, _, targets, grads = problem()
+def sharded(
+    whole: Sequence[Tensor], output_of: Callable[[Any], Tensor], grads: Tensor, at_once: int
+) -> list[Tensor]:
+    """Return the output and the gradients of all factors on this rank, with the vocabulary padded
+    to a multiple of the ranks, and one row more."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    rows, shards = -(-VOCAB // ranks) + 1, []
-    for place, whole in enumerate(factors()):
+    rows, leaves = -(-VOCAB // ranks) + 1, []
+    for place, factor in enumerate(whole):
         if place % 2:
-            padded = torch.full((rows * ranks, whole.shape[1]), 50.0)
-            padded[:VOCAB] = whole
-            whole = padded[rank * rows : (rank + 1) * rows]
-        shards.append(whole.clone().requires_grad_())
-    group = dist.group.WORLD
-    assert group is not None
+            padded = factor.new_full((rows * ranks, factor.shape[1]), 50.0)  # must not matter
+            padded[:VOCAB] = factor
+            factor = padded[rank * rows : (rank + 1) * rows]
+        leaves.append(factor.clone().requires_grad_())
     with mock.patch.object(head, "LOGITS_AT_ONCE", at_once):
-        products = [(shards[0], shards[1]), (shards[2], shards[3])]
-        outputs = predict(products, targets, VOCAB, group, also)  # type: ignore[arg-type]
-        output = outputs[0] if outputs[1] is None else torch.stack(outputs)  # type: ignore[arg-type]
-        output.backward(grads[0] if also is None else grads)
+        output = output_of(pairs(leaves))
+        output.backward(grads)
     results = [output.detach()]
-    for place, shard in enumerate(shards):
-        assert shard.grad is not None
-        parts = [torch.empty_like(shard) for _ in range(ranks)]
-        dist.all_gather(parts, shard.grad)
+    for place, leaf in enumerate(leaves):
+        assert leaf.grad is not None
+        parts = [torch.empty_like(leaf) for _ in range(ranks)]
+        dist.all_gather(parts, leaf.grad)
         if place % 2:
             results.append(torch.cat(parts)[:VOCAB])
             assert not torch.cat(parts)[VOCAB:].any()
         else:  # every rank has the whole gradient
-            assert all(torch.equal(part, shard.grad) for part in parts)
-            results.append(shard.grad)
+            assert all(torch.equal(part, leaf.grad) for part in parts)
+            results.append(leaf.grad)
     return results
 
 
-@pytest.mark.parametrize("at_once", [2**26, TOKENS * 30, 1])
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("also", [None, "entropy", "hits"])
-def test_a_sum_of_products_equals_the_softmax_in_fp64(also, tp, at_once, pool, record_property):
-    for results in pool.run(run_sum, tp, also, at_once):
-        for actual, reference in zip(results, expected_sum(also), strict=True):
-            error = float((actual - reference).abs().max() / reference.abs().max())
-            record_property("worst", error)
-            assert error <= TOLERANCE
+def run(also: Any, at_once: int, products: int = 1, dtype: torch.dtype = torch.float) -> Any:
+    _, _, targets, grads = problem()
+
+    def output_of(given: Any) -> Tensor:
+        outputs = predict(given, targets, VOCAB, dist.group.WORLD, also)  # type: ignore[arg-type]
+        return outputs[0] if outputs[1] is None else torch.stack(outputs)  # type: ignore[arg-type]
+
+    whole = [each.to(dtype) for each in factors(products)]
+    return sharded(whole, output_of, grads[0] if also is None else grads, at_once)
 
 
-# One slice, two slices, uneven slices, and one column per slice.
-@pytest.mark.parametrize("at_once", [2**26, TOKENS * 128, TOKENS * 30, 1])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("also", [None, "entropy", "hits"])
-def test_equals_the_softmax_in_fp64(also, tp, at_once, pool, record_property):
-    for results in pool.run(run, tp, also, at_once):
-        for actual, reference in zip(results, expected(also), strict=True):
+def check(outcomes: Any, want: list[Tensor], tolerance: float, record_property: Any) -> None:
+    for results in outcomes:
+        for actual, reference in zip(results, want, strict=True):
             error = float((actual - reference).abs().max() / reference.abs().max())
             record_property("worst", error)
-            assert error <= TOLERANCE
+            assert error <= tolerance
+
+
+@pytest.mark.parametrize("at_once", AT_ONCE)
+@pytest.mark.parametrize(("products", "tp"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)])
+@pytest.mark.parametrize("also", [None, "entropy", "hits"])
+def test_equals_the_softmax_in_fp64(also, products, tp, at_once, pool, record_property):
+    outcomes = pool.run(run, tp, also, at_once, products)
+    check(outcomes, expected(also, products), TOLERANCE, record_property)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_slices_round_a_weights_gradient_once(tp, pool):
     """Sums of bf16 gradients of many chunks would each be rounded; the head makes one product."""
-    whole = pool.run(run, tp, "entropy", 2**26, torch.bfloat16)[0]
-    sliced = pool.run(run, tp, "entropy", TOKENS * 10, torch.bfloat16)[0]
+    whole = pool.run(run, tp, "entropy", 2**26, 1, torch.bfloat16)[0]
+    sliced = pool.run(run, tp, "entropy", TOKENS * 10, 1, torch.bfloat16)[0]
     for one, many, exact in zip(whole, sliced, expected("entropy"), strict=True):
         assert (many - exact).norm() <= 1.1 * (one - exact).norm()
 
@@ -212,3 +178,81 @@ def frozen_and_empty() -> None:
 
 def test_a_frozen_weight_and_no_tokens(pool):
     pool.run(frozen_and_empty, 2)
+
+
+# The head for distillation.
+
+
+def lumped_problem() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return hidden states, the weight of the real vocabulary, labels, given tokens, and the
+    gradient of the output. Half of the labels are given; the likeliest tokens of most places are,
+    and of some places they have all of the probability in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = 3 * torch.randn(TOKENS, WIDTH, generator=generator)
+    hidden[:8] *= 4
+    weight = torch.randn(VOCAB, WIDTH, generator=generator)
+    ids = (hidden @ weight.T).topk(GIVEN).indices
+    ids[30:] = torch.stack([torch.randperm(VOCAB, generator=generator)[:GIVEN] for _ in range(7)])
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    labels[::2] = ids[::2, 1]
+    return hidden, weight, labels, ids, torch.randn(TOKENS, GIVEN + 2, generator=generator)
+
+
+def expected_lumped(temperature: float) -> list[Tensor]:
+    hidden, weight, labels, ids, grads = lumped_problem()
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logits = hidden @ weight.T
+    label = logits.log_softmax(-1).gather(1, labels[:, None])
+    log_probs = (logits / temperature).log_softmax(-1)
+    others = log_probs.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+    output = torch.cat([label, log_probs.gather(1, ids), others], dim=1)
+    output.backward(grads.double())
+    assert hidden.grad is not None and weight.grad is not None
+    return [output.detach(), hidden.grad, weight.grad]
+
+
+def label_and_events(*arguments: Any) -> Tensor:
+    """Return the log-probs of the labels and the events next to each other."""
+    labels_N, events_NR = predict_lumped(*arguments)
+    return torch.cat([labels_N[:, None], events_NR], dim=1)
+
+
+def run_lumped(temperature: float, at_once: int) -> list[Tensor]:
+    hidden, weight, labels, ids, grads = lumped_problem()
+
+    def output_of(products: Any) -> Tensor:
+        return label_and_events(products, labels, ids, VOCAB, dist.group.WORLD, temperature)
+
+    return sharded([hidden, weight], output_of, grads, at_once)
+
+
+@pytest.mark.parametrize("at_once", AT_ONCE)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_lumped_tokens_equal_the_softmax_in_fp64(temperature, tp, at_once, pool, record_property):
+    outcomes = pool.run(run_lumped, tp, temperature, at_once)
+    check(outcomes, expected_lumped(temperature), LUMPED_TOLERANCE, record_property)
+
+
+def corners() -> None:
+    """Check a frozen weight, no tokens, and given tokens that are the whole vocabulary."""
+    group = dist.group.WORLD
+    assert group is not None
+    hidden, weight, labels, ids, _ = lumped_problem()
+    hidden.requires_grad_()
+    label_and_events([(hidden, weight)], labels, ids, VOCAB, group).sum().backward()
+    assert weight.grad is None and hidden.grad is not None and hidden.grad.any()
+    weight.requires_grad_()
+    output = label_and_events([(hidden[:0], weight)], labels[:0], ids[:0], VOCAB, group)
+    output.sum().backward()
+    assert output.shape == (0, GIVEN + 2) and weight.grad is not None and not weight.grad.any()
+    everything = torch.arange(VOCAB).repeat(TOKENS, 1)
+    output = label_and_events([(hidden, weight)], labels, everything, VOCAB, group)
+    output.square().sum().backward()
+    want = (hidden @ weight.T).log_softmax(-1)
+    assert (output[:, 1:-1] - want).abs().max() < 1e-5 and (output[:, -1] == LOWEST).all()
+    assert weight.grad.isfinite().all()
+
+
+def test_a_frozen_weight_no_tokens_and_the_whole_vocabulary(pool):
+    pool.run(corners, 1)

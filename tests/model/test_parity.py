@@ -4,6 +4,7 @@
 import pytest
 
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
+from tests.support.comparison import check_worst, relative_errors
 from tests.support.reference import Reference, reference_of
 from tests.support.runs import Case, Outcome, loss_and_grads
 from tests.support.suites import full
@@ -129,10 +130,7 @@ def errors(outcomes: list[Outcome], expected: Reference, case: Case) -> dict[str
             continue
         assert not grad.isnan().any(), f"{name} is not frozen and has no gradient"
         expected_grad = expected.grads[name]
-        error = float((grad - expected_grad).norm())
-        deviations[f"grad {name}"] = (
-            error / float(expected_grad.norm()) if expected_grad.any() else error
-        )
+        deviations |= relative_errors({f"grad {name}": grad}, {f"grad {name}": expected_grad})
     return deviations
 
 
@@ -146,8 +144,4 @@ def test_equals_hugging_face(name, pool, tiny, record_property):
         assert outcome.loss == outcomes[0].loss
         assert outcome.num_tokens == outcomes[0].num_tokens
     deviations = errors(outcomes, expected, case)
-    worst = max(deviations, key=lambda key: deviations[key])
-    record_property("worst", deviations[worst])
-    assert deviations[worst] <= TOLERANCE, (
-        f"{worst}: {deviations[worst]:.2e} of {len(deviations)} compared"
-    )
+    check_worst(deviations, TOLERANCE, record_property)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.model.test_parity import TOLERANCE, errors, layout
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, RowSpec, make_rows
+from tests.support.comparison import check_worst
 from tests.support.reference import reference_of, run_exact_reference
 from tests.support.runs import loss_and_grads
 from tests.support.suites import full, slow
@@ -80,11 +81,7 @@ def test_equals_hugging_face(case, sizes, batch, pool, tiny, record_property):
     outcomes = pool.run(loss_and_grads, case.world, path, case, make_rows(specs))
     to_theirs, to_exact = errors(outcomes, theirs, case), errors(outcomes, exact, case)
     deviations = {kind: (to_exact if is_of_decay(kind) else to_theirs)[kind] for kind in to_theirs}
-    worst = max(deviations, key=lambda kind: deviations[kind])
-    record_property("worst", deviations[worst])
-    assert deviations[worst] <= TOLERANCE, (
-        f"{worst}: {deviations[worst]:.2e} of {len(deviations)} compared"
-    )
+    check_worst(deviations, TOLERANCE, record_property)
     # No gradient is farther from the truth than transformers' own, beyond rounding.
     for kind in filter(is_of_decay, to_exact):
         name = kind.removeprefix("grad ")

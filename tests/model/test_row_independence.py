@@ -16,8 +16,14 @@ import torch
 
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row, continue_row
+from megatron_vlm.model import gated_delta_net
 from megatron_vlm.training.worker import MegatronWorker
-from tests.model.test_mutants import convolution_across_rows, replaced, state_kept_between_rows
+from tests.model.test_mutants import (
+    convolution_across_rows,
+    of_rule,
+    replaced,
+    state_kept_between_rows,
+)
 from tests.model.test_parity import TOLERANCE, full, layout
 from tests.support.batches import MIXED, make_rows
 from tests.support.runs import Case, call, collect_grads
@@ -163,14 +169,17 @@ def state_of_another_row(right: Any) -> Any:
 
 MUTANTS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "state carried on": (
-        replaced("gated_delta_rule", state_kept_between_rows),
+        of_rule(state_kept_between_rows),
         {"forward", "decode", "backward"},
     ),
     "convolution across rows": (
-        replaced("_convolve", convolution_across_rows),
+        replaced(gated_delta_net, "_convolve", convolution_across_rows),
         {"forward", "decode", "backward"},
     ),
-    "another row's state": (replaced("delta_step", state_of_another_row), {"decode"}),
+    "another row's state": (
+        replaced(gated_delta_net, "delta_step", state_of_another_row),
+        {"decode"},
+    ),
 }
 
 

@@ -5,6 +5,7 @@ their own temperature; seeds of single prompts."""
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -47,11 +48,8 @@ def asked_rows() -> list[Row]:
 
 
 def likeliest(worker: MegatronWorker, rows: list[Row], temperature: float, logits: int) -> Any:
-    head.LOGITS_AT_ONCE = logits
-    try:
+    with mock.patch.object(head, "LOGITS_AT_ONCE", logits):
         return local_group(worker).likeliest(rows, COUNT, temperature).result()
-    finally:
-        head.LOGITS_AT_ONCE = 2**26
 
 
 @pytest.mark.parametrize("name", [name if name == "tp2" else slow(name) for name in LAYOUTS])
@@ -84,11 +82,8 @@ def test_the_likeliest_are_those_of_hugging_face(
 
 
 def scored(worker: MegatronWorker, rows: list[Row], temperature: float) -> Any:
-    head.LOGITS_AT_ONCE = 1000
-    try:
+    with mock.patch.object(head, "LOGITS_AT_ONCE", 1000):
         return local_group(worker).forward(rows, temperature).result()
-    finally:
-        head.LOGITS_AT_ONCE = 2**26
 
 
 @pytest.mark.parametrize("name", [name if name == "tp2" else slow(name) for name in LAYOUTS])
@@ -109,40 +104,30 @@ def test_scores_at_a_temperature_are_those_of_hugging_face(name, temperature, po
         want[1:] = log_probs[:-1].gather(1, row.ids_S[1:, None])[:, 0]
         want[row.labels_S == IGNORE] = 0
         worst = max(worst, float((ours - want).abs().max()))
-    print(f"{worst:.2e}")
     assert worst <= TOLERANCE
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf")])
-def test_no_temperature_is_no_temperature(temperature, pool, tiny):
-    said = pool.run(call, 1, tiny(vocab=VOCAB), layout(), partial(not_scored, at=temperature))[0]
-    assert said == f"forward: temperature={temperature}; give more than 0"
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "forward: temperature=0.0; give more than 0": ("forward", 0.0),
+    "forward: temperature=-1.0; give more than 0": ("forward", -1.0),
+    "forward: temperature=inf; give more than 0": ("forward", float("inf")),
+    "likeliest: temperature=0.0; give more than 0": ("likeliest", 1, 0.0),
+    f"likeliest: count=0; give from 1 to {VOCAB}": ("likeliest", 0),
+    f"likeliest: count={VOCAB + 1}; give from 1 to {VOCAB}": ("likeliest", VOCAB + 1),
+}
 
 
-def not_scored(worker: MegatronWorker, at: float) -> str:
-    with pytest.raises(ConfigError) as error:
-        worker.forward(make_rows(MIXED, VOCAB)[:1], at)
-    return str(error.value)
+def refused(worker: MegatronWorker) -> list[str]:
+    said = []
+    for name, *arguments in REFUSED.values():
+        with pytest.raises(ConfigError) as error:
+            getattr(worker, name)(asked_rows(), *arguments)
+        said.append(str(error.value))
+    return said
 
 
-@pytest.mark.parametrize(
-    ("count", "temperature", "expected"),
-    [
-        (0, 1.0, f"count=0; give from 1 to {VOCAB}"),
-        (VOCAB + 1, 1.0, f"count={VOCAB + 1}; give from 1 to {VOCAB}"),
-        (1, 0.0, "temperature=0.0; give more than 0"),
-    ],
-)
-def test_what_cannot_be_is_refused(count, temperature, expected, pool, tiny):
-    ask = partial(refused, count=count, temperature=temperature)
-    said = pool.run(call, 1, tiny(vocab=VOCAB), layout(), ask)[0]
-    assert said == f"likeliest: {expected}"
-
-
-def refused(worker: MegatronWorker, count: int, temperature: float) -> str:
-    with pytest.raises(ConfigError) as error:
-        worker.likeliest(asked_rows(), count, temperature)
-    return str(error.value)
+def test_what_cannot_be_is_refused(pool, tiny):
+    assert pool.run(call, 1, tiny(vocab=VOCAB), layout(), refused) == [list(REFUSED)]
 
 
 def tempered(worker: MegatronWorker, rows: list[Row]) -> Any:

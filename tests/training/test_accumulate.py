@@ -17,6 +17,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
+from tests.support.comparison import same
 from tests.support.runs import Case, call, collect_grads, my_rows
 
 DIVISOR = 7.0
@@ -91,10 +92,6 @@ def relative(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
         else:
             assert not ours[name].any()
     return max(errors)
-
-
-def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return all(torch.equal(ours[n].nan_to_num(7), theirs[n].nan_to_num(7)) for n in theirs)
 
 
 @pytest.mark.parametrize("name", PARAMS)

@@ -21,6 +21,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.checkpoint.test_checkpoint import whole
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, TEXT_ON_ONE_RANK, make_rows
+from tests.support.comparison import same
 from tests.support.runs import Case, my_rows
 
 LATE = 0.2  # seconds for which one replica has its new weights and waits for those of the other
@@ -71,16 +72,6 @@ def read_after_steps(path: str, case: Case, out: Path) -> dict[str, Any]:
     readings["loaded"] = weights()
     readings["after loading"] = worker.forward(my_rows(make_rows(MIXED)))
     return readings
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 @pytest.mark.full

@@ -15,16 +15,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from megatron_vlm.data.media.images import PixelTables
-from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.family.decoder_layers import DELTA_CHUNK
 from megatron_vlm.model.kv_cache import KVCache
 from megatron_vlm.training.generate import candidate_log_probs, generate
-from megatron_vlm.training.token_sampling import pick, whole_logits
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import TOLERANCE, layout
-from tests.support.batches import MIXED, PATCH_VALUES, SHALLOW, RowSpec, make_rows, token_ids
+from tests.support.batches import MIXED, SHALLOW, RowSpec, make_rows, token_ids
 from tests.support.reference import inputs_of, load_reference, row_log_probs
 from tests.support.runs import Case, call, my_rows
 from tests.support.suites import FULL, quick
@@ -230,18 +227,6 @@ def test_placeholders_are_never_generated(pool, tiny, reference, tmp_path):
         assert pool.run(answer, case.world, path, case, [ask(rows)])[0] == [expected]
 
 
-@FULL
-def test_prompts_may_be_shorter_than_the_convolutions_kernel(pool, tiny):
-    lengths, path = (1, 40, 3, 2, 4), tiny(**QWEN3_5)
-    rows = [
-        replace(row, ids_S=row.ids_S[:length], labels_S=row.labels_S[:length])
-        for row, length in zip(make_rows((RowSpec(40),) * 5), lengths, strict=True)
-    ]
-    expected, requests = continue_rows(path, rows), [ask(rows, batch_rows=n) for n in (1, 5)]
-    case = layout(tp=2, pp=2)
-    assert pool.run(answer, 4, path, case, requests) == [[expected, expected]] * 4
-
-
 @torch.no_grad()
 def continue_by_whole_forwards(path: str, row: Row, count: int) -> list[int]:
     """Continue a row by Hugging Face's forward over the whole row for each new token."""
@@ -265,23 +250,6 @@ def test_a_prompt_may_end_in_an_image(pool, tiny):
     expected = [continue_by_whole_forwards(tiny(), row, NEW_TOKENS) for row in rows]
     case = layout(pp=2)
     assert pool.run(answer, case.world, tiny(), case, [ask(rows)])[0] == [expected]
-
-
-@FULL
-def test_bytes_are_normalised_as_floats_are(pool, tiny):
-    generator = torch.Generator().manual_seed(0)
-    floats, bytes_ = [], []
-    for row in make_rows((RowSpec(9, images=((4, 6),)), RowSpec(13), RowSpec(8, images=((2, 4),)))):
-        if row.pixel_values_PC is not None:
-            shape = (len(row.pixel_values_PC), PATCH_VALUES // 2)  # a still image: one frame of two
-            patches = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-            row = replace(row, pixel_values_PC=patches)
-        bytes_.append(row)
-        pixels = PixelTables(tiny(), torch.device("cpu")).images(row.pixel_values_PC)
-        floats.append(replace(row, pixel_values_PC=pixels))
-    expected = continue_rows(tiny(), floats)
-    case = layout(tp=2)
-    assert pool.run(answer, 2, tiny(), case, [ask(bytes_), ask(floats)])[0] == [expected, expected]
 
 
 @FULL
@@ -379,34 +347,6 @@ def test_states_give_the_logits_of_a_whole_forward(experts, pool, tiny, record_p
     worst = pool.run(call, 1, path, layout(), compare_states_with_whole_forward)[0]
     record_property("logits", worst)
     assert worst <= TOLERANCE
-
-
-def _logits() -> Tensor:
-    """Return rows of 509 real ids and a padded one, cut over two ranks at 255."""
-    logits = torch.randn(6, 510, generator=torch.Generator().manual_seed(0))
-    logits[0, [7, 400]] = 9  # equal on both ranks, and the lowest id wins
-    logits[1, [300, 301, 508]] = 9
-    logits[2, 509] = 9  # padding is the largest
-    logits[3] = 0
-    logits[4] = -torch.rand(510, generator=torch.Generator().manual_seed(1)) - 1
-    logits[4, 509] = 0
-    return logits
-
-
-def _pick(worker: MegatronWorker) -> list[list[int]]:
-    part = slice(0, 255) if torch.distributed.get_rank() == 0 else slice(255, 510)
-    vocab, greedy = worker.source.sizes.text.vocab, SamplingSettings(1, temperature=0)
-    picks = []
-    for logits in (_logits(), _logits().bfloat16()):
-        whole_BV = whole_logits(logits[:, part], vocab, worker.grid.tp)
-        picks.append(pick(whole_BV, greedy, (), ())[:, 0].long().tolist())
-    return picks
-
-
-def test_picks_as_argmax_over_the_whole_row_without_padding(pool, tiny):
-    expected = [logits[:, :509].argmax(-1).tolist() for logits in (_logits(), _logits().bfloat16())]
-    assert expected[0][:2] == [7, 300] and expected[0][3] == 0
-    assert pool.run(call, 2, tiny(vocab=509), layout(tp=2), _pick) == [expected] * 2
 
 
 CANDIDATES = [[17], [3, 99, 50], [40, 40, 40, 40, 41], [17, 18]]

@@ -21,8 +21,8 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
+from tests.support.comparison import same
 from tests.support.runs import Case, collect_grads, my_rows
-from tests.training.test_shared_weights import same
 
 DROPPED = LoraConfig(rank=3, alpha=6, targets=("attention", "mlp", "head"), dropout=0.3)
 MERGER = LoraConfig(rank=2, alpha=8, targets=("attention",), train=("merger",))

@@ -4,11 +4,11 @@
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
 
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
+from tests.support.comparison import same
 from tests.support.runs import Case, collect_grads, my_rows
 from tests.support.suites import quick
 
@@ -36,11 +36,7 @@ def compare(path: str, case: Case, share: float) -> Compared:
         results.append((loss, collect_grads(worker)))
     (before, grads), (after, offloaded_grads) = results
     assert grads.keys() == offloaded_grads.keys()
-    differing = [
-        name
-        for name, grad in grads.items()
-        if not torch.equal(grad.nan_to_num(7), offloaded_grads[name].nan_to_num(7))
-    ]
+    differing = [name for name, grad in grads.items() if not same(grad, offloaded_grads[name])]
     pages = worker.chunks[0].offload.copies.pages
     return Compared(differing, (before, after), pages.allocated, pages.allocated - len(pages.free))
 

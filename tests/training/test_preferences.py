@@ -52,14 +52,16 @@ from megatron_vlm.training.reference import with_reference
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker
 from tests.commands.test_score import records_of, score
+from tests.model.test_parity import layout
 from tests.run.test_train import run_rank
 from tests.support.batches import SHALLOW
 from tests.support.chats import image, picture, say, text
+from tests.support.comparison import check_worst
 from tests.support.error_fields import raises
 from tests.support.peft_reference import Adapter, as_ours, peft_model, save, trained
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, collect_grads
-from tests.support.suites import slow
+from tests.support.suites import FULL, slow
 from tests.training.test_distill import eval_rank
 
 # Relative, in fp32 on the CPU, as in tests/model/test_parity.py. Measured worst case: see below.
@@ -157,10 +159,6 @@ class Trial:
 SIGMOID, KTO = Trial("dpo", dict(beta=0.3)), Trial("kto", dict(beta=0.3, undesirable_weight=0.5))
 SEVERAL = Trial("dpo", dict(beta=0.2, losses=("sigmoid", "aot", "sft"), loss_weights=(1, 0.5, 0.2)))
 ORPO = Trial("orpo", dict(beta=0.2))
-
-
-def layout(tp: int = 1, pp: int = 1, dp: int = 1, **parallel: Any) -> Case:
-    return Case(world=tp * pp * dp, parallel=dict(tp=tp, pp=pp, **parallel))
 
 
 CASES: dict[str, tuple[Trial, Case, dict[str, Any]]] = {
@@ -349,7 +347,6 @@ def errors_of(name: str, pool, tiny, references, mutant: str | None = None) -> d
     return errors
 
 
-FULL = pytest.mark.full
 # `make test` runs the first two, `make test-full` also the others, and `make test-slow` the rest.
 MARKS: dict[str, Any] = {"dpo-adapters-tp2": (), "several-dp2": ()}
 MARKS |= dict.fromkeys(("dpo-experts-ep2", "orpo-tp2-dp2", "kto-dp4"), FULL)
@@ -358,10 +355,7 @@ PARAMS = [pytest.param(n, marks=MARKS.get(n, pytest.mark.slow)) for n in CASES]
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_equals_hugging_face(name, pool, tiny, references, record_property):
-    errors = errors_of(name, pool, tiny, references)
-    worst = max(errors, key=lambda key: errors[key])
-    record_property("worst", errors[worst])
-    assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.2e}"
+    check_worst(errors_of(name, pool, tiny, references), TOLERANCE, record_property)
 
 
 # Mutants that show that these comparisons can fail.

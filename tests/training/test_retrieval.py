@@ -41,12 +41,15 @@ from megatron_vlm.run.evaluation.retrieval_scores import ranks_of, retrieval_met
 from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.run_objective import objective_of
 from megatron_vlm.training.worker import MegatronWorker
+from tests.model import test_parity
 from tests.run.test_train import run_rank, steps_of, values
 from tests.support.batches import SHALLOW
 from tests.support.chats import image, say, text
+from tests.support.comparison import check_worst, relative_errors
 from tests.support.peft_reference import Adapter, as_ours, peft_model, save, trained
 from tests.support.reference import inputs_of, load_reference
 from tests.support.runs import Case, collect_grads
+from tests.support.suites import FULL
 
 # Relative, in fp32 on the CPU, as in tests/model/test_parity.py.
 TOLERANCE = 2e-5
@@ -110,12 +113,8 @@ TRIALS = {
 }
 
 
-def layout(tp: int = 1, pp: int = 1, dp: int = 1, micro: int = 1, **parallel: Any) -> Case:
-    return Case(
-        world=tp * pp * dp,
-        parallel=dict(tp=tp, pp=pp, **parallel),
-        train=dict(micro_batch_size=micro),
-    )
+def layout(micro: int = 1, **degrees: Any) -> Case:
+    return replace(test_parity.layout(**degrees), train=dict(micro_batch_size=micro))
 
 
 CASES: dict[tuple[str, str], tuple[Case, dict[str, Any]]] = {
@@ -258,7 +257,6 @@ def expected(path: str, trial: str, data: str, has_adapters: bool) -> Expected:
     return Expected(float(loss.detach()), grads, *scores)
 
 
-FULL = pytest.mark.full
 MARKS: dict[tuple[str, str], Any] = {
     ("embed", "dp2"): (),
     ("pointwise", "tp2-pp2"): (),
@@ -278,15 +276,10 @@ def test_loss_and_gradients(trial, name, pool, tiny, written, adapter_of, record
     theirs = expected(path, trial, written, has_adapters)
     assert result.loss == pytest.approx(theirs.loss, rel=TOLERANCE)
     assert not has_adapters or result.grads.keys() == theirs.grads.keys()
-    errors = {}
-    for key, grad in theirs.grads.items():
-        ours, norm = result.grads[key], float(grad.norm())
-        errors[key] = float((ours - grad).norm()) / (norm or 1.0)
-    decays = [error for key, error in errors.items() if key.endswith(DECAY)]
+    errors = relative_errors(result.grads, theirs.grads)
+    decays = [errors.pop(key) for key in list(errors) if key.endswith(DECAY)]
     assert max(decays, default=0.0) < DECAY_TOLERANCE
-    worst = max((k for k in errors if not k.endswith(DECAY)), key=errors.__getitem__)
-    record_property("worst", errors[worst])
-    assert errors[worst] < TOLERANCE, worst
+    check_worst(errors, TOLERANCE, record_property)
     assert result.scores["recall@1"] == pytest.approx(theirs.recall)
     assert result.scores["ndcg@5"] == pytest.approx(theirs.ndcg)
     assert result.scores["loss"] == pytest.approx(theirs.loss, rel=TOLERANCE)  # a batch is the set

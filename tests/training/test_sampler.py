@@ -5,6 +5,7 @@ Samples carry the log-probs of `forward`, independent of the other rows of a pas
 makes room for the next prompt. Top-k and top-p cut off the same tokens as in transformers.
 """
 
+import math
 import random
 from dataclasses import replace
 from itertools import chain, count
@@ -453,7 +454,9 @@ def test_frequencies_are_the_probabilities_of_what_is_left(
     found_V = torch.bincount(found_N2[:, 0].long(), minlength=30).double()
     left_V = expected_V > 0
     assert not found_V[~left_V].any() and (top_k == 0 or int(left_V.sum()) <= top_k)
-    error = pearson(found_V[left_V], expected_V[left_V])
+    degrees = int(left_V.sum()) - 1  # Pearson's sum of squares, in standard deviations
+    squares = (found_V - expected_V)[left_V] ** 2 / expected_V[left_V]
+    error = (float(squares.sum()) - degrees) / (2 * degrees) ** 0.5
     record_property("standard_deviations", error)
     assert abs(error) < 4
     # Log-probs are those of the model, before the cut.
@@ -461,11 +464,18 @@ def test_frequencies_are_the_probabilities_of_what_is_left(
     assert torch.equal(found_N2[:, 1], model_V[found_N2[:, 0].long()])
 
 
-def pearson(found_V: Tensor, expected_V: Tensor) -> float:
-    """Return the deviation of Pearson's sum of squares, in standard deviations."""
-    degrees = len(found_V) - 1
-    value = float(((found_V - expected_V) ** 2 / expected_V).sum())
-    return (value - degrees) / (2 * degrees) ** 0.5
+def test_a_draw_depends_on_its_seed_and_the_number_of_its_token():
+    turns = [(seed, token) for seed in (5, 6) for token in range(40)]
+    one, other = (
+        pick(torch.zeros(80, 500), SamplingSettings(1), (), each)[:, 0].tolist()
+        for each in (turns, turns[::-1])
+    )
+    assert one == other[::-1] and len(set(one)) > 60
+
+
+def test_the_lowest_of_equal_logits_is_picked_greedily():
+    [[picked, log_prob]] = pick(torch.zeros(1, 9), SamplingSettings(1, temperature=0), (0,), ())
+    assert picked == 1 and float(log_prob) == pytest.approx(math.log(1 / 9))
 
 
 @pytest.mark.parametrize(
@@ -473,6 +483,8 @@ def pearson(found_V: Tensor, expected_V: Tensor) -> float:
     [
         ("max_tokens", 0),
         ("temperature", float("nan")),
+        ("temperature", -1.0),
+        ("temperature", 1e-39),  # logits divided by it are infinite
         ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 1.5),

@@ -25,6 +25,7 @@ from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective, gather_rows
 from megatron_vlm.training.worker import MegatronWorker
 from tests.support.chats import picture
+from tests.support.comparison import check_worst, relative_errors
 from tests.support.runs import collect_grads
 from tests.training.test_retrieval import TRIALS, layout, rows_of_data
 
@@ -94,30 +95,27 @@ def our_step(path: str, cfg: Config, export: str) -> tuple[float, dict[str, Tens
 
 def run_library(folder: Path) -> dict[str, Tensor]:
     """Run sentence-transformers on the export and the task in a folder."""
-    done = subprocess.run(
-        [PYTHON, ROOT / "tests" / "support" / "sentence_transformers_reference.py"]
-        + [folder / "export", folder / "task.json", folder / "out.safetensors"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return load_file(folder / "out.safetensors")
+    script = "sentence_transformers_reference.py"
+    return run_script(PYTHON, script, folder, {**os.environ, "HF_HUB_OFFLINE": "1"})
 
 
 def run_vllm(folder: Path) -> dict[str, Tensor]:
     """Run vLLM on the export and the task in a folder."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OMP_"))}
+    return run_script(VLLM, "vllm_engine/pooling.py", folder, env)
+
+
+def run_script(python: Path, script: str, folder: Path, env: dict[str, str]) -> dict[str, Tensor]:
+    files = [folder / name for name in ("export", "task.json", "out.safetensors")]
     done = subprocess.run(
-        [VLLM, ROOT / "tests" / "support" / "vllm_engine" / "pooling.py"]
-        + [folder / "export", folder / "task.json", folder / "out.safetensors"],
+        [python, ROOT / "tests" / "support" / script, *files],
         capture_output=True,
         text=True,
         timeout=400,
-        env={k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OMP_"))},
+        env=env,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return load_file(folder / "out.safetensors")
+    return load_file(files[-1])
 
 
 @needs_library
@@ -138,13 +136,7 @@ def test_equal_to_the_library(name, pool, tiny, columns, tmp_path, record_proper
     difference = float((embeddings - by_row).abs().max())
     record_property("embedding", difference)
     assert difference < EMBEDDING_TOLERANCE
-    errors = {
-        key: float((grads[key] - theirs).norm()) / (float(theirs.norm()) or 1.0)
-        for key, theirs in expected.items()
-    }
-    worst = max(errors, key=errors.__getitem__)
-    record_property("worst", errors[worst])
-    assert errors[worst] < TOLERANCE, worst
+    check_worst(relative_errors(grads, expected), TOLERANCE, record_property)
 
 
 @pytest.mark.engine("vllm")

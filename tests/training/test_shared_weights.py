@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_vlm.checkpoint import save_load
 from megatron_vlm.checkpoint.rank_state import get_step
@@ -19,6 +18,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
+from tests.support.comparison import same
 from tests.support.runs import Case, collect_grads, my_rows
 from tests.support.suites import FULL, SLOW, quick
 
@@ -73,16 +73,6 @@ def beside(path: str, case: Case, kinds: list[tuple[LoraConfig, int]]) -> Any:
     found = [steps(worker, seed) for worker, (_, seed) in zip(workers, kinds, strict=True)]
     assert all(map(torch.equal, before, base.forward(rows)))
     return own, trained, found
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one.nan_to_num(7), other.nan_to_num(7))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 @pytest.mark.parametrize(

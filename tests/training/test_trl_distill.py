@@ -3,10 +3,6 @@
 forward KL is that of its IWOPDTrainer, which lumps all tokens but the teacher's likeliest ones
 itself: values and gradients with respect to the student's logits."""
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.training.token_losses import generalized_jsd
+from tests.support.trl import run_trl
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-trl" / "bin" / "python"
-pytestmark = [
-    pytest.mark.slow,  # TRL is imported
-    pytest.mark.engine("trl"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.engine("trl")]  # TRL is imported
 TOLERANCE = 4e-14  # relative, in float64; measured worst: 4.6e-15
 TOKENS, VOCAB, GIVEN = 11, 31, 4
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
@@ -55,15 +47,8 @@ def theirs() -> dict[tuple[float, float, bool], Any]:
         whole = {"student": student.tolist(), "teacher": teacher.tolist()}
         options = {"beta": 0, "temperature": temperature, "top_k": GIVEN, "add_tail": True}
         asked[0.0, temperature, True] = {**whole, "options": options}
-    done = subprocess.run(
-        [PYTHON, Path(__file__).parents[1] / "support" / "trl_distill_losses.py"],
-        input=json.dumps(list(asked.values())),
-        capture_output=True,
-        text=True,
-        env={k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OMP_"))},
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return dict(zip(asked, json.loads(done.stdout), strict=True))
+    done = run_trl("trl_distill_losses.py", given=list(asked.values()))
+    return dict(zip(asked, done, strict=True))
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

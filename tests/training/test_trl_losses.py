@@ -2,12 +2,8 @@
 """Losses of GRPO, DAPO, Dr. GRPO, GSPO and CISPO are those of TRL's GRPOTrainer, which gets our
 log-probs: values and gradients. Advantages have TRL's standard deviation."""
 
-import json
-import os
 import statistics
-import subprocess
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +18,10 @@ from megatron_vlm.rl.advantages import (
     token_weights,
 )
 from megatron_vlm.training.losses import Objective
+from tests.support.trl import run_trl
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-trl" / "bin" / "python"
-pytestmark = [
-    pytest.mark.slow,  # TRL is imported, and makes a trainer for each case
-    pytest.mark.engine("trl"),
-]
+# TRL is imported, and makes a trainer for each case.
+pytestmark = [pytest.mark.slow, pytest.mark.engine("trl")]
 # Relative, in float64. Measured worst case: 2.2e-15.
 TOLERANCE = 2e-14
 LENGTHS, MAX_TOKENS, MOST = [7, 12, 1, 4], 12, 1.1
@@ -145,16 +138,8 @@ def theirs(tiny, samples) -> dict[str, Any]:
         }
         for both in CASES.values()
     ]
-    done = subprocess.run(
-        [PYTHON, Path(__file__).parents[1] / "support" / "trl_policy_losses.py", tiny()],
-        input=json.dumps({"cases": asked, "rewards": GROUPS}),
-        capture_output=True,
-        text=True,
-        env={k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OMP_"))},
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    found = json.loads(done.stdout)
-    return {**dict(zip(CASES, found["cases"], strict=True)), "stds": found["stds"]}
+    done = run_trl("trl_policy_losses.py", tiny(), given={"cases": asked, "rewards": GROUPS})
+    return {**dict(zip(CASES, done["cases"], strict=True)), "stds": done["stds"]}
 
 
 def ours(both: Both, samples: Samples) -> tuple[Tensor, Tensor]:

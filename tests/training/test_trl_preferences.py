@@ -4,8 +4,6 @@ which get our log-probs: values and gradients."""
 
 import base64
 import json
-import os
-import subprocess
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -37,14 +35,12 @@ from megatron_vlm.training.reference import with_reference
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker
 from tests.support.chats import image, say, text
+from tests.support.comparison import check_worst
 from tests.support.runs import Case, of_interest
+from tests.support.trl import run_trl
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-trl" / "bin" / "python"
-pytestmark = [
-    pytest.mark.slow,  # TRL is imported, and makes a trainer for each case
-    pytest.mark.engine("trl"),
-]
+# TRL is imported, and makes a trainer for each case.
+pytestmark = [pytest.mark.slow, pytest.mark.engine("trl")]
 LENGTHS, MAX_TOKENS = [7, 3, 11, 5, 2, 9, 4, 12], 12  # four chosen answers, then four rejected
 
 
@@ -167,15 +163,8 @@ def theirs(tiny, answers) -> dict[str, Any]:
         }
         for both in CASES.values()
     ]
-    done = subprocess.run(
-        [PYTHON, Path(__file__).parents[1] / "support" / "trl_preference_losses.py", tiny()],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        env={k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OMP_"))},
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+    done = run_trl("trl_preference_losses.py", tiny(), given=cases)
+    return dict(zip(CASES, done, strict=True))
 
 
 def config_of(both: Both) -> Config:
@@ -327,18 +316,9 @@ def trained_by_trl(tiny, tmp_path_factory):
         theirs = folder / "theirs.jsonl"
         made = [as_trl(record, folder, number) for number, record in enumerate(records)]
         theirs.write_text("".join(json.dumps(record) + "\n" for record in made))
-        script, out = (
-            Path(__file__).parents[1] / "support" / "trl_preference_runs.py",
-            folder / "weights.pt",
-        )
-        done = subprocess.run(
-            [PYTHON, script, kind, tiny(), theirs, out],
-            capture_output=True,
-            text=True,
-            env={k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OMP_"))},
-        )
-        assert done.returncode == 0, done.stderr[-5000:]
-        return json.loads(done.stdout), torch.load(out), str(ours)
+        out = folder / "weights.pt"
+        steps = run_trl("trl_preference_runs.py", kind, tiny(), theirs, out)
+        return steps, torch.load(out), str(ours)
 
     return train
 
@@ -385,6 +365,4 @@ def test_a_run_is_that_of_trl(name, pool, tiny, trained_by_trl, record_property)
     total = sum(value**2 for value in moved.values()) ** 0.5
     apart = sum(float((weights[key] - want[key]).norm()) ** 2 for key in want) ** 0.5
     errors["weights"] = apart / total
-    worst = max(errors, key=lambda key: errors[key])
-    record_property("worst", errors[worst])
-    assert errors[worst] <= RUN_TOLERANCE, f"{worst}: {errors[worst]:.2e}"
+    check_worst(errors, RUN_TOLERANCE, record_property)

@@ -15,13 +15,14 @@ from megatron_vlm.data.media.media import image_size
 from megatron_vlm.data.media.video_file import probe_video
 from megatron_vlm.data.records.record import Image
 from megatron_vlm.data.tokens.chat_renderer import END
+from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.data.tokens.tokenizer import stop_ids
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.io.untrusted import home_path, real_path, require_file
 from megatron_vlm.lora.peft_config import lora_of
-from megatron_vlm.training.generate import generate
+from megatron_vlm.training.generate import sample
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -82,18 +83,13 @@ class ChatSession:
             piece, sent = decoded[len(sent) :], decoded
             hear(piece)
 
-        settings = self.settings
+        settings, stop_ids = self.settings, tuple(self.stop_ids)
+        sampling = SamplingSettings(
+            settings.max_new_tokens, settings.temperature, stop_ids=stop_ids
+        )
         seeds = [settings.seed + len(self.messages)]
         with suppress(AnswerStopped):
-            generate(
-                self.worker.stage,
-                [prompt],
-                settings.max_new_tokens,
-                self.stop_ids,
-                temperature=settings.temperature,
-                seeds=seeds,
-                on_token=take,
-            )
+            sample(self.worker.stage, [prompt], sampling, seeds=seeds, on_token=take)
         answer = self._text(ids)
         with suppress(AnswerStopped):
             hear(answer[len(sent) :])
