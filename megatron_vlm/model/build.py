@@ -142,13 +142,8 @@ def build_chunks(
     rule = None
     if (net := sizes.text.delta_net) is not None:
         rule = choose_delta_rule(cfg.model.delta_rule, net, config.params_dtype, platform)
-    params = {
-        "group": grid.ep.group,
-        "device": unset_on,
-        "chains": chains,
-        "sizes": sizes.text.experts,
-    }
-    expert_mlp = LayerPart(ExpertMLP, params)
+    expert_params = {"group": grid.ep.group, "device": unset_on, "sizes": sizes.text.experts}
+    expert_mlp = LayerPart(ExpertMLP, {"chains": chains, **expert_params})
     share = cfg.model.offload_activations
     offload = ActivationOffload(share, platform.device) if share else None
     chunks = []
@@ -157,6 +152,12 @@ def build_chunks(
         if grid.first and chunk == 0:
             again = cfg.model.recompute_vision
             tower = family.tower(hf_config, platform.device, again, chains.tower_heads)
+        text = sizes.text
+        rotary = InterleavedMRoPE(
+            *(text.attention.rotary_dim, text.rope_theta, list(text.mrope_section)),
+            platform.device,
+            None if BACKENDS[cfg.model.backend].fuses_norms else config.params_dtype,
+        )
         model = StageModel(
             config,
             sizes,
@@ -169,7 +170,7 @@ def build_chunks(
             tower=tower,
             last=grid.is_last_stage and chunk == dims.virtual_stages - 1,
             share_images=cfg.model.share_images,
-            rotary=_rotary(cfg, sizes.text, config, platform.device),
+            rotary=rotary,
             chunk=chunk if dims.virtual_stages > 1 else None,
             offload=offload,
         )
@@ -190,11 +191,3 @@ def build_chunks(
                 param.data = param.data.to(platform.device, dtype)
         chunks.append(model)
     return chunks
-
-
-def _rotary(
-    cfg: Config, text: TextSizes, config: TransformerConfig, device: torch.device
-) -> InterleavedMRoPE:
-    dtype = None if BACKENDS[cfg.model.backend].fuses_norms else config.params_dtype
-    width = text.attention.rotary_dim
-    return InterleavedMRoPE(width, text.rope_theta, list(text.mrope_section), device, dtype)

@@ -105,14 +105,6 @@ class _Saved:
         self.stored, self.dtype = stored, tensor.dtype
         self.view = tensor.storage_offset(), tensor.size(), tensor.stride()
 
-    def tensor(self) -> Tensor:
-        """Return the tensor on the device."""
-        stored = self.stored
-        stored.layer.fetch()
-        flat = stored.on_device
-        assert flat is not None
-        return flat.new_empty(0, dtype=self.dtype).set_(flat.untyped_storage(), *self.view)
-
 
 class ActivationOffload:
     """Offloading for all chunks of a stage."""
@@ -249,7 +241,13 @@ class OffloadPass:
 
 
 def _unpack(saved: Any) -> Tensor:
-    return saved.tensor() if isinstance(saved, _Saved) else saved
+    """Return what autograd keeps, on the device."""
+    if not isinstance(saved, _Saved):
+        return saved
+    saved.stored.layer.fetch()
+    flat = saved.stored.on_device
+    assert flat is not None
+    return flat.new_empty(0, dtype=saved.dtype).set_(flat.untyped_storage(), *saved.view)
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:

@@ -81,7 +81,9 @@ class Decoder:
                 found=settings.stop_strings,
                 remedy="give texts, such as those that a tokenizer decodes",
             )
-        placed = place_row(_without_labels(row), self.stage.sizes.tokens, f"prompt {number}")
+        none_S = torch.full_like(row.ids_S, IGNORE)
+        row = replace(row, labels_S=none_S, values_S={}, loss_weights_S=None, targets=None)
+        placed = place_row(row, self.stage.sizes.tokens, f"prompt {number}")
         position = int(placed.tokens_S5[:, 2:].max()) + 1
         draws = [ActiveSample(number, settings, seed + k, position) for k in range(n)]
         if self.texts is not None and settings.stop_strings:
@@ -115,7 +117,7 @@ class Decoder:
                 ]
                 if not self.stage.global_max(len(passes)):
                     break
-                _run(self.stage, [decode_pass for _, decode_pass in passes], self.routing)
+                self._run([decode_pass for _, decode_pass in passes])
                 for batch, decode_pass in passes:
                     batch.settle(decode_pass, self._record_token)
                 rounds = None if rounds is None else rounds - 1
@@ -128,88 +130,76 @@ class Decoder:
         if self.on_token is not None and draw.ids[-1] not in draw.settings.stop_ids:
             self.on_token(draw.prompt, draw.ids[-1])
 
+    def _run(self, passes: Sequence[DecodePass]) -> None:
+        """Take each pass through all stages. On every rank its draws get their next tokens."""
+        stage, chosen = self.stage, list[Chosen]()
+        outputs = stage.run(
+            passes,
+            partial(self._forward_step, chosen),
+            forward_only=True,
+            kind=ItemKind(attrgetter("batch"), lambda: filler(stage.device), self._arrivals),
+        )
+        counts = [len(decode_pass.draws) for decode_pass in passes]
+        picked_N2 = torch.empty(sum(counts), 2, dtype=torch.double, device=stage.device)
+        if stage.grid.is_last_stage and outputs:
+            picked_N2 = torch.cat(outputs)
+        # The first stage needs the tokens to continue, and all ranks to know which rows have ended.
+        stage.grid.broadcast_from_head(picked_N2)
+        results = iter(picked_N2.tolist())
+        for decode_pass in passes:
+            for draw in decode_pass.draws:
+                token, log_prob = next(results)
+                draw.ids.append(int(token))
+                draw.log_probs.append(log_prob)
+        if self.routing:
+            self._add_routing(passes, chosen)
 
-def _without_labels(row: Row) -> Row:
-    none_S = torch.full_like(row.ids_S, IGNORE)
-    return replace(row, labels_S=none_S, values_S={}, loss_weights_S=None, targets=None)
+    def _add_routing(self, passes: Sequence[DecodePass], chosen: Sequence[Chosen]) -> None:
+        """Add the routing of these passes' tokens to their draws. A collective."""
+        batches, stage = [decode_pass.batch for decode_pass in passes], self.stage
+        tables = routing_tables(batches, chosen, stage.sizes.text, stage.grid, stage.device)
+        for decode_pass, table_TLK in zip(passes, tables, strict=True):
+            by_row = table_TLK.split(list(decode_pass.batch.lengths))
+            for row, draw in zip(decode_pass.rows, decode_pass.draws, strict=True):
+                draw.routing.append(by_row[row])
 
+    def _arrivals(
+        self, passes: Sequence[DecodePass], chunk: StageModel
+    ) -> Iterator[tuple[DecodePass, StageInput]]:
+        # Generated tokens follow the prefill: a placeholder among them has no image.
+        sees = [decode_pass.cache.in_prefill for decode_pass in passes]
+        batches = [decode_pass.batch for decode_pass in passes]
+        return zip(passes, self.stage.arrivals(batches, chunk, sees), strict=True)
 
-def _run(stage: Stage, passes: Sequence[DecodePass], routing: bool) -> None:
-    """Take each pass through all stages. On every rank its draws get their next tokens."""
-    chosen: list[Chosen] = []
-    outputs = stage.run(
-        passes,
-        partial(_forward_step, stage, chosen),
-        forward_only=True,
-        kind=ItemKind(attrgetter("batch"), lambda: filler(stage.device), partial(_arrivals, stage)),
-    )
-    counts = [len(decode_pass.draws) for decode_pass in passes]
-    picked_N2 = torch.empty(sum(counts), 2, dtype=torch.double, device=stage.device)
-    if stage.grid.is_last_stage and outputs:
-        picked_N2 = torch.cat(outputs)
-    # Every rank needs the tokens: the first stage to continue, all to know which rows have ended.
-    stage.grid.broadcast_from_head(picked_N2)
-    results = iter(picked_N2.tolist())
-    for decode_pass in passes:
-        for draw in decode_pass.draws:
-            token, log_prob = next(results)
-            draw.ids.append(int(token))
-            draw.log_probs.append(log_prob)
-    if routing:
-        _add_routing(stage, passes, chosen)
+    def _forward_step(
+        self, chosen: list[Chosen], data: Iterator[tuple[DecodePass, StageInput]], chunk: Any
+    ) -> tuple[Tensor, Any]:
+        decode_pass, batch = next(data)
+        if batch.routing is not None:
+            chosen.append((batch.number, batch.routing.chosen))
+        lengths = decode_pass.batch.lengths
+        # The head runs on each row's last token only.
+        last_B = [(length - 1) * len(lengths) + row for row, length in enumerate(lengths)]
+        places_B = to_device(torch.tensor(last_B), self.stage.device)
+        output = self.stage.call(chunk, batch, cache=decode_pass.cache, loss_mask=places_B)
+        if not decode_pass.draws:  # a filler
+            return output, pass_through
+        return output, partial(self._pick, decode_pass)
 
-
-def _add_routing(stage: Stage, passes: Sequence[DecodePass], chosen: Sequence[Chosen]) -> None:
-    """Add the routing of these passes' tokens to their draws. A collective."""
-    batches = [decode_pass.batch for decode_pass in passes]
-    tables = routing_tables(batches, chosen, stage.sizes.text, stage.grid, stage.device)
-    for decode_pass, table_TLK in zip(passes, tables, strict=True):
-        by_row = table_TLK.split(list(decode_pass.batch.lengths))
-        for row, draw in zip(decode_pass.rows, decode_pass.draws, strict=True):
-            draw.routing.append(by_row[row])
-
-
-def _arrivals(
-    stage: Stage, passes: Sequence[DecodePass], chunk: StageModel
-) -> Iterator[tuple[DecodePass, StageInput]]:
-    # Generated tokens follow the prefill: a placeholder among them has no image.
-    sees = [decode_pass.cache.in_prefill for decode_pass in passes]
-    batches = [decode_pass.batch for decode_pass in passes]
-    return zip(passes, stage.arrivals(batches, chunk, sees), strict=True)
-
-
-def _forward_step(
-    stage: Stage,
-    chosen: list[Chosen],
-    data: Iterator[tuple[DecodePass, StageInput]],
-    chunk: Any,
-) -> tuple[Tensor, Any]:
-    decode_pass, batch = next(data)
-    if batch.routing is not None:
-        chosen.append((batch.number, batch.routing.chosen))
-    lengths = decode_pass.batch.lengths
-    # The head runs on each row's last token only.
-    last_B = [(length - 1) * len(lengths) + row for row, length in enumerate(lengths)]
-    places_B = to_device(torch.tensor(last_B), stage.device)
-    output = stage.call(chunk, batch, cache=decode_pass.cache, loss_mask=places_B)
-    if not decode_pass.draws:  # a filler
-        return output, pass_through
-    return output, partial(_pick, stage, decode_pass)
-
-
-def _pick(stage: Stage, one: DecodePass, logits_Bv: Tensor, non_loss_data: bool = True) -> Tensor:
-    """Pick the next token of each draw [N, 2]. A token depends on its own draw's settings alone;
-    draws that pick alike are computed at once."""
-    logits_BV = whole_logits(logits_Bv, stage.sizes.text.vocab, stage.grid.tp)
-    never = stage.sizes.tokens.placeholders
-    alike: dict[tuple[float, int, float, bool], list[int]] = {}
-    for place, draw in enumerate(one.draws):
-        alike.setdefault(draw.settings.picking, []).append(place)
-    picked_N2 = torch.empty(len(one.draws), 2, dtype=torch.double, device=stage.device)
-    for places in alike.values():
-        draws = [one.draws[place] for place in places]
-        rows = to_device(torch.tensor([one.rows[place] for place in places]), stage.device)
-        turns = [draw.turn for draw in draws]
-        picked = pick(logits_BV[rows], draws[0].settings, never, turns)
-        picked_N2[to_device(torch.tensor(places), stage.device)] = picked
-    return picked_N2
+    def _pick(self, one: DecodePass, logits_Bv: Tensor, non_loss_data: bool = True) -> Tensor:
+        """Pick the next token of each draw [N, 2], which depends on its own settings alone. Draws
+        that pick alike are computed at once."""
+        stage = self.stage
+        logits_BV = whole_logits(logits_Bv, stage.sizes.text.vocab, stage.grid.tp)
+        never = stage.sizes.tokens.placeholders
+        alike: dict[tuple[float, int, float, bool], list[int]] = {}
+        for place, draw in enumerate(one.draws):
+            alike.setdefault(draw.settings.picking, []).append(place)
+        picked_N2 = torch.empty(len(one.draws), 2, dtype=torch.double, device=stage.device)
+        for places in alike.values():
+            draws = [one.draws[place] for place in places]
+            rows = to_device(torch.tensor([one.rows[place] for place in places]), stage.device)
+            turns = [draw.turn for draw in draws]
+            picked = pick(logits_BV[rows], draws[0].settings, never, turns)
+            picked_N2[to_device(torch.tensor(places), stage.device)] = picked
+        return picked_N2

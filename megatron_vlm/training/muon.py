@@ -187,7 +187,7 @@ def use_muon(
         # Ranks that divide the values of a matrix; others have copies.
         divided = axis.size if is_sharded or has_experts else grid.tp.size
         buckets = _make_buckets(held, axis, _BUCKET * divided, optim.muon.ns_steps, device)
-        muon_mains = {each.part.main for each in held if each.part is not None}
+        muon_mains = {part.main for _, part in held if part is not None}
         groups = rest.param_groups
         others = {each for group in groups for each in group["params"]} - muon_mains
         own_groups = groups_with(groups, {each: each for each in muon_mains})
@@ -196,12 +196,8 @@ def use_muon(
         chained.optimizer = SplitOptimizer(groups, (muon, rest))
 
 
-@dataclass(frozen=True)
-class _ParamMatrices:
-    """Matrices of a parameter, and the part that this rank updates, if it has any."""
-
-    matrices: tuple[Matrix, ...]
-    part: MuonPart | None
+# Matrices of a parameter, and the part that this rank updates, if it has any.
+_ParamMatrices = tuple[tuple[Matrix, ...], MuonPart | None]
 
 
 def _param_matrices(
@@ -212,11 +208,11 @@ def _param_matrices(
     experts = [block.row + number for block in blocks for number in range(block.rows)]
     matrices = tuple(each for tensor in entry.hf_tensors for each in matrices_of(tensor, experts))
     if weight is None:
-        return _ParamMatrices(matrices, None)
+        return matrices, None
     own_blocks = [each for tensor in entry.hf_tensors for each in matrix_blocks(tensor, blocks)]
     main = weight.main.detach().view(-1)
     found = flat_rectangles(weight.start, len(main), param.shape[-1], own_blocks)
-    return _ParamMatrices(matrices, MuonPart(weight.main, {each.place: each for each in found}))
+    return matrices, MuonPart(weight.main, {each.place: each for each in found})
 
 
 def _make_buckets(
@@ -224,13 +220,13 @@ def _make_buckets(
 ) -> list[MuonBucket]:
     """Return the buckets, after all ranks of the group have told each other what they hold. A
     collective."""
-    local = [place for each in held if each.part for place in each.part.rectangles]
+    local = [place for _, part in held if part for place in part.rectangles]
     told = all_gather_json(local, axis.group, device) if axis.size > 1 else [local]
     places = [[Place(*place) for place in of_rank] for of_rank in told]
     buckets = []
-    for numbers in cut_buckets([each.matrices for each in held], size):
-        matrices = [matrix for number in numbers for matrix in held[number].matrices]
-        parts = tuple(part for number in numbers if (part := held[number].part) is not None)
+    for numbers in cut_buckets([matrices for matrices, _ in held], size):
+        matrices = [matrix for number in numbers for matrix in held[number][0]]
+        parts = tuple(part for number in numbers if (part := held[number][1]) is not None)
         exchange = MatrixExchange.plan(
             matrices, places, axis, lambda matrix: matrix.orthogonalize_flops(steps)
         )

@@ -16,13 +16,13 @@ from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.distributed.grid import RankGroups
-from megatron_vlm.distributed.host_copies import CopyStream
+from megatron_vlm.distributed.host_copies import Copies, CopyStream
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.head import Head, log_probs_head
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.planner.row_sizes import BatchSizes
-from megatron_vlm.training.stage_inputs import StageInput, arrivals
+from megatron_vlm.training.stage_inputs import StageInput, stage_input
 
 # A forward step takes an iterator of items and a chunk. It returns the stage's output and a
 # function that reads the output of the last stage. For a backward that function returns (scaled
@@ -110,8 +110,20 @@ class Stage:
         chunk: StageModel,
         sees: Sequence[bool] | None = None,
     ) -> Iterator[StageInput]:
-        """Yield the batches on the device. A batch that `sees` nothing has only words."""
-        return arrivals(batches, chunk, sees or [True] * len(batches), self.copies)
+        """Yield the batches on the device, in order. While one computes, the next is being copied.
+        A batch that `sees` nothing has only words."""
+        pending: tuple[StageInput, Copies] | None = None
+        for number, batch in enumerate(batches):
+            with self.copies.copying() as copies:
+                is_seen = sees is None or sees[number]
+                following = stage_input(batch, number, chunk, is_seen, copies.move)
+            if pending is not None:
+                pending[1].arrive()
+                yield pending[0]
+            pending = following, copies
+        if pending is not None:
+            pending[1].arrive()
+            yield pending[0]
 
     def call(self, chunk: Any, batch: StageInput, **more: Any) -> Any:
         """Return a chunk's output for a micro-batch."""

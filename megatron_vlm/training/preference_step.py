@@ -92,11 +92,11 @@ class PreferenceObjective:
         """Return the batches with what the loss reads of each row, and what it needs of the global
         batch."""
         batches = self.reference.added_to(micro_batches)
-        facts = BatchFacts()
-        if _has_token_mean(self.cfg):
-            facts = replace(facts, chosen_tokens=self._mean_chosen_tokens(batches))
-        if needs_mismatched(self.cfg):
-            facts = replace(facts, kl=self._divergence(mismatched))
+        has_token_mean = spec_of(self.cfg).records == "pair" and _sft_coef(self.cfg) > 0
+        facts = BatchFacts(
+            self._mean_chosen_tokens(batches) if has_token_mean else 0.0,
+            self._divergence(mismatched) if needs_mismatched(self.cfg) else 0.0,
+        )
         if _global_losses(self.cfg):
             batches = self._with_surrogates(batches)
         return batches, facts
@@ -263,7 +263,3 @@ def _sft_coef(cfg: Config) -> float:
     """Return the coefficient of the cross-entropy of chosen answers."""
     own, spec = cfg.preference.sft_coef, OBJECTIVES[cfg.train.objective]
     return (spec.sft_coef if own is None else own) + losses_of(cfg).get("sft", 0.0)
-
-
-def _has_token_mean(cfg: Config) -> bool:
-    return spec_of(cfg).records == "pair" and _sft_coef(cfg) > 0

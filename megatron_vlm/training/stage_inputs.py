@@ -6,7 +6,7 @@ log-probs of these and of all others, or the rows, 3 the axes of a position, 5 t
 token, H the width of the decoder.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import REJECTED, TEACHER_FIELDS, MicroBatch
-from megatron_vlm.distributed.host_copies import Copies, CopyStream
 from megatron_vlm.model.head import Targets
 from megatron_vlm.model.router import Routing, real_places
 from megatron_vlm.model.stage_model import StageModel
@@ -150,20 +149,3 @@ def stage_input(
         places = move(real_places(lengths, batch.tokens_BS5.shape[1]))
         parts["routing"] = Routing(places, given_routing(batch, chunk, move))
     return StageInput(batch, move(batch.tokens_BS5), number=number, **parts)  # type: ignore[arg-type]
-
-
-def arrivals(
-    batches: Sequence[MicroBatch], chunk: StageModel, sees: Sequence[bool], stream: CopyStream
-) -> Iterator[StageInput]:
-    """Yield micro-batches on the device, in order. While one computes, the next is being copied."""
-    pending: tuple[StageInput, Copies] | None = None
-    for number, batch in enumerate(batches):
-        with stream.copying() as copies:
-            following = stage_input(batch, number, chunk, sees[number], copies.move)
-        if pending is not None:
-            pending[1].arrive()
-            yield pending[0]
-        pending = following, copies
-    if pending is not None:
-        pending[1].arrive()
-        yield pending[0]
