@@ -31,12 +31,7 @@ class FusedSelfAttention(SelfAttention):
         self.chains = chains
 
     def forward(  # type: ignore[override]
-        self,
-        hidden_SBH: Tensor,
-        attention_mask: None = None,
-        *,
-        rotary_pos_emb: Tensor,
-        **_: Any,
+        self, hidden_SBH: Tensor, attention_mask: None = None, *, rotary_pos_emb: Tensor, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, with `rotary_pos_emb` [2, S, B, F] as the cos and sin of the positions."""
         mixed_SBQ, _bias = self.linear_qkv(hidden_SBH)

@@ -66,11 +66,7 @@ def heads(
     # Copied, because in a compiled chain the gradient of a view would be a separate tensor as large
     # as `mixed`.
     value_SBGD = value_SBG1D.squeeze(-2).contiguous()
-    return (
-        _rotate(query_SBND, cos_SBF, sin_SBF),
-        _rotate(key_SBGD, cos_SBF, sin_SBF),
-        value_SBGD,
-    )
+    return (_rotate(query_SBND, cos_SBF, sin_SBF), _rotate(key_SBGD, cos_SBF, sin_SBF), value_SBGD)
 
 
 def gated_heads(

@@ -91,9 +91,7 @@ def te_layer_spec() -> ModuleSpec:
             found="te",
             remedy="install it as docs/install.md describes, or set model.backend=torch",
         ) from error
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
     attention = spec.submodules.self_attention.submodules
@@ -114,8 +112,7 @@ def block_spec(
         parts: dict[str, Any] = {}
         if isinstance(layer.mixer, GatedDeltaNet):
             parts["self_attention"] = ModuleSpec(
-                module=GatedDeltaMixer,
-                params={"sizes": layer.mixer, "rule": options.delta_rule},
+                module=GatedDeltaMixer, params={"sizes": layer.mixer, "rule": options.delta_rule}
             )
         if isinstance(layer.ffn, Experts):
             # Transformer Engine's dense layer has the norm inside the MLP's first linear layer.

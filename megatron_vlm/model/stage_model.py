@@ -205,11 +205,7 @@ class StageModel(GPTModel):
         if not patches:
             return mark_ready_with_zero_grads(hidden_SBH, self.vision_model), None
         visual = encode(
-            self.vision_model,
-            self.sizes.vision,
-            torch.cat(patches),
-            plan,
-            self.pg_collection.tp,
+            self.vision_model, self.sizes.vision, torch.cat(patches), plan, self.pg_collection.tp
         ).to(hidden_SBH.dtype)
         flat = hidden_SBH.flatten(0, 1).index_copy(0, plan.places_V, visual[0])
         if len(visual) == 1:  # a tower without DeepStack

@@ -19,10 +19,7 @@ class RangedAdamW(torch.optim.Optimizer):
     parameter is a part of a flattened one; `starts` has its offset there."""
 
     def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        spec: OptimizerSpec,
-        starts: Mapping[Tensor, int],
+        self, groups: Sequence[dict[str, Any]], spec: OptimizerSpec, starts: Mapping[Tensor, int]
     ):
         super().__init__([{"params": []}], {})
         # Megatron's parts of parameters are views, which torch would not take from outside.

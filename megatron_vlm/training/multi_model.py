@@ -66,9 +66,7 @@ def run_together(requests: Sequence[Backward]) -> list[StepMetrics]:
 
 
 def _outputs(
-    stages: Sequence[Stage],
-    batches: Sequence[Sequence[MicroBatch]],
-    steps: Sequence[ForwardStep],
+    stages: Sequence[Stage], batches: Sequence[Sequence[MicroBatch]], steps: Sequence[ForwardStep]
 ) -> list[list[Any]]:
     """Run forward and backward of each model's micro-batches by its own step, as Stage.run does for
     one model. Return what the steps read on the last stage, by model. All models have the same

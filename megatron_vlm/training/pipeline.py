@@ -105,10 +105,7 @@ class Stage:
         return int(largest)
 
     def arrivals(
-        self,
-        batches: Sequence[MicroBatch],
-        chunk: StageModel,
-        sees: Sequence[bool] | None = None,
+        self, batches: Sequence[MicroBatch], chunk: StageModel, sees: Sequence[bool] | None = None
     ) -> Iterator[StageInput]:
         """Yield the batches on the device, in order. While one computes, the next is being copied.
         A batch that `sees` nothing has only words."""

@@ -24,11 +24,7 @@ class RouterTerms:
     """The router losses of one forward_backward: means of their own, whatever the divisor."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        stage: Stage,
-        batches: Sequence[MicroBatch],
-        divisor: float | None,
+        self, model: ModelConfig, stage: Stage, batches: Sequence[MicroBatch], divisor: float | None
     ):
         coefficients = {"balance_loss": model.router_balance_loss, "z_loss": model.router_z_loss}
         self.coefficients = {name: each for name, each in coefficients.items() if each}

@@ -118,11 +118,7 @@ class StageInput:
 
 
 def stage_input(
-    batch: MicroBatch,
-    number: int,
-    chunk: StageModel,
-    sees: bool,
-    move: Callable[[Tensor], Tensor],
+    batch: MicroBatch, number: int, chunk: StageModel, sees: bool, move: Callable[[Tensor], Tensor]
 ) -> StageInput:
     """Return the parts of the batch that `chunk` needs. If `sees` is false, placeholders are
     words."""

@@ -53,10 +53,7 @@ CONFIG_REFUSALS = {
         r"^model\.offload_activations=2\.0; give 0 to 1",
     ),
     "recompute": (dict(model=ModelConfig("x", recompute="yes")), r"recompute=yes; give"),
-    "precision": (
-        dict(train=TrainConfig(precision="fp16")),
-        r"precision=fp16; give auto",
-    ),
+    "precision": (dict(train=TrainConfig(precision="fp16")), r"precision=fp16; give auto"),
 }
 
 

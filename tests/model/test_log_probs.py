@@ -162,24 +162,6 @@ def test_logits_are_never_more_than_allowed(tokens, pool):
     assert pool.run(count_logits, 1, tokens) == [10_000]
 
 
-def frozen_and_empty() -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    hidden, weight, targets, _ = problem()
-    hidden.requires_grad_()
-    predict([(hidden, weight)], targets, VOCAB, group)[0].sum().backward()
-    assert weight.grad is None and hidden.grad is not None and hidden.grad.any()
-    weight.requires_grad_()
-    empty = hidden[:0]
-    output, _ = predict([(empty, weight)], targets[:0], VOCAB, group)
-    output.sum().backward()
-    assert output.shape == (0,) and weight.grad is not None and not weight.grad.any()
-
-
-def test_a_frozen_weight_and_no_tokens(pool):
-    pool.run(frozen_and_empty, 2)
-
-
 # The head for distillation.
 
 

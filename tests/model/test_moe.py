@@ -106,11 +106,7 @@ def with_fillers(path: str, case: Case, rows: list) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        full(layout(dp=2, ep=2)),
-        slow(layout(pp=2, dp=2, ep=2, overlap_grad_reduce=True)),
-    ],
+    "case", [full(layout(dp=2, ep=2)), slow(layout(pp=2, dp=2, ep=2, overlap_grad_reduce=True))]
 )
 def test_replicas_without_rows_take_part(case, pool, tiny):
     """The filler of such a replica goes to no expert, and its experts serve the other replicas."""

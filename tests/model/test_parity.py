@@ -57,11 +57,7 @@ CASES: dict[str, tuple[Case, dict[str, object], str]] = {
     "kv-heads-4": (layout(tp=2), {"kv_heads": 4}, "mixed"),  # no grouping
     "odd-vocab-tp2": (layout(tp=2), {"vocab": 509}, "mixed"),
     "odd-vocab-tied-tp2-pp2": (layout(tp=2, pp=2), {"vocab": 509, "tied": True}, "mixed"),
-    "overlap-text-on-one-rank": (
-        layout(dp=2, overlap_grad_reduce=True),
-        {},
-        "text_on_one_rank",
-    ),
+    "overlap-text-on-one-rank": (layout(dp=2, overlap_grad_reduce=True), {}, "text_on_one_rank"),
     "overlap-tp2-dp2-images-shared": (
         layout(tp=2, dp=2, overlap_grad_reduce=True),
         {},

@@ -168,10 +168,7 @@ def state_of_another_row(right: Any) -> Any:
 
 
 MUTANTS: dict[str, tuple[Callable[[], Any], set[str]]] = {
-    "state carried on": (
-        of_rule(state_kept_between_rows),
-        {"forward", "decode", "backward"},
-    ),
+    "state carried on": (of_rule(state_kept_between_rows), {"forward", "decode", "backward"}),
     "convolution across rows": (
         replaced(gated_delta_net, "_convolve", convolution_across_rows),
         {"forward", "decode", "backward"},

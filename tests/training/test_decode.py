@@ -142,10 +142,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "1x1x1": (layout(), {}),
     "tp2-pp2": (layout(tp=2, pp=2), {}),
     "stage0-0-layers": (layout(pp=2, layers_per_stage=[0, 4]), {}),
-    "pp2x2-tied": (
-        layout(pp=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2]),
-        {"tied": True},
-    ),
+    "pp2x2-tied": (layout(pp=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2]), {"tied": True}),
     "stages-0-1-1-2-tied": (layout(pp=4, layers_per_stage=[0, 1, 1, 2]), {"tied": True}),
     "odd-vocab-tied-tp2-pp2": (layout(tp=2, pp=2), {"vocab": 509, "tied": True}),
     "kv-heads-4-images-not-shared-tp2": (layout(tp=2, share_images=False), {"kv_heads": 4}),

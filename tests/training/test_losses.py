@@ -290,36 +290,6 @@ def test_values_go_every_way_that_rows_go(pool, tiny, rl_rows):
     assert ratio == pytest.approx(1, abs=1e-6)  # `forward` gave the old log-probs
 
 
-def weighted_sums(worker: MegatronWorker, rows: list[Row]) -> tuple[Any, ...]:
-    """Run rows of which one has only weights of 0. Return whether the log-probs of all targets come
-    back, the loss of the sum, the loss without that row, the expected loss, and the gradients of
-    both."""
-    nothing = {"weights": torch.zeros(len(rows[1].ids_S))}
-    rows = [rows[0], replace(rows[1], values_S=nothing), rows[2]]
-    options: dict[str, Any] = {"loss": "weighted_cross_entropy", "divisor": 1}
-    done = worker.forward_backward(rows, True, **options)
-    grads = collect_grads(worker)
-    less = worker.forward_backward([rows[0], rows[2]], **options)
-    assert done.log_probs is not None and done.num_tokens > less.num_tokens
-    scored = worker.forward(rows)
-    equal = all(torch.equal(a, b) for a, b in zip(done.log_probs, scored, strict=True))
-    expected = -sum(
-        float((p * r.values_S["weights"])[r.labels_S != IGNORE].sum())
-        for p, r in zip(scored, rows, strict=True)
-    )
-    return equal, done.loss, less.loss, expected, grads, collect_grads(worker)
-
-
-def test_weights_of_any_sign_are_summed(pool, tiny, rl_rows):
-    """A target with a weight of 0 is a target all the same, and its log-prob comes back."""
-    case = layout(pp=2)
-    args = (tiny(**SMALL), case, weighted_sums, rl_rows)
-    equal, loss, less, expected, grads, fewer = pool.run(call_with_rows, 2, *args)[0]
-    assert equal and loss == pytest.approx(less, rel=TOLERANCE)
-    assert loss == pytest.approx(expected, rel=TOLERANCE)
-    assert max(relative_errors(grads, fewer).values()) <= TOLERANCE
-
-
 def with_weights(rows: list[Row]) -> list[Row]:
     """Return rows of which half have weights. At DP2 the replicas have different sums, and one
     micro-batch has no weights. Positions without supervision hold NaN, which would spoil every

@@ -2,7 +2,6 @@
 """The balancing loss and the z loss of routers: values and gradients are those of transformers for
 the whole global batch, however it is cut and laid out."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,18 +19,14 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
 )
 
 from megatron_vlm.config import load_config
-from megatron_vlm.data.batches.loader import BatchFigures
 from megatron_vlm.data.tokens.row import IGNORE, Row
-from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.model import router as routing
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.model.router import RouterLosses
-from megatron_vlm.report.metrics_lines import from_json, to_json
-from megatron_vlm.run.throughput import Meter
-from megatron_vlm.training import expert_routing, router_losses, stage_inputs, worker
+from megatron_vlm.training import expert_routing, router_losses, stage_inputs
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.preflight import check_run
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
@@ -163,9 +158,7 @@ CASES = {
         layout(dp=2, ep=2, distributed_optimizer=False, **BOTH), {}, "uneven_weighted"
     ),
     "ep2-recompute-all": slow(
-        layout(dp=2, ep=2, recompute="full", recompute_vision=True, **BOTH),
-        {},
-        "text_on_one_rank",
+        layout(dp=2, ep=2, recompute="full", recompute_vision=True, **BOTH), {}, "text_on_one_rank"
     ),
     "language-frozen": slow(
         layout(pp=2, dp=2, ep=2, freeze_language=True, **BOTH), {}, "text_on_one_rank"
@@ -320,18 +313,6 @@ def test_a_student_looks_ahead_without_its_head(pool, tiny):
     assert metrics.loss == plain.loss and metrics.means["balance_loss"] > 1
 
 
-def test_both_are_in_the_metrics_of_a_run():
-    """A line has each of them only where the step reports it."""
-    batch = BatchFigures(samples=1, tokens=8, padded=8, images=0, work=1.0)
-    for means in ({"balance_loss": 2.25, "z_loss": 3.5}, {}):
-        metrics = StepMetrics(1.0, 4, None, means)
-        line = Meter(pick_platform("cpu")).read(0, 0, metrics, 1e-3, 0.5, batch)
-        text = to_json(line)
-        assert {"balance_loss", "z_loss"} & json.loads(text).keys() == means.keys()
-        read = from_json(text)
-        assert (read.balance_loss, read.z_loss) == (means.get("balance_loss"), means.get("z_loss"))
-
-
 @pytest.mark.parametrize("key", BOTH)
 def test_a_dense_model_has_no_router(key, tiny):
     cfg = load_config([f"model.path={tiny()}", f"model.{key}=0.1"])
@@ -438,25 +419,3 @@ def test_the_comparison_notices(names, pool, tiny, reference, record_property):
     }
     record_property("worst", worst)
     assert [name for name, error in worst.items() if error <= 100 * TOLERANCE] == []
-
-
-def frozen(path: str, case: Case, rows: list[Row]) -> Outcome:
-    """Freeze the experts although the config does not say so."""
-    right = worker.load_model
-
-    def wrong(*arguments):
-        model = right(*arguments)
-        for entry, param in model.held.items():
-            param.requires_grad_(not any(".experts." in name for name in entry.names))
-        return model
-
-    with mock.patch.object(worker, "load_model", wrong):
-        return loss_and_grads(path, case, rows)
-
-
-@pytest.mark.full
-def test_the_comparison_notices_frozen_experts(pool, tiny, reference):
-    case, rows = layout(dp=2, ep=2, **BOTH), batch_of("uneven")
-    outcomes = pool.run(frozen, 2, tiny(**EXPERTS | SHALLOW), case, rows)
-    with pytest.raises(AssertionError, match=r"mlp\.experts\..* is not frozen and has no gradient"):
-        all_errors(outcomes, reference("uneven", OF_SMALL, BALANCE, Z), case)

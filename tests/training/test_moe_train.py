@@ -384,10 +384,7 @@ def routes(worker: MegatronWorker) -> list[torch.Tensor]:
     return worker.routing(make_rows(MIXED)[:5])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [layout(dp=2, ep=2), slow(layout(pp=2, dp=2, ep=2))],
-)
+@pytest.mark.parametrize("case", [layout(dp=2, ep=2), slow(layout(pp=2, dp=2, ep=2))])
 def test_a_group_routes_as_its_workers_do(case, pool, tiny):
     """Five rows do not divide over two replicas. The rows that fill them up are not in the result,
     which every rank has whole."""

@@ -129,17 +129,12 @@ def expected_weights(
     after = {name: weight.clone() for name, weight in before.items()}
     for name, tensor in after.items():
         part = "language" if ".visual." not in name else "merger" if "merger" in name else "vision"
-        settings = dict(
-            lr=optim.get(f"{part}_lr", optim["lr"]),
-            weight_decay=optim["weight_decay"],
-        )
+        settings = dict(lr=optim.get(f"{part}_lr", optim["lr"]), weight_decay=optim["weight_decay"])
         if is_matrix(name, tensor):
             views = as_matrices(name, tensor)
             params = [torch.nn.Parameter(view) for view in views]
             chosen: torch.optim.Optimizer = torch.optim.Muon(
-                params,
-                **settings,
-                **asdict(optim.get("muon", MuonSettings())),
+                params, **settings, **asdict(optim.get("muon", MuonSettings()))
             )
         else:
             params = [torch.nn.Parameter(tensor)]

@@ -40,12 +40,7 @@ LAYOUTS = {
 
 
 FULL = pytest.mark.full
-MARKS = {
-    ("tp2", True): (),
-    ("1x1", False): FULL,
-    ("pp2", True): FULL,
-    ("experts", True): FULL,
-}
+MARKS = {("tp2", True): (), ("1x1", False): FULL, ("pp2", True): FULL, ("experts", True): FULL}
 PARAMS = [
     pytest.param(name, several, marks=MARKS.get((name, several), pytest.mark.slow))
     for name in LAYOUTS

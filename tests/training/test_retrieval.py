@@ -344,11 +344,7 @@ WRONG: dict[str, tuple[dict[str, Any], RetrievalForm, str]] = {
         FORM,
         "positive_messages[1]",
     ),
-    "no negatives": (
-        {"anchor": "a", "positive": "b"},
-        replace(FORM, hard_negatives=1),
-        "negative",
-    ),
+    "no negatives": ({"anchor": "a", "positive": "b"}, replace(FORM, hard_negatives=1), "negative"),
     "a list of texts": ({"anchor": "a", "positive": "b", "negative": ["c"]}, FORM, "negative"),
     "a label": ({"anchor": "a", "positive": "b", "label": 1}, FORM, "label"),
     "whose picture": ({"anchor": "a", "positive": "b", "image": "c.png"}, FORM, "image"),

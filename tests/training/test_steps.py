@@ -30,10 +30,7 @@ CASES = {
     "dp2-plain-optimizer": (layout(dp=2, distributed_optimizer=False), SHALLOW),
     "tp2-pp2": (layout(tp=2, pp=2, layers_per_stage=[0, 2]), SHALLOW),
     "tp2-dp2-overlap": (layout(tp=2, dp=2, overlap_grad_reduce=True), SHALLOW),
-    "dp2-overlap-all": (
-        layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
-        SHALLOW,
-    ),
+    "dp2-overlap-all": (layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True), SHALLOW),
     "tied-pp2-dp2": (layout(pp=2, dp=2), DEEP | {"tied": True}),
     "tied-pp2x2-dp2-overlap": (
         layout(pp=2, dp=2, virtual_stages=2, overlap_grad_reduce=True),
@@ -41,10 +38,7 @@ CASES = {
     ),
     "vision-frozen": (layout(pp=2, freeze_vision=True, freeze_merger=True), SHALLOW),
     "language-frozen": (layout(pp=2, freeze_language=True), DEEP),
-    "language-frozen-pp2x2-dp2": (
-        layout(pp=2, dp=2, virtual_stages=2, freeze_language=True),
-        DEEP,
-    ),
+    "language-frozen-pp2x2-dp2": (layout(pp=2, dp=2, virtual_stages=2, freeze_language=True), DEEP),
 }
 
 

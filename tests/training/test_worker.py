@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.data.tensors.rows import batch_of, rows_of
+from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import DataError
@@ -121,11 +121,7 @@ def _norms(worker: MegatronWorker) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        layout(tp=2, dp=2),
-        full(layout(tp=2, dp=2, distributed_optimizer=False)),
-        full(layout(pp=2)),
-    ],
+    [layout(tp=2, dp=2), full(layout(tp=2, dp=2, distributed_optimizer=False)), full(layout(pp=2))],
     ids=["tp2-dp2", "tp2-dp2-plain-optimizer", "pp2"],
 )
 def test_the_gradient_norm_is_megatrons(case, pool, tiny):
@@ -208,21 +204,6 @@ def test_the_model_takes_what_hugging_face_takes(pool, tiny):
         ):
             assert equal
             assert "row 1 of the micro-batch: image 0 has 8 x 1 = 8 features but 4" in refused
-
-
-def _from_batch(worker: MegatronWorker) -> tuple[bool, float, float]:
-    """Rows, and the same rows as a TensorBatch that went through bytes."""
-    rows = make_rows(MIXED)
-    batch = TensorBatch.from_bytes(batch_of(rows).to_bytes())
-    assert batch["pixel_values"].shapes[2] == (0,)  # a text row among image rows
-    ours, theirs = worker.forward(rows), worker.forward(batch)
-    equal = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    return equal, worker.forward_backward(rows).loss, worker.forward_backward(batch).loss
-
-
-def test_a_tensor_batch_is_its_rows(pool, tiny):
-    (equal, one, other), *_ = pool.run(call, 2, tiny(**SHALLOW), layout(pp=2), _from_batch)
-    assert equal and one == other
 
 
 def test_a_batch_without_ids_is_refused():
