@@ -117,7 +117,7 @@ class ModelCalls:
                 allowed="another name, or overwrite=True",
             )
         loaded = self.model_cache.model(call.owner)
-        made = self._write_weights(loaded, "training", form, moments=True)
+        made = self._write_weights(loaded, "training", form.path, form)
         loaded.saved, loaded.unsaved_s = loaded.applied, 0.0
         saved = Saved(call.owner, loaded.applied, made.folder)
         answer = _json({"path": path, "type": "save_weights"})
@@ -127,8 +127,7 @@ class ModelCalls:
         form = schemas.SaveWeightsForSampler.model_validate_json(body)
         loaded = self.model_cache.model(call.owner)
         if form.path is not None:
-            named = schemas.Named.model_validate_json(body)
-            made = self._write_weights(loaded, "sampler", named, moments=False)
+            made = self._write_weights(loaded, "sampler", form.path, form)
             self.model_cache.fresh[str(made.folder)] = loaded.id, loaded.version
             answer = _json({"path": made.path, "type": "save_weights_for_sampler"})
             return answer, Changes(checkpoints=(made,))
@@ -156,7 +155,7 @@ class ModelCalls:
     def save_weights_external(self, call: Call, body: bytes) -> Done:
         form = schemas.SaveWeightsExternal.model_validate_json(body)
         loaded = self.model_cache.model(call.owner)
-        made = self._write_weights(loaded, "external", form, moments=False)
+        made = self._write_weights(loaded, "external", form.path, form)
         answer = _json({"path": made.path, "type": "save_weights_external"})
         return answer, Changes(checkpoints=(made,))
 
@@ -167,10 +166,10 @@ class ModelCalls:
         return _json({"model_id": id, "type": "unload_model"}), Changes(models=(change,))
 
     def _write_weights(
-        self, loaded: LoadedModel, kind: CheckpointKind, form: schemas.Named, moments: bool
+        self, loaded: LoadedModel, kind: CheckpointKind, name: str, form: schemas.SaveForm
     ) -> NamedCheckpoint:
         """Save the model's weights in a new folder, and return its checkpoint."""
-        folder = self.model_cache.new_folder("weights")
+        folder, moments = self.model_cache.new_folder("weights"), kind == "training"
         self.model_cache.save(loaded, folder, moments)
         if kind == "external":
             folder = self._export(folder, loaded.form)
@@ -178,7 +177,7 @@ class ModelCalls:
         expires = None if form.ttl_seconds is None else time.time() + form.ttl_seconds
         facts = {"form": loaded.form.as_json(), "moments": moments}
         return NamedCheckpoint(
-            loaded.id, kind, form.path, folder, size, expires, form.user_metadata or {}, facts
+            loaded.id, kind, name, folder, size, expires, form.user_metadata or {}, facts
         )
 
     def _export(self, folder: Path, made: ModelSettings) -> Path:

@@ -35,8 +35,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.serve.http.api_keys import ApiKeys, add_key
 from megatron_vlm.serve.http.app import make_app
-from megatron_vlm.serve.http.bodies import place_of
-from megatron_vlm.serve.http.context import ResultWaiters, ServerFacts
+from megatron_vlm.serve.http.context import ResultWaiters
 from megatron_vlm.serve.http.http_server import FrontServer
 from megatron_vlm.serve.http.request_limits import RequestLimits
 from megatron_vlm.serve.http.responses import add_handlers
@@ -46,17 +45,15 @@ from megatron_vlm.serve.journal.cleanup import JournalExpiry
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Outcome
 from megatron_vlm.serve.protocol.protobuf import message
+from megatron_vlm.serve.protocol.requests import read_place
 from megatron_vlm.serve.startup import facts_of
 from tests.support.error_fields import raises
-from tests.support.fake_calls import StandIn, opened
+from tests.support.fake_calls import FACTS, StandIn, opened
 from tests.support.mutation import DEEP, mutate_bytes, mutate_json
 from tests.training.test_decode import QWEN3_5
 
 pytestmark = pytest.mark.alone  # it starts jobs and kills them
 
-FACTS = ServerFacts(
-    ("tiny/model", "tiny"), 512, version="1.2", layout="tp1 pp1 dp1", vocabulary=509
-)
 PROTOBUF = {"Accept": "application/x-protobuf"}
 QUICK = RequestLimits(poll_seconds=60)
 
@@ -986,9 +983,9 @@ def test_nonsense_instead_of_http(service):
 @pytest.mark.parametrize("model, seq", [("m", 1), ("a:train:0", 300), ("x" * 300, 2**31 - 1)])
 def test_the_place_of_a_request_is_read_from_its_head(model, seq):
     body = batch(model, seq, tokens=range(2000))
-    assert place_of(body[:4096]) == (model, seq)
+    assert read_place(body[:4096]) == (model, seq)
     for cut in range(len(model) + 4):
-        assert place_of(body[:cut]) in (None, (model, seq))
+        assert read_place(body[:cut]) in (None, (model, seq))
 
 
 def test_heads_that_say_nothing():
@@ -1004,7 +1001,7 @@ def test_heads_that_say_nothing():
         b"\x0a" + b"\xff" * 20,
         b"\x0a\x01a\x10" + b"\xff" * 10,
     ):
-        assert place_of(head) is None, head
+        assert read_place(head) is None, head
 
 
 def test_an_error_of_the_disk_is_sent_again_and_shows_no_path():

@@ -6,17 +6,17 @@ import json
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_vlm.serve.http.api_keys import ApiKeys, add_key
 from megatron_vlm.serve.http.app import make_app
-from megatron_vlm.serve.http.context import ServerFacts
 from megatron_vlm.serve.http.http_server import FrontServer
 from megatron_vlm.serve.http.request_limits import RequestLimits
 from megatron_vlm.serve.journal.accept import Bounds
-from tests.support.fake_calls import StandIn, opened
+from tests.support.fake_calls import FACTS, StandIn, opened
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
@@ -52,7 +52,7 @@ def seen(tmp_path_factory):
     root = tmp_path_factory.mktemp("client")
     key = add_key("laptop", root / "keys")
     with opened(root / "run", bounds=Bounds(models=2)) as journal, StandIn(journal) as engine:
-        facts = ServerFacts(("tiny/model",), 512)
+        facts = replace(FACTS, base_models=("tiny/model",))
         server = FrontServer(make_app(journal, RequestLimits(), ApiKeys(root / "keys"), facts))
         try:
             found = run_client(server.start(), key)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vlm.serve.http import schemas
+from megatron_vlm.serve.http.context import ServerFacts
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
     Changes,
@@ -25,6 +26,8 @@ from megatron_vlm.serve.journal.journal_records import (
 from megatron_vlm.serve.protocol.answers import write_forward_backward, write_samples
 from megatron_vlm.serve.protocol.payloads import Sampled, Samples
 from megatron_vlm.serve.protocol.requests import read_forward_backward
+
+FACTS = ServerFacts(("tiny/model", "tiny"), 512, None, None, "1.2", None, "tp1 pp1 dp1", 509)
 
 
 def answer(value):

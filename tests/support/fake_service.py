@@ -5,17 +5,14 @@ import time
 from pathlib import Path
 
 from megatron_vlm.serve.http.app import make_app
-from megatron_vlm.serve.http.context import ServerFacts
 from megatron_vlm.serve.http.http_server import FrontServer
 from megatron_vlm.serve.http.request_limits import RequestLimits
-from tests.support.fake_calls import StandIn, opened
+from tests.support.fake_calls import FACTS, StandIn, opened
 
 if __name__ == "__main__":
     run, port = sys.argv[1:]
     with opened(Path(run)) as journal, StandIn(journal):
-        server = FrontServer(
-            make_app(journal, RequestLimits(), None, ServerFacts(("tiny/model",))), port=int(port)
-        )
+        server = FrontServer(make_app(journal, RequestLimits(), None, FACTS), port=int(port))
         print("started", server.start(), flush=True)
         while True:
             time.sleep(1)

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from megatron_vlm.commands.watch.pages import list_body, list_page, run_page, status_bar
 from megatron_vlm.commands.watch.watched_runs import WatchedRuns
+from megatron_vlm.io.loopback import is_loopback_host
 from megatron_vlm.io.untrusted import reason
 from megatron_vlm.report.markup import Html
 
@@ -108,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Return whether the request is for another host, or comes from a page of another one. A
         reader may follow a link from there."""
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        if _name(host) not in ("localhost", _ADDRESS, "::1"):
+        if not is_loopback_host(host):
             return True
         site = self.headers.get("Sec-Fetch-Site", "none")
         if site not in ("none", "same-origin") and origin is None:
@@ -131,10 +132,3 @@ def keyed(body: Sequence[Html]) -> dict[str, Html]:
         text = f"{counts[each]} {each}".encode(errors="replace")
         elements[hashlib.blake2b(text, digest_size=8).hexdigest()] = each
     return elements
-
-
-def _name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""

@@ -12,11 +12,18 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from megatron_vlm.io.loopback import is_loopback_host
 from megatron_vlm.serve.http import run_routes, sampling_routes, session_routes, training_routes
 from megatron_vlm.serve.http.api_keys import ApiKeys
 from megatron_vlm.serve.http.bodies import Bodies
-from megatron_vlm.serve.http.context import AppContext, GroupCommit, ResultWaiters, ServerFacts
-from megatron_vlm.serve.http.dependencies import Context, Key
+from megatron_vlm.serve.http.context import (
+    AppContext,
+    Context,
+    GroupCommit,
+    Key,
+    ResultWaiters,
+    ServerFacts,
+)
 from megatron_vlm.serve.http.page import service_page
 from megatron_vlm.serve.http.prometheus import Metrics
 from megatron_vlm.serve.http.request_limits import RequestLimits
@@ -34,9 +41,9 @@ def make_app(
     limits: RequestLimits,
     keys: ApiKeys | None,
     facts: ServerFacts,
-    gauges: Mapping[str, float] | None = None,
+    gauges: Mapping[str, float] = {},
 ) -> FastAPI:
-    """Build the HTTP application of the service. `gauges` is a dict that the engine updates; it is
+    """Build the HTTP application of the service. `gauges` is a dict that the service updates; it is
     read whenever a client requests the metrics. Without keys, everybody who reaches the server may
     do everything; FrontServer then accepts only loopback addresses."""
     metrics = Metrics()
@@ -44,7 +51,7 @@ def make_app(
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.context = AppContext(
         *(journal, limits, keys, facts, Bodies(limits), metrics),
-        *(GroupCommit(journal), ResultWaiters(journal), {} if gauges is None else gauges),
+        *(GroupCommit(journal), ResultWaiters(journal), gauges),
     )
     app.state.tickets = run_routes.Tickets()
     add_handlers(app)
@@ -70,24 +77,16 @@ class LoopbackOnly:
         host = headers.get(b"host", b"localhost").decode("latin-1")
         origin = headers.get(b"origin", b"").decode("latin-1")
         foreign = origin != "" and urlsplit(origin).netloc != host
-        if foreign or _name(host) not in ("localhost", "127.0.0.1", "::1"):
+        if foreign or not is_loopback_host(host):
             text = f"{origin or host}: without keys this server answers on loopback alone; set "
             await refusal(403, text + "serve.keys")(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
 
-def _name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
 @_pages.get("/metrics")
 async def figures(context: Context, key: Key) -> PlainTextResponse:
-    """Return the metrics for Prometheus, which sends the key as the password of basic
-    authentication."""
+    """Return the metrics for Prometheus, which sends the key by basic authentication."""
     now = time.time()
     waiting = context.journal.open_calls()
     gauges = {

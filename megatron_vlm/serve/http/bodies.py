@@ -1,6 +1,8 @@
 """Request bodies, read within their limits."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import zstandard
 from starlette.requests import ClientDisconnect, Request
@@ -10,27 +12,27 @@ from megatron_vlm.serve.http.responses import HttpError
 from megatron_vlm.serve.protocol.compression import MAX_WINDOW, decompress
 from megatron_vlm.serve.protocol.payloads import RequestError
 
-_HEAD = 4096
-BACKGROUND = 2**18  # bytes; larger bodies are decompressed and parsed in a thread
+HEAD_BYTES = 4096
+_BACKGROUND = 2**18  # bytes; larger bodies are decompressed and parsed in a thread
+T = TypeVar("T")
 
 
-class Unreadable(Exception):  # noqa: N818
-    """An error for a body that exceeds a limit or cannot be decoded. `head` holds its first bytes,
-    which may identify the call."""
+class UnreadableError(HttpError):
+    """A body that exceeds a limit or cannot be decoded. `head` has its first bytes, which may
+    identify the call."""
 
     def __init__(self, status: int, text: str, head: bytes) -> None:
-        super().__init__(text)
-        self.status, self.text, self.head = status, text, head
+        super().__init__(status, text)
+        self.head = head
 
 
 class Bodies:
-    """A reader of bodies. `held` counts the bytes that are being received, `received` all bytes so
-    far."""
+    """A reader of bodies."""
 
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
-        self.held = 0
-        self.received = 0
+        self.held = 0  # bytes that are being received
+        self.received = 0  # all bytes so far
 
     async def read(self, request: Request, limit: str) -> bytes:
         """Read the body and decompress it. `limit` is the name of the limit on its bytes."""
@@ -54,19 +56,21 @@ class Bodies:
         finally:
             self.held -= len(body)
         if not is_complete:
-            raise Unreadable(
+            raise UnreadableError(
                 413,
                 f"the body has more than {max_bytes} bytes, which is limit {limit}; send less in a "
                 "request",
-                _head(body) if packed == "zstd" else bytes(body[:_HEAD]),
+                _head(body) if packed == "zstd" else bytes(body[:HEAD_BYTES]),
             )
         if packed == "identity":
             return bytes(body)
         # Most requests have one limit, compressed or not. A batch compresses well, so its
         # decompressed body has a limit of its own.
-        return await self._decompress(
-            bytes(body), self._limits.unpacked_bytes if limit == "body_bytes" else max_bytes
-        )
+        unpacked_bytes = self._limits.unpacked_bytes if limit == "body_bytes" else max_bytes
+        try:
+            return await parse_body(bytes(body), decompress, unpacked_bytes)
+        except RequestError as error:
+            raise UnreadableError(422, str(error), _head(body)) from error
 
     async def _receive(self, request: Request, body: bytearray, max_bytes: int) -> bool:
         """Receive the body up to the limit and return whether that was all of it. As many bytes
@@ -84,7 +88,7 @@ class Bodies:
                 body += chunk
             else:
                 discarded += len(chunk)
-            if discarded > max_bytes or (is_too_long and len(body) >= min(_HEAD, max_bytes)):
+            if discarded > max_bytes or (is_too_long and len(body) >= min(HEAD_BYTES, max_bytes)):
                 return False
         return len(body) <= max_bytes
 
@@ -97,47 +101,18 @@ class Bodies:
             )
         self.held += size
 
-    async def _decompress(self, body: bytes, max_bytes: int) -> bytes:
-        try:
-            if len(body) < BACKGROUND:
-                return decompress(body, max_bytes)
-            return await asyncio.to_thread(decompress, body, max_bytes)
-        except RequestError as error:
-            raise Unreadable(422, str(error), _head(body)) from error
+
+async def parse_body(body: bytes, parse: Callable[..., T], *values: Any) -> T:
+    """Parse a body, in a thread if it is large."""
+    if len(body) < _BACKGROUND:
+        return parse(body, *values)
+    return await asyncio.to_thread(parse, body, *values)
 
 
 def _head(body: bytes | bytearray) -> bytes:
-    """Return the first bytes of a compressed body, decompressed, or no bytes if they cannot be
-    read."""
+    """Return the first bytes of a compressed body, or no bytes if they cannot be decompressed."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
     try:
-        return decompressor.stream_reader(body).read(_HEAD)
+        return decompressor.stream_reader(body).read(HEAD_BYTES)
     except zstandard.ZstdError:
         return b""
-
-
-def place_of(head: bytes) -> tuple[str, int] | None:
-    """Return the model_id and seq_id at the beginning of a ForwardBackwardRequest, or None. The
-    request may be cut off or wrong after them. Without them, the model's later calls would wait for
-    ever for a number that never comes."""
-    if head[:1] != b"\x0a":
-        return None
-    size, at = _varint(head, 1)
-    name = head[at : at + size]
-    if len(name) != size or head[at + size : at + size + 1] != b"\x10":
-        return None
-    seq, end = _varint(head, at + size + 1)
-    try:
-        return (name.decode(), seq) if end and 0 < seq < 2**31 else None
-    except UnicodeDecodeError:
-        return None
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a varint and the position after it, or (0, 0) if there is none."""
-    value = 0
-    for i, byte in enumerate(data[at : at + 5]):
-        value |= (byte & 127) << 7 * i
-        if byte < 128:
-            return value, at + i + 1
-    return 0, 0

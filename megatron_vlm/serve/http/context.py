@@ -1,4 +1,5 @@
-"""Objects and helpers that all routes share."""
+"""Objects and helpers that all routes share: what the routes of a request ask for by its key, and
+the requests that wait for the journal."""
 
 import asyncio
 import json
@@ -6,51 +7,56 @@ import sqlite3
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any, TypeVar
 
+from fastapi import Depends, Request
 from pydantic import ValidationError
-from starlette.requests import Request
 
-from megatron_vlm.serve.http.api_keys import ApiKeys
-from megatron_vlm.serve.http.bodies import Bodies, Unreadable
+from megatron_vlm.serve.http.api_keys import ApiKeys, key_of
+from megatron_vlm.serve.http.bodies import Bodies
 from megatron_vlm.serve.http.prometheus import Metrics
 from megatron_vlm.serve.http.request_limits import RequestLimits
 from megatron_vlm.serve.http.responses import HttpError
 from megatron_vlm.serve.http.schemas import JsonForm
+from megatron_vlm.serve.journal.accept import failure_of_state
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
     Call,
     CompletedCall,
     Conflict,
+    Model,
+    NamedCheckpoint,
     Promise,
     QuotaExceeded,
+    SamplingSession,
+    Session,
 )
 
 _BATCH = 256
 T = TypeVar("T")
 AForm = TypeVar("AForm", bound=JsonForm)
+Record = TypeVar("Record", Session, Model, SamplingSession, NamedCheckpoint)
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Facts about this server for its clients. The first of `base_models` is the name of its model;
-    the others are accepted as aliases."""
+    """Facts about this server for its clients. All of `base_models` are names of its model."""
 
     base_models: tuple[str, ...]
-    max_context_length: int | None = None
-    tokenizer_id: str | None = None
-    arch: str | None = None
-    version: str = ""
-    public_url: str | None = None  # the address that clients use, if it is another
-    layout: str = ""
-    vocabulary: int | None = None  # number of tokens
+    max_context_length: int
+    tokenizer_id: str
+    arch: str
+    version: str
+    public_url: str | None  # the address that clients use, if it is another
+    layout: str
+    vocabulary: int  # number of tokens
 
 
 @dataclass(frozen=True)
 class AppContext:
-    """State that all routes share: the journal, the keys and limits of clients, and the waiting
-    requests."""
+    """State that all routes share."""
 
     journal: Journal
     limits: RequestLimits
@@ -60,7 +66,7 @@ class AppContext:
     metrics: Metrics
     acceptor: "GroupCommit"
     waiters: "ResultWaiters"
-    gauges: Mapping[str, float] = field(default_factory=dict)  # written by the engine
+    gauges: Mapping[str, float]  # written by the service
 
     async def form(self, request: Request, of: type[AForm]) -> AForm:
         """Read the body as this form. A 422 names the field that is wrong."""
@@ -68,10 +74,7 @@ class AppContext:
 
     async def body(self, request: Request, limit: str = "form_bytes") -> bytes:
         """Read the body. A body above its limit raises HttpError 413."""
-        try:
-            return await self.bodies.read(request, limit)
-        except Unreadable as error:
-            raise HttpError(error.status, error.text) from error
+        return await self.bodies.read(request, limit)
 
     def read(self, body: bytes, of: type[AForm]) -> AForm:
         """Parse a body as this form."""
@@ -81,13 +84,12 @@ class AppContext:
             raise HttpError(422, complaints(error)) from error
 
     async def write(self, function: Callable[..., T], *values: Any) -> T:
-        """Run a function of the journal in a thread, so that the event loop does not wait for the
-        disk."""
+        """Run a function of the journal in a thread, since it waits for the disk."""
         return await asyncio.to_thread(function, *values)
 
     async def promise(self, new: Call) -> str:
-        """Write the call to the journal on the disk and return its request id. If there is no room
-        at the moment, raise 429, after which a client retries silently."""
+        """Write the call to the journal on the disk and return its request id. After a 429, which
+        says that there is no room at the moment, a client retries silently."""
         promise = await self.acceptor.accept(new)
         if isinstance(promise, Conflict):
             raise HttpError(422, promise.text)  # A client would retry a 409.
@@ -96,6 +98,60 @@ class AppContext:
         if promise.new:
             self.metrics.count_accepted(new.kind)
         return promise.request_id
+
+
+async def _context(request: Request) -> AppContext:
+    return request.app.state.context
+
+
+async def _key(request: Request) -> str:
+    return key_of(request, request.app.state.context.keys)
+
+
+Context = Annotated[AppContext, Depends(_context)]
+Key = Annotated[str, Depends(_key)]
+Answer = dict[str, Any]
+
+
+def _owned(record: Record | None, key: str, missing: str) -> Record:
+    """Return the record. One of another key raises 404, as a missing one does."""
+    if record is None or record.key != key:
+        raise HttpError(404, missing)
+    return record
+
+
+def require_session(context: AppContext, key: str, session: str) -> Session:
+    missing = f"session_id: there is no session {session!r}; make a new client"
+    return _owned(context.journal.session(session), key, missing)
+
+
+def open_session(context: AppContext, key: str, session: str) -> Session:
+    """Return a session that is not finished."""
+    record = require_session(context, key, session)
+    if record.finished is not None:
+        raise HttpError(410, f"session_id: session {session} was finished; make a new client")
+    return record
+
+
+def require_model(context: AppContext, key: str, model: str, usable: bool = False) -> Model:
+    record = _owned(context.journal.model(model), key, f"there is no model {model!r}")
+    failure = failure_of_state(model, record.state) if usable else None
+    if failure is not None:
+        raise HttpError(404, f"{failure.text}; make another, from a checkpoint of it if need be")
+    return record
+
+
+def require_sampler(context: AppContext, key: str, sampler: str) -> SamplingSession:
+    missing = (
+        f"there is no sampling session {sampler!r}, its session has ended, or its model has "
+        "had newer snapshots for longer than limit snapshot_seconds; make it again"
+    )
+    return _owned(context.journal.sampler(sampler), key, missing)
+
+
+def own_checkpoint(context: AppContext, key: str, path: str) -> NamedCheckpoint:
+    missing = f"there is no checkpoint {path!r}, or it has expired"
+    return _owned(context.journal.checkpoint(path), key, missing)
 
 
 class GroupCommit:
@@ -194,6 +250,16 @@ def complaints(error: ValidationError) -> str:
         has_field = what.startswith(f"{where}=")
         descriptions.append(what if has_field else f"{where}: {what}{_quote_value(one['input'])}")
     return "; ".join(descriptions)
+
+
+def moment(seconds: float) -> str:
+    """Format a time for clients."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def texts(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Convert the values of metadata to text, since clients refuse anything else."""
+    return {name: str(value) for name, value in metadata.items()}
 
 
 def parsed_object(body: bytes) -> dict[str, Any]:

@@ -19,7 +19,6 @@ def service_page(journal: Journal, facts: ServerFacts, key: str) -> str:
     """Render the page of the objects that belong to this key."""
     models, checkpoints = journal.models(key), journal.checkpoints(key)
     waiting = [call for call in journal.open_calls() if call.key == key]
-    about = [facts.layout, f"version {facts.version}" if facts.version else "", f"key {key}"]
     ready = sum(model.state == "ready" for model in models)
     tiles = [
         (f"{ready:,}", "models ready"),
@@ -28,7 +27,7 @@ def service_page(journal: Journal, facts: ServerFacts, key: str) -> str:
         (f"{len(journal.samplers(key)):,}", "sampling sessions"),
         (f"{len(waiting):,}", "calls waiting"),
     ]
-    lead = " \u00b7 ".join(part for part in about if part)
+    lead = f"{facts.layout} \u00b7 version {facts.version} \u00b7 key {key}"
     sections = [*_runs(models), *_checkpoints(checkpoints), *_waiting_section(waiting)]
     name = facts.base_models[0]
     return render_page(Report(f"{name} - service", name, [lead], [Tiles(tiles)], sections))
@@ -63,21 +62,13 @@ def _checkpoints(checkpoints: list[NamedCheckpoint]) -> Iterator[Section]:
 
 def _waiting_section(waiting: list[Call]) -> Iterator[Section]:
     yield Heading("Waiting", "Waiting")
-    counts = Counter(call.kind for call in waiting)
-    oldest = {call.kind: call.accepted for call in reversed(waiting)}
-    rows = [
-        (
-            kind,
-            f"{count:,}",
-            _size(sum(c.size for c in waiting if c.kind == kind)),
-            _age_text(since),
-        )
-        for kind, count in counts.most_common()
-        for since in [oldest[kind]]
-    ]
-    yield Table(
-        ("call", "count", "size", "oldest"), rows, _count_remark(len(rows), "No call waits.")
-    )
+    rows = []
+    for kind, count in Counter(call.kind for call in waiting).most_common():
+        calls = [call for call in waiting if call.kind == kind]
+        size = _size(sum(call.size for call in calls))
+        rows.append((kind, f"{count:,}", size, _age_text(calls[0].accepted)))
+    header = ("call", "count", "size", "oldest")
+    yield Table(header, rows, _count_remark(len(rows), "No call waits."))
 
 
 def _model_label(model: Model) -> str:

@@ -4,15 +4,16 @@ import secrets
 import threading
 import time
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import quote
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import FileResponse
 
 from megatron_vlm.serve.http import schemas
-from megatron_vlm.serve.http.context import AppContext
-from megatron_vlm.serve.http.dependencies import (
+from megatron_vlm.serve.http.context import (
     Answer,
+    AppContext,
     Context,
     Key,
     moment,
@@ -22,12 +23,21 @@ from megatron_vlm.serve.http.dependencies import (
 )
 from megatron_vlm.serve.http.responses import HttpError
 from megatron_vlm.serve.http.session_routes import bounded_page
-from megatron_vlm.serve.journal.journal_records import Model, NamedCheckpoint
+from megatron_vlm.serve.journal.journal_records import SEGMENTS, Model, NamedCheckpoint
 
 router = APIRouter(prefix="/api/v1")
 downloads = APIRouter()
 _RUN = "/training_runs/{run}"
 _CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
+
+
+async def _checkpoint(
+    run: str, kind: str, name: str, context: Context, key: Key
+) -> NamedCheckpoint:
+    return own_checkpoint(context, key, f"tinker://{run}/{kind}/{name}")
+
+
+Checkpoint = Annotated[NamedCheckpoint, Depends(_checkpoint)]  # the one that the path names
 
 
 @router.get("/training_runs")
@@ -60,7 +70,7 @@ async def checkpoints(context: Context, key: Key, limit: int = 100, offset: int 
     limit, offset = bounded_page(limit, offset)
     records = context.journal.checkpoints(key)
     return {
-        "checkpoints": [_checkpoint_answer(c) for c in records[offset : offset + limit]],
+        "checkpoints": [_checkpoint_answer(each) for each in records[offset : offset + limit]],
         "cursor": {"offset": offset, "limit": limit, "total_count": len(records)},
     }
 
@@ -82,20 +92,16 @@ async def weights_info(request: Request, context: Context, key: Key) -> Answer:
 
 
 @router.delete(_CHECKPOINT)
-async def delete(run: str, kind: str, name: str, context: Context, key: Key) -> Answer:
+async def delete(checkpoint: Checkpoint, context: Context) -> Answer:
     """Delete a checkpoint. Its folder is removed when no model and no sampling session needs it."""
-    checkpoint = _checkpoint(context, key, run, kind, name)
     await context.write(context.journal.delete_checkpoint, checkpoint.path)
     return {"status": "deleted"}
 
 
 @router.put(_CHECKPOINT + "/ttl")
-async def ttl(
-    run: str, kind: str, name: str, request: Request, context: Context, key: Key
-) -> Answer:
+async def ttl(checkpoint: Checkpoint, request: Request, context: Context) -> Answer:
     """Set when a checkpoint expires."""
     form = await context.form(request, schemas.Ttl)
-    checkpoint = _checkpoint(context, key, run, kind, name)
     expires = None if form.ttl_seconds is None else time.time() + form.ttl_seconds
     await context.write(context.journal.set_expiry, checkpoint.path, expires)
     return {"status": "set"}
@@ -103,22 +109,19 @@ async def ttl(
 
 @router.post(_CHECKPOINT + "/publish")
 @router.delete(_CHECKPOINT + "/publish")
-async def publish(run: str, kind: str, name: str, context: Context, key: Key) -> Answer:
+async def publish(key: Key) -> Answer:
     """Refuse to publish a checkpoint, since this service has no public access."""
     raise HttpError(422, "publish: checkpoints of this service belong to the key that made them")
 
 
 @router.get(_CHECKPOINT + "/external_weights_urls")
-async def urls(
-    run: str, kind: str, name: str, request: Request, context: Context, key: Key
-) -> Answer:
+async def urls(checkpoint: Checkpoint, request: Request, context: Context) -> Answer:
     """Return an address for each file. Everybody who knows it may use it until it expires."""
-    checkpoint = _checkpoint(context, key, run, kind, name)
     if checkpoint.kind != "external":
         raise HttpError(
             422,
-            f"{checkpoint.path} holds {kind}, in a form of our own; save_weights_external makes a "
-            "folder to download",
+            f"{checkpoint.path} holds {SEGMENTS[checkpoint.kind]}, in a form of our own; "
+            "save_weights_external makes a folder to download",
         )
     files = tuple(
         str(path.relative_to(checkpoint.folder))
@@ -168,16 +171,9 @@ class Tickets:
         return known[0] / file
 
 
-def _checkpoint(context: AppContext, key: str, run: str, kind: str, name: str) -> NamedCheckpoint:
-    return own_checkpoint(context, key, f"tinker://{run}/{kind}/{name}")
-
-
 def _run(context: AppContext, model: Model) -> Answer:
     records = context.journal.checkpoints(model.key, model.id)
-    last = {
-        kind: next((_checkpoint_answer(c) for c in records if c.kind == kind), None)
-        for kind in _KINDS
-    }
+    last = {each.kind: _checkpoint_answer(each) for each in reversed(records)}
     return {
         "training_run_id": model.id,
         "base_model": model.base_model,
@@ -186,13 +182,10 @@ def _run(context: AppContext, model: Model) -> Answer:
         "lora_rank": model.lora_rank or None,
         "corrupted": model.state == "failed",
         "last_request_time": moment(model.used),
-        "last_checkpoint": last["training"],
-        "last_sampler_checkpoint": last["sampler"],
+        "last_checkpoint": last.get("training"),
+        "last_sampler_checkpoint": last.get("sampler"),
         "user_metadata": texts(model.user_metadata),
     }
-
-
-_KINDS = ("training", "sampler")
 
 
 def _checkpoint_answer(checkpoint: NamedCheckpoint) -> Answer:

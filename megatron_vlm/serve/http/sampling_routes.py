@@ -1,6 +1,5 @@
 """Routes of sampling sessions, samples and the results of all calls."""
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,10 +7,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from megatron_vlm.serve.http import schemas
-from megatron_vlm.serve.http.bodies import BACKGROUND
-from megatron_vlm.serve.http.context import AppContext
-from megatron_vlm.serve.http.dependencies import (
+from megatron_vlm.serve.http.bodies import parse_body
+from megatron_vlm.serve.http.context import (
     Answer,
+    AppContext,
     Context,
     Key,
     open_session,
@@ -75,8 +74,7 @@ async def sampler(sampler: str, context: Context, key: Key) -> Answer:
 
 @router.post("/join_sampling_session")
 async def join(request: Request, context: Context, key: Key) -> Answer:
-    """Return a number for another client of a sampling session. Its seq_ids begin from this
-    number."""
+    """Return a number for another client of a sampling session, from which its seq_ids begin."""
     form = await context.form(request, schemas.SamplerIdForm)
     record = require_sampler(context, key, form.sampling_session_id)
     number = await context.write(context.journal.join_sampler, record.id)
@@ -87,14 +85,10 @@ async def join(request: Request, context: Context, key: Key) -> Answer:
 async def asample(request: Request, context: Context, key: Key) -> Answer:
     """Queue samples of one prompt. They have no fixed order with other samples."""
     body = await context.body(request, "sample_bytes")
-    if len(body) > BACKGROUND:
-        form = await asyncio.to_thread(context.read, body, schemas.SampleForm)
-    else:
-        form = context.read(body, schemas.SampleForm)
+    form = await parse_body(body, context.read, schemas.SampleForm)
     try:
         _check(form, context.limits)
-        if context.facts.vocabulary is not None:
-            schemas.check_top_k(form, context.facts.vocabulary)
+        schemas.check_top_k(form, context.facts.vocabulary)
     except RequestError as error:
         raise HttpError(422, str(error)) from error
     require_sampler(context, key, form.sampling_session_id)

@@ -9,12 +9,21 @@ base_model in asample.
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    StringConstraints,
+    field_validator,
+)
 
 from megatron_vlm.serve.journal.journal_records import checked_name
 from megatron_vlm.serve.protocol.payloads import RequestError
 
 Id = Annotated[str, StringConstraints(min_length=1, max_length=300)]
+Name = Annotated[str, AfterValidator(checked_name)]
 Seq = Annotated[int, Field(ge=1, lt=2**62)]
 FromZero = Annotated[int, Field(ge=0, lt=2**62)]
 _LONGEST_TEXT = _LONGEST_LIST = 4096
@@ -32,8 +41,6 @@ class JsonForm(BaseModel):
 
 
 class CreateSession(JsonForm):
-    """Body of create_session."""
-
     tags: Annotated[list[Text], Field(max_length=256)] = []
     user_metadata: Metadata | None = None
     display_name: Text | None = None
@@ -93,14 +100,10 @@ class LoraForm(JsonForm):
 
 
 class OptimizerConfig(JsonForm):
-    """The optimizer of a model."""
-
     type: Literal["adamw"] = "adamw"
 
 
 class CreateModel(JsonForm):
-    """Body of create_model."""
-
     session_id: Id
     model_seq_id: FromZero
     base_model: Text
@@ -155,34 +158,24 @@ class AdamParams(JsonForm):
 
 
 class OptimStep(OrderedForm):
-    """Body of optim_step."""
-
     adam_params: AdamParams = AdamParams()
     optimizer_params: None = None  # belongs to other optimizers
 
 
-class Named(OrderedForm):
-    """A checkpoint with a name and an expiry."""
+class SaveForm(OrderedForm):
+    """Body of a call that saves weights."""
 
-    path: str
     ttl_seconds: Seconds | None = None
     user_metadata: Annotated[dict[Text, Text], Field(max_length=256)] | None = None
 
-    @field_validator("path")
-    @classmethod
-    def _name(cls, value: str) -> str:
-        return checked_name(value)
 
-
-class SaveWeights(Named):
-    """Body of save_weights."""
-
+class SaveWeights(SaveForm):
+    path: Name
     overwrite: bool = False
 
 
-class SaveWeightsExternal(Named):
-    """Body of save_weights_external."""
-
+class SaveWeightsExternal(SaveForm):
+    path: Name
     age_encryption_recipients: Annotated[list[Text], Field(max_length=256)] | None = None
 
     @field_validator("age_encryption_recipients")
@@ -196,28 +189,17 @@ class SaveWeightsExternal(Named):
         return value
 
 
-class SaveWeightsForSampler(OrderedForm):
-    """Body of save_weights_for_sampler. The weights are kept as `path` or for one sampling session.
+class SaveWeightsForSampler(SaveForm):
+    """Weights that are kept as `path` or for one sampling session. `kind` inflight would let
+    existing sessions follow the newest weights. It promises only weights of its creation or newer,
+    and a snapshot fulfils that promise."""
 
-    `kind` inflight would let existing sessions follow the newest weights. It promises only weights
-    of its creation or newer, and a snapshot fulfils that promise.
-    """
-
-    path: str | None = None
+    path: Name | None = None
     sampling_session_seq_id: FromZero | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: Seconds | None = None
-    user_metadata: Annotated[dict[Text, Text], Field(max_length=256)] | None = None
-
-    @field_validator("path")
-    @classmethod
-    def _name(cls, value: str | None) -> str | None:
-        return None if value is None else checked_name(value)
 
 
 class CreateSamplingSession(JsonForm):
-    """Body of create_sampling_session."""
-
     session_id: Id
     sampling_session_seq_id: FromZero
     base_model: Text | None = None

@@ -2,12 +2,12 @@
 
 from fastapi import APIRouter, Request
 
-from megatron_vlm.serve.http.context import parsed_object
-from megatron_vlm.serve.http.dependencies import (
+from megatron_vlm.serve.http.context import (
     Answer,
     Context,
     Key,
     open_session,
+    parsed_object,
     require_session,
     texts,
 )

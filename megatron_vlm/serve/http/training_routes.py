@@ -1,23 +1,24 @@
 """Routes of models and their calls, which are done in the order of seq_id."""
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
 from megatron_vlm.serve.http import schemas
-from megatron_vlm.serve.http.bodies import BACKGROUND, Unreadable, place_of
-from megatron_vlm.serve.http.context import AppContext, complaints, parsed_object
-from megatron_vlm.serve.http.dependencies import (
+from megatron_vlm.serve.http.bodies import HEAD_BYTES, UnreadableError, parse_body
+from megatron_vlm.serve.http.context import (
     Answer,
+    AppContext,
     Context,
     Key,
+    complaints,
     open_session,
     own_checkpoint,
+    parsed_object,
     require_model,
 )
-from megatron_vlm.serve.http.request_limits import check_datums
+from megatron_vlm.serve.http.request_limits import RequestLimits, check_datums
 from megatron_vlm.serve.http.responses import HttpError
 from megatron_vlm.serve.journal.journal_records import (
     Call,
@@ -27,7 +28,7 @@ from megatron_vlm.serve.journal.journal_records import (
     model_id,
 )
 from megatron_vlm.serve.protocol.payloads import RequestError
-from megatron_vlm.serve.protocol.requests import read_forward_backward
+from megatron_vlm.serve.protocol.requests import read_forward_backward, read_place
 
 router = APIRouter(prefix="/api/v1")
 
@@ -42,7 +43,8 @@ async def create_model(request: Request, context: Context, key: Key) -> Answer:
     rank = 0 if form.lora_config is None else form.lora_config.rank
     name = model_id(session.id, form.model_seq_id)
     model = Model(name, session.id, form.base_model, rank, form.user_metadata or {})
-    return await _create(context, key, "create_model", form.model_seq_id, body, model)
+    new = Call("create_model", session.id, form.model_seq_id, key, body, model=model)
+    return await _promise(context, new, name)
 
 
 @router.post("/load_weights")
@@ -50,9 +52,7 @@ async def load_weights(request: Request, context: Context, key: Key) -> Answer:
     """Create a model from a checkpoint or, in the older form, load one into an existing model."""
     body = await context.body(request)
     if parsed_object(body).get("session_id") is None:
-        return await _queue_training_call(
-            context, key, "load_weights", schemas.LoadWeights, body, True
-        )
+        return await _queue_training_call(context, key, "load_weights", body)
     form = context.read(body, schemas.LoadModel)
     session = open_session(context, key, form.session_id)
     checkpoint = _training_checkpoint(context, key, form.path)
@@ -67,7 +67,8 @@ async def load_weights(request: Request, context: Context, key: Key) -> Answer:
         user_metadata=form.user_metadata or {},
         source=checkpoint.folder,
     )
-    return await _create(context, key, "load_model", form.model_seq_id, body, model)
+    new = Call("load_model", session.id, form.model_seq_id, key, body, model=model)
+    return await _promise(context, new, model.id)
 
 
 @router.post("/forward_backward")
@@ -75,25 +76,22 @@ async def forward_backward(request: Request, context: Context, key: Key) -> Answ
     """Queue a part of a batch, sent as protobuf. A wrong request takes its turn, too, and fails."""
     try:
         body = await context.bodies.read(request, "body_bytes")
-        in_thread = len(body) > BACKGROUND
-        read = await asyncio.to_thread(_read, context, body) if in_thread else _read(context, body)
-        model, seq, forward_only = read
-    except Unreadable as error:
-        place = place_of(error.head)
-        if place is None:
-            raise HttpError(error.status, error.text) from error
+        model, seq, forward_only = await parse_body(body, _read_batch, context.limits)
+    except UnreadableError as error:
+        if (place := read_place(error.head)) is None:
+            raise
         require_model(context, key, place[0], usable=True)
-        failure = Failure(error.text, "user")
-        return await _promise(context, Call("forward_backward", *place, key, b"", failure=failure))
+        refused = Call("forward_backward", *place, key, failure=Failure(error.text, "user"))
+        return await _promise(context, refused, refused.owner)
     require_model(context, key, model, usable=True)
-    return await _promise(
-        context, Call("forward_backward", model, seq, key, body, changes_state=not forward_only)
-    )
+    new = Call("forward_backward", model, seq, key, body, changes_state=not forward_only)
+    return await _promise(context, new, model)
 
 
 # Calls that take their turn among those of a model: the form of each, and whether it changes the
 # model. Weights are saved with the optimizer, to sample from, or for other programs to read.
 _ORDERED: dict[str, tuple[type[schemas.OrderedForm], bool]] = {
+    "load_weights": (schemas.LoadWeights, True),
     "optim_step": (schemas.OptimStep, True),
     "save_weights": (schemas.SaveWeights, False),
     "save_weights_for_sampler": (schemas.SaveWeightsForSampler, False),
@@ -104,12 +102,10 @@ _ORDERED: dict[str, tuple[type[schemas.OrderedForm], bool]] = {
 async def queue_ordered_call(request: Request, context: Context, key: Key) -> Answer:
     """Queue the call that the path names."""
     kind = request.url.path.rpartition("/")[2]
-    form, changes_state = _ORDERED[kind]
-    body = await context.body(request)
-    return await _queue_training_call(context, key, kind, form, body, changes_state)
+    return await _queue_training_call(context, key, kind, await context.body(request))
 
 
-for _kind in _ORDERED:
+for _kind in _ORDERED.keys() - {"load_weights"}:
     router.add_api_route(f"/{_kind}", queue_ordered_call, methods=["POST"])
 
 
@@ -120,7 +116,8 @@ async def unload_model(request: Request, context: Context, key: Key) -> Answer:
     form = context.read(body, schemas.ModelIdForm)
     require_model(context, key, form.model_id)
     # The call needs no seq_id because a model is unloaded only once.
-    return await _promise(context, Call("unload_model", f"{form.model_id}:unload", 0, key, body))
+    unload = Call("unload_model", f"{form.model_id}:unload", 0, key, body)
+    return await _promise(context, unload, form.model_id)
 
 
 @router.post("/get_info")
@@ -143,41 +140,36 @@ async def get_info(request: Request, context: Context, key: Key) -> Answer:
     }
 
 
-def _read(context: AppContext, body: bytes) -> tuple[str, int, bool]:
+def _read_batch(body: bytes, limits: RequestLimits) -> tuple[str, int, bool]:
     try:
         request = read_forward_backward(body)
-        check_datums(request.data, context.limits)
+        check_datums(request.data, limits)
     except RequestError as error:
-        raise Unreadable(422, str(error), body[:4096]) from error
+        raise UnreadableError(422, str(error), body[:HEAD_BYTES]) from error
     return request.model_id, request.seq_id, request.forward_only
 
 
-async def _queue_training_call(
-    context: AppContext,
-    key: str,
-    kind: str,
-    of: type[schemas.OrderedForm],
-    body: bytes,
-    changes_state: bool = False,
-) -> Answer:
+async def _queue_training_call(context: AppContext, key: str, kind: str, body: bytes) -> Answer:
     """Queue a call that takes its turn. A wrong call takes its turn, too, and fails: otherwise the
     calls after it would wait for its number for ever."""
+    form_class, changes_state = _ORDERED[kind]
     failure = None
     try:
-        form = of.model_validate_json(body or b"{}")
+        form = form_class.model_validate_json(body or b"{}")
         model, seq = form.model_id, form.seq_id
         if isinstance(form, schemas.LoadWeights):
             require_model(context, key, model, usable=True)
-            failure = _refusal(context, key, form.path)
+            try:
+                _training_checkpoint(context, key, form.path)
+            except HttpError as error:
+                failure = Failure(error.text, "user")
     except ValidationError as error:
-        place = _place(parsed_object(body))
-        if place is None:
+        if (place := _place(parsed_object(body))) is None:
             raise HttpError(422, complaints(error)) from error
         (model, seq), failure = place, Failure(complaints(error), "user")
     require_model(context, key, model, usable=True)
-    return await _promise(
-        context, Call(kind, model, seq, key, body, changes_state, failure=failure)
-    )
+    new = Call(kind, model, seq, key, body, changes_state, failure=failure)
+    return await _promise(context, new, model)
 
 
 def _place(value: dict[str, Any]) -> tuple[str, int] | None:
@@ -189,14 +181,6 @@ def _place(value: dict[str, Any]) -> tuple[str, int] | None:
     except UnicodeEncodeError:
         return None
     return model, int(seq)
-
-
-def _refusal(context: AppContext, key: str, path: str) -> Failure | None:
-    try:
-        _training_checkpoint(context, key, path)
-    except HttpError as error:
-        return Failure(error.text, "user")
-    return None
 
 
 def _training_checkpoint(context: AppContext, key: str, path: str) -> NamedCheckpoint:
@@ -219,12 +203,5 @@ def _check_base(context: AppContext, name: str) -> None:
         )
 
 
-async def _create(
-    context: AppContext, key: str, kind: str, seq: int, body: bytes, model: Model
-) -> Answer:
-    new = Call(kind, model.session, seq, key, body, model=model)
-    return {"request_id": await context.promise(new), "model_id": model.id}
-
-
-async def _promise(context: AppContext, new: Call) -> Answer:
-    return {"request_id": await context.promise(new), "model_id": new.owner.removesuffix(":unload")}
+async def _promise(context: AppContext, new: Call, model: str) -> Answer:
+    return {"request_id": await context.promise(new), "model_id": model}

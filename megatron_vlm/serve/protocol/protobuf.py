@@ -116,7 +116,7 @@ def _check_fields(name: str, body: bytes) -> None:
     while pending:
         name, at, end = pending.pop()
         while at < end:
-            number, start, after = _next_field(body, at, end)
+            number, start, after = next_field(body, at, end)
             kind = _TYPES[name].get(number, "").rstrip("*?")
             count += 1
             if start is not None and kind in _MESSAGES:
@@ -132,7 +132,7 @@ def _check_fields(name: str, body: bytes) -> None:
             at = after
 
 
-def _next_field(body: bytes, at: int, end: int) -> tuple[int, int | None, int]:
+def next_field(body: bytes, at: int, end: int) -> tuple[int, int | None, int]:
     """Return the number of the field at this place, the start of its content if it has a size, and
     the start of the next field."""
     tag, after = _varint(body, at, end)

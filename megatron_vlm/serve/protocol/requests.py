@@ -15,7 +15,7 @@ from megatron_vlm.serve.protocol.payloads import (
     entry,
 )
 from megatron_vlm.serve.protocol.prompt_chunks import read_chunks, read_prompt
-from megatron_vlm.serve.protocol.protobuf import parse_message
+from megatron_vlm.serve.protocol.protobuf import next_field, parse_message
 from megatron_vlm.serve.protocol.request_tensors import dense_entries, place, read_tensor
 
 __all__ = ["MAX_DENSE_CELLS", "read_forward_backward", "read_prompt"]
@@ -53,6 +53,19 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         _options(request),
         request.forward_only,
     )
+
+
+def read_place(head: bytes) -> tuple[str, int] | None:
+    """Return the model_id and seq_id at the beginning of a ForwardBackwardRequest, or None. The
+    request may be cut off or wrong after them. Without them, the model's later calls would wait for
+    ever for a number that never comes."""
+    try:
+        _, _, model_end = next_field(head, 0, len(head))
+        _, _, seq_end = next_field(head, model_end, len(head))
+        request = parse_message("ForwardBackwardRequest", head[:seq_end])
+    except RequestError:
+        return None
+    return (request.model_id, request.seq_id) if request.model_id and request.seq_id > 0 else None
 
 
 def _options(request: Any) -> dict[str, float | str]:
