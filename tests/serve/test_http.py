@@ -48,7 +48,7 @@ from megatron_vlm.serve.protocol.protobuf import message
 from megatron_vlm.serve.protocol.requests import read_place
 from megatron_vlm.serve.startup import facts_of
 from tests.support.error_fields import raises
-from tests.support.fake_calls import FACTS, StandIn, opened
+from tests.support.fake_calls import FACTS, CallJournal, StandIn, opened
 from tests.support.mutation import DEEP, mutate_bytes, mutate_json
 from tests.training.test_decode import QWEN3_5
 
@@ -98,7 +98,7 @@ class Service:
         return self.checked(self.http.post(path, content=body, headers=kind | headers), status)
 
 
-class PolledJournal(Journal):
+class PolledJournal(CallJournal):
     """Journal that knows which results clients wait for. The front looks for a result before it
     waits, and once more when it can be woken."""
 

@@ -650,9 +650,9 @@ def test_what_waits_is_woken(tmp_path):
 _CHILD = """
 import sys
 from pathlib import Path
-from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Outcome
-journal = Journal(Path(sys.argv[1]))
+from tests.support.fake_calls import CallJournal
+journal = CallJournal(Path(sys.argv[1]))
 model = sys.argv[2]
 start = int(sys.argv[3])
 for seq in range(start, start + 100000):

@@ -29,6 +29,7 @@ from megatron_vlm.serve.requests_as_rows import RowReader, read_batch
 from megatron_vlm.serve.sample_calls import SampleAsk, SampleBounds, StopWords
 from megatron_vlm.serve.training_calls import check_fits
 from tests.support.error_fields import raises
+from tests.support.fake_calls import CallJournal, opened
 from tests.support.serve_requests import Picture, around, picture, request
 
 PIXELS = 2**16  # a picture of 256 x 256, which needs no resizing
@@ -42,9 +43,8 @@ def reader(tiny) -> RowReader:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
-    opened = Journal(tmp_path)
-    yield opened
-    opened.close()
+    with opened(tmp_path) as journal:
+        yield journal
 
 
 def prefetcher(journal: Journal, reader: RowReader, most: int) -> RequestPrefetcher:
@@ -136,7 +136,7 @@ def test_datums_that_cannot_fit_into_memory_are_refused(tiny):
 
 
 def test_a_process_that_dies_of_what_it_reads_has_made_an_attempt(tmp_path):
-    journal = Journal(tmp_path)
+    journal = CallJournal(tmp_path)
     for seq in range(2):
         journal.accept(asample(seq, [picture(32, 32, 1)]))
     deadly, other = journal.next_calls()
@@ -147,7 +147,7 @@ def test_a_process_that_dies_of_what_it_reads_has_made_an_attempt(tmp_path):
         died.append(journal.reads.record_attempt(deadly.request_id))
         died[-1].__enter__()
         journal.close()
-        journal = Journal(tmp_path)
+        journal = CallJournal(tmp_path)
         pending = {call.request_id: call.attempts for call in journal.next_calls()}
         assert pending.pop(other.request_id) == 0
         assert pending == ({} if attempts == 3 else {deadly.request_id: attempts})

@@ -33,7 +33,6 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.serve.engine_admission import Admission
 from megatron_vlm.serve.engine_samples import EngineSampling
 from megatron_vlm.serve.engine_weights import FORM, SampleWeights
-from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
     Accepted,
@@ -47,6 +46,7 @@ from megatron_vlm.serve.rank_models import ModelSettings
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.sample_calls import SampleBounds, StopWords, _spread_seed
+from tests.support.fake_calls import CallJournal
 from tests.support.fake_engine import DEADLY, HELD, SLOW, contents, ids_of, number_of
 from tests.support.pool import free_port
 from tests.support.ports import descendants
@@ -96,7 +96,7 @@ class Desk:
 
     run: Path
     folder: str
-    journal: Journal
+    journal: CallJournal
     engine_sampling: EngineSampling
     engines: EngineThread
     session: str
@@ -175,7 +175,7 @@ def open_desk(
     **more: Any,
 ) -> Desk:
     (run / "weights").mkdir(parents=True, exist_ok=True)
-    journal = Journal(run)
+    journal = CallJournal(run)
     opened.callback(journal.close)
     reader = RowReader(load_config([f"model.path={folder}"]), folder, read_sizes(folder))
     stops = StopWords((), {}.get)

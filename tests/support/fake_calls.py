@@ -14,6 +14,7 @@ from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
     Changes,
     Failure,
+    Finished,
     ModelChange,
     NamedCheckpoint,
     Outcome,
@@ -149,9 +150,19 @@ class StandIn:
         return answer({"model_id": name, "type": "unload_model"}), Changes(models=(ended,))
 
 
+class CallJournal(Journal):
+    """A journal with methods for a single call."""
+
+    def accept(self, new):
+        return self.accept_all([new])[0]
+
+    def finish(self, request_id, outcome, changes=Changes()):
+        return self.finish_all([Finished(request_id, outcome, changes)])[0]
+
+
 @contextlib.contextmanager
 def opened(run, **options):
-    journal = Journal(run, **options)
+    journal = CallJournal(run, **options)
     try:
         yield journal
     finally:

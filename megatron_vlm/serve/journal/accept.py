@@ -114,7 +114,11 @@ def _insert(store: Store, db: sqlite3.Connection, new: Call, digest: bytes) -> s
             *(len(new.body), digest, new.changes_state, seed, now),
         ),
     )
-    failure = new.failure or _model_failure(db, new)
+    failure = new.failure
+    if failure is None and new.kind in TRAINING:  # the model may have ended
+        row = db.execute("SELECT state FROM models WHERE id = ?", (new.owner,)).fetchone()
+        assert row is not None, f"model {new.owner} is not in the journal"
+        failure = failure_of_state(new.owner, row["state"])
     if failure is not None:
         fail(db, request_id, failure, now)
         if new.kind in TRAINING:
@@ -128,15 +132,6 @@ def _insert(store: Store, db: sqlite3.Connection, new: Call, digest: bytes) -> s
     return request_id
 
 
-def _model_failure(db: sqlite3.Connection, new: Call) -> Failure | None:
-    """Return why the model of this call can no longer be used, or None."""
-    if new.kind not in TRAINING:
-        return None
-    row = db.execute("SELECT state FROM models WHERE id = ?", (new.owner,)).fetchone()
-    assert row is not None, f"model {new.owner} is not in the journal"
-    return failure_of_state(new.owner, row["state"])
-
-
 def failure_of_state(model: str, state: str) -> Failure | None:
     """Return the failure of all calls to a model in this state, or None if the model is usable."""
     what = {"failed": "could not be made", "unloaded": "was unloaded"}.get(state)
@@ -146,14 +141,14 @@ def failure_of_state(model: str, state: str) -> Failure | None:
 def _insert_model(
     store: Store, db: sqlite3.Connection, new: Call, model: Model, seed: int, now: float
 ) -> None:
+    source = None if model.source is None else store.relative_folder(model.source)
     db.execute(
         "INSERT INTO models (id, session, key, created, used, state, base_model, lora_rank,"
         " user_metadata, creation_kind, creation, seed, source)"
         " VALUES (?, ?, ?, ?, ?, 'creating', ?, ?, ?, ?, ?, ?, ?)",
         (
             *(model.id, model.session, new.key, now, now, model.base_model, model.lora_rank),
-            *(json.dumps(dict(model.user_metadata)), new.kind, new.body, seed),
-            None if model.source is None else store.relative_folder(model.source),
+            *(json.dumps(dict(model.user_metadata)), new.kind, new.body, seed, source),
         ),
     )
 

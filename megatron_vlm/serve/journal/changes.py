@@ -59,23 +59,16 @@ def finish_call(store: Store, db: sqlite3.Connection, finished: Finished) -> lis
 
 def select_completed(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[CompletedCall]:
     """Return a record of each of these calls that is done."""
-    completed = []
-    for request_id in request_ids:
-        row = db.execute(
-            "SELECT kind, succeeded, done - accepted AS seconds FROM calls WHERE request_id = ?"
-            " AND done IS NOT NULL",
-            (request_id,),
-        ).fetchone()
-        if row is not None:
-            completed.append(
-                CompletedCall(request_id, row["kind"], bool(row["succeeded"]), row["seconds"])
-            )
-    return completed
+    done = (
+        "SELECT request_id, kind, succeeded, done - accepted AS seconds FROM calls"
+        " WHERE request_id = ? AND done IS NOT NULL"
+    )
+    rows = [row for request_id in request_ids for row in db.execute(done, (request_id,))]
+    return [CompletedCall(**{**row, "succeeded": bool(row["succeeded"])}) for row in rows]
 
 
 def apply(store: Store, db: sqlite3.Connection, changes: Changes, now: float) -> list[str]:
-    """Apply changes within the transaction of the result. Return the calls that ended because their
-    model did."""
+    """Apply changes in the transaction of the result. Return the calls that end with a model."""
     request_ids = []
     for model in changes.models:
         _change_model(db, model)
@@ -96,16 +89,11 @@ def end_model(db: sqlite3.Connection, model: str, now: float) -> list[str]:
     row = db.execute("SELECT state FROM models WHERE id = ?", (model,)).fetchone()
     failure = failure_of_state(model, row["state"])
     assert failure is not None, f"model {model} is {row['state']}"
-    waiting = [
-        row["request_id"]
-        for row in db.execute(
-            "SELECT request_id FROM calls WHERE model = ? AND done IS NULL", (model,)
-        )
-    ]
+    open_calls = "SELECT request_id FROM calls WHERE model = ? AND done IS NULL"
+    waiting = [row["request_id"] for row in db.execute(open_calls, (model,))]
     for request_id in waiting:
         fail(db, request_id, failure, now)
-    for column in ("folder", "source"):
-        release(db, now, f"SELECT {column} AS folder FROM models WHERE id = ?", model)
+    _release_state(db, now, model)
     db.execute("UPDATE models SET folder = NULL, source = NULL WHERE id = ?", (model,))
     db.execute(
         "DELETE FROM bodies WHERE number IN (SELECT number FROM calls WHERE model = ?)", (model,)
@@ -114,15 +102,14 @@ def end_model(db: sqlite3.Connection, model: str, now: float) -> list[str]:
 
 
 def _change_model(db: sqlite3.Connection, change: ModelChange) -> None:
-    columns = {
-        "state": change.state,
-        "facts": None if change.facts is None else json.dumps(dict(change.facts)),
-        "figures": None if change.figures is None else json.dumps(dict(change.figures)),
-    }
-    set_ = {name: value for name, value in columns.items() if value is not None}
-    if set_:
-        names = ", ".join(f"{name} = ?" for name in set_)
-        db.execute(f"UPDATE models SET {names} WHERE id = ?", (*set_.values(), change.id))
+    facts, figures = (
+        None if each is None else json.dumps(dict(each)) for each in (change.facts, change.figures)
+    )
+    db.execute(
+        "UPDATE models SET state = coalesce(?, state), facts = coalesce(?, facts),"
+        " figures = coalesce(?, figures) WHERE id = ?",
+        (change.state, facts, figures, change.id),
+    )
 
 
 def _put_checkpoint(store: Store, db: sqlite3.Connection, new: NamedCheckpoint, now: float) -> None:
@@ -159,8 +146,7 @@ def record_checkpoint(store: Store, db: sqlite3.Connection, saved: Saved, now: f
     """Record the durable state of a model. Bodies of the calls that it includes are no longer
     needed."""
     folder = store.relative_folder(saved.folder)
-    for column in ("folder", "source"):
-        release(db, now, f"SELECT {column} AS folder FROM models WHERE id = ?", saved.model)
+    _release_state(db, now, saved.model)
     db.execute(
         "UPDATE models SET saved = ?, folder = ?, source = NULL WHERE id = ? AND saved <= ?",
         (saved.seq, folder, saved.model, saved.seq),
@@ -170,6 +156,11 @@ def record_checkpoint(store: Store, db: sqlite3.Connection, saved: Saved, now: f
         " AND seq <= ? AND done IS NOT NULL)",
         (saved.model, saved.seq),
     )
+
+
+def _release_state(db: sqlite3.Connection, now: float, model: str) -> None:
+    for column in ("folder", "source"):
+        release(db, now, f"SELECT {column} AS folder FROM models WHERE id = ?", model)
 
 
 def release(db: sqlite3.Connection, now: float, select: str, *values: object) -> None:

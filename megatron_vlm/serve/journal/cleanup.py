@@ -41,8 +41,8 @@ class JournalExpiry:
 
 
 def sweep(store: Store, keep: JournalExpiry) -> list[CompletedCall]:
-    """Remove what has expired. Return the calls that fail because nobody will send the calls that
-    they wait for."""
+    """Remove what has expired. Return the calls that fail because they wait for calls that nobody
+    will send."""
     now = time.time()
     with store.write() as db:
         _drop_results(db, keep, now)
@@ -57,14 +57,10 @@ def sweep(store: Store, keep: JournalExpiry) -> list[CompletedCall]:
 
 
 def _drop_results(db: sqlite3.Connection, keep: JournalExpiry, now: float) -> None:
-    old = (
-        "done IS NOT NULL AND dropped = 0 AND (fetched < ? OR done < ?)",
-        (now - keep.fetched, now - keep.unfetched),
-    )
-    db.execute(
-        f"DELETE FROM answers WHERE number IN (SELECT number FROM calls WHERE {old[0]})", old[1]
-    )
-    db.execute(f"UPDATE calls SET dropped = 1, error = NULL WHERE {old[0]}", old[1])
+    old = "done IS NOT NULL AND dropped = 0 AND (fetched < ? OR done < ?)"
+    times = (now - keep.fetched, now - keep.unfetched)
+    db.execute(f"DELETE FROM answers WHERE number IN (SELECT number FROM calls WHERE {old})", times)
+    db.execute(f"UPDATE calls SET dropped = 1, error = NULL WHERE {old}", times)
     # The rows of a model stay because they define its order, and they are small.
     db.execute(
         f"DELETE FROM calls WHERE dropped = 1 AND kind = '{SAMPLE}' AND done < ?",
@@ -116,8 +112,7 @@ def _end_superseded(db: sqlite3.Connection, now: float, before: float) -> None:
 
 
 def _unload(store: Store, db: sqlite3.Connection, keep: JournalExpiry, now: float) -> list[str]:
-    """Unload models whose client has gone, and return the calls that end. Checkpoints stay; what
-    only these models need is released."""
+    """Unload models whose client has gone, and return the calls that end. Checkpoints stay."""
     rows = db.execute(
         "SELECT id FROM models WHERE state = 'ready' AND session IN"
         " (SELECT id FROM sessions WHERE finished < ? OR heard < ?)"

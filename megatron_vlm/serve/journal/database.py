@@ -1,8 +1,6 @@
-"""SQLite file of the journal, with one writer and several readers. All folders are inside the
-run."""
+"""SQLite file of the journal, with one writer and several readers."""
 
 import contextlib
-import fcntl
 import os
 import sqlite3
 import threading
@@ -10,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.atomic import try_lock
 
 FILE = "journal.sqlite"
 _READERS = 4
 
 
 class Store:
-    """The database RUN/journal.sqlite."""
+    """The database RUN/journal.sqlite. All folders that it names are inside the run."""
 
     def __init__(self, run: Path) -> None:
         self.run = run.resolve()
@@ -66,17 +65,12 @@ class Store:
                 self._readers.append(reader)
 
     def relative_folder(self, folder: Path) -> str:
-        """Return the folder as the tables name it: relative to the run, so that the run may be
-        moved."""
+        """Return the folder as the tables name it, relative to the run, which may be moved."""
         full = Path(os.path.normpath(self.run / folder))
         assert full.is_relative_to(self.run) and full != self.run, (
             f"{full} is not inside {self.run}"
         )
         return str(full.relative_to(self.run))
-
-    def folder(self, name: str | None) -> Path | None:
-        """Return the folder that a table names."""
-        return None if name is None else self.run / name
 
     def close(self) -> None:
         """Close the journal, so that another process may use it."""
@@ -96,13 +90,12 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _keep_private(run: Path) -> None:
-    """Restrict the files to their owner, because they hold what clients send. SQLite gives its
-    other files the mode of the first."""
+    """Restrict the files to their owner, because they hold what clients send."""
     with contextlib.suppress(PermissionError):  # a writable folder of another user
         run.chmod(0o700)
     os.close(os.open(run / FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-    for path in (run / FILE, run / f"{FILE}-wal", run / f"{FILE}-shm"):
-        with contextlib.suppress(PermissionError, FileNotFoundError):
+    for path in run.glob(f"{FILE}*"):  # SQLite gives its other files the mode of the first
+        with contextlib.suppress(PermissionError):
             path.chmod(0o600)
 
 
@@ -119,20 +112,17 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _lock_journal(run: Path) -> int:
-    """Lock the journal and return the handle of the lock. Two servers with one journal would do
-    each call twice, so the second server is refused. The lock ends with the process, however that
-    ends."""
+    """Lock the journal, and return the handle of the lock, which ends with the process. Two servers
+    with one journal would do each call twice."""
     handle = os.open(run / "journal.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    if not try_lock(handle):
         os.close(handle)
         raise ConfigError(
             ": another server uses this folder",
             key="run",
             found=str(run),
             remedy="stop it, or give another folder",
-        ) from error
+        )
     return handle
 
 

@@ -1,11 +1,11 @@
 """The journal of a service: the accepted calls, their order and their results.
 
     journal = Journal(run)
-    while journal.wait(seconds=1.0):                       # the engine's thread
+    while journal.wait(seconds=1.0):
         for call in journal.next_calls():
             journal.begin_calls(call.request_id)
             outcome = do(call, journal.body(call.request_id))
-            journal.finish(call.request_id, outcome, Changes(...))
+            journal.finish_all([Finished(call.request_id, outcome, Changes(...))])
 
 Every method is one short transaction and may be called from any thread. Its changes have reached
 the disk when it returns. After a crash the same calls are next, with `attempts` above 0.
@@ -36,12 +36,10 @@ from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
     Accepted,
     Call,
-    Changes,
     CompletedCall,
     Conflict,
     Failure,
     Finished,
-    Outcome,
     Promise,
     SamplingSession,
     Saved,
@@ -79,13 +77,9 @@ class Journal(JournalReader):
 
     # -- accepting calls
 
-    def accept(self, new: Call) -> Promise:
-        """Promise that the call will be done once, however often it is sent."""
-        return self.accept_all([new])[0]
-
     def accept_all(self, new: Sequence[Call]) -> list[Promise]:
-        """Accept several calls in one transaction, which costs the disk as much as a single
-        call."""
+        """Promise that each call will be done once, however often it is sent. One transaction for
+        several calls costs the disk as much as for a single one."""
         with self._store.write() as db:
             promises = [accept(self._store, db, call, self._bounds) for call in new]
             new_ids = [p.request_id for p in promises if isinstance(p, Accepted) and p.new]
@@ -135,30 +129,23 @@ class Journal(JournalReader):
     # -- doing calls
 
     def begin_calls(self, *request_ids: str) -> list[str]:
-        """Record that these calls are about to be done. Return those that still have to be; the
-        others were cancelled. A call that starts three times and never finishes is not tried
-        again."""
+        """Record that these calls are about to be done, and return those that were not cancelled. A
+        call that starts three times and never finishes is not tried again."""
         count = "UPDATE calls SET attempts = attempts + 1 WHERE request_id = ? AND done IS NULL"
         with self._store.write(on_disk=False) as db:  # survives a crash of the process
             return [name for name in request_ids if db.execute(count, (name,)).rowcount]
 
     def undo_attempts(self, *request_ids: str) -> None:
-        """Record that this process ends in good order without doing these calls, which it had
-        started."""
+        """Record that this process does not go on with these calls, in good order."""
         undo = "UPDATE calls SET attempts = attempts - 1 WHERE request_id = ? AND done IS NULL"
         with self._store.write() as db:
             db.executemany(undo, [(name,) for name in request_ids])
 
-    def finish(
-        self, request_id: str, outcome: Outcome | Failure, changes: Changes = Changes()
-    ) -> bool:
-        """Write the result of a call together with its changes. Return False, without any change,
-        if the call already has a result. A creation that fails sets the state of its model. Calls
-        that wait for a failed or unloaded model fail with it."""
-        return self.finish_all([Finished(request_id, outcome, changes)])[0]
-
     def finish_all(self, finished: Sequence[Finished]) -> list[bool]:
-        """Finish several calls in one transaction."""
+        """Write the results of calls together with their changes, in one transaction. Return for
+        each whether it was written: a call that has a result keeps it, and changes nothing. A
+        creation that fails sets the state of its model. Calls that wait for a failed or unloaded
+        model fail with it."""
         if not finished:
             return []
         with self._store.write() as db:
@@ -169,21 +156,22 @@ class Journal(JournalReader):
 
     def cancel(self, request_id: str, key: str) -> bool:
         """Cancel a sample that was not started, and return whether it was still waiting."""
-        unstarted = "request_id = ? AND key = ? AND kind = ? AND done IS NULL AND attempts = 0"
+        unstarted = (
+            "SELECT 1 FROM calls WHERE request_id = ? AND key = ? AND kind = ? AND done IS NULL"
+            " AND attempts = 0"
+        )
+        cancelled = Finished(request_id, Failure("the client cancelled it", "user"))
+        completed = []
         with self._store.write() as db:
-            failure = Failure("the client cancelled it", "user")
-            done = []
-            values = (request_id, key, SAMPLE)
-            if db.execute(f"SELECT 1 FROM calls WHERE {unstarted}", values).fetchone():
-                done = finish_call(self._store, db, Finished(request_id, failure))
-            completed = select_completed(db, done)
+            if db.execute(unstarted, (request_id, key, SAMPLE)).fetchone():
+                completed = select_completed(db, finish_call(self._store, db, cancelled))
         self._notify(completed)
-        return bool(done)
+        return bool(completed)
 
     def record_saved(self, model: str, seq: int, folder: Path) -> None:
-        """Record a complete folder inside the run with the state of the model and its optimizer
-        after call `seq`. The previous folder is removed when nothing else needs it. `Changes.saved`
-        does the same together with a result."""
+        """Record a complete folder with the state of the model and its optimizer after call `seq`.
+        The previous folder is removed when nothing else needs it. `Changes.saved` does the same
+        together with a result."""
         with self._store.write() as db:
             record_checkpoint(self._store, db, Saved(model, seq, folder), time.time())
 
@@ -210,8 +198,7 @@ class Journal(JournalReader):
             )
 
     def create_sampler(self, new: SamplingSession) -> None:
-        """Create a sampling session on a checkpoint or on the base model. A retry changes
-        nothing."""
+        """Create a sampling session once; a retry changes nothing."""
         with self._store.write() as db:
             put_sampler(self._store, db, new, time.time())
 
@@ -228,8 +215,7 @@ class Journal(JournalReader):
             db.execute("UPDATE checkpoints SET expires = ? WHERE path = ?", (expires, path))
 
     def delete_checkpoint(self, path: str) -> None:
-        """Delete the row of a checkpoint. Its folder is removed when no model and no sampling
-        session needs it."""
+        """Delete the row of a checkpoint. Its folder goes when nothing else needs it."""
         with self._store.write() as db:
             release(db, time.time(), "SELECT folder FROM checkpoints WHERE path = ?", path)
             db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
@@ -273,16 +259,14 @@ class Journal(JournalReader):
 
 
 class Reads:
-    """The folder RUN/reading."""
+    """The folder RUN/reading, with a file for each call that is being read."""
 
     def __init__(self, run: Path):
         self.folder = run / "reading"
 
     def interrupted_calls(self) -> list[str]:
         """Return the calls that were being read when the previous process died."""
-        if not self.folder.is_dir():
-            return []
-        return sorted(path.name for path in self.folder.iterdir())
+        return sorted(path.name for path in self.folder.glob("*"))
 
     @contextmanager
     def record_attempt(self, request_id: str) -> Iterator[None]:

@@ -31,7 +31,7 @@ _TABLES: Mapping[type, str] = {
     SamplingSession: "samplers",
     NamedCheckpoint: "checkpoints",
 }
-_JSON, _FOLDERS = ("user_metadata", "facts", "figures"), ("folder", "source")
+_JSON, _FOLDERS = {"user_metadata", "facts", "figures"}, {"folder", "source"}
 _CALL = (
     *("request_id", "number", "kind", "owner", "seq", "key", "seed", "attempts", "accepted"),
     *("size", "changes_state"),
@@ -105,13 +105,10 @@ class JournalReader:
     # -- calls that are not done
 
     def next_calls(self, ahead: int = 1, of_key: int = 512, samples: bool = True) -> list[Call]:
-        """Return all calls that may be done now, in the order in which they were accepted.
-
-        For a model these are its next call, or its next `ahead` calls up to the first gap. They
-        must still be done in the order of seq. Creations, samples and unloads wait for nothing. A
-        call is listed until it is finished. A call with `attempts` above 0 had started when the
-        process died. If it is done alone, no other call can fail with it.
-        """
+        """Return all calls that may be done now, in the order in which they were accepted. For a
+        model these are its next `ahead` calls up to the first gap, which must still be done in the
+        order of seq. Creations, samples and unloads wait for nothing. A call with `attempts` above
+        0 had started when the process died: done alone, it takes no other call along."""
         kinds = "" if samples else f" AND kind != '{SAMPLE}'"
         # Only the first calls of each key are listed, so that thousands of calls of one key do not
         # hide the others.
@@ -129,10 +126,9 @@ class JournalReader:
         )
         number = {(row["owner"], row["seq"]): row["number"] for row in ordered}
         for row in ordered:
-            first = row["next_seq"]
-            # Calls after a gap wait.
-            if all((row["owner"], seq) in number for seq in range(first, row["seq"])):
-                ranked.append((number[row["owner"], first], _call(row)))
+            before = range(row["next_seq"], row["seq"])
+            if all((row["owner"], seq) in number for seq in before):  # calls after a gap wait
+                ranked.append((number[row["owner"], row["next_seq"]], _call(row)))
         # The later calls of a model follow its first one, in whichever order they arrived.
         ranked.sort(key=lambda one: (one[0], one[1].seq))
         return [call for _, call in ranked]
@@ -157,15 +153,14 @@ class JournalReader:
 
     def result(self, request_id: str) -> Result | None:
         """Return the state of a promise, or None if it is unknown or no longer known."""
-        row = _first_or_none(
-            self._select(
-                "SELECT key, kind, done, dropped, succeeded, content, content_type, error, category"
-                " FROM calls LEFT JOIN answers USING (number) WHERE request_id = ?",
-                request_id,
-            )
+        rows = self._select(
+            "SELECT key, kind, done, dropped, succeeded, content, content_type, error, category"
+            " FROM calls LEFT JOIN answers USING (number) WHERE request_id = ?",
+            request_id,
         )
-        if row is None:
+        if not rows:
             return None
+        [row] = rows
         outcome: Outcome | Failure | None = None
         if row["done"] is not None and not row["dropped"]:
             if row["succeeded"]:
@@ -175,9 +170,8 @@ class JournalReader:
         return Result(row["key"], row["kind"], outcome, bool(row["dropped"]))
 
     def replay(self, model: str) -> list[Call]:
-        """Return done calls that the model's durable state does not include, in order.
-        (`Model.folder` includes the calls up to `Model.saved`.) Their results were already written:
-        do them again, but do not finish them."""
+        """Return done calls that the model's durable state in `Model.folder` does not include, in
+        order. Their results were already written: do them again, but do not finish them."""
         rows = self._select(
             f"SELECT {_COLUMNS} FROM calls JOIN models ON calls.model = models.id"
             " WHERE calls.model = ? AND changes_state = 1 AND succeeded = 1 AND seq > saved"
@@ -199,10 +193,10 @@ class JournalReader:
 
     def _record(self, of: Any, row: sqlite3.Row) -> Any:
         values = {each.name: row[each.name] for each in fields(of)}
-        for name in values.keys() & {*_JSON}:
+        for name in values.keys() & _JSON:
             values[name] = json.loads(values[name])
-        for name in values.keys() & {*_FOLDERS}:
-            values[name] = self._store.folder(values[name])
+        for name in values.keys() & _FOLDERS:
+            values[name] = None if values[name] is None else self.run / values[name]
         return of(**values)
 
     def _select(self, sql: str, *values: Any) -> list[sqlite3.Row]:

@@ -41,8 +41,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a call was not done. `user`: the request is at fault; `server`: the server
-    is."""
+    """The reason why a call was not done, and whose fault it is."""
 
     text: str
     category: Literal["user", "server"] = "server"
@@ -50,19 +49,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Model:
-    """A model. The call that creates it gives the fields up to `source`, the journal the others.
-
-    `source` is the folder of the checkpoint that it is loaded from. The durable state in `folder`
-    includes the calls up to `saved`; None means the state at creation. `facts` and `figures` are
-    those of ModelChange.
-    """
+    """A model. The call that creates it gives the fields up to `source`, the journal the others."""
 
     id: str
     session: str
     base_model: str
     lora_rank: int
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
-    source: Path | None = None
+    source: Path | None = None  # folder of the checkpoint that it is loaded from
     key: str = ""
     created: float = 0.0
     used: float = 0.0
@@ -70,27 +64,23 @@ class Model:
     facts: Mapping[str, Any] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
     next_seq: int = 1
-    saved: int = 0
-    folder: Path | None = None
+    saved: int = 0  # last call that the durable state in `folder` includes
+    folder: Path | None = None  # None for the state at creation
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call. Its request gives the fields up to `model`, and the journal the others.
-
-    `owner` is the model, the sampling session or, for creation calls, the session. A retry has the
-    same (owner, seq) as its original. `failure` is set if the request is refused at once. Such a
-    call still takes its place in the order, since the calls after it would wait for ever.
-
-    A call from the journal has no `body`, which may be large: `journal.body(request_id)` reads it.
-    """
+    """A call. Its request gives the fields up to `model`, and the journal the others. A retry has
+    the same (owner, seq) as its original."""
 
     kind: str
-    owner: str
+    owner: str  # the model, the sampling session or, for creation calls, the session
     seq: int
     key: str
-    body: bytes = b""
+    body: bytes = b""  # may be large: a call from the journal has none, and `journal.body` reads it
     changes_state: bool = False
+    # The reason why the request is refused at once. Such a call still takes its place in the order,
+    # since the calls after it would wait for ever.
     failure: Failure | None = None
     model: Model | None = None
     request_id: str = ""
@@ -111,11 +101,10 @@ class Accepted:
 
 @dataclass(frozen=True)
 class QuotaExceeded:
-    """A call that was not accepted because there is no room. If `passing`, there will be room when
-    other calls are done."""
+    """A call that was not accepted because there is no room."""
 
     text: str
-    passing: bool = True
+    passing: bool = True  # there will be room when other calls are done
 
 
 @dataclass(frozen=True)
@@ -130,30 +119,25 @@ Promise: TypeAlias = Accepted | QuotaExceeded | Conflict
 
 @dataclass(frozen=True)
 class ModelChange:
-    """Changes to the row of a model; None leaves a field as it is.
-
-    `facts` is anything that the engine needs again later; `figures` are the numbers that pages
-    show.
-    """
+    """Changes to the row of a model; None leaves a field as it is."""
 
     id: str
     state: Literal["ready", "failed", "unloaded"] | None = None
-    facts: Mapping[str, Any] | None = None
-    figures: Mapping[str, float] | None = None
+    facts: Mapping[str, Any] | None = None  # anything that is needed again later
+    figures: Mapping[str, float] | None = None  # numbers that pages show
 
 
 @dataclass(frozen=True)
 class NamedCheckpoint:
     """A checkpoint that is complete on the disk, and that clients know by its path. It replaces one
-    with the same name. The journal adds `key` and `created`. `expires` is a time of
-    `time.time()`."""
+    with the same name. The journal adds `key` and `created`."""
 
     model: str
     kind: CheckpointKind
     name: str
     folder: Path
     size: int
-    expires: float | None = None
+    expires: float | None = None  # a time of `time.time()`
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     key: str = ""
@@ -161,7 +145,6 @@ class NamedCheckpoint:
 
     @property
     def path(self) -> str:
-        """The path by which clients know it."""
         return tinker_path(self.model, self.kind, self.name)
 
     @property
@@ -227,13 +210,12 @@ class CompletedCall:
 
 @dataclass(frozen=True)
 class Result:
-    """The state of a promise. `outcome` is None while the call is waiting; `dropped` is set when
-    the result is no longer kept."""
+    """The state of a promise."""
 
     key: str
     kind: str
-    outcome: Outcome | Failure | None
-    dropped: bool
+    outcome: Outcome | Failure | None  # None while the call waits
+    dropped: bool  # the result is no longer kept
 
 
 @dataclass(frozen=True)
@@ -265,8 +247,7 @@ def tinker_path(model: str, kind: CheckpointKind, name: str) -> str:
 
 
 def checked_name(name: str) -> str:
-    """Return the name if it can be one part of a path, here and in a tinker path. Otherwise
-    raise."""
+    """Return the name if it can be one part of a path, and raise DataError otherwise."""
     if not _NAME.fullmatch(name):
         raise DataError(
             key="path",
