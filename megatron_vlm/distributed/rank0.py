@@ -29,10 +29,8 @@ class CommandChannel:
     """Channel of commands from rank 0, on every rank. A command is the name of a method and its
     arguments, which are values of JSON or of the type `content`. `run` runs it on each rank.
 
-    All ranks meet before each command, so that a rank that waits is not taken for stuck. After a
-    signal to one of them, the next meeting raises Stopped on all, once: rank 0 may have more
-    commands before it ends.
-    """
+    All ranks meet before each command, so that none is taken for stuck. After a signal to one, the
+    next meeting raises Stopped on all, once: rank 0 may have more commands before it ends."""
 
     def __init__(
         self,
@@ -58,8 +56,7 @@ class CommandChannel:
         return self.run(method, list(arguments))
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Send a command that only the other ranks run. `end` is the last one, and contents among
-        its arguments are bytes."""
+        """Send a command that only the others run. `end` is the last; its contents are bytes."""
         plain, packed = list(arguments), {}
         for place, each in enumerate(arguments):
             if isinstance(each, bytes | self.content) and not self.alone:
@@ -110,9 +107,6 @@ class CommandChannel:
             raise Stopped
 
 
-# Rank 0 may have long work that the other ranks do not share. It keeps contact with them meanwhile,
-# because they would take it for stuck.
-
 T = TypeVar("T")
 SIGNAL_POLL_S = 0.5
 
@@ -120,7 +114,8 @@ SIGNAL_POLL_S = 0.5
 def result_of(
     work: "Future[T]", meanwhile: Callable[[], None], every_s: float = SIGNAL_POLL_S
 ) -> T:
-    """Return the result of a future, and call `meanwhile` until it is done."""
+    """Return the result of long work that the other ranks do not share. `meanwhile` keeps contact
+    with them, because they would take rank 0 for stuck."""
     while True:
         try:
             return work.result(every_s)
@@ -133,8 +128,8 @@ def result_of(
 def run_in_thread(
     work: Callable[[], T], meanwhile: Callable[[], None], every_s: float = SIGNAL_POLL_S
 ) -> T:
-    """Run `work` in a thread and return its result. An error of `meanwhile` is raised at once, and
-    the work is abandoned: the process is about to end."""
+    """Run `work` in a thread and return its result. After an error of `meanwhile` the work is
+    abandoned: the process is about to end."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,5 +1,5 @@
-"""Running of calls on rank 0: they are marked as started, run on all ranks, and their results are
-written to the journal."""
+"""Running of calls on rank 0: calls that are in the journal run on all ranks, and their results go
+there."""
 
 import sqlite3
 from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ from megatron_vlm.serve.journal.journal_records import (
     TRAINING,
     Call,
     Changes,
+    Done,
     Failure,
     Finished,
     Outcome,
@@ -32,16 +33,15 @@ from megatron_vlm.serve.journal.journal_records import (
 )
 from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
 from megatron_vlm.serve.model_calls import ModelCalls
-from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.sample_calls import SampleAsk, at_temperature, complete
 from megatron_vlm.serve.sample_turns import Arriving, SampleTurns
+from megatron_vlm.serve.served_models import ModelCommands
 from megatron_vlm.serve.training_calls import TrainingCalls
 
 
 class CallRunner:
-    """Runner of calls. With `has_engine`, an engine draws the samples, and the ranks complete
-    them."""
+    """Runner of calls. With `has_engine`, the ranks complete the samples that an engine draws."""
 
     def __init__(
         self,
@@ -129,8 +129,7 @@ class CallRunner:
         self.training.redo(loaded, call, batch, body)
 
     def _finish(self, finished: Sequence[Finished], together: Sequence[Call]) -> None:
-        """Write the results of these calls. Where the disk is full, wait for room, because the
-        calls must not run twice."""
+        """Write the results of these calls. If the disk is full, wait: no call may run twice."""
         while True:
             try:
                 self.journal.finish_all(finished)
@@ -184,7 +183,8 @@ class CallRunner:
         # weights were taken from has changed since.
         self.journal.undo_attempts(*(call.request_id for call, name in named if name != weights))
         if self.has_engine:
-            self._complete(weights, calls)
+            drawn = [(call, self.prefetcher.take(call)) for call in calls]
+            self._finish(self._answer_each(weights, drawn), calls)
             return list(together)
         self.sample_turns.turn(weights, calls, arriving)
         return [call for call, _ in self.sample_turns.used.values()]
@@ -195,42 +195,28 @@ class CallRunner:
         sampler = self.journal.sampler(call.owner)
         return None if sampler is None else self.model_cache.snapshot(sampler)
 
-    def _complete(self, weights: str, calls: Sequence[Call]) -> None:
-        """Complete samples that an engine has drawn."""
-        requests = [(call, self.prefetcher.take(call)) for call in calls]
+    def _answer_each(self, weights: str, drawn: Sequence[tuple[Call, SampleAsk]]) -> list[Finished]:
+        return run_each(partial(self._answers, weights), drawn)
 
-        def tempered(pairs: Sequence[tuple[Call, SampleAsk]]) -> list[tuple[Outcome, Changes]]:
-            asks = at_temperature(self.commands, weights, [ask for _, ask in pairs])
-            named = [(call, ask) for (call, _), ask in zip(pairs, asks, strict=True)]
-            return self._answers(weights, named)
-
-        self._finish(run_each(tempered, requests), calls)
-
-    def _answer_each(self, weights: str, pairs: Sequence[tuple[Call, SampleAsk]]) -> list[Finished]:
-        return run_each(partial(self._answers, weights), pairs)
-
-    def _answers(
-        self, weights: str, pairs: Sequence[tuple[Call, SampleAsk]]
-    ) -> list[tuple[Outcome, Changes]]:
-        answers = complete(self.commands, weights, [ask for _, ask in pairs])
-        self.samples += sum(ask.n for _, ask in pairs)
+    def _answers(self, weights: str, drawn: Sequence[tuple[Call, SampleAsk]]) -> list[Done]:
+        asks = [ask for _, ask in drawn]
+        if self.has_engine:
+            asks = at_temperature(self.commands, weights, asks)
+        answers = complete(self.commands, weights, asks)
+        self.samples += sum(ask.n for ask in asks)
         return [(Outcome(answer, "protobuf"), Changes()) for answer in answers]
 
 
 def run_each(
-    do: Callable[[Sequence[tuple[Call, Any]]], list[tuple[Outcome, Changes]]],
-    calls: Sequence[tuple[Call, Any]],
+    do: Callable[[Sequence[tuple[Call, Any]]], list[Done]], calls: Sequence[tuple[Call, Any]]
 ) -> list[Finished]:
-    """Run calls together, each with its request, and return their results. Where one of several
-    calls fails, run each alone."""
+    """Run calls together, each with its request. Where one of several fails, run each alone."""
     failures: list[Failure] = []
     with catch_error(lambda error: failures.append(failure_of(bare(error)))):
         results = do(calls)
     if not failures:
-        pairs = zip(calls, results, strict=True)
         return [
-            Finished(call.request_id, *outcome_and_changes)
-            for (call, _), outcome_and_changes in pairs
+            Finished(call.request_id, *done) for (call, _), done in zip(calls, results, strict=True)
         ]
     if len(calls) == 1:
         return [Finished(calls[0][0].request_id, failures[0])]

@@ -4,6 +4,7 @@ with the same weights, or gradients of different models in one pass through the 
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
@@ -13,9 +14,9 @@ from megatron_vlm.serve.fair_queue import PER_SWAP, FairQueue
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import SAMPLE, TRAINING, Call
 from megatron_vlm.serve.model_cache import ModelCache
-from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import Batch
+from megatron_vlm.serve.served_models import ModelCommands
 
 PREFETCHED_CALLS = 4  # calls per model that are read while other calls run
 GATHER_S = 0.02  # seconds without a new sample before the pending samples are drawn
@@ -26,8 +27,7 @@ FULL = 4
 
 
 class CallScheduler:
-    """Scheduler of the journal's calls. It gives each tenant its share of the time, and lets calls
-    share a turn."""
+    """Scheduler of the journal's calls, which gives each tenant its share of the time."""
 
     def __init__(
         self,
@@ -44,11 +44,10 @@ class CallScheduler:
             cfg, commands.models.base.dims, prefetcher, self.tenant_of, model_cache.is_loaded
         )
         self.queue = FairQueue()
-        self.tenants: dict[str, str] = {}  # by sampling session, whose weights never change
+        self.folder_of = lru_cache(10_000)(self._read_folder)  # a session's weights never change
 
     def pending(self) -> Sequence[Call]:
-        """Return the calls for the ranks. Where an engine draws the samples, only those that it
-        leaves to the ranks are among them."""
+        """Return the calls for the ranks; of the samples, those that no engine can complete."""
         if self.engine_sampling is None:
             return self.journal.next_calls(PREFETCHED_CALLS)
         drawn = list(self.engine_sampling.drawn.values())
@@ -60,8 +59,8 @@ class CallScheduler:
         ]
 
     def next_turn(self, calls: Sequence[Call]) -> list[Call]:
-        """Return those of the pending calls that run next, together. Where none should run yet,
-        wait a moment for more, and return none."""
+        """Return those of the pending calls that run next, together. If none should run yet, wait a
+        moment for more."""
         self.prefetcher.begin(calls)
         ready = [call for call in calls if _is_first(call, calls)]
         if not ready:
@@ -85,20 +84,15 @@ class CallScheduler:
         self.queue.record_work(call, self.tenant_of(call), seconds)
 
     def tenant_of(self, call: Call) -> str:
-        """Return the name of the model that a call is for, or of the weights that it samples
-        from."""
-        if call.kind != SAMPLE:
-            return call.owner
-        if call.owner not in self.tenants:
-            if len(self.tenants) > 10_000:
-                self.tenants.clear()
-            sampler = self.journal.sampler(call.owner)
-            self.tenants[call.owner] = "gone" if sampler is None else f"{sampler.folder}"
-        return self.tenants[call.owner]
+        """Return the name of the model or of the weights that a call uses."""
+        return self.folder_of(call.owner) if call.kind == SAMPLE else call.owner
+
+    def _read_folder(self, session: str) -> str:
+        sampler = self.journal.sampler(session)
+        return "gone" if sampler is None else f"{sampler.folder}"
 
     def _delay(self, call: Call) -> float:
-        """Return the delay of a call in seconds. Models in memory have none, so that most of the
-        time is not spent on swapping."""
+        """Return the delay of a call in seconds, which keeps models from being swapped often."""
         in_memory = call.kind not in (SAMPLE, *TRAINING) or self.model_cache.is_loaded(
             self.tenant_of(call)
         )
@@ -113,8 +107,8 @@ def _is_first(call: Call, calls: Sequence[Call]) -> bool:
 
 
 class CallBatcher:
-    """Chooser of the calls that are batched with a call. `tenant_of` names the model or the weights
-    that a call uses. `in_memory` returns whether they are in memory."""
+    """Chooser of the calls that are batched with a call. `in_memory` returns whether the model or
+    the weights of a call, which `tenant_of` names, are in memory."""
 
     def __init__(
         self,
@@ -145,11 +139,8 @@ class CallBatcher:
         """Return the call whose turn it is, and the calls that are best batched with it."""
         if call.attempts:  # the process has died during this call before: it runs alone
             return [call]
-        candidates = [
-            each
-            for each in ready
-            if each is not call and each.kind == call.kind and not each.attempts
-        ]
+        alike = [each for each in ready if each.kind == call.kind and not each.attempts]
+        candidates = [each for each in alike if each is not call]
         if call.kind == SAMPLE:
             return self._samples(call, candidates)
         if call.kind == "forward_backward":
@@ -163,8 +154,7 @@ class CallBatcher:
         return {each.request_id: max(self.prefetcher.look(each).tokens, 1) for each in together}
 
     def _samples(self, call: Call, others: Sequence[Call]) -> list[Call]:
-        """Return samples with the same weights, beginning with the call whose turn it is. More may
-        join later."""
+        """Return samples with the same weights, the call's first. More may join later."""
         ask = self.prefetcher.look(call)
         if ask is None:
             return [call]
@@ -180,8 +170,7 @@ class CallBatcher:
         return batch
 
     def _fill_pipeline(self, call: Call, others: Sequence[Call]) -> list[Call]:
-        """Return the gradient calls of as many models as fill the pipeline. A large call fills it
-        alone."""
+        """Return the gradient calls of as many models as fill the pipeline."""
         batch, room = [call], self.micro_batches - self._micro_batches(call)
         for other in others if room > 0 else ():
             count = self._micro_batches(other)
@@ -191,8 +180,7 @@ class CallBatcher:
         return batch
 
     def _micro_batches(self, call: Call) -> float:
-        """Return the micro-batches of a call on each replica, or infinity where the call cannot
-        share a pass."""
+        """Return a call's micro-batches on each replica; infinity if it cannot share a pass."""
         if not self.in_memory(self.tenant_of(call)):
             return math.inf
         batch: Batch | None = self.prefetcher.look(call)

@@ -7,7 +7,6 @@ waits forever.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +41,6 @@ class Admission:
         self.wants: dict[str, SampleWeights] = {}  # {request id: weights} of waiting calls
         self.queues: dict[Queue, dict[str, Call]] = {}  # waiting calls, in their order
         self.inside: dict[str, InFlight] = {}
-        self.active: Counter[Path] = Counter()  # calls in progress per adapter
-        self.size = 0  # bytes of the bodies of calls in progress
         self.closed = False
 
     def wait(self, call: Call, weights: SampleWeights) -> None:
@@ -83,39 +80,31 @@ class Admission:
         weights = self.wants[call.request_id]
         return (call, weights) if self._has_room(call, weights, whole) else None
 
-    def close(self) -> None:
-        """Stop admitting calls."""
-        self.closed = True
-
     def enter(self, call: Call, weights: SampleWeights) -> None:
         """Move a call from the queue to the calls in progress."""
         self.forget(call.request_id)
         self.inside[call.request_id] = InFlight(call, weights, self.clock())
-        self.size += call.size
-        if weights.adapter is not None:
-            self.active[weights.adapter] += 1
         self.turns.record_work(call, f"{weights}", ENTRY_S)
 
     def leave(self, call: Call) -> None:
         """Remove a call from the calls in progress."""
-        flight = self.inside[call.request_id]
-        self._charge(flight, self.clock())
+        self._charge(self.inside[call.request_id], self.clock())
         del self.inside[call.request_id]
-        self.size -= call.size
-        if flight.wanted.adapter is not None:
-            self.active[flight.wanted.adapter] -= 1
-            if not self.active[flight.wanted.adapter]:
-                del self.active[flight.wanted.adapter]
 
     def _has_room(self, call: Call, weights: SampleWeights, whole: Path | None) -> bool:
         if not self.inside:
             return True
-        if len(self.inside) >= self.capacity.samples or self.size + call.size > MAX_ADMITTED_BYTES:
-            return False
-        if weights.whole != whole:
-            return False
-        new = weights.adapter is not None and weights.adapter not in self.active
-        return not new or len(self.active) < self.capacity.adapters
+        calls, adapters = len(self.inside) + 1, {weights.adapter}
+        size = call.size
+        for flight in self.inside.values():
+            adapters.add(flight.wanted.adapter)
+            size += flight.call.size
+        return (
+            weights.whole == whole
+            and calls <= self.capacity.samples
+            and size <= MAX_ADMITTED_BYTES
+            and len(adapters - {None}) <= self.capacity.adapters
+        )
 
     def count(self) -> None:
         """Charge the engine's time until now to the calls in progress."""
@@ -124,7 +113,6 @@ class Admission:
             self._charge(flight, now)
 
     def _charge(self, one: InFlight, now: float) -> None:
-        """Charge a call its share of the time since the last charge. All calls in progress have
-        equal shares."""
+        """Charge a call its share, which all calls have, of the time since the last charge."""
         self.turns.record_work(one.call, f"{one.wanted}", (now - one.since) / len(self.inside))
         one.since = now

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -61,7 +61,7 @@ class EngineSampling:
         self.finished: list[Finished] = []  # results on their way to the journal
         self.writing: asyncio.Task[None] | None = None
         self.switching: asyncio.Task[None] | None = None
-        self.sessions: dict[str, SampleWeights | None] = {}
+        self.weights_of = lru_cache(SESSIONS)(self._read_weights)
         self.broken: BaseException | None = None
         self.last_failure: Failure | None = None
         self.news = asyncio.Event()
@@ -72,8 +72,7 @@ class EngineSampling:
     def start(self) -> None:
         """Start to draw the pending samples."""
         self.running = self.engines.submit(self._run())
-        self.journal.add_callback(lambda: self._run_in_loop(self.news.set))
-        self.journal.listen(self._forget_completed)
+        self.journal.listen(self._hear)
 
     def check(self) -> None:
         """Raise the error that has stopped the sampling, since the service would wait forever."""
@@ -89,15 +88,12 @@ class EngineSampling:
 
     # -- any thread
 
-    def _forget_completed(self, completed: Sequence[CompletedCall]) -> None:
-        """Handle calls that have results: from here, from the ranks, or by cancellation."""
+    def _hear(self, completed: Sequence[CompletedCall]) -> None:
+        """Handle a ring of the journal. Calls have results from here, from the ranks, or by
+        cancellation."""
         ids = [each.request_id for each in completed if each.kind == SAMPLE]
-        if ids:
-            self._run_in_loop(self._cancel_tasks, ids)
-
-    def _run_in_loop(self, what: Any, *values: Any) -> None:
         with suppress(RuntimeError):  # the loop has ended, so no task needs the notice
-            self.engines.loop.call_soon_threadsafe(what, *values)
+            self.engines.loop.call_soon_threadsafe(self._look_again, ids)
 
     # -- the engines' loop
 
@@ -117,12 +113,11 @@ class EngineSampling:
         """Return the samples that have arrived since the last call, and their weights."""
         calls = self.journal.samples(self.read)
         self.read = max([self.read, *(call.number for call in calls)])
-        if len(self.sessions) > SESSIONS:
-            self.sessions.clear()
-        for owner in {call.owner for call in calls} - self.sessions.keys():
-            sampler = self.journal.sampler(owner)
-            self.sessions[owner] = None if sampler is None else SampleWeights.from_sampler(sampler)
-        return [(call, self.sessions[call.owner]) for call in calls]
+        return [(call, self.weights_of(call.owner)) for call in calls]
+
+    def _read_weights(self, owner: str) -> SampleWeights | None:
+        sampler = self.journal.sampler(owner)
+        return None if sampler is None else SampleWeights.from_sampler(sampler)
 
     def _begin(self) -> None:
         """Start as many calls as the engine has room for."""
@@ -143,7 +138,7 @@ class EngineSampling:
 
     async def _draw(self, call: Call, weights: SampleWeights) -> None:
         try:
-            ask = await asyncio.to_thread(self.prefetcher.sample, call)
+            ask: SampleAsk = await asyncio.to_thread(self.prefetcher.read, call)
         except (MegatronVLMError, ValidationError) as error:
             self._finish(call, failure_of(error))
             return
@@ -194,19 +189,18 @@ class EngineSampling:
         self.journal.ring()
 
     def _failure(self, error: Exception) -> Failure:
-        """Return the failure of an error, and print it unless it repeats the last one. It counts as
-        the server's, because the client's request was checked before."""
+        """Return the failure of an error, and print it unless it repeats the last one: all samples
+        fail alike once the engine has failed for good. It counts as the server's, because the
+        client's request was checked before."""
         expected = isinstance(error, MegatronVLMError)
         failure = Failure(str(error) if expected else f"{type(error).__name__}: {error}", "server")
-        # All samples fail alike once the engine has failed for good.
         if failure != self.last_failure:
             print_to_user(f"samples have failed: {failure.text}")
             self.last_failure = failure
         return failure
 
     def _finish(self, call: Call, outcome: Outcome | Failure) -> None:
-        """Queue a result for the journal. Results that arrive during a write are written
-        together."""
+        """Queue a result for the journal. Those that arrive during a write are written together."""
         self.finished.append(Finished(call.request_id, outcome))
         if self.writing is None:
             self.writing = asyncio.create_task(self._write())
@@ -221,16 +215,17 @@ class EngineSampling:
         finally:
             self.writing = None
 
-    def _cancel_tasks(self, ids: Sequence[str]) -> None:
-        """Drop calls that have results."""
-        for request_id in ids:
+    def _look_again(self, completed: Sequence[str]) -> None:
+        """Drop the calls that have results, and look for new ones."""
+        self.news.set()
+        for request_id in completed:
             self.drawn.pop(request_id, None)
             self.admission.forget(request_id)
             if (task := self.tasks.get(request_id)) is not None:
                 task.cancel()
 
     async def _end(self) -> None:
-        self.admission.close()
+        self.admission.closed = True
         if self.writing is not None:
             await self.writing
         tasks = [task for task in (*self.tasks.values(), self.switching) if task is not None]

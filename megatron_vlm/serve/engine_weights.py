@@ -1,10 +1,9 @@
 """Snapshots of weights in the engine's format, and the weights that an engine has.
 
-An adapter is a PEFT folder, and full weights are a Hugging Face checkpoint. Each is written once,
-inside the snapshot's own folder, and is deleted with it when the journal forgets the snapshot. It
-is made from the snapshot's files on disk, without the ranks. Hard links keep the files of the
-engine's current full weights: an engine that dies receives them again, even if the journal has
-forgotten the snapshot.
+An adapter is a PEFT folder, and full weights are a Hugging Face checkpoint. Each is written once
+from the snapshot's files, inside the snapshot's own folder, and is deleted with it when the journal
+forgets the snapshot. Hard links keep the files of the engine's current full weights: an engine that
+dies receives them again, even if the journal has forgotten the snapshot.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.engines.sampler import Checkpoint
 from megatron_vlm.serve.journal.journal_records import SamplingSession
-from megatron_vlm.serve.rank_models import ModelSettings
+from megatron_vlm.serve.served_models import ModelSettings
 
 FORM = "engine"  # the folder's name
 

@@ -28,18 +28,15 @@ _NO_MEMORY = (
 )
 PAUSE_S = 0.5
 REPEAT_WARNING_S = 60.0  # seconds between two warnings
+# Exceptions that end the service. Its next start repeats what they interrupted from the journal.
+ENDS_SERVICE = (BrokenError, Stopped)
 
 
 class CallFailedError(WorkerError):
     """Failure of a call that its client did not cause. The service goes on."""
 
 
-# Errors that reading a request may raise.
-REFUSALS = (*USERS, CallFailedError)
-
-
-# Exceptions that end the service. Its next start repeats what they interrupted from the journal.
-ENDS_SERVICE = (BrokenError, Stopped)
+REFUSALS = (*USERS, CallFailedError)  # errors that reading a request may raise
 
 
 @contextmanager
@@ -67,8 +64,7 @@ def catch_error(report: Callable[[Exception], None]) -> Iterator[None]:
 
 def ended_session() -> Failure:
     """Return the failure of a sample whose session has ended."""
-    error = RequestError(": the session has ended", key="sampling_session_id")
-    return failure_of(error)
+    return failure_of(RequestError(": the session has ended", key="sampling_session_id"))
 
 
 def failure_of(error: Exception) -> Failure:
@@ -84,8 +80,7 @@ def failure_of(error: Exception) -> Failure:
 
 
 def _is_of_collective(error: BaseException) -> bool:
-    """Return whether a collective raised this error. In that case other ranks may have met it, too,
-    and no rank can go on."""
+    """Return whether a collective raised this error, which other ranks may have met, too."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = bool(frames) and f"torch{os.sep}distributed{os.sep}" in frames[-1].filename
     named = any(name in str(error) for name in ("gloo", "NCCL"))
@@ -102,8 +97,14 @@ class Trouble:
 
     @staticmethod
     def from_error(error: BaseException) -> "Trouble":
-        """Record the error, and print it for the operator of the service."""
-        _show(error)
+        """Record the error, and print it for the operator of the service. The traceback is left out
+        where memory has run out or the operating system has raised the error."""
+        if lacks_memory(error) or isinstance(error, OSError):
+            print_to_user(f"a call failed: {type(error).__name__}: {error}")
+        else:
+            print_to_user("a call failed by an error of this program; please report it:")
+            for line in "".join(traceback.format_exception(error)).splitlines():
+                print(escape_controls(line), file=sys.stderr, flush=True)
         return Trouble(_client_message(error), _is_of_collective(error))
 
 
@@ -114,17 +115,6 @@ def bare(error: Exception) -> Exception:
         return CallFailedError(Trouble.from_error(error).message)
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
-
-
-def _show(error: BaseException) -> None:
-    """Print the error for the operator of the service. The traceback is included, unless memory has
-    run out or the operating system has raised the error."""
-    if lacks_memory(error) or isinstance(error, OSError):
-        print_to_user(f"a call failed: {type(error).__name__}: {error}")
-    else:
-        print_to_user("a call failed by an error of this program; please report it:")
-        for line in "".join(traceback.format_exception(error)).splitlines():
-            print(escape_controls(line), file=sys.stderr, flush=True)
 
 
 def _client_message(error: BaseException) -> str:

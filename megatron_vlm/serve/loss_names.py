@@ -17,12 +17,11 @@ _SAMPLED = {"logprobs": "old_log_probs", "advantages": "advantages"}
 
 @dataclass(frozen=True)
 class LossMapping:
-    """Loss of the client protocol. `clips`: default thresholds of the ratio; None where the loss
-    does not clip."""
+    """Loss of the client protocol."""
 
     loss: str
     inputs: Mapping[str, str]
-    clips: tuple[float, float] | None = None
+    clips: tuple[float, float] | None = None  # default thresholds of the ratio, if the loss clips
     options: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -22,7 +22,7 @@ from megatron_vlm.version import __version__
 
 if TYPE_CHECKING:
     from megatron_vlm.distributed.agreement import Signals
-    from megatron_vlm.serve.rank_models import ModelCommands
+    from megatron_vlm.serve.served_models import ModelCommands
 
 
 def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
@@ -30,7 +30,7 @@ def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
     with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         from megatron_vlm.controller.rank_worker import BrokenError
         from megatron_vlm.distributed.agreement import Signals
-        from megatron_vlm.serve.rank_models import ModelCommands, Models
+        from megatron_vlm.serve.served_models import ModelCommands, Models
 
         signals = signals or Signals()
         with ExitStack() as opened:
@@ -56,23 +56,23 @@ def _lead(cfg: Config, commands: "ModelCommands", opened: ExitStack) -> None:
     from megatron_vlm.serve.startup import open_service
 
     try:
-        server = open_service(cfg, commands, opened)
+        service, server, address = open_service(cfg, commands, opened)
     except Stopped:  # a signal while the engines load
         commands.end()
         return
     dims = commands.models.base.dims
     print_to_user(
-        f"{__version__} serves {cfg.model.path} at {server.address} (tp={dims.tp} pp={dims.pp} "
-        f"dp={dims.dp}). Clients set TINKER_BASE_URL={server.address}"
+        f"{__version__} serves {cfg.model.path} at {address} (tp={dims.tp} pp={dims.pp} "
+        f"dp={dims.dp}). Clients set TINKER_BASE_URL={address}"
     )
     try:
-        server.service.run()
+        service.run()
     except Stopped:
         print_to_user(
             "stopping: what is in memory is kept, and what waits is done when it starts again"
         )
-        server.front.stop()
-        server.service.close()
+        server.stop()
+        service.close()
         commands.end()
 
 

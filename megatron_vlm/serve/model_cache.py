@@ -22,8 +22,8 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.atomic import partial_of
 from megatron_vlm.serve.failures import catch_error, undo_on_error
 from megatron_vlm.serve.journal.journal import Journal
-from megatron_vlm.serve.journal.journal_records import Call, Model, SamplingSession
-from megatron_vlm.serve.rank_models import BASE, ModelCommands, ModelSettings
+from megatron_vlm.serve.journal.journal_records import Call, SamplingSession
+from megatron_vlm.serve.served_models import BASE, ModelCommands, ModelSettings
 
 Redo = Callable[["LoadedModel", Call], None]
 
@@ -76,7 +76,10 @@ class ModelCache:
     ) -> None:
         """Create a model with its initial weights, or with those of a checkpoint."""
         self._check(form)
-        self._make_room(form)
+        capacity = self.counts["adapters" if form.rank else "full_models"]
+        forms = {id: each.form for id, each in self.models.items()}
+        for surplus in _oldest_surplus(forms, form, capacity):
+            self.offload(surplus)
         folder = None if source is None else str(source)
         self._make(id, form, True, folder, moments)
         self.models[id] = LoadedModel(id, form, 0, 0)
@@ -119,7 +122,9 @@ class ModelCache:
         record = self.journal.model(id)
         assert record is not None and record.state == "ready", f"{id} is not there"
         form = ModelSettings.from_json(record.facts["form"])
-        source, moments = (record.folder, True) if record.folder else _initial_state(record)
+        source, moments = record.folder, True
+        if source is None:  # no state was saved since the creation
+            source, moments = record.source, bool(record.facts.get("moments", True))
         self.create(id, form, source, moments)
         loaded = self.models[id]
         loaded.applied = loaded.saved = record.saved
@@ -129,12 +134,6 @@ class ModelCache:
                 self.redo(loaded, call)
         self._record_swap(started)
 
-    def _make_room(self, form: ModelSettings) -> None:
-        capacity = self.counts["adapters" if form.rank else "full_models"]
-        forms = {id: each.form for id, each in self.models.items()}
-        for id in _oldest_surplus(forms, form, capacity):
-            self.offload(id)
-
     def offload(self, id: str) -> None:
         """Save the model to disk, and free its memory."""
         if self._is_wanted(id):
@@ -142,9 +141,8 @@ class ModelCache:
         self.forget(id)
 
     def put_away_silent(self) -> None:
-        """Offload the models whose clients have gone silent, so that scripts that end without
-        notice do not hold memory any longer. Models of a finished session end soon, and are not
-        offloaded."""
+        """Offload the models whose clients have gone silent, as scripts do that end without notice.
+        Models of a finished session end soon, and are not offloaded."""
         live = self.journal.live_models()
         for id in [id for id in self.models if id not in live]:
             model = self.journal.model(id)
@@ -165,8 +163,7 @@ class ModelCache:
             gc.collect()  # hooks and modules refer to each other
 
     def keep(self, loaded: LoadedModel) -> None:
-        """Save the state of the model, unless it is saved. Accumulated gradients are not saved: the
-        journal has their calls."""
+        """Save the state of the model, unless it is saved. The journal has its gradients' calls."""
         if loaded.applied > loaded.saved:
             folder = self.new_folder("states")
 
@@ -181,8 +178,7 @@ class ModelCache:
         loaded.unsaved_s = 0.0
 
     def keep_all(self) -> None:
-        """Save all models before the service stops. A model that cannot be saved is rebuilt from
-        the journal."""
+        """Save all models before the service stops, except those that cannot be saved."""
         for loaded in self.models.values():
             with catch_error(partial(_report_unsaved, loaded.id)):
                 if self._is_wanted(loaded.id):
@@ -221,9 +217,8 @@ class ModelCache:
         return folder
 
     def delete_orphan_folders(self) -> None:
-        """Delete the folders that no row of the journal names. Such a folder remains if a
-        call has failed, or a process has died, before the row was written. All folders of this
-        process are in the journal by now, since calls run one after the other."""
+        """Delete the folders that no row of the journal names, because a call has failed or a
+        process has died before. No call runs now, so no folder is still without its row."""
         folders = [
             path for kind in ("states", "weights") for path in (self.journal.run / kind).glob("*")
         ]
@@ -231,12 +226,6 @@ class ModelCache:
         for folder in folders:
             if folder not in in_journal:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _initial_state(model: Model) -> tuple[Path | None, bool]:
-    """Return the checkpoint that a model without a saved state starts from, and whether it includes
-    the optimizer's moments."""
-    return model.source, bool(model.facts.get("moments", True))
 
 
 def _oldest_surplus(

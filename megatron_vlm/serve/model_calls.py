@@ -19,6 +19,7 @@ from megatron_vlm.serve.journal.journal_records import (
     Call,
     Changes,
     CheckpointKind,
+    Done,
     ModelChange,
     NamedCheckpoint,
     Outcome,
@@ -30,9 +31,7 @@ from megatron_vlm.serve.journal.journal_records import (
 )
 from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
 from megatron_vlm.serve.protocol.payloads import RequestError
-from megatron_vlm.serve.rank_models import ModelCommands, ModelSettings
-
-Done = tuple[Outcome, Changes]
+from megatron_vlm.serve.served_models import ModelCommands, ModelSettings
 
 # {switch of lora_config: the part of the model that it gives adapters}
 _PARTS = {"train_attn": "attention", "train_mlp": "mlp", "train_unembed": "head"}

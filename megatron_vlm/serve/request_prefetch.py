@@ -53,18 +53,20 @@ class RequestPrefetcher:
 
     def take(self, call: Call) -> Any:
         """Return the Batch or SampleAsk of a call, and forget it."""
-        future = self._future_of(call)
+        future = self.futures.get(call.request_id)
+        # The call's turn has come, so it is read here and not behind the others.
+        if future is not None and (future.cancel() or _is_put_off(future)):
+            future = None
         self.drop(call)
-        return future.result()
+        return self.read(call) if future is None else future.result()
 
     def look(self, call: Call) -> Any:
         """Return the Batch or SampleAsk of a call without forgetting it; None where it cannot be
         read, or has to wait for its turn."""
         future = self.futures.get(call.request_id)
         if future is None or future.cancel():
-            future = self.futures[call.request_id] = _completed_future(
-                lambda: self._read_ahead(call)
-            )
+            future = _completed_future(lambda: self._read_ahead(call))
+            self.futures[call.request_id] = future
         return None if future.exception() else future.result()
 
     def is_ready(self, call: Call) -> bool:
@@ -90,27 +92,13 @@ class RequestPrefetcher:
         """Stop reading."""
         self.pool.shutdown(cancel_futures=True)
 
-    def _future_of(self, call: Call) -> "Future[Any]":
-        future = self.futures.get(call.request_id)
-        # The call's turn has come, so it is read here and not behind the others.
-        if future is None or future.cancel() or _is_put_off(future):
-            future = self.futures[call.request_id] = _completed_future(lambda: self._read(call))
-        return future
-
-    def sample(self, call: Call) -> SampleAsk:
-        """Read the request of a sample in the calling thread, which may be any."""
-        ask = self._read(call)
-        assert isinstance(ask, SampleAsk)
-        return ask
-
     def put(self, call: Call, ask: SampleAsk) -> None:
         """Store the request of a sample that was read elsewhere."""
         if call.request_id not in self.futures:
             self.futures[call.request_id] = _completed_future(lambda: ask)
 
     def _read_ahead(self, call: Call) -> Batch | SampleAsk | None:
-        """Read a request ahead. Return None where its pictures have to wait until other requests
-        are done."""
+        """Read a request ahead, unless its pictures have to wait until other requests are done."""
 
         def room(pixels: int) -> None:
             if pixels and sum(list(self.pixels.values())) + pixels > self.most_pixels:
@@ -121,13 +109,13 @@ class RequestPrefetcher:
                 self.pixels[call.request_id] = pixels
 
         try:
-            return self._read(call, room)
+            return self.read(call, room)
         except NoRoomError:
             return None
 
-    def _read(self, call: Call, room: Callable[[int], None] | None = None) -> Batch | SampleAsk:
-        """Read a request. An error is stored until the call's turn, so it is raised without its
-        traceback, which would keep decoded pictures in memory."""
+    def read(self, call: Call, room: Callable[[int], None] | None = None) -> Any:
+        """Return the Batch or SampleAsk of a call. An error may be stored until the call's turn, so
+        it is raised without its traceback, which would keep decoded pictures in memory."""
         reader = self.reader if room is None else self.reader.for_request(room)
         try:
             with self.journal.reads.record_attempt(call.request_id):

@@ -30,8 +30,7 @@ MAX_REQUEST_PIXELS = 2**30  # maximum pixels in the pictures of a request
 
 
 class NoRoomError(MegatronVLMError):
-    """Refusal to decode the pictures of a request now, because they would take too much memory.
-    They may be decoded later."""
+    """Refusal to decode the pictures of a request now, for lack of memory."""
 
 
 class RowReader:
@@ -51,8 +50,7 @@ class RowReader:
         self.room: Callable[[int], None] | None = None
 
     def for_request(self, room: Callable[[int], None]) -> "RowReader":
-        """Return a copy of the reader for a single request. It calls `room` with the pixels of the
-        request, and `room` may raise an error."""
+        """Return a copy for one request, which calls `room` with its pixels; that may raise."""
         reader = copy(self)
         reader.room = room
         return reader
@@ -63,8 +61,7 @@ class RowReader:
         return self._row(chunks, where)
 
     def admit(self, prompts: Iterable[tuple[Sequence[Chunk], str]]) -> None:
-        """Check the tokens and the picture headers of the prompts of a request. Each prompt comes
-        with its name for errors."""
+        """Check the tokens and picture headers of the prompts of a request, each with its name."""
         pixels = 0
         for chunks, where in prompts:
             pixels += self._count_pixels(chunks, where)
@@ -125,7 +122,6 @@ class RowReader:
         return replace(row, pixel_values_PC=pixels_PC, image_grid_I3=torch.tensor(grids))
 
     def _size(self, picture: Picture, where: str) -> tuple[int, int]:
-        """Return the height and width from the header of a picture."""
         if picture.size is not None:
             raise RequestError(
                 "is not supported",
@@ -191,9 +187,6 @@ def _read_by(form: LossMapping) -> str:
     return ", ".join(("target_tokens", *form.inputs))
 
 
-# The next part converts a forward_backward for the ranks, and its metrics for the client.
-
-
 @dataclass(frozen=True)
 class Batch:
     """Parsed forward_backward: its rows, longest first and dealt to the replicas."""
@@ -210,8 +203,7 @@ class Batch:
         return sum(len(row.ids_S) for row in self.rows)
 
     def in_datum_order(self, log_probs: Sequence[Tensor]) -> list[np.ndarray]:
-        """Return the log-probs of the rows in the order of the datums, in the shapes of their
-        targets."""
+        """Return the log-probs of the rows by datum, in the shapes of their targets."""
         by_datum: list[np.ndarray] = [np.empty(0)] * len(self.order)
         for place, row_log_probs in zip(self.order, log_probs, strict=True):
             by_datum[place] = row_log_probs.float().reshape(self.shapes[place]).numpy()
@@ -219,7 +211,7 @@ class Batch:
 
 
 def read_batch(body: bytes, reader: RowReader, replicas: int) -> Batch:
-    """Read a forward_backward request. Errors name the field."""
+    """Read a forward_backward request."""
     request = read_forward_backward(body)
     form = form_of(request.loss)
     options = options_of(request.loss, request.options)
@@ -245,17 +237,16 @@ def metrics_of(batch: Batch, log_probs: Sequence[Tensor]) -> dict[str, float]:
     """Compute the metrics of a forward pass from its log-probs, as a backward pass reports them."""
     objective = Objective.create(batch.loss, batch.options)
     masks = [row.targets != IGNORE for row in batch.rows if row.targets is not None]
-    target_log_probs = [
-        log_probs_SJ[mask] for log_probs_SJ, mask in zip(log_probs, masks, strict=True)
-    ]
+
+    def of_targets(per_row: Iterable[Tensor]) -> Tensor:
+        return torch.cat([each_SJ[mask] for each_SJ, mask in zip(per_row, masks, strict=True)])
+
     values = {
-        name: torch.cat(
-            [row.values_S[name][mask] for row, mask in zip(batch.rows, masks, strict=True)]
-        )
-        for name in objective.value_names
+        name: of_targets(row.values_S[name] for row in batch.rows) for name in objective.value_names
     }
-    tokens_of_rows = torch.tensor([int(mask.sum()) for mask in masks])
-    values[SEQUENCES] = torch.arange(len(masks)).repeat_interleave(tokens_of_rows)
-    loss_M, report = objective.of_tokens(torch.cat(target_log_probs), None, values)
+    values[SEQUENCES] = of_targets(
+        torch.full(mask.shape, number) for number, mask in enumerate(masks)
+    )
+    loss_M, report = objective.of_tokens(of_targets(log_probs), None, values)
     means = {f"{name}:mean": float(each.double().mean()) for name, each in report.items()}
     return {"loss:sum": float(loss_M.double().sum()), **means}

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
@@ -27,13 +26,13 @@ from megatron_vlm.serve.protocol.payloads import (
 )
 from megatron_vlm.serve.protocol.prompt_targets import NOTHING, PromptTargets, read_prompt_targets
 from megatron_vlm.serve.protocol.requests import read_prompt
-from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.requests_as_rows import RowReader
+from megatron_vlm.serve.served_models import ModelCommands
 
 
 @dataclass(frozen=True, eq=False)
 class SampleAsk:
-    """Parsed asample request."""
+    """Parsed request of samples."""
 
     prompt: Row
     settings: SamplingSettings
@@ -47,12 +46,12 @@ class SampleAsk:
     # last tokens, before these. Tokens of pictures have log-probs, because clients multiply them by
     # weights of 0.
     hidden_S: np.ndarray
-    answers: tuple[Completion, ...] | None = None  # set once they are drawn
+    answers: tuple[Completion, ...] = ()  # set once they are drawn
 
     @property
     def needs_ranks(self) -> bool:
-        """True if the response needs results that only the ranks can compute. An engine returns
-        only the log-probs of the answers' tokens, at temperature 1."""
+        """True if only the ranks can compute a part of the response. An engine returns only the
+        log-probs of the answers' tokens, at temperature 1."""
         scores_more = self.prompt_log_probs or self.top_prompt or self.top_sample
         return bool(scores_more) or self.targets is not None or self.is_tempered
 
@@ -72,8 +71,7 @@ class StopWords:
     def ids_and_texts(
         self, stop: str | list[str] | list[int] | None
     ) -> tuple[list[int], list[str]]:
-        """Return stop ids and stop texts. Decoding skips special tokens, so a special token's text
-        becomes its id."""
+        """Return stop ids and stop texts. Decoding skips special tokens, so they stop by id."""
         if stop is None:
             return list(self.ends), []
         stops = [stop] if isinstance(stop, str) else stop
@@ -97,10 +95,9 @@ class SampleBounds:
 def read_ask(
     body: bytes, reader: RowReader, stops: StopWords, drawn_seed: int, bounds: SampleBounds
 ) -> SampleAsk:
-    """Read a sampling request. Errors name the field. `drawn_seed` is the seed of a request that
-    sets none."""
+    """Read a sampling request. `drawn_seed` is the seed of a request that sets none."""
     form = schemas.SampleForm.model_validate_json(body)
-    prompt = reader.prompt(read_prompt({"chunks": form.prompt.chunks}, "prompt"), "prompt")
+    prompt = reader.prompt(read_prompt(form.prompt.chunks), "prompt")
     params, length = form.sampling_params, len(prompt.ids_S)
     room = bounds.longest - length
     if room < 1:
@@ -143,7 +140,7 @@ def read_ask(
         form.topk_prompt_logprobs,
         form.topk_sample_logprobs,
         None if targets is None else _targets(targets, length, reader.tokens),
-        _hidden_mask(length, form.prompt_logprobs_last_n),
+        np.arange(length) < max(1, length - (form.prompt_logprobs_last_n or length)),
     )
 
 
@@ -152,36 +149,33 @@ def complete(commands: ModelCommands, weights: str, asks: Sequence[SampleAsk]) -
     the model or weights that have drawn them."""
     scored = _score_prompts(commands, weights, asks)
     return [
-        write_samples(_samples(commands, weights, ask, ask.answers or (), log_probs))
+        write_samples(_samples(commands, weights, ask, log_probs))
         for ask, log_probs in zip(asks, scored, strict=True)
     ]
 
 
 def answers_to_bytes(ask: SampleAsk) -> bytes:
     """Return the response to a request that needs nothing but an engine's answers."""
-    assert ask.answers is not None and not ask.needs_ranks
+    assert ask.answers and not ask.needs_ranks
     return write_samples(Samples(_as_sampled(ask.answers, [None] * len(ask.answers))))
 
 
 def at_temperature(
     commands: ModelCommands, weights: str, asks: Sequence[SampleAsk]
 ) -> list[SampleAsk]:
-    """Return the requests with log-probs of an engine's answers at the temperature that they were
-    drawn at. The engine returns log-probs at temperature 1, and the log-prob of a single token
-    cannot be converted to another temperature."""
+    """Return the requests with log-probs of their answers at the temperature that they were drawn
+    at. An engine returns those at temperature 1, which cannot be converted token by token."""
     tempered = list(asks)
     for temperature in sorted({ask.settings.temperature for ask in asks if ask.is_tempered}):
         places = [p for p, ask in enumerate(asks) if ask.settings.temperature == temperature]
-        pairs = [
-            (asks[place].prompt, each) for place in places for each in asks[place].answers or ()
-        ]
+        pairs = [(asks[place].prompt, each) for place in places for each in asks[place].answers]
         rows = [replace(continue_row(prompt, each.ids), values_S={}) for prompt, each in pairs]
         forward = commands.models.forward
         scored = iter(commands.call(forward, weights, batch_of(rows), temperature))
         for place in places:
             answers = tuple(
                 replace(each, log_probs=tuple(next(scored)[-len(each.ids) :].tolist()))
-                for each in asks[place].answers or ()
+                for each in asks[place].answers
             )
             tempered[place] = replace(asks[place], answers=answers)
     return tempered
@@ -195,10 +189,14 @@ def _score_prompts(
     names: list[tuple[int, str]] = []
     for place, ask in enumerate(asks):
         if ask.prompt_log_probs and len(ask.prompt.ids_S) > 1:
-            rows.append(replace(ask.prompt, targets=_next_tokens(ask.prompt)[:, None]))
+            next_S = torch.cat([ask.prompt.ids_S[1:], torch.tensor([IGNORE])])
+            rows.append(replace(ask.prompt, targets=next_S[:, None]))
             names.append((place, "prompt"))
         if ask.targets is not None:
-            rows.append(replace(ask.prompt, targets=_rows_of(ask.targets)))
+            # The last token has no targets.
+            ids_SJ = np.pad(ask.targets.ids_RJ, ((0, 1), (0, 0)), constant_values=NOTHING)
+            targets_SJ = torch.from_numpy(np.where(ids_SJ == NOTHING, IGNORE, ids_SJ))
+            rows.append(replace(ask.prompt, targets=targets_SJ))
             names.append((place, "targets"))
     scored: list[dict[str, np.ndarray]] = [{} for _ in asks]
     if rows:
@@ -209,11 +207,7 @@ def _score_prompts(
 
 
 def _samples(
-    commands: ModelCommands,
-    weights: str,
-    ask: SampleAsk,
-    answers: Sequence[Completion],
-    scored: dict[str, np.ndarray],
+    commands: ModelCommands, weights: str, ask: SampleAsk, scored: dict[str, np.ndarray]
 ) -> Samples:
     prompt_log_probs = top_prompt = targets = None
     hidden_S = ask.hidden_S
@@ -231,8 +225,8 @@ def _samples(
         top_prompt.ids[hidden_S], top_prompt.log_probs[hidden_S] = NO_TOKEN, NO_LOG_PROB
     if ask.targets is not None:
         targets = ask.targets.answer(scored["targets"][:-1].astype(np.float32))
-    tops = _tops(commands, weights, ask, answers)
-    return Samples(_as_sampled(answers, tops), prompt_log_probs, top_prompt, targets)
+    tops = _tops(commands, weights, ask)
+    return Samples(_as_sampled(ask.answers, tops), prompt_log_probs, top_prompt, targets)
 
 
 def _as_sampled(answers: Sequence[Completion], tops: Sequence[TopK | None]) -> tuple[Sampled, ...]:
@@ -247,14 +241,12 @@ def _as_sampled(answers: Sequence[Completion], tops: Sequence[TopK | None]) -> t
     )
 
 
-def _tops(
-    commands: ModelCommands, weights: str, ask: SampleAsk, answers: Sequence[Completion]
-) -> list[TopK | None]:
+def _tops(commands: ModelCommands, weights: str, ask: SampleAsk) -> list[TopK | None]:
     """Return the most likely tokens at each place of the answers."""
     if not ask.top_sample:
-        return [None] * len(answers)
+        return [None] * len(ask.answers)
     length, rows = len(ask.prompt.ids_S), []
-    for answer in answers:
+    for answer in ask.answers:
         row = continue_row(ask.prompt, answer.ids)
         targets_S = torch.full_like(row.ids_S, IGNORE)
         targets_S[length - 1 : -1] = 0
@@ -270,26 +262,11 @@ def _top(found_Sk2: np.ndarray) -> TopK:
     return TopK(found_Sk2[..., 0].astype(np.int32), found_Sk2[..., 1].astype(np.float32))
 
 
-def _next_tokens(prompt: Row) -> Tensor:
-    """Return the next token of each place, and IGNORE for the last place."""
-    return torch.cat([prompt.ids_S[1:], torch.full((1,), IGNORE)])
-
-
-def _hidden_mask(length: int, last_n: int | None) -> np.ndarray:
-    return np.arange(length) < max(1, 0 if last_n is None else length - last_n)
-
-
 def _targets(fields: Mapping[str, object], length: int, tokens: Tokens) -> PromptTargets:
     targets = read_prompt_targets(fields, length)
     target_ids = targets.ids_RJ[targets.ids_RJ != NOTHING]
     check_ids(target_ids, tokens, "target_prompt_logprobs")  # other requests share its pass
     return targets
-
-
-def _rows_of(targets: PromptTargets) -> Tensor:
-    """Return the targets as [S, J]; the last token has none."""
-    ids_RJ = np.where(targets.ids_RJ == NOTHING, IGNORE, targets.ids_RJ)
-    return torch.from_numpy(np.pad(ids_RJ, ((0, 1), (0, 0)), constant_values=IGNORE))
 
 
 def _spread_seed(seed: int) -> int:

@@ -19,9 +19,9 @@ from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.serve.failures import REFUSALS, bare, failure_of
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Failure, Finished
-from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.sample_calls import SampleAsk
+from megatron_vlm.serve.served_models import ModelCommands
 
 SAMPLE_TURN_S = 0.1  # seconds of decoding before finished and new requests are handled
 MAX_ROUNDS = 64  # maximum rounds of decoding in that time
@@ -68,8 +68,8 @@ class SampleTurn:
 
 
 class SampleTurns:
-    """Scheduler of samples on rank 0. `answer` completes requests whose answers are drawn, and
-    `finish` writes the results of calls."""
+    """Scheduler of samples on rank 0. `answer` completes drawn requests, and `finish` writes the
+    results of calls."""
 
     def __init__(
         self,
@@ -168,14 +168,14 @@ class SampleTurns:
                 leave = ()
             if not batch.inside and not turn.waiting:
                 return
-            if time.monotonic() >= ends and self._may_wait(batch):
+            if time.monotonic() >= ends and self._may_suspend(batch):
                 return
             if not self._has_alone(batch):
                 known = turn.begun | {call.request_id for call in turn.waiting}
                 arrived = [call for call in arriving() if call.request_id not in known]
                 turn.waiting += [call for call in arrived if self.prefetcher.is_ready(call)]
 
-    def _may_wait(self, batch: SampleBatch) -> bool:
+    def _may_suspend(self, batch: SampleBatch) -> bool:
         """Return whether a turn may end before all samples are drawn."""
         suspended = sum(bool(each.inside) for each in self.batches.values() if each is not batch)
         return suspended < SUSPENDED and not batch.ids() & self.again
@@ -187,8 +187,7 @@ class SampleTurns:
         return any(self._is_alone(each.call) for each in batch.inside.values())
 
     def _choose_joining(self, turn: SampleTurn) -> list[InProgress]:
-        """Return the waiting requests that the ranks have rows for. Requests of the key with the
-        fewest rows come first."""
+        """Return the waiting requests that the ranks have rows for, by turns of the keys."""
         batch, joining = turn.batch, []
         rows: Counter[str] = Counter()
         load = [0] * self.replicas
@@ -238,11 +237,9 @@ class SampleTurns:
         batch, started = turn.batch, time.monotonic()
         prompts = batch_of([each.ask.prompt for each in joining]) if joining else None
         requests = [each.request.as_json() for each in joining]
-        draw, leaving = self.models.draw, list(leave)
+        drawing = batch.weights, prompts, requests, list(leave), self.rounds
         try:
-            progress = self.commands.call(
-                draw, batch.weights, prompts, requests, leaving, self.rounds
-            )
+            progress = self.commands.call(self.models.draw, *drawing)
         except BrokenError:
             raise
         except MegatronVLMError as error:
@@ -275,14 +272,13 @@ class SampleTurns:
         self._finish(turn, results, calls)
 
     def _record_failure(self, turn: SampleTurn, error: MegatronVLMError) -> None:
-        """Handle an error of the whole batch. Where it has several requests, each will be drawn
-        alone."""
-        inside, turn.batch.inside = list(turn.batch.inside.values()), {}
-        if len(inside) > 1:
-            self.alone |= {each.call.request_id for each in inside}
-            turn.waiting += [each.call for each in inside]
+        """Handle an error of the whole batch. If it has several requests, each is drawn alone."""
+        calls = [each.call for each in turn.batch.inside.values()]
+        turn.batch.inside = {}
+        if len(calls) > 1:
+            self.alone |= {call.request_id for call in calls}
+            turn.waiting += calls
             return
-        calls = [each.call for each in inside]
         failure = failure_of(bare(error))
         self._finish(turn, [Finished(call.request_id, failure) for call in calls], calls)
 

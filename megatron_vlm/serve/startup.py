@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +26,21 @@ from megatron_vlm.serve.http.request_limits import RequestLimits
 from megatron_vlm.serve.journal.accept import Bounds
 from megatron_vlm.serve.journal.cleanup import JournalExpiry
 from megatron_vlm.serve.journal.journal import Journal
-from megatron_vlm.serve.loop import Service
-from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.sample_calls import SampleBounds, StopWords
+from megatron_vlm.serve.served_models import ModelCommands
+from megatron_vlm.serve.service import Service
 from megatron_vlm.version import __version__
 
-# Maximum tokens of an engine, unless engine.max_len sets another number or the model's own
-# maximum is smaller.
-ENGINE_MAX_LEN = 32768
+ENGINE_MAX_LEN = 32768  # tokens of a prompt and its answer, where engine.max_len is not set
 
 
-@dataclass(frozen=True)
-class Opened:
-    """Open service, and the address at which it answers."""
-
-    service: Service
-    front: FrontServer
-    address: str
-
-
-def open_service(cfg: Config, commands: ModelCommands, opened: ExitStack) -> Opened:
-    """Open all parts of the service. `opened` closes the journal and the engines."""
+def open_service(
+    cfg: Config, commands: ModelCommands, opened: ExitStack
+) -> tuple[Service, FrontServer, str]:
+    """Open all parts of the service, and return its address, too. `opened` closes the journal and
+    the engines."""
     limits = limits_of(cfg.serve.limits)
     keys = None if cfg.serve.keys is None else ApiKeys(Path(cfg.serve.keys))
     base = commands.models.base
@@ -62,7 +54,7 @@ def open_service(cfg: Config, commands: ModelCommands, opened: ExitStack) -> Ope
     )
     engine_sampling = None
     if cfg.engine.name != OWN:  # before the HTTP server: engines load for minutes
-        settings = engine_settings(cfg, commands, limits, samples)
+        settings = _engine_settings(cfg, commands, limits, samples)
         engines = EngineThread()
         opened.callback(engines.close)
         engines.start(cfg.engine, settings, commands.wait)
@@ -75,7 +67,7 @@ def open_service(cfg: Config, commands: ModelCommands, opened: ExitStack) -> Ope
     server = FrontServer(app, cfg.serve.host, cfg.serve.port)
     port = server.start()
     host = f"[{cfg.serve.host}]" if ":" in cfg.serve.host else cfg.serve.host
-    return Opened(service, server, cfg.serve.url or f"http://{host}:{port}")
+    return service, server, cfg.serve.url or f"http://{host}:{port}"
 
 
 def limits_of(limits: Mapping[str, Any]) -> RequestLimits:
@@ -95,16 +87,14 @@ def limits_of(limits: Mapping[str, Any]) -> RequestLimits:
 def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
     if cfg.engine.name == OWN:
         return SampleBounds(limits.max_tokens, longest, min_temperature=COLDEST)
-    kind = engine_kind(cfg.engine.name)
     longest = min(longest, cfg.engine.max_len or ENGINE_MAX_LEN)
-    whose = "the engine (engine.max_len)"
-    return SampleBounds(limits.max_tokens, longest, whose, kind.min_temperature)
+    least = engine_kind(cfg.engine.name).min_temperature
+    return SampleBounds(limits.max_tokens, longest, "the engine (engine.max_len)", least)
 
 
-def engine_settings(
+def _engine_settings(
     cfg: Config, commands: ModelCommands, limits: RequestLimits, bounds: SampleBounds
 ) -> EngineSettings:
-    """Return the settings that all engines share."""
     serve, base = cfg.serve, commands.models.base
     return EngineSettings.from_config(
         cfg.engine,

@@ -16,16 +16,15 @@ from megatron_vlm.planner.memory import estimate
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.serve.failures import undo_on_error
 from megatron_vlm.serve.http import schemas
-from megatron_vlm.serve.journal.journal_records import Call, Changes, ModelChange, Outcome
+from megatron_vlm.serve.journal.journal_records import Call, Changes, Done, ModelChange, Outcome
 from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
 from megatron_vlm.serve.protocol.answers import write_forward_backward
 from megatron_vlm.serve.protocol.payloads import RequestError
-from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.requests_as_rows import Batch, figures_of, metrics_of
+from megatron_vlm.serve.served_models import ModelCommands
 from megatron_vlm.training.optimizer_step import AdamStep
 
 _GIB = 2**30
-Done = tuple[Outcome, Changes]
 # The log-probs of the rows of a batch, and its metrics.
 Computed = tuple[Sequence[Tensor], Mapping[str, float]]
 
@@ -42,8 +41,7 @@ class TrainingCalls:
         }
 
     def forward_backward(self, calls: Sequence[tuple[Call, Batch]]) -> list[Done]:
-        """Run the forward_backward calls of different models. A forward_only call must be the only
-        one."""
+        """Run the calls of different models. A call with forward_only must be the only one."""
         models = [self.model_cache.model(call.owner) for call, _ in calls]
         batches = [batch for _, batch in calls]
         if batches[0].forward_only:
@@ -54,8 +52,7 @@ class TrainingCalls:
             self._check_fits(loaded, batch)
         before = [self.models.backwards_of(each.id) for each in models]
 
-        def forget_changed() -> None:
-            """Forget models that have received new gradients: they are restored from disk."""
+        def forget_changed() -> None:  # models with new gradients are restored from disk
             for loaded, count in zip(models, before, strict=True):
                 if self.models.backwards_of(loaded.id) != count:
                     self.model_cache.forget(loaded.id)
@@ -93,7 +90,7 @@ class TrainingCalls:
         norm = self._step(loaded, call.seq, schemas.OptimStep.model_validate_json(body).adam_params)
         # JSON has no form for a norm that is not finite.
         metrics = {"grad_norm": norm} if math.isfinite(norm) else {"skipped_not_finite": 1.0}
-        steps = self.models.step_of(loaded.id)
+        steps = self.models.workers[loaded.id].steps
         change = ModelChange(call.owner, figures={"steps": steps, **metrics})
         answer = json.dumps({"metrics": metrics}).encode()
         return Outcome(answer), Changes(models=(change,))

@@ -13,22 +13,26 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("t
 @pytest.mark.parametrize(
     ("changed", "picked", "spared"),
     [
-        # The kills start the service as a program, so no import leads to its journal.
-        ("megatron_vlm/serve/journal/journal.py", "serve/test_kills.py", "model/test_moe.py"),
+        ("megatron_vlm/serve/journal/journal.py", "serve/test_faults.py", "model/test_moe.py"),
         (
             "megatron_vlm/hf/export_weights.py",
             "engines/test_vllm.py",
             "distributed/test_network.py",
         ),
-        ("megatron_vlm/report/gone.py", "report/test_rl_report.py", "serve/test_kills.py"),
+        ("megatron_vlm/report/gone.py", "report/test_rl_report.py", "distributed/test_network.py"),
         ("configs/model/qwen3_vl_2b.yaml", "run/test_elastic.py", "distributed/test_network.py"),
-        ("scripts/train_nodes.sh", "run/test_elastic.py", "serve/test_kills.py"),
+        ("scripts/train_nodes.sh", "run/test_elastic.py", "serve/test_faults.py"),
         ("tests/support/trl_policy_losses.py", "training/test_trl_losses.py", "run/test_faults.py"),
-        ("tests/support/fake_service.py", "serve/test_kills.py", "run/test_elastic.py"),
+        # Its environment has a python of its own, so no import leads to this program.
+        (
+            "tests/support/tinker_client/front_client.py",
+            "serve/test_tinker_client.py",
+            "run/test_elastic.py",
+        ),
         ("tests/support/vllm_engine/serve.py", "engines/test_vllm.py", "run/test_elastic.py"),
-        ("tests/lora/test_lora.py", "lora/test_lora.py", "serve/test_kills.py"),
+        ("tests/lora/test_lora.py", "lora/test_lora.py", "serve/test_faults.py"),
         # A program of the client's environment names this file, and is no module of the graph.
-        ("tests/serve/test_tinker_converters.py", "serve/test_tinker_converters.py", None),
+        ("tests/serve/test_tinker_client.py", "serve/test_tinker_client.py", None),
         ("constraints.txt", "package/test_docker.py", None),
         ("README.md", None, "engines/test_vllm.py"),
     ],
@@ -41,7 +45,7 @@ def test_a_change_picks_what_it_may_break(changed, picked, spared):
 
 def test_the_nearest_files_play_first_and_the_others_stay_due(monkeypatch, capsys):
     """Files are due by the commit at which they passed, and a part of all files plays anyway."""
-    near, far = "tests/serve/test_kills.py", "tests/rl/test_engine.py"
+    near, far = "tests/serve/test_faults.py", "tests/rl/test_engine.py"
     record = {file: {"commit": "new", "seconds": 50.0} for file in FILES}
     record[near]["commit"] = record[far]["commit"] = "old"
     journal = ["megatron_vlm/serve/journal/journal.py", "megatron_vlm/errors.py"]

@@ -412,10 +412,7 @@ def test_what_is_not_supported_is_said_by_name(service):
         ({"sampling_params": {"stop": [1, "a"]}}, "sampling_params.stop: give a text, a list of"),
         ({"sampling_params": {"stop": [-1]}}, "sampling_params.stop: give"),
         ({"sampling_params": {"stop": {}}}, "sampling_params.stop: give"),
-        (
-            {"topk_sample_logprobs": 600},
-            "topk_sample_logprobs=600 exceeds the 509 tokens",
-        ),
+        ({"topk_sample_logprobs": 600}, "topk_sample_logprobs=600 exceeds the 509 tokens"),
         # The loss would be refused later, so no sample is drawn for it.
         ({"record_stability_info": True}, "record_stability_info: the loss stable_reinforce"),
         ({"seq_id": "x"}, "seq_id"),

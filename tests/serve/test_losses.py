@@ -246,11 +246,7 @@ def test_weights_are_1_where_none_are_given(pool, tiny):
     [
         ("ppo", {"clip_low": 0.2}, {"allowed": ("clip_low_threshold", "clip_high_threshold")}),
         ("cross_entropy", {"beta": 1.0}, {"problem_has": "cross_entropy"}),
-        (
-            "ppo",
-            {"clip_low_threshold": 1.0},
-            {"found": 1.0, "problem_has": "1.0 to 1.2"},
-        ),
+        ("ppo", {"clip_low_threshold": 1.0}, {"found": 1.0, "problem_has": "1.0 to 1.2"}),
         ("ppo", {"clip_high_threshold": "1.3"}, {"found": "1.3"}),
         ("ppo", {"clip_low_threshold": -math.inf}, {"found": -math.inf}),
         ("ppo", {"clip_high_threshold": -math.inf}, {"found": -math.inf}),

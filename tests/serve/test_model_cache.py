@@ -15,7 +15,7 @@ from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Changes, ModelChange
 from megatron_vlm.serve.model_cache import ModelCache
 from megatron_vlm.serve.model_calls import ModelCalls
-from megatron_vlm.serve.rank_models import ModelSettings
+from megatron_vlm.serve.served_models import ModelSettings
 from tests.serve.test_journal import DONE, a_model, a_step, pass_time
 from tests.support.error_fields import raises
 from tests.support.fake_calls import opened

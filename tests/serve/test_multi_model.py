@@ -256,9 +256,7 @@ def done_at(run: Path, promise: str) -> float:
 @pytest.mark.slow
 @pytest.mark.rotate(1)
 @pytest.mark.parametrize(
-    "layout",
-    [(), ("parallel.pp=2",), ("launch.processes=2",)],
-    ids=["1x1x1", "pp2", "dp2"],
+    "layout", [(), ("parallel.pp=2",), ("launch.processes=2",)], ids=["1x1x1", "pp2", "dp2"]
 )
 def test_samples_come_and_go_and_wait_between_turns(layout, tiny, tmp_path):
     """Each answer equals the one that is drawn alone.

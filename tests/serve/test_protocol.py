@@ -1,11 +1,10 @@
 # .venv/bin/python -m pytest tests/serve/test_protocol.py
 """Requests and answers of the service, by its own messages: what is read, what is refused in which
-words, and that bytes of any kind end in nothing but a RequestError. test_tinker_converters.py
-has the client's own converters on the other side."""
+words, and that bytes of any kind end in nothing but a RequestError. test_tinker_client.py has the
+client's own converters on the other side."""
 
 import base64
 import contextlib
-import json
 import random
 import struct
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_vlm.serve.protocol.answers import write_forward_backward, write_samples
 from megatron_vlm.serve.protocol.compression import MAX_WINDOW, MAX_ZSTD_FRAMES, decompress
@@ -166,325 +166,234 @@ def image(**fields: Any) -> Callable[[Any], None]:
     return change
 
 
-def several(*changes: Callable[[Any], object]) -> Callable[[Any], None]:
-    return lambda request: [change(request) for change in changes]
+def tokens(content: bytes) -> Callable[[Any], None]:
+    return lambda r: setattr(r.data[0].model_input[0].encoded_text, "tokens", content)
 
 
-REFUSED: dict[str, tuple[Callable[[Any], object], dict[str, Any]]] = {
-    "no model": (
-        lambda r: r.ClearField("model_id"),
-        dict(key="model_id", allowed_has="create_model"),
+WEIGHTS, OTHER_WEIGHTS = (f'data[{datum}].loss_fn_inputs["weights"]' for datum in (0, 1))
+TARGETS = 'data[0].loss_fn_inputs["target_tokens"]'
+TOKENS = "data[0].model_input[0].encoded_text.tokens"
+IMAGE = "data[1].model_input[1].image"
+
+
+def refused(given: Any, key: str, **fields: Any) -> tuple[Any, dict[str, Any]]:
+    """What is given, or the change that makes a request wrong, and the fields of the error."""
+    return given, {"key": key, **fields}
+
+
+REFUSED = {
+    "no model": refused(lambda r: r.ClearField("model_id"), "model_id", allowed_has="create_model"),
+    "no number": refused(lambda r: r.ClearField("seq_id"), "seq_id", found=0),
+    "negative number": refused(lambda r: setattr(r, "seq_id", -3), "seq_id", found=-3),
+    "no loss": refused(lambda r: r.ClearField("loss_fn"), "loss_fn"),
+    "no data": refused(lambda r: r.ClearField("data"), "data", problem_has=0),
+    "no chunks": refused(
+        lambda r: r.data[0].ClearField("model_input"), "data[0].model_input", problem_has="0 chunks"
     ),
-    "no number": (lambda r: r.ClearField("seq_id"), dict(key="seq_id", found=0)),
-    "negative number": (lambda r: setattr(r, "seq_id", -3), dict(key="seq_id", found=-3)),
-    "no loss": (lambda r: r.ClearField("loss_fn"), dict(key="loss_fn")),
-    "no data": (lambda r: r.ClearField("data"), dict(key="data", problem_has=0)),
-    "no chunks": (
-        lambda r: r.data[0].ClearField("model_input"),
-        dict(key="data[0].model_input", problem_has="0 chunks"),
-    ),
-    "no tokens": (
-        lambda r: setattr(r.data[0].model_input[0].encoded_text, "tokens", b""),
-        dict(key="data[0].model_input", problem_has="1 chunks"),
-    ),
-    "an empty chunk": (
+    "no tokens": refused(tokens(b""), "data[0].model_input", problem_has="1 chunks"),
+    "an empty chunk": refused(
         lambda r: r.data[1].model_input.add(),
-        dict(key="data[1].model_input[2]", found=[], allowed=("encoded_text", "image")),
+        "data[1].model_input[2]",
+        found=[],
+        allowed=("encoded_text", "image"),
     ),
-    "two chunks in one": (
+    "two chunks in one": refused(
         lambda r: setattr(r.data[1].model_input[0].image, "format", "png"),
-        dict(key="data[1].model_input[0]", found=["encoded_text", "image"]),
+        "data[1].model_input[0]",
+        found=["encoded_text", "image"],
     ),
-    "audio": (
+    "audio": refused(
         lambda r: setattr(r.data[1].model_input.add().dmel, "dmel", b"abc"),
-        dict(key="data[1].model_input[2]", problem_has="audio (dmel)"),
+        "data[1].model_input[2]",
+        problem_has="audio (dmel)",
     ),
-    "half a token": (
-        lambda r: setattr(r.data[0].model_input[0].encoded_text, "tokens", b"12345"),
-        dict(key="data[0].model_input[0].encoded_text.tokens", problem_has="5 bytes"),
+    "half a token": refused(tokens(b"12345"), TOKENS, problem_has="5 bytes"),
+    "a negative token": refused(
+        tokens(b"\0\0\0\0" + b"\xff" * 4), f"{TOKENS}[1]", found=-1, allowed_has=2**31 - 1
     ),
-    "a negative token": (
-        lambda r: setattr(
-            r.data[0].model_input[0].encoded_text, "tokens", b"\0\0\0\0" + b"\xff" * 4
-        ),
-        dict(key="data[0].model_input[0].encoded_text.tokens[1]", found=-1, allowed_has=2**31 - 1),
+    "no file": refused(image(data=b""), f"{IMAGE}.data", problem_has="0 bytes"),
+    "gif": refused(image(format="gif"), f"{IMAGE}.format", found="gif", allowed=("png", "jpeg")),
+    "another format": refused(
+        image(format="jpeg"), f"{IMAGE}.format", found="jpeg", problem_has="png"
     ),
-    "no file": (
-        image(data=b""),
-        dict(key="data[1].model_input[1].image.data", problem_has="0 bytes"),
+    "no picture": refused(
+        image(data=b"RIFF1234WEBP"), f"{IMAGE}.format", found="png", problem_has="b'RIFF1234'"
     ),
-    "gif": (
-        image(format="gif"),
-        dict(key="data[1].model_input[1].image.format", found="gif", allowed=("png", "jpeg")),
-    ),
-    "another format": (
-        image(format="jpeg"),
-        dict(key="data[1].model_input[1].image.format", found="jpeg", problem_has="png"),
-    ),
-    "no picture": (
-        image(data=b"RIFF1234WEBP"),
-        dict(key="data[1].model_input[1].image.format", found="png", problem_has="b'RIFF1234'"),
-    ),
-    "no format": (
-        image(format=""),
-        dict(key="data[1].model_input[1].image.format", found="", allowed=("png", "jpeg")),
-    ),
-    "negative count": (
-        image(expected_tokens=-4),
-        dict(key="data[1].model_input[1].image.expected_tokens", found=-4),
-    ),
-    "count of 0": (
-        image(expected_tokens=0),
-        dict(key="data[1].model_input[1].image.expected_tokens", found=0),
-    ),
-    "no width": (
+    "count of 0": refused(image(expected_tokens=0), f"{IMAGE}.expected_tokens", found=0),
+    "no width": refused(
         lambda r: setattr(r.data[1].model_input[1].image.override_dimensions, "width", 0),
-        dict(
-            key="data[1].model_input[1].image.override_dimensions.width", found=0, problem_has=65536
-        ),
+        f"{IMAGE}.override_dimensions.width",
+        found=0,
+        problem_has=65536,
     ),
-    "a long side": (
+    "a long side": refused(
         lambda r: setattr(r.data[1].model_input[1].image.override_dimensions, "height", 65537),
-        dict(key="data[1].model_input[1].image.override_dimensions.height", found=65537),
+        f"{IMAGE}.override_dimensions.height",
+        found=65537,
     ),
-    "no targets": (
+    "no targets": refused(
         lambda r: r.data[1].loss_fn_inputs.pop(0),
-        dict(key='data[1].loss_fn_inputs["target_tokens"]', problem_has="missing"),
+        'data[1].loss_fn_inputs["target_tokens"]',
+        problem_has="missing",
     ),
-    "targets as floats": (
-        targets([1, 2, 3], FLOAT32),
-        dict(key='data[0].loss_fn_inputs["target_tokens"].dtype', found="float32"),
+    "targets as floats": refused(targets([1, 2, 3], FLOAT32), f"{TARGETS}.dtype", found="float32"),
+    "no target": refused(targets([]), f"{TARGETS}.shape", found=[0]),
+    "a negative target": refused(targets([1, -100, 2]), f"{TARGETS}[1]", found=-100),
+    "a large target": refused(targets([1, 2, 2**31]), f"{TARGETS}[2]", found=2**31),
+    "weights of another shape": refused(
+        weights([[1], [2], [3]]), f"{WEIGHTS}.shape", found=[3, 1], problem_has=[3]
     ),
-    "no target": (
-        targets([]),
-        dict(key='data[0].loss_fn_inputs["target_tokens"].shape', found=[0]),
-    ),
-    "a negative target": (
-        targets([1, -100, 2]),
-        dict(key='data[0].loss_fn_inputs["target_tokens"][1]', found=-100),
-    ),
-    "a large target": (
-        targets([1, 2, 2**31]),
-        dict(key='data[0].loss_fn_inputs["target_tokens"][2]', found=2**31),
-    ),
-    "fewer weights": (
-        weights([1, 2]),
-        dict(key='data[0].loss_fn_inputs["weights"].shape', found=[2], problem_has=[3]),
-    ),
-    "weights of another shape": (
-        weights([[1], [2], [3]]),
-        dict(key='data[0].loss_fn_inputs["weights"].shape', found=[3, 1], problem_has=[3]),
-    ),
-    "fewer advantages": (
+    "fewer advantages": refused(
         lambda r: tensor(named(r.data[0], "advantages"), [1.0]),
-        dict(key='data[0].loss_fn_inputs["advantages"].shape', found=[1], problem_has=[3]),
+        'data[0].loss_fn_inputs["advantages"].shape',
+        found=[1],
+        problem_has=[3],
     ),
-    "more log-probs": (
+    "more log-probs": refused(
         lambda r: tensor(named(r.data[0], "logprobs"), [1.0] * 4),
-        dict(key='data[0].loss_fn_inputs["logprobs"].shape', found=[4], problem_has=[3]),
+        'data[0].loss_fn_inputs["logprobs"].shape',
+        found=[4],
+        problem_has=[3],
     ),
-    "no mask": (
+    "no mask": refused(
         lambda r: tensor(named(r.data[0], "sequence_ratio_mask"), []),
-        dict(key='data[0].loss_fn_inputs["sequence_ratio_mask"].shape', found=[0], problem_has=[3]),
+        'data[0].loss_fn_inputs["sequence_ratio_mask"].shape',
+        found=[0],
+        problem_has=[3],
     ),
-    "nan": (
-        weights([1, np.nan, np.inf]),
-        dict(key='data[0].loss_fn_inputs["weights"][1]', found_has="nan"),
-    ),
-    "inf": (
+    "nan": refused(weights([1, np.nan, np.inf]), f"{WEIGHTS}[1]", found_has="nan"),
+    "inf": refused(
         lambda r: tensor(named(r.data[0], "advantages"), [1, 2, -np.inf]),
-        dict(key='data[0].loss_fn_inputs["advantages"][2]', found_has="-inf"),
+        'data[0].loss_fn_inputs["advantages"][2]',
+        found_has="-inf",
     ),
-    "nan of two dimensions": (
-        csr([1, np.nan, 1], [0, 2, 2, 3], [0, 1, 0]),
-        dict(key='data[1].loss_fn_inputs["weights"][0, 1]', found_has="nan"),
+    "nan of two dimensions": refused(
+        csr([1, np.nan, 1], [0, 2, 2, 3], [0, 1, 0]), f"{OTHER_WEIGHTS}[0, 1]", found_has="nan"
     ),
-    "values and shape": (
+    "values and shape": refused(
         weights([1, 2, 3], [8]),
-        dict(
-            key='data[0].loss_fn_inputs["weights"].shape',
-            found=[8],
-            problem_has="8 values, and there are 3",
-        ),
+        f"{WEIGHTS}.shape",
+        found=[8],
+        problem_has="8 values, and there are 3",
     ),
-    "a shape beyond int64": (
-        weights([1, 2, 3], [2**31 - 1, 2**31 - 1]),
-        dict(
-            key='data[0].loss_fn_inputs["weights"].shape',
-            found=[2**31 - 1, 2**31 - 1],
-            problem_has=4611686014132420609,
-        ),
+    "a shape beyond int64": refused(
+        weights([1, 2, 3], [2**31 - 1] * 2),
+        f"{WEIGHTS}.shape",
+        found=[2**31 - 1] * 2,
+        problem_has=4611686014132420609,
     ),
-    "a product of 0": (
-        weights([], [0, 2**62]),
-        dict(
-            key='data[0].loss_fn_inputs["weights"].shape',
-            found=[0, 2**62],
-            problem_has=2**31 - 1,
-        ),
+    "a product of 0": refused(
+        weights([], [0, 2**62]), f"{WEIGHTS}.shape", found=[0, 2**62], problem_has=2**31 - 1
     ),
-    "a product that wraps": (
-        weights([], [2**32, 2**32]),
-        dict(
-            key='data[0].loss_fn_inputs["weights"].shape',
-            found=[2**32, 2**32],
-            problem_has=2**31 - 1,
-        ),
-    ),
-    "negative shape": (
-        weights([1, 2, 3], [-3]),
-        dict(key='data[0].loss_fn_inputs["weights"].shape', found=[-3]),
-    ),
-    "two negatives": (
-        weights([1, 2, 3], [-1, -3]),
-        dict(key='data[0].loss_fn_inputs["weights"].shape', found=[-1, -3]),
-    ),
-    "many dimensions": (
+    "two negatives": refused(weights([1, 2, 3], [-1, -3]), f"{WEIGHTS}.shape", found=[-1, -3]),
+    "many dimensions": refused(
         weights([1, 2, 3], [3, 1, 1]),
-        dict(
-            key='data[0].loss_fn_inputs["weights"].shape',
-            found=[3, 1, 1],
-            problem_has="3 dimensions",
-        ),
+        f"{WEIGHTS}.shape",
+        found=[3, 1, 1],
+        problem_has="3 dimensions",
     ),
-    "half a value": (
+    "half a value": refused(
         lambda r: setattr(named(r.data[0], "weights"), "dense", b"1234567"),
-        dict(key='data[0].loss_fn_inputs["weights"]', problem_has="7 bytes"),
+        WEIGHTS,
+        problem_has="7 bytes",
     ),
-    "no dtype": (
+    "no dtype": refused(
         lambda r: setattr(named(r.data[0], "weights"), "dtype", 0),
-        dict(
-            key='data[0].loss_fn_inputs["weights"].dtype',
-            found=0,
-            allowed_has="1 (float32), 2 (int64), 3 (int32), 4 (bfloat16)",
-        ),
+        f"{WEIGHTS}.dtype",
+        found=0,
+        allowed_has="1 (float32), 2 (int64), 3 (int32), 4 (bfloat16)",
     ),
-    "another dtype": (
-        lambda r: setattr(named(r.data[0], "weights"), "dtype", -5),
-        dict(key='data[0].loss_fn_inputs["weights"].dtype', found=-5),
+    "neither": refused(
+        lambda r: named(r.data[0], "weights").ClearField("dense"), WEIGHTS, problem_has="no values"
     ),
-    "neither": (
-        lambda r: named(r.data[0], "weights").ClearField("dense"),
-        dict(key='data[0].loss_fn_inputs["weights"]', problem_has="no values"),
-    ),
-    "both": (
+    "both": refused(
         lambda r: setattr(named(r.data[1], "weights"), "dense", b"1234"),
-        dict(key='data[1].loss_fn_inputs["weights"]', problem_has="both"),
+        OTHER_WEIGHTS,
+        problem_has="both",
     ),
-    "one dimension, sparse": (
-        csr([1], [0, 1], [0], [1]),
-        dict(key='data[1].loss_fn_inputs["weights"].shape', found=[1], problem_has="sparse_csr"),
+    "one dimension, sparse": refused(
+        csr([1], [0, 1], [0], [1]), f"{OTHER_WEIGHTS}.shape", found=[1], problem_has="sparse_csr"
     ),
-    "crow of another length": (
+    "crow of another length": refused(
         csr([1], [0, 1], [0]),
-        dict(
-            key='data[1].loss_fn_inputs["weights"].sparse_csr.crow_indices',
-            problem_has="2 numbers for 3 rows",
-        ),
+        f"{OTHER_WEIGHTS}.sparse_csr.crow_indices",
+        problem_has="2 numbers for 3 rows",
     ),
-    "crow that falls": (
-        csr([1, 1, 1], [0, 3, 2, 3], [0, 1, 0]),
-        dict(
-            key='data[1].loss_fn_inputs["weights"].sparse_csr.crow_indices[2]',
-            found=2,
-            problem_has=3,
-        ),
-    ),
-    "crow beyond int64": (
+    "crow beyond int64": refused(
         csr([1], [0, 2**63 - 1, -(2**63), 1], [0]),
-        dict(
-            key='data[1].loss_fn_inputs["weights"].sparse_csr.crow_indices[2]',
-            found=-(2**63),
-            problem_has=2**63 - 1,
-        ),
+        f"{OTHER_WEIGHTS}.sparse_csr.crow_indices[2]",
+        found=-(2**63),
+        problem_has=2**63 - 1,
     ),
-    "crow that begins late": (
+    "crow that begins late": refused(
         csr([1], [1, 1, 1, 1], [0]),
-        dict(
-            key='data[1].loss_fn_inputs["weights"].sparse_csr.crow_indices',
-            problem_has="from 1 to 1",
-        ),
+        f"{OTHER_WEIGHTS}.sparse_csr.crow_indices",
+        problem_has="from 1 to 1",
     ),
-    "crow that ends early": (
+    "crow that ends early": refused(
         csr([1, 2], [0, 1, 1, 1], [0, 1]),
-        dict(
-            key='data[1].loss_fn_inputs["weights"].sparse_csr.crow_indices',
-            problem_has="from 0 to 1, and there are 2",
-        ),
+        f"{OTHER_WEIGHTS}.sparse_csr.crow_indices",
+        problem_has="from 0 to 1, and there are 2",
     ),
-    "columns of another length": (
+    "columns of another length": refused(
         csr([1, 1], [0, 1, 1, 2], [0]),
-        dict(
-            key='data[1].loss_fn_inputs["weights"].sparse_csr.col_indices',
-            problem_has="1 numbers for 2 values",
-        ),
+        f"{OTHER_WEIGHTS}.sparse_csr.col_indices",
+        problem_has="1 numbers for 2 values",
     ),
-    "a column outside": (
+    "a column outside": refused(
         csr([1, 1], [0, 1, 1, 2], [0, 2]),
-        dict(
-            key='data[1].loss_fn_inputs["weights"].sparse_csr.col_indices[1]',
-            found=2,
-            allowed_has="0 to 1",
-        ),
+        f"{OTHER_WEIGHTS}.sparse_csr.col_indices[1]",
+        found=2,
+        allowed_has="0 to 1",
     ),
-    "a negative column": (
+    "a negative column": refused(
         csr([1], [0, 1, 1, 1], [-1]),
-        dict(
-            key='data[1].loss_fn_inputs["weights"].sparse_csr.col_indices[0]',
-            found=-1,
-            problem_has="2 columns",
-        ),
+        f"{OTHER_WEIGHTS}.sparse_csr.col_indices[0]",
+        found=-1,
+        problem_has="2 columns",
     ),
-    "a column twice": (
+    "a column twice": refused(
         csr([1, 1], [0, 2, 2, 2], [1, 1]),
-        dict(
-            key='data[1].loss_fn_inputs["weights"].sparse_csr.col_indices[1]',
-            found=1,
-            problem_has="1 in row 0",
-        ),
+        f"{OTHER_WEIGHTS}.sparse_csr.col_indices[1]",
+        found=1,
+        problem_has="1 in row 0",
     ),
-    "too large once dense": (
-        csr([], [0], [], [2**13, 2**14]),
-        dict(
-            key='data[1].loss_fn_inputs["weights"].shape',
-            found=[8192, 16384],
-            problem_has=f"{2**27} entries, above {MAX_DENSE_CELLS}",
-        ),
+    "too large together": refused(
+        lambda r: [
+            sparse(named(r.data[0], "advantages"), [], [0], [], [2**13, 2**12]),
+            csr([], [0], [], [2**13, 2**12 + 1])(r),
+        ],
+        f"{OTHER_WEIGHTS}.shape",
+        found=[8192, 4097],
+        problem_has=f"{2**26 + 2**13} entries, above {MAX_DENSE_CELLS}",
     ),
-    "too large together": (
-        several(
-            lambda r: sparse(named(r.data[0], "advantages"), [], [0], [], [2**13, 2**12]),
-            csr([], [0], [], [2**13, 2**12 + 1]),
-        ),
-        dict(
-            key='data[1].loss_fn_inputs["weights"].shape',
-            found=[8192, 4097],
-            problem_has=2**26 + 2**13,
-        ),
-    ),
-    "an input twice": (
+    "an input twice": refused(
         lambda r: tensor(r.data[0].loss_fn_inputs.add(key="weights").value, [1.0] * 3),
-        dict(key='data[0].loss_fn_inputs["weights"]', problem_has="2 times"),
+        WEIGHTS,
+        problem_has="2 times",
     ),
-    "a long name": (
+    "a long name": refused(
         lambda r: r.data[0].loss_fn_inputs.add(key="\n" * 2000),
-        dict(key='data[0].loss_fn_inputs["' + "\\n" * 80 + '..."]', problem_has="no values"),
+        'data[0].loss_fn_inputs["' + "\\n" * 80 + '..."]',
+        problem_has="no values",
     ),
-    "an option of nothing": (
-        lambda r: r.loss_fn_config_v2.add(key="x"),
-        dict(key='loss_fn_config_v2["x"]', problem_has="neither"),
+    "an option of nothing": refused(
+        lambda r: r.loss_fn_config_v2.add(key="x"), 'loss_fn_config_v2["x"]', problem_has="neither"
     ),
-    "an option of both": (
+    "an option of both": refused(
         lambda r: setattr(r.loss_fn_config_v2[0].value, "text", "a"),
-        dict(key='loss_fn_config_v2["clip_low"]', problem_has="both"),
+        'loss_fn_config_v2["clip_low"]',
+        problem_has="both",
     ),
-    "an option twice": (
+    "an option twice": refused(
         lambda r: setattr(r.loss_fn_config_v2.add(key="kind").value, "number", 1),
-        dict(key='loss_fn_config_v2["kind"]', problem_has="2 times"),
+        'loss_fn_config_v2["kind"]',
+        problem_has="2 times",
     ),
-    "an option that is nan": (
+    "an option that is nan": refused(
         lambda r: setattr(r.loss_fn_config_v2[0].value, "number", np.nan),
-        dict(key='loss_fn_config_v2["clip_low"]', found_has="nan"),
+        'loss_fn_config_v2["clip_low"]',
+        found_has="nan",
     ),
 }
 
@@ -493,39 +402,24 @@ REFUSED: dict[str, tuple[Callable[[Any], object], dict[str, Any]]] = {
 def test_refused(name):
     change, fields = REFUSED[name]
     body = changed(change)
-    with raises(RequestError, **fields) as refused:
+    with raises(RequestError, **fields) as error:
         read_forward_backward(body)
-    assert len(str(refused.value)) < 500
+    assert len(str(error.value)) < 500
 
 
 NO_PROTOBUF = {
-    "a group": (
-        b"\x0b\x0c",
-        dict(place="the body", problem_has="byte 0 begins a field of the wire type 3"),
-    ),
-    "a cut number": (b"\x10\x80", dict(place="the body", problem_has="byte 1 is cut off at 2")),
-    "a long number": (
-        b"\x10" + b"\xff" * 12,
-        dict(place="the body", problem_has="byte 1 has more than 10 bytes"),
-    ),
-    "a cut field": (
-        b"\x0a\x05abc",
-        dict(place="the body", problem_has="byte 0 ends at 7, and what it is in at 5"),
-    ),
+    "a group": (b"\x0b\x0c", dict(problem_has="byte 0 begins a field of the wire type 3")),
+    "a cut number": (b"\x10\x80", dict(problem_has="byte 1 is cut off at 2")),
+    "a long number": (b"\x10" + b"\xff" * 12, dict(problem_has="byte 1 has more than 10 bytes")),
+    "a cut field": (b"\x0a\x05abc", dict(problem_has="byte 0 ends at 7, and what it is in at 5")),
     "a cut field within": (
         b"\x1a\x02\x0a\x05",
-        dict(place="the body", problem_has="byte 2 ends at 9, and what it is in at 4"),
+        dict(problem_has="byte 2 ends at 9, and what it is in at 4"),
     ),
-    "a cut fixed field": (b"\x99\x06123", dict(place="the body", problem_has="byte 0 ends at 10")),
-    "text that is none": (
-        b"\x0a\x02\xff\xff",
-        {},
-    ),
-    "zstd": (
-        zstandard.compress(bytes(100)),
-        dict(place="the body", remedy_has="Content-Encoding: zstd"),
-    ),
-    "JSON": (b'{"model_id": "x"}', dict(place="the body", problem_has="not a protobuf message")),
+    "a cut fixed field": (b"\x99\x06123", dict(problem_has="byte 0 ends at 10")),
+    "text that is none": (b"\x0a\x02\xff\xff", {}),
+    "zstd": (zstandard.compress(bytes(100)), dict(remedy_has="Content-Encoding: zstd")),
+    "JSON": (b'{"model_id": "x"}', dict(problem_has="not a protobuf message")),
 }
 
 
@@ -601,22 +495,14 @@ def test_cut_requests_are_read_or_refused():
 
 
 def test_a_prompt_is_read():
+    sized = dict(expected_tokens=12, override_dimensions={"width": 3, "height": 4})
     chunks = read_prompt(
-        {
-            "chunks": [
-                {"type": "encoded_text", "tokens": [1, 2**31 - 1]},
-                {"type": "image", "data": base64.b64encode(PNG).decode(), "format": "png"},
-                {
-                    "type": "image",
-                    "data": base64.b64encode(JPEG).decode(),
-                    "format": "jpeg",
-                    "expected_tokens": 12,
-                    "override_dimensions": {"width": 3, "height": 4},
-                },
-                {"type": "encoded_text", "tokens": []},
-            ]
-        },
-        "prompt",
+        [
+            *of_text([1, 2**31 - 1]),
+            *of_image(data=base64.b64encode(PNG).decode()),
+            *of_image(data=base64.b64encode(JPEG).decode(), format="jpeg", **sized),
+            *of_text([]),
+        ]
     )
     assert isinstance(chunks[0], Text) and chunks[0].tokens.dtype == np.int32
     assert chunks[0].tokens.tolist() == [1, 2**31 - 1]
@@ -624,102 +510,71 @@ def test_a_prompt_is_read():
     assert len(chunks[3].tokens) == 0
 
 
-def of_text(tokens: Any) -> dict[str, Any]:
-    return {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+def of_text(tokens: Any) -> list[dict[str, Any]]:
+    return [{"type": "encoded_text", "tokens": tokens}]
 
 
-def of_image(**fields: Any) -> dict[str, Any]:
-    return {"chunks": [{"type": "image", "data": "AAAA", "format": "png"} | fields]}
+def of_image(**fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "image", "data": "AAAA", "format": "png"} | fields]
 
 
+CHUNK = "prompt.chunks[0]"
 REFUSED_PROMPTS = {
-    "a list": ([1, 2], dict(key="prompt", found=[1, 2])),
-    "no list": ({"chunks": {}}, dict(key="prompt", found={"chunks": {}})),
-    "empty": ({"chunks": []}, dict(key="prompt.chunks", problem_has="0 chunks")),
-    "no tokens": (of_text([]), dict(key="prompt.chunks", problem_has="1 chunks")),
-    "a number": (
-        {"chunks": [5]},
-        dict(key="prompt.chunks[0]", found=5, allowed=("encoded_text", "image")),
+    "empty": refused([], "prompt.chunks", problem_has="0 chunks"),
+    "no tokens": refused(of_text([]), "prompt.chunks", problem_has="1 chunks"),
+    "no type": refused([{"tokens": [1]}], CHUNK, allowed=("encoded_text", "image")),
+    "a pointer": refused(
+        [{"type": "image_asset_pointer", "location": "file:///etc/passwd"}],
+        CHUNK,
+        problem_has="image_asset_pointer",
     ),
-    "no type": (
-        {"chunks": [{"tokens": [1]}]},
-        dict(key="prompt.chunks[0]", found={"tokens": [1]}),
+    "audio": refused([{"type": "dmel", "dmel": ""}], CHUNK, problem_has="audio (dmel)"),
+    "text": refused(of_text("abc"), f"{CHUNK}.tokens", found="abc"),
+    "a fraction": refused(of_text([1, 2.0]), f"{CHUNK}.tokens[1]", found=2.0),
+    "true": refused(of_text([True]), f"{CHUNK}.tokens[0]", found=True),
+    "negative": refused(of_text([0, -1]), f"{CHUNK}.tokens[1]", found=-1),
+    "large": refused(of_text([2**31]), f"{CHUNK}.tokens[0]", found=2**31),
+    "no base64": refused(of_image(data="A&=="), f"{CHUNK}.data", problem_has="base64"),
+    "no ASCII": refused(of_image(data="ää"), f"{CHUNK}.data", problem_has="base64"),
+    "no text": refused(of_image(data=5), f"{CHUNK}.data", found=5),
+    "no data": refused(of_image(data=""), f"{CHUNK}.data", problem_has="0 bytes"),
+    "a text as a picture": refused(of_image(), f"{CHUNK}.format", found="png"),
+    "a list of formats": refused(of_image(format=["png"]), f"{CHUNK}.format", found=["png"]),
+    "a count of text": refused(
+        of_image(expected_tokens="4"), f"{CHUNK}.expected_tokens", found="4"
     ),
-    "a pointer": (
-        {"chunks": [{"type": "image_asset_pointer", "location": "file:///etc/passwd"}]},
-        dict(key="prompt.chunks[0]", problem_has="image_asset_pointer"),
+    "a long count": refused(
+        of_image(expected_tokens=10**4000), f"{CHUNK}.expected_tokens", found=10**4000
     ),
-    "audio": (
-        {"chunks": [{"type": "dmel", "dmel": ""}]},
-        dict(key="prompt.chunks[0]", problem_has="audio (dmel)"),
+    "no sides": refused(
+        of_image(override_dimensions=5), f"{CHUNK}.override_dimensions.width", found=None
     ),
-    "text": (of_text("abc"), dict(key="prompt.chunks[0].tokens", found="abc")),
-    "a fraction": (of_text([1, 2.0]), dict(key="prompt.chunks[0].tokens[1]", found=2.0)),
-    "true": (of_text([True]), dict(key="prompt.chunks[0].tokens[0]", found=True)),
-    "negative": (
-        of_text([0, -1]),
-        dict(key="prompt.chunks[0].tokens[1]", found=-1),
-    ),
-    "large": (of_text([2**31]), dict(key="prompt.chunks[0].tokens[0]", found=2**31)),
-    "no base64": (of_image(data="A&=="), dict(key="prompt.chunks[0].data", problem_has="base64")),
-    "no letter of base64": (
-        of_image(data="AA*AA"),
-        dict(key="prompt.chunks[0].data", problem_has="base64"),
-    ),
-    "no ASCII": (of_image(data="ää"), dict(key="prompt.chunks[0].data", problem_has="base64")),
-    "no text": (of_image(data=5), dict(key="prompt.chunks[0].data", found=5)),
-    "no data": (of_image(data=""), dict(key="prompt.chunks[0].data", problem_has="0 bytes")),
-    "gif": (
-        of_image(format="gif"),
-        dict(key="prompt.chunks[0].format", found="gif", allowed=("png", "jpeg")),
-    ),
-    "a text as a picture": (of_image(), dict(key="prompt.chunks[0].format", found="png")),
-    "a list of formats": (
-        of_image(format=["png"]),
-        dict(key="prompt.chunks[0].format", found=["png"]),
-    ),
-    "a count of text": (
-        of_image(expected_tokens="4"),
-        dict(key="prompt.chunks[0].expected_tokens", found="4"),
-    ),
-    "negative count": (
-        of_image(expected_tokens=-1),
-        dict(key="prompt.chunks[0].expected_tokens", found=-1),
-    ),
-    "a long count": (
-        of_image(expected_tokens=10**4000),
-        dict(key="prompt.chunks[0].expected_tokens", found=10**4000),
-    ),
-    "no sides": (
-        of_image(override_dimensions=5),
-        dict(key="prompt.chunks[0].override_dimensions.width", found=None),
-    ),
-    "one side": (
+    "one side": refused(
         of_image(override_dimensions={"width": 3}),
-        dict(key="prompt.chunks[0].override_dimensions.height", found=None),
+        f"{CHUNK}.override_dimensions.height",
+        found=None,
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_PROMPTS)
 def test_refused_prompts(name):
-    value, fields = REFUSED_PROMPTS[name]
-    with raises(RequestError, **fields) as refused:
-        read_prompt(value, "prompt")
-    assert len(str(refused.value)) < 500
+    chunks, fields = REFUSED_PROMPTS[name]
+    with raises(RequestError, **fields) as error:
+        read_prompt(chunks)
+    assert len(str(error.value)) < 500
 
 
 @settings(max_examples=300)
 @given(st.integers(0, 2**32))
 def test_mutated_prompts_are_read_or_refused(seed):
-    both = {"chunks": of_text([1, 2])["chunks"] + of_image(expected_tokens=3)["chunks"]}
-    text = mutate_json(both, random.Random(seed))
+    text = mutate_json(of_text([1, 2]) + of_image(expected_tokens=3), random.Random(seed))
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        chunks = TypeAdapter(list[dict[str, Any]]).validate_json(text)
+    except ValidationError:
         return
     try:
-        assert read_prompt(value, "prompt")
+        assert read_prompt(chunks)
     except RequestError as error:
         assert len(str(error)) < 3000
 
@@ -828,19 +683,9 @@ def test_chosen_tokens_are_read():
             dict(problem_has="3 numbers for 3 rows"),
         ),
         (
-            SPARSE | {"sparse_crow_indices": [0, 3, 1, 3]},
-            ".sparse_crow_indices[2]",
-            dict(found=1, problem_has=3),
-        ),
-        (
             SPARSE | {"sparse_col_indices": [9, 0, 1]},
             ".sparse_col_indices[0]",
             dict(found=9, problem_has="9 columns"),
-        ),
-        (
-            SPARSE | {"sparse_col_indices": [8, 1, 1]},
-            ".sparse_col_indices[2]",
-            dict(found=1, problem_has="1 in row 1"),
         ),
         (
             SPARSE | {"sparse_col_indices": [[8, 0, 1]]},

@@ -174,12 +174,14 @@ def test_full_training_is_that_of_plain_pytorch(client, path, record_property):
 
 @pytest.mark.slow
 def test_adapters_are_those_of_peft(client, path, running, record_property):
+    check_against_peft(client.model(6, seed=5), path, running, record_property)
+
+
+def check_against_peft(model: Model, path: str, running: Running, record_property: Any) -> None:
     """PEFT trains the initial adapter after a download, and the service trains it, too."""
-    model = client.model(6, seed=5)
     model.save_external("begin")
-    peft = PeftModel.from_pretrained(
-        load_reference(path), exported(running, model, "begin"), is_trainable=True
-    )
+    begun = exported(running, model, "begin")
+    peft = PeftModel.from_pretrained(load_reference(path), begun, is_trainable=True)
     worst = [compare(trained(model, path), reference(peft, path))]
     model.save_external("end")
     again = PeftModel.from_pretrained(load_reference(path), exported(running, model, "end"))
@@ -193,9 +195,6 @@ def test_adapters_are_those_of_peft(client, path, running, record_property):
 
 def exported(running: Running, model: Model, name: str) -> str:
     """Return the folder of a download, which the service keeps on this machine."""
-
-    from megatron_vlm.serve.journal.journal import Journal  # noqa: F401 - read alone
-
     command = running.process.args
     run = next(Path(word[4:]) for word in command if str(word).startswith("run="))
     with sqlite3.connect(f"file:{run / 'journal.sqlite'}?mode=ro", uri=True) as db:
@@ -431,12 +430,7 @@ MUCH = [([[7] * 4000], {"target_tokens": [7] * 4000})] * 128  # more than 500 Mi
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        full("parallel.pp=1"),
-        slow("launch.processes=2"),
-        slow("parallel.tp=2"),
-    ],
+    "layout", [full("parallel.pp=1"), slow("launch.processes=2"), slow("parallel.tp=2")]
 )
 def test_a_call_that_lacks_memory_fails_alone(layout, tiny, tmp_path):
     path, settings = tiny(vocab=VOCAB), (layout, "train.micro_batch_size=64")

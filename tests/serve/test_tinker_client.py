@@ -1,6 +1,7 @@
 # make tinker-env, then .venv/bin/python -m pytest tests/serve/test_tinker_client.py
-"""The public Tinker client against the front of the service and an engine without a model:
-tests/support/tinker_client/front_client.py, in the client's own environment."""
+"""The public Tinker client, in its own environment: against the front of the service and an engine
+without a model (tests/support/tinker_client/front_client.py), with its converters (converters.py),
+and with its losses (losses.py)."""
 
 import json
 import os
@@ -17,9 +18,14 @@ from megatron_vlm.serve.http.http_server import FrontServer
 from megatron_vlm.serve.http.request_limits import RequestLimits
 from megatron_vlm.serve.journal.accept import Bounds
 from tests.support.fake_calls import FACTS, StandIn, opened
+from tests.support.pool import free_port
+from tests.support.recipes import Cookbook
+from tests.support.serve_client import served
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
+PROGRAMS = "tests/support/tinker_client"
+TOLERANCE = 1e-6  # relative, of losses; measured worst: 6.3e-8
 
 pytestmark = [
     pytest.mark.slow,  # the client takes some seconds to import
@@ -27,23 +33,17 @@ pytestmark = [
 ]
 
 
-def run_client(port, key):
-    environment = os.environ | {"TINKER_API_KEY": key, "TINKER_TELEMETRY": "0", "PYTHONPATH": ""}
+def run_client(*words, **environment):
     done = subprocess.run(
-        [
-            PYTHON,
-            "tests/support/tinker_client/front_client.py",
-            f"http://127.0.0.1:{port}",
-            "tiny/model",
-        ],
+        [PYTHON, *words],
         cwd=ROOT,
-        env=environment,
+        env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,9 @@ def seen(tmp_path_factory):
         facts = replace(FACTS, base_models=("tiny/model",))
         server = FrontServer(make_app(journal, RequestLimits(), ApiKeys(root / "keys"), facts))
         try:
-            found = run_client(server.start(), key)
+            words = f"http://127.0.0.1:{server.start()}", "tiny/model"
+            given = {"TINKER_API_KEY": key, "TINKER_TELEMETRY": "0", "PYTHONPATH": ""}
+            found = json.loads(run_client(f"{PROGRAMS}/front_client.py", *words, **given))
         finally:
             server.stop()
         found["sessions_there"] = [(s.key, s.finished) for s in journal.sessions()]
@@ -113,3 +115,28 @@ def test_it_leaves_nothing_behind(seen):
     ((key, finished),) = seen["sessions_there"]
     assert key == "laptop" and finished is not None
     assert seen["waiting"] == [] and seen["contradictions"] == 0
+
+
+def test_the_clients_converters_and_ours():
+    options = ["-q", "--noconftest", "-c", os.devnull, "-p", "no:cacheprovider"]
+    words = ["-m", "pytest", *options, f"{PROGRAMS}/converters.py"]
+    said = run_client(*words, PYTHONPATH=str(ROOT), PYTEST_ADDOPTS="")
+    assert " passed" in said and "skipped" not in said, said
+
+
+def test_losses_of_the_client_and_sparse_targets(tiny, tmp_path):
+    """A loss that the client computes by itself gives the gradients of the one that the service
+    computes, and sparse targets those of dense ones."""
+    path = tiny(vocab=512)
+    with served(path, tmp_path / "run", free_port(), "serve.name=tiny") as running:
+        said = Cookbook(running.url, tmp_path, "tiny").script("losses.py", "tiny")
+    found = json.loads(said.splitlines()[-1])
+    assert found["built in"] == [pytest.approx(each, rel=TOLERANCE) for each in found["own"]]
+    assert found["built in"][0][0] != found["built in"][1][0]
+    *sparse, shape = found["sparse"]
+    assert sparse == pytest.approx(found["dense"][:2], rel=TOLERANCE) and sparse[1] > 0
+    assert shape == [6, 3]
+    sparse, dense = found["chosen"]
+    assert sparse == dense and len(sparse) == 5
+    asked = [(r, c) for r in range(5) for c in range(4) if sparse[r][c] < -1]
+    assert asked == [(1, 2), (4, 0), (4, 3)]

@@ -17,10 +17,7 @@ from tests.support.pool import free_port
 from tests.support.recipes import Cookbook, Trained, write_pictures, write_sums
 from tests.support.serve_client import served
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.engine("tinker"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.engine("tinker")]
 
 WANTED = 0.9
 # Of the log-probs of samples and of training, by the cookbook. Measured worst: 6e-8.
@@ -210,11 +207,7 @@ def test_samples_of_sums_are_of_the_model_that_learns(place: Place, record_prope
     check_sums(place.numbers.sums, record_property)
 
 
-LAYOUTS = {
-    "tp2": ["parallel.tp=2"],
-    "pp2": ["parallel.pp=2"],
-    "dp2": ["launch.processes=2"],
-}
+LAYOUTS = {"tp2": ["parallel.tp=2"], "pp2": ["parallel.pp=2"], "dp2": ["launch.processes=2"]}
 
 
 @pytest.mark.rotate(1)

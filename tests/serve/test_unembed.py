@@ -7,24 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peft import PeftModel
 from safetensors.torch import load_file
 
 from tests.lora.test_lora import pytestmark as warned
 from tests.serve import test_serve
-from tests.serve.test_serve import (
-    PROMPTS,
-    TOLERANCE,
-    VOCAB,
-    apart,
-    compare,
-    data_of,
-    exported,
-    hf_log_probs,
-    reference,
-    trained,
-)
-from tests.support.reference import load_reference
+from tests.serve.test_serve import VOCAB, check_against_peft, data_of, exported, trained
 from tests.support.serve_client import Client, FailedError, Model
 from tests.support.suites import slow
 
@@ -88,19 +75,7 @@ def test_nothing_is_no_model(client):
 
 @pytest.mark.parametrize("asked", [only("train_unembed"), slow({})], ids=str)
 def test_it_is_trained_as_peft_trains_it(asked, client, path, running, record_property):
-    model = client.model(6, seed=5, **asked)
-    model.save_external("begin")
-    begun = exported(running, model, "begin")
-    peft = PeftModel.from_pretrained(load_reference(path), begun, is_trainable=True)
-    worst = [compare(trained(model, path), reference(peft, path))]
-    model.save_external("end")
-    again = PeftModel.from_pretrained(load_reference(path), exported(running, model, "end"))
-    sampler = model.sampler()
-    for chunks in PROMPTS:
-        ours = sampler.log_probs(chunks)
-        worst += [apart(ours, hf_log_probs(each, chunks, path)) for each in (peft, again)]
-    record_property("worst", worst)
-    assert max(worst) <= TOLERANCE, worst
+    check_against_peft(client.model(6, seed=5, **asked), path, running, record_property)
 
 
 def test_a_model_without_it_is_loaded_without_it(client, running, path):

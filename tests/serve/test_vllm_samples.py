@@ -42,23 +42,16 @@ from megatron_vlm.serve.journal.journal_records import (
     SamplingSession,
 )
 from megatron_vlm.serve.protocol.protobuf import message
-from megatron_vlm.serve.rank_models import ModelSettings
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.sample_calls import SampleBounds, StopWords, _spread_seed
+from megatron_vlm.serve.served_models import ModelSettings
 from tests.support.fake_calls import CallJournal
 from tests.support.fake_engine import DEADLY, HELD, SLOW, contents, ids_of, number_of
 from tests.support.pool import free_port
 from tests.support.ports import descendants
 from tests.support.process_tree import ProcessTree
-from tests.support.serve_client import (
-    Client,
-    FailedError,
-    Model,
-    log_probs_of,
-    start,
-    tokens_of,
-)
+from tests.support.serve_client import Client, FailedError, Model, log_probs_of, start, tokens_of
 
 pytestmark = pytest.mark.alone  # it starts jobs and kills them
 
@@ -167,12 +160,7 @@ def desk(tiny, tmp_path) -> Iterator[Desk]:
 
 
 def open_desk(
-    folder: str,
-    run: Path,
-    opened: ExitStack,
-    adapters: int = 2,
-    engine: str = "vllm",
-    **more: Any,
+    folder: str, run: Path, opened: ExitStack, adapters: int = 2, engine: str = "vllm", **more: Any
 ) -> Desk:
     (run / "weights").mkdir(parents=True, exist_ok=True)
     journal = CallJournal(run)
@@ -722,10 +710,7 @@ def test_forms_for_the_engine_are_made_once(life):
 
 
 REFUSALS = {
-    "engine.python is not set": (
-        ["engine.name=vllm"],
-        "engine.python is not set",
-    ),
+    "engine.python is not set": (["engine.name=vllm"], "engine.python is not set"),
     "no engine": (["engine.python=/usr/bin/python3"], "engine.name=own starts no engine"),
     "gpus": (["engine.devices=[1]"], "engine.name=own starts no engine"),
     "options": (["engine.options={a:1}"], "engine.name=own starts no engine"),

@@ -5,6 +5,7 @@ import ipaddress
 import resource
 import socket
 import threading
+import time
 from typing import Any
 
 import uvicorn
@@ -51,14 +52,13 @@ class FrontServer:
         assert self._thread is None, "a server is started once"
         self._socket = _bind_socket(self._host, self._port)
         self._thread = threading.Thread(target=self._run, name="front", daemon=True)
-        started = threading.Event()
         self._thread.start()
         while not self._server.started:
             if not self._thread.is_alive():
                 raise ConfigError(
                     ": the server could not be started", key="serve.port", found=self._port
                 )
-            started.wait(0.01)
+            time.sleep(0.01)
         return self._socket.getsockname()[1]
 
     def stop(self) -> None:
@@ -71,7 +71,7 @@ class FrontServer:
             self._socket.close()
 
     def _run(self) -> None:
-        # `serve` would take over the signals of the main thread where it could.
+        # `serve` would take over the signals of the main thread.
         asyncio.run(self._server._serve([self._socket] if self._socket else None))
 
 
@@ -121,8 +121,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _connections(wanted: int) -> int:
-    """Return how many connections are allowed: `wanted`, or fewer if the process may not open
-    enough files."""
+    """Return `wanted`, or fewer connections if the process may not open enough files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted

@@ -37,7 +37,7 @@ def _runs(models: list[Model]) -> Iterator[Section]:
     yield Heading("Runs", "Runs")
     rows = [
         (
-            _model_label(model),
+            f"{model.id} ({name})" if (name := model.user_metadata.get("name")) else model.id,
             model.state,
             "full" if model.lora_rank == 0 else f"LoRA {model.lora_rank}",
             f"{model.next_seq - 1:,}",
@@ -69,11 +69,6 @@ def _waiting_section(waiting: list[Call]) -> Iterator[Section]:
         rows.append((kind, f"{count:,}", size, _age_text(calls[0].accepted)))
     header = ("call", "count", "size", "oldest")
     yield Table(header, rows, _count_remark(len(rows), "No call waits."))
-
-
-def _model_label(model: Model) -> str:
-    name = model.user_metadata.get("name")
-    return model.id if name is None else f"{model.id} ({name})"
 
 
 def _count_remark(count: int, none: str) -> str:

@@ -38,7 +38,7 @@ class Metrics:
     def text(self, gauges: Mapping[str, float], counters: Mapping[str, float]) -> str:
         """Return all metrics as text, with gauges and counters that other objects hold."""
         with self._lock:
-            lines = [*self._calls(), *self._latencies()]
+            lines = [*self._calls()]
         for kind, figures in (("gauge", gauges), ("counter", counters)):
             for name, value in figures.items():
                 full = f"megatron_vlm_{_NAME.sub('_', name)}"
@@ -46,19 +46,16 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
     def _calls(self) -> Iterable[str]:
-        yield "# HELP megatron_vlm_calls_accepted_total Calls that were promised."
-        yield "# TYPE megatron_vlm_calls_accepted_total counter"
+        name = "megatron_vlm_calls_accepted_total"
+        yield f"# HELP {name} Calls that were promised.\n# TYPE {name} counter"
         for kind, count in sorted(self._accepted.items()):
-            yield f'megatron_vlm_calls_accepted_total{{kind="{kind}"}} {count}'
-        yield "# HELP megatron_vlm_calls_done_total Calls that have a result."
-        yield "# TYPE megatron_vlm_calls_done_total counter"
+            yield f'{name}{{kind="{kind}"}} {count}'
+        name = "megatron_vlm_calls_done_total"
+        yield f"# HELP {name} Calls that have a result.\n# TYPE {name} counter"
         for (kind, how), count in sorted(self._done.items()):
-            yield f'megatron_vlm_calls_done_total{{kind="{kind}",outcome="{how}"}} {count}'
-
-    def _latencies(self) -> Iterable[str]:
+            yield f'{name}{{kind="{kind}",outcome="{how}"}} {count}'
         name = "megatron_vlm_call_seconds"
-        yield f"# HELP {name} From the acceptance of a call to its result."
-        yield f"# TYPE {name} histogram"
+        yield f"# HELP {name} From the acceptance of a call to its result.\n# TYPE {name} histogram"
         for kind, counts in sorted(self._buckets.items()):
             total = sum(n for (other, _), n in self._done.items() if other == kind)
             for bound, count in zip(BUCKETS, counts, strict=True):

@@ -1,8 +1,5 @@
 """Routes of sampling sessions, samples and the results of all calls."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -168,11 +165,6 @@ def _check(form: schemas.SampleForm, limits: RequestLimits) -> None:
             f"has {len(stop)} entries, and limit stop is {limits.stop}", key="sampling_params.stop"
         )
     chunks = form.prompt.chunks
-    pictures = [chunk for chunk in chunks if chunk.get("type") != "encoded_text"]
-    tokens = sum(_length(chunk) for chunk in chunks)
-    check_chunks("prompt", len(chunks), len(pictures), tokens, limits)
-
-
-def _length(chunk: Mapping[str, Any]) -> int:
-    tokens = chunk.get("tokens")
-    return len(tokens) if isinstance(tokens, list) else 0
+    pictures = sum(chunk.get("type") != "encoded_text" for chunk in chunks)
+    tokens = [each for chunk in chunks if isinstance(each := chunk.get("tokens"), list)]
+    check_chunks("prompt", len(chunks), pictures, sum(map(len, tokens)), limits)

@@ -46,7 +46,8 @@ def sweep(store: Store, keep: JournalExpiry) -> list[CompletedCall]:
     now = time.time()
     with store.write() as db:
         _drop_results(db, keep, now)
-        _expire(db, now)
+        release(db, now, "SELECT folder FROM checkpoints WHERE expires <= ?", now)
+        db.execute("DELETE FROM checkpoints WHERE expires <= ?", (now,))
         _end_superseded(db, now, now - keep.superseded)
         ended = select_completed(
             db, [*_end_sessions(db, keep, now), *_unload(store, db, keep, now)]
@@ -66,11 +67,6 @@ def _drop_results(db: sqlite3.Connection, keep: JournalExpiry, now: float) -> No
         f"DELETE FROM calls WHERE dropped = 1 AND kind = '{SAMPLE}' AND done < ?",
         (now - keep.rows,),
     )
-
-
-def _expire(db: sqlite3.Connection, now: float) -> None:
-    release(db, now, "SELECT folder FROM checkpoints WHERE expires <= ?", now)
-    db.execute("DELETE FROM checkpoints WHERE expires <= ?", (now,))
 
 
 def _end_sessions(db: sqlite3.Connection, keep: JournalExpiry, now: float) -> list[str]:

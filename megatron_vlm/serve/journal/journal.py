@@ -63,7 +63,6 @@ class Journal(JournalReader):
         self._news = threading.Condition()
         self._is_rung = True
         self._listeners: list[Listener] = []
-        self._callbacks: list[Callable[[], None]] = []
         # Facts that stay in memory until the next sweep. A crash loses them, and things are kept
         # longer.
         self._fetched: dict[str, float] = {}
@@ -85,7 +84,7 @@ class Journal(JournalReader):
             new_ids = [p.request_id for p in promises if isinstance(p, Accepted) and p.new]
             completed = select_completed(db, new_ids)
         self.contradictions += sum(isinstance(promise, Conflict) for promise in promises)
-        self._notify(completed)
+        self.ring(completed)
         return promises
 
     # -- waiting for calls and for results
@@ -98,33 +97,20 @@ class Journal(JournalReader):
             self._is_rung = False
             return is_rung
 
-    def ring(self) -> None:
+    def listen(self, listener: Listener) -> None:
+        """Register `listener`, which each ring calls, in the ringing thread, with the calls that
+        were just completed. It must be quick and must not raise."""
+        with self._news:
+            self._listeners.append(listener)
+
+    def ring(self, completed: Sequence[CompletedCall] = ()) -> None:
         """Wake the waiting threads, because there may be a call to do or another reason to look."""
         with self._news:
             self._is_rung = True
             self._news.notify_all()
-            callbacks = tuple(self._callbacks)
-        for callback in callbacks:
-            callback()
-
-    def add_callback(self, callback: Callable[[], None]) -> None:
-        """Register a function for threads that do not wait here. Each ring calls it in the ringing
-        thread, so it must be quick and must not raise."""
-        with self._news:
-            self._callbacks.append(callback)
-
-    def listen(self, listener: Listener) -> None:
-        """Register `listener`, which is called with the calls that were just completed, in the
-        thread that completed them. It must be quick and must not raise."""
-        with self._news:
-            self._listeners.append(listener)
-
-    def _notify(self, completed: Sequence[CompletedCall]) -> None:
-        with self._news:
-            listeners = tuple(self._listeners) if completed else ()
+            listeners = tuple(self._listeners)
         for listener in listeners:
             listener(completed)
-        self.ring()
 
     # -- doing calls
 
@@ -151,7 +137,7 @@ class Journal(JournalReader):
         with self._store.write() as db:
             done = [finish_call(self._store, db, one) for one in finished]
             completed = select_completed(db, [request_id for ids in done for request_id in ids])
-        self._notify(completed)
+        self.ring(completed)
         return [bool(ids) for ids in done]
 
     def cancel(self, request_id: str, key: str) -> bool:
@@ -165,7 +151,7 @@ class Journal(JournalReader):
         with self._store.write() as db:
             if db.execute(unstarted, (request_id, key, SAMPLE)).fetchone():
                 completed = select_completed(db, finish_call(self._store, db, cancelled))
-        self._notify(completed)
+        self.ring(completed)
         return bool(completed)
 
     def record_saved(self, model: str, seq: int, folder: Path) -> None:
@@ -235,7 +221,7 @@ class Journal(JournalReader):
     def sweep(self) -> None:
         """Remove what is no longer needed."""
         self._write_touched()
-        self._notify(sweep(self._store, self._keep))
+        self.ring(sweep(self._store, self._keep))
 
     def close(self) -> None:
         """Close the journal, so that another process may open it."""

@@ -189,6 +189,9 @@ class Changes:
     saved: tuple[Saved, ...] = ()
 
 
+Done: TypeAlias = tuple[Outcome, Changes]
+
+
 @dataclass(frozen=True)
 class Finished:
     """A call and its outcome, for finishing several calls in one transaction."""

@@ -2,7 +2,7 @@
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,20 +18,14 @@ _TOKEN = f"a whole number from 0 to {MAX_TOKEN_ID}"
 
 def read_chunks(messages: Sequence[Any], where: str) -> tuple[Chunk, ...]:
     """Read the chunks of a datum's model_input."""
-    return _check_not_empty(
-        tuple(_of_message(each, f"{where}[{i}]") for i, each in enumerate(messages)), where
-    )
+    chunks = tuple(_of_message(each, f"{where}[{i}]") for i, each in enumerate(messages))
+    return _check_not_empty(chunks, where)
 
 
-def read_prompt(value: Any, where: str) -> tuple[Chunk, ...]:
-    """Read the chunks of a ModelInput in parsed JSON: {"chunks": [...]}."""
-    chunks = value.get("chunks") if isinstance(value, dict) else None
-    if not isinstance(chunks, list):
-        raise RequestError(key=where, found=value, allowed="an object with the list chunks")
-    return _check_not_empty(
-        tuple(_of_json(each, f"{where}.chunks[{i}]") for i, each in enumerate(chunks)),
-        f"{where}.chunks",
-    )
+def read_prompt(objects: Sequence[Mapping[str, Any]]) -> tuple[Chunk, ...]:
+    """Read the chunks of a prompt, as parsed JSON."""
+    chunks = tuple(_of_json(each, f"prompt.chunks[{i}]") for i, each in enumerate(objects))
+    return _check_not_empty(chunks, "prompt.chunks")
 
 
 def _check_not_empty(chunks: tuple[Chunk, ...], where: str) -> tuple[Chunk, ...]:
@@ -69,8 +63,8 @@ def _of_message(chunk: Any, where: str) -> Chunk:
     return _picture(Picture(image.data, image.format, expected, size), f"{where}.image")
 
 
-def _of_json(chunk: Any, where: str) -> Chunk:
-    kind = chunk.get("type") if isinstance(chunk, dict) else None
+def _of_json(chunk: Mapping[str, Any], where: str) -> Chunk:
+    kind = chunk.get("type")
     if kind == "encoded_text":
         return _text(_whole_numbers(chunk.get("tokens"), where), where)
     if kind == "image":
@@ -110,7 +104,7 @@ def _text(tokens: np.ndarray, where: str) -> Text:
     return Text(tokens.astype(np.int32))
 
 
-def _json_picture(chunk: dict[str, Any], where: str) -> Picture:
+def _json_picture(chunk: Mapping[str, Any], where: str) -> Picture:
     data, expected = chunk.get("data"), chunk.get("expected_tokens")
     if not isinstance(data, str):
         raise RequestError(key=f"{where}.data", found=data, allowed="the image file in base64")
@@ -124,10 +118,8 @@ def _json_picture(chunk: dict[str, Any], where: str) -> Picture:
     if (override := chunk.get("override_dimensions")) is not None:
         sides = override if isinstance(override, dict) else {}
         within = f"{where}.override_dimensions"
-        size = (
-            _check_whole_number(sides.get("width"), f"{within}.width"),
-            _check_whole_number(sides.get("height"), f"{within}.height"),
-        )
+        width = _check_whole_number(sides.get("width"), f"{within}.width")
+        size = width, _check_whole_number(sides.get("height"), f"{within}.height")
     if expected is not None:
         expected = _check_whole_number(expected, f"{where}.expected_tokens")
     return Picture(content, chunk.get("format", ""), expected, size)

@@ -2,7 +2,7 @@
 meant, and it reads what is written here.
 
 Runs in the environment of `make tinker-env`, where nothing that our package needs is installed:
-tests/serve/test_tinker_converters.py starts it.
+tests/serve/test_tinker_client.py starts it.
 """
 
 import json
@@ -209,8 +209,8 @@ def test_prompts(prompt):
     """As the client's resources/sampling.py makes them."""
     request = types.SampleRequest(prompt=prompt, sampling_params=types.SamplingParams())
     body = model_dump(request, exclude_unset=False, exclude_none=True, mode="json")
-    same_chunks(read_prompt(json.loads(json.dumps(body))["prompt"], "prompt"), prompt.chunks)
-    same_chunks(read_prompt(prompt.model_dump(mode="json"), "prompt"), prompt.chunks)
+    same_chunks(read_prompt(json.loads(json.dumps(body))["prompt"]["chunks"]), prompt.chunks)
+    same_chunks(read_prompt(prompt.model_dump(mode="json")["chunks"]), prompt.chunks)
 
 
 @EXAMPLES

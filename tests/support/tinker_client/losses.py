@@ -1,5 +1,5 @@
 """losses.py MODEL: a loss of the client's own, and sparse targets, with the public client. Run in
-its environment by tests/serve/test_tinker_losses.py; prints JSON."""
+its environment by tests/serve/test_tinker_client.py; prints JSON."""
 
 import json
 import sys

@@ -46,7 +46,7 @@ class ModelSettings:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "ModelSettings":
-        """Create the settings from the result of `plain`."""
+        """Create the settings from the result of `as_json`."""
         return ModelSettings(fields["rank"], fields["seed"], tuple(fields["targets"]))
 
     def as_json(self) -> dict[str, Any]:
@@ -62,8 +62,7 @@ class ModelSettings:
 
 
 class Models:
-    """Models by name. A call that a worker refuses is refused on every rank alike. Arguments
-    are batches and values of JSON."""
+    """Models by name. A call that a worker refuses is refused on every rank alike."""
 
     def __init__(self, cfg: Config, watchdog: Watchdog):
         self.cfg, self.watchdog = cfg, watchdog
@@ -90,9 +89,8 @@ class Models:
 
     def drop(self, name: str) -> None:
         """Free the memory of a model."""
-        self.decoders.pop(name, None)
-        self.workers.pop(name, None)
-        self.groups.pop(name, None)
+        for each in (self.decoders, self.workers, self.groups):
+            each.pop(name, None)
 
     def save(self, name: str, folder: str, moments: bool) -> None:
         """Save the weights of a model and, with `moments`, the optimizer's moments."""
@@ -107,9 +105,8 @@ class Models:
             worker.gradients.forget()
 
     def forward_backward(self, losses: Sequence[Json], *batches: BatchLike) -> list[StepMetrics]:
-        """Compute the gradients of a summed loss for each batch; each batch is for another model
-        (`name`). The gradients are added to those since the model's last step. Return metrics with
-        log-probs."""
+        """Add the gradients of a summed loss for each batch, each for another model (`name`), to
+        those since the model's last step. Return metrics with log-probs."""
         return backward_together(
             [
                 SummedLoss(self.groups[each["name"]], batch, each["loss"], each["options"])
@@ -167,18 +164,13 @@ class Models:
         gradients = self.workers[name].gradients
         return 0 if gradients is None else gradients.calls
 
-    def step_of(self, name: str) -> int:
-        """Return the number of optimizer steps so far."""
-        return self.workers[name].steps
-
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class ModelCommands:
-    """Calls of Models on every rank. Rank 0 alone receives the clients' calls; all ranks
-    compute."""
+    """Calls of Models on every rank, whose arguments are batches and values of JSON."""
 
     def __init__(self, models: Models, signals: Signals):
         self.models = models

@@ -18,8 +18,8 @@ from megatron_vlm.serve.engine_samples import EngineSampling
 from megatron_vlm.serve.failures import FullDisk, bare, catch_error
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call
-from megatron_vlm.serve.rank_models import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
+from megatron_vlm.serve.served_models import ModelCommands
 
 TIDY_S = 15.0
 STATUS_EVERY_S = 10.0
