@@ -7,15 +7,12 @@ import io
 import json
 import math
 import re
-import tarfile
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-import datasets
 import numpy as np
 import PIL.Image
-import PIL.ImageOps
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,13 +21,11 @@ from rich.console import Console
 from megatron_vlm.commands.inspect.inspection_report import inspection_report
 from megatron_vlm.commands.inspect.statistics import collect_statistics
 from megatron_vlm.config import load_config
-from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.dataset import open_data
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.keys import UnknownKeysError
 from megatron_vlm.data.records.record import Conversation
-from megatron_vlm.data.sources.stream import open_stream
 from megatron_vlm.data.tokens.boxes_as_text import write_boxes_as_text
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.data.tokens.row_maker import RowMaker
@@ -40,9 +35,8 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.report.html import render_page
 from megatron_vlm.report.terminal import print_report
 from tests.support.chats import say
-from tests.support.error_fields import raises
+from tests.support.error_fields import at, raises
 from tests.support.report_facts import browse, in_a_browser
-from tests.support.sets import open_set
 
 
 @pytest.fixture(scope="module")
@@ -284,36 +278,6 @@ def test_boxes_relate_to_the_picture_as_it_is_shown(orientation, reader):
         assert "300 x 400" in caught.value.problem
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_box_of_a_turned_picture_is_around_its_object(orientation, reader):
-    """The box is in the pixels that the model gets. The object is located in Pillow's upright
-    picture."""
-    pixels = np.zeros((240, 320, 3), np.uint8)
-    pixels[32:96, 64:256] = (250, 20, 20)
-    exif = PIL.Image.Exif()
-    exif[0x0112] = orientation
-    file = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(file, "JPEG", exif=exif, quality=95)
-    upright = np.asarray(PIL.ImageOps.exif_transpose(PIL.Image.open(file)).convert("RGB"))
-    rows, columns = np.nonzero(upright[..., 0] > 125)
-    box = [int(v) for v in (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)]
-    raw = record("<bbox>", file.getvalue(), ref=[], bbox=[box])
-    record_reader = reader()
-    example = record_reader.encode_example(raw, "x:1")
-    shown = show_example(record_reader, raw, "x:1", example, pictures=True)
-    view = next(piece.view for turn in shown.turns for piece in turn.pieces if piece.view)
-    x1, y1, x2, y2 = view.outlines[0].numbers
-    displayed = view.pictures[0]
-    height, width = displayed.shape[:2]
-    red = displayed[..., 0] > 125
-    inside = np.zeros_like(red)
-    inside[
-        round(y1 * height / 1000) : round(y2 * height / 1000),
-        round(x1 * width / 1000) : round(x2 * width / 1000),
-    ] = True
-    assert (red == inside).mean() > 0.99 and red.sum() > 1000
-
-
 # The result for a box on a picture of 100 x 50 pixels; None means that it is refused.
 EDGES = [
     ([0, 0, 100, 50], "real", [0, 0, 1000, 1000]),
@@ -399,114 +363,50 @@ def test_coordinates_are_the_nearest_thousandths(case):
 
 P = "p.png"
 NAN, FAR = math.nan, 10**400
+# The answer, its objects, and the key and the words of the refusal.
+WRONG_OBJECTS = [
+    ("<bbox><bbox>", {"bbox": [[5, 5]]}, "bbox", "1 values for the 2 <bbox>"),
+    ("<bbox>", {"bbox": [[5, 5], [6, 6]]}, "bbox", "2 values for the 1 <bbox>"),
+    ("<bbox>", {"ref": [], "bbox": []}, "bbox", "0 values for the 1 <bbox>"),
+    ("<ref-object><bbox>", {"bbox": [[5, 5]]}, "ref", "0 values for the 1 <ref-object>"),
+    ("<bbox>", {"ref": ["a"], "bbox": [[5, 5]]}, "ref", "0 <ref-object> marks"),
+    ("<bbox>", {"bbox": [[1, 2, 3]]}, "bbox[0]", "a list of 3"),
+    ("<bbox>", {"bbox": [[]]}, "bbox[0]", "a list of 0"),
+    ("<bbox>", {"bbox": [1, 2, 3, 4]}, "bbox[0]", "an int"),
+    ("<bbox>", {"bbox": "1,2"}, "bbox", "a str"),
+    ("<bbox><bbox>", {"bbox": [[5, 5], "5, 5"]}, "bbox[1]", "a str"),
+    ("<bbox>", {"bbox": [[NAN, 5]]}, "bbox[0]", "nan"),
+    ("<bbox>", {"bbox": [[5, -math.inf]]}, "bbox[0]", "a coordinate that is -inf"),
+    ("<bbox>", {"bbox": [[5, FAR]]}, "bbox[0]", "a coordinate that is an int"),
+    ("<bbox>", {"bbox": [["5", 5]]}, "bbox[0]", "a coordinate that is a str"),
+    ("<bbox>", {"bbox": [[True, 5]]}, "bbox[0]", "a coordinate that is a bool"),
+    ("<bbox>", {"bbox": [[None, 5]]}, "bbox[0]", "a coordinate that is null"),
+    ("<bbox>", {"bbox": [[9, 5, 8, 6]]}, "bbox[0]", "=[9,5,8,6]"),
+    ("<bbox>", {"bbox": [[5, 9, 6, 8]]}, "bbox[0]", "=[5,9,6,8]"),
+    ("<bbox>", {"bbox": [[5, 5]], "bbox_type": "yolo"}, "bbox_type", "=yolo"),
+    ("<bbox>", {"bbox": [[5, 5]], "bbox_type": ["real"]}, "bbox_type", "=[real]"),
+    ("<bbox>", {"bbox": [[5, 5]], "image_id": [1]}, "image_id[0]", "=1"),
+    ("<bbox>", {"bbox": [[5, 5]], "image_id": [-1]}, "image_id[0]", "=-1"),
+    ("<bbox>", {"bbox": [[5, 5]], "image_id": ["0"]}, "image_id[0]", "=0"),
+    ("<bbox>", {"bbox": [[5, 5]], "image_id": [0.0]}, "image_id[0]", "=0.0"),
+    ("<bbox><bbox>", {"bbox": [[5, 5]] * 2, "image_id": [0]}, "image_id", "1 entries for 2 boxes"),
+    ("<bbox>", {"bbox": [[5, 5]], "image_id": 0}, "image_id", "an int"),
+    ("<ref-object>", {"ref": [3]}, "ref[0]", "an int"),
+    ("<ref-object>", {"ref": "a dog"}, "ref", "a str"),
+]
+
+
+@pytest.mark.parametrize(("answer", "objects", "key", "words"), WRONG_OBJECTS)
+def test_wrong_objects_are_refused_by_name(answer, objects, key, words):
+    with raises(DataError, place="a:7: objects", key=key) as caught:
+        parse_record(record(answer, P, **objects), "a:7")
+    assert words in str(caught.value)
+
+
 REFUSED = {
-    "more marks than boxes": (
-        record("<bbox><bbox>", P, bbox=[[5, 5]]),
-        {"place": "a:7: objects", "key": "bbox", "problem_has": "1 values for the 2 <bbox>"},
-    ),
-    "more boxes than marks": (
-        record("<bbox>", P, bbox=[[5, 5], [6, 6]]),
-        {"place": "a:7: objects", "key": "bbox", "problem_has": "2 values for the 1 <bbox>"},
-    ),
-    "boxes but no lists": (
-        record("<bbox>", P, ref=[], bbox=[]),
-        {"place": "a:7: objects", "key": "bbox", "problem_has": "0 values for the 1 <bbox>"},
-    ),
-    "marks without names": (
-        record("<ref-object><bbox>", P, bbox=[[5, 5]]),
-        {"place": "a:7: objects", "key": "ref", "problem_has": "0 values for the 1 <ref-object>"},
-    ),
-    "names without marks": (
-        record("<bbox>", P, ref=["a"], bbox=[[5, 5]]),
-        {"place": "a:7: objects", "key": "ref", "problem_has": "0 <ref-object> marks"},
-    ),
-    "three numbers": (
-        record("<bbox>", P, bbox=[[1, 2, 3]]),
-        {"place": "a:7: objects", "key": "bbox[0]", "problem_has": "3"},
-    ),
-    "no numbers": (
-        record("<bbox>", P, bbox=[[]]),
-        {"place": "a:7: objects", "key": "bbox[0]", "problem_has": "0"},
-    ),
-    "a flat box": (
-        record("<bbox>", P, bbox=[1, 2, 3, 4]),
-        {"place": "a:7: objects", "key": "bbox[0]", "problem_has": "an int"},
-    ),
-    "boxes no list": (
-        record("<bbox>", P, bbox="1,2"),
-        {"place": "a:7: objects", "key": "bbox", "problem_has": "a str"},
-    ),
-    "a second box": (
-        record("<bbox><bbox>", P, bbox=[[5, 5], "5, 5"]),
-        {"place": "a:7: objects", "key": "bbox[1]", "problem_has": "a str"},
-    ),
-    "NaN": (
-        record("<bbox>", P, bbox=[[NAN, 5]]),
-        {"place": "a:7: objects", "key": "bbox[0]", "problem_has": "nan"},
-    ),
-    "infinity": (
-        record("<bbox>", P, bbox=[[5, -math.inf]]),
-        {"place": "a:7: objects", "key": "bbox[0]", "problem_has": "a coordinate that is -inf"},
-    ),
-    "beyond floats": (
-        record("<bbox>", P, bbox=[[5, FAR]]),
-        {"place": "a:7: objects", "key": "bbox[0]", "problem_has": "a coordinate that is an int"},
-    ),
-    "text": (
-        record("<bbox>", P, bbox=[["5", 5]]),
-        {"place": "a:7: objects", "key": "bbox[0]", "problem_has": "a coordinate that is a str"},
-    ),
-    "true": (
-        record("<bbox>", P, bbox=[[True, 5]]),
-        {"place": "a:7: objects", "key": "bbox[0]", "problem_has": "a coordinate that is a bool"},
-    ),
-    "null": (
-        record("<bbox>", P, bbox=[[None, 5]]),
-        {"place": "a:7: objects", "key": "bbox[0]", "problem_has": "a coordinate that is null"},
-    ),
-    "x turned round": (
-        record("<bbox>", P, bbox=[[9, 5, 8, 6]]),
-        {"place": "a:7: objects", "key": "bbox[0]", "found": [9, 5, 8, 6]},
-    ),
-    "a width and a height": (
-        record("<bbox>", P, bbox=[[5, 9, 6, 8]]),
-        {"place": "a:7: objects", "key": "bbox[0]", "found": [5, 9, 6, 8]},
-    ),
-    "another unit": (
-        record("<bbox>", P, bbox=[[5, 5]], bbox_type="yolo"),
-        {"place": "a:7: objects", "key": "bbox_type", "found": "yolo"},
-    ),
-    "units in a list": (
-        record("<bbox>", P, bbox=[[5, 5]], bbox_type=["real"]),
-        {"place": "a:7: objects", "key": "bbox_type", "found": ["real"]},
-    ),
-    "no such image": (
-        record("<bbox>", P, bbox=[[5, 5]], image_id=[1]),
-        {"place": "a:7: objects", "key": "image_id[0]", "found": 1},
-    ),
-    "a negative image": (
-        record("<bbox>", P, bbox=[[5, 5]], image_id=[-1]),
-        {"place": "a:7: objects", "key": "image_id[0]", "found": -1},
-    ),
-    "an image by name": (
-        record("<bbox>", P, bbox=[[5, 5]], image_id=["0"]),
-        {"place": "a:7: objects", "key": "image_id[0]", "found": "0"},
-    ),
-    "an image as a float": (
-        record("<bbox>", P, bbox=[[5, 5]], image_id=[0.0]),
-        {"place": "a:7: objects", "key": "image_id[0]", "found": 0.0},
-    ),
-    "fewer images than boxes": (
-        record("<bbox><bbox>", P, bbox=[[5, 5], [6, 6]], image_id=[0]),
-        {"place": "a:7: objects", "key": "image_id", "problem_has": "1 entries for 2 boxes"},
-    ),
-    "an image for all": (
-        record("<bbox>", P, bbox=[[5, 5]], image_id=0),
-        {"place": "a:7: objects", "key": "image_id", "problem_has": "an int"},
-    ),
     "a text without images": (
         record("<bbox>", bbox=[[5, 5]], bbox_type="norm1"),
-        {"place": "a:7: objects", "key": "bbox", "problem_has": "1 boxes and no images"},
+        at("objects", "bbox", "1 boxes and no images"),
     ),
     "a video": (
         {
@@ -514,31 +414,17 @@ REFUSED = {
             "videos": [["a.png", "b.png"]],
             "objects": {"bbox": [[0.5, 0.5]], "bbox_type": "norm1"},
         },
-        {"place": "a:7: objects", "key": "bbox", "problem_has": "1 boxes and no images"},
-    ),
-    "names that are no text": (
-        record("<ref-object>", P, ref=[3]),
-        {"place": "a:7: objects", "key": "ref[0]", "problem_has": "an int"},
-    ),
-    "names no list": (
-        record("<ref-object>", P, ref="a dog"),
-        {"place": "a:7: objects", "key": "ref", "problem_has": "a str"},
+        at("objects", "bbox", "1 boxes and no images"),
     ),
     "a list of boxes": (
         {**record("<bbox>", P), "objects": [[5, 5]]},
-        {"place": "a:7: objects[0]", "problem_has": "a list"},
+        at("objects[0]", has="a list"),
     ),
-    "a number": (
-        {**record("<bbox>", P), "objects": 0},
-        {"place": "a:7", "key": "objects", "problem_has": "an int"},
-    ),
-    "no JSON": (
-        {**record("<bbox>", P), "objects": "{"},
-        {"place": "a:7", "key": "objects", "problem_has": "JSON"},
-    ),
+    "a number": ({**record("<bbox>", P), "objects": 0}, at("", "objects", "an int")),
+    "no JSON": ({**record("<bbox>", P), "objects": "{"}, at("", "objects", "JSON")),
     "of a detection set": (
         record("<bbox>", P, bbox=[[5, 5]], categories=[1]),
-        {"kind": UnknownKeysError, "place": "a:7", "problem_has": "'categories' (objects)"},
+        at(has="'categories' (objects)", kind=UnknownKeysError),
     ),
     "in a tool call": (
         {
@@ -552,11 +438,11 @@ REFUSED = {
             "images": [P],
             "objects": {"bbox": [[5, 5]]},
         },
-        {"place": "a:7: message 1", "key": "tool_calls"},
+        at("message 1", "tool_calls"),
     ),
     "beside chunks": (
         {"chunks": [{"tokens": [1]}], "objects": {"bbox": [[5, 5]]}},
-        {"kind": UnknownKeysError, "place": "a:7", "problem_has": "'objects'"},
+        at(has="'objects'", kind=UnknownKeysError),
     ),
 }
 
@@ -597,51 +483,6 @@ def test_whatever_objects_holds_it_is_a_chat_or_a_sentence(value, boxes):
             assert str(error).startswith("x:1: ")
         else:
             assert isinstance(chat, Conversation) and chat.objects is None
-
-
-RECORDS = [
-    record("<ref-object> <bbox>", "p.png", ref=[f"dog {i}"], bbox=[[20 + i, 30, 100.5, 60]])
-    for i in range(4)
-]
-LEARNT = [f"dog {i} [{100 + 5 * i}, 300, 502, 600]<|im_end|>" for i in range(4)]
-
-
-def write_tar(path):
-    with tarfile.open(path, "w") as tar:
-        for number, raw in enumerate(RECORDS):
-            inside = {key: value for key, value in raw.items() if key != "images"}
-            members = {"json": json.dumps(inside).encode(), "png": blank(200, 100)}
-            for name, data in members.items():
-                info = tarfile.TarInfo(f"{number}.{name}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-
-
-FILES = {
-    "a.jsonl": lambda path: path.write_text("".join(json.dumps(r) + "\n" for r in RECORDS)),
-    "a.json": lambda path: path.write_text(json.dumps(RECORDS)),
-    "a.parquet": lambda path: datasets.Dataset.from_list(RECORDS).to_parquet(path),
-    "saved": lambda path: datasets.Dataset.from_list(RECORDS).save_to_disk(path),
-    "a.tar": write_tar,
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_boxes_come_out_of_every_kind_of_file(name, tmp_path, tiny):
-    """The boxes also come out of a stream. The picture is only a header: it is measured, and not
-    decoded."""
-    datasets.disable_progress_bars()
-    FILES[name](tmp_path / name)
-    (tmp_path / "p.png").write_bytes(blank(200, 100)[:60])
-    data = open_set({"path": str(tmp_path / name), "image_root": str(tmp_path)}, tiny(), None)
-    tokenizer = data.readers[0].encoder.renderer.tokenizer
-    samples = [data.indexes[0][number] for number in range(4)]
-    if name in ("a.jsonl", "a.parquet", "a.tar"):
-        spec = SourceSpec(str(tmp_path / name), streaming=True)
-        stream = open_stream([spec], DataConfig(), train=False)
-        samples += [data.readers[0].encode(r.raw(), r.where) for r in stream.records(0, None)]
-    texts = [tokenizer.decode(sample.ids_S[sample.trained_S]) for sample in samples]
-    assert texts == LEARNT * (len(samples) // 4)
 
 
 def test_a_service_gets_rows_with_coordinates(tiny):

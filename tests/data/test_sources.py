@@ -28,7 +28,14 @@ from tests.support.chats import picture, say
 from tests.support.error_fields import raises
 
 RECORDS = [
-    {"messages": [say("user", f"question {i}"), say("assistant", f"answer {i} \u00e9\u4e09")]}
+    {
+        "messages": [
+            say("user", "<image>Where?"),
+            say("assistant", f"answer {i} \u00e9\u4e09 <bbox>"),
+        ],
+        "images": ["p.png"],
+        "objects": {"ref": [], "bbox": [[20 + i, 30, 100.5, 60]]},
+    }
     for i in range(5)
 ]
 LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS)
@@ -79,14 +86,12 @@ def write_tar(path):
 
 
 def write_rows(path, **options):
-    """Write messages as JSON in a cell: it has commas, and quotes that are written twice."""
+    """Write values as JSON in cells: they have commas, and quotes that are written twice."""
     delimiter = "\t" if ".tsv" in path.name else ","
-    rows = [
-        [json.dumps(record["messages"], ensure_ascii=False), f"x\t{len(record)}"]
-        for record in RECORDS
-    ]
+    rows = [[json.dumps(value, ensure_ascii=False) for value in r.values()] for r in RECORDS]
+    rows = [[*RECORDS[0], "note, or\nline"], *([*row, f"x\t{len(row)}"] for row in rows)]
     with io.TextIOWrapper(io.BytesIO(), newline="", **options) as text:
-        csv.writer(text, delimiter=delimiter).writerows([["messages", "note, or\nline"], *rows])
+        csv.writer(text, delimiter=delimiter).writerows(rows)
         text.flush()
         content = text.buffer.getvalue()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)

@@ -31,7 +31,7 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, DataError
 from tests.support.chats import hf_processor, say
-from tests.support.error_fields import raises
+from tests.support.error_fields import at, raises
 from tests.support.videos import (
     PAD,
     SETTINGS,
@@ -318,128 +318,54 @@ def test_pixels_of_an_image_are_those_of_transformers(given, size, tiny, folder)
 # What is refused
 
 FILE, FRAMES = {"video": "clip.mp4"}, {"video": ["0.png", "1.png"]}
-PART = "a:7: message 0, part 0"
+PART = "message 0, part 0"
 WRONG: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    *[
-        (FILE | {"fps": v}, {"place": PART, "key": "fps", "found_has": v})
-        for v in (0, -1, math.nan, True, 1e-300)
-    ],
-    (FILE | {"fps": "2"}, {"place": "a:7: message 0, part 0", "key": "fps", "found": "2"}),
-    (FILE | {"nframes": 1}, {"place": "a:7: message 0, part 0", "key": "nframes", "found": 1}),
-    (FILE | {"nframes": 4.5}, {"place": "a:7: message 0, part 0", "key": "nframes", "found": 4.5}),
-    (
-        FILE | {"max_frames": 1},
-        {"place": "a:7: message 0, part 0", "key": "max_frames", "found": 1},
-    ),
-    (
-        FILE | {"min_frames": 10**400},
-        {"place": "a:7: message 0, part 0", "key": "min_frames", "found_has": "10000000"},
-    ),
-    (
-        FILE | {"min_frames": math.inf},
-        {"place": "a:7: message 0, part 0", "key": "min_frames", "found_has": float("inf")},
-    ),
-    (
-        FILE | {"max_pixels": "big"},
-        {"place": "a:7: message 0, part 0", "key": "max_pixels", "found": "big"},
-    ),
-    (
-        FILE | {"total_pixels": [4]},
-        {"place": "a:7: message 0, part 0", "key": "total_pixels", "found": [4]},
-    ),
-    (
-        FILE | {"video_start": -1},
-        {"place": "a:7: message 0, part 0", "key": "video_start", "found": -1},
-    ),
-    (
-        FILE | {"video_end": math.nan},
-        {"place": "a:7: message 0, part 0", "key": "video_end", "found_has": float("nan")},
-    ),
+    *[(FILE | {"fps": v}, at(PART, "fps", found_has=v)) for v in (0, -1, math.nan, True, 1e-300)],
+    (FILE | {"fps": "2"}, at(PART, "fps", found="2")),
+    (FILE | {"nframes": 1}, at(PART, "nframes", found=1)),
+    (FILE | {"nframes": 4.5}, at(PART, "nframes", found=4.5)),
+    (FILE | {"max_frames": 1}, at(PART, "max_frames", found=1)),
+    (FILE | {"min_frames": 10**400}, at(PART, "min_frames", found_has="10000000")),
+    (FILE | {"min_frames": math.inf}, at(PART, "min_frames", found_has=float("inf"))),
+    (FILE | {"max_pixels": "big"}, at(PART, "max_pixels", found="big")),
+    (FILE | {"total_pixels": [4]}, at(PART, "total_pixels", found=[4])),
+    (FILE | {"video_start": -1}, at(PART, "video_start", found=-1)),
+    (FILE | {"video_end": math.nan}, at(PART, "video_end", found_has=float("nan"))),
     (
         FILE | {"video_start": 3, "video_end": 2},
-        {
-            "place": "a:7: message 0, part 0",
-            "key": "video_start",
-            "found": 3.0,
-            "problem_has": "video_end=2.0",
-        },
+        at(PART, "video_start", found=3.0, problem_has="video_end=2.0"),
     ),
     (
         FILE | {"min_frames": 9, "max_frames": 8},
-        {
-            "place": "a:7: message 0, part 0",
-            "key": "min_frames",
-            "found": 9,
-            "problem_has": "max_frames=8",
-        },
+        at(PART, "min_frames", found=9, problem_has="max_frames=8"),
     ),
     (
         FILE | {"min_pixels": 9, "max_pixels": 8},
-        {
-            "place": "a:7: message 0, part 0",
-            "key": "min_pixels",
-            "found": 9,
-            "problem_has": "max_pixels=8",
-        },
+        at(PART, "min_pixels", found=9, problem_has="max_pixels=8"),
     ),
-    (
-        FILE | {"nframes": 4, "fps": 2},
-        {"place": "a:7: message 0, part 0", "key": "nframes", "found": 4},
-    ),
-    (FILE | {"times": [0, 1]}, {"place": "a:7: message 0, part 0", "key": "times"}),
-    (FILE | {"sample_fps": 2}, {"place": "a:7: message 0, part 0", "key": "sample_fps"}),
-    (FILE | {"resized_height": 64}, {"place": "a:7: message 0, part 0", "key": "resized_height"}),
-    (
-        FILE | {"video": {"path": "clip.mp4", "fps": 1}, "fps": 2},
-        {"place": "a:7: message 0, part 0", "key": "fps"},
-    ),
+    (FILE | {"nframes": 4, "fps": 2}, at(PART, "nframes", found=4)),
+    (FILE | {"times": [0, 1]}, at(PART, "times")),
+    (FILE | {"sample_fps": 2}, at(PART, "sample_fps")),
+    (FILE | {"resized_height": 64}, at(PART, "resized_height")),
+    (FILE | {"video": {"path": "clip.mp4", "fps": 1}, "fps": 2}, at(PART, "fps")),
     *[
-        (FRAMES | {key: 4}, {"place": PART, "key": key, "remedy_has": f"ignore_keys=[{key}]"})
+        (FRAMES | {key: 4}, at(PART, key, remedy_has=f"ignore_keys=[{key}]"))
         for key in ("nframes", "min_frames", "max_frames", "video_start", "video_end")
     ],
-    (FRAMES | {"raw_fps": 24}, {"place": "a:7: message 0, part 0", "key": "raw_fps"}),
-    (
-        FRAMES | {"times": [1]},
-        {"place": "a:7: message 0, part 0", "key": "times", "problem_has": "1 values for 2 frames"},
-    ),
-    (
-        FRAMES | {"times": "1 2"},
-        {"place": "a:7: message 0, part 0", "key": "times", "problem_has": "a str"},
-    ),
-    (
-        FRAMES | {"times": [1, None]},
-        {"place": "a:7: message 0, part 0", "key": "times[1]", "found": None},
-    ),
-    (
-        FRAMES | {"times": [1, -2]},
-        {"place": "a:7: message 0, part 0", "key": "times[1]", "found": -2},
-    ),
-    (
-        FRAMES | {"times": [2, 1]},
-        {
-            "place": "a:7: message 0, part 0",
-            "key": "times[1]",
-            "found": 1,
-            "problem_has": "before 2",
-        },
-    ),
-    (FRAMES | {"times": [1, 2], "fps": 2}, {"place": PART, "key": "times", "problem_has": "fps"}),
-    (
-        FRAMES | {"fps": 2, "sample_fps": 3},
-        {"place": PART, "key": "fps", "problem_has": "sample_fps"},
-    ),
+    (FRAMES | {"raw_fps": 24}, at(PART, "raw_fps")),
+    (FRAMES | {"times": [1]}, at(PART, "times", "1 values for 2 frames")),
+    (FRAMES | {"times": "1 2"}, at(PART, "times", "a str")),
+    (FRAMES | {"times": [1, None]}, at(PART, "times[1]", found=None)),
+    (FRAMES | {"times": [1, -2]}, at(PART, "times[1]", found=-2)),
+    (FRAMES | {"times": [2, 1]}, at(PART, "times[1]", found=1, problem_has="before 2")),
+    (FRAMES | {"times": [1, 2], "fps": 2}, at(PART, "times", "fps")),
+    (FRAMES | {"fps": 2, "sample_fps": 3}, at(PART, "fps", "sample_fps")),
     (
         {"video": [{"path": "0.png", "max_pixels": 4096}] * 2},
-        {"place": "a:7: message 0, part 0", "problem_has": "frames have min_pixels or max"},
+        at(PART, has="frames have min_pixels or max"),
     ),
-    (
-        {"fps": 2},
-        {"place": "a:7: message 0, part 0", "key": "fps"},
-    ),
-    (
-        FILE | {"speed": 2},
-        {"kind": UnknownKeysError, "place": "a:7", "problem_has": "'speed' (message 0, part 0)"},
-    ),
+    ({"fps": 2}, at(PART, "fps")),
+    (FILE | {"speed": 2}, at(has="'speed' (message 0, part 0)", kind=UnknownKeysError)),
 ]
 
 

@@ -24,3 +24,14 @@ def raises(kind: type[MegatronVLMError], **fields: Any) -> Iterator[pytest.Excep
         else:
             actual = error.fields()[name]
             assert actual == expected, f"{name}: expected {expected!r}, got {actual!r}"
+
+
+def at(
+    inside: str = "", key: str | None = None, has: str | None = None, **fields: Any
+) -> dict[str, Any]:
+    """Return the fields of an error in the record a:7, or at a place inside it, whose problem has
+    these words."""
+    named = {
+        name: value for name, value in (("key", key), ("problem_has", has)) if value is not None
+    }
+    return {"place": f"a:7: {inside}" if inside else "a:7", **named, **fields}
