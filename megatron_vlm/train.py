@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_vlm.config import load_config
 from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
-from megatron_vlm.config.checks import check_training
+from megatron_vlm.config.command_checks import check_train
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.worker_processes import start_server
 from megatron_vlm.distributed.dims import loads_data
@@ -68,7 +68,7 @@ def run_train(arguments: Sequence[str], signals: "Signals | None" = None) -> int
 
 
 def compose_config(
-    module: str, arguments: Sequence[str], check: Callable[[Config], None] = check_training
+    module: str, arguments: Sequence[str], check: Callable[[Config], None] = check_train
 ) -> Config:
     """Return the checked configuration of a rank that runs this module."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", allow_abbrev=False)

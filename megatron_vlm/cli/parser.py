@@ -145,7 +145,7 @@ def _train(args: argparse.Namespace) -> int:
     loads.
     """
     from megatron_vlm.config import load_config, to_yaml
-    from megatron_vlm.config.checks import check_training
+    from megatron_vlm.config.command_checks import check_train
 
     check_dry_run_arguments(args)
     file, arguments = read_configuration(args)
@@ -153,7 +153,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.cfg:
         print(to_yaml(cfg), end="")
         return 0
-    check_training(cfg)
+    check_train(cfg)
     check_run(cfg, args.gpus)
     saved = check_unnamed(cfg, args.overrides, file)
     check_sinks(cfg)

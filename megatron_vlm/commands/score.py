@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from megatron_vlm.config import ConfigFile
 from megatron_vlm.config.arguments import parse_arguments, read_configuration
 from megatron_vlm.config.checks import require
 from megatron_vlm.config.objectives import spec_of
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, TeacherConfig
 from megatron_vlm.data.worker_processes import start_server
 from megatron_vlm.distributed.dims import loads_data
 from megatron_vlm.distributed.process import (
@@ -24,7 +25,7 @@ from megatron_vlm.distributed.process import (
     world_of_process,
 )
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.untrusted import home_path
 from megatron_vlm.run.saved_config import with_commit
 from megatron_vlm.training.preflight import check_records, check_run
@@ -79,7 +80,7 @@ def score(args: argparse.Namespace) -> int:
     """write a model's log-probs of a data set, and targets for students
 
     Score every record of data.train and data.eval: the log-prob of each supervised token and, with
-    --top-k, the most likely tokens there, from which a student learns with data.teacher=DIR. Print
+    --top-k, the most likely tokens there, from which a student learns with teacher.path=DIR. Print
     one line of JSON per source, a table, and the records with the highest perplexity.
 
     example: megatron-vlm score Qwen/Qwen3-VL-32B-Instruct data.train=chats.jsonl --top-k 64
@@ -89,7 +90,7 @@ def score(args: argparse.Namespace) -> int:
     layout.
 
     With train.objective=dpo or kto the records are preferences, and every answer is scored. A run
-    reads the log-probs of its reference from there with data.reference=DIR.
+    reads the log-probs of its reference from there with preference.reference=DIR.
 
     The command continues where an earlier one was stopped. A folder with scores of other data, of
     another model or with other options is refused.
@@ -162,8 +163,16 @@ def _locate(
     a model do not depend on its teacher or its reference."""
     cfg, checkpoint = locate(where, args.overrides, file, needs="model.path")
     _check_data(cfg)
-    data = replace(cfg.data, teacher=None, teacher_top_k=None, reference=None)
-    return replace(cfg, data=data), checkpoint
+    objective = "sft" if cfg.train.objective == "distill" else cfg.train.objective
+    return (
+        replace(
+            cfg,
+            train=replace(cfg.train, objective=objective),
+            teacher=TeacherConfig(),
+            preference=replace(cfg.preference, reference="auto"),
+        ),
+        checkpoint,
+    )
 
 
 def _check_data(cfg: Config) -> None:
@@ -204,10 +213,9 @@ def _score(
 ) -> None:
     if cfg.data.num_workers and loads_data(cfg.parallel, rank_of_process(), world_of_process()):
         start_server()  # the server imports at the same time as this process
-    import torch.distributed as dist
-
     from megatron_vlm.checkpoint.save_load import load
-    from megatron_vlm.run.scoring.score_data import Scorer
+    from megatron_vlm.distributed.agreement import fail_together
+    from megatron_vlm.run.scoring.score_data import open_scores_together, score_on_ranks
     from megatron_vlm.run.scoring.score_folder import ScoreSettings
     from megatron_vlm.training.worker import MegatronWorker
 
@@ -218,13 +226,14 @@ def _score(
     _check_top_k(args, worker.source.sizes)
     settings = ScoreSettings(args.top_k, args.temperature)
     weights = _weights_digest(worker, checkpoint)
-    scorer = Scorer(worker, cfg, home_path(args.out), settings, weights)
+    folder = open_scores_together(worker, cfg, home_path(args.out), settings, weights)
     watchdog.begin_phase(0, "scoring")
-    if is_first := dist.get_rank() == 0:
-        _report_present(scorer.folder)
-    scorer.compute(_report_file)
-    if is_first:
-        _finish(scorer.folder)
+    if folder.is_writer:
+        _report_present(folder)
+    together = partial(fail_together, worker.platform.device, DataError)
+    folder.compute(partial(score_on_ranks, worker, cfg, settings), _report_file, together)
+    if folder.is_writer:
+        _finish(folder)
 
 
 def _score_with_engines(cfg: Config, args: argparse.Namespace) -> None:
@@ -233,17 +242,17 @@ def _score_with_engines(cfg: Config, args: argparse.Namespace) -> None:
         start_server()
     from megatron_vlm.engines.engine_kinds import engine_kind, engine_of_flags
     from megatron_vlm.family import read_sizes
-    from megatron_vlm.run.scoring.engine_scores import EngineScorer
+    from megatron_vlm.run.scoring.engine_scores import open_score_folder, score_with_engines
     from megatron_vlm.run.scoring.score_folder import ScoreSettings
 
     engine = engine_of_flags(cfg.engine, args.engine, args.devices)
     engine_kind(engine.name).version(args.engine, "--engine")
     _check_top_k(args, read_sizes(cfg.model.path))
     settings = ScoreSettings(args.top_k, args.temperature)
-    scorer = EngineScorer(cfg, home_path(args.out), settings, engine)
-    _report_present(scorer.folder)
-    scorer.compute(_report_file)
-    _finish(scorer.folder)
+    folder = open_score_folder(cfg, home_path(args.out), settings)
+    _report_present(folder)
+    score_with_engines(folder, cfg, engine, _report_file)
+    _finish(folder)
 
 
 def _check_top_k(args: argparse.Namespace, sizes: "ModelSizes") -> None:

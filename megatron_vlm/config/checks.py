@@ -12,6 +12,7 @@ from megatron_vlm.config.objectives import check_objective, check_rewarded
 from megatron_vlm.config.optimizer_spec import check_muon
 from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get, leaves
 from megatron_vlm.config.searched_keys import check_auto, check_layers
+from megatron_vlm.config.teachers import check_teacher
 from megatron_vlm.config.trainable import check_lora, learns
 from megatron_vlm.errors import ConfigError, is_secret
 
@@ -44,6 +45,7 @@ def check_values(cfg: Config) -> None:
     _check_sources(cfg.data)
     _check_switches(cfg)
     _check_together(cfg)
+    check_teacher(cfg)
     check_objective(cfg)
     check_evaluation(cfg)
 
@@ -196,28 +198,6 @@ def _check_sources(data: DataConfig) -> None:
             f": streams share one image_root, and these have {', '.join(sorted(roots))}",
             key="data.train",
         )
-    _check_teacher(data)
-
-
-def _check_teacher(data: DataConfig) -> None:
-    """Refuse scores for records that are not known ahead, and a number of targets of no
-    teacher."""
-    if data.teacher is None and data.teacher_top_k is not None:
-        raise ConfigError(
-            ": there is no teacher",
-            key="data.teacher_top_k",
-            found=data.teacher_top_k,
-            remedy="give data.teacher, a folder of megatron-vlm score",
-        )
-    for name in ("teacher", "reference"):
-        folder = getattr(data, name)
-        if folder is not None and any(spec.streaming for spec in data.train):
-            raise ConfigError(
-                "has scores of records, and those of a stream are not known ahead",
-                key=f"data.{name}",
-                found=folder,
-                remedy="download the data, and give its files",
-            )
 
 
 def _check_switches(cfg: Config) -> None:

@@ -1,12 +1,23 @@
-"""Checks of `megatron-vlm rl` and `serve`, in addition to those of every run."""
+"""Checks of `megatron-vlm train`, `rl` and `serve`, in addition to those of every configuration."""
 
 from pathlib import Path
 
 from megatron_vlm.config.checks import check_training, require
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import OWN, Config, LoraConfig, ServeConfig
-from megatron_vlm.config.teachers import check_teacher
 from megatron_vlm.errors import ConfigError
+
+
+def check_train(cfg: Config) -> None:
+    """Refuse to train without what a run needs, or with a teacher that nothing would read."""
+    check_training(cfg)
+    if cfg.teacher.path is not None and cfg.train.objective != "distill":
+        raise ConfigError(
+            f"has no effect with train.objective={cfg.train.objective}",
+            key="teacher.path",
+            found=cfg.teacher.path,
+            remedy="give train.objective=distill",
+        )
 
 
 def check_rl(cfg: Config) -> None:
@@ -14,7 +25,6 @@ def check_rl(cfg: Config) -> None:
     check_training(cfg)
     require_supervised(cfg, "megatron-vlm rl learns from rewards")
     rl = cfg.rl
-    check_teacher(cfg)
     _check_rewards(cfg)
     _check_target("rl.reward", rl.reward)
     _check_target("rl.environment", rl.environment)
@@ -65,20 +75,20 @@ def _check_rewards(cfg: Config) -> None:
     rl = cfg.rl
     count = (rl.reward is not None) + (rl.environment is not None)
     is_neither = count == 0
-    if count == 2 or (is_neither and rl.teacher is None):
+    if count == 2 or (is_neither and cfg.teacher.path is None):
         raise ConfigError(
             f"is {'not ' * is_neither}set, and {'neither' if is_neither else 'so'} is "
             "rl.environment",
             key="rl.reward",
             remedy="give one of them, as FILE.py:NAME: a function of a record and an answer, or "
-            "the class of an episode; a run that learns from rl.teacher needs neither",
+            "the class of an episode; a run that learns from teacher.path needs neither",
         )
-    if rl.advantage == "none" and rl.teacher is None:
+    if rl.advantage == "none" and cfg.teacher.path is None:
         raise ConfigError(
-            "only reports the rewards, and without rl.teacher nothing else is learnt from",
+            "only reports the rewards, and without teacher.path nothing else is learnt from",
             key="rl.advantage",
             found="none",
-            remedy="give rl.advantage=grpo, or rl.teacher=CHECKPOINT",
+            remedy="give rl.advantage=grpo, or teacher.path=CHECKPOINT",
         )
     if rl.dynamic_sampling and not needs_comparison(cfg):
         raise ConfigError(

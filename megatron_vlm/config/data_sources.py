@@ -12,7 +12,7 @@ from megatron_vlm.errors import ConfigError
 # These keys of data.* change no row of data.train.
 WITHOUT_EFFECT = (
     *("eval", "image_root", "unknown_keys", "lone_marks", "max_errors", "cache_dir"),
-    *("num_workers", "prefetch", "teacher", "reference"),
+    *("num_workers", "prefetch"),
 )
 HELD_OUT = "held_out"  # name of the evaluation set that data.split makes
 HUB = "hub:"  # prefix of a data set that is on the Hub, even if this folder has the same name

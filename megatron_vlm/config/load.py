@@ -191,11 +191,10 @@ def _build_config(composed: Any) -> Config:
     for name in ("dimensions", "dimension_weights"):
         values["embed"][name] = _names(values["embed"][name])
     values["engine"]["devices"] = _names(values["engine"]["devices"])
-    values["rl"]["teacher_gpus"] = _names(values["rl"]["teacher_gpus"])
+    values["teacher"]["devices"] = _names(values["teacher"]["devices"])
     dicts = [(data, name) for name in ("template_kwargs", "columns", "roles")]
     dicts += [(values["serve"], name) for name in ("limits", "loaded")]
-    dicts += [(values["engine"], "options")]
-    dicts += [(values["rl"], "teacher_options")]
+    dicts += [(values[name], "options") for name in ("engine", "teacher")]
     for group, name in dicts:
         group[name] = {} if group[name] is None else group[name]
     for key, settings in MAPPINGS.items():

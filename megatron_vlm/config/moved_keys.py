@@ -67,6 +67,16 @@ _ENGINE_KEYS = {
     "engine_videos": ("videos", 0),
     "engine_options": ("options", {}),
 }
+_TEACHER_KEYS: dict[str, tuple[str, Any]] = {
+    "data.teacher": ("teacher.path", None),
+    "data.teacher_top_k": ("teacher.top_k", None),
+    "rl.teacher": ("teacher.path", None),
+    "rl.teacher_scorer": ("teacher.engine", "own"),
+    "rl.teacher_coef": ("teacher.coef", 1.0),
+    "rl.teacher_top_k": ("teacher.top_k", 0),
+    "rl.teacher_gpus": ("teacher.devices", []),
+    "rl.teacher_options": ("teacher.options", {}),
+}
 MOVED_KEYS: dict[str, MovedKey] = {
     "parallel.cp": _removed(f"{_PARALLELISM}; parallel.tp and model.recompute save memory"),
     "parallel.sequence_parallel": _removed(f"{_PARALLELISM}; model.recompute saves memory"),
@@ -89,6 +99,11 @@ MOVED_KEYS: dict[str, MovedKey] = {
     },
     "optim.vision_weight_decay": _gone("optim.vision_weight_decay", None, _DECAY),
     "optim.merger_weight_decay": _gone("optim.merger_weight_decay", None, _DECAY),
+    # The last one counts: a folder of scores was read whatever train.reference said.
+    "train.reference": _renamed("preference.reference", "auto"),
+    "data.reference": _renamed("preference.reference"),
+    **{old: _renamed(new, default) for old, (new, default) in _TEACHER_KEYS.items()},
+    "rl.teacher_timeout": _removed("leave it out: an engine has ten minutes for a row"),
     **{f"serve.{name}": _part("serve.loaded", name, default) for name, default in _LOADED.items()},
     **{
         f"{group}.{old}": _renamed(f"engine.{new}", default)
@@ -96,6 +111,23 @@ MOVED_KEYS: dict[str, MovedKey] = {
         for old, (new, default) in _ENGINE_KEYS.items()
     },
 }
+
+
+# Digests of files that checkpoints have under the names of keys.
+_NAMES_OF_DIGESTS = {
+    "data.teacher": "teacher.path",
+    "data.reference": "preference.reference",
+    "rl.teacher": "teacher.path",
+}
+
+
+def todays_name(name: str) -> str:
+    """Return the name that the digest of a checkpoint has today: that of a key, of a part of its
+    value, or of its content."""
+    for old, new in _NAMES_OF_DIGESTS.items():
+        if name in (old, f"content of {old}") or name.startswith(f"{old}."):
+            return name.replace(old, new)
+    return name
 
 
 def with_todays_keys(saved: dict[str, Any]) -> dict[str, Any]:

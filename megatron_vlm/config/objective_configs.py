@@ -54,7 +54,7 @@ class RetrievalForm:
 ObjectiveName = Literal[
     "sft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "distill", "embed", "rerank"
 ]
-Reference = Literal["auto", "keep", "adapters_off", "model"]
+Reference = Literal["keep", "adapters_off", "model"]
 # What a record of data.train is: a chat; a prompt for samples; a prompt with a better and a worse
 # answer; an answer with the label good or bad; a query with its documents.
 RecordName = Literal["chat", "prompt", "pair", "label", "query"]
@@ -67,6 +67,7 @@ class PreferenceConfig:
 
     losses: tuple[str, ...] = ()  # losses of the objective; (): its own one, of dpo sigmoid
     loss_weights: tuple[NonNegative, ...] = ()  # weights of preference.losses; (): each 1
+    reference: str = "auto"  # source of the initial model's log-probs, or a folder of score
     beta: AboveZero = 0.1  # strength of the pull towards the reference; scale of the rewards
     label_smoothing: Decay = 0.0  # probability that a label is wrong, of the losses that use it
     simpo_gamma: NonNegative = 0.5  # margin of simpo

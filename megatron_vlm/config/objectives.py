@@ -2,6 +2,7 @@
 offers. The losses themselves are in training/preference_losses.py."""
 
 from dataclasses import dataclass
+from typing import get_args
 
 from megatron_vlm.config.objective_configs import (
     ObjectiveName,
@@ -12,6 +13,7 @@ from megatron_vlm.config.objective_configs import (
 )
 from megatron_vlm.config.retrieval_checks import check_retrieval, check_weights_of_terms
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.teachers import refuse_stream
 from megatron_vlm.errors import ConfigError
 
 
@@ -81,15 +83,28 @@ def reference_of(cfg: Config) -> Reference | None:
     """Return where the log-probs of the reference are from, or None if none are needed."""
     if not spec_of(cfg).has_reference:
         return None
-    if cfg.data.reference is not None:
+    for source in get_args(Reference):
+        if source == cfg.preference.reference:
+            return source
+    if reference_folder(cfg) is not None:
         return "keep"
-    if cfg.train.reference != "auto":
-        return cfg.train.reference
-    if cfg.lora.rank and not cfg.lora.train and cfg.lora.path is None:
+    if trains_adapters_alone(cfg):
         return "adapters_off"
     is_stream = any(spec.streaming for spec in cfg.data.train)
     # The answers that kto compares with change with each batch.
     return "model" if is_stream or needs_mismatched(cfg) else "keep"
+
+
+def trains_adapters_alone(cfg: Config) -> bool:
+    """Return whether the model without its adapters is the initial one."""
+    return bool(cfg.lora.rank) and not cfg.lora.train and cfg.lora.path is None
+
+
+def reference_folder(cfg: Config) -> str | None:
+    """Return the folder with the scores of the reference; None if the initial model is the
+    reference."""
+    value = cfg.preference.reference
+    return None if value in ("auto", *get_args(Reference)) else value
 
 
 def needs_mismatched(cfg: Config) -> bool:
@@ -115,7 +130,15 @@ def check_objective(cfg: Config) -> None:
         )
     check_weights_of_terms(cfg, "preference.loss_weights", "preference.losses", "loss")
     _check_distill(cfg)
-    _check_reference_scores(cfg)
+    folder = reference_folder(cfg)
+    if folder is not None and not spec.has_reference:
+        names = [each for each, objective in OBJECTIVES.items() if objective.has_reference]
+        raise ConfigError(
+            f"has no effect with train.objective={name}",
+            key="preference.reference",
+            found=folder,
+            remedy=f"give train.objective={' or '.join(names)}",
+        )
     if spec.records == "chat":
         return
     if spec.records == "query":
@@ -139,45 +162,13 @@ def _remedy_of(loss: str) -> str:
 
 
 def _check_distill(cfg: Config) -> None:
-    """Refuse distillation without a teacher, and a teacher of nothing."""
-    distill, teacher, is_distilled = cfg.distill, cfg.data.teacher, cfg.train.objective == "distill"
-    if is_distilled and teacher is None:
-        raise ConfigError(
-            "is not set",
-            key="data.teacher",
-            remedy="train.objective=distill learns from a folder that megatron-vlm score has "
-            "written with --top-k",
-        )
-    if teacher is not None and not is_distilled:
-        raise ConfigError(
-            f"has no effect with train.objective={cfg.train.objective}",
-            key="data.teacher",
-            found=teacher,
-            remedy="give train.objective=distill",
-        )
+    distill = cfg.distill
     if distill.beta != 0.5 and distill.divergence != "jsd":
         raise ConfigError(
             f"has no effect with distill.divergence={distill.divergence}",
             key="distill.beta",
             found=distill.beta,
             remedy="give distill.divergence=jsd",
-        )
-
-
-def _check_reference_scores(cfg: Config) -> None:
-    """Refuse log-probs of a reference that nothing would read."""
-    if (folder := cfg.data.reference) is None:
-        return
-    why, remedy = "", ""
-    if not spec_of(cfg).has_reference:
-        why = f"train.objective={cfg.train.objective}"
-        names = [name for name, spec in OBJECTIVES.items() if spec.has_reference]
-        remedy = f"give train.objective={' or '.join(names)}"
-    elif cfg.train.reference not in ("auto", "keep"):
-        why, remedy = f"train.reference={cfg.train.reference}", "leave one of the two out"
-    if why:
-        raise ConfigError(
-            f"has no effect with {why}", key="data.reference", found=folder, remedy=remedy
         )
 
 
@@ -208,27 +199,25 @@ def _check_smoothing(cfg: Config) -> None:
 
 
 def _check_reference(cfg: Config) -> None:
-    reference = reference_of(cfg)
-    is_stream = any(spec.streaming for spec in cfg.data.train)
+    reference, found = reference_of(cfg), cfg.preference.reference
+    if (folder := reference_folder(cfg)) is not None:
+        refuse_stream(cfg, "preference.reference", folder)
     if reference == "adapters_off":
         _check_adapters_off(cfg)
-    key, found = "train.reference", "keep"
-    if cfg.data.reference is not None:
-        key, found = "data.reference", cfg.data.reference
-    if reference == "keep" and is_stream:
+    if reference == "keep" and any(spec.streaming for spec in cfg.data.train):
         raise ConfigError(
             ": data.train is a stream, whose samples are not known before the first step",
-            key=key,
+            key="preference.reference",
             found=found,
-            remedy="give train.reference=adapters_off or model",
+            remedy="give preference.reference=adapters_off or model",
         )
     if reference == "keep" and needs_mismatched(cfg):
         raise ConfigError(
             ": kto compares each answer with those to other prompts of its batch, which are not "
             "known before the first step",
-            key=key,
+            key="preference.reference",
             found=found,
-            remedy="give train.reference=adapters_off or model, or choose "
+            remedy="give preference.reference=adapters_off or model, or choose "
             "preference.losses=[apo_zero_unpaired], which compares with none",
         )
     compared = sorted(BATCH_LOSSES & set(losses_of(cfg)))
@@ -252,7 +241,10 @@ def _check_adapters_off(cfg: Config) -> None:
         why = "lora.path continues an adapter, so the model without it is not the initial one"
     if why:
         raise ConfigError(
-            f": {why}", key="train.reference", found="adapters_off", allowed=("keep", "model")
+            f": {why}",
+            key="preference.reference",
+            found="adapters_off",
+            allowed=("keep", "model"),
         )
 
 

@@ -33,11 +33,10 @@ from megatron_vlm.config.objective_configs import (
     EmbedConfig,
     ObjectiveName,
     PreferenceConfig,
-    Reference,
     RerankConfig,
 )
 
-# Value of engine.name and rl.teacher_scorer: the ranks themselves, and no engine.
+# Value of engine.name and teacher.engine: the ranks themselves, and no engine.
 OWN = "own"
 Role = Literal["system", "user", "assistant", "tool"]
 Interval = Count | str | None
@@ -150,9 +149,6 @@ class DataConfig:
     max_errors: Count = 0  # invalid records to skip at most; one more stops the run
     cache_dir: str | None = "~/.cache/megatron_vlm"  # folder of encoded text; null: no cache
     num_workers: Count = 2  # worker processes of each replica that decode ahead of the step
-    teacher: str | None = None  # folder of megatron-vlm score, for train.objective=distill
-    teacher_top_k: Natural | None = None  # tokens to learn of each place; null: all that it has
-    reference: str | None = None  # folder of megatron-vlm score over preferences, for dpo and kin
     prefetch: Natural = 2  # batches that each worker process keeps ready
     shuffle: bool = True  # false: keep the order of the files
     shuffle_window: Natural = 1000  # records of a stream that are shuffled together
@@ -199,7 +195,6 @@ class TrainConfig:
     """Objective and length of training, and how a batch becomes a step."""
 
     objective: ObjectiveName = "sft"  # docs/preferences.md, distillation.md, embeddings.md
-    reference: Reference = "auto"  # where log-probs of the initial model are from: see there
     steps: Natural | None = None  # optimizer steps; null: from train.epochs
     epochs: AboveZero32 = 1.0  # passes over the data; used if steps is null
     early_stopping: Natural | None = None  # evaluations without a better checkpoint.best, then stop
@@ -280,13 +275,6 @@ class RlConfig:
     aggregate: Literal["tokens", "sequences", "constant"] = "tokens"  # averaging of the loss
     kl_coef: NonNegative | None = None  # coefficient of KL to the initial model; null: not computed
     entropy_coef: NonNegative | None = None  # coefficient of the entropy; null: not computed
-    teacher: str | dict[str, Any] | None = None  # a teacher's checkpoint, or one for each source
-    teacher_scorer: str = OWN  # the ranks run it, or an engine by its engine.name, such as vllm
-    teacher_coef: AboveZero = 1.0  # coefficient of the reverse KL to the teacher
-    teacher_top_k: Count = 0  # exact KL over its most likely tokens and the rest; 0: sampled token
-    teacher_gpus: tuple[str, ...] = ()  # GPUs of each engine of a teacher, as engine.devices
-    teacher_options: dict[str, Any] = field(default_factory=dict)  # as engine.options
-    teacher_timeout: AboveZero = 600.0  # maximum seconds in which an engine scores a row
     dynamic_sampling: bool = False  # replace prompts whose answers all got the same reward
     max_rounds: Natural = 8  # maximum rounds of replacement; then the step has fewer prompts
     updates: Natural = 1  # optimizer steps among which the samples of a step are divided
@@ -331,6 +319,18 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    """Teacher of train.objective=distill and of `rl`. See docs/distillation.md."""
+
+    path: str | dict[str, Any] | None = None  # folder of score; rl: checkpoint, or one per source
+    top_k: Natural | None = None  # likeliest tokens to learn; null: all stored, rl: the drawn one
+    coef: AboveZero = 1.0  # coefficient of the reverse KL to it in rl
+    engine: str = OWN  # the ranks run it, or an engine by its engine.name, such as vllm
+    devices: tuple[str, ...] = ()  # GPUs of each engine of a teacher, as engine.devices
+    options: dict[str, Any] = field(default_factory=dict)  # as engine.options
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """Processes to start where torchrun has not started any."""
 
@@ -363,6 +363,7 @@ class Config:
     rl: RlConfig = field(default_factory=RlConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     platform: PlatformName = "auto"  # auto: cuda, or the CPU if there is no GPU
 

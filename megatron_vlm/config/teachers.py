@@ -1,80 +1,113 @@
-"""Values of rl.teacher: one teacher for all prompts, or one for each source of prompts."""
+"""The group `teacher`: one folder of scores for train.objective=distill, or for `rl` the checkpoint
+of all prompts or of each source of prompts."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from megatron_vlm.config.schema import OWN, Config, RlConfig
+from megatron_vlm.config.schema import OWN, Config, TeacherConfig
 from megatron_vlm.errors import ConfigError
 
 ALL_SOURCES = ""  # the name of the only teacher
 
 
-def teachers_of(value: Any) -> dict[str, str]:
-    """Return the path of the teacher of each source, by the source's name. A teacher of all sources
-    has the name ALL_SOURCES."""
-    if value is None:
+def target_folder(cfg: Config) -> str | None:
+    """Return the folder of scores that train.objective=distill learns from; None for others."""
+    path = cfg.teacher.path if cfg.train.objective == "distill" else None
+    assert path is None or isinstance(path, str), "check_teacher refuses it"
+    return path
+
+
+def teachers_of(cfg: Config | None) -> dict[str, str]:
+    """Return the checkpoint of the teacher of each source of `rl`, by the source's name. A teacher
+    of all sources has the name ALL_SOURCES."""
+    if cfg is None or cfg.teacher.path is None or cfg.train.objective == "distill":
         return {}
-    return {ALL_SOURCES: value} if isinstance(value, str) else dict(value)
+    path = cfg.teacher.path
+    return {ALL_SOURCES: path} if isinstance(path, str) else dict(path)
 
 
 def check_teacher(cfg: Config) -> None:
     """Refuse a teacher that cannot be found, or settings of a teacher that there is not."""
-    rl = cfg.rl
-    if rl.teacher is None:
-        _refuse_unused(cfg)
-        return
-    named = rl.teacher if isinstance(rl.teacher, Mapping) else {"all": rl.teacher}
+    teacher = cfg.teacher
+    if not isinstance(teacher.options, dict):
+        raise ConfigError(key="teacher.options", found=teacher.options, allowed="{NAME: VALUE}")
+    if cfg.train.objective == "distill":
+        _check_target_folder(cfg)
+    elif teacher.path is None:
+        remedy = "give teacher.path=CHECKPOINT, or leave it out"
+        _refuse_others(teacher, "belongs to teacher.path, which is not set", remedy)
+    else:
+        _check_checkpoints(cfg)
+
+
+def _check_target_folder(cfg: Config) -> None:
+    """Refuse distillation from stored scores without these, or with scores of a stream."""
+    teacher = cfg.teacher
+    if not isinstance(teacher.path, str):
+        raise ConfigError(
+            "is not set" if teacher.path is None else "",
+            key="teacher.path",
+            found=teacher.path,
+            remedy="train.objective=distill learns from a folder that megatron-vlm score has "
+            "written with --top-k",
+        )
+    refuse_stream(cfg, "teacher.path", teacher.path)
+    problem = "is of a teacher that megatron-vlm rl runs, and train.objective=distill reads scores"
+    _refuse_others(teacher, problem, "leave it out", ("path", "top_k"))
+
+
+def refuse_stream(cfg: Config, key: str, folder: str) -> None:
+    """Refuse a folder of scores for a stream."""
+    if any(spec.streaming for spec in cfg.data.train):
+        raise ConfigError(
+            "has scores of records, and those of a stream are not known ahead",
+            key=key,
+            found=folder,
+            remedy="download the data, and give its files",
+        )
+
+
+def _refuse_others(
+    teacher: TeacherConfig, problem: str, remedy: str, used: tuple[str, ...] = ("path",)
+) -> None:
+    """Refuse settings that would have no effect."""
+    for name, default in vars(TeacherConfig()).items():
+        if name not in used and (value := getattr(teacher, name)) != default:
+            raise ConfigError(problem, key=f"teacher.{name}", found=value, remedy=remedy)
+
+
+def _check_checkpoints(cfg: Config) -> None:
+    """Refuse teachers of `rl` that have no name or that could not be run."""
+    teacher, path = cfg.teacher, cfg.teacher.path
+    named = path if isinstance(path, Mapping) else {"all": path}
     if not named or not all(
         isinstance(each, str) and each for pair in named.items() for each in pair
     ):
         raise ConfigError(
-            key="rl.teacher",
-            found=rl.teacher,
+            key="teacher.path",
+            found=path,
             allowed="a checkpoint's folder, its name on the Hub, or {SOURCE: CHECKPOINT, ...}",
         )
-    _check_engines(cfg)
-    if rl.teacher_top_k and rl.entropy_coef is not None:
+    if teacher.top_k and cfg.rl.entropy_coef is not None:
         raise ConfigError(
-            ": with rl.teacher_top_k the head computes the divergence from the teacher instead",
+            ": with teacher.top_k the head computes the divergence from the teacher instead",
             key="rl.entropy_coef",
-            found=rl.entropy_coef,
-            remedy="set rl.entropy_coef=null, or rl.teacher_top_k=0",
+            found=cfg.rl.entropy_coef,
+            remedy="set rl.entropy_coef=null, or teacher.top_k=null",
         )
-
-
-def _refuse_unused(cfg: Config) -> None:
-    for name, default in vars(RlConfig()).items():
-        value = getattr(cfg.rl, name)
-        if name.startswith("teacher_") and value != default:
+    if teacher.engine == OWN:
+        if teacher.devices or teacher.options:
             raise ConfigError(
-                "belongs to rl.teacher, which is not set",
-                key=f"rl.{name}",
-                found=value,
-                remedy="give rl.teacher=CHECKPOINT, or leave it out",
-            )
-
-
-def _check_engines(cfg: Config) -> None:
-    """Refuse engines that could not be started, or settings of engines that are not started."""
-    rl = cfg.rl
-    if not isinstance(rl.teacher_options, dict):
-        raise ConfigError(
-            key="rl.teacher_options", found=rl.teacher_options, allowed="{NAME: VALUE}"
-        )
-    if rl.teacher_scorer == OWN:
-        if rl.teacher_gpus or rl.teacher_options:
-            raise ConfigError(
-                "starts no engine, and rl.teacher_gpus or rl.teacher_options is set",
-                key="rl.teacher_scorer",
-                found="own",
-                remedy="give rl.teacher_scorer=vllm, or leave them out",
+                "starts no engine, and teacher.devices or teacher.options is set",
+                key="teacher.engine",
+                found=OWN,
+                remedy="give teacher.engine=vllm, or leave them out",
             )
         return
-    count = len(set(teachers_of(rl.teacher).values()))
-    if len(rl.teacher_gpus) % count:
+    count = len(set(teachers_of(cfg).values()))
+    if len(teacher.devices) % count:
         raise ConfigError(
-            f"has {len(rl.teacher_gpus)} engines for {count} teachers, which get equal shares",
-            key="rl.teacher_gpus",
-            found=list(rl.teacher_gpus),
+            f"has {len(teacher.devices)} engines for {count} teachers, which get equal shares",
+            key="teacher.devices",
+            found=list(teacher.devices),
             remedy=f"give a multiple of {count}, the engines of the first teacher first",
         )

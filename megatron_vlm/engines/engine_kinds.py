@@ -93,13 +93,13 @@ def engine_of_flags(cfg: EngineConfig, python: str, devices: Sequence[str]) -> E
 def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
     """Refuse an engine that could not be started, or settings of an engine that is not started."""
     engine = cfg.engine
-    if group == "rl" and cfg.rl.teacher is not None and cfg.rl.teacher_scorer != OWN:
-        scorer = cfg.rl.teacher_scorer
-        check_python(cfg, engine_kind(scorer, "rl.teacher_scorer"), f"rl.teacher_scorer={scorer}")
+    is_for_teacher = group == "rl" and cfg.teacher.engine != OWN
+    if is_for_teacher:
+        scorer = cfg.teacher.engine
+        check_python(cfg, engine_kind(scorer, "teacher.engine"), f"teacher.engine={scorer}")
     if not isinstance(engine.options, dict):
         raise ConfigError(key="engine.options", found=engine.options, allowed="{NAME: VALUE}")
     if engine.name == OWN:
-        is_for_teacher = group == "rl" and cfg.rl.teacher_scorer != OWN
         if (engine.python and not is_for_teacher) or engine.devices or engine.options:
             raise ConfigError(
                 "starts no engine, and engine.python, engine.devices or engine.options is set",

@@ -16,18 +16,14 @@ from megatron_vlm.config.schema import OWN
 from megatron_vlm.config.teachers import teachers_of
 from megatron_vlm.data.batches.collate import collate, filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
+from megatron_vlm.data.tokens.row import Row, place_row
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.rl.advantages import importance_weights
-from megatron_vlm.rl.frozen_models import FrozenModels
-from megatron_vlm.rl.teacher_scores import (
-    TeacherScores,
-    check_ids_of_teacher,
-    mean_teacher_kls,
-)
+from megatron_vlm.rl.teacher_checks import check_ids_of_teacher
 from megatron_vlm.rl.train_batch import TrainBatch, TrainRow, Update
+from megatron_vlm.training.frozen_models import FrozenModels
 from megatron_vlm.training.losses import Objective
-from megatron_vlm.training.row_scores import top_targets
+from megatron_vlm.training.row_scores import RowScores, top_targets
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 Score = TypeVar("Score")
@@ -47,27 +43,22 @@ class PolicyUpdater:
 
     def __init__(self, worker: MegatronWorker):
         self.worker, self.cfg = worker, worker.cfg
-        rl = self.cfg.rl
+        rl, teacher = self.cfg.rl, self.cfg.teacher
         options = {
             "clip_low": rl.clip_low,
             "clip_high": rl.clip_high,
             "kl_coef": rl.kl_coef,
             "entropy_coef": rl.entropy_coef,
-            "teacher_coef": rl.teacher_coef if rl.teacher_top_k else None,
+            "teacher_coef": teacher.coef if teacher.top_k else None,
         }
         self.options = {name: value for name, value in options.items() if value is not None}
         self.names = Objective.create(rl.loss, self.options).value_names
         self.models = FrozenModels(worker)
 
     @cached_property
-    def reference(self) -> MegatronWorker:
-        """Reference model, loaded at first use."""
-        return self.models.reference()
-
-    @cached_property
     def teachers(self) -> list[MegatronWorker]:
-        """Teachers that the ranks run, loaded at first use, in the order of rl.teacher."""
-        return [self.models.teacher(path) for path in teachers_of(self.cfg.rl.teacher).values()]
+        """Teachers that the ranks run, loaded at first use, in the order of teacher.path."""
+        return [self.models.teacher(path) for path in teachers_of(self.cfg).values()]
 
     def gradients(
         self, update: Update, rows: Mapping[int, TrainRow], values: "Values"
@@ -82,12 +73,18 @@ class PolicyUpdater:
         )
 
     def _row(self, number: int, each: TrainRow, values: "Values") -> Row:
-        like_S, rl = each.sampler_log_probs_S, self.cfg.rl
+        like_S, teacher = each.sampler_log_probs_S, self.cfg.teacher
         old_S = values.old.get(number, like_S)
         advantages_S = torch.full_like(like_S, each.advantage)
         scores = values.teacher.get(number)
-        if scores is not None and not rl.teacher_top_k:
-            advantages_S += rl.teacher_coef * (scores.log_probs_S - old_S)
+        targets: dict[str, Tensor] = {}
+        if scores is not None and teacher.top_k:
+            targets["teacher_ids_NJ"] = scores.ids_NJ
+            targets["teacher_log_probs_NR"] = scores.log_probs_NR
+        elif scores is not None:
+            log_probs_S = torch.zeros_like(old_S)
+            log_probs_S[each.is_drawn_S] = scores.label_log_probs_N
+            advantages_S += teacher.coef * (log_probs_S - old_S)
         inputs = {
             "advantages": advantages_S * values.weights.get(number, torch.ones_like(like_S)),
             "old_log_probs": old_S,
@@ -97,19 +94,18 @@ class PolicyUpdater:
             each.row,
             values_S={name: inputs[name] for name in self.names},
             loss_weights_S=None if each.weight == 1 else torch.full_like(like_S, each.weight),
-            teacher_ids_NJ=None if scores is None else scores.ids_NJ,
-            teacher_log_probs_NR=None if scores is None else scores.log_probs_NR,
+            **targets,
         )
 
     def values(self, train_batch: TrainBatch, rows: Mapping[int, TrainRow]) -> "Values":
         """Compute the inputs of the loss that are not in the train batch. This is a collective."""
-        rl = self.cfg.rl
+        rl, has_teacher = self.cfg.rl, self.cfg.teacher.path is not None
         old: dict[int, Tensor] = {}
         weights: dict[int, Tensor] = {}
-        teacher = {} if rl.teacher is None else self._teacher_scores(train_batch, rows)
+        teacher = self._teacher_scores(train_batch, rows) if has_teacher else {}
         # Log-probs of the own decoder are the trainer's already, but not to the last digit. A
         # teacher that is the student has nothing to teach, and so not even a rounding error.
-        if self.cfg.engine.name != OWN or rl.teacher is not None:
+        if self.cfg.engine.name != OWN or has_teacher:
             old = self._log_probs_of_rows(self.worker, train_batch, rows)
         if self.cfg.engine.name != OWN:
             for number, train_row in rows.items():
@@ -117,40 +113,42 @@ class PolicyUpdater:
                 weights[number] = torch.tensor(importance_weights(*log_probs, rl.max_weight))
         reference = {}
         if rl.kl_coef is not None:
-            reference = self._log_probs_of_rows(self.reference, train_batch, rows)
+            with self.models.reference() as model:
+                reference = self._log_probs_of_rows(model, train_batch, rows)
         return Values(old, weights, reference, teacher)
 
     def teacher_kls(self, rows: Mapping[int, TrainRow], values: "Values") -> dict[int, float]:
-        """Return the mean KL to the teacher of each row of the train batch. A collective."""
-        if self.cfg.rl.teacher is None:
+        """Return the mean of student minus teacher log-prob over the drawn tokens of each row of
+        the train batch: an estimate of the reverse KL for each token, which may be below 0. A
+        collective."""
+        if self.cfg.teacher.path is None:
             return {}
-        device = self.worker.platform.device
-        return mean_teacher_kls(rows, values.old, values.teacher, self.worker.grid, device)
+        local = {}
+        for number, scores in values.teacher.items() if self.worker.grid.leads else ():
+            student_N = values.old[number][rows[number].is_drawn_S]
+            local[str(number)] = float((student_N - scores.label_log_probs_N).double().mean())
+        gathered = all_gather_json(local, None, self.worker.platform.device)
+        return dict(sorted((int(number), kl) for each in gathered for number, kl in each.items()))
 
     def _teacher_scores(
         self, train_batch: TrainBatch, rows: Mapping[int, TrainRow]
-    ) -> dict[int, TeacherScores]:
+    ) -> dict[int, RowScores]:
         """Return the scores of this replica's rows: by engines, which the rows have already, or by
         the ranks' own teachers. A collective."""
-        if self.cfg.rl.teacher_scorer != OWN:
+        if self.cfg.teacher.engine != OWN:
             return {
-                number: TeacherScores.from_table(each.teacher_table, each.row)
+                number: RowScores.from_table(each.teacher_table, each.is_drawn_S.nonzero()[:, 0])
                 for number, each in rows.items()
                 if each.teacher_table is not None
             }
-        scores: dict[int, TeacherScores] = {}
+        scores: dict[int, RowScores] = {}
+        count = self.cfg.teacher.top_k or 0
         for place, model in enumerate(self.teachers):
             vocab, path = model.source.sizes.text.vocab, model.cfg.model.path
             check_ids_of_teacher(train_batch, place, vocab, path)
             own_rows = {number: each for number, each in rows.items() if each.teacher == place}
-            if count := self.cfg.rl.teacher_top_k:
-                score = partial(top_targets, model.stage, count=count, temperature=1.0)
-                targets = self._score_rows(model, score, train_batch, own_rows)
-                for number, each in targets.items():
-                    scores[number] = TeacherScores.from_targets(each, rows[number].row)
-            else:
-                log_probs = self._log_probs_of_rows(model, train_batch, own_rows)
-                scores |= {number: TeacherScores(each) for number, each in log_probs.items()}
+            score = partial(top_targets, model.stage, count=count, temperature=1.0)
+            scores |= self._score_rows(model, score, train_batch, own_rows)
         return scores
 
     def _log_probs_of_rows(
@@ -211,8 +209,8 @@ class PolicyUpdater:
         max_weight = self.cfg.rl.max_weight
         local_sums = [0.0, 0.0, 0.0, 0.0]  # largest, sum, cut, tokens
         for number, train_row in rows.items() if self.worker.grid.leads else ():
-            drawn_S = train_row.row.labels_S != IGNORE
-            differ_N = (values.old[number] - train_row.sampler_log_probs_S)[drawn_S]
+            differ_S = values.old[number] - train_row.sampler_log_probs_S
+            differ_N = differ_S[train_row.is_drawn_S]
             local_sums[0] = max(local_sums[0], float(differ_N.abs().max()))
             local_sums[1] += float(differ_N.abs().sum())
             local_sums[2] += int((differ_N.exp() > max_weight).sum())
@@ -231,7 +229,7 @@ class Values:
     old: Mapping[int, Tensor]  # log-probs before the step
     weights: Mapping[int, Tensor]  # weights of the advantages
     reference: Mapping[int, Tensor]  # log-probs under the reference model
-    teacher: Mapping[int, TeacherScores]
+    teacher: Mapping[int, RowScores]
 
 
 def join_metrics(parts: Sequence[StepMetrics]) -> StepMetrics:

@@ -10,20 +10,21 @@ from megatron_vlm.config.teachers import teachers_of
 from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.media.processor_settings import VideoSettings
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
-from megatron_vlm.errors import ConfigError, MegatronVLMError
+from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import folder_of
+from megatron_vlm.rl.train_batch import TrainBatch
 
 _BOUNDS = ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames")
 
 
 def check_teachers(cfg: Config) -> None:
     """Refuse a teacher that would score other tokens, or see other pixels, than the student."""
-    for path in dict.fromkeys(teachers_of(cfg.rl.teacher).values()):
+    for path in dict.fromkeys(teachers_of(cfg).values()):
         try:
             read_sizes(path)
         except MegatronVLMError as error:
-            raise error.within(f"rl.teacher={path}") from error
+            raise error.within(f"teacher.path={path}") from error
         if path != cfg.model.path or cfg.data.add_tokens:
             _check_ids(cfg, path)
             _check_vocab(cfg, path)
@@ -41,7 +42,7 @@ def _check_ids(cfg: Config, path: str) -> None:
     raise ConfigError(
         f"has another tokenizer than model.path={cfg.model.path}: {token!r} {of_student}, and "
         f"{of_teacher}",
-        key="rl.teacher",
+        key="teacher.path",
         found=path,
         remedy="give a teacher with the student's tokenizer, such as a larger model of the same "
         "family",
@@ -64,13 +65,13 @@ def _check_vocab(cfg: Config, path: str) -> None:
         name: read_sizes(name, added).text.vocab
         for name, added in ((cfg.model.path, cfg.data.add_tokens), (path, ()))
     }
-    if cfg.rl.teacher_top_k and rows[path] > rows[cfg.model.path]:
+    if cfg.teacher.top_k and rows[path] > rows[cfg.model.path]:
         raise ConfigError(
             f"has {rows[path]} rows in its vocabulary, more than the {rows[cfg.model.path]} of "
             "model.path, and one of its most likely tokens may be one that the student lacks",
-            key="rl.teacher",
+            key="teacher.path",
             found=path,
-            remedy="set rl.teacher_top_k=0, which scores the student's tokens alone",
+            remedy="set teacher.top_k=null, which scores the student's tokens alone",
         )
 
 
@@ -101,9 +102,25 @@ def _pixel_error(
     return ConfigError(
         f"would see other pixels than model.path={cfg.model.path}: its {kind} processor has "
         f"{name}={values[1]}, and the student's {name}={values[0]}",
-        key="rl.teacher",
+        key="teacher.path",
         found=path,
         remedy=f"set {key}, which both then use"
         if name in _BOUNDS
         else "give a teacher with the student's processor",
     )
+
+
+def check_ids_of_teacher(train_batch: TrainBatch, place: int, vocab: int, path: str) -> None:
+    """Refuse drawn ids that this teacher has no row for. Ranks that have the whole train batch all
+    raise this error together."""
+    for train_row in train_batch.rows:
+        if train_row.teacher == place and int(train_row.row.ids_S.max()) >= vocab:
+            raise DataError(
+                f": the student has drawn it, and the vocabulary of the teacher {path} has "
+                f"{vocab} rows; no text has this token, so the student draws at random",
+                place="an answer",
+                key="tokens",
+                found=int(train_row.row.ids_S.max()),
+                allowed=range(vocab),
+                remedy="train the student on text first, or give a teacher with as many rows",
+            )

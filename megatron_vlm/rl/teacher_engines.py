@@ -1,107 +1,87 @@
 """Teachers in engines: rank 0 asks them for the scores of each train batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
-from megatron_vlm.config.schema import Config
 from megatron_vlm.config.teachers import teachers_of
 from megatron_vlm.data.batches.dataset import DataSet
-from megatron_vlm.data.batches.micro_batch import VISUAL_FIELDS
-from megatron_vlm.distributed.rank0 import result_of
 from megatron_vlm.engines.engine_kinds import EngineSettings
+from megatron_vlm.engines.engine_scorer import EngineScorer
 from megatron_vlm.engines.engine_thread import EngineThread
-from megatron_vlm.engines.processed_prompt import describe_difference
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import folder_of
-from megatron_vlm.rl.episode import pictures_of
 from megatron_vlm.rl.policy_engine import settings_of
-from megatron_vlm.rl.teacher_scores import check_ids_of_teacher
+from megatron_vlm.rl.teacher_checks import check_ids_of_teacher
 from megatron_vlm.rl.train_batch import TrainBatch
 from megatron_vlm.training.worker import MegatronWorker
 
 
 @dataclass(frozen=True)
 class EngineTeachers:
-    """The engines of each teacher, in the order of rl.teacher, on rank 0."""
+    """The engines of each teacher, by its path, on rank 0. Sources with the same teacher share its
+    engines."""
 
-    cfg: Config
-    paths: Sequence[str]
-    engines: Sequence[EngineThread]
-    checked: set[str] = field(default_factory=set)  # teachers that see what the student sees
+    paths: Sequence[str]  # in the order of teacher.path
+    top_k: int
+    scorers: Mapping[str, EngineScorer]
 
     @staticmethod
     def start(
         worker: MegatronWorker, data: DataSet, opened: ExitStack, waiting: Callable[[], None]
     ) -> "EngineTeachers":
-        """Start the engines. `opened` ends them, and `waiting` is called until they have loaded.
-        Sources with the same teacher share its engines."""
+        """Start the engines. `opened` ends them, and `waiting` is called until they have loaded."""
         cfg = worker.cfg
-        paths = list(teachers_of(cfg.rl.teacher).values())
-        named = replace(cfg.engine, name=cfg.rl.teacher_scorer)
-        started: dict[str, EngineThread] = {}
+        paths = list(teachers_of(cfg).values())
+        named = replace(cfg.engine, name=cfg.teacher.engine)
+        student, scorers = folder_of(cfg.model.path), dict[str, EngineScorer]()
         distinct = list(dict.fromkeys(paths))
         for place, path in enumerate(distinct):
-            started[path] = engines = EngineThread()
+            engines = EngineThread()
             opened.callback(engines.close)
-            gpus = share_of_gpus(cfg.rl.teacher_gpus, place, len(distinct))
+            gpus = share_of_gpus(cfg.teacher.devices, place, len(distinct))
             try:
                 engines.start(named, teacher_settings(worker, data, path, gpus), waiting)
             except MegatronVLMError as error:
-                raise error.within(f"rl.teacher={path}") from error
-        return EngineTeachers(cfg, paths, [started[path] for path in paths])
+                raise error.within(f"teacher.path={path}") from error
+            scorers[path] = EngineScorer(engines, student, partial(_blind_teacher, path), waiting)
+        return EngineTeachers(paths, cfg.teacher.top_k or 0, scorers)
 
-    def score(self, batch: TrainBatch, waiting: Callable[[], None]) -> TrainBatch:
+    def score(self, batch: TrainBatch) -> TrainBatch:
         """Return the train batch with the scores of all rows, or raise an error: nothing is learnt
-        from a part of them. `waiting` is called until all scores are there."""
-        rl = self.cfg.rl
+        from a part of them."""
         for place, path in enumerate(self.paths):
             check_ids_of_teacher(batch, place, read_sizes(path).text.vocab, path)
-            self._check_sight(batch, place, waiting)
-        asked: list[Future[Tensor]] = []
-        for row in batch.rows:
-            engines = self.engines[row.teacher]
-            scoring = engines.engine.score(row.row, rl.teacher_top_k, rl.teacher_timeout)
-            asked.append(engines.submit(scoring))
+        started: list[Future[Tensor]] = []
         rows = []
         try:
-            for row, future in zip(batch.rows, asked, strict=True):
+            for row in batch.rows:
+                scorer = self.scorers[self.paths[row.teacher]]
+                started.append(scorer.start(row.row, self.top_k))
+            for row, scores in zip(batch.rows, started, strict=True):
                 path = self.paths[row.teacher]
-                rows.append(replace(row, teacher_table=result_of(future, waiting)))
-        except MegatronVLMError as error:
-            raise error.within(f"rl.teacher={path}") from error
+                try:
+                    rows.append(replace(row, teacher_table=self.scorers[path].result(scores)))
+                except MegatronVLMError as error:
+                    raise error.within(f"teacher.path={path}") from error
         finally:
-            for future in asked:
-                future.cancel()
+            for scores in started:
+                scores.cancel()
         return replace(batch, rows=rows)
 
-    def _check_sight(self, batch: TrainBatch, place: int, waiting: Callable[[], None]) -> None:
-        """Refuse engines whose own processor makes other patches of the first row with pictures
-        than the student's. Engines that show no patches are not checked."""
-        path, engine = self.paths[place], self.engines[place].engine
-        rows = (each.row for each in batch.rows if each.teacher == place)
-        row = next((each for each in rows if pictures_of([each]) != _NO_PICTURES), None)
-        if path in self.checked or row is None:
-            return
-        self.checked.add(path)
-        view = result_of(self.engines[place].submit(engine.inspect(row)), waiting)
-        if view and (what := describe_difference(row, view, folder_of(self.cfg.model.path))):
-            raise ConfigError(
-                f": {view.version} makes {what} of a picture, so this teacher would not see what "
-                "the student sees",
-                key="rl.teacher",
-                found=path,
-                remedy="see what `megatron-vlm agree model.path=TEACHER` says, or set "
-                "rl.teacher_scorer=own",
-            )
 
-
-_NO_PICTURES: dict[str, Any] = dict.fromkeys(VISUAL_FIELDS)
+def _blind_teacher(path: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{problem}, so this teacher would not see what the student sees",
+        key="teacher.path",
+        found=path,
+        remedy="see what `megatron-vlm agree model.path=TEACHER` says, or set teacher.engine=own",
+    )
 
 
 def share_of_gpus(gpus: Sequence[str], place: int, teachers: int) -> Sequence[str]:
@@ -116,7 +96,7 @@ def teacher_settings(
 ) -> EngineSettings:
     """Return the settings of a teacher's engines. They take the longest row that a step can have,
     and one token, which may be drawn after it."""
-    own, rl = settings_of(worker, data), worker.cfg.rl
+    own, teacher = settings_of(worker, data), worker.cfg.teacher
     return replace(
         own,
         folder=str(folder_of(path, weights=True)),
@@ -124,7 +104,7 @@ def teacher_settings(
         lora_rank=0,
         lora_vision=False,
         devices=gpus,
-        options=rl.teacher_options,
-        top_k=rl.teacher_top_k,
+        options=teacher.options,
+        top_k=teacher.top_k or 0,
         is_inspected=True,
     )

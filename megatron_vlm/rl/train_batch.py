@@ -43,14 +43,14 @@ class TrainRow:
     sampler_log_probs_S: Tensor  # log-probs of the drawn tokens; 0 for the other tokens
     advantage: float
     weight: float  # weight of each token's loss
-    teacher: int = 0  # place of its teacher among those of rl.teacher
-    # The scores of a teacher's engine [S, 1 + K, 2]: see teacher_scores.py. None: the ranks score.
+    teacher: int = 0  # place of its teacher among those of teacher.path
+    # The scores of a teacher's engine [S, 1 + K, 2]: see Engine.score. None: the ranks score.
     teacher_table: Tensor | None = None
 
     @property
-    def num_drawn(self) -> int:
-        """Number of tokens that were drawn."""
-        return int((self.row.labels_S != IGNORE).sum())
+    def is_drawn_S(self) -> Tensor:
+        """Whether each token was drawn."""
+        return self.row.labels_S != IGNORE
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _rows(groups: Sequence[Group], cfg: Config) -> list[TrainRow]:
 
 def _teacher_of(group: Group, cfg: Config) -> int:
     """Return the place of the teacher of a group's source."""
-    names = list(teachers_of(cfg.rl.teacher))
+    names = list(teachers_of(cfg))
     if names in ([], [ALL_SOURCES]):
         return 0
     first = group.episodes[0]
@@ -112,12 +112,12 @@ def _teacher_of(group: Group, cfg: Config) -> int:
         name = name_of_source(cfg.data.train[group.source].path)
     if name not in names:
         raise DataError(
-            f": rl.teacher has no teacher for its source {name!r}",
+            f": teacher.path has no teacher for its source {name!r}",
             place=first.where,
             key="data_source",
             found=name,
             allowed=names,
-            remedy=f"give rl.teacher={{..., {name}: CHECKPOINT}}",
+            remedy=f"give teacher.path={{..., {name}: CHECKPOINT}}",
         )
     return names.index(name)
 

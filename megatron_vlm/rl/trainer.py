@@ -50,8 +50,9 @@ class RlTrainer:
                 check_teachers(self.cfg)
         if self.cfg.rl.kl_coef is not None:
             run.begin_phase(run.progress.step, "loading the initial model", files=True)
-            assert self.updater.reference
-        if self.cfg.rl.teacher is not None and self.cfg.rl.teacher_scorer == OWN:
+            with self.updater.models.reference():
+                pass  # it is loaded now, and not in the first step
+        if self.cfg.teacher.path is not None and self.cfg.teacher.engine == OWN:
             run.begin_phase(run.progress.step, "loading the teachers", files=True)
             assert self.updater.teachers
         self.commands = RankCommands(run.worker, run.signals)
@@ -103,7 +104,7 @@ class RlTrainer:
             last = self.run.total_steps - 1
             self.rollouts = EngineRollouts(self.episode_runner, self.commands, self.engines, last)
         self.opened.callback(self.rollouts.close)
-        if self.cfg.rl.teacher_scorer != OWN:
+        if self.cfg.teacher.engine != OWN:
             data, waiting = self.episode_runner.data, self.commands.wait
             self.teachers = EngineTeachers.start(self.run.worker, data, self.opened, waiting)
         return b"", {}
@@ -120,7 +121,7 @@ class RlTrainer:
                 self.last.groups, self.cfg, self.episode_runner.data.work, replicas
             )
             if self.teachers is not None:
-                batch = self.teachers.score(batch, self.commands.wait)
+                batch = self.teachers.score(batch)
             return train_batch_to_bytes(batch), {"after": asdict(self.last.after)}
 
         content, facts = self._lead(sampled)
@@ -187,7 +188,7 @@ class RlTrainer:
             assert self.last is not None
             first = self.last.groups[0].episodes[0]
             right = self.episode_runner.right_answer(first)
-            teaches = self.cfg.rl.teacher is not None
+            teaches = self.cfg.teacher.path is not None
             if not teaches and (hint := self.signal.check(self.last.groups, right)) is not None:
                 self.run.log.event(step + 1, hint)
             if has_usage_line(step + 1, self.run.total_steps):

@@ -11,7 +11,7 @@ from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.data_sources import WITHOUT_EFFECT, plain_sets, plain_sources
 from megatron_vlm.config.load import given_keys
 from megatron_vlm.config.schema import Config, get, leaves
-from megatron_vlm.config.teachers import teachers_of
+from megatron_vlm.config.teachers import ALL_SOURCES, teachers_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.hub import hub_name, pin
 
@@ -21,7 +21,7 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {"data.train": plain_sources, "data.ev
 # continue for longer.
 _LEARNING = (
     *("model.path", "model.freeze", "model.router", "lora.", "data.", "optim.", "train."),
-    *("preference.", "distill.", "embed.", "rerank."),
+    *("preference.", "distill.", "embed.", "rerank.", "teacher."),
 )
 _LEARNING_RL = (
     "rl.reward",
@@ -30,7 +30,6 @@ _LEARNING_RL = (
     "rl.loss",
     "rl.advantage",
     "rl.kl_coef",
-    "rl.teacher",
 )
 _GOING_ON = frozenset(
     ("train.steps", "train.epochs", "train.micro_batch_size", "train.micro_batch_tokens")
@@ -49,9 +48,9 @@ def saved_config(folder: Path) -> Config | None:
 
 
 def with_model(cfg: Config, weights: bool = True, saved: Config | None = None) -> Config:
-    """Return the configuration with the commits in model.path and rl.teacher, where these are names
-    on the Hub. They are the newest commits when the run begins, and the same ones whenever the run
-    starts again: those of `saved`, which is read if it is not given."""
+    """Return the configuration with the commits in model.path and teacher.path, where these name
+    models on the Hub. They are the newest commits when the run begins, and the same ones whenever
+    the run starts again: those of `saved`, which is read if it is not given."""
     path = cfg.model.path
     saved = saved or saved_config(Path(cfg.run))
     if (name := hub_name(path)) is not None and not name.commit:
@@ -66,35 +65,33 @@ def with_model(cfg: Config, weights: bool = True, saved: Config | None = None) -
                     remedy=f"give model.path={name.repo} to go on with that one, or another "
                     "run=FOLDER",
                 )
-    teacher = _with_commits(cfg.rl.teacher, None if saved is None else saved.rl.teacher)
     return replace(
         cfg,
         model=replace(cfg.model, path=pin(path, weights)),
-        rl=replace(cfg.rl, teacher=teacher),
+        teacher=replace(cfg.teacher, path=_teachers_with_commits(cfg, saved)),
     )
 
 
-def _with_commits(teacher: Any, saved: Any) -> Any:
-    """Return the value of rl.teacher with the commits that the run began with. A name with a
+def _teachers_with_commits(cfg: Config, saved: Config | None) -> str | dict[str, Any] | None:
+    """Return the value of teacher.path with the commits that the run began with. A name with a
     revision of its own gets the commit that this is now."""
-    before = teachers_of(saved)
+    before, now = teachers_of(saved), teachers_of(cfg)
     pinned = {}
-    for source, path in teachers_of(teacher).items():
+    for source, path in now.items():
         name, known = hub_name(path), hub_name(before.get(source, ""))
         if name is not None and known is not None and known.repo == name.repo and not name.revision:
             path = str(known)
         pinned[source] = pin(path)
-    return next(iter(pinned.values())) if isinstance(teacher, str) else pinned or None
+    return pinned.get(ALL_SOURCES, pinned) if pinned else cfg.teacher.path
 
 
 def with_commit(arguments: Sequence[str], cfg: Config) -> list[str]:
     """Return a command's arguments for its processes, which then use the same commit."""
     named = [f"model.path={cfg.model.path}"] if hub_name(cfg.model.path) is not None else []
-    teachers = teachers_of(cfg.rl.teacher)
+    teachers = teachers_of(cfg)
     if any(hub_name(path) is not None for path in teachers.values()):
         entries = ", ".join(f"{source}: '{path}'" for source, path in teachers.items())
-        is_single = isinstance(cfg.rl.teacher, str)
-        named.append(f"rl.teacher={cfg.rl.teacher if is_single else f'{{{entries}}}'}")
+        named.append(f"teacher.path={teachers.get(ALL_SOURCES, f'{{{entries}}}')}")
     return [*arguments, *named]
 
 

@@ -11,7 +11,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.data_warnings import Remarks
-from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.data.batches.dataset import DataSet, open_data, with_scores
 from megatron_vlm.data.batches.loader import BatchFigures, Loader, Replica, StepBatch
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.agreement import Vote, fail_together, store_barrier
@@ -72,6 +72,7 @@ class Feeder:
             specs, path = cfg.data.train, cfg.model.path
             kind = "prompt" if prompts_only else records_of(cfg)
             data = open_data(specs, "data.train", cfg.data, path, sizes, share, kind=kind)
+            data = with_scores(data, cfg)
             remarks = asdict(Remarks.from_data(data, "data.train", cfg.data))
             return data, (data.length, fingerprint(data, cfg).to_json(), remarks)
 

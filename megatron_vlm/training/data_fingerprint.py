@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from megatron_vlm.config.data_sources import WITHOUT_EFFECT
-from megatron_vlm.config.moved_keys import MOVED_KEYS
+from megatron_vlm.config.moved_keys import MOVED_KEYS, todays_name
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.stream_set import StreamSet
@@ -17,6 +17,7 @@ from megatron_vlm.io.hub import folder_of
 # `order` contains what matters of these keys of data.*. All other keys that have an effect are
 # compared, including those that are added later.
 _IN_ORDER = ("train", "seed", "shuffle", "shuffle_window")
+_KEYS = ("data.", "teacher.")  # groups of keys that are compared by name
 _NOT_OF_ROWS = ("generation_config.json",)
 
 
@@ -32,7 +33,8 @@ class Fingerprint:
 
     @staticmethod
     def from_json(saved: Any) -> "Fingerprint":
-        return Fingerprint(saved["order"], saved["rows"])
+        rows = {todays_name(name): value for name, value in saved["rows"].items()}
+        return Fingerprint(saved["order"], rows)
 
     def changed_order(self, now: "Fingerprint") -> list[str]:
         """Return the differences that make a place in this data meaningless in the other data."""
@@ -41,7 +43,7 @@ class Fingerprint:
     def changed_rows(self, now: "Fingerprint") -> list[str]:
         """Return the other differences. A key that only one version has makes none."""
         before = {k: v for k, v in self.rows.items() if k not in MOVED_KEYS}
-        known = {k: v for k, v in now.rows.items() if k in before or not k.startswith("data.")}
+        known = {k: v for k, v in now.rows.items() if k in before or not k.startswith(_KEYS)}
         return list(_changes(before, known))
 
 
@@ -62,10 +64,11 @@ def fingerprint(data: DataSet | StreamSet, cfg: Config) -> Fingerprint:
         tokens = [index.tokens.tobytes() for index in data.indexes]
         rows["set of sample lengths in data.train"] = _digest(*tokens)
         if data.teacher is not None:
-            rows["content of data.teacher"] = data.teacher.scores.index.digest
+            rows["content of teacher.path"] = data.teacher.scores.index.digest
+            rows["teacher.top_k"] = repr(cfg.teacher.top_k)
         if data.reference_log_probs is not None:
             tables = [table.tobytes() for table in data.reference_log_probs]
-            rows["content of data.reference"] = _digest(*tables)
+            rows["content of preference.reference"] = _digest(*tables)
     return Fingerprint(order, rows)
 
 
@@ -112,4 +115,4 @@ def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]
         former, current = before.get(name, "absent"), now.get(name, "absent")
         if former == current:
             continue
-        yield f"{name}={current}, was {former}" if name.startswith("data.") else f"another {name}"
+        yield f"{name}={current}, was {former}" if name.startswith(_KEYS) else f"another {name}"

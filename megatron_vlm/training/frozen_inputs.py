@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.config.objectives import reference_of
-from megatron_vlm.config.teachers import teachers_of
+from megatron_vlm.config.moved_keys import todays_name
+from megatron_vlm.config.objectives import reference_folder, reference_of
+from megatron_vlm.config.teachers import target_folder, teachers_of
 from megatron_vlm.data.scores.score_index import ScoreIndex
 from megatron_vlm.errors import CheckpointError, MegatronVLMError
 from megatron_vlm.hf.checkpoint_files import weight_file_digest, weights_digest
@@ -30,18 +31,17 @@ class FrozenInput:
 def frozen_inputs(worker: MegatronWorker, is_rl: bool) -> dict[str, FrozenInput]:
     """Return what a run with this worker reads and does not train, by key."""
     cfg, found = worker.cfg, dict[str, FrozenInput]()
-    scores = {"data.teacher": cfg.data.teacher, "data.reference": cfg.data.reference}
-    if is_rl:
-        has_reference = cfg.rl.kl_coef is not None
-    else:
-        has_reference = reference_of(cfg) is not None and cfg.data.reference is None
+    scores = {"teacher.path": target_folder(cfg), "preference.reference": reference_folder(cfg)}
+    has_reference = cfg.rl.kl_coef is not None
+    if not is_rl:
+        has_reference = reference_of(cfg) is not None and reference_folder(cfg) is None
     if has_reference:
         found["model.path"] = FrozenInput(cfg.model.path, worker.base_digest)
     if has_reference and cfg.lora.path is not None:
         digest = weight_file_digest(home_path(cfg.lora.path) / ADAPTER_FILE)
         found["lora.path"] = FrozenInput(cfg.lora.path, digest)
-    for source, path in teachers_of(cfg.rl.teacher if is_rl else None).items():
-        key = f"rl.teacher.{source}" if source else "rl.teacher"
+    for source, path in teachers_of(cfg if is_rl else None).items():
+        key = f"teacher.path.{source}" if source else "teacher.path"
         try:
             found[key] = FrozenInput(path, weights_digest(folder_of(path, weights=True)))
         except MegatronVLMError as error:
@@ -54,7 +54,8 @@ def frozen_inputs(worker: MegatronWorker, is_rl: bool) -> dict[str, FrozenInput]
 
 def inputs_from_json(progress: Mapping[str, Any]) -> dict[str, FrozenInput]:
     """Return the inputs in the progress of a checkpoint."""
-    return {key: FrozenInput(**each) for key, each in progress.get("frozen", {}).items()}
+    saved = progress.get("frozen", {})
+    return {todays_name(key): FrozenInput(**each) for key, each in saved.items()}
 
 
 def changed_inputs(

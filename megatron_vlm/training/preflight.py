@@ -10,7 +10,9 @@ import re
 from pathlib import Path
 
 from megatron_vlm.config.checks import processes_for
+from megatron_vlm.config.objectives import reference_folder
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.teachers import target_folder
 from megatron_vlm.data.scores.score_index import check_scores, read_complete
 from megatron_vlm.data.sources.columns import read_dataset_info
 from megatron_vlm.distributed.dims import ParallelDims
@@ -18,7 +20,7 @@ from megatron_vlm.distributed.process import is_under_launcher
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.added_tokens import find_new_tokens
 from megatron_vlm.family.config_json import Counts, no_config_json, read_counts
-from megatron_vlm.io.untrusted import what_is_at
+from megatron_vlm.io.untrusted import home_path, what_is_at
 from megatron_vlm.model.constraints import check_layout, check_router_losses, check_supported
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # a name on the Hub
@@ -41,10 +43,13 @@ def check_run(cfg: Config, gpus: int | None = None) -> None:
     check_new_tokens(cfg)
     check_data(cfg, "data.train")
     check_data(cfg, "data.eval")
-    if cfg.data.teacher is not None:
-        check_scores(cfg.data.teacher, cfg.data.teacher_top_k, cfg.distill.temperature)
-    if cfg.data.reference is not None:
-        read_complete("data.reference", cfg.data.reference)
+    if (targets := target_folder(cfg)) is not None:
+        check_scores(targets, cfg.teacher.top_k, cfg.distill.temperature)
+    if (folder := reference_folder(cfg)) is not None:
+        if not home_path(folder).is_dir():
+            kinds = "auto, keep, adapters_off, model, or a folder of megatron-vlm score"
+            raise ConfigError(key="preference.reference", found=folder, allowed=kinds)
+        read_complete("preference.reference", folder)
     names = cfg.eval.candidates
     if isinstance(names, str) and _kind_of_path(names) == "nothing":
         raise ConfigError(

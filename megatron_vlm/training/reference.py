@@ -1,7 +1,7 @@
 """Log-probs of answers under the reference model, which is the model before the first step, or one
 that has scored the data before.
 
-`keep` computes them once for all of data.train and stores them, unless data.reference has them;
+`keep` computes them once for all of data.train and stores them, unless a folder has them;
 `adapters_off` and `model` compute them for each batch.
 
 Shapes: R rows of a micro-batch.
@@ -11,10 +11,9 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from megatron_vlm.config.objectives import reference_of
+from megatron_vlm.config.objectives import reference_folder, reference_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.dataset import DataSet
@@ -39,8 +38,8 @@ from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.atomic import replaced_file
 from megatron_vlm.io.untrusted import UntrustedFile, home_path
-from megatron_vlm.lora.layers import LowRank
 from megatron_vlm.training.data_feed import SharedBatches, open_together
+from megatron_vlm.training.frozen_models import FrozenModels
 from megatron_vlm.training.row_scores import values_by_place
 from megatron_vlm.training.worker import MegatronWorker
 
@@ -65,12 +64,7 @@ class ReferenceModel:
     """The reference model of a run, if its objective has one. Its methods are collectives."""
 
     def __init__(self, worker: MegatronWorker, cfg: Config):
-        self.worker, self.cfg, self.how = worker, cfg, reference_of(cfg)
-
-    @cached_property
-    def model(self) -> MegatronWorker:
-        """The initial model in the same processes, loaded at first use."""
-        return MegatronWorker(self.cfg, training=False, watchdog=self.worker.watchdog)
+        self.models, self.how = FrozenModels(worker), reference_of(cfg)
 
     def added_to(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the batches with the log-probs of their rows."""
@@ -79,35 +73,12 @@ class ReferenceModel:
         if self.how == "keep":
             assert all(ROW_REFERENCE in (batch.row_values or {}) for batch in batches if batch.rows)
             return list(batches)
-        off = self.how == "adapters_off"
-        with without_adapters(self.worker) if off else nullcontext():
-            scored = row_log_probs(self.worker if off else self.model, batches)
+        with self.models.reference(self.how == "adapters_off") as model:
+            scored = row_log_probs(model, batches)
         return [
             batch.with_row_values(**{ROW_REFERENCE: log_probs})
             for batch, log_probs in zip(batches, scored, strict=True)
         ]
-
-
-@contextmanager
-def without_adapters(worker: MegatronWorker) -> Iterator[None]:
-    """Switch off all adapters: their second matrices are zero inside the context."""
-    worker.gather.finish()
-    matrices = [
-        module.B
-        for chunk in worker.chunks
-        for module in chunk.modules()
-        if isinstance(module, LowRank)
-    ]
-    saved = [matrix.detach().clone() for matrix in matrices]
-    try:
-        with torch.no_grad():
-            for matrix in matrices:
-                matrix.zero_()
-        yield
-    finally:
-        with torch.no_grad():
-            for matrix, values in zip(matrices, saved, strict=True):
-                matrix.copy_(values)
 
 
 def with_reference(
@@ -116,8 +87,8 @@ def with_reference(
     """Return the data with the log-probs of their rows under the worker's current weights, from the
     cache or computed now: of the first `samples` in the data's order, or of all. Only ranks that
     load have the data. A collective."""
-    if cfg.data.reference is not None:
-        return data  # open_data has read them
+    if reference_folder(cfg) is not None:
+        return data  # with_scores has read them
     grid, device = worker.grid, worker.platform.device
 
     def opening() -> tuple[tuple[np.ndarray, Path | None], list[int]]:

@@ -91,28 +91,28 @@ def routing(stage: Stage, batches: Sequence[MicroBatch]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class TopTargets:
-    """A model's view of a row's supervised tokens, in order."""
+class RowScores:
+    """Scores of a row's supervised tokens by a model, in order."""
 
     label_log_probs_N: Tensor  # float32, at temperature 1
     ids_NJ: Tensor  # int32, the most likely tokens in falling order; J may be 0
     log_probs_NR: Tensor  # float32, of these tokens and of all others, at a temperature
 
     @staticmethod
-    def from_table(table_SK2: Tensor, positions_N: Tensor) -> "TopTargets":
-        """Return the targets of the supervised tokens from an engine's scores of a row, which have
+    def from_table(table_SK2: Tensor, positions_N: Tensor) -> "RowScores":
+        """Return the scores of the supervised tokens from an engine's table of a row, which has
         the token itself and then the most likely ones at the position that predicts it."""
         at_NK2 = table_SK2[positions_N.long() - 1]
         ids_NJ, log_probs_NJ = at_NK2[:, 1:].unbind(-1)
         rest_N1 = (1 - log_probs_NJ.exp().sum(dim=1, keepdim=True)).clamp(min=SMALLEST_REST)
         log_probs_NR = torch.cat([log_probs_NJ, rest_N1.log()], dim=1)
-        return TopTargets(at_NK2[:, 0, 1].float(), ids_NJ.int(), log_probs_NR.float())
+        return RowScores(at_NK2[:, 0, 1].float(), ids_NJ.int(), log_probs_NR.float())
 
 
 def top_targets(
     stage: Stage, batches: Sequence[MicroBatch], count: int, temperature: float
-) -> list[TopTargets]:
-    """Return the targets of each row of the batches, with `count` tokens, on the host."""
+) -> list[RowScores]:
+    """Return the scores of each row of the batches, with `count` tokens, on the host."""
     top_events = partial(top_events_head, count=count, temperature=temperature)
     outputs = stage.evaluate(batches, top_events if count else log_probs_head)
     sizes = [len(batch.supervised[0]) for batch in batches]
@@ -124,11 +124,11 @@ def top_targets(
     else:
         ids = events = tuple(torch.empty(size, 0) for size in sizes)
 
-    def rows(batch: MicroBatch, *columns: Tensor) -> list[TopTargets]:
+    def rows(batch: MicroBatch, *columns: Tensor) -> list[RowScores]:
         counts = torch.bincount(batch.supervised[0], minlength=len(batch.lengths)).tolist()
         split = zip(*(column.split(counts) for column in columns), strict=True)
         return [
-            TopTargets(label_N, ids_NJ.int(), log_probs_NR)
+            RowScores(label_N, ids_NJ.int(), log_probs_NR)
             for label_N, ids_NJ, log_probs_NR in split
         ]
 

@@ -28,7 +28,7 @@ class SupervisedObjective:
 
 
 class DistillObjective:
-    """The divergence from the teacher of data.teacher. Its methods are collectives."""
+    """The divergence from the teacher of teacher.path. Its methods are collectives."""
 
     def __init__(self, worker: MegatronWorker, cfg: Config):
         self.worker = worker

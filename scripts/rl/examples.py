@@ -51,7 +51,7 @@ RL = ["rl.max_new_tokens=4", "engine.rows=256"]
 # A colour that is no longer tried is not learnt again. Many answers to few prompts and kl_coef
 # prevent that.
 SIXTEEN = ["train.global_batch_size=16", "rl.samples=16"]
-DISTILL = ["rl=distill", "rl.teacher_top_k=8", "rl.advantage=none", "rl.kl_coef=null"]
+DISTILL = ["rl=distill", "teacher.top_k=8", "rl.advantage=none", "rl.kl_coef=null"]
 DISTILL += ["train.global_batch_size=64", "rl.samples=1", "optim.lr=2e-3"]
 DISTILL += ["eval.generate=false", "rl.eval_scores=reward"]
 ANSWERS = {"own": 256, "vllm": 256, "distill": 64}  # answers of a step
@@ -95,7 +95,7 @@ def make_student(out: Path, colours: Sequence[str], teacher: str) -> list[str]:
     """Train the words of a smaller model, and return the task with that model and a teacher."""
     write_tiny(out / "small", SMALL)
     model = learn_words(out / "small", out / "colours" / "words.jsonl", "[kind]")
-    return [*colours, model, *DISTILL, f"rl.teacher={out / teacher / 'export'}"]
+    return [*colours, model, *DISTILL, f"teacher.path={out / teacher / 'export'}"]
 
 
 def make_crops(out: Path) -> list[str]:

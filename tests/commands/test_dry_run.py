@@ -238,7 +238,7 @@ def test_rl_describes_its_teachers(asked, tiny, capsys):
     folder, words = asked
     words = [*words, f"data.train={folder / 'asks.jsonl'}", "rl=distill", "train.steps=3"]
     teacher = tiny(layers=6, hidden=128)
-    alone = [*words, f"rl.teacher={teacher}", "rl.teacher_top_k=4", "parallel.pp=2"]
+    alone = [*words, f"teacher.path={teacher}", "teacher.top_k=4", "parallel.pp=2"]
     assert run_command("rl", "--dry-run", *alone) == 0
     out = "".join(capsys.readouterr().out.split())  # long paths are broken over lines
     assert f"{teacher};reverseKLofits4mostlikelytokensandtherest,times1" in out
@@ -246,32 +246,38 @@ def test_rl_describes_its_teachers(asked, tiny, capsys):
     assert f"iBfor{short_name(sizes.num_values)}parametersof{teacher}" in out
     (folder / "python").write_text("#!/bin/sh\necho 0.32.0\n")
     (folder / "python").chmod(0o755)
-    both = f"rl.teacher={{asks: {teacher}, b: {tiny()}}}"
-    engines = ["rl.teacher_scorer=vllm", f"engine.python={folder / 'python'}"]
+    both = f"teacher.path={{asks: {teacher}, b: {tiny()}}}"
+    engines = ["teacher.engine=vllm", f"engine.python={folder / 'python'}"]
     assert run_command("rl", "--dry-run", *words, both, *engines) == 0
     out = "".join(capsys.readouterr().out.split())
     assert f"{teacher}forasks,{tiny()}forb;reverseKLofthesampledtoken" in out
     assert "vLLM0.32.0of" in out and "2engines" in out
-    with raises(ConfigError, key="rl.teacher", problem_has="another tokenizer"):
-        run_command("rl", "--dry-run", *words, f"rl.teacher={tiny(vocab=300)}")
-    with raises(ConfigError, place=f"rl.teacher={tiny(layers=1, deepstack=1)}", key="parallel.pp"):
+    with raises(ConfigError, key="teacher.path", problem_has="another tokenizer"):
+        run_command("rl", "--dry-run", *words, f"teacher.path={tiny(vocab=300)}")
+    with raises(
+        ConfigError, place=f"teacher.path={tiny(layers=1, deepstack=1)}", key="parallel.pp"
+    ):
         run_command(
-            "rl", "--dry-run", *words, f"rl.teacher={tiny(layers=1, deepstack=1)}", "parallel.pp=2"
+            "rl",
+            "--dry-run",
+            *words,
+            f"teacher.path={tiny(layers=1, deepstack=1)}",
+            "parallel.pp=2",
         )
 
 
 REFUSED_TEACHERS = {
-    "rl.teacher_top_k=2": "rl.teacher_top_k",
+    "teacher.top_k=2": "teacher.top_k",
     "rl.advantage=none": "rl.advantage",
-    "rl.teacher=[a]": "rl.teacher",
-    "rl.teacher={a: 3}": "rl.teacher",
-    "rl.teacher=a rl.teacher_scorer=vllm": "engine.python",
-    "rl.teacher=a rl.teacher_gpus=[0]": "rl.teacher_scorer",
-    "rl.teacher=a rl.teacher_top_k=2 rl.entropy_coef=0": "rl.entropy_coef",
-    "rl.teacher=a rl.dynamic_sampling=true rl.reward=null": "rl.dynamic_sampling",
-    "rl.teacher=a rl.eval_scores=reward rl.reward=null": "rl.eval_scores",
-    "rl.teacher={a: x, b: y} rl.teacher_scorer=vllm engine.python=p rl.teacher_gpus=[0]": (
-        "rl.teacher_gpus"
+    "teacher.path=[a]": "teacher.path",
+    "teacher.path={a: 3}": "teacher.path",
+    "teacher.path=a teacher.engine=vllm": "engine.python",
+    "teacher.path=a teacher.devices=[0]": "teacher.engine",
+    "teacher.path=a teacher.top_k=2 rl.entropy_coef=0": "rl.entropy_coef",
+    "teacher.path=a rl.dynamic_sampling=true rl.reward=null": "rl.dynamic_sampling",
+    "teacher.path=a rl.eval_scores=reward rl.reward=null": "rl.eval_scores",
+    "teacher.path={a: x, b: y} teacher.engine=vllm engine.python=p teacher.devices=[0]": (
+        "teacher.devices"
     ),
 }
 
@@ -282,7 +288,7 @@ DEFAULTS = to_yaml(load_config(["model.path=m"]))
 @in_one_test("given", REFUSED_TEACHERS)
 def test_settings_of_teachers_are_refused(given):
     words = ["model.path=m", "data.train=d.jsonl", "train.steps=1", "rl.reward=a:b"]
-    words += re.split(r" (?=rl\.|engine\.)", given)
+    words += re.split(r" (?=rl\.|engine\.|teacher\.)", given)
     with raises(ConfigError, key=REFUSED_TEACHERS[given]):
         check_rl(cfg := from_yaml(DEFAULTS, words))
         check_engine(cfg, "rl")

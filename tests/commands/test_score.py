@@ -27,7 +27,7 @@ from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.errors import DataError
 from megatron_vlm.run.scoring import score_folder
-from megatron_vlm.training.row_scores import SMALLEST_REST, TopTargets
+from megatron_vlm.training.row_scores import SMALLEST_REST, RowScores
 from tests.engines.test_sampling_engines import STAND_IN
 from tests.run.test_evaluation import hf_row, logits_of
 from tests.support.reference import load_reference
@@ -267,8 +267,8 @@ def test_a_damaged_index_is_refused(change, problem, whole, tiny, tmp_path):
     (folder / "scores.json").write_text(json.dumps(content))
     vocabulary = read_tokenizer(tiny(vocab=509)).get_vocab()
     with pytest.raises(DataError, match=re.escape(problem)):
-        index = read_complete("data.reference", str(folder))
-        ScoreLookup.open("data.reference", str(folder), index, vocabulary)
+        index = read_complete("preference.reference", str(folder))
+        ScoreLookup.open("preference.reference", str(folder), index, vocabulary)
 
 
 def by_engine(asked: Path, model: str, out: str, **options: Any) -> list[str]:
@@ -313,7 +313,7 @@ def test_an_engines_table_has_the_rest_of_each_place():
     nothing has the smallest probability that it can."""
     table = torch.tensor([[[9, 0.25], [3, 0.5], [9, 0.25]], [[4, 1e-9], [5, 1.0], [6, 1e-7]]])
     table = torch.cat([table[..., :1], table[..., 1:].log()], dim=-1).double()
-    targets = TopTargets.from_table(table, torch.tensor([1, 2]))
+    targets = RowScores.from_table(table, torch.tensor([1, 2]))
     assert targets.ids_NJ.tolist() == [[3, 9], [5, 6]]
     assert targets.label_log_probs_N.exp().tolist() == pytest.approx([0.25, 1e-9])
     rest = targets.log_probs_NR[:, -1].exp()

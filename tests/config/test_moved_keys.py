@@ -34,6 +34,11 @@ SAVED = {
     "data.max_errors": 100,
     "eval.every_epochs": None,
     "checkpoint.every_epochs": None,
+    **{"data.teacher": None, "data.teacher_top_k": None},
+    **{"data.reference": None, "train.reference": "auto"},
+    **{"rl.teacher": None, "rl.teacher_scorer": "own", "rl.teacher_coef": 1.0},
+    **{"rl.teacher_top_k": 0, "rl.teacher_gpus": [], "rl.teacher_options": {}},
+    "rl.teacher_timeout": 600.0,
 }
 # Other values, with what they are today.
 CHANGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -56,6 +61,23 @@ CHANGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"serve.loaded": {"adapters": 4, "full_models": 0}},
     ),
     ({"checkpoint.every": 7}, {"checkpoint.every": 7}),
+    (
+        {"train.objective": "distill", "data.teacher": "scores", "data.teacher_top_k": 4},
+        {"teacher.path": "scores", "teacher.top_k": 4, "teacher.engine": "own"},
+    ),
+    (
+        {
+            "rl.teacher": {"a": "x", "b": "y"},
+            "rl.teacher_scorer": "vllm",
+            "rl.teacher_gpus": ["0", "1"],
+        },
+        {"teacher.path": {"a": "x", "b": "y"}, "teacher.engine": "vllm"},
+    ),
+    (
+        {"train.objective": "dpo", "train.reference": "keep", "data.reference": "scores"},
+        {"preference.reference": "scores"},
+    ),
+    ({"train.reference": "model"}, {"preference.reference": "model"}),
 ]
 
 

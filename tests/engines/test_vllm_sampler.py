@@ -35,9 +35,8 @@ from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.sampler import Adapter, Checkpoint, SamplerError
 from megatron_vlm.engines.vllm_sampler import VllmSampler
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.rl.teacher_scores import TeacherScores
 from megatron_vlm.run.scoring import score_folder
-from megatron_vlm.training.row_scores import top_targets
+from megatron_vlm.training.row_scores import RowScores, top_targets
 from megatron_vlm.training.worker import MegatronWorker
 from tests.commands.test_score import CHUNK, records_of, score, words_of
 from tests.model.test_parity import layout
@@ -183,10 +182,9 @@ def test_log_probs_are_the_trainers(case, loop, pool, sampler, base, prompts):
         assert difference < TOLERANCE
 
 
-def ranks_scores(worker: MegatronWorker, rows: list[Row]) -> list[TeacherScores]:
+def ranks_scores(worker: MegatronWorker, rows: list[Row]) -> list[RowScores]:
     """Return the scores of rows by the ranks, with the four most likely tokens."""
-    targets = top_targets(worker.stage, worker.micro_batches(rows), 4, temperature=1.0)
-    return [TeacherScores.from_targets(each, row) for each, row in zip(targets, rows, strict=True)]
+    return top_targets(worker.stage, worker.micro_batches(rows), 4, temperature=1.0)
 
 
 def test_scores_are_the_trainers(loop, pool, sampler, base, prompts, record_property):
@@ -204,8 +202,9 @@ def test_scores_are_the_trainers(loop, pool, sampler, base, prompts, record_prop
     largest = 0.0
     for top_k in (0, 4):
         for row, expected, table in zip(rows, ours, loop.run(score(top_k)), strict=True):
-            scores = TeacherScores.from_table(table, row)
-            pairs = [(scores.log_probs_S, expected.log_probs_S)]
+            drawn_N = (row.labels_S != IGNORE).nonzero()[:, 0]
+            scores = RowScores.from_table(table, drawn_N)
+            pairs = [(scores.label_log_probs_N, expected.label_log_probs_N)]
             if top_k:
                 assert torch.equal(scores.ids_NJ, expected.ids_NJ)
                 pairs.append((scores.log_probs_NR, expected.log_probs_NR))

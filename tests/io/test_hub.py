@@ -306,16 +306,16 @@ def test_a_run_does_not_go_on_with_another_commit(hub, tmp_path):
     repo = hub.repos[f"models/{NAME}"]
     first = repo.branches["main"]
     words = ["model=tiny_cpu", f"model.path={NAME}", f"run={tmp_path / 'run'}"]
-    cfg = load_config([*words, f"rl.teacher={{a: {NAME}, b: x, c: {NAME}@main}}"])
+    cfg = load_config([*words, f"teacher.path={{a: {NAME}, b: x, c: {NAME}@main}}"])
     (tmp_path / "run").mkdir()
     resolved = with_model(cfg)
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(resolved))
     second = repo.commit({**repo.files, "merges.txt": b"#version: 0.2\n"})
     assert with_model(cfg).model.path == resolved.model.path == f"{NAME}@{first}"
     teachers = {"a": f"{NAME}@{first}", "b": "x", "c": f"{NAME}@{second}"}
-    assert with_model(cfg).rl.teacher == teachers
+    assert with_model(cfg).teacher.path == teachers
     [_, argument] = with_commit([], with_model(cfg))
-    assert load_config([*words, argument]).rl.teacher == teachers
+    assert load_config([*words, argument]).teacher.path == teachers
     with raises(ConfigError, key="model.path", found=f"{NAME}@main", problem_has=first):
         with_model(replace(cfg, model=replace(cfg.model, path=f"{NAME}@main")))
     chosen = replace(cfg, model=replace(cfg.model, path=f"{NAME}@{second}"))

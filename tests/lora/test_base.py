@@ -309,7 +309,7 @@ def test_pairs_begin_with_equal_rewards(reference, pool, tiny, tmp_path):
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs()))
     words = ("lora=default", "lora.base=nf4", "train.steps=2", "train.objective=dpo")
-    words += (f"train.reference={reference}", f"data.train={data}")
+    words += (f"preference.reference={reference}", f"data.train={data}")
     status, _, err = go_pooled(pool, 2, tmp_path, tiny(**SMALL), "run", *words)
     assert status == 0, err
     first, second = steps_of(tmp_path / "run")

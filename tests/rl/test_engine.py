@@ -124,11 +124,11 @@ def test_an_environment_shows_pictures_to_an_engine(pool, folder, model):
 def test_a_teacher_in_an_engine_teaches_what_one_on_the_ranks_does(pool, folder, model, tiny):
     """The student's own decoder draws, and the rows have pictures."""
     teacher = tiny(head_dim=32, deepstack=1, from_scratch=True, layers=3, seed=3)
-    taught = ["rl=distill", f"rl.teacher={teacher}", "rl.teacher_top_k=4", "data.max_tokens=300"]
+    taught = ["rl=distill", f"teacher.path={teacher}", "teacher.top_k=4", "data.max_tokens=300"]
     taught += ["rl.kl_coef=null", "rl.entropy_coef=null", "rl.reward=null"]
     own = learnt(pool, 1, folder, model, "taught", *taught)
-    engine = [f"engine.python={ENVIRONMENT}/bin/python", "rl.teacher_scorer=vllm"]
-    engine += ["rl.teacher_options={skip_mm_profiling:true}", "parallel.pp=2"]
+    engine = [f"engine.python={ENVIRONMENT}/bin/python", "teacher.engine=vllm"]
+    engine += ["teacher.options={skip_mm_profiling:true}", "parallel.pp=2"]
     run = learnt(pool, 2, folder, model, "taught-by-engine", *taught, *engine)
     for actual, expected in zip(lines(run, "rl"), lines(own, "rl"), strict=True):
         assert actual["teacher_kl"] == pytest.approx(expected["teacher_kl"], abs=TOLERANCE)

@@ -7,7 +7,7 @@ import math
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_vlm.config.schema import RlConfig
+from megatron_vlm.config.schema import RlConfig, TeacherConfig
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.rl.advantages import group_advantages
@@ -49,9 +49,10 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Distillation:
-    """Settings of rl.*, and what the formula needs in addition."""
+    """Settings of rl.* and teacher.*, and what the formula needs in addition."""
 
     keys: dict[str, Any]
+    teacher: dict[str, Any] = field(default_factory=dict)
     sources: bool = False  # every other prompt has a teacher of its own
     rewarded: bool = False
 
@@ -59,17 +60,18 @@ class Distillation:
 DISTILLATIONS = {
     "sampled": Distillation({}),
     "sampled, rewards, sequences": Distillation(
-        dict(teacher_coef=0.3, aggregate="sequences", advantage="dr_grpo"), rewarded=True
+        dict(aggregate="sequences", advantage="dr_grpo"), dict(coef=0.3), rewarded=True
     ),
     "two teachers": Distillation(dict(loss="ppo", aggregate="constant"), sources=True),
-    "top 3": Distillation(dict(teacher_top_k=3)),
+    "top 3": Distillation({}, dict(top_k=3)),
     "top 5, rewards, two teachers": Distillation(
-        dict(teacher_top_k=5, teacher_coef=0.3, aggregate="sequences", advantage="dr_grpo"),
+        dict(aggregate="sequences", advantage="dr_grpo"),
+        dict(top_k=5, coef=0.3),
         sources=True,
         rewarded=True,
     ),
     "top 1, constant": Distillation(
-        dict(teacher_top_k=1, aggregate="constant", loss="gspo", kl_coef=0.0)
+        dict(aggregate="constant", loss="gspo", kl_coef=0.0), dict(top_k=1)
     ),
 }
 
@@ -88,12 +90,15 @@ def paths(tiny) -> dict[str, str]:
     }
 
 
-def rl_config(distillation: Distillation, paths: Mapping[str, str]) -> RlConfig:
-    teacher: Any = paths["teacher"]
+def groups_of_keys(
+    distillation: Distillation, paths: Mapping[str, str]
+) -> tuple[RlConfig, TeacherConfig]:
+    path: Any = paths["teacher"]
     if distillation.sources:
-        teacher = {"shapes": paths["teacher"], "b": paths["other"]}
+        path = {"shapes": paths["teacher"], "b": paths["other"]}
     keys = {"advantage": "none", "loss": "importance_sampling", **distillation.keys}
-    return RlConfig(teacher=teacher, max_new_tokens=40, reward="a.py:b", **keys)
+    rl = RlConfig(max_new_tokens=40, reward="a.py:b", **keys)
+    return rl, TeacherConfig(path, **distillation.teacher)
 
 
 def groups_of(rows: list[Row]) -> list[Group]:
@@ -115,13 +120,16 @@ def groups_of(rows: list[Row]) -> list[Group]:
 
 
 def distil(
-    path: str, case: Case, rls: Mapping[str, RlConfig], rows: list[Row]
+    path: str,
+    case: Case,
+    settings: Mapping[str, tuple[RlConfig, TeacherConfig]],
+    rows: list[Row],
 ) -> dict[str, tuple[Any, ...]]:
     """Return loss, means, teacher KL of each row and gradients of each distillation."""
     worker = MegatronWorker(case.config(path))
     results = {}
-    for name, rl in rls.items():
-        worker.cfg = cfg = replace(worker.cfg, rl=rl)
+    for name, (rl, teacher) in settings.items():
+        worker.cfg = cfg = replace(worker.cfg, rl=rl, teacher=teacher)
         work = WorkModel.from_sizes(worker.source.sizes)
         batch = make_train_batch(groups_of(rows), cfg, work, worker.grid.dp.size)
         batch = train_batch_from_bytes(train_batch_to_bytes(batch))
@@ -165,7 +173,7 @@ def expected(paths, rows):
     @cache
     def compute(name: str) -> Expected:
         distillation = DISTILLATIONS[name]
-        rl = rl_config(distillation, paths)
+        rl, settings = groups_of_keys(distillation, paths)
         models["student"].zero_grad()
         losses, exact, kls = [], [], []
         for group in groups_of(rows):
@@ -178,12 +186,12 @@ def expected(paths, rows):
                 drawn = row.ids_S[picked(row), None]
                 p, q = (each.gather(-1, drawn)[:, 0] for each in (student, teacher))
                 kls.append(float((p.detach() - q).mean()))
-                if count := rl.teacher_top_k:
+                if count := settings.top_k:
                     kl = lumped(student, teacher, count)
                     exact.append(kl.detach())
-                    losses.append(rl.teacher_coef * kl - advantage * (p - p.detach()).exp())
+                    losses.append(settings.coef * kl - advantage * (p - p.detach()).exp())
                 else:
-                    gain = advantage - rl.teacher_coef * (p.detach() - q)
+                    gain = advantage - settings.coef * (p.detach() - q)
                     losses.append(-gain * (p - p.detach()).exp())
         total = {
             "tokens": lambda: torch.cat(losses).mean(),
@@ -206,12 +214,13 @@ def expected(paths, rows):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_are_those_of_the_formula(name, pool, paths, rows, expected, record_property):
     case = LAYOUTS[name]
-    rls = {key: rl_config(each, paths) for key, each in DISTILLATIONS.items()}
-    alone = {
-        key: replace(rl, teacher=paths["student"], advantage="none") for key, rl in rls.items()
-    }
-    alone = {f"{key}, itself": alone[key] for key in ("sampled", "top 3")}
-    outcomes = pool.run(distil, case.world, paths["student"], case, rls | alone, rows)
+    settings = {key: groups_of_keys(each, paths) for key, each in DISTILLATIONS.items()}
+    alone = {}
+    for key in ("sampled", "top 3"):
+        rl, teacher = settings[key]
+        itself = replace(teacher, path=paths["student"])
+        alone[f"{key}, itself"] = replace(rl, advantage="none"), itself
+    outcomes = pool.run(distil, case.world, paths["student"], case, settings | alone, rows)
     for other in outcomes:  # every rank reports the same
         assert all(other[key][:2] == outcomes[0][key][:2] for key in outcomes[0])
     for key in alone:
@@ -287,14 +296,14 @@ def without_kl(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone(pool, folder, model, teacher) -> Path:
-    return learnt(pool, 1, folder, model, "alone", *DISTIL, f"rl.teacher={teacher}")
+    return learnt(pool, 1, folder, model, "alone", *DISTIL, f"teacher.path={teacher}")
 
 
 @pytest.mark.full
 def test_every_layout_learns_the_same(pool, folder, model, teacher, alone):
     """A run needs no reward. The second replica has fewer rows than the first, and the vocabularies
     of student and teacher are cut at other places. The run with an engine has PP2."""
-    arguments = [*DISTIL, f"rl.teacher={teacher}", "parallel.tp=2"]
+    arguments = [*DISTIL, f"teacher.path={teacher}", "parallel.tp=2"]
     run = learnt(pool, 4, folder, model, "layout", *arguments, f"data.eval={folder}/train.jsonl")
     assert without_kl(run) == without_kl(alone)
     assert furthest(run, alone) < 1e-6
@@ -307,9 +316,9 @@ def test_every_layout_learns_the_same(pool, folder, model, teacher, alone):
 def test_the_student_comes_near_its_teacher(pool, folder, model, tiny, top_k):
     teacher = tiny(deepstack=1, from_scratch=True, layers=5, seed=3)
     more = ["train.steps=16", "optim.lr=4e-3", "optim.eps=1e-8", "train.micro_batch_size=24"]
-    more += [f"rl.teacher_top_k={top_k}", "optim.clip_grad=10", "rl.samples=8"]
+    more += [f"teacher.top_k={top_k or 'null'}", "optim.clip_grad=10", "rl.samples=8"]
     name = f"near-{top_k}"
-    run = learnt(pool, 1, folder, model, name, *DISTIL, f"rl.teacher={teacher}", *more)
+    run = learnt(pool, 1, folder, model, name, *DISTIL, f"teacher.path={teacher}", *more)
     kls = [line["teacher_kl"] for line in lines(run, "rl")]
     assert sum(kls[-3:]) < 0.8 * sum(kls[:3]), kls  # measured: 0.60 and 0.20
 
@@ -317,7 +326,7 @@ def test_the_student_comes_near_its_teacher(pool, folder, model, tiny, top_k):
 @pytest.mark.full
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_a_teacher_that_is_the_student_teaches_nothing(pool, folder, model, top_k):
-    more = ["optim.weight_decay=0", f"rl.teacher_top_k={top_k}", f"rl.teacher={model}"]
+    more = ["optim.weight_decay=0", f"teacher.top_k={top_k or 'null'}", f"teacher.path={model}"]
     run = learnt(pool, 2, folder, model, f"itself-{top_k}", *DISTIL, *more, "parallel.pp=2")
     assert [line["grad_norm"] for line in lines(run, "step")] == [0.0] * STEPS
     assert [line["teacher_kl"] for line in lines(run, "rl")] == [0.0] * STEPS
@@ -330,7 +339,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing(pool, folder, model, top_
 def test_rewards_may_be_reported_alone(pool, folder, model, teacher, alone):
     """With rl.advantage=none a reward changes nothing but the figures."""
     reward = next(word for word in words(folder, model, "x") if word.startswith("rl.reward="))
-    more = [*DISTIL, f"rl.teacher={teacher}", reward, "rl.advantage=none", "rl.samples=4"]
+    more = [*DISTIL, f"teacher.path={teacher}", reward, "rl.advantage=none", "rl.samples=4"]
     run = learnt(pool, 1, folder, model, "reported", *more)
     assert furthest(run, alone) == 0
     assert any(line["reward"] for line in lines(run, "rl"))
@@ -347,12 +356,12 @@ def test_a_source_has_its_own_teacher(pool, folder, model, teacher):
     named.write_text("".join(json.dumps(record) + "\n" for record in [*marked, *records[3:]]))
     more = [f"data.train={named}", "train.steps=1", "train.global_batch_size=7"]
     more = [*DISTIL, *LEAN, *more, "data.shuffle=false", "rl.shown=7"]
-    both = f"rl.teacher={{own: {model}, named: {teacher}}}"
+    both = f"teacher.path={{own: {model}, named: {teacher}}}"
     run = learnt(pool, 2, folder, model, "sources", *more, both)
     kls = [[each["teacher_kl"] for each in line["episodes"]] for line in samples(run)]
     assert [set(each) == {0.0} for each in kls] == [True] * 3 + [False] * 4
     status, _, err = run_rank(
-        words(folder, model, "unknown", *more, f"rl.teacher={{own: {model}}}")
+        words(folder, model, "unknown", *more, f"teacher.path={{own: {model}}}")
     )
     assert status == 2 and "named.jsonl" in err and "no teacher for its source 'named'" in err
 
@@ -374,17 +383,17 @@ def test_a_teacher_that_reads_other_things_is_refused(pool, folder, model, teach
         model, folder / "pixels", processor, size={"shortest_edge": 4096, "longest_edge": 8192}
     )
     for path, key, text in (
-        (smaller, "rl.teacher_top_k=0", "has another tokenizer than model.path"),
-        (blurred, "rl.teacher_top_k=0", "image processor has mean="),
-        (bounded, "rl.teacher_top_k=0", "set data.min_pixels"),
-        (teacher, "rl.teacher_top_k=2", "rows in its vocabulary"),
-        (str(folder / "none"), "rl.teacher_top_k=0", "none"),
+        (smaller, "teacher.top_k=null", "has another tokenizer than model.path"),
+        (blurred, "teacher.top_k=null", "image processor has mean="),
+        (bounded, "teacher.top_k=null", "set data.min_pixels"),
+        (teacher, "teacher.top_k=2", "rows in its vocabulary"),
+        (str(folder / "none"), "teacher.top_k=null", "none"),
     ):
         status, _, err = run_rank(
-            words(folder, model, "refused", *DISTIL, f"rl.teacher={path}", key)
+            words(folder, model, "refused", *DISTIL, f"teacher.path={path}", key)
         )
         assert status == 2 and text in err, (path, err)
-        assert "rl.teacher" in err and path in err
+        assert "teacher.path" in err and path in err
 
 
 def by_engine(folder: Path, teacher: str, name: str, **options: Any) -> list[str]:
@@ -395,8 +404,8 @@ def by_engine(folder: Path, teacher: str, name: str, **options: Any) -> list[str
     options["mm_processor_cache_gb"] = 1  # it has no processor whose patches could be compared
     entries = ", ".join(f"{key}: {value}" for key, value in options.items())
     return [
-        *(*DISTIL, f"rl.teacher={teacher}", "rl.teacher_scorer=vllm", f"engine.python={python}"),
-        f"rl.teacher_options={{{entries}}}",
+        *(*DISTIL, f"teacher.path={teacher}", "teacher.engine=vllm", f"engine.python={python}"),
+        f"teacher.options={{{entries}}}",
     ]
 
 
@@ -415,7 +424,7 @@ def test_the_scores_of_engines_are_learnt_from_whole_or_not_at_all(pool, folder,
     assert furthest(again, run) < 1e-6
     arguments = by_engine(folder, teacher, "dead", lives=3)
     status, _, err = run_rank(words(folder, model, "dead", *arguments))
-    assert status == 2 and f"rl.teacher={teacher}" in err and "died" in err
+    assert status == 2 and f"teacher.path={teacher}" in err and "died" in err
     assert not lines(folder / "dead", "step")
 
 
@@ -423,6 +432,6 @@ def test_the_scores_of_engines_are_learnt_from_whole_or_not_at_all(pool, folder,
 def test_a_token_that_the_teacher_lacks_is_refused(pool, folder, model, teacher):
     """The student has 16 rows more than its tokenizer has tokens, and draws one of them."""
     status, _, err = run_rank(
-        words(folder, teacher, "lacks", *DISTIL, f"rl.teacher={model}", "rl.max_new_tokens=40")
+        words(folder, teacher, "lacks", *DISTIL, f"teacher.path={model}", "rl.max_new_tokens=40")
     )
     assert status == 2 and "has 512 rows" in err and "the student has drawn it" in err

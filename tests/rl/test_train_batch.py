@@ -26,7 +26,7 @@ from megatron_vlm.rl.completion_requests import EngineQueue, LockstepQueue
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner, seed_of
 from megatron_vlm.rl.rollouts import next_prompts
-from megatron_vlm.rl.teacher_scores import check_ids_of_teacher
+from megatron_vlm.rl.teacher_checks import check_ids_of_teacher
 from megatron_vlm.rl.train_batch import (
     TrainBatch,
     TrainRow,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_vlm.commands.eval import run_eval
 from megatron_vlm.config import load_config
+from megatron_vlm.config.command_checks import check_train
 from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.data.scores.score_index import ScoreIndex
 from megatron_vlm.data.tokens.row import IGNORE
@@ -58,8 +59,8 @@ def train_words(folder: Path, model: str, run: str, **more: Any) -> list[str]:
         "data.eval": folder / "eval.jsonl",
         "data.cache_dir": folder / "cache",
         "data.num_workers": 0,
-        "data.teacher": folder / "teacher",
-        "data.teacher_top_k": TOP,
+        "teacher.path": folder / "teacher",
+        "teacher.top_k": TOP,
         "train.objective": "distill",
         "distill.divergence": "jsd",
         "distill.beta": BETA,
@@ -206,12 +207,12 @@ def test_what_does_not_belong_together_is_refused(taught, tiny, pool):
         "has no scores of 1 of 14 samples; the first is": {"data__train": folder / "longer.jsonl"},
         "longer.jsonl:14": {"data__train": folder / "longer.jsonl"},
         "has scores of other tokens of 12 of 13 samples": {"data__system": "be brief"},
-        "data.teacher_top_k=7 is more than the 6 tokens": {"data__teacher_top_k": STORED + 1},
+        "teacher.top_k=7 is more than the 6 tokens": {"teacher__top_k": STORED + 1},
         "is not the temperature 1.5 at which": {"distill__temperature": 1.0},
-        "is not complete": {"data__teacher": folder / "stopped"},
-        "score the data again with --top-k": {"data__teacher": folder / "plain"},
-        index.files[1]: {"data__teacher": folder / "damaged"},
-        "scores.json": {"data__teacher": folder / "images"},
+        "is not complete": {"teacher__path": folder / "stopped"},
+        "score the data again with --top-k": {"teacher__path": folder / "plain"},
+        index.files[1]: {"teacher__path": folder / "damaged"},
+        "scores.json": {"teacher__path": folder / "images"},
     }
     for problem, more in cases.items():
         status, _, err = train(pool, 1, train_words(folder, model, "refused", **more))
@@ -221,24 +222,26 @@ def test_what_does_not_belong_together_is_refused(taught, tiny, pool):
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["train.objective=distill"], "data.teacher"),
-        (["data.teacher=scores"], "data.teacher"),
-        (["data.teacher_top_k=4"], "data.teacher_top_k"),
-        (["train.objective=distill", "data.teacher=scores", "distill.beta=0.1"], "distill.beta"),
+        (["train.objective=distill"], "teacher.path"),
+        (["teacher.path=scores"], "teacher.path"),
+        (["teacher.top_k=4"], "teacher.top_k"),
+        (["train.objective=distill", "teacher.path=scores", "teacher.coef=2"], "teacher.coef"),
+        (["train.objective=distill", "teacher.path={a: scores}"], "teacher.path"),
+        (["train.objective=distill", "teacher.path=scores", "distill.beta=0.1"], "distill.beta"),
         (
             [
                 "train.objective=distill",
-                "data.teacher=scores",
+                "teacher.path=scores",
                 "train.steps=1",
                 "data.train={path: a/b, streaming: true}",
             ],
-            "data.teacher",
+            "teacher.path",
         ),
     ],
 )
 def test_keys_that_contradict_each_other(overrides, key):
     with raises(ConfigError, key=key):
-        load_config(["model.path=m", *overrides])
+        check_train(load_config(["model.path=m", "data.train=d.jsonl", *overrides]))
 
 
 def test_the_command_evaluates_as_the_run_does(whole, pool):
@@ -273,7 +276,7 @@ def test_a_student_gets_nearer_to_its_teacher(tiny, pool, tmp_path):
     scores = [str(teacher), *words, "--top-k", "8", "--out", str(tmp_path / "teacher")]
     status, _, err = score(pool, scores)
     assert status == 0, err
-    words += [f"data.teacher={tmp_path / 'teacher'}", "train.objective=distill"]
+    words += [f"teacher.path={tmp_path / 'teacher'}", "train.objective=distill"]
     status, before, err = pool.run(eval_rank, 1, [student, *words])[0]
     assert status == 0, err
     more = ["model=tiny_cpu", f"model.path={student}", f"run={tmp_path / 'run'}", "train.steps=24"]

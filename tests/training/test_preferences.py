@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,9 +38,14 @@ from megatron_vlm.hf.load_weights import load_hf
 from megatron_vlm.lora.peft_config import ADAPTER_FILE
 from megatron_vlm.lora.weights import fill, values
 from megatron_vlm.run.progress import Progress
-from megatron_vlm.training import reference
+from megatron_vlm.training import frozen_models, reference
 from megatron_vlm.training.data_feed import Feeder
-from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs, frozen_inputs
+from megatron_vlm.training.frozen_inputs import (
+    FrozenInput,
+    changed_inputs,
+    frozen_inputs,
+    inputs_from_json,
+)
 from megatron_vlm.training.preference_losses import (
     GLOBAL_LOSSES,
     PAIR_LOSSES,
@@ -134,7 +139,6 @@ class Trial:
 
     objective: str
     preference: dict[str, Any] = field(default_factory=dict)
-    reference: str = "auto"
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -150,7 +154,6 @@ class Trial:
             train=replace(
                 cfg.train,
                 objective=self.objective,
-                reference=self.reference,
                 global_batch_size=len(self.records),
             ),
         )
@@ -168,7 +171,11 @@ CASES: dict[str, tuple[Trial, Case, dict[str, Any]]] = {
     "dpo-dp2": (SIGMOID, layout(dp=2), SIZES),
     "dpo-pp2x2": (SIGMOID, layout(pp=2, virtual_stages=2), {}),
     "dpo-experts-ep2": (SIGMOID, layout(dp=2, ep=2), EXPERTS),
-    "dpo-model-tp2-pp2": (replace(SIGMOID, reference="model"), layout(tp=2, pp=2), SIZES),
+    "dpo-model-tp2-pp2": (
+        Trial("dpo", dict(beta=0.3, reference="model")),
+        layout(tp=2, pp=2),
+        SIZES,
+    ),
     "dpo-adapters-tp2": (SIGMOID, layout(tp=2), SIZES),
     "several-dp2": (SEVERAL, layout(dp=2), SIZES),
     "several-adapters-pp2": (SEVERAL, layout(pp=2), SIZES),
@@ -379,7 +386,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
     # name: the case, and the patch
     "adapters stay on": (
         "dpo-adapters-tp2",
-        lambda: mock.patch.object(reference, "without_adapters", lambda worker: nullcontext()),
+        lambda: mock.patch.object(frozen_models, "without_adapters", lambda worker: nullcontext()),
     ),
     "answers swapped": (
         "dpo",
@@ -483,7 +490,7 @@ def test_another_reference_after_a_resume_is_refused(how, pool, tiny, references
 
     def train(steps: int, path: Path) -> tuple[int, str]:
         few = ("eval.generate=false", "data.eval=null", "checkpoint.export=false")
-        more = ("train.objective=dpo", f"train.reference={how}", f"train.steps={steps}")
+        more = ("train.objective=dpo", f"preference.reference={how}", f"train.steps={steps}")
         words = run_words(tiny, run, references[0]("dpo"), *few, *more, f"model.path={path}")
         status, _, err = pool.run(run_rank, 1, words)[0]
         return status, err
@@ -520,15 +527,19 @@ def test_all_that_is_read_and_not_trained_has_its_digest(tiny, references, tmp_p
         (["lora.rank=4"], False, set()),  # save_load.py compares the base of adapters
         (["train.objective=dpo"], False, {"model.path"}),
         (["train.objective=dpo", *lora], False, {"model.path", "lora.path"}),
-        (["train.objective=dpo", f"data.reference={scores}"], False, {"data.reference"}),
-        (["train.objective=distill", f"data.teacher={scores}"], False, {"data.teacher"}),
+        (
+            ["train.objective=dpo", f"preference.reference={scores}"],
+            False,
+            {"preference.reference"},
+        ),
+        (["train.objective=distill", f"teacher.path={scores}"], False, {"teacher.path"}),
         (["rl.kl_coef=0.1"], True, {"model.path"}),
         (["rl.kl_coef=0.1", *lora], True, {"model.path", "lora.path"}),
-        ([f"rl.teacher={teachers[0]}"], True, {"rl.teacher"}),
+        ([f"teacher.path={teachers[0]}"], True, {"teacher.path"}),
         (
-            [f"rl.teacher={{a: {teachers[0]}, b: {teachers[1]}}}"],
+            [f"teacher.path={{a: {teachers[0]}, b: {teachers[1]}}}"],
             True,
-            {"rl.teacher.a", "rl.teacher.b"},
+            {"teacher.path.a", "teacher.path.b"},
         ),
     ]
 
@@ -543,6 +554,8 @@ def test_all_that_is_read_and_not_trained_has_its_digest(tiny, references, tmp_p
     content = "before"
     before = inputs()
     assert [{*each} for each in before] == [keys for _, _, keys in cases]
+    saved = {"rl.teacher.a": asdict(before[-1]["teacher.path.a"])}  # as former versions named it
+    assert inputs_from_json({"frozen": saved}).items() <= before[-1].items()
     content = "after"
     replace(index, weights="others").write(scores)
     for file in (adapter / ADAPTER_FILE, *(each / "model.safetensors" for each in teachers)):
@@ -671,16 +684,16 @@ def test_the_reference_is_read_from_scores(name, pool, tiny, references, tmp_pat
     if name == "dpo":
         places = [record.where.partition("jsonl:")[2] for record in records]
         assert places[2:4] == ["2, chosen answer", "2, rejected answer"]
-    status, err = scored.train("computed", "train.reference=keep")
+    status, err = scored.train("computed", "preference.reference=keep")
     assert status == 0 and "computing the reference" in err, err
-    status, err = scored.train("stored", f"data.reference={tmp_path / 'scores'}")
+    status, err = scored.train("stored", f"preference.reference={tmp_path / 'scores'}")
     assert status == 0 and "reference log-probs" not in err, err
     computed, stored = scored.figures("computed"), scored.figures("stored")
     assert len(computed) == len(stored) > 2
     for one, other in zip(computed, stored, strict=True):
         assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
     scored.score(tiny(**SIZES, seed=1), "other", scored.data)
-    status, err = scored.train("far", f"data.reference={tmp_path / 'other'}")
+    status, err = scored.train("far", f"preference.reference={tmp_path / 'other'}")
     assert status == 0, err
     near, far = (scored.figures(name)[0]["rewards_chosen"] for name in ("computed", "far"))
     assert abs(near) < 1e-6 and abs(far) > 1e-3
@@ -706,10 +719,10 @@ def test_scores_that_are_of_no_use_as_a_reference_are_refused(pool, tiny, refere
         "is not complete": ["stopped"],
         "was scored with another tokenizer": ["foreign"],
         "has other tokens of": ["scores", "data.system=be brief"],
-        "has no effect with train.reference=model": ["scores", "train.reference=model"],
+        "or a folder of megatron-vlm score": ["adapter_off"],
         "has no effect with train.objective=orpo": ["scores", "train.objective=orpo"],
         "kto compares each answer": ["scores", "train.objective=kto"],
     }
     for problem, (folder, *more) in cases.items():
-        status, err = scored.train("refused", f"data.reference={tmp_path / folder}", *more)
-        assert status == 2 and "data.reference=" in err and problem in err, err
+        status, err = scored.train("refused", f"preference.reference={tmp_path / folder}", *more)
+        assert status == 2 and "preference.reference=" in err and problem in err, err

@@ -20,7 +20,7 @@ from megatron_vlm.config.data_sources import HELD_OUT
 from megatron_vlm.config.objectives import records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.data_warnings import Remarks
-from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.data.batches.dataset import DataSet, open_data, with_scores
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.host_memory import host_memory_total
@@ -116,7 +116,7 @@ def open_training_data(model: PlannedModel, prompts_only: bool = False) -> DataS
     cfg, sizes = model.cfg, model.source.sizes
     specs, path = cfg.data.train, cfg.model.path
     kind = "prompt" if prompts_only else records_of(cfg)
-    return open_data(specs, "data.train", cfg.data, path, sizes, kind=kind)
+    return with_scores(open_data(specs, "data.train", cfg.data, path, sizes, kind=kind), cfg)
 
 
 def print_run(
@@ -221,6 +221,7 @@ def open_held_out(
         data = open_data(
             specs, "data.split", cfg.data, path, sizes, train=False, kind=kind, held_out=True
         )
+        data = with_scores(data, cfg)
         assert isinstance(data, DataSet)
         remarks = Remarks((describe_split(data, cfg),))
         yield HELD_OUT, first_samples(data, cfg.eval.samples), remarks
@@ -228,6 +229,7 @@ def open_held_out(
         data = open_data(
             (entry.source,), "data.eval", cfg.data, path, sizes, train=False, kind=kind
         )
+        data = with_scores(data, cfg)
         assert isinstance(data, DataSet)
         remarks = Remarks.from_data(data, f"data.eval {entry.name}", cfg.data)
         yield entry.name, first_samples(data, cfg.eval.samples), remarks

@@ -32,9 +32,9 @@ from megatron_vlm.model.constraints import check_config
 from megatron_vlm.report.layout_table import size_text
 from megatron_vlm.report.run_overview import aligned_lines
 from megatron_vlm.report.terminal import plain_table
-from megatron_vlm.rl.frozen_models import teacher_config
 from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.teacher_checks import check_teachers
+from megatron_vlm.training.frozen_models import teacher_config
 from megatron_vlm.user_code.environment import EnvStep
 from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 
@@ -124,21 +124,21 @@ def reward_table(tried: list[TriedAnswer]) -> Table:
 
 def describe_teachers(model: PlannedModel) -> dict[str, str]:
     """Return lines about the teachers. Raise the errors that would end the run."""
-    cfg, rl = model.cfg, model.cfg.rl
-    if rl.teacher is None:
+    cfg, teacher = model.cfg, model.cfg.teacher
+    if teacher.path is None:
         return {}
     check_teachers(cfg)
     names = [
         path if name == ALL_SOURCES else f"{path} for {name}"
-        for name, path in teachers_of(rl.teacher).items()
+        for name, path in teachers_of(cfg).items()
     ]
     targets = "the sampled token"
-    if rl.teacher_top_k:
-        targets = f"its {rl.teacher_top_k} most likely tokens and the rest"
-    lines = {"teacher": f"{', '.join(names)}; reverse KL of {targets}, times {rl.teacher_coef:g}"}
-    if rl.teacher_scorer != OWN:
-        count = max(len(rl.teacher_gpus), len(set(teachers_of(rl.teacher).values())))
-        scorer = describe_engine(replace(cfg.engine, name=rl.teacher_scorer))
+    if teacher.top_k:
+        targets = f"its {teacher.top_k} most likely tokens and the rest"
+    lines = {"teacher": f"{', '.join(names)}; reverse KL of {targets}, times {teacher.coef:g}"}
+    if teacher.engine != OWN:
+        count = max(len(teacher.devices), len(set(teachers_of(cfg).values())))
+        scorer = describe_engine(replace(cfg.engine, name=teacher.engine))
         return lines | {"scores": f"{scorer}, {_engines(count)}"}
     text = "; ".join(_memory_of(model, path) for path in distinct_teachers(cfg))
     return lines | {"scores": f"on the ranks, which need in addition: {text}"}
@@ -146,7 +146,7 @@ def describe_teachers(model: PlannedModel) -> dict[str, str]:
 
 def distinct_teachers(cfg: Config) -> Iterator[str]:
     """Yield each teacher once."""
-    yield from dict.fromkeys(teachers_of(cfg.rl.teacher).values())
+    yield from dict.fromkeys(teachers_of(cfg).values())
 
 
 def _engines(count: int) -> str:
@@ -160,7 +160,7 @@ def _memory_of(model: PlannedModel, path: str) -> str:
         dims = ParallelDims.create(cfg.parallel, model.dims.world_size, sizes.text.num_layers)
         check_config(cfg, sizes, dims)
     except ConfigError as error:
-        raise error.within(f"rl.teacher={path}") from error
+        raise error.within(f"teacher.path={path}") from error
     values = [0] * dims.pp
     for entry in name_table(sizes, cfg.model.backend, dims):
         values[entry.stage] += entry.values_per_rank(dims)

@@ -74,16 +74,16 @@ TRAINING_NAMES = {
     ),
     "megatron-vlm eval RUN --predictions FILE writes the answers to a data set": "do_predict",
     "train.objective is sft, dpo, ipo, kto, orpo, simpo or cpo, preference.losses and "
-    "preference.beta choose the loss, and train.reference says where the reference is from: see "
-    "docs/preferences.md": "ref_model reference_free dpo_* kto_* orpo_* pref_* cpo_*",
+    "preference.beta choose the loss, and preference.reference says where the reference is from: "
+    "see docs/preferences.md": "ref_model reference_free dpo_* kto_* orpo_* pref_* cpo_*",
     "preference.losses=[sigmoid,sft] preference.loss_weights=[1,0.2] adds the cross-entropy of "
     "chosen answers to dpo, and preference.sft_coef weighs it in orpo, simpo and cpo": (
         "rpo_alpha cpo_alpha pref_ftx"
     ),
     "dpo compares sums of log-probs with the reverse KL divergence, every pair with the same "
     "weight": "f_divergence_type",
-    "train.reference=keep computes the log-probs of the reference once, before the first step, "
-    "and stores them in data.cache_dir": "precompute_ref_log_probs",
+    "preference.reference=keep computes the log-probs of the reference once, before the first "
+    "step, and stores them in data.cache_dir": "precompute_ref_log_probs",
     "preference.desirable_weight and preference.undesirable_weight weigh the labels of kto": (
         "kto_chosen_weight"
     ),

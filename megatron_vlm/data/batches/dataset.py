@@ -13,7 +13,9 @@ import numpy as np
 
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.objective_configs import RecordKind
-from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.config.objectives import reference_folder
+from megatron_vlm.config.schema import Config, DataConfig
+from megatron_vlm.config.teachers import target_folder
 from megatron_vlm.data.batches.balance import RowSize
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.batches.data_position import Position
@@ -47,8 +49,8 @@ class DataSet:
     indexes: tuple[Index, ...]
     order: Order
     work: WorkModel
-    # For each source, of each sample's rows [samples, rows]: from data.reference, or see
-    # training/reference.py.
+    # For each source, of each sample's rows [samples, rows]: from preference.reference, or
+    # see training/reference.py.
     reference_log_probs: tuple[np.ndarray, ...] | None = None
     teacher: TeacherTargets | None = None
     known_ahead = True
@@ -211,9 +213,7 @@ def open_data(
         )
     if kind == "label" and train:
         _check_labels(indexes, key)
-    if kind == "chat":
-        return _with_teacher(data, cfg)
-    return _with_reference(data, cfg) if kind in ("pair", "label") else data
+    return data
 
 
 def _check_labels(indexes: Sequence[Index], key: str) -> None:
@@ -230,24 +230,25 @@ def _check_labels(indexes: Sequence[Index], key: str) -> None:
         )
 
 
-def _with_teacher(data: DataSet, cfg: DataConfig) -> DataSet:
-    """Return the data with the targets of data.teacher, if there is one, for each sample."""
-    if cfg.teacher is None:
+def with_scores(data: DataSet | StreamSet, cfg: Config) -> DataSet | StreamSet:
+    """Return the data with the stored scores that the objective reads: a teacher's targets, or the
+    log-probs of a reference. Each sample must have its own."""
+    targets, reference = target_folder(cfg), reference_folder(cfg)
+    if targets is None and reference is None:
         return data
+    assert isinstance(data, DataSet), "config/teachers.py refuses streams"
     vocabulary = data.reader.encoder.renderer.tokenizer.get_vocab()
-    teacher = TeacherTargets.open(cfg.teacher, cfg.teacher_top_k, vocabulary)
-    for source, index in enumerate(data.indexes):
-        teacher.check(index, lambda sample, source=source: data.where((source, sample)))  # type: ignore[misc]
-    return replace(data, teacher=teacher)
+    places = [partial(_where, data, source) for source in range(len(data.indexes))]
+    if targets is not None:
+        teacher = TeacherTargets.open(targets, cfg.teacher.top_k, vocabulary)
+        for index, where in zip(data.indexes, places, strict=True):
+            teacher.check(index, where)
+        return replace(data, teacher=teacher)
+    assert reference is not None
+    scores = ReferenceScores(reference, vocabulary)
+    tables = tuple(map(scores.table, data.indexes, places))
+    return replace(data, reference_log_probs=tables)
 
 
-def _with_reference(data: DataSet, cfg: DataConfig) -> DataSet:
-    """Return the data with the log-probs of data.reference, if there is one, for each answer."""
-    if cfg.reference is None:
-        return data
-    scores = ReferenceScores(cfg.reference, data.reader.encoder.renderer.tokenizer.get_vocab())
-    tables = [
-        scores.table(index, lambda sample, source=source: data.where((source, sample)))  # type: ignore[misc]
-        for source, index in enumerate(data.indexes)
-    ]
-    return replace(data, reference_log_probs=tuple(tables))
+def _where(data: DataSet, source: int, sample: int) -> str:
+    return data.where((source, sample))

@@ -164,7 +164,7 @@ class MicroBatch:
                 place=where,
                 key="teacher_ids",
                 remedy="score the data with megatron-vlm score and top_k, and name the folder in "
-                "data.teacher",
+                "teacher.path",
             )
 
     def log_probs_by_row(self, log_probs_M: Tensor) -> list[Tensor]:

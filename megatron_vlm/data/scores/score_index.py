@@ -146,18 +146,18 @@ def read_complete(key: str, folder: str) -> ScoreIndex:
 def check_scores(folder: str, top_k: int | None, temperature: float | None = None) -> ScoreIndex:
     """Read the index of a teacher's folder. Refuse one that is not complete, that stores fewer than
     `top_k` tokens for each supervised token, or that was written at another temperature."""
-    index = read_complete("data.teacher", folder)
+    index = read_complete("teacher.path", folder)
     if not index.top_k:
         raise DataError(
             "has log-probs of the supervised tokens alone",
-            key="data.teacher",
+            key="teacher.path",
             found=folder,
             remedy="score the data again with --top-k 64",
         )
     if top_k is not None and top_k > index.top_k:
         raise DataError(
             f"is more than the {index.top_k} tokens that {folder} stores for each supervised token",
-            key="data.teacher_top_k",
+            key="teacher.top_k",
             found=top_k,
             allowed=range(1, index.top_k + 1),
         )

@@ -7,7 +7,6 @@ events: these tokens, and all others together.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -110,13 +109,9 @@ class ReferenceScores:
 
     def __init__(self, folder: str, vocabulary: Mapping[str, int]):
         """Open a folder for a model with this vocabulary."""
-        index = read_complete("data.reference", folder)
-        self.scores = ScoreLookup.open("data.reference", folder, index, vocabulary)
-
-    @cached_property
-    def _sums(self) -> list[np.ndarray]:
-        """The log-prob of each answer, for each file."""
-        return [file.sums() for file in self.scores.files]
+        key = "preference.reference"
+        self.scores = ScoreLookup.open(key, folder, read_complete(key, folder), vocabulary)
+        self.sums = [file.sums() for file in self.scores.files]  # log-prob of each answer
 
     def table(self, index: Index, where: Callable[[int], str]) -> np.ndarray:
         """Return the log-probs of the answers of each sample [samples, answers], and nan where a
@@ -128,7 +123,7 @@ class ReferenceScores:
             for row, sample in enumerate(index.example(number)):
                 digest = int(index.digests[number])
                 file, place = self.scores.find(digest, sample, where(number))
-                table[number, row] = self._sums[file][place]
+                table[number, row] = self.sums[file][place]
         return table
 
 
@@ -144,7 +139,7 @@ class TeacherTargets:
         """Open a folder for a student with this vocabulary. With `top_k` samples get that many
         tokens of a place."""
         index = check_scores(folder, top_k)
-        scores = ScoreLookup.open("data.teacher", folder, index, vocabulary)
+        scores = ScoreLookup.open("teacher.path", folder, index, vocabulary)
         return TeacherTargets(scores, index.top_k if top_k is None else top_k)
 
     def check(self, index: Index, where: Callable[[int], str]) -> None:

@@ -11,7 +11,7 @@ from megatron_vlm.config.objectives import needs_mismatched, records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_warnings import Remarks
-from megatron_vlm.data.batches.dataset import DataSet, Handle, open_data
+from megatron_vlm.data.batches.dataset import DataSet, Handle, open_data, with_scores
 from megatron_vlm.data.batches.loader import Loader, Replica, StepBatch
 from megatron_vlm.data.batches.order import Order, order_of_all
 from megatron_vlm.data.records.formats import OnlyAsksError
@@ -74,6 +74,7 @@ class EvalSet:
                 if not may_ask:
                     raise
                 return None, (0, asdict(Remarks()))
+            data = with_scores(data, cfg)
             assert isinstance(data, DataSet)
             remarks = asdict(
                 Remarks((describe_split(data, cfg),))

@@ -3,6 +3,7 @@ index."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron_vlm.data.scores.score_index import ScoredSet, ScoreIndex, digest_v
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.training.row_scores import TopTargets
+from megatron_vlm.training.row_scores import RowScores
 
 RECORDS_PER_FILE = 512  # records of a file, rounded up to whole batches
 
@@ -61,6 +62,7 @@ class ScoreFolder:
     index: ScoreIndex
     sets: Sequence[OpenedSet]
     present: frozenset[str]
+    is_writer: bool = True  # only rank 0 writes
 
     @property
     def missing(self) -> int:
@@ -82,7 +84,25 @@ class ScoreFolder:
                         ],
                     )
 
-    def write(self, name: str, records: Sequence[RecordScore]) -> None:
+    def compute(
+        self,
+        score: "Callable[[OpenedSet, Sequence[MissingFile]], Iterator[ScoredFile]]",
+        report: Callable[[int, int], None],
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Write the missing files. `score` yields the records of neighbouring files, `report` gets
+        the numbers of written and of missing files, and `together` raises an error on all ranks."""
+        done, missing = 0, self.missing
+        for opened, files in self.gaps():
+            for name, records in score(opened, files):
+                with together():
+                    if self.is_writer:
+                        self._write(name, records)
+                done += 1
+                if self.is_writer:
+                    report(done, missing)
+
+    def _write(self, name: str, records: Sequence[RecordScore]) -> None:
         """Write a file."""
         try:
             save_scores(self.path / name, records)
@@ -105,7 +125,7 @@ class ScoreFolder:
                 yield opened, start, ScoreFile.open(self.path / name)
 
 
-Report = Callable[[int, int], None]  # receives the numbers of computed and of missing files
+ScoredFile = tuple[str, list[RecordScore]]  # name and records, which only the writer needs
 
 
 def scored_sets(cfg: Config) -> list[tuple[str, Collection[SourceSpec]]]:
@@ -148,7 +168,7 @@ def index_of(
     )
 
 
-def record_score(data: DataSet, number: int, row: int, targets: TopTargets) -> RecordScore:
+def record_score(data: DataSet, number: int, row: int, targets: RowScores) -> RecordScore:
     """Return the score of a row of a record, which has several if it is a pair."""
     source, place = data.handle(number)
     example = data.indexes[source].example(place)
