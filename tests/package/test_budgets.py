@@ -46,7 +46,7 @@ BUDGETS = {
     "small files with one importer": 29,
     "keys": 202,
     "commands": 19,
-    "words of docs": 53_889,
+    "words of docs": 53_832,
     "words of README": 449,
     "lines of tests": 60_066,
 }
