@@ -32,8 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     from megatron_vlm.cli.parser import make_parser
-    from megatron_vlm.config.arguments import parse_arguments
-    from megatron_vlm.config.command_names import check_command
+    from megatron_vlm.config.arguments import check_command, parse_arguments
 
     parser = make_parser()
     check_command(words, list(parser.get_default("known_commands")))

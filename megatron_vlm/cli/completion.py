@@ -4,7 +4,8 @@ asks `megatron-vlm completion --line LINE` what may follow."""
 import argparse
 from collections.abc import Iterator, Mapping
 
-from megatron_vlm.config.listing import group_names, recipe_names
+from megatron_vlm.config.group_values import group_names
+from megatron_vlm.config.listing import recipe_names
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import ConfigError
 
@@ -72,8 +73,7 @@ def completion(args: argparse.Namespace) -> None:
 
 
 def complete_line(line: str, commands: Commands) -> Iterator[str]:
-    """Yield what the last word of a line may become. Nothing is yielded where only the shell knows
-    more, such as files."""
+    """Yield what the last word of a line may become; nothing where only the shell knows more."""
     *before, word = line.split(" ")
     words = [each for each in before[1:] if each]
     command = next((each for each in words if not each.startswith("-")), None)
@@ -101,7 +101,7 @@ def _candidates(
         if previous is not None and previous.nargs != 0 and "--help" not in previous.option_strings:
             yield from previous.choices or ()
         elif word.startswith("-"):
-            yield from (option for option, each in options.items() if not _is_hidden(each))
+            yield from (name for name, each in options.items() if each.help != argparse.SUPPRESS)
         elif any(each.dest == "overrides" for each in parser._actions):
             places = [each for each in parser._actions if not each.option_strings]
             given = [each for each in words[1:] if not each.startswith("-")]
@@ -113,10 +113,6 @@ def _parts_of(parser: argparse.ArgumentParser) -> Commands:
     """Return the parsers of the parts of a command, such as demo has."""
     found = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     return next((each.choices for each in found), {})
-
-
-def _is_hidden(action: argparse.Action) -> bool:
-    return action.help == argparse.SUPPRESS
 
 
 def _settings(word: str) -> Iterator[str]:

@@ -3,9 +3,10 @@
 import argparse
 import inspect
 import shlex
-import textwrap
 from collections.abc import Callable
 from typing import Any
+
+from megatron_vlm.io.printable import wrap_words
 
 _EXAMPLE = "example: "
 _EXAMPLE_WIDTH = 76
@@ -62,5 +63,4 @@ class HelpWithDefaults(HelpText):
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    text = " ".join(text.split())
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return wrap_words(" ".join(text.split()), width)

@@ -7,10 +7,13 @@ from typing import Any
 from megatron_vlm.cli.completion import add_completion_arguments, completion
 from megatron_vlm.cli.help_command import TopicHelp, add_help_arguments, help_
 from megatron_vlm.cli.help_text import HelpText, HelpWithDefaults, texts_of
-from megatron_vlm.commands.agree.agree_settings import add_agree_arguments
-from megatron_vlm.commands.agree.command import agree
+from megatron_vlm.commands.agree.agree_settings import (
+    AgreeSettings,
+    add_agree_arguments,
+    locate_checkpoint,
+)
 from megatron_vlm.commands.bench.command import add_bench_arguments, bench
-from megatron_vlm.commands.chat.command import add_chat_arguments, start_chat
+from megatron_vlm.commands.chat.command import add_chat_arguments, chat
 from megatron_vlm.commands.demo.command import (
     add_shapes_arguments,
     add_tiny_arguments,
@@ -18,14 +21,19 @@ from megatron_vlm.commands.demo.command import (
     shapes,
     tiny,
 )
-from megatron_vlm.commands.dry_run.dry_run_arguments import (
-    add_dry_run_arguments,
-    check_dry_run_arguments,
-)
 from megatron_vlm.commands.eval import add_arguments, held_in_place, locate, run_eval
 from megatron_vlm.commands.import_config.command import add_import_arguments, import_
+from megatron_vlm.commands.jobs import (
+    add_dry_run_arguments,
+    add_rl_arguments,
+    add_serve_arguments,
+    add_train_arguments,
+    check_dry_run_arguments,
+    rl,
+    serve,
+    train_,
+)
 from megatron_vlm.commands.plan.plan_arguments import add_plan_arguments
-from megatron_vlm.commands.rl import add_rl_arguments, rl
 from megatron_vlm.commands.run_outputs import (
     add_export_arguments,
     add_push_arguments,
@@ -35,13 +43,11 @@ from megatron_vlm.commands.run_outputs import (
     report,
 )
 from megatron_vlm.commands.score import add_score_arguments, score
-from megatron_vlm.commands.serve import add_serve_arguments, serve
 from megatron_vlm.commands.watch.command import add_watch_arguments, watch
-from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
-from megatron_vlm.config.listing import listing
+from megatron_vlm.config.arguments import add_overrides, read_configuration
+from megatron_vlm.distributed.process import FAILED, UNLIKE
 from megatron_vlm.model.constraints import check_supported
-from megatron_vlm.run.log_sinks import check_sinks
-from megatron_vlm.run.saved_config import check_unnamed, with_commit, with_model
+from megatron_vlm.run.saved_config import with_commit
 from megatron_vlm.training.preflight import check_records, check_run
 from megatron_vlm.version import __version__
 
@@ -65,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error, too")
     parser.set_defaults(known_commands=commands.choices)  # for check_command
-    _train_arguments(_command(commands, _train, has_keys=True))
+    add_train_arguments(_command(commands, train_, has_keys=True))
     add_rl_arguments(_command(commands, rl, has_keys=True))
     add_serve_arguments(_command(commands, serve, has_keys=True))
     _eval_arguments(_command(commands, _eval))
@@ -73,12 +79,12 @@ def make_parser() -> argparse.ArgumentParser:
     add_bench_arguments(_command(commands, bench))
     add_export_arguments(_command(commands, export))
     add_push_arguments(_command(commands, push_))
-    add_chat_arguments(_command(commands, _chat))
+    add_chat_arguments(_command(commands, chat))
     add_report_arguments(_command(commands, report))
     add_watch_arguments(_command(commands, watch))
     _doctor_arguments(_command(commands, _doctor))
     add_plan_arguments(_command(commands, _plan, has_keys=True))
-    add_agree_arguments(_command(commands, agree))
+    add_agree_arguments(_command(commands, _agree))
     _inspect_arguments(_command(commands, _inspect, has_keys=True))
     add_import_arguments(_command(commands, import_))
     parts = _command(commands, demo).add_subparsers(required=True, metavar="shapes|tiny")
@@ -122,52 +128,6 @@ def _add_topic_help(
     )  # fmt: skip
 
 
-def _train_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"{parser.epilog}\n\n{listing('train')}"
-    recipe = "a recipe of a group (model=qwen3_vl_2b) or a value (optim.lr=2e-5); values win"
-    add_overrides(parser, recipe)
-    add_cfg_option(parser)
-    add_dry_run_arguments(parser, "data, steps, layout, memory of each stage and first batches")
-
-
-def _train(args: argparse.Namespace) -> int:
-    """fine-tune a checkpoint on a data set
-
-    Fine-tune a Qwen3-VL or Qwen3.5 checkpoint. The command starts the processes on this machine
-    itself, unless torchrun has already started them (launch.processes: one per GPU, or parallel.tp
-    x parallel.pp on the CPU). If it is started again with the same run=, it resumes from the newest
-    complete checkpoint. megatron-vlm help KEY explains the keys below.
-
-    example: megatron-vlm train model=qwen3_vl_2b model.path=Qwen/Qwen3-VL-2B-Instruct parallel.pp=2
-    data.train=chats.jsonl train.steps=1000 run=runs/first
-
-    It writes into run=: metrics.jsonl, checkpoints/, report.html and export/, which transformers
-    loads.
-    """
-    from megatron_vlm.config import load_config, to_yaml
-    from megatron_vlm.config.command_checks import check_train
-
-    check_dry_run_arguments(args)
-    file, arguments = read_configuration(args)
-    cfg = load_config(args.overrides, file)
-    if args.cfg:
-        print(to_yaml(cfg), end="")
-        return 0
-    check_train(cfg)
-    check_run(cfg, args.gpus)
-    saved = check_unnamed(cfg, args.overrides, file)
-    check_sinks(cfg)
-    if args.dry_run:
-        from megatron_vlm.commands.dry_run.command import dry_run
-
-        return dry_run(cfg, args.gpus, args.memory)
-    from megatron_vlm.distributed.launch.launch import launch
-    from megatron_vlm.train import run_train
-
-    cfg = with_model(cfg, saved=saved)
-    return launch(cfg, "megatron_vlm.train", run_train, with_commit(arguments, cfg))
-
-
 def _eval_arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     add_dry_run_arguments(parser, "the checkpoint, the sets, the layout and the memory of weights")
@@ -203,16 +163,30 @@ def _eval(args: argparse.Namespace) -> int:
         return launch(cfg, "megatron_vlm.commands.eval", run_eval, arguments)
 
 
-def _chat(args: argparse.Namespace) -> int:
-    """chat with a checkpoint in the terminal, with pictures
+def _agree(args: argparse.Namespace) -> int:
+    """prove that an engine and the trainer see the same
 
-    Load an exported checkpoint, on a GPU if there is one, and answer what is typed. /image PATH and
-    /video PATH show something with the next question, /reset begins again, /quit or Ctrl-D ends,
-    Ctrl-C stops an answer.
+    Send the same prompts to vLLM and to the trainer: those of data.eval or else of data.train, each
+    up to its last answer. Compare the ids, the grids, the patches, and the log-probs of the tokens
+    that the engine drew, in the layout of parallel.*. The exit status is 1 if they differ.
 
-    example: megatron-vlm chat runs/first --image cat.jpg --prompt "What is it?"
+    example: megatron-vlm agree runs/first --engine .venv-vllm/bin/python parallel.tp=2
+    parallel.pp=2 --html agree.html
+
+    A run and its checkpoints bring their configuration, and the trainer gives their weights to the
+    engine; the engine itself loads a Hugging Face folder.
     """
-    return start_chat(args)
+    settings = AgreeSettings.from_arguments(args)
+    file, arguments = read_configuration(args)
+    with held_in_place(args.where) as where:
+        cfg, _ = locate_checkpoint(where, args.overrides, file)
+        check_run(cfg)
+        from megatron_vlm.commands.agree.agree_ranks import run_agree
+        from megatron_vlm.distributed.launch.launch import launch
+
+        words = [where, *with_commit(arguments, cfg), *settings.words]
+        status = launch(cfg, "megatron_vlm.commands.agree.agree_ranks", run_agree, words)
+    return FAILED if status == UNLIKE else status
 
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -252,10 +226,7 @@ def _plan(args: argparse.Namespace) -> None:
     check_records(cfg)
     from megatron_vlm.commands.plan.command import plan_cluster, run_plan
 
-    cluster = plan_cluster(
-        args.gpus, args.memory, args.gpu, args.efficiency, args.host_memory, args.host_link
-    )
-    run_plan(cfg, cluster, args.fit, args.html)
+    run_plan(cfg, plan_cluster(args), args.fit, args.html)
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,5 @@
-"""`megatron-vlm doctor`: abilities of this machine, and how to install missing packages.
-
-Each check is a pure function of facts. The facts come from machine_facts.py, which assumes nothing:
-torch itself may be missing.
-"""
+"""`megatron-vlm doctor`: what this machine can run, and how to install what is missing. Each check
+is a pure function of facts. machine_facts.py finds them, and not even torch needs to be there."""
 
 import os
 import platform
@@ -62,8 +59,7 @@ class Check:
 
 
 def run_doctor(model: str | None = None) -> int:
-    """Print every check, also that of a checkpoint given as model.path=PATH. Return 0 if training
-    can run here, else 1."""
+    """Print every check, also that of model.path=PATH. Return 0 if training can run, else 1."""
     key, _, path = (model or "").partition("=")
     if model is not None and (key != "model.path" or not path):
         raise ConfigError(
@@ -250,8 +246,7 @@ def shm_check(free: int | None) -> Check:
 
 
 def disk_check(key: str, folder: Path, free: int, writable: bool) -> Check:
-    """Check the disk space for the files of the configuration's `key`: encoded text or
-    checkpoints."""
+    """Check the disk space for the files of a key: encoded text or checkpoints."""
     name, detail = f"disk for {key}", f"{free / _GIB:,.1f} GiB free at {folder}"
     if not writable:
         return Check(name, WARNING, f"{folder} cannot be written", f"set {key} to another folder")

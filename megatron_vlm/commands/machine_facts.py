@@ -41,8 +41,10 @@ def requirements(extras: Container[str]) -> list[tuple[str, Requirement]]:
         groups = {"": project["dependencies"], **project["optional-dependencies"]}
         pairs = [(extra, Requirement(text)) for extra, lines in groups.items() for text in lines]
     else:
-        texts = map(Requirement, importlib.metadata.requires("megatron_vlm") or [])
-        pairs = [(_extra_of(requirement), requirement) for requirement in texts]
+        pairs = []
+        for text in importlib.metadata.requires("megatron_vlm") or []:
+            extra = re.search(r"extra == ['\"](\w+)", text)
+            pairs.append((extra[1] if extra else "", Requirement(text)))
     return [
         (extra, requirement)
         for extra, requirement in pairs
@@ -66,11 +68,6 @@ def _pyproject() -> dict | None:
     return project if project["name"] == "megatron_vlm" else None
 
 
-def _extra_of(requirement: Requirement) -> str:
-    match = re.search(r"extra == ['\"](\w+)", str(requirement.marker or ""))
-    return match[1] if match else ""
-
-
 def installed_version(name: str) -> str | None:
     """Return the installed version of a distribution."""
     try:
@@ -80,8 +77,7 @@ def installed_version(name: str) -> str | None:
 
 
 def import_problem(name: str) -> str | None:
-    """Return why a distribution's module cannot be imported, such as a missing CUDA library; None
-    if it can."""
+    """Return why a module cannot be imported, such as a missing CUDA library; None if it can."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,4 +1,4 @@
-"""Arguments after a command: options, --config and KEY=VALUE in any order."""
+"""The words after `megatron-vlm`: a command, then options, --config and KEY=VALUE in any order."""
 
 import argparse
 import difflib
@@ -10,6 +10,47 @@ from megatron_vlm.config.config_file import ConfigFile, add_config_option, chose
 from megatron_vlm.config.group_values import setting_of_word
 from megatron_vlm.config.key_hints import option_error
 from megatron_vlm.errors import ConfigError, hide_secrets, show_value
+
+# Commands of TRL, ms-swift, LLaMA-Factory, axolotl, vLLM and other programs.
+_OTHER_COMMANDS = {
+    "did you mean train?": ("sft pt pretrain finetune fine-tune fine_tune fit run launch lora"),
+    "did you mean rl?": "grpo ppo rlhf gspo dapo rloo reinforce",
+    "did you mean train? It learns from preferences with train.objective=dpo": (
+        "dpo ipo kto orpo simpo cpo bco"
+    ),
+    "did you mean train? It learns from the scores of a teacher with train.objective=distill, and "
+    "megatron-vlm score writes them": "kd",
+    "did you mean score? It writes log-probs and perplexities": "perplexity ppl logprobs logits",
+    "no reward model is trained; train.objective=dpo learns from preferences directly": "rm reward",
+    "did you mean rl? It learns from a teacher with rl=distill, and train does from stored scores "
+    "with train.objective=distill": "gkd distill distillation opd",
+    "did you mean train? It learns them with train.objective=embed or rerank": (
+        "embed embedding embeddings rerank reranker"
+    ),
+    "did you mean eval?": "evaluate evaluation test benchmark validate",
+    "did you mean eval? Its option --predictions FILE writes the answers": "predict",
+    "did you mean chat?": "infer inference generate webchat webui web-ui app ask",
+    "did you mean export? With --as merged it merges adapters into the model": (
+        "merge merge-lora merge_lora merge-sharded-fsdp-weights convert save"
+    ),
+    "did you mean push? It uploads an export": "upload push-to-hub",
+    "vLLM serves the folder that `megatron-vlm export` writes (docs/deploy.md); "
+    "`megatron-vlm serve` is a training service for the Tinker client": (
+        "deploy api vllm-serve vllm rollout start-server"
+    ),
+    "did you mean inspect? It prints what the model will see of a data set": (
+        "preprocess data dataset show view tokenize preview"
+    ),
+    "did you mean plan? `train --dry-run` checks one layout": "estimate memory fit-memory layout",
+    "did you mean doctor?": "env check info diagnose status",
+    "did you mean report? It writes the page of a run": "plot tensorboard compare page",
+    "write megatron-vlm serve --add-client NAME FILE": "serve-key",
+    "write megatron-vlm demo shapes": "shapes",
+    "write megatron-vlm demo tiny": "tiny",
+    "did you mean --version?": "version",
+    "did you mean --help?": "help",
+}
+_HINTS = {name: hint for hint, names in _OTHER_COMMANDS.items() for name in names.split()}
 
 
 def add_overrides(
@@ -27,8 +68,7 @@ def add_cfg_option(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a command. Overrides may come before, between and after the options.
-    An unknown option is refused with what to write instead."""
+    """Return the arguments of a command, with overrides in any place. Refuse unknown options."""
     args, rest = parser.parse_known_args(words)
     if rest and not hasattr(args, "overrides"):
         shown = ascii(hide_secrets(" ".join(rest)))[1:-1]
@@ -59,8 +99,7 @@ def _check_words(overrides: Sequence[str], data: Literal["train", "eval"]) -> No
 
 
 def read_configuration(args: argparse.Namespace) -> tuple[ConfigFile | None, list[str]]:
-    """Return the file of --config, and the arguments that give other processes the same
-    configuration."""
+    """Return the file of --config, and the words that give other processes the same keys."""
     file = chosen_file(args)
     return file, [*(file.words if file else []), *args.overrides]
 
@@ -81,3 +120,20 @@ def _option_error(option: str, words: Sequence[str]) -> ConfigError:
     after = words[list(words).index(option) + 1 :][:1]
     value = after[0] if after and re.match(r"[^-+~]|-[0-9.]", after[0]) else None
     return option_error(option, None if value and "=" in value else value)
+
+
+def check_command(words: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse a command that does not exist, with the one that was most likely meant."""
+    if words and not words[0].startswith("-") and words[0] not in known:
+        remedy = _command_hint(words[0], known)
+        raise ConfigError("is not a command", key=show_value(words[0]), remedy=remedy)
+
+
+def _command_hint(word: str, known: Sequence[str]) -> str:
+    if hint := _HINTS.get(word.lower()):
+        return hint
+    if "=" in word:
+        return f"did you mean `megatron-vlm train {word}`?"
+    if near := difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6):
+        return f"did you mean {near[0]}?"
+    return f"the commands are {', '.join(known)}"

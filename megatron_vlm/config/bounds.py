@@ -85,7 +85,6 @@ def ranges_of(kind: Any) -> Iterator[Range]:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """Yield the numbers of a value."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from _numbers(item)

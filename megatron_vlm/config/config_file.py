@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from megatron_vlm.config.group_values import meant_by_value, recipes_of
+from megatron_vlm.config.group_values import group_names, meant_by_value, recipes_of
 from megatron_vlm.config.key_hints import is_of_other_trainer, unknown_key_error
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH, YamlText
@@ -148,7 +148,7 @@ def chosen_file(args: argparse.Namespace) -> ConfigFile | None:
 
 
 def _recipes(document: YamlText, node: Any) -> dict[str, str]:
-    groups = [key for key, kind in key_types().items() if is_dataclass(kind)]
+    groups = group_names()
     recipes: dict[str, str] = {}
     for entry in node.value if node.tag.endswith(":seq") else [node]:
         pairs = list(document.pairs(entry)) if entry.tag.endswith(":map") else []

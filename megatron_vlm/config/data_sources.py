@@ -98,8 +98,7 @@ def _parse_source(entry: Any, key: str) -> SourceSpec:
 
 
 def check_columns(columns: Any, key: str, place: str = "") -> None:
-    """Refuse a mapping from fields to columns with an unknown field, or with a column that is given
-    twice."""
+    """Refuse a mapping with an unknown field, or with a column that is given twice."""
     if not isinstance(columns, Mapping) or not all(
         isinstance(text, str) and text for text in (*columns, *columns.values())
     ):
@@ -126,8 +125,7 @@ def check_columns(columns: Any, key: str, place: str = "") -> None:
 
 
 def check_roles(roles: Any, key: str, place: str = "") -> None:
-    """Refuse a mapping from roles to the names that a data set has for them, if it has an unknown
-    role, or a name twice."""
+    """Refuse a mapping with an unknown role, or with a name of the data that is given twice."""
     if not isinstance(roles, Mapping) or not all(map(_is_name_of_role, roles.values())):
         raise ConfigError(
             place=place,

@@ -88,7 +88,10 @@ def check_evaluation(cfg: Config) -> None:
 def check_measuring(cfg: Config) -> None:
     """Refuse to train where the data cannot give what is to be measured."""
     _check_split(cfg)
-    _check_metric_files(cfg.eval.metrics)
+    for metric in filter(is_user_metric, cfg.eval.metrics):
+        where = metric.rpartition(":")[0]
+        if where.endswith(".py") and not Path(where).expanduser().is_file():
+            raise ConfigError(f": there is no file {where}", key="eval.metrics", found=metric)
     is_stream = any(spec.streaming for spec in cfg.data.train)
     for group in ("eval", "checkpoint"):
         every = getattr(cfg, group).every
@@ -176,13 +179,6 @@ def _check_user_metric(metric: str) -> None:
             found=metric,
             allowed="FILE.py:NAME or MODULE:NAME",
         )
-
-
-def _check_metric_files(metrics: tuple[str, ...]) -> None:
-    for metric in filter(is_user_metric, metrics):
-        where = metric.rpartition(":")[0]
-        if where.endswith(".py") and not Path(where).expanduser().is_file():
-            raise ConfigError(f": there is no file {where}", key="eval.metrics", found=metric)
 
 
 def _check_best(best: str, cfg: Config) -> None:

@@ -3,6 +3,7 @@
 
 import difflib
 import re
+from dataclasses import is_dataclass
 from pathlib import Path
 
 from megatron_vlm.config.schema import key_types
@@ -65,6 +66,11 @@ def config_dir() -> Path:
     package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
+
+
+def group_names() -> list[str]:
+    """Return the groups of keys."""
+    return [key for key, kind in key_types().items() if is_dataclass(kind)]
 
 
 def recipes_of(group: str) -> list[str]:

@@ -124,7 +124,6 @@ def _group_doc(name: str, cls: Any, comments: dict[tuple[str, str], str]) -> Gro
 
 
 def _settings_in(kind: Any, comments: dict[tuple[str, str], str]) -> str:
-    """Return the settings in a mapping, with their defaults and meanings."""
     if kind not in schema.MAPPINGS.values():
         return ""
     parts = (

@@ -2,8 +2,7 @@
 
 import re
 import shutil
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_vlm.config.key_docs import (
     GroupDoc,
@@ -19,6 +18,7 @@ from megatron_vlm.config.key_hints import (
     related_names,
     similar_keys,
 )
+from megatron_vlm.io.printable import wrap_words
 
 _LABEL = 11  # columns of the labels before the facts of a key
 _MAX_WIDTH = 100
@@ -79,12 +79,8 @@ def _key_text(doc: KeyDoc) -> str:
     facts += [("range", text) for text in doc.ranges]
     if set_by := _recipes_of(doc.key):
         facts.append(("recipes", set_by))
-    for label, names in (
-        ("elsewhere", names_elsewhere(doc.key)),
-        ("related", related_names(doc.key)),
-    ):
-        if names:
-            facts.append((label, ", ".join(names)))
+    others = {"elsewhere": names_elsewhere(doc.key), "related": related_names(doc.key)}
+    facts += [(label, ", ".join(names)) for label, names in others.items() if names]
     lines = [_filled(f"{doc.key}: {doc.meaning}"), ""]
     for label, text in facts:
         lines.append(_filled(text, f"  {label:{_LABEL}}", " " * (_LABEL + 2)))
@@ -133,12 +129,5 @@ def _short_list(docs: Sequence[KeyDoc]) -> Iterator[str]:
 
 
 def _filled(text: str, first: str = "", rest: str = "") -> str:
-    lines: Iterable[str] = textwrap.wrap(
-        text,
-        min(shutil.get_terminal_size().columns, _MAX_WIDTH) - 1,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join(lines)
+    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH) - 1
+    return "\n".join(wrap_words(text, width, first, rest))

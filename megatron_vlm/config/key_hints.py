@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import is_dataclass
 
-from megatron_vlm.config.group_values import setting_of
+from megatron_vlm.config.group_values import group_names, setting_of
 from megatron_vlm.config.moved_keys import MOVED_KEYS
 from megatron_vlm.config.other_trainers import NAME_FAMILIES, OTHER_SENTENCES, SAME_KEYS, SECTIONS
 from megatron_vlm.config.schema import key_types, leaves
@@ -27,15 +27,10 @@ def hint(wrong: str) -> str:
     if text := hint_sentence(wrong):
         return text
     group, _, name = wrong.partition(".")
-    groups = [key for key, kind in key_types().items() if is_dataclass(kind)]
+    groups = group_names()
     if name and group in groups:
         return f"the keys of {group} are {', '.join(_names_of(group))}"
     return f"the groups of keys are {', '.join(groups)}: see megatron-vlm train --help"
-
-
-def has_answer(wrong: str) -> bool:
-    """Return whether a key that does not exist has an answer of its own."""
-    return bool(similar_keys(wrong) or hint_sentence(wrong))
 
 
 def is_of_other_trainer(name: str) -> bool:
@@ -76,8 +71,7 @@ def _are_near(group: str, other: str) -> bool:
 
 
 def hint_sentence(wrong: str) -> str | None:
-    """Return a sentence on the counterpart of a key of other trainers or of a former version, or
-    None if the key is unknown."""
+    """Return a sentence on a key of other trainers or of a former version, or None."""
     wrong = _plain(wrong)
     if moved := MOVED_KEYS.get(wrong):
         return moved.answer
@@ -115,7 +109,6 @@ def option_error(option: str, value: str | None) -> ConfigError:
 
 
 def _known_elsewhere(wrong: str) -> str | None:
-    """Return our key, or a sentence, for a name that another trainer has."""
     if text := _section_sentence(wrong, SECTIONS):
         return text
     for name in _spellings(wrong):

@@ -1,12 +1,11 @@
 """Names of recipes and keys, for the --help of the commands that take them."""
 
-import textwrap
 from collections.abc import Sequence
-from dataclasses import is_dataclass
 from pathlib import Path
 
-from megatron_vlm.config.load import config_dir
-from megatron_vlm.config.schema import key_types, leaves
+from megatron_vlm.config.group_values import config_dir, group_names
+from megatron_vlm.config.schema import leaves
+from megatron_vlm.io.printable import wrap_words
 
 # Groups that a command does not read, or refuses.
 _OTHER_GROUPS = {
@@ -18,8 +17,7 @@ _WIDTH = 78
 
 
 def listing(command: str) -> str:
-    """Return the recipes and keys that a command takes, one paragraph for each group. Each line
-    begins with two spaces."""
+    """Return the recipes and keys that a command takes, a paragraph for each group."""
     groups = [name for name in group_names() if name not in _OTHER_GROUPS[command]]
     lines = ["  recipes:"]
     for group in groups:
@@ -30,11 +28,6 @@ def listing(command: str) -> str:
         names = [key.partition(".")[2] for key in leaves() if key.startswith(f"{group}.")]
         lines += _paragraph(f"{group}.", names)
     return "\n".join([*lines, "  megatron-vlm help KEY explains a key, help GROUP. a group."])
-
-
-def group_names() -> list[str]:
-    """Return the groups of keys."""
-    return [key for key, kind in key_types().items() if is_dataclass(kind)]
 
 
 def recipe_names(group: str) -> list[str]:
@@ -50,12 +43,4 @@ def _sets_something(file: Path) -> bool:
 
 
 def _paragraph(prefix: str, names: Sequence[str]) -> list[str]:
-    text = f"{prefix:13}{' '.join(names)}"
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=" " * 4,
-        subsequent_indent=" " * 17,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return wrap_words(f"{prefix:13}{' '.join(names)}", _WIDTH, " " * 4, " " * 17)

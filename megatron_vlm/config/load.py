@@ -21,7 +21,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.data_sources import parse_sets, parse_sources, plain_sets, plain_sources
-from megatron_vlm.config.group_values import config_dir
+from megatron_vlm.config.group_values import config_dir, group_names
 from megatron_vlm.config.key_hints import unknown_key_error
 from megatron_vlm.config.load_errors import explain, recipe_errors
 from megatron_vlm.config.moved_keys import with_todays_keys
@@ -85,8 +85,7 @@ def from_yaml(text: str, overrides: Sequence[str] = (), file: ConfigFile | None 
 def read_saved(
     folder: Path, overrides: Sequence[str] = (), file: ConfigFile | None = None
 ) -> Config:
-    """Read the config.yaml of a run or of one of its checkpoints, with changes as in
-    `from_yaml`."""
+    """Read the config.yaml of a run or of a checkpoint, with changes as in `from_yaml`."""
     saved = UntrustedFile(
         str(folder / "config.yaml"), ConfigError, "give a run or a checkpoint of this version"
     )
@@ -174,44 +173,32 @@ def _as_omegaconf_class(cls: Any) -> Any:
 
 def _build_config(composed: Any) -> Config:
     values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    data, evaluation = values["data"], values["eval"]
-    data["train"] = parse_sources(data["train"], "data.train")
-    data["eval"] = parse_sets(data["eval"])
-    for group, name in ((data, "train_on"), (evaluation, "candidates")):
-        if isinstance(group[name], list):
-            group[name] = tuple(map(str, group[name]))
-    values["parallel"]["auto"] = _names(values["parallel"]["auto"])
-    values["lora"] |= {name: _names(values["lora"][name]) for name in ("targets", "train")}
-    data["ignore_keys"] = _names(data["ignore_keys"])
-    data["add_tokens"] = _names(data["add_tokens"])
-    evaluation["metrics"] = _names(evaluation["metrics"])
-    evaluation["recall_at"] = _names(evaluation["recall_at"])
-    for name in ("losses", "loss_weights"):
-        values["preference"][name] = _names(values["preference"][name])
-    for name in ("dimensions", "dimension_weights"):
-        values["embed"][name] = _names(values["embed"][name])
-    values["engine"]["devices"] = _names(values["engine"]["devices"])
-    values["teacher"]["devices"] = _names(values["teacher"]["devices"])
-    dicts = [(data, name) for name in ("template_kwargs", "columns", "roles")]
-    dicts += [(values["serve"], name) for name in ("limits", "loaded")]
-    dicts += [(values[name], "options") for name in ("engine", "teacher")]
-    for group, name in dicts:
-        group[name] = {} if group[name] is None else group[name]
-    for key, settings in MAPPINGS.items():
-        group, _, name = key.partition(".")
-        values[group][name] = settings(**values[group][name])
-    groups: dict[str, Any] = {key: kind for key, kind in key_types().items() if is_dataclass(kind)}
-    values |= {name: cls(**values[name]) for name, cls in groups.items()}
+    for key, kind in key_types().items():
+        group, _, name = key.rpartition(".")
+        if group:
+            values[group][name] = _as_declared(key, kind, values[group][name])
+    values |= {name: key_types()[name](**values[name]) for name in group_names()}
     cfg = Config(**values)
     check_values(cfg)
     return cfg
 
 
-def _names(value: Any) -> Any:
-    """Return a name or a list of names as a tuple. checks.py refuses other values."""
-    if isinstance(value, list):
-        return tuple(value)
-    return () if value is None else (value,)
+def _as_declared(key: str, kind: Any, value: Any) -> Any:
+    """Return a value that OmegaConf has read in the type of its key: lists as tuples, of which a
+    single item may stand alone, and null as an empty mapping. checks.py refuses other values."""
+    if key == "data.train":
+        return parse_sources(value, key)
+    if key == "data.eval":
+        return parse_sets(value)
+    if key in MAPPINGS:
+        return MAPPINGS[key](**value)
+    if get_origin(kind) is dict:
+        return {} if value is None else value
+    if get_origin(kind) is tuple:
+        return tuple(value) if isinstance(value, list) else () if value is None else (value,)
+    if isinstance(value, list) and any(get_origin(part) is tuple for part in get_args(kind)):
+        return tuple(map(str, value))
+    return value
 
 
 def known_keys() -> list[str]:
@@ -279,8 +266,7 @@ def _check_text(override: str, key: str) -> None:
 
 
 def _refuse_variables(text: str, place: str = "", key: str = "") -> None:
-    """Refuse ${...}: the value of ${oc.env:NAME}, such as a token, would be written into the
-    run."""
+    """Refuse ${...}: the value of ${oc.env:NAME} may be a token, and a run stores it."""
     if "${" in text:
         raise ConfigError(
             ": ${...} is not replaced",

@@ -65,14 +65,12 @@ def _wrong_type(key: str, text: str) -> ConfigError:
 
 
 def _settings_of(key: str) -> str:
-    """Return what may be in a mapping."""
     return (
         f"{{NAME: VALUE}} with names from {', '.join(item.name for item in fields(MAPPINGS[key]))}"
     )
 
 
 def _unreadable(key: str, value: str) -> ConfigError:
-    """Return the error on a value that Hydra cannot read, with what is wrong with it."""
     remedy = (
         "put values with signs such as < or & in double quotes, and for the shell single ones "
         """around it all: 'KEY=["<a>","<b>"]'"""

@@ -156,7 +156,6 @@ def check_objective(cfg: Config) -> None:
 
 
 def _remedy_of(loss: str) -> str:
-    """Name the objective that has a loss."""
     names = [name for name, spec in OBJECTIVES.items() if loss in spec.losses]
     return f"train.objective={names[0]} has it" if names else ""
 

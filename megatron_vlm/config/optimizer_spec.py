@@ -1,8 +1,5 @@
-"""Optimizers: the states that they keep for each weight, and the bytes of these states.
-
-Checkpoint, planner and model card read this table, and training makes its optimizer from it. It
-needs no torch, so that a plan can be made before torch is imported.
-"""
+"""Optimizers: the states that they keep for each weight, and the bytes of these. Checkpoint,
+planner, model card and training read this table. It needs no torch, as a plan needs none."""
 
 from dataclasses import dataclass
 
@@ -67,8 +64,7 @@ _OPTIMIZERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 
 def check_muon(optim: OptimConfig) -> None:
-    """Refuse settings of Muon that would have no effect, those that it does not have, and a rate
-    that nothing scales."""
+    """Refuse settings that have no effect with the optimizer, or that Muon does not have."""
     defaults = OptimConfig()
     for name in ("muon_lr", "muon"):
         if optim.name != "muon" and (value := getattr(optim, name)) != getattr(defaults, name):

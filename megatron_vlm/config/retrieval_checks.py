@@ -32,8 +32,7 @@ def check_retrieval(cfg: Config) -> None:
         )
     _check_no_answers(cfg)
     if name == "embed":
-        _check_dimensions(cfg)
-        _check_dropout(cfg)
+        _check_embed(cfg)
     elif cfg.rerank.positive_token == cfg.rerank.negative_token:
         raise ConfigError(
             "is rerank.positive_token, too",
@@ -51,7 +50,6 @@ def check_retrieval(cfg: Config) -> None:
 
 
 def _check_no_answers(cfg: Config) -> None:
-    """Refuse measurements of generated answers."""
     keys: dict[str, bool | str | tuple[str, ...] | None] = {
         "eval.generate": cfg.eval.generate,
         "eval.metrics": cfg.eval.metrics,
@@ -67,7 +65,7 @@ def _check_no_answers(cfg: Config) -> None:
             )
 
 
-def _check_dimensions(cfg: Config) -> None:
+def _check_embed(cfg: Config) -> None:
     dimensions = cfg.embed.dimensions
     if any(type(size) is not int for size in dimensions):
         raise ConfigError(
@@ -78,6 +76,14 @@ def _check_dimensions(cfg: Config) -> None:
     if len(set(dimensions)) < len(dimensions):
         raise ConfigError("has a size twice", key="embed.dimensions", found=list(dimensions))
     check_weights_of_terms(cfg, "embed.dimension_weights", "embed.dimensions", "size")
+    if cfg.lora.dropout:
+        raise ConfigError(
+            ": the gradient of train.objective=embed is taken at embeddings of a forward pass "
+            "without dropout",
+            key="lora.dropout",
+            found=cfg.lora.dropout,
+            allowed=0,
+        )
 
 
 def check_weights_of_terms(cfg: Config, key: str, terms_key: str, term: str) -> None:
@@ -96,17 +102,6 @@ def check_weights_of_terms(cfg: Config, key: str, terms_key: str, term: str) -> 
         )
     if weights and not any(weights):
         raise ConfigError(f"is 0 for each {term}", key=key)
-
-
-def _check_dropout(cfg: Config) -> None:
-    if cfg.lora.dropout:
-        raise ConfigError(
-            ": the gradient of train.objective=embed is taken at embeddings of a forward pass "
-            "without dropout",
-            key="lora.dropout",
-            found=cfg.lora.dropout,
-            allowed=0,
-        )
 
 
 def check_embedding_size(cfg: Config, hidden: int) -> None:

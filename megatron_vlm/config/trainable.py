@@ -38,8 +38,7 @@ def exports(cfg: Config) -> tuple[Exported, ...]:
 
 
 def export_of(cfg: Config) -> Exported:
-    """Return the form in which to write adapters by default: the first one of checkpoint.export, or
-    the adapters alone."""
+    """Return the form in which adapters are written by default."""
     return next(iter(exports(cfg)), "adapter")
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 
 # These characters could steer a terminal, reverse the text around them, or fail to be written.
 _UNSAFE = re.compile(
@@ -48,3 +49,15 @@ def time_spent(seconds: float) -> str:
     if whole < 24 * 3600:
         return f"{whole // 3600} h {whole // 60 % 60} min"
     return f"{whole // 86400} d {whole // 3600 % 24} h"
+
+
+def wrap_words(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    """Return a text as lines, which break between words alone. `first` and `rest` begin them."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -113,9 +113,7 @@ def test_in_bf16_they_agree_less(family, data, tiny, pool, record_property):
 BROKEN = {
     # fault: file, original text, replacement, expected report
     "a resize": (
-        "vllm_prompt.py",
-        '"do_resize": False',
-        '"do_resize": True',
+        *("vllm_prompt.py", '"do_resize": False', '"do_resize": True'),
         "10 of 12.*other grids",
     ),
     "the times of frames": ("vllm_prompt.py", "_FPS = 10.0", "_FPS = 9.0", "4 of 12.*other ids"),

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from megatron_vlm.cli.parser import make_parser
-from megatron_vlm.commands.bench.lmms_eval import SuiteSettings, TaskScore, read_scores
-from megatron_vlm.commands.bench.model_server import BenchModel, ServerSettings, cause_in
+from megatron_vlm.commands.bench.lmms_eval import TaskScore, read_scores
+from megatron_vlm.commands.bench.model_server import BenchModel, BenchSettings, cause_in
 from megatron_vlm.commands.bench.run_benchmarks import (
-    BenchSettings,
     _identity,
     compare_scores,
     run_model,
@@ -143,8 +142,7 @@ def test_a_mistake_is_refused_before_anything_starts(words, fields, tmp_path):
 
 
 def test_a_task_that_is_done_is_not_asked_again(tmp_path):
-    nowhere = SuiteSettings("no suite", None, None, 1, [])
-    settings = BenchSettings(("shapes",), ServerSettings("no engine"), nowhere)
+    settings = BenchSettings(("shapes",), "no engine", [], None, "no suite", [], None, None, 1)
     model, score = BenchModel("before", str(tmp_path)), TaskScore("shapes", "f1", 0.5, 0.1)
     folder = tmp_path / f"before-{_identity(model, settings)}" / "shapes"
     folder.mkdir(parents=True)

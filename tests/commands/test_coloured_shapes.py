@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass
-from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from PIL import Image
 
 from megatron_vlm.commands.demo.coloured_shapes import (
     COLOURS,
+    FACTS,
     RECORD_KINDS,
     SHAPES,
     ShapesSpec,
@@ -26,16 +26,6 @@ from tests.support.suites import full
 
 SPEC = ShapesSpec(train=400, eval=160)
 PAIRS = [f"What colour is the shape in the {which} picture?" for which in ("first", "second")]
-FACTS = {
-    "What colour is a ripe tomato?": "red",
-    "What colour is grass?": "green",
-    "What colour is the sky on a clear day?": "blue",
-    "What colour is a ripe banana?": "yellow",
-    "What colour is coal?": "black",
-    "What colour is snow?": "white",
-    "What colour is a carrot?": "orange",
-    "What colour is an aubergine?": "purple",
-}
 
 
 @dataclass(frozen=True)
@@ -161,17 +151,7 @@ def test_a_record_has_the_form_of_openai(folder):
     assert counts.pop("pair") == (2, 1) and counts.pop("text") == (0, 1)
     assert set(counts.values()) == {(1, 1)}
     image, text = by_kind["count"]["messages"][0]["content"]
-    assert re.fullmatch(r"images/\d{6}\.png", image["image"])
-    assert by_kind["count"]["messages"] == [
-        {
-            "role": "user",
-            "content": [
-                {"type": "image", "image": image["image"]},
-                {"type": "text", "text": text["text"]},
-            ],
-        },
-        {"role": "assistant", "content": turns(by_kind["count"])[0][1]},
-    ]
+    assert re.fullmatch(r"images/\d{6}\.png", image["image"]) and set(text) == {"type", "text"}
 
 
 def test_splits_share_no_picture_and_all_files_are_used_once(folder):
@@ -231,13 +211,6 @@ def test_answers_are_balanced_within_every_way_to_ask(folder):
         }
         for form, replies in replies_by_form.items():
             assert max(replies.values()) - min(replies.values()) <= slack, (split, form, replies)
-
-
-def test_colours_are_far_apart():
-    grey = [(128, 128, 128)]
-    pairs = [*combinations(COLOURS.values(), 2), *product(COLOURS.values(), grey)]
-    nearest = min(np.linalg.norm(np.subtract(a, b)) for a, b in pairs)
-    assert nearest > 90, nearest
 
 
 def test_shares_of_the_kinds(folder):

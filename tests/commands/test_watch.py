@@ -30,12 +30,8 @@ from tests.support.browser import start_browser
 from tests.support.error_fields import raises
 from tests.support.report_facts import Facts, in_a_browser
 
-USAGE = {
-    "kind": "usage",
-    "step": 2,
-    "memory_gb": [2.5, 1.5],
-    "seconds": {"data": 1, "optimizer": 3},
-}
+USAGE = {"kind": "usage", "step": 2, "memory_gb": [2.5, 1.5]}
+USAGE |= {"seconds": {"data": 1, "optimizer": 3}}
 
 
 def append(run, *lines, tail=""):

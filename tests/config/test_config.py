@@ -5,16 +5,16 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from megatron_vlm.config import config_dir, from_yaml, load_config, to_yaml
 from megatron_vlm.config.bounds import check_bounds, ranges_of
-from megatron_vlm.config.checks import check_training, require
+from megatron_vlm.config.checks import check_training
 from megatron_vlm.config.config_file import ConfigFile
-from megatron_vlm.config.data_sources import SourceSpec, parse_sets, parse_sources
+from megatron_vlm.config.data_sources import parse_sets, parse_sources
 from megatron_vlm.config.schema import Config, EngineConfig, MuonSettings, VideoLimits, key_types
 from megatron_vlm.config.searched_keys import SEARCHED
 from megatron_vlm.errors import NOT_GIVEN, ConfigError
@@ -27,14 +27,6 @@ DEFAULTS = to_yaml(load_config(["model.path=x"]))
 
 def test_defaults_are_the_dataclasses():
     assert load_config(["model.path=x"]) == Config(model=Config().model.__class__("x"))
-
-
-def test_overrides():
-    cfg = load_config(["model.path=x", "parallel.layers_per_stage=[0,12,12]", "optim.lr=3e-4"])
-    assert cfg.parallel.layers_per_stage == [0, 12, 12]
-    assert cfg.optim.lr == 3e-4
-    with pytest.raises(FrozenInstanceError):
-        cfg.optim.lr = 1.0
 
 
 RECIPES = sorted(f"{file.parent.name}={file.stem}" for file in config_dir().glob("*/*.yaml"))
@@ -52,8 +44,8 @@ def test_every_recipe_composes(recipe):
 @pytest.mark.full
 def test_no_override_ends_in_a_traceback():
     """Values of other kinds are refused, on the command line and in a file, with their key."""
-    digits, numbers, wrong = "9" * 4301, ("preference.loss_weights", "embed.dimensions"), []
-    numbers += ("eval.recall_at", "log.profile_steps")
+    digits, wrong = "9" * 4301, []
+    numbers = ["preference.loss_weights", "embed.dimensions", "eval.recall_at", "log.profile_steps"]
     groups = [("data", "[1,1]"), ("model", "[[a]]"), ("optim", "[null]"), ("lora", "{a: 1}")]
     cases = [*groups, ("~data", "[1,1]"), ("data", "[]"), ("optim.lr", digits), ("run", digits)]
     cases += [("data.columns", f"{{a: {digits}}}"), ("train.steps", "9_" * 4301 + "9")]
@@ -137,11 +129,6 @@ def test_auto_leaves_to_the_planner_what_nobody_gave(tmp_path):
         load_config(["model.path=x", "parallel.auto=true"])
 
 
-def test_sources_are_written_as_people_write_them():
-    text = to_yaml(load_config(["model.path=x", "data.train=a.jsonl", "data.eval={held: b.jsonl}"]))
-    assert "  train: a.jsonl\n  eval:\n    held: b.jsonl\n" in text
-
-
 def test_a_plus_sets_a_key_and_a_tilde_restores_its_default():
     overrides = ["+optim.lr=2", "+run=there", "~data.train", "~data.video"]
     cfg = load_config(["model.path=x", "data=shapes", "data.video={fps: 1}", *overrides])
@@ -155,13 +142,6 @@ def test_a_complete_configuration_takes_no_recipe():
     for recipe in ("data=shapes", "+data=shapes"):
         with raises(ConfigError, key="data", found="shapes", remedy_has="data.KEY=VALUE"):
             from_yaml(DEFAULTS, [recipe])
-
-
-def test_sources():
-    assert parse_sources(None, "data.train") == ()
-    assert parse_sources("a.jsonl", "data.train") == (SourceSpec("a.jsonl"),)
-    many = ["a.jsonl", {"path": "b", "weight": 2, "split": "validation"}]
-    assert parse_sources(many, "data.train")[1] == SourceSpec("b", 2, "validation")
 
 
 @in_one_test(
@@ -232,14 +212,8 @@ def test_training_is_refused_before_anything_heavy_is_imported():
     cases = [
         ([], {"key": "data.train", "remedy_has": "data.train=FILE"}),
         (["data.train={path: a, streaming: true}"], {"key": "train.steps"}),
-        (
-            ["data.train=a", "checkpoint.best=eval/loss"],
-            {**best, "found": "eval/loss", "remedy_has": "none"},
-        ),
-        (
-            ["data=shapes", "checkpoint.best=x/loss"],
-            {**best, "found": "x/loss", "remedy_has": "eval"},
-        ),
+        (["data.train=a", "checkpoint.best=eval/loss"], {**best, "remedy_has": "none"}),
+        (["data=shapes", "checkpoint.best=x/loss"], {**best, "remedy_has": "eval"}),
     ]
     commands, messages = [["model.path=nowhere", *given] for given, _ in cases], []
     for arguments, (_, expected) in zip(commands, cases, strict=True):
@@ -256,25 +230,13 @@ def test_training_is_refused_before_anything_heavy_is_imported():
     assert done.stdout.splitlines() == messages, done.stdout + done.stderr
 
 
-def test_what_training_accepts():
-    stream = "data.train={path: a, streaming: true}"
-    for overrides in ([stream, "train.steps=3"], ["data=shapes", "checkpoint.best=eval/loss"]):
-        check_training(load_config(["model.path=x", *overrides]))
-
-
-def test_an_evaluation_needs_sets():
-    with raises(ConfigError, key="data.eval", remedy_has="data.eval=FILE"):
-        require(load_config(["model.path=x"]), "data.eval")
-
-
+MUON_ALONE, TWICE = {"remedy_has": "optim.name=muon"}, {"problem_has": "'a' more than once"}
 MISTAKES = [
     ("modle.path=y", "modle.path", NOT_GIVEN, {"remedy_has": "'model.path'"}),
     ("parallel.tpp=2", "parallel.tpp", NOT_GIVEN, {"remedy_has": "'parallel.tp'"}),
     ("hydra.run.dir=x", "hydra.run.dir", NOT_GIVEN, {"remedy_has": "run="}),
     ("hydra.searchpath=[file:///tmp]", "hydra.searchpath", NOT_GIVEN, {}),
     ("+hydra/launcher=joblib", "hydra/launcher", NOT_GIVEN, {}),
-    ("hydra=x", "hydra", NOT_GIVEN, {}),
-    ("~hydra", "hydra", NOT_GIVEN, {}),
     ("model@x=qwen3_vl_2b", "model@x", NOT_GIVEN, {}),
     ("optim.lr=1e-5,2e-5", "optim.lr", "1e-5,2e-5", {"remedy_has": "optim.lr=[1e-5,2e-5]"}),
     ("optim.lr=choice(1,2)", "configuration", NOT_GIVEN, {"problem_has": "'optim.lr=choice(1,2)'"}),
@@ -282,28 +244,14 @@ MISTAKES = [
     ("model=qwen4", "model", "qwen4", {"remedy_has": "qwen3_vl_2b"}),
     ("optim.schedule=cosin", "optim.schedule", "cosin", {"allowed_has": "'linear', 'cosine'"}),
     ("train.global_batch_size=0", "train.global_batch_size", 0, {"allowed": "at least 1"}),
-    ("optim.min_lr_ratio=2", "optim.min_lr_ratio", 2, {"allowed": "0 to 1"}),
-    ("optim.beta1=1", "optim.beta1", 1, {"allowed": "0 to less than 1"}),
-    ("optim.lr=inf", "optim.lr", math.inf, {"allowed_has": "finite"}),
     ("optim.name=lion", "optim.name", "lion", {"allowed_has": "'adamw', 'muon'"}),
     ("optim.muon={ns_steps: 100}", "optim.muon.ns_steps", 100, {"allowed": "1 to 99"}),
-    (
-        "optim.muon={steps: 5}",
-        "optim.muon",
-        NOT_GIVEN,
-        {"allowed_has": "momentum, nesterov, ns_steps"},
-    ),
-    (
-        "optim.muon={ns_steps: 4}",
-        "optim.muon",
-        MuonSettings(ns_steps=4),
-        {"remedy_has": "optim.name=muon"},
-    ),
+    ("optim.muon={steps: 5}", "optim.muon", NOT_GIVEN, {"allowed_has": "momentum, nesterov, ns_"}),
+    ("optim.muon={ns_steps: 4}", "optim.muon", MuonSettings(ns_steps=4), MUON_ALONE),
     ("data.video={fps: fast}", "data.video.fps", "fast", {"allowed": "a number"}),
     ("data.video={max_frames: 1}", "data.video.max_frames", 1, {"allowed": "at least 2"}),
     ("data.video=3", "data.video", NOT_GIVEN, {"problem": "is not a mapping"}),
-    ("optim.muon_lr=0.02", "optim.muon_lr", 0.02, {"remedy_has": "optim.name=muon"}),
-    ("optim.eps=-1", "optim.eps", -1, {"allowed": "more than 0 to 1"}),
+    ("optim.muon_lr=0.02", "optim.muon_lr", 0.02, MUON_ALONE),
     ("data.train_on=[robot]", "data.train_on", ("robot",), {"allowed_has": "all_assistant"}),
     ("data.train=[a,{path: b, streaming: true}]", "data.train", NOT_GIVEN, {}),
     (
@@ -322,20 +270,10 @@ MISTAKES = [
         {"problem_has": "'photo' is not a field", "remedy_has": "{image: photo}"},
     ),
     ("data.columns={imgs: a}", "data.columns", {"imgs": "a"}, {"allowed_has": "'images'"}),
-    (
-        "data.columns={image: a, text: a}",
-        "data.columns",
-        NOT_GIVEN,
-        {"problem_has": "'a' more than once"},
-    ),
+    ("data.columns={image: a, text: a}", "data.columns", NOT_GIVEN, TWICE),
     ("data.roles={user: []}", "data.roles", {"user": []}, {"allowed_has": "customer"}),
     ("data.roles={human: a}", "data.roles", {"human": "a"}, {"allowed_has": "'assistant'"}),
-    (
-        "data.roles={user: [a], assistant: a}",
-        "data.roles",
-        NOT_GIVEN,
-        {"problem_has": "'a' more than once"},
-    ),
+    ("data.roles={user: [a], assistant: a}", "data.roles", NOT_GIVEN, TWICE),
     ("eval.candidates=[cat,cat]", "eval.candidates", NOT_GIVEN, {"allowed_has": "2"}),
     ("eval.candidates=7", "eval.candidates", 7, {}),
     ("log.profile_steps=[3]", "log.profile_steps", [3], {"allowed_has": "[10,12]"}),
@@ -368,9 +306,7 @@ def test_a_variable_is_never_written_into_a_run(form, monkeypatch):
         assert "of nobody else" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "marks", ["[]", "{a:}", "{[}]", "()"], ids=["lists", "maps", "mixed", "calls"]
-)
+@pytest.mark.parametrize("marks", ["[]", "{a:}", "{[}]", "()"])
 def test_what_is_nested_too_deeply_is_refused(marks):
     opening, closing = marks[: (len(marks) + 1) // 2], marks[(len(marks) + 1) // 2 :]
     opening, closing = {"()": ("choice(", ")")}.get(marks, (opening, closing))
@@ -408,8 +344,7 @@ def test_every_number_has_a_range():
 @in_one_test("key", RANGES)
 def test_what_is_out_of_range_is_refused_and_the_ends_are_not(key):
     allowed, kind = RANGES[key], key_types()[key]
-    listed = key in ("parallel.layers_per_stage", "log.profile_steps")
-    listed = listed or key == "preference.loss_weights"
+    listed = key.endswith(("layers_per_stage", "profile_steps", "loss_weights"))
     whole = float not in (kind, *get_args(kind))
 
     group, _, name = key.partition(".")

@@ -35,6 +35,15 @@ def read(folder: Path, name: str, text: str):
     return read_source([str(path)], {})
 
 
+def file_of(given) -> tuple[str, str]:
+    """Return the name and the text of the file of a case."""
+    if isinstance(given, dict):
+        return "a.yaml", yaml_text(given)
+    if isinstance(given, tuple):
+        return given
+    return "a.sh" if "megatron-vlm import" in given else "a.yaml", given
+
+
 def translate(folder: Path, name: str, text: str, **options) -> tuple[str, Config]:
     """Return the printed YAML of a file or script, and what our trainer makes of it."""
     printed = translated_text(read(folder, name, text), **options)
@@ -93,149 +102,116 @@ SWIFT = {"model": "Qwen/Qwen3-VL-2B-Instruct", "dataset": "chats.jsonl", "tuner_
 AXOLOTL = {"base_model": "Qwen/Qwen3.5-4B", "datasets": [{"path": "a.jsonl"}]}
 AXOLOTL |= {"sequence_len": 2048, "learning_rate": 1e-5}
 TRL = {"model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct", "dataset_name": "org/set"}
-# A case: the file, its text, options, and our keys with their values.
+# A case: the keys of a file, a text or a script; our keys with their values; and options.
 VALUES = {
     "batch of all GPUs": (
-        "a.yaml",
-        yaml_text(LF | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}),
-        {"gpus": 4},
+        LF | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
         {"train.global_batch_size": 24, "train.micro_batch_size": 2, "lora.rank": 0},
+        {"gpus": 4},
     ),
     "batch of data parallel GPUs": (
-        "a.sh",
         script_text("swift sft", SWIFT | {"sequence_parallel_size": 2}, "NPROC_PER_NODE=8"),
-        {},
         {"train.global_batch_size": 16, "optim.weight_decay": 0.1, "optim.beta2": 0.95},
     ),
     "defaults of LLaMA-Factory": (
-        "a.yaml",
-        yaml_text({key: LF_LORA[key] for key in LF_LORA if key != "learning_rate"}),
-        {},
+        {key: LF_LORA[key] for key in LF_LORA if key != "learning_rate"},
         {"optim.lr": 5e-5, "optim.schedule": "linear", "lora.rank": 8, "lora.alpha": 16}
         | {"data.max_tokens": 2048, "data.max_pixels": 589824, "train.global_batch_size": 8}
         | {"model.freeze_vision": False, "lora.targets": ("attention", "mlp")},
     ),
     "frozen parts choose the layers of adapters": (
-        "a.yaml",
-        yaml_text(LF_LORA | {"freeze_vision_tower": False, "lora_target": "all"}),
-        {},
+        LF_LORA | {"freeze_vision_tower": False, "lora_target": "all"},
         {"lora.targets": ("attention", "mlp", "vision_attention", "vision_mlp")},
     ),
     "four bits": (
-        "a.yaml",
-        yaml_text(LF_LORA | {"quantization_bit": 4, "quantization_method": "bnb"}),
-        {},
+        LF_LORA | {"quantization_bit": 4, "quantization_method": "bnb"},
         {"lora.base": "nf4"},
     ),
     "simpo of LLaMA-Factory": (
-        "a.yaml",
-        yaml_text(LF_LORA | {"stage": "dpo", "pref_loss": "simpo", "pref_beta": 2.0}),
-        {},
+        LF_LORA | {"stage": "dpo", "pref_loss": "simpo", "pref_beta": 2.0},
         {"train.objective": "simpo", "preference.beta": 2.0},
     ),
     "share of the warm-up, and the final rate": (
-        "a.sh",
         script_text("megatron sft", SWIFT | {"lr": "1e-4", "min_lr": "1e-5"}),
-        {},
         {"optim.lr": 1e-4, "optim.min_lr_ratio": 0.1, "train.global_batch_size": 16},
     ),
     "prompts of Megatron-SWIFT's answers": (
-        "a.sh",
         script_text(
             "megatron rlhf",
             SWIFT | {"rlhf_type": "grpo", "global_batch_size": 16, "steps_per_generation": 3},
         ),
-        {},
         {"train.global_batch_size": 6, "rl.updates": 3},
     ),
     "constant has no warm-up in transformers": (
-        "a.yaml",
-        yaml_text(LF | {"lr_scheduler_type": "constant", "warmup_ratio": 0.1}),
-        {},
+        LF | {"lr_scheduler_type": "constant", "warmup_ratio": 0.1},
         {"optim.schedule": "constant", "optim.warmup_ratio": None},
     ),
     "warm-up of a constant rate": (
-        "a.yaml",
-        yaml_text(LF | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 7}),
-        {},
+        LF | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 7},
         {"optim.schedule": "constant", "optim.warmup_steps": 7},
     ),
     "words of YAML 1.1": (
-        "a.yaml",
         yaml_text(LF).replace('"full"', "full") + "bf16: yes\nsave_strategy: no\n",
-        {},
         {"train.precision": "bf16", "checkpoint.every": 0},
     ),
     "evaluations without a set are left out": (
-        "a.yaml",
-        yaml_text(LF | {"eval_strategy": "steps", "eval_steps": 5}),
-        {},
+        LF | {"eval_strategy": "steps", "eval_steps": 5},
         {"eval.every": None},
     ),
     "the best checkpoint": (
-        "a.yaml",
         yaml_text(LF | {"val_size": 0.1, "eval_strategy": "epoch"})
         + "load_best_model_at_end: true\n",
-        {},
         {"eval.every": "1 epoch", "checkpoint.best": "held_out/loss"},
     ),
     "columns of axolotl": (
-        "a.yaml",
         yaml_text(AXOLOTL | {"datasets": [{"path": "a.jsonl", "field_messages": "dialog"}]})
         + "train_on_inputs: true\n",
-        {},
         {
             "data.train": [("a.jsonl", {"messages": "dialog"})],
             "data.train_on": ("system", "user", "assistant", "tool"),
         },
     ),
     "a pattern of layers": (
-        "a.yaml",
         yaml_text(AXOLOTL | {"adapter": "lora", "lora_r": 4, "lora_alpha": 8})
         + "lora_target_modules: 'model.language_model.layers.[\\d]+.self_attn.(q|v)_proj'\n",
-        {},
         {"lora.targets": ("q_proj", "v_proj"), "lora.rank": 4},
     ),
     "TRL as JSON, with tabs": (
-        "a.json",
-        '{\n\t"model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct",\n\t"dataset_name": "org/set",'
-        '\n\t"assistant_only_loss": true,\n\t"max_steps": 7\n}\n',
-        {},
+        (
+            "a.json",
+            '{\n\t"model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct",\n\t"dataset_name": "org/set",'
+            '\n\t"assistant_only_loss": true,\n\t"max_steps": 7\n}\n',
+        ),
         {"train.steps": 7, "optim.lr": 2e-5, "data.max_tokens": 1024},
     ),
     "dpo of TRL": (
-        "a.yaml",
-        yaml_text(TRL | {"beta": 0.3}),
-        {"task": "dpo"},
+        TRL | {"beta": 0.3},
         {"train.objective": "dpo", "preference.beta": 0.3, "optim.lr": 1e-6},
+        {"task": "dpo"},
     ),
     "prompts of TRL's answers": (
-        "a.yaml",
-        yaml_text(TRL | {"num_generations": 4, "per_device_train_batch_size": 8}),
-        {"task": "grpo", "gpus": 2},
+        TRL | {"num_generations": 4, "per_device_train_batch_size": 8},
         {"train.global_batch_size": 4, "rl.samples": 4, "rl.aggregate": "tokens"},
+        {"task": "grpo", "gpus": 2},
     ),
     "an argument file of ms-swift": (
-        "args.json",
-        '{"swift_version": "3.9", "model": "Qwen/Qwen3-VL-2B-Instruct", "rank": -1,'
-        ' "dataset": ["a.jsonl"], "tuner_type": "full", "model_suffix": "x"}',
-        {},
+        (
+            "args.json",
+            '{"swift_version": "3.9", "model": "Qwen/Qwen3-VL-2B-Instruct", "rank": -1,'
+            ' "dataset": ["a.jsonl"], "tuner_type": "full", "model_suffix": "x"}',
+        ),
         {"data.train": [("a.jsonl", None)]},
     ),
     "references of OmegaConf": (
-        "a.yaml",
         "actor_rollout_ref:\n"
         "  model: {path: Qwen/Qwen3-VL-2B-Instruct, enable_gradient_checkpointing: false}\n"
         "algorithm: {adv_estimator: grpo, norm_adv_by_std_in_grpo: false}\n"
         "data: {train_files: a.parquet, train_batch_size: 64}\n"
         "trainer: {experiment_name: x, default_local_dir: 'out/${trainer.experiment_name}'}\n",
-        {},
         {"run": "out/x", "rl.advantage": "dr_grpo", "train.global_batch_size": 64},
     ),
     "a value with a comment and a line break": (
-        "a.yaml",
-        yaml_text(LF | {"default_system": "One.\n# two: 2\x1b[0m"}),
-        {},
+        LF | {"default_system": "One.\n# two: 2\x1b[0m"},
         {"data.system": "One.\n# two: 2\x1b[0m"},
     ),
 }
@@ -254,8 +230,8 @@ QUICK_VALUES = {
 
 @pytest.mark.parametrize("case", quick(QUICK_VALUES, VALUES))
 def test_values_are_converted(case, tmp_path):
-    file, text, options, wanted = VALUES[case]
-    printed, cfg = translate(tmp_path, file, text, **options)
+    given, wanted, *options = VALUES[case]
+    printed, cfg = translate(tmp_path, *file_of(given), **dict(*options))
     assert "Not used there either" not in printed
     for key, value in wanted.items():
         found = get(cfg, key)
@@ -264,123 +240,82 @@ def test_values_are_converted(case, tmp_path):
         assert found == value, key
 
 
-# A case: the file, its text, options, and fields of the error.
+# A case: the keys of a file, a text or a script; fields of the error; and options.
 MISTAKES = {
-    "nobody's": ("a.yaml", "foo: 1\n", {}, {"remedy_has": "--from llamafactory|ms-swift"}),
+    "nobody's": ("foo: 1\n", {"remedy_has": "--from llamafactory|ms-swift"}),
     "two trainers": (
-        "a.yaml",
         "stage: sft\nbase_model: x\n",
-        {},
         {"problem_has": "stage of llamafactory", "remedy_has": "--from"},
     ),
-    "no mapping": ("a.yaml", "- 1\n", {}, {"problem": "is not a mapping"}),
-    "no YAML": ("a.yaml", "a: [\n", {}, {"place_has": "line 2"}),
-    "twice": ("a.yaml", "stage: sft\nstage: dpo\n", {}, {"place_has": "line 2"}),
-    "an object": ("a.yaml", "stage: !!python/name:os.system\n", {}, {"place_has": "line 1"}),
-    "another ending": ("a.txt", "stage: sft\n", {}, {"remedy_has": "give a YAML"}),
-    "no model": (
-        "a.yaml",
-        "stage: sft\nfinetuning_type: full\n",
-        {},
-        {"key": "model_name_or_path"},
-    ),
+    "no YAML": ("a: [\n", {"place_has": "line 2"}),
+    "twice": ("stage: sft\nstage: dpo\n", {"place_has": "line 2"}),
+    "another ending": (("a.txt", "stage: sft\n"), {"remedy_has": "give a YAML"}),
+    "no model": ("stage: sft\nfinetuning_type: full\n", {"key": "model_name_or_path"}),
     "an unknown key": (
-        "a.yaml",
         yaml_text(LF) + "frobnicate: 3\n",
-        {},
         {"place_has": "line 6", "key": "frobnicate", "remedy_has": "--ignore frobnicate"},
     ),
-    "reward models": (
-        "a.yaml",
-        yaml_text(LF | {"stage": "rm"}),
-        {},
-        {"place_has": "line 2", "key": "stage", "found": "rm"},
-    ),
+    "reward models": (LF | {"stage": "rm"}, {"place_has": "line 2", "key": "stage", "found": "rm"}),
     "a schedule": (
-        "a.yaml",
-        yaml_text(LF | {"lr_scheduler_type": "polynomial"}),
-        {},
+        LF | {"lr_scheduler_type": "polynomial"},
         {"key": "lr_scheduler_type", "place_has": "line 6"},
     ),
-    "an optimizer": ("a.yaml", yaml_text(LF | {"optim": "adafactor"}), {}, {"found": "adafactor"}),
-    "bits": ("a.yaml", yaml_text(LF_LORA | {"quantization_bit": 3}), {}, {"found": 3}),
-    "no number": ("a.yaml", yaml_text(LF | {"learning_rate": "x"}), {}, {"allowed": "a number"}),
+    "an optimizer": (LF | {"optim": "adafactor"}, {"found": "adafactor"}),
+    "bits": (LF_LORA | {"quantization_bit": 3}, {"found": 3}),
+    "no number": (LF | {"learning_rate": "x"}, {"allowed": "a number"}),
     "a value that is ours to refuse": (
-        "a.yaml",
-        yaml_text(LF | {"learning_rate": -1}),
-        {},
+        LF | {"learning_rate": -1},
         {"key": "optim.lr", "place_has": "line 5", "found": -1},
     ),
     "a slow pattern": (
-        "a.yaml",
-        yaml_text(AXOLOTL | {"adapter": "lora", "lora_target_modules": "(a+)+x"}),
-        {},
+        AXOLOTL | {"adapter": "lora", "lora_target_modules": "(a+)+x"},
         {"key": "lora_target_modules", "problem": "is not tried"},
     ),
     "keys of another command": (
-        "a.yaml",
-        yaml_text(TRL | {"beta": 0.1}),
-        {},
+        TRL | {"beta": 0.1},
         {"key": "beta", "remedy_has": "--command dpo"},
     ),
     "answers that fill no prompt": (
-        "a.yaml",
-        yaml_text(TRL | {"num_generations": 7, "per_device_train_batch_size": 8}),
-        {"task": "grpo"},
+        TRL | {"num_generations": 7, "per_device_train_batch_size": 8},
         {"key": "num_generations", "remedy_has": "--gpus N"},
+        {"task": "grpo"},
     ),
     "a reference that leads nowhere": (
-        "a.yaml",
-        yaml_text(AXOLOTL | {"output_dir": "${oc.env:HOME}/out"}),
-        {},
+        AXOLOTL | {"output_dir": "${oc.env:HOME}/out"},
         {"key": "output_dir", "problem_has": "reference", "remedy": "write the value"},
     ),
     "references of references": (
-        "a.yaml",
         "stage: sft\na0: xxxxxxxxxx\n"
         + "".join(f"a{i + 1}: ${{a{i}}}${{a{i}}}\n" for i in range(40)),
-        {},
         {"key_has": "a", "problem_has": "more than 65536 letters"},
     ),
-    "a megabyte": ("a.yaml", "a: [\n" + "1,\n" * 2**18, {}, {"problem_has": "65,536 bytes"}),
+    "a megabyte": ("a: [\n" + "1,\n" * 2**18, {"problem_has": "65,536 bytes"}),
     "a number of 400 digits": (
-        "a.yaml",
-        yaml_text(LF | {"num_train_epochs": 10**400}),
-        {},
+        LF | {"num_train_epochs": 10**400},
         {"key": "num_train_epochs", "allowed": "a number"},
     ),
     "a sum without a result": (
-        "a.sh",
         script_text("swift sft", SWIFT | {"gradient_accumulation_steps": '$(expr "" + 5)'}),
-        {},
         {"key": "gradient_accumulation_steps", "found": True, "allowed": "a number"},
     ),
     "400 digits beside another value": (
-        "a.yaml",
-        yaml_text(LF | {"warmup_steps": 10**400, "warmup_ratio": "9" * 400}),
-        {},
+        LF | {"warmup_steps": 10**400, "warmup_ratio": "9" * 400},
         {"key": "warmup_steps", "allowed": "a number"},
     ),
-    "no command": ("a.sh", "megatron-vlm import echo hi\n", {}, {"remedy_has": "in front of"}),
-    "a word": ("a.sh", "megatron-vlm import swift sft x\n", {}, {"remedy_has": "--NAME VALUE"}),
+    "no command": ("megatron-vlm import echo hi\n", {"remedy_has": "in front of"}),
+    "a word": ("megatron-vlm import swift sft x\n", {"remedy_has": "--NAME VALUE"}),
     "a file that is not there": (
-        "a.sh",
         script_text("swift sft", SWIFT | {"system": "nowhere.txt"}),
-        {},
         {"key": "system", "problem_has": "does not exist"},
     ),
     "no estimator": (
-        "a.sh",
         "megatron-vlm import verl.trainer.main_ppo algorithm.adv_estimator=null "
         "actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B-Instruct\n",
-        {},
         {"key": "algorithm.adv_estimator", "remedy_has": "no critic"},
     ),
     "a critic": (
-        "a.sh",
         "megatron-vlm import verl.trainer.main_ppo "
         "actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B-Instruct\n",
-        {},
         {"key": "algorithm.adv_estimator", "found": "gae", "remedy_has": "no critic"},
     ),
 }
@@ -388,9 +323,10 @@ MISTAKES = {
 
 @in_one_test("case", MISTAKES)
 def test_what_cannot_be_translated_is_refused_with_its_line(case, tmp_path):
-    file, text, options, fields = MISTAKES[case]
+    given, fields, *options = MISTAKES[case]
+    file, text = file_of(given)
     with raises(ConfigError, **fields) as caught:
-        translate(tmp_path, file, text, **options)
+        translate(tmp_path, file, text, **dict(*options))
     assert file.endswith(".sh") or file in caught.value.place
 
 

@@ -16,7 +16,6 @@ from megatron_vlm.cli import main
 from megatron_vlm.config import config_dir, known_keys, load_config
 from megatron_vlm.config.group_values import recipe_error
 from megatron_vlm.config.key_hints import (
-    has_answer,
     hint,
     hint_sentence,
     option_error,
@@ -32,58 +31,28 @@ from tests.support.tables import in_one_test
 from tests.support.trainer_examples import texts
 from tests.support.trainer_scripts import FILES, SCRIPTS
 
+# Names of others in other spellings and sections, names that this package has elsewhere, and near
+# misses. The plain names of the tables have a test of their own.
 KEYS = {
-    "learning_rate": "optim.lr",
-    "lr": "optim.lr",
     "optim.learning_rate": "optim.lr",
     "optimizer.lr": "optim.lr",
-    "training.num_train_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "max_steps": "train.steps",
-    "model_name_or_path": "model.path",
+    "lr": "optim.lr",
     "model.name_or_path": "model.path",
-    "output_dir": "run",
-    "freeze_vit": "model.freeze_vision",
-    "freeze_vision_tower": "model.freeze_vision",
-    "freeze_aligner": "model.freeze_merger",
-    "freeze_llm": "model.freeze_language",
-    "lora_rank": "lora.rank",
     "lora.r": "lora.rank",
     "peft.r": "lora.rank",
-    "use_rslora": "lora.rslora",
-    "adapter_name_or_path": "lora.path",
     "log.rank": "lora.rank",
-    "vit_lr": "optim.vision_lr",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep_last",
-    "eval_steps": "eval.every",
-    "logging_steps": "log.every",
     "weight_decay": "optim.weight_decay",
-    "max_grad_norm": "optim.clip_grad",
-    "adam_beta2": "optim.beta2",
-    "dataloader_num_workers": "data.num_workers",
-    "tensor_model_parallel_size": "parallel.tp",
     "max_pixels": "data.max_pixels",
     "MAX_PIXELS": "data.max_pixels",
     "freeze-ViT": "model.freeze_vision",
-    "num_generations": "rl.samples",
     "actor_rollout_ref.rollout.n": "rl.samples",
     "actor_rollout_ref.rollout.temperature": "rl.temperature",
     "actor_rollout_ref.actor.optim.lr": "optim.lr",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "parallel.tp",
     "actor_rollout_ref.model.path": "model.path",
     "algorithm.filter_groups.enable": "rl.dynamic_sampling",
-    "data.train_batch_size": "train.global_batch_size",
     "data.max_response_length": "rl.max_new_tokens",
-    "trainer.total_epochs": "train.epochs",
-    "hub_model_id": "checkpoint.push",
-    "val_size": "data.split",
-    "default_system": "data.system",
-    "warmup_steps": "optim.warmup_steps",
-    "warmup_ratio": "optim.warmup_ratio",
     "global_batch_size": "train.global_batch_size",
-    "nproc_per_node": "launch.processes",
-    # near misses
     "modle.path": "model.path",
     "model.pth": "model.path",
     "optim.lrr": "optim.lr",
@@ -94,47 +63,13 @@ KEYS = {
 SENTENCES = {
     "use_lora": "lora=default trains adapters",
     "lora.target_modules": "lora.targets is a list",
-    "modules_to_save": "lora.train names the parts",
-    "use_dora": "adapters are plain LoRA",
     "video_max_pixels": "all frames of a video together",
-    "video_fps": "data.video={fps: 2.0}",
-    "quantization_bit": "lora.base=nf4",
-    "finetuning_type": "lora=default trains adapters",
     "per_device_train_batch_size": "train.micro_batch_size is the rows of one pass",
     "gradient_accumulation_steps": "train.global_batch_size is the samples of a whole step",
-    "per_device_eval_batch_size": "eval.batch_size is",
-    "max_seq_length": "data.max_tokens counts images, too",
-    "cutoff_len": "data.max_tokens counts images, too",
-    "max_length": "data.max_tokens counts images, too",
-    "dataset": "data.train and data.eval are files",
-    "bf16": "train.precision is auto, bf16 or fp32",
-    "fp16": "fp16 is not trained",
-    "torch_dtype": "train.precision",
-    "deepspeed": "parallel.distributed_optimizer",
     "lr_scheduler_type": "constant, linear, cosine or wsd",
-    "gradient_checkpointing": "model.recompute",
-    "attn_impl": "model.backend=te",
-    "resume_from_checkpoint": "checkpoint.resume is auto",
     "load_best_model_at_end": "checkpoint.best=SET/SCORE",
-    "report_to": "log.wandb=PROJECT",
-    "save_strategy": "checkpoint.every",
-    "saves_per_epoch": "is twice an epoch",
-    "prompt_key": "data.columns={image: photo, question: q}",
-    "compute_metrics": "eval.metrics lists more scores",
-    "template": "chat template",
-    "mask_history": "data.train_on",
-    "streaming": "streaming: true",
-    "stage": "learns answers",
-    "use_liger_kernel": "the head computes the supervised tokens alone",
-    "enable_thinking": "data.template_kwargs='{enable_thinking: false}' sets it",
     "cache_dir": "downloads of the Hub are where HF_HOME says",
-    "packing": "rows are never packed",
-    "neat_packing": "rows are never packed",
-    "context_parallel_size": "there is no context parallelism",
-    "sequence_parallel": "there is no sequence parallelism",
-    "train_batch_size": "train.micro_batch_size is the rows of one pass",
     "beta": "GRPO's beta is rl.kl_coef",
-    "use_vllm": "engine.name=vllm starts vLLM",
     "critic.optim.lr": "no critic is trained",
     "reward_model.model.path": "there is no reward model",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "eval.generate=true asks for a greedy",
@@ -260,7 +195,6 @@ def test_answered_are_the_names_of_examples_and_those_that_two_lists_have():
     assert OTHER_SENTENCES.keys() - in_examples - documented == set(TYPED.split())
     whole = Counter(chain(*(set(file.read_text().split()) for file in LISTS)))
     for name in {name for name, count in whole.items() if count > 1} - set(key_types()):
-        assert has_answer(name), name
         assert set(similar_keys(name)) <= set(leaves()), name
         assert bool(similar_keys(name)) != bool(hint_sentence(name)), name
 
@@ -321,22 +255,17 @@ def test_every_sentence_names_keys_and_values_that_are_accepted(text):
     ("words", "answer"),
     [
         (["--lr", "1e-5"], "--lr=1e-5: settings are given as KEY=VALUE; write optim.lr=1e-5"),
-        (["--learning-rate=1e-5"], "write optim.lr=1e-5"),
         (["--model.path", "DIR", "optim.lr=1"], "write model.path=DIR"),
         (["--train.steps", "optim.lr=1"], "write train.steps=VALUE"),
         (["--train.packing", "true"], "--train.packing=true: .* docs/parallelism.md"),
         (["optim.lr=1", "--output_dir", "out"], "write run=out"),
-        (["--lora_rank", "8"], "write lora.rank=8"),
         (["--use_lora", "true"], "--use_lora=true: .* lora=default trains adapters"),
         (["--seed", "-1"], "did you mean 'data.seed' or 'train.seed'"),
         (["--model", "Qwen/Qwen3-VL"], "write model.path=Qwen/Qwen3-VL"),
         (["--lora"], "lora=NAME chooses a recipe, lora.KEY=VALUE sets a value"),
         (["--predictions", "x"], "--predictions is not an option of train; .* --help lists"),
         (["--dryrun"], "--dryrun is not an option; did you mean --dry-run"),
-        (["--dry"], "--dry is not an option; did you mean --dry-run"),
         (["--frobnicate", "3"], "--frobnicate=3 is not an option; the groups of keys are"),
-        (["--use_liger_kernel", "True"], "the head computes the supervised tokens alone"),
-        (["--num_generations", "8"], "write rl.samples=8"),
         (["mine.yaml"], "mine.yaml: .*write --config mine.yaml"),
         (["train"], "train: arguments are given as KEY=VALUE$"),
         (
@@ -386,10 +315,8 @@ def test_all_unknown_keys_are_answered_at_once(capfd):
         load_config(words)
     lines = sentences(caught.value)
     assert lines == str(caught.value).splitlines() and len(lines) == 3
-    assert (
-        "num_generations" in lines[1]
-        and "model=qwen3_vl_2b model.path=Qwen/Qwen3-VL-2B" in lines[2]
-    )
+    assert "num_generations" in lines[1]
+    assert "model=qwen3_vl_2b model.path=Qwen/Qwen3-VL-2B" in lines[2]
     assert main(["train", *words]) == 2
     assert capfd.readouterr().err.splitlines() == [f"megatron-vlm: {line}" for line in lines]
 
@@ -408,7 +335,6 @@ def test_all_unknown_keys_are_answered_at_once(capfd):
         ("model=qwen3-vl-2b", "did you mean model=qwen3_vl_2b?"),
         ("model=qwen3_vl_2", "did you mean model=qwen3_vl_2b?"),
         ("model=gpt", "choose one of default, qwen3_5_0_8b"),
-        ("model=null", "choose one of default, qwen3_5_0_8b"),
         ("model=", "choose one of default, qwen3_5_0_8b"),
         ("data=chats.jsonl", "did you mean data.train=chats.jsonl?"),
         ("optim=adamw_torch", "AdamW is what runs"),
@@ -462,8 +388,6 @@ def test_a_value_of_other_trainers_is_refused_at_once(setting, answer):
         ("trian", "did you mean train?"),
         ("sft", "did you mean train?"),
         ("merge", "did you mean export? With --as merged"),
-        ("infer", "did you mean chat?"),
-        ("grpo", "did you mean rl?"),
         ("deploy", "docs/deploy.md"),
         ("dpo", "train.objective=dpo"),
         ("gkd", "rl=distill"),

@@ -83,11 +83,8 @@ def places(tiny: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -
     root = tmp_path_factory.mktemp("early")
     paths = {"base": tiny(), "data": str(root / "data.jsonl")}
     Path(paths["data"]).write_text("")
-    for name, change in {
-        "llama": {"model_type": "llama"},
-        "gelu": {"text_config.hidden_act": "gelu"},
-    }.items():
-        paths[name] = str(changed(tiny(), root / name, change))
+    paths["llama"] = str(changed(tiny(), root / "llama", {"model_type": "llama"}))
+    paths["gelu"] = str(changed(tiny(), root / "gelu", {"text_config.hidden_act": "gelu"}))
     (root / "broken").mkdir()
     (root / "broken" / "config.json").write_text("{")
     paths["broken"] = str(root / "broken")
@@ -223,12 +220,9 @@ def test_the_ranks_that_load_are_known_early(tp, pp):
     assert [rank for rank in range(8) if loads_data(parallel, rank, 8)] == leaders
 
 
-def by_tp(heads, kv_heads, width):
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": width,
-    }
+def by_tp(*counts):
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    return dict(zip(names, counts, strict=True))
 
 
 def test_what_is_right_passes(places):

@@ -24,10 +24,6 @@ from tests.support.error_messages import (
             "optim.warmup_steps=9 exceeds train.steps=5",
         ),
         (
-            {"problem": "is not set", "key": "data.train", "remedy": "give it as data.train=FILE"},
-            "data.train is not set; give it as data.train=FILE",
-        ),
-        (
             {"problem": ": the model has no experts", "key": "parallel.ep", "found": 2},
             "parallel.ep=2: the model has no experts",
         ),

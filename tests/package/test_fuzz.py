@@ -14,23 +14,11 @@ from tests.support.suites import full, slow
 
 # Inputs of each kind in the slow tests, with fewer of those that take long to read.
 SLOW = {
-    "tokenizer.json": 500,
-    "tokenizer_config.json": 500,
-    "chat_template.jinja": 500,
-    "checkpoint texts": 300,
-    "cache": 600,
-    "safetensors index": 500,
-    "safetensors header": 600,
-    "config.json": 900,
-    "mp4": 600,
-    "parquet": 500,
-    "arrow": 500,
-    "save_to_disk": 400,
-    "metrics.jsonl": 500,
-    "gz": 400,
-    "zst": 400,
-    "records": 1500,
-    "lines of JSON": 1100,
+    **dict.fromkeys(("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"), 500),
+    **dict.fromkeys(("safetensors index", "parquet", "arrow", "metrics.jsonl"), 500),
+    **dict.fromkeys(("cache", "safetensors header", "mp4"), 600),
+    **dict.fromkeys(("save_to_disk", "gz", "zst"), 400),
+    **{"checkpoint texts": 300, "config.json": 900, "records": 1500, "lines of JSON": 1100},
 }
 COUNT = 720  # inputs of each other kind
 MOST_GROWN = 700  # MiB

@@ -121,27 +121,6 @@ def test_a_flipped_bit_in_an_arrow_file_kills_nobody(count, tmp_path, process_tr
     assert len(outcomes) == 3, outcomes
 
 
-def read_with_offsets(folder: str, values: list[int]) -> list[str]:
-    """Return the outcomes of files in which the second list of messages ends elsewhere."""
-    content = bytearray(arrow_file(Path(folder)).read_bytes())
-    place = content.index(np.arange(0, 62, 2, dtype=np.int32).tobytes())
-    outcomes = []
-    for number, value in enumerate(values):
-        content[place + 8 : place + 12] = np.array([value], dtype=np.int32).tobytes()
-        path = Path(folder) / f"{number}.arrow"
-        path.write_bytes(content)
-        outcomes.append(read_all(str(path)))
-    return outcomes
-
-
-@pytest.mark.slow  # the flipped bits hit such offsets, too
-def test_an_arrow_offset_outside_the_file(tmp_path, process_tree):
-    outcomes = run_alone(
-        process_tree, read_with_offsets, str(tmp_path), [2**30, -(2**30), -1]
-    ).result
-    assert outcomes == ["a record refused"] * 3
-
-
 # Files that unpack to gigabytes.
 
 
@@ -305,14 +284,8 @@ BASES: dict[str, list[dict[str, Any]]] = {
 def odd_versions(value: Any) -> Iterator[Any]:
     """Yield copies in which each value in turn is another one, and each name is another one."""
     yield from ODD
-    keys = (
-        [*value]
-        if isinstance(value, dict)
-        else range(len(value))
-        if isinstance(value, list)
-        else ()
-    )
-    for key in keys:
+    kinds = {dict: lambda: [*value], list: lambda: range(len(value))}
+    for key in kinds.get(type(value), list)():
         for odd in odd_versions(value[key]):
             copied = value.copy()
             copied[key] = odd
@@ -440,10 +413,9 @@ def tiled(side: int) -> bytes:
 def look(path: str) -> list[str]:
     results = []
     for read in (image_size, read_image):
+        policy = MediaPolicy(str(Path(path).parent))
         try:
-            results.append(
-                str(read(Image(Path(path).name), MediaPolicy(str(Path(path).parent)), "x:1"))
-            )
+            results.append(str(read(Image(Path(path).name), policy, "x:1")))
         except MegatronVLMError as error:
             results.append(str(error))
     return results
@@ -454,12 +426,12 @@ def test_tiles_of_a_tiff_are_bounded(tmp_path, process_tree):
     (tmp_path / "b.tif").write_bytes(tiled(1024))
     outcome = run_alone(process_tree, look, str(tmp_path / "a.tif"))
     assert (
-        outcome.result
-        == [
+        outcome.result[0]
+        == outcome.result[1]
+        == (
             "x:1: a.tif: has tiles of 12000 x 12000 pixels, above the limit of 16777216 pixels; "
             "save it again"
-        ]
-        * 2
+        )
     )
     assert outcome.grown < 100
     assert look(str(tmp_path / "b.tif"))[0] == "(64, 64)"

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from megatron_vlm.config import load_config
-from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
+from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.run.evaluation.evaluate import read_candidates
 from tests.support.error_fields import raises
 
@@ -217,23 +217,6 @@ def palette(transparent: bool) -> bytes:
         (encode(Image.fromarray(np.full((2, 3), 0x00FF, np.uint16))), (0, 0, 0)),
         (encode(solid("RGB", (1, 2, 3)), "WEBP", lossless=True), (1, 2, 3)),
     ],
-    ids=[
-        "RGBA",
-        "clear",
-        "half",
-        "LA",
-        "LA-clear",
-        "L",
-        "1-on",
-        "1-off",
-        "P",
-        "P-clear",
-        "tRNS",
-        "CMYK",
-        "I16",
-        "I16-dark",
-        "WEBP",
-    ],
 )
 def test_every_mode_becomes_rgb_on_white(script, content, expected):
     picture = script("prepare").rgb_picture(file_of(content), "here")
@@ -248,32 +231,6 @@ def test_a_photo_is_turned_as_its_camera_says(script):
     image = Image.open(io.BytesIO(picture.content))
     assert (image.size, image.getexif().get(0x0112)) == ((8, 16), None)
     assert image.getpixel((4, 2))[0] > 200 and image.getpixel((4, 13))[2] > 200
-
-
-def test_what_training_would_refuse_is_left_out(script, tmp_path):
-    rgb_picture = script("prepare").rgb_picture
-    thin = encode(solid("RGB", 0, (402, 2)))
-    with pytest.raises(DataError, match=r"here: .* 402 x 2 pixels"):
-        rgb_picture(file_of(thin), "here")
-    with pytest.raises(DataError, match="here: the image is missing"):
-        rgb_picture({"bytes": None, "path": None}, "here")
-    with pytest.raises(DataError, match=r"here: .*gone\.png"):
-        rgb_picture({"bytes": None, "path": str(tmp_path / "gone.png")}, "here")
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "P", "LA", "L", "1", "CMYK", "I;16", "RGB"])
-def test_images_that_datasets_encoded_itself(script, mode):
-    """PIL images are encoded by save_to_disk: `datasets` picks PNG or TIFF by the mode."""
-    image = solid("I;16", 0x8040) if mode == "I;16" else solid("RGB", (255, 0, 0)).convert(mode)
-    rows = {"images": [[image]], "texts": [[turn("q", "a")]]}
-    dataset = datasets.Dataset.from_dict(rows, features=CAULDRON).with_format("arrow")
-    stored = dataset[0].to_pylist()[0]["images"][0]
-    picture = script("prepare").rgb_picture(stored, "here")
-    pixel = Image.open(io.BytesIO(picture.content)).getpixel((0, 0))
-    grey = {"LA": 76, "L": 76, "1": None, "I;16": 128}
-    if mode != "1":  # dithered
-        assert pixel == ((grey[mode],) * 3 if mode in grey else (255, 0, 0))
-    assert Image.open(io.BytesIO(picture.content)).mode == "RGB"
 
 
 def test_a_broken_run_leaves_no_half_file(stand_in, script, tmp_path, monkeypatch, capsys):
@@ -425,11 +382,6 @@ def test_caltech_recipe_ranks_the_names_of_the_classes(script, caltech, tmp_path
     assert answers == candidates
 
 
-def folder_bytes(folder: Path) -> dict[Path, bytes]:
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder): path.read_bytes() for path in paths}
-
-
 def test_caltech_split_is_a_matter_of_the_seed(script, caltech, tmp_path):
     for name, args in {
         "a": ["--seed", "3", "--eval-fraction", "0.3"],
@@ -439,7 +391,9 @@ def test_caltech_split_is_a_matter_of_the_seed(script, caltech, tmp_path):
     }.items():
         source = str(caltech / "101_ObjectCategories")
         script("prepare_caltech101").main([source, "--out", str(tmp_path / name), *args])
-    assert folder_bytes(tmp_path / "a") == folder_bytes(tmp_path / "b")
+    files = [sorted(p for p in (tmp_path / n).rglob("*") if p.is_file()) for n in "ab"]
+    assert [p.name for p in files[0]] == [p.name for p in files[1]]
+    assert [p.read_bytes() for p in files[0]] == [p.read_bytes() for p in files[1]]
     a, c = (labels(tmp_path / name / "eval.jsonl") for name in "ac")
     assert a["accordion"] == c["accordion"] == a["Faces easy"] == 6
     held_out = [
@@ -485,7 +439,6 @@ def test_caltech_as_a_data_set(script, tmp_path, capsys):
         ),
         (label_table([1]), [], "a split: has no records"),
     ],
-    ids=["no label", "label not a class", "no train", "no eval"],
 )
 def test_caltech_refuses(script, dataset, args, words, tmp_path):
     dataset.save_to_disk(tmp_path / "disk")

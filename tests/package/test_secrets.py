@@ -7,6 +7,7 @@ import pytest
 
 from megatron_vlm.cli import main
 from megatron_vlm.errors import ConfigError, hide_secrets, is_secret, show_value
+from tests.support.suites import quick
 from tests.support.trainer_scripts import AXOLOTL_YAML, LF_YAML, TRL_YAML
 
 VALUE = "s3cr3t"
@@ -64,20 +65,10 @@ PLACES = {
 
 
 # Each way into the program once.
-QUICK = (
-    "import TRL",
-    "import ms-swift",
-    "train mapping",
-    "train file",
-    "serve engine",
-    "no command",
-)
+QUICK = "import TRL, import ms-swift, train mapping, train file, serve engine, no command"
 
 
-@pytest.mark.parametrize(
-    "place",
-    [pytest.param(place, marks=() if place in QUICK else pytest.mark.full) for place in PLACES],
-)
+@pytest.mark.parametrize("place", quick(QUICK.split(", "), PLACES))
 def test_no_place_shows_a_secret(place, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", VALUE)

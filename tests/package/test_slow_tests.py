@@ -22,7 +22,6 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("t
         ("megatron_vlm/report/gone.py", "report/test_rl_report.py", "distributed/test_network.py"),
         ("configs/model/qwen3_vl_2b.yaml", "run/test_elastic.py", "distributed/test_network.py"),
         ("scripts/train_nodes.sh", "run/test_elastic.py", "serve/test_faults.py"),
-        ("tests/support/trl_policy_losses.py", "training/test_trl_losses.py", "run/test_faults.py"),
         # Its environment has a python of its own, so no import leads to this program.
         (
             "tests/support/tinker_client/front_client.py",

@@ -3,7 +3,7 @@ them."""
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_vlm.checkpoint.save_load import load
@@ -13,8 +13,8 @@ from megatron_vlm.commands.agree.agree_settings import (
     locate_checkpoint,
 )
 from megatron_vlm.commands.agree.agreement_report import agreement_report
-from megatron_vlm.commands.agree.ask_engine import AnsweredPrompt, Asking
-from megatron_vlm.commands.agree.compare import BOUNDS, Agreement, ComparedPrompt, token_pairs
+from megatron_vlm.commands.agree.ask_engine import Asking
+from megatron_vlm.commands.agree.compare import BOUNDS, Agreement, token_pairs
 from megatron_vlm.commands.agree.token_text import TokenText
 from megatron_vlm.config.arguments import parse_arguments, read_configuration
 from megatron_vlm.config.schema import Config
@@ -73,7 +73,7 @@ def compare_all(
         if asking is not None:
             asking.close()
     answered = [] if asking is None else asking.answered
-    rows = [continue_row(each.prompt.prompt, each.answer.ids) for each in answered if each.answer]
+    rows = [continue_row(prompt.prompt, answer.ids) for prompt, answer in answered if answer]
     scores = iter(_scores(worker, rows))
     if asking is None:
         return None
@@ -85,22 +85,19 @@ def compare_all(
         asking.dtype,
         settings.temperature,
         settings.bound or BOUNDS[asking.dtype],
-        tuple(_with_scores(each, scores) for each in answered),
+        tuple(
+            prompt
+            if answer is None
+            else replace(prompt, tokens=token_pairs(answer.ids, answer.log_probs, next(scores)))
+            for prompt, answer in answered
+        ),
     )
-
-
-def _with_scores(answered: AnsweredPrompt, scores: Iterator[list[float]]) -> ComparedPrompt:
-    if answered.answer is None:
-        return answered.prompt
-    tokens = token_pairs(answered.answer.ids, answered.answer.log_probs, next(scores))
-    return replace(answered.prompt, tokens=tokens)
 
 
 def _run_on_rank0(
     worker: MegatronWorker, name: str, asking: Asking | None, action: Callable[[Asking], None]
 ) -> None:
-    """Run an action of rank 0 while the other ranks wait, however long it takes. All ranks raise
-    its error."""
+    """Run an action of rank 0 while the other ranks wait. All ranks raise its error."""
     failure: MegatronVLMError | None = None
     worker.watchdog.begin_phase(0, name, files=True)
     if asking is not None:
@@ -125,8 +122,7 @@ def _stream(worker: MegatronWorker, asking: Asking | None) -> None:
 
 
 def _scores(worker: MegatronWorker, rows: list[Row]) -> list[list[float]]:
-    """Return the trainer's log-prob of each supervised token of rank 0's rows, on rank 0. A
-    collective."""
+    """Return the trainer's log-probs of the supervised tokens of rank 0's rows. A collective."""
     device, dp = worker.platform.device, worker.grid.dp
     worker.watchdog.begin_phase(0, "scoring the answers")
     count = broadcast_json(len(rows), 0, None, device)

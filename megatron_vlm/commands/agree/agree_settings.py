@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megatron_vlm.commands.eval import locate
@@ -44,12 +44,12 @@ class AgreeSettings:
     """Settings of the engine, of the samples and of the comparison."""
 
     engine: str
-    devices: str | None = None
-    samples: int = 16
-    max_tokens: int = 32
-    temperature: float = 1.0
-    bound: float | None = None
-    html: str | None = None
+    devices: str | None
+    samples: int
+    max_tokens: int
+    temperature: float
+    bound: float | None
+    html: str | None
 
     @staticmethod
     def from_arguments(args: argparse.Namespace) -> "AgreeSettings":
@@ -70,7 +70,7 @@ class AgreeSettings:
             )
         if args.bound is not None and not 0 < args.bound < math.inf:
             raise ConfigError(key="--bound", found=args.bound, allowed="a finite number above 0")
-        names = ("engine", "devices", "samples", "max_tokens", "temperature", "bound", "html")
+        names = [each.name for each in fields(AgreeSettings)]
         return AgreeSettings(**{name: getattr(args, name) for name in names})
 
     @property
@@ -83,8 +83,7 @@ class AgreeSettings:
 def locate_checkpoint(
     where: str, overrides: Sequence[str], file: ConfigFile | None
 ) -> tuple[Config, Path | None]:
-    """Return the configuration and the checkpoint to load, which is None for a Hugging Face folder.
-    Raise ConfigError if the configuration does not allow a comparison."""
+    """Return the configuration and the checkpoint, which is None for a Hugging Face folder."""
     cfg, checkpoint = locate(where, overrides, file, needs="model.path")
     if not prompts_of(cfg):
         raise ConfigError(

@@ -63,7 +63,6 @@ def _verdict(agreement: Agreement) -> sections.Note:
 
 
 def _settings(agreement: Agreement) -> str:
-    """Describe the engine, the trainer and the sampling that were compared."""
     heat = f"at temperature {agreement.temperature:g}"
     if agreement.temperature == 0:
         heat = "greedily"
@@ -74,7 +73,6 @@ def _settings(agreement: Agreement) -> str:
 
 
 def _plots(agreement: Agreement) -> list[sections.Scatter]:
-    """Return two plots: the log-probs against each other, and their differences."""
     tokens = [token for prompt in agreement.prompts for token in prompt.tokens]
     finite = [t for t in tokens if math.isfinite(t.trainer) and math.isfinite(t.engine)]
     finite.sort(key=lambda token: -token.difference)
@@ -159,7 +157,6 @@ def _sizes(images: Sequence[Sequence[int]], videos: Sequence[Sequence[int]]) -> 
 
 
 def _unlike_ids(agreement: Agreement, words: TokenText) -> list[str]:
-    """Describe in sentences where the ids of the first few prompts differ."""
     sentences = []
     for prompt in [each for each in agreement.prompts if not each.ids][:_UNLIKE]:
         place, our_id, engine_id = prompt.first_unlike

@@ -27,12 +27,8 @@ _BEAT_S = 5.0  # seconds between two heartbeats while the engine starts, which h
 _SHARE = 0.4  # share of a GPU's memory for an engine that is on the trainer's GPU
 
 
-@dataclass(frozen=True)
-class AnsweredPrompt:
-    """A prompt and the answer to it, which is None if the ids differed."""
-
-    prompt: ComparedPrompt
-    answer: Completion | None
+# A prompt and the answer to it, which is None if the ids differed.
+AnsweredPrompt = tuple[ComparedPrompt, Completion | None]
 
 
 @dataclass
@@ -103,10 +99,8 @@ class Asking:
         self, seed: int, where: str, row: Row, tables: PixelTables
     ) -> AnsweredPrompt:
         assert self.engine is not None
-        stop_ids = (self.stop_id,)
-        sampling = SamplingSettings(
-            self.settings.max_tokens, self.settings.temperature, stop_ids=stop_ids
-        )
+        settings, stop_ids = self.settings, (self.stop_id,)
+        sampling = SamplingSettings(settings.max_tokens, settings.temperature, stop_ids=stop_ids)
         try:
             view = await self.engine.inspect(row)
             assert view is not None, "an engine of one process that was started for it"
@@ -115,7 +109,7 @@ class Asking:
         except DataError as error:
             raise DataError(**error.within(where).fields()) from error
         self.worker.watchdog.busy()
-        return AnsweredPrompt(prompt, answers[0])
+        return prompt, answers[0]
 
     async def _run_with_heartbeat(self, work: Coroutine[Any, Any, T]) -> T:
         async def beat() -> None:

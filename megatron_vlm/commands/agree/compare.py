@@ -59,11 +59,6 @@ class ComparedPrompt:
         differences = [token.difference for token in self.tokens]
         return float(np.max(differences)) if differences else math.nan
 
-    @property
-    def same_input(self) -> bool:
-        """True if ids, grids and patches are equal up to rounding."""
-        return self.ids and self.grids and self.patches < HALF_STEP
-
 
 @dataclass(frozen=True)
 class Agreement:

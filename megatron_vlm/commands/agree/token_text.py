@@ -47,8 +47,7 @@ class TokenText:
             yield str(text)
 
     def split_around(self, prompt: ComparedPrompt, token: TokenPair) -> tuple[str, str, str]:
-        """Return the text before a token of an answer, the text of the token, and the text after
-        it."""
+        """Return the text before a token of an answer, its own text, and the text after it."""
         answer = [each.id for each in prompt.tokens]
         place = token.place
         before = self.text([*prompt.prompt.ids_S.tolist(), *answer[:place]])

@@ -6,12 +6,12 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.commands.bench.model_server import Endpoint, cause_in
+from megatron_vlm.commands.bench.model_server import BenchSettings, Endpoint, cause_in
 from megatron_vlm.distributed.other_python import CannotStartError, environment_elsewhere, output_of
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.parent_death import signal_when_parent_dies
@@ -21,17 +21,6 @@ _PATIENCE_S = 300
 # Answers that lmms-eval writes in place of a request that failed. It scores them as wrong.
 _NO_ANSWER = ("[LMMS_EVAL_REQUEST_FAILED", "[LMMS_EVAL_BUDGET_EXCEEDED")
 _MODEL_ARGS = "timeout=3600,max_retries=3"
-
-
-@dataclass(frozen=True)
-class SuiteSettings:
-    """Settings of the suite's runs."""
-
-    python: str  # the Python of an environment that has lmms-eval
-    limit: int | None = None  # samples of each task
-    include: str | None = None  # folder with tasks of your own
-    concurrent: int = 32  # requests in progress
-    arguments: Sequence[str] = ()  # additional arguments of `lmms_eval eval`
 
 
 @dataclass(frozen=True)
@@ -68,14 +57,16 @@ def find_lmms_eval(python: str) -> str:
 
 
 def run_task(
-    settings: SuiteSettings, task: str, model: str, endpoint: Endpoint, folder: Path, cache: Path
+    settings: BenchSettings, task: str, model: str, endpoint: Endpoint, own: Path
 ) -> list[TaskScore]:
-    """Run a task against a server, and return its scores. The folder gets the suite's files and its
-    output. Answers are kept in the cache, from which an interrupted task goes on."""
+    """Run a task against a server, and return its scores. The model's own folder gets one of the
+    task, with the suite's files and its output. Answers are kept in a cache beside it, from which
+    an interrupted task goes on."""
+    folder, cache = own / task, own / "cache"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     arguments = f"model_version={model},num_concurrent={settings.concurrent},{_MODEL_ARGS}"
-    command = [settings.python, "-m", "lmms_eval", "eval", "--model", "openai"]
+    command = [settings.suite_python, "-m", "lmms_eval", "eval", "--model", "openai"]
     command += ["--model_args", arguments, "--tasks", task, "--output_path", str(folder)]
     command += ["--log_samples", "--use_cache", str(cache), "--verbosity", "INFO"]
     if settings.limit is not None:
@@ -86,7 +77,7 @@ def run_task(
     address = {"OPENAI_API_BASE": f"{endpoint.url}/v1", "OPENAI_API_KEY": endpoint.key}
     with log.open("wb") as output:
         done = subprocess.run(
-            [*command, *settings.arguments],
+            [*command, *settings.suite_args],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -120,7 +111,6 @@ def read_scores(folder: Path, status: int = 0) -> list[TaskScore]:
 
 
 def _scores_of(task: str, figures: Mapping[str, Any], folder: Path) -> Iterator[TaskScore]:
-    """Yield the scores of a task, and of each task of a group."""
     lines = [
         json.loads(line)
         for path in sorted(folder.glob(f"*/*_samples_{task}.jsonl"))
@@ -146,7 +136,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _count_unanswered(folder: Path) -> int:
-    """Return the number of requests that failed."""
     texts = [path.read_text() for path in folder.glob("*/*_samples_*.jsonl")]
     return sum(text.count(f'"{word}') for text in texts for word in _NO_ANSWER)
 

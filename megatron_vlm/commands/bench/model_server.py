@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,19 +23,25 @@ _ADDRESS = "127.0.0.1"
 # Settings of vLLM's build for the CPU, which would otherwise ask for nearly all of the memory.
 _ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _PAUSE_S = 0.5
+_START_S = 3600.0  # for the server to load
 _END_S = 30.0  # for the server to end by itself
 _ERROR = re.compile(r"(?:^|\s)(\w*(?:Error|Exception): \S.*)$")
 _MAX_CAUSE = 400  # characters
 
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """Settings with which models are served."""
+class BenchSettings:
+    """Settings of the command, checked."""
 
+    tasks: tuple[str, ...]
     engine: str  # Python of an environment that has vLLM
-    arguments: Sequence[str] = ()  # additional arguments of `vllm serve`
-    devices: str | None = None  # CUDA_VISIBLE_DEVICES
-    start_s: float = 3600.0  # seconds that the server may take to load
+    engine_args: list[str]  # additional arguments of `vllm serve`
+    devices: str | None  # CUDA_VISIBLE_DEVICES of the engine
+    suite_python: str  # Python of an environment that has the suite
+    suite_args: list[str]  # additional arguments of `lmms_eval eval`
+    limit: int | None  # samples of each task
+    include: str | None  # folder with tasks of the user's own
+    concurrent: int  # requests in progress
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Endpoint:
 
 
 @contextlib.contextmanager
-def served_model(settings: ServerSettings, model: BenchModel, log: Path) -> Iterator[Endpoint]:
+def served_model(settings: BenchSettings, model: BenchModel, log: Path) -> Iterator[Endpoint]:
     """Serve a model as long as the body runs. The server's output goes to a file."""
     endpoint = Endpoint(f"http://{_ADDRESS}:{_free_port()}", secrets.token_urlsafe(16))
     with log.open("wb") as output:
@@ -83,7 +89,7 @@ def served_model(settings: ServerSettings, model: BenchModel, log: Path) -> Iter
             preexec_fn=lambda: signal_when_parent_dies(signal.SIGTERM),
         )
     try:
-        _wait_until_ready(process, endpoint, settings, log)
+        _wait_until_ready(process, endpoint, log)
         yield endpoint
     except DataError as error:
         if process.poll() is not None:
@@ -93,7 +99,7 @@ def served_model(settings: ServerSettings, model: BenchModel, log: Path) -> Iter
         _end(process)
 
 
-def _command(settings: ServerSettings, model: BenchModel, endpoint: Endpoint) -> list[str]:
+def _command(settings: BenchSettings, model: BenchModel, endpoint: Endpoint) -> list[str]:
     port = endpoint.url.rpartition(":")[2]
     words = [settings.engine, "-m", "vllm.entrypoints.openai.api_server", "--model", model.folder]
     words += ["--host", _ADDRESS, "--port", port, "--served-model-name"]
@@ -102,14 +108,12 @@ def _command(settings: ServerSettings, model: BenchModel, endpoint: Endpoint) ->
     else:
         words += [f"{model.name}-base", "--enable-lora", "--max-lora-rank", str(model.adapter_rank)]
         words += ["--lora-modules", f"{model.name}={model.adapter}"]
-    return [*words, *settings.arguments]
+    return [*words, *settings.engine_args]
 
 
-def _environment(settings: ServerSettings, endpoint: Endpoint) -> dict[str, str]:
+def _environment(settings: BenchSettings, endpoint: Endpoint) -> dict[str, str]:
     env = environment_elsewhere("OMP_")
-    env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": endpoint.key}
-    for name, value in _ON_CPU.items():
-        env.setdefault(name, value)
+    env = _ON_CPU | env | {"VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": endpoint.key}
     if settings.devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = settings.devices
     return env
@@ -122,11 +126,9 @@ def _free_port() -> int:
         return port
 
 
-def _wait_until_ready(
-    process: "subprocess.Popen[bytes]", endpoint: Endpoint, settings: ServerSettings, log: Path
-) -> None:
+def _wait_until_ready(process: "subprocess.Popen[bytes]", endpoint: Endpoint, log: Path) -> None:
     """Return when the server answers; raise a DataError if it ends or takes too long."""
-    until = time.monotonic() + settings.start_s
+    until = time.monotonic() + _START_S
     with httpx.Client(trust_env=False, timeout=5.0) as client:
         while process.poll() is None:
             with contextlib.suppress(httpx.HTTPError):
@@ -134,7 +136,7 @@ def _wait_until_ready(
                     return
             if time.monotonic() > until:
                 raise DataError(
-                    f"does not answer after {settings.start_s:,.0f} s",
+                    f"does not answer after {_START_S:,.0f} s",
                     place="vLLM's server",
                     remedy=f"read {log}",
                 )
@@ -159,7 +161,6 @@ def cause_in(log: Path) -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the server and its processes."""
     # Its processes are in its group, and may live a little longer than the server itself.
     for number, patience in ((signal.SIGTERM, _END_S), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):

@@ -6,12 +6,12 @@ import json
 import math
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from megatron_vlm.commands.bench.lmms_eval import SuiteSettings, TaskScore, find_lmms_eval, run_task
-from megatron_vlm.commands.bench.model_server import BenchModel, ServerSettings, served_model
+from megatron_vlm.commands.bench.lmms_eval import TaskScore, find_lmms_eval, run_task
+from megatron_vlm.commands.bench.model_server import BenchModel, BenchSettings, served_model
 from megatron_vlm.commands.chat.command import find_model
 from megatron_vlm.config import read_saved
 from megatron_vlm.engines.engine_kinds import DEFAULT_ENGINE, engine_kind
@@ -34,27 +34,19 @@ _DONE = "done.json"  # in the folder of a task that is complete
 
 def run_benchmarks(args: argparse.Namespace) -> None:
     """Serve both models, ask the tasks that are missing, and publish the table."""
-    settings = _settings(args)
+    settings, suite = _settings(args), args.suite
     run = home_path(args.run_folder).absolute()
     before, after = models_of(run)
-    version = engine_kind(DEFAULT_ENGINE).version(settings.server.engine, "--engine")
-    suite = f"{args.suite} {find_lmms_eval(settings.suite.python)}"
-    print(f"{suite}, {version}: {', '.join(settings.tasks)}", flush=True)
-    scores = [run_model(settings, model, run / "bench" / args.suite) for model in (before, after)]
-    benchmark = write_benchmark(run, suite, compare_scores(*scores))
-    _publish(run, benchmark, after)
+    version = engine_kind(DEFAULT_ENGINE).version(settings.engine, "--engine")
+    title = f"{suite} {find_lmms_eval(settings.suite_python)}"
+    print(f"{title}, {version}: {', '.join(settings.tasks)}", flush=True)
+    scores = [run_model(settings, model, run / "bench" / suite) for model in (before, after)]
+    benchmark = write_benchmark(run, title, compare_scores(*scores))
+    write_report(run)
+    add_to_card(after.adapter or Path(after.folder), "Benchmarks", bench_markdown(benchmark))
     for line in benchmark.lines:
         print("  ".join(bench_cells(line)))
     print(f"table: {run / 'bench' / 'scores.json'}, and the page and the model card of the run")
-
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """Settings of the command."""
-
-    tasks: tuple[str, ...]
-    server: ServerSettings
-    suite: SuiteSettings
 
 
 def _settings(args: argparse.Namespace) -> BenchSettings:
@@ -70,17 +62,16 @@ def _settings(args: argparse.Namespace) -> BenchSettings:
     include = None if args.include is None else str(home_path(args.include).absolute())
     if include is not None and not Path(include).is_dir():
         raise ConfigError("is not a folder", key="--include", found=args.include)
-    engine_words, suite_words = (_words(args, name) for name in ("engine_args", "suite_args"))
     return BenchSettings(
         tasks,
-        ServerSettings(args.engine, engine_words, args.devices),
-        SuiteSettings(
-            str(home_path(args.suite_python).absolute()),
-            args.limit,
-            include,
-            args.concurrent,
-            suite_words,
-        ),
+        args.engine,
+        _words(args, "engine_args"),
+        args.devices,
+        str(home_path(args.suite_python).absolute()),
+        _words(args, "suite_args"),
+        args.limit,
+        include,
+        args.concurrent,
     )
 
 
@@ -105,11 +96,9 @@ def models_of(run: Path) -> tuple[BenchModel, BenchModel]:
             remedy="give what training got as run=",
         )
     folder, adapter = find_model(str(run))
-    cfg = read_saved(run)
+    base = folder_of(read_saved(run).model.path)
     rank = 0 if adapter is None else rank_of(adapter)
-    return BenchModel("before", str(folder_of(cfg.model.path))), BenchModel(
-        "after", folder, adapter, rank
-    )
+    return BenchModel("before", str(base)), BenchModel("after", folder, adapter, rank)
 
 
 def rank_of(adapter: Path) -> int:
@@ -126,22 +115,19 @@ def run_model(settings: BenchSettings, model: BenchModel, folder: Path) -> list[
     missing = [task for task in settings.tasks if not (own / task / _DONE).is_file()]
     if missing:
         own.mkdir(parents=True, exist_ok=True)
-        with served_model(settings.server, model, own / "engine.log") as endpoint:
+        with served_model(settings, model, own / "engine.log") as endpoint:
             for task in missing:
                 print(f"{model.name}: {task}", flush=True)
-                cache = own / "cache"
-                scores = run_task(settings.suite, task, model.name, endpoint, own / task, cache)
+                scores = run_task(settings, task, model.name, endpoint, own)
                 done = json.dumps([asdict(score) for score in scores], indent=1)
                 write_text(own / task / _DONE, done)
-    found = [_done_scores(own / task / _DONE) for task in settings.tasks]
-    for scores in found:
-        for line in shown_scores(scores):
-            print(f"{model.name}: {line}", flush=True)
-    return [score for scores in found for score in scores]
-
-
-def _done_scores(path: Path) -> list[TaskScore]:
-    return [TaskScore(**values) for values in json.loads(path.read_text())]
+    done_files = [own / task / _DONE for task in settings.tasks]
+    scores = [TaskScore(**each) for file in done_files for each in json.loads(file.read_text())]
+    for score in scores:
+        error = "" if score.standard_error is None else f" +- {score.standard_error:.4f}"
+        line = f"{score.task} {score.metric} {score.value:.4f}{error}"
+        print(f"{model.name}: {line}", flush=True)
+    return scores
 
 
 def _identity(model: BenchModel, settings: BenchSettings) -> str:
@@ -150,16 +136,9 @@ def _identity(model: BenchModel, settings: BenchSettings) -> str:
     for path in model.files:
         facts = path.stat()
         hasher.update(f"{path}\n{facts.st_size}\n{facts.st_mtime_ns}\n".encode())
-    suite = settings.suite
-    hasher.update(repr((suite.limit, suite.include, suite.arguments)).encode())
-    hasher.update(repr(settings.server.arguments).encode())
+    hasher.update(repr((settings.limit, settings.include, settings.suite_args)).encode())
+    hasher.update(repr(settings.engine_args).encode())
     return hasher.hexdigest()[:12]
-
-
-def _publish(run: Path, benchmark: Benchmark, after: BenchModel) -> None:
-    """Write the page of the run anew, and the table into the model card of its export."""
-    write_report(run)
-    add_to_card(after.adapter or Path(after.folder), "Benchmarks", bench_markdown(benchmark))
 
 
 def compare_scores(before: Sequence[TaskScore], after: Sequence[TaskScore]) -> list[BenchLine]:
@@ -196,10 +175,3 @@ def write_benchmark(folder: Path, suite: str, lines: Sequence[BenchLine]) -> Ben
     benchmark = Benchmark(suite, now, tuple(lines))
     write_text(path, json.dumps(asdict(benchmark), indent=1) + "\n")
     return benchmark
-
-
-def shown_scores(scores: Sequence[TaskScore]) -> Iterator[str]:
-    """Yield a line of text for each score."""
-    for score in scores:
-        error = "" if score.standard_error is None else f" +- {score.standard_error:.4f}"
-        yield f"{score.task} {score.metric} {score.value:.4f}{error}"

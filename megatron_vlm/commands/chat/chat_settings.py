@@ -3,14 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from megatron_vlm.config.schema import PlatformName
 from megatron_vlm.errors import ConfigError
-
-PLATFORMS = get_args(PlatformName)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
-from megatron_vlm.commands.chat.chat_settings import PLATFORMS, Settings, parse_template_kwargs
+from megatron_vlm.commands.chat.chat_settings import Settings, parse_template_kwargs
+from megatron_vlm.config.schema import PlatformName
 from megatron_vlm.distributed.process import is_under_launcher
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.hub import check_not_a_run
@@ -34,11 +36,18 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
         "--template-kwargs", action="append", default=[], metavar="NAME=VALUE", help=variable
     )
     where = "where to compute (default: auto, a GPU if there is one)"
-    parser.add_argument("--platform", choices=PLATFORMS, default="auto", help=where)
+    parser.add_argument("--platform", choices=get_args(PlatformName), default="auto", help=where)
 
 
-def start_chat(args: argparse.Namespace) -> int:
-    """Check the arguments, load the model and chat; return the exit status."""
+def chat(args: argparse.Namespace) -> int:
+    """chat with a checkpoint in the terminal, with pictures
+
+    Load an exported checkpoint, on a GPU if there is one, and answer what is typed. /image PATH and
+    /video PATH show something with the next question, /reset begins again, /quit or Ctrl-D ends,
+    Ctrl-C stops an answer.
+
+    example: megatron-vlm chat runs/first --image cat.jpg --prompt "What is it?"
+    """
     settings = Settings(
         args.max_new_tokens,
         args.temperature,

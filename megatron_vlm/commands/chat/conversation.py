@@ -1,8 +1,5 @@
-"""A conversation with a checkpoint: its messages so far, and the next answer.
-
-The model is that of training and evaluation, in one process. Each question is encoded with all
-messages before it, as a record would be.
-"""
+"""A conversation with a checkpoint, by the model of training and evaluation in one process. Each
+question is encoded with all messages before it, as a record would be."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -56,8 +53,7 @@ class ChatSession:
         self.messages: list[dict[str, Any]] = []
 
     def medium(self, kind: str, name: str) -> dict[str, str]:
-        """Return the part of a message that shows a picture or a video of the disk; raise DataError
-        if it cannot be opened."""
+        """Return the part of a message that shows a picture or a video, which can be opened."""
         path = str(real_path(require_file(home_path(name))))
         if kind == "image":
             image_size(Image(path), self.rows.reader.policy, name)

@@ -1,7 +1,4 @@
-"""The conversation in the terminal.
-
-stdout has only the answers and the input prompt; messages of the program go to stderr.
-"""
+"""The conversation in the terminal. stdout has nothing but the answers and the input prompt."""
 
 import contextlib
 import os
@@ -54,8 +51,7 @@ def run_chat(
 def run_conversation(
     conversation: ChatSession, media: list[dict[str, str]], read: Callable[[], str], out: TextIO
 ) -> None:
-    """Answer each line that `read` returns, until /quit or EOFError. An error is printed, and the
-    conversation continues."""
+    """Answer each line that `read` returns, until /quit or EOFError. Errors are printed."""
     while True:
         try:
             line = read().strip()
@@ -77,28 +73,21 @@ def run_conversation(
 def _take(line: str, conversation: ChatSession, media: list[dict[str, str]], out: TextIO) -> None:
     """Execute a line. `media` waits for the next question."""
     command, _, rest = line.partition(" ")
+    question = "" if re.fullmatch(r"/\w*", command) else line
     if command == "/reset":
         conversation.reset()
         media.clear()
     elif command in ("/image", "/video"):
         path, question = split_path(rest.strip())
         media.append(conversation.medium(command[1:], path))
-        if question:
-            _answer_and_clear(conversation, question, media, out)
-        else:
+        if not question:
             print_to_user(f"{path} is shown with the next question")
-    elif re.fullmatch(r"/\w*", command):
+    elif line and not question:
         print_to_user(HELP)
-    elif line:
-        _answer_and_clear(conversation, line, media, out)
-
-
-def _answer_and_clear(
-    conversation: ChatSession, text: str, media: list[dict[str, str]], out: TextIO
-) -> None:
-    shown = list(media)
-    media.clear()  # a medium that cannot be decoded is not shown again
-    _answer(conversation, text, shown, out)
+    if question:
+        shown = list(media)
+        media.clear()  # a medium that cannot be decoded is not shown again
+        _answer(conversation, question, shown, out)
 
 
 def split_path(text: str) -> tuple[str, str]:
@@ -117,7 +106,6 @@ def split_path(text: str) -> tuple[str, str]:
 def _answer(
     conversation: ChatSession, text: str, media: Sequence[dict[str, str]], out: TextIO
 ) -> None:
-    """Write the answer as it is generated."""
     with _interrupts() as received:
 
         def hear(piece: str) -> None:

@@ -1,7 +1,5 @@
-"""The demo set: pictures of coloured shapes, with questions that a tiny model learns in minutes.
-
-Answers are balanced: a model that does not look at the picture scores no better than a guess.
-"""
+"""The demo set: pictures of coloured shapes with questions that a tiny model learns in minutes.
+Answers are balanced: a model that does not look at the picture scores no better than a guess."""
 
 import json
 import random
@@ -17,7 +15,7 @@ ABOUT_ONE_PICTURE = {"colour": 10, "shape": 14, "count": 14, "position": 16}
 # Shares in per cent. A chat has two or three of the questions above about one picture. A pair has a
 # question about one of two pictures, and a text has no picture.
 RECORD_KINDS = {**ABOUT_ONE_PICTURE, "chat": 38, "pair": 5, "text": 3}
-_FACTS = {
+FACTS = {
     "What colour is a ripe tomato?": "red",
     "What colour is grass?": "green",
     "What colour is the sky on a clear day?": "blue",
@@ -151,9 +149,8 @@ class _Maker:
         return {"messages": messages, "kind": "chat" if len(turns) > 1 else question.kind}
 
     def _askable(self, kind: str) -> list[_Asked]:
-        """Return questions of a kind about a handful of new pictures."""
         if kind == "text":
-            return [((), ShapeQuestion(kind, text, answer)) for text, answer in _FACTS.items()]
+            return [((), ShapeQuestion(kind, text, answer)) for text, answer in FACTS.items()]
         for _ in range(_TRIES):
             fewest, max_count = self._how_many(kind)
             candidates = (self._scene(self.rng.randint(fewest, max_count)) for _ in range(_CHOICE))
@@ -188,8 +185,7 @@ class _Maker:
         return self.given[question.form, question.answer] > min(counts, default=0) + 1
 
     def _how_many(self, kind: str) -> tuple[int, int]:
-        """Return the minimum and maximum number of shapes in a picture for a question: any number
-        for a count, one for a pair, else mostly one."""
+        """Return the fewest and the most shapes in a picture for a question: mostly one."""
         max_shapes = self.spec.max_shapes
         if kind == "count":
             return 1, max_shapes
@@ -198,8 +194,7 @@ class _Maker:
         return (2, max_shapes) if self.rng.random() < self.spec.crowded else (1, 1)
 
     def _scene(self, count: int) -> Scene:
-        """Return a random picture: a grid with room for the largest shape, and each shape in a
-        cell."""
+        """Return a random picture: a grid with room for the largest shape, one to a cell."""
         rng, spec = self.rng, self.spec
         # A picture has few colours, so that it makes sense to count the shapes of one colour.
         palette = rng.sample(list(COLOURS), min(len(COLOURS), rng.randint(1, count)))

@@ -232,8 +232,7 @@ def _deepstack_blocks(spec: TinySpec) -> list[int]:
 
 
 def train_tokenizer(vocab: int) -> Qwen2Tokenizer:
-    """Train a BPE on a few sentences for Qwen's own tokenizer class, with the special tokens
-    last."""
+    """Train a BPE on a few sentences for Qwen's own tokenizer class, with special tokens last."""
     size = vocab - len(SPECIAL_TOKENS)
     if size < 256:
         raise ConfigError(
@@ -261,8 +260,7 @@ def train_tokenizer(vocab: int) -> Qwen2Tokenizer:
 
 
 def write_processor(out: Path, spec: TinySpec) -> None:
-    """Write preprocessor_config.json and its video counterpart, as released checkpoints have
-    them."""
+    """Write the files of the image and video processors, as released checkpoints have them."""
     settings: dict[str, Any] = {
         "patch_size": spec.patch_size,
         "temporal_patch_size": 2,

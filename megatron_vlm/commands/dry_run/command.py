@@ -1,7 +1,5 @@
-"""`megatron-vlm train --dry-run`: the plan of a run, before any weight is read.
-
-One process plans for all ranks: the layout, the data, the memory of each stage, the first batches.
-"""
+"""`megatron-vlm train --dry-run`: the plan of a run, before any weight is read. One process plans
+for all ranks: the layout, the data, the memory of each stage, the first batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -212,8 +210,7 @@ def fit_verdict(plan: RunPlan, target: TargetMachine) -> str:
 def open_held_out(
     model: PlannedModel, prompts_only: bool = False
 ) -> Iterator[tuple[str, DataSet, Remarks]]:
-    """Yield the name, the samples to score and the remarks of each evaluation set. With
-    `prompts_only` their records are prompts."""
+    """Yield name, samples to score and remarks of each evaluation set, or of its prompts."""
     cfg, sizes, path = model.cfg, model.source.sizes, model.cfg.model.path
     kind = "prompt" if prompts_only else records_of(cfg)
     if cfg.data.split is not None and not cfg.data.eval:

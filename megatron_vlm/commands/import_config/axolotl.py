@@ -30,7 +30,6 @@ def _translate_data(t: Translation) -> None:
 
 
 def _entries(t: Translation, dataset: dict[str, Any], setting: Setting) -> list[Any]:
-    """Return our entries for one of `datasets`."""
     files = dataset.get("data_files")
     paths = [dataset["path"]] if not files else files if isinstance(files, list) else [files]
     entry: dict[str, Any] = {}
@@ -97,7 +96,6 @@ AXOLOTL = Trainer(
         "reward_funcs": "trl.reward_funcs",
         "tensor_model_parallel_size": "tensor_parallel_size",
     },
-    same={},
     rules=(
         *(find_gpu_count, translate_adapters, _translate_data, _translate_supervision),
         *(translate_device_batches, _translate_rate, *SHARED_RULES, translate_grpo),

@@ -127,8 +127,7 @@ def translated_text(
 
 
 def _check(t: Translation, text: str) -> None:
-    """Refuse a result that this package would not take, at the line of the file that it came
-    from."""
+    """Refuse what this package would not take, at the line of the file that it came from."""
     file = ConfigFile.parse(text, t.source.file or t.source.command)
     lines = {key: line.line for key, line in t.lines.items() if line.line}
     load_config([], replace(file, lines=lines))

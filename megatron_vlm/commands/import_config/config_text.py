@@ -4,7 +4,6 @@ came from, and comments on what is different."""
 import json
 import re
 import shlex
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron_vlm.commands.import_config.leftovers import Leftovers
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Translation
 from megatron_vlm.config.schema import leaves
-from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.io.printable import escape_controls, wrap_words
 
 _WIDTH = 100
 _PLAIN = re.compile(r"[A-Za-z_./~][\w./:@+~-]*", re.ASCII)  # text that YAML needs no quotes for
@@ -86,17 +85,16 @@ def _lines(text: str, comment: str) -> Iterator[str]:
 
 def _notes(t: Translation, left: Leftovers) -> Iterator[str]:
     yield ""
-    yield "# Different here on purpose:"
-    for sentence in ON_PURPOSE:
-        yield from _item(sentence)
-    if t.different:
-        yield "# Different here, for you to decide:"
-        for sentence in dict.fromkeys(t.different):
-            yield from _item(sentence)
-    if left.sentences:
-        yield "# Without a counterpart, and what is here instead:"
-        for sentence, settings in left.sentences.items():
-            yield from _item(f"{t.origin(*settings)}: {sentence}")
+    without = [f"{t.origin(*each)}: {sentence}" for sentence, each in left.sentences.items()]
+    for title, sentences in {
+        "Different here on purpose": ON_PURPOSE,
+        "Different here, for you to decide": dict.fromkeys(t.different),
+        "Without a counterpart, and what is here instead": without,
+    }.items():
+        if sentences:
+            yield f"# {title}:"
+        for sentence in sentences:
+            yield from _comment(sentence, "- ", "  ")
     if left.off:
         yield from _comment(f"Not used there either: {_names(left.off)}.")
     if left.unknown:
@@ -107,20 +105,9 @@ def _names(settings: list[Setting]) -> str:
     return ", ".join(escape_controls(setting.name) for setting in settings)
 
 
-def _item(sentence: str) -> Iterator[str]:
-    return _comment(sentence, "- ", "  ")
-
-
 def _comment(text: str, first: str = "", others: str = "") -> Iterator[str]:
     text = " ".join(escape_controls(text).split())
-    yield from textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=f"# {first}",
-        subsequent_indent=f"# {others}",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    yield from wrap_words(text, _WIDTH, f"# {first}", f"# {others}")
 
 
 def yaml_value(value: Any) -> str:

@@ -52,12 +52,16 @@ def read_leftovers(t: Translation, ignored: frozenset[str], errors: list[ConfigE
             _copy(t, left, str(found), setting)
         elif is_off(setting.value) and name not in _MEANT:
             left.off.append(setting)
+        elif found is not None and name.rpartition(".")[2] in _CHANGES.split():
+            t.differ(found, setting)
         elif found is not None:
-            _explain(t, left, found, setting)
+            left.add(found, setting)
         elif t.source.is_dump:
             left.unknown.append(setting)
         else:
-            errors.append(_unknown_error(t, setting))
+            problem = f"is no key of {t.trainer.title} that is known here"
+            remedy = f"remove it if it is not needed, or give --ignore {name}"
+            errors.append(t.source.error(setting, problem, remedy=remedy))
     return left
 
 
@@ -68,30 +72,11 @@ def _counterpart(name: str) -> str | None:
     return own or counterpart_of(name) or _OWN_NAMES.get(name)
 
 
-def _explain(t: Translation, left: Leftovers, sentence: str, setting: Setting) -> None:
-    if setting.name.rpartition(".")[2] in _CHANGES.split():
-        t.differ(sentence, setting)
-    else:
-        left.add(sentence, setting)
-
-
 def _copy(t: Translation, left: Leftovers, key: str, setting: Setting) -> None:
-    """Set our key to the value of a setting that means the same."""
-    if is_nothing(setting.value) or (is_off(setting.value) and key not in _SWITCHES):
+    is_switch = key_types()[key] is bool
+    if is_nothing(setting.value) or (is_off(setting.value) and not is_switch):
         left.off.append(setting)
-        return
-    if key in t.lines:
+    elif key in t.lines:
         left.add(f"{key} is set already, by another key of the configuration", setting)
-        return
-    t.copy_setting(key, setting)
-
-
-_SWITCHES = frozenset(key for key in leaves() if key_types()[key] is bool)
-
-
-def _unknown_error(t: Translation, setting: Setting) -> ConfigError:
-    return t.source.error(
-        setting,
-        f"is no key of {t.trainer.title} that is known here",
-        remedy=f"remove it if it is not needed, or give --ignore {setting.name}",
-    )
+    else:
+        t.copy_setting(key, setting)

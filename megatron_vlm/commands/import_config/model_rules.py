@@ -8,7 +8,7 @@ from megatron_vlm.commands.import_config.translation import Translation, is_off
 
 _SUPPORTED = re.compile(r"qwen3[-_. ]?(vl|5|6|8)", re.IGNORECASE)
 _QWEN25 = re.compile(r"qwen2[-_. ]?5?[-_. ]?vl", re.IGNORECASE)
-_EXPERTS = re.compile(r"-?a\d+b", re.IGNORECASE)
+_EXPERTS = re.compile(r"-?a\d+b", re.IGNORECASE)  # in the name of a model with some: 30B-A3B
 _TRAINED = "this version trains Qwen3-VL, Qwen3.5, 3.6 and 3.8"
 _RL_ONLY = (
     "learn from preferences by dpo, kto, orpo, simpo or cpo, or from rewards that a function gives "
@@ -22,22 +22,18 @@ _METHODS = {
 _LOSSES_THAT_ARE_OBJECTIVES = ("orpo", "simpo")
 _MAX_PATTERN = 400  # characters of a regular expression
 _MAX_REPEATS = 8  # quantifiers of one, which together must not take long on a name
-# For each part of a model: the setting that freezes it, our key, its layers that get adapters, and
-# the name of one of its weights, on which patterns are tried.
-_PARTS = (
-    (
-        *("freeze_language_model", "model.freeze_language", ["attention", "mlp"]),
-        "model.language_model.layers.0.self_attn.q_proj.weight",
-    ),
-    (
-        *("freeze_multi_modal_projector", "model.freeze_merger", ["merger"]),
-        "model.visual.merger.linear_fc1.weight",
-    ),
-    (
-        *("freeze_vision_tower", "model.freeze_vision", ["vision_attention", "vision_mlp"]),
-        "model.visual.blocks.0.attn.qkv.weight",
-    ),
-)
+# For each part of a model, by our key that freezes it: the setting of others, and its layers that
+# get adapters; then the name of one of its weights, on which patterns are tried.
+_PARTS = {
+    "model.freeze_language": ("freeze_language_model", ["attention", "mlp"]),
+    "model.freeze_merger": ("freeze_multi_modal_projector", ["merger"]),
+    "model.freeze_vision": ("freeze_vision_tower", ["vision_attention", "vision_mlp"]),
+}
+_WEIGHTS = {
+    "model.freeze_language": "model.language_model.layers.0.self_attn.q_proj.weight",
+    "model.freeze_merger": "model.visual.merger.linear_fc1.weight",
+    "model.freeze_vision": "model.visual.blocks.0.attn.qkv.weight",
+}
 # Names of Megatron-Core, where projections are fused.
 _FUSED = {
     **{"linear_qkv": ["q_proj", "k_proj", "v_proj"], "linear_proj": ["o_proj"]},
@@ -89,11 +85,6 @@ def translate_model(t: Translation) -> None:
         t.differ(f"Qwen2.5-VL and Qwen2-VL are not trained: {_TRAINED}. Change model.path", setting)
     elif not _SUPPORTED.search(path):
         t.differ(f"the name is not that of a known model: {_TRAINED}. Check model.path", setting)
-
-
-def is_of_experts_by_name(t: Translation) -> bool:
-    """Return whether the name of the model is one of a model with experts: 30B-A3B."""
-    return "model.path" in t.lines and _EXPERTS.search(t.lines["model.path"].value) is not None
 
 
 def compiled_pattern(t: Translation, setting: Setting, pattern: str) -> re.Pattern[str]:
@@ -156,8 +147,8 @@ def translate_frozen_parts(t: Translation) -> None:
     patterns = None
     if trained is not None and not t.has_lora:
         patterns = [compiled_pattern(t, trained, text) for text in t.words(trained)]
-    for name, key, _, weight in _PARTS:
-        if patterns is not None and not any(pattern.match(weight) for pattern in patterns):
+    for key, (name, _) in _PARTS.items():
+        if patterns is not None and not any(each.match(_WEIGHTS[key]) for each in patterns):
             t.put(key, True, trained)
         setting = t.take(name)
         if not t.has_lora and t.flag(setting):
@@ -220,7 +211,8 @@ def _translate_targets(t: Translation, without: Sequence[str], why: Setting | No
         t.differ("PEFT's own choice of layers for a model is not taken: see lora.targets")
         return
     t.put("lora.targets", parts, *origins)
-    if "mlp" in parts and is_of_experts_by_name(t) and not is_megatron:
+    model = t.lines["model.path"].value if "model.path" in t.lines else ""
+    if "mlp" in parts and _EXPERTS.search(model) and not is_megatron:
         t.differ(
             "mlp adapts the experts, too, which PEFT leaves out where they are parameters and no "
             "linear layers; lora.targets=[attention] leaves them out here",
@@ -232,16 +224,12 @@ def _everything(
     t: Translation, setting: Setting, without: Sequence[str], why: Setting | None
 ) -> tuple[list[str], list[Setting | None]]:
     """Return the parts that `all-linear` means: every layer but the head and what is frozen."""
-    frozen = [t.take(name) for name, *_ in _PARTS]
-    parts = [
-        layer
-        for switch, (_, _, layers, _) in zip(frozen, _PARTS, strict=True)
-        for layer in layers
-        if not t.flag(switch) and layer not in without
-    ]
+    frozen = {name: t.take(name) for name, _ in _PARTS.values()}
+    learning = [layers for name, layers in _PARTS.values() if not t.flag(frozen[name])]
+    parts = [layer for layers in learning for layer in layers if layer not in without]
     if not parts:
         raise t.source.error(setting, ": every part of the model is frozen", remedy="train one")
-    return parts, [setting, *frozen, why]
+    return parts, [setting, *frozen.values(), why]
 
 
 def matched_layers(t: Translation, setting: Setting) -> list[str]:

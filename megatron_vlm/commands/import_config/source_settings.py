@@ -50,15 +50,10 @@ class SourceSettings:
         return ConfigError(problem, place=self.place(setting), **found | fields)
 
 
-def read_settings_file(path: str) -> SourceSettings:
-    """Read a YAML or JSON file of another trainer."""
-    text = UntrustedFile(str(home_path(path)), ConfigError).text(MAX_CONFIG_BYTES)
-    return read_yaml_settings(text, path)
-
-
-def read_yaml_settings(text: str, file: str) -> SourceSettings:
-    """Read a YAML or JSON text. Keys of nested sections are joined by dots where the trainer nests
-    its settings."""
+def read_settings_file(file: str) -> SourceSettings:
+    """Read a YAML or JSON file of another trainer. Keys of nested sections are joined by dots where
+    the trainer nests its settings."""
+    text = UntrustedFile(str(home_path(file)), ConfigError).text(MAX_CONFIG_BYTES)
     document = YamlText(file, keeps_variables=True)
     is_json = text.lstrip().startswith("{")
     root = document.root(text.replace("\t", " ") if is_json else text)

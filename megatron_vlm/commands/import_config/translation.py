@@ -37,8 +37,9 @@ class Trainer:
     defaults: Mapping[str, Any]  # by its own names, where this package has others
     # Its own names for what the rules call otherwise. They call a setting as transformers or TRL.
     names: Mapping[str, str]
-    same: Mapping[str, str]  # our keys, and the names of settings with equal values
     rules: "Sequence[Callable[[Translation], None]]"
+    # Our keys, and the names of settings with equal values.
+    same: Mapping[str, str] = field(default_factory=dict)
     task: str = ""  # what is trained where neither the command nor a setting says it
 
 
@@ -147,7 +148,9 @@ class Translation:
         """Return a setting with its value, unless the result is the same."""
         text = escape_controls(setting.name)
         if not _is_same(setting.value, result):
-            text += f"={show_in_comment(setting)}"
+            value = show_value(setting.value, setting.name).replace("\n", " ")
+            value = escape_controls(value)
+            text += f"={value if len(value) <= _SHOWN else f'{value[: _SHOWN - 3]}...'}"
         if setting.is_default:
             return f"{text} (the default of {self.trainer.title})"
         return f"{text} (line {setting.line})" if setting.line else text
@@ -248,12 +251,6 @@ def _is_same(value: Any, result: Any) -> bool:
         return float(value) == float(result)
     except (TypeError, ValueError, OverflowError):
         return False
-
-
-def show_in_comment(setting: Setting) -> str:
-    """Return a value as it may stand in a comment: one line, and not long."""
-    text = escape_controls(show_value(setting.value, setting.name).replace("\n", " "))
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def is_nothing(value: Any) -> bool:

@@ -84,7 +84,6 @@ TRL = Trainer(
         **{"max_length": "max_length max_seq_length", "truncation_strategy": "truncation_mode"},
         "rpo_alpha": "rpo_alpha cpo_alpha",
     },
-    same={},
     rules=(
         *(find_gpu_count, _check_command, _translate_adapters, _translate_data, translate_split),
         *(_translate_supervision, translate_device_batches, _translate_rate),

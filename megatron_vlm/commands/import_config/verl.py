@@ -98,7 +98,6 @@ def _translate_algorithm(t: Translation) -> None:
 
 
 def _translate_penalties(t: Translation) -> None:
-    """Set the coefficients of the KL and of the entropy."""
     uses, weight = t.take("actor.use_kl_loss"), t.take("actor.kl_loss_coef")
     if uses is not None and t.flag(uses) and weight is not None:
         t.put("rl.kl_coef", t.number(weight), uses, weight)
@@ -178,7 +177,6 @@ VERL = Trainer(
         "custom_reward_function.path": "reward.custom_reward_function.path",
         "custom_reward_function.name": "reward.custom_reward_function.name",
     },
-    same={},
     rules=(
         *(find_gpu_count, _translate_other_file, _translate_adapters, _translate_data),
         *(_translate_batches, _translate_rate, _translate_sharding, *SHARED_RULES),

@@ -32,10 +32,8 @@ def run_inspect(
     decode: bool = False,
 ) -> None:
     """Print the model's view of data.train, and write it as a page if `html` is a path: the first
-    `samples`, or the one with number `sample`, and figures for `ranks` replicas. Without `samples`
-    they are the first few in the terminal, and more of them on the page. All wrong records are
-    listed; then they are an error, unless data.max_errors allows them. With `decode` they are also
-    those whose pictures or videos cannot be decoded."""
+    `samples`, or the one with number `sample`, and figures for `ranks` replicas. All wrong records
+    are listed before they are an error; with `decode`, also those that cannot be decoded."""
     if samples is not None and samples < 0:
         raise ConfigError(key="--samples", found=samples, allowed="at least 0")
     if ranks < 1:
@@ -84,8 +82,7 @@ def run_inspect(
 
 
 def _wrong_records_error(data: DataSet) -> DataError:
-    """Make the error about the wrong records, with the names of all keys for which some of them are
-    refused."""
+    """Make the error about the wrong records, with all keys for which some are refused."""
     about_keys = (
         unknown_keys_error(source, reader)
         for source, reader in zip(data.sources, data.readers, strict=True)

@@ -120,8 +120,7 @@ def _figures(inspection: Inspection) -> Iterator[sections.Section]:
 
 
 def no_sample_report(dropped: Mapping[str, int], errors: Sequence[str]) -> sections.Report:
-    """Return the report of a set of which no sample is left: the number of records that each rule
-    dropped, and the wrong records."""
+    """Return the report of a set without a sample: what each rule dropped, and wrong records."""
     figures = [
         (column_figure(0), "samples"),
         (column_figure(sum(dropped.values())), "dropped"),

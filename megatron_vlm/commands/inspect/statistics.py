@@ -1,7 +1,5 @@
-"""Figures of a whole data set for `inspect`: statistics, faults, padding and balance.
-
-Sizes come from the index alone, so nothing is decoded for them.
-"""
+"""Figures of a whole data set for `inspect`: statistics, faults, padding and balance. Sizes come
+from the index alone, so nothing is decoded for them."""
 
 import itertools
 import math
@@ -108,8 +106,7 @@ class Inspection:
 
     @property
     def rules(self) -> list[tuple[str, int, str]]:
-        """The rules that dropped records, each with its count and its first place; the largest
-        count comes first."""
+        """The rules that dropped records, with their counts, largest first, and first places."""
         counts = Counter(rule for _, rule in self.dropped)
         first = {rule: where for where, rule in reversed(self.dropped)}
         return [(rule, count, first[rule]) for rule, count in counts.most_common()]

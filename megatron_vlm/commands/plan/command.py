@@ -1,5 +1,6 @@
 """`megatron-vlm plan`: search, print and write the page; if nothing fits, suggest changes."""
 
+import argparse
 import math
 import re
 from dataclasses import replace
@@ -23,8 +24,7 @@ SHOWN = 8
 
 
 def run_plan(cfg: Config, cluster: Cluster, fit: bool, html: str | None) -> None:
-    """Print the best layouts of a cluster, or with `fit` the switches with which the model fits.
-    Write a page if `html` is a path. Raise ConfigError with a remedy if nothing fits."""
+    """Print the best layouts of a cluster, or with `fit` the switches with which it fits."""
     if not cfg.lora.rank and not any(learns(cfg, part) for part in SWITCHES):
         raise ConfigError(
             ": everything is frozen, and nothing is left to plan for",
@@ -57,17 +57,11 @@ def run_plan(cfg: Config, cluster: Cluster, fit: bool, html: str | None) -> None
     show_report(plan_report(plan), html)
 
 
-def plan_cluster(
-    gpus: int,
-    memory: str | None,
-    name: str,
-    efficiency: float,
-    host_memory: str | None = None,
-    host_link: float | None = None,
-) -> Cluster:
-    """Return the GPUs of the command line. `name` is that of the card."""
-    if not 1 <= gpus <= 4096:
-        raise ConfigError(key="--gpus", found=gpus, allowed=range(1, 4097))
+def plan_cluster(args: argparse.Namespace) -> Cluster:
+    """Return the GPUs of the command line."""
+    name, efficiency, host_link = args.gpu, args.efficiency, args.host_link
+    if not 1 <= args.gpus <= 4096:
+        raise ConfigError(key="--gpus", found=args.gpus, allowed=range(1, 4097))
     if not 0 < efficiency <= 1:
         raise ConfigError(
             key="--efficiency", found=efficiency, allowed="a fraction of the peak, above 0 to 1"
@@ -81,11 +75,11 @@ def plan_cluster(
             remedy=f"choose from {', '.join(PEAK_FLOPS_BF16)}, and scale it with --efficiency",
         )
     named = re.search(r"\d+ ?GB\b", name)  # as in A100-SXM4-40GB
-    size = parse_memory(memory or f"{named[0].rstrip('GB') if named else CARD_MEMORY[card][1]}GiB")
+    size = f"{named[0].rstrip('GB') if named else CARD_MEMORY[card][1]}GiB"
     machine = gpu(name, PEAK_FLOPS_BF16[card], efficiency)
     if host_link is not None:
         if not 0 < host_link <= 10_000:
             raise ConfigError(key="--host-link", found=host_link, allowed="GB/s, above 0 to 10,000")
         machine = replace(machine, host_link=host_link * 1e9)
-    host = math.inf if host_memory is None else parse_host_memory(host_memory)
-    return Cluster(gpus, size, machine, host)
+    host = math.inf if args.host_memory is None else parse_host_memory(args.host_memory)
+    return Cluster(args.gpus, parse_memory(args.memory or size), machine, host)

@@ -5,6 +5,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +80,7 @@ class StatusReader:
                 self._read_lines()
         except DataError as error:
             return RunStatus(BROKEN, str(error), changed=changed, files=files)
-        steps = self._known_steps()
+        steps = [line for line in map(_parsed, self._steps) if isinstance(line, StepLine)]
         state, why = self._state(job, steps)
         total = self._start.total_steps if self._start else None
         step = steps[-1].step if steps else self._start.step if self._start else None
@@ -102,10 +103,7 @@ class StatusReader:
                 self._take(line)
 
     def _take(self, text: bytes) -> None:
-        try:
-            line = from_json(text.decode(errors="replace"))
-        except DataError:
-            return
+        line = _parsed(text)
         if isinstance(line, StartLine):
             self._start, self._event, self._sampled = line, None, None
             self._steps.clear()
@@ -122,17 +120,6 @@ class StatusReader:
             found = [("KL to the teacher", line.teacher_kl), ("reward", line.reward)]
         known = [(name, value) for name, value in found if value is not None]
         return next((each for each in reversed(known) if math.isfinite(each[1])), None)
-
-    def _known_steps(self) -> list[StepLine]:
-        steps = []
-        for text in self._steps:
-            try:
-                line = from_json(text.decode(errors="replace"))
-            except DataError:
-                continue
-            if isinstance(line, StepLine):
-                steps.append(line)
-        return steps
 
     def _state(self, job: Job | None, steps: Sequence[StepLine]) -> tuple[str, str]:
         if job is not None and job.is_running:
@@ -152,6 +139,13 @@ class StatusReader:
             return FINISHED, ""
         done = steps[-1].step if steps else self._start.step
         return KILLED, f"Its process was killed, or its machine failed, after step {done:,}."
+
+
+def _parsed(text: bytes) -> object:
+    """Return a line of the log, or None for one that is damaged."""
+    with suppress(DataError):
+        return from_json(text.decode(errors="replace"))
+    return None
 
 
 def _stamp(path: Path) -> tuple[int, int]:

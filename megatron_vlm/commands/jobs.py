@@ -1,0 +1,195 @@
+"""`megatron-vlm train`, `rl` and `serve`: their arguments, and the processes that they start."""
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
+from megatron_vlm.config.listing import listing
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.run.log_sinks import check_sinks
+from megatron_vlm.run.saved_config import check_unnamed, with_commit, with_model
+from megatron_vlm.training.preflight import check_run
+
+
+def add_dry_run_arguments(parser: argparse.ArgumentParser, shown: str) -> None:
+    """Add --dry-run, which prints `shown`, and the options of the machine that it is for."""
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help=f"check everything, print {shown}, and stop: needs no GPU and reads no weights",
+    )
+    count = "with --dry-run: plan for this number of GPUs in all, not for this machine"
+    parser.add_argument("--gpus", type=int, metavar="N", help=count)
+    size = "with --dry-run: judge whether it fits into GPUs of this size, such as 80GiB"
+    parser.add_argument("--memory", metavar="SIZE", help=size)
+
+
+def check_dry_run_arguments(args: argparse.Namespace) -> None:
+    """Refuse options of a dry run where there is none."""
+    for name in ("gpus", "memory"):
+        if not args.dry_run and (value := getattr(args, name)) is not None:
+            raise ConfigError(
+                "is an option of --dry-run",
+                key=f"--{name}",
+                found=value,
+                remedy="add --dry-run, or leave it out",
+            )
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add recipes, keys, --config, --cfg and --dry-run."""
+    parser.epilog = f"{parser.epilog}\n\n{listing('train')}"
+    recipe = "a recipe of a group (model=qwen3_vl_2b) or a value (optim.lr=2e-5); values win"
+    add_overrides(parser, recipe)
+    add_cfg_option(parser)
+    add_dry_run_arguments(parser, "data, steps, layout, memory of each stage and first batches")
+
+
+def train_(args: argparse.Namespace) -> int:
+    """fine-tune a checkpoint on a data set
+
+    Fine-tune a Qwen3-VL or Qwen3.5 checkpoint. The command starts the processes on this machine
+    itself, unless torchrun has already started them (launch.processes: one per GPU, or parallel.tp
+    x parallel.pp on the CPU). If it is started again with the same run=, it resumes from the newest
+    complete checkpoint. megatron-vlm help KEY explains the keys below.
+
+    example: megatron-vlm train model=qwen3_vl_2b model.path=Qwen/Qwen3-VL-2B-Instruct parallel.pp=2
+    data.train=chats.jsonl train.steps=1000 run=runs/first
+
+    It writes into run=: metrics.jsonl, checkpoints/, report.html and export/, which transformers
+    loads.
+    """
+    from megatron_vlm.config import load_config, to_yaml
+    from megatron_vlm.config.command_checks import check_train
+
+    check_dry_run_arguments(args)
+    file, arguments = read_configuration(args)
+    cfg = load_config(args.overrides, file)
+    if args.cfg:
+        print(to_yaml(cfg), end="")
+        return 0
+    check_train(cfg)
+    check_run(cfg, args.gpus)
+    saved = check_unnamed(cfg, args.overrides, file)
+    check_sinks(cfg)
+    if args.dry_run:
+        from megatron_vlm.commands.dry_run.command import dry_run
+
+        return dry_run(cfg, args.gpus, args.memory)
+    from megatron_vlm.distributed.launch.launch import launch
+    from megatron_vlm.train import run_train
+
+    cfg = with_model(cfg, saved=saved)
+    return launch(cfg, "megatron_vlm.train", run_train, with_commit(arguments, cfg))
+
+
+def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add recipes, keys, --config, --cfg and --dry-run, as for training."""
+    parser.epilog = f"{parser.epilog}\n\n{listing('rl')}"
+    recipe = "a recipe of a group (rl=dapo) or a value (rl.samples=16); values win"
+    add_overrides(parser, recipe)
+    add_cfg_option(parser)
+    shown = "data, steps, layout, memory, the engine, and the rewards of a few answers"
+    add_dry_run_arguments(parser, shown)
+
+
+def rl(args: argparse.Namespace) -> int:
+    """let a checkpoint learn from its own answers
+
+    Reinforcement learning: answers to the prompts of data.train are sampled. A function of yours
+    scores them (rl.reward), or an environment responds to them (rl.environment), and better answers
+    become more likely. Run, checkpoints, resume, evaluation, report and export are those of
+    training.
+
+    example: megatron-vlm rl rl=grpo rl.reward=rewards.py:score model.path=DIR data.train=asks.jsonl
+    train.global_batch_size=32 rl.samples=8 run=runs/rl
+
+    docs/rl.md describes rewards, environments and engines.
+    """
+    from megatron_vlm.config import load_config, to_yaml
+    from megatron_vlm.config.command_checks import check_rl
+    from megatron_vlm.distributed.launch.launch import launch
+    from megatron_vlm.engines.engine_kinds import check_engine
+    from megatron_vlm.rl.rl_train import run_rl
+
+    file, arguments = read_configuration(args)
+    cfg = load_config(args.overrides, file)
+    if args.cfg:
+        print(to_yaml(cfg), end="")
+        return 0
+    check_dry_run_arguments(args)
+    check_rl(cfg)
+    check_engine(cfg, "rl")
+    check_run(cfg, args.gpus)
+    saved = check_unnamed(cfg, args.overrides, file)
+    check_sinks(cfg)
+    if args.dry_run:
+        from megatron_vlm.commands.dry_run.rl_dry_run import rl_dry_run
+
+        return rl_dry_run(cfg, args.gpus, args.memory)
+    cfg = with_model(cfg, saved=saved)
+    return launch(cfg, "megatron_vlm.rl", run_rl, with_commit(arguments, cfg))
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add keys, --config, --cfg and --dry-run, as for training."""
+    parser.epilog = f"{parser.epilog}\n\n{listing('serve')}"
+    add_overrides(parser, "a recipe of a group (model=qwen3_vl_2b) or a value (serve.port=8000)")
+    add_cfg_option(parser)
+    parser.add_argument(
+        "--add-client",
+        nargs=2,
+        metavar=("NAME", "FILE"),
+        help="only make an API key for a client; serve.keys=FILE lets it in",
+    )
+    add_dry_run_arguments(parser, "the address, API keys, engine, layout and memory of models")
+
+
+def serve(args: argparse.Namespace) -> int:
+    """train and sample for clients that speak the Tinker protocol
+
+    A service: researchers write their loops against the public Tinker client, and this machine or
+    cluster does the work. It serves many models at a time, with adapters or as a whole, at any
+    layout. It completes every call that it has accepted, also after it is killed and started again
+    with the same run=.
+
+    example: megatron-vlm serve model.path=DIR parallel.tp=2 run=runs/serve serve.port=8000
+
+    With --add-client it prints a new API key for NAME, once, writes its digest into FILE, and ends.
+    A former key of that name becomes invalid. A running service reads the file again by itself.
+
+    docs/serve.md describes keys for clients, limits and what a service keeps.
+    """
+    from megatron_vlm.config import load_config, to_yaml
+    from megatron_vlm.config.command_checks import check_serve
+    from megatron_vlm.distributed.launch.launch import launch
+    from megatron_vlm.engines.engine_kinds import check_engine
+    from megatron_vlm.serve.main import run_serve
+
+    if args.add_client:
+        from megatron_vlm.serve.http.api_keys import add_key
+
+        name, keys = args.add_client
+        print(add_key(name, Path(keys)))
+        return 0
+    file, arguments = read_configuration(args)
+    cfg = load_config(args.overrides, file)
+    if args.cfg:
+        print(to_yaml(cfg), end="")
+        return 0
+    for name in ("fastapi", "uvicorn", "google.protobuf", "zstandard"):
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            raise ConfigError(
+                f"needs {name}", place="serve", remedy="run pip install 'megatron_vlm[serve]'"
+            )
+    check_dry_run_arguments(args)
+    check_serve(cfg)
+    check_engine(cfg, "serve")
+    check_run(cfg, args.gpus)
+    if args.dry_run:
+        from megatron_vlm.commands.dry_run.serve_dry_run import serve_dry_run
+
+        return serve_dry_run(cfg, args.gpus, args.memory)
+    cfg = with_model(cfg)
+    return launch(cfg, "megatron_vlm.serve", run_serve, with_commit(arguments, cfg))
