@@ -119,8 +119,8 @@ class CachedAttention(MegatronModule):
         self, query_BND: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, mask_B11T: Tensor | None
     ) -> Tensor:
         """Attend from one new token per row to the cache. A single token has no causal order, so
-        the query heads that share a key/value head take the place of tokens, and no key is copied
-        for each of them."""
+        the query heads that share a key/value head take the place of tokens, and no key is
+        copied."""
         attend = partial(
             F.scaled_dot_product_attention, attn_mask=mask_B11T, scale=self.softmax_scale
         )

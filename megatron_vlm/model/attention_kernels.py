@@ -98,8 +98,8 @@ def choose_kernel(setting: str, shape: AttentionShape, platform: Platform) -> st
 
 
 def fastest_kernel(seconds_of_ranks: Sequence[Mapping[str, float]]) -> str:
-    """Return the kernel whose slowest rank is the fastest, among the kernels that every rank has
-    seconds for. Torch's own choice stays unless that kernel gains something."""
+    """Return the kernel whose slowest rank is the fastest, among those that every rank has seconds
+    for. Torch's own choice stays unless that gains something."""
     slowest = {
         kernel: max(times[kernel] for times in seconds_of_ranks)
         for kernel in seconds_of_ranks[0]
@@ -112,8 +112,8 @@ def fastest_kernel(seconds_of_ranks: Sequence[Mapping[str, float]]) -> str:
 
 def _try(kernel: str, shape: AttentionShape, platform: Platform) -> float | str:
     """Return the seconds of forward and backward of a micro-batch, as the mean over new lengths, or
-    the reason why the kernel fails. A kernel that prepares itself for each new length does so once
-    for all layers."""
+    why the kernel fails. A kernel that prepares itself for each new length does so once for all
+    layers."""
     total = 0.0
     for number in range(LENGTHS):
         tokens = max(1, shape.tokens - 8 * number - 1)

@@ -124,9 +124,9 @@ def build_chunks(
     in_blocks: Collection[tuple[int, str]] = (),
     others: Sequence[StageModel] | None = None,
 ) -> list[StageModel]:
-    """Build the chunks of the model that this rank's stage holds, with unset weights on the device
-    in their dtype. Weights `in_blocks`, by chunk and name, are codes of lora.base. With `others`,
-    chunks of the same stage, the new chunks share their weights."""
+    """Build this stage's chunks of the model, with unset weights on the device in their dtype.
+    Weights `in_blocks`, by chunk and name, are codes of lora.base. The weights of `others`, chunks
+    of the same stage, are shared."""
     dims, stage = grid.dims, grid.pp.rank
     compiled = compiles(cfg.model.compile, platform)
     config = transformer_config(cfg, sizes.text, dims, platform, compiled)

@@ -35,8 +35,7 @@ class ExpertLinear(nn.Module):
         self.weight.allreduce = not shared_out  # type: ignore[attr-defined]
 
     def forward(self, x_MI: Tensor, counts: Sequence[int]) -> Tensor:
-        """Multiply the rows of x, which are sorted by expert; `counts` is the number of rows per
-        expert."""
+        """Multiply the rows of x, of which `counts` belong to each expert in turn."""
         if isinstance(self.weight, BlockWeight):
             out_MO: Tensor = _TimesBlocks.apply(x_MI, self.weight, counts)
             return out_MO
@@ -113,8 +112,7 @@ class ExpertMLP(MegatronModule):
         return out_H.view_as(hidden_SBH), None
 
     def _experts(self, sent_MH: Tensor, counts: Counts) -> Tensor:
-        """Return the experts' results, from all ranks, for this rank's rows, which are sorted by
-        expert."""
+        """Return the experts' results, from all ranks, for this rank's rows, sorted by expert."""
         num_local = self.num_local
         first = self.rank * num_local
         by_rank = [ranks[first : first + num_local] for ranks in counts]  # rows for my experts
@@ -180,8 +178,7 @@ def times(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def times_grouped(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
-    """Multiply like `times`, by one kernel for all experts. Torch requires at least one row for
-    it."""
+    """Multiply like `times`, by one kernel for all experts, which needs at least one row."""
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
     if idle := [expert for expert, count in enumerate(counts) if not count]:
         weight_eOI = _NoGradient.apply(weight_eOI, to_device(torch.tensor(idle), x_MI.device))
@@ -214,8 +211,8 @@ class _TimesBlocks(torch.autograd.Function):
 
 
 def _by_expert(held: Counts) -> Tensor:
-    """Return the places [M] that sort rows by expert. The rows arrive sorted by rank and, within a
-    rank, by expert. This runs on the host."""
+    """Return the places [M] that sort rows by expert, which arrive by rank and then by expert. This
+    runs on the host."""
     sizes = torch.tensor(held)  # [ranks, e]
     starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
     lengths, firsts = sizes.T.flatten(), starts.T.flatten()
@@ -259,8 +256,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows, with the number of rows to send to and to receive from each rank of the
-    group."""
+    """All-to-all of rows, by the numbers that each rank of the group gets and gives."""
 
     @staticmethod
     def forward(

@@ -35,8 +35,7 @@ def norm(x_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def centered_norm(x_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm in fp32 with 1 + weight in place of the weight. The sum is made in fp32: in
-    bf16 it would lose most of the weight."""
+    """Apply RMSNorm in fp32 with 1 + weight, a sum of which bf16 would lose most of the weight."""
     weight_H = 1.0 + weight_H.float()
     return F.rms_norm(x_SBH.float(), weight_H.shape, weight_H, eps).to(x_SBH.dtype)
 
@@ -124,9 +123,6 @@ def _rotate(x_SBND: Tensor, cos_SBF: Tensor, sin_SBF: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-CHAINS = (norm, swiglu, heads, tower_heads, centered_norm, gated_heads)
-
-
 @dataclass(frozen=True)
 class FusedOps:
     """Chains as the layers call them."""
@@ -141,7 +137,8 @@ class FusedOps:
     @staticmethod
     def compile(backend: str = "inductor") -> "FusedOps":
         """Return chains that torch compiles at their first call, once for any number of tokens."""
-        return FusedOps(*(_compile_chain(chain, backend) for chain in CHAINS))
+        eager = vars(FusedOps())
+        return FusedOps(**{name: _compile_chain(eager[name], backend) for name in eager})
 
 
 def _compile_chain(chain: Callable[..., Any], backend: str) -> Callable[..., Any]:
@@ -171,8 +168,7 @@ def _compile_chain(chain: Callable[..., Any], backend: str) -> Callable[..., Any
 
 
 def _flatten_tokens(value: Any) -> Any:
-    """Return a tensor with rows flattened to one dynamic number of tokens, and a weight as it
-    is."""
+    """Return a tensor with rows flattened to one dynamic number of tokens, or a weight itself."""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
     flat = value.flatten(0, -2)

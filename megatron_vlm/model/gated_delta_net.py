@@ -26,8 +26,8 @@ from megatron_vlm.model.kv_cache import KVCache
 
 
 def _fp32_parameter(*shape: int) -> nn.Parameter:
-    """Return a parameter that stays in fp32 where weights are in bf16, as released checkpoints
-    store it."""
+    """Return a parameter that stays in fp32 beside weights in bf16, as released checkpoints have
+    it."""
     param = nn.Parameter(torch.empty(shape, dtype=torch.float))
     param.keeps_fp32 = True  # type: ignore[attr-defined]
     return param
@@ -91,8 +91,8 @@ class GatedDeltaMixer(MegatronModule):
     def forward(
         self, hidden_SBH: Tensor, attention_mask: None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Mix the tokens of each row. Every row begins with an empty state. Padding is on the right
-        and changes no token before it."""
+        """Mix the tokens of each row, which begins with an empty state. Padding is on the right and
+        changes no token before it."""
         projected_SBX, _bias = self.in_proj(hidden_SBH)
         # Rows first: the convolution and the rule go along the tokens of a row.
         parts = projected_SBX.transpose(0, 1).split(self.widths, dim=-1)
@@ -131,8 +131,7 @@ class GatedDeltaMixer(MegatronModule):
     def _prefill(
         self, cache: KVCache, mixed_BSC: Tensor, decay_BSV: Tensor, beta_BSV: Tensor
     ) -> Tensor:
-        """Mix prompts and store their states. Padding neither decays a state nor is written into
-        it."""
+        """Mix prompts and store their states, which padding neither decays nor is written into."""
         real_BS1 = cache.real_tokens(mixed_BSC.shape[1])[..., None]
         convolved_BSC = _convolve(mixed_BSC, self.conv1d)
         out_BSVE, state_BVDE = self._rule(convolved_BSC, decay_BSV * real_BS1, beta_BSV * real_BS1)

@@ -93,8 +93,7 @@ class KVCache:
         return torch.arange(tokens, device=self.device) < lengths_B[:, None]
 
     def newest_tokens(self, x_BSC: Tensor, count: int) -> Tensor:
-        """Return the last `count` real tokens [B, W, C] of each row of a prefill, after zeros where
-        a row is shorter."""
+        """Return the last `count` real tokens [B, W, C] of each row of a prefill, after zeros."""
         padded_BSC = F.pad(x_BSC, (0, 0, count, 0))
         lengths_B = to_device(torch.tensor(self.lengths), self.device)
         places_BW = lengths_B[:, None] + torch.arange(count, device=self.device)
@@ -102,8 +101,7 @@ class KVCache:
         return padded_BSC[rows_B1, places_BW]
 
     def store(self, layer: int, key_SBGD: Tensor, value_SBGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Put one layer's new keys and values into their columns, and return all of its columns in
-        use."""
+        """Store one layer's new keys and values, and return all of its columns in use."""
         if self.last_B is None:
             self.layers[layer] = (_rows_first(key_SBGD), _rows_first(value_SBGD))
             return self.layers[layer]
@@ -115,8 +113,7 @@ class KVCache:
         return key_BTGD[:rows, :longest], value_BTGD[:rows, :longest]
 
     def _with_room(self, held_BTGD: Tensor) -> Tensor:
-        """Return this tensor, or a larger copy where the cache has more rows or tokens than it
-        holds."""
+        """Return this tensor, or a larger copy where the cache has outgrown it."""
         rows, columns, *head = held_BTGD.shape
         longest = max(self.lengths)
         if rows >= len(self.lengths) and columns >= longest:

@@ -102,8 +102,7 @@ def te_layer_spec() -> ModuleSpec:
 def block_spec(
     options: BuildOptions, text: TextSizes, layers: Sequence[LayerSpec]
 ) -> TransformerBlockSubmodules:
-    """Return these decoder layers of one stage, and the norm that follows the last layer of the
-    model."""
+    """Return these decoder layers of one stage, and the norm that follows the model's last one."""
     norm = _norm(options, text)
     is_te = BACKENDS[options.backend].fuses_norms
     base = te_layer_spec() if is_te else torch_layer_spec(options, text)

@@ -146,9 +146,9 @@ def predict(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-prob of each target [M] in fp32, from logits that are the sum of these
     products, and the extra [N]: the entropy of each distribution in nats, or 1 where the target is
-    the most likely token. Rows of the weights past the real vocabulary get no probability. Where
-    places have several targets, `of_M` is the place of each; otherwise each place has one, as an
-    extra requires. A `temperature` other than 1 allows no backward pass."""
+    the most likely token. Rows of the weights past the real vocabulary get no probability. `of_M`
+    is the place of each target where places have several, which allows no extra. A `temperature`
+    other than 1 allows no backward pass."""
     assert extra is None or of_M is None
     assert temperature == 1 or not torch.is_grad_enabled()
     first, valid = part_of(products, vocab, tp_group)
@@ -171,8 +171,7 @@ class _Softmax:
         self.total_N, self.weighted_N = zeros_N, zeros_N
 
     def add(self, logits_Nv: Tensor, start: int) -> Tensor:
-        """Add a slice. It is overwritten in place by e^(logit - largest so far), which is
-        returned."""
+        """Add a slice, which is overwritten by e^(logit - largest so far), and return it."""
         self.picked_M = self.columns.pick(logits_Nv, start, self.picked_M)
         if self.extra == "hits":
             highest_N, best_N = logits_Nv.max(dim=1)
@@ -199,8 +198,7 @@ class _Softmax:
         return factor_N
 
     def gather(self, group: dist.ProcessGroup) -> Tensor:
-        """Combine the statistics of the whole vocabulary on every rank; return the factor of
-        `rescale`."""
+        """Combine the statistics of all ranks; return the factor of `rescale`."""
         local_highest_N = self.highest_N
         highest_N = local_highest_N.clone()
         dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=group)
@@ -287,8 +285,8 @@ class _Predict(torch.autograd.Function):
 def _logits_gradient(
     probs_Nv: Tensor, of_log_prob_N: Tensor, entropy_N: Tensor, of_entropy_N: Tensor | None
 ) -> Tensor:
-    """Return the gradient of a slice's logits, without the extra term of the targets' own logits.
-    It is written over the probabilities: a backward pass reads them once."""
+    """Return the gradient of a slice's logits, without the extra term of the targets' own, written
+    over the probabilities: a backward pass reads them once."""
     if of_entropy_N is None:
         return probs_Nv.mul_(-of_log_prob_N[:, None])
     slope_Nv = torch.xlogy(probs_Nv, probs_Nv).add_(probs_Nv * entropy_N[:, None])

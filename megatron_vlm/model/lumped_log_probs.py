@@ -62,8 +62,7 @@ class _LogSum:
         self.total_N = torch.zeros_like(like_N)
 
     def add(self, logits_Nv: Tensor) -> Tensor:
-        """Add a slice. It is overwritten in place by e^(logit - largest so far), which is
-        returned."""
+        """Add a slice, which is overwritten by e^(logit - largest so far), and return it."""
         highest_N = torch.maximum(self.highest_N, logits_Nv.amax(dim=1))
         exp_Nv = logits_Nv.sub_(highest_N[:, None]).exp_()
         self.total_N = self.total_N * (self.highest_N - highest_N).exp() + exp_Nv.sum(dim=1)

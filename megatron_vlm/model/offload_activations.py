@@ -69,8 +69,8 @@ class _Layer:
         self.is_requested = True
 
     def fetch(self) -> None:
-        """Let the device have the storages, and request those of the layer before. This is called
-        at the first tensor that the layer's backward needs."""
+        """Let the device have the storages, and request those of the layer before, at the first
+        tensor that the layer's backward needs."""
         if self.is_fetched:
             return
         self.is_fetched = True
@@ -86,8 +86,8 @@ class _Layer:
 
 
 class _Stored:
-    """A storage as bytes, on the device, on the host, or on both. It lives as long as autograd
-    keeps a tensor of it."""
+    """A storage as bytes, on the device, on the host, or on both, as long as autograd keeps a
+    tensor of it."""
 
     def __init__(self, tensor: Tensor, layer: _Layer):
         storage = tensor.untyped_storage()
@@ -116,8 +116,8 @@ class ActivationOffload:
         self.open_pass: OffloadPass | None = None
 
     def begin_pass(self, layers: Sequence[nn.Module], staying: Sequence[Tensor]) -> "OffloadPass":
-        """Return the pass of a micro-batch through these layers. The storages of the tensors that
-        are `staying` on the device anyway are not copied."""
+        """Return the pass of a micro-batch through these layers. The storages of tensors that are
+        `staying` on the device anyway are not copied."""
         return OffloadPass(self, count_offloaded(self.share, len(layers)), layers, staying)
 
     def watch(self, decoder: Any, is_fused: bool) -> None:

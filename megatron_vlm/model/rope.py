@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 
 class InterleavedMRoPE(nn.Module):
-    """Rotary embedding from position ids [3, B, S]. Attention gets cos and sin [2, S, B, F] in a
-    dtype; Megatron's own attention, which computes cos and sin in each layer, gets the angles [S,
-    B, 1, D]."""
+    """Rotary embedding from position ids [3, B, S]: cos and sin [2, S, B, F] in a dtype, or for
+    Megatron's own attention, which computes these in each layer, the angles [S, B, 1, D]."""
 
     inv_freq: Tensor
 

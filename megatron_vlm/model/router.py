@@ -49,8 +49,8 @@ class RouterLosses:
 
 
 class _AddGradient(torch.autograd.Function):
-    """x, as if a loss had been added to a result that is computed from it. The loss therefore does
-    not have to travel to the last pipeline stage."""
+    """x, as if a loss had been added to a result that is computed from it, which therefore does not
+    have to travel to the last stage."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -106,8 +106,8 @@ def route(
     hidden_NH: Tensor, weight_EH: Tensor, top_k: int, routing: Routing, layer: int
 ) -> tuple[Tensor, Tensor]:
     """Return the experts of each token [N, K] and their weights, which add up to 1. As in
-    transformers, probabilities are computed in fp32 over all experts, and those of the chosen
-    experts are then normalised."""
+    transformers, probabilities over all experts are in fp32, and those of the chosen ones are then
+    normalised."""
     logits_NE = F.linear(hidden_NH, weight_EH)
     probs_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float)
     is_replay = layer in routing.chosen

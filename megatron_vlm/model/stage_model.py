@@ -46,9 +46,9 @@ class StageModel(GPTModel):
         chunk: int | None = None,
         offload: ActivationOffload | None = None,
     ):
-        """Create the chunk. `layers` are the decoder layers, and `rotary` makes their rotary
-        embedding; only the first chunk of the pipeline has a `tower`. `chunk` is its number in a
-        stage with several chunks. `offload` moves activations to the host."""
+        """Create the chunk, number `chunk` of a stage with several. Only the first one of the
+        pipeline has a `tower`. `rotary` makes rotary embeddings, and `offload` moves activations to
+        the host."""
         super().__init__(
             config=config,
             transformer_layer_spec=layers,
@@ -157,9 +157,8 @@ class StageModel(GPTModel):
         return torch.where(is_pad_SB1, hidden_SBH.detach(), hidden_SBH).contiguous()
 
     def _for_recompute(self, hidden_SBH: Tensor) -> Tensor:
-        """Return the decoder's input with a gradient where the decoder learns. Recomputed layers
-        learn only if one of their inputs has a gradient, and it has none if nothing before them
-        learns."""
+        """Return the decoder's input with a gradient where the decoder learns: recomputed layers
+        learn only if one of their inputs has one, and it has none if nothing before them learns."""
         full = self.config.recompute_granularity == "full" and self.training
         if hidden_SBH.requires_grad or not full or not torch.is_grad_enabled():
             return hidden_SBH
@@ -167,8 +166,8 @@ class StageModel(GPTModel):
         return hidden_SBH.detach().requires_grad_() if learns else hidden_SBH
 
     def _begin_offload(self) -> OffloadPass | None:
-        """Return the pass that moves activations to the host; None outside of training. The input
-        of a stage stays on the device, because Megatron's schedules keep it."""
+        """Return the pass that moves activations to the host; None outside of training. A stage's
+        input stays on the device, because Megatron's schedules keep it."""
         if self.offload is None or not self.training or not torch.is_grad_enabled():
             return None
         staying = []
@@ -180,8 +179,7 @@ class StageModel(GPTModel):
     def plan_visuals(
         self, ids_BS: Tensor, image_grid_I3: Tensor | None, video_grid_I3: Tensor | None
     ) -> VisualPlan:
-        """Return the plan of the images and videos of these rows, checked against their
-        placeholders."""
+        """Return the plan of the images and videos of these rows, checked against placeholders."""
         ids_BS = ids_BS.cpu()
         grids = [None if grid is None else grid.cpu() for grid in (image_grid_I3, video_grid_I3)]
         tokens = self.sizes.tokens

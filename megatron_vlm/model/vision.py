@@ -51,8 +51,8 @@ class ImageShare:
 
 @dataclass(frozen=True)
 class VisualPlan:
-    """Images and videos of a pass, without their patches. The plan is made on the host: grids
-    determine shapes, and the host would have to wait for the device to read one from there."""
+    """Images and videos of a pass, without their patches, planned on the host: grids determine
+    shapes, and the host would have to wait for the device to read one from there."""
 
     places_V: Tensor  # places of the visual tokens in the flattened [S * B]: images, then videos
     patches: list[int]  # number of patches of each image
@@ -147,7 +147,7 @@ def encode(
 ) -> Tensor:
     """Return the features [1 + K, V, H] of all images from the family's tower: the merged ones,
     then one set for each DeepStack layer. Where the plan shares the images, each rank encodes its
-    own images."""
+    own."""
     patches_PC = patches_PC.to(tower.dtype)
     inputs = plan.of_host | plan.of_device
     if plan.share is None:

@@ -15,8 +15,8 @@ _AT_ONCE = {"cuda": 2**14 * QUANTIZED_BLOCK, "cpu": 2**10 * QUANTIZED_BLOCK}
 
 
 class RangedAdamW(torch.optim.Optimizer):
-    """AdamW that computes in fp32. With moments that are stored in fp32 it is torch's AdamW. A
-    parameter is a part of a flattened one; `starts` has its offset there."""
+    """AdamW that computes in fp32: torch's, where moments are stored in fp32. A parameter is a part
+    of a flattened one; `starts` has its offset there."""
 
     def __init__(
         self, groups: Sequence[dict[str, Any]], spec: OptimizerSpec, starts: Mapping[Tensor, int]
@@ -46,8 +46,8 @@ class RangedAdamW(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
 
     def update(self, param: Tensor, group: Mapping[str, Any], start: int, grads: Tensor) -> None:
-        """Update the weights from `start` on, which have these gradients. The moments of a block
-        of weights in 8 bits are updated together."""
+        """Update the weights from `start` on, which have these gradients, by whole blocks of 8
+        bits."""
         flat, end = param.detach().view(-1), start + len(grads)
         if self.spec.states == "fp32":
             self._update_at_once(param, group, start, grads)

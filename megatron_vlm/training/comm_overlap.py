@@ -1,9 +1,9 @@
 """Overlap of the replicas' collectives with other work: gradients are reduced during a backward,
 and new weights are gathered while the next forward starts.
 
-Megatron starts each collective when a bucket of parameters is complete, or when a module needs it.
-But a replica whose micro-batch has no images does not run the tower, so its order differs from that
-of a replica with images, and they would wait for each other. Here all replicas have the same order.
+Megatron starts each collective when a bucket is complete, or when a module needs it. But a replica
+whose micro-batch has no images does not run the tower, so its order differs, and replicas would
+wait for each other. Here all have the same order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,8 +35,8 @@ class GradReduce:
             self.begun += 1
 
     def begin_first(self) -> None:
-        """Start the reductions of the first step. During that step Megatron learns which gradients
-        there are, and starts no reductions."""
+        """Start the reductions of the first step, in which Megatron learns which gradients there
+        are."""
         for group in self.order:
             if group.is_first_batch:
                 self._add(group)
@@ -49,8 +49,7 @@ class GradReduce:
 
 class WeightGather:
     """Weight gathers after a step of the distributed optimizer. A part of the model waits for its
-    own gathers when it runs. Without chunks there are none, because the optimizer gathers by
-    itself."""
+    own when it runs. Without chunks the optimizer gathers by itself."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         self.pending: list[Any] = []
@@ -73,8 +72,7 @@ class WeightGather:
         self.pending = list(self.groups)
 
     def finish(self) -> None:
-        """Wait for all gathers. This must come before anything but a forward reads or changes
-        weights."""
+        """Wait for all gathers, before anything but a forward reads or changes weights."""
         self._wait(self.pending)
 
     def _wait(self, groups: Sequence[Any]) -> None:

@@ -29,12 +29,11 @@ def sample(
     """Generate `n` answers to each prompt.
 
     Sampled answers need a seed for each prompt. Answer k depends on seed + k alone, at every layout
-    and with any other requests. Placeholders of images and videos are never sampled, because
-    such an answer cannot be trained on. Stop strings are searched in the text that `texts` decodes.
+    and with any other requests. Placeholders of images and videos are never sampled, because such
+    an answer cannot be trained on. Stop strings are searched in the text that `texts` decodes.
 
     All ranks of a replica pass the same prompts and get the same answers. Replicas may pass
-    different prompts, or no prompts. The other arguments are those of Decoder. An error in
-    `on_token` ends the generation.
+    different prompts, or none. The other arguments are those of Decoder.
     """
     if settings.temperature > 0 and (seeds is None or len(seeds) != len(prompts)):
         raise ConfigError(
@@ -72,8 +71,7 @@ def generate(
 def candidate_log_probs(
     stage: Stage, prompt: Row, candidates: Sequence[Sequence[int]], batch_rows: int
 ) -> list[float]:
-    """Return the summed log-prob of each candidate's tokens after the prompt. Ranks call it as they
-    call `generate`."""
+    """Return the summed log-prob of each candidate's tokens after the prompt. A collective."""
     for place, candidate in enumerate(candidates):
         if not len(candidate):
             raise DataError(

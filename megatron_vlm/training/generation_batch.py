@@ -1,8 +1,8 @@
 """Rows that are generated together: the passes through the pipeline, and the order of prompts.
 
-The prompts go through the pipeline once (the prefill). After that, each pass takes one token of
-every row of a batch. A row that has ended makes place for the next prompt at once. A pass is an
-ordinary MicroBatch, with rows of one token.
+The prompts go through once (the prefill), and each later pass takes one token of every row of a
+batch. A row that has ended makes place for the next prompt at once. A pass is an ordinary
+MicroBatch, with rows of one token.
 """
 
 from collections import deque
@@ -93,8 +93,8 @@ class DecodePass:
 
 
 class GenerationBatch:
-    """Batch of at most `size` rows that take each pass together. As many batches as pipeline
-    stages are in progress: while the last stage works on one, the first can start the next."""
+    """Batch of at most `size` rows that take each pass together. As many batches as stages are in
+    progress: while the last stage works on one, the first can start the next."""
 
     def __init__(self, size: int, device: torch.device):
         self.size, self.device = size, device
@@ -106,8 +106,7 @@ class GenerationBatch:
         self.unseated: list[tuple[int, ActiveSample]] = []
 
     def passes(self, waiting: deque[Prompt]) -> list[DecodePass]:
-        """Return the next passes of this batch: a token of each row, and prompts for the free
-        rows."""
+        """Return the next passes: a token of each row, and prompts for the free rows."""
         self._seat()
         passes = []
         if self.draws:
@@ -123,8 +122,7 @@ class GenerationBatch:
         return passes
 
     def settle(self, done: DecodePass, report: Callable[[ActiveSample], None]) -> None:
-        """Finish a pass whose draws have their next tokens. The draws that have not ended
-        continue."""
+        """Finish a pass whose draws have their next tokens. Those that have not ended continue."""
         for draw in done.draws:
             report(draw)
             draw.ended = draw.end()

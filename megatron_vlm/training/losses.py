@@ -8,22 +8,18 @@
 and select it by name: `worker.forward_backward(batch, loss="reinforce", scale=0.5)`. Its positional
 parameters after the first are values of each token, which a Row has in `values_S` and a TensorBatch
 in fields of these names (without _N); `sequences_N` is the row of each token. Its keyword
-parameters are options, which are numbers with a default. It returns the loss of each token and the
-values to report of each token. Both are summed over the tokens and divided once, by the number of
-supervised tokens of the global batch. If rows have `loss_weights_S`, the loss of each token is
-multiplied by its weight, and the sum is divided by the sum of all weights instead, so that equal
-weights change nothing. A `divisor` of the call replaces either. Each loss also takes the options of
-`Objective`. Losses of tokens are in token_losses.py.
+parameters are options, which are numbers with a default, as are those of `Objective`. It returns
+the loss of each token and the values to report of each token. Both are summed, and divided once by
+the number of supervised tokens of the global batch. If rows have `loss_weights_S`, the loss of each
+token is multiplied by its weight, and the sum is divided by the sum of all weights instead. A
+`divisor` of the call replaces either. Losses of tokens are in token_losses.py.
 
-A loss that compares whole rows has `rows` as its second parameter: a RowInputs, with the row of
-each token, the example of each row, and what is known of rows. It returns the loss of each example,
-and the values to report of each example. Their sums are divided by the number of examples of the
-global batch. Losses over preferences are in preference_losses.py. If its first parameter is
-`embeddings_NH`, it receives the normalised hidden states in place of log-probs.
-
-A loss with the parameters `student_NR` and `teacher_NR` reads the log-probs of whole distributions,
-as `distill` does. The option `teacher_coef` adds the divergence from a teacher to
-any other loss.
+A loss that compares whole rows has `rows` as its second parameter: a RowInputs. It returns the loss
+and the values to report of each example, and their sums are divided by the number of examples of
+the global batch. Losses over preferences are in preference_losses.py. If its first parameter is
+`embeddings_NH`, it receives the normalised hidden states in place of log-probs. A loss with the
+parameters `student_NR` and `teacher_NR` reads the log-probs of whole distributions, as `distill`
+does.
 
 Shapes: N supervised tokens of a micro-batch, R a teacher's tokens and all others (see
 lumped_log_probs.py). N may be 0.

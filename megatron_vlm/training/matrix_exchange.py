@@ -1,9 +1,9 @@
 """Exchange of matrices between the ranks that have parts of them and the one that works on each.
 
-The ranks of a group hold parts of the same matrices: TP ranks have rows or columns, and replicas
-have ranges of their values, or copies. In each bucket every matrix goes to one rank, so that all
-have about the same work, and the result goes back to every rank that holds a part. All ranks of the
-group make the same plan from the places of all parts, so their collectives agree.
+TP ranks have rows or columns, and replicas have ranges of their values, or copies. In each bucket
+every matrix goes to one rank, so that all have about the same work, and the result goes back to
+every rank that holds a part. All ranks make the same plan from the places of all parts, so their
+collectives agree.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -129,8 +129,8 @@ def choose_owners(
 def _senders(
     matrices: Sequence[Matrix], held: Sequence[Sequence[Place]], owner: Mapping[str, int]
 ) -> dict[Place, int]:
-    """Return the rank that sends each part, among those that hold a copy of it: the owner of the
-    matrix itself if it does, or they take turns."""
+    """Return the rank that sends each part: the owner of the matrix if it holds a copy, or else the
+    holders take turns."""
     holders: dict[Place, list[int]] = {}
     for rank, places in enumerate(held):
         for place in places:
@@ -148,8 +148,8 @@ def _senders(
 
 
 def cut_buckets(matrices: Sequence[Sequence[Matrix]], size: int) -> list[list[int]]:
-    """Return the numbers of the parameters in each bucket, which has at most `size` values or one
-    parameter. `matrices` has those of each parameter."""
+    """Return the numbers of the parameters in each bucket of at most `size` values or one
+    parameter."""
     sizes = [sum(each.rows * each.columns for each in of_param) for of_param in matrices]
     buckets: list[list[int]] = []
     filled = 0

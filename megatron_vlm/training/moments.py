@@ -113,8 +113,8 @@ def moments_of(
 
 
 def dynamic_map(signed: bool) -> Tensor:
-    """Return the 256 values of the codes, in rising order, with 0 and 1 among them. With signs
-    there are 255 of them, and the first is there twice."""
+    """Return the 256 values of the codes, in rising order, with 0 and 1 among them. With signs the
+    first is there twice."""
     positive = []
     for decade in range(_DECADES):
         count = 2**decade if signed else 2 ** (decade + 1)
@@ -131,8 +131,8 @@ def dynamic_map(signed: bool) -> Tensor:
 @cache
 def code_tables(signed: bool) -> tuple[Tensor, Tensor]:
     """Return the dynamic map, and a table to find the code of the largest value in it that is not
-    above a number. The upper 16 bits of the number have an entry there, which is at most 1 too low.
-    A search in the map takes 40 times as long on a CPU."""
+    above a number, by the upper 16 bits of the number. Its entry is at most 1 too low. A search in
+    the map takes 40 times as long on a CPU."""
     values = dynamic_map(signed)
     upper = torch.arange(2**16, dtype=torch.int32)
     upper = torch.where(upper < 2**15, upper, upper - 2**16) << 16  # as signed numbers
@@ -144,7 +144,7 @@ def code_tables(signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def noise_of(start: int, count: int, step: int, device: torch.device) -> Tensor:
-    """Return a random number between 0 and 1 for each weight from `start` on, of the whole tensor,
+    """Return a random number between 0 and 1 for each weight of the whole tensor from `start` on,
     in this step. It is a hash, the same on every device."""
     seed = step * 0x9E3779B97F4A7C15 % 2**64
     hashed = torch.arange(start, start + count, device=device) + (seed - 2**63)

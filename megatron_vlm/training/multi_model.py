@@ -49,7 +49,7 @@ class MultiModelChunk(nn.Module):
 
 def run_together(requests: Sequence[Backward]) -> list[StepMetrics]:
     """Run the requests, of different models with one layout. A collective. After an error all
-    gradients are those of the earlier calls."""
+    gradients are those of earlier calls."""
     with ExitStack() as calls:
         for request in requests:
             calls.enter_context(request.computing())
@@ -68,9 +68,8 @@ def run_together(requests: Sequence[Backward]) -> list[StepMetrics]:
 def _outputs(
     stages: Sequence[Stage], batches: Sequence[Sequence[MicroBatch]], steps: Sequence[ForwardStep]
 ) -> list[list[Any]]:
-    """Run forward and backward of each model's micro-batches by its own step, as Stage.run does for
-    one model. Return what the steps read on the last stage, by model. All models have the same
-    layout."""
+    """Run forward and backward of each model's micro-batches by its own step. Return what the steps
+    read on the last stage, by model."""
     lead = stages[0]
     assert lead.chunks[0].config.no_sync_func is None, (
         "each model has a last micro-batch of its own"
@@ -110,9 +109,9 @@ def _outputs(
 def _in_a_row(
     stages: Sequence[Stage], batches: Sequence[Sequence[MicroBatch]]
 ) -> tuple[list[Item], list[int]]:
-    """Join the micro-batches of all models, and return where those of each model begin. Replicas
-    that share experts have the same model at the same place: a replica with fewer micro-batches
-    adds fillers."""
+    """Join the micro-batches of all models, and return where those of each begin. Replicas that
+    share experts have the same model at the same place, so those with fewer micro-batches add
+    fillers."""
     items: list[Item] = []
     begins = []
     for model, (stage, local_batches) in enumerate(zip(stages, batches, strict=True)):

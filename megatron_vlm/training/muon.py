@@ -1,14 +1,14 @@
 """Muon for matrices, and AdamW for everything else.
 
-The matrices are those of the checkpoint (hf/matrices.py). Their momentum lies where AdamW's would:
-on the flat part of a parameter that this rank's optimizer updates, which replicas may divide. The
-update of a matrix is gathered on one rank, which orthogonalises it and sends the result back to the
-ranks that hold a part (matrix_exchange.py). So no rank repeats what another one does, and none
-keeps a whole momentum.
+The matrices are those of the checkpoint (hf/matrices.py). Their momentum lies where AdamW's would,
+on the flat part of a parameter that this rank's optimizer updates. The update of a matrix is
+gathered on one rank, which orthogonalises it and sends the result back to the ranks that hold a
+part (matrix_exchange.py). So no rank repeats what another one does, and none keeps a whole
+momentum.
 
-It computes what torch.optim.Muon does with each matrix, operation by operation. On a GPU the
-orthogonalisation runs in bf16, as there. On a CPU it runs in fp32: few have products in bf16, and
-on the others they take sixty times as long.
+It computes what torch.optim.Muon does with each matrix, operation by operation: on a GPU in bf16,
+as there, and on a CPU in fp32. Few have products in bf16, and on the others they take sixty times
+as long.
 """
 
 import math
@@ -152,8 +152,8 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def adjust_lr(lr: float, adjustment: str, rows: int, columns: int) -> float:
-    """Return the learning rate of a matrix. With match_rms_adamw its update is as large as one of
-    AdamW."""
+    """Return the learning rate of a matrix: with match_rms_adamw its update is as large as
+    AdamW's."""
     if adjustment == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))
     return lr * math.sqrt(max(1, rows / columns))
@@ -165,8 +165,8 @@ def use_muon(
     entries: Mapping[nn.Parameter, Entry],
     grid: RankGroups,
 ) -> None:
-    """Let Muon update the matrices, in place of the optimizer that Megatron has made, which goes on
-    with all other parameters. This is a collective."""
+    """Let Muon update the matrices, and the optimizer that Megatron has made all other parameters.
+    A collective."""
     learning = {
         param: entry
         for param, entry in entries.items()
@@ -218,8 +218,7 @@ def _param_matrices(
 def _make_buckets(
     held: Sequence[_ParamMatrices], axis: GroupAxis, size: int, steps: int, device: torch.device
 ) -> list[MuonBucket]:
-    """Return the buckets, after all ranks of the group have told each other what they hold. A
-    collective."""
+    """Return the buckets, after all ranks have told each other what they hold. A collective."""
     local = [place for _, part in held if part for place in part.rectangles]
     told = all_gather_json(local, axis.group, device) if axis.size > 1 else [local]
     places = [[Place(*place) for place in of_rank] for of_rank in told]

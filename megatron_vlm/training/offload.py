@@ -44,9 +44,8 @@ class MainsWithoutMemory(TorchDispatchMode):
 
 
 def choose_offloaded(weights: Sequence[MainWeight], fraction: float) -> list[MainWeight]:
-    """Return some that have at least this fraction of all values, and hardly more: the largest
-    that fit, and at last the smallest that is left. A weight that two stages have copies of is
-    offloaded with all others or not at all, so that both treat it alike."""
+    """Return some that have at least this fraction of all values, and hardly more: the largest that
+    fit, and at last the smallest that is left. Two stages treat a weight that both have alike."""
     if fraction == 1:
         return list(weights)
     left = fraction * sum(each.main.numel() for each in weights)
@@ -70,8 +69,8 @@ def offload_optimizer(
     fraction: float,
     spec: OptimizerSpec,
 ) -> None:
-    """Move this fraction of the main weights and moments of an optimizer to the host. It was built
-    with MainsWithoutMemory, and here the other main weights get their values."""
+    """Move this fraction of the main weights and moments of an optimizer that was built with
+    MainsWithoutMemory to the host. The other main weights get their values here."""
     for chained in optimizer.chained_optimizers:
         if chained.is_stub_optimizer:
             continue
@@ -95,8 +94,7 @@ def _copy_to_model(weights: Sequence[MainWeight]) -> None:
 
 
 class OffloadedAdamW(SplitOptimizer):
-    """AdamW over weights on the device and weights on the host. The first optimizer is that of the
-    device, and `groups` are those of Megatron."""
+    """AdamW over weights on the device and weights on the host."""
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class OffloadedAdamW(SplitOptimizer):
         offloaded: Sequence[MainWeight],
         spec: OptimizerSpec,
     ):
-        """Divide the parameters of Megatron's optimizer. Those of the device are in `starts`, with
+        """Divide the parameters of Megatron's optimizer. `starts` has those of the device, with
         their offset in the whole parameter."""
         groups: list[dict[str, Any]] = megatrons.param_groups
         on_device = groups_with(groups, {each: each for each in starts})
@@ -114,15 +112,19 @@ class OffloadedAdamW(SplitOptimizer):
             megatrons.param_groups = on_device
         else:
             device = RangedAdamW(on_device, spec, starts)
-        values = {each.main: _to_host(each) for each in offloaded}
+        # These fp32 copies are not pinned: what the device copies goes through other memory.
+        values = {
+            each.main: torch.empty(each.main.numel()).copy_(each.model_part) for each in offloaded
+        }
         host_starts = {values[each.main]: each.start for each in offloaded}
         self.host = RangedAdamW(groups_with(groups, values), spec, host_starts)
         super().__init__(groups, (device, self.host), values)
         group_of = {each: group for group in self.host.param_groups for each in group["params"]}
         ranges = [
-            _Range(each, values[each.main], group_of[values[each.main]], start, end)
+            _Range(each, value := values[each.main], group_of[value], start, end)
             for each in offloaded
-            for start, end in _cut(each.main.numel())
+            for start in range(0, each.main.numel(), OFFLOAD_BUCKET)
+            for end in [min(start + OFFLOAD_BUCKET, each.main.numel())]
         ]
         self.transfers = _Transfers(ranges) if ranges else None
 
@@ -136,18 +138,6 @@ class OffloadedAdamW(SplitOptimizer):
         if self.transfers is not None:
             for part, grads in self.transfers.exchange():
                 self.host.update(part.values, part.group, part.start, grads)
-
-
-def _to_host(weight: MainWeight) -> Tensor:
-    """Return an fp32 copy of a weight on the host, where it is not pinned: what the device copies
-    goes through other memory."""
-    return torch.empty(weight.main.numel()).copy_(weight.model_part)
-
-
-def _cut(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of at most OFFLOAD_BUCKET weights that a weight is divided into."""
-    for start in range(0, count, OFFLOAD_BUCKET):
-        yield start, min(start + OFFLOAD_BUCKET, count)
 
 
 @dataclass(frozen=True)
@@ -193,15 +183,15 @@ class _Transfers:
                 self.buckets.append([])
             self.buckets[-1].append(each)
         size = max(map(_size, self.buckets))
-        dtypes = {each.weight.param.dtype for each in ranges}
+        most = {
+            dtype: max(_size(_of_dtype(bucket, dtype)) for bucket in self.buckets)
+            for dtype in {each.weight.param.dtype for each in ranges}
+        }
         self.grads = [pinned_memory(size, torch.float32, device) for _ in range(2)]
         self.weights = [
-            {dtype: pinned_memory(self._most(dtype), dtype, device) for dtype in dtypes}
+            {dtype: pinned_memory(count, dtype, device) for dtype, count in most.items()}
             for _ in range(2)
         ]
-
-    def _most(self, dtype: torch.dtype) -> int:
-        return max(_size(_of_dtype(bucket, dtype)) for bucket in self.buckets)
 
     def exchange(self) -> Iterator[tuple[_Range, Tensor]]:
         """Yield each range with its gradients, and send the weights of a bucket after it."""

@@ -33,7 +33,7 @@ from megatron_vlm.training.optimizer_step import AdamStep, set_adam
 
 
 def shards_optimizer(cfg: Config, grid: RankGroups) -> bool:
-    """Return whether optimizer state is sharded. With one replica, that would only copy it
+    """Return whether optimizer state is sharded. With one replica it would only be copied
     around."""
     return cfg.parallel.distributed_optimizer and grid.dp.size > 1
 
@@ -46,8 +46,7 @@ def is_gather_overlapped(cfg: Config, grid: RankGroups) -> bool:
 def wrap_data_parallel(
     cfg: Config, chunks: Sequence[StageModel], grid: RankGroups
 ) -> list[DistributedDataParallel]:
-    """Wrap the chunks in Megatron's DDP: fp32 gradient buffers, reduced (or scattered) over the DP
-    ranks."""
+    """Wrap the chunks in Megatron's DDP, with fp32 gradient buffers."""
     wrapped = [
         DistributedDataParallel(
             config=chunk.config,
@@ -78,8 +77,7 @@ def finalize_grads(
     num_tokens: Tensor | None = None,
     **kwargs: object,
 ) -> None:
-    """Run Megatron's reductions and the division by the global token count, then the tower's
-    part."""
+    """Run Megatron's reductions and the division by the global token count, then the tower's."""
     for reduce in reduces:
         reduce.begin_first()
     megatron_finalize(chunks, num_tokens, **kwargs)
@@ -112,7 +110,7 @@ def build_optimizer(
     grid: RankGroups,
 ) -> MegatronOptimizer:
     """Build the optimizer with fp32 main weights, whose state parallel.distributed_optimizer shards
-    over DP. `entries` has the place of each parameter in the table of names. A collective."""
+    over DP. `entries` has each parameter's place in the table of names. A collective."""
     optim, model_config, spec = cfg.optim, chunks[0].config, optimizer_spec(cfg.optim)
     parts = {param: entry.part for param, entry in entries.items()}
     config = OptimizerConfig(

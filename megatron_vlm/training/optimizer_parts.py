@@ -36,8 +36,8 @@ _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 class SplitOptimizer(torch.optim.Optimizer):
-    """Optimizers that divide the parameters of the same groups. Settings of the groups hold for all
-    of them. `offloaded` has the tensors on the host that take the place of some parameters."""
+    """Optimizers that divide the parameters of the same groups and have their settings. `offloaded`
+    has the tensors on the host that take the place of some parameters."""
 
     def __init__(
         self,
@@ -67,8 +67,7 @@ class SplitOptimizer(torch.optim.Optimizer):
 
 
 def groups_with(groups: Sequence[dict[str, Any]], params: Mapping[Tensor, Tensor]) -> list[Any]:
-    """Return the groups with those of their parameters that are among these, each replaced by its
-    value."""
+    """Return the groups with those of their parameters that are among these, each replaced."""
     return [
         {**group, "params": [params[each] for each in group["params"] if each in params]}
         for group in groups
@@ -125,8 +124,8 @@ def main_weights_of(
 
 def _sharded_mains(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
     """Yield the parameters that this rank updates a part of, each with the main weight of the part.
-    Megatron's own table of places, `model_param_group_index_map` (0.16.1), is wrong for a group
-    with bf16 and fp32 parameters: the group has those in fp32 first."""
+    Megatron's own table, `model_param_group_index_map` (0.16.1), is wrong for a group with bf16 and
+    fp32 parameters: the group has those in fp32 first."""
     for models, mains in (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),

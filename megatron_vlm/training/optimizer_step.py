@@ -20,8 +20,8 @@ from megatron_vlm.training.comm_overlap import WeightGather
 
 @dataclass(frozen=True)
 class AdamStep:
-    """AdamW's settings for one step, in place of the configured ones. As in the configuration,
-    norms and biases do not decay."""
+    """AdamW's settings for one step, in place of the configured ones. Norms and biases do not
+    decay."""
 
     beta1: float
     beta2: float
@@ -54,7 +54,7 @@ class AdamStep:
 
 
 def step_settings(optim: OptimConfig, adam: AdamStep | None) -> AdamStep:
-    """Return the settings of a step: those that it has of its own, or the configured ones."""
+    """Return the settings of a step: its own, or the configured ones."""
     if adam is None:
         return AdamStep.from_config(optim)
     if not optimizer_spec(optim).step_settings:
@@ -101,7 +101,7 @@ def apply_gradients(
 ) -> float:
     """Clip the gradients to a norm of at most `limit`, unless that is 0, and apply them. Return
     their norm before clipping. Apply nothing if it is not finite: Megatron checks that only with a
-    loss scaler, which bf16 and fp32 do not use."""
+    loss scaler."""
     optimizer.prepare_grads()
     norm = gradient_norm(optimizer, grid, device)
     if math.isfinite(norm):

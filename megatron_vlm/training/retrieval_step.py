@@ -84,8 +84,7 @@ class EmbeddingObjective:
     def forward_backward(self, batch: StepBatch) -> StepMetrics:
         """Compute the gradients of the mean loss over the queries of a global batch."""
         batches = batch.micro_batches
-        loss, gathered = self._loss(batches)
-        queries, total, *sums = self._on_all_ranks(loss, gathered)
+        (queries, total, *sums), loss, gathered = self._loss(batches)
         if loss is not None and gathered is not None:
             batches = _with_slopes(batches, loss.slopes_RH, gathered)
         metrics = self.worker.forward_backward(batches, loss=surrogate)
@@ -95,31 +94,27 @@ class EmbeddingObjective:
     def loss_sums(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], Gathered | None]:
         """Return the queries of a global batch, the sums of their losses and figures, and on last
         stages the embeddings."""
-        loss, gathered = self._loss(batches)
-        names = ("queries", "loss", *FIGURES)
-        return dict(zip(names, self._on_all_ranks(loss, gathered), strict=True)), gathered
+        sums, _, gathered = self._loss(batches)
+        return dict(zip(("queries", "loss", *FIGURES), sums, strict=True)), gathered
 
-    def _loss(self, batches: Sequence[MicroBatch]) -> tuple[InfoNCE | None, Gathered | None]:
-        """Return the loss and the embeddings of a global batch, on last stages."""
+    def _loss(
+        self, batches: Sequence[MicroBatch]
+    ) -> tuple[list[float], InfoNCE | None, Gathered | None]:
+        """Return the queries, their summed loss and figures on every rank, and on last stages the
+        whole loss and the embeddings."""
+        loss = gathered = None
+        grid, facts = self.worker.grid, torch.zeros(2 + len(FIGURES), dtype=torch.float64)
         outputs = self.worker.stage.evaluate(batches, embedding_head)
-        if not self.worker.grid.is_last_stage:
-            return None, None
-        embeddings = [each.embeddings_NH for each in outputs if each.embeddings_NH is not None]
-        gathered = gather_rows(embeddings, batches, self.worker.grid)
-        rows = RetrievalRows.from_examples(gathered.example_T)
-        return info_nce(gathered.values_TH, rows, self.cfg.embed), gathered
-
-    def _on_all_ranks(self, loss: InfoNCE | None, gathered: Gathered | None) -> list[float]:
-        """Return the number of queries, their summed loss and figures, on every stage."""
-        facts = torch.zeros(2 + len(FIGURES), dtype=torch.float64)
-        if loss is not None and gathered is not None:
-            queries = len({example for example, _ in gathered.places})
+        if grid.is_last_stage:
+            gathered = gather_rows([each.embeddings_NH for each in outputs], batches, grid)
+            rows = RetrievalRows.from_examples(gathered.example_T)
+            loss = info_nce(gathered.values_TH, rows, self.cfg.embed)
             sums = [loss.figures.get(name, 0.0) for name in FIGURES]
-            facts = torch.tensor([queries, loss.loss, *sums], dtype=torch.float64)
+            facts = torch.tensor([len(rows.query_A), loss.loss, *sums], dtype=torch.float64)
         facts = facts.to(self.worker.platform.device)
-        self.worker.grid.from_last_stage(facts)
+        grid.from_last_stage(facts)
         queries, *others = facts.tolist()
-        return [max(queries, 1.0), *others]
+        return [max(queries, 1.0), *others], loss, gathered
 
 
 def _with_slopes(

@@ -21,7 +21,7 @@ from megatron_vlm.training.stage_inputs import StageInput
 
 
 class RouterTerms:
-    """The router losses of one forward_backward: means of their own, whatever the divisor."""
+    """The router losses of one forward_backward: means of their own, for any divisor."""
 
     def __init__(
         self, model: ModelConfig, stage: Stage, batches: Sequence[MicroBatch], divisor: float | None

@@ -55,7 +55,7 @@ def gather_targets(
 def top_tokens(
     stage: Stage, batches: Sequence[MicroBatch], count: int, temperature: float
 ) -> list[Tensor]:
-    """Return the most likely tokens of each row, as `MegatronWorker.likeliest` describes them."""
+    """Return the most likely tokens of each row, as the worker describes them."""
     outputs = stage.evaluate(
         batches, partial(top_tokens_head, count=count, temperature=temperature)
     )

@@ -39,10 +39,9 @@ class StopSearch:
     """A search for strings in an answer that grows by one token at a time. It finds a string at the
     first token at which the text of the whole answer contains one.
 
-    Only a tail of the answer is decoded. The text of a token may depend on the tokens before it.
-    So a tail begins only where its text was the same as the end of all decoded text, with room for
-    the longest string, for an incomplete character, and for the seam. If there is no such tail,
-    more is decoded, at worst the whole answer.
+    Only a tail of the answer is decoded. The text of a token may depend on those before it. So a
+    tail begins only where its text was the same as the end of all decoded text, with room for the
+    longest string, for an incomplete character, and for the seam. Otherwise more is decoded.
     """
 
     text_of: TextOf

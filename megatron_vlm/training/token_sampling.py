@@ -29,10 +29,10 @@ def pick(
     never: Sequence[int],
     turns: Sequence[tuple[int, int]],
 ) -> Tensor:
-    """Pick an id for each row, and return it with its log-prob before any cut-off: [B, 2] in
-    float64, which holds both exactly. The log-prob is at temperature 1, or with settings.tempered
-    at the temperature of the settings. `turns` are the seed of each row and the number of its
-    token. Ids in `never` are not picked."""
+    """Pick an id for each row, none of `never`, and return it with its log-prob before any cut-off:
+    [B, 2] in float64, which holds both exactly. The log-prob is at temperature 1, or with
+    settings.tempered at that of the settings. `turns` are the seed of each row and the number of
+    its token."""
     scores_BV = logits_BV.clone()
     scores_BV[:, list(never)] = -torch.inf
     ids_B = scores_BV.argmax(dim=-1)  # the lowest id among equal logits

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.training.worker import MegatronWorker
-from tests.model.test_parity import TOLERANCE, errors, layout
+from tests.model.test_parity import TOLERANCE, case, errors, layout
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, RowSpec, make_rows
 from tests.support.comparison import check_worst, relative_errors
 from tests.support.reference import reference_of
@@ -30,52 +30,50 @@ BATCHES = {
 
 
 CASES = {
-    # name: (layout, sizes of the tiny model, batch)
-    "1": full(layout(), {}, "mixed"),
-    "ep2": full(layout(dp=2, ep=2), {}, "uneven"),
-    "ep2-pp2-recompute": (
-        layout(pp=2, dp=2, ep=2, recompute="full", layers_per_stage=[0, 4]),
-        {},
-        "mixed",
-    ),
+    "1": full(*case()),
+    "ep2": full(*case("uneven", dp=2, ep=2)),
+    "ep2-pp2-recompute": case(pp=2, dp=2, ep=2, recompute="full", layers_per_stage=[0, 4]),
     "ep2-dp2-overlap": slow(
-        layout(dp=4, ep=2, overlap_grad_reduce=True), {"dense_layers": 1}, "uneven"
+        *case("uneven", {"dense_layers": 1}, dp=4, ep=2, overlap_grad_reduce=True)
     ),
-    "ep1-dp2": slow(layout(dp=2), {}, "mixed"),
-    "ep1-pp2": slow(layout(pp=2), {"tied": True}, "mixed"),
-    "ep2-plain-optimizer": slow(layout(dp=2, ep=2, distributed_optimizer=False), {}, "mixed"),
-    "ep4": slow(layout(dp=4, ep=4), {"tied": True}, "uneven"),
-    "ep4-pp2": slow(layout(pp=2, dp=4, ep=4, layers_per_stage=[1, 3]), {}, "uneven"),
-    "ep2-dp2-pp2": slow(
-        layout(pp=2, dp=4, ep=2, overlap_grad_reduce=True), {"tied": True}, "mixed"
-    ),
+    "ep1-dp2": slow(*case(dp=2)),
+    "ep1-pp2": slow(*case("mixed", {"tied": True}, pp=2)),
+    "ep2-plain-optimizer": slow(*case(dp=2, ep=2, distributed_optimizer=False)),
+    "ep4": slow(*case("uneven", {"tied": True}, dp=4, ep=4)),
+    "ep4-pp2": slow(*case("uneven", pp=2, dp=4, ep=4, layers_per_stage=[1, 3])),
+    "ep2-dp2-pp2": slow(*case("mixed", {"tied": True}, pp=2, dp=4, ep=2, overlap_grad_reduce=True)),
     "ep2-stage-without-experts": slow(
-        layout(pp=2, dp=2, ep=2), {"dense_layers": 2, "sparse_step": 2}, "mixed"
+        *case("mixed", {"dense_layers": 2, "sparse_step": 2}, pp=2, dp=2, ep=2)
     ),
     "ep2-pp2x2": slow(
-        layout(pp=2, dp=2, ep=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2]), {}, "uneven"
+        *case("uneven", pp=2, dp=2, ep=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2])
     ),
     "ep2-pp2x2-dp2-overlap-recompute": slow(
-        layout(pp=2, dp=4, ep=2, virtual_stages=2, overlap_grad_reduce=True, recompute="full"),
-        {"tied": True},
-        "mixed",
+        *case(
+            "mixed",
+            {"tied": True},
+            pp=2,
+            dp=4,
+            ep=2,
+            virtual_stages=2,
+            overlap_grad_reduce=True,
+            recompute="full",
+        )
     ),
     "ep2-recompute-all": slow(
-        layout(dp=2, ep=2, recompute="full", recompute_vision=True), {}, "text_on_one_rank"
+        *case("text_on_one_rank", dp=2, ep=2, recompute="full", recompute_vision=True)
     ),
     "ep2-text-on-one-rank-overlap": slow(
-        layout(dp=2, ep=2, overlap_grad_reduce=True), {}, "text_on_one_rank"
+        *case("text_on_one_rank", dp=2, ep=2, overlap_grad_reduce=True)
     ),
-    "ep2-all-text": slow(layout(dp=2, ep=2), {}, "all_text"),
-    "ep2-vision-frozen": slow(layout(dp=2, ep=2, freeze_vision=True), {}, "mixed"),
-    "ep2-language-frozen": slow(
-        layout(pp=2, dp=2, ep=2, freeze_language=True), {}, "text_on_one_rank"
-    ),
+    "ep2-all-text": slow(*case("all_text", dp=2, ep=2)),
+    "ep2-vision-frozen": slow(*case(dp=2, ep=2, freeze_vision=True)),
+    "ep2-language-frozen": slow(*case("text_on_one_rank", pp=2, dp=2, ep=2, freeze_language=True)),
     "ep2-merger-only": slow(
-        layout(dp=2, ep=2, freeze_language=True, freeze_vision=True), {}, "text_on_one_rank"
+        *case("text_on_one_rank", dp=2, ep=2, freeze_language=True, freeze_vision=True)
     ),
-    "top-1": slow(layout(dp=2, ep=2), {"top_k": 1}, "mixed"),
-    "top-all": slow(layout(dp=2, ep=2), {"top_k": 8}, "mixed"),
+    "top-1": slow(*case("mixed", {"top_k": 1}, dp=2, ep=2)),
+    "top-all": slow(*case("mixed", {"top_k": 8}, dp=2, ep=2)),
 }
 
 

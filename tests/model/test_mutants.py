@@ -47,13 +47,14 @@ def reentrant_list_of_features(_right: Any) -> Any:
     return run
 
 
-def scaled_by(factor: float) -> Callable[[Any], Any]:
-    """Scale the backward of the gathered features, as replicate-and-reduce schemes do."""
+def scaled_by(factor: float, place: int = 0) -> Callable[[Any], Any]:
+    """Scale a gradient of a backward, as replicate-and-reduce schemes do."""
 
     def make(right: Any) -> Any:
         def backward(ctx, grad):
-            first, *rest = right(ctx, grad)
-            return first * factor, *rest
+            grads = list(right(ctx, grad))
+            grads[place] = grads[place] * factor
+            return tuple(grads)
 
         return staticmethod(backward)
 

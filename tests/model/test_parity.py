@@ -1,6 +1,8 @@
 # make test-parity, or: .venv/bin/python -m pytest tests/model/test_parity.py
 """Losses, per-token log-probs and every gradient equal Hugging Face's, at each layout."""
 
+from typing import Any
+
 import pytest
 
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
@@ -26,76 +28,62 @@ def layout(tp: int = 1, pp: int = 1, dp: int = 1, **more: object) -> Case:
     return Case(world=tp * pp * dp, model=model, parallel=dict(tp=tp, pp=pp, **parallel))
 
 
+def case(batch: str = "mixed", sizes: dict[str, object] | None = None, **degrees: Any) -> Any:
+    """Return a layout, the sizes of the tiny model and a batch."""
+    return layout(**degrees), sizes or {}, batch
+
+
 CASES: dict[str, tuple[Case, dict[str, object], str]] = {
-    # name: (layout, sizes of the tiny model, batch)
-    "1x1x1": (layout(), {}, "mixed"),
-    "tp2": (layout(tp=2), {}, "mixed"),
-    "pp2": (layout(pp=2), {}, "mixed"),
-    "dp2": (layout(dp=2), {}, "mixed"),
-    "tp2-pp2": (layout(tp=2, pp=2), {}, "mixed"),
-    "tp2-dp2": (layout(tp=2, dp=2), {}, "mixed"),
-    "pp2-dp2": (layout(pp=2, dp=2), {}, "mixed"),
-    "pp4": (layout(pp=4), {}, "mixed"),
-    "stage0-0-layers": (layout(pp=2, layers_per_stage=[0, 4]), {}, "mixed"),
-    "stage0-1-layer": (layout(pp=2, layers_per_stage=[1, 3]), {}, "mixed"),
-    "stages-0-1-1-2": (layout(pp=4, layers_per_stage=[0, 1, 1, 2]), {"tied": True}, "mixed"),
-    "tp2-stage0-0-layers": (layout(tp=2, pp=2, layers_per_stage=[0, 4]), {}, "mixed"),
-    "recompute-selective": (layout(recompute="selective"), {}, "mixed"),
-    "recompute-full": (layout(recompute="full"), {}, "mixed"),
-    "recompute-vision": (layout(recompute_vision=True), {}, "mixed"),
-    "recompute-all-tp2-pp2": (
-        layout(tp=2, pp=2, recompute="full", recompute_vision=True, layers_per_stage=[1, 3]),
-        {},
-        "mixed",
+    "1x1x1": case(),
+    "tp2": case(tp=2),
+    "pp2": case(pp=2),
+    "dp2": case(dp=2),
+    "tp2-pp2": case(tp=2, pp=2),
+    "tp2-dp2": case(tp=2, dp=2),
+    "pp2-dp2": case(pp=2, dp=2),
+    "pp4": case(pp=4),
+    "stage0-0-layers": case(pp=2, layers_per_stage=[0, 4]),
+    "stage0-1-layer": case(pp=2, layers_per_stage=[1, 3]),
+    "stages-0-1-1-2": case("mixed", {"tied": True}, pp=4, layers_per_stage=[0, 1, 1, 2]),
+    "tp2-stage0-0-layers": case(tp=2, pp=2, layers_per_stage=[0, 4]),
+    "recompute-selective": case(recompute="selective"),
+    "recompute-full": case(recompute="full"),
+    "recompute-vision": case(recompute_vision=True),
+    "recompute-all-tp2-pp2": case(
+        tp=2, pp=2, recompute="full", recompute_vision=True, layers_per_stage=[1, 3]
     ),
-    "vision-frozen": (layout(pp=2, freeze_vision=True), {}, "mixed"),
-    "vision-merger-frozen": (layout(tp=2, freeze_vision=True, freeze_merger=True), {}, "mixed"),
-    "language-frozen": (layout(pp=2, freeze_language=True), {}, "mixed"),
-    "merger-only-tp2": (layout(tp=2, freeze_vision=True, freeze_language=True), {}, "mixed"),
-    "tied": (layout(), {"tied": True}, "mixed"),
-    "tied-tp2-pp2": (layout(tp=2, pp=2), {"tied": True}, "mixed"),
-    "kv-heads-4": (layout(tp=2), {"kv_heads": 4}, "mixed"),  # no grouping
-    "odd-vocab-tp2": (layout(tp=2), {"vocab": 509}, "mixed"),
-    "odd-vocab-tied-tp2-pp2": (layout(tp=2, pp=2), {"vocab": 509, "tied": True}, "mixed"),
-    "overlap-text-on-one-rank": (layout(dp=2, overlap_grad_reduce=True), {}, "text_on_one_rank"),
-    "overlap-tp2-dp2-images-shared": (
-        layout(tp=2, dp=2, overlap_grad_reduce=True),
-        {},
-        "text_on_one_rank",
+    "vision-frozen": case(pp=2, freeze_vision=True),
+    "vision-merger-frozen": case(tp=2, freeze_vision=True, freeze_merger=True),
+    "language-frozen": case(pp=2, freeze_language=True),
+    "merger-only-tp2": case(tp=2, freeze_vision=True, freeze_language=True),
+    "tied": case("mixed", {"tied": True}),
+    "tied-tp2-pp2": case("mixed", {"tied": True}, tp=2, pp=2),
+    "kv-heads-4": case("mixed", {"kv_heads": 4}, tp=2),  # no grouping
+    "odd-vocab-tp2": case("mixed", {"vocab": 509}, tp=2),
+    "odd-vocab-tied-tp2-pp2": case("mixed", {"vocab": 509, "tied": True}, tp=2, pp=2),
+    "overlap-text-on-one-rank": case("text_on_one_rank", dp=2, overlap_grad_reduce=True),
+    "overlap-tp2-dp2-images-shared": case("text_on_one_rank", tp=2, dp=2, overlap_grad_reduce=True),
+    "overlap-plain-optimizer": case(dp=2, overlap_grad_reduce=True, distributed_optimizer=False),
+    "no-deepstack-pp2": case("mixed", {"deepstack": 0}, pp=2),
+    "all-text": case("all_text", pp=2),
+    "all-text-tp2-dp2": case("all_text", tp=2, dp=2, overlap_grad_reduce=True),
+    "images-not-shared": case(tp=2, share_images=False),
+    "images-not-shared-pp2": case(tp=2, pp=2, share_images=False),
+    "pp2x2": case(pp=2, virtual_stages=2),
+    "pp2x3-uneven": case(
+        "mixed", {"layers": 7}, pp=2, virtual_stages=3, layers_per_stage=[0, 1, 2, 1, 1, 2]
     ),
-    "overlap-plain-optimizer": (
-        layout(dp=2, overlap_grad_reduce=True, distributed_optimizer=False),
-        {},
-        "mixed",
+    "pp2x2-stage0-0-layers-tied": case(
+        "mixed", {"tied": True}, pp=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2]
     ),
-    "no-deepstack-pp2": (layout(pp=2), {"deepstack": 0}, "mixed"),
-    "all-text": (layout(pp=2), {}, "all_text"),
-    "all-text-tp2-dp2": (layout(tp=2, dp=2, overlap_grad_reduce=True), {}, "all_text"),
-    "images-not-shared": (layout(tp=2, share_images=False), {}, "mixed"),
-    "images-not-shared-pp2": (layout(tp=2, pp=2, share_images=False), {}, "mixed"),
-    "pp2x2": (layout(pp=2, virtual_stages=2), {}, "mixed"),
-    "pp2x3-uneven": (
-        layout(pp=2, virtual_stages=3, layers_per_stage=[0, 1, 2, 1, 1, 2]),
-        {"layers": 7},
-        "mixed",
+    "tp2-pp2x2-recompute": case(
+        tp=2, pp=2, virtual_stages=2, recompute="full", recompute_vision=True
     ),
-    "pp2x2-stage0-0-layers-tied": (
-        layout(pp=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2]),
-        {"tied": True},
-        "mixed",
+    "pp2x2-dp2-overlap": case(
+        "text_on_one_rank", pp=2, dp=2, virtual_stages=2, overlap_grad_reduce=True
     ),
-    "tp2-pp2x2-recompute": (
-        layout(tp=2, pp=2, virtual_stages=2, recompute="full", recompute_vision=True),
-        {},
-        "mixed",
-    ),
-    "pp2x2-dp2-overlap": (
-        layout(pp=2, dp=2, virtual_stages=2, overlap_grad_reduce=True),
-        {},
-        "text_on_one_rank",
-    ),
-    "pp4x2": (layout(pp=4, virtual_stages=2), {"layers": 9}, "mixed"),
-    "plain-optimizer": (layout(tp=2, dp=2, distributed_optimizer=False), {}, "mixed"),
+    "pp4x2": case("mixed", {"layers": 9}, pp=4, virtual_stages=2),
+    "plain-optimizer": case(tp=2, dp=2, distributed_optimizer=False),
 }
 # One layout of each kind; experts and gated delta nets have theirs in files of their own.
 QUICK = ("tp2", "stage0-0-layers", "tp2-pp2", "overlap-text-on-one-rank")

@@ -6,7 +6,7 @@ token: its own rule in fp32 loses digits of exactly these."""
 
 import pytest
 
-from tests.model.test_parity import TOLERANCE, errors, layout
+from tests.model.test_parity import TOLERANCE, case, errors
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, RowSpec, make_rows
 from tests.support.comparison import check_worst
 from tests.support.reference import reference_of, run_exact_reference
@@ -40,32 +40,29 @@ STRONG_DECAY = dict(max_decay=16.0)
 
 
 CASES = {
-    # name: (layout, sizes of the tiny model, batch)
-    "1": full(layout(), {}, "lengths"),
-    "tp2-pp2-recompute": (
-        layout(tp=2, pp=2, recompute="full", recompute_vision=True, layers_per_stage=[1, 3]),
-        {},
-        "mixed",
+    "1": full(*case("lengths")),
+    "tp2-pp2-recompute": case(
+        tp=2, pp=2, recompute="full", recompute_vision=True, layers_per_stage=[1, 3]
     ),
-    "strong-decay-tp2": full(layout(tp=2), STRONG_DECAY, "mixed"),
-    "experts-ep2": full(layout(dp=2, ep=2), EXPERTS, "mixed"),
-    "mixed": slow(layout(), {}, "mixed"),
-    "tp2": slow(layout(tp=2), {}, "lengths"),
-    "tp4": slow(layout(tp=4), WIDE, "mixed"),
-    "pp2": slow(layout(pp=2), {}, "mixed"),
-    "pp4": slow(layout(pp=4), {}, "mixed"),
-    "stage0-0-layers": slow(layout(pp=2, layers_per_stage=[0, 4]), {}, "mixed"),
-    "dp2-overlap": slow(layout(dp=2, overlap_grad_reduce=True), {}, "text_on_one_rank"),
-    "pp2x2": slow(layout(pp=2, virtual_stages=2), {"layers": 8}, "mixed"),
-    "recompute-selective": slow(layout(recompute="selective"), {}, "mixed"),
-    "tied-tp2-pp2": slow(layout(tp=2, pp=2), {"tied": True}, "mixed"),
-    "all-text-pp2": slow(layout(pp=2), {}, "all_text"),
-    "compiled": slow(layout(compile=True), {}, "mixed"),
-    "language-frozen": slow(layout(pp=2, freeze_language=True), {}, "mixed"),
-    "experts-1": slow(layout(), EXPERTS, "lengths"),
-    "experts-ep4": slow(layout(dp=4, ep=4), EXPERTS, "text_on_one_rank"),
+    "strong-decay-tp2": full(*case("mixed", STRONG_DECAY, tp=2)),
+    "experts-ep2": full(*case("mixed", EXPERTS, dp=2, ep=2)),
+    "mixed": slow(*case()),
+    "tp2": slow(*case("lengths", tp=2)),
+    "tp4": slow(*case("mixed", WIDE, tp=4)),
+    "pp2": slow(*case(pp=2)),
+    "pp4": slow(*case(pp=4)),
+    "stage0-0-layers": slow(*case(pp=2, layers_per_stage=[0, 4])),
+    "dp2-overlap": slow(*case("text_on_one_rank", dp=2, overlap_grad_reduce=True)),
+    "pp2x2": slow(*case("mixed", {"layers": 8}, pp=2, virtual_stages=2)),
+    "recompute-selective": slow(*case(recompute="selective")),
+    "tied-tp2-pp2": slow(*case("mixed", {"tied": True}, tp=2, pp=2)),
+    "all-text-pp2": slow(*case("all_text", pp=2)),
+    "compiled": slow(*case(compile=True)),
+    "language-frozen": slow(*case(pp=2, freeze_language=True)),
+    "experts-1": slow(*case("lengths", EXPERTS)),
+    "experts-ep4": slow(*case("text_on_one_rank", EXPERTS, dp=4, ep=4)),
     "experts-ep2-pp2-recompute": slow(
-        layout(pp=2, dp=2, ep=2, recompute="full"), EXPERTS | {"tied": True}, "mixed"
+        *case("mixed", EXPERTS | {"tied": True}, pp=2, dp=2, ep=2, recompute="full")
     ),
 }
 

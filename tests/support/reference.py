@@ -1,7 +1,7 @@
 """The reference: Hugging Face's own model on the same weights and rows, without our code between
 the rows and its forward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -80,11 +80,12 @@ def run_reference(path: str, rows: list[Row], dtype: torch.dtype = torch.float32
         (-out.sum() / count).backward()
         log_probs.append(out.detach())
         total += float(-out.detach().double().sum())
-    grads = {
-        name: torch.zeros_like(param) if param.grad is None else param.grad
-        for name, param in model.named_parameters()
-    }
-    return Reference(total / count, log_probs, grads)
+    return Reference(total / count, log_probs, grads_of(model.named_parameters()))
+
+
+def grads_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the gradients of parameters, zero where there is none."""
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
 
 
 @cache

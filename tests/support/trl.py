@@ -3,8 +3,14 @@
 import json
 import os
 import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.comparison import check_worst
 
 PYTHON = Path(__file__).parents[2] / ".venv-trl" / "bin" / "python"
 
@@ -20,3 +26,20 @@ def run_trl(script: str, *arguments: object, given: Any = None) -> Any:
     )
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout)
+
+
+def check_trl(
+    loss: Tensor,
+    grad: Tensor,
+    theirs: Mapping[str, Any],
+    tolerance: float,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Compare a loss and its gradient in float64 with TRL's, by the largest value."""
+    want = torch.tensor(theirs["grad"], dtype=torch.float64)
+    assert want.any()
+    errors = {
+        "loss": abs(float(loss) - theirs["loss"]) / abs(theirs["loss"]),
+        "gradient": float((grad - want).abs().max() / want.abs().max()),
+    }
+    check_worst(errors, tolerance, record_property)

@@ -28,7 +28,7 @@ from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, RowSpec, make_rows, token_ids
 from tests.support.comparison import check_worst, relative_errors
 from tests.support.error_fields import raises
-from tests.support.reference import load_reference, row_log_probs, row_logits
+from tests.support.reference import grads_of, load_reference, row_log_probs, row_logits
 from tests.support.runs import Case, call, collect_grads, my_rows
 from tests.support.suites import quick
 
@@ -321,10 +321,7 @@ def by_weight(tiny) -> tuple[list[Row], Expected]:
         weights.append(torch.ones(len(picked)) if weights_S is None else weights_S[1 + picked])
     loss = (torch.cat(losses) * torch.cat(weights)).sum() / torch.cat(weights).sum()
     loss.backward()
-    grads = {
-        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
-    }
-    return rows, Expected(float(loss.detach()), {}, grads)
+    return rows, Expected(float(loss.detach()), {}, grads_of(model.named_parameters()))
 
 
 def run_weighted(worker: MegatronWorker, rows: list[Row]) -> dict[str, Any]:

@@ -26,16 +26,17 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.model import router as routing
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.model.router import RouterLosses
-from megatron_vlm.training import expert_routing, router_losses, stage_inputs
+from megatron_vlm.training import router_losses, stage_inputs
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.preflight import check_run
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.model.test_moe import EXPERTS, UNEVEN, with_fillers
-from tests.model.test_parity import TOLERANCE, errors, layout
+from tests.model.test_mutants import Mutant, replaced, scaled_by
+from tests.model.test_parity import TOLERANCE, case, errors, layout
 from tests.support.batches import ALL_TEXT, MIXED, SHALLOW, TEXT_ON_ONE_RANK, make_rows
 from tests.support.comparison import check_worst, relative_errors
 from tests.support.error_fields import raises
-from tests.support.reference import Reference, inputs_of, load_reference
+from tests.support.reference import Reference, grads_of, inputs_of, load_reference
 from tests.support.runs import Case, Outcome, call, loss_and_grads, my_rows
 from tests.support.suites import full, slow
 
@@ -88,10 +89,7 @@ def run_in_one_batch(path: str, rows: list[Row], balance: float, z: float) -> Lo
     ]
     z_loss = torch.stack(squares).mean()
     (loss + balance * balance_loss + z * z_loss).backward()
-    grads = {
-        name: torch.zeros_like(param) if param.grad is None else param.grad
-        for name, param in model.named_parameters()
-    }
+    grads = grads_of(model.named_parameters())
     shifted_BS = torch.cat([torch.zeros(len(rows), 1), log_probs_BS.detach()], dim=1)
     by_row = [line[: len(row.ids_S)] for line, row in zip(shifted_BS, rows, strict=True)]
     loss, balance_loss, z_loss = (float(each.detach()) for each in (loss, balance_loss, z_loss))
@@ -132,38 +130,40 @@ def reference(tiny):
 
 
 CASES = {
-    # name: (layout, sizes of the tiny model, batch)
-    "1": full(layout(**BOTH), SHALLOW, "mixed_weighted"),
-    "ep2": (layout(dp=2, ep=2, **BOTH), SHALLOW, "uneven"),
-    "ep2-pp2-recompute": (
-        layout(pp=2, dp=2, ep=2, recompute="full", layers_per_stage=[1, 3], **BOTH),
-        {"dense_layers": 1},
+    "1": full(*case("mixed_weighted", SHALLOW, **BOTH)),
+    "ep2": case("uneven", SHALLOW, dp=2, ep=2, **BOTH),
+    "ep2-pp2-recompute": case(
         "mixed",
+        {"dense_layers": 1},
+        pp=2,
+        dp=2,
+        ep=2,
+        recompute="full",
+        layers_per_stage=[1, 3],
+        **BOTH,
     ),
-    "balance-alone": slow(layout(dp=2, router_balance_loss=BALANCE), {}, "mixed"),
-    "z-alone-recompute": slow(layout(dp=2, recompute="full", router_z_loss=Z), {}, "uneven"),
-    "ep1-dp2-pp2": slow(layout(pp=2, dp=2, **BOTH), {"tied": True}, "uneven"),
+    "balance-alone": slow(*case(dp=2, router_balance_loss=BALANCE)),
+    "z-alone-recompute": slow(*case("uneven", dp=2, recompute="full", router_z_loss=Z)),
+    "ep1-dp2-pp2": slow(*case("uneven", {"tied": True}, pp=2, dp=2, **BOTH)),
     "ep2-dp2-overlap": slow(
-        layout(dp=4, ep=2, overlap_grad_reduce=True, **BOTH), {"dense_layers": 1}, "mixed"
+        *case("mixed", {"dense_layers": 1}, dp=4, ep=2, overlap_grad_reduce=True, **BOTH)
     ),
     "ep4-pp2": slow(
-        layout(pp=1, dp=4, ep=4, recompute="full", **BOTH), {"sparse_step": 2}, "uneven"
+        *case("uneven", {"sparse_step": 2}, pp=1, dp=4, ep=4, recompute="full", **BOTH)
     ),
     "ep2-pp2x2": slow(
-        layout(pp=2, dp=2, ep=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2], **BOTH),
-        {},
-        "uneven",
+        *case("uneven", pp=2, dp=2, ep=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2], **BOTH)
     ),
     "ep2-plain-optimizer-weighted": slow(
-        layout(dp=2, ep=2, distributed_optimizer=False, **BOTH), {}, "uneven_weighted"
+        *case("uneven_weighted", dp=2, ep=2, distributed_optimizer=False, **BOTH)
     ),
     "ep2-recompute-all": slow(
-        layout(dp=2, ep=2, recompute="full", recompute_vision=True, **BOTH), {}, "text_on_one_rank"
+        *case("text_on_one_rank", dp=2, ep=2, recompute="full", recompute_vision=True, **BOTH)
     ),
     "language-frozen": slow(
-        layout(pp=2, dp=2, ep=2, freeze_language=True, **BOTH), {}, "text_on_one_rank"
+        *case("text_on_one_rank", pp=2, dp=2, ep=2, freeze_language=True, **BOTH)
     ),
-    "top-1": slow(layout(dp=2, ep=2, **BOTH), {"top_k": 1}, "mixed"),
+    "top-1": slow(*case("mixed", {"top_k": 1}, dp=2, ep=2, **BOTH)),
 }
 
 
@@ -328,71 +328,51 @@ def test_a_dense_model_has_no_router(key, tiny):
 # Mutants.
 
 
-def patched_losses(change: Callable[[RouterLosses, int], RouterLosses]) -> Any:
-    """Patch the routers' losses. `change` also takes the number of micro-batches of this
-    replica."""
-    right = router_losses.RouterTerms._losses
-
-    def wrong(self, step):
-        return change(right(self, step), len(self.batches))
-
-    return mock.patch.object(router_losses.RouterTerms, "_losses", wrong)
+def of_losses(change: Callable[[RouterLosses, int], RouterLosses]) -> Mutant:
+    """Change the routers' losses, also by the number of micro-batches of this replica."""
+    return replaced(
+        router_losses.RouterTerms,
+        "_losses",
+        lambda right: lambda self, step: change(right(self, step), len(self.batches)),
+    )
 
 
-def averaged_over_micro_batches(losses: RouterLosses, count: int) -> RouterLosses:
-    return replace(losses, scales={name: each / count for name, each in losses.scales.items()})
+def of_add(change: Callable[..., Any]) -> Mutant:
+    return replaced(
+        RouterLosses, "add", lambda right: lambda self, *args: right(self, *change(*args))
+    )
 
 
-def divided_by_supervised_tokens(losses: RouterLosses, _: int) -> RouterLosses:
-    return replace(losses, scales={"balance_loss": BALANCE, "z_loss": Z})
-
-
-def shares_of_one_replica() -> Any:
+def shares_of_one_replica(right: Any) -> Any:
     """Count only a replica's own tokens, as if the other replica's were routed alike."""
 
     def wrong(chunks, text, device):
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
         own_LE = 2 * torch.tensor([layer.mlp.load for layer in layers], dtype=torch.float64)
-        expert_routing.take_expert_load(chunks, text, device)
+        right(chunks, text, device)
         return own_LE
 
-    return mock.patch.object(router_losses, "take_expert_load", wrong)
+    return wrong
 
 
-def padding_counts() -> Any:
-    right = stage_inputs.real_places
-    return mock.patch.object(
-        stage_inputs, "real_places", lambda lengths, tokens: right([tokens] * len(lengths), tokens)
-    )
-
-
-def patched_add(change: Callable[..., Any]) -> Any:
-    right = RouterLosses.add
-    return mock.patch.object(RouterLosses, "add", lambda self, *args: right(self, *change(*args)))
-
-
-def in_bf16(weights: Tensor, logits: Tensor, probs: Tensor, is_replay: bool) -> Any:
-    return weights, logits, probs.bfloat16(), is_replay
-
-
-def gradient_twice() -> Any:
-    right = routing._AddGradient.backward
-
-    def wrong(ctx, grad):
-        grad, one = right(ctx, grad)
-        return grad, 2 * one
-
-    return mock.patch.object(routing._AddGradient, "backward", staticmethod(wrong))
-
-
-MUTANTS: dict[str, Callable[[], Any]] = {
-    "averaged over micro-batches": lambda: patched_losses(averaged_over_micro_batches),
-    "divided by supervised tokens": lambda: patched_losses(divided_by_supervised_tokens),
-    "shares of one replica": shares_of_one_replica,
-    "padding counts": padding_counts,
-    "recomputed layers count again": lambda: patched_add(lambda *given: (*given[:3], False)),
-    "probabilities in bf16": lambda: patched_add(in_bf16),
-    "gradient twice": gradient_twice,
+MUTANTS: dict[str, Mutant] = {
+    "averaged over micro-batches": of_losses(
+        lambda losses, count: replace(
+            losses, scales={name: each / count for name, each in losses.scales.items()}
+        )
+    ),
+    "divided by supervised tokens": of_losses(
+        lambda losses, _: replace(losses, scales={"balance_loss": BALANCE, "z_loss": Z})
+    ),
+    "shares of one replica": replaced(router_losses, "take_expert_load", shares_of_one_replica),
+    "padding counts": replaced(
+        stage_inputs,
+        "real_places",
+        lambda right: lambda lengths, tokens: right([tokens] * len(lengths), tokens),
+    ),
+    "recomputed layers count again": of_add(lambda *given: (*given[:3], False)),
+    "probabilities in bf16": of_add(lambda *given: (*given[:2], given[2].bfloat16(), given[3])),
+    "gradient twice": replaced(routing._AddGradient, "backward", scaled_by(2, place=1)),
 }
 
 

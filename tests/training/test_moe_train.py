@@ -25,6 +25,7 @@ from megatron_vlm.training import backward, row_scores, stage_inputs
 from megatron_vlm.training.worker import MegatronWorker
 from tests.checkpoint.test_checkpoint import Part, go, whole
 from tests.model.test_moe import EXPERTS, UNEVEN
+from tests.model.test_mutants import Mutant, replaced, scaled_by
 from tests.model.test_parity import TOLERANCE, errors, layout
 from tests.run.test_evaluation import examine
 from tests.support.batches import MIXED, SHALLOW, make_rows
@@ -425,74 +426,51 @@ def test_a_routing_that_cannot_be_is_refused(pool, tiny):
 # Mutants.
 
 
-def patched_route(change: Callable[[Any, Any], Any]) -> Any:
-    right = experts.route
-
-    def wrong(*args: Any) -> Any:
-        return change(*right(*args))
-
-    return mock.patch.object(experts, "route", wrong)
+def of_route(change: Callable[[Any, Any], Any]) -> Mutant:
+    return replaced(experts, "route", lambda right: lambda *args: change(*right(*args)))
 
 
-def gate_and_up_swapped() -> Any:
+def gate_and_up_swapped(_right: Any) -> Any:
     def wrong(self, x, counts):
         swapped = torch.cat(self.gate_up(x, counts).chunk(2, dim=1)[::-1], dim=1)
         return self.down(self.swiglu(swapped), counts)
 
-    return mock.patch.object(experts.ExpertMLP, "_mlp", wrong)
+    return wrong
 
 
-def not_normalised() -> Any:
-    right = experts.route
-
+def not_normalised(right: Any) -> Any:
     def wrong(hidden, weight, *more):
         chosen, _ = right(hidden, weight, *more)
         return chosen, (hidden @ weight.T).softmax(-1).gather(1, chosen)
 
-    return mock.patch.object(experts, "route", wrong)
+    return wrong
 
 
-def rows_by_rank() -> Any:
-    """Leave the rows as they arrive from the ranks, not in the order of the experts."""
-    right = experts._by_expert
-    return mock.patch.object(experts, "_by_expert", lambda held: right(held).sort().values)
-
-
-def gradients_of_all_ranks() -> Any:
-    """Sum the gradient of a row once for each rank, as if an average divided it later."""
-    right = experts._Exchange.backward
-
-    def wrong(ctx, grad):
-        first, *rest = right(ctx, grad)
-        return 2 * first, *rest
-
-    return mock.patch.object(experts._Exchange, "backward", staticmethod(wrong))
-
-
-@contextmanager
-def experts_summed_over_all_replicas() -> Iterator[None]:
+def summed_over_all_replicas(right: Any) -> Any:
     """Remove Megatron's mark, so that gradients of different experts are added up."""
-    right = experts.ExpertMLP.__init__
 
     def wrong(self, *args, **kwargs):
         right(self, *args, **kwargs)
         for param in self.parameters():
             param.allreduce = True
 
-    with mock.patch.object(experts.ExpertMLP, "__init__", wrong):
-        yield
+    return wrong
 
 
-MUTANTS: dict[str, Callable[[], Any]] = {
-    "gate and up swapped": gate_and_up_swapped,
-    "weights not normalised": not_normalised,
-    "weights all equal": lambda: patched_route(lambda c, w: (c, torch.full_like(w, 0.5))),
-    "router learns nothing": lambda: patched_route(lambda c, w: (c, w.detach())),
-    "router in bf16": lambda: patched_route(lambda c, w: (c, w.bfloat16().float())),
-    "another expert": lambda: patched_route(lambda c, w: ((c + 1) % 8, w)),
-    "rows by rank": rows_by_rank,
-    "gradients of all ranks": gradients_of_all_ranks,
-    "experts summed over all": experts_summed_over_all_replicas,
+MUTANTS: dict[str, Mutant] = {
+    "gate and up swapped": replaced(experts.ExpertMLP, "_mlp", gate_and_up_swapped),
+    "weights not normalised": replaced(experts, "route", not_normalised),
+    "weights all equal": of_route(lambda c, w: (c, torch.full_like(w, 0.5))),
+    "router learns nothing": of_route(lambda c, w: (c, w.detach())),
+    "router in bf16": of_route(lambda c, w: (c, w.bfloat16().float())),
+    "another expert": of_route(lambda c, w: ((c + 1) % 8, w)),
+    # Rows stay as they arrive from the ranks, not in the order of the experts.
+    "rows by rank": replaced(
+        experts, "_by_expert", lambda right: lambda held: right(held).sort().values
+    ),
+    # The gradient of a row is summed once for each rank, as if an average divided it later.
+    "gradients of all ranks": replaced(experts._Exchange, "backward", scaled_by(2)),
+    "experts summed over all": replaced(experts.ExpertMLP, "__init__", summed_over_all_replicas),
 }
 
 

@@ -64,7 +64,7 @@ from tests.support.chats import image, picture, say, text
 from tests.support.comparison import check_worst
 from tests.support.error_fields import raises
 from tests.support.peft_reference import Adapter, as_ours, peft_model, save, trained
-from tests.support.reference import load_reference, row_log_probs
+from tests.support.reference import grads_of, load_reference, row_log_probs
 from tests.support.runs import Case, collect_grads
 from tests.support.suites import FULL, slow
 from tests.training.test_distill import eval_rank
@@ -323,10 +323,7 @@ def references(tiny, tmp_path_factory):
             return loss, as_ours(policy, {k: g for k, g in grads.items() if g is not None})
         policy = load_reference(tiny(**sizes, seed=1))
         loss, _ = expected(trial, cfg, policy, initial)
-        return loss, {
-            key: torch.zeros_like(param) if param.grad is None else param.grad
-            for key, param in policy.named_parameters()
-        }
+        return loss, grads_of(policy.named_parameters())
 
     return data_of, adapter_of, compute
 

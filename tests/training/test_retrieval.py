@@ -47,7 +47,7 @@ from tests.support.batches import SHALLOW
 from tests.support.chats import image, say, text
 from tests.support.comparison import check_worst, relative_errors
 from tests.support.peft_reference import Adapter, as_ours, peft_model, save, trained
-from tests.support.reference import inputs_of, load_reference
+from tests.support.reference import grads_of, inputs_of, load_reference
 from tests.support.runs import Case, collect_grads
 from tests.support.suites import FULL
 
@@ -248,11 +248,7 @@ def expected(path: str, trial: str, data: str, has_adapters: bool) -> Expected:
     loss = reference(model, examples, cfg)
     loss.backward()
     scores = expected_scores(model, examples, cfg)
-    learns = trained(whole) if has_adapters else dict(model.named_parameters())
-    grads = {
-        name: torch.zeros_like(param) if param.grad is None else param.grad
-        for name, param in learns.items()
-    }
+    grads = grads_of(trained(whole).items() if has_adapters else model.named_parameters())
     grads = as_ours(whole, grads) if has_adapters else grads
     return Expected(float(loss.detach()), grads, *scores)
 

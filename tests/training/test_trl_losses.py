@@ -1,6 +1,8 @@
 # make trl-env, then .venv/bin/python -m pytest tests/training/test_trl_losses.py
 """Losses of GRPO, DAPO, Dr. GRPO, GSPO and CISPO are those of TRL's GRPOTrainer, which gets our
-log-probs: values and gradients. Advantages have TRL's standard deviation."""
+log-probs: values and gradients. Advantages have TRL's standard deviation. The divergences of
+distillation are those of its GKDTrainer over the same events, and the forward KL is that of its
+IWOPDTrainer, which lumps all tokens but the teacher's likeliest ones itself."""
 
 import statistics
 from dataclasses import dataclass, field
@@ -18,7 +20,8 @@ from megatron_vlm.rl.advantages import (
     token_weights,
 )
 from megatron_vlm.training.losses import Objective
-from tests.support.trl import run_trl
+from megatron_vlm.training.token_losses import generalized_jsd
+from tests.support.trl import check_trl, run_trl
 
 # TRL is imported, and makes a trainer for each case.
 pytestmark = [pytest.mark.slow, pytest.mark.engine("trl")]
@@ -167,15 +170,7 @@ def ours(both: Both, samples: Samples) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_are_those_of_trl(name, samples, theirs, record_property):
-    loss, grad = ours(CASES[name], samples)
-    want = torch.tensor(theirs[name]["grad"], dtype=torch.float64)
-    assert want.any()
-    errors = [
-        abs(float(loss) - theirs[name]["loss"]) / abs(theirs[name]["loss"]),
-        float((grad - want).abs().max() / want.abs().max()),
-    ]
-    record_property("worst", max(errors))
-    assert max(errors) <= TOLERANCE, errors
+    check_trl(*ours(CASES[name], samples), theirs[name], TOLERANCE, record_property)
 
 
 def test_the_standard_deviation_is_that_of_trl(theirs):
@@ -184,3 +179,60 @@ def test_the_standard_deviation_is_that_of_trl(theirs):
         want = [(r - mean) / (std + 1e-4) for r in rewards]
         # Its correction n / (n - 1) is rounded to float32. Measured: 1.5e-8.
         assert group_advantages(rewards, "grpo") == pytest.approx(want, rel=1e-7)
+
+
+# Distillation.
+
+DIVERGENCE_TOLERANCE = 4e-14  # relative, in float64; measured worst: 4.6e-15
+ROWS, VOCAB, GIVEN = 11, 31, 4
+BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
+TEMPERATURES = [1.0, 0.9, 2.5]
+
+
+def logits() -> tuple[Tensor, Tensor]:
+    """Return the logits of a student and its teacher."""
+    generator = torch.Generator().manual_seed(4)
+    student = 2 * torch.randn(ROWS, VOCAB, generator=generator, dtype=torch.float64)
+    noise = torch.randn(ROWS, VOCAB, generator=generator, dtype=torch.float64)
+    return student.requires_grad_(), student.detach() + 1.5 * noise
+
+
+def lumped(logits_NV: Tensor, ids_NJ: Tensor, temperature: float) -> Tensor:
+    log_probs = (logits_NV / temperature).log_softmax(-1)
+    others = log_probs.scatter(1, ids_NJ, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([log_probs.gather(1, ids_NJ), others], dim=1)
+
+
+@pytest.fixture(scope="module")
+def their_divergences() -> dict[tuple[float, float, bool], Any]:
+    student, teacher = logits()
+    ids = teacher.topk(GIVEN).indices
+    asked = {}
+    for temperature in TEMPERATURES:
+        for beta in BETAS:
+            # Log-probs are logits of the same distribution.
+            events = [lumped(each, ids, temperature).tolist() for each in (student, teacher)]
+            asked[beta, temperature, False] = dict(zip(("student", "teacher"), events, strict=True))
+            asked[beta, temperature, False]["options"] = {"beta": beta}
+        whole = {"student": student.tolist(), "teacher": teacher.tolist()}
+        options = {"beta": 0, "temperature": temperature, "top_k": GIVEN, "add_tail": True}
+        asked[0.0, temperature, True] = {**whole, "options": options}
+    done = run_trl("trl_distill_losses.py", given=list(asked.values()))
+    return dict(zip(asked, done, strict=True))
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize(("beta", "whole"), [*((beta, False) for beta in BETAS), (0.0, True)])
+def test_divergence_and_gradient_are_those_of_trl(
+    beta, temperature, whole, their_divergences, record_property
+):
+    student, teacher = logits()
+    ids = teacher.topk(GIVEN).indices
+    events = lumped(student, ids, temperature)
+    leaf = student if whole else events.detach().requires_grad_()
+    own = events if whole else leaf.log_softmax(-1)
+    loss = generalized_jsd(own, lumped(teacher, ids, temperature), beta).sum()
+    loss.backward()
+    assert leaf.grad is not None
+    want = their_divergences[beta, temperature, whole]
+    check_trl(loss.detach(), leaf.grad, want, DIVERGENCE_TOLERANCE, record_property)
