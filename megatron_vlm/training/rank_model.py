@@ -18,24 +18,12 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.cpu_matmul import enable_onednn
 from megatron_vlm.family.spec import TensorSpec
+from megatron_vlm.hf import load_weights
 from megatron_vlm.hf.checkpoint_files import digests
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.hf.load_weights import (
-    check_tensors,
-    check_tied,
-    held_params,
-    load_hf,
-    own_parameters,
-)
 from megatron_vlm.hf.weight_map import Entry, name_table
+from megatron_vlm.lora import targets
 from megatron_vlm.lora.layers import attach
-from megatron_vlm.lora.targets import (
-    adapted_linears,
-    adapter_entries,
-    check_base_type,
-    check_blocks,
-    entries_in_blocks,
-)
 from megatron_vlm.lora.weights import adapted_weights, fill, values
 from megatron_vlm.model.build import build_chunks, compute_dtype
 from megatron_vlm.model.constraints import check_backend, check_config
@@ -77,11 +65,11 @@ def load_model(
     cfg, dims = _settle(cfg, source, world, platform, training)
     adapted = adapted_weights(cfg, source.sizes)
     table = name_table(source.sizes, cfg.model.backend, dims)
-    check_blocks(cfg.lora, table, dims.tp)
+    targets.check_blocks(cfg.lora, table, dims.tp)
     source.read_headers()
-    check_base_type(cfg, source)
-    check_tensors(source)
-    check_tied(source)
+    targets.check_base_type(cfg, source)
+    load_weights.check_tensors(source)
+    load_weights.check_tied(source)
     own_digests = digests(source) if world > 1 and base is None else {}
     patience = PATIENCE * cfg.launch.timeout_minutes
     watchdog.begin_phase(0, f"meeting the other ranks{meeting_place()}")
@@ -92,11 +80,11 @@ def load_model(
     grid = RankGroups.create(dims, cfg.train.seed, patience)
     watchdog.begin_phase(0, "building the model")
     chunks, table = _build(cfg, source, table, adapted, grid, platform, base)
-    held = held_params(chunks, table, grid.pp.rank)
+    held = load_weights.held_params(chunks, table, grid.pp.rank)
     watchdog.begin_phase(0, "loading the weights", files=True)
     with fail_together(platform.device, CheckpointError):
-        own_params = held if base is None else own_parameters(held, cfg)
-        load_hf(own_params, source, grid, watchdog.busy)
+        own_params = held if base is None else load_weights.own_parameters(held, cfg)
+        load_weights.load_hf(own_params, source, grid, watchdog.busy)
         if adapted:
             fill(held, grid, values(cfg, adapted, source))
     for entry, param in held.items():
@@ -136,14 +124,14 @@ def _build(
         enable_onednn(sizes.text.hidden, sizes.text.experts is not None)
     in_blocks = {
         (entry.chunk, entry.our_name)
-        for entry in entries_in_blocks(cfg.lora, table, source)
+        for entry in targets.entries_in_blocks(cfg.lora, table, source)
         if entry.stage == stage
     }
-    linears = adapted_linears(table, adapted)
+    linears = targets.adapted_linears(table, adapted)
     base_chunks = None if base is None else base.chunks
     chunks: list[StageModel] = build_chunks(
         cfg, family, source.config, sizes, grid, platform, in_blocks, base_chunks
     )
     local_linears = [linear for linear in linears if linear.stage == stage]
     attach(chunks, local_linears, cfg.lora, grid.tp.group)
-    return chunks, [*table, *adapter_entries(linears, cfg.lora.rank)]
+    return chunks, [*table, *targets.adapter_entries(linears, cfg.lora.rank)]

@@ -321,36 +321,27 @@ def chat(*texts: str) -> list[dict[str, Any]]:
 FORM, JUDGE = RetrievalForm("Find."), RetrievalForm("Find.", answers=("y", "n"))
 LIST = replace(JUDGE, needs_positive=True)
 JUDGE = replace(JUDGE, needs_positive=False)
-WRONG: dict[str, tuple[dict[str, Any], RetrievalForm, str]] = {
-    "no query": ({"positive": "a"}, FORM, "anchor"),
-    "two queries": ({"anchor": "a", "query": "b", "positive": "c"}, FORM, "anchor"),
-    "no positive": ({"anchor": "a", "negative": "b"}, FORM, "positive"),
-    "empty query": ({"anchor": " ", "positive": "a"}, FORM, "anchor"),
-    "empty positive": ({"anchor": "a", "positive": ""}, FORM, "positive"),
-    "empty object": ({"anchor": "a", "positive": {"text": ""}}, FORM, "positive"),
-    "empty negative": ({"anchor": "a", "positive": "b", "negative_2": " "}, FORM, "negative_2"),
-    "query as positive": ({"anchor": "a", "positive": "a"}, FORM, "positive"),
-    "positive as negative": (
-        {"anchor": "a", "positive": "b", "negative_1": "c", "negative_2": "b"},
-        FORM,
-        "negative_2",
-    ),
-    "two positives": (
+WRONG: list[tuple[dict[str, Any], RetrievalForm, str]] = [
+    ({"positive": "a"}, FORM, "anchor"),
+    ({"anchor": "a", "query": "b", "positive": "c"}, FORM, "anchor"),
+    ({"anchor": "a", "negative": "b"}, FORM, "positive"),
+    ({"anchor": " ", "positive": "a"}, FORM, "anchor"),
+    ({"anchor": "a", "positive": {"text": ""}}, FORM, "positive"),
+    ({"anchor": "a", "positive": "b", "negative_2": " "}, FORM, "negative_2"),
+    ({"anchor": "a", "positive": "a"}, FORM, "positive"),
+    (dict(anchor="a", positive="b", negative_1="c", negative_2="b"), FORM, "negative_2"),
+    (
         {"messages": chat("a"), "positive_messages": [chat("b"), chat("c")]},
         FORM,
         "positive_messages[1]",
     ),
-    "no negatives": ({"anchor": "a", "positive": "b"}, replace(FORM, hard_negatives=1), "negative"),
-    "a list of texts": ({"anchor": "a", "positive": "b", "negative": ["c"]}, FORM, "negative"),
-    "a label": ({"anchor": "a", "positive": "b", "label": 1}, FORM, "label"),
-    "whose picture": ({"anchor": "a", "positive": "b", "image": "c.png"}, FORM, "image"),
-    "unknown key": ({"anchor": {"text": "a", "imgae": "b"}, "positive": "b"}, FORM, "anchor"),
-    "messages once": (
-        {"messages": chat("a"), "positive_messages": chat("b")},
-        FORM,
-        "positive_messages",
-    ),
-    "pictures of one": (
+    ({"anchor": "a", "positive": "b"}, replace(FORM, hard_negatives=1), "negative"),
+    ({"anchor": "a", "positive": "b", "negative": ["c"]}, FORM, "negative"),
+    ({"anchor": "a", "positive": "b", "label": 1}, FORM, "label"),
+    ({"anchor": "a", "positive": "b", "image": "c.png"}, FORM, "image"),
+    ({"anchor": {"text": "a", "imgae": "b"}, "positive": "b"}, FORM, "anchor"),
+    ({"messages": chat("a"), "positive_messages": chat("b")}, FORM, "positive_messages"),
+    (
         {
             "messages": chat("a"),
             "positive_messages": [chat("<image>")],
@@ -359,21 +350,16 @@ WRONG: dict[str, tuple[dict[str, Any], RetrievalForm, str]] = {
         FORM,
         "positive_images",
     ),
-    "no label": ({"query": "a", "document": "b"}, JUDGE, "label"),
-    "half a label": ({"query": "a", "document": "b", "label": 0.5}, JUDGE, "label"),
-    "labels of other documents": (
-        {"query": "a", "documents": ["b", "c"], "labels": [1]},
-        JUDGE,
-        "labels",
-    ),
-    "a list without negatives": ({"query": "a", "positive": "b"}, LIST, "negative"),
-    "several messages": ({"query": chat("a", "b"), "positive": "c"}, JUDGE, "messages"),
-}
+    ({"query": "a", "document": "b"}, JUDGE, "label"),
+    ({"query": "a", "document": "b", "label": 0.5}, JUDGE, "label"),
+    ({"query": "a", "documents": ["b", "c"], "labels": [1]}, JUDGE, "labels"),
+    ({"query": "a", "positive": "b"}, LIST, "negative"),
+    ({"query": chat("a", "b"), "positive": "c"}, JUDGE, "messages"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_records_are_refused(name):
-    raw, form, key = WRONG[name]
+@pytest.mark.parametrize(("raw", "form", "key"), WRONG)
+def test_wrong_records_are_refused(raw, form, key):
     with pytest.raises(DataError) as error:
         parse_retrieval(raw, "record 7", parse_record, form)
     assert error.value.key == key and error.value.place.startswith("record 7")

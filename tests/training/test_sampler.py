@@ -1,9 +1,7 @@
 # .venv/bin/python -m pytest tests/training/test_sampler.py
-"""Sampling in the trainer.
-
-Samples carry the log-probs of `forward`, independent of the other rows of a pass. A row that ends
-makes room for the next prompt. Top-k and top-p cut off the same tokens as in transformers.
-"""
+"""Sampling in the trainer: samples carry the log-probs of `forward`, independent of the other rows
+of a pass, a row that ends makes room for the next prompt, and top-k and top-p cut off the same
+tokens as in transformers."""
 
 import math
 import random
@@ -83,10 +81,8 @@ def test_log_probs_are_those_of_forward(name, pool, tiny, record_property):
 
 
 def routed(worker: MegatronWorker) -> tuple[bool, float]:
-    """Return whether samples record the routing that the trainer chooses, and a difference.
-
-    The difference is the largest between their log-probs and those of `forward` with that routing.
-    """
+    """Return whether samples record the routing that the trainer chooses, and the largest
+    difference between their log-probs and those of `forward` with that routing."""
     prompts = my_rows(make_rows(MIXED))
     settings, seeds = SamplingSettings(6, stop_ids=STOP_IDS), range(len(prompts))
     completions = worker.sample(prompts, settings, 2, seeds, batch_rows=3, routing=True)
@@ -121,10 +117,8 @@ Seen = list[list[tuple[int, int, int]]]
 
 
 def counted(worker: MegatronWorker) -> Seen:
-    """Return a list that records the passes which the worker sends through its stages from now on.
-
-    Each call adds a list with (rows, tokens of a row, draws) of each pass.
-    """
+    """Return a list that records (rows, tokens of a row, draws) of each pass that the worker sends
+    through its stages from now on, by call."""
     passes: Seen = []
     right = worker.stage.run
 
@@ -141,10 +135,8 @@ LONG = SamplingSettings(60, stop_ids=STOP_IDS)
 
 
 def continuously_and_in_waves(worker: MegatronWorker) -> tuple[Found, Found]:
-    """Return the answers to the same prompts with the same seeds, and their passes, in two ways.
-
-    First all prompts are sampled at once, then four at a time, until the last of the four ends.
-    """
+    """Return the answers to the same prompts with the same seeds, and their passes: all prompts
+    sampled at once, and four at a time, until the last of the four ends."""
     prompts, seeds = make_rows(MIXED) * 3, list(range(24))
     passes = counted(worker)
     together = worker.sample(prompts, LONG, 1, seeds, batch_rows=4)
@@ -184,10 +176,8 @@ def ids_of(found: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
 
 
 def several_of_each(worker: MegatronWorker) -> dict[str, Found]:
-    """Return five answers to each of three prompts, in three ways.
-
-    The passes have room for all answers, not even for those of one prompt, or for a single answer.
-    """
+    """Return five answers to each of three prompts, with room for all answers in a pass, not even
+    for those of one prompt, and for a single answer."""
     prompts, settings = make_rows(MIXED)[1:4], SamplingSettings(20, stop_ids=STOP_IDS)
     passes, results = counted(worker), {}
     for rows in (16, 3):
@@ -253,40 +243,33 @@ def test_an_answer_ends_with_the_token_that_completes_a_string(pool, tiny):
     assert 2 < ends < 8
 
 
-def byte_level(ids: Any) -> str:
-    """Return the text of ids that are bytes, as in byte-level BPE: up to four make a character."""
-    return bytes(ids).decode("utf-8", errors="replace")
-
-
 def words(ids: Any) -> str:
     """Return the text of ids, without the spaces before the first word and before full stops."""
     pieces = "".join(("", " a", " bb", ".", " c", "d")[token % 6] for token in ids)
     return pieces.removeprefix(" ").replace(" .", ".")
 
 
-def reversed_text(ids: Any) -> str:
-    """Return the text of ids in reverse, so that its end does not come from the last ids."""
-    return letters(ids)[::-1]
-
-
 ALPHABETS: dict[str, tuple[TextOf, list[list[int]], list[tuple[str, ...]]]] = {
     "letters": (letters, [[i] for i in range(21)], [("bbc", "dcfa"), ("dcfa",), ("bbceb",)]),
     "bytes": (
-        byte_level,
+        # As in byte-level BPE: up to four make a character.
+        lambda ids: bytes(ids).decode("utf-8", errors="replace"),
         [[*each.encode()] for each in ("a", "é", "三", "😀", "b")] + [[0x80], [0xF0, 0x9F]],
         [("é三",), ("😀a", "\ufffdb"), ("三😀三é",), ("\ufffd\ufffd\ufffd",)],
     ),
     "words": (words, [[i] for i in range(6)], [("a bb",), (". a.", "d c d"), ("bb.d a",)]),
-    "reversed": (reversed_text, [[i] for i in range(21)], [("bbc",), ("afcd",), ("aaaaaaaaaa",)]),
+    "reversed": (  # its end does not come from the last ids
+        lambda ids: letters(ids)[::-1],
+        [[i] for i in range(21)],
+        [("bbc",), ("afcd",), ("aaaaaaaaaa",)],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ALPHABETS)
 def test_a_string_is_met_where_the_whole_answer_has_it(name):
-    """The search finds a string at the first token where the text of all ids has it.
-
-    The answers are long, and the search decodes only a tail of them.
-    """
+    """The search finds a string at the first token where the text of all ids has it, and decodes
+    only a tail of the long answers."""
     text_of, tokens, choices = ALPHABETS[name]
     rng, met, max_decoded, longest = random.Random(0), 0, 0, 0
     for turn in range(60):
@@ -312,10 +295,7 @@ def test_a_string_is_met_where_the_whole_answer_has_it(name):
 
 
 def test_a_string_with_a_special_token_in_it_is_met():
-    """A string with a special token is looked for in text that shows special tokens.
-
-    Token 9 is special, and the text of answers leaves it out.
-    """
+    """It is looked for in text that shows special tokens, such as 9, which answers leave out."""
     shown = lambda ids: "".join("<end>" if i == 9 else "ab"[i % 2] for i in ids)  # noqa: E731
     texts = Texts(lambda ids: shown([i for i in ids if i != 9]), shown, ("<end>",))
     for string, expected in (("a<end>", 3), ("aaa", 4), ("<end>a<e", 5)):
@@ -340,11 +320,9 @@ SEVERAL = [
 
 
 def settings_of_their_own(worker: MegatronWorker) -> tuple[Any, Any, list[int]]:
-    """Return the answers to prompts with different settings: together, alone, and the row counts.
-
-    Together, they decode in rounds of two steps. Later prompts join those in progress, and two
-    further prompts leave before their end. The row counts are those of the decoding passes.
-    """
+    """Return the answers to prompts with different settings, together and alone, and the row counts
+    of the decoding passes. Together, they decode in rounds of two steps. Later prompts join those
+    in progress, and two further prompts leave before their end."""
     rows, alone = make_rows(MIXED), []
     for place, (row, settings) in enumerate(zip(rows, SEVERAL, strict=True)):
         drawn = worker.sample([row], settings, 1 + place % 3, [10 * place], texts=Texts(letters))
@@ -368,13 +346,9 @@ def settings_of_their_own(worker: MegatronWorker) -> tuple[Any, Any, list[int]]:
         if turn > len(batches) and not decoder.prompts:
             break
     # All prompts have ended or left, and none of their state remains.
-    assert not decoder.waiting and all(
-        not generation_batch.draws for generation_batch in decoder.generation_batches
-    )
-    assert all(
-        not generation_batch.cache.layers and not generation_batch.begun.layers
-        for generation_batch in decoder.generation_batches
-    )
+    assert not decoder.waiting
+    for each in decoder.generation_batches:
+        assert not each.draws and not each.cache.layers and not each.begun.layers
     in_order = [together[place] for place in range(len(prompts))]
     return in_order, alone, [each[0] for each in chain.from_iterable(passes) if each[1] == 1]
 
@@ -532,11 +506,8 @@ def _state(newest: list[float]) -> tuple[Tensor, Tensor]:
 
 
 def test_a_cache_holds_what_its_rows_were_given():
-    """Rows join, several from one prompt, grow and leave in random order.
-
-    Each layer keeps the tokens of every row, in at most the columns that the longest row needs. A
-    layer with a state keeps that of every row.
-    """
+    """Rows join, several from one prompt, grow and leave in random order. Each layer keeps the
+    tokens of every row, in at most the columns that the longest row needs, and each state."""
     rng, device = random.Random(0), torch.device("cpu")
     cache, rows, counter = KVCache([], device), [], 0.0
     most_rows = max_length = 0
