@@ -115,11 +115,6 @@ class ActivationOffload:
         self.leaving: tuple[_Layer, list[Tensor]] | None = None
         self.open_pass: OffloadPass | None = None
 
-    def begin_pass(self, layers: Sequence[nn.Module], staying: Sequence[Tensor]) -> "OffloadPass":
-        """Return the pass of a micro-batch through these layers. The storages of tensors that are
-        `staying` on the device anyway are not copied."""
-        return OffloadPass(self, count_offloaded(self.share, len(layers)), layers, staying)
-
     def watch(self, decoder: Any, is_fused: bool) -> None:
         """Register what the layers of a chunk need. `is_fused`: the backward of Megatron's linears
         adds to the gradients of weights itself. It also marks the parameter, and tensors that were
@@ -165,16 +160,14 @@ class ActivationOffload:
 
 
 class OffloadPass:
-    """Forward of one micro-batch through one chunk."""
+    """Forward of one micro-batch through the layers of one chunk. The storages of tensors that are
+    `staying` on the device anyway are not copied."""
 
     def __init__(
-        self,
-        offload: ActivationOffload,
-        count: int,
-        layers: Sequence[nn.Module],
-        staying: Sequence[Tensor],
+        self, offload: ActivationOffload, layers: Sequence[nn.Module], staying: Sequence[Tensor]
     ):
-        self.offload, self.offloaded = offload, set(layers[:count])
+        self.offload = offload
+        self.offloaded = set(layers[: count_offloaded(offload.share, len(layers))])
         self.hooks = saved_tensors_hooks(self._pack, _unpack)
         self.staying = _addresses(staying)
         self.layer: _Layer | None = None  # the layer that saves; None: its tensors stay

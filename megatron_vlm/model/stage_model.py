@@ -174,7 +174,7 @@ class StageModel(GPTModel):
         if not self.pre_process:
             assert self.stage_input is not None
             staying = [self.stage_input]
-        return self.offload.begin_pass(self.decoder.layers, staying)
+        return OffloadPass(self.offload, self.decoder.layers, staying)
 
     def plan_visuals(
         self, ids_BS: Tensor, image_grid_I3: Tensor | None, video_grid_I3: Tensor | None

@@ -58,12 +58,6 @@ class Gradients:
         self.some = self.some or add
         self.calls += 1
 
-    def record_backward(self, micro_batches: int, supervised: int) -> None:
-        """Record a completed backward, with this replica's micro-batches and the supervised tokens
-        of the global batch."""
-        self.micro_batches += micro_batches
-        self.some = self.some or supervised > 0
-
     def scale(self, factor: float) -> None:
         """Multiply the gradients of the call by a number."""
         for chunk in self.chunks:
@@ -158,7 +152,8 @@ class Backward:
         divided_by = self.call.divisor or weight or 1.0
         if count not in (0, divided_by):  # Megatron has divided by the count
             self.gradients.scale(count / divided_by)
-        self.gradients.record_backward(len(self.batches), count)
+        self.gradients.micro_batches += len(self.batches)
+        self.gradients.some = self.gradients.some or count > 0
         return loss_sum / divided_by, count, means
 
     def metrics(

@@ -1,7 +1,7 @@
 """Building of the optimizer: data parallel wrapping, the one normalisation of the gradients, the
 optimizer. See optimizer_step.py."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor, nn
 
-from megatron_vlm.config.optimizer_spec import OptimizerSpec, optimizer_spec
+from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config, OptimConfig
 from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.family.spec import Part
@@ -139,21 +139,14 @@ def build_optimizer(
     if optim.offload:
         offload_optimizer(optimizer, list(entries), optim.offload, spec)
     elif spec.states != "fp32":
-        _use_adamw(optimizer, spec, list(entries))
+        # The groups stay the same objects, because Megatron's optimizers keep them as well.
+        starts = {each.main: each.start for each in main_weights(optimizer, list(entries))}
+        for chained in optimizer.chained_optimizers:
+            if not chained.is_stub_optimizer:
+                chained.optimizer = RangedAdamW(chained.optimizer.param_groups, spec, starts)
     if spec.matrix_state_names:
         use_muon(optimizer, optim, entries, grid)
     return optimizer
-
-
-def _use_adamw(
-    optimizer: MegatronOptimizer, spec: OptimizerSpec, params: Collection[nn.Parameter]
-) -> None:
-    """Replace the AdamW that Megatron has made. The groups stay the same objects, because
-    Megatron's optimizers keep them as well."""
-    starts = {each.main: each.start for each in main_weights(optimizer, params)}
-    for chained in optimizer.chained_optimizers:
-        if not chained.is_stub_optimizer:
-            chained.optimizer = RangedAdamW(chained.optimizer.param_groups, spec, starts)
 
 
 def _part_overrides(

@@ -1,7 +1,6 @@
 """Objective of a run: gradients of the data of a step, and scores of other data."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -50,15 +49,14 @@ class DistillObjective:
         objective, stage = Objective.create("distill", self.options), self.worker.stage
         batches = self.worker.micro_batches(micro_batches)
         objective.check_batches(batches)
-        outputs = stage.evaluate(batches, objective.head, partial(_report_of, objective))
+
+        def read(batch: StageInput) -> Callable[..., dict[str, Tensor]]:
+            return lambda output, non_loss_data: loss_of(objective, batch, output)[2]
+
+        outputs = stage.evaluate(batches, objective.head, read)
         loss, tokens, weight, means = totals(objective, batches, outputs, stage.grid, stage.device)
         sums = {name: mean * tokens for name, mean in means.items()}
         return {"loss": loss, "weight": weight, "tokens": float(tokens), **sums}
-
-
-def _report_of(objective: Objective, batch: StageInput) -> Callable[..., dict[str, Tensor]]:
-    """Return what reads the report of `loss_of`, for Megatron's forward-only schedules."""
-    return lambda output, non_loss_data: loss_of(objective, batch, output)[2]
 
 
 TrainObjective = (

@@ -33,7 +33,7 @@ from tests.support.comparison import relative_errors
 from tests.support.reference import inputs_of, load_reference, run_reference
 from tests.support.runs import Case, Outcome, call, collect_grads, loss_and_grads, my_rows
 from tests.support.sets import write_set
-from tests.support.suites import slow
+from tests.support.suites import FULL, slow
 from tests.training.test_decode import answer, ask, continue_rows
 from tests.training.test_steps import check_weights, reference_steps
 
@@ -46,7 +46,6 @@ STEPS = {
     "ep4-plain-optimizer": layout(dp=4, ep=4, distributed_optimizer=False),
     "ep2-pp2-plain-optimizer": layout(pp=2, dp=2, ep=2, distributed_optimizer=False),
 }
-FULL = pytest.mark.full
 # The model of tests whose layout needs no more layers.
 SMALL = EXPERTS | SHALLOW
 

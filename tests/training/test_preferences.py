@@ -220,16 +220,8 @@ def step_of(path: str, cfg: Config, policy: str, adapter: str | None) -> Result:
     return Result(metrics.loss, metrics.means, scores, grads)
 
 
-@dataclass(frozen=True)
-class Given:
-    """The rows of a data set in its order, as Hugging Face takes them."""
-
-    rows: list[Row]
-    rejected: list[bool]
-
-
-def rows_of(cfg: Config) -> Given:
-    """The rows that the package makes, with floats as pixels."""
+def rows_of(cfg: Config) -> tuple[list[Row], list[bool]]:
+    """Return the rows of a data set in its order, with floats as pixels, and which are rejected."""
     sizes, pixels = read_sizes(cfg.model.path), PixelTables(cfg.model.path, torch.device("cpu"))
     kind = spec_of(cfg).records
     data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, sizes, kind=kind)
@@ -240,7 +232,7 @@ def rows_of(cfg: Config) -> Given:
         for placed in data.rows((0, sample)):
             patches = pixels.images(placed.row.pixel_values_PC)
             rows.append(replace(placed.row, pixel_values_PC=patches))
-    return Given(rows, rejected)
+    return rows, rejected
 
 
 def mismatched(rows: Sequence[Row], cfg: Config) -> list[Row]:
@@ -259,24 +251,24 @@ def first_label(row: Row) -> int:
     return int((row.labels_S != IGNORE).nonzero()[0])
 
 
-def expected(trial: Trial, cfg: Config, policy: Any, initial: Any) -> tuple[float, Any]:
-    """Return the loss by Hugging Face's models, and its gradients by the policy's parameters."""
-    given = rows_of(cfg)
+def expected(trial: Trial, cfg: Config, policy: Any, initial: Any) -> float:
+    """Return the loss by Hugging Face's models, after its backward to the policy's parameters."""
+    rows, rejected = rows_of(cfg)
 
     def sums(model: Any, rows: Sequence[Row]) -> Tensor:
         return torch.stack([row_log_probs(model, row).double().sum() for row in rows])
 
     with torch.no_grad():
-        initially = sums(initial, given.rows)
-    own, p = sums(policy, given.rows), cfg.preference
+        initially = sums(initial, rows)
+    own, p = sums(policy, rows), cfg.preference
     if trial.objective == "kto":
         with torch.no_grad():
-            others = mismatched(given.rows, cfg)
+            others = mismatched(rows, cfg)
             kl = float((sums(policy, others) - sums(initial, others)).mean().clamp(min=0))
         assert kl > 0
-        loss = kto(own - initially, torch.tensor(given.rejected), p, kl).mean()
+        loss = kto(own - initially, torch.tensor(rejected), p, kl).mean()
     else:
-        counts = [int((row.labels_S != IGNORE).sum()) for row in given.rows]
+        counts = [int((row.labels_S != IGNORE).sum()) for row in rows]
         tokens = torch.tensor(counts, dtype=torch.float64)
         if trial.objective == "orpo":
             initially = torch.zeros_like(initially)
@@ -292,7 +284,7 @@ def expected(trial: Trial, cfg: Config, policy: Any, initial: Any) -> tuple[floa
             loss = one * PAIR_LOSSES["sigmoid"](pairs, p).mean()
             loss = loss + two * GLOBAL_LOSSES["aot"](pairs, p).mean() + three * cross_entropy
     loss.backward()
-    return float(loss.detach()), policy
+    return float(loss.detach())
 
 
 @pytest.fixture(scope="module")
@@ -318,11 +310,11 @@ def references(tiny, tmp_path_factory):
         initial = load_reference(tiny(**sizes)).eval()
         if "adapters" in name:
             policy = peft_model(tiny(**sizes), ADAPTER)
-            loss, _ = expected(trial, cfg, policy, initial)
+            loss = expected(trial, cfg, policy, initial)
             grads = {key: param.grad for key, param in trained(policy).items()}
             return loss, as_ours(policy, {k: g for k, g in grads.items() if g is not None})
         policy = load_reference(tiny(**sizes, seed=1))
-        loss, _ = expected(trial, cfg, policy, initial)
+        loss = expected(trial, cfg, policy, initial)
         return loss, grads_of(policy.named_parameters())
 
     return data_of, adapter_of, compute

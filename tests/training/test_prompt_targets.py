@@ -23,6 +23,7 @@ from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.reference import load_reference, row_logits
 from tests.support.runs import call, collect_grads
+from tests.support.suites import FULL
 
 VOCAB = 509  # at TP2 one row of the vocabulary is padding
 SMALL = SHALLOW | dict(vocab=VOCAB)
@@ -37,9 +38,6 @@ LAYOUTS = {
     "dp2": (layout(dp=2), {}),
     "experts": (layout(dp=2, ep=2), EXPERTS),
 }
-
-
-FULL = pytest.mark.full
 MARKS = {("tp2", True): (), ("1x1", False): FULL, ("pp2", True): FULL, ("experts", True): FULL}
 PARAMS = [
     pytest.param(name, several, marks=MARKS.get((name, several), pytest.mark.slow))

@@ -63,6 +63,7 @@ def dpo(*losses: str, **more: Any) -> Both:
     return Both("dpo", theirs, "dpo", dict(losses=losses, **more), tolerance)
 
 
+KTO = dict(beta=0.3, desirable_weight=1.25, undesirable_weight=0.5)
 CASES = {
     "sigmoid": dpo("sigmoid", beta=0.3),
     "hinge": dpo("hinge", beta=0.3),
@@ -83,13 +84,7 @@ CASES = {
     "several, weighted": dpo(
         "sigmoid", "bco_pair", "sft", "aot", beta=0.2, loss_weights=[0.8, 0.2, 1.5, 0.5]
     ),
-    "kto": Both(
-        "kto",
-        dict(beta=0.3, desirable_weight=1.25, undesirable_weight=0.5),
-        "kto",
-        dict(beta=0.3, desirable_weight=1.25, undesirable_weight=0.5),
-        tolerance=2e-14,
-    ),
+    "kto": Both("kto", KTO, "kto", KTO),
     "apo_zero_unpaired": Both(
         "kto",
         dict(beta=0.3, loss_type="apo_zero_unpaired"),
