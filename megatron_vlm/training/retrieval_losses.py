@@ -4,7 +4,7 @@ sentence-transformers 6.2, and of the logits of documents.
 Shapes: A queries, D documents, R rows (of embeddings: queries and documents), H width.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_vlm.config.objective_configs import EmbedConfig
 
+FIGURES = ("accuracy", "positive_similarity", "nearest_negative_similarity")
 _QUERIES_AT_ONCE = 1024  # bounds the memory of their similarities to all documents
 
 
@@ -33,25 +34,17 @@ class RetrievalRows:
         return RetrievalRows(query_A, (~is_query_R).nonzero()[:, 0], query_A - earlier_A)
 
 
-@dataclass
-class InfoNCE:
-    """The loss of a global batch, its derivative by each embedding, and figures: sums over
-    queries."""
-
-    loss: float
-    slopes_RH: Tensor
-    figures: dict[str, float] = field(default_factory=dict)
-
-
-def info_nce(embeddings_RH: Tensor, rows: RetrievalRows, cfg: EmbedConfig) -> InfoNCE:
+def info_nce(embeddings_RH: Tensor, rows: RetrievalRows, cfg: EmbedConfig) -> tuple[Tensor, Tensor]:
     """Compute the loss of MultipleNegativesRankingLoss in float64: the cross-entropy of each
     query's positive among all documents of the batch, or with embed.dimensions that of
     MatryoshkaLoss, the weighted sum over sizes that embeddings are cut to. A document that is equal
-    to a query's positive counts as a negative, as it does there."""
+    to a query's positive counts as a negative, as it does there. Return the derivative by each
+    embedding, and the number of queries with the sums of their losses and figures."""
     leaf_RH = embeddings_RH.detach().double().requires_grad_()
     sizes = cfg.dimensions or (leaf_RH.shape[1],)
     weights = cfg.dimension_weights or (1.0,) * len(sizes)
-    result = InfoNCE(0.0, torch.zeros_like(leaf_RH))
+    slopes_RH, sums = torch.zeros_like(leaf_RH), leaf_RH.new_zeros(2 + len(FIGURES))
+    sums[0] = len(rows.query_A)
     for size, weight in zip(sizes, weights, strict=True):
         for start in range(0, len(rows.query_A), _QUERIES_AT_ONCE):
             part = slice(start, start + _QUERIES_AT_ONCE)
@@ -60,26 +53,19 @@ def info_nce(embeddings_RH: Tensor, rows: RetrievalRows, cfg: EmbedConfig) -> In
             positive_A = rows.positive_A[part]
             loss_A = F.cross_entropy(cosine_AD / cfg.temperature, positive_A, reduction="none")
             loss = weight * loss_A.sum()
-            result.slopes_RH += torch.autograd.grad(loss, [leaf_RH])[0]
-            result.loss += float(loss.detach())
+            slopes_RH += torch.autograd.grad(loss, [leaf_RH])[0]
+            sums[1] += loss.detach()
             if size == max(sizes):
-                _add_figures(result.figures, cosine_AD.detach(), positive_A)
-    return result
+                sums[2:] += _figures(cosine_AD.detach(), positive_A)
+    return slopes_RH, sums
 
 
-def _add_figures(figures: dict[str, float], cosine_AD: Tensor, positive_A: Tensor) -> None:
-    """Add how often the positive is the nearest document, its similarity, and that of the nearest
-    other document."""
+def _figures(cosine_AD: Tensor, positive_A: Tensor) -> Tensor:
+    """Return the sums of FIGURES: how often the positive is the nearest document, its similarity,
+    and that of the nearest other document."""
     own_A = cosine_AD.gather(1, positive_A[:, None])[:, 0]
-    others_AD = cosine_AD.scatter(1, positive_A[:, None], -1.0)
-    nearest_A = others_AD.max(dim=1).values
-    values = {
-        "accuracy": (own_A > nearest_A).double(),
-        "positive_similarity": own_A,
-        "nearest_negative_similarity": nearest_A,
-    }
-    for name, value_A in values.items():
-        figures[name] = figures.get(name, 0.0) + float(value_A.sum())
+    nearest_A = cosine_AD.scatter(1, positive_A[:, None], -1.0).max(dim=1).values
+    return torch.stack([(own_A > nearest_A).double().sum(), own_A.sum(), nearest_A.sum()])
 
 
 def pointwise(logits_R: Tensor, is_negative_R: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.model.head import embedding_head
 from megatron_vlm.training.losses import LossFunction
 from megatron_vlm.training.retrieval_losses import (
-    InfoNCE,
+    FIGURES,
     RetrievalRows,
     info_nce,
     listwise,
@@ -33,8 +33,6 @@ from megatron_vlm.training.retrieval_losses import (
 from megatron_vlm.training.row_scores import values_by_place
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
-
-FIGURES = ("accuracy", "positive_similarity", "nearest_negative_similarity")
 
 
 @dataclass(frozen=True)
@@ -84,9 +82,9 @@ class EmbeddingObjective:
     def forward_backward(self, batch: StepBatch) -> StepMetrics:
         """Compute the gradients of the mean loss over the queries of a global batch."""
         batches = batch.micro_batches
-        (queries, total, *sums), loss, gathered = self._loss(batches)
-        if loss is not None and gathered is not None:
-            batches = _with_slopes(batches, loss.slopes_RH, gathered)
+        (queries, total, *sums), slopes_TH, gathered = self._loss(batches)
+        if slopes_TH is not None and gathered is not None:
+            batches = _with_slopes(batches, slopes_TH, gathered)
         metrics = self.worker.forward_backward(batches, loss=surrogate)
         means = {name: value / queries for name, value in zip(FIGURES, sums, strict=True)}
         return replace(metrics, loss=total / queries, means=metrics.means | means)
@@ -99,22 +97,19 @@ class EmbeddingObjective:
 
     def _loss(
         self, batches: Sequence[MicroBatch]
-    ) -> tuple[list[float], InfoNCE | None, Gathered | None]:
+    ) -> tuple[list[float], Tensor | None, Gathered | None]:
         """Return the queries, their summed loss and figures on every rank, and on last stages the
-        whole loss and the embeddings."""
-        loss = gathered = None
-        grid, facts = self.worker.grid, torch.zeros(2 + len(FIGURES), dtype=torch.float64)
-        outputs = self.worker.stage.evaluate(batches, embedding_head)
-        if grid.is_last_stage:
-            gathered = gather_rows([each.embeddings_NH for each in outputs], batches, grid)
+        derivative of the loss by each embedding, and the embeddings."""
+        slopes_TH, gathered, stage = None, None, self.worker.stage
+        sums = torch.zeros(2 + len(FIGURES), dtype=torch.float64, device=stage.device)
+        outputs = stage.evaluate(batches, embedding_head)
+        if stage.grid.is_last_stage:
+            gathered = gather_rows([each.embeddings_NH for each in outputs], batches, stage.grid)
             rows = RetrievalRows.from_examples(gathered.example_T)
-            loss = info_nce(gathered.values_TH, rows, self.cfg.embed)
-            sums = [loss.figures.get(name, 0.0) for name in FIGURES]
-            facts = torch.tensor([len(rows.query_A), loss.loss, *sums], dtype=torch.float64)
-        facts = facts.to(self.worker.platform.device)
-        grid.from_last_stage(facts)
-        queries, *others = facts.tolist()
-        return [max(queries, 1.0), *others], loss, gathered
+            slopes_TH, sums = info_nce(gathered.values_TH, rows, self.cfg.embed)
+        stage.grid.from_last_stage(sums)
+        queries, *others = sums.tolist()
+        return [max(queries, 1.0), *others], slopes_TH, gathered
 
 
 def _with_slopes(
