@@ -8,7 +8,7 @@ Shapes: E examples, R rows of a micro-batch, N supervised tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,14 +41,6 @@ from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 Figures = dict[str, float]
 
 
-@dataclass(frozen=True)
-class BatchFacts:
-    """Numbers of a global batch that the loss of an example needs."""
-
-    chosen_tokens: float = 0.0  # mean of an example, for a term that is a mean over tokens
-    kl: float = 0.0  # the divergence that kto estimates
-
-
 class PreferenceObjective:
     """The configured objective over preferences, on one rank. Its methods are collectives."""
 
@@ -58,20 +50,21 @@ class PreferenceObjective:
 
     def forward_backward(self, batch: StepBatch) -> StepMetrics:
         """Compute the gradients of the mean loss over the examples of a global batch."""
-        batches, facts = self._prepare(batch.micro_batches, batch.mismatched)
-        loss = loss_function(self.cfg, facts)
+        batches, chosen_tokens, kl = self._prepare(batch.micro_batches, batch.mismatched)
+        loss = loss_function(self.cfg, chosen_tokens, kl)
         metrics = self.worker.forward_backward(batches, loss=loss)
         means = finished_figures(metrics.means, self.cfg)
-        kl = {"kl_estimate": facts.kl} if needs_mismatched(self.cfg) else {}
-        return replace(metrics, means=means | kl)
+        if needs_mismatched(self.cfg):
+            means = means | {"kl_estimate": kl}
+        return replace(metrics, means=means)
 
     def scores(
         self, micro_batches: Sequence[MicroBatch], mismatched: Sequence[MicroBatch]
     ) -> Figures:
         """Return the sums over the examples of a global batch of the loss and of each figure, and
         the number of examples."""
-        batches, facts = self._prepare(micro_batches, mismatched)
-        loss, device = loss_function(self.cfg, facts), torch.device("cpu")
+        batches, *facts = self._prepare(micro_batches, mismatched)
+        loss, device = loss_function(self.cfg, *facts), torch.device("cpu")
         sums: Figures = {"examples": 0.0, "loss": 0.0}
         scored = score_targets(self.worker.stage, batches)
         for batch, log_probs_N in zip(batches, scored, strict=True):
@@ -88,18 +81,17 @@ class PreferenceObjective:
 
     def _prepare(
         self, micro_batches: Sequence[MicroBatch], mismatched: Sequence[MicroBatch]
-    ) -> tuple[list[MicroBatch], BatchFacts]:
+    ) -> tuple[list[MicroBatch], float, float]:
         """Return the batches with what the loss reads of each row, and what it needs of the global
-        batch."""
+        batch: the mean of the chosen tokens of an example, for a term that is a mean over tokens,
+        and the divergence that kto estimates."""
         batches = self.reference.added_to(micro_batches)
         has_token_mean = spec_of(self.cfg).records == "pair" and _sft_coef(self.cfg) > 0
-        facts = BatchFacts(
-            self._mean_chosen_tokens(batches) if has_token_mean else 0.0,
-            self._divergence(mismatched) if needs_mismatched(self.cfg) else 0.0,
-        )
+        chosen_tokens = self._mean_chosen_tokens(batches) if has_token_mean else 0.0
+        kl = self._divergence(mismatched) if needs_mismatched(self.cfg) else 0.0
         if _global_losses(self.cfg):
             batches = self._with_surrogates(batches)
-        return batches, facts
+        return batches, chosen_tokens, kl
 
     def _mean_chosen_tokens(self, batches: Sequence[MicroBatch]) -> float:
         local = [0, 0]
@@ -168,14 +160,14 @@ def surrogates(cfg: Config, sums_R: Tensor, reference_R: Tensor) -> Tensor:
     return torch.stack([slope_R, share.expand_as(slope_R)], dim=1)
 
 
-def loss_function(cfg: Config, facts: BatchFacts) -> LossFunction:
+def loss_function(cfg: Config, chosen_tokens: float, kl: float) -> LossFunction:
     """Return the loss of each example, as training/losses.py takes it."""
     if spec_of(cfg).records == "label":
-        return _label_loss(cfg, facts)
-    return _pair_loss(cfg, facts)
+        return _label_loss(cfg, kl)
+    return _pair_loss(cfg, chosen_tokens)
 
 
-def _pair_loss(cfg: Config, facts: BatchFacts) -> LossFunction:
+def _pair_loss(cfg: Config, chosen_tokens: float) -> LossFunction:
     p, sft = cfg.preference, _sft_coef(cfg)
     losses = {name: w for name, w in losses_of(cfg).items() if name in PAIR_LOSSES}
     is_mean = cfg.train.objective in ("orpo", "simpo")
@@ -186,7 +178,7 @@ def _pair_loss(cfg: Config, facts: BatchFacts) -> LossFunction:
         for name, weight in losses.items():
             loss_E = loss_E + weight * PAIR_LOSSES[name](pairs, p)
         if sft:
-            loss_E = loss_E - sft * pairs.chosen_E / facts.chosen_tokens
+            loss_E = loss_E - sft * pairs.chosen_E / chosen_tokens
         if (surrogate_R2 := rows.values.get("surrogate")) is not None:
             slope_E2, share_E2 = surrogate_R2.view(-1, 2, 2).unbind(2)
             sums_E2 = torch.stack([pairs.chosen_E, pairs.rejected_E], dim=1)
@@ -212,7 +204,7 @@ def _pair_figures(pairs: Pairs, p: PreferenceConfig, is_mean: bool) -> dict[str,
     }
 
 
-def _label_loss(cfg: Config, facts: BatchFacts) -> LossFunction:
+def _label_loss(cfg: Config, kl: float) -> LossFunction:
     p, losses = cfg.preference, losses_of(cfg)
 
     def label_loss(log_probs_N: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -223,7 +215,7 @@ def _label_loss(cfg: Config, facts: BatchFacts) -> LossFunction:
         loss_R = torch.zeros_like(sums_R)
         for name, weight in losses.items():
             loss_of = LABEL_LOSSES[name]
-            loss_R = loss_R + weight * loss_of(ratio_R, rows.is_rejected_R, p, facts.kl)
+            loss_R = loss_R + weight * loss_of(ratio_R, rows.is_rejected_R, p, kl)
         is_chosen_R = (~rows.is_rejected_R).double()
         rewards_R, logps_R = p.beta * ratio_R.detach(), sums_R.detach()
         report = {

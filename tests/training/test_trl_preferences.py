@@ -26,7 +26,6 @@ from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.preference_losses import GLOBAL_LOSSES
 from megatron_vlm.training.preference_step import (
-    BatchFacts,
     PreferenceObjective,
     loss_function,
     surrogates,
@@ -190,7 +189,7 @@ def ours(both: Both, answers: Answers) -> tuple[Tensor, Tensor]:
         values["surrogate"] = surrogates(cfg, sums, reference)
     tokens = sum(LENGTHS[:count]) / count
     kl = max(float((answers.mismatched[0] - answers.mismatched[1]).mean()), 0.0)
-    objective = Objective.create(loss_function(cfg, BatchFacts(tokens, kl)), {})
+    objective = Objective.create(loss_function(cfg, tokens, kl), {})
     rows = RowInputs(row_M, example, values)
     losses, _ = objective.of_tokens(log_probs[mask], None, {}, rows)
     loss = losses.mean()
