@@ -197,7 +197,7 @@ class Run:
 
     def next_batch(self) -> StepBatch:
         """Return the next step's data. All ranks continue together or stop together."""
-        return self.feeder.next(Vote.OK if self.signals.received is None else Vote.STOP)
+        return self.feeder.batches.next(Vote.OK if self.signals.received is None else Vote.STOP)
 
     def record(
         self, step: int, batch: StepBatch, metrics: StepMetrics, norm: float, lr: float

@@ -110,10 +110,6 @@ class Feeder:
             )
         self.batches = SharedBatches(self.loader, self.grid, self.device)
 
-    def next(self, vote: Vote) -> StepBatch:
-        """Return the next step's data. Stopped or an error on one rank is raised on all ranks."""
-        return self.batches.next(vote)
-
 
 def open_together(
     name: str,

@@ -20,7 +20,7 @@ from tests.support.error_fields import raises
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, my_rows, of_interest
 from tests.support.suites import quick
-from tests.training.test_steps import MAX_TOLERANCE_LR, NORM_TOLERANCE
+from tests.training.test_steps import NORM_TOLERANCE, check_apart
 
 # The entries are (learning rate, settings, whether the step has gradients). The sums of these
 # losses have norms of about 100 to 200, so that some of these limits clip and some do not.
@@ -103,11 +103,7 @@ def test_each_step_has_settings_of_its_own(name, pool, tiny, reference, record_p
     assert norms[2] == expected_norms[2] == 0
     assert norms == pytest.approx(expected_norms, rel=NORM_TOLERANCE)
     assert weights.keys() == expected.keys()
-    mean = max(float((weights[n] - expected[n]).abs().mean()) / LR for n in expected)
-    largest = max(float((weights[n] - expected[n]).abs().max()) / LR for n in expected)
-    record_property("mean", mean)
-    record_property("max", largest)
-    assert mean <= MEAN_TOLERANCE_LR and largest <= MAX_TOLERANCE_LR, (mean, largest)
+    check_apart(weights, expected, MEAN_TOLERANCE_LR, record_property)
 
 
 def without_gradients(path: str, case: Case) -> tuple[bool, ...]:

@@ -33,11 +33,9 @@ from tests.support.error_fields import raises
 from tests.support.reference import load_reference, row_log_probs, row_logits
 from tests.support.runs import Case, collect_grads, my_rows
 from tests.support.suites import FULL, quick
+from tests.training.test_losses import TOLERANCE, VOCAB, Expected
 
-VOCAB = 509  # at TP2 one row of the vocabulary is padding
-# Relative error in fp32 on the CPU, as in test_losses.py. Measured worst case: 1.8e-6, gradients at
-# DP2.
-TOLERANCE = 5e-6
+# The tolerance is that of test_losses.py. Measured worst case: 1.8e-6, gradients at DP2.
 MAX_TOKENS = 40  # the limit of an answer, by which Dr. GRPO divides
 # A micro-batch has three of eight rows, so that one has two rows of the same sequence number.
 LAYOUTS = {
@@ -164,13 +162,6 @@ def prepared(algorithm: Algorithm, rows: list[Row]) -> tuple[list[Row], float | 
         weights_S = torch.full(row.ids_S.shape, weight)
         weighted_rows.append(replace(row, values_S=values, loss_weights_S=weights_S))
     return weighted_rows, divisor_of(lengths, algorithm.aggregate, MAX_TOKENS)
-
-
-@dataclass(frozen=True)
-class Expected:
-    loss: float
-    means: dict[str, float]
-    grads: dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,6 @@ from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.data.media.images import PixelTables
 from megatron_vlm.data.scores.score_index import ScoredSet, ScoreIndex
 from megatron_vlm.data.tokens.row import IGNORE, Row, cut_row
-from megatron_vlm.distributed.agreement import Vote
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
@@ -39,7 +38,7 @@ from megatron_vlm.lora.peft_config import ADAPTER_FILE
 from megatron_vlm.lora.weights import fill, values
 from megatron_vlm.run.progress import Progress
 from megatron_vlm.training import frozen_models, reference
-from megatron_vlm.training.data_feed import Feeder
+from megatron_vlm.training.data_feed import Feeder, SharedBatches
 from megatron_vlm.training.frozen_inputs import (
     FrozenInput,
     changed_inputs,
@@ -196,13 +195,20 @@ class Result:
     grads: dict[str, Tensor]
 
 
+def batches_of(worker: MegatronWorker, cfg: Config) -> SharedBatches:
+    """Return the batches of a run, with the reference of the worker's current weights."""
+    feeder = Feeder(cfg, worker.source.sizes, worker.grid, worker.platform.device, worker.watchdog)
+    if reference_of(cfg) == "keep":
+        feeder.data = with_reference(worker, cfg, feeder.data, "data.train", None)
+    feeder.start(Position())
+    return feeder.batches
+
+
 def step_of(path: str, cfg: Config, policy: str, adapter: str | None) -> Result:
     """One step of an objective in which the weights are those of another checkpoint, or the base
     with an adapter, and the reference is the initial model."""
     worker = MegatronWorker(cfg)
-    feeder = Feeder(cfg, worker.source.sizes, worker.grid, worker.platform.device, worker.watchdog)
-    if reference_of(cfg) == "keep":
-        feeder.data = with_reference(worker, cfg, feeder.data, "data.train", None)
+    batches = batches_of(worker, cfg)
     if adapter is None:
         source = HFCheckpoint(policy)
         source.read_headers()
@@ -210,9 +216,7 @@ def step_of(path: str, cfg: Config, policy: str, adapter: str | None) -> Result:
     else:
         continued = replace(cfg, lora=replace(cfg.lora, path=adapter))
         fill(worker.held, worker.grid, values(continued, worker.adapted, worker.source))
-    feeder.start(Position())
-    batch = feeder.next(Vote.OK)
-    objective = PreferenceObjective(worker, cfg)
+    batch, objective = batches.next(), PreferenceObjective(worker, cfg)
     metrics = objective.forward_backward(batch)
     grads = collect_grads(worker)
     sums = objective.scores(batch.micro_batches, batch.mismatched)

@@ -32,7 +32,6 @@ from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
-from megatron_vlm.distributed.agreement import Vote
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.retrieval_files import rerank_template
@@ -145,7 +144,7 @@ def step_of(path: str, cfg: Config) -> Result:
     worker = MegatronWorker(cfg)
     feeder = Feeder(cfg, worker.source.sizes, worker.grid, worker.platform.device, worker.watchdog)
     feeder.start(Position())
-    batch, objective = feeder.next(Vote.OK), objective_of(worker, cfg)
+    batch, objective = feeder.batches.next(), objective_of(worker, cfg)
     if cfg.parallel.overlap_grad_reduce:
         objective.forward_backward(batch)  # Megatron overlaps from the second step on.
     metrics = objective.forward_backward(batch)

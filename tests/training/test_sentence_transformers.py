@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.data_position import Position
-from megatron_vlm.distributed.agreement import Vote
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.model_card import TrainingSummary, vllm_overrides
 from megatron_vlm.model.head import embedding_head
@@ -81,7 +80,7 @@ def our_step(path: str, cfg: Config, export: str) -> tuple[float, dict[str, Tens
     worker = MegatronWorker(cfg)
     feeder = Feeder(cfg, worker.source.sizes, worker.grid, worker.platform.device, worker.watchdog)
     feeder.start(Position())
-    batch = feeder.next(Vote.OK)
+    batch = feeder.batches.next()
     metrics = EmbeddingObjective(worker, cfg).forward_backward(batch)
     outputs = worker.stage.evaluate(batch.micro_batches, embedding_head)
     embeddings = torch.zeros(0)
@@ -184,7 +183,7 @@ def our_scores(path: str, cfg: Config, export: str) -> list[float]:
     worker = MegatronWorker(cfg)
     feeder = Feeder(cfg, worker.source.sizes, worker.grid, worker.platform.device, worker.watchdog)
     feeder.start(Position())
-    rows = RerankObjective(worker, cfg).scored(feeder.next(Vote.OK).micro_batches)
+    rows = RerankObjective(worker, cfg).scored(feeder.batches.next().micro_batches)
     worker.export_hf(export, done=TrainingSummary(cfg, 1))
     return [row.logit for row in rows]
 

@@ -17,12 +17,8 @@ from torch import Tensor
 from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.objective_configs import PreferenceConfig
-from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import Config, DataConfig, TrainConfig
-from megatron_vlm.data.batches.data_position import Position
-from megatron_vlm.distributed.agreement import Vote
 from megatron_vlm.hf.export_weights import gather_tensors
-from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.preference_losses import GLOBAL_LOSSES
 from megatron_vlm.training.preference_step import (
@@ -30,13 +26,13 @@ from megatron_vlm.training.preference_step import (
     loss_function,
     surrogates,
 )
-from megatron_vlm.training.reference import with_reference
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker
 from tests.support.chats import image, say, text
 from tests.support.comparison import check_worst
 from tests.support.runs import Case, of_interest
 from tests.support.trl import check_trl, run_trl
+from tests.training.test_preferences import batches_of
 
 # TRL is imported, and makes a trainer for each case.
 pytestmark = [pytest.mark.slow, pytest.mark.engine("trl")]
@@ -256,13 +252,9 @@ def as_trl(record: dict[str, Any], folder: Path, number: int) -> dict[str, Any]:
 def three_steps(path: str, cfg: Config) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Return the figures of each step, and the weights after the last one."""
     worker = MegatronWorker(cfg)
-    feeder = Feeder(cfg, worker.source.sizes, worker.grid, worker.platform.device, worker.watchdog)
-    if reference_of(cfg) == "keep":
-        feeder.data = with_reference(worker, cfg, feeder.data, "data.train", None)
-    feeder.start(Position())
-    objective, steps = PreferenceObjective(worker, cfg), []
+    batches, objective, steps = batches_of(worker, cfg), PreferenceObjective(worker, cfg), []
     for _ in range(3):
-        metrics = objective.forward_backward(feeder.next(Vote.OK))
+        metrics = objective.forward_backward(batches.next())
         norm, _ = worker.optim_step(cfg.optim.lr)
         steps.append({"loss": metrics.loss, "grad_norm": norm, **metrics.means})
     named = gather_tensors(worker.held, worker.table, worker.grid, of=of_interest(worker))
