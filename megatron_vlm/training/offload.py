@@ -121,10 +121,9 @@ class OffloadedAdamW(SplitOptimizer):
         super().__init__(groups, (device, self.host), values)
         group_of = {each: group for group in self.host.param_groups for each in group["params"]}
         ranges = [
-            _Range(each, value := values[each.main], group_of[value], start, end)
+            _Range(each, values[each.main], group_of[values[each.main]], start)
             for each in offloaded
             for start in range(0, each.main.numel(), OFFLOAD_BUCKET)
-            for end in [min(start + OFFLOAD_BUCKET, each.main.numel())]
         ]
         self.transfers = _Transfers(ranges) if ranges else None
 
@@ -142,33 +141,26 @@ class OffloadedAdamW(SplitOptimizer):
 
 @dataclass(frozen=True)
 class _Range:
-    """Some neighbouring values of an offloaded weight."""
+    """At most OFFLOAD_BUCKET neighbouring values of an offloaded weight."""
 
     weight: MainWeight
     values: Tensor  # the whole main weight, flat, on the host
     group: dict[str, Any]
     start: int
-    end: int
 
     @property
     def size(self) -> int:
-        return self.end - self.start
+        return min(OFFLOAD_BUCKET, len(self.values) - self.start)
 
-    @property
-    def updated(self) -> Tensor:
-        """The values on the host."""
-        return self.values[self.start : self.end]
-
-    @property
-    def model_part(self) -> Tensor:
-        """The values of the model."""
-        return self.weight.model_part[self.start : self.end]
+    def of(self, whole: Tensor) -> Tensor:
+        """Return these values of a whole tensor."""
+        return whole.view(-1)[self.start : self.start + self.size]
 
     @property
     def grads(self) -> Tensor | None:
         """The gradients on the device, after clipping."""
         grads = self.weight.main.grad
-        return None if grads is None else grads.view(-1)[self.start : self.end]
+        return None if grads is None else self.of(grads)
 
 
 class _Transfers:
@@ -221,7 +213,7 @@ class _Transfers:
         pairs = []
         for dtype, memory in self.weights[number % 2].items():
             for each, place in _with_slices(_of_dtype(self.buckets[number], dtype), memory):
-                pairs.append((each.model_part, place.copy_(each.updated)))
+                pairs.append((each.of(each.weight.model_part), place.copy_(each.of(each.values))))
         return self.stream.copy(pairs)
 
 
