@@ -141,7 +141,7 @@ class OffloadedAdamW(SplitOptimizer):
 
 @dataclass(frozen=True)
 class _Range:
-    """At most OFFLOAD_BUCKET neighbouring values of an offloaded weight."""
+    """Neighbouring values of an offloaded weight, at most OFFLOAD_BUCKET."""
 
     weight: MainWeight
     values: Tensor  # the whole main weight, flat, on the host

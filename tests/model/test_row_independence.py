@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
-from megatron_vlm.data.tokens.row import IGNORE, Row, continue_row
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.model import gated_delta_net
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_mutants import (
@@ -24,7 +24,7 @@ from tests.model.test_mutants import (
     replaced,
     state_kept_between_rows,
 )
-from tests.model.test_parity import TOLERANCE, full, layout
+from tests.model.test_parity import full, layout
 from tests.support.batches import MIXED, make_rows
 from tests.support.runs import Case, call, collect_grads
 from tests.training.test_decode import QWEN3_5
@@ -112,32 +112,6 @@ def test_a_row_that_changes_moves_no_other_row(name, pool, tiny, record_property
     for found in pool.run(call, case.world, tiny(**sizes), case, leaks):
         record_property("leaks", str(found))
         assert max(vars(found).values()) <= bar
-
-
-def beside_longer_rows(worker: MegatronWorker) -> tuple[bool, float]:
-    """Return whether the log-probs of rows have the same bits where tokens replace their padding,
-    and how far they are from those of the rows alone."""
-    rows = [replace(row, labels_S=row.ids_S) for row in ROWS]
-    longest = max(len(row.ids_S) for row in rows)
-    longer = [continue_row(row, [5] * (longest - len(row.ids_S))) for row in rows]
-    longer = [replace(row, labels_S=row.ids_S) for row in longer]
-    padded, filled = worker.forward(rows), worker.forward(longer)
-    alone = [worker.forward([row])[0] for row in rows]
-    return (
-        all(torch.equal(a, b[: len(a)]) for a, b in zip(padded, filled, strict=True)),
-        max(float((a - b).abs().max()) for a, b in zip(padded, alone, strict=True)),
-    )
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("tp", [1, 2])
-def test_padding_moves_no_row(tp, pool, tiny, record_property):
-    """Where the shapes are the same, so are all bits. A row alone is another shape, in which
-    products of matrices may be summed in another order. Measured: 4.8e-7."""
-    case = replace(layout(tp=tp), train={"micro_batch_size": 4})
-    for same, worst in pool.run(call, tp, tiny(**QWEN3_5), case, beside_longer_rows):
-        record_property("log_probs", worst)
-        assert same and worst <= TOLERANCE
 
 
 def types_of_states(worker: MegatronWorker) -> set[tuple[torch.dtype, torch.dtype]]:
