@@ -1,11 +1,7 @@
 """Module that only the server of the worker processes imports. It takes the server, and so its
-workers, out of the trainer's process group. torchrun and Slurm signal that whole group to make the
-trainer save; without its workers the trainer could not finish its current step.
-
-The server ends when the trainer does, since a pipe between them closes then. While it imports, it
-does not look at the pipe, so Linux ends it. The workers end with the server, even in the middle of
-a task.
-"""
+workers, out of the trainer's process group: torchrun and Slurm signal the whole group to make the
+trainer save, which needs its workers for the current step. The workers end with the server, and the
+server with the trainer, also in the middle of an import or a task."""
 
 import os
 import signal

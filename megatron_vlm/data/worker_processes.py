@@ -1,9 +1,6 @@
-"""Worker processes: a DataLoader over any object that returns `[task]`, in the order of tasks.
-
-They are forked from a server that has neither this process's threads nor its CUDA context and that
-has already done the imports. Forking the trainer itself can hang, and spawning costs seconds per
-process. The server can start, and import, before this process has imported torch.
-"""
+"""Worker processes: a DataLoader over any object that returns `[task]`, in the order of tasks. They
+are forked from a server without this process's threads and CUDA context that has done the imports
+already: forking the trainer can hang, and spawning costs seconds per process."""
 
 import os
 import signal

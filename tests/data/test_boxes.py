@@ -1,6 +1,5 @@
 # .venv/bin/python -m pytest tests/data/test_boxes.py
-"""Tests of boxes and points: those of a record become the text that Qwen3-VL reads, and inspect
-draws them."""
+"""Boxes and points of a record become the text that Qwen3-VL reads, and inspect draws them."""
 
 import functools
 import io
@@ -28,7 +27,6 @@ from megatron_vlm.data.records.keys import UnknownKeysError
 from megatron_vlm.data.records.record import Conversation
 from megatron_vlm.data.tokens.boxes_as_text import write_boxes_as_text
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
-from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.data.tokens.sample_views import show_example
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
@@ -73,8 +71,7 @@ def record(answer, *pictures, question="Where?", **objects):
 
 
 def written(raw, ours):
-    """Return the texts of the record's messages as they are learnt, without the template around
-    them."""
+    """Return the texts of the record's messages as they are learnt, without the template."""
     ids = ours.encode(raw, "x:1").ids_S
     text = ours.encoder.renderer.tokenizer.decode(ids)
     return re.findall(r"<\|im_start\|>\w+\n(.*?)<\|im_end\|>", text, re.DOTALL)
@@ -152,26 +149,6 @@ SAME = {
         ],
         "objects": DOG,
     },
-    "conversations": lambda: {
-        "conversations": [
-            {"from": "human", "value": "<image>\nWhere?"},
-            {"from": "gpt", "value": JSON_ANSWER},
-        ],
-        "image": "p.png",
-        "objects": DOG,
-    },
-    "prompt and completion": lambda: {
-        "prompt": "Where?",
-        "completion": JSON_ANSWER,
-        "images": ["p.png"],
-        "objects": DOG,
-    },
-    "alpaca": lambda: {
-        "instruction": "Where?",
-        "output": JSON_ANSWER,
-        "image": "p.png",
-        "objects": DOG,
-    },
     "parts of the sides": lambda: record(
         JSON_ANSWER, "p.png", ref=["a dog"], bbox=[[0.1, 0.3, 0.5, 0.6]], bbox_type="norm1"
     ),
@@ -199,8 +176,7 @@ def test_every_form_is_learnt_like_the_text_written_out(name, reader):
 
 
 def test_marks_are_filled_in_the_order_of_the_text(reader):
-    """Marks are filled across all messages, and a turn's reasoning before its answer. A filled name
-    is not searched for marks."""
+    """Reasoning comes before its answer, and a filled name is not searched for marks."""
     raw = {
         "messages": [
             say("system", "Find <ref-object>."),
@@ -241,12 +217,6 @@ def test_references_need_no_image(reader):
         "objects": {"ref": ["c"], "bbox": []},
     }
     assert written(raw, reader()) == ["a c?", "b"]
-
-
-def test_special_tokens_of_qwen2_vl_are_refused(reader):
-    raw = record("<|box_start|>(1,2),(3,4)<|box_end|>", blank(64, 64))
-    with pytest.raises(DataError, match=r"the text contains <\|box_start\|>"):
-        reader().encode(raw, "x:1")
 
 
 def test_special_tokens_of_a_reference_are_guarded(reader):
@@ -485,16 +455,6 @@ def test_whatever_objects_holds_it_is_a_chat_or_a_sentence(value, boxes):
             assert isinstance(chat, Conversation) and chat.objects is None
 
 
-def test_a_service_gets_rows_with_coordinates(tiny):
-    maker = RowMaker(tiny())
-    raw = record("<bbox>", blank(200, 100), question="Where is <ref-object>?", **DOG)
-    plain = record("[100, 300, 500, 600]", blank(200, 100), question="Where is a dog?")
-    for prompt in (False, True):
-        actual, expected = maker.row(raw, prompt), maker.row(plain, prompt)
-        assert actual.ids_S.tolist() == expected.ids_S.tolist()
-        assert actual.labels_S.tolist() == expected.labels_S.tolist()
-
-
 @pytest.fixture
 def look(tiny, tmp_path):
     """Return look(records...), which returns the inspection of the records, with pictures."""
@@ -515,8 +475,7 @@ def rendered(inspection):
 
 
 def drawn(inspection):
-    """Return for each figure of the page its boxes and points with style and label, and its
-    caption."""
+    """Return the boxes and points of each figure with style and label, and its caption."""
     figures = re.findall(
         r'<figure class="outlined">(.*?)</figure>', rendered(inspection), re.DOTALL
     )
@@ -560,8 +519,7 @@ def labels(inspection):
 
 
 def test_boxes_are_labelled_by_their_references(look, tmp_path):
-    """Names and boxes of equal number are pairs. A single name belongs to all boxes.
-    Otherwise boxes have no labels."""
+    """Names and boxes of equal number are pairs, and a single name belongs to all boxes."""
     (tmp_path / "a.png").write_bytes(blank(100, 100))
     both, boxes = ["cat", "dog"], [[60, 60, 90, 90], [10, 20]]
     inspection = look(
@@ -579,8 +537,7 @@ def test_boxes_are_labelled_by_their_references(look, tmp_path):
 
 
 def test_json_of_the_text_is_drawn_and_left_as_it_is(look, tmp_path):
-    """The text has the form of Qwen's cookbook. With several images, it does not name the image of
-    a box."""
+    """In the form of Qwen's cookbook, a box does not name one of several images."""
     (tmp_path / "a.png").write_bytes(blank(100, 100))
     answer = (
         '```json\n[\n\t{"bbox_2d": [100, 200, 350, 600], "label": "ball", "team": "a"},\n'

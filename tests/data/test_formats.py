@@ -685,8 +685,7 @@ MEDIA |= {"scan": {"bytes": b"x", "path": None}, "left": b"x", "both": [b"x"], "
 
 @pytest.mark.parametrize("key", MEDIA)
 def test_what_looks_like_media_is_not_to_be_ignored(key):
-    """The remedy offers to ignore such a key only where the record has other media. A user may
-    still ignore it."""
+    """The remedy offers to ignore such a key only where the record has other media."""
     raw = {**user("<image>What is it?"), key: MEDIA[key]}
     with raises(UnknownKeysError, place="x:1", problem_has=f"'{key}'") as error:
         parse_record(raw, "x:1")

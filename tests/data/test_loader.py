@@ -338,8 +338,7 @@ def test_mixed_streams(stream, tiny):
 
 
 def write_wrong(folder):
-    """Write a right record and one of each wrong kind, and return the patterns of their errors. The
-    pictures lie next to the file."""
+    """Write a right record and one of each wrong kind. Return the patterns of their errors."""
     (folder / "pictures").mkdir()
     picture(40, 40).save(folder / "pictures" / "0.png")
     (folder / "pictures" / "broken.png").write_bytes(b"no picture")

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+import zlib
 
 import numpy as np
 import PIL.Image
@@ -19,7 +20,6 @@ from transformers.image_utils import load_image
 
 from megatron_vlm.data.media import fetch as fetching
 from megatron_vlm.data.media.fetch import fetch, is_public
-from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import FORMATS, MediaPolicy, image_size, read_image
 from megatron_vlm.data.records.record import Image
 from megatron_vlm.errors import DataError
@@ -102,34 +102,25 @@ def bomb():
     """Return a PNG whose header claims 20,000 x 20,000 pixels."""
     data = bytearray(encoded(noise()))
     data[16:24] = (20000).to_bytes(4, "big") * 2
-    import zlib
-
     data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
     return bytes(data)
 
 
-def damaged_jpeg():
-    data = encoded(noise(200, 200), "JPEG")
-    return data[: len(data) // 2]
-
-
+LARGE = encoded(noise(200, 200))
 BROKEN = {
     "empty file": (b"", "is not an image that can be opened"),
     "a text": (b"not a picture", "is not an image that can be opened"),
     "html in place of a picture": (b"<html>404</html>", "is not an image that can be opened"),
     "only a header": (encoded(noise())[:30], "is not an image that can be opened"),
     "bomb": (bomb(), "has more than"),
-    "aspect": (
-        encoded(noise(2010, 10)),
-        "is 2010 x 10 pixels, and sides may differ by a factor of 200",
-    ),
+    "aspect": (encoded(noise(2010, 10)), "is 2010 x 10 pixels, and sides may differ by a factor"),
     "0 x 0": (PIL.Image.new("RGB", (0, 0)), "is 0 x 0 pixels"),
-    "truncated JPEG": (damaged_jpeg(), "cannot be decoded: image file is truncated"),
-    "truncated PNG": (encoded(noise(200, 200))[:5000], "cannot be decoded"),
-    "damaged PNG": (
-        (lambda d: d[:3000] + b"\0" * 500 + d[3500:])(encoded(noise(200, 200))),
-        "cannot be decoded",
+    "truncated JPEG": (
+        encoded(noise(200, 200), "JPEG")[:9000],
+        "cannot be decoded: image file is truncated",
     ),
+    "truncated PNG": (LARGE[:5000], "cannot be decoded"),
+    "damaged PNG": (LARGE[:3000] + b"\0" * 500 + LARGE[3500:], "cannot be decoded"),
 }
 
 
@@ -182,8 +173,7 @@ def test_the_formats_that_open(kind):
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.filterwarnings("ignore")  # Pillow warns of TIFF and EXIF
 def test_a_damaged_picture_opens_or_is_refused(kind):
-    """Each of Pillow's decoders raises errors of its own; the decoder of AVIF raises
-    RuntimeError."""
+    """Each of Pillow's decoders raises errors of its own; that of AVIF raises RuntimeError."""
     whole, refused = encoded(noise(), kind), 0
     for place in range(0, len(whole), max(1, len(whole) // 150)):
         damaged = whole[:place] + bytes([whole[place] ^ 0x7F]) + whole[place + 1 :]
@@ -248,30 +238,18 @@ def test_a_path_from_the_working_directory_is_told_to_be_one(tmp_path, monkeypat
             read(name, MediaPolicy(str(tmp_path / "root")))
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://127.0.0.1/a.png",
-        "http://localhost/a.png",
-        "http://10.0.0.1/a.png",
-        "http://192.168.1.1/a.png",
-        "http://169.254.169.254/latest/meta-data",
-        "http://[::1]/a.png",
-        "http://[::ffff:10.0.0.1]/a.png",
-        "http://0.0.0.0/a.png",
-        "http://2130706433/a.png",
-        "http://user@127.0.0.1/a.png",
-    ],
-)
-def test_private_addresses_are_never_asked(url, tmp_path):
+HOSTS = ("127.0.0.1", "localhost", "10.0.0.1", "169.254.169.254", "[::1]", "[::ffff:10.0.0.1]")
+
+
+@pytest.mark.parametrize("host", [*HOSTS, "0.0.0.0", "2130706433", "user@127.0.0.1"])
+def test_private_addresses_are_never_asked(host, tmp_path):
     with pytest.raises(DataError, match="is not a public address"):
-        read(url, MediaPolicy(str(tmp_path), allow_http=True))
+        read(f"http://{host}/a.png", MediaPolicy(str(tmp_path), allow_http=True))
 
 
 PUBLIC = [
     "93.184.216.34",
-    "2606:4700::1111",
-    "::ffff:93.184.216.34",
+    *("2606:4700::1111", "::ffff:93.184.216.34"),
     "64:ff9b::5db8:d822",  # an IPv4 address by way of DNS64
     "2002:5db8:d822::1",  # 6to4
 ]
@@ -279,28 +257,19 @@ PRIVATE = [
     "100.64.0.1",
     "224.0.0.1",  # multicast
     "240.0.0.1",  # reserved
-    "255.255.255.255",
-    "::",
-    "::1",
-    "::127.0.0.1",
-    "::10.0.0.1",
-    "::ffff:169.254.169.254",
-    "::ffff:224.0.0.1",
+    *("255.255.255.255", "::", "::1", "::127.0.0.1", "::10.0.0.1"),
+    *("::ffff:169.254.169.254", "::ffff:224.0.0.1"),
     "::ffff:0:127.0.0.1",  # IPv4-translated
     "64:ff9b::a9fe:a9fe",
     "64:ff9b:1::7f00:1",  # a local NAT64
-    "2002:7f00:1::",
-    "2002:a00:1::1",
+    *("2002:7f00:1::", "2002:a00:1::1"),
     "2001:0:5db8:d822:0:0:f5ff:fffe",  # Teredo: a public server, and 10.0.0.1 inverted
     "2606:4700::5efe:7f00:1",  # ISATAP
     "2606:4700::200:5efe:a00:1",
     "fec0::1",  # site-local
-    "fc00::1",
-    "fe80::1%1",
-    "ff02::1",
+    *("fc00::1", "fe80::1%1", "ff02::1", "2001:db8::1"),
     "ff0e::1",  # multicast of global scope
     "4000::1",  # not assigned
-    "2001:db8::1",
 ]
 
 
@@ -311,15 +280,10 @@ def test_public_addresses():
 
 class _Server(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        body = encoded(noise())
-        if self.path == "/a.png":
+        if body := {"/a.png": encoded(noise()), "/large": b"x" * 300_000}.get(self.path):
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body)
-        elif self.path == "/large":
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"x" * 300_000)
         elif self.path.startswith("/packed"):
             self.send_response(200)
             self.send_header("Content-Encoding", self.path.split("/")[2].replace("+", ", "))
@@ -437,12 +401,3 @@ def test_a_server_that_drips_holds_nobody(dripping, monkeypatch):
 def test_nobody_answers():
     with raises(DataError, place="x:1", problem_has="cannot be fetched"):
         fetch("http://127.0.0.1:9/a.png", "x:1", only_here)
-
-
-def test_the_same_bytes_whatever_the_file(tmp_path):
-    """An RGB picture and its RGBA twin make the same patches."""
-    settings = ImageSettings(min_pixels=1024)
-    policy = MediaPolicy(str(tmp_path))
-    one = image_patches(read(encoded(noise(64, 96)), policy), settings)
-    two = image_patches(read(encoded(noise(64, 96).convert("RGBA")), policy), settings)
-    assert np.array_equal(one, two)

@@ -48,9 +48,7 @@ def said(*texts: str) -> list[dict[str, Any]]:
 PAIRS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str, str]] = {
     "text": (
         {"prompt": "What is it?", "chosen": "a dog", "rejected": "a cat"},
-        ASK,
-        "a dog",
-        "a cat",
+        *(ASK, "a dog", "a cat"),
     ),
     "conversational": (
         {"prompt": ASK, "chosen": said("a dog"), "rejected": said("a cat")},
@@ -62,9 +60,7 @@ PAIRS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str, str]] = {
     ),
     "implicit": (
         {"chosen": ASK + said("a dog"), "rejected": ASK + said("a cat")},
-        ASK,
-        "a dog",
-        "a cat",
+        *(ASK, "a dog", "a cat"),
     ),
     "implicit, and the prompt as text": (
         {"prompt": "What is it?", "chosen": ASK + said("a dog"), "rejected": ASK + said("a cat")},
@@ -160,10 +156,6 @@ PAIRS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str, str]] = {
     "an answer that is JSON": (
         {"prompt": "What is it?", "chosen": '[{"bbox": [1]}]', "rejected": "[]"},
         *(ASK, '[{"bbox": [1]}]', "[]"),
-    ),
-    "question and answers": (
-        {"question": "What is it?", "chosen": "a dog", "rejected": "a cat"},
-        *(ASK, "a dog", "a cat"),
     ),
 }
 

@@ -234,8 +234,7 @@ TURNS = [
 
 @pytest.mark.parametrize(("name", "variables", "reply"), TURNS)
 def test_turns_of_an_episode_are_the_chat_of_transformers(name, variables, reply, folder, reader):
-    """The prompt, the drawn tokens and the reply together are what the template shows of the chat
-    so far."""
+    """Prompt, drawn tokens and reply together are what the template shows of the chat."""
     ours = reader(name, template_kwargs=variables)
     encoder, tokenizer = TurnEncoder(ours), ours.encoder.renderer.tokenizer
     ids = encoder.opening(ASK, "x:1").ids_S.tolist()
@@ -334,8 +333,7 @@ def test_a_question_of_an_evaluation_ends_as_a_prompt(name, variables, answer, f
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_6", "qwen3_8"])
 def test_an_answer_of_a_chat_is_shown_as_it_was_thought(name, folder, reader):
-    """The text that a model has said does not have the block's first line, which is in the
-    prompt."""
+    """What a model has said does not have the block's first line, which is in the prompt."""
     ours = reader(name)
     chats = [
         {"messages": [*ASK, answer, say("user", "c")]}

@@ -11,7 +11,6 @@ import PIL.Image
 import pytest
 import torch
 
-from megatron_vlm.data.media.images import expand_patches, normalisation_table
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import ConfigError, DataError
@@ -38,19 +37,6 @@ def same(one: Row, other: Row) -> bool:
 def asking(source) -> dict:
     part = {"type": "image", "image": source}
     return {"messages": [say("user", part, text("What is it?")), say("assistant", "Red.")]}
-
-
-@pytest.mark.parametrize("name", CHATS)
-def test_rows_of_messages_equal_hugging_face(name, maker, tiny):
-    row = maker.row(CHATS[name])
-    expected = hf_encode(hf_processor(tiny()), CHATS[name])
-    assert torch.equal(row.ids_S, expected["input_ids"][0])
-    if "image_grid_thw" in expected:
-        settings = maker.reader.encoder.images
-        table = normalisation_table(settings.mean, settings.std, settings.rescale_factor)
-        assert torch.equal(row.image_grid_I3, expected["image_grid_thw"])
-        pixels = expand_patches(row.pixel_values_PC, table, 1536)
-        assert torch.equal(pixels, expected["pixel_values"])
 
 
 def test_rows_are_those_of_the_data_path(tiny, tmp_path):
@@ -109,14 +95,6 @@ def test_without_a_root_no_local_file_is_opened(kind, source, maker, tmp_path, m
         maker.row({"chunks": [{"location": source}, {"tokens": [1]}]})
 
 
-def test_files_outside_the_root_are_refused(tiny, tmp_path):
-    (tmp_path / "inside").mkdir()
-    picture(64, 64).save(tmp_path / "a.png")
-    maker = RowMaker(tiny(), image_root=str(tmp_path / "inside"))
-    with pytest.raises(DataError, match=r"x: image 0: \.\./a\.png lies outside"):
-        maker.row(asking("../a.png"), where="x")
-
-
 def test_the_network_is_closed_by_default(maker):
     with pytest.raises(DataError, match="is on the network"):
         maker.row(asking("http://example.org/a.png"))
@@ -141,10 +119,7 @@ def test_settings_are_those_of_the_configuration(tiny):
 
 
 def test_a_token_that_the_model_has_no_row_for_is_refused(tiny, tmp_path):
-    """Such tokens exist after transformers' add_tokens if nobody enlarged the model.
-
-    Records without such a token are still accepted.
-    """
+    """Such tokens exist after transformers' add_tokens if nobody enlarged the model."""
     model = shutil.copytree(tiny(), tmp_path / "model")
     file = model / "tokenizer.json"
     content = json.loads(file.read_text())

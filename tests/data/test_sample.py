@@ -209,10 +209,7 @@ TURNS = st.lists(st.tuples(PARTS, WORDS), min_size=1, max_size=4)
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(turns=TURNS, max_tokens=st.integers(5, 120), max_images=st.sampled_from([None, 1, 2]))
 def test_random_records_are_cut_safely(turns, max_tokens, max_images, escaping):
-    """The placeholders match the remaining patches, and some tokens are trained.
-
-    Otherwise the record is dropped.
-    """
+    """The placeholders match the remaining patches, and some tokens are trained."""
     messages = []
     for parts, answer in turns:
         messages += [say("user", *parts, text("?")), say("assistant", answer + "!")]

@@ -140,6 +140,15 @@ def quiet(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
 
 
+def records_of(spec, cache=None, **names):
+    """Return the place and the content of each record, as an indexed source or a stream has it."""
+    if spec.streaming:
+        stream = open_stream([spec], DataConfig(shuffle=False, **names), train=True)
+        return [(record.where, record.raw()) for record in stream.records(0, None)]
+    source = open_source(spec, None, cache, **names)
+    return [(source.where(i), source[i]) for i in range(len(source))]
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_kind_of_file_gives_the_same_records(name, tmp_path):
     source = open_source(SourceSpec(write(tmp_path, name)), None, tmp_path / "cache")
@@ -221,32 +230,19 @@ def test_cells_stay_as_they_are(row, streaming, tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(f"\ufeffa,b,c\r\n{row}\r\n\r\n  \nx,y,z".encode())
     spec = SourceSpec(str(path), streaming=streaming)
-
-    def read():
-        if streaming:
-            stream = open_stream([spec], DataConfig(shuffle=False), train=True)
-            return [(record.where, record.raw()) for record in stream.records(0, None)]
-        source = open_source(spec, None, None)
-        return [(source.where(i), source[i]) for i in range(len(source))]
-
     if CELLS[row] is None:
         with raises(DataError, place=f"{path}:2", remedy_has="in double quotes"):
-            read()
+            records_of(spec)
         return
     last = f"{path}:{5 + 2 * ('lines' in row)}"
     expected = [dict(zip("abc", cells, strict=True)) for cells in (CELLS[row], "xyz")]
-    assert read() == list(zip([f"{path}:2", last], expected, strict=True))
+    assert records_of(spec) == list(zip([f"{path}:2", last], expected, strict=True))
 
 
 def test_image_columns_are_read_undecoded(tmp_path):
     """No image library but ours, with its limits, sees the bytes."""
-    features = datasets.Features(
-        {
-            "prompt": datasets.Value("string"),
-            "completion": datasets.Value("string"),
-            "images": [datasets.Image()],
-        }
-    )
+    text = datasets.Value("string")
+    features = datasets.Features({"prompt": text, "completion": text, "images": [datasets.Image()]})
     rows = [{"prompt": "a", "completion": "b", "images": [{"bytes": b"broken", "path": None}]}]
     datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "a.parquet")
     source = open_source(SourceSpec(str(tmp_path / "a.parquet")), None, None)
@@ -255,14 +251,11 @@ def test_image_columns_are_read_undecoded(tmp_path):
 
 def test_fields_that_only_other_records_have_are_left_out(tmp_path):
     """Arrow gives every struct the fields of all."""
-    rows = [
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image": None}]}]},
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "image", "text": None, "image": "b"}]}
-            ]
-        },
-    ]
+    parts = (
+        {"type": "text", "text": "a", "image": None},
+        {"type": "image", "text": None, "image": "b"},
+    )
+    rows = [{"messages": [say("user", part)]} for part in parts]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     source = open_source(SourceSpec(str(tmp_path / "a.parquet")), None, None)
     assert source[0]["messages"][0]["content"] == [{"type": "text", "text": "a"}]
@@ -288,27 +281,14 @@ def test_a_column_of_json_is_refused_by_name(name, streaming, tmp_path):
         table.to_parquet(path / "train.parquet" if name == "folder" else path)
     spec = SourceSpec(str(path), streaming=streaming)
     with raises(ConfigError, key="b", problem_has="feature Json", remedy_has="JSON lines"):
-        if streaming:
-            [record.raw() for record in open_stream([spec], DataConfig(), True).records(0, None)]
-        open_source(spec, None, None)
+        records_of(spec)
 
 
 def test_tar_samples_with_pictures(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         add(tar, "0.jpg", png(0))
-        add(
-            tar,
-            "0.json",
-            json.dumps(
-                {
-                    "conversations": [
-                        {"from": "human", "value": "<image>What?"},
-                        {"from": "gpt", "value": "Noise."},
-                    ],
-                    "image": "0.jpg",
-                }
-            ).encode(),
-        )
+        chat = {"messages": [say("user", "<image>What?"), say("assistant", "Noise.")]}
+        add(tar, "0.json", json.dumps({**chat, "image": "0.jpg"}).encode())
         add(tar, "1.img0.png", png(1))
         add(tar, "1.img1.png", png(2))
         add(tar, "1.txt", b" two pictures\n")
@@ -443,12 +423,9 @@ def test_a_named_pipe_is_not_waited_for(name, streaming, tmp_path):
         path = next(each for each in path.rglob("*.*") if each.suffix in FILES)
         path.unlink()
     os.mkfifo(path)
+    spec = SourceSpec(str(tmp_path / name), streaming=streaming)
     with pytest.raises((DataError, ConfigError), match=f"{path}: is a named pipe"):
-        if streaming:
-            spec = SourceSpec(str(tmp_path / name), streaming=True)
-            list(open_stream([spec], DataConfig(), train=True).records(0, None))
-        else:
-            open_source(SourceSpec(str(tmp_path / name)), None, tmp_path / "cache")
+        records_of(spec, tmp_path / "cache")
 
 
 def sparse_member():
@@ -544,10 +521,7 @@ def test_a_readme_names_no_file_outside_its_folder(name, streaming, file, tmp_pa
         yaml = f"configs:\n- config_name: default\n  data_files: '{named}'\n"
         text = f"---\n{yaml}---\n# A set\n" if file == "README.md" else yaml
         (tmp_path / "set" / file).write_text(text)
-        spec = SourceSpec(str(tmp_path / "set"), streaming=streaming)
-        if streaming:
-            return list(open_stream([spec], DataConfig(), train=True).records(0, None))
-        return open_source(spec, None, None)
+        return records_of(SourceSpec(str(tmp_path / "set"), streaming=streaming))
 
     assert len(open_it("0.jsonl")) == 5
     with pytest.raises(DataError, match=OUTSIDE[name]):
@@ -631,20 +605,9 @@ def test_columns_and_roles_get_the_names_of_records(name, streaming, tmp_path):
     if streaming and name == "a.json":
         pytest.skip("a list is not streamed")
     for own, general in ((NAMES, {}), ({}, NAMES), (NAMES, {"columns": {"text": "x"}})):
-        spec = SourceSpec(str(path), streaming=streaming, **own)
-        if streaming:
-            stream = open_stream([spec], DataConfig(**general), train=True)
-            found = [record.raw() for record in stream.records(0, None)]
-        else:
-            source = open_source(spec, None, None, **general)
-            found = [source[i] for i in range(len(source))]
-        assert [{**raw, "messages": [*map(filled, raw["messages"])]} for raw in found] == [
-            {"messages": SAID, "images": ["a.png"]}
-        ]
-
-
-def filled(message):
-    return {key: value for key, value in message.items() if value is not None}
+        ((_, raw),) = records_of(SourceSpec(str(path), streaming=streaming, **own), **general)
+        filled = [{k: v for k, v in said.items() if v is not None} for said in raw["messages"]]
+        assert {**raw, "messages": filled} == {"messages": SAID, "images": ["a.png"]}
 
 
 def test_a_column_that_has_the_name_of_another_field_is_not_read_for_it(tmp_path):
@@ -683,6 +646,7 @@ def test_columns_that_the_data_does_not_have(name, streaming, tmp_path):
     assert error.value.place.startswith(str(path))
 
 
+TAGS = {"role_tag": "who", "content_tag": "says", "user_tag": "me", "assistant_tag": "bot"}
 INFO = {
     "plain": {"file_name": "plain.json"},
     "asked": {
@@ -694,18 +658,11 @@ INFO = {
         "file_name": "sub/tagged.parquet",
         "formatting": "openai",
         "columns": {"messages": "dialog", "images": "photo", "tools": None},
-        "tags": {"role_tag": "who", "content_tag": "says", "user_tag": "me"}
-        | {"assistant_tag": "bot", "system_tag": None},
+        "tags": {**TAGS, "system_tag": None},
     },
     "ranked": {
-        **{"file_name": "ranked.json", "formatting": "sharegpt", "ranking": True},
+        **{"file_name": "ranked.json", "formatting": "sharegpt", "ranking": True, "tags": TAGS},
         "columns": {"messages": "dialog", "chosen": "good", "rejected": "bad"},
-        "tags": {
-            "role_tag": "who",
-            "content_tag": "says",
-            "user_tag": "me",
-            "assistant_tag": "bot",
-        },
     },
     "labelled": {
         **{"file_name": "asked.jsonl", "formatting": "alpaca"},
@@ -738,20 +695,10 @@ def described(tmp_path):
     return f"{tmp_path / 'dataset_info.json'}:"
 
 
+ASKED = {"instruction": "a", "output": "b", "input (not mapped)": "c"}
 READ = {
-    "plain": {
-        "instruction": "a",
-        "input": "b",
-        "output": "c",
-        "history (not mapped)": [["d", "e"]],
-    },
-    "asked": {
-        "instruction": "a",
-        "output": "b",
-        "input (not mapped)": "c",
-        "images": "d.png",
-        "id": 1,
-    },
+    "plain": dict(instruction="a", input="b", output="c") | {"history (not mapped)": [["d", "e"]]},
+    "asked": {**ASKED, "images": "d.png", "id": 1},
     "shared": {
         "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
         "system (not mapped)": "c",
@@ -762,13 +709,7 @@ READ = {
         "chosen": {"role": "assistant", "content": "b"},
         "rejected": {"role": "assistant", "content": "c"},
     },
-    "labelled": {
-        "instruction": "a",
-        "output": "b",
-        "input (not mapped)": "c",
-        "image (not mapped)": "d.png",
-        "kto_tag": 1,
-    },
+    "labelled": {**ASKED, "image (not mapped)": "d.png", "kto_tag": 1},
 }
 
 
@@ -799,7 +740,7 @@ SHAREGPT = {"file_name": "x.json", "formatting": "sharegpt"}
         ({"file_name": "x.json", "ranking": True}, {"key": "new.ranking"}),
         *(
             (
-                {"file_name": "x.json", "columns": {"prompt": "a", key: "b"}},
+                {"file_name": "x", "columns": {"prompt": "a", key: "b"}},
                 {"key": f"new.columns.{key}"},
             )
             for key in ("audios", "messages", "promt")
@@ -808,10 +749,7 @@ SHAREGPT = {"file_name": "x.json", "formatting": "sharegpt"}
             ({key: "x"}, {"key": f"new.{key}"})
             for key in ("script_url", "cloud_file_name", "ms_hub_url")
         ),
-        (
-            {"file_name": "x.json", "num_samples": 3},
-            {"key": "new.num_samples", "remedy_has": "weight"},
-        ),
+        ({"file_name": "x", "num_samples": 3}, {"key": "new.num_samples", "remedy_has": "weight"}),
         ({"hf_hub_url": "a/b", "folder": "x"}, {"key": "new.folder"}),
         ({"file_name": "x.json", "formating": "x"}, {"key": "new.formating"}),
         ({"file_name": "x.json", "formatting": "chat"}, {"key": "new.formatting", "found": "chat"}),
@@ -855,8 +793,5 @@ def test_a_folder_that_is_called_like_a_format(name, streaming, tmp_path, monkey
     (tmp_path / "link").symlink_to(name)
     assert len(open_source(SourceSpec("link"), None, None)) == 5
     spec = SourceSpec(name, streaming=streaming)
-    if streaming:
-        assert len(list(open_stream([spec], DataConfig(), True).records(0, None))) == 5
-        return
-    source = open_source(spec, None, None)
-    assert (len(source), source.root) == (5, str(tmp_path / name))
+    assert len(records_of(spec)) == 5
+    assert streaming or open_source(spec, None, None).root == str(tmp_path / name)

@@ -1,9 +1,6 @@
-"""Assignment of a global batch's rows to micro-batches and data parallel ranks.
-
-Rows are not packed, padding is small, and no rank waits: rows of similar length form a micro-batch,
-and micro-batches are dealt out so that all ranks have the same cost. The plan is a pure function of
-the rows' sizes, so every rank computes the same plan.
-"""
+"""Assignment of a global batch's rows to micro-batches and data parallel ranks: rows of similar
+length form a micro-batch, and micro-batches are dealt out so that all ranks have the same cost. The
+plan is a pure function of the rows' sizes, so every rank computes the same plan."""
 
 import itertools
 import math
@@ -18,8 +15,7 @@ from megatron_vlm.data.even_split import deal
 
 @dataclass(frozen=True)
 class RowSize:
-    """The size of a row, or of the rows of one record, as far as planning needs it. The rows of a
-    record are never divided."""
+    """The size of a row, or of the rows of one record, which are never divided, for planning."""
 
     tokens: int
     cost: float  # in any unit of work; see cost.py
@@ -36,8 +32,8 @@ class RowSize:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limit of one micro-batch: `tokens`, padding included, if it is set; otherwise `rows`,
-    where the rows of one record count as one."""
+    """The limit of one micro-batch: `tokens` with padding, if set; else `rows`, one for a
+    record."""
 
     rows: int = 1
     tokens: int | None = None

@@ -1,10 +1,5 @@
 """Collation: rows become micro-batches. KTO also needs mismatched rows: a prompt with the answer to
-another prompt.
-
-Shapes: S tokens of a row, B rows of a micro-batch (S is then the longest row), 5 the columns of a
-token, F the values of a token that a loss reads, J targets of a position, T the tokens of all rows,
-L decoder layers with experts, K experts of a token.
-"""
+another prompt. The shapes are those of `micro_batch.py`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -95,8 +90,7 @@ def cut_micro_batches(
     value_names: Sequence[str] = (),
     first_row: int = 0,
 ) -> list[MicroBatch]:
-    """Cut a batch, in order, into micro-batches of at most `size` rows, with these values of each
-    token. Errors count rows from `first_row`."""
+    """Cut a batch into micro-batches of at most `size` rows; errors count from `first_row`."""
     if not rows:
         raise DataError(": every data parallel rank needs at least one row", key="rows", found=[])
     placed = [

@@ -1,7 +1,5 @@
-"""Work of a row: the floating point operations of its forward, computed from its sizes alone.
-
-Padding is not work. The numbers balance micro-batches and show how well the hardware is used.
-"""
+"""Work of a row, to balance micro-batches and to show how well the hardware is used: the floating
+point operations of its forward. Padding is not work."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -91,8 +89,7 @@ class WorkModel:
 
 
 def _matrices(sizes: ModelSizes, part: Part) -> int:
-    """Count the values in the weights of a part that inputs are multiplied by. Norms, biases and
-    embedding tables do not count."""
+    """Count the values in the matrices of a part, without its embedding tables."""
     return sum(
         tensor.num_values
         for tensor in sizes.tensors

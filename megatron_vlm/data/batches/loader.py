@@ -1,9 +1,7 @@
-"""Loader: the micro-batches of each step, which worker processes decode in advance.
-
-One process of a replica loads, and `training/broadcast.py` sends its micro-batches to the others.
-Sizes alone decide which rows come next, in the same way on every replica. Therefore loaders need
-not communicate, and a resumed run only goes on counting. No consumed row is decoded again.
-"""
+"""Loader: the micro-batches of each step, which worker processes decode in advance. One process of
+a replica loads, and `training/broadcast.py` sends its micro-batches to the others. Sizes alone
+decide which rows come next, so loaders need not communicate, and a resumed run only goes on
+counting."""
 
 import logging
 from collections.abc import Iterator, Mapping

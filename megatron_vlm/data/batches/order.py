@@ -1,7 +1,5 @@
-"""Order of samples, and those that data.split holds out. Both are the same at each layout and after
-a resume: the order depends on the seed and the epoch alone, and what is held out on data.seed and
-the content of the records. Records with the same content are on the same side.
-"""
+"""Order of samples, and those that data.split holds out: the same at each layout and after a
+resume. Records with the same content are on the same side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,12 +1,7 @@
 """Download of files over http(s), from public addresses only: a data set must not reach a private
-network.
-
-A name is resolved once, its address is checked, and the connection is made to that same address. A
-name that resolves differently the second time gains nothing. Redirects pass the same check.
-
-A server may be slow or hostile, too. Bytes and time are bounded, redirects included, and content
-that would have to be unpacked is refused.
-"""
+network. A name is resolved once, and the connection is made to the address that was checked, also
+after a redirect. A server may be slow or hostile: bytes and time are bounded, and content that
+would have to be unpacked is refused."""
 
 import ipaddress
 import socket

@@ -1,12 +1,8 @@
-"""Conversion of a picture to Qwen3-VL's patches, bit for bit those of Hugging Face's processor, and
-of patches in bytes to pixel values.
+"""Conversion of a picture to Qwen3-VL's patches, bit for bit those of Hugging Face's processor.
+Patches stay bytes, a quarter to an eighth of the size, until a table on the device maps the 256
+values of a channel to floats.
 
-Patches stay bytes. Rescaling and normalising map each of the 256 values of a channel to a float,
-which a table does on the device. The patches have then travelled at a quarter of the size (an
-eighth, since a still image repeats its frame in time).
-
-Shapes: P patches, C values of a patch (3 channels x frames x side x side).
-"""
+Shapes: P patches, C values of a patch (3 channels x frames x side x side)."""
 
 import math
 from collections.abc import Sequence

@@ -1,8 +1,5 @@
-"""Access to the pictures that a record points to, within limits and inside one folder.
-
-`image_size` reads only a header, so that samples can be planned before anything is decoded;
-`read_image` gives RGB as Hugging Face's processors make it.
-"""
+"""Access to the pictures that a record points to, within limits and inside one folder. `image_size`
+reads only a header; `read_image` gives RGB as Hugging Face's processors make it."""
 
 import base64
 import binascii

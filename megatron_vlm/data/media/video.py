@@ -1,10 +1,6 @@
 """Conversion of a video to Qwen3-VL's patches, value for value those of Hugging Face's processor.
 
-`plan_video` chooses the frames to take, their size and their timestamps; `video_patches` makes the
-pixels. Patches stay bytes, as those of images do.
-
-Shapes: P patches, C values of a patch (3 channels x frames x side x side).
-"""
+Shapes: P patches, C values of a patch (3 channels x frames x side x side)."""
 
 import math
 from collections.abc import Iterable

@@ -1,9 +1,6 @@
-"""Grounding: the boxes and points of a record, in ms-swift's form.
-
-`objects` holds the values of the marks `<ref-object>` and `<bbox>` in the texts, each kind in the
-order of its marks. `data/tokens/boxes_as_text.py` turns them into text, since the sizes of the
-pictures are known there.
-"""
+"""Grounding: the boxes and points of a record, in ms-swift's form, as `objects`: values for the
+marks `<ref-object>` and `<bbox>` in the texts. `data/tokens/boxes_as_text.py` turns them into text,
+since the sizes of the pictures are known there."""
 
 import re
 from collections import Counter

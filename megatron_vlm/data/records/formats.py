@@ -1,9 +1,5 @@
-"""Conversion of a raw dict, in any of the common formats, into a Record.
-
-The keys tell the format: OpenAI `messages`, LLaVA and ShareGPT `conversations`, questions with
-answers in keys of their own, and lists of encoded chunks: tokens that were encoded elsewhere, with
-images in between. All but the last become turns with parts.
-"""
+"""Conversion of a raw dict, in any of the common formats, into a Record. The keys tell the format,
+as docs/data.md lists them."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -11,7 +7,7 @@ from typing import Any, Literal
 
 from megatron_vlm.data.records.boxes import parse_objects
 from megatron_vlm.data.records.keys import Keys, misspelled_key
-from megatron_vlm.data.records.messages import column, image_of, parse_messages, video_of
+from megatron_vlm.data.records.messages import image_of, media_column, parse_messages
 from megatron_vlm.data.records.plain import (
     PLAIN_NAMES,
     QUESTIONS,
@@ -86,10 +82,10 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys, caption_prompt: str) -> Conv
     names = (name for name in _LISTS if name in raw and (name != "texts" or _has_pairs(raw[name])))
     if name := next(names, None):
         raw = keys.read(raw, {name, *_COMMON}, where)
-        has_pairs, listed = _has_pairs(raw[name]), raw[name]
-        turns = (
-            parse_pairs(listed, name, keys) if has_pairs else parse_messages(listed, where, keys)
-        )
+        if _has_pairs(raw[name]):
+            turns = parse_pairs(raw[name], name, keys)
+        else:
+            turns = parse_messages(raw[name], where, keys)
         if not turns:
             raise DataError("is empty", place=where, key=name)
     elif form := find_plain_form(raw, keys.prompts_only):
@@ -100,12 +96,7 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys, caption_prompt: str) -> Conv
         raise _unknown_format(raw, where)
     system = single_value(raw, ("system", "system_prompt"), where)
     turns = as_turns(system, "system", keys) + turns
-    columns: dict[str, list[Any]] = {
-        kind: [
-            read(v, f"{where}: {kind} {i}", keys) for i, v in enumerate(column(raw, kind, where))
-        ]
-        for kind, read in (("image", image_of), ("video", video_of))
-    }
+    columns = {kind: media_column(raw, kind, keys) for kind in ("image", "video")}
     turns = place_media(turns, columns, where)
     for index, turn in enumerate(turns):
         if turn.role == "system" and index:

@@ -44,15 +44,16 @@ _SOURCES = ("bytes", "url", "path", "data")  # data: Anthropic's base64
 _WITHOUT_EFFECT_ON_IMAGES = ("detail", "type", "media_type")
 
 
-def column(raw: Mapping[str, Any], kind: str, where: str) -> list[Any]:
+def media_column(raw: Mapping[str, Any], kind: str, keys: Keys) -> list[Any]:
     """Return the images or videos that a record has in a column of their own."""
     names = [name for name in (kind, f"{kind}s") if not is_empty(raw.get(name))]
     if len(names) > 1:
         raise DataError(
-            f"and {kind}s both have a value", place=where, key=kind, remedy="give one of them"
+            f"and {kind}s both have a value", place=keys.where, key=kind, remedy="give one of them"
         )
-    value = raw[names[0]] if names else []
-    return list(value) if is_list(value) else [value]
+    value, (_, read) = raw[names[0]] if names else [], _MEDIA[kind]
+    values = value if is_list(value) else [value]
+    return [read(each, f"{keys.where}: {kind} {i}", keys) for i, each in enumerate(values)]
 
 
 def image_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _NOTHING) -> Image:

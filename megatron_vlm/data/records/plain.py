@@ -178,8 +178,7 @@ def answer_at(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
 
 
 def _messages_in(text: str, where: str) -> Any:
-    """Return the messages that a text has as JSON, or the text itself: an answer may be JSON, too,
-    but its objects have no roles."""
+    """Return the messages that a text has as JSON, or the text: an answer may be JSON, too."""
     if text.lstrip()[:1] not in ("[", "{"):
         return text
     try:

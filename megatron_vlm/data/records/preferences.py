@@ -1,8 +1,5 @@
-"""Preference records: a prompt with a better and a worse answer, or an answer with a label.
-
-Each answer becomes a chat of its own: the raw record is rewritten as one that only has this answer,
-and `formats.py` parses it. The turns before the answer are not trained.
-"""
+"""Preference records: a prompt with a better and a worse answer, or an answer with a label. The raw
+record is rewritten as one for each answer, whose prompt is not trained."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

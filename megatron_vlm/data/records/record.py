@@ -1,8 +1,5 @@
-"""Records: a chat of turns, or tokens with images in between, from a file of any format; and typed
-access to the values of the raw dicts that `formats.py` makes them from.
-
-The code after `formats.py` knows nothing about formats.
-"""
+"""Records: a chat of turns, or tokens with images in between; and typed access to the values of the
+raw dicts that they are made from. Only the code up to `formats.py` knows about formats."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence

@@ -1,8 +1,5 @@
-"""Images and videos of a record: their places in the chat, where the record has them in columns of
-their own, and their options, which say which frames are taken and how many pixels.
-
-Names and meanings of options are those of qwen-vl-utils.
-"""
+"""Images and videos of a record: the places of those that the record has in columns of their own,
+and their options, named as in qwen-vl-utils."""
 
 import re
 from collections import Counter

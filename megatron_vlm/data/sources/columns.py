@@ -1,9 +1,6 @@
-"""Names of a data set's columns, message keys and roles, and the names that records have here:
-data.columns and data.roles, or LLaMA-Factory's dataset_info.json, FILE.json:NAME.
-
-A description in dataset_info.json says where the data is, which columns are read, and how roles are
-called. Columns that it does not name are not read, as there.
-"""
+"""Names of a data set's columns, message keys and roles, and the names that records have here: by
+data.columns and data.roles, or by LLaMA-Factory's dataset_info.json, FILE.json:NAME, which says
+where the data is, too. Columns that it does not name are not read, as there."""
 
 import dataclasses
 import os
@@ -130,8 +127,7 @@ def parse_cells(record: Any, where: str) -> Any:
 def check_columns_exist(
     names: FieldNames, keys_of_each: Iterable[Collection[str]], place: str
 ) -> None:
-    """Refuse names of columns that no record has. The records are read only until each column was
-    seen, which is mostly the first one."""
+    """Refuse names of columns that no record has. Mostly the first record is enough."""
     missing, seen = dict.fromkeys(names.fields), dict[str, None]()
     for keys in keys_of_each:
         seen.update(dict.fromkeys(keys))

@@ -1,8 +1,5 @@
-"""CSV and TSV files: one row is a record, and the first row has the names of the columns.
-
-The rows are those of Python's strict CSV reader: a cell in double quotes may hold delimiters, line
-breaks, and quotes that are written twice. Every value stays text.
-"""
+"""CSV and TSV files, as Python's strict CSV reader takes them: one row is a record, and the first
+row has the names of the columns. Every value stays text."""
 
 import codecs
 import csv

@@ -1,8 +1,5 @@
-"""Sources of raw records: one small class for each way of reading, all with random access.
-
-A source has `len`, `source[i]` (a raw dict), `where(i)` (for messages), `digest` (of its content)
-and `root` (the folder of its images). Streams, which have no random access, are in `stream.py`.
-"""
+"""Sources of raw records: one small class for each way of reading, all with random access. Streams,
+which have none, are in `stream.py`."""
 
 import contextlib
 import glob

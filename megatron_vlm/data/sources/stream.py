@@ -1,9 +1,6 @@
-"""Streams: Hugging Face data sets with `streaming: true`, read window by window.
-
-Nothing is indexed. Records are shuffled within a window, in an order that depends only on the seed,
-the epoch and the window's number; a run resumes at the start of its window and skips the records
-that it had already taken.
-"""
+"""Streams: Hugging Face data sets with `streaming: true`, read window by window without an index.
+The order within a window depends only on the seed, the epoch and the window's number: a run resumes
+at the start of its window and skips the records that it had already taken."""
 
 import codecs
 import contextlib
@@ -64,11 +61,15 @@ class StreamRecord:
         if _WHERE not in raw:
             return self.names.rename(raw, self.where)
         members = {member["name"]: member["content"] for member in raw.get(_CONTENT, ())}
-        if _ROW not in members:
-            return self.names.rename(_join(members, self.where), self.where)
-        delimiter, header = json.loads(members[_HEADER])
-        cells = parse_row(members[_ROW], header, delimiter, self.where)
-        return parse_cells(self.names.rename(cells, self.where), self.where)
+        if not members:
+            raise too_large_error(self.where)
+        if _ROW in members:
+            delimiter, header = json.loads(members[_HEADER])
+            cells = parse_row(members[_ROW], header, delimiter, self.where)
+            return parse_cells(self.names.rename(cells, self.where), self.where)
+        if _LINE in members:
+            return self.names.rename(parse_json(members[_LINE], self.where), self.where)
+        return self.names.rename(join_members(members, self.where), self.where)
 
 
 @dataclass(frozen=True)
@@ -232,14 +233,6 @@ def _rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
         for line, _, content in rows:
             members = [{"name": _ROW, "content": content}, {"name": _HEADER, "content": header}]
             yield {_WHERE: f"{path}:{line}", _CONTENT: members}
-
-
-def _join(members: Mapping[str, Any], where: str) -> Any:
-    """Return the record of a line, or of the members of a sample."""
-    if not members:
-        raise too_large_error(where)
-    line = members.get(_LINE)
-    return join_members(dict(members), where) if line is None else parse_json(line, where)
 
 
 def _samples(paths: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,6 @@
-"""Rows of Arrow tables as plain values. The tables come from Parquet, Arrow and `datasets`.
-
-Arrow trusts the offsets and lengths in a file: a single flipped bit makes a reader look outside its
-memory and die. So a row is checked before it is read.
-"""
+"""Rows of Arrow tables as plain values. Arrow trusts the offsets and lengths in a file: a single
+flipped bit makes a reader look outside its memory and die. So a row is checked before it is
+read."""
 
 import os
 import re

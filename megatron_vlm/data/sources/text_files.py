@@ -40,8 +40,7 @@ def file_digest(path: str) -> str:
 
 
 def unpacked_path(path: str, cache: Path | None) -> str:
-    """Return the path of a plain file with the content. A compressed file is unpacked into the
-    cache, because it has no lines to seek to."""
+    """Return the path of a file without packing: it is unpacked into the cache, to seek in it."""
     if not path.endswith((".gz", ".zst")):
         return path
     if cache is None:
@@ -73,20 +72,15 @@ def _unpack(path: str, target: Path) -> str:
     target.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(target) as new, new.open("wb") as plain:
         plain.writelines(content_of(path))
-    with replaced_file(_digest_path(target)) as new:
+    with replaced_file(target.with_suffix(".digest")) as new:  # as the file was when written
         new.write_text(file_digest(str(target)))
     return str(target)
-
-
-def _digest_path(target: Path) -> Path:
-    """Return the path of the digest that an unpacked file had when it was written."""
-    return target.with_suffix(".digest")
 
 
 def _is_as_unpacked(target: Path) -> bool:
     """Return whether the cache has an unpacked file, and its content is that of its digest."""
     try:
-        digest = UntrustedFile(str(_digest_path(target))).text()
+        digest = UntrustedFile(str(target.with_suffix(".digest"))).text()
         return digest == file_digest(str(require_file(target)))
     except (DataError, OSError):
         return False
@@ -142,8 +136,6 @@ def parse_list(content: bytes, path: str) -> Any:
     """Parse the list of records that a file holds. It may be as large as memory."""
     return UntrustedFile(path, remedy="mend the file").parse(content, most_values=len(content))
 
-
-# Lines of JSON are located in a file, and their records parsed, within bounds of memory.
 
 # A record may hold images as base64. A few KB can unpack to gigabytes.
 MAX_RECORD = 256 * 2**20  # bytes

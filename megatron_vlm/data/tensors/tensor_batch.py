@@ -1,8 +1,5 @@
-"""TensorBatch: named fields with the same number of rows, each a Tensor or a TensorList.
-
-Slices, chunks and splits are views; picking a list of rows copies Tensor fields. Between processes
-a TensorBatch travels as bytes, like a TensorList.
-"""
+"""TensorBatch: named fields with the same number of rows, each a Tensor or a TensorList. Slices,
+chunks and splits are views; picking a list of rows copies Tensor fields."""
 
 import json
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence

@@ -1,9 +1,6 @@
-"""TensorList: rows of different shapes.
-
-Slices, chunks and splits are views. Between processes a TensorList travels as bytes after a JSON
-header, and never as pickled tensors: pickling (and so copy.deepcopy) copies values to the host,
-detached.
-"""
+"""TensorList: rows of different shapes. Slices, chunks and splits are views. Between processes a
+TensorList travels as bytes after a JSON header: pickling (and copy.deepcopy) copies values to the
+host, detached."""
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,8 +1,5 @@
-"""Boxes and points as text that Qwen3-VL reads and writes: thousandths of a picture's sides.
-
-They relate to the decoded picture, which was turned as its EXIF tag says. Resizing the picture to
-whole patches stretches each side uniformly, and changes no thousandth.
-"""
+"""Boxes and points as text that Qwen3-VL reads and writes: thousandths of the sides of the decoded
+picture, upright as its EXIF tag says. Resizing to whole patches changes no thousandth."""
 
 import itertools
 import json

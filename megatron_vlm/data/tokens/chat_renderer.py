@@ -1,10 +1,8 @@
-"""Chats as tokens: rendered once by the tokenizer's own template, with the span of every message.
+"""Chats as tokens: rendered once by the tokenizer's own template, which must be ChatML, with the
+span of every message between the ids of `<|im_start|>` and `<|im_end|>`. Text that merely spells
+these never becomes one of them.
 
-The template must render ChatML (`<|im_start|>role ... <|im_end|>`), as Qwen's templates do. The ids
-of those two tokens mark the messages; text that merely spells them never becomes one of them.
-
-Shapes: U tokens before placeholders are expanded.
-"""
+Shapes: U tokens before placeholders are expanded."""
 
 import itertools
 import json
@@ -162,8 +160,7 @@ class ChatRenderer:
         return max(map(len, [*self.tokenizer.get_vocab(), *(text.encode() for text in added)]))
 
     def shorten(self, text: str, tokens: int) -> str:
-        """Shorten a rendered text. At least its first `tokens` tokens stay the same. The rest is
-        reduced to turns without text, images and videos."""
+        """Keep at least the first `tokens` tokens of a text, and of the rest only empty turns."""
         end = tokens * self._longest_token
         while self.min_tokens_of(text[:end]) < tokens + _SPARE and end < len(text):
             end *= 2

@@ -1,11 +1,8 @@
-"""The chat template of a tokenizer: a program that turns messages into text.
+"""The chat template of a tokenizer: a program that turns messages into text. It may raise anything
+and may never end; what it refuses is an error of the record. If it can switch reasoning off, a
+prompt has a part of the answer, and some answers begin as no prompt asks.
 
-It may raise anything and may never end. What it refuses is an error of the record. A template that
-can switch reasoning off opens answers itself: a prompt already has a part of the answer, and the
-answers of some records begin in another way than a prompt asks for.
-
-Shapes: U tokens before placeholders are expanded, S tokens, K tokens of a pattern.
-"""
+Shapes: U tokens before placeholders are expanded, S tokens, K tokens of a pattern."""
 
 import ctypes
 import re

@@ -66,8 +66,8 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer to a prompt. Shapes: S tokens of the prompt and the answer, L decoder layers with
-    experts, K experts of a token."""
+    """An answer to a prompt. Shapes: S its tokens with the prompt's, L layers with K experts
+    each."""
 
     ids: tuple[int, ...]  # with the token that ended it, unless its length did
     # The model's own log-prob of each id, without any cut-off: at temperature 1, unless the

@@ -1,10 +1,7 @@
-"""Index: all samples of a source, encoded once and cached; sizes in memory, tokens in files.
-
-The source is cut into chunks. The first process that reaches a chunk encodes it into a file whose
-name depends on everything that the content depends on. Files are written under a temporary name and
-then renamed. Therefore any number of processes may work on the same source without waiting for each
-other, and no process reads half a file.
-"""
+"""Index: all samples of a source, encoded once and cached; sizes in memory, tokens in files. The
+first process that reaches a chunk encodes it into a file whose name depends on everything that the
+content depends on, under a temporary name at first. So any number of processes may work on the same
+source without waiting, and none reads half a file."""
 
 import contextlib
 import copy
@@ -248,8 +245,7 @@ def index_key(source: Source, reader: Reader, cfg: DataConfig) -> str:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The chunks of a source, encoded in worker processes. With data.max_errors=0, the error of
-    the first wrong record replaces its chunk."""
+    """A source's chunks, encoded, or without data.max_errors the first wrong record's error."""
 
     source: Source
     reader: Reader

@@ -1,8 +1,5 @@
-"""Files of encoded samples, one for each chunk of a source.
-
-One checksum covers everything that is read at the start. Each sample has its own, which is verified
-whenever the sample is read: data that a disk has changed is never trained.
-"""
+"""Files of encoded samples, one for each chunk of a source. A checksum covers what is read at the
+start, and each sample has its own: data that a disk has changed is never trained."""
 
 import hashlib
 import json

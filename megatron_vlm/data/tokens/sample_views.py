@@ -1,9 +1,7 @@
 """Samples as the model sees them: turns of text with images in between, trained tokens marked.
+Pictures are reassembled from their patches only if somebody looks at them.
 
-Pictures are decoded, resized and reassembled from their patches only if somebody looks at them.
-
-Shapes: S tokens, P patches, C values of a patch, H W 3 a picture in RGB.
-"""
+Shapes: S tokens, P patches, C values of a patch, H W 3 a picture in RGB."""
 
 import itertools
 import math
@@ -140,8 +138,7 @@ def _show_row(
 def unpatch(
     patches_PC: np.ndarray, grid: tuple[int, int, int], patch: int, merge: int
 ) -> np.ndarray:
-    """Return pictures [temporal patches, frames per temporal patch, H, W, 3] from patches: the
-    inverse of `image_patches` and `video_patches`."""
+    """Return pictures [temporal patches, frames in each, H, W, 3], before they were patches."""
     t, h, w = grid
     split = patches_PC.reshape(t, h // merge, w // merge, merge, merge, 3, -1, patch, patch)
     pixels = split.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)

@@ -23,8 +23,7 @@ PRIVATE_USE = range(0xE000, 0xF8FF)
 
 
 def read_tokenizer(model_path: str, add_tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
-    """Read the tokenizer of a folder, or of a name on the Hub, and add the tokens of
-    data.add_tokens, which `find_new_tokens` has verified to be new."""
+    """Read a checkpoint's tokenizer, and add the tokens of data.add_tokens, which are new."""
     folder = folder_of(model_path)
     require_files_in(folder)
     for name in (*_JSON, *_TEXT):
