@@ -203,8 +203,7 @@ def hold_for_reading(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def hold_for_removal(folder: Path) -> Iterator[bool]:
-    """Keep readers away from a checkpoint that is to be removed; yield False while it has a
-    reader."""
+    """Keep readers away from a checkpoint; yield False while it has one."""
     with ExitStack() as opened:
         try:
             # Over NFS an exclusive lock needs a writable file.

@@ -83,10 +83,7 @@ def save(
     steps = torch.tensor(get_step(worker.optimizer), device=worker.platform.device)
     dist.all_reduce(steps, op=dist.ReduceOp.MAX)  # a frozen stage counts none
     state = make_state(worker, progress, int(steps))
-    texts = {
-        "state.json": json.dumps(state, indent=1) + "\n",
-        "config.yaml": to_yaml(worker.cfg),
-    }
+    texts = {"state.json": json.dumps(state, indent=1) + "\n", "config.yaml": to_yaml(worker.cfg)}
     with fail_together(worker.platform.device, CheckpointError):
         if dist.get_rank() == 0:
             begin(folder, run)

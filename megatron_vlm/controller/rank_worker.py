@@ -158,8 +158,7 @@ class FailedElsewhereError(DataError):
 
 
 def with_rank(error: Exception, rank: int) -> Exception:
-    """Return the same error with the rank's name. The package's errors keep their type; all other
-    errors become BrokenError."""
+    """Return the same error with the rank's name. Errors of others become BrokenError."""
     if isinstance(error, MegatronVLMError):
         return error.within(f"rank {rank}")
     return BrokenError(f"{type(error).__name__}: {error}", place=f"rank {rank}")

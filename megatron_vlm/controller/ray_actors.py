@@ -31,11 +31,7 @@ RAY_POLL_S = 0.2  # seconds between two checks that Ray still runs, while a resu
 
 
 def start_ray_group(
-    cfg: Config,
-    processes: int,
-    cpus: float = 1.0,
-    gpus: float | None = None,
-    training: bool = True,
+    cfg: Config, processes: int, cpus: float = 1.0, gpus: float | None = None, training: bool = True
 ) -> WorkerGroup:
     """Start `processes` actors, each with these resources and a worker. Ray must be initialised.
     The TP ranks of one stage share a node. Without `gpus` each actor gets one GPU if the cluster
@@ -198,8 +194,7 @@ class RayTransport:
 
 
 def _store(batch: TensorBatch | None) -> Any:
-    """Put a batch into the object store as an array, which the actors of a node read without a
-    copy."""
+    """Put a batch into the object store as an array, which a node reads without a copy."""
     return None if batch is None else ray.put(np.frombuffer(batch.to_bytes(), dtype=np.uint8))
 
 
@@ -227,8 +222,7 @@ class ActorDiedError(WorkerError):
 
 
 def _outcome(result: Future[Any], rank: int) -> Any:
-    """Return the result of a call that has ended, or the worker's own error without Ray's
-    layers."""
+    """Return the result of a call that has ended, or the worker's own error."""
     try:
         return result.result()
     except RayTaskError as error:

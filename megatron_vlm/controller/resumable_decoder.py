@@ -61,8 +61,7 @@ class SampleProgress:
 
 
 class ResumableDecoder:
-    """Decoder of a local group, on every rank. All ranks make the same calls. The weights of the
-    model must not change."""
+    """Decoder of a local group, on every rank. The weights of the model must not change."""
 
     def __init__(self, group: WorkerGroup, batch_rows: int):
         self.ranks = local_transport(group)

@@ -119,8 +119,7 @@ def local_group(worker: MegatronWorker) -> WorkerGroup:
 
 
 class LocalTransport:
-    """Transport to this rank's RankWorker. A call is complete when it returns, so its future is
-    never pending."""
+    """Transport to this rank's RankWorker, whose calls are complete when they return."""
 
     def __init__(self, worker: MegatronWorker):
         self.member = RankWorker(worker)
@@ -145,8 +144,7 @@ class LocalTransport:
         return part if self.grid.first else replace(part, pixels=None)
 
     def answers(self, work: Callable[[], Any]) -> list[Any]:
-        """Do the work on all ranks, and return the result of each replica. If a rank fails, every
-        rank raises its error."""
+        """Do the work on all ranks; return each replica's result or raise a rank's error."""
         local_result: Any = None
         failure: Exception | None = None
         try:

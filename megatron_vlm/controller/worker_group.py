@@ -48,8 +48,7 @@ Parts = Sequence[ReplicaBatch] | None
 
 
 def even_parts(rows: BatchLike, count: int, value_names: Sequence[str] = ()) -> list[ReplicaBatch]:
-    """Split rows into parts of equal length. Rows without images and loss fill up the last
-    parts."""
+    """Split rows into parts of equal length, the last filled with rows without images and loss."""
     batch = select_fields(rows, (*FIELDS, MASK, *value_names))
     if not len(batch):
         raise DataError("there are no rows", place="the batch", remedy="give at least one row")
@@ -57,8 +56,7 @@ def even_parts(rows: BatchLike, count: int, value_names: Sequence[str] = ()) -> 
 
 
 def prompt_parts(rows: BatchLike, count: int) -> list[ReplicaBatch]:
-    """Split prompts into parts as even as the number of rows allows; some may be empty. Labels and
-    targets are ignored."""
+    """Split prompts into parts as even as their number allows, without labels and targets."""
     return _cut_batch(_prompts(rows), count)
 
 
@@ -143,8 +141,7 @@ class WorkerGroup:
     def likeliest(
         self, batch: BatchLike, count: int, temperature: float = 1.0
     ) -> Future[list[Tensor]]:
-        """Return the most likely tokens at each position where a row predicts one, as
-        MegatronWorker does."""
+        """Return the most likely tokens at each position, as MegatronWorker does."""
         return self._call_by_row("likeliest", batch, count, temperature)
 
     def _call_by_row(self, method: str, batch: BatchLike, *args: Any) -> Future[list[Tensor]]:

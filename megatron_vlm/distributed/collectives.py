@@ -20,8 +20,7 @@ Group = dist.ProcessGroup | None  # None: all ranks
 def broadcast_bytes(
     message: bytes | None, source: int, group: Group, device: torch.device
 ) -> bytes:
-    """Return the bytes of rank `source` on every rank of the group. `source` is a rank of the whole
-    job."""
+    """Return the bytes of rank `source`, of the whole job, on every rank of the group."""
     content = message if dist.get_rank() == source else None
     assert content is not None or dist.get_rank() != source
     size = _number(0 if content is None else len(content), device)
@@ -35,8 +34,7 @@ def broadcast_bytes(
 
 
 def broadcast_json(value: Any, source: int, group: Group, device: torch.device) -> Any:
-    """Return the JSON value of rank `source` on every rank of the group. Tuples become lists, also
-    on rank `source`."""
+    """Return the JSON value of rank `source` on every rank of the group, with tuples as lists."""
     text = json.dumps(value).encode() if dist.get_rank() == source else None
     return json.loads(broadcast_bytes(text, source, group, device))
 
@@ -50,8 +48,7 @@ def all_gather_bytes(message: bytes, group: Group, device: torch.device) -> list
 
 
 def all_gather_json(value: Any, group: Group, device: torch.device) -> list[Any]:
-    """Return the JSON value of each rank of the group, in the order of the ranks, on all of
-    them."""
+    """Return the JSON value of each rank of the group, in their order, on all of them."""
     return [
         json.loads(text) for text in all_gather_bytes(json.dumps(value).encode(), group, device)
     ]

@@ -1,7 +1,4 @@
-"""Stand-in on the CPU for the calls of `torch.cuda` that Megatron-Core 0.16 makes.
-
-It is installed once and explicitly, and never where the platform is cuda.
-"""
+"""Stand-in on the CPU for the calls of `torch.cuda` that Megatron-Core 0.16 makes."""
 
 import contextlib
 import functools
@@ -39,10 +36,7 @@ def stand_in_installed() -> bool:
 
 
 def install_cpu_stand_in() -> None:
-    """Replace Megatron-Core's CUDA calls by calls on the CPU. Idempotent.
-
-    This changes the whole process, and happens only where the platform is cpu.
-    """
+    """Replace Megatron-Core's CUDA calls by calls on the CPU, once, in the whole process."""
     if stand_in_installed():
         return
     answer_cuda_calls()
@@ -68,8 +62,7 @@ def install_cpu_stand_in() -> None:
 
 
 def answer_cuda_calls() -> None:
-    """Replace the functions of `torch.cuda` that Megatron-Core calls, so that they need no
-    device."""
+    """Replace the functions of `torch.cuda` that Megatron-Core calls. They need no device."""
     import megatron.core.tensor_parallel.random as megatron_random
 
     cuda: Any = torch.cuda

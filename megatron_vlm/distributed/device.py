@@ -1,8 +1,5 @@
 """Device of the run: CUDA with NCCL, or the CPU with gloo. Nothing outside this subpackage reads
-torch.cuda.
-
-Megatron-Core 0.16 calls `torch.cuda` directly. On the CPU, cuda_stand_in.py replaces those calls.
-"""
+torch.cuda."""
 
 import gc
 import os
@@ -83,8 +80,7 @@ class Platform:
             torch.cuda.empty_cache()
 
     def memory_allocated(self) -> int:
-        """Return the bytes in use: of the device, or the resident set of this process on the
-        CPU."""
+        """Return the bytes in use: of the device, or on the CPU of this process."""
         if self.is_cuda:
             return torch.cuda.memory_allocated(self.device)
         with open("/proc/self/statm") as statm:
@@ -202,8 +198,7 @@ def pick_platform(name: str = "auto") -> Platform:
 
 
 def find_unseen_gpu() -> str | None:
-    """Return evidence that this machine has a GPU although torch sees none, such as a driver file;
-    None without evidence."""
+    """Return evidence, such as a driver file, of a GPU that torch does not see; None without."""
     files = (path for pattern in _DRIVER_FILES for path in sorted(glob(pattern)))
     return next(files, None) or shutil.which("nvidia-smi")
 

@@ -83,8 +83,7 @@ class ParallelDims:
         return range(ends[place], ends[place + 1])
 
     def features_after(self, place: int, features: int) -> int:
-        """Return how many DeepStack features are left after a place in the pipeline. Each layer
-        adds one of the `features`."""
+        """Return how many DeepStack features are left after a place: each layer adds one."""
         return max(features - sum(self.layers_per_stage[: place + 1]), 0)
 
     def megatron_layout(self) -> list[list[str]]:
@@ -107,11 +106,7 @@ class ParallelDims:
                 )
 
     def padded_vocab(self, vocab: int) -> int:
-        """Return the vocabulary rounded up to the next multiple of TP.
-
-        The extra rows exist only in memory: model/log_probs.py keeps them out of the softmax and
-        hf/weight_map.py out of checkpoints.
-        """
+        """Return the vocabulary rounded up to the next multiple of TP: the rows in memory."""
         return -(-vocab // self.tp) * self.tp
 
     # The order of ranks is Megatron's: tp first, then dp, then pp.
@@ -129,8 +124,7 @@ class ParallelDims:
         return rank // (self.tp * self.dp)
 
     def leader_of(self, replica: int) -> int:
-        """Return the first rank of a replica, which loads the replica's data and reports its
-        results."""
+        """Return the first rank of a replica, which loads its data and reports its results."""
         return replica * self.tp
 
 

@@ -94,8 +94,7 @@ class RankGroups:
         return self.replica.rank == 0
 
     def along(self, cut: CutGroup | None) -> tuple[int, int]:
-        """Return (rank, size) among the processes that a parameter is cut over; (0, 1) for a whole
-        one."""
+        """Return (rank, size) among the processes that a parameter is cut over, or (0, 1)."""
         axis = self.axis_of(cut)
         return (0, 1) if axis is None else (axis.rank, axis.size)
 

@@ -25,8 +25,7 @@ class HostPages:
         self.allocated = 0  # pages that exist
 
     def take(self, size: int) -> "PageBlock":
-        """Return enough pages for this many bytes. They are returned when nothing refers to the
-        block."""
+        """Return pages for this many bytes, which are returned when nothing refers to the block."""
         return PageBlock(self, [self._page() for _ in range(-(-size // PAGE))])
 
     def _page(self) -> Tensor:
@@ -108,8 +107,7 @@ class HostCopies:
 
     @contextmanager
     def _on(self, stream: Any, other: Any = None) -> Iterator[None]:
-        """Queue the copies in the body on a stream, after the work of the compute stream and of
-        the other stream so far."""
+        """Queue the body's copies after the compute stream and the other stream so far."""
         if stream is None:
             yield
             return

@@ -23,8 +23,7 @@ def host_memory_total() -> int:
 
 
 def pinned_memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return flat memory of the host that the device can copy without the host. torch rounds its
-    size up to a power of two."""
+    """Return flat pinned memory. torch rounds its size up to a power of two."""
     memory = torch.empty(count, dtype=dtype)
     return memory.pin_memory() if device.type == "cuda" else memory
 

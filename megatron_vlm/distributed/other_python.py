@@ -10,8 +10,7 @@ class CannotStartError(Exception):
 
 
 def environment_elsewhere(*prefixes: str) -> dict[str, str]:
-    """Return the variables for another Python. Those of this process's Python do not fit it, nor
-    those that begin with a prefix."""
+    """Return the variables for another Python, without its like and those with a prefix."""
     unfit = ("PYTHON", *prefixes)
     return {name: value for name, value in without_job().items() if not name.startswith(unfit)}
 

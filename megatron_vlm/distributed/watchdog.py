@@ -83,8 +83,7 @@ class Watchdog:
             watchdog.stop()
 
     def join(self, board: "SignedStore | None", world: int) -> None:
-        """Start to watch the other ranks too, after the ranks have met. A rank that is alone has no
-        store."""
+        """Start to watch the other ranks too, after they have met. A rank alone has no store."""
         if self.timeout_s is not None and board is not None:
             self.answered = self.clock
             work = partial(self._exchange, board, world)
@@ -99,8 +98,7 @@ class Watchdog:
         self._report_place()
 
     def alive(self) -> None:
-        """Report progress of a phase, which all ranks report equally often: a rank with fewer
-        reports is behind."""
+        """Report progress of a phase that all ranks report equally often."""
         self.signs_of_life += 1
         self.since = self.clock
 
@@ -224,8 +222,7 @@ def end(text: str) -> None:
 
 
 def find_stuck(signs: list[RankStatus], timeout_s: float) -> RankStatus | None:
-    """Return the rank to blame, if any: a silent rank, or, if no rank has made progress for the
-    time-out, the one that is furthest behind."""
+    """Return the rank to blame, if any: a silent one, or the last one if none makes progress."""
     silent = [sign for sign in signs if sign.age > timeout_s]
     if silent:
         return max(silent, key=lambda sign: sign.age)

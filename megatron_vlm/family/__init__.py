@@ -1,10 +1,5 @@
-"""Model families: the fields of config.json, tensors, the vision tower.
-
-A family whose layers are among those of decoder_layers.py is a module, listed in `families`, and a
-table of its fields, listed in config_json.py. docs/architecture.md describes the needs of a family
-with other layers.
-
-Importing this file, config_json.py and the tables of fields imports neither torch nor
+"""Model families: the fields of config.json, tensors, the vision tower. docs/architecture.md says
+how to add one. This file, config_json.py and the tables of fields import neither torch nor
 transformers."""
 
 from collections.abc import Sequence

@@ -48,8 +48,7 @@ class Counts:
 
 
 def read_counts(folder: str) -> Counts | None:
-    """Read the counts in a folder's config.json. Return None if only transformers can determine
-    them."""
+    """Read the counts in a folder's config.json; None if only transformers can tell them."""
     try:
         if what_is_at(Path(folder) / "config.json") == "nothing":
             return None

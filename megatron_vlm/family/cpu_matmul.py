@@ -49,8 +49,7 @@ def with_mkl(attention: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 class _ByMkl(torch.autograd.Function):
-    """An autograd function that has a graph of its own for the kernel, so that its backward starts
-    with MKL, too."""
+    """An autograd function with a graph of its own, so that its backward starts with MKL, too."""
 
     @staticmethod
     def forward(ctx: Any, attention: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -84,8 +83,7 @@ def has_fp32_products() -> bool:
 
 
 def _vendor() -> str:
-    """Return the processor's vendor, or an empty string if the system does not report it, as on
-    macOS."""
+    """Return the processor's vendor; empty if the system does not report it, as on macOS."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -103,8 +103,7 @@ class FullAttention:
         return {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
 
     def params(self, hidden: int) -> Iterator[LayerParam]:
-        """Yield the parameters. With a gate, the rows of q_proj are those of a head's query and of
-        its gate, head by head."""
+        """Yield the parameters. With a gate, q_proj has a head's query and gate, head by head."""
         widths = {"q": self.query * (1 + self.gated), "k": self.kv, "v": self.kv}
         tensors = tuple(
             LayerTensor(f"self_attn.{letter}_proj.weight", (width, hidden), "attention")

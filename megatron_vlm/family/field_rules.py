@@ -66,8 +66,7 @@ _RELEASE = re.compile(
 
 
 def advise_other_family(model_type: str) -> str:
-    """Return a clause that names the model and the programs that train it, or nothing if the
-    model_type is in no row."""
+    """Return a clause with the model and the programs that train it; empty if unknown."""
     for pattern, (name, programs) in _TRAINED_BY.items():
         begin = pattern.removesuffix("*")
         if model_type == pattern or (begin != pattern and model_type.startswith(begin)):
@@ -118,8 +117,7 @@ POSITIVE = Rule(
     lambda value: type(value) in (int, float) and 0 < value < math.inf and value <= 1e300,
 )
 POSITIVE_OR_0 = Rule(
-    "a finite number from 0 on",
-    lambda value: type(value) in (int, float) and 0 <= value <= 1e300,
+    "a finite number from 0 on", lambda value: type(value) in (int, float) and 0 <= value <= 1e300
 )
 SWITCH = Rule("true or false", lambda value: type(value) is bool)
 OBJECT = Rule("an object", lambda value: isinstance(value, Mapping))
@@ -191,8 +189,7 @@ def other_model(folder: str, problems: Sequence[str]) -> ConfigError:
 
 
 def unsupported_fields(part: str, values: Mapping[str, Any], known: KnownFields) -> Iterator[str]:
-    """Yield the fields that are not supported, with the reason. `part` is a prefix of their
-    names."""
+    """Yield the fields of a part that are not supported, with the reason."""
     for field, value in sorted(values.items()):
         if field in known.idle:
             continue

@@ -57,8 +57,7 @@ TowerClass = Callable[[Any], nn.Module]  # transformers' module, made from its p
 def check_fields(
     config: PretrainedConfig, known: ModelFields, checks: Callable[[PretrainedConfig], Checks]
 ) -> None:
-    """Raise a ConfigError if config.json describes another model than the one computed here. The
-    `checks` of one family come in addition to those of all."""
+    """Refuse a config.json of another model. `checks` are those of one family."""
     problems = list(_unknown(config, known)) or [
         problem
         for fits, problem in (*_text_fits(config), *checks(config), *_vision_fits(config))

@@ -197,8 +197,7 @@ class HFNames:
 
 @dataclass(frozen=True, eq=False)
 class ModelSizes:
-    """The sizes of a whole model. They compare by identity, so that results computed from them can
-    be cached."""
+    """The sizes of a whole model. They compare by identity, so that results can be cached."""
 
     text: TextSizes
     vision: VisionSizes

@@ -74,8 +74,7 @@ class StoredBlocks:
 def find_blocks(
     place: str, shapes: Mapping[str, tuple[int, ...]], read: ReadSlice
 ) -> Iterator[StoredBlocks]:
-    """Yield the weights in 4 bits among stored tensors with these shapes. Refuse those of another
-    form, and damaged ones."""
+    """Yield the weights in 4 bits among stored tensors. Refuse damaged ones and other forms."""
     for name in sorted(shapes):
         weight, mark, kind = name.partition(_MARK)
         if not mark:
@@ -118,8 +117,7 @@ def _describe(weight: str, state: JsonField) -> StoredBlocks:
 def _check(
     stored: StoredBlocks, place: str, shapes: Mapping[str, tuple[int, ...]], read: ReadSlice
 ) -> None:
-    """Check that the tensors beside the codes are there, and that all have the right sizes and
-    types."""
+    """Check that the tensors beside the codes are there, in the right sizes and types."""
     names, weights = stored.side_tensors, prod(stored.shape)
     problem = ""
     if missing := [name for name in (stored.name, *names) if name not in shapes]:

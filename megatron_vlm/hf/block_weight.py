@@ -119,8 +119,7 @@ def _decode(base: BaseType, codes_K: Tensor) -> Tensor:
 
 @cache
 def _nf4_pairs(device: torch.device) -> Tensor:
-    """Return the two values of each byte. They stay on the device, since copying them there would
-    make each product wait."""
+    """Return the two values of each byte. A copy for each product would make it wait."""
     values = torch.tensor(NF4_VALUES)
     pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)
     return pairs.to(device)

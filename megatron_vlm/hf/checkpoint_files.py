@@ -103,8 +103,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def settings_digests(folder: Path) -> dict[str, str]:
-    """Return a digest of config.json and of each file that determines how a record becomes tokens
-    and patches."""
+    """Return a digest of each file that determines sizes, or how a record becomes tokens."""
     return {
         name: hashlib.sha256(_untrusted_file(folder / name).content()).hexdigest()
         for name in SETTINGS

@@ -59,8 +59,7 @@ class ExpertStorage(Enum):
         return [part for expert in tensor for part in expert.chunk(len(parts_of_expert(name)))]
 
     def read(self, read: ReadSlice, name: str, spans: Sequence[Span]) -> Tensor:
-        """Read some experts of one of our tensors, from only the stored tensors that they consist
-        of. Other tensors are read unchanged."""
+        """Read some experts of one of our tensors, from the stored tensors that they consist of."""
         if OF_EXPERTS not in name or self is ExpertStorage.out_in:
             return read(name, spans)
         (span,) = spans

@@ -63,8 +63,7 @@ def read_export_mark(folder: Path) -> ExportMark | None:
 
 
 def changed_file(folder: Path, since_ns: int = 0) -> str | None:
-    """Return the first file of a marked folder that differs from the written one. Files that have
-    not changed since `since_ns` are not read."""
+    """Return the first file that is not as it was written, of those changed since `since_ns`."""
     mark = read_mark(folder) or {}
     sizes, digests = mark.get("files", {}), mark.get("digests", {})
 
@@ -135,8 +134,7 @@ def is_replaceable(folder: Path, run: str | None) -> bool:
 
 
 def _content(folder: Path) -> dict[str, Path]:
-    """Return the files of a folder and of the folders in it, and folders that are empty or links,
-    by their names in it."""
+    """Return the files, however deep, and empty folders or links, by their names in the folder."""
     return {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
@@ -146,8 +144,7 @@ def _content(folder: Path) -> dict[str, Path]:
 
 
 def check_push(repo: str, key: str = "checkpoint.push") -> None:
-    """Refuse a name, a token or an account with which an upload would fail. `key` is where the user
-    gave the name."""
+    """Refuse a name, which the user gave as `key`, or a token with which an upload would fail."""
     if not is_repo(repo):
         raise ConfigError(
             "is not the name of a model on the Hub", key=key, found=repo, allowed="ORG/NAME"
@@ -218,8 +215,7 @@ class Upload:
         self.thread.start()
 
     def wait(self) -> int:
-        """Wait for up to a second. Return 0 while the upload is in progress, then DONE or the exit
-        status of a mistake; `said` has the message."""
+        """Wait up to a second. Return 0, then DONE or MISTAKE; `said` has the message."""
         self.thread.join(1.0)
         return self.ending
 

@@ -266,9 +266,8 @@ def _as_stored(name: str, tensor: Tensor, source: HFCheckpoint) -> Iterator[tupl
 def plan_shards(
     source: HFCheckpoint, names: Sequence[str], max_bytes: int
 ) -> tuple[dict[str, str], int]:
-    """Assign tensors to shards of at most max_bytes in the order of their names, so that a shard is
-    complete and written before the next one fills. Return each tensor's shard and the total
-    size."""
+    """Assign tensors to shards in the order of their names, so that one shard after the other
+    is complete. Return each tensor's shard and the total size."""
     number, filled, total, numbers = 0, 0, 0, {}
     infos = [(name, source.tensors[name]) for each in names for name in _names_of(each, source)]
     for name, info in [*infos, *sorted(source.passthrough.items())]:

@@ -27,12 +27,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 2**28  # maximum number of bytes; safetensors itself accepts 100 MB
 # Dtypes of trainable weights, by safetensors' names.
-FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _ROWS = 2**14  # number of rows to read at a time
 
@@ -48,8 +43,7 @@ class TensorInfo:
 
 
 class HFCheckpoint:
-    """Checkpoint whose names, shapes and dtypes are read at once from the headers, and whose data
-    is read slice by slice."""
+    """Checkpoint whose headers are read at once, and whose data is read slice by slice."""
 
     def __init__(self, path: str | Path, add_tokens: Sequence[str] = ()):
         """Open the checkpoint. `add_tokens` is data.add_tokens."""
@@ -100,8 +94,7 @@ class HFCheckpoint:
         return names.embedding if self.sizes.tied and name == names.head else name
 
     def _find_blocks(self) -> None:
-        """Find the tensors that are stored in 4 bits, and describe the values that they stand
-        for."""
+        """Find the tensors in 4 bits, and describe the values that they stand for."""
         for kind in (self.tensors, self.passthrough):
             shapes = {name: info.shape for name, info in kind.items()}
             for stored in find_blocks(str(self.path), shapes, self._read_stored):
@@ -127,8 +120,7 @@ class HFCheckpoint:
         return checkpoint
 
     def read(self, name: str, spans: Sequence[Span]) -> Tensor:
-        """Read a slice of one tensor, (start, end) for each leading dimension; None takes the whole
-        dimension."""
+        """Read a slice of one tensor, (start, end) or None for each leading dimension."""
         if self.new_tokens is not None and self._has_rows_of_tokens(name):
             return self._read_grown(name, *(spans or [None]))
         return self.experts.read(self._read, name, spans)
@@ -177,8 +169,7 @@ class HFCheckpoint:
         return grown
 
     def _mean(self, name: str, count: int) -> Tensor:
-        """Return the mean of the first rows, reading a part of them at a time: an embedding may be
-        large."""
+        """Return the mean of the first rows, of which a part is read at a time."""
         total = torch.zeros(self.tensors[name].shape[1], dtype=torch.float64)
         for start in range(0, count, _ROWS):
             rows = self._read(name, [(start, min(start + _ROWS, count))])

@@ -17,8 +17,7 @@ _ROWS = 2**14  # number of rows to compare at a time
 
 
 def check_tensors(source: HFCheckpoint) -> None:
-    """Compare the shards' headers with the tensors that config.json requires; list every
-    difference."""
+    """Compare the shards' headers with config.json, and list every difference."""
     expected, names = source.experts.all_stored(source.sizes.shapes), source.sizes.names
     shapes = {name: info.shape for name, info in source.tensors.items()}
     if source.sizes.tied and names.head in shapes:  # some writers also store the tied head

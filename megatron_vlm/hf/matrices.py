@@ -97,8 +97,7 @@ def blocks_of(entry: Entry, rank: int, ranks: int) -> list[RowBlock]:
 
 
 def rectangles(start: int, end: int, width: int) -> Iterator[Rectangle]:
-    """Yield the rectangles that make up [start, end) of a flattened matrix: the end of a row, whole
-    rows, the beginning of a row."""
+    """Yield the rectangles of [start, end) of a flattened matrix, at most three."""
     while start < end:
         row, col = divmod(start, width)
         if col or end - start < width:

@@ -123,8 +123,7 @@ def _modules(*parts: tuple[str, str]) -> list[dict[str, Any]]:
 
 
 def _modalities(output: str) -> dict[str, Any]:
-    """Return the kinds of input. Without these, sentence-transformers takes the model for one of
-    bare texts."""
+    """Return the kinds of input, without which sentence-transformers would take bare texts."""
     forward = {"method": "forward", "method_output_name": output}
     modalities = dict.fromkeys(("text", "image", "video"), forward)
     return modalities | {"message": forward | {"format": "structured"}}

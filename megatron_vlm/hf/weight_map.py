@@ -106,16 +106,12 @@ def _part(size: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 WHOLE = Layout(
-    None,
-    0,
-    load=lambda read, names, rank, ranks: read(names[0], ()),
-    save=lambda parts: [parts[0]],
+    None, 0, load=lambda read, names, rank, ranks: read(names[0], ()), save=lambda parts: [parts[0]]
 )
 
 
 def rows(*widths: Sequence[int]) -> Layout:
-    """Return the layout in which each rank holds its rows. The rows of each tensor are parts of
-    these widths, and each part is cut by itself."""
+    """Return the layout of rows. Each tensor has parts of these widths, each cut by itself."""
 
     def load(read: ReadSlice, names: Sequence[str], rank: int, ranks: int) -> Tensor:
         pieces = []
@@ -146,8 +142,7 @@ def columns(width: int) -> Layout:
 
 
 def vocab_rows(vocab: int) -> Layout:
-    """Return the layout of rows that are padded to a multiple of TP; the padding is zero and never
-    leaves memory."""
+    """Return the layout of rows, padded with zeros to a multiple of TP, in memory alone."""
 
     def load(read: ReadSlice, names: Sequence[str], rank: int, ranks: int) -> Tensor:
         rows = -(-vocab // ranks)

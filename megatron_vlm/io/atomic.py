@@ -38,8 +38,7 @@ def partial_of(folder: Path) -> Path:
 
 
 def write_mark(folder: Path, run: str | None, **facts: Any) -> None:
-    """Mark the folder, and replace its mark if it has one. `run` is None for content that no
-    training run wrote."""
+    """Mark the folder, in place of a former mark. `run` is None for content of no run."""
     write_text(folder / MARK, json.dumps({"run": run, **facts}, indent=1) + "\n")
     sync(folder)
 
@@ -83,8 +82,7 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
 
 
 def try_lock(handle: int, shared: bool = False) -> bool:
-    """Lock an open file until it is closed. Return False where another process has a lock that
-    excludes this one."""
+    """Lock an open file until it is closed; return False where another lock excludes this one."""
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
@@ -100,8 +98,7 @@ def digest_of(path: Path) -> str:
 
 
 def begin(folder: Path, run: str | None) -> Path:
-    """Make the marked empty folder to write into. A folder that a crash left is removed if this run
-    wrote it."""
+    """Make the marked empty folder to write into, in place of one that a crash of this run left."""
     new = partial_of(folder)
     check_partial(new, run)
     try:
@@ -129,8 +126,7 @@ def check_partial(partial: Path, run: str | None) -> None:
 
 
 def put_in_place(folder: Path) -> Path | None:
-    """Turn the partial folder into the complete one. A former file or folder of its name is moved
-    aside, and the new path is returned."""
+    """Turn the partial folder into the complete one; return where a former one was moved aside."""
     aside = None
     try:
         if os.path.lexists(folder):

@@ -63,9 +63,7 @@ def check_not_a_run(path: str) -> None:
     beside = [file.parent for file in Path(path).parent.glob("*/metrics.jsonl")]
     if hub_name(path) is not None and beside:
         raise ConfigError(
-            "does not exist",
-            place=path,
-            remedy=f"give a run that does, such as {min(beside)}",
+            "does not exist", place=path, remedy=f"give a run that does, such as {min(beside)}"
         )
 
 

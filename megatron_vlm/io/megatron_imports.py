@@ -1,13 +1,9 @@
 """Megatron-Core without the imports that cost seconds and that a run does not need.
 
-megatron-core 0.16.1 hands its fusions to torch's compiler as it is imported. torch then loads its
-whole compiler, which takes a third of the seconds until a worker is ready. Only the `te` backend
-calls any of them, so they are compiled at their first call.
-
-It also imports wandb wherever it is installed. That takes a second, and makes folders
-in TMPDIR that stay there when the process is killed. run/log_sinks.py imports it where log.wandb is
-set.
-"""
+megatron-core 0.16.1 hands its fusions to torch's compiler as it is imported, which loads the whole
+compiler: a third of the time until a worker is ready. Only the `te` backend calls any of them, so
+they are compiled at their first call. It also imports wandb wherever it is installed. That takes a
+second, and leaves folders in TMPDIR when the process is killed."""
 
 import functools
 import importlib.abc
@@ -18,16 +14,14 @@ from typing import Any
 
 
 def compile_as_called() -> None:
-    """Replace the module in which Megatron chooses its compiler. This has no effect where Megatron
-    has been imported already."""
+    """Replace the module in which Megatron chooses its compiler, before it is imported."""
     jit: Any = ModuleType("megatron.core.jit")
     jit.jit_fuser = _compile_lazily
     sys.modules.setdefault("megatron.core.jit", jit)
 
 
 def _compile_lazily(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, compiled at its first call. Within another compiled function it is a
-    part of that one."""
+    """Return the function, compiled at its first call or as part of its caller."""
 
     compiled: Callable[..., Any] | None = None
 

@@ -22,8 +22,7 @@ def escape_controls(text: str) -> str:
 
 
 def number(value: float, percent: bool = False) -> str:
-    """Return a number with four digits, or with all digits where it is large; - where it is not
-    finite."""
+    """Return a number with four digits, or all digits of a large one; - where it is not finite."""
     if not math.isfinite(value):
         return "-"
     if percent:

@@ -31,8 +31,7 @@ _PANIC = "PanicException"  # raised by libraries in Rust; not an Exception
 
 @dataclass(frozen=True)
 class UntrustedFile:
-    """A file from outside, or a place in one: its name, the type of its errors, and the remedy for
-    users."""
+    """A file from outside, or a place in one: its name, the type of its errors, the remedy."""
 
     name: str
     kind: type[MegatronVLMError] = DataError
@@ -44,8 +43,7 @@ class UntrustedFile:
 
     @contextmanager
     def wrap_errors(self, doing: str = "") -> Iterator[None]:
-        """Turn any error of a library that reads the file into an error of this kind. `doing`
-        begins the reason."""
+        """Turn any error of a library into one of this kind. `doing` begins the reason."""
         try:
             yield
         except MegatronVLMError:

@@ -68,8 +68,7 @@ def export_adapter(
     mark: ExportMark | None = None,
     done: TrainingSummary | None = None,
 ) -> None:
-    """Write this rank's share of `trained`; `form` has the other fields of a TrainedAdapter. This
-    is a collective."""
+    """Write the weights of `trained`; `form` is the rest of a TrainedAdapter. A collective."""
 
     def write_trained(named: Iterator[tuple[str, Tensor | None]]) -> None:
         tensors = {name: value for name, value in named if value is not None}

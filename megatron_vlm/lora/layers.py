@@ -25,8 +25,7 @@ from megatron_vlm.model.experts import ExpertLinear, times
 
 
 class LowRank(nn.Module):
-    """A and B of one of Hugging Face's linear layers, or of that layer in each of these experts;
-    unset."""
+    """A and B, unset, of one of Hugging Face's linear layers, or of it in each of these experts."""
 
     def __init__(self, rank: int, inputs: int, outputs: int, like: Tensor, *experts: int):
         super().__init__()
@@ -148,8 +147,7 @@ def attach(
     lora: LoraConfig,
     tp: dist.ProcessGroup,
 ) -> None:
-    """Attach adapters to this stage's linear layers, as the submodule `lora`. The names of all
-    other parameters stay the same."""
+    """Attach adapters to this stage's linear layers, as the submodule `lora`."""
     for plan in plans:
         chunk: Any = chunks[plan.chunk]
         linear = chunk.get_submodule(plan.name)
@@ -162,8 +160,7 @@ def attach(
 
 
 def _add(linear: Any, args: tuple[Any, ...], output: Any) -> Any:
-    """Add the adapters' output. Megatron's layers return their output and a bias, torch's only the
-    output."""
+    """Add the adapters' output. Megatron's layers return a bias beside the output."""
     added = linear.lora(*args)
     if isinstance(output, tuple):
         return (output[0] + added, *output[1:])

@@ -96,8 +96,7 @@ def file_tensors(weights: Sequence[TensorSpec], rank: int) -> list[PeftTensor]:
 
 
 def of_parameters(named: Sequence[str], tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return the weights of experts that PEFT's target_parameters name, by their full names or by
-    an ending after a dot."""
+    """Return the weights of experts that target_parameters name in full, or by their end."""
     return [
         tensor
         for tensor in tensors
@@ -107,8 +106,7 @@ def of_parameters(named: Sequence[str], tensors: Sequence[TensorSpec]) -> list[T
 
 
 def parameters(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]) -> list[str]:
-    """Return the target_parameters that name exactly these weights of experts: the ends of the
-    names where those are unambiguous."""
+    """Return target_parameters for exactly these weights: ends of names where unambiguous."""
     chosen = [weight for weight in weights if is_of_experts(weight)]
     ends = sorted({"mlp.experts." + weight.name.rpartition(".")[2] for weight in chosen})
     return ends if of_parameters(ends, tensors) == chosen else [weight.name for weight in chosen]
@@ -160,8 +158,7 @@ def base_of(folder: Path) -> str:
 
 
 def lora_of(folder: Path, model: str) -> LoraConfig:
-    """Return the configuration that continues the training of an adapter, from the adapter's files
-    and those of its base model."""
+    """Return the configuration that continues the training of an adapter of this model."""
     config = read_adapter_config(folder)
     names = sorted(read_header(folder / ADAPTER_FILE))
     ending = ".lora_A.weight"

@@ -38,8 +38,7 @@ _OLDER = (
 
 
 def tensors_saved_whole(sizes: Sequence[TensorSpec], lora: LoraConfig) -> list[TensorSpec]:
-    """Return the tensors that lora.train trains whole and PEFT's files have a place for: the
-    mergers."""
+    """Return the tensors that are trained whole and fit into PEFT's files: the mergers."""
     return [each for each in sizes if each.part is Part.merger and "merger" in lora.train]
 
 

@@ -38,8 +38,7 @@ _SHOWN = 8  # maximum number of names in an error
 
 @dataclass(frozen=True)
 class HFLinear:
-    """Linear layer of Hugging Face that is a part of one of our linear layers; the experts' layers
-    count as one."""
+    """Linear layer of Hugging Face, or those of all experts, in one of our linear layers."""
 
     base: TensorSpec  # its weight
     adapted: bool

@@ -28,8 +28,7 @@ from megatron_vlm.lora.targets import (
 
 
 def adapted_weights(cfg: Config, sizes: ModelSizes) -> list[TensorSpec]:
-    """Return the weights that get an adapter. Raise ConfigError where lora.targets is
-    impossible."""
+    """Return the weights that get an adapter, or raise ConfigError."""
     if not cfg.lora.rank:
         return []
     chosen = adapted_specs(sizes.with_head, cfg.lora.targets)
@@ -48,8 +47,7 @@ def adapted_weights(cfg: Config, sizes: ModelSizes) -> list[TensorSpec]:
 
 
 def serving_remark(cfg: Config, weights: Sequence[TensorSpec]) -> str:
-    """Return a remark at the start of training for the user who will serve the adapter; empty where
-    there is none."""
+    """Return a remark for the user who will serve the adapter; empty where there is none."""
     if "adapter" not in exports(cfg):
         return ""
     notes, parts = [], {weight.part.switch for weight in weights} - {"language"}

@@ -24,11 +24,7 @@ from torch import Tensor
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.checkpoint.retention import step_folder
 from megatron_vlm.checkpoint.save_load import load, save
-from megatron_vlm.checkpoint.tensor_pieces import (
-    Piece,
-    PieceReader,
-    make_index,
-)
+from megatron_vlm.checkpoint.tensor_pieces import Piece, PieceReader, make_index
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.matrices import RowBlock, flat_rectangles, rectangles
 from megatron_vlm.io.atomic import partial_of

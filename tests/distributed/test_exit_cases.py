@@ -36,10 +36,7 @@ def test_data_workers_end_with_a_killed_trainer(number):
     """The workers also hold the trainer's output open, so `train | tee log` would never end."""
     marked = Marked(outside_of_jobs())
     trainer = subprocess.Popen(
-        calling(hold),
-        env=marked.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        calling(hold), env=marked.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     trainer.stdout.readline()
     assert len(marked.alive()) == 5  # with the server of the workers and Python's own tracker

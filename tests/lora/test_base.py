@@ -107,11 +107,7 @@ def held_by(path: str, case: Case) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("case", "sizes"),
-    [
-        full(layout(tp=2, pp=2), BLOCKS),
-        (layout(dp=2, ep=2), EXPERTS_IN_BLOCKS),
-    ],
+    ("case", "sizes"), [full(layout(tp=2, pp=2), BLOCKS), (layout(dp=2, ep=2), EXPERTS_IN_BLOCKS)]
 )
 def test_the_planner_knows_the_bytes(case, sizes, pool, tiny):
     for base in ("nf4", "int8"):

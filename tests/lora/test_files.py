@@ -298,12 +298,7 @@ def test_a_run_trains_exports_and_is_scored_by_its_adapters(a_run, tiny, capfd):
 @pytest.mark.parametrize(
     ("lora", "export", "said", "sizes"),
     [
-        (
-            ALL.ours,
-            True,
-            "vLLM silently ignores the adapters of merger and vision unless",
-            {},
-        ),
+        (ALL.ours, True, "vLLM silently ignores the adapters of merger and vision unless", {}),
         (BESIDE_MERGER.ours, "both", "vLLM refuses an adapter with the whole merger beside it", {}),
         (ALL.ours, "merged", "", {}),
         (Adapter().ours, True, "", {}),

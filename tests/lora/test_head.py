@@ -37,18 +37,9 @@ from tests.lora.test_lora import adapters as adapters
 from tests.lora.test_lora import pytestmark as pytestmark  # PEFT's warnings
 from tests.model.test_top_log_probs import asked_rows
 from tests.support.batches import make_rows
-from tests.support.peft_reference import (
-    as_ours,
-    peft_model,
-    trained,
-)
+from tests.support.peft_reference import as_ours, peft_model, trained
 from tests.support.reference import row_logits
-from tests.support.runs import (
-    Outcome,
-    call,
-    collect_grads,
-    outcome_of,
-)
+from tests.support.runs import Outcome, call, collect_grads, outcome_of
 from tests.training.test_decode import continue_row
 from tests.training.test_prompt_targets import targeted
 

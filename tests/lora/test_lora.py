@@ -444,13 +444,7 @@ def operations(worker):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("recompute", "sizes"),
-    [
-        ("none", {}),
-        ("full", {}),
-        ("none", EXPERTS),
-        slow("full", EXPERTS),
-    ],
+    ("recompute", "sizes"), [("none", {}), ("full", {}), ("none", EXPERTS), slow("full", EXPERTS)]
 )
 def test_no_product_is_computed_for_the_gradient_of_a_frozen_weight(recompute, sizes, pool, tiny):
     """Full training takes 3 products for each weight in forward and backward. Without the product

@@ -36,8 +36,8 @@ class Ending:
 
 
 def run_with_restarts(attempt: Callable[[int], Ending], max_restarts: int) -> int:
-    """Call `attempt` with the number of restarts so far, and again after each failure, at most
-    `max_restarts` times. Return the exit status of the job."""
+    """Call `attempt` with the number of restarts so far, and again after each failure. Return the
+    exit status of the job."""
     for restart in range(max_restarts + 1):
         ending = attempt(restart)
         if not ending.may_retry:
@@ -53,8 +53,7 @@ def run_with_restarts(attempt: Callable[[int], Ending], max_restarts: int) -> in
 
 @contextlib.contextmanager
 def signals_sent_to(send: Callable[[int], None]) -> Iterator[list[int]]:
-    """Pass signals that ask to stop to `send` during the body. Yield a list of the signals that
-    came."""
+    """Pass signals that ask to stop to `send` during the body. Yield the list of signals."""
     received: list[int] = []
 
     def forward(number: int, _: FrameType | None) -> None:

@@ -15,7 +15,7 @@ _MROPE_SECTION = (24, 20, 20)  # transformers' default
 
 
 def layers_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
-    """Check the kinds of the layers. Yield whether they pass, and the problem's text."""
+    """Check the kinds of the layers, as Checks."""
     text, kinds = config.text_config, ["full_attention"]
     layers = getattr(text, "layer_types", None)
     yield (
@@ -33,8 +33,7 @@ def sizes_of(config: PretrainedConfig) -> ModelSizes:
 def make_sizes(
     config: PretrainedConfig, experts: Experts | None = None, expert_layers: Set[int] = frozenset()
 ) -> ModelSizes:
-    """Return the sizes of a model with these checked fields, with experts in these layers of the
-    decoder."""
+    """Return the sizes of a model with experts in these layers, from checked fields."""
     text = config.text_config
     attention = FullAttention(
         heads=text.num_attention_heads,
@@ -75,8 +74,7 @@ def moe_sizes_of(config: PretrainedConfig) -> ModelSizes:
 
 
 def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
-    """Check that values of the experts fit each other. Yield for each check whether it passes, and
-    the problem's text."""
+    """Check that values of the experts fit each other, as Checks."""
     text = config.text_config
     count, top_k, layers = text.num_experts, text.num_experts_per_tok, text.num_hidden_layers
     yield top_k <= count, f"text_config.num_experts_per_tok={top_k}, of num_experts={count}"
