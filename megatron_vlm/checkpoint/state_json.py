@@ -63,17 +63,8 @@ def check_state(worker: MegatronWorker, folder: Path, state: JsonField, moments:
             allowed=(FORMAT,),
             remedy="load it with the version of megatron_vlm that wrote it",
         )
-    _check_tokens(worker, folder, [each.string() for each in state["add_tokens"].items()])
-    _check_lora(worker, folder, state)
-    if moments and worker.optimizer is not None:
-        _check_optimizer(worker, folder, state)
-
-
-def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> None:
-    """Refuse other added tokens: they would get the rows that the checkpoint's tokens have
-    learnt."""
-    tokens = list(worker.cfg.data.add_tokens)
-    if tokens != saved:
+    saved = [each.string() for each in state["add_tokens"].items()]
+    if (tokens := list(worker.cfg.data.add_tokens)) != saved:
         raise CheckpointError(
             f"is not the {show_value(saved)} of the checkpoint: the same rows would belong to "
             "other tokens",
@@ -83,12 +74,9 @@ def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> Non
             remedy="give the same ones in the same order, or add to its export: megatron-vlm "
             f"export {folder} DIR, model.path=DIR",
         )
-
-
-def _check_optimizer(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
-    """Refuse the states of another optimizer, which mean something else."""
-    before, now = state["optimizer"].string(), worker.cfg.optim.name
-    if before != now:
+    _check_lora(worker, folder, state)
+    is_compared, now = moments and worker.optimizer is not None, worker.cfg.optim.name
+    if is_compared and (before := state["optimizer"].string()) != now:
         raise CheckpointError(
             f"keeps other states of the weights than {before}, which saved the checkpoint",
             place=str(folder),

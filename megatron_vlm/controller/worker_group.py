@@ -136,31 +136,28 @@ class WorkerGroup:
 
     def forward(self, batch: BatchLike, temperature: float = 1.0) -> Future[list[Tensor]]:
         """Return the log-probs of each row's supervised tokens, as MegatronWorker.forward does."""
-        return self._call_by_row("forward", batch, temperature)
+        return self._call_by_row(list, "forward", batch, temperature)
 
     def likeliest(
         self, batch: BatchLike, count: int, temperature: float = 1.0
     ) -> Future[list[Tensor]]:
         """Return the most likely tokens at each position, as MegatronWorker does."""
-        return self._call_by_row("likeliest", batch, count, temperature)
+        return self._call_by_row(list, "likeliest", batch, count, temperature)
 
-    def _call_by_row(self, method: str, batch: BatchLike, *args: Any) -> Future[list[Tensor]]:
-        """Call a method that returns a tensor for each row."""
+    def _call_by_row(
+        self, make: Callable[[list[Tensor]], T], method: str, batch: BatchLike, *args: Any
+    ) -> Future[T]:
+        """Call a method that returns a tensor for each row, and make the result of them."""
 
-        def join(results: list[list[Tensor]]) -> list[Tensor]:
-            return _concatenate(results)[: len(batch)]
+        def join(results: list[list[Tensor]]) -> T:
+            return make(_concatenate(results)[: len(batch)])
 
         return self.ranks.call(join, method, even_parts(batch, self.dims.dp), *args)
 
     def routing(self, batch: BatchLike) -> Future[TensorList]:
         """Return the experts of each token in each row, as MegatronWorker.routing does. As the
         field `routing` of a batch they route its tokens to the same experts again."""
-        parts = even_parts(batch, self.dims.dp)
-
-        def join(results: list[list[Tensor]]) -> TensorList:
-            return TensorList(_concatenate(results)[: len(batch)])
-
-        return self.ranks.call(join, "routing", parts)
+        return self._call_by_row(TensorList, "routing", batch)
 
     def forward_backward(
         self,

@@ -5,7 +5,6 @@ import enum
 import hashlib
 import json
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from types import FrameType
@@ -18,7 +17,7 @@ from megatron_vlm.config.schema import Config, get, leaves
 from megatron_vlm.distributed.collectives import all_gather_bytes, all_gather_json
 from megatron_vlm.distributed.error_json import ShownValue, error_from_json, error_to_json
 from megatron_vlm.distributed.job_store import SignedStore
-from megatron_vlm.distributed.process import PREEMPTED, STOP_SIGNALS, print_to_user
+from megatron_vlm.distributed.process import PREEMPTED, print_to_user, stop_signals_to
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError
 
 
@@ -45,9 +44,8 @@ class Signals:
     def __init__(self) -> None:
         self.received: int | None = None
         self.can_save = False
-        self.before = {}
-        if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        self.handling = contextlib.ExitStack()
+        self.handling.enter_context(stop_signals_to(self._note))
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self.received is not None:
@@ -59,8 +57,7 @@ class Signals:
 
     def restore(self) -> None:
         """Restore the previous handlers."""
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+        self.handling.close()
 
 
 def job_store() -> SignedStore | None:

@@ -164,24 +164,23 @@ def _axis(group: dist.ProcessGroup) -> GroupAxis:
 
 
 def _check_same_groups(dims: ParallelDims) -> None:
-    degrees_wanted = (dims.tp, dims.pp, dims.ep, dims.virtual_stages)
-    degrees_present = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-    )
-    if degrees_present != degrees_wanted:
-        names = ("tp", "pp", "ep", "virtual_stages")
+    there = {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "virtual_stages": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+    }
+    wanted: dict[str, int] = {name: getattr(dims, name) for name in there}
+    if there != wanted:
         layout, present = (
-            ", ".join(f"{name}={degree}" for name, degree in zip(names, degrees, strict=True))
-            for degrees in (degrees_wanted, degrees_present)
+            ", ".join(f"{name}={degree}" for name, degree in degrees.items())
+            for degrees in (wanted, there)
         )
-        place = next(i for i, degree in enumerate(degrees_wanted) if degree != degrees_present[i])
+        name = next(name for name, degree in wanted.items() if degree != there[name])
         raise ConfigError(
             f": the layout is {layout}, but this process has a worker with {present}, and all "
             "workers of a process share its groups",
-            key=f"parallel.{names[place]}",
-            found=degrees_wanted[place],
+            key=f"parallel.{name}",
+            found=wanted[name],
             remedy="give both one layout, or start the second in processes of its own",
         )

@@ -105,17 +105,22 @@ def run_process(command: Callable[[Sequence[str]], int], arguments: Sequence[str
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """End the process at once, with PREEMPTED, if a signal asks it to stop during the body: there
-    is nothing to save yet, or no longer. Code that can save sets its own handlers meanwhile."""
+def stop_signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle signals that ask the process to stop during the body. Only the main thread can."""
     before = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, _end_early) for number in STOP_SIGNALS}
+        before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def ended_by_signals() -> contextlib.AbstractContextManager[None]:
+    """End the process at once, with PREEMPTED, if a signal asks it to stop during the body: there
+    is nothing to save yet, or no longer. Code that can save sets its own handlers meanwhile."""
+    return stop_signals_to(_end_early)
 
 
 def _end_early(_: int, __: FrameType | None) -> None:

@@ -16,6 +16,7 @@ from megatron_vlm.family.field_rules import (
     ModelFields,
     advise_other_family,
     other_model,
+    part_of,
     unsupported_fields,
 )
 from megatron_vlm.family.qwen3_5.fields import QWEN3_5_FIELDS, QWEN3_5_MOE_FIELDS
@@ -58,7 +59,7 @@ def read_counts(folder: str) -> Counts | None:
     check_model_type(config.get("model_type"), folder)
     if problems := list(_problems(config, _FIELDS[config["model_type"]])):
         raise other_model(folder, problems)
-    return _counts(_part(config, "text_config"), _part(config, "vision_config"))
+    return _counts(part_of(config, "text_config"), part_of(config, "vision_config"))
 
 
 def read_fields(folder: str | Path) -> JsonField:
@@ -69,14 +70,14 @@ def read_fields(folder: str | Path) -> JsonField:
     )
     config = file.json(_MAX_BYTES)
     config.object()
-    text = _part(config.value, "text_config")
+    text = part_of(config.value, "text_config")
     if problems := list(_contradictions(text)):
         raise other_model(str(folder), problems)
     return config
 
 
 def _contradictions(text: dict[str, Any]) -> Iterator[str]:
-    name, rope = "partial_rotary_factor", _part(text, "rope_parameters")
+    name, rope = "partial_rotary_factor", part_of(text, "rope_parameters")
     is_other_kind = rope.get("rope_type", "default") != "default"  # the table of fields refuses it
     if name in text and name in rope and text[name] != rope[name] and not is_other_kind:
         yield f"text_config.{name}={text[name]!r}, but rope_parameters has {rope[name]!r}"
@@ -123,15 +124,9 @@ def check_model_type(model_type: Any, path: str | Path) -> None:
 
 
 def _problems(config: dict[str, Any], known: ModelFields) -> Iterator[str]:
-    text, vision = _part(config, "text_config"), _part(config, "vision_config")
-    yield from _other_values("", config, known.top)
-    yield from _other_values("text_config.", text, known.text)
-    for name in ("rope_parameters", "rope_scaling"):  # the second is older
-        part = _part(text, name)
-        yield from _other_values("text_config.rope_parameters.", part, known.text_rope)
-    yield from _other_values("vision_config.", vision, known.vision)
-    rope = _part(vision, "rope_parameters")
-    yield from _other_values("vision_config.rope_parameters.", rope, known.vision_rope)
+    text, vision = part_of(config, "text_config"), part_of(config, "vision_config")
+    for part in known.parts(config, text, vision):
+        yield from _other_values(*part)
 
 
 def _other_values(part: str, settings: dict[str, Any], known: KnownFields) -> Iterator[str]:
@@ -158,8 +153,3 @@ def _counts(text: dict[str, Any], vision: dict[str, Any]) -> Counts | None:
     if not all(type(count) is int and count >= 0 for count in counts):
         return None
     return Counts(layers, by_tp, deepstack, experts)
-
-
-def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
-    part = config.get(name)
-    return part if isinstance(part, dict) else {}

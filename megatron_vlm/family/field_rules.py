@@ -173,6 +173,24 @@ class ModelFields:
     vision: KnownFields
     vision_rope: KnownFields
 
+    def parts(
+        self, top: dict[str, Any], text: dict[str, Any], vision: dict[str, Any]
+    ) -> Iterator[tuple[str, dict[str, Any], KnownFields]]:
+        """Yield each part: the prefix of its names, its values, and its known fields."""
+        yield "", top, self.top
+        yield "text_config.", text, self.text
+        for name in ("rope_parameters", "rope_scaling"):  # the second is older
+            yield "text_config.rope_parameters.", part_of(text, name), self.text_rope
+        yield "vision_config.", vision, self.vision
+        rope = part_of(vision, "rope_parameters")
+        yield "vision_config.rope_parameters.", rope, self.vision_rope
+
+
+def part_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a part of a config.json; an empty one where there is none."""
+    part = config.get(name)
+    return part if isinstance(part, dict) else {}
+
 
 def other_model(folder: str, problems: Sequence[str]) -> ConfigError:
     """Return the error for a config.json with these problems."""

@@ -21,13 +21,7 @@ from transformers.vision_utils import (
 )
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.field_rules import (
-    OBJECT,
-    KnownFields,
-    ModelFields,
-    other_model,
-    unsupported_fields,
-)
+from megatron_vlm.family.field_rules import ModelFields, other_model, unsupported_fields
 from megatron_vlm.family.spec import (
     Family,
     HFNames,
@@ -74,18 +68,8 @@ def _unknown(config: PretrainedConfig, known: ModelFields) -> Iterator[str]:
     # Some tools repeat a field of the text at the top, where nothing reads it.
     repeated = {name for name in top if name in text and top[name] == text[name]}
     read = top.keys() - (repeated - known.top.fixed.keys())
-    yield from unsupported_fields("", {name: top[name] for name in read}, known.top)
-    yield from unsupported_fields("text_config.", text, known.text)
-    rope = text["rope_parameters"]
-    yield from _unknown_of("text_config.rope_parameters.", rope, known.text_rope)
-    yield from unsupported_fields("vision_config.", vision, known.vision)
-    rope = vision["rope_parameters"]
-    yield from _unknown_of("vision_config.rope_parameters.", rope, known.vision_rope)
-
-
-def _unknown_of(part: str, value: Any, known: KnownFields) -> Iterator[str]:
-    # The rules of the part that holds this field refuse any other type.
-    yield from unsupported_fields(part, value, known) if OBJECT.fits(value) else ()
+    for part in known.parts({name: top[name] for name in read}, text, vision):
+        yield from unsupported_fields(*part)
 
 
 def _fields(part: PretrainedConfig) -> dict[str, Any]:

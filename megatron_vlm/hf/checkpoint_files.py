@@ -19,19 +19,10 @@ from megatron_vlm.io.untrusted import UntrustedFile, real_path
 # Files that transformers and vLLM read, and files that determine how a record becomes tokens and
 # patches.
 SETTINGS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
 )
 _PAPERS = re.compile(r"(LICENSE|LICENCE|NOTICE)(\.md|\.txt)?")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")

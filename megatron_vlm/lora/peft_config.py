@@ -33,21 +33,13 @@ BASE_COPY = ".base_layer.weight"  # ending of a weight that PEFT copies next to 
 _MERGE = "merge it into its base model with PEFT, and give that as model.path"
 # PEFT supports these options and we do not. The values listed for each change nothing.
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_dora": (None, False),
-    "use_qalora": (None, False),
-    "lora_bias": (None, False),
-    "fan_in_fan_out": (None, False),
+    **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out"), (None, False)),
     "bias": (None, "none"),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (None, {})),
     "layer_replication": (None,),
     "trainable_token_indices": (None, {}),
-    "alora_invocation_tokens": (None,),
-    "use_bdlora": (None,),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "velora_config": (None,),
-    "monteclora_config": (None,),
+    **dict.fromkeys(("alora_invocation_tokens", "use_bdlora", "arrow_config"), (None,)),
+    **dict.fromkeys(("kasa_config", "velora_config", "monteclora_config"), (None,)),
 }
 
 

@@ -1,7 +1,6 @@
 """Attempts at a job: waiting for its ranks, stopping them, starting them again."""
 
 import contextlib
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,10 +10,10 @@ from megatron_vlm.distributed.process import (
     FAILED,
     MISTAKE,
     PREEMPTED,
-    STOP_SIGNALS,
     STUCK,
     UNLIKE,
     print_to_user,
+    stop_signals_to,
 )
 
 RANK_GRACE_S = 10.0  # time for the other ranks to report why they end too, once one has failed
@@ -60,12 +59,8 @@ def signals_sent_to(send: Callable[[int], None]) -> Iterator[list[int]]:
         received.append(number)
         send(number)
 
-    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
-    try:
+    with stop_signals_to(forward):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def wait_for_ranks(count: int, ended: Callable[[], Iterable[Ending]]) -> Ending:
