@@ -1,8 +1,5 @@
 """Export of a run's checkpoint as a Hugging Face folder, without a model and without other
-processes.
-
-A checkpoint already has Hugging Face's tensors, only cut into pieces: see tensor_pieces.py.
-"""
+processes. A checkpoint already has Hugging Face's tensors, in pieces: see tensor_pieces.py."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,12 +1,8 @@
 """Manifest of a checkpoint, complete.json: its files, the run that wrote them, and the checkpoints
-that came before.
+that came before. This module needs files only: no torch, no collectives.
 
-A file's digest shows whether the file is unchanged; complete.json contains its own digest as well.
-Locks on complete.json keep a checkpoint in place while it is read, even if a run no longer needs it
-and would remove it: a reader has a shared lock, and a remover needs an exclusive one.
-
-This module needs files only: no torch, no collectives.
-"""
+Digests show whether the files, and complete.json itself, are unchanged. A reader has a shared lock
+on complete.json, and who removes a checkpoint that a run no longer needs an exclusive one."""
 
 import json
 import os

@@ -1,12 +1,9 @@
 """State of a training run that a rank must write and read: weights and the optimizer's state.
 
-Megatron's own sharded optimizer state (0.16.1) depends on the optimizer that wrote it: the plain
-one cannot load a state of the distributed one, so DP 2 could not resume at DP 1. Here every
-optimizer looks the same: it has, for each trainable parameter, a flat part of the fp32 main weight
-and of both moments. A checkpoint stores only the fp32 main weight, because the model's weight is
-the rounded main weight. It stores the values of moments in 8 bits, in fp32, because their codes
-depend on where the tensor is cut. Writing them as codes again changes none.
-"""
+Megatron's own sharded optimizer state (0.16.1) depends on the optimizer that wrote it: DP 2 could
+not resume at DP 1. Here every optimizer looks the same: it has, for each trainable parameter, a
+flat part of the fp32 main weight, which stands for the model's weight too, and of both moments.
+Moments in 8 bits are stored in fp32, because their codes depend on where the tensor is cut."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

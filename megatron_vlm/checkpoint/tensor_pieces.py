@@ -1,11 +1,9 @@
 """Pieces of tensors on a rank, as rectangles of the checkpoint's tensors, and the files that store
 them.
 
-A checkpoint has Hugging Face's tensors, whole and without padding, independent of the layout that
-wrote it. Each rank writes the rectangles that it holds to its own safetensors file, and a layout
-that loads them reads the rectangles that it needs, from any of the files. Neither writing
-nor loading exchanges a tensor between ranks.
-"""
+A checkpoint has Hugging Face's tensors, whole and without padding. Each rank writes the rectangles
+that it holds to its own safetensors file, and any layout reads those that it needs from all files.
+No tensor is exchanged between ranks."""
 
 import json
 import math

@@ -1,9 +1,7 @@
-"""A group over Ray: one actor for each rank, and a controller that is not a rank itself.
+"""A group over Ray (the extra `ray`): one actor for each rank, and a controller that is no rank.
 
-This module needs the extra `ray`. The fields that a call reads go into Ray's object store once, as
-the bytes of one TensorBatch for each replica. Pixel values are separate objects, which only the
-actors of the first stage fetch.
-"""
+The fields that a call reads go into Ray's object store once, as the bytes of one TensorBatch for
+each replica. Pixel values are separate objects, which only the actors of the first stage fetch."""
 
 import threading
 import time

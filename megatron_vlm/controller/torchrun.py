@@ -1,10 +1,8 @@
 """A group inside torchrun: SPMD, without a separate controller.
 
-Every rank makes a group around its worker and makes the same calls with the same batches. Each rank
-takes the part of its replica, and all ranks get the results of the whole batch. Results travel as
-bytes: tensors stay binary, the rest is JSON, and an error keeps its fields and, if it is one of
-this package's, its type.
-"""
+Every rank makes the same calls with the same batches, takes the part of its replica, and gets the
+results of the whole batch. They travel as bytes: tensors stay binary, the rest is JSON, and an
+error of this package keeps its type and fields."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future

@@ -1,9 +1,8 @@
-"""Bytes and JSON between ranks, as tensors of bytes.
+"""Bytes and JSON between ranks, as tensors of bytes. All functions are collectives of the group,
+and `device` is that of this rank.
 
 torch's own collectives for objects unpickle what arrives, and a pickle may run any program: anyone
-who can write to one connection of a job would control its machines. Here a message is only data.
-All functions are collectives of the group; `device` is the device of this rank.
-"""
+who can write to one connection of a job would control its machines. Here a message is only data."""
 
 import json
 from typing import Any

@@ -1,10 +1,8 @@
 """Store of a job: its address, and messages of ranks that nobody else can forge.
 
-torch's store listens at every address, and anyone who connects to it can list, read and write all
-keys. So the store of a single machine listens on loopback. A message that ends a job or lets it
-continue is signed with the job's secret, which the launcher passes to the ranks in their
-environment.
-"""
+Anyone who connects to torch's store can read and write all keys. So the store of a single machine
+listens on loopback, and messages that end a job or let it continue are signed with the job's
+secret, which the launcher passes to the ranks in their environment."""
 
 import datetime
 import hashlib

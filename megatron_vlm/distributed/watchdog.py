@@ -1,12 +1,10 @@
 """Detection of a stuck rank: every rank reports its progress, and silence ends the job.
 
 A rank that hangs or dies leaves the others inside a collective, which cannot name the missing rank.
-So each rank starts a thread, before anything that may hang, that checks whether the rank makes
-progress. Once the ranks have met, a second thread writes the state to the job's store and reads the
-states of the others. When no rank has made progress for the time-out, the process names the rank
-furthest behind and exits. A rank whose threads cannot run is ended from outside: see
-watchdog_process.py.
-"""
+So each rank has a thread that checks whether it makes progress, and, once the ranks have met, one
+that exchanges states through the job's store. When no rank has made progress for the time-out, the
+process names the rank furthest behind and exits. watchdog_process.py ends a rank whose threads
+cannot run."""
 
 import contextlib
 import json

@@ -1,12 +1,10 @@
 """Process next to a rank that ends it when the rank can no longer do so itself.
 
-The watchdog is a thread of the rank. It does not run while the rank is stopped (SIGSTOP), nor while
-code in C keeps Python's lock, such as a read from a mapped file on a lost file system. The rank
-writes a line whenever its watchdog has checked it, and after a long silence it is killed. This
-process ends with the rank, since the pipe between them closes then.
+The watchdog, a thread, does not run while the rank is stopped (SIGSTOP), nor while code in C keeps
+Python's lock, as in a read from a mapped file on a lost file system. It writes a line at each
+check; after a long silence the rank is killed. This process ends with the pipe between them.
 
-    python watchdog_process.py FD RANK EVERY_S TIMEOUT_S
-"""
+    python watchdog_process.py FD RANK EVERY_S TIMEOUT_S"""
 
 import contextlib
 import os

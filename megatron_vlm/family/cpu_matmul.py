@@ -1,14 +1,11 @@
 """Choice of the library that multiplies fp32 matrices on the CPU.
 
-torch uses MKL, which does without AVX-512 on AMD's processors: on a Zen 5, oneDNN multiplies more
-than twice as fast. torch uses oneDNN only if oneDNN may round the factors to bfloat16. oneDNN
-rounds only on processors with AMX, which AMD's do not have, and multiplies in fp32 elsewhere; one
-test product shows whether it rounds.
-
-oneDNN takes 10 us more to start a product, and half a millisecond for each shape that is new to it.
-So narrow models keep MKL, and so do models with experts, whose numbers of tokens change each time.
-The attention of short rows keeps MKL, too, because its kernel makes a product for each small block
-of queries and keys.
+torch uses MKL, which does without AVX-512 on AMD's processors: on a Zen 5, oneDNN is more than
+twice as fast. torch uses oneDNN only if oneDNN may round the factors to bfloat16, which it does
+only on processors with AMX; one test product shows whether it rounds. oneDNN takes 10 us more to
+start a product, and half a millisecond for each new shape. So MKL stays for narrow models, for
+experts, whose numbers of tokens change, and for the attention of short rows, whose products are
+small.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,9 @@
-"""Decoder layers: what a layer is made of, said once.
+"""Decoder layers: a mixer of tokens and a feed-forward network, each behind a norm. Both list their
+parameters, and say what they cost.
 
-A layer is a mixer of tokens and a feed-forward network, each behind a norm. Both list their
-parameters, and say what they cost. The table of names, loading and export, the planner, the cost of
-a row, the LoRA targets, the built modules and the caches are loops over these descriptions.
-
-Importing this file imports neither torch nor transformers.
-"""
+The table of names, the planner, the cost of a row, the LoRA targets, the built modules and the
+caches are loops over these descriptions. Importing this file imports neither torch nor
+transformers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

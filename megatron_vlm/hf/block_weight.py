@@ -1,21 +1,14 @@
 """A frozen weight of a linear layer that is stored as codes of 4 or 8 bits, `lora.base`.
 
 The weights of a block share a scale, their largest absolute value. A code stands for a value
-between -1 and 1:
+between -1 and 1: for nf4, one of the 16 values of NF4 (QLoRA, arXiv 2305.14314), two codes in a
+byte, the first in its upper half, digit for digit as in bitsandbytes; for int8, a multiple of
+1/127. -1 and 1 have codes of their own, so the values of codes become the same codes again.
 
-- nf4: one of the 16 values of NF4 (QLoRA, arXiv 2305.14314), two codes in a byte, the first one in
-  its upper half. Codes and scales are those of bitsandbytes, digit for digit.
-- int8: a multiple of 1/127.
+BlockWeight takes its place among the parameters of a module like any other weight. A product with
+it computes its values, which are then forgotten: the backward computes them once more.
 
--1 and 1 have codes of their own, so the largest value of a block is exact. Therefore the values of
-codes become the same codes again.
-
-BlockWeight is a tensor like any other weight, with a shape, a dtype and a device, and takes its
-place among the parameters of a module. A product with it computes its values, which are then
-forgotten again: autograd keeps the codes, and the backward computes the values once more.
-
-Shapes: W weights, B blocks of them, K bytes of codes.
-"""
+Shapes: W weights, B blocks of them, K bytes of codes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
 """Files of a Hugging Face checkpoint: which of them an export copies and changes, and digests that
-show whether ranks on different machines, or a run that resumes, have the same model and
-settings."""
+show whether ranks, or a run that resumes, have the same model and settings."""
 
 import hashlib
 import os

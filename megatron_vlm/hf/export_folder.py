@@ -1,6 +1,5 @@
-"""Folder of an export: its mark, with the run, the step, the checkpoint, and the files with their
-sizes and digests; and its upload to the Hugging Face Hub in one commit, to a repository that is
-private if new."""
+"""Folder of an export: its mark, with its origin and the sizes and digests of its files, and its
+upload to the Hugging Face Hub in one commit, to a repository that is private if new."""
 
 import os
 import threading

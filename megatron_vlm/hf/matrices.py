@@ -2,15 +2,11 @@
 of tensors in the part of a parameter that a rank holds or updates.
 
 The matrices are the weights of linear layers and routers, and both matrices of an adapter. Queries,
-keys and values are matrices of their own, and so are gate and up, also those of each expert, which
-some checkpoints store together. A tower's fused queries, keys and values are one matrix, as in the
-checkpoint. Embeddings, positions, the head and its adapter are not among them, because their rows
-belong to tokens; neither are vectors, a matrix with a single row or column, and kernels of
-convolutions.
+keys and values are separate, and so are gate and up, also where a checkpoint stores them together;
+a tower's fused queries, keys and values are one. Embeddings, positions, the head and its adapter
+are not among them, because their rows belong to tokens; neither are vectors and kernels.
 
-For rectangles every tensor counts as a matrix: its first dimension by the product of the others (1
-for a vector).
-"""
+For rectangles every tensor counts as a matrix: its first dimension by the product of the others."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

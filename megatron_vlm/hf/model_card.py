@@ -1,9 +1,7 @@
 """Model card of an export, README.md: the base model, the training and the scores.
 
-The card follows from the checkpoint and the base model alone, so that every export of a checkpoint
-has the same one. Files of this machine appear by their names, without their folders. All names from
-outside are shown as code, which neither YAML nor Markdown interprets.
-"""
+It follows from the checkpoint and the base model alone. Files of this machine appear by their
+names, and all names from outside as code, which neither YAML nor Markdown interprets."""
 
 import fnmatch
 import importlib.metadata

@@ -1,8 +1,7 @@
 """Files by which sentence-transformers and vLLM know an export as a model that searches.
 
-An embedding is the last token's hidden state, normalised, of a chat with the instruction as its
-system message. A reranker's score is the logit of yes minus that of no after the prompt that
-reranker.jinja makes of a query and a document."""
+An embedding is the last token's normalised hidden state, of a chat with the instruction as its
+system message. A reranker's score is the logit of yes minus that of no after reranker.jinja."""
 
 import json
 from pathlib import Path

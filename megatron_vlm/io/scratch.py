@@ -1,10 +1,9 @@
 """A folder in TMPDIR for the files that a process writes for itself alone. It is removed with the
-process; the folders that killed processes have left are removed when the next one makes its own.
-Sockets are there, too, unless its name is too long for them: then they have a folder elsewhere.
+process; those of killed processes are removed when the next one makes its own. Sockets are there,
+too, unless its name is too long for them.
 
-A lock tells whether a folder's process is alive, in any container of this machine. Process ids do
-not tell this: they are reused, and containers that share TMPDIR count their own.
-"""
+A lock tells whether a folder's process is alive. Process ids do not: they are reused, and
+containers that share TMPDIR count their own."""
 
 import contextlib
 import fcntl

@@ -1,9 +1,6 @@
 """Files from outside: others wrote them, or they may have been changed since. They are opened and
-parsed here, within bounds of size and depth, and never trusted.
-
-Any failure of a parser, here or in a library, reaches users as an error of this package, with the
-file, the field, the reason and the remedy.
-"""
+parsed here, within bounds of size and depth. Any failure of a parser, here or in a library, reaches
+users as an error of this package, with the file, the field, the reason and the remedy."""
 
 import json
 import math

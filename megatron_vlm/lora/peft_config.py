@@ -1,12 +1,10 @@
 """Files of an adapter: the form of PEFT's tensors, its base model and options, and the
 configuration that continues its training.
 
-The rest of the package knows one form: A [rank, in] and B [out, rank], and for experts A [experts,
-rank, in] and B [experts, out, rank]. PEFT adapts the weights of experts as parameters of their
-module: A is [experts * rank, in], expert by expert, and B is [out, rank * experts], where the
-experts alternate. Both weights of a module may be adapted. PEFT then wraps the module twice, with
-the first weight inside, as `base_layer`.
-"""
+The rest of the package knows A [rank, in] and B [out, rank], and for experts A [experts, rank, in]
+and B [experts, out, rank]. PEFT adapts experts as parameters of their module: A is [experts * rank,
+in], expert by expert, and B is [out, rank * experts], where the experts alternate. Where both
+weights of a module are adapted, PEFT wraps it twice, with the first weight inside, `base_layer`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
