@@ -1,9 +1,10 @@
 """Processes of a job on this machine: started together, ended together, restarted together.
 
 torch's elastic launcher is not sufficient (measured with torch 2.13). After a signal it reports
-none of the ranks' exit statuses, so that "saved, start me again" is lost, and a second Ctrl-C does not
-reach the ranks. When a rank fails, the others receive SIGTERM at once, which makes them save. It
-also restarts after a user's mistake, and its ranks outlive a launcher that was killed."""
+none of the ranks' exit statuses, so that "saved, start me again" is lost, and a second Ctrl-C does
+not reach the ranks. When a rank fails, the others receive SIGTERM at once, which makes them save.
+It also restarts after a user's mistake, and its ranks outlive a launcher that was killed.
+"""
 
 import contextlib
 import os
