@@ -92,7 +92,8 @@ def find_blocks(
         if len(shapes[name]) != 1 or (state := read(name, ())).dtype != torch.uint8:
             raise file.error("is not the bytes of a text")
         stored = _describe(weight, JsonField(file.parse(state.numpy().tobytes()), "", file))
-        _check(stored, place, shapes, read)
+        if fault := _fault(stored, shapes, read):
+            raise CheckpointError(fault, place=place, key=stored.name, remedy=_REMEDY)
         yield stored
 
 
@@ -114,36 +115,27 @@ def _describe(weight: str, state: JsonField) -> StoredBlocks:
     return StoredBlocks(weight, (sides[0], sides[1]), _DTYPES[dtype.value], offset)
 
 
-def _check(
-    stored: StoredBlocks, place: str, shapes: Mapping[str, tuple[int, ...]], read: ReadSlice
-) -> None:
-    """Check that the tensors beside the codes are there, in the right sizes and types."""
+def _fault(stored: StoredBlocks, shapes: Mapping[str, tuple[int, ...]], read: ReadSlice) -> str:
+    """Return why the tensors beside the codes, their sizes or types are wrong; empty if they are
+    right."""
     names, weights = stored.side_tensors, prod(stored.shape)
-    problem = ""
     if missing := [name for name in (stored.name, *names) if name not in shapes]:
-        problem = f"lacks {', '.join(missing)}"
-    elif weights % WEIGHTS_PER_BLOCK:
-        problem = f"has {weights} values, not a whole number of blocks of {WEIGHTS_PER_BLOCK}"
-    else:
-        blocks = weights // WEIGHTS_PER_BLOCK
-        is_nested = stored.offset is not None
-        sizes: dict[str, tuple[int, ...]] = {names[0]: (blocks,), names[1]: (16,)}
-        if is_nested:
-            sizes |= {names[3]: (-(-blocks // _SCALES_PER_BLOCK),), names[4]: (256,)}
-        kinds = dict.fromkeys(sizes, _FLOATS) | {stored.name: _FLOATS | _BYTES}
-        kinds |= {names[0]: {torch.uint8}} if is_nested else {}
-        dtypes = {name: read(name, [(0, 0)] if shapes[name] else ()).dtype for name in kinds}
-        sizes = {stored.name: (weights // 2 // dtypes[stored.name].itemsize, 1), **sizes}
-        wrong = [name for name in kinds if dtypes[name] not in kinds[name]]
-        misfits = [name for name, shape in sizes.items() if shapes[name] != shape]
-        if wrong:
-            problem = (
-                f"has values of {dtypes[wrong[0]]} in {wrong[0]}, which bitsandbytes never has"
-            )
-        elif misfits:
-            name = misfits[0]
-            problem = f"has {shapes[name]} values in {name}, and needs {sizes[name]}"
-        elif not torch.allclose(read(names[1], ()).float(), torch.tensor(NF4_VALUES), atol=1e-6):
-            problem = f"has other values in {names[1]} than those of NF4"
-    if problem:
-        raise CheckpointError(problem, place=place, key=stored.name, remedy=_REMEDY)
+        return f"lacks {', '.join(missing)}"
+    if weights % WEIGHTS_PER_BLOCK:
+        return f"has {weights} values, not a whole number of blocks of {WEIGHTS_PER_BLOCK}"
+    blocks, is_nested = weights // WEIGHTS_PER_BLOCK, stored.offset is not None
+    sizes: dict[str, tuple[int, ...]] = {names[0]: (blocks,), names[1]: (16,)}
+    if is_nested:
+        sizes |= {names[3]: (-(-blocks // _SCALES_PER_BLOCK),), names[4]: (256,)}
+    kinds = dict.fromkeys(sizes, _FLOATS) | {stored.name: _FLOATS | _BYTES}
+    kinds |= {names[0]: {torch.uint8}} if is_nested else {}
+    dtypes = {name: read(name, [(0, 0)] if shapes[name] else ()).dtype for name in kinds}
+    sizes = {stored.name: (weights // 2 // dtypes[stored.name].itemsize, 1), **sizes}
+    if wrong := [name for name in kinds if dtypes[name] not in kinds[name]]:
+        return f"has values of {dtypes[wrong[0]]} in {wrong[0]}, which bitsandbytes never has"
+    if misfits := [name for name, shape in sizes.items() if shapes[name] != shape]:
+        name = misfits[0]
+        return f"has {shapes[name]} values in {name}, and needs {sizes[name]}"
+    if not torch.allclose(read(names[1], ()).float(), torch.tensor(NF4_VALUES), atol=1e-6):
+        return f"has other values in {names[1]} than those of NF4"
+    return ""

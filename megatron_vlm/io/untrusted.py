@@ -8,9 +8,10 @@ import os
 import reprlib
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class UntrustedFile:
         return self.kind(problem, **{"place": self.name, "remedy": self.remedy} | fields)
 
     @contextmanager
-    def wrap_errors(self, doing: str = "") -> Iterator[None]:
+    def wrap_errors(self, doing: str) -> Iterator[None]:
         """Turn any error of a library into one of this kind. `doing` begins the reason."""
         try:
             yield
@@ -48,7 +49,7 @@ class UntrustedFile:
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
                 raise
-            raise self.error(f"{doing}: {reason(error)}" if doing else reason(error)) from error
+            raise self.error(f"{doing}: {reason(error)}") from error
 
     def regular_path(self) -> Path:
         """Return the path of the regular file with this name."""
@@ -190,15 +191,10 @@ def is_too_deep(value: Any) -> bool:
     """Return whether lists and objects are nested in more than MAX_JSON_DEPTH levels."""
     level: list[Any] = [[value]]
     for _ in range(MAX_JSON_DEPTH + 1):
-        inner = (
-            each for outer in level for each in _values_of(outer) if isinstance(each, _NESTING)
-        )
-        level = list({id(each): each for each in inner}.values())  # no value twice
+        inner = chain(*(each.values() if isinstance(each, Mapping) else each for each in level))
+        nested = {id(each): each for each in inner if isinstance(each, _NESTING)}  # none twice
+        level = list(nested.values())
     return bool(level)
-
-
-def _values_of(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, Mapping) else value
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -59,33 +59,30 @@ class Adapters(nn.ModuleDict):
             }
         )
         self.plan, self.tp = plan, tp
+        self.slots = [slot for slot in plan.slots if slot.adapted]
         self.groups = plan.groups // ranks if plan.groups > 1 else 1
         self.scale, self.dropout = scale_of(lora), lora.dropout
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the adapters' addition to the output [..., O] for the layer's input [..., I]."""
-        slots = [slot for slot in self.plan.slots if slot.adapted]
-        low = torch.cat(
-            [F.linear(self._apply_dropout(x, slot), self._low_rank(slot).A) for slot in slots], -1
-        )
+        low = torch.cat([self._down(x, slot) for slot in self.slots], -1)
         if self.plan.cut == 0:
             low = copy_to_tensor_model_parallel_region(low, group=self.tp)
         elif self.plan.cut == 1:
             low = reduce_from_tensor_model_parallel_region(low, group=self.tp)
-        parts = (low * self.scale).chunk(len(slots), dim=-1)
-        added = {
-            slot: F.linear(part, self._low_rank(slot).B)
-            for slot, part in zip(slots, parts, strict=True)
-        }
+        parts = zip(self.slots, (low * self.scale).chunk(len(self.slots), dim=-1), strict=True)
+        added = {slot: F.linear(part, self._low_rank(slot).B) for slot, part in parts}
         return self._join_outputs(added)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the addition of `forward` as two factors, the second transposed. The head needs
         this: it never has all its outputs at once, and it sums the first factor's gradient over the
         ranks itself."""
-        (slot,) = self.plan.slots
-        low_rank = self._low_rank(slot)
-        return F.linear(self._apply_dropout(x, slot), low_rank.A) * self.scale, low_rank.B
+        (slot,) = self.slots
+        return self._down(x, slot) * self.scale, self._low_rank(slot).B
+
+    def _down(self, x: Tensor, slot: HFLinear) -> Tensor:
+        return F.linear(self._apply_dropout(x, slot), self._low_rank(slot).A)
 
     def _low_rank(self, slot: HFLinear) -> LowRank:
         adapter = self[slot.leaf]
@@ -102,9 +99,8 @@ class Adapters(nn.ModuleDict):
         ]
         if len(pieces) == 1:
             return pieces[0]
-        return torch.cat([piece.unflatten(-1, (self.groups, -1)) for piece in pieces], -1).flatten(
-            -2
-        )
+        grouped = [piece.unflatten(-1, (self.groups, -1)) for piece in pieces]
+        return torch.cat(grouped, -1).flatten(-2)
 
     def _apply_dropout(self, x: Tensor, slot: HFLinear) -> Tensor:
         """Apply dropout. The mask is drawn for the whole input on every rank, so that ranks that

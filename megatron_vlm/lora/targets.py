@@ -172,25 +172,19 @@ def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> li
     """Return our linear layers that hold one of these weights, from every stage."""
     chosen, linears = {weight for weight in weights if weight.part is not Part.head}, []
     for entry in table:
+        place, layout = (entry.stage, entry.chunk), entry.layout
         if entry.origin is Origin.hub and chosen.intersection(entry.hf_tensors):
-            parts = entry.layout.parts or ((),) * len(entry.hf_tensors)
+            parts = layout.parts or ((),) * len(entry.hf_tensors)
             slots = tuple(
                 HFLinear(tensor, tensor in chosen, widths)
                 for tensor, widths in zip(entry.hf_tensors, parts, strict=True)
             )
-            cut = None if entry.layout.cut is None else entry.layout.axis
+            cut = None if layout.cut is None else layout.axis
             name = entry.our_name.removesuffix(".weight")
-            linears.append(
-                AdaptedLinear(name, entry.stage, entry.chunk, slots, cut, entry.layout.groups)
-            )
-        if (
-            entry.our_name == LAST_NORM
-        ):  # the head is on this stage; a tied one has no entry of its own
-            place = entry.stage, entry.chunk
-            heads = [weight for weight in weights if weight.part is Part.head]
-            linears += [
-                AdaptedLinear(HEAD, *place, (HFLinear(head, True),), 0, 1) for head in heads
-            ]
+            linears.append(AdaptedLinear(name, *place, slots, cut, layout.groups))
+        if entry.our_name == LAST_NORM:  # here is the head; a tied one has no entry of its own
+            heads = [HFLinear(weight, True) for weight in weights if weight.part is Part.head]
+            linears += [AdaptedLinear(HEAD, *place, (head,), 0, 1) for head in heads]
     return linears
 
 
