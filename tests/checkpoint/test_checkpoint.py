@@ -274,8 +274,7 @@ def test_fp32_weights_beside_bf16_are_never_rounded(straight, pool, tiny, tmp_pa
 
 @pytest.mark.full
 def test_steps_at_changing_layouts(pool, tiny, tmp_path, record_property):
-    """A run at TP2, then PP2, then DP2 with sharded state, then in one process equals the run in
-    one process."""
+    """A run at TP2, PP2, DP2 with sharded state, and in one process equals that in one process."""
     straight, path = tmp_path / "straight", tiny()
     pool.run(go, 1, path, layout(), Part(straight, range(8), save_at=(8,)))
     start = None
@@ -296,8 +295,7 @@ def test_steps_at_changing_layouts(pool, tiny, tmp_path, record_property):
 
 
 def save_slowly(path: str, case: Case, run: Path) -> None:
-    """Save synchronously, then in the background while training continues; rank 1's disk is
-    slow."""
+    """Save, then save in the background while training continues; rank 1's disk is slow."""
     from megatron_vlm.checkpoint import save_load
 
     worker = MegatronWorker(replace(case, optim={"lr": LR}).config(path))
@@ -442,8 +440,7 @@ def test_a_checkpoint_without_every_tensor_is_refused():
 
 
 def run_until_killed(connection: Connection, path: str, run: Path, steps: int) -> None:
-    """Run steps with a checkpoint after each, from the latest checkpoint of the run, and report
-    each save."""
+    """Run steps from the latest checkpoint of the run, and report each save."""
     worker = MegatronWorker(replace(layout(), optim={"lr": LR}).config(path))
     latest = find_latest(run)
     done = 0 if latest is None else load(worker, latest)["step"]
@@ -458,8 +455,7 @@ def run_until_killed(connection: Connection, path: str, run: Path, steps: int) -
 def train_in_fork(
     process_tree: ProcessTree, path: str, run: Path, steps: int, kill_at: float | None
 ) -> None:
-    """Train in a process to the last step, or kill it in its second save, after the fraction
-    `kill_at` of a save's time."""
+    """Train to the last step, or kill the process at this fraction of its second save."""
     child, times = process_tree.fork(run_until_killed, path, run, steps), []
     with contextlib.suppress(EOFError):
         while True:
@@ -474,8 +470,7 @@ def train_in_fork(
 
 @pytest.mark.parametrize("kills", [4, slow(40 if LONG else 12)])
 def test_killed_run_ends_as_the_run_without_a_break(kills, tiny, tmp_path, process_tree):
-    """The run is killed at random moments of its saves, again and again, and resumed in a new
-    process."""
+    """The run is killed at random moments of its saves, and resumed in a new process."""
     steps, cut_short, rng = 2 * kills + 1, 0, random.Random(0)
     run, straight = tmp_path / "run", tmp_path / "straight"
     model = tiny(layers=2, vision_depth=1, deepstack=1)

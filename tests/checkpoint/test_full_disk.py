@@ -33,8 +33,7 @@ mv disk/run/export disk/run/report.html .
 
 
 def run_on_disk(folder: Path, model: str, room: str) -> tuple[int, str]:
-    """Return the exit status and the output of a run on a disk with this room, then finish the run
-    with more room."""
+    """Return exit status and output on a disk with this room, then finish with more room."""
     write_set(folder)
     (folder / "disk").mkdir()
     words = command(
@@ -119,8 +118,7 @@ def fill(disk: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(not has_namespaces(), reason="unshare cannot make a disk of memory here")
 def test_a_service_waits_for_room_on_its_disk(tiny, tmp_path):
-    """A request that the service cannot store gets a 503. SIGTERM ends the service as usual, and
-    nothing is lost."""
+    """A request that cannot be stored gets a 503, and nothing is lost after SIGTERM."""
     path, port, disk = tiny(vocab=VOCAB), free_port(), tmp_path / "disk"
     disk.mkdir()
     words = [sys.executable, "-m", "megatron_vlm.cli", "serve", f"model.path={path}"]

@@ -1,6 +1,5 @@
 # .venv/bin/python -m pytest tests/controller/test_ray_actors.py
-"""A group over Ray actors, which gives the results of one process. Pixel values reach only stage 0,
-errors come back as the worker's own, and a process that dies ends the group."""
+"""A group over Ray gives the results of one process; a process that dies ends the group."""
 
 import subprocess
 import sys

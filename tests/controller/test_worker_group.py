@@ -1,6 +1,5 @@
 # .venv/bin/python -m pytest tests/controller/test_worker_group.py
-"""A group gives what one worker gives, in row order, at any layout; its rows are filled up; errors
-name the rank; pixel values stay on stage 0; two workers live in one process."""
+"""A group gives what one worker gives, in row order, at any layout, and errors name the rank."""
 
 import os
 import re
@@ -296,8 +295,7 @@ def break_inside(connection: Connection, path: str, rank: int, store: str) -> No
 
 
 def test_an_error_inside_the_schedule_does_not_wait_for_the_others(process_tree, tiny, tmp_path):
-    """The last stage fails while the first waits for it, and its process ends; so does the
-    other's, without waiting for a time-out."""
+    """The last stage fails while the first waits for it; both processes end at once."""
     children = [
         process_tree.fork(break_inside, tiny(), rank, f"{tmp_path}/store") for rank in range(2)
     ]

@@ -46,8 +46,7 @@ class Place(StrEnum):
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Return the storage of a tensor. torch keeps it as one object for as long as any tensor uses
-    it, so its marks disappear with it."""
+    """Return the storage of a tensor, one object for all of its tensors, which carries marks."""
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()
 
@@ -155,8 +154,7 @@ class _DeviceApi(TorchFunctionMode):
     def copied(
         self, source: Tensor, to_device: bool, non_blocking: bool, target: Tensor | None = None
     ) -> None:
-        """Record a copy between host and device, into a `target` if one exists before. The copy of
-        an empty tensor does not wait."""
+        """Record a copy between host and device. That of an empty tensor does not wait."""
         if not source.numel():
             return
         if not to_device:
@@ -253,8 +251,7 @@ class _Generator(torch.Generator):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, dtype: Any, *, out: Tensor) -> Tensor:
-    """Add a product of bf16 matrices to an fp32 tensor, as an operation that exists on CUDA alone
-    does."""
+    """Add a product of bf16 matrices to an fp32 tensor, as an operation of CUDA does."""
     assert total is out and out.dtype is dtype is torch.float32
     return out.add_(a.float() @ b.float())
 
@@ -327,8 +324,7 @@ def _replace_cuda(findings: Findings, streams: Streams) -> None:
 
 
 def _replace_attributes(streams: Streams) -> None:
-    """Replace attributes of tensors. They must work also where no mode is active, because torch
-    disables a mode while its handler runs."""
+    """Replace attributes of tensors, also where no mode is active, as in a handler."""
     _replace(torch, Generator=_Generator)
     _replace(
         Tensor,

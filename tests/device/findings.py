@@ -82,8 +82,7 @@ class Findings:
 
 
 def _look_around() -> tuple[Phase, str]:
-    """Return the phase and the nearest line of our code, with the line of the library that it
-    called."""
+    """Return the phase and the nearest line of our code, with that of the library."""
     phase, library, our_line = Phase.other, "", ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (phase is Phase.other or not our_line):

@@ -63,8 +63,7 @@ class Streams:
             storage.emulated_users = {self.current}
 
     def written(self, storage: Any) -> None:
-        """Mark a storage that the current stream has written, whichever stream its memory belongs
-        to."""
+        """Mark a storage that the current stream has written."""
         self.current.length += 1
         storage.emulated_maker = (self.current, self.current.length)
 

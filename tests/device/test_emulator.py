@@ -1,6 +1,5 @@
 # .venv/bin/python -m pytest tests/device
-"""Tests of the emulated device: it finds each operation that a GPU would wait for or refuse, and
-names the line of the call."""
+"""The emulated device finds each operation that a GPU would wait for or refuse, and its line."""
 
 from collections.abc import Callable
 from typing import Any
@@ -89,8 +88,7 @@ EXPECTED = [
 
 
 def findings_of_each() -> list[dict[str, list[tuple[str, str]]]]:
-    """Return the findings of each function, in the order of EXPECTED, then those of the free
-    ones."""
+    """Return the findings of each function, as in EXPECTED, then those of the free ones."""
     findings_by_name: list[dict[str, list[tuple[str, str]]]] = []
     with emulated() as findings:
         for actions in (*(each for _, each in EXPECTED), FREE):

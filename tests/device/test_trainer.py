@@ -77,8 +77,7 @@ def with_cuda() -> None:
 
 
 def second_step(path: str, case: Case) -> Watched:
-    """Return the findings of the second step. The first step creates the state that all later steps
-    use."""
+    """Return the findings of the second step: the first creates the optimizer's state."""
     with_cuda()
     with emulated() as findings:
         worker = MegatronWorker(case.config(path))

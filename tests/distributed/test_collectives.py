@@ -1,6 +1,5 @@
 # .venv/bin/python -m pytest tests/distributed/test_collectives.py
-"""Tests of collectives: messages between ranks arrive as they were sent, and a pickle among them
-runs nothing."""
+"""Messages between ranks arrive as they were sent, and a pickle among them runs nothing."""
 
 import pickle
 from collections.abc import Callable
@@ -65,8 +64,7 @@ class Evil:
 
 
 def attack(folder: Path) -> list[str]:
-    """Send from rank 1 the data that torch's collectives for objects send. Rank 0 receives it and
-    returns the outcomes."""
+    """Send from rank 1 what torch's collectives for objects send; return what rank 0 takes."""
     if dist.get_rank() == 1:
         dist.broadcast_object_list([Evil(folder / "by torch")], 1)
         dist.broadcast_object_list([Evil(folder / "broadcast")], 1)

@@ -1,6 +1,5 @@
 # .venv/bin/python -m pytest tests/distributed/test_hosts.py
-"""Two hosts with their own addresses, as network namespaces of Linux: PP=2 runs across them, the
-link is cut during the run, and the run resumes when the link is back."""
+"""Two hosts as network namespaces of Linux: their link is cut during a run, which then resumes."""
 
 import shutil
 import subprocess

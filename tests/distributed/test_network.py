@@ -50,8 +50,7 @@ def be_rank(connection: Connection, variables: dict[str, str]) -> None:
 
 @pytest.fixture
 def job(process_tree: ProcessTree) -> Iterator[tuple[list[Child], int]]:
-    """Yield the ranks of a job on one machine, as the launcher starts them, and the port of its
-    store."""
+    """Yield the ranks of a job as the launcher starts them, and the port of its store."""
     variables = variables_of(WORLD, 0, free_port())
     ranks = [process_tree.fork(be_rank, variables | {"RANK": str(rank)}) for rank in range(WORLD)]
     # Without these variables gloo would listen at the address that the machine's name resolves to.
@@ -79,8 +78,7 @@ def test_a_job_of_one_machine_listens_on_loopback(job):
 
 
 def forge_all(port: int) -> None:
-    """Write to every key, and to those that will be written: forged messages, then old true
-    ones."""
+    """Write forged messages, then old true ones, to every key and those that will be written."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     until = time.monotonic() + 30
     while sum("watchdog/" in key for key in store.list_keys()) < WORLD:

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/distributed/test_ray_launcher.py
-"""`launch=ray` on a real cluster of two nodes, each with its own processes and one CPU. The losses
-are those without Ray, digit for digit, and the run resumes after a lost actor or node."""
+"""`launch=ray` on a real cluster of two nodes: the losses are those without Ray, digit for digit,
+and the run resumes after a lost actor or node."""
 
 import os
 import signal

@@ -112,8 +112,7 @@ def join(connection: Connection, variables: dict[str, str]) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("machines", ["one", "several"])
 def test_a_second_job_at_the_same_port_ends_at_once(machines, world, process_tree):
-    """All ranks of the second job end, also with another number of ranks; the first job has all of
-    its own."""
+    """The first job keeps its ranks, and all ranks of the second end, however many they are."""
     host = "127.0.0.1" if machines == "one" else socket.gethostname()
     port = str(free_port())
     shared = {"MASTER_ADDR": host, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}

@@ -1,6 +1,5 @@
 # .venv/bin/python -m pytest tests/distributed/test_watchdog.py
-"""A process that makes no progress ends, whatever it hangs in, and says where that was. Which rank
-of several is blamed is in test_train_parts.py, whole jobs are in test_faults.py."""
+"""A process that makes no progress ends, whatever it hangs in, and says where that was."""
 
 import os
 import signal

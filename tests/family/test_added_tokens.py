@@ -1,6 +1,5 @@
 # .venv/bin/python -m pytest tests/family/test_added_tokens.py
-"""Tests of data.add_tokens. The vocabulary grows as it does in transformers, and stays so in
-checkpoints, exports and answers."""
+"""data.add_tokens grows the vocabulary as transformers does, also in exports and answers."""
 
 import json
 import re
@@ -41,8 +40,7 @@ MORE = tuple(f"<more {i}>" for i in range(40))
 
 
 def grown(base: str, names: tuple[str, ...], folder: Path) -> str:
-    """Write the same model as transformers makes it; this is the reference. Its tokenizer files are
-    not used."""
+    """Write the same model as transformers makes it, the reference, without a tokenizer."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(base)
     rows = max(ROWS, KNOWN + len(names))
     model.resize_token_embeddings(rows, mean_resizing=False)
@@ -92,8 +90,7 @@ QUICK = (("tp2", True), ("spare-rows-tp2", False))
 
 
 def test_the_tokenizer_file_is_looked_through_once(tiny, monkeypatch):
-    """The file of a real checkpoint has 11 MB. The model reads it, and the tokenizer reuses the
-    result."""
+    """A real one has 11 MB. The model reads it, and the tokenizer reuses the result."""
     opened = []
     read = UntrustedFile.text
     monkeypatch.setattr(
@@ -127,8 +124,7 @@ def test_equals_hugging_face_with_more_rows(name, tied, pool, tiny, reference, r
 
 
 def test_new_rows_are_the_mean_of_those_of_known_tokens(tiny):
-    """The test reads slices of the rows, in the type of the checkpoint. Spare rows behind the new
-    ones stay unchanged."""
+    """Slices have the checkpoint's type, and spare rows behind the new ones stay."""
     for dtype, names in (("float32", MORE), ("bfloat16", SPARE)):
         stored = load_file(Path(tiny(dtype)) / "model.safetensors")
         source = HFCheckpoint(tiny(dtype), names)
@@ -177,8 +173,7 @@ def older_files(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def points(tiny, tmp_path_factory, pool):
-    """Train a run at TP2 that learns to point with new tokens, and return its folder and its
-    model."""
+    """Train a run at TP2 that learns to point with new tokens; return its folder and model."""
     folder = tmp_path_factory.mktemp("points")
     model = shutil.copytree(tiny(tied=True), folder / "model")
     older_files(model)

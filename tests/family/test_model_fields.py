@@ -44,8 +44,7 @@ def test_every_family_has_its_tables():
 
 @pytest.mark.parametrize("family", TABLES)
 def test_every_field_of_transformers_is_in_these_tables(family):
-    """A field that transformers adds fails this test: decide what it does, and add it to a
-    table."""
+    """A field that transformers adds fails here: decide what it does, and add it."""
     of = TABLES[family]
     parts = {"": of.config} | {f"{k}.": v for k, v in of.config.sub_configs.items()}
     declared = {f"{part}{item.name}" for part, cls in parts.items() for item in fields(cls)}
@@ -182,8 +181,7 @@ def write_weights(folder: Path) -> None:
 
 
 def compare(folder: str) -> tuple[float, dict[str, float]]:
-    """Return the largest relative difference from transformers of log-probs, and the difference of
-    each gradient."""
+    """Return the largest relative differences from transformers: log-probs, each gradient."""
     write_weights(Path(folder))
     config = AutoConfig.from_pretrained(folder)
     rows = [make_row(config, seed) for seed in (0, 1)]

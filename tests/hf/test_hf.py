@@ -5,8 +5,10 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +26,9 @@ from transformers.utils.hub import CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEM
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.checkpoint_files import SETTINGS, copy_files
+from megatron_vlm.hf.expert_layouts import ReadSlice, slices_of
 from megatron_vlm.hf.export_weights import export_hf
-from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.hf_checkpoint import INDEX, WEIGHTS_FILE, HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors, check_tied
 from megatron_vlm.hf.weight_map import head_groups, rows, vocab_rows
 from megatron_vlm.io.atomic import MARK
@@ -36,13 +39,11 @@ from tests.support.runs import Case, call
 from tests.training.test_properties import tensors
 
 pytestmark = pytest.mark.newest  # it depends on the versions
+Arrange = Callable[[Path, dict[str, torch.Tensor]], object]
 
 
-def reader(values: dict[str, torch.Tensor]):
-    def read(name, spans):
-        return values[name][tuple(slice(None) if s is None else slice(*s) for s in spans)]
-
-    return read
+def reader(values: dict[str, torch.Tensor]) -> ReadSlice:
+    return lambda name, spans: values[name][slices_of(spans)]
 
 
 def test_qkv_is_cut_group_by_group():
@@ -115,41 +116,13 @@ def test_missing_surplus_and_misshapen_tensors_are_listed(tiny, tmp_path):
     assert re.search(r"lm_head\.weight .*\(3, 64\).*\(512, 64\)", misshapen)
 
 
-def test_truncated_shard_is_named(tiny, tmp_path):
-    folder, _ = copy_of(tiny(), tmp_path)
-    shard = folder / "model.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with raises(CheckpointError, place=str(shard), problem_has=shard.stat().st_size):
-        check(folder)
-
-
-@pytest.mark.parametrize(
-    "text", [b"{", b"[1]", b'{"a": 1}', b'{"a": {"data_offsets": []}}', b"\xff"]
-)
-def test_a_damaged_header_is_named(text, tiny, tmp_path):
-    folder, _ = copy_of(tiny(), tmp_path)
-    whole = len(text).to_bytes(8, "little") + text
-    (folder / "model.safetensors").write_bytes(whole)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: its header is damaged"):
-        check(folder)
-
-
-def test_missing_shard_is_named(tiny, tmp_path):
-    folder, weights = copy_of(tiny(), tmp_path)
-    (folder / "model.safetensors").unlink()
-    write_index(folder, dict.fromkeys(weights, "model-00001-of-00001.safetensors"))
-    shard = str(folder / "model-00001-of-00001.safetensors")
-    with raises(CheckpointError, place=shard, problem_has="model.safetensors.index.json"):
-        check(folder)
-
-
 def changed(weights: dict[str, torch.Tensor], by: float) -> dict[str, torch.Tensor]:
     return {name: weight + by for name, weight in weights.items()}
 
 
 def write_index(folder: Path, weight_map: dict[str, str]) -> None:
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index))
 
 
 def in_shards(folder: Path, weights: dict[str, torch.Tensor], kept_twice: str = "") -> None:
@@ -220,39 +193,68 @@ def test_the_weights_read_are_those_that_transformers_reads(arrange, tiny, tmp_p
         assert torch.equal(source.read(name, ()), value), name
 
 
-@pytest.mark.parametrize("name", ["foo.safetensors", "pytorch_model.bin"])
-def test_weights_under_another_name_are_refused(name, tiny, tmp_path):
-    """transformers refuses the first name and would read the second."""
-    folder, _ = copy_of(tiny(), tmp_path)
-    (folder / "model.safetensors").rename(folder / name)
-    with raises(CheckpointError, place=str(folder), found=[name], problem_has=name):
-        check(folder)
+def with_header(text: bytes) -> Arrange:
+    whole = len(text).to_bytes(8, "little") + text
+    return lambda folder, _: (folder / WEIGHTS_FILE).write_bytes(whole)
 
 
-def test_an_adapter_is_refused(tiny, tmp_path):
-    """transformers with peft would load the base model that the adapter names."""
-    folder, _ = copy_of(tiny(), tmp_path)
-    (folder / "adapter_config.json").write_text("{}")
-    with raises(CheckpointError, place=str(folder), remedy_has="lora.path"):
-        check(folder)
+def renamed(name: str) -> Arrange:
+    return lambda folder, _: (folder / WEIGHTS_FILE).rename(folder / name)
 
 
-@pytest.mark.parametrize("name", ["/etc/elsewhere.safetensors", "../other/model.safetensors", 7])
-def test_an_index_names_files_of_its_own_folder(name, tiny, tmp_path):
+def indexed_as(name: object) -> Arrange:
+    """Return a function that moves the weights to a file elsewhere and names them so."""
+
+    def arrange(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        (folder.parent / "other").mkdir()
+        (folder / WEIGHTS_FILE).rename(folder.parent / "other" / WEIGHTS_FILE)
+        write_index(folder, dict.fromkeys(weights, name))
+
+    return arrange
+
+
+def with_broken_index(folder: Path, _: dict[str, torch.Tensor]) -> None:
+    (folder / WEIGHTS_FILE).unlink()
+    (folder / INDEX).write_text("{")
+
+
+HEADER = f"{WEIGHTS_FILE}: its header is damaged"
+SHARD = "model-00001-of-00001.safetensors"
+REFUSED: dict[str, tuple[Arrange, str, dict[str, Any]]] = {
+    # name: (change, file that is named, other fields of the error)
+    "truncated": (
+        lambda folder, _: os.truncate(folder / WEIGHTS_FILE, 10**5),
+        WEIGHTS_FILE,
+        {"problem_has": "it has 100000 bytes"},
+    ),
+    "half a header": (with_header(b"{"), HEADER, {}),
+    "a list as header": (with_header(b"[1]"), HEADER, {}),
+    "a number as tensor": (with_header(b'{"a": 1}'), HEADER, {}),
+    "no offsets": (with_header(b'{"a": {"data_offsets": []}}'), HEADER, {}),
+    "no text as header": (with_header(b"\xff"), HEADER, {}),
+    # transformers refuses the first name and would read the second.
+    "another name": (renamed("a.safetensors"), "", {"found": ["a.safetensors"]}),
+    "a pickle": (renamed("pytorch_model.bin"), "", {"found": ["pytorch_model.bin"]}),
+    # transformers with peft would load the base model that the adapter names.
+    "an adapter": (
+        lambda folder, _: (folder / "adapter_config.json").write_text("{}"),
+        "",
+        {"remedy_has": "lora.path"},
+    ),
+    "a missing shard": (indexed_as(SHARD), SHARD, {"problem_has": INDEX}),
+    "an absolute path": (indexed_as("/etc/a.safetensors"), INDEX, {"found": "/etc/a.safetensors"}),
+    "a path elsewhere": (indexed_as(f"../other/{WEIGHTS_FILE}"), INDEX, {}),
+    "a number as path": (indexed_as(7), INDEX, {"found": 7}),
+    "half an index": (with_broken_index, INDEX, {"problem_has": "is not JSON: "}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_checkpoint_is_refused_by_file(name, tiny, tmp_path):
+    arrange, place, fields = REFUSED[name]
     folder, weights = copy_of(tiny(), tmp_path)
-    (tmp_path / "other").mkdir()
-    (folder / "model.safetensors").rename(tmp_path / "other" / "model.safetensors")
-    write_index(folder, dict.fromkeys(weights, name))
-    index = str(folder / "model.safetensors.index.json")
-    with raises(CheckpointError, place=index, found=name):
-        check(folder)
-
-
-def test_an_index_that_is_not_json(tiny, tmp_path):
-    folder, _ = copy_of(tiny(), tmp_path)
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"index\.json: is not JSON: "):
+    arrange(folder, weights)
+    with raises(CheckpointError, place=str(folder / place), **fields):
         check(folder)
 
 
@@ -348,7 +350,7 @@ def test_sharded_export_loads_in_transformers(pool, tiny):
     path = tiny(vocab=509)
     pool.run(call, 4, path, layout(tp=2, pp=2), _export_in_shards)
     folder = Path(path + "-shards")
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index = json.loads((folder / INDEX).read_text())
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 3
     assert {shard.name for shard in shards} == set(index["weight_map"].values())
@@ -441,9 +443,7 @@ def opening(path: str, case: Case) -> str:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e300])
 def test_what_is_not_finite_is_not_loaded(value, pool, tiny, tmp_path):
     """One value of a tensor that one of two ranks reads is not finite in the training dtype."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny(), folder)
-    weights = load_file(folder / "model.safetensors")
+    folder, weights = copy_of(tiny(), tmp_path)
     name = "model.language_model.layers.3.mlp.down_proj.weight"
     weights[name] = weights[name].double()
     weights[name][-1, -1] = value

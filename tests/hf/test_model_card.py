@@ -1,6 +1,5 @@
 # .venv/bin/python -m pytest tests/hf/test_model_card.py
-"""Model cards of exports, which are true, the same from training and from the command, and plain
-text with any names in them."""
+"""Model cards of exports are true, the same from each command, and plain text for any names."""
 
 import json
 import shutil
@@ -22,6 +21,7 @@ from megatron_vlm.config.schema import Config, DataConfig, ModelConfig, OptimCon
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.model_card import TrainingSummary, model_card, versions
 from tests.run.test_run_folder import Folder
+from tests.run.test_train import steps_of
 from tests.support.sets import write_set
 
 SOURCES: dict[str, HFCheckpoint] = {}
@@ -116,8 +116,7 @@ def test_a_link_to_a_card_elsewhere_is_not_read(tiny, tmp_path):
 @given(st.text(max_size=30), st.text(max_size=30))
 @pytest.mark.full
 def test_names_stay_text(tiny, data, name):
-    """No name becomes a key, a heading, a link or HTML when the card is parsed as YAML and as
-    Markdown."""
+    """No name becomes a key, a heading, a link or HTML when YAML and Markdown are parsed."""
     scores = {name: {"loss": 1.0}}
     training = done(f"/a/{data}", f"hub:{data}", base=f"/b/{name}", scores=scores, scored_step=1)
     source = SOURCES.get("tiny") or SOURCES.setdefault("tiny", HFCheckpoint(tiny()))
@@ -146,7 +145,9 @@ def test_training_and_the_command_write_the_same_card(pool, tiny, tmp_path):
     folder.train(2, "checkpoint.every=1", data__eval=held, eval__every=1)
     folder.check_export(2)
     card = (folder.run / "export" / "README.md").read_text()
-    tokens = sum(round(line["trained_tokens_per_s"] * line["seconds"]) for line in steps(folder))
+    tokens = sum(
+        round(line["trained_tokens_per_s"] * line["seconds"]) for line in steps_of(folder.run)
+    )
     assert f"for 2 steps and {tokens:,} trained tokens." in card
     last = [line for line in lines_of(folder) if line["kind"] == "eval"][-1]
     assert f"- `held`: loss {last['loss']:.4g}, token accuracy " in card
@@ -160,10 +161,6 @@ def test_training_and_the_command_write_the_same_card(pool, tiny, tmp_path):
 
 def lines_of(folder: Folder) -> list[dict]:
     return [json.loads(line) for line in (folder.run / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps(folder: Folder) -> list[dict]:
-    return [line for line in lines_of(folder) if line["kind"] == "step"]
 
 
 def test_versions_where_only_the_checkout_is(tmp_path, monkeypatch):

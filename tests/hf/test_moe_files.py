@@ -1,10 +1,8 @@
 # .venv/bin/python -m pytest tests/hf/test_moe_files.py
-"""Experts of Qwen3-VL-MoE in config.json, and the forms in which checkpoints store them, of
-Qwen3.5 too."""
+"""Experts in config.json, and the forms in which checkpoints store them."""
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -32,6 +30,7 @@ from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.memory import USABLE, estimate
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.worker import MegatronWorker
+from tests.family.test_model_fields import changed
 from tests.model.test_parity import layout
 from tests.support.batches import ALL_TEXT, RowSpec, make_rows
 from tests.support.error_fields import raises
@@ -47,13 +46,9 @@ QWEN3_5 = dict(**OTHER, experts=4, layers=3, vision_depth=2)
 OF_LAYER = "model.language_model.layers.{}.mlp.experts.{}"
 
 
-def changed(folder: str, out: Path, **fields: object) -> str:
-    """Copy a model with other fields in text_config."""
-    shutil.copytree(folder, out)
-    config = json.loads((out / "config.json").read_text())
-    config["text_config"] |= fields
-    (out / "config.json").write_text(json.dumps(config))
-    return str(out)
+def changed_text(path: str, folder: Path, **fields: object) -> Path:
+    """Write a config.json with other fields in text_config."""
+    return changed(path, folder, {f"text_config.{key}": value for key, value in fields.items()})
 
 
 def check(folder: str) -> HFCheckpoint:
@@ -70,10 +65,10 @@ def test_the_sizes_of_experts(tiny, tmp_path):
     assert sizes.experts == Experts(count=4, top_k=2, width=40)
     assert sizes.expert_layers == (0, 1, 2)
     assert read_counts(path).experts == 4
-    every_other = changed(path, tmp_path / "a", decoder_sparse_step=2, mlp_only_layers=[0])
+    every_other = changed_text(path, tmp_path / "a", decoder_sparse_step=2, mlp_only_layers=[0])
     assert read_sizes(every_other).text.expert_layers == (1,)
-    released = changed(path, tmp_path / "b", mlp_only_layers=[1], norm_topk_prob=True)
-    assert read_sizes(released).text.expert_layers == (0, 2)
+    with_plain = changed_text(path, tmp_path / "b", mlp_only_layers=[1], norm_topk_prob=True)
+    assert read_sizes(with_plain).text.expert_layers == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +84,7 @@ def test_the_sizes_of_experts(tiny, tmp_path):
 )
 def test_other_experts_are_refused(fields, words, tiny, tmp_path):
     with pytest.raises(ConfigError, match=words):
-        read_sizes(changed(tiny(**TINY), tmp_path / "a", **fields))
+        read_sizes(changed_text(tiny(**TINY), tmp_path / "a", **fields))
 
 
 @pytest.mark.parametrize("form", [ExpertStorage.out_in, ExpertStorage.in_out])
@@ -124,8 +119,7 @@ def export_of(path: str, case: Case, out: str) -> tuple[list[torch.Tensor], dict
     "form", [ExpertStorage.single, full(ExpertStorage.out_in), full(ExpertStorage.in_out)]
 )
 def test_a_checkpoint_goes_out_as_it_came_in(form, sizes, pool, tiny, tmp_path):
-    """The export has the same bits in any form, and each rank reads only its own experts: none of
-    the head for drafts, nor the shared expert as one of them."""
+    """The export has the same bits in any form, and each rank reads only its own experts."""
     source = stored_as(tiny(**sizes), tmp_path / "source", form)
     out = tmp_path / "out"
     case = layout(dp=2, ep=2)
@@ -168,24 +162,22 @@ def train_and_merge(path: str, case: Case, out: str) -> None:
 @pytest.mark.parametrize("trained", [(), ("language",)])
 @pytest.mark.parametrize("form", [ExpertStorage.in_out, ExpertStorage.single])
 def test_adapters_are_merged_into_a_model_with_experts(form, trained, pool, tiny, tmp_path):
-    """The export has the form of the source: experts are unchanged, or as they were trained on all
-    ranks."""
+    """The export has the form of the source, with experts as they were or as trained."""
     source, out = stored_as(tiny(**TINY), tmp_path / "source", form), tmp_path / "out"
     targets = ("merger",) if trained else ("attention",)
     case = replace(layout(dp=2, ep=2), lora=dict(rank=2, targets=targets, train=trained))
     pool.run(train_and_merge, 2, source, case, str(out))
     before, after = (load_file(Path(f) / "model.safetensors") for f in (source, out))
     assert {n: v.shape for n, v in before.items()} == {n: v.shape for n, v in after.items()}
-    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
     experts = {name for name in before if ".mlp.experts." in name}
-    assert experts <= changed if trained else not experts & changed
-    assert {name for name in before if "_proj.weight" in name and "self_attn" in name} <= changed
+    assert experts <= moved if trained else not experts & moved
+    assert {name for name in before if "_proj.weight" in name and "self_attn" in name} <= moved
 
 
 @pytest.mark.parametrize("form", [full(ExpertStorage.single), slow(ExpertStorage.in_out)])
 def test_adapters_in_experts_are_merged_into_each_form(form, pool, tiny, tmp_path):
-    """The result is the merge in the form of transformers 5, which tests/lora/test_files.py
-    compares with PEFT's."""
+    """The result is that of transformers' form, which test_files.py compares with PEFT's."""
     case = replace(layout(dp=2, ep=2), lora=dict(rank=2, targets=("mlp",)))
     source, out = stored_as(tiny(**TINY), tmp_path / "source", form), tmp_path / "out"
     pool.run(train_and_merge, 2, source, case, str(out))
@@ -200,8 +192,7 @@ def test_adapters_in_experts_are_merged_into_each_form(form, pool, tiny, tmp_pat
 
 
 def test_a_square_matrix_is_told_by_the_other(tiny, tmp_path):
-    """A gate_up with hidden = 2 x width is square: the shape of down decides, and transformers must
-    agree."""
+    """Where gate_up is square, the shape of down decides, and transformers must agree."""
     path = tiny(**TINY, expert_intermediate=32)
     assert check(path).experts is ExpertStorage.out_in
     turned = stored_as(path, tmp_path / "turned", ExpertStorage.in_out)
@@ -250,16 +241,8 @@ def test_layouts_without_meaning_are_refused(case, words, pool, tiny):
         pool.run(loss_and_grads, case.world, tiny(**TINY), case, make_rows(ALL_TEXT))
 
 
-def test_a_token_works_in_its_own_experts_alone(tiny):
-    """A token goes to 2 of 8 experts with 3 x 40 x 64 numbers, in each of the 3 layers."""
-    some = WorkModel.from_sizes(read_sizes(tiny(**{**TINY, "experts": 8}))).per_token
-    every = WorkModel.from_sizes(read_sizes(tiny(**{**TINY, "experts": 8, "top_k": 8}))).per_token
-    assert every - some == 2 * 3 * (8 - 2) * 3 * 40 * 64
-
-
 def products(worker: MegatronWorker) -> tuple[int, int, int]:
-    """Return the operations of the matrix products in the forward of a row, the number of its
-    tokens, and the number of supervised ones."""
+    """Return the operations in the forward of a row, its tokens, and the supervised ones."""
     [row] = rows = make_rows((RowSpec(60),))
     with FlopCounterMode(display=False) as counter:
         worker.forward(rows)
@@ -336,8 +319,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_fit(name, tmp_path):
-    """Recipes fit on GPUs of 80 GiB, of which a tenth is left free, and the page has the
-    estimates."""
+    """They fit on GPUs of 80 GiB, a tenth of it free, and the page has the estimates."""
     sizes, recipe = released_sizes(name, tmp_path), f"qwen3_vl_{name.lower().replace('-', '_')}"
     cfg = load_config([f"model={recipe}", f"model.path={tmp_path}"])
     page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()

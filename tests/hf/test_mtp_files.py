@@ -1,6 +1,5 @@
 # .venv/bin/python -m pytest tests/hf/test_mtp_files.py
-"""The head for drafts of Qwen3.5, `mtp.*`: it is never loaded, and every export of a whole model
-has its bytes."""
+"""The head for drafts of Qwen3.5, `mtp.*`, is never loaded, and every export has its bytes."""
 
 import json
 import shutil
@@ -104,8 +103,7 @@ def export_again(path: str, case: Case, out: str, max_shard_bytes: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_any_bytes_come_out(dtype, pool, tiny, tmp_path):
-    """The bytes are those of the source, in a type that cannot be trained, with values that are not
-    finite, in shards, in a file of their own, and under an index."""
+    """Types that cannot be trained and values that are not finite are kept, also in shards."""
     scale = torch.tensor([float("nan"), float("inf"), 1.0, -3.0]).repeat(16)
     weights = {
         "mtp.norm.weight": scale.nan_to_num(0, 1, 1).to(dtype) if dtype is torch.int8 else scale,
@@ -166,8 +164,7 @@ def train_and_export(path: str, case: Case, out: str) -> dict[str, bytes]:
     ],
 )
 def test_training_leaves_it(lora, tied, pool, tiny, tmp_path):
-    """The export of a run and that of its checkpoint have it; the checkpoint has not. So is it with
-    adapters that are merged, also where the head gets a matrix of its own."""
+    """Exports of a run and of its checkpoint have it, also with an untied head."""
     path, out = tiny(**TINY, tied=tied, dtype="bfloat16"), tmp_path / "out"
     streamed = pool.run(train_and_export, 2, path, replace(layout(tp=2), lora=lora), str(out))
     assert mtp(out) == mtp(path) and len(mtp(out)) == 15

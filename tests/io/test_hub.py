@@ -55,8 +55,7 @@ def hub(monkeypatch, tmp_path, tiny):
 
 
 def use(monkeypatch, address: str, home: Path, offline: bool = False) -> None:
-    """Set the constants that HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE set on import of the
-    client."""
+    """Set the constants that HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE set on import."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", address)

@@ -1,7 +1,6 @@
 # .venv/bin/python -m pytest tests/lora/test_bitsandbytes.py -m slow
-"""lora.base=nf4 and PEFT on the same weights in bitsandbytes' own layers: which ones these are, the
-loss and every gradient of the adapters, from plain checkpoints and from those that it has
-stored."""
+"""lora.base=nf4 equals PEFT on the same weights in bitsandbytes' own layers, from plain checkpoints
+and from those that it has stored."""
 
 import subprocess
 from dataclasses import replace

@@ -1,6 +1,5 @@
 # .venv/bin/python -m pytest tests/lora/test_checkpoint.py
-"""Checkpoints of adapters, which hold only what is trained, bit for bit, at any layout; dropout in
-resumed runs."""
+"""Checkpoints of adapters hold only what is trained, bit for bit, at any layout."""
 
 import json
 import re
@@ -171,8 +170,7 @@ def figures(pool, path: str, case: Case, tmp_path) -> list[tuple[float, float]]:
 @pytest.mark.full
 @pytest.mark.parametrize("targets", [("attention", "mlp"), ("head",)])
 def test_dropout_is_the_same_whatever_the_layout(targets, pool, tiny, tmp_path):
-    """A mask that recomputation drew anew, or that TP ranks did not share, would change the
-    norm."""
+    """A mask that is drawn anew, or that TP ranks do not share, would change the norm."""
     language = dict(LORA, targets=targets)
     plain = figures(pool, tiny(), with_lora(layout(), **language), tmp_path)
     other = with_lora(layout(tp=2, pp=2, virtual_stages=2, recompute="full"), **language)

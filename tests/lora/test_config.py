@@ -110,8 +110,7 @@ DECODER = "model.language_model.layers."
 
 
 def namer(path: str) -> Callable[..., list[str]]:
-    """Return names(*targets), the modules that get an adapter, without the prefix of the decoder's
-    layers."""
+    """Return names(*targets): the modules with an adapter, without the decoder's prefix."""
     tensors = read_sizes(path).tensors
 
     def names(*targets: str) -> list[str]:
@@ -177,8 +176,7 @@ def test_the_head_is_adapted_where_it_is_named(tied, tiny, recipes):
 
 
 def test_experts_are_of_the_mlp_and_routers_get_no_adapters(tiny):
-    """PEFT sees experts as two weights, however many there are, and a router is not one of its
-    linear layers."""
+    """PEFT sees experts as two weights, and a router is none of its linear layers."""
     names = namer(tiny(experts=4, layers=3, dense_layers=1))
     both = [f"{n}.mlp.experts.{end}" for n in (1, 2) for end in ("gate_up_proj", "down_proj")]
     dense = [f"0.mlp.{end}_proj" for end in ("gate", "up", "down")]
@@ -212,8 +210,7 @@ def test_both_mixers_are_of_attention(tiny):
 
 
 def test_the_shared_expert_and_its_gate_are_of_the_mlp(tiny):
-    """The gate is a linear layer in transformers, as the router is not, so PEFT's all-linear takes
-    it."""
+    """The gate is a linear layer in transformers, as the router is not."""
     names = namer(tiny(family="qwen3_5", head_dim=64, experts=4))
     shared = [f"shared_expert.{name}_proj" for name in ("gate", "up", "down")]
     each = ["experts.gate_up_proj", "experts.down_proj", *shared, "shared_expert_gate"]
@@ -226,8 +223,7 @@ def test_the_shared_expert_and_its_gate_are_of_the_mlp(tiny):
 
 @pytest.mark.parametrize("experts", [0, 4])
 def test_all_linear_of_peft_means_every_group_of_linear_layers(experts, tiny):
-    """In the decoder, PEFT's all-linear and attention with mlp are the same linear layers; experts
-    are no linear layers there."""
+    """In the decoder, PEFT's all-linear is attention with mlp; experts are no linear layers."""
     path = tiny(family="qwen3_5", head_dim=64, experts=experts)
     model = get_peft_model(load_reference(path), PeftConfig(target_modules="all-linear"))
     adapted = {

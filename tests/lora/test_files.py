@@ -227,8 +227,7 @@ UNTRAINABLE = (
 
 @pytest.mark.full
 def test_values_that_cannot_be_trained_are_refused(pool, tiny, tmp_path):
-    """Values are checked at the start, as those of a base model are, both in adapters and in
-    weights that are trained whole."""
+    """They are refused at the start, in adapters and in weights that are trained whole."""
     folder = Path(save_peft(peft_model(tiny(), BESIDE_MERGER), tmp_path / "peft"))
     case = replace(layout(), lora=dict(BESIDE_MERGER.ours, path=str(folder)))
     file = folder / "adapter_model.safetensors"
@@ -246,8 +245,7 @@ def test_values_that_cannot_be_trained_are_refused(pool, tiny, tmp_path):
 
 
 def test_adapters_of_other_experts_are_refused(pool, tiny, tmp_path):
-    """Adapters of the two weights have the same names, and PEFT before 0.19.1 wrote them
-    transposed."""
+    """Both weights' adapters have the same names; PEFT before 0.19.1 wrote them transposed."""
     path = tiny(**EXPERTS)
     model = peft_model(path, replace(IN_EXPERTS, targets=("nothing",), parameters=(DOWN,)))
     folder = Path(save_peft(model, tmp_path / "peft"))
@@ -343,8 +341,7 @@ def score(where: str, overrides: list[str]) -> str:
 
 
 def check_equal_scores(folder: Path, pool: Pool, *words: str) -> list[str]:
-    """Check that a run, its adapter and the merged model score the same, and return the words with
-    the data."""
+    """Check that a run, its adapter and the merged model score the same; return the data's keys."""
     data = [f"data.eval={folder / 'train.jsonl'}", "data.cache_dir=null", "data.num_workers=0"]
     data += words
     losses = [

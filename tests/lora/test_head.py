@@ -145,8 +145,7 @@ def test_logits_are_those_that_targets_are_scored_by(
 
 
 def waiting(worker: MegatronWorker, rows: list[Row]) -> tuple[int, int]:
-    """Return the number of weights that are still being gathered after a step, and after the
-    forward that needs them."""
+    """Return how many weights are still gathered after a step, and after the next forward."""
     worker.forward_backward(rows)
     worker.optim_step(lr=1e-3)
     after_step = len(worker.gather.pending)
@@ -155,8 +154,7 @@ def waiting(worker: MegatronWorker, rows: list[Row]) -> tuple[int, int]:
 
 
 def test_a_forward_waits_for_the_heads_new_weights(pool, tiny):
-    """The head's weights are not part of what runs before the head, and its own layer is not
-    called."""
+    """They are not part of what runs before the head, whose own layer is not called."""
     chosen = CASES["head-alone-dp2-overlap"]
     case = replace(chosen.case, lora=chosen.adapter.ours)
     ask = partial(waiting, rows=make_rows(BATCHES["mixed"], VOCAB)[:2])

@@ -1,6 +1,5 @@
 # .venv/bin/python -m pytest tests/lora/test_head_files.py
-"""The head's adapter in and out: PEFT loads the exported adapter, and PEFT's own is loaded here. A
-merge into a tied model unties it, and a run scores the same in each form."""
+"""The head's adapter in and out, with PEFT and here. A merge into a tied model unties it."""
 
 import json
 import shutil

@@ -32,8 +32,7 @@ TARGETS = r"lm_head|.*language_model.*\.(q|k|v|o)_proj"
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def base(request, tiny) -> str:
-    """Return a tiny model whose heads are 32 wide, the smallest width for vLLM's attention on the
-    CPU."""
+    """Return a tiny model with heads of 32, the smallest width for vLLM's attention on the CPU."""
     path: str = tiny(head_dim=32, from_scratch=True, tied=request.param)
     return path
 
@@ -47,8 +46,7 @@ def prompts(base, tmp_path_factory) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def adapter_of(base, pool, tmp_path_factory) -> Callable[[str], Path]:
-    """Return a function for the folder of an adapter: a random one by PEFT, or the export of a run,
-    with the merged model next to it."""
+    """Return a function for the folder of PEFT's random adapter, or of a run's export."""
     folder = tmp_path_factory.mktemp("adapters")
 
     def peft() -> Path:
