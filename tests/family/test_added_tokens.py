@@ -28,6 +28,7 @@ from tests.model.test_parity import TOLERANCE, errors, full, layout
 from tests.run.test_train import events_of, go_pooled
 from tests.support.batches import ALL_TEXT, MIXED, make_rows
 from tests.support.chats import say
+from tests.support.comparison import check_worst
 from tests.support.error_fields import raises
 from tests.support.reference import Reference, load_reference, row_log_probs, run_reference
 from tests.support.runs import Case, loss_and_grads
@@ -112,15 +113,10 @@ def test_equals_hugging_face_with_more_rows(name, tied, pool, tiny, reference, r
     shape, names = LAYOUTS[name]
     case = Case(world=shape.world, parallel=shape.parallel, data={"add_tokens": names})
     outcomes = pool.run(loss_and_grads, case.world, tiny(tied=tied), case, rows_with(names))
-    errors_by_name = errors(outcomes, reference(tied, names), case)
-    worst = max(errors_by_name, key=lambda key: errors_by_name[key])
-    record_property("worst", errors_by_name[worst])
     embedding = "model.language_model.embed_tokens.weight"
     assert outcomes[0].grads[embedding].shape[0] == max(ROWS, KNOWN + len(names))
     assert outcomes[0].grads[embedding][KNOWN : KNOWN + len(names)].any()
-    assert errors_by_name[worst] <= TOLERANCE, (
-        f"{worst}: {errors_by_name[worst]:.2e} of {len(errors_by_name)} compared"
-    )
+    check_worst(errors(outcomes, reference(tied, names), case), TOLERANCE, record_property)
 
 
 def test_new_rows_are_the_mean_of_those_of_known_tokens(tiny):

@@ -15,6 +15,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.lora.test_lora import ALL, BLOCKS, DELTA_NET_IN_BLOCKS
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, make_rows
+from tests.support.comparison import check_worst, relative_errors
 from tests.support.peft_reference import peft_model, save
 from tests.support.reference import inputs_of
 from tests.support.runs import loss_and_grads
@@ -65,8 +66,5 @@ def test_equals_peft_on_bitsandbytes(sizes, nested, pool, tiny, tmp_path, record
             pairs = zip(ours.log_probs, theirs["log_probs"], strict=True)
             errors["log-probs"] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
             assert ours.grads.keys() == theirs["grads"].keys()
-            for name, grad in theirs["grads"].items():
-                errors[name] = float((ours.grads[name] - grad).norm() / grad.norm())
-            worst = max(errors, key=lambda name: errors[name])
-            record_property("worst", errors[worst])
-            assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.2e}"
+            errors |= relative_errors(ours.grads, theirs["grads"])
+            check_worst(errors, TOLERANCE, record_property)

@@ -37,6 +37,7 @@ from tests.lora.test_lora import adapters as adapters
 from tests.lora.test_lora import pytestmark as pytestmark  # PEFT's warnings
 from tests.model.test_top_log_probs import asked_rows
 from tests.support.batches import make_rows
+from tests.support.comparison import check_worst, relative_errors
 from tests.support.peft_reference import as_ours, peft_model, trained
 from tests.support.reference import row_logits
 from tests.support.runs import Outcome, call, collect_grads, outcome_of
@@ -78,15 +79,11 @@ def test_several_targets_a_place(name, pool, tiny, adapters, record_property):
     case, path = with_adapter(chosen, adapters), tiny(**chosen.sizes)
     loss, log_probs, grads = targets_by_peft(peft_model(path, chosen.adapter), rows)
     actual = pool.run(call, case.world, path, case, partial(of_targets, rows=rows))[0]
-    worst = [abs(actual[0] / loss - 1)]
-    worst += [float((a - b).abs().max()) for a, b in zip(actual[1], log_probs, strict=True)]
     assert actual[2].keys() == grads.keys()
-    worst += [
-        float((actual[2][name] - expected).norm() / expected.norm())
-        for name, expected in grads.items()
-    ]
-    record_property("worst", max(worst))
-    assert max(worst) <= TOLERANCE
+    errors = relative_errors(actual[2], grads) | {"loss": abs(actual[0] / loss - 1)}
+    for number, (a, b) in enumerate(zip(actual[1], log_probs, strict=True)):
+        errors[f"log-probs {number}"] = float((a - b).abs().max())
+    check_worst(errors, TOLERANCE, record_property)
 
 
 def asked(worker: MegatronWorker, rows: list[Row]) -> Any:

@@ -24,8 +24,9 @@ from megatron_vlm.lora.peft_config import PeftTensor
 from megatron_vlm.lora.targets import AdaptedLinear, HFLinear
 from megatron_vlm.model import log_probs
 from megatron_vlm.model.experts import times
-from tests.model.test_parity import layout
+from tests.model.test_parity import errors, layout
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
+from tests.support.comparison import check_worst
 from tests.support.peft_reference import Adapter, peft_model, run_peft, save, train_peft
 from tests.support.runs import Case, Outcome, call, loss_and_grads, train
 from tests.support.suites import slow
@@ -307,29 +308,13 @@ def test_equals_peft(name, pool, tiny, adapters, record_property):
     expected = adapters[1](chosen.adapter, chosen.key, chosen.batch)
     rows, path = make_rows(BATCHES[chosen.batch], chosen.vocab), tiny(**chosen.sizes)
     outcomes = pool.run(in_slices, case.world, path, case, rows, chosen.logits)
-    errors = compared(outcomes, expected, case)
-    worst = max(errors, key=lambda each: errors[each])
-    record_property("worst", errors[worst])
-    assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.2e} of {len(errors)} compared"
+    check_worst(compared(outcomes, expected, case), TOLERANCE, record_property)
 
 
 def compared(outcomes, expected, case) -> dict[str, float]:
     """Return the relative errors of one run."""
-    actual = outcomes[0]
-    errors = {"loss": abs(actual.loss - expected.loss) / abs(expected.loss)}
-    tp = case.parallel["tp"]
-    replicas = case.world // (tp * case.parallel["pp"])
-    for kind in ("log_probs", "train_log_probs"):
-        ours = [row for i in range(replicas) for row in getattr(outcomes[i * tp], kind)]
-        pairs = zip(ours, expected.log_probs, strict=True)
-        errors[kind] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-    assert actual.grads.keys() == expected.grads.keys()
-    for tensor, expected_grad in expected.grads.items():
-        error = float((actual.grads[tensor] - expected_grad).norm())
-        errors[f"grad {tensor}"] = (
-            error / float(expected_grad.norm()) if expected_grad.any() else error
-        )
-    return errors
+    assert outcomes[0].grads.keys() == expected.grads.keys()
+    return errors(outcomes, expected, case)
 
 
 @pytest.mark.full
@@ -348,10 +333,9 @@ def test_large_decays_equal_peft_with_the_rule_token_by_token(
     by_token = modeling_qwen3_5.torch_recurrent_gated_delta_rule
     with mock.patch.object(modeling_qwen3_5, "torch_chunk_gated_delta_rule", by_token):
         model = peft_model(tiny(**sizes), LANGUAGE)
-        errors = compared(outcomes, run_peft(model, make_rows(MIXED)), case)
-    record_property("worst", max(errors.values()))
+        by_tokens = compared(outcomes, run_peft(model, make_rows(MIXED)), case)
     record_property("chunks", max(in_chunks.values()))
-    assert max(errors.values()) <= TOLERANCE
+    check_worst(by_tokens, TOLERANCE, record_property)
     off = {name for name, error in in_chunks.items() if error > TOLERANCE}
     assert off and all(".in_proj_a." in name for name in off)
 
