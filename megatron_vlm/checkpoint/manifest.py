@@ -2,7 +2,7 @@
 that came before. This module needs files only: no torch, no collectives.
 
 Digests show whether the files, and complete.json itself, are unchanged. A reader has a shared lock
-on complete.json, and who removes a checkpoint that a run no longer needs an exclusive one."""
+on complete.json, and a run removes a checkpoint only under an exclusive one."""
 
 import json
 import os

@@ -5,8 +5,8 @@
     step-00000012.aside1/   a checkpoint of the same step that is not in the line of the new one
 
 Training continues from one checkpoint to the next: this is a line. A run that resumes from an
-earlier checkpoint starts a new line; those of others are neither counted nor removed. This module
-needs files only: in a distributed run, one rank calls it."""
+earlier checkpoint starts a new line; checkpoints of other lines are neither counted nor removed.
+This module needs files only: in a distributed run, one rank calls it."""
 
 import logging
 import re
