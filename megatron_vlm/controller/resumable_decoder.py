@@ -12,7 +12,6 @@ from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.training.continuous_batching import Decoder
-from megatron_vlm.training.generation_batch import Prompt
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class ResumableDecoder:
         rounds: int,
     ) -> list[SampleProgress]:
         decoder = self.decoder
-        refusals, joining = [], []
+        progress, joining = [], []
         if any(request.settings.stop_strings for request in requests):
             decoder.texts = self.ranks.member.texts
         rows = [] if part is None else rows_of(part.all_fields())
@@ -117,14 +116,12 @@ class ResumableDecoder:
                 settings, seed = request.settings, request.seed
                 joining.append(decoder.prompt(request.number, row, settings, request.n, seed))
             except MegatronVLMError as error:
-                refusals.append(SampleProgress(request.number, 0, 0, refused=str(error)))
+                progress.append(SampleProgress(request.number, 0, 0, refused=str(error)))
         decoder.leave(leave)
         decoder.join(joining)
         inside = list(decoder.prompts.values())
         decoder.advance(rounds)
-        return refusals + [_progress(prompt) for prompt in inside]
-
-
-def _progress(prompt: Prompt) -> SampleProgress:
-    answers = None if prompt.left else [draw.completion for draw in prompt.draws]
-    return SampleProgress(prompt.number, prompt.tokens, prompt.left, answers)
+        for each in inside:
+            answers = None if each.left else [draw.completion for draw in each.draws]
+            progress.append(SampleProgress(each.number, each.tokens, each.left, answers))
+        return progress

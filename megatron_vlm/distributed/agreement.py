@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from types import FrameType
 from typing import Any
 
@@ -185,10 +186,6 @@ def _parts(first: Any, other: Any) -> Iterator[ConfigError]:
 
 def spans(numbers: list[int]) -> str:
     """Return [1, 2, 3, 7] as 1-3, 7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
     return ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in runs)

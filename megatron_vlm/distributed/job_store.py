@@ -31,17 +31,13 @@ def stay_on_this_machine() -> bool:
     """Return whether all ranks run on this machine, by the launcher's variables. In that case gloo
     and NCCL use loopback, unless the user has named other interfaces."""
     world, master = os.environ.get("WORLD_SIZE", "1"), os.environ.get("MASTER_ADDR", "")
-    is_local = world in ("1", os.environ.get("LOCAL_WORLD_SIZE")) or is_loopback(master)
+    # A loopback is known by its name: many machines resolve their own name to such an address, too.
+    is_loopback = master in ("localhost", "::1") or master.startswith("127.")
+    is_local = is_loopback or world in ("1", os.environ.get("LOCAL_WORLD_SIZE"))
     if is_local:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, _INTERFACE)
     return is_local
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host is loopback, by its name alone: many machines resolve their own name to
-    a loopback address, too."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def listen_at(host: str, port: int, timeout: datetime.timedelta = _PATIENCE) -> dist.TCPStore:

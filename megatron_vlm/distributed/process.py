@@ -159,24 +159,18 @@ def run_guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str
 def _is_first_to_say(text: str) -> bool:
     """Return whether no other rank of this attempt on this machine has reported the same text. It
     is also true if the launcher has set no folder for this."""
-    folder = _folder_of_attempt()
+    folder, error_file = os.environ.get(ERRORS_FOLDER), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if folder is None and error_file is not None:  # torchrun's, with a folder for each rank
+        folder = str(Path(error_file).parents[1])
     if folder is None:
         return True
     try:
-        with open(folder / hashlib.sha256(text.encode()).hexdigest(), "x"):
+        with open(Path(folder) / hashlib.sha256(text.encode()).hexdigest(), "x"):
             return True
     except FileExistsError:
         return False
     except OSError:
         return True
-
-
-def _folder_of_attempt() -> Path | None:
-    """Return our launcher's folder, or the one in which torchrun has a folder for each rank."""
-    if (folder := os.environ.get(ERRORS_FOLDER)) is not None:
-        return Path(folder)
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return None if error_file is None else Path(error_file).parents[1]
 
 
 def print_to_user(text: str) -> None:

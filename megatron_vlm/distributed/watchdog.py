@@ -119,12 +119,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         assert self.timeout_s is not None
-        last, orphan_s = time.monotonic(), 0.0
+        last, orphan_s, launcher = time.monotonic(), 0.0, os.environ.get(LAUNCHER)
         while not self.done.wait(self.every_s):
             now = time.monotonic()
             elapsed, last = min(now - last, 2 * self.every_s), now
             self.clock += elapsed
-            orphan_s += elapsed if lost_launcher() else 0.0
+            if launcher is not None and os.getppid() != int(launcher):  # it has died
+                orphan_s += elapsed
             self._report_place()
             if self.files and (moved := bytes_moved()) >= self.moved + _MOVED:
                 self.moved, self.since = moved, self.clock
@@ -182,12 +183,6 @@ class Watchdog:
             self.seen[rank] = (state, self.clock)
         _, reached, step, phase, still = self.seen[rank][0]
         return RankStatus(rank, tuple(reached), step, phase, self.clock - self.seen[rank][1], still)
-
-
-def lost_launcher() -> bool:
-    """Return whether our own launcher started this process and has died."""
-    launcher = os.environ.get(LAUNCHER)
-    return launcher is not None and os.getppid() != int(launcher)
 
 
 def bytes_moved() -> int:

@@ -156,16 +156,12 @@ def model_sizes(config: PretrainedConfig, text: TextSizes, make_tower: TowerClas
 
 def _vision_tensors(config: PretrainedConfig, make_tower: TowerClass) -> Iterator[TensorSpec]:
     """Yield the tensors of Hugging Face's own module, without allocating its weights."""
+    marks = {"merger": "merger", ".attn.": "vision_attention", ".mlp.": "vision_mlp"}
     for name, param in _empty_tower(config, make_tower, torch.device("meta")).named_parameters():
         part = Part.merger if "merger" in name else Part.vision
-        group = _lora_group(name) if param.dim() == 2 else None
+        groups = [group for mark, group in marks.items() if mark in name and param.dim() == 2]
+        group = groups[0] if groups else None  # among the LoRA targets
         yield TensorSpec(HF_NAMES.vision + name, tuple(param.shape), part, group)
-
-
-def _lora_group(name: str) -> str | None:
-    """Return the group of a matrix of the tower among the LoRA targets."""
-    marks = {"merger": "merger", ".attn.": "vision_attention", ".mlp.": "vision_mlp"}
-    return next((group for mark, group in marks.items() if mark in name), None)
 
 
 class LinearPatchEmbed(nn.Module):

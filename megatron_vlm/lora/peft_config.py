@@ -156,13 +156,15 @@ def lora_of(folder: Path, model: str) -> LoraConfig:
     targets = [name.removeprefix(PREFIX).removesuffix(ending) for name in linears]
     if len(linears) < sum(name.endswith(ending) for name in names):
         targets += target_parameters(config)
+    # PEFT only copies the weights of the base, beside their adapters.
+    whole = [n for n in names if ".lora_" not in n and not n.endswith(BASE_COPY)]
     rslora = config.get("use_rslora")
     return LoraConfig(
         rank=config["r"].whole(1),
         alpha=float(config["lora_alpha"].number(0)),
         rslora=bool(rslora and rslora.value),
         targets=tuple(targets),
-        train=("merger",) if any(map(_is_whole, names)) else (),
+        train=("merger",) if whole else (),
         path=str(folder),
         base=_base_type(folder, model),
     )
@@ -181,11 +183,6 @@ def _base_type(folder: Path, model: str) -> BaseType | None:
             place=str(folder / MARK), key="base_type", found=found, allowed=get_args(BaseType)
         )
     return found
-
-
-def _is_whole(name: str) -> bool:
-    """Return whether a tensor of a file was trained itself, and not only copied by PEFT."""
-    return ".lora_" not in name and not name.endswith(BASE_COPY)
 
 
 def target_parameters(config: JsonField) -> list[str]:
