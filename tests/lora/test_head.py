@@ -16,7 +16,6 @@ from megatron_vlm.controller import local_group
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.lora.layers import Adapters
 from megatron_vlm.model import log_probs
-from megatron_vlm.model.log_probs import FactorGradients
 from megatron_vlm.training.generate import generate
 from megatron_vlm.training.token_sampling import whole_logits
 from megatron_vlm.training.worker import MegatronWorker
@@ -170,17 +169,15 @@ def not_attached(right: Any, adapters: Adapters, x: Tensor) -> tuple[Tensor, Ten
     return right(adapters, x.detach())
 
 
-def not_summed_over_tp(right: Any, gradients: FactorGradients, group: Any) -> Any:
-    if gradients.input_NI.shape[1] == HEAD.rank:
-        return gradients.grad_NI, gradients.grad_VI
-    return right(gradients, group)
+def not_summed_over_tp(right: Any, tensor: Tensor, *args: Any, **more: Any) -> Any:
+    is_of_adapter = tensor.dim() == 2 and tensor.shape[1] == HEAD.rank
+    return None if is_of_adapter else right(tensor, *args, **more)
 
 
-def only_in_the_first_slice(
-    right: Any, gradients: FactorGradients, slope_Nv: Tensor, start: int, end: int
-) -> None:
-    if start == 0 or gradients.input_NI.shape[1] != HEAD.rank:
-        right(gradients, slope_Nv, start, end)
+def only_in_the_first_slice(right: Any, ctx: Any, factors: Any, slope_of: Any) -> list[Any]:
+    whole = right(ctx, factors, slope_of)
+    ctx.slices = ctx.slices[:1]
+    return [*whole[:2], *right(ctx, factors, slope_of)[2:]]
 
 
 def not_in_the_logits_again(right: Any, ctx: Any, *grads: Tensor) -> Any:
@@ -192,8 +189,8 @@ def not_in_the_logits_again(right: Any, ctx: Any, *grads: Tensor) -> Any:
 
 MUTANTS = {
     "unscaled": (Adapters, "factors", unscaled),
-    "not summed over TP": (FactorGradients, "reduce", not_summed_over_tp),
-    "only in the first slice": (FactorGradients, "add", only_in_the_first_slice),
+    "not summed over TP": (log_probs.dist, "all_reduce", not_summed_over_tp),
+    "only in the first slice": (log_probs, "factor_gradients", only_in_the_first_slice),
     "not in the logits again": (log_probs._Predict, "backward", not_in_the_logits_again),
     "no gradient through A": (Adapters, "factors", not_attached),
 }

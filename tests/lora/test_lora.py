@@ -465,7 +465,7 @@ def test_dropout_keeps_the_mean():
 def mutant(owner: Any, name: str, change: Callable[..., Any]) -> Any:
     """Patch a function. `change` gets the right one, and its arguments."""
     right = getattr(owner, name)
-    return mock.patch.object(owner, name, lambda *args: change(right, *args))
+    return mock.patch.object(owner, name, lambda *args, **more: change(right, *args, **more))
 
 
 def of_the_next_expert(right, adapters, rows, counts):
