@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from tests.support.limits import files_of_at_most
 from tests.support.pool import Pool
 from tests.support.process_tree import ProcessTree
 from tests.support.random_runs import LONG
-from tests.support.runs import Case, my_rows
+from tests.support.runs import Case, my_rows, refusal
 from tests.support.suites import quick, slow
 
 pytestmark = [
@@ -330,24 +330,24 @@ def test_training_goes_on_while_a_checkpoint_is_written(pool, tiny, tmp_path):
     assert partial_of(step_folder(tmp_path, 3)).exists()  # no rank has finished it
 
 
-def refusal(path: str, case: Case, folder: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        load(MegatronWorker(case.config(path)), folder)
-    return str(caught.value)
+def refused(pool: Pool, path: str, case: Case, folder: Path) -> list[str]:
+    errors = pool.run(refusal, case.world, path, case, partial(load, folder=folder))
+    assert {type(error) for error in errors} == {CheckpointError}
+    return list(map(str, errors))
 
 
 @pytest.mark.full
 def test_what_does_not_fit_is_refused_on_every_rank(straight, pool, tiny, tmp_path):
     run = straight("pp2-vision-frozen")[0]
-    for message in pool.run(refusal, 2, tiny(), layout(pp=2), step_folder(run, 3)):
+    for message in refused(pool, tiny(), layout(pp=2), step_folder(run, 3)):
         assert "exp_avg/model.visual.patch_embed.proj.weight" in message
     run = straight("tp2-dp2-bf16-muon")[0]
-    for message in pool.run(refusal, 4, tiny(), bf16(layout(tp=2, dp=2)), step_folder(run, 3)):
+    for message in refused(pool, tiny(), bf16(layout(tp=2, dp=2)), step_folder(run, 3)):
         assert "optim.name=adamw keeps other states of the weights than muon" in message
     run = straight("tp2-odd-vocab")[0]
-    for message in pool.run(refusal, 2, tiny(), layout(tp=2), step_folder(run, 3)):
+    for message in refused(pool, tiny(), layout(tp=2), step_folder(run, 3)):
         assert re.search(r"(embed_tokens|lm_head)\.weight.*\[509, 64\] .*\[512, 64\]", message)
-    for message in pool.run(refusal, 2, tiny(), layout(tp=2), tmp_path / "none"):
+    for message in refused(pool, tiny(), layout(tp=2), tmp_path / "none"):
         assert message.startswith(f"{tmp_path}/none/complete.json: ")
     embedding = "model.language_model.embed_tokens.weight"
     for sizes, count, name in (
@@ -364,7 +364,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(straight, pool, tiny, tmp_pa
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    for message in pool.run(refusal, 2, tiny(), layout(tp=2), step_folder(run, 2)):
+    for message in refused(pool, tiny(), layout(tp=2), step_folder(run, 2)):
         assert message.startswith(f"{shard}: ")
 
 
@@ -388,16 +388,12 @@ def test_full_disk_on_one_rank(async_save, pool, tiny, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def unwritable(path: str, case: Case, folder: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        save(MegatronWorker(case.config(path)), folder, {})
-    return str(caught.value)
-
-
 def test_unwritable_folder(pool, tiny, tmp_path):
     (tmp_path / "run").write_text("a file")
-    for message in pool.run(unwritable, 2, tiny(), layout(dp=2), step_folder(tmp_path / "run", 1)):
-        assert "step-00000001.partial: cannot be created: Not a directory" in message
+    act = partial(save, folder=step_folder(tmp_path / "run", 1), progress={})
+    for error in pool.run(refusal, 2, tiny(), layout(dp=2), act):
+        assert type(error) is CheckpointError
+        assert "step-00000001.partial: cannot be created: Not a directory" in str(error)
 
 
 def test_rectangles_cover_a_range_once():

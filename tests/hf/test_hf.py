@@ -35,7 +35,7 @@ from megatron_vlm.io.atomic import MARK
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.error_fields import raises
-from tests.support.runs import Case, call
+from tests.support.runs import Case, call, refusal
 from tests.training.test_properties import tensors
 
 pytestmark = pytest.mark.newest  # it depends on the versions
@@ -434,12 +434,6 @@ def test_an_export_never_overwrites(pool, tiny, tmp_path):
     assert (tmp_path / "mine.txt").read_text() == "precious"
 
 
-def opening(path: str, case: Case) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        MegatronWorker(case.config(path))
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e300])
 def test_what_is_not_finite_is_not_loaded(value, pool, tiny, tmp_path):
     """One value of a tensor that one of two ranks reads is not finite in the training dtype."""
@@ -448,22 +442,20 @@ def test_what_is_not_finite_is_not_loaded(value, pool, tiny, tmp_path):
     weights[name] = weights[name].double()
     weights[name][-1, -1] = value
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    for message in pool.run(opening, 2, str(folder), layout(pp=2)):
-        assert message.startswith(f"{folder}: {name} ")
+    for error in pool.run(refusal, 2, str(folder), layout(pp=2)):
+        assert type(error) is CheckpointError and str(error).startswith(f"{folder}: {name} ")
 
 
-def diverged(worker: MegatronWorker, out: str) -> str:
-    """Return each rank's error where one weight of the last stage is NaN."""
+def export_nan(worker: MegatronWorker, out: str) -> None:
+    """Export a model of which one weight of the last stage is NaN."""
     if worker.grid.is_last_stage:
         next(reversed(worker.held.values())).data.view(-1)[3] = torch.nan
-    with pytest.raises(CheckpointError) as caught:
-        worker.export_hf(out)
-    return str(caught.value)
+    worker.export_hf(out)
 
 
 def test_what_is_not_finite_is_not_exported(pool, tiny, tmp_path):
-    for message in pool.run(
-        call, 4, tiny(), layout(tp=2, pp=2), partial(diverged, out=str(tmp_path / "out"))
-    ):
-        assert message.startswith(f"{tmp_path / 'out'}: lm_head.weight ") and "NaN" in message
+    out = str(tmp_path / "out")
+    for error in pool.run(refusal, 4, tiny(), layout(tp=2, pp=2), partial(export_nan, out=out)):
+        assert str(error).startswith(f"{out}: lm_head.weight ") and "NaN" in str(error)
+        assert type(error) is CheckpointError
     assert list(tmp_path.iterdir()) == []

@@ -46,7 +46,7 @@ from tests.run.test_train import go_pooled, steps_of
 from tests.support.batches import MIXED, make_rows
 from tests.support.error_fields import raises
 from tests.support.reference import load_reference, row_log_probs
-from tests.support.runs import Case
+from tests.support.runs import Case, refusal
 from tests.support.sets import write_set
 from tests.support.suites import full
 from tests.training.test_preferences import pairs
@@ -90,9 +90,9 @@ def test_a_weight_of_codes_cannot_be_changed_by_mistake():
     assert type(weight + 1) is Tensor
 
 
-def held_bytes(worker: MegatronWorker) -> tuple[int, int]:
+def held_bytes(path: str, case: Case) -> tuple[int, int]:
     """Return the bytes of this rank's weights: as they are, and as the planner counts them."""
-    total = 0
+    worker, total = MegatronWorker(case.config(path), training=False), 0
     for param in worker.held.values():
         if isinstance(param, BlockWeight):
             total += param.codes.codes_K.nbytes + param.codes.scales_B.nbytes
@@ -102,17 +102,13 @@ def held_bytes(worker: MegatronWorker) -> tuple[int, int]:
     return total, counts.weight_bytes(worker.cfg.lora.base, 4)
 
 
-def held_by(path: str, case: Case) -> tuple[int, int]:
-    return held_bytes(MegatronWorker(case.config(path), training=False))
-
-
 @pytest.mark.parametrize(
     ("case", "sizes"), [full(layout(tp=2, pp=2), BLOCKS), (layout(dp=2, ep=2), EXPERTS_IN_BLOCKS)]
 )
 def test_the_planner_knows_the_bytes(case, sizes, pool, tiny):
     for base in ("nf4", "int8"):
         on_ranks = pool.run(
-            held_by, case.world, tiny(**sizes), replace(case, lora=dict(NF4, base=base))
+            held_bytes, case.world, tiny(**sizes), replace(case, lora=dict(NF4, base=base))
         )
         assert all(held == planned for held, planned in on_ranks), on_ranks
 
@@ -181,14 +177,6 @@ def in_blocks(tiny, tmp_path_factory):
     return out
 
 
-def held_codes(worker: MegatronWorker) -> dict[str, list[Tensor]]:
-    return {
-        entry.our_name: [param.codes.codes_K, param.codes.scales_B]
-        for entry, param in worker.held.items()
-        if isinstance(param, BlockWeight)
-    }
-
-
 def test_a_checkpoint_in_4_bits_is_read_as_it_is(pool, tiny, in_blocks, tmp_path):
     """Its codes are kept, also where a rank reads a part of them, and what is not in 4 bits there
     is not put into 4 bits."""
@@ -230,7 +218,9 @@ def test_a_checkpoint_in_4_bits_is_read_as_it_is(pool, tiny, in_blocks, tmp_path
 
 def scores_and_names(path: str, case: Case, rows: list) -> tuple[list[Tensor], list[str]]:
     worker = MegatronWorker(case.config(path), training=False)
-    return worker.forward(rows), list(held_codes(worker))
+    held = worker.held.items()
+    names = [entry.our_name for entry, param in held if isinstance(param, BlockWeight)]
+    return worker.forward(rows), names
 
 
 def test_an_export_of_a_checkpoint_in_4_bits_has_plain_weights(pool, tiny, in_blocks, tmp_path):
@@ -312,12 +302,6 @@ def test_pairs_begin_with_equal_rewards(reference, pool, tiny, tmp_path):
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6) != second["loss"]
 
 
-def refused(path: str, case: Case) -> ConfigError | CheckpointError:
-    with pytest.raises((CheckpointError, ConfigError)) as caught:
-        MegatronWorker(case.config(path))
-    return caught.value
-
-
 def test_what_blocks_cannot_store_is_refused(pool, tiny):
     base, tower = dict(key="lora.base", found="nf4"), dict(vision_hidden=8, vision_intermediate=9)
     cut = dict(key="parallel.tp", found=2, allowed=[1])
@@ -327,7 +311,7 @@ def test_what_blocks_cannot_store_is_refused(pool, tiny):
         (1, dict(EXPERTS_IN_BLOCKS, expert_intermediate=40), base, "experts.down_proj [8, 64, 40]"),
         (1, dict(BLOCKS, **tower), base, "of model.visual.blocks.0.mlp.linear_fc1"),
     ):
-        error = pool.run(refused, tp, tiny(**sizes), replace(layout(tp=tp), lora=NF4))[0]
+        error = pool.run(refusal, tp, tiny(**sizes), replace(layout(tp=tp), lora=NF4))[0]
         with raises(ConfigError, **fields, problem_has=words):
             raise error
     cfg, sizes = Case(lora=NF4).config("x"), read_sizes(tiny(**dict(BLOCKS, intermediate=192)))
@@ -345,7 +329,7 @@ def test_engines_and_services_load_other_weights(tmp_path):
 
 def test_stored_codes_go_only_beside_adapters(pool, in_blocks):
     for lora in ({}, dict(NF4, base=None), dict(NF4, base="int8")):
-        error = pool.run(refused, 1, str(in_blocks), Case(lora=lora))[0]
+        error = pool.run(refusal, 1, str(in_blocks), Case(lora=lora))[0]
         with raises(ConfigError, key="lora.base", allowed=("nf4",), problem_has="22 weights"):
             raise error
 

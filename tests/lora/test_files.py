@@ -26,7 +26,7 @@ from megatron_vlm.commands.chat.command import Settings, find_model
 from megatron_vlm.commands.eval import run_eval
 from megatron_vlm.config.schema import CheckpointConfig, LoraConfig
 from megatron_vlm.config.trainable import scale_of
-from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.lora.peft_config import _PLAIN, base_of, lora_of
@@ -52,7 +52,7 @@ from tests.support.peft_reference import Adapter, base_model, peft_model
 from tests.support.peft_reference import save as save_peft
 from tests.support.pool import Pool
 from tests.support.reference import load_reference, row_log_probs
-from tests.support.runs import Case, my_rows
+from tests.support.runs import Case, my_rows, refusal
 from tests.support.sets import write_set
 from tests.support.suites import full, slow
 
@@ -154,12 +154,6 @@ def test_an_adapter_says_how_to_go_on_from_it(adapter, sizes, pool, tiny, tmp_pa
     assert difference(pool.run(log_probs_here, 1, path, case)[0], log_probs(model)) < 5e-6
 
 
-def refused(path: str, case: Case) -> str:
-    with pytest.raises((CheckpointError, ConfigError)) as caught:
-        MegatronWorker(case.config(path))
-    return str(caught.value)
-
-
 @pytest.mark.full
 def test_what_does_not_fit_is_refused(pool, tiny, tmp_path):
     folder = Path(save_peft(peft_model(tiny(), ALL), tmp_path / "peft"))
@@ -171,7 +165,7 @@ def test_what_does_not_fit_is_refused(pool, tiny, tmp_path):
             shutil.copytree(folder, changed)
             edit(changed)
             lora = dict(lora, path=str(changed))
-        return pool.run(refused, 1, model, replace(layout(), lora=dict(right, **lora)))[0]
+        return str(pool.run(refusal, 1, model, replace(layout(), lora=dict(right, **lora)))[0])
 
     def config(**changes):
         def edit(folder):
@@ -204,10 +198,8 @@ def test_what_does_not_fit_is_refused(pool, tiny, tmp_path):
     assert "lora.targets=q_prj matches no linear layer" in said(targets=("q_prj",), path=None)
     assert "only repeat it" in said(targets=("merger",), train=("merger",), path=None)
     case = replace(layout(freeze_vision=True), lora=dict(ALL.ours))
-    assert (
-        "model.freeze_vision=true keeps the part vision as it is"
-        in pool.run(refused, 1, tiny(), case)[0]
-    )
+    frozen = str(pool.run(refusal, 1, tiny(), case)[0])
+    assert "model.freeze_vision=true keeps the part vision as it is" in frozen
     with pytest.raises(ConfigError, match=r"give its base model as model.path and this folder"):
         HFCheckpoint(str(folder))
     theirs = PeftConfig().to_dict()  # with the default of each option
@@ -238,7 +230,7 @@ def test_values_that_cannot_be_trained_are_refused(pool, tiny, tmp_path):
             changed = tensors[name].clone().to(dtype)
             changed.view(-1)[-1] = value
             save_file(tensors | {name: changed}, file)
-            message = pool.run(refused, 1, tiny(), case)[0]
+            message = str(pool.run(refusal, 1, tiny(), case)[0])
             if f"lora.path={folder}: {name}{words}" not in message:
                 failures.append((name, value, dtype, message))
     assert not failures
@@ -252,7 +244,7 @@ def test_adapters_of_other_experts_are_refused(pool, tiny, tmp_path):
     right = dict(Adapter((DOWN,)).ours, path=str(folder))
 
     def said(**lora) -> str:
-        return pool.run(refused, 1, path, replace(layout(), lora=dict(right, **lora)))[0]
+        return str(pool.run(refusal, 1, path, replace(layout(), lora=dict(right, **lora)))[0])
 
     named = r"target_parameters=\[mlp.experts.down_proj\] are 4 weights"
     for target, count in (("gate_up_proj", 4), ("mlp", 8), (f"layers.0.{DOWN}", 1)):
@@ -293,42 +285,37 @@ def test_a_run_trains_exports_and_is_scored_by_its_adapters(a_run, tiny, capfd):
     assert scale_of(LoraConfig(rank=16, alpha=32)) == 2
 
 
+OF_SGLANG = (
+    "lora: SGLang does not start with an adapter of in_proj_qkv and in_proj_z (its issue 30168), "
+    "and drops the adapter of in_proj_b and in_proj_a (its pull request 30499); "
+    "checkpoint.export=both also writes the merged model, which has no adapters"
+)
+
+
 @pytest.mark.parametrize(
-    ("lora", "export", "said", "sizes"),
+    ("adapter", "export", "said", "sizes"),
     [
-        (ALL.ours, True, "vLLM silently ignores the adapters of merger and vision unless", {}),
-        (BESIDE_MERGER.ours, "both", "vLLM refuses an adapter with the whole merger beside it", {}),
-        (ALL.ours, "merged", "", {}),
-        (Adapter().ours, True, "", {}),
-        (IN_EXPERTS.ours, True, "", EXPERTS),
-        (Adapter((f"layers.0.{DOWN}",)).ours, True, "only where both of a layer's", EXPERTS),
-        (Adapter(("self_attn.*", "out_proj", "mlp")).ours, True, "", DELTA_NET),
+        (ALL, True, "vLLM silently ignores the adapters of merger and vision unless", {}),
+        (BESIDE_MERGER, "both", "vLLM refuses an adapter with the whole merger beside it", {}),
+        (ALL, "merged", "", {}),
+        (Adapter(), True, "", {}),
+        (IN_EXPERTS, True, "", EXPERTS),
+        (Adapter((f"layers.0.{DOWN}",)), True, "only where both of a layer's", EXPERTS),
+        (Adapter(("self_attn.*", "out_proj", "mlp")), True, "", DELTA_NET),
+        (Adapter(), True, OF_SGLANG, DELTA_NET),
+        (Adapter(("in_proj_a",)), True, "SGLang drops the adapter of in_proj_a (", DELTA_NET),
         (
-            Adapter().ours,
-            True,
-            "lora: SGLang does not start with an adapter of in_proj_qkv and in_proj_z (its issue "
-            "30168), and drops the adapter of in_proj_b and in_proj_a (its pull request 30499); "
-            "checkpoint.export=both also writes the merged model, which has no adapters",
-            DELTA_NET,
-        ),
-        (
-            Adapter(("in_proj_a",)).ours,
-            True,
-            "lora: SGLang drops the adapter of in_proj_a (",
-            DELTA_NET,
-        ),
-        (
-            Adapter(("in_proj_z", "layers.0.linear_attn.in_proj_qkv")).ours,
+            Adapter(("in_proj_z", "layers.0.linear_attn.in_proj_qkv")),
             True,
             "lora: vLLM refuses an adapter of in_proj_z where in_proj_qkv has none; SGLang does",
             DELTA_NET,
         ),
-        (Adapter().ours, "merged", "", DELTA_NET),
+        (Adapter(), "merged", "", DELTA_NET),
     ],
 )
-def test_adapters_that_an_engine_may_not_serve_are_named(lora, export, said, sizes, tiny):
+def test_adapters_that_an_engine_may_not_serve_are_named(adapter, export, said, sizes, tiny):
     path = tiny(**sizes)
-    cfg = replace(layout(), lora=lora).config(path)
+    cfg = replace(layout(), lora=adapter.ours).config(path)
     cfg = replace(cfg, checkpoint=CheckpointConfig(export=export))
     remark = serving_remark(cfg, adapted_weights(cfg, read_sizes(path)))
     assert bool(remark) == bool(said) and said in remark

@@ -21,7 +21,6 @@ from tests.lora.test_files import (
     difference,
     log_probs,
     log_probs_here,
-    refused,
     train_and_export,
 )
 from tests.lora.test_lora import EVERY_WITH_HEAD, HEAD, ODD, TIED, VOCAB, WITH_HEAD
@@ -31,6 +30,7 @@ from tests.run.test_train import go_pooled
 from tests.support.peft_reference import Adapter, peft_model
 from tests.support.peft_reference import save as save_peft
 from tests.support.reference import load_reference
+from tests.support.runs import refusal
 from tests.support.sets import write_set
 from tests.support.suites import full, slow
 
@@ -128,14 +128,14 @@ def test_what_peft_writes_is_loaded(sizes, pool, tiny, tmp_path, record_property
     assert worst <= TOLERANCE
     for wrong in (stored[copied] * (1 + 1e-3), stored[copied][:-1]):
         save_file(stored | {copied: wrong.contiguous()}, file)
-        message = pool.run(refused, 1, path, case)[0]
+        message = str(pool.run(refusal, 1, path, case)[0])
         assert f": model.path={path} " in message and f"{copied} [{len(wrong)}, 64]; " in message
     save_file(stored | {copied: stored[copied].bfloat16()}, file)
     assert pool.run(log_probs_here, 1, path, case, VOCAB)[
         0
     ]  # PEFT may have loaded the model in bf16
     without = dict(vars(lora), targets=tuple(t for t in lora.targets if t != "lm_head"))
-    message = pool.run(refused, 1, path, replace(case, lora=without))[0]
+    message = str(pool.run(refusal, 1, path, replace(case, lora=without))[0])
     assert ": lora.targets=" in message and " 3 of them" in message
 
 

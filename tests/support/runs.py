@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -21,6 +22,7 @@ from megatron_vlm.config.schema import (
     TrainConfig,
 )
 from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.hf.export_weights import gather_tensors
 from megatron_vlm.hf.weight_map import Entry, Origin
 from megatron_vlm.training.worker import MegatronWorker
@@ -98,6 +100,17 @@ def collect_grads(worker: MegatronWorker) -> dict[str, Tensor]:
 
     named = gather_tensors(worker.held, worker.table, worker.grid, grad, of_interest(worker))
     return {name: value.clone() for name, value in named if value is not None}
+
+
+def refusal(
+    path: str, case: Case, act: Callable[[MegatronWorker], object] | None = None
+) -> MegatronVLMError:
+    """Return the error with which a worker is not made, or does not act."""
+    with pytest.raises(MegatronVLMError) as caught:
+        worker = MegatronWorker(case.config(path))
+        if act is not None:
+            act(worker)
+    return caught.value
 
 
 def loss_and_grads(path: str, case: Case, rows: list[Row]) -> Outcome:
