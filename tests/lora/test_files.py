@@ -40,6 +40,7 @@ from tests.lora.test_lora import (
     BLOCKS,
     DELTA_NET,
     DOWN,
+    EVERY,
     EXPERTS,
     EXPERTS_IN_BLOCKS,
     IN_EXPERTS,
@@ -263,8 +264,9 @@ def test_adapters_of_other_experts_are_refused(pool, tiny, tmp_path):
 def a_run(pool, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     write_set(folder)
-    words = ("lora=default", "lora.dropout=0.1", "checkpoint.export=both", "train.steps=3")
-    status, out, err = go_pooled(pool, 2, folder, tiny(), "run", *words)
+    words = ("lora=default", "lora.targets=[attention,mlp,head]", "lora.dropout=0.1")
+    words += ("checkpoint.export=both", "train.steps=3")
+    status, out, err = go_pooled(pool, 2, folder, tiny(tied=True), "run", *words)
     assert status == 0, err
     return folder, out
 
@@ -278,9 +280,10 @@ def test_a_run_trains_exports_and_is_scored_by_its_adapters(a_run, tiny, capfd):
         path.name for path in (run / "export").iterdir()
     }
     card = (run / "export" / "README.md").read_text()
-    assert "library_name: peft" in card and "LoRA of rank 16, alpha 32" in card
+    assert "library_name: peft" in card
+    assert "LoRA of rank 16, alpha 32, in `attention`, `mlp`, `head`" in card
     assert (run / "merged" / "config.json").is_file()
-    assert find_model(str(run)) == (str(Path(tiny()).resolve()), run / "export")
+    assert find_model(str(run)) == (str(Path(tiny(tied=True)).resolve()), run / "export")
     assert all(step["loss"] > 0 for step in steps_of(run)) and len(steps_of(run)) == 3
     assert scale_of(LoraConfig(rank=16, alpha=32)) == 2
 
@@ -366,7 +369,7 @@ def test_an_adapter_answers_as_the_merged_model_does(a_run, pool):
 def test_a_base_that_was_replaced_in_place_is_refused(a_run, pool, tiny, tmp_path):
     """Chat and evaluation refuse it wherever they load the adapter of a run."""
     base, run = tmp_path / "base", tmp_path / "run"
-    shutil.copytree(tiny(), base)
+    shutil.copytree(tiny(tied=True), base)
     shutil.copytree(a_run[0] / "run" / "export", run / "export")
     config = run / "export" / "adapter_config.json"
     config.write_text(
@@ -414,13 +417,12 @@ def test_the_command_writes_either_form(a_run, tmp_path, capfd):
 @pytest.mark.full
 def test_a_dry_run_shows_what_is_trained_and_refuses_what_cannot_be(a_run, tiny, capfd):
     folder, _ = a_run
-    words = [f"model.path={tiny()}", "model=tiny_cpu", f"data.train={folder / 'train.jsonl'}"]
-    words = ["train", *words, "data.cache_dir=null", "lora=all", "--dry-run"]
+    path, groups = tiny(tied=True), ("head", *EVERY)
+    words = [f"model.path={path}", "model=tiny_cpu", f"data.train={folder / 'train.jsonl'}"]
+    words += ["data.cache_dir=null", "lora=all", f"lora.targets=[{','.join(groups)}]"]
+    words = ["train", *words, "--dry-run"]
     assert main(words) == 0
-    sizes = read_sizes(tiny())
-    chosen = adapted_specs(
-        sizes.tensors, ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
-    )
+    chosen = adapted_specs(read_sizes(path).with_head, groups)
     trained = sum(16 * sum(weight.shape) for weight in chosen)
     out = capfd.readouterr().out
     assert re.search(r"head +lora +trainable", out) and out.count(short_name(trained)) == 3, out

@@ -11,12 +11,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from megatron_vlm.cli import main
-from megatron_vlm.family import read_sizes
 from megatron_vlm.lora.peft_config import lora_of
-from megatron_vlm.report.layout_table import short_name
 from tests.lora.test_files import (
-    check_equal_scores,
     check_exports_of_checkpoint,
     difference,
     log_probs,
@@ -26,12 +22,10 @@ from tests.lora.test_files import (
 from tests.lora.test_lora import EVERY_WITH_HEAD, HEAD, ODD, TIED, VOCAB, WITH_HEAD
 from tests.lora.test_lora import pytestmark as pytestmark  # PEFT's warnings
 from tests.model.test_parity import layout
-from tests.run.test_train import go_pooled
 from tests.support.peft_reference import Adapter, peft_model
 from tests.support.peft_reference import save as save_peft
 from tests.support.reference import load_reference
 from tests.support.runs import refusal
-from tests.support.sets import write_set
 from tests.support.suites import full, slow
 
 A, B = (f"base_model.model.lm_head.lora_{each}.weight" for each in "AB")
@@ -137,36 +131,3 @@ def test_what_peft_writes_is_loaded(sizes, pool, tiny, tmp_path, record_property
     without = dict(vars(lora), targets=tuple(t for t in lora.targets if t != "lm_head"))
     message = str(pool.run(refusal, 1, path, replace(case, lora=without))[0])
     assert ": lora.targets=" in message and " 3 of them" in message
-
-
-@pytest.fixture(scope="module")
-def a_run(pool, tiny, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    write_set(folder)
-    words = ("lora=default", "lora.targets=[attention,head]", "checkpoint.export=both")
-    more = ("train.steps=3", "optim.lr=0.03")
-    status, out, err = go_pooled(pool, 2, folder, tiny(tied=True), "run", *words, *more)
-    assert status == 0, err
-    return folder, out
-
-
-@pytest.mark.full
-def test_a_run_its_adapter_and_the_merged_model_score_the_same(a_run, pool):
-    folder, _ = a_run
-    check_equal_scores(folder, pool)
-    card = (folder / "run" / "export" / "README.md").read_text()
-    assert "in `attention`, `head`" in card
-
-
-@pytest.mark.full
-def test_a_dry_run_counts_it(a_run, tiny, capfd):
-    folder, _ = a_run
-    words = [f"model.path={tiny(tied=True)}", "model=tiny_cpu", "data.cache_dir=null"]
-    words += [f"data.train={folder / 'train.jsonl'}", "lora=default", "lora.targets=[lm_head]"]
-    assert main(["train", *words, "--dry-run"]) == 0
-    head = read_sizes(tiny(tied=True)).head
-    out = capfd.readouterr().out
-    assert out.count(short_name(16 * sum(head.shape))) == 3, out
-    frozen = ["lora.train=[language]", "checkpoint.export=merged"]
-    assert main(["train", *words, *frozen, "--dry-run"]) == 2
-    assert "lora.targets has lm_head of the part language" in capfd.readouterr().err
