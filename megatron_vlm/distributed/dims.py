@@ -172,7 +172,6 @@ def _stages(
 def _check_entries(
     layers: Sequence[int], kind: str, product: str, count: int, num_layers: int
 ) -> None:
-    """Refuse entries of parallel.layers_per_stage that do not fit the model."""
     if len(layers) != count:
         auto = ", or auto" if kind == "stage" else ""
         raise ConfigError(

@@ -78,7 +78,6 @@ def _fields(part: PretrainedConfig) -> dict[str, Any]:
 
 
 def _text_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
-    """Check that values of the text fit each other."""
     text, top_tied = config.text_config, config.tie_word_embeddings
     heads, groups, pad = text.num_attention_heads, text.num_key_value_heads, text.pad_token_id
     yield (
@@ -103,7 +102,6 @@ def _text_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
 
 
 def _vision_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
-    """Check that values of the tower fit each other."""
     vision, hidden = config.vision_config, config.text_config.hidden_size
     out, indexes = vision.out_hidden_size, _deepstack_blocks(vision)
     yield (

@@ -113,7 +113,6 @@ def _head(
 
 
 def _license_of(card: Path) -> dict[str, str]:
-    """Return the licence fields of the base model's card."""
     if not card.is_file() or not is_regular_file(card):
         return {}
     file = UntrustedFile(str(card), CheckpointError, "remove it, or download it again")

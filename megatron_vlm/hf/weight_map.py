@@ -184,7 +184,6 @@ def experts(count: int) -> Layout:
 
 
 def _layout_of(param: LayerParam) -> Layout:
-    """Return the layout of a layer's parameter."""
     match param.sharding:
         case Whole():
             return WHOLE

@@ -121,7 +121,6 @@ def write(
 def _render_config(
     lora: LoraConfig, weights: Sequence[TensorSpec], source: HFCheckpoint
 ) -> dict[str, Any]:
-    """Return the adapter_config.json of the trained adapter."""
     base = hub_name(source.name)
     # Mergers are saved whole: model.visual.merger, model.visual.deepstack_merger_list.0.
     whole = map(module_of, tensors_saved_whole(source.sizes.tensors, lora))

@@ -27,7 +27,6 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 def _layers_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
-    """Check that values of the layers fit each other, as Checks."""
     text = config.text_config
     kinds, count = list(text.layer_types), text.num_hidden_layers
     yield (

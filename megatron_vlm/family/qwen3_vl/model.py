@@ -74,7 +74,6 @@ def moe_sizes_of(config: PretrainedConfig) -> ModelSizes:
 
 
 def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
-    """Check that values of the experts fit each other, as Checks."""
     text = config.text_config
     count, top_k, layers = text.num_experts, text.num_experts_per_tok, text.num_hidden_layers
     yield top_k <= count, f"text_config.num_experts_per_tok={top_k}, of num_experts={count}"
