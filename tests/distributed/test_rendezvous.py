@@ -56,6 +56,11 @@ def test_a_rank_that_did_not_join_is_named(store):
         of_this_attempt(store, 1, 2)
 
 
+def rank_variables(rank: int, host: str, port: str, world: int = 2) -> dict[str, str]:
+    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    return of_rank | {"MASTER_ADDR": host, "MASTER_PORT": port}
+
+
 def join_in_vain(variables: dict[str, str]) -> None:
     os.environ.update(variables)
     with pytest.raises(MeetingError) as caught:
@@ -69,9 +74,7 @@ def test_a_port_that_says_nothing_is_not_waited_for(process_tree):
     something else by then."""
     with socket.create_server(("127.0.0.1", 0), backlog=16) as server:
         port = str(server.getsockname()[1])
-        variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        message = process_tree.printed(join_in_vain, variables)
+        message = process_tree.printed(join_in_vain, rank_variables(1, "127.0.0.1", port))
     assert message.startswith("rank 0: ") and f" at 127.0.0.1:{port} in 0.01 minutes" in message
 
 
@@ -91,9 +94,8 @@ def test_a_port_that_another_job_has_is_a_sentence(process_tree):
     """A job on several machines listens with torch's own store."""
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
-        variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        variables |= {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": port}
-        message = process_tree.printed(join_in_vain, variables)
+        variables = rank_variables(0, socket.gethostname(), port)
+        message = process_tree.printed(join_in_vain, variables | {"LOCAL_WORLD_SIZE": "1"})
     assert message.startswith("rank 0 of 2: ") and f" at {socket.gethostname()}:{port}: " in message
     assert "MASTER_PORT" in message and "WORLD_SIZE=2" in message
 
@@ -115,13 +117,12 @@ def test_a_second_job_at_the_same_port_ends_at_once(machines, world, process_tre
     """The first job keeps its ranks, and all ranks of the second end, however many they are."""
     host = "127.0.0.1" if machines == "one" else socket.gethostname()
     port = str(free_port())
-    shared = {"MASTER_ADDR": host, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
 
     def start(count: int) -> list[Child]:
-        variables = {"WORLD_SIZE": str(count), **shared}
-        variables["LOCAL_WORLD_SIZE"] = str(count) if machines == "one" else "1"
-        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-        return [process_tree.fork(join, variables | rank) for rank in ranks]
+        more = {"GLOO_SOCKET_IFNAME": "lo"}
+        more["LOCAL_WORLD_SIZE"] = str(count) if machines == "one" else "1"
+        ranks = [rank_variables(rank, host, port, count) for rank in range(count)]
+        return [process_tree.fork(join, variables | more) for variables in ranks]
 
     def heard(ranks: list[Child]) -> list[str]:
         assert all(rank.connection.poll(20) for rank in ranks), "a rank waits for ever"

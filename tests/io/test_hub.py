@@ -278,16 +278,24 @@ def test_a_run_stays_on_the_commit_that_it_began_with(hub, pool, tmp_path, monke
 
 
 @pytest.mark.slow
-def test_the_launcher_downloads_and_its_ranks_do_not(tiny, tmp_path):
+@pytest.mark.parametrize("is_torchrun", [False, True])
+def test_files_are_downloaded_once(is_torchrun, tiny, tmp_path):
+    """Our launcher downloads, and its ranks do not. Each rank of torchrun resolves the name by
+    itself, and one of them downloads the files."""
     write_set(tmp_path)
+    words = launched(tmp_path)
+    if is_torchrun:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+        words = [sys.executable, *torchrun, "megatron_vlm.train", *words[4:]]
     with hub_server() as hub:
         repo = hub.model(NAME, tiny())
-        done = run(tmp_path, hub, *launched(tmp_path))
+        done = run(tmp_path, hub, *words)
         assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stderr.count(f"getting {NAME} from the Hub") == 1
         assert sorted(hub.downloads()) == sorted(repo.files)
-        resolved = [text for text in hub.requests if "/revision/" in text]
-        assert len(resolved) == 1, hub.requests
+        if not is_torchrun:
+            assert done.stderr.count(f"getting {NAME} from the Hub") == 1
+            resolved = [text for text in hub.requests if "/revision/" in text]
+            assert len(resolved) == 1, hub.requests
 
 
 def offline_rank(home: str, words: list[str]) -> tuple[int, str, str]:
@@ -320,19 +328,6 @@ def test_a_run_does_not_go_on_with_another_commit(hub, tmp_path):
     chosen = replace(cfg, model=replace(cfg.model, path=f"{NAME}@{second}"))
     assert with_model(chosen).model.path == f"{NAME}@{second}"
     assert with_model(replace(cfg, run="elsewhere")).model.path == f"{NAME}@{second}"
-
-
-@pytest.mark.slow
-def test_ranks_that_torchrun_starts_download_once(tiny, tmp_path):
-    """Each rank resolves the name by itself, and one of them downloads the files."""
-    write_set(tmp_path)
-    with hub_server() as hub:
-        repo = hub.model(NAME, tiny())
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-        words = launched(tmp_path)[4:]
-        done = run(tmp_path, hub, sys.executable, *torchrun, "megatron_vlm.train", *words)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert sorted(hub.downloads()) == sorted(repo.files)
 
 
 def test_a_dry_run_needs_no_weights(hub, tmp_path, capsys):
