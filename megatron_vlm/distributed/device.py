@@ -7,15 +7,17 @@ import re
 import shutil
 from dataclasses import dataclass
 from glob import glob
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_vlm.distributed.cuda_stand_in import install_cpu_stand_in, stand_in_installed
-from megatron_vlm.distributed.host_memory import host_memory_total
 from megatron_vlm.errors import ConfigError
 
 _DRIVER_FILES = ("/dev/nvidia[0-9]*", "/proc/driver/nvidia/version")
+# Limits of a container's memory: of the second version of control groups, and of the first.
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _MANY_PARAMETERS = 10**8  # more than models for tests have
 
 # Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets, with fp32 accumulation and
@@ -131,6 +133,15 @@ class Platform:
             "CPU, which is slow; platform=cpu says that this is meant, and megatron-vlm doctor "
             "what this machine has"
         )
+
+
+def host_memory_total() -> int:
+    """Return the bytes of memory that this machine has, or that this container may use."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in map(Path, _LIMITS):
+        if path.exists() and (text := path.read_text().strip()).isdigit():
+            sizes.append(int(text))
+    return min(sizes)
 
 
 def lacks_memory(error: BaseException) -> bool:

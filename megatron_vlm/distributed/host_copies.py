@@ -9,10 +9,20 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.distributed.device import to_device
-from megatron_vlm.distributed.host_memory import pinned_memory
 
 PAGE = 2**22  # bytes; torch rounds pinned memory up to a power of two
 _MOST_ARRIVING = 4  # loads at a time; a backward has two
+Copied = torch.cuda.Event | None  # a point in the order of copies; None on the CPU
+
+
+def pinned_memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return flat pinned memory. torch rounds its size up to a power of two."""
+    memory = torch.empty(count, dtype=dtype)
+    return memory.pin_memory() if device.type == "cuda" else memory
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 class HostPages:
@@ -61,9 +71,7 @@ class HostCopies:
     def __init__(self, device: torch.device):
         self.device, self.pages = device, HostPages(device)
         self.on_device = torch.empty(0, dtype=torch.uint8, device=device)
-        is_cuda = device.type == "cuda"
-        self.to_host = torch.cuda.Stream(device) if is_cuda else None
-        self.to_device = torch.cuda.Stream(device) if is_cuda else None
+        self.to_host, self.to_device = _new_stream(device), _new_stream(device)
         # Tensors that are being copied back, even if nobody wants them after an error.
         self.arriving: dict[Any, list[Tensor]] = {}
 
@@ -131,8 +139,7 @@ class CopyStream:
     """Stream of copies to the device while it computes. On the CPU nothing is copied."""
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.device, self.stream = device, _new_stream(device)
 
     @contextmanager
     def copying(self) -> Iterator["Copies"]:
@@ -166,3 +173,37 @@ class Copies:
             # The memory belongs to the copy stream. Without this, the next copy could overwrite it
             # before the compute stream has used it.
             tensor.record_stream(compute_stream)
+
+
+class HostStream:
+    """A stream of copies between host and device, in their order."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream = device, _new_stream(device)
+
+    def follow(self) -> None:
+        """Let the copies from now on wait for the work that the device has been given so far."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Copied:
+        """Copy the second tensor of each pair into the first. Return an event for `wait`."""
+        if self.stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        with torch.cuda.stream(self.stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return self.stream.record_event()
+
+    @staticmethod
+    def wait(event: Copied) -> None:
+        """Let the host wait until the copies before this event are done."""
+        if event is not None:
+            event.synchronize()
+
+    def join(self) -> None:
+        """Let the work that the device is given from now on wait for the copies so far."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)

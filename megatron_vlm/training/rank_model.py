@@ -8,10 +8,9 @@ from torch import nn
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.agreement import check_same, compared_keys, fail_together, job_store
-from megatron_vlm.distributed.device import Platform
+from megatron_vlm.distributed.device import Platform, host_memory_total
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import RankGroups
-from megatron_vlm.distributed.host_memory import host_memory_total
 from megatron_vlm.distributed.process import is_under_launcher, print_to_user, rank_of_process
 from megatron_vlm.distributed.rendezvous import join_world, meeting_place
 from megatron_vlm.distributed.watchdog import Watchdog

@@ -20,8 +20,8 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet, open_data, with_scores
 from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.distributed.device import host_memory_total
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.distributed.host_memory import host_memory_total
 from megatron_vlm.hf.export_folder import check_push
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors
