@@ -23,8 +23,7 @@ from megatron_vlm.controller.resumable_decoder import (
 from megatron_vlm.controller.torchrun import SummedLoss, backward_together
 from megatron_vlm.controller.worker_group import BatchLike
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
-from megatron_vlm.distributed.agreement import Signals, Stopped
-from megatron_vlm.distributed.error_recovery import have_all_failed
+from megatron_vlm.distributed.agreement import Signals, Stopped, have_all_failed
 from megatron_vlm.distributed.rank0 import CommandChannel
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import MegatronVLMError
