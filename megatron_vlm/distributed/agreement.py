@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,12 @@ import torch.distributed as dist
 from megatron_vlm.config.schema import Config, get, leaves
 from megatron_vlm.distributed.collectives import all_gather_bytes, all_gather_json
 from megatron_vlm.distributed.error_json import ShownValue, error_from_json, error_to_json
-from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.job_store import SignedStore
 from megatron_vlm.distributed.process import PREEMPTED, print_to_user, stop_signals_to
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError
+
+if TYPE_CHECKING:  # its import takes seconds
+    from megatron_vlm.distributed.grid import RankGroups
 
 
 class Vote(enum.IntEnum):
@@ -197,7 +199,7 @@ def spans(numbers: list[int]) -> str:
 PATIENCE_S = 10.0  # time for the slowest rank to raise its error, too
 
 
-def have_all_failed(task: str, grid: RankGroups) -> bool:
+def have_all_failed(task: str, grid: "RankGroups") -> bool:
     """Return whether every rank has raised an error in this task, after equally many collectives of
     each of its groups. Then no rank waits for another in a collective.
 
@@ -225,7 +227,7 @@ def have_all_failed(task: str, grid: RankGroups) -> bool:
 Counts = list[tuple[str, list[int], int]]  # name, ranks, and number of collectives of each group
 
 
-def _collectives(grid: RankGroups) -> Counts:
+def _collectives(grid: "RankGroups") -> Counts:
     """Return the number of collectives of each group that this rank has entered."""
     axes = {"tp": grid.tp, "dp": grid.dp, "replica": grid.replica, "ep": grid.ep, "edp": grid.edp}
     groups: dict[str, Any] = {n: axis.group for n, axis in axes.items() if axis.size > 1}
