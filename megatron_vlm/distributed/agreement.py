@@ -6,8 +6,9 @@ import hashlib
 import json
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from itertools import chain, groupby
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -216,19 +217,17 @@ def have_all_failed(task: str, grid: "RankGroups") -> bool:
         return _wait_for_key(board, task, time.monotonic() + 2 * PATIENCE_S) == "alike"
     deadline = time.monotonic() + PATIENCE_S
     ranks = range(dist.get_world_size())
-    messages = [_wait_for_key(board, f"{task}/{rank}", deadline) for rank in ranks]
-    alike = _at_one_place(
-        [json.loads(each) for each in messages if each is not None], len(messages)
-    )
+    texts = [_wait_for_key(board, f"{task}/{rank}", deadline) for rank in ranks]
+    entered: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
+    for name, group, count in chain.from_iterable(json.loads(text) for text in texts if text):
+        entered[name, tuple(group)].add(count)
+    alike = None not in texts and all(len(counts) == 1 for counts in entered.values())
     board.write(task, "alike" if alike else "apart")
     return alike
 
 
-Counts = list[tuple[str, list[int], int]]  # name, ranks, and number of collectives of each group
-
-
-def _collectives(grid: "RankGroups") -> Counts:
-    """Return the number of collectives of each group that this rank has entered."""
+def _collectives(grid: "RankGroups") -> list[tuple[str, list[int], int]]:
+    """Return each group's name, ranks, and number of collectives that this rank has entered."""
     axes = {"tp": grid.tp, "dp": grid.dp, "replica": grid.replica, "ep": grid.ep, "edp": grid.edp}
     groups: dict[str, Any] = {n: axis.group for n, axis in axes.items() if axis.size > 1}
     groups["all"] = dist.group.WORLD
@@ -236,14 +235,6 @@ def _collectives(grid: "RankGroups") -> Counts:
         (name, dist.get_process_group_ranks(group), group._get_sequence_number_for_group())
         for name, group in groups.items()
     ]
-
-
-def _at_one_place(counts: list[Counts], ranks: int) -> bool:
-    entered_by_group: dict[tuple[str, tuple[int, ...]], set[int]] = {}
-    for groups_of_rank in counts:
-        for name, group, entered in groups_of_rank:
-            entered_by_group.setdefault((name, tuple(group)), set()).add(entered)
-    return len(counts) == ranks and all(len(entered) == 1 for entered in entered_by_group.values())
 
 
 def _wait_for_key(board: SignedStore, key: str, ends: float) -> str | None:

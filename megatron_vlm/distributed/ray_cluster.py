@@ -58,15 +58,9 @@ def gpus_of_rank(platform: str) -> float:
 
 def room_for(cpus: float, gpus: float) -> int:
     """Return the number of ranks that fit on the nodes that are alive."""
-    count = 0
-    for node in ray.nodes():
-        if node["Alive"]:
-            resources = node["Resources"]
-            counts = [
-                resources.get(key, 0) / each for key, each in (("CPU", cpus), ("GPU", gpus)) if each
-            ]
-            count += int(min(counts))
-    return count
+    needed = {key: each for key, each in (("CPU", cpus), ("GPU", gpus)) if each}
+    rooms = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(int(min(room.get(key, 0) / each for key, each in needed.items())) for room in rooms)
 
 
 class StoreAddress(NamedTuple):

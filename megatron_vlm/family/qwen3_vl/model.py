@@ -1,11 +1,17 @@
 """Qwen3-VL: the fields of its config.json and its decoder, with an MLP or experts."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence
 
 from transformers import PretrainedConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from megatron_vlm.family.decoder_layers import DenseMLP, Experts, FullAttention, LayerSpec
+from megatron_vlm.family.decoder_layers import (
+    DenseMLP,
+    Experts,
+    FeedForward,
+    FullAttention,
+    LayerSpec,
+)
 from megatron_vlm.family.field_rules import other_model
 from megatron_vlm.family.qwen import check_fields, make_family, model_sizes
 from megatron_vlm.family.qwen3_vl.fields import QWEN3_VL_FIELDS, QWEN3_VL_MOE_FIELDS
@@ -27,13 +33,12 @@ def layers_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
 def sizes_of(config: PretrainedConfig) -> ModelSizes:
     """Return everything that the rest of the package needs from config.json."""
     check_fields(config, QWEN3_VL_FIELDS, layers_fit)
-    return make_sizes(config)
+    text = config.text_config
+    return make_sizes(config, [DenseMLP(text.intermediate_size)] * text.num_hidden_layers)
 
 
-def make_sizes(
-    config: PretrainedConfig, experts: Experts | None = None, expert_layers: Set[int] = frozenset()
-) -> ModelSizes:
-    """Return the sizes of a model with experts in these layers, from checked fields."""
+def make_sizes(config: PretrainedConfig, ffns: Sequence[FeedForward]) -> ModelSizes:
+    """Return the sizes of a model, from checked fields and the feed-forward of each layer."""
     text = config.text_config
     attention = FullAttention(
         heads=text.num_attention_heads,
@@ -41,13 +46,9 @@ def make_sizes(
         head_dim=text.head_dim,
         rotary_dim=text.head_dim,
     )
-    dense = LayerSpec(attention, DenseMLP(text.intermediate_size))
-    sparse = dense if experts is None else LayerSpec(attention, experts)
     text_sizes = TextSizes(
         hidden=text.hidden_size,
-        layers=tuple(
-            sparse if number in expert_layers else dense for number in range(text.num_hidden_layers)
-        ),
+        layers=tuple(LayerSpec(attention, ffn) for ffn in ffns),
         vocab=text.vocab_size,
         max_positions=text.max_position_embeddings,
         norm_eps=text.rms_norm_eps,
@@ -67,10 +68,11 @@ def moe_sizes_of(config: PretrainedConfig) -> ModelSizes:
     if problems := [problem for fits, problem in _experts_fit(config) if not fits]:
         raise other_model(config.name_or_path, problems)
     text = config.text_config
-    step, dense = text.decoder_sparse_step, set(text.mlp_only_layers)
-    sparse = {n for n in range(text.num_hidden_layers) if (n + 1) % step == 0} - dense
+    step, dense = text.decoder_sparse_step, DenseMLP(text.intermediate_size)
     experts = Experts(text.num_experts, text.num_experts_per_tok, text.moe_intermediate_size)
-    return make_sizes(config, experts, sparse)
+    numbers = range(text.num_hidden_layers)
+    is_dense = [(n + 1) % step or n in text.mlp_only_layers for n in numbers]
+    return make_sizes(config, [dense if is_so else experts for is_so in is_dense])
 
 
 def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
