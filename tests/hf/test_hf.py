@@ -29,12 +29,12 @@ from megatron_vlm.hf.checkpoint_files import SETTINGS, copy_files
 from megatron_vlm.hf.expert_layouts import ReadSlice, slices_of
 from megatron_vlm.hf.export_weights import export_hf
 from megatron_vlm.hf.hf_checkpoint import INDEX, WEIGHTS_FILE, HFCheckpoint
-from megatron_vlm.hf.load_weights import check_tensors, check_tied
 from megatron_vlm.hf.weight_map import head_groups, rows, vocab_rows
 from megatron_vlm.io.atomic import MARK
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.error_fields import raises
+from tests.support.moe import opened
 from tests.support.runs import Case, call, refusal
 from tests.training.test_properties import tensors
 
@@ -93,22 +93,15 @@ def copy_of(path: str, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return folder, load_file(folder / "model.safetensors")
 
 
-def check(folder: Path) -> None:
-    source = HFCheckpoint(folder)
-    source.read_headers()
-    check_tensors(source)
-    check_tied(source)
-
-
 def test_missing_surplus_and_misshapen_tensors_are_listed(tiny, tmp_path):
     folder, weights = copy_of(tiny(), tmp_path)
-    check(folder)
+    opened(folder)
     weights.pop("model.language_model.norm.weight")
     weights["model.language_model.layers.9.mlp.down_proj.weight"] = torch.zeros(2)
     weights["lm_head.weight"] = torch.zeros(3, 64)
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
-        check(folder)
+        opened(folder)
     problems = caught.value.found
     assert problems["missing"] == ["model.language_model.norm.weight (64,)"]
     assert problems["surplus"] == ["model.language_model.layers.9.mlp.down_proj.weight (2,)"]
@@ -184,9 +177,7 @@ LAYOUTS = (
 def test_the_weights_read_are_those_that_transformers_reads(arrange, tiny, tmp_path):
     folder, weights = copy_of(tiny(), tmp_path)
     arrange(folder, weights)
-    check(folder)
-    source = HFCheckpoint(folder)
-    source.read_headers()
+    source = opened(folder)
     expected = Qwen3VLForConditionalGeneration.from_pretrained(folder).state_dict()
     assert expected.keys() == source.tensors.keys()
     for name, value in expected.items():
@@ -255,7 +246,7 @@ def test_what_is_no_checkpoint_is_refused_by_file(name, tiny, tmp_path):
     folder, weights = copy_of(tiny(), tmp_path)
     arrange(folder, weights)
     with raises(CheckpointError, place=str(folder / place), **fields):
-        check(folder)
+        opened(folder)
 
 
 DTYPES = (torch.int8, torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64)
@@ -268,7 +259,7 @@ def test_weights_that_are_no_plain_floats_are_refused(dtype, tiny, tmp_path):
     weights[name] = weights[name].to(dtype)
     save_file(weights, folder / "model.safetensors")
     with raises(CheckpointError, place=str(folder)) as caught:
-        check(folder)
+        opened(folder)
     (other,) = caught.value.found["of another type"]
     assert other.startswith(f"{name} ") and "BF16" in other and "dequantized" in other
 
@@ -277,7 +268,7 @@ def test_weights_that_are_no_plain_floats_are_refused(dtype, tiny, tmp_path):
 def test_plain_floats_are_taken(dtype, tiny, tmp_path):
     folder, weights = copy_of(tiny(), tmp_path)
     save_file({k: v.to(dtype) for k, v in weights.items()}, folder / "model.safetensors")
-    check(folder)
+    opened(folder)
 
 
 def test_a_stored_head_that_is_not_the_embedding_is_not_tied(tiny, tmp_path):
@@ -286,13 +277,13 @@ def test_a_stored_head_that_is_not_the_embedding_is_not_tied(tiny, tmp_path):
     embedding = weights["model.language_model.embed_tokens.weight"]
     weights["lm_head.weight"] = embedding.clone()
     save_file(weights, folder / "model.safetensors")
-    check(folder)
+    opened(folder)
     weights["lm_head.weight"][-1, -1] += 1e-3
     save_file(weights, folder / "model.safetensors")
     with raises(
         CheckpointError, key="tie_word_embeddings", found=True, problem_has="lm_head.weight"
     ):
-        check(folder)
+        opened(folder)
 
 
 def test_folder_without_a_checkpoint(tmp_path):

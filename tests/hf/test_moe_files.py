@@ -25,7 +25,6 @@ from megatron_vlm.family.decoder_layers import Experts
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.hf.expert_layouts import ExpertStorage
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.memory import USABLE, estimate
 from megatron_vlm.planner.row_sizes import BatchSizes
@@ -35,7 +34,7 @@ from tests.model.test_parity import layout
 from tests.support.batches import ALL_TEXT, RowSpec, make_rows
 from tests.support.error_fields import raises
 from tests.support.field_tables import released
-from tests.support.moe import stored_as
+from tests.support.moe import opened, stored_as
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, call, loss_and_grads
 from tests.support.suites import full, slow
@@ -49,13 +48,6 @@ OF_LAYER = "model.language_model.layers.{}.mlp.experts.{}"
 def changed_text(path: str, folder: Path, **fields: object) -> Path:
     """Write a config.json with other fields in text_config."""
     return changed(path, folder, {f"text_config.{key}": value for key, value in fields.items()})
-
-
-def check(folder: str) -> HFCheckpoint:
-    source = HFCheckpoint(folder)
-    source.read_headers()
-    check_tensors(source)
-    return source
 
 
 def test_the_sizes_of_experts(tiny, tmp_path):
@@ -194,18 +186,19 @@ def test_adapters_in_experts_are_merged_into_each_form(form, pool, tiny, tmp_pat
 def test_a_square_matrix_is_told_by_the_other(tiny, tmp_path):
     """Where gate_up is square, the shape of down decides, and transformers must agree."""
     path = tiny(**TINY, expert_intermediate=32)
-    assert check(path).experts is ExpertStorage.out_in
+    assert opened(path).experts is ExpertStorage.out_in
     turned = stored_as(path, tmp_path / "turned", ExpertStorage.in_out)
     with raises(CheckpointError, place=turned) as caught:
-        check(turned)
+        opened(turned)
     assert caught.value.key.endswith(".mlp.experts.down_proj")
     assert (
-        check(stored_as(path, tmp_path / "a", ExpertStorage.single)).experts is ExpertStorage.single
+        opened(stored_as(path, tmp_path / "a", ExpertStorage.single)).experts
+        is ExpertStorage.single
     )
     other = tiny(**TINY, expert_intermediate=64)  # down is square
-    assert check(other).experts is ExpertStorage.out_in
+    assert opened(other).experts is ExpertStorage.out_in
     with raises(CheckpointError, problem_has="down_proj (4, 64, 64)"):
-        check(stored_as(other, tmp_path / "b", ExpertStorage.in_out))
+        opened(stored_as(other, tmp_path / "b", ExpertStorage.in_out))
 
 
 def test_experts_that_do_not_fit_are_listed(tiny, tmp_path):
@@ -215,7 +208,7 @@ def test_experts_that_do_not_fit_are_listed(tiny, tmp_path):
     weights[OF_LAYER.format(1, "4.up_proj.weight")] = torch.zeros(2)
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
-        check(str(folder))
+        opened(str(folder))
     (missing,), (surplus,) = caught.value.found["missing"], caught.value.found["surplus"]
     assert missing == "model.language_model.layers.1.mlp.experts.2.up_proj.weight (40, 64)"
     assert surplus.startswith("model.language_model.layers.1.mlp.experts.4.")
@@ -226,7 +219,7 @@ def test_experts_that_do_not_fit_are_listed(tiny, tmp_path):
     weights[name] = weights[name].transpose(1, 2).contiguous()
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"is \(4, 40, 64\), config.json asks for"):
-        check(str(folder))
+        opened(str(folder))
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,12 @@ from megatron_vlm.family import families
 from megatron_vlm.hf.checkpoint_files import weights_digest
 from megatron_vlm.hf.expert_layouts import ExpertStorage
 from megatron_vlm.hf.export_weights import export_hf
-from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.hf.model_card import model_card
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import ALL_TEXT, make_rows
 from tests.support.error_fields import raises
-from tests.support.moe import stored_as
+from tests.support.moe import opened, stored_as
 from tests.support.runs import Case, call
 from tests.support.suites import full
 from tests.training.test_properties import tensors
@@ -38,13 +36,6 @@ SENTENCE = (
     "be accepted less often."
 )
 WEIGHTS = "model.safetensors"
-
-
-def opened(folder: str | Path) -> HFCheckpoint:
-    source = HFCheckpoint(folder)
-    source.read_headers()
-    check_tensors(source)
-    return source
 
 
 def mtp(folder: str | Path) -> dict[str, tuple[str, list[int], bytes]]:

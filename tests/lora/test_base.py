@@ -45,6 +45,7 @@ from tests.rl.test_rl import learnt, lines
 from tests.run.test_train import go_pooled, steps_of
 from tests.support.batches import MIXED, make_rows
 from tests.support.error_fields import raises
+from tests.support.moe import opened
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, refusal
 from tests.support.sets import write_set
@@ -180,15 +181,13 @@ def in_blocks(tiny, tmp_path_factory):
 def test_a_checkpoint_in_4_bits_is_read_as_it_is(pool, tiny, in_blocks, tmp_path):
     """Its codes are kept, also where a rank reads a part of them, and what is not in 4 bits there
     is not put into 4 bits."""
-    whole = HFCheckpoint(in_blocks)
-    whole.read_headers()
+    whole = opened(in_blocks)
     name = "model.language_model.layers.1.mlp.down_proj.weight"
     value = whole.read(name, ())
     assert value.dtype is torch.float32 and torch.equal(rounded(value, "nf4"), value)
     assert torch.equal(whole.read(name, ((16, 48), (64, 128))), value[16:48, 64:])
     assert whole.tensors[name].dtype == "F32" and whole.tensors[name].shape == (64, 128)
-    plain = HFCheckpoint(tiny(**SMALL))
-    plain.read_headers()
+    plain = opened(tiny(**SMALL))
     assert whole.tensors.keys() == plain.tensors.keys()
     error = float((value - plain.read(name, ())).norm() / value.norm())
     assert 0.05 < error < 0.15  # 4 bits
@@ -205,8 +204,7 @@ def test_a_checkpoint_in_4_bits_is_read_as_it_is(pool, tiny, in_blocks, tmp_path
         assert ("decoder.layers.0.self_attention.linear_qkv.weight" in names) != left_out
         assert "decoder.layers.0.mlp.linear_fc1.weight" in names
         model = load_reference(tiny(**SMALL))
-        source = HFCheckpoint(folder)
-        source.read_headers()
+        source = opened(folder)
         with torch.no_grad():
             for key, param in model.named_parameters():
                 param.copy_(source.read(key, ()))

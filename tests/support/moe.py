@@ -1,4 +1,4 @@
-"""Checkpoints with experts in the other forms in which they are stored."""
+"""Checkpoints of Hugging Face, opened, and with experts in the other forms of storage."""
 
 import re
 import shutil
@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_vlm.hf.expert_layouts import ExpertStorage
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.load_weights import check_tensors, check_tied
 
 
 def stored_as(folder: str, out: Path, form: ExpertStorage) -> str:
@@ -53,3 +55,12 @@ def _joined(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         )
         joined[f"{layer}.down_proj"] = torch.stack([each["down"] for each in experts])
     return joined
+
+
+def opened(folder: str | Path) -> HFCheckpoint:
+    """Return a checkpoint that has passed the checks before loading."""
+    source = HFCheckpoint(folder)
+    source.read_headers()
+    check_tensors(source)
+    check_tied(source)
+    return source
