@@ -34,7 +34,7 @@ from megatron_vlm.io.atomic import MARK
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.error_fields import raises
-from tests.support.moe import opened
+from tests.support.moe import edited, opened
 from tests.support.runs import Case, call, refusal
 from tests.training.test_properties import tensors
 
@@ -94,12 +94,13 @@ def copy_of(path: str, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 def test_missing_surplus_and_misshapen_tensors_are_listed(tiny, tmp_path):
-    folder, weights = copy_of(tiny(), tmp_path)
-    opened(folder)
-    weights.pop("model.language_model.norm.weight")
-    weights["model.language_model.layers.9.mlp.down_proj.weight"] = torch.zeros(2)
-    weights["lm_head.weight"] = torch.zeros(3, 64)
-    save_file(weights, folder / "model.safetensors")
+    opened(tiny())
+    tensors = {
+        "model.language_model.norm.weight": None,
+        "model.language_model.layers.9.mlp.down_proj.weight": torch.zeros(2),
+        "lm_head.weight": torch.zeros(3, 64),
+    }
+    folder = edited(tiny(), tmp_path / "copy", tensors)
     with pytest.raises(CheckpointError) as caught:
         opened(folder)
     problems = caught.value.found
@@ -254,10 +255,8 @@ DTYPES = (torch.int8, torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_that_are_no_plain_floats_are_refused(dtype, tiny, tmp_path):
-    folder, weights = copy_of(tiny(), tmp_path)
     name = "model.language_model.layers.1.mlp.up_proj.weight"
-    weights[name] = weights[name].to(dtype)
-    save_file(weights, folder / "model.safetensors")
+    folder = edited(tiny(), tmp_path / "copy", {name: torch.zeros(96, 64).to(dtype)})
     with raises(CheckpointError, place=str(folder)) as caught:
         opened(folder)
     (other,) = caught.value.found["of another type"]
@@ -266,9 +265,8 @@ def test_weights_that_are_no_plain_floats_are_refused(dtype, tiny, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_plain_floats_are_taken(dtype, tiny, tmp_path):
-    folder, weights = copy_of(tiny(), tmp_path)
-    save_file({k: v.to(dtype) for k, v in weights.items()}, folder / "model.safetensors")
-    opened(folder)
+    weights = load_file(Path(tiny()) / WEIGHTS_FILE)
+    opened(edited(tiny(), tmp_path / "copy", {k: v.to(dtype) for k, v in weights.items()}))
 
 
 def test_a_stored_head_that_is_not_the_embedding_is_not_tied(tiny, tmp_path):

@@ -24,7 +24,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import ALL_TEXT, make_rows
 from tests.support.error_fields import raises
-from tests.support.moe import opened, stored_as
+from tests.support.moe import edited, opened, stored_as
 from tests.support.runs import Case, call
 from tests.support.suites import full
 from tests.training.test_properties import tensors
@@ -46,14 +46,6 @@ def mtp(folder: str | Path) -> dict[str, tuple[str, list[int], bytes]]:
     return found
 
 
-def changed(folder: str, out: Path, weights: dict[str, torch.Tensor]) -> Path:
-    """Copy a checkpoint with some other tensors."""
-    shutil.copytree(folder, out)
-    before = load_file(out / WEIGHTS)
-    save_file({**before, **weights}, out / WEIGHTS, metadata={"format": "pt"})
-    return out
-
-
 def test_which_families_have_it():
     passed = {name: family.passthrough for name, family in families().items()}
     head = {"qwen3_5": ("mtp.*",), "qwen3_5_moe": ("mtp.*",)}
@@ -68,7 +60,7 @@ def test_it_is_not_a_part_of_the_model(tiny):
 
 
 def test_another_family_refuses_it(tiny, tmp_path):
-    folder = changed(tiny(), tmp_path / "a", {"mtp.fc.weight": torch.zeros(64, 128)})
+    folder = edited(tiny(), tmp_path / "a", {"mtp.fc.weight": torch.zeros(64, 128)})
     with raises(CheckpointError, place=str(folder)) as caught:
         opened(folder)
     assert caught.value.found["surplus"] == ["mtp.fc.weight (64, 128)"]
@@ -78,7 +70,7 @@ def test_it_fits_the_width_of_the_model(tiny, tmp_path):
     """A name like the head's, such as `mtpx`, does not pass."""
     other = {"mtp.fc.weight": torch.zeros(64, 64), "mtpx.fc.weight": torch.zeros(1)}
     with raises(CheckpointError) as caught:
-        opened(changed(tiny(**TINY), tmp_path / "a", other))
+        opened(edited(tiny(**TINY), tmp_path / "a", other))
     assert caught.value.found["misshapen"] == [
         "mtp.fc.weight is (64, 64), config.json asks for (64, 128)"
     ]
@@ -100,7 +92,7 @@ def test_any_bytes_come_out(dtype, pool, tiny, tmp_path):
         "mtp.norm.weight": scale.nan_to_num(0, 1, 1).to(dtype) if dtype is torch.int8 else scale,
         "mtp.layers.0.input_scale": torch.arange(7).to(dtype),
     }
-    source = changed(tiny(**TINY), tmp_path / "source", weights)
+    source = edited(tiny(**TINY), tmp_path / "source", weights)
     out = tmp_path / "out"
     pool.run(export_again, 2, str(source), layout(pp=2), str(out), 300_000)
     assert len(mtp(source)) == 16 and mtp(out) == mtp(source)
@@ -183,7 +175,7 @@ def test_an_adapter_has_nothing_of_it(tiny):
 
 def test_a_digest_is_of_it_too(tiny, tmp_path):
     path = tiny(**TINY)
-    other = changed(path, tmp_path / "a", {"mtp.norm.weight": torch.zeros(64)})
+    other = edited(path, tmp_path / "a", {"mtp.norm.weight": torch.zeros(64)})
     assert weights_digest(Path(path)) != weights_digest(Path(other))
 
 
@@ -216,7 +208,7 @@ def test_fp32_weights_that_are_stored_in_bf16_stay_so(pool, tiny, tmp_path):
     kept = {n: v for n, v in load_file(Path(path) / WEIGHTS).items() if v.dtype is torch.float32}
     assert len(kept) == 2 * 3
     rounded = {name: value.bfloat16() for name, value in kept.items()}
-    source, out = changed(path, tmp_path / "source", rounded), str(tmp_path / "out")
+    source, out = edited(path, tmp_path / "source", rounded), str(tmp_path / "out")
     case = replace(layout(pp=2), train={"precision": "bf16"})
     pool.run(export_again, 2, str(source), case, out, 10**9)
     assert tensors(tmp_path / "out" / WEIGHTS) == tensors(source / WEIGHTS)

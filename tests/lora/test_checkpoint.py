@@ -3,12 +3,10 @@
 
 import json
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from megatron_vlm.checkpoint.retention import step_folder
 from megatron_vlm.checkpoint.save_load import load
@@ -17,6 +15,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.checkpoint.test_checkpoint import Part, bf16, go, whole
 from tests.lora.test_lora import marked
 from tests.model.test_parity import layout
+from tests.support.moe import edited
 from tests.support.runs import Case
 from tests.support.suites import full, slow
 
@@ -143,11 +142,8 @@ def test_other_adapters_and_other_weights_are_refused(pool, tiny, tmp_path, save
     assert sum(".merger." in each and ".lora_" not in each for each in whole.found) >= 4
     fewer = error(**dict(LORA, targets=("attention", "merger", "vision_attention", "vision_mlp")))
     assert len(fewer.found) == 24 and name in fewer.found
-    other = tmp_path / "other"
-    shutil.copytree(tiny(), other)
-    tensors = load_file(other / "model.safetensors")
-    tensors["model.language_model.norm.weight"] += 1
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    norm = {"model.language_model.norm.weight": torch.full((64,), 2.0)}
+    other = edited(tiny(), tmp_path / "other", norm)
     replaced = error(str(other), **LORA)
     assert (replaced.key, replaced.found) == ("model.path", str(other))
     state = json.loads((saved / "state.json").read_text())

@@ -2,7 +2,6 @@
 """The head's adapter in and out, with PEFT and here. A merge into a tied model unties it."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tests.lora.test_files import (
 from tests.lora.test_lora import EVERY_WITH_HEAD, HEAD, ODD, TIED, VOCAB, WITH_HEAD
 from tests.lora.test_lora import pytestmark as pytestmark  # PEFT's warnings
 from tests.model.test_parity import layout
+from tests.support.moe import edited
 from tests.support.peft_reference import Adapter, peft_model
 from tests.support.peft_reference import save as save_peft
 from tests.support.reference import load_reference
@@ -29,6 +29,7 @@ from tests.support.runs import refusal
 from tests.support.suites import full, slow
 
 A, B = (f"base_model.model.lm_head.lora_{each}.weight" for each in "AB")
+EMBEDDING = "model.language_model.embed_tokens.weight"
 # Relative error. Measured worst case: 1.6e-7.
 TOLERANCE = 1.5e-6
 
@@ -38,16 +39,6 @@ def ties(folder: Path) -> set[bool]:
     config = json.loads((folder / "config.json").read_text())
     key = "tie_word_embeddings"
     return {config[key], *(part[key] for part in [config["text_config"]] if key in part)}
-
-
-def with_a_copy(path: str, folder: Path) -> str:
-    """Copy a tied model, with the head stored in its file as well."""
-    shutil.copytree(path, folder)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
-    save_file(tensors, file, metadata={"format": "pt"})
-    return str(folder)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +57,8 @@ def test_peft_and_transformers_load_what_is_exported(
     case, tied = replace(case, lora=adapter.ours), bool(sizes.get("tied"))
     path = tiny(**{key: value for key, value in sizes.items() if key != "copy"})
     if "copy" in sizes:
-        path = with_a_copy(path, tmp_path / "base")
+        embedding = load_file(Path(path) / "model.safetensors")[EMBEDDING]
+        path = str(edited(path, tmp_path / "base", {"lm_head.weight": embedding.clone()}))
     trained = pool.run(train_and_export, case.world, path, case, tmp_path, VOCAB)[0]
     base = log_probs(load_reference(path), VOCAB)
     assert difference(trained, base) > 0.01
@@ -88,10 +80,9 @@ def test_peft_and_transformers_load_what_is_exported(
     # The embedding is unchanged, and the head is no longer the embedding.
     folders = Path(path), tmp_path / "merged"
     before, after = (load_file(each / "model.safetensors") for each in folders)
-    embedding = "model.language_model.embed_tokens.weight"
-    assert torch.equal(before[embedding], after[embedding])
+    assert torch.equal(before[EMBEDDING], after[EMBEDDING])
     assert after.keys() == before.keys() | {"lm_head.weight"}
-    head = before.get("lm_head.weight", before[embedding])
+    head = before.get("lm_head.weight", before[EMBEDDING])
     expected = head + 3 * stored[B] @ stored[A]  # alpha 12, rank 4
     assert torch.allclose(after["lm_head.weight"], expected, rtol=0, atol=1e-7)
     assert ties(Path(path)) == {tied} and ties(tmp_path / "merged") == {False}

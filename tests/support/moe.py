@@ -2,10 +2,12 @@
 
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megatron_vlm.hf.expert_layouts import ExpertStorage
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
@@ -64,3 +66,12 @@ def opened(folder: str | Path) -> HFCheckpoint:
     check_tensors(source)
     check_tied(source)
     return source
+
+
+def edited(path: str, out: Path, tensors: Mapping[str, Tensor | None]) -> Path:
+    """Write a copy of a checkpoint with other tensors, or without those that are None."""
+    shutil.copytree(path, out)
+    changed = load_file(out / "model.safetensors") | dict(tensors)
+    kept = {name: value for name, value in changed.items() if value is not None}
+    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    return out
