@@ -74,9 +74,7 @@ class TrainingSummary:
     cfg: Config
     step: int
     tokens: int | None = None  # trained tokens; None where an older version did not count them
-    scores: Mapping[str, Mapping[str, float]] = field(
-        default_factory=dict
-    )  # scores by held-out set
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by held-out set
     scored_step: int | None = None
 
 
