@@ -188,9 +188,8 @@ def test_without_a_network(hub, monkeypatch, tmp_path):
     pinned = pin(NAME)
     use(monkeypatch, hub.address, home, offline=True)
     assert pin(NAME) == pin(pinned) == pinned
-    assert "not all files of the model" in refusal(
-        NAME
-    )  # the settings are cached, the weights are not
+    # The settings are cached, the weights are not.
+    assert "not all files of the model" in refusal(NAME)
     use(monkeypatch, hub.address, home)
     folder_of(pinned, weights=True)
     use(monkeypatch, "http://127.0.0.1:1", home)  # no server listens on port 1
