@@ -15,8 +15,8 @@ from megatron_vlm.family.field_rules import (
     KnownFields,
     ModelFields,
     advise_other_family,
+    config_part,
     other_model,
-    part_of,
     unsupported_fields,
 )
 from megatron_vlm.family.qwen3_5.fields import QWEN3_5_FIELDS, QWEN3_5_MOE_FIELDS
@@ -59,7 +59,7 @@ def read_counts(folder: str) -> Counts | None:
     check_model_type(config.get("model_type"), folder)
     if problems := list(_problems(config, _FIELDS[config["model_type"]])):
         raise other_model(folder, problems)
-    return _counts(part_of(config, "text_config"), part_of(config, "vision_config"))
+    return _counts(config_part(config, "text_config"), config_part(config, "vision_config"))
 
 
 def read_fields(folder: str | Path) -> JsonField:
@@ -70,14 +70,14 @@ def read_fields(folder: str | Path) -> JsonField:
     )
     config = file.json(_MAX_BYTES)
     config.object()
-    text = part_of(config.value, "text_config")
+    text = config_part(config.value, "text_config")
     if problems := list(_contradictions(text)):
         raise other_model(str(folder), problems)
     return config
 
 
 def _contradictions(text: dict[str, Any]) -> Iterator[str]:
-    name, rope = "partial_rotary_factor", part_of(text, "rope_parameters")
+    name, rope = "partial_rotary_factor", config_part(text, "rope_parameters")
     is_other_kind = rope.get("rope_type", "default") != "default"  # the table of fields refuses it
     if name in text and name in rope and text[name] != rope[name] and not is_other_kind:
         yield f"text_config.{name}={text[name]!r}, but rope_parameters has {rope[name]!r}"
@@ -124,7 +124,7 @@ def check_model_type(model_type: Any, path: str | Path) -> None:
 
 
 def _problems(config: dict[str, Any], known: ModelFields) -> Iterator[str]:
-    text, vision = part_of(config, "text_config"), part_of(config, "vision_config")
+    text, vision = config_part(config, "text_config"), config_part(config, "vision_config")
     for part in known.parts(config, text, vision):
         yield from _other_values(*part)
 

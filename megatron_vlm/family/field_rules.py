@@ -180,13 +180,13 @@ class ModelFields:
         yield "", top, self.top
         yield "text_config.", text, self.text
         for name in ("rope_parameters", "rope_scaling"):  # the second is older
-            yield "text_config.rope_parameters.", part_of(text, name), self.text_rope
+            yield "text_config.rope_parameters.", config_part(text, name), self.text_rope
         yield "vision_config.", vision, self.vision
-        rope = part_of(vision, "rope_parameters")
+        rope = config_part(vision, "rope_parameters")
         yield "vision_config.rope_parameters.", rope, self.vision_rope
 
 
-def part_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def config_part(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a part of a config.json; an empty one where there is none."""
     part = config.get(name)
     return part if isinstance(part, dict) else {}
