@@ -4,12 +4,20 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from megatron_vlm.config.arguments import add_cfg_option, add_overrides, read_configuration
+from megatron_vlm.config.arguments import add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.run.log_sinks import check_sinks
 from megatron_vlm.run.saved_config import check_unnamed, with_commit, with_model
 from megatron_vlm.training.preflight import check_run
+
+
+def _add_keys(parser: argparse.ArgumentParser, command: str, text: str) -> None:
+    """Add KEY=VALUE, of which --help has a list, and --cfg job, as Hydra's programs have it."""
+    parser.epilog = f"{parser.epilog}\n\n{listing(command)}"
+    add_overrides(parser, text)
+    resolved = "print the resolved configuration as YAML and stop"
+    parser.add_argument("--cfg", choices=["job"], help=resolved)
 
 
 def add_dry_run_arguments(parser: argparse.ArgumentParser, shown: str) -> None:
@@ -39,10 +47,8 @@ def check_dry_run_arguments(args: argparse.Namespace) -> None:
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Add recipes, keys, --config, --cfg and --dry-run."""
-    parser.epilog = f"{parser.epilog}\n\n{listing('train')}"
     recipe = "a recipe of a group (model=qwen3_vl_2b) or a value (optim.lr=2e-5); values win"
-    add_overrides(parser, recipe)
-    add_cfg_option(parser)
+    _add_keys(parser, "train", recipe)
     add_dry_run_arguments(parser, "data, steps, layout, memory of each stage and first batches")
 
 
@@ -86,10 +92,7 @@ def train_(args: argparse.Namespace) -> int:
 
 def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
     """Add recipes, keys, --config, --cfg and --dry-run, as for training."""
-    parser.epilog = f"{parser.epilog}\n\n{listing('rl')}"
-    recipe = "a recipe of a group (rl=dapo) or a value (rl.samples=16); values win"
-    add_overrides(parser, recipe)
-    add_cfg_option(parser)
+    _add_keys(parser, "rl", "a recipe of a group (rl=dapo) or a value (rl.samples=16); values win")
     shown = "data, steps, layout, memory, the engine, and the rewards of a few answers"
     add_dry_run_arguments(parser, shown)
 
@@ -134,9 +137,8 @@ def rl(args: argparse.Namespace) -> int:
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add keys, --config, --cfg and --dry-run, as for training."""
-    parser.epilog = f"{parser.epilog}\n\n{listing('serve')}"
-    add_overrides(parser, "a recipe of a group (model=qwen3_vl_2b) or a value (serve.port=8000)")
-    add_cfg_option(parser)
+    keys = "a recipe of a group (model=qwen3_vl_2b) or a value (serve.port=8000)"
+    _add_keys(parser, "serve", keys)
     parser.add_argument(
         "--add-client",
         nargs=2,

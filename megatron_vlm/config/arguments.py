@@ -13,7 +13,7 @@ from megatron_vlm.errors import ConfigError, hide_secrets, show_value
 
 # Commands of TRL, ms-swift, LLaMA-Factory, axolotl, vLLM and other programs.
 _OTHER_COMMANDS = {
-    "did you mean train?": ("sft pt pretrain finetune fine-tune fine_tune fit run launch lora"),
+    "did you mean train?": "sft pt pretrain finetune fine-tune fine_tune fit run launch lora",
     "did you mean rl?": "grpo ppo rlhf gspo dapo rloo reinforce",
     "did you mean train? It learns from preferences with train.objective=dpo": (
         "dpo ipo kto orpo simpo cpo bco"
@@ -59,12 +59,6 @@ def add_overrides(
     """Add KEY=VALUE and --config to a command that takes a configuration."""
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
     add_config_option(parser)
-
-
-def add_cfg_option(parser: argparse.ArgumentParser) -> None:
-    """Add --cfg job, as Hydra's programs have it."""
-    resolved = "print the resolved configuration as YAML and stop"
-    parser.add_argument("--cfg", choices=["job"], help=resolved)
 
 
 def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
