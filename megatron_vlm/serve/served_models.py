@@ -115,15 +115,13 @@ class Models:
 
     def forward(self, name: str, batch: BatchLike, temperature: float = 1.0) -> list[Tensor]:
         """Return the log-probs of the targets of each row."""
-        log_probs: list[Tensor] = self.groups[name].forward(batch, temperature).result()
-        return log_probs
+        return self.groups[name].forward(batch, temperature).result()
 
     def likeliest(
         self, name: str, batch: BatchLike, count: int, temperature: float
     ) -> list[Tensor]:
         """Return the most likely tokens at each place of a row that has targets."""
-        tokens: list[Tensor] = self.groups[name].likeliest(batch, count, temperature).result()
-        return tokens
+        return self.groups[name].likeliest(batch, count, temperature).result()
 
     def optim_step(self, name: str, lr: float, adam: Json) -> tuple[float, float]:
         """Apply the gradients, or make a step without gradients."""
@@ -173,21 +171,16 @@ class ModelCommands:
 
     def __init__(self, models: Models, signals: Signals):
         self.models = models
+        watchdog, device = models.watchdog, models.base.platform.device
         self.channel = CommandChannel(
-            models.watchdog,
-            signals,
-            models.base.platform.device,
-            self._run,
-            TensorBatch,
-            _unreachable,
+            watchdog, signals, device, self._run, TensorBatch, _unreachable
         )
         self.wait = self.channel.wait
         self.performed = 0  # number of calls that have run, the same on all ranks
 
     def call(self, method: Callable[P, T], *arguments: P.args, **_: P.kwargs) -> T:
         """Run a method of Models on every rank, and return its result on rank 0."""
-        result: T = self.channel.call(method.__name__, *arguments)
-        return result
+        return self.channel.call(method.__name__, *arguments)
 
     def end(self) -> None:
         """Make the other ranks return from `follow`."""

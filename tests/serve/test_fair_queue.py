@@ -142,17 +142,6 @@ def test_one_call_waits_for_no_more_than_one_of_a_thousand():
         ranks.work(flood, 3)
 
 
-def test_with_seven_others_a_call_waits_for_one_of_each_at_most():
-    ranks = Ranks(lambda asked: 1.0)
-    others = [call(f"{place}") for place in range(7)]
-    ranks.work(others, 50)
-    mine = call("mine")
-    waited = 0
-    while ranks.turn([*others, mine]) is not mine:
-        waited += 1
-    assert waited <= 7
-
-
 def test_of_a_model_the_first_call_is_next():
     calls = [call("a", "x"), call("a", "x"), call("a", "y")]
     assert FairQueue(lambda: 0.0).next(calls, owner_of) is calls[0]

@@ -5,7 +5,6 @@ Each call is done once and in order, regardless of the order of arrival, of repe
 the process dies. The tests also cover what is released and what is kept.
 """
 
-import json
 import os
 import random
 import signal
@@ -368,11 +367,8 @@ def test_models_of_silent_clients_are_not_counted(tmp_path):
         finished, _ = a_model(journal)
         here = journal.create_session("k", {}, None)
         full = made(journal, here, 0)
-        assert (
-            isinstance(full, QuotaExceeded)
-            and not full.passing
-            and "limit models is 2" in full.text
-        )
+        assert isinstance(full, QuotaExceeded) and not full.passing
+        assert "limit models is 2" in full.text
         journal.finish_session(finished, "success")
         promise = made(journal, here, 0)
         ready = ModelChange(f"{here}:train:0", state="ready")
@@ -546,7 +542,8 @@ def test_models_end_with_their_session_and_their_checkpoints_stay(tmp_path):
 
 def test_sessions_that_were_not_heard_of_end(tmp_path, clock):
     with opened(tmp_path, keep=JournalExpiry(silent=20, released=-1)) as journal:
-        quiet, active = (journal.create_session("k", {"a": 1}, "name") for _ in range(2))
+        said = {"a": {"b": [1, "\u00e9\x00"]}}
+        quiet, active = (journal.create_session("k", said, "name") for _ in range(2))
         for session in (quiet, active):
             at = folder(journal, f"eph/{session}")
             journal.create_sampler(
@@ -563,7 +560,7 @@ def test_sessions_that_were_not_heard_of_end(tmp_path, clock):
         assert [s.session for s in journal.samplers()] == [active]
         assert not (tmp_path / "eph" / quiet).exists() and (tmp_path / "eph" / active).exists()
         assert journal.active_sessions("k", 20) == 1
-        assert journal.session(quiet).user_metadata == {"a": 1}
+        assert journal.session(quiet).user_metadata == said
 
 
 def test_a_newer_snapshot_takes_the_place_of_older_ones(tmp_path):
@@ -592,13 +589,6 @@ def test_a_newer_snapshot_takes_the_place_of_older_ones(tmp_path):
         pass_time(journal, 200)
         assert left() == ["named", "new"] and not at["asked"].exists()
         assert journal.folders() == {at["new"], at["named"]}
-
-
-def test_clients_of_a_sampling_session_have_numbers(tmp_path):
-    with opened(tmp_path) as journal:
-        session = journal.create_session("k", {}, None)
-        journal.create_sampler(SamplingSession("s", session, None, "base"))
-        assert [journal.join_sampler("s") for _ in range(3)] == [1, 2, 3]
 
 
 def test_one_server_at_a_time(tmp_path):
@@ -728,9 +718,7 @@ def test_what_clients_send_is_for_nobody_else_to_read(tmp_path):
 def test_failures_do_not_say_where_our_files_are(tmp_path, caplog):
     texts = {
         "/data/runs/a-1/weights/3f/rank-0.safetensors: No space left": "rank-0.safetensors: No",
-        "cannot write '/data/x/y.json', of tinker://m:train:0/weights/n": (
-            "cannot write 'y.json', of tinker://m:train:0/weights/n"
-        ),
+        "no '/data/x/y.json' of tinker://m:0/weights/n": "no 'y.json' of tinker://m:0/weights/n",
         "a loss of 1.5/2 in 3 s": "a loss of 1.5/2 in 3 s",
     }
     with opened(tmp_path) as journal:
@@ -740,14 +728,6 @@ def test_failures_do_not_say_where_our_files_are(tmp_path, caplog):
             journal.finish(promise, Failure(text))
             assert journal.result(promise).outcome.text.startswith(expected)
             assert (text in caplog.text) == (expected not in text or "/data" in text)
-
-
-def test_metadata_is_json(tmp_path):
-    with opened(tmp_path) as journal:
-        session = journal.create_session("k", {"a": {"b": [1, "\u00e9\x00"]}}, "n")
-        assert json.loads(json.dumps(journal.session(session).user_metadata)) == {
-            "a": {"b": [1, "\u00e9\x00"]}
-        }
 
 
 def test_what_is_promised_waits_for_the_disk(tmp_path):

@@ -283,15 +283,12 @@ def test_others_wait_for_whole_weights_that_wait(desk):
 
 
 def test_snapshots_that_cannot_be_given_fail_alone(desk):
-    broken = desk.sampler("broken", rank=4)
-    (desk.run / "weights" / "broken" / FORM / "x.safetensors").unlink()
-    (desk.run / "weights" / "broken" / FORM).rmdir()
+    broken, whole = desk.sampler("broken", rank=4), desk.sampler("whole")
+    for name in ("broken", "whole"):
+        shutil.rmtree(desk.run / "weights" / name / FORM)
     failure = desk.failure(desk.ask(broken, 1, 2))
     assert failure.category == "server" and "RUN/checkpoints/step-" in failure.text
     assert desk.answer(desk.ask(desk.sampler(), 1, 3)) == drawn_by(3)
-    whole = desk.sampler("whole")
-    (desk.run / "weights" / "whole" / FORM / "x.safetensors").unlink()
-    (desk.run / "weights" / "whole" / FORM).rmdir()
     failures = [desk.failure(desk.ask(whole, 1, seed)) for seed in (4, 5)]
     assert {each.category for each in failures} == {"server"}
     assert desk.answer(desk.ask(desk.sampler(), 1, 6)) == drawn_by(6)

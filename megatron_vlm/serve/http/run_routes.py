@@ -22,7 +22,7 @@ from megatron_vlm.serve.http.context import (
     texts,
 )
 from megatron_vlm.serve.http.responses import HttpError
-from megatron_vlm.serve.http.session_routes import bounded_page
+from megatron_vlm.serve.http.session_routes import page_of
 from megatron_vlm.serve.journal.journal_records import SEGMENTS, Model, NamedCheckpoint
 
 router = APIRouter(prefix="/api/v1")
@@ -43,12 +43,8 @@ Checkpoint = Annotated[NamedCheckpoint, Depends(_checkpoint)]  # the one that th
 @router.get("/training_runs")
 async def training_runs(context: Context, key: Key, limit: int = 20, offset: int = 0) -> Answer:
     """List the training runs, newest first."""
-    limit, offset = bounded_page(limit, offset)
-    models = context.journal.models(key)
-    return {
-        "training_runs": [_run(context, model) for model in models[offset : offset + limit]],
-        "cursor": {"offset": offset, "limit": limit, "total_count": len(models)},
-    }
+    models, cursor = page_of(context.journal.models(key), limit, offset)
+    return {"training_runs": [_run(context, model) for model in models], "cursor": cursor}
 
 
 @router.get(_RUN)
@@ -67,12 +63,8 @@ async def checkpoints_of(run: str, context: Context, key: Key) -> Answer:
 @router.get("/checkpoints")
 async def checkpoints(context: Context, key: Key, limit: int = 100, offset: int = 0) -> Answer:
     """List the checkpoints of all training runs."""
-    limit, offset = bounded_page(limit, offset)
-    records = context.journal.checkpoints(key)
-    return {
-        "checkpoints": [_checkpoint_answer(each) for each in records[offset : offset + limit]],
-        "cursor": {"offset": offset, "limit": limit, "total_count": len(records)},
-    }
+    records, cursor = page_of(context.journal.checkpoints(key), limit, offset)
+    return {"checkpoints": [_checkpoint_answer(each) for each in records], "cursor": cursor}
 
 
 @router.post("/weights_info")

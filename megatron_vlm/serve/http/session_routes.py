@@ -1,5 +1,7 @@
 """Routes of the server itself (its flags, health and capabilities) and of sessions."""
 
+from typing import TypeVar
+
 from fastapi import APIRouter, Request
 
 from megatron_vlm.serve.http.context import (
@@ -15,6 +17,7 @@ from megatron_vlm.serve.http.responses import HttpError
 from megatron_vlm.serve.http.schemas import CreateSession, Finish, SessionIdForm
 
 router = APIRouter(prefix="/api/v1")
+T = TypeVar("T")
 _ACTIVE = 600.0  # seconds since the last heartbeat; clients send one every 10
 
 
@@ -115,9 +118,8 @@ async def finish(session_id: str, request: Request, context: Context, key: Key) 
 @router.get("/sessions")
 async def sessions(context: Context, key: Key, limit: int = 20, offset: int = 0) -> Answer:
     """List session ids, newest first."""
-    limit, offset = bounded_page(limit, offset)
-    records = context.journal.sessions(key)
-    return {"sessions": [session.id for session in records[offset : offset + limit]]}
+    records, _ = page_of(context.journal.sessions(key), limit, offset)
+    return {"sessions": [session.id for session in records]}
 
 
 @router.get("/sessions/{session_id}")
@@ -134,9 +136,11 @@ async def session(session_id: str, context: Context, key: Key) -> Answer:
     }
 
 
-def bounded_page(limit: int, offset: int) -> tuple[int, int]:
-    """Check the limit and offset of a list. A client's limit of 0 means the whole list, of which at
-    most 1000 entries are returned."""
+def page_of(records: list[T], limit: int, offset: int) -> tuple[list[T], Answer]:
+    """Return a part of a list, and its cursor. A client's limit of 0 means the whole list, of which
+    at most 1000 entries are returned."""
     if limit < 0 or offset < 0:
         raise HttpError(422, f"limit {limit}, offset {offset}: give numbers from 0")
-    return min(limit or 1000, 1000), offset
+    limit = min(limit or 1000, 1000)
+    cursor = {"offset": offset, "limit": limit, "total_count": len(records)}
+    return records[offset : offset + limit], cursor

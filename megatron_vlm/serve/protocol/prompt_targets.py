@@ -57,10 +57,8 @@ def read_prompt_targets(fields: Mapping[str, Any], length: int) -> PromptTargets
             allowed=f"[{length - 1}, K]",
         )
     if crow is not None:
-        crow, column_C = (
-            _numbers(fields, "sparse_crow_indices"),
-            _numbers(fields, "sparse_col_indices"),
-        )
+        crow = _numbers(fields, "sparse_crow_indices")
+        column_C = _numbers(fields, "sparse_col_indices")
         check_csr(crow, column_C, len(data), shape, f"{WHERE}.sparse_")
         return PromptTargets(_compact(data, crow), shape, crow, column_C)
     if len(data) != shape[0] * shape[1]:
@@ -106,5 +104,4 @@ def _compact(data_C: np.ndarray, crow: np.ndarray) -> np.ndarray:
 
 def _listed_cells(crow: np.ndarray, max_cells: int) -> np.ndarray:
     """Return which cells of the compact array are listed, row by row in their order."""
-    listed_RJ: np.ndarray = np.arange(max_cells) < np.diff(crow)[:, None]
-    return listed_RJ
+    return np.arange(max_cells) < np.diff(crow)[:, None]
