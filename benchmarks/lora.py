@@ -22,6 +22,7 @@ from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, write_tiny
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, ParallelConfig
 from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import stage_memory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
@@ -54,7 +55,7 @@ def gib(name: str, lora: LoraConfig) -> float:
     cfg = Config(model=ModelConfig(path=""), lora=lora)
     sizes = sizes_of_model(name)
     dims = ParallelDims.create(cfg.parallel, 1, sizes.text.num_layers)
-    return stage_memory(cfg, sizes, dims, 0, [], BF16).fixed / 2**30
+    return stage_memory(ModelLayout(cfg, sizes, dims, BF16), 0, []).fixed / 2**30
 
 
 def main() -> None:

@@ -69,6 +69,7 @@ PIECE = {"30 M": 2**16, "200 M": 2**20}
 def measure(pipe: Connection, path: str, name: str, vocab: int, words: tuple[str, ...]) -> None:
     """Send the peak of this process during the steps of a model, the planner's figure and the
     seconds of the fastest step but the first."""
+    from megatron_vlm.planner.layout import ModelLayout
     from megatron_vlm.planner.memory import estimate
     from megatron_vlm.planner.row_sizes import BatchSizes
 
@@ -84,7 +85,8 @@ def measure(pipe: Connection, path: str, name: str, vocab: int, words: tuple[str
         BatchSizes.from_rows(sizes[first : first + MICRO_BATCH])
         for first in range(0, len(sizes), MICRO_BATCH)
     ]
-    [planned] = estimate(cfg, worker.source.sizes, worker.dims, batches, 4)
+    layout = ModelLayout(cfg, worker.source.sizes, worker.dims, 4)
+    [planned] = estimate(layout, batches)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
     seconds = []

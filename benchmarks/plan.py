@@ -39,7 +39,8 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.auto_layout import decide
 from megatron_vlm.planner.flops import OpCount, StepCost, accumulate, micro_work
 from megatron_vlm.planner.layer_split import even_split
-from megatron_vlm.planner.pipeline_time import one_f_one_b, trained_values
+from megatron_vlm.planner.layout import ModelLayout
+from megatron_vlm.planner.pipeline_time import Stages, counts_of_parts
 from megatron_vlm.planner.row_sizes import RowSample
 
 # The tower takes about as long as the decoder on these rows.
@@ -148,7 +149,7 @@ class Measured:
 
     @property
     def pipeline_s(self) -> float:
-        return one_f_one_b(self.forward_GS, self.backward_GS)
+        return end_of_step(self.forward_GS, self.backward_GS)
 
 
 def measure(path: str, splits: Sequence[Sequence[int]]) -> list[Measured]:
@@ -199,15 +200,21 @@ def free_port() -> int:
 def works(sizes: ModelSizes, path: str, split: Sequence[int]) -> list[list[StepCost]]:
     """Return the work of each stage for each micro-batch."""
     cfg, dims = configuration(path, split), ParallelDims(1, len(split), 1, 1, tuple(split))
-    parts = [StepCost(OpCount(), accumulate(n, 4)) for n in trained_values(cfg, sizes, dims)]
+    layout = ModelLayout(cfg, sizes, dims, 4)
+    parts = [StepCost(OpCount(), accumulate(n, 4)) for n, _ in counts_of_parts(layout)]
     table = []
     for batch in map(sizes_of_row, make_rows()):
-        work = micro_work(cfg, sizes, 1, batch, 4)
+        work = micro_work(layout, batch)
         row = [(work.layers[0] + parts[0]) * count for count in split]
         row[0] += work.first + parts[1]
         row[-1] += work.last + parts[2]
         table.append(row)
     return table
+
+
+def end_of_step(forward_GS: np.ndarray, backward_GS: np.ndarray) -> float:
+    """Return the seconds of 1F1B, if nothing takes time between the stages."""
+    return Stages(forward_GS, backward_GS, 0 * forward_GS).seconds
 
 
 def columns(table: list[list[StepCost]]) -> np.ndarray:
@@ -255,7 +262,7 @@ def figures_of(pp: int, path: str) -> dict[str, float]:
     # The speeds of this machine come from the even split; they predict the other one.
     speeds = fitted(columns(works(sizes, path, even)), first)
     tables = [columns(works(sizes, path, split)) @ speeds for split in (even, auto)]
-    predicted = [one_f_one_b(*table) for table in tables]
+    predicted = [end_of_step(*table) for table in tables]
     errors = [
         stage_errors(table, times) for table, times in zip(tables, (first, second), strict=True)
     ]

@@ -17,6 +17,7 @@ from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.qwen3_vl.model import sizes_of
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE, stage_memory
 from megatron_vlm.planner.row_sizes import BatchSizes
 
@@ -90,7 +91,7 @@ def needs(work: Work, recompute: str) -> int:
     cfg = Config(model=ModelConfig(path="", recompute=recompute))  # type: ignore[arg-type]
     dims = ParallelDims.create(cfg.parallel, 1, sizes.text.num_layers)
     batch = BatchSizes.from_rows([work.row] * work.rows)
-    return stage_memory(cfg, sizes, dims, 0, [batch], BF16).total
+    return stage_memory(ModelLayout(cfg, sizes, dims, BF16), 0, [batch]).total
 
 
 def write_random(folder: Path, spec: TinySpec, device: str) -> None:

@@ -34,7 +34,7 @@ def rank_layouts(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluste
             found=cfg.train.global_batch_size,
             remedy="raise it, take another number of devices, or leave fixed keys out",
         )
-    best = [refine_split(each, sizes, mix, cluster) for each in results.fitting[:_POLISHED]]
+    best = [refine_split(each, mix, cluster) for each in results.fitting[:_POLISHED]]
     return sorted([*best, *results.fitting[_POLISHED:]], key=lambda each: -each.tokens_per_s)
 
 

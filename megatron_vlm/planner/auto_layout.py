@@ -4,7 +4,7 @@ the model is built."""
 import os
 from dataclasses import replace
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, get
 from megatron_vlm.distributed.device import Platform, peak_of
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
@@ -19,7 +19,9 @@ from megatron_vlm.planner.layer_split import (
     replicas_of,
     step_seconds,
 )
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE
+from megatron_vlm.planner.memory_switches import with_keys
 from megatron_vlm.planner.row_sizes import RowSample, assumed_mix, heaviest_micro_batches
 from megatron_vlm.planner.run_plan import RunPlan
 from megatron_vlm.planner.search import Cluster, search
@@ -91,15 +93,15 @@ def decide(
     if cluster is None and platform.is_cuda:
         memory = platform.memory_total()
     dims = ParallelDims.create(cfg.parallel, world, sizes.text.num_layers)
-    even = even_split(dims.pp, sizes.text.num_layers)
+    even, layout = even_split(dims.pp, dims.num_layers), ModelLayout(cfg, sizes, dims, itemsize)
     steps = mix.steps(cfg.train, sizes, dims.dp)
     limit = None if memory is None else USABLE * memory
-    max_layers = most_layers(cfg, sizes, dims, heaviest_micro_batches(steps), itemsize, limit)
+    max_layers = most_layers(layout, heaviest_micro_batches(steps), limit)
     remark = ""
     if max_layers is None:  # no split avoids running out of memory
         max_layers = (sizes.text.num_layers,) * dims.pp
         remark = "; no split fits into memory by the estimate"
-    replicas = replicas_of(cfg, sizes, dims, steps, machine, itemsize)
+    replicas = replicas_of(layout, steps, machine)
     layers = choose_layer_split(replicas, max_layers, even)
     gain = step_seconds(replicas, even) / step_seconds(replicas, layers)
     return layers, (
@@ -110,34 +112,27 @@ def decide(
 
 def with_layers(cfg: Config, layers: tuple[int, ...]) -> Config:
     """Return the configuration with these layers in place of auto."""
-    return replace(cfg, parallel=replace(cfg.parallel, layers_per_stage=list(layers)))
+    return with_keys(cfg, {"parallel.layers_per_stage": list(layers)})
 
 
 def with_candidate(cfg: Config, best: RunPlan) -> Config:
     """Return the configuration with this layout in place of auto."""
     dims, chosen = best.dims, best.cfg
     layers = list(dims.layers_per_stage) if best.has_own_layers else None
-    parallel = replace(
-        cfg.parallel, auto=(), tp=dims.tp, pp=dims.pp, ep=dims.ep, layers_per_stage=layers
+    degrees = {"tp": dims.tp, "pp": dims.pp, "ep": dims.ep, "layers_per_stage": layers, "auto": ()}
+    copied = ("model.recompute", "model.recompute_vision", "train.micro_batch_tokens")
+    return with_keys(
+        cfg,
+        {f"parallel.{name}": value for name, value in degrees.items()}
+        | {key: get(chosen, key) for key in copied},
     )
-    model = replace(
-        cfg.model,
-        recompute=chosen.model.recompute,
-        recompute_vision=chosen.model.recompute_vision,
-    )
-    train = replace(cfg.train, micro_batch_tokens=chosen.train.micro_batch_tokens)
-    return replace(cfg, parallel=parallel, model=model, train=train)
 
 
 def with_layout_of(cfg: Config, before: Config, world: int, num_layers: int) -> Config | None:
     """Return the configuration with the layout that a run had before, or None if this number of
     processes, or a key that the user gave, needs another one."""
-    values: dict[str, dict[str, object]] = {"parallel": {"auto": ()}, "model": {}, "train": {}}
-    for key in cfg.parallel.auto:
-        group, _, name = key.partition(".")
-        values[group][name] = getattr(getattr(before, group), name)
-    groups = {group: replace(getattr(cfg, group), **each) for group, each in values.items()}
-    kept = replace(cfg, **groups)
+    values = {key: get(before, key) for key in cfg.parallel.auto}
+    kept = with_keys(cfg, {**values, "parallel.auto": ()})
     try:
         ParallelDims.create(kept.parallel, world, num_layers)
     except ConfigError:

@@ -12,7 +12,7 @@ from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, Handle
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.row_sizes import (
     BatchSizes,
     Step,
@@ -63,23 +63,18 @@ def plan_updates(data: DataSet, cfg: Config, dims: ParallelDims) -> Iterator[Ste
         yield [[BatchSizes.from_rows([rows[n] for n in group]) for group in g] for g in plan]
 
 
-def plan_run(
-    cfg: Config,
-    data: DataSet | StreamSet,
-    sizes: ModelSizes,
-    dims: ParallelDims,
-    itemsize: int,
-    prompts_only: bool = False,
-) -> RunPlan:
+def plan_run(layout: ModelLayout, data: DataSet | StreamSet, prompts_only: bool = False) -> RunPlan:
     """Return the plan of a run, estimated from its first steps, or for a stream from assumed rows.
     With `prompts_only` the samples are prompts, whose answers are trained."""
+    cfg, dims = layout.cfg, layout.dims
     count = min(_MAX_STEPS, max(1, _MAX_ROWS // cfg.train.global_batch_size))
     if prompts_only and isinstance(data, DataSet):
         steps = list(islice(plan_updates(data, cfg, dims), max(1, count // cfg.rl.samples)))
     else:
         steps = list(islice(plan_steps(data, cfg, dims), count))
-    steps = steps or assumed_mix(sizes, cfg.data.max_tokens).steps(cfg.train, sizes, dims.dp)
-    return RunPlan.of(cfg, sizes, dims, heaviest_micro_batches(steps), itemsize)
+    mix = assumed_mix(layout.sizes, cfg.data.max_tokens)
+    steps = steps or mix.steps(cfg.train, layout.sizes, dims.dp)
+    return RunPlan.of(layout, heaviest_micro_batches(steps))
 
 
 def _row_sizes(data: DataSet, handle: Handle) -> list[BatchSizes]:

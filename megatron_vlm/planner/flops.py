@@ -4,19 +4,19 @@ A multiplication and an addition count as two operations. Padding counts for the
 neither for the tower nor for the head, which computes only supervised tokens.
 """
 
+import operator
 from dataclasses import dataclass, replace
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import learns
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.family.decoder_layers import Experts, LayerSpec
-from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.activation_memory import (
     block_values,
-    config_as_trained,
     kept_of_layer,
     layer_values,
 )
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.parameters import ParamCounts
 from megatron_vlm.planner.row_sizes import BatchSizes
 
@@ -42,15 +42,10 @@ class OpCount:
     offloaded: float = 0.0  # bytes copied to the memory of the host, or back
 
     def __add__(self, other: "OpCount") -> "OpCount":
-        return OpCount(*(a + b for a, b in zip(self._values, other._values, strict=True)))
+        return OpCount(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, factor: float) -> "OpCount":
-        return OpCount(*(factor * value for value in self._values))
-
-    @property
-    def _values(self) -> tuple[float, ...]:
-        sent = (self.reduced, self.exchanged)
-        return (self.matmul, self.attention, self.moved, *sent, self.layers, self.offloaded)
+        return OpCount(*(factor * value for value in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -78,18 +73,14 @@ class MicroWork:
     features: int  # sets of DeepStack features that leave the tower
 
 
-def micro_work(
-    cfg: Config, sizes: ModelSizes, tp: int, batch: BatchSizes, itemsize: int
-) -> MicroWork:
-    """Return the parts of a micro-batch's work on one of `tp` ranks."""
-    work, text = WorkModel.from_sizes(sizes), sizes.text
-    hidden = batch.padded_tokens * text.hidden * itemsize
-    trained = config_as_trained(cfg, sizes)
+def micro_work(layout: ModelLayout, batch: BatchSizes) -> MicroWork:
+    """Return the parts of a micro-batch's work on a rank."""
+    sizes, work = layout.sizes, WorkModel.from_sizes(layout.sizes)
     return MicroWork(
-        tuple(_layer(trained, sizes, kind, tp, batch, itemsize) for kind in text.kinds),
-        _first(trained, sizes, work, tp, batch, itemsize),
-        _head(trained, sizes, work, tp, batch, itemsize),
-        hidden,
+        tuple(_layer(layout, kind, batch) for kind in sizes.text.kinds),
+        _first(layout, work, batch),
+        _head(layout, work, batch),
+        batch.padded_tokens * sizes.text.hidden * layout.itemsize,
         sizes.vision.deepstack if batch.patches else 0,
     )
 
@@ -100,13 +91,12 @@ def _products(cfg: Config, part: str) -> int:
     return 1 + learns(cfg, part)
 
 
-def _layer(
-    cfg: Config, sizes: ModelSizes, layer: LayerSpec, tp: int, batch: BatchSizes, itemsize: int
-) -> StepCost:
+def _layer(layout: ModelLayout, layer: LayerSpec, batch: BatchSizes) -> StepCost:
     """Return the cost of a decoder layer of this kind."""
-    text, tokens = sizes.text, batch.padded_tokens
+    cfg, tp, itemsize = layout.trained, layout.dims.tp, layout.itemsize
+    text, tokens = layout.sizes.text, batch.padded_tokens
     pairs = batch.rows * batch.tokens * (batch.tokens + 1) // 2
-    kept_bytes = tokens * kept_of_layer(cfg, sizes, layer, tp) * itemsize
+    kept_bytes = tokens * kept_of_layer(layout, layer) * itemsize
     # The outputs of attention and of the MLP are summed over the ranks.
     reduced = 2 * ring(tp) * tokens * text.hidden * itemsize
     exchanged = 0.0
@@ -114,7 +104,7 @@ def _layer(
         exchanged = 2 * layer.ffn.top_k * tokens * text.hidden * itemsize
     # A share of the layers is counted as that share of each.
     offloaded = cfg.model.offload_activations * tokens * itemsize
-    offloaded *= layer_values(cfg, sizes, layer, tp)
+    offloaded *= layer_values(layout, layer)
     of_mixer = layer.mixer.flops_per_token * tokens / tp
     forward = OpCount(
         layer.flops_per_token(text.hidden) * tokens / tp,
@@ -143,16 +133,14 @@ def _layer(
     return StepCost(forward, backward + recomputed[cfg.model.recompute])
 
 
-def _first(
-    cfg: Config, sizes: ModelSizes, work: WorkModel, tp: int, batch: BatchSizes, itemsize: int
-) -> StepCost:
+def _first(layout: ModelLayout, work: WorkModel, batch: BatchSizes) -> StepCost:
     """Return the cost of the embedding, the tower and the scatter of features into the sequence."""
-    vision, tokens = sizes.vision, batch.padded_tokens
-    embedded = tokens * sizes.text.hidden * itemsize
+    cfg, sizes, itemsize = layout.trained, layout.sizes, layout.itemsize
+    vision, embedded = sizes.vision, batch.padded_tokens * sizes.text.hidden * itemsize
     embedding = StepCost(OpCount(moved=2 * embedded), OpCount(moved=2 * embedded))
     if not batch.patches:
         return embedding
-    patches = batch.patches_of_rank(tp, cfg.model.share_images)
+    patches = batch.patches_of_rank(layout.dims.tp, cfg.model.share_images)
     share = patches / batch.patches
     kept_bytes = patches * vision.depth * block_values(sizes) * itemsize
     tower = OpCount(
@@ -177,11 +165,9 @@ def _first(
     return embedding + StepCost(tower + mergers + scattered, backward)
 
 
-def _head(
-    cfg: Config, sizes: ModelSizes, work: WorkModel, tp: int, batch: BatchSizes, itemsize: int
-) -> StepCost:
+def _head(layout: ModelLayout, work: WorkModel, batch: BatchSizes) -> StepCost:
     """Return the cost of the final norm and of the logits of supervised tokens."""
-    text = sizes.text
+    text, tp, itemsize = layout.sizes.text, layout.dims.tp, layout.itemsize
     normed = batch.padded_tokens * text.hidden * itemsize
     logits = batch.supervised * text.vocab / tp
     forward = OpCount(
@@ -190,7 +176,7 @@ def _head(
         moved=2 * normed + logits * (2 * itemsize + 3 * _FP32),
     )
     backward = OpCount(
-        _products(cfg, "language") * forward.matmul,
+        _products(layout.trained, "language") * forward.matmul,
         moved=3 * normed + logits * (2 * itemsize + 2 * _FP32),
         reduced=ring(tp) * batch.supervised * text.hidden * itemsize,
     )

@@ -52,20 +52,15 @@ class Machine:
 
     def exchange(self, size: float, ranks: int) -> float:
         """Return the seconds of an all-to-all. Links and network are busy at the same time."""
-        inside, outside = all_to_all(size, ranks, self.devices)
+        # Each rank has `size` bytes, divided evenly among all ranks and itself.
+        near = min(ranks, self.devices)
+        inside, outside = size * (near - 1) / ranks, size * (ranks - near) / ranks
         return max(inside / self.link, outside / self.network)
 
     def bandwidth_between(self, ranks: int) -> float:
         """Return the bytes per second from one rank to another in a group of this many
         neighbours."""
         return self.link if ranks <= self.devices else self.network
-
-
-def all_to_all(size: float, ranks: int, devices: int) -> tuple[float, float]:
-    """Return the bytes that each rank sends to others of its machine, and to other machines. Each
-    rank has `size` bytes, divided evenly among all ranks and itself."""
-    near = min(ranks, devices)
-    return size * (near - 1) / ranks, size * (ranks - near) / ranks
 
 
 # Memory of each device of PEAK_FLOPS_BF16 by the vendors' data sheets: bytes per second, and GiB.

@@ -1,14 +1,13 @@
 """Number of decoder layers on each stage: the fastest split that fits into memory."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
-from megatron_vlm.config.schema import Config, ParallelConfig
+from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.hardware import Machine
+from megatron_vlm.planner.layout import ModelLayout, Split
 from megatron_vlm.planner.memory import stage_memory
-from megatron_vlm.planner.pipeline_time import ReplicaCosts, Split
+from megatron_vlm.planner.pipeline_time import ReplicaCosts
 from megatron_vlm.planner.row_sizes import BatchSizes, Step
 
 _ROUNDS = 100
@@ -20,31 +19,18 @@ def step_seconds(replicas: Sequence[Sequence[ReplicaCosts]], split: Split) -> fl
 
 
 def replicas_of(
-    cfg: Config,
-    sizes: ModelSizes,
-    dims: ParallelDims,
-    steps: Sequence[Step],
-    machine: Machine,
-    itemsize: int,
+    layout: ModelLayout, steps: Sequence[Step], machine: Machine
 ) -> list[list[ReplicaCosts]]:
     """Return the replicas with work for each step. Replicas that share experts count as one."""
-    replicas = []
-    for step in steps:
-        groups = [step[first : first + dims.ep] for first in range(0, len(step), dims.ep)]
-        shares = [[share for share in group if share] for group in groups]
-        replicas.append(
-            [
-                ReplicaCosts.together(
-                    [
-                        ReplicaCosts.at_degrees(cfg, sizes, dims, each, machine, itemsize)
-                        for each in group
-                    ]
-                )
-                for group in shares
-                if group
-            ]
-        )
-    return replicas
+
+    def costs(shares: Sequence[list[BatchSizes]]) -> list[ReplicaCosts]:
+        return [ReplicaCosts.at_degrees(layout, share, machine) for share in shares if share]
+
+    ep = layout.dims.ep
+    groups = [
+        [costs(step[first : first + ep]) for first in range(0, len(step), ep)] for step in steps
+    ]
+    return [[ReplicaCosts.together(each) for each in step if each] for step in groups]
 
 
 def choose_layer_split(
@@ -56,9 +42,8 @@ def choose_layer_split(
     candidates = [level_layers(replicas, max_layers_split, sum(even)), *([even] if fits else [])]
     best, seconds = _fastest_split(replicas, candidates)
     for _ in range(_ROUNDS):  # move one layer from one stage to another, as long as that is faster
-        candidate, candidate_s = _fastest_split(
-            replicas, list(_neighbours(best, max_layers_split)) or [best]
-        )
+        others = _neighbours(best, max_layers_split) or [best]
+        candidate, candidate_s = _fastest_split(replicas, others)
         if candidate_s >= seconds * (1 - 1e-9):
             break
         best, seconds = candidate, candidate_s
@@ -71,24 +56,18 @@ def even_split(pp: int, layers: int) -> Split:
 
 
 def most_layers(
-    cfg: Config,
-    sizes: ModelSizes,
-    dims: ParallelDims,
-    batches: Sequence[BatchSizes],
-    itemsize: int,
-    limit: float | None,
+    layout: ModelLayout, batches: Sequence[BatchSizes], limit: float | None
 ) -> Split | None:
     """Return how many layers each stage has memory for at these degrees, whichever layers they are,
     or None if that is too few for the model."""
-    pp, layers, kinds = dims.pp, sizes.text.num_layers, sizes.text.kind_of
+    text, pp = layout.sizes.text, layout.dims.pp
+    layers, kinds = text.num_layers, text.kind_of
     if limit is None:
         return (layers,) * pp
 
     def need(stage: int, count: int) -> int:
-        trials = (
-            replace(dims, layers_per_stage=split) for split in _splits_with(stage, count, pp, kinds)
-        )
-        return max(stage_memory(cfg, sizes, d, stage, batches, itemsize).total for d in trials)
+        trials = map(layout.with_layers, _splits_with(stage, count, pp, kinds))
+        return max(stage_memory(trial, stage, batches).total for trial in trials)
 
     if pp == 1:
         return (layers,) if need(0, layers) <= limit else None
@@ -144,16 +123,10 @@ def level_layers(
     times = [0.0] * len(max_layers_split)
     times[0] += first
     times[-1] += last
-    split = (
-        [int(stage > 0) for stage in range(len(max_layers_split))]
-        if len(max_layers_split) > 1
-        else [0]
-    )
+    split = [int(stage > 0) for stage in range(len(max_layers_split))]
     for _ in range(layers - sum(split)):
-        open_stages = [
-            stage for stage, count in enumerate(split) if count < max_layers_split[stage]
-        ]
-        fastest = min(open_stages, key=lambda s: (times[s] + (split[s] + 1) * layer, s))
+        room = [stage for stage, count in enumerate(split) if count < max_layers_split[stage]]
+        fastest = min(room, key=lambda s: (times[s] + (split[s] + 1) * layer, s))
         split[fastest] += 1
     return tuple(split)
 
@@ -174,6 +147,5 @@ def _neighbours(split: Split, max_layers_split: Split) -> list[Split]:
 def _fastest_split(
     replicas: Sequence[Sequence[ReplicaCosts]], splits: Sequence[Split]
 ) -> tuple[Split, float]:
-    seconds = [(step_seconds(replicas, split), split) for split in splits]
-    best = min(seconds)
-    return best[1], best[0]
+    seconds, best = min((step_seconds(replicas, split), split) for split in splits)
+    return best, seconds

@@ -9,17 +9,15 @@ from dataclasses import dataclass
 
 from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, optimizer_spec
-from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.hf.block_weight import DECODED_AT_ONCE
 from megatron_vlm.planner.activation_memory import (
     activations,
-    config_as_trained,
     offloaded_activations,
     working_bytes,
 )
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.parameters import ParamCounts, count, largest_in_blocks
 from megatron_vlm.planner.row_sizes import BatchSizes
 
@@ -50,61 +48,48 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer
 
 
-def estimate(
-    cfg: Config,
-    sizes: ModelSizes,
-    dims: ParallelDims,
-    batches: Sequence[BatchSizes],
-    itemsize: int,
-) -> list[StageMemory]:
-    """Return an estimate for each stage. `batches` are the micro-batches of a step on one replica,
-    and `itemsize` is the bytes of a weight."""
-    return [stage_memory(cfg, sizes, dims, stage, batches, itemsize) for stage in range(dims.pp)]
+def estimate(layout: ModelLayout, batches: Sequence[BatchSizes]) -> list[StageMemory]:
+    """Return an estimate for each stage. `batches` are the micro-batches of a step on one
+    replica."""
+    return [stage_memory(layout, stage, batches) for stage in range(layout.dims.pp)]
 
 
-def stage_memory(
-    cfg: Config,
-    sizes: ModelSizes,
-    dims: ParallelDims,
-    stage: int,
-    batches: Sequence[BatchSizes],
-    itemsize: int,
-) -> StageMemory:
+def stage_memory(layout: ModelLayout, stage: int, batches: Sequence[BatchSizes]) -> StageMemory:
     """Return the estimate of one stage."""
-    counts = count(cfg, sizes, dims, stage)
-    optimizer, host = optimizer_memory(cfg, counts, itemsize)
-    effective, working = config_as_trained(cfg, sizes), []
-    kept_by_chunk, host_by_chunk, distinct = [], [], set(batches)
+    cfg, dims, counts = layout.cfg, layout.dims, count(layout, stage)
+    optimizer, host = _optimizer_memory(layout, counts)
+    kept_by_chunk, host_by_chunk, working, distinct = [], [], [], set(batches)
     for chunk in range(dims.virtual_stages):
-        model = effective, sizes, dims, dims.place_of(stage, chunk)
-        kept = {each: activations(*model, each, itemsize) for each in distinct}
-        on_host = {each: offloaded_activations(*model, each, itemsize) for each in distinct}
+        place = dims.place_of(stage, chunk)
+        kept = {each: activations(layout, place, each) for each in distinct}
+        on_host = {each: offloaded_activations(layout, place, each) for each in distinct}
         kept_by_chunk.append([kept[each] for each in batches])
         host_by_chunk.append([on_host[each] for each in batches])
-        working += [working_bytes(*model, each, itemsize) for each in distinct]
+        working += [working_bytes(layout, place, each) for each in distinct]
     in_flight = micro_batches_in_flight(dims, stage, len(batches))
     models = 2 if reference_of(cfg) == "model" else 1  # the second one is frozen
     return StageMemory(
-        counts.weight_bytes(cfg.lora.base, itemsize) * models,
+        counts.weight_bytes(cfg.lora.base, layout.itemsize) * models,
         _FP32 * counts.gradients,
         optimizer,
         _peak(kept_by_chunk, in_flight),
-        max(working, default=0) + _decoded_bytes(cfg, sizes, dims, itemsize),
+        max(working, default=0) + _decoded_bytes(layout),
         host + _peak(host_by_chunk, in_flight),
     )
 
 
-def optimizer_memory(cfg: Config, counts: ParamCounts, itemsize: int) -> tuple[int, int]:
+def _optimizer_memory(layout: ModelLayout, counts: ParamCounts) -> tuple[int, int]:
     """Return the bytes of a rank's main weights and states, on the device and on the host. Main
     weights are in fp32. Where the model's weights are so, too, they are the same tensors, except
     for those of the host."""
-    on_host = math.ceil(cfg.optim.offload * counts.optimized)
-    states = optimizer_spec(cfg.optim).bytes_of_state * counts.states
+    optim, itemsize = layout.cfg.optim, layout.itemsize
+    on_host = math.ceil(optim.offload * counts.optimized)
+    states = optimizer_spec(optim).bytes_of_state * counts.states
     main_bytes = 0 if itemsize == _FP32 else _FP32
     buckets = 2 * min(on_host, OFFLOAD_BUCKET) * (_FP32 + itemsize)  # gradients and weights
     return (
-        int(main_bytes * (counts.optimized - on_host) + (1 - cfg.optim.offload) * states),
-        int(_FP32 * on_host + cfg.optim.offload * states) + buckets,
+        int(main_bytes * (counts.optimized - on_host) + (1 - optim.offload) * states),
+        int(_FP32 * on_host + optim.offload * states) + buckets,
     )
 
 
@@ -117,11 +102,11 @@ def _peak(bytes_by_chunk: Sequence[Sequence[int]], in_flight: set[tuple[int, ...
     )
 
 
-def _decoded_bytes(cfg: Config, sizes: ModelSizes, dims: ParallelDims, itemsize: int) -> int:
+def _decoded_bytes(layout: ModelLayout) -> int:
     """Return the temporary bytes of a product with a weight of lora.base: its values, and the fp32
     values and numbers of the codes of a part of it."""
-    values = largest_in_blocks(cfg, sizes, dims)
-    return values * itemsize + min(values, DECODED_AT_ONCE) * (_FP32 + _FP32 // 2)
+    values = largest_in_blocks(layout)
+    return values * layout.itemsize + min(values, DECODED_AT_ONCE) * (_FP32 + _FP32 // 2)
 
 
 def micro_batches_in_flight(dims: ParallelDims, stage: int, batches: int) -> set[tuple[int, ...]]:
@@ -150,14 +135,13 @@ def host_need(dims: ParallelDims, stages: Sequence[StageMemory], devices: int) -
     return max(sum(of_rank[first:][:devices]) for first in range(0, len(of_rank), devices))
 
 
-def check_offload(
-    cfg: Config, sizes: ModelSizes, dims: ParallelDims, itemsize: int, devices: int, memory: float
-) -> None:
+def check_offload(layout: ModelLayout, devices: int, memory: float) -> None:
     """Refuse an offloaded optimizer that needs more than the memory of a machine, which has so many
-    devices. `itemsize`: bytes of a weight."""
-    if not cfg.optim.offload:
+    devices."""
+    offload, dims = layout.cfg.optim.offload, layout.dims
+    if not offload:
         return
-    need = host_need(dims, estimate(cfg, sizes, dims, [], itemsize), devices)
+    need = host_need(dims, estimate(layout, []), devices)
     if need > USABLE * memory:
         ranks = min(devices, dims.world_size)
         raise ConfigError(
@@ -165,7 +149,7 @@ def check_offload(
             f"{need / _GIB:,.1f} GiB of host memory, and {USABLE:.0%} of the {memory / _GIB:,.1f} "
             "GiB of their machine can be used",
             key="optim.offload",
-            found=cfg.optim.offload,
+            found=offload,
             remedy="lower it, set optim.states=int8, or use more machines with "
             "parallel.distributed_optimizer=true",
         )

@@ -6,9 +6,8 @@ from typing import Any, Literal
 
 from megatron_vlm.config.schema import Config, LoraConfig, get
 from megatron_vlm.config.trainable import USUAL
-from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.hf.backend import BACKENDS
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import stage_memory
 from megatron_vlm.planner.row_sizes import BatchSizes
 
@@ -104,17 +103,12 @@ def _override(value: object) -> str:
 
 
 def switches_by_bytes(
-    cfg: Config,
-    sizes: ModelSizes,
-    dims: ParallelDims,
-    stage: int,
-    batches: Sequence[BatchSizes],
-    itemsize: int,
+    layout: ModelLayout, stage: int, batches: Sequence[BatchSizes]
 ) -> list[tuple[str, int]]:
     """Return KEY=VALUE and the bytes that it saves on a rank of this stage, those that save most
     first. Switches that round weights or train less come after all others. One switch changes at a
     time."""
-    need = stage_memory(cfg, sizes, dims, stage, batches, itemsize).total
+    cfg, need = layout.cfg, stage_memory(layout, stage, batches).total
     trials = [
         (switch.cost in ("weights", "training"), switch.at(value), batches)
         for switch in MEMORY_SWITCHES
@@ -127,8 +121,8 @@ def switches_by_bytes(
         trials.append((False, limit, [half for each in batches for half in _halves(each)]))
     ranked = []
     for is_last, keys, smaller in trials:
-        trial = with_keys(cfg, keys)
-        saved = need - stage_memory(trial, sizes, dims, stage, smaller, itemsize).total
+        trial = replace(layout, cfg=with_keys(cfg, keys))
+        saved = need - stage_memory(trial, stage, smaller).total
         if saved >= _SMALLEST_SHARE * need:
             ranked.append((is_last, -saved, shown(keys)))
     return [(name, -saved) for _, saved, name in sorted(ranked)]

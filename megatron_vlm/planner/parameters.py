@@ -21,6 +21,7 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.hf.matrices import is_of_matrices, matrices_of
 from megatron_vlm.hf.weight_map import Entry, Origin, name_table
 from megatron_vlm.lora.targets import adapted_linears, adapted_specs, adapter_entries, find_misfit
+from megatron_vlm.planner.layout import ModelLayout
 
 # These constants are those of megatron-core 0.16.1, _ParamAndGradBuffer and
 # DistributedDataParallel.
@@ -68,29 +69,30 @@ class ParamCounts:
         return plain if base is None else plain + round(base_bytes(base) * self.in_blocks)
 
 
-def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> ParamCounts:
+def count(layout: ModelLayout, stage: int) -> ParamCounts:
     """Count the values of each kind on a rank of a stage, over all its chunks."""
     # The arguments are reduced to what the numbers depend on, because a search meets the same
     # chunks again and again.
-    freeze, optimizer = [f"freeze_{part}" for part in SWITCHES], ["overlap_grad_reduce"]
-    optimizer += ["distributed_optimizer"]
-    model = ModelConfig(path="", **{key: getattr(cfg.model, key) for key in freeze})
-    parallel = ParallelConfig(**{key: getattr(cfg.parallel, key) for key in optimizer})
-    places = [dims.place_of(stage, chunk) for chunk in range(dims.virtual_stages)]
-    short = [_shortest_pipeline(cfg, sizes, dims, place) for place in places]
+    cfg, dims = layout.cfg, layout.dims
+    freeze = {f"freeze_{part}": getattr(cfg.model, f"freeze_{part}") for part in SWITCHES}
+    parallel = ParallelConfig(
+        overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
+        distributed_optimizer=cfg.parallel.distributed_optimizer,
+    )
     optim = OptimConfig(name=cfg.optim.name, muon=cfg.optim.muon)
-    fixed = model, cfg.lora, parallel, optim
-    chunks = [vars(_of_chunk(*fixed, sizes, *each)).values() for each in short]
+    fixed = ModelConfig(path="", **freeze), cfg.lora, parallel, optim, layout.sizes
+    places = [dims.place_of(stage, chunk) for chunk in range(dims.virtual_stages)]
+    short = [_shortest_pipeline(layout, place) for place in places]
+    chunks = [vars(_of_chunk(*fixed, *each)).values() for each in short]
     return ParamCounts(*map(sum, zip(*chunks, strict=True)))
 
 
-def _shortest_pipeline(
-    cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int
-) -> tuple[ParallelDims, int]:
+def _shortest_pipeline(layout: ModelLayout, place: int) -> tuple[ParallelDims, int]:
     """Return the shortest pipeline that has a chunk like the one at this place, and its place
     there."""
+    dims = layout.dims
     layers = dims.layers_per_stage
-    layers_are_alike = not cfg.lora.rank and len(sizes.text.kinds) == 1
+    layers_are_alike = not layout.cfg.lora.rank and len(layout.sizes.text.kinds) == 1
     before = [0 if layers_are_alike else sum(layers[:place])] * (place > 0)
     short = (*before, layers[place], *[0] * (not dims.is_last(place)))
     shortest = replace(dims, pp=len(short), layers_per_stage=short, virtual_stages=1)
@@ -166,12 +168,11 @@ def _muon_flops(optim: OptimConfig, entry: Entry) -> int:
     )
 
 
-def largest_in_blocks(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> int:
+def largest_in_blocks(layout: ModelLayout) -> int:
     """Return the values of the largest weight that lora.base stores as codes: a product with it
     needs all of them at once."""
-    if cfg.lora.base is None:
-        return 0
-    return _largest_in_blocks(sizes, cfg.lora, dims.tp, dims.ep)
+    lora, dims = layout.cfg.lora, layout.dims
+    return 0 if lora.base is None else _largest_in_blocks(layout.sizes, lora, dims.tp, dims.ep)
 
 
 @lru_cache(maxsize=64)

@@ -7,16 +7,15 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.spec import ModelSizes, TextSizes
+from megatron_vlm.family.spec import TextSizes
 from megatron_vlm.planner.flops import OpCount, StepCost, accumulate, decode, micro_work
 from megatron_vlm.planner.hardware import Machine
-from megatron_vlm.planner.parameters import ParamCounts, count
+from megatron_vlm.planner.layout import ModelLayout, Split
+from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.row_sizes import BatchSizes
 
 # Megatron's 1F1B is simulated event by event: the time of each task of a stage, and the waits
@@ -46,66 +45,9 @@ def schedule(stage: int, stages: int, count: int) -> tuple[tuple[bool, int], ...
     )
 
 
-def timeline(
-    forward_GS: np.ndarray, backward_GS: np.ndarray, sent_GS: np.ndarray | None = None
-) -> list[Task]:
-    """Return every task. A stage starts the next task in its order as soon as it is free and its
-    neighbour has sent the input. `sent_GS` is the seconds from a stage to the next one, and
-    back."""
-    task_ends = _ends(forward_GS, backward_GS, sent_GS).items()
-    seconds = {True: forward_GS.tolist(), False: backward_GS.tolist()}
-    return [
-        Task(stage, forward, micro, end - seconds[forward][micro][stage], end)
-        for (forward, micro, stage), end in task_ends
-    ]
-
-
-def _ends(
-    forward_GS: np.ndarray, backward_GS: np.ndarray, sent_GS: np.ndarray | None
-) -> dict[tuple[bool, int, int], float]:
-    """Return the end of each task by (is it a forward, which micro-batch, which stage)."""
-    count, stages = forward_GS.shape
-    seconds = {True: forward_GS.tolist(), False: backward_GS.tolist()}
-    sent = np.zeros((count, stages)).tolist() if sent_GS is None else sent_GS.tolist()
-    ends: dict[tuple[bool, int, int], float] = {}
-    orders = [schedule(stage, stages, count) for stage in range(stages)]
-    places, clocks = [0] * stages, [0.0] * stages
-    while len(ends) < 2 * count * stages:
-        for stage, order in enumerate(orders):
-            while places[stage] < len(order):
-                forward, micro = order[places[stage]]
-                neighbour = stage - 1 if forward else stage + 1
-                start = clocks[stage]
-                if 0 <= neighbour < stages:
-                    if (forward, micro, neighbour) not in ends:
-                        break
-                    arrives = ends[forward, micro, neighbour] + sent[micro][min(stage, neighbour)]
-                    start = max(start, arrives)
-                clocks[stage] = start + seconds[forward][micro][stage]
-                ends[forward, micro, stage] = clocks[stage]
-                places[stage] += 1
-    return ends
-
-
-def one_f_one_b(
-    forward_GS: np.ndarray, backward_GS: np.ndarray, sent_GS: np.ndarray | None = None
-) -> float:
-    """Return the seconds until the last backward ends."""
-    return max(_ends(forward_GS, backward_GS, sent_GS).values())
-
-
-def idle_share(tasks: Sequence[Task]) -> float:
-    """Return the bubble: the fraction of all stages' time in which they wait."""
-    stages, end = 1 + max(task.stage for task in tasks), max(task.end for task in tasks)
-    return 1 - sum(task.end - task.start for task in tasks) / (stages * end)
-
-
-Split = tuple[int, ...]  # layers of each stage
-
-
 @dataclass(frozen=True)
 class Stages:
-    """Seconds [G, S] of each stage, and from each stage to the next."""
+    """Seconds [G, S] of each stage, and from each stage to the next, and back."""
 
     forward_GS: np.ndarray
     backward_GS: np.ndarray
@@ -114,14 +56,43 @@ class Stages:
     @property
     def tasks(self) -> list[Task]:
         """Forwards and backwards in the order of 1F1B."""
-        return timeline(self.forward_GS, self.backward_GS, self.sent_GS)
+        seconds = {True: self.forward_GS.tolist(), False: self.backward_GS.tolist()}
+        return [
+            Task(stage, forward, micro, end - seconds[forward][micro][stage], end)
+            for (forward, micro, stage), end in self._ends().items()
+        ]
 
     @property
     def seconds(self) -> float:
         """Seconds until the last backward ends."""
         if self.forward_GS.shape[1] == 1:
             return float(self.forward_GS.sum() + self.backward_GS.sum())
-        return one_f_one_b(self.forward_GS, self.backward_GS, self.sent_GS)
+        return max(self._ends().values())
+
+    def _ends(self) -> dict[tuple[bool, int, int], float]:
+        """Return the end of each task by (is it a forward, which micro-batch, which stage). A stage
+        starts the next task in its order as soon as it is free and its neighbour has sent the
+        input."""
+        count, stages = self.forward_GS.shape
+        seconds = {True: self.forward_GS.tolist(), False: self.backward_GS.tolist()}
+        sent = self.sent_GS.tolist()
+        ends: dict[tuple[bool, int, int], float] = {}
+        orders = [schedule(stage, stages, count) for stage in range(stages)]
+        places, clocks = [0] * stages, [0.0] * stages
+        while len(ends) < 2 * count * stages:
+            for stage, order in enumerate(orders):
+                while places[stage] < len(order):
+                    forward, micro = order[places[stage]]
+                    neighbour = stage - 1 if forward else stage + 1
+                    start = clocks[stage]
+                    if 0 <= neighbour < stages:
+                        if (arrives := ends.get((forward, micro, neighbour))) is None:
+                            break
+                        start = max(start, arrives + sent[micro][min(stage, neighbour)])
+                    clocks[stage] = start + seconds[forward][micro][stage]
+                    ends[forward, micro, stage] = clocks[stage]
+                    places[stage] += 1
+        return ends
 
 
 @dataclass(frozen=True)
@@ -140,22 +111,15 @@ class ReplicaCosts:
 
     @staticmethod
     def at_degrees(
-        cfg: Config,
-        sizes: ModelSizes,
-        dims: ParallelDims,
-        batches: Sequence[BatchSizes],
-        machine: Machine,
-        itemsize: int,
+        layout: ModelLayout, batches: Sequence[BatchSizes], machine: Machine
     ) -> "ReplicaCosts":
-        """Return the costs at these degrees. The layers that `dims` has on its stages do not
-        matter."""
-        works = [micro_work(cfg, sizes, dims.tp, batch, itemsize) for batch in batches]
+        """Return the costs at the degrees of a layout, whose layers on its stages do not matter."""
+        works, dims = [micro_work(layout, batch) for batch in batches], layout.dims
         layer, first, last = (
-            StepCost(OpCount(), accumulate(counts.trained, itemsize))
-            + decode(cfg, counts.in_blocks)
-            for counts in _counts_of_parts(cfg, sizes, dims)
+            StepCost(OpCount(), accumulate(counts.trained, layout.itemsize))
+            + decode(layout.cfg, counts.in_blocks)
+            for counts in counts_of_parts(layout)
         )
-
         by_kind = zip(*(work.layers for work in works), strict=True)
 
         def seconds(part: StepCost) -> tuple[float, float]:
@@ -167,10 +131,9 @@ class ReplicaCosts:
             np.array([seconds(work.last + last) for work in works]),
             np.array([work.hidden for work in works]),
             np.array([work.features for work in works]),
-            machine.bandwidth_between(
-                dims.tp * dims.dp + 1
-            ),  # the next stage begins after all ranks of this one
-            _layers_before(sizes.text),
+            # The next stage begins after all ranks of this one.
+            machine.bandwidth_between(dims.tp * dims.dp + 1),
+            _layers_before(layout.sizes.text),
         )
 
     @staticmethod
@@ -223,38 +186,24 @@ def _layers_before(text: TextSizes) -> np.ndarray:
     return np.concatenate([np.zeros((len(text.kinds), 1), int), np.cumsum(is_kind_KL, 1)], 1)
 
 
-def trained_values(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> tuple[int, int, int]:
-    """Return the number of values that learn on one rank, for each of the parts below."""
-    layer, first, last = _counts_of_parts(cfg, sizes, dims)
-    return layer.trained, first.trained, last.trained
-
-
-@dataclass(frozen=True)
-class _PartCounts:
+class PartCounts(NamedTuple):
     """Values of a part of the model, as in ParamCounts."""
 
-    trained: int
-    in_blocks: int
+    trained: int = 0
+    in_blocks: int = 0
 
 
-def _counts_of_parts(
-    cfg: Config, sizes: ModelSizes, dims: ParallelDims
-) -> tuple[_PartCounts, _PartCounts, _PartCounts]:
+def counts_of_parts(layout: ModelLayout) -> tuple[PartCounts, PartCounts, PartCounts]:
     """Return the counts on one rank: in the mean decoder layer, and besides the layers on the first
     and on the last stage."""
-    pp, layers = dims.pp, sizes.text.num_layers
+    pp, layers = layout.dims.pp, layout.sizes.text.num_layers
 
-    def of(split: Split, stage: int) -> ParamCounts:
-        return count(cfg, sizes, replace(dims, layers_per_stage=split), stage)
+    def of(split: Split, stage: int) -> PartCounts:
+        counts = count(layout.with_layers(split), stage)
+        return PartCounts(counts.trained, counts.in_blocks)
 
     no_layers = (0,) * pp
     first, every = of(no_layers, 0), of((layers, *no_layers[1:]), 0)
-    last = of(no_layers, pp - 1) if pp > 1 else ParamCounts(0, 0, 0, 0)
-    return (
-        _PartCounts(
-            (every.trained - first.trained) // layers,
-            (every.in_blocks - first.in_blocks) // layers,
-        ),
-        _PartCounts(first.trained, first.in_blocks),
-        _PartCounts(last.trained, last.in_blocks),
-    )
+    last = of(no_layers, pp - 1) if pp > 1 else PartCounts()
+    mean = PartCounts(*((a - b) // layers for a, b in zip(every, first, strict=True)))
+    return mean, first, last

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.layer_split import even_split
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import StageMemory, estimate
 from megatron_vlm.planner.memory_switches import switches_by_bytes
 from megatron_vlm.planner.pipeline_time import Stages
@@ -16,12 +16,9 @@ from megatron_vlm.planner.row_sizes import BatchSizes
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Layout as the keys of a configuration, with its predicted cost."""
+    """Layout with its predicted cost."""
 
-    cfg: Config
-    sizes: ModelSizes
-    dims: ParallelDims
-    itemsize: int  # bytes of a weight
+    layout: ModelLayout
     batches: Sequence[BatchSizes]  # micro-batches of a step, on the replica with the most tokens
     memory: tuple[StageMemory, ...]
     # A search adds the time of what fits.
@@ -31,16 +28,17 @@ class RunPlan:
     bubble: float = 0.0
 
     @staticmethod
-    def of(
-        cfg: Config,
-        sizes: ModelSizes,
-        dims: ParallelDims,
-        batches: Sequence[BatchSizes],
-        itemsize: int,
-    ) -> "RunPlan":
+    def of(layout: ModelLayout, batches: Sequence[BatchSizes]) -> "RunPlan":
         """Return the plan without a time."""
-        memory = tuple(estimate(cfg, sizes, dims, batches, itemsize))
-        return RunPlan(cfg, sizes, dims, itemsize, batches, memory)
+        return RunPlan(layout, batches, tuple(estimate(layout, batches)))
+
+    @property
+    def cfg(self) -> Config:
+        return self.layout.cfg
+
+    @property
+    def dims(self) -> ParallelDims:
+        return self.layout.dims
 
     @property
     def need(self) -> int:
@@ -83,5 +81,4 @@ class RunPlan:
 
     def switches(self, stage: int) -> list[tuple[str, int]]:
         """Return switches as overrides, and the bytes that each saves on this stage."""
-        given = self.cfg, self.sizes, self.dims, stage, self.batches, self.itemsize
-        return switches_by_bytes(*given)
+        return switches_by_bytes(self.layout, stage, self.batches)

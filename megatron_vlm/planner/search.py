@@ -10,7 +10,6 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.searched_keys import searched_keys
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.planner.activation_memory import config_as_trained
 from megatron_vlm.planner.flops import ring, update
 from megatron_vlm.planner.hardware import Machine
 from megatron_vlm.planner.layer_split import (
@@ -20,9 +19,10 @@ from megatron_vlm.planner.layer_split import (
     most_layers,
     replicas_of,
 )
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE, host_need
 from megatron_vlm.planner.parameters import count, fits_blocks
-from megatron_vlm.planner.pipeline_time import ReplicaCosts, trained_values
+from megatron_vlm.planner.pipeline_time import ReplicaCosts, counts_of_parts
 from megatron_vlm.planner.row_sizes import RowSample, Step, heaviest_micro_batches
 from megatron_vlm.planner.run_plan import RunPlan
 
@@ -65,17 +65,12 @@ def search(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> 
     for dims, tokens in _options(cfg, sizes, mix, cluster):
         trial = replace(cfg, train=replace(cfg.train, micro_batch_tokens=tokens))
         steps = mix.steps(trial.train, sizes, dims.dp)
-        for candidate in _modes(trial, sizes, dims, steps, cluster):
+        for candidate in _modes(_layout(trial, sizes, dims), steps, cluster):
             if candidate.stages is not None:
                 fitting.append(candidate)
             elif leanest is None or candidate.need < leanest.need:
                 leanest = candidate
-    fitting.sort(
-        key=lambda candidate: (
-            -candidate.tokens_per_s,
-            candidate.cfg.train.micro_batch_tokens or 0,
-        )
-    )
+    fitting.sort(key=lambda each: (-each.tokens_per_s, each.cfg.train.micro_batch_tokens or 0))
     # A larger limit that changes no micro-batch is the same layout.
     distinct = {(each.dims, each.cfg.model, each.step_s): each for each in reversed(fitting)}
     return Found(tuple(reversed(distinct.values())), None if fitting else leanest)
@@ -86,10 +81,11 @@ def _options(
 ) -> Iterator[tuple[ParallelDims, int | None]]:
     """Yield the degrees, with layers spread evenly, and train.micro_batch_tokens."""
     text, gpus, free = sizes.text, cluster.gpus, searched_keys(cfg)
-    limits: set[int | None] = {tokens for tokens in _MICRO_TOKENS if tokens >= mix.tokens}
-    limits |= {cfg.train.micro_batch_tokens or _MICRO_TOKENS[-1]}
-    if "train.micro_batch_tokens" not in free:
-        limits = {cfg.train.micro_batch_tokens}
+    limits: list[int | None] = [cfg.train.micro_batch_tokens]
+    if "train.micro_batch_tokens" in free:
+        given = cfg.train.micro_batch_tokens or _MICRO_TOKENS[-1]
+        larger = (tokens for tokens in _MICRO_TOKENS if tokens >= mix.tokens)
+        limits = [*sorted({given, *larger})]
     experts = text.experts.count if text.experts else 1
     degrees = [tp for tp in ((1,) if text.experts else (1, 2, 4, 8)) if fits_blocks(cfg, sizes, tp)]
     for tp in degrees if "parallel.tp" in free else (cfg.parallel.tp,):
@@ -106,10 +102,7 @@ def _options(
                 continue
             for ep in _divisors(math.gcd(dp, experts)):
                 if "parallel.ep" in free or ep == cfg.parallel.ep:
-                    dims = ParallelDims(tp, pp, dp, ep, split)
-                    yield from (
-                        (dims, tokens) for tokens in sorted(limits, key=lambda limit: limit or 0)
-                    )
+                    yield from ((ParallelDims(tp, pp, dp, ep, split), tokens) for tokens in limits)
 
 
 def _first_split(cfg: Config, pp: int, layers: int) -> tuple[int, ...] | None:
@@ -129,70 +122,58 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _modes(
-    cfg: Config,
-    sizes: ModelSizes,
-    dims: ParallelDims,
-    steps: Sequence[Step],
-    cluster: Cluster,
-) -> Iterator[RunPlan]:
+def _layout(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> ModelLayout:
+    return ModelLayout(cfg, sizes, dims, ITEMSIZE[cfg.train.precision])
+
+
+def _modes(layout: ModelLayout, steps: Sequence[Step], cluster: Cluster) -> Iterator[RunPlan]:
     """Yield candidates up to the least recomputation that fits. A candidate that does not fit has
     no time."""
-    free = searched_keys(cfg)
+    cfg, free = layout.cfg, searched_keys(layout.cfg)
     modes: dict[tuple[Literal["none", "selective", "full"], bool], None] = {}
     for recompute, vision in _RECOMPUTES:
         if "model.recompute_vision" not in free:
             vision = cfg.model.recompute_vision
-        elif vision and config_as_trained(cfg, sizes).model.freeze_vision:
+        elif vision and layout.trained.model.freeze_vision:
             continue
         modes[recompute if "model.recompute" in free else cfg.model.recompute, vision] = None
     for decoder, vision in modes:
         model = replace(cfg.model, recompute=decoder, recompute_vision=vision)
-        trial = replace(cfg, model=model)
-        candidate = _candidate(trial, sizes, dims, steps, cluster)
+        trial = replace(layout, cfg=replace(cfg, model=model))
+        candidate = _candidate(trial, steps, cluster)
         yield candidate
         if candidate.stages is not None:
             return
 
 
-def _candidate(
-    cfg: Config,
-    sizes: ModelSizes,
-    dims: ParallelDims,
-    steps: Sequence[Step],
-    cluster: Cluster,
-) -> RunPlan:
-    itemsize, heaviest = ITEMSIZE[cfg.train.precision], heaviest_micro_batches(steps)
-    limit, replicas = USABLE * cluster.memory, []
-    max_layers = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
+def _candidate(layout: ModelLayout, steps: Sequence[Step], cluster: Cluster) -> RunPlan:
+    heaviest, limit, replicas = heaviest_micro_batches(steps), USABLE * cluster.memory, []
+    max_layers = most_layers(layout, heaviest, limit)
     if max_layers is not None:
-        replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
-        if _is_split_free(cfg):
-            split = level_layers(replicas, max_layers, sizes.text.num_layers)
-            dims = replace(dims, layers_per_stage=split)
-    plan = RunPlan.of(cfg, sizes, dims, heaviest, itemsize)
-    host = host_need(dims, plan.memory, cluster.machine.devices)
+        replicas = replicas_of(layout, steps, cluster.machine)
+        if _is_split_free(layout.cfg):
+            split = level_layers(replicas, max_layers, layout.sizes.text.num_layers)
+            layout = layout.with_layers(split)
+    plan = RunPlan.of(layout, heaviest)
+    host = host_need(layout.dims, plan.memory, cluster.machine.devices)
     is_over = plan.need > limit or host > USABLE * cluster.host_memory
     if max_layers is None or is_over:
         return plan
     return _with_time(plan, replicas, steps, cluster)
 
 
-def refine_split(
-    candidate: RunPlan, sizes: ModelSizes, mix: RowSample, cluster: Cluster
-) -> RunPlan:
+def refine_split(candidate: RunPlan, mix: RowSample, cluster: Cluster) -> RunPlan:
     """Return the candidate with the best split of its layers, which takes longer to find."""
-    cfg, dims = candidate.cfg, candidate.dims
-    if not _is_split_free(cfg):
+    layout, dims = candidate.layout, candidate.dims
+    if not _is_split_free(layout.cfg):
         return candidate
-    itemsize = ITEMSIZE[cfg.train.precision]
-    steps = mix.steps(cfg.train, sizes, dims.dp)
-    heaviest, limit = heaviest_micro_batches(steps), USABLE * cluster.memory
-    max_layers = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
+    steps = mix.steps(layout.cfg.train, layout.sizes, dims.dp)
+    heaviest = heaviest_micro_batches(steps)
+    max_layers = most_layers(layout, heaviest, USABLE * cluster.memory)
     assert max_layers is not None
-    replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
+    replicas = replicas_of(layout, steps, cluster.machine)
     split = choose_layer_split(replicas, max_layers, even_split(dims.pp, dims.num_layers))
-    best = RunPlan.of(cfg, sizes, replace(dims, layers_per_stage=split), heaviest, itemsize)
+    best = RunPlan.of(layout.with_layers(split), heaviest)
     return _with_time(best, replicas, steps, cluster)
 
 
@@ -200,10 +181,9 @@ def evaluate(
     cfg: Config, sizes: ModelSizes, dims: ParallelDims, mix: RowSample, cluster: Cluster
 ) -> RunPlan:
     """Return the cost of this layout, whether it fits or not."""
-    itemsize, steps = ITEMSIZE[cfg.train.precision], mix.steps(cfg.train, sizes, dims.dp)
-    plan = RunPlan.of(cfg, sizes, dims, heaviest_micro_batches(steps), itemsize)
-    replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
-    return _with_time(plan, replicas, steps, cluster)
+    layout, steps = _layout(cfg, sizes, dims), mix.steps(cfg.train, sizes, dims.dp)
+    plan = RunPlan.of(layout, heaviest_micro_batches(steps))
+    return _with_time(plan, replicas_of(layout, steps, cluster.machine), steps, cluster)
 
 
 def _with_time(
@@ -212,7 +192,7 @@ def _with_time(
     steps: Sequence[Step],
     cluster: Cluster,
 ) -> RunPlan:
-    cfg, sizes, dims = plan.cfg, plan.sizes, plan.dims
+    dims = plan.dims
     slowest = [
         max(
             (each.stages(dims.layers_per_stage) for each in step), key=lambda stages: stages.seconds
@@ -220,9 +200,8 @@ def _with_time(
         for step in replicas
     ]
     pipeline = sum(stages.seconds for stages in slowest) / len(slowest)
-    after = max(
-        _step_end_seconds(cfg, sizes, dims, stage, cluster.machine) for stage in range(dims.pp)
-    )
+    stages = range(dims.pp)
+    after = max(_step_end_seconds(plan.layout, stage, cluster.machine) for stage in stages)
     rows = [row for step in steps for share in step for row in share]
     # If some replicas represent others, all have equally many tokens.
     planned = sum(share != [] for share in steps[0]) or 1
@@ -232,12 +211,11 @@ def _with_time(
     return replace(plan, stages=slowest[0], step_s=pipeline + after, tokens=tokens, bubble=bubble)
 
 
-def _step_end_seconds(
-    cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int, machine: Machine
-) -> float:
+def _step_end_seconds(layout: ModelLayout, stage: int, machine: Machine) -> float:
     """Return the seconds after the last backward: gradients over DP, the optimizer, weights over
     DP."""
-    counts, itemsize = count(cfg, sizes, dims, stage), ITEMSIZE[cfg.train.precision]
+    cfg, dims, itemsize = layout.cfg, layout.dims, layout.itemsize
+    counts = count(layout, stage)
     optimizer, offloaded = optimizer_spec(cfg.optim), cfg.optim.offload
     on_device = replace(
         counts,
@@ -255,6 +233,6 @@ def _step_end_seconds(
         seconds += ring(ranks) * bytes_per_value * values / link
     if stage == 0 and cfg.model.share_images:
         tower_alone = replace(cfg, model=replace(cfg.model, freeze_language=True))
-        tower = trained_values(tower_alone, sizes, dims)[1]
-        seconds += ring(dims.tp) * _FP32 * tower / machine.link
+        _, tower, _ = counts_of_parts(replace(layout, cfg=tower_alone))
+        seconds += ring(dims.tp) * _FP32 * tower.trained / machine.link
     return seconds

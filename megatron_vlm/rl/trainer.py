@@ -84,10 +84,7 @@ class RlTrainer:
         assert isinstance(data, DataSet), "config/command_checks.py refuses streams"
         pool: RewardPool | NoRewards = NoRewards()
         if has_rewards(self.cfg):
-            settings = RewardSettings(
-                rl.reward, rl.environment, rl.processes, rl.timeout, rl.failed_reward
-            )
-            pool = RewardPool(settings)
+            pool = RewardPool(RewardSettings.from_config(rl, rl.processes))
         self.opened.callback(pool.close)
         self.episode_runner = EpisodeRunner(self.cfg, data, pool)
         self.held_out = HeldOutPrompts.with_pool(self.cfg, held_out, pool)

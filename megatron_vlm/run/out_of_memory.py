@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from megatron_vlm.distributed.device import lacks_memory
 from megatron_vlm.errors import TrainError
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.planner.run_plan import RunPlan
 from megatron_vlm.report.layout_table import size_text
@@ -32,7 +33,7 @@ def describe_out_of_memory(worker: MegatronWorker) -> TrainError:
     """Return the error of a rank whose memory has run out."""
     stage, batches = worker.grid.pp.rank, worker.stage.batch_sizes
     itemsize = worker.chunks[0].config.params_dtype.itemsize
-    plan = RunPlan.of(worker.cfg, worker.source.sizes, worker.dims, batches, itemsize)
+    plan = RunPlan.of(ModelLayout(worker.cfg, worker.source.sizes, worker.dims, itemsize), batches)
     parts = plan.memory[stage]
     planned = ", ".join(
         f"{name} {size_text(getattr(parts, name))}"

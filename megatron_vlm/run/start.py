@@ -20,6 +20,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.io.atomic import write_text
 from megatron_vlm.planner.auto_layout import needs_planning, plan_layout, with_layout_of
 from megatron_vlm.planner.first_batches import plan_run
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.row_sizes import mix_of
 from megatron_vlm.report.layout_table import StageReport, size_text
 from megatron_vlm.report.run_overview import RunFacts, run_overview
@@ -96,7 +97,8 @@ def describe_start(
     data = feeder.data
     assert data is not None, "rank 0 loads data"
     itemsize = worker.chunks[0].config.params_dtype.itemsize
-    plan = plan_run(worker.cfg, data, worker.source.sizes, worker.dims, itemsize, prompts_only)
+    layout = ModelLayout(worker.cfg, worker.source.sizes, worker.dims, itemsize)
+    plan = plan_run(layout, data, prompts_only)
     sets, memory = [(each.name, each.samples) for each in held_out], device_memory(worker.platform)
     facts = RunFacts(plan, length, data, feeder.remarks, sets, stages, memory, prompts_only)
     return run_overview(facts)

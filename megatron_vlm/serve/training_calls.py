@@ -12,6 +12,7 @@ from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import estimate
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.serve.failures import undo_on_error
@@ -141,7 +142,9 @@ def check_fits(
         BatchSizes.from_rows([_size(row) for row in local_rows[first : first + batch_rows]])
         for first in range(0, len(local_rows), batch_rows)
     ]
-    needed = max(stage.total for stage in estimate(cfg, sizes, dims, batches, itemsize))
+    needed = max(
+        stage.total for stage in estimate(ModelLayout(cfg, sizes, dims, itemsize), batches)
+    )
     if needed > memory:
         largest = max(batch.padded_tokens for batch in batches)
         raise RequestError(

@@ -28,6 +28,7 @@ from megatron_vlm.model.build import build_chunks, compute_dtype
 from megatron_vlm.model.constraints import check_backend, check_config
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.planner.auto_layout import settle_layers
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import check_offload
 
 # Collectives time out only after this many times launch.timeout_minutes: the watchdog reports
@@ -102,8 +103,8 @@ def _settle(
     check_backend(cfg, platform.is_cuda)
     if training:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        itemsize = compute_dtype(cfg, platform).itemsize
-        check_offload(cfg, sizes, dims, itemsize, local, host_memory_total())
+        layout = ModelLayout(cfg, sizes, dims, compute_dtype(cfg, platform).itemsize)
+        check_offload(layout, local, host_memory_total())
     return cfg, dims
 
 

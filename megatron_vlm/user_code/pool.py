@@ -13,7 +13,8 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron_vlm.errors import ConfigError, DataError, show_value
+from megatron_vlm.config.schema import RlConfig
+from megatron_vlm.errors import DataError
 from megatron_vlm.user_code.environment import EnvStep, Message
 from megatron_vlm.user_code.load_code import KEYS
 from megatron_vlm.user_code.reward_process import (
@@ -32,15 +33,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """Settings of the rewards or of a metric. Exactly one of `reward`, `environment` and `metric`
-    is set."""
+    """Settings of the rewards or of a metric."""
 
-    reward: str | None  # FILE.py:NAME or MODULE:NAME of a function
-    environment: str | None  # FILE.py:NAME or MODULE:NAME of a class
+    kind: str  # one of KEYS
+    target: str  # FILE.py:NAME or MODULE:NAME of a function or a class
     processes: int
     timeout_s: float  # seconds per call
     failed_reward: float | None  # reward of a call that fails or times out; None: raise an error
-    metric: str | None = None  # FILE.py:NAME or MODULE:NAME of a function
+
+    @staticmethod
+    def from_config(rl: RlConfig, processes: int) -> "RewardSettings":
+        """Return the settings of a run, which has either a reward or an environment."""
+        kind, target = "reward", rl.reward
+        if target is None:
+            kind, target = "environment", rl.environment
+        assert target is not None, "config/command_checks.py"
+        return RewardSettings(kind, target, processes, rl.timeout, rl.failed_reward)
 
 
 @dataclass(eq=False)
@@ -62,21 +70,7 @@ class RewardPool:
     def __init__(self, settings: RewardSettings):
         """Start the processes. Raise ConfigError if the function cannot be imported, found or
         called."""
-        targets = {
-            "metric": settings.metric,
-            "reward": settings.reward,
-            "environment": settings.environment,
-        }
-        given = {kind: target for kind, target in targets.items() if target is not None}
-        if len(given) != 1:
-            raise ConfigError(
-                f"and rl.environment={show_value(settings.environment)} do not go together",
-                key="rl.reward",
-                found=settings.reward,
-                remedy="give one of the two, as FILE.py:NAME or MODULE:NAME",
-            )
-        self.settings = settings
-        [(self.kind, self.target)] = given.items()
+        self.settings, self.kind, self.target = settings, settings.kind, settings.target
         self._episodes: dict[int, _Episode] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -148,10 +142,8 @@ class RewardPool:
         return future
 
     async def _start(self) -> None:
-        kind, target, timeout_s = self.kind, self.target, self.settings.timeout_s
-        self._workers = [
-            RewardWorker(kind, target, timeout_s) for _ in range(self.settings.processes)
-        ]
+        what = self.kind, self.target, self.settings.timeout_s
+        self._workers = [RewardWorker(*what) for _ in range(self.settings.processes)]
         starting = (worker.alive() for worker in self._workers)
         for result in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(result, BaseException):
@@ -169,13 +161,17 @@ class RewardPool:
         self, number: int, record: Mapping[str, Any], where: str
     ) -> Sequence[Message] | None:
         assert number not in self._episodes, f"episode {number} has begun already"
-        worker = min(self._workers, key=lambda worker: worker.episodes)
-        worker.episodes += 1
-        episode = self._episodes[number] = _Episode(number, record, where, worker)
+        episode = self._episodes[number] = self._new_episode(number, record, where)
         if self.kind == "reward":
             return None
         async with episode.lock:
             return await self._ask_or_fail(episode, _begin_request(episode), "reset")
+
+    def _new_episode(self, number: int, record: Mapping[str, Any], where: str) -> _Episode:
+        """Return an episode on the worker that has the fewest."""
+        worker = min(self._workers, key=lambda worker: worker.episodes)
+        worker.episodes += 1
+        return _Episode(number, record, where, worker)
 
     async def _step(self, number: int, answer: str) -> EnvStep:
         episode = self._episodes[number]
@@ -193,20 +189,17 @@ class RewardPool:
             return EnvStep(**response)
 
     async def _measure(self, request: Mapping[str, Any], where: str) -> dict[str, float]:
-        worker = min(self._workers, key=lambda worker: worker.episodes)
-        episode = _Episode(0, request["record"], where, worker)
-        worker.episodes += 1
+        episode = self._new_episode(0, request["record"], where)
         try:
             request = {"do": "metric", "episode": 0, **request}
             answer: dict[str, float] = await self._ask_processes(episode, request)
             return answer
-        except (RewardCallError, PackingError) as error:
-            wrong = error if isinstance(error, RewardCallError) else f"cannot be given it: {error}"
+        except RewardCallError as error:
             raise DataError(
-                f"{wrong}", place=where, key=KEYS["metric"], found=self.target
+                str(error), place=where, key=KEYS["metric"], found=self.target
             ) from None
         finally:
-            worker.episodes -= 1
+            episode.worker.episodes -= 1
 
     async def _end(self, number: int) -> None:
         if (episode := self._episodes.pop(number, None)) is None:
@@ -221,14 +214,13 @@ class RewardPool:
         set, and otherwise raise an error that names the record."""
         try:
             return await self._ask_processes(episode, request)
-        except (RewardCallError, PackingError) as error:
+        except RewardCallError as error:
             if self.settings.failed_reward is not None:
                 episode.failed = True
                 return None
             method_prefix = f": {method}" if self.kind == "environment" else ""
-            wrong = error if isinstance(error, RewardCallError) else f"cannot be given it: {error}"
             raise DataError(
-                f"{method_prefix} {wrong}".lstrip(),
+                f"{method_prefix} {error}".lstrip(),
                 place=episode.where,
                 key=KEYS[self.kind],
                 found=self.target,
@@ -247,6 +239,8 @@ class RewardPool:
                     answer = await process.ask(request)
                     episode.life = process
                     return answer
+            except PackingError as error:
+                raise RewardCallError(f"cannot be given it: {error}") from None
             except RewardProcessDiedError as error:
                 lost += 1
                 deaths += error.suspects > 0

@@ -27,6 +27,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.io.printable import short_name
 from megatron_vlm.planner.first_batches import plan_steps
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import StageMemory
 from megatron_vlm.planner.run_plan import RunPlan
 from megatron_vlm.report.layout_table import size_text
@@ -150,7 +151,7 @@ def test_the_verdict_names_the_stage_or_all_processes(tiny):
     gpu = target_machine(cfg, 0, memory="1GiB")
 
     def verdict(target, *memory: StageMemory) -> str:
-        return fit_verdict(RunPlan(cfg, sizes, dims, 2, [], memory), target)
+        return fit_verdict(RunPlan(ModelLayout(cfg, sizes, dims, 2), [], memory), target)
 
     half = 2**29
     small, large = StageMemory(half, 0, 0, 0), StageMemory(half, half, half, 0)

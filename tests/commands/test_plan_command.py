@@ -24,6 +24,7 @@ from megatron_vlm.planner.auto_layout import with_candidate
 from megatron_vlm.planner.fit import fitting_sets, switch_costs
 from megatron_vlm.planner.flops import OpCount
 from megatron_vlm.planner.hardware import CARD_MEMORY, Machine, gpu
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE, check_offload, estimate, host_need
 from megatron_vlm.planner.pipeline_time import Stages
 from megatron_vlm.planner.row_sizes import assumed_mix
@@ -71,7 +72,7 @@ def found(path: str, gpus: int, memory: int, *overrides: str) -> Found:
 
 
 def test_layouts_use_all_gpus_fit_and_come_fastest_first(eight):
-    result, (_, sizes, mix, cluster) = found(eight, 8, 80), question(eight, 8, 80)
+    result, (*_, mix, cluster) = found(eight, 8, 80), question(eight, 8, 80)
     assert len(result.fitting) > 10 and result.leanest is None
     speeds = [candidate.tokens_per_s for candidate in result.fitting]
     assert speeds == sorted(speeds, reverse=True)
@@ -82,7 +83,7 @@ def test_layouts_use_all_gpus_fit_and_come_fastest_first(eight):
     keys = [(candidate.dims, candidate.cfg.model, candidate.step_s) for candidate in result.fitting]
     assert len(set(keys)) == len(keys)
     piped = next(candidate for candidate in result.fitting if candidate.dims.pp > 1)
-    assert refine_split(piped, sizes, mix, cluster).tokens_per_s >= 0.999 * piped.tokens_per_s
+    assert refine_split(piped, mix, cluster).tokens_per_s >= 0.999 * piped.tokens_per_s
 
 
 FIXED = {
@@ -110,7 +111,8 @@ def test_with_auto_keys_that_are_given_stay(eight, words):
     assert all(map(FIXED[words], layouts))
     best = layouts[0]
     settled = with_candidate(what[0], best)
-    assert settled.parallel.auto == () and FIXED[words](replace(best, cfg=settled))
+    chosen = replace(best, layout=replace(best.layout, cfg=settled))
+    assert settled.parallel.auto == () and FIXED[words](chosen)
     dims = ParallelDims.create(settled.parallel, 8, 36)
     assert dims == best.dims
 
@@ -168,14 +170,14 @@ def test_fit_proposes_the_fastest_switches_that_fit(eight):
 
 def test_an_optimizer_that_host_memory_cannot_take_is_refused(eight):
     cfg = load_config([f"model.path={eight}", "parallel.tp=2", "optim.offload=0.5"])
-    dims, sizes = ParallelDims(2, 1, 2, 1, (36,)), read_sizes(eight)
-    need = host_need(dims, estimate(cfg, sizes, dims, [], 2), 4)
+    planned = ModelLayout(cfg, read_sizes(eight), ParallelDims(2, 1, 2, 1, (36,)), 2)
+    need = host_need(planned.dims, estimate(planned, []), 4)
     # Both TP ranks have the tower, whose 0.57e9 values are divided by DP alone.
     assert need == pytest.approx(6 * (8.77e9 + 0.57e9) + 4 * 2**25 * 6, rel=0.01)
-    check_offload(cfg, sizes, dims, 2, 4, 1.12 * need)
-    check_offload(cfg, sizes, dims, 2, 2, 0.56 * need)  # two machines
+    check_offload(planned, 4, 1.12 * need)
+    check_offload(planned, 2, 0.56 * need)  # two machines
     with raises(ConfigError, key="optim.offload", found=0.5, problem_has="4 ranks need"):
-        check_offload(cfg, sizes, dims, 2, 4, 1.1 * need)
+        check_offload(planned, 4, 1.1 * need)
 
 
 def test_seconds_of_work_by_hand():

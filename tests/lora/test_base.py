@@ -28,6 +28,7 @@ from megatron_vlm.hf.block_weight import NF4_VALUES, BlockCodes, BlockWeight, ro
 from megatron_vlm.hf.export_folder import read_export_mark
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.lora.peft_config import lora_of
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.parameters import count, fits_blocks
 from megatron_vlm.training.preflight import check_model
 from megatron_vlm.training.worker import MegatronWorker
@@ -99,7 +100,9 @@ def held_bytes(path: str, case: Case) -> tuple[int, int]:
             total += param.codes.codes_K.nbytes + param.codes.scales_B.nbytes
         else:
             total += param.nbytes
-    counts = count(worker.cfg, worker.source.sizes, worker.dims, worker.grid.pp.rank)
+    counts = count(
+        ModelLayout(worker.cfg, worker.source.sizes, worker.dims, 4), worker.grid.pp.rank
+    )
     return total, counts.weight_bytes(worker.cfg.lora.base, 4)
 
 

@@ -21,7 +21,8 @@ from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.auto_layout import decide
 from megatron_vlm.planner.flops import OpCount, micro_work
 from megatron_vlm.planner.hardware import Machine, gpu
-from megatron_vlm.planner.layer_split import even_split, most_layers, replicas_of
+from megatron_vlm.planner.layer_split import most_layers, replicas_of
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE, stage_memory
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.pipeline_time import ReplicaCosts
@@ -101,33 +102,28 @@ def test_each_token_goes_to_its_experts_and_comes_back(dense_layers, tiny):
     sizes, batch = read_sizes(path), BatchSizes(3, 100, 20, 64, 64)
     for recompute, again in (("none", 0), ("full", 1)):
         cfg = layout(recompute=recompute).config(path)
-        layer = micro_work(cfg, sizes, 1, batch, 2).layers[-1]  # the last has experts
+        layer = micro_work(laid_out(cfg, sizes), batch).layers[-1]  # the last has experts
         once = 2 * 2 * 300 * 64 * 2
         assert layer.forward.exchanged == once
         assert layer.backward.exchanged == (1 + again) * once
-        dense = micro_work(cfg, sizes, 1, batch, 2).layers[:dense_layers]
+        dense = micro_work(laid_out(cfg, sizes), batch).layers[:dense_layers]
         assert [each.forward.exchanged for each in dense] == [0] * dense_layers
     dense = tiny()
-    plain = micro_work(layout().config(dense), read_sizes(dense), 1, batch, 2)
+    plain = micro_work(laid_out(layout().config(dense), read_sizes(dense)), batch)
     assert plain.layers[0].forward.exchanged == plain.layers[0].backward.exchanged == 0
 
 
 def test_the_time_of_a_layer_has_the_all_to_all(tiny):
     path = tiny(**SPEC)
     cfg, sizes, batch = layout().config(path), read_sizes(path), BatchSizes(1, 100, 20, 0, 0)
-    work = micro_work(cfg, sizes, 1, batch, 2)
-    alone, shared = (
-        ReplicaCosts.at_degrees(cfg, sizes, dims_with(dp=8, ep=ep), [batch], BY_HAND, 2).layer_KG2[
-            0, 0
-        ]
-        for ep in (1, 8)
+    work = micro_work(laid_out(cfg, sizes), batch)
+    alone, four, shared = (
+        ReplicaCosts.at_degrees(laid_out(cfg, sizes, 8, ep), [batch], BY_HAND).layer_KG2[0, 0]
+        for ep in (1, 4, 8)
     )
     fewer = (  # fewer experts, whose gradients are added up
         BY_HAND.seconds(OpCount(moved=moved(cfg, sizes, ep=1) - moved(cfg, sizes, ep=4)))
     )
-    four = ReplicaCosts.at_degrees(
-        cfg, sizes, dims_with(dp=8, ep=4), [batch], BY_HAND, 2
-    ).layer_KG2[0, 0]
     sent = BY_HAND.exchange(work.layers[0].forward.exchanged, 4)
     assert four[0] - alone[0] == pytest.approx(sent)
     assert four[1] - alone[1] == pytest.approx(sent - fewer)
@@ -137,14 +133,15 @@ def test_the_time_of_a_layer_has_the_all_to_all(tiny):
 def moved(cfg: Config, sizes: ModelSizes, ep: int) -> float:
     """Return the bytes that are moved to add the gradients of a layer to those of the step, with
     values of 2 bytes."""
-    dims = dims_with(dp=8, ep=ep)
-    values = count(cfg, sizes, dims, 0).trained
-    without = count(cfg, sizes, replace(dims, layers_per_stage=(0,)), 0).trained
+    planned = laid_out(cfg, sizes, 8, ep)
+    values, without = count(planned, 0).trained, count(planned.with_layers((0,)), 0).trained
     return (values - without) / 4 * (2 * 2 + 2 * 4)
 
 
-def dims_with(dp: int, ep: int, pp: int = 1) -> ParallelDims:
-    return ParallelDims(1, pp, dp, ep, even_split(pp, 4))
+def laid_out(
+    cfg: Config, sizes: ModelSizes, dp: int = 1, ep: int = 1, itemsize: int = 2
+) -> ModelLayout:
+    return ModelLayout(cfg, sizes, ParallelDims(1, 1, dp, ep, (4,)), itemsize)
 
 
 def test_replicas_that_share_experts_wait_for_each_other(tiny):
@@ -162,9 +159,7 @@ def test_replicas_that_share_experts_wait_for_each_other(tiny):
     cfg, sizes = layout().config(path), read_sizes(path)
     long, short = BatchSizes(1, 500, 9, 0, 0), BatchSizes(1, 50, 9, 0, 0)
     step = [[long], [short, short], [short], []]
-    pairs, singles = (
-        replicas_of(cfg, sizes, dims_with(dp=4, ep=ep), [step], H100, 2)[0] for ep in (2, 1)
-    )
+    pairs, singles = (replicas_of(laid_out(cfg, sizes, 4, ep), [step], H100)[0] for ep in (2, 1))
     assert [len(each.first_G2) for each in pairs] == [2, 1]
     assert [len(each.first_G2) for each in singles] == [1, 2, 1]
 
@@ -174,14 +169,13 @@ def test_gradients_of_experts_travel_between_the_ranks_that_hold_them(tiny):
     ones."""
     path = tiny(**SPEC)
     cfg, sizes = layout(distributed_optimizer=False).config(path), read_sizes(path)
-    cfg = replace(cfg, train=replace(cfg.train, precision="fp32"))
     machine = replace(BY_HAND, moved=float("inf"))
     for ep, factor in ((4, 0.0), (2, 1.0)):  # a ring of two sends each value once
-        dims = dims_with(dp=4, ep=ep)
-        counts = count(cfg, sizes, dims, 0)
+        planned = laid_out(cfg, sizes, 4, ep, itemsize=4)
+        counts = count(planned, 0)
         assert counts.of_experts == 4 * 3 * 64 * 40 * 12 // ep
         rest = counts.gradients - counts.of_experts
-        assert _step_end_seconds(cfg, sizes, dims, 0, machine) == pytest.approx(
+        assert _step_end_seconds(planned, 0, machine) == pytest.approx(
             4 * (1.5 * rest + factor * counts.of_experts) / 4
         )
 
@@ -190,9 +184,9 @@ def test_memory_for_layers_grows_with_ep(tiny):
     path = tiny(**SPEC)
     cfg, sizes = layout().config(path), read_sizes(path)
     batches = [BatchSizes(1, 100, 20, 0, 0)]
-    limit = stage_memory(cfg, sizes, dims_with(dp=4, ep=4), 0, batches, 2).total
-    assert most_layers(cfg, sizes, dims_with(dp=4, ep=1), batches, 2, limit) is None
-    assert most_layers(cfg, sizes, dims_with(dp=4, ep=4), batches, 2, limit) == (4,)
+    limit = stage_memory(laid_out(cfg, sizes, 4, 4), 0, batches).total
+    assert most_layers(laid_out(cfg, sizes, 4, 1), batches, limit) is None
+    assert most_layers(laid_out(cfg, sizes, 4, 4), batches, limit) == (4,)
 
 
 def test_auto_knows_experts(tiny):

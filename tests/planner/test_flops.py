@@ -7,10 +7,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.decoder_layers import DELTA_CHUNK, Experts, GatedDeltaNet
 from megatron_vlm.family.spec import TextSizes
 from megatron_vlm.planner.flops import micro_work
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
@@ -55,7 +57,7 @@ def test_a_backward_computes_the_rule_again(tiny):
     sizes, batch = read_sizes(path), BatchSizes(2, 100, 50, 0, 0)
     for frozen, products in ((True, 1), (False, 2)):
         cfg = layout(freeze_language=frozen).config(path)
-        costs = micro_work(cfg, sizes, 1, batch, 4).layers
+        costs = micro_work(ModelLayout(cfg, sizes, ParallelDims(1, 1, 1, 1, (5,)), 4), batch).layers
         for layer, cost in zip(sizes.text.kinds, costs, strict=True):
             rule = 200 * layer.mixer.flops_per_token
             assert (rule > 0) == isinstance(layer.mixer, GatedDeltaNet)

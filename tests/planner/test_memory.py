@@ -14,14 +14,15 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
 from megatron_vlm.model.offload_activations import OffloadPass
-from megatron_vlm.planner.activation_memory import activations, config_as_trained
+from megatron_vlm.planner.activation_memory import activations
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import (
     StageMemory,
     estimate,
     micro_batches_in_flight,
     stage_memory,
 )
-from megatron_vlm.planner.memory_switches import switches_by_bytes
+from megatron_vlm.planner.memory_switches import switches_by_bytes, with_keys
 from megatron_vlm.planner.parameters import ParamCounts, RankParam, _shards, count
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.offload import OffloadedAdamW
@@ -221,22 +222,22 @@ def test_memory_is_that_of_the_built_worker(name, tiny, pool):
     path = tiny(**{**SPEC, **spec})
     sizes, cfg, batch = read_sizes(path), case.config(path), sizes_of_rows()
     dims = ParallelDims.create(cfg.parallel, case.world, sizes.text.num_layers)
+    planned = ModelLayout(cfg, sizes, dims, itemsize)
     ranks = pool.run(built, case.world, path, case)
     for stage in range(dims.pp):
         of_stage = [each for number, *each in ranks if number == stage]
         optimized = max(counts.optimized for counts, *_ in of_stage)
-        counts = count(cfg, sizes, dims, stage)
+        counts = count(planned, stage)
         assert counts == replace(of_stage[0][0], optimized=optimized, states=2 * optimized)
         measured = max(measured for _, measured, _ in of_stage)
         on_host = max(on_host for *_, on_host in of_stage)
-        expected = activations(config_as_trained(cfg, sizes), sizes, dims, stage, batch, itemsize)
+        expected = activations(planned, stage, batch)
+        memory = stage_memory(planned, stage, [batch])
         if itemsize == 4:  # in bf16 the CPU's norms keep fp32 copies, which no GPU does
             # Next to adapters, layers without one keep less than is counted.
             largest = 1.2 if cfg.lora.rank else 1 + TOLERANCE
             assert (1 - TOLERANCE) * measured <= expected <= largest * measured
-            host = stage_memory(cfg, sizes, dims, stage, [batch], itemsize).host
-            assert (1 - TOLERANCE) * on_host <= host <= largest * on_host
-        memory = stage_memory(cfg, sizes, dims, stage, [batch], itemsize)
+            assert (1 - TOLERANCE) * on_host <= memory.host <= largest * on_host
         assert memory.weights == itemsize * counts.held
         assert memory.gradients == 4 * counts.gradients
         assert memory.optimizer == (12 if name in BF16 else 8) * optimized
@@ -293,7 +294,7 @@ def test_an_optimizer_takes_what_was_planned(optim, tolerance, tiny, pool):
     path = tiny(**{**SPEC, "hidden": 256, "vision_hidden": 128, "vision_intermediate": 512})
     sizes, cfg = read_sizes(path), case.config(path)
     dims = ParallelDims.create(cfg.parallel, case.world, sizes.text.num_layers)
-    planned = stage_memory(cfg, sizes, dims, 0, [sizes_of_rows()], 2)
+    planned = stage_memory(ModelLayout(cfg, sizes, dims, 2), 0, [sizes_of_rows()])
     ranks = pool.run(optimizer_bytes, case.world, path, case)
     on_device, on_host = max(device for device, _ in ranks), max(host for _, host in ranks)
     assert planned.host <= on_host <= (1 + tolerance) * planned.host
@@ -308,7 +309,8 @@ def test_each_switch_saves_what_the_planner_says(tiny):
     path, batch = tiny(**SPEC), replace(sizes_of_rows(), rows=2)
     sizes, cfg = read_sizes(path), Case().config(path)
     dims = ParallelDims.create(cfg.parallel, 1, sizes.text.num_layers)
-    switches = switches_by_bytes(cfg, sizes, dims, 0, [batch, batch], 2)
+    plain = ModelLayout(cfg, sizes, dims, 2)
+    switches = switches_by_bytes(plain, 0, [batch, batch])
     names = [name for name, _ in switches]
     less = ["lora=default", "lora=qlora", "model.freeze_vision=true"]
     less.append("model.freeze_vision=true model.freeze_language=true")
@@ -317,14 +319,15 @@ def test_each_switch_saves_what_the_planner_says(tiny):
         assert [saved for _, saved in part] == sorted((saved for _, saved in part), reverse=True)
     assert {"model.recompute=full", "optim.states=int8", "train.micro_batch_size=1"} <= set(names)
     model, optim = replace(cfg.model, recompute="full"), replace(cfg.optim, states="int8")
-    need = stage_memory(cfg, sizes, dims, 0, [batch, batch], 2).total
+    need = stage_memory(plain, 0, [batch, batch]).total
     for name, trial in (
         ("model.recompute=full", replace(cfg, model=model)),
         ("optim.states=int8", replace(cfg, optim=optim)),
     ):
-        less = stage_memory(trial, sizes, dims, 0, [batch, batch], 2).total
+        changed = replace(plain, cfg=trial)
+        less = stage_memory(changed, 0, [batch, batch]).total
         assert dict(switches)[name] == need - less
-        assert name not in dict(switches_by_bytes(trial, sizes, dims, 0, [batch, batch], 2))
+        assert name not in dict(switches_by_bytes(changed, 0, [batch, batch]))
 
 
 def test_what_the_heads_adapter_keeps_goes_with_its_rank(tiny):
@@ -333,7 +336,7 @@ def test_what_the_heads_adapter_keeps_goes_with_its_rank(tiny):
 
     def kept(*targets: str, rank: int) -> int:
         case = replace(layout(), lora=dict(rank=rank, targets=targets))
-        return activations(config_as_trained(case.config(path), sizes), sizes, dims, 0, batch, 4)
+        return activations(ModelLayout(case.config(path), sizes, dims, 4), 0, batch)
 
     assert kept("head", rank=8) == 4 * batch.supervised * (128 + 8)
     assert kept("mlp", "head", rank=8) - kept("mlp", rank=8) == 4 * batch.supervised * 8
@@ -353,7 +356,7 @@ def memory_of(path: str, batches, itemsize=2, **parallel) -> list[StageMemory]:
     cfg, sizes = Case(parallel=parallel).config(path), read_sizes(path)
     world = parallel.get("tp", 1) * parallel.get("pp", 1)
     dims = ParallelDims.create(cfg.parallel, world, sizes.text.num_layers)
-    return estimate(cfg, sizes, dims, batches, itemsize)
+    return estimate(ModelLayout(cfg, sizes, dims, itemsize), batches)
 
 
 def test_stages_and_tp_share_what_they_should(tiny):
@@ -381,11 +384,13 @@ def test_stages_and_tp_share_what_they_should(tiny):
 
 def test_a_reference_model_is_a_second_set_of_weights(tiny):
     cfg, sizes = layout(tp=2).config(tiny()), read_sizes(tiny())
-    dims = ParallelDims.create(cfg.parallel, 2, sizes.text.num_layers)
+    rest = sizes, ParallelDims.create(cfg.parallel, 2, sizes.text.num_layers), 2
     kept, second = (
         estimate(
-            replace(cfg, train=replace(cfg.train, objective="dpo", reference=where)),
-            *(sizes, dims, [sizes_of_rows()], 2),
+            ModelLayout(
+                with_keys(cfg, {"train.objective": "dpo", "train.reference": where}), *rest
+            ),
+            [sizes_of_rows()],
         )[0]
         for where in ("keep", "model")
     )

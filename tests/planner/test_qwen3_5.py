@@ -3,7 +3,6 @@
 
 import importlib
 import re
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from megatron_vlm.planner.layer_split import (
     replicas_of,
     step_seconds,
 )
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE, estimate
 from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, assumed_mix
 from megatron_vlm.planner.search import Cluster, search
@@ -105,7 +105,9 @@ def test_recipes_fit(name, maker):
         dims = ParallelDims.create(cfg.parallel, gpus, sizes.text.num_layers)
         check_config(cfg, sizes, dims)
         assert cfg.train.global_batch_size % dims.dp == 0
-        largest = max(stage.total for stage in estimate(cfg, sizes, dims, batches, 2)) / GIB
+        largest = (
+            max(stage.total for stage in estimate(ModelLayout(cfg, sizes, dims, 2), batches)) / GIB
+        )
         assert largest < USABLE * memory
         for line in lines:
             [documented] = re.findall(rf"(\d+) GiB on {gpus}\b", line)
@@ -153,15 +155,15 @@ def test_memory_for_layers_counts_for_layers_of_any_kind(tiny):
     of each, and a stage in the middle may get two delta nets."""
     path = tiny(family="qwen3_5", layers=8)
     sizes, cfg = read_sizes(path), layout(pp=3).config(path)
-    dims, batches = ParallelDims(1, 3, 1, 1, (3, 2, 3)), [BatchSizes(2, 200, 100, 256, 256)] * 4
+    planned = ModelLayout(cfg, sizes, ParallelDims(1, 3, 1, 1, (3, 2, 3)), 4)
+    batches = [BatchSizes(2, 200, 100, 256, 256)] * 4
 
     def stages(split: tuple[int, ...]) -> list[int]:
-        stages = estimate(cfg, sizes, replace(dims, layers_per_stage=split), batches, 4)
-        return [stage.total for stage in stages]
+        return [stage.total for stage in estimate(planned.with_layers(split), batches)]
 
     tried = 0
     for limit in {stages(split)[1] for split in splits(3, 8)}:
-        most = most_layers(cfg, sizes, dims, batches, 4, limit)
+        most = most_layers(planned, batches, limit)
         for split in splits(3, 8) if most else ():
             if all(count <= limit for count, limit in zip(split, most, strict=True)):
                 assert max(stages(split)) <= limit, (split, most)
@@ -183,7 +185,7 @@ def test_auto_takes_layers_for_what_they_cost(tiny):
     chosen = decide(cfg, sizes, 4, platform, rows)[0]
     even = even_split(4, 8)
     steps = rows.steps(cfg.train, sizes, 1)
-    replicas = replicas_of(cfg, sizes, ParallelDims(1, 4, 1, 1, even), steps, CPU, 4)
+    replicas = replicas_of(ModelLayout(cfg, sizes, ParallelDims(1, 4, 1, 1, even), 4), steps, CPU)
     delta, full = replicas[0][0].layer_KG2[:, 0, 0]
     assert 2 < full / delta < 5
     best = min(step_seconds(replicas, split) for split in splits(4, 8))

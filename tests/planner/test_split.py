@@ -24,8 +24,9 @@ from megatron_vlm.planner.layer_split import (
     replicas_of,
     step_seconds,
 )
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import estimate
-from megatron_vlm.planner.pipeline_time import ReplicaCosts, idle_share, timeline
+from megatron_vlm.planner.pipeline_time import ReplicaCosts, Stages
 from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, assumed_mix, mix_of
 from megatron_vlm.planner.search import Cluster
 from tests.model.test_parity import layout
@@ -118,11 +119,10 @@ def test_layers_of_two_kinds_cost_what_they_are():
 
 def test_the_time_between_stages_counts():
     forward_GS = np.ones((3, 2))
-    assert max(task.end for task in timeline(forward_GS, forward_GS)) == 8
-    sent = timeline(forward_GS, forward_GS, np.full((3, 2), 0.5))
+    stages = Stages(forward_GS, forward_GS, 0 * forward_GS)
+    assert stages.seconds == max(task.end for task in stages.tasks) == 8
     # By hand: F0, B0, F1 ... each arrive half a unit late.
-    assert max(task.end for task in sent) == 10
-    assert idle_share(timeline(forward_GS, forward_GS)) == 1 - 12 / 16
+    assert replace(stages, sent_GS=np.full((3, 2), 0.5)).seconds == 10
 
 
 def test_features_travel_until_their_layers_have_added_them():
@@ -144,15 +144,17 @@ def test_memory_decides_what_a_stage_can_hold(tiny):
     batches = [BatchSizes(2, 200, 100, 256, 256)] * 4
 
     def total(split: tuple[int, ...], stage: int) -> int:
-        dims = decided_dims(split)
-        return estimate(cfg, sizes, dims, batches, 4)[stage].total
+        return estimate(with_split(split), batches)[stage].total
+
+    def with_split(split: tuple[int, ...]) -> ModelLayout:
+        return ModelLayout(cfg, sizes, decided_dims(split), 4)
 
     limit = total((2, 4), 0)
     assert total((3, 3), 0) > limit >= total((3, 3), 1)
-    limits = most_layers(cfg, sizes, decided_dims((3, 3)), batches, 4, limit)
+    limits = most_layers(with_split((3, 3)), batches, limit)
     assert limits is not None and limits[0] == 2 and total((6 - limits[1], limits[1]), 1) <= limit
-    assert most_layers(cfg, sizes, decided_dims((3, 3)), batches, 4, total((0, 6), 0) - 1) is None
-    assert most_layers(cfg, sizes, decided_dims((3, 3)), batches, 4, None) == (6, 6)
+    assert most_layers(with_split((3, 3)), batches, total((0, 6), 0) - 1) is None
+    assert most_layers(with_split((3, 3)), batches, None) == (6, 6)
 
 
 def decided_dims(split: tuple[int, ...]) -> ParallelDims:
@@ -174,7 +176,7 @@ def test_it_is_decided_by_the_rows(tiny):
     few = of(picture, picture, text)
     assert few[0] < 3 <= of(text)[0]
     steps = RowSample((picture, picture, text), "").steps(cfg.train, sizes, 1)
-    replicas = replicas_of(cfg, sizes, decided_dims((3, 3)), steps, CPU, 4)
+    replicas = replicas_of(ModelLayout(cfg, sizes, decided_dims((3, 3)), 4), steps, CPU)
     assert few == min(splits(2, 6), key=lambda split: step_seconds(replicas, split))
 
 

@@ -90,10 +90,7 @@ def table_of(cfg: Config) -> EpisodeRunner:
         kind="prompt",
     )
     assert isinstance(data, DataSet)
-    rl = cfg.rl
-    return EpisodeRunner(
-        cfg, data, RewardPool(RewardSettings(rl.reward, rl.environment, 1, 20.0, None))
-    )
+    return EpisodeRunner(cfg, data, RewardPool(RewardSettings.from_config(cfg.rl, 1)))
 
 
 def opened(cfg: Config) -> Iterator[EpisodeRunner]:

@@ -23,7 +23,6 @@ from megatron_vlm.user_code.environment import EnvStep
 from megatron_vlm.user_code.pool import _MAX_LOST, RewardPool, RewardSettings
 from megatron_vlm.user_code.serialize import PackingError, pack_and_unpack
 from tests.run.test_train import outside_of_jobs
-from tests.support.error_fields import raises
 from tests.support.exit_cases import END_S, Marked
 from tests.support.suites import full
 
@@ -39,15 +38,16 @@ def judging(tmp_path) -> Iterator[Judging]:
 
     def make(
         source: str,
-        reward: str | None = None,
+        reward: str = "rewards.py:score",
         environment: str | None = None,
         processes: int = 1,
         timeout_s: float = 20.0,
         failed_reward: float | None = None,
     ) -> RewardPool:
         (tmp_path / "rewards.py").write_text(dedent(source))
-        named = [None if name is None else str(tmp_path / name) for name in (reward, environment)]
-        made.append(RewardPool(RewardSettings(*named, processes, timeout_s, failed_reward)))
+        kind = "reward" if environment is None else "environment"
+        what = kind, str(tmp_path / (environment or reward))
+        made.append(RewardPool(RewardSettings(*what, processes, timeout_s, failed_reward)))
         return made[-1]
 
     yield make
@@ -112,7 +112,7 @@ WRONG = {
 
 
 def test_results_of_a_reward(judging):
-    reward_pool = judging(EVAL, "rewards.py:score")
+    reward_pool = judging(EVAL)
     results = [future.result(PATIENCE_S) for future in answers(reward_pool, *RIGHT)]
     assert [(each.reward, list(each.messages), each.figures) for each in results] == [
         (each.reward, [], each.figures) for each in RIGHT.values()
@@ -130,8 +130,7 @@ def test_results_of_a_reward(judging):
 def test_an_error_says_where_it_was_raised(judging, tmp_path, capfd):
     """The place is in the user's own folder, even if a library or a neighbour module raised it."""
     (tmp_path / "neighbour.py").write_text("def parse(text):\n    return {}[text]\n")
-    reward_pool = judging(
-        """
+    reward_pool = judging("""
         import json
         from neighbour import parse
         from megatron_vlm.io.untrusted import require_file
@@ -144,9 +143,7 @@ def test_an_error_says_where_it_was_raised(judging, tmp_path, capfd):
 
         def opened(answer):
             return require_file(answer)
-        """,
-        "rewards.py:score",
-    )
+    """)
     [library] = rewards(answers(reward_pool, "x", record={"by": "loads"}))
     [elsewhere] = rewards(answers(reward_pool, "/no", record={"by": "opened"}, first=1))
     [neighbours] = rewards(answers(reward_pool, "x", record={"by": "parse"}, first=2))
@@ -158,13 +155,10 @@ def test_an_error_says_where_it_was_raised(judging, tmp_path, capfd):
 
 
 def test_what_is_raised_is_shown_as_text_and_within_bounds(judging, capfd):
-    reward_pool = judging(
-        """
+    reward_pool = judging("""
         def score(record, answer):
             raise ValueError("\\x1b[2J\\x9b31m\\udc80" + "y" * 2**20 + "\\x07")
-        """,
-        "rewards.py:score",
-    )
+    """)
     [error] = rewards(answers(reward_pool, "x"))
     assert "raised ValueError: " in error and len(error) < 1000
     shown = capfd.readouterr().err
@@ -195,8 +189,7 @@ def test_messages_that_cannot_be_sent_are_wrong_at_once(judging):
                 found = {"deep": deep, "odd": Odd()}[answer]
                 return EnvStep(1, [{"role": "user", "content": found}])
         """,
-        None,
-        "rewards.py:Wrong",
+        environment="rewards.py:Wrong",
     )
     deep, odd = rewards(answers(reward_pool, "deep", "odd"))
     assert "rewards.py:Wrong: step " in deep and ": RecursionError: " in deep
@@ -204,8 +197,7 @@ def test_messages_that_cannot_be_sent_are_wrong_at_once(judging):
 
 
 def test_coroutines_run_at_the_same_time(judging):
-    reward_pool = judging(
-        """
+    reward_pool = judging("""
         import asyncio
         now = most = 0
 
@@ -216,9 +208,7 @@ def test_coroutines_run_at_the_same_time(judging):
             await asyncio.sleep(0.3)
             now -= 1
             return most
-        """,
-        "rewards.py:score",
-    )
+    """)
     assert rewards(answers(reward_pool, *"x" * 20)) == [20.0] * 20
 
 
@@ -232,7 +222,6 @@ def test_a_coroutine_has_a_time_of_its_own(judging):
             await asyncio.sleep(float(answer))
             return os.getpid()
         """,
-        "rewards.py:score",
         timeout_s=1.0,
     )
     *right, late = rewards(answers(reward_pool, "0.1", "0.5", "60"))
@@ -262,7 +251,6 @@ def test_a_function_that_hangs_ends_its_process(judging, hanging):
         def score(record, answer):
             return eval(answer)
         """,
-        "rewards.py:score",
         timeout_s=SHORT_S,
     )
     before, late, after = rewards(answers(reward_pool, "os.getpid()", hanging, "os.getpid()"))
@@ -279,7 +267,6 @@ def test_waiting_for_others_takes_none_of_the_time(judging):
             time.sleep(0.6)
             return float(answer)
         """,
-        "rewards.py:score",
         timeout_s=1.0,
     )
     assert rewards(answers(reward_pool, "1", "2", "3", "4")) == [1.0, 2.0, 3.0, 4.0]
@@ -295,7 +282,6 @@ def test_what_returns_late_is_late(judging):
             time.sleep(float(answer))
             return os.getpid()
         """,
-        "rewards.py:score",
         timeout_s=1.0,
     )
     before, late, after = rewards(answers(reward_pool, "0", "1.3", "0"))
@@ -323,7 +309,6 @@ def test_a_coroutine_that_cannot_be_cancelled_is_known(judging, blocking):
             await asyncio.sleep(0.1)
             return float(answer)
         """,
-        "rewards.py:score",
         timeout_s=SHORT_S,
     )
     first, late, *later = rewards(answers(reward_pool, "1", "hang", "2", "3", "4"))
@@ -341,8 +326,7 @@ def test_a_coroutine_that_cannot_be_cancelled_is_known(judging, blocking):
     ],
 )
 def test_a_call_that_kills_its_process_three_times(judging, tmp_path, kind, deadly, words):
-    reward_pool = judging(
-        f"""
+    reward_pool = judging(f"""
         import asyncio, ctypes, os, pathlib
 
         {kind} score(record, answer):
@@ -351,9 +335,7 @@ def test_a_call_that_kills_its_process_three_times(judging, tmp_path, kind, dead
             with open({str(tmp_path / "deaths")!r}, "a") as file:
                 file.write("x")
             {deadly}
-        """,
-        "rewards.py:score",
-    )
+    """)
     first, died, *later = rewards(answers(reward_pool, "1", "die", "2", "3"))
     assert [first, *later] == [1.0, 2.0, 3.0]
     assert f"rewards.py:score was asked 3 times, and its process {words}" in died
@@ -364,8 +346,7 @@ def test_a_call_that_kills_its_process_three_times(judging, tmp_path, kind, dead
 
 
 def test_a_process_that_dies_once_is_started_again(judging):
-    reward_pool = judging(
-        """
+    reward_pool = judging("""
         import os
         from pathlib import Path
 
@@ -374,9 +355,7 @@ def test_a_process_that_dies_once_is_started_again(judging):
                 mark.touch()
                 os._exit(1)
             return os.getpid()
-        """,
-        "rewards.py:score",
-    )
+    """)
     [pid] = rewards(answers(reward_pool, "x"))
     os.kill(int(pid), signal.SIGKILL)  # between calls
     time.sleep(0.05)
@@ -414,7 +393,7 @@ def test_an_environment_gets_its_state_again(judging, tmp_path, asynchronous):
         " def step", " async def step"
     )
     reward_pool = judging(
-        source if asynchronous else COUNTING, None, "rewards.py:Counting", timeout_s=SHORT_S
+        source if asynchronous else COUNTING, environment="rewards.py:Counting", timeout_s=SHORT_S
     )
     for place, name in enumerate("AB"):
         assert reward_pool.begin(place, {"name": name}, name).result(PATIENCE_S) is None
@@ -463,8 +442,7 @@ def test_an_environment_sees_and_shows_pictures(judging, tmp_path):
                 raw = {"type": "image", "image": b"PNG"}
                 return ({"role": "user", "content": [image, path, raw, "?"]},)
         """,
-        None,
-        "rewards.py:Turning",
+        environment="rewards.py:Turning",
     )
     [first] = reward_pool.begin(0, {"image": picture()}, "turning").result(PATIENCE_S)
     image, path, raw, text = first["content"]
@@ -520,7 +498,7 @@ def test_values_of_numpy_travel_as_pythons():
 def test_what_cannot_travel_is_named(judging):
     with pytest.raises(PackingError, match=r"^a\.b\[1\] is of type set$"):
         pack_and_unpack({"a": {"b": [1, {2}]}})
-    reward_pool = judging("def score(record, answer): return 1", "rewards.py:score")
+    reward_pool = judging("def score(record, answer): return 1")
     [error] = rewards(answers(reward_pool, "x", record={"label": {2}}))
     assert "data.jsonl:0: " in error and "cannot be given it: record.label is of type set" in error
     assert rewards(answers(reward_pool, "x", first=1)) == [1.0]
@@ -554,8 +532,7 @@ def test_wrong_results_of_an_environment(judging):
             def step(self, answer):
                 return eval(answer)
         """,
-        None,
-        "rewards.py:Wrong",
+        environment="rewards.py:Wrong",
     )
     futures = answers(reward_pool, *WRONG_STEPS, record={"first": "None"})
     for expected, error in zip(WRONG_STEPS.values(), rewards(futures), strict=True):
@@ -611,16 +588,10 @@ def test_names_that_are_refused(judging, tmp_path, kind, name):
         assert str(refused.value).endswith(f" at {tmp_path / 'missing.py'}:2")
 
 
-def test_one_of_both_is_given():
-    for both in ((None, None), ("a.py:a", "b.py:b")):
-        with raises(ConfigError, key="rl.reward", found=both[0]):
-            RewardPool(RewardSettings(*both, 1, 1.0, None))
-
-
 def test_a_module_is_found_in_the_working_folder(tmp_path, monkeypatch):
     (tmp_path / "some_rewards.py").write_text("async def score(record, answer): return 2")
     monkeypatch.chdir(tmp_path)
-    reward_pool = RewardPool(RewardSettings("some_rewards:score", None, 1, 9.0, None))
+    reward_pool = RewardPool(RewardSettings("reward", "some_rewards:score", 1, 9.0, None))
     try:
         assert rewards(answers(reward_pool, "x")) == [2.0]
     finally:
@@ -641,8 +612,7 @@ def test_a_failed_reward_stands_for_errors(judging):
                 eval(answer)
                 return EnvStep(1.0, [{"role": "user", "content": "more"}])
         """,
-        None,
-        "rewards.py:Failing",
+        environment="rewards.py:Failing",
         timeout_s=SHORT_S,
         failed_reward=-1.0,
     )
@@ -670,8 +640,7 @@ def test_episodes_are_dealt_to_those_with_the_fewest(judging):
                 alive = sum(isinstance(each, Where) for each in gc.get_objects())
                 return EnvStep(os.getpid(), [], {"alive": alive})
         """,
-        None,
-        "rewards.py:Where",
+        environment="rewards.py:Where",
         processes=2,
     )
     pids = rewards(answers(reward_pool, *"xxxx"))
@@ -686,8 +655,7 @@ def test_episodes_are_dealt_to_those_with_the_fewest(judging):
 
 def test_a_process_is_small_and_apart(judging, capfd, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    reward_pool = judging(
-        """
+    reward_pool = judging("""
         import os, sys
 
         def score(record, answer):
@@ -696,9 +664,7 @@ def test_a_process_is_small_and_apart(judging, capfd, monkeypatch):
             assert not large, large
             assert "RANK" not in os.environ
             return os.getpgrp()
-        """,
-        "rewards.py:score",
-    )
+    """)
     [group] = rewards(answers(reward_pool, "x"))
     assert isinstance(group, float), group
     assert group != os.getpgrp()  # Ctrl-C is sent to the trainer's group
@@ -707,9 +673,7 @@ def test_a_process_is_small_and_apart(judging, capfd, monkeypatch):
 
 
 def test_closing_cancels_what_waits(judging):
-    reward_pool = judging(
-        "import time\ndef score(record, answer): time.sleep(60)", "rewards.py:score"
-    )
+    reward_pool = judging("import time\ndef score(record, answer): time.sleep(60)")
     futures = answers(reward_pool, "x", "x")
     assert not futures[0].cancel()
     reward_pool.close()
@@ -723,7 +687,7 @@ HOLDING = """
 import sys
 from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 
-judges = RewardPool(RewardSettings(sys.argv[1], None, 2, 600.0, None))
+judges = RewardPool(RewardSettings("reward", sys.argv[1], 2, 600.0, None))
 for number, answer in enumerate(["time.sleep(600)", "sum(range(10**13))"]):
     judges.begin(number, {}, "record")
     future = judges.step(number, answer)

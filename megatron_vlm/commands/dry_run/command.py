@@ -39,6 +39,7 @@ from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_backend, check_config
 from megatron_vlm.planner.auto_layout import needs_planning, plan_layout
 from megatron_vlm.planner.first_batches import plan_run, plan_steps
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE, check_offload
 from megatron_vlm.planner.row_sizes import Step, mix_of
 from megatron_vlm.planner.run_plan import RunPlan
@@ -63,6 +64,12 @@ class PlannedModel:
     target: TargetMachine
     dims: ParallelDims
     table: list[Entry]
+
+    @property
+    def layout(self) -> ModelLayout:
+        """The layout for the planner."""
+        itemsize = compute_dtype(self.cfg, self.target.platform).itemsize
+        return ModelLayout(self.cfg, self.source.sizes, self.dims, itemsize)
 
 
 def dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) -> int:
@@ -95,8 +102,8 @@ def plan_model(cfg: Config, console: Console, gpus: int | None, memory: str | No
     check_config(cfg, source.sizes, dims)
     check_backend(cfg, target.platform.is_cuda)
     if target.is_here:
-        itemsize = compute_dtype(cfg, target.platform).itemsize
-        check_offload(cfg, source.sizes, dims, itemsize, world, host_memory_total())
+        layout = ModelLayout(cfg, source.sizes, dims, compute_dtype(cfg, target.platform).itemsize)
+        check_offload(layout, world, host_memory_total())
     # A folder may have no weights yet, and a plan does not download them.
     if hub_name(cfg.model.path) is None and any(source.path.glob("*.safetensors")):
         source.read_headers()
@@ -125,8 +132,7 @@ def print_run(
     stages = stage_reports(cfg, dims, model.table)
     remarks = Remarks.from_data(data, "data.train", cfg.data)
     sets = list(open_held_out(model, prompts_only and needs_held_out_rewards(cfg)))
-    dtype = compute_dtype(cfg, target.platform)
-    plan = plan_run(cfg, data, model.source.sizes, dims, dtype.itemsize, prompts_only)
+    plan = plan_run(model.layout, data, prompts_only)
     done = _steps_done(cfg)
     length, held_out = length_of(cfg, data.length, done), [(n, len(d.order)) for n, d, _ in sets]
     facts = RunFacts(plan, length, data, remarks, held_out, stages, target.available, prompts_only)

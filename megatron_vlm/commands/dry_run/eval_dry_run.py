@@ -8,7 +8,6 @@ from megatron_vlm.commands.dry_run.command import open_held_out, plan_model
 from megatron_vlm.config.evaluation_checks import answer_metrics, loss_scores, metric_name
 from megatron_vlm.config.schema import Config
 from megatron_vlm.io.printable import escape_controls
-from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.report.layout_table import size_text
@@ -26,16 +25,15 @@ def eval_dry_run(
     """Print what `eval` would do; raise the errors that would end it."""
     console = Console(highlight=False)
     model = plan_model(cfg, console, gpus, memory)
-    dims, target, sizes = model.dims, model.target, model.source.sizes
+    dims, target = model.dims, model.target
     scores = loss_scores(cfg)
     if cfg.eval.candidates is not None:
         scores.append(f"ranking of {len(read_candidates(cfg.eval.candidates)):,} candidates")
     if metrics := answer_metrics(cfg):
         names = ", ".join(map(metric_name, metrics))
         scores.append(f"{names} of answers of at most {cfg.eval.max_new_tokens:,} tokens")
-    itemsize = compute_dtype(cfg, target.platform).itemsize
-    counts = [count(cfg, sizes, dims, stage) for stage in range(dims.pp)]
-    weights = [each.weight_bytes(cfg.lora.base, itemsize) for each in counts]
+    counts = [count(model.layout, stage) for stage in range(dims.pp)]
+    weights = [each.weight_bytes(cfg.lora.base, model.layout.itemsize) for each in counts]
     of = f", of {target.available}" if target.available else ""
     rows = {
         "model": cfg.model.path if checkpoint is None else str(checkpoint),

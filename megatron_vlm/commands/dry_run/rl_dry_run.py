@@ -95,9 +95,7 @@ class TriedAnswer:
 def try_reward(cfg: Config, data: DataSet) -> Iterator[TriedAnswer]:
     """Yield the rewards of answers to the first prompts: the right answer of a record, if it has
     one, and an empty answer, which a model may give. An error of the reward is raised."""
-    rl = cfg.rl
-    settings = RewardSettings(rl.reward, rl.environment, 1, rl.timeout, rl.failed_reward)
-    with closing(RewardPool(settings)) as pool:
+    with closing(RewardPool(RewardSettings.from_config(cfg.rl, 1))) as pool:
         number = 0
         for handle, _, _ in islice(data.epoch(Position()), _RECORDS):
             where, record = data.where(handle), data.raw(handle)

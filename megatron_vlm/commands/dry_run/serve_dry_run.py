@@ -10,7 +10,6 @@ from megatron_vlm.commands.dry_run.rl_dry_run import describe_sampler
 from megatron_vlm.config.command_checks import loaded_counts
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.io.printable import escape_controls
-from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.planner.memory import StageMemory, estimate
 from megatron_vlm.report.layout_table import size_text
 from megatron_vlm.report.run_overview import aligned_lines
@@ -69,5 +68,4 @@ def _memory(model: PlannedModel) -> str:
 
 
 def _fixed(model: PlannedModel, cfg: Config) -> list[StageMemory]:
-    itemsize = compute_dtype(cfg, model.target.platform).itemsize
-    return estimate(cfg, model.source.sizes, model.dims, [], itemsize)
+    return estimate(replace(model.layout, cfg=cfg), [])

@@ -195,8 +195,7 @@ class AnswerMeter:
         with fail_together(self.device, ConfigError):
             for metric in filter(is_user_metric, self.metrics):
                 if worker.grid.leads:
-                    timeout = cfg.eval.metric_timeout
-                    settings = RewardSettings(None, None, 1, timeout, None, metric=metric)
+                    settings = RewardSettings("metric", metric, 1, cfg.eval.metric_timeout, None)
                     self.pools[metric] = pool = RewardPool(settings)
                     self.opened.callback(pool.close)
 
