@@ -209,16 +209,8 @@ def sentences(error: Exception) -> list[str]:
     the program the list is empty."""
     if isinstance(error, MegatronVLMError):
         return [render(**each.fields()) for each in (error, *error.further)]
-    text = sentence(error)
-    return [] if text is None else [text]
-
-
-def sentence(error: Exception) -> str | None:
-    """Return the message that a user gets in place of a traceback, or None for a fault of the
-    program."""
-    if isinstance(error, MegatronVLMError):
-        return str(error)
     if isinstance(error, OSError) and (remedy := _REFUSALS.get(error.errno or 0)) is not None:
         file = "a file" if error.filename is None else os.fsdecode(error.filename)
-        return f"{file} cannot be used: {os.strerror(error.errno or 0)}; {remedy}, and start again"
-    return None
+        why = os.strerror(error.errno or 0)
+        return [f"{file} cannot be used: {why}; {remedy}, and start again"]
+    return []

@@ -13,7 +13,7 @@ _UNSAFE = re.compile(
 
 def show_count(count: int, noun: str) -> str:
     """Return a number with its noun: 1 sample, 2,000 processes."""
-    return f"{count:,} {noun}" + ("es" if noun.endswith("s") else "s") * (count != 1)
+    return f"{count:,} {noun}" + ("es" if noun.endswith(("s", "x")) else "s") * (count != 1)
 
 
 def escape_controls(text: str) -> str:
@@ -60,3 +60,11 @@ def wrap_words(text: str, width: int, first: str = "", rest: str = "") -> list[s
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def size_text(size: float) -> str:
+    """Format bytes in a readable unit."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size / 2**10:,.1f} KiB"

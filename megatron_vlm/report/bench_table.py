@@ -58,7 +58,7 @@ def _line(line: JsonField) -> BenchLine:
 
 
 def bench_cells(line: BenchLine) -> tuple[str, ...]:
-    """Return the cells of a line."""
+    """Return the cells of BENCH_COLUMNS."""
     change = f"{line.after - line.before:+.4f}"
     if line.standard_error is not None:
         change += f" \u00b1 {line.standard_error:.4f}"
@@ -68,20 +68,19 @@ def bench_cells(line: BenchLine) -> tuple[str, ...]:
 
 def bench_section(folder: Path) -> Iterator[Section]:
     """Yield the table of a run's benchmarks; nothing for a run without them."""
+    heading = Heading("Benchmarks", "Benchmarks")
     try:
         benchmark = read_benchmark(folder)
     except DataError as error:
-        yield Heading("Benchmarks", "Benchmarks")
-        yield Note(str(error), "alarm")
+        yield from (heading, Note(str(error), "alarm"))
         return
-    if benchmark is None:
-        return
-    yield Heading("Benchmarks", "Benchmarks")
-    caption = (
-        f"{benchmark.suite}, {benchmark.time}. The base model before, the export after, both by "
-        "vLLM. \u00b1 is the standard error of the difference."
-    )
-    yield Table(BENCH_COLUMNS, [bench_cells(line) for line in benchmark.lines], caption)
+    if benchmark is not None:
+        caption = (
+            f"{benchmark.suite}, {benchmark.time}. The base model before, the export after, both "
+            "by vLLM. \u00b1 is the standard error of the difference."
+        )
+        rows = [*map(bench_cells, benchmark.lines)]
+        yield from (heading, Table(BENCH_COLUMNS, rows, caption))
 
 
 def bench_markdown(benchmark: Benchmark) -> str:

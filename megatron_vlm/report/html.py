@@ -4,13 +4,13 @@ import base64
 import hashlib
 import itertools
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
+from typing import Literal
 
 from megatron_vlm.data.tokens.boxes_as_text import Outline
-from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.io.printable import escape_controls, show_count
 from megatron_vlm.report import sections
 from megatron_vlm.report.charts import (
     CURVE_COLOURS,
@@ -38,20 +38,16 @@ def render_page(report: Report) -> str:
     if any(isinstance(part, Charts) for part in report.sections):
         css, scripts = chart_css(), [*chart_scripts()]
     if any(isinstance(part, sections.Command | sections.Timeline) for part in report.sections):
-        scripts.append(copy_script())
+        scripts.append(script_of("copy"))
     if any(isinstance(part, sections.CardPages) for part in report.sections):
-        scripts.append(paging_script())
+        scripts.append(script_of("paging"))
     return document(report.tab, css, page_body(report), scripts)
 
 
-def copy_script() -> str:
-    """Return the script of a page with words to copy or a pipeline to point at."""
-    return Path(__file__).with_name("copy.js").read_text()
-
-
-def paging_script() -> str:
-    """Return the script of a page with cards that are shown a few at a time."""
-    return Path(__file__).with_name("paging.js").read_text()
+def script_of(name: Literal["copy", "paging"]) -> str:
+    """Return the script of a page with words to copy or a pipeline to point at, or with cards that
+    are shown a few at a time."""
+    return Path(__file__).with_name(f"{name}.js").read_text()
 
 
 def document(
@@ -167,14 +163,10 @@ def _draw_group(part: Section) -> Html:
 def _card_pages(part: sections.CardPages) -> Html:
     """Return the cards, of which paging.js shows some."""
     kinds: Sequence[str | None] = part.kinds or [None] * len(part.cards)
-    cards = (
-        tag("div", _draw(card), data_kind=kind)
-        for card, kind in zip(part.cards, kinds, strict=True)
-    )
-    layout = "" if part.is_wide else " beside"
-    return tag(
-        "div", tag("div", *cards, class_=f"cards{layout}"), class_="paged", data_size=part.at_once
-    )
+    pairs = zip(part.cards, kinds, strict=True)
+    cards = (tag("div", _draw(card), data_kind=kind) for card, kind in pairs)
+    shown = tag("div", *cards, class_="cards" if part.is_wide else "cards beside")
+    return tag("div", shown, class_="paged", data_size=part.at_once)
 
 
 def _draw_picture(part: Section) -> Html:
@@ -249,23 +241,19 @@ def _outlined(part: sections.OutlinedPictures) -> Html:
     frames = (
         tag("span", _picture(pixels), *overlay, style=f"--cell:{cell}") for pixels in part.pictures
     )
-    caption = " \u00b7 ".join([part.caption, *_count_outlines(part.outlines)])
+    counted = _count_outlines(part.outlines)
+    caption = f"{part.caption} \u00b7 {counted}" if counted else part.caption
     return tag("figure", tag("div", *frames), tag("figcaption", caption), class_="outlined")
 
 
-def _count_outlines(outlines: Sequence[Outline]) -> Iterator[str]:
-    """Yield the numbers of boxes and points, if there are any."""
-    counts = Counter("point" if len(each.numbers) == 2 else "box" for each in outlines)
-    plurals = {"box": "boxes", "point": "points"}
-    words = [
-        f"{count:,} {kind if count == 1 else many}"
-        for kind, many in plurals.items()
-        if (count := counts[kind])
-    ]
+def _count_outlines(outlines: Sequence[Outline]) -> str:
+    """Return the numbers of boxes and points in words; nothing if there are none."""
+    points = sum(len(each.numbers) == 2 for each in outlines)
+    counts = {"box": len(outlines) - points, "point": points}
+    words = [show_count(count, kind) for kind, count in counts.items() if count]
     if len(outlines) > _MAX_OUTLINES:
         words.append(f"the first {_MAX_OUTLINES} drawn")
-    if words:
-        yield ", ".join(words)
+    return ", ".join(words)
 
 
 def _outline(place: int, outline: Outline) -> Html:
@@ -277,12 +265,8 @@ def _outline(place: int, outline: Outline) -> Html:
     kind = "point" if len(outline.numbers) == 2 else "box"
     turned = " right" if x1 + x2 > 1000 else ""
     label = [tag("b", outline.label)] if outline.label else []
-    known = {
-        "class_": f"{kind} c{place % CURVE_COLOURS}{turned}",
-        "style": style,
-        "title": outline.text,
-    }
-    return tag("u", *label, **known)
+    names = f"{kind} c{place % CURVE_COLOURS}{turned}"
+    return tag("u", *label, class_=names, style=style, title=outline.text)
 
 
 def _timeline(timeline: sections.Timeline) -> Html:

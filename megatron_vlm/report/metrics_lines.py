@@ -189,10 +189,9 @@ def to_json(line: Line) -> str:
     and value are None is left out."""
     kind = next(name for name, kind in _KINDS.items() if type(line) is kind)
     absent = {f.name for f in fields(line) if f.default is None and getattr(line, f.name) is None}
-    values = {
-        key: _null_if_not_finite(value) for key, value in vars(line).items() if key not in absent
-    }
-    return json.dumps({"kind": kind, **values})
+    values = {key: value for key, value in vars(line).items() if key not in absent}
+    infinite = {k: None for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return json.dumps({"kind": kind, **values, **infinite})
 
 
 def from_json(text: str) -> Line | None:
@@ -218,10 +217,6 @@ def _parse(text: str) -> tuple[type[Line] | None, dict[str, Any]]:
     kind = _KINDS.get(raw["kind"])
     readers = {} if kind is None else _READERS[kind]
     return kind, {key: readers[key](value) for key, value in raw.items() if key in readers}
-
-
-def _null_if_not_finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _figure(value: float | None) -> float:

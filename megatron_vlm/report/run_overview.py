@@ -1,10 +1,14 @@
-"""The overview of a run before its first step, which a dry run prints, too: what it learns from,
-for how long, which weights learn, what it needs, and where its results go."""
+"""The start-up report of a run, which a dry run prints, too: the parameters of each stage, and the
+overview of what it learns from, for how long, what it needs, and where its results go."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
 
 from megatron_vlm.config.base_types import BASE_TITLES
 from megatron_vlm.config.evaluation_checks import DEFAULT_MINUTES, DEFAULT_STEPS, epochs_between
@@ -14,15 +18,77 @@ from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.io.printable import short_name, show_count
+from megatron_vlm.family.spec import Part
+from megatron_vlm.hf.weight_map import Entry, Origin
+from megatron_vlm.io.printable import short_name, show_count, size_text
 from megatron_vlm.planner.run_plan import RunPlan
-from megatron_vlm.report.layout_table import StageReport, size_text
+from megatron_vlm.report.terminal import plain_table
 from megatron_vlm.training.lr_schedule import total_steps
 
+ADAPTERS = "lora"
 _WIDTH = 80
 _LABEL = 12
 _MAX_NAMES = 4
 _MAX_STAGES = 4
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """Parameters of one stage by their part, with those of adapters apart. They are summed over the
+    TP ranks of the stage; replicated ones are counted once."""
+
+    stage: int
+    layers: tuple[range, ...]  # one for each chunk
+    total: Counter[str] = field(default_factory=Counter)
+    trainable: Counter[str] = field(default_factory=Counter)
+
+
+def stage_reports(cfg: Config, dims: ParallelDims, table: Sequence[Entry]) -> list[StageReport]:
+    """Return one report per stage. TP's vocabulary padding is not counted."""
+    chunks = range(dims.virtual_stages)
+    reports = [
+        StageReport(stage, tuple(dims.layers_of(stage, chunk) for chunk in chunks))
+        for stage in range(dims.pp)
+    ]
+    for entry in table:
+        report = reports[entry.stage]
+        kind = ADAPTERS if entry.origin is Origin.added else entry.part
+        report.total[kind] += entry.num_values
+        if not entry.is_frozen(cfg):
+            report.trainable[kind] += entry.num_values
+    return reports
+
+
+def layout_table(cfg: Config, where: str, reports: Sequence[StageReport]) -> Table:
+    """Return the reports as a table. `where`: the platform and the type of weights."""
+    model = cfg.model
+    title = f"{where}; backend={model.backend}, recompute={model.recompute}"
+    if model.offload_activations:
+        title += f", offload_activations={model.offload_activations:g}"
+    table = plain_table(
+        title=title,
+        title_justify="left",
+        caption="The vision tower sits on stage 0. A part in brackets is frozen.",
+        caption_justify="left",
+    )
+    # In a terminal of 80 columns the adapters take the place of the total.
+    adapted = any(report.total[ADAPTERS] for report in reports)
+    kinds = [*Part, ADAPTERS] if adapted else [*Part]
+    sums = ("trainable",) if adapted else ("total", "trainable")
+    for column in ("stage", "layers", *kinds, *sums):
+        table.add_column(column, justify="right", no_wrap=True)
+    for report in reports:
+        span = ", ".join(f"{part[0]}-{part[-1]}" if part else "none" for part in report.layers)
+        cells = [_cell(report.total[key], report.trainable[key]) for key in kinds]
+        totals = [short_name(counted.total()) for counted in (report.total, report.trainable)]
+        table.add_row(str(report.stage), span, *cells, *totals[-len(sums) :])
+    return table
+
+
+def _cell(total: int, trainable: int) -> Text:
+    if not total:
+        return Text("-")
+    return Text(short_name(total)) if trainable else Text(f"({short_name(total)})", style="dim")
 
 
 @dataclass(frozen=True)
@@ -133,14 +199,13 @@ def _layout(cfg: Config, dims: ParallelDims) -> str:
     experts = f" ep={dims.ep}" if dims.ep > 1 else ""
     rows = show_count(train.micro_batch_size, "row")
     limit = rows if train.micro_batch_tokens is None else f"{train.micro_batch_tokens:,} tokens"
-    idle = dims.dp - train.global_batch_size
-    without = f"{idle} of the {dims.dp} replicas get no row: raise train.global_batch_size"
-    return (
+    text = (
         f"tp={dims.tp} pp={dims.pp}{chunks} dp={dims.dp}{experts} in "
         f"{show_count(count, 'process')}; micro-batches of at most {limit}"
-        + f"; {without}"
-        * (idle > 0)
     )
+    if (idle := dims.dp - train.global_batch_size) > 0:
+        text += f"; {idle} of the {dims.dp} replicas get no row: raise train.global_batch_size"
+    return text
 
 
 def _memory(plan: RunPlan, available: str) -> str:

@@ -31,9 +31,7 @@ def bars_svg(bars: Bars) -> Html:
         # Below few bars there is no room for both numbers, so the last one begins behind them.
         room = dict(x=f"{end:.2f}", text_anchor="end") if end > 110 else dict(x=f"{end + 30:.2f}")
         labels.append(tag("text", f"to {last:,}" if end <= 110 else f"{last:,}", y=120, **room))
-    labels += [
-        tag("text", f"tallest bar: {show_count(max(counts), 'sample')}", x=4, y=12),
-    ]
+    labels.append(tag("text", f"tallest bar: {show_count(max(counts), 'sample')}", x=4, y=12))
     line = tag("line", x1=4, y1=104.5, x2=316, y2=104.5, class_="grid")
     return tag("svg", *drawn, line, *labels, viewBox="0 0 320 130", role="img")
 
@@ -49,7 +47,6 @@ def bins(values: np.ndarray) -> tuple[int, int, list[int]]:
     return start, step, counts
 
 
-_WIDE, _HIGH = 480, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 468, 14, 280
 
 
@@ -110,8 +107,7 @@ def scatter_svg(scatter: Scatter) -> Html:
         tag("text", scatter.x_label, x=(_LEFT + _RIGHT) // 2, y=312, text_anchor="middle"),
     ]
     parts = [*frame, *across.grid(), *up.grid(), *dots, *lines]
-    size = f"0 0 {_WIDE} {_HIGH}"
-    return tag("svg", *parts, viewBox=size, role="img", aria_label=scatter.words)
+    return tag("svg", *parts, viewBox="0 0 480 320", role="img", aria_label=scatter.words)
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

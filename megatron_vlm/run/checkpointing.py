@@ -58,19 +58,19 @@ class CheckpointManager:
         it is known to be undamaged: the run may use its own for hours before it resumes. A
         collective."""
         setting, device = self.cfg.checkpoint.resume, self.worker.platform.device
-        origin, verified = None if setting in ("auto", "never") else Path(setting), False
+        origin = None if setting in ("auto", "never") else Path(setting)
         # After a failure a job resumes from the checkpoints that it has written, however it was
         # started. Under torchrun each machine counts its own restarts.
         is_restarted = bool(all_reduce_max(int(restarts() > 0), device))
         if setting == "auto" or is_restarted:
             after = self.claim.last_serial if self.claim and setting != "auto" else -1
             latest = find_latest_on_all_ranks(self.folder, device, after)
-            origin, verified = latest or origin, latest is not None
+            origin, self.is_verified = latest or origin, latest is not None
         elif setting == "never":
             self._check_unused()
-        self.origin, self.is_verified = origin, verified
+        self.origin = origin
         with fail_together(device, CheckpointError):
-            if origin is not None and verified and self.frozen:
+            if origin is not None and self.is_verified and self.frozen:
                 progress = read_state(origin)["progress"].value
                 changed_inputs(origin, inputs_from_json(progress), self.frozen)
 
@@ -123,8 +123,7 @@ class CheckpointManager:
     def _go_on_from(self, origin: Path) -> None:
         self.head, self.newest = read_manifest(origin), origin
         self.remarks.append(f"resumed from {origin}")
-        others = [folder.name for folder in retention.other_lines(self.folder, self.head)]
-        if others:
+        if others := [each.name for each in retention.other_lines(self.folder, self.head)]:
             self.remarks.append(
                 f"{', '.join(others)} in {self.folder}: of another line than {origin.name}, or "
                 "damaged; kept, but not used from here on"
@@ -194,10 +193,9 @@ class CheckpointManager:
     def _record_completed(self, saved: PendingSave) -> None:
         self.pending = None
         if saved.manifest is not None:  # on rank 0
-            self.head, self.newest, rules = saved.manifest, saved.folder, self.cfg.checkpoint
-            retention.prune(
-                self.folder, self.head, rules.keep_last, rules.keep_every, self.best_step
-            )
+            self.head, self.newest = saved.manifest, saved.folder
+            rules = self.cfg.checkpoint.keep_last, self.cfg.checkpoint.keep_every
+            retention.prune(self.folder, self.head, *rules, self.best_step)
 
 
 @dataclass(frozen=True)

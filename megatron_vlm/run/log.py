@@ -82,10 +82,8 @@ class RunLog:
             self.progress.update(done, left, parts)
             self.window = self.window[-20:]
         elif done % self.cfg.log.every == 0 or done == self.total_steps:
-            line = "  ".join(parts)
-            self.console.print(
-                f"step {done}/{self.total_steps}  {line}  {left} left", soft_wrap=True
-            )
+            line = "  ".join([f"step {done}/{self.total_steps}", *parts, f"{left} left"])
+            self.console.print(line, soft_wrap=True)
             self.window = []
 
     def usage(self, step: int, memory_gb: list[float], seconds: dict[str, float]) -> None:
@@ -136,10 +134,9 @@ class RunLog:
 def step_figures(window: list[StepLine]) -> list[str]:
     """Format the figures of the last steps for a line, the most important ones first."""
     last = window[-1]
-    losses = [figures.loss for figures in window if math.isfinite(figures.loss)]
-    loss = sum(losses) / len(losses) if losses else math.nan
+    losses = [figures.loss for figures in window if math.isfinite(figures.loss)] or [math.nan]
     parts = [
-        f"loss {loss:.4f}",
+        f"loss {sum(losses) / len(losses):.4f}",
         f"lr {last.lr:.2e}",
         f"norm {last.grad_norm:.3g}",
         *_pair_figures(window),
@@ -181,8 +178,7 @@ class LiveProgress:
         self.live.start()
 
     def update(self, done: int, left: str, figures: Sequence[str]) -> None:
-        """Show that `done` steps are done. `left`: the remaining time; `figures`: the most
-        important ones first."""
+        """Show the number of steps, the time left, and figures, the most important ones first."""
         self.done, self.left, self.figures = done, left, list(figures)
 
     def stop(self) -> None:
@@ -207,8 +203,5 @@ def progress_line(width: int, done: int, total: int, left: str, figures: Sequenc
         used += _GAP + len(figure)
     text = Text((" " * _GAP).join(parts), no_wrap=True, overflow="crop")
     line = Table.grid(padding=(0, _GAP, 0, 0))
-    if bar:
-        line.add_row(ProgressBar(total, done, width=bar), text)
-    else:
-        line.add_row(text)
+    line.add_row(*([ProgressBar(total, done, width=bar)] if bar else []), text)
     return line

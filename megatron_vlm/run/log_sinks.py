@@ -17,8 +17,10 @@ from megatron_vlm.errors import ConfigError, TrainError
 from megatron_vlm.report.metrics_lines import EvalLine, Line, RlLine, StepLine, to_json
 
 
-def check_installed(cfg: Config) -> None:
-    """Refuse a sink whose package is missing, before anything is loaded."""
+def check_sinks(cfg: Config) -> None:
+    """Refuse a sink that could not be opened later, before anything is loaded. A command asks
+    before it starts a job, and rank 0 asks again: torchrun runs no command, and Ray may place the
+    rank on a machine with another login."""
     for key, setting in (("tensorboard", cfg.log.tensorboard), ("wandb", cfg.log.wandb)):
         if setting and importlib.util.find_spec(key) is None:
             raise ConfigError(
@@ -27,13 +29,6 @@ def check_installed(cfg: Config) -> None:
                 found=setting,
                 remedy="run pip install 'megatron_vlm[log]'",
             )
-
-
-def check_sinks(cfg: Config) -> None:
-    """Refuse a sink that could not be opened later, before anything is loaded. A command asks
-    before it starts a job, and rank 0 asks again: torchrun runs no command, and Ray may place the
-    rank on a machine with another login."""
-    check_installed(cfg)
     if cfg.log.wandb is not None and rank_of_process() == 0:
         wandb_mode(cfg)
 
@@ -198,12 +193,8 @@ def _numbers(line: Line) -> dict[str, float]:
     rl/reward. A figure of a reward is rl/NAME, or rl/figures/NAME if RlLine has a field of that
     name."""
     if isinstance(line, RlLine):
-        taken = vars(line)
-        figures = {
-            f"rl/{'figures/' * (name in taken)}{name}": value
-            for name, value in line.figures.items()
-        }
-        return _scalars("rl", line) | figures
+        figures = {f"{'figures/' * (k in vars(line))}{k}": v for k, v in line.figures.items()}
+        return _scalars("rl", line) | {f"rl/{name}": value for name, value in figures.items()}
     if isinstance(line, StepLine | EvalLine):
         prefix = "train" if isinstance(line, StepLine) else line.name
         metrics = (line.metrics or {}) if isinstance(line, EvalLine) else {}

@@ -79,11 +79,8 @@ class Progress:
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "Progress":
-        read = {
-            "position": Position(**saved["position"]),
-            "data": Fingerprint.from_json(saved["data"]),
-            "frozen": inputs_from_json(saved),
-        }
+        position, data = Position(**saved["position"]), Fingerprint.from_json(saved["data"])
+        read = {"position": position, "data": data, "frozen": inputs_from_json(saved)}
         return Progress(**saved | read)
 
 
@@ -132,8 +129,7 @@ def is_due(
 ) -> bool:
     """Return whether an interval such as eval.every ends with a step, after which `step` steps are
     done. The step took the samples between two positions in the data, and `samples` are those of
-    an epoch.
-    `is_default_over`: whether the DefaultInterval ends with this step.
+    an epoch. `is_default_over`: whether the DefaultInterval ends with it.
 
     An interval in epochs ends with the step that takes its last sample. The last step of an epoch
     takes the remaining samples, so the end of an epoch is always that of a step.

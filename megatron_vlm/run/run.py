@@ -12,12 +12,7 @@ from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.stream_set import StreamSet
-from megatron_vlm.distributed.agreement import (
-    Signals,
-    Stopped,
-    Vote,
-    fail_together,
-)
+from megatron_vlm.distributed.agreement import Signals, Stopped, Vote, fail_together
 from megatron_vlm.distributed.collectives import gather_json
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
@@ -25,9 +20,9 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.model_card import versions
 from megatron_vlm.io.atomic import write_text
 from megatron_vlm.lora.weights import serving_remark
-from megatron_vlm.report.layout_table import layout_table, stage_reports
 from megatron_vlm.report.metrics_lines import STOPPED, has_usage_line
 from megatron_vlm.report.run import write_report
+from megatron_vlm.report.run_overview import layout_table, stage_reports
 from megatron_vlm.run.checkpointing import CheckpointManager, Exporter
 from megatron_vlm.run.evaluation.evaluate import Evaluator, write_examples, write_predictions
 from megatron_vlm.run.evaluation.held_out_sets import list_held_out
@@ -67,10 +62,8 @@ class Run:
         cfg, planned = resolve_layout(cfg, watchdog)
         self.cfg, self.watchdog, self.signals = cfg, watchdog, signals
         self.worker = worker = MegatronWorker(cfg, watchdog=watchdog)
-        grid, platform = worker.grid, worker.platform
-        self.feeder = Feeder(
-            cfg, worker.source.sizes, grid, platform.device, watchdog, prompts_only
-        )
+        grid, platform, sizes = worker.grid, worker.platform, worker.source.sizes
+        self.feeder = Feeder(cfg, sizes, grid, platform.device, watchdog, prompts_only)
         self.objective = objective_of(worker, cfg)
         is_idle = prompts_only and cfg.rl.eval_scores == "reward"
         may_ask = prompts_only and needs_held_out_rewards(cfg)
@@ -118,11 +111,10 @@ class Run:
 
     def _keep_reference(self) -> None:
         """Compute the reference log-probs of all data, or read them from the cache."""
-        worker, cfg = self.worker, self.cfg
-        data = self.feeder.data
+        cfg, data = self.cfg, self.feeder.data
         assert not isinstance(data, StreamSet), "checked with the configuration"
         samples = self.total_steps * cfg.train.global_batch_size
-        self.feeder.data = with_reference(worker, cfg, data, "data.train", samples)
+        self.feeder.data = with_reference(self.worker, cfg, data, "data.train", samples)
         self.evaluator.keep_reference()
 
     def to_the_end(self, do_step: Callable[[int], None]) -> int:
@@ -203,11 +195,10 @@ class Run:
         self, step: int, batch: StepBatch, metrics: StepMetrics, norm: float, lr: float
     ) -> None:
         """Log the figures of a finished step and advance the progress."""
-        before = self.progress.tokens
-        tokens = None if before is None else before + metrics.num_tokens
-        self.position_before = self.progress.position
-        self.progress = replace(self.progress, step=step + 1, position=batch.after, tokens=tokens)
-        done = step + 1
+        before, done = self.progress, step + 1
+        tokens = None if before.tokens is None else before.tokens + metrics.num_tokens
+        self.position_before = before.position
+        self.progress = replace(before, step=done, position=batch.after, tokens=tokens)
         figures = self.meter.read(done, batch.after.epoch, metrics, lr, norm, batch.figures)
         self.log.step(figures)
         if has_usage_line(done, self.total_steps):
@@ -260,8 +251,7 @@ class Run:
         self.progress = self.progress.with_best(self.cfg.checkpoint, name, scores)
 
     def save_if_due(self) -> None:
-        """Complete the checkpoint in progress, if it is written, and start a new one if that is
-        due."""
+        """Complete the checkpoint in progress, if it is written, and start one if that is due."""
         self.begin_phase(self.progress.step, "checkpoint", files=True)
         self.saver.poll()
         if self._is_due(self.cfg.checkpoint.every) or self.progress.best_step == self.progress.step:
@@ -275,10 +265,8 @@ class Run:
         self.saver.finish()
         resume = self.cfg.checkpoint.resume
         how = "" if resume == "auto" else f" with checkpoint.resume=auto instead of {resume}"
-        self.log.event(
-            self.progress.step,
-            f"{STOPPED} {self.progress.step} steps; start again{how} to resume",
-        )
+        step = self.progress.step
+        self.log.event(step, f"{STOPPED} {step} steps; start again{how} to resume")
 
     def finish(self) -> int:
         """Save the last checkpoint and export the weights for other programs. Return the exit

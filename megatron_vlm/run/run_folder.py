@@ -43,7 +43,6 @@ from megatron_vlm.report.metrics_lines import SAMPLES
 HELD_OUT_LIST = "held_out.txt"  # the records that data.split holds out
 # Files that a run overwrites or appends to.
 _FILES = ("config.yaml", "metrics.jsonl", SAMPLES, "examples.json", "report.html", HELD_OUT_LIST)
-_RUN_FILES = (*_FILES, "predictions")
 JOB_LOCK = "job.lock"
 _ENDED, _FAILED = "ended", "failed: "
 _MAX_BYTES = 4096
@@ -93,15 +92,13 @@ def held_folder(cfg: Config) -> Iterator[RunLock]:
 def export_folders(cfg: Config) -> dict[Exported, Path]:
     """Return the folder of each export of a run: `export` for the first, and `merged` next to it
     for a merged one."""
-    kinds = exports(cfg)
-    return {
-        kind: Path(cfg.run) / ("merged" if place else "export") for place, kind in enumerate(kinds)
-    }
+    run = Path(cfg.run)
+    return dict(zip(exports(cfg), (run / "export", run / "merged"), strict=False))
 
 
 def _check_free(folder: Path) -> None:
     """Refuse a folder that is not the folder of a run and has files that a run would overwrite."""
-    taken = [name for name in (*_RUN_FILES, MARK) if (folder / name).exists()]
+    taken = [name for name in (*_FILES, "predictions", MARK) if (folder / name).exists()]
     if taken and _run_mark(folder) is None:
         raise ConfigError(
             f"is not the folder of a run, and has {taken[0]}, which a run would overwrite",
@@ -116,13 +113,8 @@ def _check_ways(cfg: Config) -> None:
     its end. Exports and checkpoints are checked separately."""
     folder = Path(cfg.run)
     predictions = [f"predictions/{name}.jsonl" for name in held_out_names(cfg)]
-    whole = [
-        "config.yaml",
-        "examples.json",
-        HELD_OUT_LIST,
-        MARK,
-        *predictions,
-    ]  # written under another name first
+    # They are written under another name first.
+    whole = ["config.yaml", "examples.json", HELD_OUT_LIST, MARK, *predictions]
     files = (JOB_LOCK, *_FILES, *whole, *(name + NEW for name in whole))
     ways = dict.fromkeys(("checkpoints", "predictions", "tensorboard", "profile"), "a folder")
     for name, expected in {**ways, **dict.fromkeys(files, "a file")}.items():

@@ -21,15 +21,8 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {"data.train": plain_sources, "data.ev
 # continue for longer.
 _LEARNING = (
     *("model.path", "model.freeze", "model.router", "lora.", "data.", "optim.", "train."),
-    *("preference.", "distill.", "embed.", "rerank.", "teacher."),
-)
-_LEARNING_RL = (
-    "rl.reward",
-    "rl.environment",
-    "rl.samples",
-    "rl.loss",
-    "rl.advantage",
-    "rl.kl_coef",
+    *("preference.", "distill.", "embed.", "rerank.", "teacher.", "rl.reward", "rl.environment"),
+    *("rl.samples", "rl.loss", "rl.advantage", "rl.kl_coef"),
 )
 _GOING_ON = frozenset(
     ("train.steps", "train.epochs", "train.micro_batch_size", "train.micro_batch_tokens")
@@ -100,7 +93,8 @@ def changes(before: Config, now: Config) -> dict[str, str]:
     differences = {}
     for key in leaves():
         if key != "run" and (values := [get(cfg, key) for cfg in (now, before)])[0] != values[1]:
-            shown = [repr(_PLAIN.get(key, _identity)(value))[:_LONGEST] for value in values]
+            plain = _PLAIN.get(key, lambda value: value)
+            shown = [repr(plain(value))[:_LONGEST] for value in values]
             differences[key] = f"{key}={shown[0]}, was {shown[1]}"
     return differences
 
@@ -110,8 +104,7 @@ def changed_since(checkpoint: Path, cfg: Config, reported: Collection[str]) -> I
     those that are reported already."""
     before = saved_config(checkpoint)
     differences = {} if before is None else changes(before, cfg)
-    texts = [text for text in differences.values() if text not in reported]
-    if texts:
+    if texts := [text for text in differences.values() if text not in reported]:
         yield f"settings changed since {checkpoint.name}: {'; '.join(texts)}"
 
 
@@ -126,7 +119,7 @@ def check_unnamed(cfg: Config, overrides: Sequence[str], file: ConfigFile | None
     texts = [
         text
         for key, text in changes(before, cfg).items()
-        if key.startswith(_LEARNING + _LEARNING_RL) and key not in _GOING_ON
+        if key.startswith(_LEARNING) and key not in _GOING_ON
         if key != "model.path" or not _is_same_model(before.model.path, cfg.model.path)
     ]
     if texts:
@@ -143,7 +136,3 @@ def _is_same_model(pinned: str, path: str) -> bool:
     one."""
     before, now = hub_name(pinned), hub_name(path)
     return before is not None and now is not None and before.repo == now.repo
-
-
-def _identity(value: Any) -> Any:
-    return value

@@ -18,12 +18,12 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.atomic import write_text
+from megatron_vlm.io.printable import size_text
 from megatron_vlm.planner.auto_layout import needs_planning, plan_layout, with_layout_of
 from megatron_vlm.planner.first_batches import plan_run
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.row_sizes import mix_of
-from megatron_vlm.report.layout_table import StageReport, size_text
-from megatron_vlm.report.run_overview import RunFacts, run_overview
+from megatron_vlm.report.run_overview import RunFacts, StageReport, run_overview
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet
 from megatron_vlm.run.saved_config import saved_config
 from megatron_vlm.training.data_feed import Feeder
@@ -53,7 +53,7 @@ def resolve_layout(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
     with fail_together(platform.device, DataError):
         if failure is not None:
             raise failure
-    values: dict[str, Any] = {name: asdict(getattr(planned, name)) for name in _PLANNED}
+    values: Any = {name: asdict(getattr(planned, name)) for name in _PLANNED}
     values = broadcast_json(values, 0, None, platform.device)
     values["parallel"]["auto"] = tuple(values["parallel"]["auto"])
     cfg = replace(cfg, **{name: replace(getattr(cfg, name), **values[name]) for name in _PLANNED})
@@ -66,11 +66,9 @@ def _decide(cfg: Config, platform: Platform) -> tuple[Config, str]:
     """Return the layout with which the run began, if it resumes, or else the best one."""
     sizes, world = read_sizes(cfg.model.path, cfg.data.add_tokens), dist.get_world_size()
     before = _resumed_config(cfg) if cfg.parallel.auto else None
-    if before is not None:
-        kept = with_layout_of(cfg, before, world, sizes.text.num_layers)
-        if kept is not None:
-            degrees = f"TP {kept.parallel.tp}, PP {kept.parallel.pp}, EP {kept.parallel.ep}"
-            return kept, f"parallel=auto keeps the layout of the checkpoint: {degrees}"
+    if before and (kept := with_layout_of(cfg, before, world, sizes.text.num_layers)):
+        degrees = f"TP {kept.parallel.tp}, PP {kept.parallel.pp}, EP {kept.parallel.ep}"
+        return kept, f"parallel=auto keeps the layout of the checkpoint: {degrees}"
     return plan_layout(cfg, sizes, world, platform, mix_of(cfg, sizes))
 
 
@@ -79,10 +77,9 @@ def _resumed_config(cfg: Config) -> Config | None:
     resume = cfg.checkpoint.resume
     if resume == "never":
         return None
-    folders = sorted((Path(cfg.run) / "checkpoints").glob("step-*[0-9]"))[-1:]
-    if resume != "auto":
-        folders = [Path(resume)]
-    return saved_config(folders[0]) if folders else None
+    own = sorted((Path(cfg.run) / "checkpoints").glob("step-*[0-9]"))
+    folders = own if resume == "auto" else [Path(resume)]
+    return saved_config(folders[-1]) if folders else None
 
 
 def describe_start(

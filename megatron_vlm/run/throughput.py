@@ -21,7 +21,8 @@ from megatron_vlm.report.metrics_lines import (
 )
 from megatron_vlm.training.worker import StepMetrics
 
-_FIGURES = (*PREFERENCE_FIGURES, *RETRIEVAL_FIGURES, *DISTILL_FIGURES)
+_FIGURES: tuple[str, ...] = (*PREFERENCE_FIGURES, *RETRIEVAL_FIGURES, *DISTILL_FIGURES)
+_FIGURES += ("expert_load", "balance_loss", "z_loss")
 
 
 class Meter:
@@ -68,9 +69,6 @@ class Meter:
             memory_gb=self.platform.memory_peak() / 2**30,
             skipped=not (empty or finite),
             empty=empty,
-            expert_load=metrics.means.get("expert_load"),
-            balance_loss=metrics.means.get("balance_loss"),
-            z_loss=metrics.means.get("z_loss"),
             samples=batch.samples,
             **{name: metrics.means.get(name) for name in _FIGURES},
         )
@@ -82,17 +80,15 @@ class NonFiniteGuard:
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
-        self.total, self.in_a_row = 0, 0
-        self.empty = 0
+        self.total = self.in_a_row = self.empty = 0
 
     def check(self, step: int, metrics: StepMetrics, norm: float) -> str | None:
         """Return a warning about this step, or None. Raise if the configuration requires a stop."""
         loss = metrics.loss
         if not metrics.num_tokens:
             self.empty += 1
-            return (
-                f"step {step}: no token of its batch is trained: not applied ({self.empty} so far)"
-            )
+            why = "no token of its batch is trained"
+            return f"step {step}: {why}: not applied ({self.empty} so far)"
         if math.isfinite(loss) and math.isfinite(norm):
             self.in_a_row = 0
             return None
@@ -132,8 +128,7 @@ class PhaseTimes:
 
 
 class Profiler:
-    """A trace of the configured steps of rank 0. Call `at` before each step; it does nothing on
-    others."""
+    """A trace of the configured steps of rank 0. It does nothing on others."""
 
     def __init__(self, cfg: Config, rank: int, platform: Platform):
         steps = cfg.log.profile_steps if rank == 0 else None
@@ -152,8 +147,7 @@ class Profiler:
             activities = [ProfilerActivity.CPU]
             if self.platform.is_cuda:
                 activities.append(ProfilerActivity.CUDA)
-            # Without acc_events torch 2.11 warns that it forgets earlier cycles, but there are
-            # none.
+            # Without acc_events torch 2.11 warns of earlier cycles, which there are none of.
             self.running = profile(activities=activities, record_shapes=True, acc_events=True)
             self.running.start()
 

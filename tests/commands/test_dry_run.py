@@ -25,12 +25,11 @@ from megatron_vlm.engines.engine_kinds import check_engine
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.io.printable import short_name
+from megatron_vlm.io.printable import short_name, size_text
 from megatron_vlm.planner.first_batches import plan_steps
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import StageMemory
 from megatron_vlm.planner.run_plan import RunPlan
-from megatron_vlm.report.layout_table import size_text
 from tests.model.test_parity import layout
 from tests.support.chats import image, say
 from tests.support.error_fields import raises

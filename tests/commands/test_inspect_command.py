@@ -28,7 +28,7 @@ from megatron_vlm.data.tokens.sample_views import unpatch
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.qwen import VISION_MARKS
-from megatron_vlm.report.html import paging_script
+from megatron_vlm.report.html import script_of
 from megatron_vlm.report.sections import Bars, Listing, Marked, OutlinedPictures, Styled
 from megatron_vlm.report.svg import bars_svg, bins
 from megatron_vlm.report.terminal import print_report
@@ -377,7 +377,7 @@ def test_a_long_video_gets_pictures_of_its_beginning(look, monkeypatch):
 
 
 def test_the_page_needs_nothing_else_and_text_of_records_stays_text(page, folder):
-    check_self_contained(page, (paging_script(),))
+    check_self_contained(page, (script_of("paging"),))
     text, words = page.text, "".join(page.words)
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; caf\u00e9 \u4e09 \U0001f642 [bold]" in text
     assert words.count("<script>alert(1)</script> & caf\u00e9 \u4e09") == 2

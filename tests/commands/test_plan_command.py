@@ -29,7 +29,7 @@ from megatron_vlm.planner.memory import USABLE, check_offload, estimate, host_ne
 from megatron_vlm.planner.pipeline_time import Stages
 from megatron_vlm.planner.row_sizes import assumed_mix
 from megatron_vlm.planner.search import Cluster, Found, refine_split, search
-from megatron_vlm.report.html import copy_script
+from megatron_vlm.report.html import script_of
 from megatron_vlm.report.svg import timeline_svg
 from megatron_vlm.report.terminal import timeline_text
 from tests.support.error_fields import raises
@@ -233,7 +233,7 @@ def test_the_command_prints_and_writes_a_page(eight, tmp_path, capsys):
     fastest = re.search(r"The fastest: (.*)", out)[1]
     load_config(["model.path=x", *fastest.replace("'", "").split()])
     drawn = Page(page.read_text())
-    check_self_contained(drawn, (copy_script(),))
+    check_self_contained(drawn, (script_of("copy"),))
     # The pipeline is that of the fastest; of one stage, there is another with several.
     is_split = "parallel.pp=1" not in fastest
     assert len(drawn.all("svg")) == 2 - is_split and "Pipeline of the fastest" in drawn.words

@@ -29,10 +29,10 @@ from megatron_vlm.config.trainable import scale_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.io.printable import short_name
 from megatron_vlm.lora.peft_config import _PLAIN, base_of, lora_of
 from megatron_vlm.lora.targets import adapted_specs
 from megatron_vlm.lora.weights import adapted_weights, serving_remark
-from megatron_vlm.report.layout_table import short_name
 from megatron_vlm.training.worker import MegatronWorker
 from tests.lora.test_lora import (
     ALL,

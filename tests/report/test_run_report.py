@@ -23,7 +23,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.printable import number, time_spent
 from megatron_vlm.report.charts import CURVE_COLUMNS, ChartControls, chart_scripts, smooth, thin_out
 from megatron_vlm.report.example_lines import Example, ExamplePart, Examples, ExampleTurn
-from megatron_vlm.report.html import document, paging_script
+from megatron_vlm.report.html import document, script_of
 from megatron_vlm.report.markup import tag
 from megatron_vlm.report.metrics_lines import (
     MAX_USAGES,
@@ -454,7 +454,7 @@ def hostile_run(folder, text=HOSTILE):
 def test_text_stays_text_and_the_page_needs_no_network(tmp_path):
     facts = Facts(read_report(hostile_run(tmp_path / "run")))
     page = facts.page()
-    check_self_contained(page, (*chart_scripts(), paging_script()))
+    check_self_contained(page, (*chart_scripts(), script_of("paging")))
     assert "<script>alert" not in page.text and "</script><!--" not in page.text
     assert "\x1b" not in page.text and "\u202e" not in page.text
     assert page.text.count("&lt;script&gt;alert(1)&lt;/script&gt; &amp; \u4e09 \\x1b[2J") >= 12
@@ -562,7 +562,7 @@ def test_answers_of_runs_are_side_by_side(tmp_path):
     assert first.title == "1 of 2 right"
     assert labels == ["user", "answers", "\u2717 first", "\u2713 second"]
     drawn = page.page()
-    check_self_contained(drawn, (*chart_scripts(), paging_script()))
+    check_self_contained(drawn, (*chart_scripts(), script_of("paging")))
     assert [image["src"] for image in drawn.all("img")] == [data_uri()]
     assert "Answers" not in Facts(read_report(folders[0], folders[2])).names
 

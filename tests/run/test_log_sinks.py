@@ -17,10 +17,10 @@ from rich.console import Console
 from megatron_vlm.config.schema import Config, LogConfig
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.report.layout_table import StageReport, layout_table
 from megatron_vlm.report.metrics_lines import StepLine
+from megatron_vlm.report.run_overview import StageReport, layout_table
 from megatron_vlm.run.log import RunLog
-from megatron_vlm.run.log_sinks import check_installed, check_sinks
+from megatron_vlm.run.log_sinks import check_sinks
 from megatron_vlm.run.throughput import Profiler
 from tests.support.error_fields import raises
 
@@ -114,13 +114,12 @@ def wandb_rows(path):
 @pytest.mark.parametrize("log", [{"tensorboard": True}, {"wandb": "shapes"}])
 def test_what_is_not_installed_is_named(log, monkeypatch):
     cfg = Config(log=LogConfig(**log))
-    check_installed(cfg)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     [(name, value)] = log.items()
     remedy = "pip install 'megatron_vlm[log]'"
     with raises(ConfigError, key=f"log.{name}", found=value, remedy_has=remedy):
-        check_installed(cfg)
-    check_installed(Config())
+        check_sinks(cfg)
+    check_sinks(Config())
 
 
 @pytest.mark.parametrize(

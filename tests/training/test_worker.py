@@ -11,7 +11,7 @@ from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import DataError
-from megatron_vlm.report.layout_table import StageReport, stage_reports
+from megatron_vlm.report.run_overview import StageReport, stage_reports
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout

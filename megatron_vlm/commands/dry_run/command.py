@@ -27,7 +27,7 @@ from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.hf.weight_map import Entry, name_table
 from megatron_vlm.io.hub import hub_name
-from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.io.printable import escape_controls, size_text
 from megatron_vlm.lora.targets import (
     adapted_linears,
     adapter_entries,
@@ -43,8 +43,13 @@ from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE, check_offload
 from megatron_vlm.planner.row_sizes import Step, mix_of
 from megatron_vlm.planner.run_plan import RunPlan
-from megatron_vlm.report.layout_table import layout_table, size_text, stage_reports
-from megatron_vlm.report.run_overview import RunFacts, aligned_lines, run_overview
+from megatron_vlm.report.run_overview import (
+    RunFacts,
+    aligned_lines,
+    layout_table,
+    run_overview,
+    stage_reports,
+)
 from megatron_vlm.report.terminal import plain_table
 from megatron_vlm.run.evaluation.held_out_sets import describe_split, first_samples
 from megatron_vlm.run.log_sinks import wandb_mode

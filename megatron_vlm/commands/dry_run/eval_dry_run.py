@@ -7,10 +7,9 @@ from rich.console import Console
 from megatron_vlm.commands.dry_run.command import open_held_out, plan_model
 from megatron_vlm.config.evaluation_checks import answer_metrics, loss_scores, metric_name
 from megatron_vlm.config.schema import Config
-from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.io.printable import escape_controls, size_text
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.parameters import count
-from megatron_vlm.report.layout_table import size_text
 from megatron_vlm.report.run_overview import aligned_lines, epoch_tokens
 from megatron_vlm.run.evaluation.evaluate import read_candidates
 

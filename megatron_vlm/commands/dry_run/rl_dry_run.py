@@ -26,10 +26,9 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.export_folder import check_push
 from megatron_vlm.hf.weight_map import name_table
-from megatron_vlm.io.printable import escape_controls, short_name
+from megatron_vlm.io.printable import escape_controls, short_name, size_text
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_config
-from megatron_vlm.report.layout_table import size_text
 from megatron_vlm.report.run_overview import aligned_lines
 from megatron_vlm.report.terminal import plain_table
 from megatron_vlm.rl.right_answer import right_answer

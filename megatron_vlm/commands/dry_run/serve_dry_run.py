@@ -9,9 +9,8 @@ from megatron_vlm.commands.dry_run.command import PlannedModel, plan_model
 from megatron_vlm.commands.dry_run.rl_dry_run import describe_sampler
 from megatron_vlm.config.command_checks import loaded_counts
 from megatron_vlm.config.schema import Config, LoraConfig
-from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.io.printable import escape_controls, size_text
 from megatron_vlm.planner.memory import StageMemory, estimate
-from megatron_vlm.report.layout_table import size_text
 from megatron_vlm.report.run_overview import aligned_lines
 from megatron_vlm.serve.http.api_keys import ApiKeys
 from megatron_vlm.serve.http.http_server import check_host, check_port

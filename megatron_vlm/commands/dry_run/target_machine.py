@@ -10,10 +10,10 @@ from megatron_vlm.config.checks import processes_for
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.device import Platform, count_gpus, pick_platform
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.printable import size_text
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.planner.auto_layout import machine_of_gpu
 from megatron_vlm.planner.search import Cluster
-from megatron_vlm.report.layout_table import size_text
 
 MAX_GPUS = 4096
 COMMON_MEMORY = 80.0 * 2**30  # bytes

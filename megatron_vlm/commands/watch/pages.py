@@ -11,7 +11,7 @@ from megatron_vlm.commands.watch.run_status import STATES, RunStatus
 from megatron_vlm.commands.watch.watched_runs import WatchedRun
 from megatron_vlm.io.printable import number, show_count, time_spent
 from megatron_vlm.report.charts import chart_css, chart_scripts
-from megatron_vlm.report.html import copy_script, document, paging_script
+from megatron_vlm.report.html import document, script_of
 from megatron_vlm.report.markup import Html, tag
 
 _HERE = Path(__file__).parent
@@ -127,5 +127,5 @@ def _live_page(
     main = tag("main", *body, data_address=address, data_keys=" ".join(keys))
     css = chart_css() + (_HERE / "watch.css").read_text()
     live = (_HERE / "live.js").read_text()
-    scripts = [live, *chart_scripts(), copy_script(), paging_script()]
+    scripts = [live, *chart_scripts(), script_of("copy"), script_of("paging")]
     return document(title, css, [bar, off, main], scripts, is_served=True)

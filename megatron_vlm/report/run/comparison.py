@@ -1,7 +1,6 @@
 """The page of several runs: the best of them, the differences of their configuration, and their
 curves together."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from megatron_vlm.errors import show_value
 from megatron_vlm.io.printable import number, time_spent
 from megatron_vlm.report.run.answer_comparison import answer_section
 from megatron_vlm.report.run.curves import (
@@ -88,12 +88,7 @@ def _flatten_config(config: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, dict) and value:
             stack += [(f"{key}.{k}".lstrip("."), v) for k, v in reversed(value.items())]
         elif key:
-            yield key, _as_yaml(value)
-
-
-def _as_yaml(value: Any) -> str:
-    """Format a value as config.yaml has it: null, true, 0.1."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+            yield key, show_value(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _scores(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
@@ -142,11 +137,11 @@ def _column(run: LoggedRun, scores: Sequence[tuple[str, str]], rewarded: bool) -
     cells = means * rewarded
     for name, score in scores:
         best_line = best_of(sets.get(name, []), score)
-        cells.append(
-            "-"
-            if best_line is None
-            else _value_at_step(score_text(score, best_line.score(score)), best_line.step)
-        )
+        if best_line is None:
+            cells.append("-")
+        else:
+            value = score_text(score, best_line.score(score))
+            cells.append(_value_at_step(value, best_line.step))
     total = f"/{start.total_steps:,}" if start is not None else ""
     return (
         f"{metrics.steps_done:,}{total}",

@@ -110,13 +110,12 @@ def sample_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     yield from control_section(runs)
     span = steps_span(runs)
     rewarded = any(run.metrics.rewards() for run in runs)
-    taught = any(line.teacher_kl is not None for run in runs for line in run.metrics.samples)
+    lines = [line for run in runs for line in run.metrics.samples]
+    taught = any(line.teacher_kl is not None for line in lines)
     if rewarded or not taught:  # a teacher needs no rewards
         reward = Chart(_REWARD.title, _curves(runs, _REWARD), _REWARD.unit, height=300)
         yield Charts([reward], span)
-    names = dict.fromkeys(
-        name for run in runs for line in run.metrics.samples for name in line.figures
-    )
+    names = dict.fromkeys(name for line in lines for name in line.figures)
     plans = map(_figure_plan, [*names][:_MAX_FIGURES])
     figures = [Chart(p.title, _curves(runs, p, of_rewards=True), p.unit) for p in plans]
     first, *others = _SAMPLE_CHARTS
@@ -143,7 +142,6 @@ def curve_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
 
 
 def _figure_plan(name: str) -> ChartPlan:
-    """Return the plan of the chart of a figure of rewards."""
     short = name if len(name) <= _MAX_NAME_LENGTH else f"{name[:_MAX_NAME_LENGTH]}..."
     return ChartPlan(_title(short), {"mean": name}, "mean over episodes")
 
@@ -205,11 +203,10 @@ def _curves(
 ) -> tuple[Curve, ...]:
     """Return the curve of each run. A comparison shows only the first key, which is a figure of
     rewards with `of_rewards`."""
-    curves = []
-    alone = len(runs) == 1
+    curves, alone = [], len(runs) == 1
     for place, run in enumerate(runs):
         for colour, (name, key) in enumerate(plan.keys.items()):
-            x_N, y_N = _rewards(run.metrics, key) if of_rewards else _logged(run.metrics, key)
+            x_N, y_N = _logged(run.metrics, key, of_rewards)
             if not alone:
                 colour, name = place, run.name
             curves.append(Curve(name, x_N, y_N, colour, is_smoothed=not plan.steady, run=place))
@@ -218,20 +215,14 @@ def _curves(
     return tuple(curves)
 
 
-def _logged(metrics: RunMetrics, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps and the values of a field of StepLine or, if that has none, of RlLine."""
-    if key in metrics.figures:
+def _logged(metrics: RunMetrics, key: str, of_rewards: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return steps and the values of a field of StepLine or, if that has none, of RlLine, or of a
+    figure of rewards."""
+    if not of_rewards and key in metrics.figures:
         return metrics.steps_N, metrics.figures[key]
-    return _column(metrics, [getattr(line, key) for line in metrics.samples])
-
-
-def _rewards(metrics: RunMetrics, name: str) -> tuple[np.ndarray, np.ndarray]:
-    return _column(metrics, [line.figures.get(name) for line in metrics.samples])
-
-
-def _column(metrics: RunMetrics, values: list[float | None]) -> tuple[np.ndarray, np.ndarray]:
-    steps_N = np.array([line.step for line in metrics.samples])
-    return steps_N, np.array([math.nan if each is None else each for each in values], dtype=float)
+    rows = [line.figures if of_rewards else vars(line) for line in metrics.samples]
+    values_N = np.array([row.get(key) for row in rows], dtype=float)  # None becomes nan
+    return np.array([line.step for line in metrics.samples]), values_N
 
 
 def _score_curves(runs: Sequence[LoggedRun], score: str) -> tuple[Curve, ...]:

@@ -28,15 +28,14 @@ def example_section(path: Path) -> Iterator[sections.Section]:
     except DataError as error:
         yield sections.Note(f"{path.name} cannot be read: {error}", "alarm")
         return
-    right = sum(example.is_right for example in examples.examples)
+    kinds = ["right" if example.is_right else "wrong" for example in examples.examples]
     yield sections.Note(
-        f"{examples.name}, after {examples.step:,} steps: {right} of these "
-        f"{len(examples.examples)} right. Wrong answers come first; the scores are those of all.",
+        f"{examples.name}, after {examples.step:,} steps: {kinds.count('right')} of these "
+        f"{len(kinds)} right. Wrong answers come first; the scores are those of all.",
         "quiet",
     )
     room = PictureRoom(_PICTURE_BYTES)
     cards = [_card(example, room) for example in examples.examples]
-    kinds = ["right" if example.is_right else "wrong" for example in examples.examples]
     yield sections.CardPages(cards, kinds, _AT_ONCE)
 
 
@@ -63,7 +62,8 @@ class PictureRoom:
         for uri in uris[:_MAX_IMAGES]:
             fits = len(uri) <= self.size
             self.size -= len(uri) * fits
-            shown.append(known_picture(uri) if fits else "[no room for the picture]")
+            known = uri if sections.is_picture_uri(uri) else "[no picture]"
+            shown.append(known if fits else "[no room for the picture]")
         if (more := len(uris) - _MAX_IMAGES) > 0:
             shown.append(f"[{more:,} more]")
         return sections.Pictures(shown)
@@ -89,14 +89,9 @@ def right_answers(references: Sequence[str]) -> sections.Section:
 
 def said_or_nothing(text: str) -> sections.Section:
     """Return what a model said, or a remark where that is nothing."""
-    return (
-        sections.Said([shorten_text(text)]) if text.strip() else sections.Note("(nothing)", "quiet")
-    )
-
-
-def known_picture(uri: str) -> str:
-    """Return the data URI of a picture as it is, and a text in place of anything else."""
-    return uri if sections.is_picture_uri(uri) else "[no picture]"
+    if not text.strip():
+        return sections.Note("(nothing)", "quiet")
+    return sections.Said([shorten_text(text)])
 
 
 def shorten_text(text: str) -> str:

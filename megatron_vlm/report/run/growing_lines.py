@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron_vlm.errors import DataError
+from megatron_vlm.io.untrusted import UntrustedFile
 
 _KEPT = 64  # bytes before the place of reading, by which the file is recognised
 
 
 class GrowingLines:
-    """The place up to which the lines of a file were read. Links are not followed."""
+    """The place up to which the lines of a file were read. Links are followed, and the last line
+    counts without an end, only if the file `is_complete`."""
 
-    def __init__(self, path: Path, max_line: int):
-        self.path, self.max_line = path, max_line
+    def __init__(self, path: Path, max_line: int, is_complete: bool = False):
+        self.path, self.max_line, self.is_complete = path, max_line, is_complete
         self.place = 0
         self._before = b""
 
@@ -42,13 +44,18 @@ class GrowingLines:
                 begin, last = self.place, line
                 while last and not last.endswith(b"\n") and len(last) == self.max_line:
                     last = file.readline(self.max_line)
-                if not last.endswith(b"\n"):
+                if not (last.endswith(b"\n") or self.is_complete):
                     return
                 self.place = file.tell()
                 self._before = last[-_KEPT:]
                 yield begin, line
 
     def _open(self) -> BinaryIO:
+        if self.is_complete:
+            file = UntrustedFile(str(self.path))
+            file.regular_path()
+            with file.wrap_errors("cannot be read"):
+                return self.path.open("rb")
         try:
             handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError as error:

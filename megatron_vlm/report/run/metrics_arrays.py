@@ -101,8 +101,8 @@ class RunMetrics:
     def rewards(self) -> dict[str, tuple[float, int, int]]:
         """Return the last and the best mean reward of ten steps, or of all if there are fewer. Each
         comes with its first and its last step."""
-        rewards = [(line.step, line.reward) for line in self.samples if line.reward is not None]
-        known = [(step, reward) for step, reward in rewards if math.isfinite(reward)]
+        rewards = [(line.step, line.reward) for line in self.samples]
+        known = [(step, r) for step, r in rewards if r is not None and math.isfinite(r)]
         if not known:
             return {}
         width = min(_MEAN_OF, len(known))
@@ -115,10 +115,8 @@ class RunMetrics:
 
     def sets(self) -> dict[str, list[EvalLine]]:
         """Return the evaluations of each set."""
-        evaluations: dict[str, list[EvalLine]] = {}
-        for evaluation in self.evaluations:
-            evaluations.setdefault(evaluation.name, []).append(evaluation)
-        return evaluations
+        names = dict.fromkeys(each.name for each in self.evaluations)
+        return {name: [e for e in self.evaluations if e.name == name] for name in names}
 
 
 @dataclass(frozen=True)

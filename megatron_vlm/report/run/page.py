@@ -3,7 +3,7 @@ configuration."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,11 @@ _MAX_SKIPPED = 20
 _MAX_SCORES = 6  # among the tiles
 _MAX_PHASES = 20
 _MAX_RANKS = 16  # ranks in the table; of more, those with the most memory
+_SAMPLE_TILES = {
+    "kl": "KL to the initial model",
+    "teacher_kl": "KL to the teacher",
+    "apart": "largest difference of log-probs, sampler and trainer",
+}
 
 
 def run_report(run: LoggedRun, folder: Path, samples: SampleIndex | None = None) -> Report:
@@ -45,7 +50,7 @@ def run_report(run: LoggedRun, folder: Path, samples: SampleIndex | None = None)
         *curve_section([run]),
         *score_section([run]),
         *bench_section(folder),
-        *usage_section(metrics),
+        *_usage(metrics),
         *example_section(folder / "examples.json"),
         *_history(metrics),
         *_configuration(run),
@@ -68,20 +73,11 @@ def _sample_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
     for name, (reward, first, last) in metrics.rewards().items():
         steps = f"steps {first:,} to {last:,}" if last > first else f"step {last:,}"
         yield number(reward), f"{name} mean reward, {steps}"
-    if kl := _known((line.kl, line.step) for line in metrics.samples):
-        value, step = kl[-1]
-        yield number(value), f"KL to the initial model, step {step:,}"
-    if teacher_kl := _known((line.teacher_kl, line.step) for line in metrics.samples):
-        value, step = teacher_kl[-1]
-        yield number(value), f"KL to the teacher, step {step:,}"
-    if apart := _known((line.apart, line.step) for line in metrics.samples):
-        value, step = max(apart, key=lambda found: found[0])
-        what = "largest difference of log-probs, sampler and trainer"
-        yield number(value), f"{what}, step {step:,}"
-
-
-def _known(values: Iterable[tuple[float | None, int]]) -> list[tuple[float, int]]:
-    return [(v, step) for v, step in values if v is not None and math.isfinite(v)]
+    for key, what in _SAMPLE_TILES.items():
+        logged = ((getattr(line, key), line.step) for line in metrics.samples)
+        if known := [(v, step) for v, step in logged if v is not None and math.isfinite(v)]:
+            value, step = max(known, key=lambda each: each[0]) if key == "apart" else known[-1]
+            yield number(value), f"{what}, step {step:,}"
 
 
 def _loss_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
@@ -114,11 +110,10 @@ def _run_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
     yield from _data_tiles(metrics)
     yield number(metrics.tokens_per_s), "tokens per second, median"
     again = f", {metrics.replaced:,} of them lost or done again" if metrics.replaced else ""
-    in_steps = f"in steps{again}"
+    figure, in_steps = time_spent(metrics.seconds), f"in steps{again}"
     if metrics.wall_s:
-        yield time_spent(metrics.wall_s), f"wall time, {time_spent(metrics.seconds)} {in_steps}"
-    else:
-        yield time_spent(metrics.seconds), in_steps
+        figure, in_steps = time_spent(metrics.wall_s), f"wall time, {figure} {in_steps}"
+    yield figure, in_steps
     if start is not None:
         lost = {"dropped": start.dropped or 0, "wrong": start.wrong or 0}
         if any(lost.values()):
@@ -148,13 +143,12 @@ def _history(metrics: RunMetrics) -> Iterator[Section]:
     rows = [(_event(line), f"{line.step:,}") for line in metrics.history]
     notes = [f"The last {_MAX_EVENTS:,} of {len(rows):,}."] * (len(rows) > _MAX_EVENTS)
     if metrics.unreadable:
-        lines = f"{metrics.unreadable:,} line{'s' if metrics.unreadable > 1 else ''}"
+        lines = show_count(metrics.unreadable, "line")
         notes.append(
             f"{lines} of metrics.jsonl cannot be read: a run that is killed cuts off its last one."
         )
-    if not rows:
-        rows = [("nothing was logged", "-")]
-    yield Table(("event", "step"), rows[-_MAX_EVENTS:], " ".join(notes))
+    rows = rows[-_MAX_EVENTS:] or [("nothing was logged", "-")]
+    yield Table(("event", "step"), rows, " ".join(notes))
 
 
 def _not_applied(metrics: RunMetrics, why: str, which_N: np.ndarray) -> Iterator[Section]:
@@ -193,9 +187,8 @@ def _time(start: StartLine) -> str:
     return start.time.replace("T", " ")
 
 
-def usage_section(metrics: RunMetrics) -> Iterator[Section]:
-    """Yield the time of each phase and the memory of each rank; nothing for logs of older
-    versions."""
+def _usage(metrics: RunMetrics) -> Iterator[Section]:
+    """Yield the time of each phase and the memory of each rank, unless the log is older."""
     if not metrics.usages:
         return
     yield Heading("Time and memory", "Time")
@@ -220,8 +213,8 @@ def _phase_table(usages: tuple[UsageLine, ...]) -> Table:
 
 def _memory_table(usage: UsageLine) -> Table:
     ranks = sorted(enumerate(usage.memory_gb), key=lambda rank: -rank[1])[:_MAX_RANKS]
-    count = len(usage.memory_gb)
     rows = [(f"rank {rank}", f"{number(memory)} GB") for rank, memory in sorted(ranks)]
-    which = f"The {_MAX_RANKS} fullest of {show_count(count, 'rank')}" if count > len(ranks) else ""
-    caption = f"{which or 'The most since the start'}, at step {usage.step:,}."
-    return Table(("rank", "memory"), rows, caption)
+    which = "The most since the start"
+    if (count := len(usage.memory_gb)) > _MAX_RANKS:
+        which = f"The {_MAX_RANKS} fullest of {show_count(count, 'rank')}"
+    return Table(("rank", "memory"), rows, f"{which}, at step {usage.step:,}.")

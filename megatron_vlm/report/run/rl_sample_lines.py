@@ -4,15 +4,14 @@ As in metrics_arrays.py, a step that a resumed run repeated replaces the first o
 after it are dropped.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
+from megatron_vlm.report.example_lines import strings_of
 from megatron_vlm.report.run.growing_lines import GrowingLines
 
 _LONGEST = 2**26  # bytes of a line
@@ -54,7 +53,7 @@ class ShownPrompt:
             step=line["step"].whole(),
             where=line["where"].string(),
             question=line["question"].string(),
-            images=_strings(line["images"]),
+            images=strings_of(line["images"]),
             episodes=tuple(_episode(each) for each in line["episodes"].items()),
             right=None if line["right"].value is None else line["right"].string(),
         )
@@ -74,9 +73,9 @@ class SampleIndex:
     """Index of the places where the lines of each step begin. It is needed because a file may be
     larger than the memory. It grows with a file that is still written."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, is_complete: bool = False):
         self.path, self.file = path, UntrustedFile(str(path))
-        self._growing = GrowingLines(path, _LONGEST)
+        self._growing = GrowingLines(path, _LONGEST, is_complete)
         self._begin()
 
     def _begin(self) -> None:
@@ -86,15 +85,9 @@ class SampleIndex:
         self.unreadable = 0
         self.whole = True
 
-    def read_all(self) -> None:
-        """Take all lines, with a last one that is not complete."""
-        self.file.regular_path()
-        with self.file.wrap_errors("cannot be read"), self.path.open("rb") as opened:
-            for place, line in self._lines(opened):
-                self._take_line(place, line)
-
     def read_on(self) -> None:
-        """Take the lines that are complete by now and were not taken yet."""
+        """Take the lines that are complete by now and were not taken yet. A line that is too long
+        is cut off and thus is not JSON."""
         if self._growing.has_begun_anew():
             self._begin()
         for place, line in self._growing.new_lines():
@@ -109,32 +102,15 @@ class SampleIndex:
         chosen = np.linspace(0, len(logged) - 1, min(len(logged), _MAX_STEPS)).round().astype(int)
         steps: dict[int, list[ShownPrompt]] = {}
         with self.file.wrap_errors("cannot be read"), self.path.open("rb") as opened:
-            for place in chosen:
-                shown = self.places[logged[place]][:_MAX_PROMPTS]
-                steps[logged[place]] = [self._read(opened, begin) for begin in shown]
+            for step in (logged[place] for place in chosen):
+                steps[step] = []
+                for begin in self.places[step][:_MAX_PROMPTS]:
+                    opened.seek(begin)
+                    steps[step].append(self._parse(opened.readline(_LONGEST)))
         return SampleLines(steps, len(logged), self.unreadable, self.whole)
-
-    def _read(self, opened: BinaryIO, place: int) -> ShownPrompt:
-        opened.seek(place)
-        return self._parse(opened.readline(_LONGEST))
 
     def _parse(self, line: bytes) -> ShownPrompt:
         return ShownPrompt.from_line(JsonField(self.file.parse(line), "", self.file))
-
-    def _lines(self, opened: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        """Yield the place and the content of each line. A line that is too long is cut off and thus
-        is not JSON."""
-        place = 0
-        for _ in range(_MAX_LINES):
-            line = part = opened.readline(_LONGEST)
-            begin, place = place, place + len(line)
-            while part and not part.endswith(b"\n") and place < _MAX_BYTES:
-                part = opened.readline(_LONGEST)
-                place += len(part)
-            yield begin, line
-            if not part or place >= _MAX_BYTES:
-                break
-        self.whole = not opened.read(1)
 
     def _take_line(self, place: int, line: bytes) -> None:
         if not line.strip():
@@ -144,10 +120,7 @@ class SampleIndex:
             prompt = self._parse(line)
         except DataError:
             self.unreadable += 1
-        else:
-            self._take(prompt, place)
-
-    def _take(self, prompt: ShownPrompt, place: int) -> None:
+            return
         last = next(reversed(self.places), -1)
         # A step may have been logged in part before it was repeated. Then a prompt comes twice.
         again = prompt.step < last or (prompt.step == last and prompt.where in self.sources)
@@ -160,22 +133,15 @@ class SampleIndex:
 
 
 def _episode(line: JsonField) -> ShownEpisode:
-    observations = (
-        (each["text"].string(), _strings(each["images"])) for each in line["heard"].items()
-    )
-    figures = line["figures"].object()
+    figures, heard = line["figures"].object(), line["heard"].items()
     if not isinstance(line["cut"].value, bool):
         raise line["cut"].error("true or false")
     return ShownEpisode(
-        answers=_strings(line["answers"]),
-        heard=tuple(observations),
+        answers=strings_of(line["answers"]),
+        heard=tuple((each["text"].string(), strings_of(each["images"])) for each in heard),
         reward=float(line["reward"].number()),
         figures={name: float(value.number()) for name, value in figures.items()},
         tokens=line["tokens"].whole(),
         cut=line["cut"].value,
         teacher_kl=None if (kl := line.get("teacher_kl")) is None else float(kl.number()),
     )
-
-
-def _strings(line: JsonField) -> tuple[str, ...]:
-    return tuple(each.string() for each in line.items())

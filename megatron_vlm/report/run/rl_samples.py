@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.printable import number
+from megatron_vlm.io.printable import number, show_count
 from megatron_vlm.report import sections
 from megatron_vlm.report.metrics_lines import SAMPLES
 from megatron_vlm.report.run.examples import PictureRoom, said_or_nothing, shorten_text
@@ -36,10 +36,8 @@ def sample_cards(
         return
     try:
         if index is None:
-            index = SampleIndex(path)
-            index.read_all()
-        else:
-            index.read_on()
+            index = SampleIndex(path, is_complete=True)
+        index.read_on()
         samples = index.choose(metrics.samples[-1].step)
     except DataError as error:
         yield sections.Note(f"{SAMPLES} cannot be read: {error}", "alarm")
@@ -57,15 +55,11 @@ def sample_cards(
 def _notes(sample_lines: SampleLines) -> Iterator[sections.Section]:
     notes = []
     if sample_lines.steps:
-        steps = "1 step" if sample_lines.num_steps == 1 else f"{sample_lines.num_steps:,} steps"
-        some = (
-            f", {len(sample_lines.steps)} of them here"
-            if len(sample_lines.steps) < sample_lines.num_steps
-            else ""
-        )
+        shown, steps = len(sample_lines.steps), show_count(sample_lines.num_steps, "step")
+        some = f", {shown} of them here" * (shown < sample_lines.num_steps)
         notes.append(f"{SAMPLES} has samples of {steps}{some}. The best are first.")
     if sample_lines.unreadable:
-        lines = "1 line" if sample_lines.unreadable == 1 else f"{sample_lines.unreadable:,} lines"
+        lines = show_count(sample_lines.unreadable, "line")
         notes.append(
             f"{lines} of {SAMPLES} cannot be read: a run that is killed cuts off its last one."
         )
@@ -84,8 +78,7 @@ class _Cards:
 
     def step(self, step: int, prompts: Sequence[ShownPrompt], is_open: bool) -> sections.Fold:
         rewards = [each.reward for prompt in prompts for each in prompt.episodes]
-        count = "1 prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
-        remark = f"{count}, mean reward {_mean(rewards)}"
+        remark = f"{show_count(len(prompts), 'prompt')}, mean reward {_mean(rewards)}"
         return sections.Fold(f"Step {step:,}", remark, [*map(self._prompt, prompts)], is_open)
 
     def _prompt(self, prompt: ShownPrompt) -> sections.Card:
@@ -94,14 +87,14 @@ class _Cards:
         count = f"{len(shown)} of {len(ranked):,}" if len(shown) < len(ranked) else f"{len(shown)}"
         mean = _mean([each.reward for each in ranked])
         facts = f"{shorten_text(prompt.where)} \u00b7 {count} episodes, mean reward {mean}"
-        question: list[sections.Section] = [
+        parts: list[sections.Section] = [
             self.room.pictures(prompt.images),
             sections.Said([shorten_text(prompt.question)]),
         ]
         if prompt.right is not None:
-            question.append(sections.Note(f"Right: {shorten_text(prompt.right)}", "quiet"))
-        episodes = sections.SideBySide([self._episode(ranked[place]) for place in shown])
-        return sections.Card("", facts, [*question, episodes])
+            parts.append(sections.Note(f"Right: {shorten_text(prompt.right)}", "quiet"))
+        parts.append(sections.SideBySide([self._episode(ranked[place]) for place in shown]))
+        return sections.Card("", facts, parts)
 
     def _episode(self, episode: ShownEpisode) -> sections.Labelled:
         parts: list[sections.Section] = []
@@ -121,7 +114,7 @@ class _Cards:
 
 
 def _facts(episode: ShownEpisode) -> Iterator[str]:
-    yield "1 token" if episode.tokens == 1 else f"{episode.tokens:,} tokens"
+    yield show_count(episode.tokens, "token")
     if episode.cut:
         yield "cut by its length"
     if episode.teacher_kl is not None:

@@ -98,25 +98,14 @@ class Evaluator:
             yield self._evaluate(held_out)
 
     def _evaluate(self, held_out: EvalSet) -> Evaluation:
-        start, alive = time.perf_counter(), self.alive
-        if isinstance(self.objective, PreferenceObjective):
-            scores = preference_scores(held_out, self.objective, alive)
-        elif isinstance(self.objective, DistillObjective):
-            scores = distill_scores(held_out, self.objective, alive)
-        elif isinstance(self.objective, EmbeddingObjective):
-            scores = embedding_scores(held_out, self.objective, alive)
-        elif isinstance(self.objective, RerankObjective):
-            scores = rerank_scores(held_out, self.objective, alive)
-        else:
-            scores = token_scores(held_out, alive)
+        start, alive, worker = time.perf_counter(), self.alive, held_out.worker
+        scores = self._scores(held_out)
         answers: list[Answer] = []
         if self.candidates is not None:
             result = rank_answers(held_out, self.voice, self.candidates, alive)
             scores["ranking"], answers = result
-        metrics = self.meter.metrics
-        if metrics:
+        if metrics := self.meter.metrics:
             answers = generated_answers(held_out, self.voice, self.meter, alive)
-        worker = held_out.worker
         answers = _gather_answers(answers, worker.grid.dp, worker.platform.device)
         scores |= mean_scores(metrics, answers)
         remarks = remarks_on(metrics, answers, held_out.name)
@@ -124,22 +113,30 @@ class Evaluator:
         data = held_out.data
         if data is None or worker.grid.rank != 0:
             return Evaluation(held_out.name, scores, [], [], remarks)
+        predictions = [_prediction(data, answer) for answer in answers]
         few = choose_answers(answers, self.cfg.eval.examples)
-        return Evaluation(
-            held_out.name,
-            scores,
-            [_prediction(data, answer) for answer in answers],
-            [_example(data, answer) for answer in few],
-            remarks,
-        )
+        examples = [_example(data, answer) for answer in few]
+        return Evaluation(held_out.name, scores, predictions, examples, remarks)
+
+    def _scores(self, held_out: EvalSet) -> dict[str, float]:
+        match self.objective:
+            case PreferenceObjective() as objective:
+                return preference_scores(held_out, objective, self.alive)
+            case DistillObjective() as objective:
+                return distill_scores(held_out, objective, self.alive)
+            case EmbeddingObjective() as objective:
+                return embedding_scores(held_out, objective, self.alive)
+            case RerankObjective() as objective:
+                return rerank_scores(held_out, objective, self.alive)
+            case _:
+                return token_scores(held_out, self.alive)
 
 
 def read_candidates(value: str | Sequence[str]) -> list[str]:
     """Read eval.candidates: a list, or a text file with one candidate in each line."""
     if isinstance(value, str):
-        file = UntrustedFile(
-            os.path.expanduser(value), ConfigError, "eval.candidates names a text file"
-        )
+        remedy = "eval.candidates names a text file"
+        file = UntrustedFile(os.path.expanduser(value), ConfigError, remedy)
         value = [line for line in file.text().splitlines() if line.strip()]
     check_candidates(value)
     return list(value)
@@ -184,8 +181,7 @@ def _prediction(data: DataSet, answer: Answer) -> dict[str, Any]:
 def choose_answers(answers: Sequence[Answer], max_count: int) -> list[Answer]:
     """Select at most `max_count` answers. Wrong answers come first, since they teach more, but
     leave a third of the room to right ones if there are so many."""
-    wrong = [answer for answer in answers if not answer.is_right]
-    right = [answer for answer in answers if answer.is_right]
+    wrong, right = ([each for each in answers if each.is_right == kind] for kind in (False, True))
     wrong = wrong[: max_count - min(len(right), max_count // 3)]
     return [*wrong, *right[: max_count - len(wrong)]]
 

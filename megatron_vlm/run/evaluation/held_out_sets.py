@@ -20,6 +20,7 @@ from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import Row, cut_row
 from megatron_vlm.errors import DataError
+from megatron_vlm.io.printable import show_count
 from megatron_vlm.training.broadcast import share_bytes, share_json
 from megatron_vlm.training.data_feed import SharedBatches, open_together
 from megatron_vlm.training.worker import MegatronWorker
@@ -136,9 +137,7 @@ class EvalSet:
         facts = self.share(failure or known)
         if not facts:
             return []
-        prompts = (
-            batch_of([question.prompt for question in questions]).to_bytes() if questions else None
-        )
+        prompts = batch_of([each.prompt for each in questions]).to_bytes() if questions else None
         grid, device = self.worker.grid, self.worker.platform.device
         rows = rows_of(TensorBatch.from_bytes(share_bytes(prompts, grid, device)))
         return [
@@ -153,25 +152,22 @@ class EvalSet:
 
 def describe_split(data: DataSet, cfg: Config) -> str:
     """Return a sentence about the number of samples that data.split holds out."""
-    records = sum(map(len, data.sources))
-    held_out = sum(map(len, data.indexes))
-    samples = f"{held_out:,} sample{'s' * (held_out != 1)}"
+    records, samples = (sum(map(len, parts)) for parts in (data.sources, data.indexes))
     return (
-        f"data.split={cfg.data.split:.10g} holds out {samples} of the {records:,} "
-        f"records of data.train: the set {HELD_OUT}"
+        f"data.split={cfg.data.split:.10g} holds out {show_count(samples, 'sample')} of the "
+        f"{records:,} records of data.train: the set {HELD_OUT}"
     )
 
 
 def list_held_out(sets: Sequence[EvalSet]) -> str:
     """Return a line with the place of each record that data.split holds out, if it is set."""
-    lines = [
+    return "".join(
         f"{each.data.where((source, sample))}\n"
         for each in sets
         if each.name == HELD_OUT and each.data is not None and each.cfg.data.split is not None
         for source, index in enumerate(each.data.indexes)
         for sample in range(len(index))
-    ]
-    return "".join(lines)
+    )
 
 
 def first_samples(data: DataSet, samples: int | None) -> DataSet:
