@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_vlm.commands.demo.tiny_model import TinySpec, train_tokenizer
+from megatron_vlm.commands.demo.tiny_model import train_tokenizer
 from megatron_vlm.data.tokens.row import IGNORE, Row
 
 PATCH_VALUES = 3 * 2 * 16 * 16
@@ -75,11 +75,8 @@ def _make_row(spec: RowSpec, ids: Ids, generator: torch.Generator) -> Row:
         for _ in range(frames):
             blocks.append([ids.start] + [ids.video] * (h * w // 4) + [ids.end])
     text = torch.randint(0, ids.text, (spec.text,), generator=generator).tolist()
-    cuts = (
-        torch.randint(1, max(spec.text, 2), (len(blocks),), generator=generator)
-        .sort()
-        .values.tolist()
-    )
+    places = torch.randint(1, max(spec.text, 2), (len(blocks),), generator=generator)
+    cuts = places.sort().values.tolist()
     tokens: list[int] = []
     for start, end, block in zip([0, *cuts], [*cuts, spec.text], [*blocks, []], strict=True):
         tokens += text[start:end] + block
@@ -105,7 +102,3 @@ def _make_row(spec: RowSpec, ids: Ids, generator: torch.Generator) -> Row:
         pixels(video_grid),
         video_grid if len(video_grid) else None,
     )
-
-
-def default_spec() -> TinySpec:
-    return TinySpec()

@@ -332,6 +332,25 @@ RELEASED = {
 }
 
 
+def _tower(kind: str, depth: int, width: int, ffn: int, out: int) -> dict[str, Any]:
+    return {
+        "deepstack_visual_indexes": [],
+        "depth": depth,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": width,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": ffn,
+        "model_type": kind,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": out,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+
+
 def released(name: str) -> dict[str, Any]:
     """Return a config.json as transformers 4.57 wrote it for the released models."""
     layers, hidden, ffn, heads, tied, depth, width, vision_ffn, deepstack = RELEASED[name]
@@ -366,22 +385,8 @@ def released(name: str) -> dict[str, Any]:
         "tie_word_embeddings": tied,
         "transformers_version": "4.57.0.dev0",
         "video_token_id": 151656,
-        "vision_config": {
-            "deepstack_visual_indexes": deepstack,
-            "depth": depth,
-            "hidden_act": "gelu_pytorch_tanh",
-            "hidden_size": width,
-            "in_channels": 3,
-            "initializer_range": 0.02,
-            "intermediate_size": vision_ffn,
-            "model_type": "qwen3_vl",
-            "num_heads": 16,
-            "num_position_embeddings": 2304,
-            "out_hidden_size": hidden,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-        },
+        "vision_config": _tower("qwen3_vl", depth, width, vision_ffn, hidden)
+        | {"deepstack_visual_indexes": deepstack},
         "vision_end_token_id": 151653,
         "vision_start_token_id": 151652,
     }
@@ -405,6 +410,7 @@ def released_5(name: str) -> dict[str, Any]:
     layers, hidden, ffn, heads, kv_heads, value_heads, tied, *tower = RELEASED_5[name]
     depth, width, vision_ffn, vision_heads, _ = tower
     newer, kind = name in ("27B", "35B-A3B"), "qwen3_5_moe" if "-A" in name else "qwen3_5"
+    tower_kind = f"{kind}_vision" if newer else kind
     text = {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -461,22 +467,8 @@ def released_5(name: str) -> dict[str, Any]:
         "tie_word_embeddings": tied,
         "transformers_version": "4.57.0.dev0",
         "video_token_id": 248057,
-        "vision_config": {
-            "deepstack_visual_indexes": [],
-            "depth": depth,
-            "hidden_act": "gelu_pytorch_tanh",
-            "hidden_size": width,
-            "in_channels": 3,
-            "initializer_range": 0.02,
-            "intermediate_size": vision_ffn,
-            "model_type": f"{kind}_vision" if newer else kind,
-            "num_heads": vision_heads,
-            "num_position_embeddings": 2304,
-            "out_hidden_size": hidden,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-        },
+        "vision_config": _tower(tower_kind, depth, width, vision_ffn, hidden)
+        | {"num_heads": vision_heads},
         "vision_end_token_id": 248054,
         "vision_start_token_id": 248053,
     }

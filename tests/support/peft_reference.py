@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from megatron_vlm.data.tokens.row import IGNORE, Row
-from tests.support.reference import Reference, load_reference, row_log_probs
+from megatron_vlm.data.tokens.row import Row
+from tests.support.reference import Reference, load_reference, run_model
 
 # Our groups of targets as PEFT's regular expressions.
 GROUPS = {
@@ -144,22 +144,9 @@ def as_ours(model: PeftModel, named: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def run_peft(model: PeftModel, rows: Sequence[Row]) -> Reference:
     """Return losses and gradients of a batch."""
-    params = trained(model)
     model.zero_grad()
-    count = sum(int((row.labels_S[1:] != IGNORE).sum()) for row in rows)
-    total, log_probs = 0.0, []
-    for row in rows:
-        out = row_log_probs(model, row)
-        loss = -out.sum() / count
-        if loss.requires_grad:
-            loss.backward()
-        log_probs.append(out.detach())
-        total += float(-out.detach().double().sum())
-    grads = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for name, p in params.items()
-    }
-    return Reference(total / count, log_probs, as_ours(model, grads))
+    found = run_model(model, rows, trained(model))
+    return replace(found, grads=as_ours(model, found.grads))
 
 
 def train_peft(

@@ -1,9 +1,9 @@
 """The reference: Hugging Face's own model on the same weights and rows, without our code between
 the rows and its forward."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -72,15 +72,25 @@ def row_log_probs(model: HFModel, row: Row) -> Tensor:
 
 def run_reference(path: str, rows: list[Row], dtype: torch.dtype = torch.float32) -> Reference:
     model = load_reference(path, dtype)
-    log_probs = []
+    return run_model(model, rows, dict(model.named_parameters()))
+
+
+def run_model(
+    model: torch.nn.Module, rows: Sequence[Row], params: Mapping[str, torch.nn.Parameter]
+) -> Reference:
+    """Return the loss of a batch, its log-probs, and the gradients of these parameters."""
     count = sum(int((row.labels_S[1:] != IGNORE).sum()) for row in rows)
-    total = 0.0
+    total, log_probs = 0.0, []
     for row in rows:
         out = row_log_probs(model, row)
-        (-out.sum() / count).backward()
+        loss = -out.sum() / count
+        # It needs none where only adapters of the tower are trained, and no picture comes.
+        if loss.requires_grad:
+            loss.backward()
         log_probs.append(out.detach())
         total += float(-out.detach().double().sum())
-    return Reference(total / count, log_probs, grads_of(model.named_parameters()))
+    grads = {name: grad.clone() for name, grad in grads_of(params.items()).items()}
+    return Reference(total / count, log_probs, grads)
 
 
 def grads_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -107,13 +117,8 @@ def run_exact_reference(path: str, rows: list[Row]) -> Reference:
 
 
 def _in_fp64(row: Row) -> Row:
-    values = {field.name: getattr(row, field.name) for field in fields(row)}
-    wide = {
-        name: value.double()
-        for name, value in values.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
-    return replace(row, **wide)
+    values = {name: v for name, v in vars(row).items() if isinstance(v, Tensor)}
+    return replace(row, **{n: v.double() for n, v in values.items() if v.is_floating_point()})
 
 
 @contextmanager
