@@ -86,8 +86,7 @@ class DataError(MegatronVLMError):
 
 
 class LostError(DataError):
-    """A process that read data has ended, for example because it was killed for its memory.
-    Starting again may help."""
+    """A process that read data has ended, for example for its memory. Starting again may help."""
 
 
 class CheckpointError(MegatronVLMError):
@@ -107,8 +106,7 @@ def render(
     allowed: Any = None,
     remedy: str = "",
 ) -> str:
-    """Return the sentence `PLACE: KEY=FOUND PROBLEM; REMEDY`, without the parts that are
-    missing."""
+    """Return the sentence `PLACE: KEY=FOUND PROBLEM; REMEDY`, without missing parts."""
     subject = key if found is NOT_GIVEN else f"{key}={show_value(found, key)}" if key else ""
     if subject and problem:
         subject += problem if problem.startswith(":") else f" {problem}"
@@ -160,8 +158,7 @@ def is_secret(key: str) -> bool:
 
 
 def hide_secrets(text: str) -> str:
-    """Return a text without the values of secrets in it: NAME=VALUE, "NAME": VALUE, --NAME VALUE,
-    and the login of an address."""
+    """Return a text without the secrets in NAME=VALUE, "NAME": VALUE, --NAME VALUE and logins."""
 
     def hidden(match: re.Match[str]) -> str:
         return match["name"] + match["mark"] + _HIDDEN if is_secret(match["name"]) else match[0]
@@ -196,8 +193,7 @@ _REFUSALS = {
 
 
 def gather_errors(errors: Sequence[ConfigError]) -> ConfigError:
-    """Return the first of these errors with the others as `further`, so that all are shown at
-    once."""
+    """Return the first of these errors with the others as `further`, so that all are shown."""
     first, *further = errors
     first.further = tuple(further)
     first.args = ("\n".join(str(error) for error in errors),)
@@ -205,8 +201,7 @@ def gather_errors(errors: Sequence[ConfigError]) -> ConfigError:
 
 
 def sentences(error: Exception) -> list[str]:
-    """Return what a user gets in place of a traceback, a sentence for each mistake. For a fault of
-    the program the list is empty."""
+    """Return a sentence for each mistake of a user; nothing for a fault of the program."""
     if isinstance(error, MegatronVLMError):
         return [render(**each.fields()) for each in (error, *error.further)]
     if isinstance(error, OSError) and (remedy := _REFUSALS.get(error.errno or 0)) is not None:

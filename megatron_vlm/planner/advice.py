@@ -18,8 +18,7 @@ _POLISHED = 3  # the fastest layouts, whose layers are split again with more car
 
 
 def rank_layouts(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> list[RunPlan]:
-    """Return the layouts that fit, the fastest first. Raise ConfigError with a remedy if none
-    does."""
+    """Return the layouts that fit, the fastest first. Raise ConfigError if none does."""
     results = search(cfg, sizes, mix, cluster)
     if results.leanest is not None:
         problem, remedy = advice(cfg, sizes, mix, cluster, results.leanest)
@@ -66,8 +65,7 @@ def advice(
 
 
 def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Iterator[str]:
-    """Yield those of these changes that fit: more GPUs, each switch at its first value that does,
-    shorter rows, larger GPUs."""
+    """Yield the changes that fit: more GPUs, each switch, shorter rows, larger GPUs."""
     count = cluster.gpus
     while (count := 2 * count) <= _MAX_GPUS:
         # Each replica needs a row in each step.

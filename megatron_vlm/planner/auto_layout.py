@@ -1,5 +1,4 @@
-"""Layout for `parallel=auto`, and layers of each stage for `parallel.layers_per_stage=auto`, before
-the model is built."""
+"""Layouts for `parallel=auto` and `parallel.layers_per_stage=auto`, before a model is built."""
 
 import os
 from dataclasses import replace
@@ -50,9 +49,8 @@ def plan_layout(
     mix: RowSample,
     cluster: Cluster | None = None,
 ) -> tuple[Config, str]:
-    """Return the configuration with what the planner chooses, and a sentence about it. It is a pure
-    function of its arguments and of the kind of device. `cluster` is for devices that this machine
-    does not have."""
+    """Return the configuration with what the planner chooses, and a sentence about it: a pure
+    function of its arguments and the kind of device. `cluster`: other devices than those here."""
     if not cfg.parallel.auto:
         layers, text = decide(cfg, sizes, world, platform, mix, cluster)
         return with_layers(cfg, layers), text

@@ -1,5 +1,4 @@
-"""Micro-batches of the first steps of a run, planned from the index of its data as the loader plans
-them."""
+"""Micro-batches of a run's first steps, planned from the index of its data as the loader does."""
 
 import itertools
 from collections.abc import Iterator
@@ -43,9 +42,8 @@ def plan_steps(data: DataSet | StreamSet, cfg: Config, dims: ParallelDims) -> It
 
 
 def plan_updates(data: DataSet, cfg: Config, dims: ParallelDims) -> Iterator[Step]:
-    """Yield the micro-batches of each optimizer step of reinforcement learning through the first
-    epoch of prompts. Every answer is assumed to have rl.max_new_tokens, since none is sampled
-    yet."""
+    """Yield the micro-batches of each optimizer step of rl through the first epoch of prompts.
+    Every answer is assumed to have rl.max_new_tokens."""
     limits, answer = Limits.from_config(cfg.train), cfg.rl.max_new_tokens
     epoch = data.epoch(Position())
     prompts = -(-cfg.train.global_batch_size // cfg.rl.updates)
@@ -55,11 +53,8 @@ def plan_updates(data: DataSet, cfg: Config, dims: ParallelDims) -> Iterator[Ste
             for row in itertools.chain(*(_row_sizes(data, handle) for handle, _, _ in part))
             for _ in range(cfg.rl.samples)
         ]
-        costs = [
-            data.work.row_size(row.tokens, row.supervised, row.patches, row.patch_pairs)
-            for row in rows
-        ]
-        plan = plan_batch(costs, dims.dp, limits)
+        sizes = ((row.tokens, row.supervised, row.patches, row.patch_pairs) for row in rows)
+        plan = plan_batch([data.work.row_size(*each) for each in sizes], dims.dp, limits)
         yield [[BatchSizes.from_rows([rows[n] for n in group]) for group in g] for g in plan]
 
 

@@ -23,9 +23,7 @@ _TRIED: Mapping[str, tuple[object, ...]] = {
     for each in MEMORY_SWITCHES
     if each.cost in ("moments", "host")
 }
-_RECOMPUTATION = {
-    each.key: each.values[0] for each in MEMORY_SWITCHES if each.cost == "recomputation"
-}
+_RECOMPUTATION = {s.key: s.values[0] for s in MEMORY_SWITCHES if s.cost == "recomputation"}
 _ROUNDING = frozenset(each.key for each in MEMORY_SWITCHES if each.cost == "moments")
 _SAME = 0.02  # relative difference of two predictions that means nothing
 _ROUNDING_COST = 0.1  # share of the time that rounded moments have to save, to be worth it
@@ -57,9 +55,8 @@ class SwitchCost:
 def fitting_sets(
     cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster
 ) -> list[FittingSet]:
-    """Return the sets of switches that fit, the fastest first. Rounded moments have to save a tenth
-    of the time, and among equally fast sets the smaller ones are first. Raise ConfigError if none
-    fits."""
+    """Return the sets of switches that fit, the fastest first and the smaller ones among equals.
+    Rounded moments have to save a tenth of the time. Raise ConfigError if none fits."""
     results, leanest = [], None
     for switches in _combinations(cfg):
         trial = with_keys(cfg, switches)
@@ -96,8 +93,7 @@ def _adds_to(result: FittingSet, better: Sequence[FittingSet]) -> bool:
 
 
 def _combinations(cfg: Config) -> Iterator[dict[str, object]]:
-    """Yield the switches that are on, for each combination. A key that the user has set stays. The
-    optimizer of adapters is small."""
+    """Yield the switches that are on, for each combination. A key that the user has set stays."""
     free = {
         switch.key: _TRIED[switch.key]
         for switch in MEMORY_SWITCHES
@@ -105,11 +101,8 @@ def _combinations(cfg: Config) -> Iterator[dict[str, object]]:
         if not (cfg.lora.rank and switch.key.startswith("optim."))
     }
     for chosen in product(*free.values()):
-        yield {
-            key: value
-            for (key, values), value in zip(free.items(), chosen, strict=True)
-            if value != values[0]
-        }
+        values = zip(free, chosen, strict=True)
+        yield {key: value for key, value in values if value != free[key][0]}
 
 
 def switch_costs(
@@ -122,8 +115,6 @@ def switch_costs(
     for key, off in on.items():
         without = evaluate(with_keys(best.cfg, {key: off}), sizes, best.dims, mix, cluster)
         host = max(each.host for each in best.memory) - max(each.host for each in without.memory)
-        slowdown = best.step_s / without.step_s - 1
-        costs.append(
-            SwitchCost(shown({key: get(best.cfg, key)}), without.need - best.need, host, slowdown)
-        )
+        saved, slowdown = without.need - best.need, best.step_s / without.step_s - 1
+        costs.append(SwitchCost(shown({key: get(best.cfg, key)}), saved, host, slowdown))
     return costs

@@ -29,11 +29,9 @@ class Machine:
     host_cores: int = 1  # cores of the host for one device
 
     def seconds(self, work: OpCount, ep: int = 1) -> float:
-        """Return the seconds that a rank takes for this work. `ep` neighbours divide the
-        experts."""
-        compute_s = (
-            work.matmul / self.matmul + work.attention / self.attention + work.moved / self.moved
-        )
+        """Return the seconds of this work on a rank. `ep` neighbours divide the experts."""
+        compute_s = work.matmul / self.matmul + work.attention / self.attention
+        compute_s += work.moved / self.moved
         launch_s = work.layers * self.layer_s
         send_s = work.reduced / self.link + self.exchange(work.exchanged, ep)
         done_s = max(compute_s, launch_s) if self.starts_ahead else compute_s + launch_s
@@ -41,9 +39,8 @@ class Machine:
         return max(done_s + send_s, work.offloaded / self.host_link)
 
     def host_update(self, weights: float, itemsize: int, optimizer: OptimizerSpec) -> float:
-        """Return the seconds of an optimizer step over weights in host memory. Gradients and new
-        weights travel while others are updated. An update reads gradient, weight and states, and
-        writes the last two."""
+        """Return the seconds of an optimizer step over weights in host memory, which travel while
+        others are updated. An update reads gradient, weight and states, and writes the last two."""
         travel_s = (_FP32 + itemsize) / self.host_link
         state_bytes = len(optimizer.state_names) * optimizer.bytes_of_state
         memory_s = (3 * _FP32 + 2 * state_bytes) / self.host_moved
@@ -58,8 +55,7 @@ class Machine:
         return max(inside / self.link, outside / self.network)
 
     def bandwidth_between(self, ranks: int) -> float:
-        """Return the bytes per second from one rank to another in a group of this many
-        neighbours."""
+        """Return the bytes per second between ranks in a group of this many neighbours."""
         return self.link if ranks <= self.devices else self.network
 
 
@@ -122,9 +118,8 @@ _LAYER_S = 0.3e-3
 
 
 def gpu(name: str, peak: float, efficiency: float = EFFICIENCY) -> Machine:
-    """Return a GPU with this name and this dense bf16 peak. `efficiency` is the fraction of it that
-    matrix products reach. A card of unknown memory moves bytes in proportion to its peak, as an
-    H200 does."""
+    """Return a GPU with this dense bf16 peak, of which matrix products reach the `efficiency`. A
+    card of unknown memory moves bytes in proportion to its peak, as an H200 does."""
     matmul = efficiency * peak
     card = card_of(name)
     link = _PCIE if _WITHOUT_NVLINK.search(card or name) else _NVLINK

@@ -10,39 +10,34 @@ from megatron_vlm.planner.memory import stage_memory
 from megatron_vlm.planner.pipeline_time import ReplicaCosts
 from megatron_vlm.planner.row_sizes import BatchSizes, Step
 
+Replicas = Sequence[Sequence[ReplicaCosts]]  # for each step
 _ROUNDS = 100
 
 
-def step_seconds(replicas: Sequence[Sequence[ReplicaCosts]], split: Split) -> float:
+def step_seconds(replicas: Replicas, split: Split) -> float:
     """Return the pipeline's time, summed over steps. Each step waits for its slowest replica."""
     return sum(max(replica.stages(split).seconds for replica in step) for step in replicas)
 
 
-def replicas_of(
-    layout: ModelLayout, steps: Sequence[Step], machine: Machine
-) -> list[list[ReplicaCosts]]:
+def replicas_of(layout: ModelLayout, steps: Sequence[Step], machine: Machine) -> Replicas:
     """Return the replicas with work for each step. Replicas that share experts count as one."""
 
     def costs(shares: Sequence[list[BatchSizes]]) -> list[ReplicaCosts]:
         return [ReplicaCosts.at_degrees(layout, share, machine) for share in shares if share]
 
     ep = layout.dims.ep
-    groups = [
-        [costs(step[first : first + ep]) for first in range(0, len(step), ep)] for step in steps
-    ]
+    groups = [[costs(step[at : at + ep]) for at in range(0, len(step), ep)] for step in steps]
     return [[ReplicaCosts.together(each) for each in step if each] for step in groups]
 
 
-def choose_layer_split(
-    replicas: Sequence[Sequence[ReplicaCosts]], max_layers_split: Split, even: Split
-) -> Split:
-    """Return the split with the fastest steps among those with at most `max_layers_split` layers on
+def choose_layer_split(replicas: Replicas, limits: Split, even: Split) -> Split:
+    """Return the split with the fastest steps among those with at most `limits` layers on
     each stage. It is never slower than the even split, if that fits."""
-    fits = all(count <= limit for count, limit in zip(even, max_layers_split, strict=True))
-    candidates = [level_layers(replicas, max_layers_split, sum(even)), *([even] if fits else [])]
+    fits = all(count <= limit for count, limit in zip(even, limits, strict=True))
+    candidates = [level_layers(replicas, limits, sum(even)), *([even] if fits else [])]
     best, seconds = _fastest_split(replicas, candidates)
     for _ in range(_ROUNDS):  # move one layer from one stage to another, as long as that is faster
-        others = _neighbours(best, max_layers_split) or [best]
+        others = _neighbours(best, limits) or [best]
         candidate, candidate_s = _fastest_split(replicas, others)
         if candidate_s >= seconds * (1 - 1e-9):
             break
@@ -100,8 +95,7 @@ def _splits_with(stage: int, count: int, pp: int, kinds: Sequence[int]) -> Itera
 
 
 def _largest_fitting(fits: Callable[[int], bool], maximum: int) -> int:
-    """Return the largest number up to `maximum` that fits, or -1 if none does. If a number fits,
-    all smaller ones do."""
+    """Return the largest number up to `maximum` that fits, as smaller ones do; -1 if none."""
     low, high = -1, maximum
     while low < high:
         middle = (low + high + 1) // 2
@@ -109,9 +103,7 @@ def _largest_fitting(fits: Callable[[int], bool], maximum: int) -> int:
     return low
 
 
-def level_layers(
-    replicas: Sequence[Sequence[ReplicaCosts]], max_layers_split: Split, layers: int
-) -> Split:
+def level_layers(replicas: Replicas, limits: Split, layers: int) -> Split:
     """Return the split whose slowest stage is fastest over all micro-batches. Each layer is added
     to the stage that then takes the least time."""
     all_replicas = [replica for step in replicas for replica in step]
@@ -120,32 +112,30 @@ def level_layers(
         for part in ("first", "last")
     )
     layer = sum(replica.mean_layer_seconds for replica in all_replicas)
-    times = [0.0] * len(max_layers_split)
+    times = [0.0] * len(limits)
     times[0] += first
     times[-1] += last
-    split = [int(stage > 0) for stage in range(len(max_layers_split))]
+    split = [int(stage > 0) for stage in range(len(limits))]
     for _ in range(layers - sum(split)):
-        room = [stage for stage, count in enumerate(split) if count < max_layers_split[stage]]
+        room = [stage for stage, count in enumerate(split) if count < limits[stage]]
         fastest = min(room, key=lambda s: (times[s] + (split[s] + 1) * layer, s))
         split[fastest] += 1
     return tuple(split)
 
 
-def _neighbours(split: Split, max_layers_split: Split) -> list[Split]:
+def _neighbours(split: Split, limits: Split) -> list[Split]:
     splits = []
     for source in range(len(split)):
         if split[source] <= int(source > 0):
             continue
         for target in range(len(split)):
-            if target != source and split[target] < max_layers_split[target]:
+            if target != source and split[target] < limits[target]:
                 neighbour = list(split)
                 neighbour[source], neighbour[target] = neighbour[source] - 1, neighbour[target] + 1
                 splits.append(tuple(neighbour))
     return splits
 
 
-def _fastest_split(
-    replicas: Sequence[Sequence[ReplicaCosts]], splits: Sequence[Split]
-) -> tuple[Split, float]:
+def _fastest_split(replicas: Replicas, splits: Sequence[Split]) -> tuple[Split, float]:
     seconds, best = min((step_seconds(replicas, split), split) for split in splits)
     return best, seconds

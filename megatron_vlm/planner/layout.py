@@ -43,9 +43,8 @@ class ModelLayout:
 
     @cached_property
     def trained(self) -> Config:
-        """The configuration with the freeze_* of the model that decide what is kept for the
-        backward. A part with adapters keeps the inputs of its layers, as one that is trained in
-        full does."""
+        """The configuration with the freeze_* that decide what is kept for the backward: a part
+        with adapters keeps the inputs of its layers, as one that is trained in full does."""
         cfg, parts = self.cfg, self.adapted.parts
         frozen: dict[str, Any] = {
             f"freeze_{part}": not (learns(cfg, part) or part in parts) for part in SWITCHES

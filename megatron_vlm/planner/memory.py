@@ -49,8 +49,7 @@ class StageMemory:
 
 
 def estimate(layout: ModelLayout, batches: Sequence[BatchSizes]) -> list[StageMemory]:
-    """Return an estimate for each stage. `batches` are the micro-batches of a step on one
-    replica."""
+    """Return the estimate of each stage. `batches`: micro-batches of a step on a replica."""
     return [stage_memory(layout, stage, batches) for stage in range(layout.dims.pp)]
 
 
@@ -79,9 +78,8 @@ def stage_memory(layout: ModelLayout, stage: int, batches: Sequence[BatchSizes])
 
 
 def _optimizer_memory(layout: ModelLayout, counts: ParamCounts) -> tuple[int, int]:
-    """Return the bytes of a rank's main weights and states, on the device and on the host. Main
-    weights are in fp32. Where the model's weights are so, too, they are the same tensors, except
-    for those of the host."""
+    """Return the bytes of a rank's fp32 main weights and states, on the device and on the host.
+    Weights of the model in fp32 are their own main weights, unless those are on the host."""
     optim, itemsize = layout.cfg.optim, layout.itemsize
     on_host = math.ceil(optim.offload * counts.optimized)
     states = optimizer_spec(optim).bytes_of_state * counts.states
@@ -122,22 +120,19 @@ def micro_batches_in_flight(dims: ParallelDims, stage: int, batches: int) -> set
     in_flight_by_point = set()
     for done in range(max(min(len(order) - ahead, 2 * pp * chunks), 1)):
         started, finished = order[: ahead + done + 1], back[:done]
-        in_flight_by_point.add(
-            tuple(started.count(chunk) - finished.count(chunk) for chunk in range(chunks))
-        )
+        kept = (started.count(chunk) - finished.count(chunk) for chunk in range(chunks))
+        in_flight_by_point.add(tuple(kept))
     return in_flight_by_point
 
 
 def host_need(dims: ParallelDims, stages: Sequence[StageMemory], devices: int) -> int:
-    """Return the bytes that the ranks of the fullest machine need. A machine has so many
-    neighbouring ranks."""
+    """Return the bytes of the ranks of the fullest machine, which has so many neighbouring ones."""
     of_rank = [stages[dims.stage_of(rank)].host for rank in range(dims.world_size)]
     return max(sum(of_rank[first:][:devices]) for first in range(0, len(of_rank), devices))
 
 
 def check_offload(layout: ModelLayout, devices: int, memory: float) -> None:
-    """Refuse an offloaded optimizer that needs more than the memory of a machine, which has so many
-    devices."""
+    """Refuse an offloaded optimizer that needs more than the memory of a machine with `devices`."""
     offload, dims = layout.cfg.optim.offload, layout.dims
     if not offload:
         return

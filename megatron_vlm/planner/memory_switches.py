@@ -18,8 +18,7 @@ _RECIPES = {USUAL: "default", _QLORA: "qlora"}
 
 @dataclass(frozen=True)
 class MemorySwitch:
-    """A key whose values save memory. The first saves nothing, and each other one saves more than
-    those before it."""
+    """A key whose values save memory: the first one nothing, each other one more than the last."""
 
     key: str
     values: tuple[Any, ...]
@@ -41,11 +40,9 @@ class MemorySwitch:
     def _is_possible(self, cfg: Config) -> bool:
         if self.cost in ("training", "weights"):  # adapters freeze everything else already
             return bool(cfg.lora.rank) == (self.cost == "weights")
-        if self.key == "optim.offload":
-            return cfg.optim.name == "adamw"
-        return (
-            self.key != "model.offload_activations" or not BACKENDS[cfg.model.backend].fuses_norms
-        )
+        if self.key == "model.offload_activations":
+            return not BACKENDS[cfg.model.backend].fuses_norms
+        return self.key != "optim.offload" or cfg.optim.name == "adamw"
 
     def at(self, value: object) -> dict[str, object]:
         """Return the keys of a configuration that has the switch at this value."""
@@ -83,9 +80,9 @@ def with_keys(cfg: Config, values: Mapping[str, object]) -> Config:
     value: Any
     for key, value in values.items():
         group, _, name = key.partition(".")
-        cfg = replace(
-            cfg, **{group: replace(getattr(cfg, group), **{name: value}) if name else value}
-        )
+        if name:
+            value = replace(getattr(cfg, group), **{name: value})
+        cfg = replace(cfg, **{group: value})
     return cfg
 
 
@@ -105,9 +102,8 @@ def _override(value: object) -> str:
 def switches_by_bytes(
     layout: ModelLayout, stage: int, batches: Sequence[BatchSizes]
 ) -> list[tuple[str, int]]:
-    """Return KEY=VALUE and the bytes that it saves on a rank of this stage, those that save most
-    first. Switches that round weights or train less come after all others. One switch changes at a
-    time."""
+    """Return KEY=VALUE and the bytes that it alone saves on a rank of this stage, the most first.
+    Switches that round weights or train less come after all others."""
     cfg, need = layout.cfg, stage_memory(layout, stage, batches).total
     trials = [
         (switch.cost in ("weights", "training"), switch.at(value), batches)

@@ -59,8 +59,7 @@ class ParamCounts:
 
     @property
     def muon_values(self) -> int:
-        """Values whose updates Muon sends to other ranks and back. They have one state, and all
-        others have two."""
+        """Values whose updates Muon sends to other ranks and back: those with one state."""
         return max(0, 2 * self.optimized - self.states)
 
     def weight_bytes(self, base: BaseType | None, itemsize: int) -> int:
@@ -88,8 +87,7 @@ def count(layout: ModelLayout, stage: int) -> ParamCounts:
 
 
 def _shortest_pipeline(layout: ModelLayout, place: int) -> tuple[ParallelDims, int]:
-    """Return the shortest pipeline that has a chunk like the one at this place, and its place
-    there."""
+    """Return the shortest pipeline with a chunk like the one at this place, and its place there."""
     dims = layout.dims
     layers = dims.layers_per_stage
     layers_are_alike = not layout.cfg.lora.rank and len(layout.sizes.text.kinds) == 1
@@ -110,7 +108,7 @@ def _of_chunk(
     place: int,
 ) -> ParamCounts:
     cfg = Config(model=model, lora=lora, parallel=parallel, optim=optim)
-    params = _params_of_stage(cfg, sizes, dims, place)
+    params = _params(cfg, sizes, dims, place)
     trained = [param for param in params if param.trained]
     values = sum(param.values for param in trained)
     held = sum(param.values for param in params)
@@ -129,9 +127,7 @@ def _of_chunk(
     return ParamCounts(held, values, buffer, optimized, experts[0], states, muon_flops, in_blocks)
 
 
-def _params_of_stage(
-    cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int
-) -> list[RankParam]:
+def _params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> list[RankParam]:
     """Return every parameter of one rank of a stage, in the order of the built module."""
     layers, is_last = dims.layers_of(stage), stage == dims.pp - 1
     return [
@@ -169,8 +165,7 @@ def _muon_flops(optim: OptimConfig, entry: Entry) -> int:
 
 
 def largest_in_blocks(layout: ModelLayout) -> int:
-    """Return the values of the largest weight that lora.base stores as codes: a product with it
-    needs all of them at once."""
+    """Return the values of the largest weight stored as codes: a product needs all of them."""
     lora, dims = layout.cfg.lora, layout.dims
     return 0 if lora.base is None else _largest_in_blocks(layout.sizes, lora, dims.tp, dims.ep)
 

@@ -70,9 +70,8 @@ class Stages:
         return max(self._ends().values())
 
     def _ends(self) -> dict[tuple[bool, int, int], float]:
-        """Return the end of each task by (is it a forward, which micro-batch, which stage). A stage
-        starts the next task in its order as soon as it is free and its neighbour has sent the
-        input."""
+        """Return the end of each task by (is it a forward, which micro-batch, which stage). A task
+        starts when its stage is free and the neighbour has sent the input."""
         count, stages = self.forward_GS.shape
         seconds = {True: self.forward_GS.tolist(), False: self.backward_GS.tolist()}
         sent = self.sent_GS.tolist()
@@ -194,8 +193,7 @@ class PartCounts(NamedTuple):
 
 
 def counts_of_parts(layout: ModelLayout) -> tuple[PartCounts, PartCounts, PartCounts]:
-    """Return the counts on one rank: in the mean decoder layer, and besides the layers on the first
-    and on the last stage."""
+    """Return the counts on a rank: the mean layer's, and the rest on the first and last stage."""
     pp, layers = layout.dims.pp, layout.sizes.text.num_layers
 
     def of(split: Split, stage: int) -> PartCounts:

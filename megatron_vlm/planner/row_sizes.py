@@ -1,6 +1,5 @@
 """Sizes of rows and micro-batches, which are all that the planner knows about the data."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,8 +46,7 @@ class BatchSizes:
         return RowSize(self.padded_tokens, cost, self.patches, 0, self.rows, longest)
 
     def patches_of_rank(self, tp: int, shared: bool) -> int:
-        """Return the patches of the TP rank with the most. The ranks divide the images if they are
-        shared, or each rank has all."""
+        """Return the patches of the TP rank with the most. The ranks divide shared images."""
         ranks = tp if shared else 1
         return max(-(-self.patches // ranks), self.largest_image if ranks > 1 else 0)
 
@@ -116,8 +114,7 @@ class RowSample:
 
 
 def heaviest_micro_batches(steps: Sequence[Step]) -> list[BatchSizes]:
-    """Return the micro-batches of the replica with the most tokens: sooner or later its largest
-    ones are in flight together."""
+    """Return the micro-batches of the replica with the most tokens: all may be in flight."""
     shares = [share for step in steps for share in step]
     return max(shares, key=lambda share: sum(batch.padded_tokens for batch in share))
 
@@ -125,13 +122,11 @@ def heaviest_micro_batches(steps: Sequence[Step]) -> list[BatchSizes]:
 def assumed_mix(sizes: ModelSizes, max_tokens: int) -> RowSample:
     """Return rows to assume without data. Two rows of three have one picture of a megapixel, and
     the others are text. A third of the text is trained."""
-    pixels_of_patch = math.prod((16, 16))
-    patches = 2**20 // pixels_of_patch
+    patches = 2**20 // 16**2
     image_tokens = patches // sizes.vision.merge**2
     text, plain_tokens = 512, 1024
-    picture = BatchSizes(
-        1, min(max_tokens, image_tokens + text), text // 3, patches, patches, patch_pairs=patches**2
-    )
+    whole = min(max_tokens, image_tokens + text)
+    picture = BatchSizes(1, whole, text // 3, patches, patches, patch_pairs=patches**2)
     plain = BatchSizes(1, min(max_tokens, plain_tokens), plain_tokens // 3, 0, 0)
     origin = (
         f"assumed, two of three with a picture of 1024 x 1024 and {text} tokens of text, one of "

@@ -13,6 +13,7 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.flops import ring, update
 from megatron_vlm.planner.hardware import Machine
 from megatron_vlm.planner.layer_split import (
+    Replicas,
     choose_layer_split,
     even_split,
     level_layers,
@@ -22,7 +23,7 @@ from megatron_vlm.planner.layer_split import (
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE, host_need
 from megatron_vlm.planner.parameters import count, fits_blocks
-from megatron_vlm.planner.pipeline_time import ReplicaCosts, counts_of_parts
+from megatron_vlm.planner.pipeline_time import counts_of_parts
 from megatron_vlm.planner.row_sizes import RowSample, Step, heaviest_micro_batches
 from megatron_vlm.planner.run_plan import RunPlan
 
@@ -127,8 +128,7 @@ def _layout(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> ModelLayout:
 
 
 def _modes(layout: ModelLayout, steps: Sequence[Step], cluster: Cluster) -> Iterator[RunPlan]:
-    """Yield candidates up to the least recomputation that fits. A candidate that does not fit has
-    no time."""
+    """Yield candidates up to the least recomputation that fits; others have no time."""
     cfg, free = layout.cfg, searched_keys(layout.cfg)
     modes: dict[tuple[Literal["none", "selective", "full"], bool], None] = {}
     for recompute, vision in _RECOMPUTES:
@@ -147,7 +147,8 @@ def _modes(layout: ModelLayout, steps: Sequence[Step], cluster: Cluster) -> Iter
 
 
 def _candidate(layout: ModelLayout, steps: Sequence[Step], cluster: Cluster) -> RunPlan:
-    heaviest, limit, replicas = heaviest_micro_batches(steps), USABLE * cluster.memory, []
+    heaviest, limit = heaviest_micro_batches(steps), USABLE * cluster.memory
+    replicas: Replicas = []
     max_layers = most_layers(layout, heaviest, limit)
     if max_layers is not None:
         replicas = replicas_of(layout, steps, cluster.machine)
@@ -187,10 +188,7 @@ def evaluate(
 
 
 def _with_time(
-    plan: RunPlan,
-    replicas: Sequence[Sequence[ReplicaCosts]],
-    steps: Sequence[Step],
-    cluster: Cluster,
+    plan: RunPlan, replicas: Replicas, steps: Sequence[Step], cluster: Cluster
 ) -> RunPlan:
     dims = plan.dims
     slowest = [
@@ -212,8 +210,7 @@ def _with_time(
 
 
 def _step_end_seconds(layout: ModelLayout, stage: int, machine: Machine) -> float:
-    """Return the seconds after the last backward: gradients over DP, the optimizer, weights over
-    DP."""
+    """Return the seconds after the last backward: gradients, optimizer, weights."""
     cfg, dims, itemsize = layout.cfg, layout.dims, layout.itemsize
     counts = count(layout, stage)
     optimizer, offloaded = optimizer_spec(cfg.optim), cfg.optim.offload

@@ -148,9 +148,8 @@ def chart_controls(controls: ChartControls) -> Html:
 def _axes_data(name: str, axes: RunAxes) -> dict[str, Any]:
     """Return the axes of a run at so many steps that the curves between them are straight."""
     places = np.unique(np.linspace(0, len(axes.steps) - 1, CURVE_COLUMNS).astype(np.int64))
-    columns = {
-        key: plain_values(values[places]) for key, values in vars(axes).items() if len(values)
-    }
+    known = {key: values for key, values in vars(axes).items() if len(values)}
+    columns = {key: plain_values(values[places]) for key, values in known.items()}
     return {"name": escape_controls(name), **columns}
 
 
@@ -260,9 +259,8 @@ def column_means(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, 
 
 
 def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean of each point, or each column of a long curve, and of those before it, as far
-    as they are in the window. It never looks ahead; points without a whole window are left out.
-    charts.js draws the same means."""
+    """Return the means over the window of points, or columns of a long curve, that ends with each,
+    where it is whole. It never looks ahead. charts.js draws the same means."""
     x, means, counts = column_means(x, y)
     if not len(x):
         return x, means

@@ -81,8 +81,6 @@ def strings_of(field: JsonField | None) -> tuple[str, ...]:
 
 
 def _turn(field: JsonField) -> ExampleTurn:
-    parts = (
-        ExamplePart(part["text"].string(), part["image"].string())
-        for part in field["parts"].items()
-    )
-    return ExampleTurn(field["role"].string(), tuple(parts))
+    parts = field["parts"].items()
+    texts = tuple(ExamplePart(part["text"].string(), part["image"].string()) for part in parts)
+    return ExampleTurn(field["role"].string(), texts)

@@ -45,17 +45,15 @@ def render_page(report: Report) -> str:
 
 
 def script_of(name: Literal["copy", "paging"]) -> str:
-    """Return the script of a page with words to copy or a pipeline to point at, or with cards that
-    are shown a few at a time."""
+    """Return copy.js, for words to copy and pipelines to point at, or paging.js, for many cards."""
     return Path(__file__).with_name(f"{name}.js").read_text()
 
 
 def document(
     title: str, css: str, body: Iterable[Html], scripts: Sequence[str] = (), is_served: bool = False
 ) -> str:
-    """Return a whole page. `css` follows the styles that all pages share. The browser runs only
-    `scripts`, whose digests the policy names. Only a page that a server gives `is_served` more by
-    that server."""
+    """Return a whole page, whose styles begin with those of all pages. Browsers run only `scripts`,
+    whose digests the policy names. A page that a server gives `is_served` more by that server."""
     assert not any(re.search(r"</script|<!--|\r", script, re.IGNORECASE) for script in scripts)
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -129,8 +127,7 @@ def _draw(part: Section) -> Html:
 
 
 def tile_columns(count: int) -> int:
-    """Return the number of columns of tiles on a wide page, which leaves the fewest places empty in
-    the last row."""
+    """Return the columns of tiles on a wide page that leave the fewest places empty."""
     few = (3,) if count <= 6 else ()
     return min((5, 4, *few), key=lambda columns: -count % columns)
 
@@ -238,9 +235,8 @@ def _outlined(part: sections.OutlinedPictures) -> Html:
     drawn = part.outlines[:_MAX_OUTLINES]
     overlay = [tag("i", *map(_outline, itertools.count(), drawn))] if drawn else []
     cell = " ".join(f"{100 * share:.4f}%" for share in part.cell)
-    frames = (
-        tag("span", _picture(pixels), *overlay, style=f"--cell:{cell}") for pixels in part.pictures
-    )
+    pictures = map(_picture, part.pictures)
+    frames = (tag("span", picture, *overlay, style=f"--cell:{cell}") for picture in pictures)
     counted = _count_outlines(part.outlines)
     caption = f"{part.caption} \u00b7 {counted}" if counted else part.caption
     return tag("figure", tag("div", *frames), tag("figcaption", caption), class_="outlined")
@@ -257,8 +253,7 @@ def _count_outlines(outlines: Sequence[Outline]) -> str:
 
 
 def _outline(place: int, outline: Outline) -> Html:
-    """Return a frame around a box, or a ring around a point, with the label on the side that has
-    more room."""
+    """Return a frame around a box or a ring around a point, with its label where there is room."""
     x1, y1, x2, y2 = (outline.numbers * 2)[:4]  # both corners of a point are the same
     sides = {"left": x1, "top": y1, "width": x2 - x1, "height": y2 - y1}
     style = ";".join(f"{name}:{value / 10:.2f}%" for name, value in sides.items())

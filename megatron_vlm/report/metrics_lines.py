@@ -46,8 +46,7 @@ class StartLine:
 
 @dataclass(frozen=True)
 class StepLine:
-    """Line of an optimizer step, which trains on one global batch. A figure that is not
-    finite is written as null."""
+    """Line of an optimizer step. A figure that is not finite is written as null."""
 
     step: int
     epoch: int
@@ -100,8 +99,7 @@ class UsageLine:
 
 @dataclass(frozen=True, kw_only=True)
 class RlLine:
-    """Samples and policy update of one step of `megatron-vlm rl`. A figure that was not computed is
-    None."""
+    """Samples and policy update of a step of `megatron-vlm rl`. None was not computed."""
 
     step: int
     reward: float | None  # mean over episodes; null with a teacher and no rewards
@@ -179,14 +177,12 @@ _KINDS: dict[str, type[Line]] = {
 
 
 def has_usage_line(step: int, total_steps: int) -> bool:
-    """Return whether a step has a UsageLine. It has a number for each rank, so only some steps and
-    the last one have one."""
+    """Return whether a step has a UsageLine, which is long: some steps do, and the last one."""
     return (step - 1) % -(-total_steps // MAX_USAGES) == 0 or step == total_steps
 
 
 def to_json(line: Line) -> str:
-    """Return the text of a line. A number that is not finite becomes null; a field whose default
-    and value are None is left out."""
+    """Return the text of a line: null for what is not finite, and no None that is a default."""
     kind = next(name for name, kind in _KINDS.items() if type(line) is kind)
     absent = {f.name for f in fields(line) if f.default is None and getattr(line, f.name) is None}
     values = {key: value for key, value in vars(line).items() if key not in absent}

@@ -123,8 +123,7 @@ def run_overview(facts: RunFacts) -> str:
 
 
 def aligned_lines(rows: dict[str, str]) -> str:
-    """Return lines of a label and a text, which continues below itself. Empty texts are left
-    out."""
+    """Return lines of a label and a text that continues below itself, without empty texts."""
     lines = []
     for label, text in rows.items():
         wrapped = textwrap.wrap(text, _WIDTH - _LABEL, break_on_hyphens=False)
@@ -145,8 +144,7 @@ def _data(cfg: Config, remarks: Remarks) -> str:
 
 
 def epoch_tokens(data: DataSet | StreamSet, prompts_only: bool = False) -> str:
-    """Describe the tokens and images of an epoch; empty for a stream. The index of prepared records
-    has them."""
+    """Describe the tokens and images of an epoch by the index; empty for a stream."""
     if isinstance(data, StreamSet):
         return ""
     sums = dict.fromkeys(("tokens", "supervised", "images"), 0.0)
@@ -209,8 +207,7 @@ def _layout(cfg: Config, dims: ParallelDims) -> str:
 
 
 def _memory(plan: RunPlan, available: str) -> str:
-    """Describe the estimated memory of a rank of each stage, or of the fullest and the emptiest of
-    many stages."""
+    """Describe the memory of a rank of each stage, or of the fullest and the emptiest of many."""
     totals = [stage.total for stage in plan.memory]
     if len(totals) == 1:
         text = f"a rank needs about {size_text(totals[0])}"

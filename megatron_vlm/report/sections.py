@@ -30,8 +30,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """Report under a title; `tab` is its title in a browser. A page begins with the summary, and a
-    terminal ends with it."""
+    """Report with a title, also for a browser's `tab`. A terminal ends with the summary."""
 
     tab: str
     title: str
@@ -91,8 +90,7 @@ class Table(Section):
 
 @dataclass(frozen=True)
 class Styled:
-    """Text of another kind than that around it: special tokens, the placeholders of a picture, or a
-    weight of the loss."""
+    """Text of another kind: special tokens, placeholders of a picture, a weight of the loss."""
 
     text: str
     kind: Literal["special", "view", "weight"]
@@ -129,8 +127,7 @@ class Pictures(Section):
 
 @dataclass(frozen=True)
 class OutlinedPictures(Section):
-    """An image, or the frames that the model sees as one. `cell` is the share of width and height
-    that one token sees."""
+    """An image, or frames that the model sees as one. `cell`: the share of a side per token."""
 
     name: str
     caption: str
@@ -141,8 +138,7 @@ class OutlinedPictures(Section):
 
 @dataclass(frozen=True)
 class Labelled(Section):
-    """Sections next to their label. A label that is a score has its colour between the worst, 0,
-    and the best, 1."""
+    """Sections next to their label, which may be a score from the worst, 0, to the best, 1."""
 
     label: str
     sections: Sequence[Section]
@@ -169,9 +165,8 @@ class SideBySide(Section):
 
 @dataclass(frozen=True)
 class CardPages(Section):
-    """Cards of which a page shows `at_once`, and which its reader can filter by kind and search. A
-    terminal shows the first `in_terminal`. Cards stand next to each other, or below each other if
-    they are wide."""
+    """Cards of which a page shows `at_once`, to be filtered by kind and searched; a terminal shows
+    the first `in_terminal`. Cards that are wide stand below each other."""
 
     cards: Sequence[Card]
     kinds: Sequence[str]  # one for each card; empty if all cards are of one kind

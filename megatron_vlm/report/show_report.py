@@ -19,6 +19,7 @@ def show_report(report: Report, html: str | None) -> None:
     try:
         home_path(html).write_text(render_page(report), encoding="utf-8")
     except OSError as error:
-        problem = f"cannot be written: {error.strerror}"
-        raise ConfigError(problem, key="--html", found=html) from error
+        raise ConfigError(
+            f"cannot be written: {error.strerror}", key="--html", found=html
+        ) from error
     console.print(escape_controls(f"wrote {html}"), markup=False, soft_wrap=True)

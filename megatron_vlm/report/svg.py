@@ -144,10 +144,8 @@ def timeline_svg(timeline: Timeline) -> Html:
     foot = _row_top(timeline.rows) + 16
     parts.append(tag("text", "0", x=_NAMES, y=foot))
     parts.append(tag("text", f"{timeline.end:.2f} s", x=_TIME_WIDE, y=foot, text_anchor="end"))
-    size = f"0 0 {_TIME_WIDE} {foot + 8}"
-    return tag(
-        "svg", *parts, viewBox=size, role="img", aria_label=timeline.words, class_="timeline"
-    )
+    shown = {"viewBox": f"0 0 {_TIME_WIDE} {foot + 8}", "role": "img"}
+    return tag("svg", *parts, **shown, aria_label=timeline.words, class_="timeline")
 
 
 def _time_box(box: TimeBox, scale: float) -> Html:

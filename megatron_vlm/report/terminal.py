@@ -132,8 +132,7 @@ def _said(part: sections.Said, coloured: bool) -> Text:
 
 
 def timeline_text(timeline: sections.Timeline, width: int = _TIMELINE_WIDTH) -> str:
-    """Return a line for each stage. Micro-batch 0 is 0 in forward and a in backward; micro-batch 10
-    is 0 and a again."""
+    """Return a line for each stage: micro-batch 0, or 10, is 0 in forward and a in backward."""
     lines = [[_IDLE] * width for _ in range(timeline.rows)]
     for each in timeline.boxes:
         sign = chr(ord("0" if each.is_forward else "a") + each.number % 10)

@@ -29,8 +29,7 @@ from megatron_vlm.training.worker import MegatronWorker
 
 
 class CheckpointManager:
-    """The checkpoints in cfg.run/checkpoints. Only rank 0 has a `claim` on that folder, and the
-    `frozen` inputs of the run."""
+    """The checkpoints in cfg.run/checkpoints. Only rank 0 has a `claim` and the `frozen` inputs."""
 
     def __init__(
         self,
@@ -54,9 +53,8 @@ class CheckpointManager:
         self.remarks: list[str] = []  # on rank 0: notes about the resume
 
     def find(self) -> None:
-        """Find the checkpoint that checkpoint.resume means. Its frozen inputs are compared here, if
-        it is known to be undamaged: the run may use its own for hours before it resumes. A
-        collective."""
+        """Find the checkpoint that checkpoint.resume means. The frozen inputs of an undamaged one
+        are compared here, since a run may use its own for hours before it resumes. A collective."""
         setting, device = self.cfg.checkpoint.resume, self.worker.platform.device
         origin = None if setting in ("auto", "never") else Path(setting)
         # After a failure a job resumes from the checkpoints that it has written, however it was
@@ -130,8 +128,7 @@ class CheckpointManager:
             )
 
     def _check_unused(self) -> None:
-        """Refuse to start a new run next to the checkpoints of an earlier one, which is probably a
-        mistake."""
+        """Refuse to start a new run next to the checkpoints of an earlier one."""
         if any(self.folder.glob("step-*")):
             raise CheckpointError(
                 f"starts a new run, and {self.folder} has checkpoints of an earlier one",
@@ -174,8 +171,7 @@ class CheckpointManager:
             self.head, self.newest = read_manifest(folder), folder
 
     def load_turned_to(self) -> None:
-        """Load the weights of the checkpoint that was turned to, unless they are loaded. A
-        collective."""
+        """Load the checkpoint that was turned to, unless it is loaded. A collective."""
         if self.turned_to is not None:
             load(self.worker, self.turned_to)
             self.turned_to = None
@@ -256,9 +252,8 @@ class Exporter:
         return mark is not None and mark == self.saver.export_mark()
 
     def push(self, step: int, signals: Signals) -> int:
-        """Upload the export, if checkpoint.push is set, and return the exit status. One thread of
-        rank 0 uploads while all ranks wait together in short collectives, so that they notice a
-        signal."""
+        """Upload the export if checkpoint.push is set, and return the exit status. One thread
+        uploads while all ranks meet in short collectives, so that they notice a signal."""
         repo = self.cfg.checkpoint.push
         if repo is None:
             return 0
@@ -267,9 +262,8 @@ class Exporter:
         ending = 0
         while not ending:
             status = upload.wait() if upload is not None else 0
-            ending = all_reduce_max(
-                status if signals.received is None else PREEMPTED, self.worker.platform.device
-            )
+            status = status if signals.received is None else PREEMPTED
+            ending = all_reduce_max(status, self.worker.platform.device)
             self.worker.watchdog.alive()
         if upload is not None:
             self.log.event(step, upload.said or f"stopped by a signal; {upload.again}")

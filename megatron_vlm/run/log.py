@@ -68,8 +68,7 @@ class RunLog:
         self._write(StartLine(time=now, **facts))
 
     def step(self, figures: StepLine) -> None:
-        """Log a step. Every step goes to the files; the terminal shows one line per interval, or
-        the line of progress."""
+        """Log a step to the files, and to the terminal at intervals or in the line of progress."""
         self._write(replace(figures, wall_s=self._wall_s()))
         if not self.speaks:
             return
@@ -91,8 +90,7 @@ class RunLog:
         self._write(UsageLine(step, memory_gb, seconds))
 
     def samples(self, figures: RlLine) -> None:
-        """Log the samples of a step, before `step` logs its other figures. The terminal shows both
-        in one line."""
+        """Log the samples of a step before its other figures: the terminal shows one line."""
         self._write(figures)
         parts = [f"{figures.answer_tokens:.1f} tokens", f"{figures.sampling_s:.1f} s of sampling"]
         for name in ("apart", "kl", "teacher_kl", "reward"):

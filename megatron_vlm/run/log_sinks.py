@@ -18,9 +18,8 @@ from megatron_vlm.report.metrics_lines import EvalLine, Line, RlLine, StepLine, 
 
 
 def check_sinks(cfg: Config) -> None:
-    """Refuse a sink that could not be opened later, before anything is loaded. A command asks
-    before it starts a job, and rank 0 asks again: torchrun runs no command, and Ray may place the
-    rank on a machine with another login."""
+    """Refuse a sink that could not be opened later. A command asks before it starts a job, and rank
+    0 asks again: torchrun runs no command, and Ray may give the rank another login."""
     for key, setting in (("tensorboard", cfg.log.tensorboard), ("wandb", cfg.log.wandb)):
         if setting and importlib.util.find_spec(key) is None:
             raise ConfigError(
@@ -109,8 +108,7 @@ class UnbufferedFile:
 
 
 class JsonLines:
-    """The file metrics.jsonl or samples.jsonl. Every line starts on a line of its own, even after a
-    run that was killed."""
+    """The file metrics.jsonl or samples.jsonl. Each line is one, even after a killed run's."""
 
     def __init__(self, path: Path):
         before = path.read_bytes() if path.is_file() else b""
@@ -130,9 +128,8 @@ class JsonLines:
 
 
 class TensorBoard:
-    """A sink that writes TensorBoard lines at once. TensorBoard's own writer leaves lines to a
-    thread. Errors of that thread come late and with a traceback, and a killed process does not wait
-    for it."""
+    """A sink that writes TensorBoard lines at once: errors of its own writer's thread come late and
+    with a traceback, and a killed process does not wait for it."""
 
     def __init__(self, folder: Path):
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -159,8 +156,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A sink for W&B. A resumed run continues the same W&B run, whose id is kept in the folder of
-    the run."""
+    """A sink for W&B. A resumed run continues the same W&B run, whose id is in RUN."""
 
     def __init__(self, cfg: Config):
         import wandb

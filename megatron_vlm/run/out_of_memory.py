@@ -59,8 +59,6 @@ def _largest(batches: Sequence[BatchSizes]) -> str:
     if not batches:
         return ""
     largest = max(batches, key=lambda each: (each.padded_tokens, each.patches))
-    patches = f" and {largest.patches:,} patches" if largest.patches > 1 else ""
-    return (
-        f", {len(batches)} micro-batches of up to {largest.rows} x {largest.tokens:,} tokens"
-        f"{patches}"
-    )
+    sizes = f"{largest.rows} x {largest.tokens:,} tokens"
+    sizes += f" and {largest.patches:,} patches" * (largest.patches > 1)
+    return f", {len(batches)} micro-batches of up to {sizes}"

@@ -21,8 +21,7 @@ from megatron_vlm.training.frozen_inputs import FrozenInput, inputs_from_json
 
 @dataclass(frozen=True)
 class Progress:
-    """The steps that are done, and the position where the data continues. A checkpoint has it
-    besides the tensors."""
+    """The steps that are done, and where the data continues. A checkpoint has it, too."""
 
     step: int = 0
     position: Position = field(default_factory=Position)
@@ -40,8 +39,7 @@ class Progress:
     def with_best(
         self, checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]
     ) -> "Progress":
-        """Return the progress with these scores of a set, if they are the best so far by
-        checkpoint.best."""
+        """Return the progress with these scores, if checkpoint.best makes them the best so far."""
         value = _deciding(checkpoint, name, scores)
         if value is None or not math.isfinite(value):
             return self
@@ -85,8 +83,7 @@ class Progress:
 
 
 def _deciding(checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]) -> float | None:
-    """Return the score that checkpoint.best names; None if it is of another set, nan if this set
-    lacks it."""
+    """Return the score that checkpoint.best names; None if of another set, nan if it is missing."""
     set_name, _, score = (checkpoint.best or "").rpartition("/")
     return scores.get(score, math.nan) if set_name == name else None
 
@@ -113,8 +110,7 @@ class DefaultInterval:
         self.began = self.now()
 
     def is_over(self, step: int) -> bool:
-        """Return whether the interval ends with a step, after which `step` steps are done. A
-        collective."""
+        """Return whether the interval ends once `step` steps are done. A collective."""
         is_late = dist.get_rank() == 0 and self.now() - self.began >= 60 * DEFAULT_MINUTES
         return step % DEFAULT_STEPS == 0 or bool(all_reduce_max(int(is_late), self.device))
 
@@ -127,13 +123,9 @@ def is_due(
     samples: int | None,
     is_default_over: bool = False,
 ) -> bool:
-    """Return whether an interval such as eval.every ends with a step, after which `step` steps are
-    done. The step took the samples between two positions in the data, and `samples` are those of
-    an epoch. `is_default_over`: whether the DefaultInterval ends with it.
-
-    An interval in epochs ends with the step that takes its last sample. The last step of an epoch
-    takes the remaining samples, so the end of an epoch is always that of a step.
-    """
+    """Return whether an interval such as eval.every ends with a step, which took the samples
+    between two positions. `samples`: those of an epoch; `is_default_over`: for no interval. An
+    interval in epochs ends with the step that takes its last sample, and no step crosses epochs."""
     if every is None:
         return is_default_over
     if isinstance(every, int):

@@ -51,9 +51,8 @@ class Run:
         opened: ExitStack,
         prompts_only: bool,
     ):
-        """Open the model and the data, and read what an earlier run of this folder has done.
-        `opened` closes them. With `prompts_only` the data are prompts, which the caller takes from
-        `feeder.data`."""
+        """Open the model and the data, and read what an earlier run has done; `opened` closes them.
+        With `prompts_only` the data are prompts, for the caller in `feeder.data`."""
         opened.callback(signals.restore)
         self.phase_times = PhaseTimes()
         claim = None
@@ -213,8 +212,7 @@ class Run:
         self.log.usage(done, memory, self.phase_times.take())
 
     def evaluate_if_due(self) -> None:
-        """Evaluate after a step if that is due. This comes before the save, so that the checkpoint
-        knows whether it is the best."""
+        """Evaluate if that is due: before the save, so that a checkpoint knows the best."""
         if self.progress.step == self.total_steps or self._is_due(self.cfg.eval.every):
             self.evaluate()
 
@@ -269,8 +267,7 @@ class Run:
         self.log.event(step, f"{STOPPED} {step} steps; start again{how} to resume")
 
     def finish(self) -> int:
-        """Save the last checkpoint and export the weights for other programs. Return the exit
-        status, since an upload may fail."""
+        """Save the last checkpoint and export the weights. Return the exit status."""
         step = self.progress.step
         if step == self.resumed_step:
             beyond = f", more than the {self.total_steps} asked for" * (step > self.total_steps)

@@ -90,8 +90,7 @@ def held_folder(cfg: Config) -> Iterator[RunLock]:
 
 
 def export_folders(cfg: Config) -> dict[Exported, Path]:
-    """Return the folder of each export of a run: `export` for the first, and `merged` next to it
-    for a merged one."""
+    """Return the folder of each export of a run: `export`, and `merged` for a second one."""
     run = Path(cfg.run)
     return dict(zip(exports(cfg), (run / "export", run / "merged"), strict=False))
 
@@ -163,8 +162,7 @@ class Job:
 
 @contextmanager
 def hold_job_lock(folder: Path) -> Iterator[None]:
-    """Lock the folder, since only one job at a time may write a run. The lock ends with the process
-    at the latest."""
+    """Lock the folder, which one job may write, at most until the process ends."""
     with open(folder / JOB_LOCK, "a+", encoding="utf-8") as file:
         until = time.monotonic() + (_PATIENCE_AFTER_RESTART_S if restarts() else _PATIENCE_S)
         while not try_lock(file.fileno()):
@@ -193,8 +191,7 @@ def hold_job_lock(folder: Path) -> Iterator[None]:
 
 
 def read_job(folder: Path) -> Job | None:
-    """Return the job of a run folder; None if it has no readable job.lock. Links are not
-    followed."""
+    """Return the job of a run folder; None without a readable job.lock that is no link."""
     try:
         handle = os.open(folder / JOB_LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:

@@ -32,8 +32,7 @@ _GOING_ON = frozenset(
 
 
 def saved_config(folder: Path) -> Config | None:
-    """Return the configuration in the folder of a run or of a checkpoint; None if there is none, or
-    one of another version."""
+    """Return the configuration of a run or a checkpoint; None without one of this version."""
     try:
         return read_saved(folder)
     except ConfigError:
@@ -58,11 +57,9 @@ def with_model(cfg: Config, weights: bool = True, saved: Config | None = None) -
                     remedy=f"give model.path={name.repo} to go on with that one, or another "
                     "run=FOLDER",
                 )
-    return replace(
-        cfg,
-        model=replace(cfg.model, path=pin(path, weights)),
-        teacher=replace(cfg.teacher, path=_teachers_with_commits(cfg, saved)),
-    )
+    model = replace(cfg.model, path=pin(path, weights))
+    teacher = replace(cfg.teacher, path=_teachers_with_commits(cfg, saved))
+    return replace(cfg, model=model, teacher=teacher)
 
 
 def _teachers_with_commits(cfg: Config, saved: Config | None) -> str | dict[str, Any] | None:
@@ -109,8 +106,7 @@ def changed_since(checkpoint: Path, cfg: Config, reported: Collection[str]) -> I
 
 
 def check_unnamed(cfg: Config, overrides: Sequence[str], file: ConfigFile | None) -> Config | None:
-    """Refuse to continue an unnamed run that was another experiment. Return the configuration in
-    its folder."""
+    """Refuse to continue an unnamed run that was another experiment. Return its configuration."""
     folder = Path(cfg.run)
     before = saved_config(folder)
     is_named = "run" in given_keys(overrides, file)
@@ -132,7 +128,6 @@ def check_unnamed(cfg: Config, overrides: Sequence[str], file: ConfigFile | None
 
 
 def _is_same_model(pinned: str, path: str) -> bool:
-    """Return whether the Hub name that a run began with has the same repository as the current
-    one."""
+    """Return whether both names are of one repository on the Hub."""
     before, now = hub_name(pinned), hub_name(path)
     return before is not None and now is not None and before.repo == now.repo

@@ -1,5 +1,4 @@
-"""Loader of the function or class that a user names in a file or a module. It runs in the process
-that calls the user's code."""
+"""Loader of the function or class that a user names, in the process that calls it."""
 
 import difflib
 import importlib
@@ -20,11 +19,7 @@ _LONGEST = 300  # maximum characters of an exception's text
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 # The key that names the user's code of each kind, and the key of the time that a call may take.
 KEYS = {"reward": "rl.reward", "environment": "rl.environment", "metric": "eval.metrics"}
-TIMEOUT_KEYS = {
-    "reward": "rl.timeout",
-    "environment": "rl.timeout",
-    "metric": "eval.metric_timeout",
-}
+TIMEOUT_KEYS = dict.fromkeys(KEYS, "rl.timeout") | {"metric": "eval.metric_timeout"}
 # {kind: (method, or "" for the object itself; sample arguments; the arguments in words)}
 _CALLS: dict[str, list[tuple[str, tuple[Any, ...], str]]] = {
     "reward": [("", ({}, ""), "(record, answer)")],
@@ -63,14 +58,12 @@ def error_in_one_line(error: BaseException) -> str:
 def place_of_function(error: BaseException, home: Path) -> str:
     """Return the place in the user's code where an error was raised: the innermost line of the
     traceback that is in the user's folder."""
+    libraries = [library for library in _LIBRARIES if not home.is_relative_to(library)]
     frames = [
         f"{frame.filename}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
-        if _is_under(frame.filename, str(home))
-        and not any(
-            _is_under(frame.filename, library) and not _is_under(str(home), library)
-            for library in _LIBRARIES
-        )
+        if Path(frame.filename).is_relative_to(home)
+        and not any(map(Path(frame.filename).is_relative_to, libraries))
     ]
     return f" at {frames[-1]}" if frames else ""
 
@@ -81,9 +74,8 @@ def _module(kind: str, target: str, place: str) -> tuple[ModuleType, Path]:
     is_file = place.endswith(".py")
     path = real_path(home_path(place))
     if is_file and not path.is_file():
-        near = difflib.get_close_matches(
-            path.name, [each.name for each in path.parent.glob("*.py")]
-        )
+        names = [each.name for each in path.parent.glob("*.py")]
+        near = difflib.get_close_matches(path.name, names)
         hint = f"did you mean {near[0]}?" if near else ""
         raise ConfigError(f": there is no file {path}", key=KEYS[kind], found=target, remedy=hint)
     home = path.parent if is_file else Path.cwd()
@@ -159,7 +151,3 @@ def _check(kind: str, target: str, imported: Any) -> None:
                 key=KEYS[kind],
                 found=target,
             ) from None
-
-
-def _is_under(file: str, folder: str) -> bool:
-    return Path(file).is_relative_to(folder)

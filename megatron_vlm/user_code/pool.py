@@ -68,8 +68,7 @@ class RewardPool:
     wrong, a future raises a DataError that names the record. Futures cannot be cancelled."""
 
     def __init__(self, settings: RewardSettings):
-        """Start the processes. Raise ConfigError if the function cannot be imported, found or
-        called."""
+        """Start the processes. Raise ConfigError if the function cannot be loaded or called."""
         self.settings, self.kind, self.target = settings, settings.kind, settings.target
         self._episodes: dict[int, _Episode] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -92,15 +91,13 @@ class RewardPool:
         return self._do(self._begin(episode, record, where))
 
     def step(self, episode: int, answer: str) -> "Future[EnvStep]":
-        """Return the response to an answer. After a failure that rl.failed_reward replaces, the
-        episode is over."""
+        """Return the response to an answer. A failure that has a reward ends the episode."""
         return self._do(self._step(episode, answer))
 
     def measure(
         self, prediction: str, references: Sequence[str], record: Mapping[str, Any], where: str
     ) -> "Future[dict[str, float]]":
-        """Return the numbers of a metric for an answer, by name; a single number has an empty
-        name."""
+        """Return the numbers of a metric by name; a single number has an empty name."""
         request = {"answer": prediction, "references": list(references), "record": record}
         return self._do(self._measure(request, where))
 
@@ -247,9 +244,8 @@ class RewardPool:
                 suspected = suspected or error.suspects > 1
                 if deaths >= _MAX_DEATHS or lost >= _MAX_LOST:
                     times = deaths if deaths >= _MAX_DEATHS else lost
-                    raise RewardCallError(
-                        f"was asked {times} times, and its process {error}"
-                    ) from None
+                    text = f"was asked {times} times, and its process {error}"
+                    raise RewardCallError(text) from None
 
     async def _restore(self, episode: _Episode, life: RewardProcess) -> None:
         """Rebuild the environment in a new process, with the same record and answers."""
@@ -265,8 +261,7 @@ def _begin_request(episode: _Episode) -> dict[str, Any]:
 
 
 class NoRewards:
-    """Pool without processes, of a run that learns from a teacher alone. An episode has one answer,
-    whose reward is 0."""
+    """Pool of a run that learns from a teacher alone: an episode has one answer, with reward 0."""
 
     def begin(
         self, episode: int, record: Mapping[str, Any], where: str

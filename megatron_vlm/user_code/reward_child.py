@@ -114,9 +114,8 @@ class _UserCodeRunner:
                     result = await result
         except BaseException as error:  # users' code may also raise SystemExit
             if not limit.expired():
-                raise _WrongError(
-                    f"raised {error_in_one_line(error)}{self._place(error)}"
-                ) from None
+                text = f"raised {error_in_one_line(error)}{self._place(error)}"
+                raise _WrongError(text) from None
         # A plain function cannot be cancelled, and a coroutine may refuse to be.
         if limit.expired() or time.monotonic() - began > self.timeout_s:
             key = TIMEOUT_KEYS[self.kind]
@@ -175,17 +174,12 @@ def _opening_messages(result: Any) -> Any:
 def _step(reward: Any, figures: Any, messages: Any) -> Request:
     if not isinstance(figures, Mapping) or not all(isinstance(name, str) for name in figures):
         raise _WrongError(f"gave as figures {_quote(figures)}, not numbers by name")
-    if not all(
-        0 < len(name) <= _LONGEST_NAME and name == escape_controls(name) for name in figures
-    ):
+    if not all(0 < len(n) <= _LONGEST_NAME and n == escape_controls(n) for n in figures):
         raise _WrongError(
             f"gave as figures {_quote(figures)}, of which one has a name that is not a text of "
             f"1 to {_LONGEST_NAME} characters"
         )
-    checked = {
-        name: _number(value, f"gave as figure {name!r}", _MAX_FIGURE)
-        for name, value in figures.items()
-    }
+    checked = {n: _number(v, f"gave as figure {n!r}", _MAX_FIGURE) for n, v in figures.items()}
     reward = _number(reward, "gave as reward", _MAX_REWARD)
     return {"reward": reward, "figures": checked, "messages": messages}
 
@@ -216,9 +210,8 @@ def _messages(value: Any) -> Any:
     except DataError as error:
         raise _WrongError(f"gave messages that cannot be read: {error}") from None
     except Exception as error:  # from users' objects, or from too deep nesting
-        raise _WrongError(
-            f"gave messages that cannot be sent: {error_in_one_line(error)}"
-        ) from None
+        why = error_in_one_line(error)
+        raise _WrongError(f"gave messages that cannot be sent: {why}") from None
     return arriving
 
 
@@ -244,9 +237,8 @@ async def _serve(link: _Link, bench: _UserCodeRunner) -> None:
         except _WrongError as error:
             link.send({"id": number, "wrong": str(error)})
         except Exception as error:  # a user's value may fail when it is inspected
-            link.send(
-                {"id": number, "wrong": f"returned what cannot be read: {error_in_one_line(error)}"}
-            )
+            why = f"returned what cannot be read: {error_in_one_line(error)}"
+            link.send({"id": number, "wrong": why})
 
     def take(request: Request) -> None:
         if request["do"] == "end":

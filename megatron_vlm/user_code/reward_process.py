@@ -77,9 +77,7 @@ class RewardProcess:
         module = ["-u", "-P", "-m", "megatron_vlm.user_code.reward_child"]
         with child_socket:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *module,
-                *arguments,
+                *(sys.executable, *module, *arguments),
                 pass_fds=(child_socket.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # the trainer's standard output stays free of users' prints
@@ -158,23 +156,17 @@ class RewardProcess:
         busy = self._busy()
         for call in self.calls.values():
             if not call.answered.done():
-                lost = RewardProcessDiedError(
-                    _describe_exit(status), busy if call.begun.is_set() else 0
-                )
+                suspects = busy if call.begun.is_set() else 0
+                lost = RewardProcessDiedError(_describe_exit(status), suspects)
                 call.answered.set_exception(lost)
                 call.begun.set()
 
     async def _listen(self) -> None:
+        read = self.reader.readexactly
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while True:
-                text, body = MESSAGE_HEADER.unpack(
-                    await self.reader.readexactly(MESSAGE_HEADER.size)
-                )
-                self._take(
-                    deserialize(
-                        await self.reader.readexactly(text), await self.reader.readexactly(body)
-                    )
-                )
+                text, body = MESSAGE_HEADER.unpack(await read(MESSAGE_HEADER.size))
+                self._take(deserialize(await read(text), await read(body)))
 
     def _take(self, message: dict[str, Any]) -> None:
         call = self.calls.get(message["id"])
@@ -189,8 +181,7 @@ class RewardProcess:
 
 
 class RewardWorker:
-    """Worker of the pool: its process, which is restarted when needed, and the turns of the calls
-    that use it."""
+    """Worker of the pool: its process, which is restarted when needed, and the turns of calls."""
 
     def __init__(self, kind: str, target: str, timeout_s: float):
         self.kind, self.target, self.timeout_s = kind, target, timeout_s

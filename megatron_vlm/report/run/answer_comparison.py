@@ -50,13 +50,11 @@ def answer_section(folders: Mapping[str, Path]) -> Iterator[sections.Section]:
 
 
 def _shared(by_run: Mapping[str, _Answers]) -> dict[str, _Answers]:
-    """Return, for each record that at least two runs were asked with the same right answers, the
-    answers of the runs."""
-    places = dict.fromkeys(where for answers in by_run.values() for where in answers)
-    found = {
-        where: {run: answers[where] for run, answers in by_run.items() if where in answers}
-        for where in places
-    }
+    """Return the runs' answers to each record that at least two of them were asked alike."""
+    found: dict[str, _Answers] = {}
+    for run, answers in by_run.items():
+        for where, answer in answers.items():
+            found.setdefault(where, {})[run] = answer
     return {
         where: answers
         for where, answers in found.items()
@@ -80,13 +78,10 @@ def _card(
     where: str, answers: _Answers, turns: Sequence[ExampleTurn], room: PictureRoom
 ) -> sections.Card:
     [references] = {references for _, references in answers.values()}
-    quotes = [
-        sections.Labelled(
-            f"{chr(0x2713 if is_right(said, references) else 0x2717)} {run}",
-            [said_or_nothing(said)],
-        )
-        for run, (said, _) in answers.items()
-    ]
+    quotes = []
+    for run, (said, _) in answers.items():
+        mark = "\u2713" if is_right(said, references) else "\u2717"
+        quotes.append(sections.Labelled(f"{mark} {run}", [said_or_nothing(said)]))
     count = sum(is_right(*each) for each in answers.values())
     tone: sections.Tone = "good" if count == len(answers) else "alarm" if not count else ""
     parts = [*question_parts(turns, room), right_answers(references), *quotes]

@@ -1,5 +1,4 @@
-"""The page of several runs: the best of them, the differences of their configuration, and their
-curves together."""
+"""The page of several runs: the best ones, differences of configuration, and curves together."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -67,8 +66,7 @@ def _run_table(runs: Sequence[LoggedRun]) -> Table:
 
 
 def differences(configs: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the keys whose values are not equal in all config.yaml, with their values. The folder
-    of the run is not among them."""
+    """Yield the keys, `run` excepted, whose values are not equal in all config.yaml, with these."""
     flat = [dict(_flatten_config(config)) for config in configs]
     for key in dict.fromkeys(key for values in flat for key in values):
         values = tuple(of_run.get(key, "-") for of_run in flat)

@@ -160,10 +160,8 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
     names = {name: name[:_MAX_NAME_LENGTH].replace("_", " ") for name in more} | CURVE_NAMES
     scores = [s for s in names if any(math.isfinite(e.score(s)) for e in all_evaluations)]
     scores = sorted(scores, key=[*CURVE_NAMES, *names].index)
-    charts = [
-        Chart(_title(names[score]), _score_curves(runs, score), percent=is_share(score))
-        for score in scores
-    ]
+    curves = ((score, _score_curves(runs, score)) for score in scores)
+    charts = [Chart(_title(names[s]), drawn, percent=is_share(s)) for s, drawn in curves]
     yield Charts(charts, steps_span(runs))
     max_rows = max(3, _MAX_ROWS // sum(len(run.metrics.sets()) for run in runs))
     rows = [
@@ -180,8 +178,7 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Section]:
 
 
 def score_text(score: str, value: float) -> str:
-    """Format a score: one of the model's answers in percent, a loss, a reward or a user's own as a
-    number."""
+    """Format a score: in percent if it is a share of answers."""
     return number(value, percent=is_share(score))
 
 
@@ -201,8 +198,7 @@ def _charts(runs: Sequence[LoggedRun], plans: Sequence[ChartPlan]) -> Iterator[C
 def _curves(
     runs: Sequence[LoggedRun], plan: ChartPlan, of_rewards: bool = False
 ) -> tuple[Curve, ...]:
-    """Return the curve of each run. A comparison shows only the first key, which is a figure of
-    rewards with `of_rewards`."""
+    """Return the curve of each run and key, or of a figure of rewards. A comparison has one key."""
     curves, alone = [], len(runs) == 1
     for place, run in enumerate(runs):
         for colour, (name, key) in enumerate(plan.keys.items()):
@@ -216,8 +212,7 @@ def _curves(
 
 
 def _logged(metrics: RunMetrics, key: str, of_rewards: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps and the values of a field of StepLine or, if that has none, of RlLine, or of a
-    figure of rewards."""
+    """Return steps and the values of a field of StepLine or RlLine, or of a figure of rewards."""
     if not of_rewards and key in metrics.figures:
         return metrics.steps_N, metrics.figures[key]
     rows = [line.figures if of_rewards else vars(line) for line in metrics.samples]
@@ -226,8 +221,7 @@ def _logged(metrics: RunMetrics, key: str, of_rewards: bool) -> tuple[np.ndarray
 
 
 def _score_curves(runs: Sequence[LoggedRun], score: str) -> tuple[Curve, ...]:
-    """Return the curves of a score for the sets that have it. With a single run, a set has the same
-    colour on the whole page."""
+    """Return the curves of a score by set. On the page of one run a set keeps its colour."""
     curves = []
     for place, run in enumerate(runs):
         for colour, (name, evaluations) in enumerate(run.metrics.sets().items(), start=1):

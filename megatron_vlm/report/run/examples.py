@@ -95,8 +95,7 @@ def said_or_nothing(text: str) -> sections.Section:
 
 
 def shorten_text(text: str) -> str:
-    """Shorten a text: repeated placeholders of an image become one, and a long text loses its
-    middle."""
+    """Shorten a text: repeated placeholders become one, and a long text loses its middle."""
     text = _PADS.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1]):,} ", text)
     if len(text) <= _MAX_TEXT:
         return text

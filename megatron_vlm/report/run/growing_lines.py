@@ -26,8 +26,7 @@ class GrowingLines:
         self._before = b""
 
     def has_begun_anew(self) -> bool:
-        """Return whether the lines read so far are no longer those of the file. The next lines are
-        then the first ones."""
+        """Return whether the file is another one by now. The next lines are then its first ones."""
         with self._open() as file:
             file.seek(self.place - len(self._before))
             is_same = file.read(len(self._before)) == self._before

@@ -28,6 +28,7 @@ from megatron_vlm.report.metrics_lines import (
 )
 
 MAX_LINE = 2**20  # characters of a line that are read at once
+CUT_OFF = "cannot be read: a run that is killed cuts off its last one."
 _WALL = STEP_FIELDS.index("wall_s")
 _MEAN_OF = 10  # steps; the reward of a single step is too noisy
 # The scores of an evaluation, and which of their values is the best.
@@ -108,10 +109,8 @@ class RunMetrics:
         width = min(_MEAN_OF, len(known))
         means = np.convolve([reward for _, reward in known], np.full(width, 1 / width), "valid")
         rows = {"last": len(means) - 1, "best": int(means.argmax())}
-        return {
-            name: (float(means[row]), known[row][0], known[row + width - 1][0])
-            for name, row in rows.items()
-        }
+        ends = {name: (known[row][0], known[row + width - 1][0]) for name, row in rows.items()}
+        return {name: (float(means[row]), *ends[name]) for name, row in rows.items()}
 
     def sets(self) -> dict[str, list[EvalLine]]:
         """Return the evaluations of each set."""
@@ -146,8 +145,7 @@ def read_metrics(path: Path) -> RunMetrics:
 
 
 class MetricsReading:
-    """The lines read so far. Rows of numbers are in one flat array, because there may be hundreds
-    of thousands of them."""
+    """The lines read so far. Rows of numbers, maybe hundreds of thousands, are in a flat array."""
 
     def __init__(self) -> None:
         self.rows = array("d")
@@ -214,8 +212,7 @@ class MetricsReading:
         )
 
     def _current_rows(self, steps: np.ndarray) -> np.ndarray:
-        """Return the rows of the run as it is now: the last one of each step, without those that a
-        resume dropped."""
+        """Return the rows of the run as it is now: the last of each step that no resume dropped."""
         alive = np.ones(len(steps), dtype=bool)
         for rows_before, steps_done in self.resumes:
             alive[:rows_before] &= steps[:rows_before] <= steps_done

@@ -1,5 +1,4 @@
-"""The page of one run: its figures, samples, curves, scores, examples, history, memory, time and
-configuration."""
+"""The page of one run: figures, samples, curves, scores, examples, history, use of memory."""
 
 import math
 from collections import defaultdict
@@ -19,7 +18,7 @@ from megatron_vlm.report.run.curves import (
     score_text,
 )
 from megatron_vlm.report.run.examples import example_section
-from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of
+from megatron_vlm.report.run.metrics_arrays import CUT_OFF, LoggedRun, RunMetrics, best_of
 from megatron_vlm.report.run.rl_sample_lines import SampleIndex
 from megatron_vlm.report.run.rl_samples import sample_cards
 from megatron_vlm.report.sections import Code, Fold, Heading, Note, Report, Section, Table, Tiles
@@ -90,8 +89,7 @@ def _loss_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
 
 
 def _score_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
-    """Yield the best reward and loss of each set, and the best value of the strictest score of its
-    answers."""
+    """Yield the best reward, the best loss and the strictest score of answers of each set."""
     scores = []
     for name, evaluations in metrics.sets().items():
         answers = ("exact_match", "token_accuracy")
@@ -123,8 +121,7 @@ def _run_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
 
 
 def _data_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
-    """Yield the samples that were trained on, the prompts that were drawn, or the epoch where a log
-    does not count them."""
+    """Yield the samples that were trained on or the prompts drawn; in old logs the epoch."""
     start, seen = metrics.last_start, metrics.samples_seen
     if metrics.samples:
         seen = sum(line.asked for line in metrics.samples)
@@ -144,9 +141,7 @@ def _history(metrics: RunMetrics) -> Iterator[Section]:
     notes = [f"The last {_MAX_EVENTS:,} of {len(rows):,}."] * (len(rows) > _MAX_EVENTS)
     if metrics.unreadable:
         lines = show_count(metrics.unreadable, "line")
-        notes.append(
-            f"{lines} of metrics.jsonl cannot be read: a run that is killed cuts off its last one."
-        )
+        notes.append(f"{lines} of metrics.jsonl {CUT_OFF}")
     rows = rows[-_MAX_EVENTS:] or [("nothing was logged", "-")]
     yield Table(("event", "step"), rows, " ".join(notes))
 

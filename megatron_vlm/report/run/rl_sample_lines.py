@@ -23,8 +23,7 @@ _MAX_PROMPTS = 8  # prompts of a step
 
 @dataclass(frozen=True)
 class ShownEpisode:
-    """An answer and its reward. With an environment: several answers, and an observation after each
-    but the last."""
+    """An episode: its answers, an observation after each but the last, and its reward."""
 
     answers: tuple[str, ...]
     heard: tuple[tuple[str, tuple[str, ...]], ...]  # text and pictures after each but the last
@@ -86,8 +85,7 @@ class SampleIndex:
         self.whole = True
 
     def read_on(self) -> None:
-        """Take the lines that are complete by now and were not taken yet. A line that is too long
-        is cut off and thus is not JSON."""
+        """Take the lines that are complete by now and new. One that is cut off is not JSON."""
         if self._growing.has_begun_anew():
             self._begin()
         for place, line in self._growing.new_lines():

@@ -12,7 +12,7 @@ from megatron_vlm.io.printable import number, show_count
 from megatron_vlm.report import sections
 from megatron_vlm.report.metrics_lines import SAMPLES
 from megatron_vlm.report.run.examples import PictureRoom, said_or_nothing, shorten_text
-from megatron_vlm.report.run.metrics_arrays import RunMetrics
+from megatron_vlm.report.run.metrics_arrays import CUT_OFF, RunMetrics
 from megatron_vlm.report.run.rl_sample_lines import (
     SampleIndex,
     SampleLines,
@@ -60,9 +60,7 @@ def _notes(sample_lines: SampleLines) -> Iterator[sections.Section]:
         notes.append(f"{SAMPLES} has samples of {steps}{some}. The best are first.")
     if sample_lines.unreadable:
         lines = show_count(sample_lines.unreadable, "line")
-        notes.append(
-            f"{lines} of {SAMPLES} cannot be read: a run that is killed cuts off its last one."
-        )
+        notes.append(f"{lines} of {SAMPLES} {CUT_OFF}")
     if not sample_lines.whole:
         notes.append("It is longer than a page reads: what comes later is left out.")
     if notes:

@@ -14,7 +14,7 @@ from megatron_vlm.data.tokens.boxes_as_text import outlines_in_text
 from megatron_vlm.distributed.agreement import all_reduce_max, fail_together
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.report.example_lines import is_right
-from megatron_vlm.run.evaluation.held_out_sets import EvalSet
+from megatron_vlm.run.evaluation.held_out_sets import Alive, EvalSet
 from megatron_vlm.training.worker import MegatronWorker
 from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 
@@ -23,7 +23,8 @@ RELAXED_CHANGE = 0.05  # share by which a number may differ
 IOU_THRESHOLD = 0.5  # from this overlap on, a box counts as found
 
 _Box = tuple[float, float, float, float]  # x1, y1, x2, y2
-_LabelledBox = tuple[str, _Box]
+_Boxes = Sequence[tuple[str, _Box]]  # with their labels
+_Calls = Mapping[str, "Future[dict[str, float]]"]  # by metric
 _NUMBER = r"\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*"
 _FOUR = rf"{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}"
 _CORNERS = rf"\({_NUMBER},{_NUMBER}\)\s*,?\s*\({_NUMBER},{_NUMBER}\)"
@@ -109,7 +110,7 @@ def _number(text: str) -> float | None:
         return None
 
 
-def read_boxes(text: str) -> list[_LabelledBox]:
+def read_boxes(text: str) -> _Boxes:
     """Return the boxes that an answer names, with their labels: objects of JSON with `bbox_2d`, or
     else four numbers in brackets. They may count pixels or thousandths of the picture's sides: an
     overlap is the same in both, as long as the right answer counts alike."""
@@ -126,9 +127,7 @@ def _ordered(numbers: Sequence[float]) -> _Box:
     return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
 
 
-def _overlap_scores(
-    predicted: Sequence[_LabelledBox], expected: Sequence[_LabelledBox]
-) -> tuple[float, float]:
+def _overlap_scores(predicted: _Boxes, expected: _Boxes) -> tuple[float, float]:
     """Pair the boxes, the largest overlap first, and return both scores. Boxes whose labels differ
     are no pair; a missing label fits every other."""
     pairs = sorted(
@@ -203,9 +202,7 @@ class AnswerMeter:
         """End the processes."""
         self.opened.close()
 
-    def measure(
-        self, held_out: EvalSet, answers: Sequence[Answer], alive: Callable[[], None]
-    ) -> list[Answer]:
+    def measure(self, held_out: EvalSet, answers: Sequence[Answer], alive: Alive) -> list[Answer]:
         """Return the answers of this replica with their scores. A collective of all ranks."""
         calls = [self._call(held_out.data, answer) for answer in answers]
         if any(map(is_user_metric, self.metrics)):
@@ -218,7 +215,7 @@ class AnswerMeter:
             for answer, (scores, failures) in zip(answers, shared, strict=True)
         ]
 
-    def _call(self, data: DataSet | None, answer: Answer) -> dict[str, "Future[dict[str, float]]"]:
+    def _call(self, data: DataSet | None, answer: Answer) -> _Calls:
         if data is None or not self.pools:
             return {}
         arguments = (answer.prediction, answer.references)
@@ -226,9 +223,8 @@ class AnswerMeter:
         pools = self.pools.items()
         return {metric: pool.measure(*arguments, record, where) for metric, pool in pools}
 
-    def _wait(self, calls: Sequence["Future[dict[str, float]]"], alive: Callable[[], None]) -> None:
-        """Wait for users' functions, on all ranks together, so that no rank waits long in one
-        collective."""
+    def _wait(self, calls: Sequence["Future[dict[str, float]]"], alive: Alive) -> None:
+        """Wait on all ranks together, so that none waits long in one collective."""
         is_waiting = True
         while is_waiting:
             pending = wait(calls, timeout=_POLL_S).not_done if calls else ()
@@ -263,9 +259,7 @@ def remarks_on(metrics: Sequence[str], answers: Sequence[Answer], name: str) -> 
     return lines
 
 
-def _measured(
-    metrics: Sequence[str], answer: Answer, calls: Mapping[str, "Future[dict[str, float]]"]
-) -> Answer:
+def _measured(metrics: Sequence[str], answer: Answer, calls: _Calls) -> Answer:
     scores: dict[str, float] = {}
     failures: dict[str, str] = {}
     for metric in metrics:

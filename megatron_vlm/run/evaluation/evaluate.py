@@ -63,9 +63,8 @@ class Evaluator:
         is_idle: bool = False,
         may_ask: bool = False,
     ):
-        """Open the sets, or none of them if the evaluator is idle. With `may_ask`, sets whose
-        records only ask are left out. The worker's watchdog is notified of progress, since an
-        evaluation may take long."""
+        """Open the sets, unless the evaluator is idle. With `may_ask`, sets whose records only ask
+        are left out."""
         self.objective = objective
         self.cfg, self.alive = cfg, worker.watchdog.alive
         self.candidates: list[str] | None = None
@@ -75,8 +74,7 @@ class Evaluator:
         self.meter = AnswerMeter(cfg, worker)
 
     def keep_reference(self) -> None:
-        """Compute the reference log-probs of all sets, or read them from the cache. The weights
-        must be the initial ones."""
+        """Compute or read the reference log-probs of all sets, with the initial weights."""
         self.sets = [
             replace(each, data=with_reference(each.worker, self.cfg, each.data, each.name, None))
             for each in self.sets

@@ -1,6 +1,6 @@
 """Held-out sets: their batches for the loss, and their questions with the right answers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from megatron_vlm.io.printable import show_count
 from megatron_vlm.training.broadcast import share_bytes, share_json
 from megatron_vlm.training.data_feed import SharedBatches, open_together
 from megatron_vlm.training.worker import MegatronWorker
+
+Alive = Callable[[], None]  # tells the watchdog that something goes on
 
 
 @dataclass(frozen=True)
@@ -171,9 +173,8 @@ def list_held_out(sets: Sequence[EvalSet]) -> str:
 
 
 def first_samples(data: DataSet, samples: int | None) -> DataSet:
-    """Return about `samples` samples, the same ones each time. They are spread over each whole
-    source, since files are often sorted. If there are fewer samples, all of them are returned in
-    their order."""
+    """Return about `samples` samples, always the same, spread over each source, since files are
+    often sorted; or all of them in their order."""
     lengths = tuple(map(len, data.indexes))
     total = sum(lengths)
     if samples is None or samples >= total:

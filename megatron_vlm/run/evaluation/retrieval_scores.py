@@ -5,7 +5,7 @@ Shapes: D documents, H width.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import PIL.Image
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.records.record import Conversation, Image, Record, Video
-from megatron_vlm.run.evaluation.held_out_sets import EvalSet
+from megatron_vlm.run.evaluation.held_out_sets import Alive, EvalSet
 from megatron_vlm.training.retrieval_losses import listwise, pointwise
 from megatron_vlm.training.retrieval_step import (
     FIGURES,
@@ -27,10 +27,9 @@ _QUERIES_AT_ONCE = 256  # queries whose similarities to all documents are in mem
 
 
 def embedding_scores(
-    held_out: EvalSet, objective: EmbeddingObjective, alive: Callable[[], None]
+    held_out: EvalSet, objective: EmbeddingObjective, alive: Alive
 ) -> dict[str, float]:
-    """Return the loss of the batches of a set, and recall and nDCG of each query among all
-    documents of the set. A collective."""
+    """Return the loss of a set, and recall and nDCG among all of its documents. A collective."""
     sums, start = dict.fromkeys(("queries", "loss", *FIGURES), 0.0), 0
     embeddings: list[Tensor] = []
     rows: list[tuple[int, int]] = []  # sample and row of each embedding
@@ -55,12 +54,9 @@ def embedding_scores(
     return means | dict(zip(retrieval_metrics([], ks), scores.tolist(), strict=True))
 
 
-def rerank_scores(
-    held_out: EvalSet, objective: RerankObjective, alive: Callable[[], None]
-) -> dict[str, float]:
-    """Return the loss of a set, the share of documents that are judged as they are labelled, and
-    recall and nDCG among the documents of each record that has a positive and a negative. A
-    collective."""
+def rerank_scores(held_out: EvalSet, objective: RerankObjective, alive: Alive) -> dict[str, float]:
+    """Return the loss of a set, the share of documents judged as they are labelled, and recall and
+    nDCG among the documents of records with positives and negatives. A collective."""
     by_example: dict[tuple[int, int], list[ScoredRow]] = {}
     for number, batch in enumerate(held_out.batches()):
         for row in objective.scored(batch.micro_batches):
@@ -78,10 +74,8 @@ def rerank_scores(
         right += ((logits > 0) != negative).double().tolist()
         if 0 < int(negative.sum()) < len(negative):
             ranks.append(ranks_of(logits, (~negative).nonzero()[:, 0].tolist()))
-    means = {
-        "loss": math.fsum(losses) / max(len(losses), 1),
-        "accuracy": math.fsum(right) / max(len(right), 1),
-    }
+    columns = {"loss": losses, "accuracy": right}
+    means = {name: math.fsum(each) / max(len(each), 1) for name, each in columns.items()}
     return means | retrieval_metrics(ranks, held_out.cfg.eval.recall_at)
 
 

@@ -21,7 +21,7 @@ from megatron_vlm.distributed.device import to_device
 from megatron_vlm.errors import DataError
 from megatron_vlm.model.head import HeadOutput, hits_head
 from megatron_vlm.run.evaluation.answer_metrics import Answer, AnswerMeter
-from megatron_vlm.run.evaluation.held_out_sets import EvalSet, Question
+from megatron_vlm.run.evaluation.held_out_sets import Alive, EvalSet, Question
 from megatron_vlm.training.generate import candidate_log_probs, generate
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.preference_step import PreferenceObjective, finished_figures
@@ -31,7 +31,7 @@ from megatron_vlm.training.run_objective import DistillObjective
 BLOCK = 64  # questions held in memory together
 
 
-def token_scores(held_out: EvalSet, alive: Callable[[], None]) -> dict[str, float]:
+def token_scores(held_out: EvalSet, alive: Alive) -> dict[str, float]:
     """Return the weighted mean loss of the supervised tokens, and the share of them that the model
     finds most likely. A collective."""
     stage = held_out.worker.stage
@@ -45,10 +45,9 @@ def token_scores(held_out: EvalSet, alive: Callable[[], None]) -> dict[str, floa
 
 
 def preference_scores(
-    held_out: EvalSet, objective: PreferenceObjective, alive: Callable[[], None]
+    held_out: EvalSet, objective: PreferenceObjective, alive: Alive
 ) -> dict[str, float]:
-    """Return the mean loss of the examples of a set, and the figures of its answers. A
-    collective."""
+    """Return the mean loss of a set's examples, and the figures of its answers. A collective."""
     sums: dict[str, float] = {}
     for batch in held_out.batches():
         for name, value in objective.scores(batch.micro_batches, batch.mismatched).items():
@@ -59,7 +58,7 @@ def preference_scores(
 
 
 def distill_scores(
-    held_out: EvalSet, objective: DistillObjective, alive: Callable[[], None]
+    held_out: EvalSet, objective: DistillObjective, alive: Alive
 ) -> dict[str, float]:
     """Return the mean loss of the supervised tokens of a set, and its parts. A collective."""
     sums: dict[str, float] = {}
@@ -73,7 +72,7 @@ def distill_scores(
 
 
 def generated_answers(
-    held_out: EvalSet, voice: "AnswerDecoder", meter: AnswerMeter, alive: Callable[[], None]
+    held_out: EvalSet, voice: "AnswerDecoder", meter: AnswerMeter, alive: Alive
 ) -> list[Answer]:
     """Return this replica's answers, generated greedily, with their scores. A collective."""
     settings = held_out.cfg.eval
@@ -89,7 +88,7 @@ def generated_answers(
 
 
 def rank_answers(
-    held_out: EvalSet, voice: "AnswerDecoder", candidates: Sequence[str], alive: Callable[[], None]
+    held_out: EvalSet, voice: "AnswerDecoder", candidates: Sequence[str], alive: Alive
 ) -> tuple[float, list[Answer]]:
     """Return the share of questions whose right answer has the highest log-prob of all candidates,
     and this replica's answers. A candidate follows eval.prefill."""
@@ -153,7 +152,7 @@ def _answers(
     held_out: EvalSet,
     voice: AnswerDecoder,
     answer: Callable[[Sequence[Question]], list[str]],
-    alive: Callable[[], None],
+    alive: Alive,
     measure: Callable[[list[Answer]], list[Answer]] = list,
 ) -> list[Answer]:
     handles, stage = held_out.handles(), held_out.worker.stage
