@@ -36,9 +36,8 @@ GIB = 2**30
 H100 = gpu("H100", 989e12)
 ALIKE = np.arange(9)[None]  # layers of one kind before each layer
 SPEC = dict(experts=12, layers=4)
-BY_HAND = Machine(
-    "by hand", matmul=10, attention=5, moved=2, link=4, network=1, layer_s=0, devices=4
-)
+SPEEDS = dict(matmul=10, attention=5, moved=2, link=4, network=1, layer_s=0)
+BY_HAND = Machine("by hand", **SPEEDS, devices=4)
 
 
 def found(cfg: Config, sizes: ModelSizes, gpus: int, memory: float) -> Found:
@@ -213,9 +212,7 @@ def test_the_recipes_are_among_the_layouts_that_fit(name, gpus, memory, tmp_path
     cfg = load_config([recipe, f"model.path={tmp_path}"])
     parallel = cfg.parallel
     result = found(cfg, sizes, gpus, memory * GIB)
-    degrees = [
-        (candidate.dims.tp, candidate.dims.pp, candidate.dims.ep) for candidate in result.fitting
-    ]
+    degrees = [(dims.tp, dims.pp, dims.ep) for dims in (each.dims for each in result.fitting)]
     assert (parallel.tp, parallel.pp, parallel.ep) in degrees
     for candidate in result.fitting:
         assert candidate.need <= USABLE * memory * GIB and candidate.dims.world_size == gpus
@@ -245,9 +242,8 @@ def test_where_no_layout_with_experts_fits_it_says_what_would(tmp_path, capsys):
     assert main(words) == 2
     message = " ".join(capsys.readouterr().err.split())
     assert "does not fit on 2 GPUs of 80.0 GiB: the leanest layout, parallel.tp=1" in message
-    assert re.search(
-        r"what fits: \d+ such GPUs \(parallel.tp=1 parallel.pp=\d+ parallel.ep=", message
-    )
+    fits = r"what fits: \d+ such GPUs \(parallel.tp=1 parallel.pp=\d+ parallel.ep="
+    assert re.search(fits, message)
     assert "adapters alone trained, with lora=default (parallel" in message
     assert main([*words, "lora=default"]) == 0  # as the message suggests
     capsys.readouterr()
@@ -259,6 +255,5 @@ def test_where_no_layout_with_experts_fits_it_says_what_would(tmp_path, capsys):
     assert main([*words, *attention, "--memory", "24GiB", "lora.base=nf4"]) == 0
     capsys.readouterr()
     assert main([*words, "--memory", "24GiB"]) == 2
-    assert "over a base in 4 bits, with lora=qlora (parallel" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    message = " ".join(capsys.readouterr().err.split())
+    assert "over a base in 4 bits, with lora=qlora (parallel" in message

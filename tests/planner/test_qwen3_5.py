@@ -19,12 +19,7 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.auto_layout import decide
 from megatron_vlm.planner.hardware import CPU, gpu
-from megatron_vlm.planner.layer_split import (
-    even_split,
-    most_layers,
-    replicas_of,
-    step_seconds,
-)
+from megatron_vlm.planner.layer_split import even_split, most_layers, replicas_of, step_seconds
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE, estimate
 from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, assumed_mix
@@ -117,9 +112,8 @@ def test_recipes_fit(name, maker):
 @pytest.mark.full
 def test_recipes_of_equal_models_are_equal():
     for size, *releases in (("27b", "3_5", "3_6", "3_8"), ("35b_a3b", "3_5", "3_6")):
-        one, *others = (
-            load_config([f"model=qwen{release}_{size}", "model.path=x"]) for release in releases
-        )
+        models = (f"model=qwen{release}_{size}" for release in releases)
+        one, *others = (load_config([model, "model.path=x"]) for model in models)
         assert all(other == one for other in others)
 
 

@@ -43,17 +43,12 @@ def replica(generator: random.Random, micro_batches: int) -> ReplicaCosts:
     """Return random costs: micro-batches without pictures, a heavy tower, a heavy head."""
 
     def pairs(most: float, zeros: float = 0.0) -> np.ndarray:
-        forward = np.array(
-            [
-                generator.random() * most * (generator.random() >= zeros)
-                for _ in range(micro_batches)
-            ]
-        )
-        return np.stack([forward, 2 * forward], axis=1)
+        times = range(micro_batches)
+        forward = [generator.random() * most * (generator.random() >= zeros) for _ in times]
+        return np.stack([forward, 2 * np.array(forward)], axis=1)
 
     hidden, features = np.ones(micro_batches), np.zeros(micro_batches)
-    parts = pairs(1) + 0.1, pairs(12, zeros=0.3), pairs(5)
-    layer, first, last = parts
+    layer, first, last = pairs(1) + 0.1, pairs(12, zeros=0.3), pairs(5)
     return ReplicaCosts(layer[None], first, last, hidden, features, 1e9, ALIKE)
 
 
@@ -129,9 +124,8 @@ def test_features_travel_until_their_layers_have_added_them():
     """Three sets of features leave the tower for the first micro-batch; the second has no
     pictures."""
     ones = np.ones((2, 2))
-    some = ReplicaCosts(
-        ones[None], ones, ones, np.array([10.0, 10.0]), np.array([3, 0]), 10.0, ALIKE
-    )
+    hidden, features = np.array([10.0, 10.0]), np.array([3, 0])
+    some = ReplicaCosts(ones[None], ones, ones, hidden, features, 10.0, ALIKE)
     stages = some.stages((1, 1, 4))
     assert stages.sent_GS[:, :2].tolist() == [[3, 2], [1, 1]]  # the last stage sends nothing on
     assert some.stages((0, 2, 4)).sent_GS[0, :2].tolist() == [4, 2]

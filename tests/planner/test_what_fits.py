@@ -31,11 +31,8 @@ def test_lines_of_the_page_are_up_to_date(maker):
 
 def test_more_memory_never_fits_less(maker):
     """Each way of training each size, by the page itself."""
-    lines = [
-        line
-        for line in maker.PAGE.read_text().splitlines()
-        if line.startswith("| ") and "B, a" in line
-    ]
+    page = maker.PAGE.read_text().splitlines()
+    lines = [line for line in page if line.startswith("| ") and "B, a" in line]
     assert len(lines) == len(list(maker.machine_lines()))
     fits = [[cell.strip() != "no" for cell in line.split("|")[2:6]] for line in lines]
     assert all(row == sorted(row) for row in fits) and not all(map(all, fits))

@@ -28,6 +28,7 @@ from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.errors import ConfigError, DataError, LostError
 from megatron_vlm.train import run_train, train
 from tests.run.test_train import command, go_pooled, outside_of_jobs, steps_of, values
+from tests.support.exit_cases import Marked
 from tests.support.pool import free_port
 from tests.support.process_tree import ProcessTree
 from tests.support.sets import write_set
@@ -54,11 +55,13 @@ class Job:
 
     def __init__(self, folder: Path, model: str, run: str, *more: str):
         self.metrics = folder / run / "metrics.jsonl"
+        marked = Marked(outside_of_jobs())
+        self.pid_of = marked.pid_of
         self.process = subprocess.Popen(
             arguments(folder, model, run, *more),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env=outside_of_jobs(),
+            env=marked.environment,
             text=True,
         )
 
@@ -67,19 +70,6 @@ class Job:
         while not (self.metrics.exists() and f'"step", "step": {step}' in self.metrics.read_text()):
             assert self.process.poll() is None and time.monotonic() < until
             time.sleep(0.02)
-
-    def pid_of(self, rank: int) -> int:
-        """Return the id of the process that trains as this rank, not of its data workers."""
-        for entry in Path("/proc").iterdir():
-            try:
-                environ = (entry / "environ").read_bytes().split(b"\0")
-                line = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            is_trainer = b"megatron_vlm.train" in line and str(self.metrics.parent).encode() in line
-            if is_trainer and f"RANK={rank}".encode() in environ:
-                return int(entry.name)
-        raise AssertionError(f"no process has rank {rank}")
 
     def end(self, seconds: float) -> tuple[int, str]:
         _, err = self.process.communicate(timeout=seconds)
@@ -173,9 +163,7 @@ def run_into(_: Any, words: list[str], err: Path, variables: dict[str, str]) -> 
         full("preprocessor_config.json", "opening data.train"),
     ],
 )
-def test_a_file_that_cannot_be_opened_ends_the_run(
-    name, phase, folder, tiny, process_tree, tmp_path
-):
+def test_a_file_that_cannot_be_opened_is_named(name, phase, folder, tiny, process_tree, tmp_path):
     """The same holds before the first step."""
     model = shutil.copytree(tiny(), tmp_path / "model")
     more = ("parallel.pp=1", "launch.timeout_minutes=0.05")
@@ -185,11 +173,9 @@ def test_a_file_that_cannot_be_opened_ends_the_run(
     assert "rank 0 has been stuck for" in err and f"it was at step 0: {phase}." in err
 
 
-def words_of_the_end(
-    process_tree: ProcessTree, words: list[str], err: Path, **variables: str
-) -> str:
+def words_of_the_end(tree: ProcessTree, words: list[str], err: Path, **variables: str) -> str:
     """Return the messages of a rank that ends itself."""
-    child = process_tree.fork(run_into, words, err, variables)
+    child = tree.fork(run_into, words, err, variables)
     assert child.connection.poll(40), "it still waits"
     child.kill()
     return err.read_text()
@@ -345,10 +331,8 @@ def lose_on_one() -> list[str]:
 
     def fine() -> None: ...
 
-    return [
-        outcome(lose if rank else fine, message="see the other"),
-        outcome(lose if rank else fail),
-    ]
+    first = outcome(lose if rank else fine, message="see the other")
+    return [first, outcome(lose if rank else fail)]
 
 
 def test_all_ranks_end_so_that_the_job_starts_again(pool):
@@ -364,11 +348,8 @@ def children(pid: int) -> list[int]:
 
 def data_workers(pid: int) -> list[int]:
     """Return the worker processes of a rank, which are those of its server."""
-    servers = [
-        child
-        for child in children(pid)
-        if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    commands = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children(pid)}
+    servers = [child for child, command in commands.items() if b"forkserver" in command]
     return [worker for server in servers for worker in children(server)]
 
 

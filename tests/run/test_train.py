@@ -57,9 +57,8 @@ def command(folder: Path, model: str, run: str, *overrides: str) -> list[str]:
 
 def go(*args: str) -> subprocess.CompletedProcess:
     """As a user types it."""
-    return subprocess.run(
-        command(*args), capture_output=True, text=True, timeout=280, env=outside_of_jobs()
-    )
+    how = dict(capture_output=True, text=True, timeout=280, env=outside_of_jobs())
+    return subprocess.run(command(*args), **how)
 
 
 def outside_of_jobs() -> dict[str, str]:
@@ -204,12 +203,8 @@ def test_steps_without_a_trained_token_are_passed_over(world, broken_pictures, t
     """Weights at every step, with a break after a step of the kind, too."""
     folder, run = broken_pictures, f"of-{world}"
     more = ["data.max_errors=100", "data.shuffle=false", "train.global_batch_size=1"]
-    more += [
-        f"parallel.pp={world}",
-        "train.steps=6",
-        "checkpoint.every=1",
-        "checkpoint.keep_last=9",
-    ]
+    more += [f"parallel.pp={world}", "train.steps=6", "checkpoint.every=1"]
+    more += ["checkpoint.keep_last=9"]
     more += ["optim.weight_decay=0.1", "optim.lr=1e-3", "checkpoint.async_save=false"]
     status, out, err = go_pooled(pool, world, folder, tiny(), run, *more)
     assert status == 0, err
@@ -332,9 +327,7 @@ def test_rules_that_leave_out_other_records_are_refused(one_step, pool, tmp_path
 
 
 @pytest.mark.full
-def test_another_experiment_does_not_go_on_with_a_run_that_nobody_named(
-    one_step, tmp_path, monkeypatch
-):
+def test_another_experiment_does_not_go_on_with_an_unnamed_run(one_step, tmp_path, monkeypatch):
     """The default folder; what lasts longer, or is computed in another way, is the same one."""
     folder, model = one_step
     shutil.copytree(folder / "first", tmp_path / "runs" / "run")
@@ -385,9 +378,8 @@ def test_a_signal_saves_and_stops_with_its_own_status(whole, tiny, process_tree,
     job = process_tree.fork(run_command, words, tmp_path / "output")
     metrics = folder / "stopped" / "metrics.jsonl"
     until = time.monotonic() + 200
-    while time.monotonic() < until and not (
-        metrics.exists() and '"step": 4' in metrics.read_text()
-    ):
+    while not (metrics.exists() and '"step": 4' in metrics.read_text()):
+        assert time.monotonic() < until
         time.sleep(0.05)
     os.kill(job.pid, signal.SIGTERM)
     status, output = job.connection.recv(), (tmp_path / "output").read_text()

@@ -107,9 +107,7 @@ def _poisoned(worker: MegatronWorker) -> tuple[bool, float, float]:
     worker.forward_backward(make_rows(MIXED))
     next(worker.chunks[0].parameters()).main_grad.view(-1)[0] = math.nan
     norm, _ = worker.optim_step()
-    moved = any(
-        not torch.equal(a, b) for a, b in zip(before, worker.chunks[0].parameters(), strict=True)
-    )
+    moved = not all(map(torch.equal, before, worker.chunks[0].parameters()))
     worker.forward_backward(make_rows(MIXED))
     return moved, norm, worker.optim_step()[0]
 
@@ -126,9 +124,8 @@ def _steps_around_an_empty_one(worker: MegatronWorker) -> tuple[list, list, tupl
     worker.forward_backward(make_rows(MIXED))
     worker.optim_step()
     before = [param.detach().clone() for param in worker.chunks[0].parameters()]
-    untrained = [
-        replace(row, labels_S=torch.full_like(row.labels_S, IGNORE)) for row in make_rows(MIXED)
-    ]
+    rows = make_rows(MIXED)
+    untrained = [replace(row, labels_S=torch.full_like(row.labels_S, IGNORE)) for row in rows]
     metrics = worker.forward_backward(untrained)
     said = (metrics.loss, metrics.num_tokens, *worker.optim_step(lr=0.25))
     after = [param.detach().clone() for param in worker.chunks[0].parameters()]

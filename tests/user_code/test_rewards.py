@@ -231,11 +231,7 @@ def test_a_coroutine_has_a_time_of_its_own(judging):
 
 
 # Nothing in a plain function can be cancelled. The last one keeps Python's lock.
-HANGING = (
-    "time.sleep(60)",
-    full("while_true()"),
-    "sum(range(10**13))",
-)
+HANGING = ("time.sleep(60)", full("while_true()"), "sum(range(10**13))")
 
 
 @pytest.mark.parametrize("hanging", HANGING)
@@ -389,12 +385,10 @@ COUNTING = """
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_environment_gets_its_state_again(judging, tmp_path, asynchronous):
-    source = COUNTING.replace(" def reset", " async def reset").replace(
-        " def step", " async def step"
-    )
-    reward_pool = judging(
-        source if asynchronous else COUNTING, environment="rewards.py:Counting", timeout_s=SHORT_S
-    )
+    source = COUNTING
+    for method in ("reset", "step") if asynchronous else ():
+        source = source.replace(f" def {method}", f" async def {method}")
+    reward_pool = judging(source, environment="rewards.py:Counting", timeout_s=SHORT_S)
     for place, name in enumerate("AB"):
         assert reward_pool.begin(place, {"name": name}, name).result(PATIENCE_S) is None
     assert reward_pool.step(0, "one").result(PATIENCE_S).reward == 2
@@ -403,13 +397,10 @@ def test_an_environment_gets_its_state_again(judging, tmp_path, asynchronous):
     assert "B: " in str(late) and "rewards.py:Counting: step took" in str(late)
     result = reward_pool.step(0, "three").result(PATIENCE_S)
     assert (result.reward, result.figures) == (4, {"turns": 1})
-    assert [dict(message) for message in result.messages] == [
-        {"role": "user", "content": "A one two three"}
-    ]
-    result = reward_pool.step(0, "four").result(
-        PATIENCE_S
-    )  # no replay, as the environment is alive
-    assert result.reward == 5
+    [message] = result.messages
+    assert dict(message) == {"role": "user", "content": "A one two three"}
+    # There is no replay where the environment is alive.
+    assert reward_pool.step(0, "four").result(PATIENCE_S).reward == 5
     log = [line[2:] for line in (tmp_path / "log").read_text().split("\n") if line[:1] == "A"]
     assert log == ["reset", "one", "two", "reset", "one", "two", "three", "four"]
 
@@ -617,9 +608,8 @@ def test_a_failed_reward_stands_for_errors(judging):
         failed_reward=-1.0,
     )
     failed = EnvStep(-1.0, (), {"failed": 1.0})
-    futures = answers(
-        reward_pool, "1 / 0", "time.sleep(60)", "os._exit(3)", "1", record={"first": "0"}
-    )
+    said = ("1 / 0", "time.sleep(60)", "os._exit(3)", "1")
+    futures = answers(reward_pool, *said, record={"first": "0"})
     *wrong, right = [future.result(PATIENCE_S) for future in futures]
     assert wrong == [failed] * 3 and right.reward == 1.0 and len(right.messages) == 1
     assert reward_pool.begin(9, {"first": "1 / 0"}, "begin").result(PATIENCE_S) is None
