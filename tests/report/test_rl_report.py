@@ -2,7 +2,7 @@
 """The page of a run that trains on samples.
 
 It shows the rewards, the figures that explain them, and the samples with their pictures, in any
-state of the files. TensorBoard has the same figures.
+state of the files.
 """
 
 import json
@@ -10,7 +10,6 @@ import json
 import numpy as np
 import pytest
 
-from megatron_vlm.config.schema import Config, LogConfig
 from megatron_vlm.report.charts import chart_scripts
 from megatron_vlm.report.metrics_lines import RlLine, to_json
 from megatron_vlm.report.run import read_report, rl_sample_lines, write_report
@@ -25,7 +24,6 @@ from megatron_vlm.report.sections import (
     Table,
     is_picture_uri,
 )
-from megatron_vlm.run.log import RunLog
 from tests.report.test_run_report import HOSTILE, data_uri, evaluation, start, step, write_run
 from tests.support.report_facts import Facts, check_self_contained, in_a_browser, walk
 
@@ -419,26 +417,6 @@ def test_a_line_is_read_as_it_was_written(tmp_path):
     for line in (RlLine(**plain), RlLine(**{**plain, **EVERY, "figures": {"a": 0.5}})):
         (tmp_path / "metrics.jsonl").write_text(to_json(line) + "\n")
         assert read_metrics(tmp_path / "metrics.jsonl").samples == (line,)
-
-
-def test_tensorboard_has_the_figures(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    plain = {key: value for key, value in rl(3, 0.75, kl=0.5).items() if key != "kind"}
-    run_log = RunLog(Config(run=str(tmp_path), log=LogConfig(tensorboard=True)), True, 10, 0)
-    run_log.samples(RlLine(**{**plain, "figures": {"exact": 0.25, "reward": 0.125}}))
-    run_log.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    values = {
-        name: [(event.step, event.value) for event in events.Scalars(name)]
-        for name in events.Tags()["scalars"]
-    }
-    fields = ["reward", "reward_std", "prompts", "asked", "alike", "answer_tokens", "cut", "turns"]
-    fields += ["longest_answer", "sampling_s", "kl", "exact", "figures/reward"]
-    assert sorted(values) == sorted(f"rl/{name}" for name in fields)
-    assert values["rl/reward"] == [(3, 0.75)] and values["rl/kl"] == [(3, 0.5)]
-    assert values["rl/exact"] == [(3, 0.25)] and values["rl/figures/reward"] == [(3, 0.125)]
 
 
 @pytest.mark.slow

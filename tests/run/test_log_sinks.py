@@ -17,7 +17,7 @@ from rich.console import Console
 from megatron_vlm.config.schema import Config, LogConfig
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.report.metrics_lines import StepLine
+from megatron_vlm.report.metrics_lines import RlLine, StepLine
 from megatron_vlm.report.run_overview import StageReport, layout_table
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.log_sinks import check_sinks
@@ -26,6 +26,9 @@ from tests.support.error_fields import raises
 
 KEY = 40 * "0"  # the form of an API key of W&B
 FIGURES = StepLine(0, 0, 2.5, 1e-3, 0.5, 0.1, 1000.0, 100.0, 5.0, 0.02, None, 1.5)
+_COUNTS = dict(prompts=4, asked=4, alike=0.125, answer_tokens=6.5, longest_answer=9, cut=0.0625)
+_COUNTS |= dict(turns=1.0, sampling_s=0.2, reward=0.75, reward_std=0.25, kl=0.5)
+SAMPLES = RlLine(step=0, **_COUNTS, figures={"exact": 0.25, "reward": 0.125})
 
 
 def write_run(run, first: int, **log):
@@ -36,6 +39,7 @@ def write_run(run, first: int, **log):
         **dict(step=first, platform="cpu", world=1, layout={"tp": 1}, parameters=2, trainable=1),
         **dict(model="m", samples=3, total_steps=10, versions={}),
     )
+    run_log.samples(replace(SAMPLES, step=first))
     for step in range(first, first + 2):
         run_log.step(replace(FIGURES, step=step, loss=2.5 - step))
     scores = {"loss": 1.25, "token_accuracy": 0.75, "exact_match": 0.5, "samples": 4, "seconds": 2}
@@ -56,6 +60,11 @@ def test_tensorboard_has_the_figures(tmp_path):
     losses = [(event.step, event.value) for event in accumulator.Scalars("train/loss")]
     assert losses == [(0, 2.5), (1, 1.5)]
     assert [(e.step, e.value) for e in accumulator.Scalars("held/exact_match")] == [(2, 0.5)]
+    of_samples = {name: accumulator.Scalars(f"rl/{name}")[0].value for name in _COUNTS}
+    assert of_samples == pytest.approx(_COUNTS)
+    of_rewards = {name[3:] for name in names if name.startswith("rl/")} - of_samples.keys()
+    assert of_rewards == {"exact", "figures/reward"}
+    assert accumulator.Scalars("rl/figures/reward")[0].value == 0.125
 
 
 def test_frozen_parts_are_in_brackets_and_no_markup_is_printed(tmp_path):

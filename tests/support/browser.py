@@ -64,9 +64,8 @@ class Browser:
 
     def wait_for(self, method, **known):
         """Wait for an event with these values since the last page was opened."""
-        while not any(
-            name == method and known.items() <= params.items() for name, params in self._events
-        ):
+        wanted = known.items()
+        while not any(n == method and wanted <= params.items() for n, params in self._events):
             self._take(self._receive())
 
     def move(self, x, y):

@@ -217,12 +217,8 @@ def hf_encode(processor: Qwen3VLProcessor, record: dict, **options):
     rendered = processor.tokenizer.apply_chat_template(
         messages, tools=record.get("tools"), tokenize=False, **options
     )
-    parts = [
-        part
-        for message in messages
-        if isinstance(message["content"], list)
-        for part in message["content"]
-    ]
+    contents = (message["content"] for message in messages)
+    parts = [part for content in contents if isinstance(content, list) for part in content]
     images = [_opened(part["image"]) for part in parts if part["type"] == "image"]
     before, *rest = rendered.split(PAD)
     videos = [part for part in parts if part["type"] == "video"]
@@ -240,13 +236,10 @@ def _video_text(processor: Qwen3VLProcessor, part: dict) -> str:
     folder = processor.tokenizer.name_or_path
     processor.video_processor = Oracle.from_pretrained(folder)
     processor.vision_start_token, processor.vision_end_token = START, END
-    frames = torch.stack(
-        [torch.from_numpy(np.array(_opened(uri))).permute(2, 0, 1) for uri in part["video"]]
-    )
-    count = len(frames)
-    metadata = VideoMetadata(
-        total_num_frames=count, fps=part["fps"], frames_indices=list(range(count))
-    )
+    pixels = (torch.from_numpy(np.array(_opened(uri))) for uri in part["video"])
+    frames = torch.stack([each.permute(2, 0, 1) for each in pixels])
+    count, fps = len(frames), part["fps"]
+    metadata = VideoMetadata(count, fps=fps, frames_indices=list(range(count)))
     inputs = processor.video_processor.preprocess(
         [frames], video_metadata=[metadata], do_sample_frames=False, return_metadata=True
     )

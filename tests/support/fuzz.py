@@ -267,10 +267,8 @@ def safetensors_index(folder: Path) -> Attempt:
     names = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
     (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
     names.pop("__metadata__", None)
-    valid = {
-        "metadata": {"total_size": 1},
-        "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors"),
-    }
+    weight_map = dict.fromkeys(names, "model-00001-of-00001.safetensors")
+    valid = {"metadata": {"total_size": 1}, "weight_map": weight_map}
     return _attempt(path / "model.safetensors.index.json", valid, lambda: _load(path))
 
 
@@ -283,9 +281,8 @@ def _signed(folder: Path, files: dict[str, bytes]) -> None:
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    write_manifest(
-        folder, Manifest(tuple(write_file(folder / n, [files[n]]) for n in files), "a", 1, ())
-    )
+    written = tuple(write_file(folder / name, [content]) for name, content in files.items())
+    write_manifest(folder, Manifest(written, "a", 1, ()))
 
 
 def complete_json(folder: Path) -> Attempt:

@@ -52,9 +52,8 @@ def _joined(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             {p: weights[f"{layer}.{n}.{p}_proj.weight"] for p in ("gate", "up", "down")}
             for n in range(count)
         ]
-        joined[f"{layer}.gate_up_proj"] = torch.stack(
-            [torch.cat([each["gate"], each["up"]]) for each in experts]
-        )
+        pairs = [torch.cat([each["gate"], each["up"]]) for each in experts]
+        joined[f"{layer}.gate_up_proj"] = torch.stack(pairs)
         joined[f"{layer}.down_proj"] = torch.stack([each["down"] for each in experts])
     return joined
 

@@ -37,9 +37,8 @@ def _serve(connection: Connection) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         try:
             if port is None:
-                dist.init_process_group(
-                    "gloo", init_method=f"file://{store}", rank=rank, world_size=world
-                )
+                place = f"file://{store}"
+                dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world)
             else:
                 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             answer: tuple[bool, Any] = (True, fn(*args))

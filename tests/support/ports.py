@@ -54,9 +54,8 @@ def _written(address: str, family: int) -> str:
     """Return an address as text. The kernel prints words of four bytes, each in the machine's
     order."""
     raw = bytes.fromhex(address)
-    return socket.inet_ntop(
-        family, b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
-    )
+    words = (raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
+    return socket.inet_ntop(family, b"".join(words))
 
 
 def _links(pid: int) -> list[str]:

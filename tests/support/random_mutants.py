@@ -128,10 +128,9 @@ def play(clone: str, files: list[str]) -> str:
     """Return what the tests say: that the mutant survived, or which of them killed it."""
     command = [sys.executable, "-m", "pytest", "-x", "-m", "not slow", f"--timeout={TEST_S}"]
     environment = os.environ | {"PYTHONPATH": clone}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    tests = subprocess.Popen(
-        [*command, *files], cwd=clone, env=environment, start_new_session=True, **pipes
-    )
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    how |= {"cwd": clone, "env": environment, "start_new_session": True}
+    tests = subprocess.Popen([*command, *files], **how)
     try:
         said, _ = tests.communicate(timeout=MUTANT_S)
     except subprocess.TimeoutExpired:

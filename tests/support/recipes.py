@@ -133,10 +133,8 @@ def write_sums(path: Path, count: int) -> None:
     for _ in range(count):
         a, b = rng.randint(0, 100), rng.randint(0, 100)
         texts = ["What is 4 + 5?", "9", f"What is {a} + {b}?", f"{a + b}"]
-        messages = [
-            {"role": ("user", "assistant")[turn % 2], "content": text}
-            for turn, text in enumerate(texts)
-        ]
+        pairs = zip(("user", "assistant") * 2, texts, strict=True)
+        messages = [{"role": role, "content": text} for role, text in pairs]
         lines.append(json.dumps({"messages": messages}) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines))

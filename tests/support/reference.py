@@ -28,9 +28,8 @@ class Reference:
 
 
 def load_reference(path: str, dtype: torch.dtype = torch.float32) -> HFModel:
-    model = AutoModelForImageTextToText.from_pretrained(
-        path, dtype=dtype, attn_implementation="sdpa"
-    )
+    how = {"dtype": dtype, "attn_implementation": "sdpa"}
+    model = AutoModelForImageTextToText.from_pretrained(path, **how)
     if dtype is torch.float64:  # the kernel for all experts at once knows no fp64
         model.set_experts_implementation("eager")
     return model.train()
@@ -133,9 +132,8 @@ def exact_delta_nets() -> Iterator[None]:
     with ExitStack() as stack:
         for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
             norm = next(getattr(module, name) for name in dir(module) if "RMSNormGated" in name)
-            stack.enter_context(
-                mock.patch.object(module, "torch_chunk_gated_delta_rule", rule_by_token)
-            )
+            own = {"torch_chunk_gated_delta_rule": rule_by_token}
+            stack.enter_context(mock.patch.multiple(module, **own))
             stack.enter_context(mock.patch.object(norm, "forward", _gated_norm))
         stack.enter_context(mock.patch.object(torch.Tensor, "float", keep_fp64))
         yield

@@ -129,6 +129,5 @@ def browse(path, *options):
     return done.stdout
 
 
-in_a_browser = pytest.mark.skipif(
-    shutil.which("chromium") is None, reason="chromium is not on PATH"
-)
+is_missing = shutil.which("chromium") is None
+in_a_browser = pytest.mark.skipif(is_missing, reason="chromium is not on PATH")

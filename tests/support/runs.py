@@ -66,10 +66,8 @@ class Outcome:
 
 def my_rows(rows: list[Row]) -> list[Row]:
     """Return this replica's rows: contiguous parts, as even as possible."""
-    rank, dp = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+    group = parallel_state.get_data_parallel_group()
+    rank, dp = dist.get_rank(group), dist.get_world_size(group)
     return rows[rank * len(rows) // dp : (rank + 1) * len(rows) // dp]
 
 

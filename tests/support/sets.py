@@ -21,10 +21,8 @@ def write_set(folder: Path, rows: int = 23) -> str:
             name = f"images/{row}-{number}.png"
             picture(40 + 8 * (row % 23), 90 - 2 * (row % 23), number).save(folder / name)
             parts.append({"type": "image", "image": name})
-        answer = "word " * (1 + row * row % 17)
-        records.append(
-            {"messages": [say("user", *parts, text(f"{row}?")), say("assistant", answer)]}
-        )
+        answer = say("assistant", "word " * (1 + row * row % 17))
+        records.append({"messages": [say("user", *parts, text(f"{row}?")), answer]})
     path = folder / "train.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)

@@ -134,9 +134,7 @@ def choose(files: list[str], record: dict[str, dict], commit: int) -> dict[str, 
         if not last_green:
             distances |= dict.fromkeys(group, UNKNOWN)
         distances |= due(group, changed_since(last_green or some_commit))
-    chosen = {
-        file: "its turn" for place, file in enumerate(files) if place % PARTS == commit % PARTS
-    }
+    chosen = dict.fromkeys(files[commit % PARTS :: PARTS], "its turn")
     left = SECONDS
     for file in sorted(distances, key=lambda file: (distances[file], file)):
         seconds = record.get(file, {}).get("seconds", UNKNOWN_S)

@@ -60,9 +60,8 @@ def run_script(
     """Return the words that a script gives to `megatron-vlm import`, and their environment."""
     known = {"PATH": os.environ["PATH"], "HOME": "/home/me"} | variables
     command = ["bash", "-c", _SHELL + text]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, env=known, cwd=folder
-    )
+    how = {"capture_output": True, "text": True, "env": known, "cwd": folder}
+    done = subprocess.run(command, check=True, **how)
     words, _, rest = done.stdout.partition("END\0")
     pairs = (each.partition("=") for each in rest.split("\0") if each)
     return words.split("\0")[:-1], {name: value for name, _, value in pairs}
@@ -552,9 +551,8 @@ def fsdp(layer: str, offload: bool) -> Facts:
     config = {"fsdp_version": 2, "offload_params": offload, "cpu_ram_efficient_loading": False}
     config |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "sharding_strategy": "FULL_SHARD"}
     config |= {"transformer_layer_cls_to_wrap": layer, "state_dict_type": "FULL_STATE_DICT"}
-    return {
-        "fsdp_config": config | {"reshard_after_forward": True, "activation_checkpointing": True}
-    }
+    config |= {"reshard_after_forward": True, "activation_checkpointing": True}
+    return {"fsdp_config": config}
 
 
 AXOLOTL: dict[str, Facts] = {

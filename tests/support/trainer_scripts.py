@@ -46,12 +46,8 @@ sequence_len: 4096
 micro_batch_size: 2
 learning_rate: 0.0002
 """
-FILES = {
-    "prompt.txt": PROMPT,
-    "lf.yaml": LF_YAML,
-    "trl.yaml": TRL_YAML,
-    "axolotl.yaml": AXOLOTL_YAML,
-}
+FILES = {"prompt.txt": PROMPT, "lf.yaml": LF_YAML, "trl.yaml": TRL_YAML}
+FILES |= {"axolotl.yaml": AXOLOTL_YAML}
 _SWIFT = "swift sft --model Qwen/Qwen3-VL-2B-Instruct --dataset a.jsonl"
 _MEGATRON = "megatron sft --model Qwen/Qwen3-VL-30B-A3B-Instruct --dataset a.jsonl"
 _TRL = "--model_name_or_path Qwen/Qwen3-VL-2B-Instruct --dataset_name org/chats"

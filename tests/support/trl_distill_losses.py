@@ -12,17 +12,12 @@ import sys
 from typing import Any
 
 import torch
+import vllm_engine.torchvision_operators  # noqa: F401 - torchvision can then be imported
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# torchvision's compiled operators do not load beside torch's build for the CPU: see
-# benchmarks/sft/theirs.py.
-for operator in ("nms", "qnms"):
-    torch.library.define(
-        f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-    )
 
-from trl.experimental.gkd.gkd_trainer import GKDTrainer  # noqa: E402
-from trl.experimental.iw_opd.iw_opd_trainer import IWOPDTrainer  # noqa: E402
+from trl.experimental.gkd.gkd_trainer import GKDTrainer
+from trl.experimental.iw_opd.iw_opd_trainer import IWOPDTrainer
 
 
 def answer(case: dict[str, Any]) -> dict[str, Any]:

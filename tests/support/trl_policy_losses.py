@@ -13,19 +13,14 @@ import tempfile
 from typing import Any
 
 import torch
+import vllm_engine.torchvision_operators  # noqa: F401 - torchvision can then be imported
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# torchvision's compiled operators do not load beside torch's build for the CPU: see
-# benchmarks/sft/theirs.py.
-for operator in ("nms", "qnms"):
-    torch.library.define(
-        f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-    )
 
-from datasets import Dataset  # noqa: E402
-from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
-from trl.trainer.utils import nanstd  # noqa: E402
+from datasets import Dataset
+from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import nanstd
 
 
 def trainer_of(path: str, folder: str, answers: int, config: dict[str, Any]) -> GRPOTrainer:

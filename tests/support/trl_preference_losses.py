@@ -16,21 +16,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import vllm_engine.torchvision_operators  # noqa: F401 - torchvision can then be imported
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-# torchvision's compiled operators do not load beside torch's build for the CPU: see
-# benchmarks/sft/theirs.py.
-for operator in ("nms", "qnms"):
-    torch.library.define(
-        f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-    )
 
-from datasets import Dataset  # noqa: E402
-from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration  # noqa: E402
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer  # noqa: E402
-from trl.experimental.cpo import CPOTrainer  # noqa: E402
-from trl.experimental.orpo import ORPOTrainer  # noqa: E402
+from datasets import Dataset
+from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 
 Tensor = torch.Tensor
 ALWAYS: dict[str, Any] = {

@@ -11,18 +11,13 @@ import tempfile
 from typing import Any
 
 import torch
+import vllm_engine.torchvision_operators  # noqa: F401 - torchvision can then be imported
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# torchvision's compiled operators do not load beside torch's build for the CPU: see
-# benchmarks/sft/theirs.py.
-for operator in ("nms", "qnms"):
-    torch.library.define(
-        f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-    )
 
-from datasets import Dataset, Image, Sequence  # noqa: E402
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration  # noqa: E402
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer  # noqa: E402
+from datasets import Dataset, Image, Sequence
+from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 
 def main(kind: str, path: str, data: str, out: str) -> None:

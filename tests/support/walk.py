@@ -21,9 +21,8 @@ PACKAGE = Path(megatron_vlm.__file__).parent
 _STAND_IN = "distributed/cuda_stand_in.py"  # in place of CUDA's own functions
 _PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
 _LAYERS = _PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
-HEIGHT = {
-    name: -place for place, layer in enumerate(_LAYERS) for name in layer.replace("|", " ").split()
-}
+_NAMES = [layer.replace("|", " ").split() for layer in _LAYERS]
+HEIGHT = {name: -place for place, names in enumerate(_NAMES) for name in names}
 
 
 @dataclass
