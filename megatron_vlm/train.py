@@ -15,11 +15,7 @@ from megatron_vlm.config.command_checks import check_train
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.worker_processes import start_server
 from megatron_vlm.distributed.dims import loads_data
-from megatron_vlm.distributed.process import (
-    rank_of_process,
-    run_process,
-    world_of_process,
-)
+from megatron_vlm.distributed.process import rank_of_process, run_process, world_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.export_folder import check_push
 from megatron_vlm.run.log_sinks import check_sinks
@@ -35,18 +31,14 @@ if TYPE_CHECKING:
 def train(cfg: Config, signals: "Signals | None" = None) -> int:
     """Train to the last step, and return the exit status of this rank. `signals` is for a caller
     that stops the run by other means than signals of the operating system."""
-    with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
-        return _train(cfg, watchdog, signals)
-
-
-def _train(cfg: Config, watchdog: Watchdog, signals: "Signals | None") -> int:
     place = rank_of_process(), world_of_process()
-    if cfg.data.num_workers and not cfg.parallel.auto and loads_data(cfg.parallel, *place):
-        start_server()  # it imports while this process imports, too
-    from megatron_vlm.run.run import Run
+    with Watchdog.watch_rank(place[0], cfg.launch.timeout_minutes) as watchdog:
+        if cfg.data.num_workers and not cfg.parallel.auto and loads_data(cfg.parallel, *place):
+            start_server()  # it imports while this process imports, too
+        from megatron_vlm.run.run import Run
 
-    with Run.open(cfg, watchdog, signals) as run:
-        return run.to_the_end(partial(train_step, run))
+        with Run.open(cfg, watchdog, signals) as run:
+            return run.to_the_end(partial(train_step, run))
 
 
 def train_step(run: "Run", step: int) -> None:

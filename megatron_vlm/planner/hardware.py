@@ -127,13 +127,7 @@ def gpu(name: str, peak: float, efficiency: float = EFFICIENCY) -> Machine:
     if card is not None:
         moved = MOVED_PER_BANDWIDTH * CARD_MEMORY[card][0]
     return Machine(
-        name,
-        matmul,
-        _ATTENTION * matmul,
-        moved,
-        link,
-        min(link, _NETWORK),
-        _LAYER_S,
+        *(name, matmul, _ATTENTION * matmul, moved, link, min(link, _NETWORK), _LAYER_S),
         card=card,
         host_link=_host_link(card),
         host_moved=_HOST_MOVED,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -69,12 +69,8 @@ class StepMarks:
 
     name: str
     x: np.ndarray
-    tall: bool = False
+    kind: Literal["short", "tall"] = "short"
     run: int = 0
-
-    @property
-    def kind(self) -> str:
-        return "tall" if self.tall else "short"
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class Examples:
     examples: tuple[Example, ...]
 
     def write(self, run: Path) -> None:
+        """Write RUN/examples.json, which the report shows."""
         write_text(run / "examples.json", json.dumps(asdict(self)))
 
     @staticmethod

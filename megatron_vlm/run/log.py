@@ -45,7 +45,8 @@ class RunLog:
 
     def __post_init__(self) -> None:
         self.sinks: list[Any] = []
-        self.progress: LiveProgress | None = None
+        self.live: Live | None = None  # the last line of the terminal, with the newest figures
+        self.shown: tuple[int, str, Sequence[str]] = (self.first_step, "-:--:--", ())
         self.window: list[StepLine] = []
         self.learnt: list[str] = []  # from the samples of the last step
         self.began = time.monotonic()
@@ -59,7 +60,9 @@ class RunLog:
         if self.cfg.log.wandb is not None:
             self.sinks.append(WandB(self.cfg))
         if self.console.is_terminal and not self.console.is_dumb_terminal:
-            self.progress = LiveProgress(self.console, self.first_step, self.total_steps)
+            draw = self._draw_progress
+            self.live = Live(console=self.console, get_renderable=draw, refresh_per_second=4)
+            self.live.start()
 
     def start(self, **facts: Any) -> None:
         """Log a start or resume, with the fields of StartLine except the time."""
@@ -77,8 +80,8 @@ class RunLog:
         left = duration((self.total_steps - done) * _mean(self.window, "seconds"))
         # The loss of samples is about 0 from the first step on: their reward takes its place.
         parts = [*self.learnt, *step_figures(self.window)[bool(self.learnt) :]]
-        if self.progress is not None:
-            self.progress.update(done, left, parts)
+        if self.live is not None:
+            self.shown = done, left, parts
             self.window = self.window[-20:]
         elif done % self.cfg.log.every == 0 or done == self.total_steps:
             line = "  ".join([f"step {done}/{self.total_steps}", *parts, f"{left} left"])
@@ -116,10 +119,14 @@ class RunLog:
             self.console.print(shown, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        if self.progress is not None:
-            self.progress.stop()
+        if self.live is not None:
+            self.live.stop()  # it leaves the line as it is
         for sink in self.sinks:
             sink.close()
+
+    def _draw_progress(self) -> Table:
+        done, left, figures = self.shown
+        return progress_line(self.console.width, done, self.total_steps, left, figures)
 
     def _wall_s(self) -> float:
         return round(time.monotonic() - self.began, 3)
@@ -164,27 +171,6 @@ def duration(seconds: float) -> str:
 def _mean(window: list[StepLine], name: str) -> float:
     values: list[float] = [getattr(figures, name) for figures in window]
     return sum(values) / len(values)
-
-
-class LiveProgress:
-    """The last line of the terminal, which shows the newest figures of a run."""
-
-    def __init__(self, console: Console, done: int, total: int):
-        self.console, self.done, self.total = console, done, total
-        self.left, self.figures = "-:--:--", list[str]()
-        self.live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
-        self.live.start()
-
-    def update(self, done: int, left: str, figures: Sequence[str]) -> None:
-        """Show the number of steps, the time left, and figures, the most important ones first."""
-        self.done, self.left, self.figures = done, left, list(figures)
-
-    def stop(self) -> None:
-        """Leave the line as it is, and let the terminal go on below it."""
-        self.live.stop()
-
-    def _render(self) -> Table:
-        return progress_line(self.console.width, self.done, self.total, self.left, self.figures)
 
 
 def progress_line(width: int, done: int, total: int, left: str, figures: Sequence[str]) -> Table:

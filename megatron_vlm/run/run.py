@@ -20,11 +20,12 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.model_card import versions
 from megatron_vlm.io.atomic import write_text
 from megatron_vlm.lora.weights import serving_remark
+from megatron_vlm.report.example_lines import Examples
 from megatron_vlm.report.metrics_lines import STOPPED, has_usage_line
 from megatron_vlm.report.run import write_report
 from megatron_vlm.report.run_overview import layout_table, stage_reports
 from megatron_vlm.run.checkpointing import CheckpointManager, Exporter
-from megatron_vlm.run.evaluation.evaluate import Evaluator, write_examples, write_predictions
+from megatron_vlm.run.evaluation.evaluate import Evaluator, write_predictions
 from megatron_vlm.run.evaluation.held_out_sets import list_held_out
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.out_of_memory import explain_out_of_memory
@@ -119,23 +120,20 @@ class Run:
     def to_the_end(self, do_step: Callable[[int], None]) -> int:
         """Do every remaining step and what is due after it. Return the exit status."""
         with explain_out_of_memory(self.worker):
-            return self._to_the_end(do_step)
-
-    def _to_the_end(self, do_step: Callable[[int], None]) -> int:
-        try:
-            for step in range(self.progress.step, self.total_steps):
-                if self._stops_early():
-                    break
-                do_step(step)
-                self.is_interval_over = self.interval.is_over(step + 1)
-                self.evaluate_if_due()
-                self.save_if_due()
-                if self.is_interval_over:
-                    self.interval.restart()
-        except Stopped:
-            self.stop_on_signal()
-            return PREEMPTED
-        return self.finish()
+            try:
+                for step in range(self.progress.step, self.total_steps):
+                    if self._stops_early():
+                        break
+                    do_step(step)
+                    self.is_interval_over = self.interval.is_over(step + 1)
+                    self.evaluate_if_due()
+                    self.save_if_due()
+                    if self.is_interval_over:
+                        self.interval.restart()
+            except Stopped:
+                self.stop_on_signal()
+                return PREEMPTED
+            return self.finish()
 
     def _stops_early(self) -> bool:
         """Return whether train.early_stopping ends the run here, and log it."""
@@ -201,15 +199,11 @@ class Run:
         figures = self.meter.read(done, batch.after.epoch, metrics, lr, norm, batch.figures)
         self.log.step(figures)
         if has_usage_line(done, self.total_steps):
-            self._record_usage(done)
+            platform = self.worker.platform
+            memory = gather_json(round(platform.memory_peak() / 2**30, 3), platform.device)
+            self.log.usage(done, memory, self.phase_times.take())
         if (warning := self.guard.check(done, metrics, norm)) is not None:
             self.log.event(done, warning)
-
-    def _record_usage(self, done: int) -> None:
-        """Log the memory of all ranks and the times of phases. A collective."""
-        platform = self.worker.platform
-        memory = gather_json(round(platform.memory_peak() / 2**30, 3), platform.device)
-        self.log.usage(done, memory, self.phase_times.take())
 
     def evaluate_if_due(self) -> None:
         """Evaluate if that is due: before the save, so that a checkpoint knows the best."""
@@ -236,7 +230,7 @@ class Run:
             if done.predictions:
                 write_predictions(Path(self.cfg.run) / "predictions", done, step=step)
                 if place == 0:
-                    write_examples(Path(self.cfg.run), step, done)
+                    Examples(done.name, step, tuple(done.examples)).write(Path(self.cfg.run))
         for name, scores in rewards.items():  # those of sets whose loss is not measured
             self._record_scores(name, scores)
         self.meter.skip()

@@ -243,7 +243,7 @@ def _marks(runs: Sequence[LoggedRun]) -> Iterator[StepMarks]:
         resumes = np.array([start.step for start in metrics.starts[1:]], dtype=float)
         inside = resumes[(resumes > 0) & (resumes <= metrics.steps_done)]
         name = "resumed" if len(runs) == 1 else f"{run.name} resumed"
-        yield StepMarks(name, inside, tall=True, run=place)
+        yield StepMarks(name, inside, "tall", run=place)
 
 
 def _rows(

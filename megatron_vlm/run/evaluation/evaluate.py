@@ -21,7 +21,7 @@ from megatron_vlm.distributed.grid import GroupAxis
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.atomic import write_text
 from megatron_vlm.io.untrusted import UntrustedFile
-from megatron_vlm.report.example_lines import Example, ExamplePart, Examples, ExampleTurn
+from megatron_vlm.report.example_lines import Example, ExamplePart, ExampleTurn
 from megatron_vlm.report.picture_uri import preview_uri
 from megatron_vlm.run.evaluation.answer_metrics import Answer, AnswerMeter, mean_scores, remarks_on
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet
@@ -146,11 +146,6 @@ def write_predictions(folder: Path, evaluation: Evaluation, **facts: int) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(facts | line, ensure_ascii=False) + "\n" for line in evaluation.predictions]
     write_text(folder / f"{evaluation.name}.jsonl", "".join(lines))
-
-
-def write_examples(run: Path, step: int, evaluation: Evaluation) -> None:
-    """Write RUN/examples.json, which the report shows."""
-    Examples(evaluation.name, step, tuple(evaluation.examples)).write(run)
 
 
 def _gather_answers(answers: Sequence[Answer], dp: GroupAxis, device: torch.device) -> list[Answer]:
