@@ -12,11 +12,7 @@ from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, optimizer_spec
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.block_weight import DECODED_AT_ONCE
-from megatron_vlm.planner.activation_memory import (
-    activations,
-    offloaded_activations,
-    working_bytes,
-)
+from megatron_vlm.planner.activation_memory import activations, offloaded_activations, working_bytes
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.parameters import ParamCounts, count, largest_in_blocks
 from megatron_vlm.planner.row_sizes import BatchSizes

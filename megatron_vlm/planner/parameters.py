@@ -8,13 +8,7 @@ from itertools import accumulate, groupby
 
 from megatron_vlm.config.base_types import BaseType, base_bytes
 from megatron_vlm.config.optimizer_spec import optimizer_spec
-from megatron_vlm.config.schema import (
-    Config,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-)
+from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
 from megatron_vlm.config.trainable import SWITCHES
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
@@ -130,13 +124,14 @@ def _of_chunk(
 def _params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> list[RankParam]:
     """Return every parameter of one rank of a stage, in the order of the built module."""
     layers, is_last = dims.layers_of(stage), stage == dims.pp - 1
+    of_matrices, of_others = optimizer_spec(cfg.optim).num_states
     return [
         RankParam(
             entry.values_per_rank(dims),
             not entry.is_frozen(cfg),
             shared=sizes.tied and dims.pp > 1 and entry.names == (sizes.names.embedding,),
             expert=entry.layout.cut == "ep" and dims.ep > 1,
-            states=_states_of(cfg.optim, entry),
+            states=of_matrices if is_of_matrices(entry.hf_tensors[0]) else of_others,
             muon_flops=_muon_flops(cfg.optim, entry),
             in_blocks=entry.is_in_blocks(cfg.lora),
         )
@@ -144,11 +139,6 @@ def _params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> l
         if (layer in layers if layer is not None else is_last if entry.stage else stage == 0)
         and (dims.pp > 1 or entry.origin is not Origin.copy)
     ]
-
-
-def _states_of(optim: OptimConfig, entry: Entry) -> int:
-    of_matrices, of_others = optimizer_spec(optim).num_states
-    return of_matrices if is_of_matrices(entry.hf_tensors[0]) else of_others
 
 
 def _muon_flops(optim: OptimConfig, entry: Entry) -> int:

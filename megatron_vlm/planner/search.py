@@ -29,12 +29,8 @@ from megatron_vlm.planner.run_plan import RunPlan
 
 _MICRO_TOKENS = (2048, 4096, 8192, 16384)
 # The cheapest in time is first, so the first that fits is the fastest that fits.
-_RECOMPUTES: tuple[tuple[Literal["none", "full"], bool], ...] = (
-    ("none", False),
-    ("none", True),
-    ("full", False),
-    ("full", True),
-)
+_RECOMPUTES: tuple[tuple[Literal["none", "full"], bool], ...]
+_RECOMPUTES = (("none", False), ("none", True), ("full", False), ("full", True))
 _FP32 = 4
 _MUON_SENT = 4  # bytes for each value of a matrix: its update in bf16, and the result
 ITEMSIZE = {"bf16": 2, "fp32": 4, "auto": 2}  # bytes of a weight on a GPU

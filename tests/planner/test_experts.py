@@ -200,11 +200,7 @@ def test_auto_knows_experts(tiny):
 
 @pytest.mark.parametrize(
     ("name", "gpus", "memory"),
-    [
-        full("30B-A3B", 16, 80),
-        slow("235B-A22B", 64, 141),
-        slow("235B-A22B", 128, 80),
-    ],
+    [full("30B-A3B", 16, 80), slow("235B-A22B", 64, 141), slow("235B-A22B", 128, 80)],
 )
 def test_the_recipes_are_among_the_layouts_that_fit(name, gpus, memory, tmp_path):
     sizes = released_sizes(name, tmp_path)

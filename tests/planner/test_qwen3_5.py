@@ -119,11 +119,7 @@ def test_recipes_of_equal_models_are_equal():
 
 @pytest.mark.parametrize(
     ("name", "degrees"),
-    [
-        ("Qwen3.5-2B", {1, 2}),
-        full("Qwen3.5-9B", {1, 2, 4}),
-        full("Qwen3.5-27B", {1, 2, 4}),
-    ],
+    [("Qwen3.5-2B", {1, 2}), full("Qwen3.5-9B", {1, 2, 4}), full("Qwen3.5-27B", {1, 2, 4})],
 )
 def test_no_more_ranks_of_tp_than_heads_of_keys(name, degrees, maker):
     sizes = maker.sizes_of_model(name)

@@ -656,10 +656,7 @@ def test_numbers_and_durations():
 @in_a_browser
 @pytest.mark.parametrize(
     ("width", "dark", "curve", "dot", "paper"),
-    [
-        (1200, False, "2f6ba8", "c05a12", "f7f6f3"),
-        full(480, True, "7db1e6", "f29a5c", "15171b"),
-    ],
+    [(1200, False, "2f6ba8", "c05a12", "f7f6f3"), full(480, True, "7db1e6", "f29a5c", "15171b")],
 )
 def test_a_browser_draws_the_curves(width, dark, curve, dot, paper, report, browser, tmp_path):
     report(

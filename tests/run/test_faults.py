@@ -158,10 +158,7 @@ def run_into(_: Any, words: list[str], err: Path, variables: dict[str, str]) -> 
 
 @pytest.mark.parametrize(
     ("name", "phase"),
-    [
-        ("model.safetensors", "start"),
-        full("preprocessor_config.json", "opening data.train"),
-    ],
+    [("model.safetensors", "start"), full("preprocessor_config.json", "opening data.train")],
 )
 def test_a_file_that_cannot_be_opened_is_named(name, phase, folder, tiny, process_tree, tmp_path):
     """The same holds before the first step."""
@@ -272,10 +269,7 @@ class Dying:
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [
-        full(signal.SIGKILL, "more memory"),
-        slow(signal.SIGBUS, "enlarge /dev/shm"),
-    ],
+    [full(signal.SIGKILL, "more memory"), slow(signal.SIGBUS, "enlarge /dev/shm")],
 )
 def test_a_killed_data_worker_is_named(number, remedy):
     with pytest.raises(LostError) as caught:

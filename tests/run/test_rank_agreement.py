@@ -37,10 +37,7 @@ def open_worker(cfgs: list[Config]) -> str:
         (Case(optim={"lr": 0.1}), "rank 1: optim.lr=0.1 instead of rank 0's 1e-05;"),
         (Case(train={"global_batch_size": 4}), "train.global_batch_size=4 "),
         (Case(parallel={"tp": 2}), "parallel.tp=2 "),
-        (
-            Case(model={"freeze_vision": True}),
-            "model.freeze_vision=True ",
-        ),
+        (Case(model={"freeze_vision": True}), "model.freeze_vision=True "),
     ],
 )
 def test_another_configuration(case, said, pool, tiny):

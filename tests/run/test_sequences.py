@@ -520,11 +520,7 @@ def own_pool(process_tree):
 
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
-    ("part", "sequences"),
-    [
-        full(0, 2),
-        *(slow(part + 1, SEQUENCES) for part in PARTS),
-    ],
+    ("part", "sequences"), [full(0, 2), *(slow(part + 1, SEQUENCES) for part in PARTS)]
 )
 def test_any_sequence_of_commands(part, sequences, own_pool, tiny, template):
     @seed(part)

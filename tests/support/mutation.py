@@ -88,7 +88,7 @@ def _number(content: bytes, chance: random.Random) -> bytes:
 
 
 _CHANGES: list[Callable[[bytes, random.Random], bytes]] = [
-    *(_flip, _flip, _flip_in_header, _cut, _remove, _repeat, _insert, _number),
+    *(_flip, _flip, _flip_in_header, _cut, _remove, _repeat, _insert, _number)
 ]
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from tests.support.process_tree import Child
 
-MAX_WORLD = 4
 CASE_TIMEOUT_S = 240
 END_TIMEOUT_S = 20  # seconds until the partners of a failed rank fail too
 

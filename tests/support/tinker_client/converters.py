@@ -191,8 +191,7 @@ def test_what_their_messages_have_and_their_converter_does_not():
     assert found.options == {"beta": 0.1}
     assert found.data[0].chunks == (Picture(image.data, "jpeg", None, (30, 20)),)
     same_arrays(
-        found.data[0].inputs,
-        {"target_tokens": np.array([1, 2]), "weights": meant.float().numpy()},
+        found.data[0].inputs, {"target_tokens": np.array([1, 2]), "weights": meant.float().numpy()}
     )
 
 

@@ -134,20 +134,14 @@ class Engine:
         self.llm.llm_engine.reset_encoder_cache()
 
     def _run(
-        self,
-        prompts: list[Prompt],
-        params: list[SamplingParams],
-        adapter: str | None,
+        self, prompts: list[Prompt], params: list[SamplingParams], adapter: str | None
     ) -> list[RequestOutput]:
         request = None
         if adapter is not None:
             number = len(self.adapters) + 1
             request = self.adapters.setdefault(adapter, LoRARequest(adapter, number, adapter))
         found: list[RequestOutput] = self.llm.generate(
-            [_prompt(each) for each in prompts],
-            params,
-            lora_request=request,
-            use_tqdm=False,
+            [_prompt(each) for each in prompts], params, lora_request=request, use_tqdm=False
         )
         return found
 
