@@ -19,7 +19,7 @@ from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.row_sizes import BatchSizes
 
 # Megatron's 1F1B is simulated event by event: the time of each task of a stage, and the waits
-# between. Suffixes: G micro-batches, S pipeline stages.
+# between.
 
 
 @dataclass(frozen=True)

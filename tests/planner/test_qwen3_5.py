@@ -39,7 +39,6 @@ LARGE = {
 
 @pytest.fixture
 def maker(monkeypatch):
-    """Return the module with the released sizes."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     maker = importlib.import_module("make_what_fits")
     monkeypatch.setattr(maker, "QWEN3_5_WITH_EXPERTS", maker.QWEN3_5_WITH_EXPERTS | LARGE)

@@ -61,7 +61,6 @@ def legend(browser, title):
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    """Return a page with words to copy and a pipeline."""
     seconds = np.ones((9, 4))
     timeline = pipeline_timeline(Stages(seconds, 2 * seconds, 0 * seconds), "one step " * 20)
     command = Command("The fastest: ", WORDS)

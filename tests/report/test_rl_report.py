@@ -1,9 +1,5 @@
 # .venv/bin/python -m pytest tests/report/test_rl_report.py
-"""The page of a run that trains on samples.
-
-It shows the rewards, the figures that explain them, and the samples with their pictures, in any
-state of the files.
-"""
+"""The page of a run that trains on samples, in any state of its files."""
 
 import json
 

@@ -1,9 +1,5 @@
 # .venv/bin/python -m pytest tests/report/test_run_report.py
-"""Pages of runs.
-
-The page of one run shows the contents of metrics.jsonl as figures and curves, and needs no network.
-The page of several runs shows their differences.
-"""
+"""Pages of a run, and of several runs with their differences."""
 
 import base64
 import io
@@ -89,7 +85,6 @@ def example(answer="red", prediction="red", images=None, prompt="What colour?", 
 
 
 def write_run(run, lines, tail="", examples=None, config=None):
-    """Write a run folder with these lines and files, and return it."""
     run.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run / "metrics.jsonl").write_text(text + tail)

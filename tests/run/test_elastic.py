@@ -36,7 +36,6 @@ def arguments(*more: str) -> list[str]:
 
 
 def start(launcher: list[str], folder: Path, model: str, run: str, *more: str, **env: str):
-    """Start a launcher with the arguments of a run, in a process group of its own."""
     train = command(folder, model, run, *arguments(*more))[4:]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.Popen(

@@ -32,7 +32,6 @@ SAMPLES = RlLine(step=0, **_COUNTS, figures={"exact": 0.25, "reward": 0.125})
 
 
 def write_run(run, first: int, **log):
-    """Write two steps, an evaluation and an event."""
     cfg = Config(run=str(run), log=LogConfig(**log))
     run_log = RunLog(cfg, True, 10, first)
     run_log.start(

@@ -1,9 +1,5 @@
 # .venv/bin/python -m pytest tests/run/test_run_folder.py
-"""Ordinary sequences of commands on one run folder.
-
-No checkpoint is lost, every export has the weights of the step that it names, and foreign files
-stay untouched. test_sequences.py plays random sequences.
-"""
+"""Ordinary sequences of commands on one run folder. test_sequences.py plays random ones."""
 
 import fcntl
 import json
@@ -32,8 +28,6 @@ SMALL = ("parallel.pp=1", "train.global_batch_size=2")
 
 
 class Folder:
-    """A run folder, and the operations on it."""
-
     def __init__(self, root: Path, pool, model: str):
         self.root, self.pool, self.model = root, pool, model
         self.run = root / "run"
@@ -51,7 +45,6 @@ class Folder:
         return sorted(path.name.removeprefix("step-000000") for path in self.checkpoints.iterdir())
 
     def flip(self, step: int) -> None:
-        """Flip one bit in the weights of a checkpoint."""
         path = self.step(step) / "rank-00000.safetensors"
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
@@ -61,7 +54,6 @@ class Folder:
         return self.checkpoints / f"step-{step:08d}"
 
     def exported(self) -> tuple[int, str]:
-        """Return the step and the checkpoint that the export names."""
         mark = json.loads((self.run / "export" / MARK).read_text())
         return mark["step"], mark["checkpoint"]
 
@@ -226,7 +218,6 @@ def test_what_is_in_the_way_is_refused_before_the_first_step(theirs, words, fold
 
 @pytest.fixture(scope="module")
 def writing_all() -> Config:
-    """Return the configuration of a run that writes every path."""
     words = ["model=tiny_cpu", "lora=default", "checkpoint.export=both", "log.tensorboard=true"]
     return load_config([*words, "data.eval={held: x.jsonl}", "model.path=base"])
 

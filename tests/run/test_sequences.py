@@ -58,8 +58,6 @@ STATUS_KILLED = -9
 
 @dataclass(frozen=True)
 class Command:
-    """A start of the trainer."""
-
     steps: int
     stride: int
     every: int | None
@@ -93,7 +91,6 @@ class Command:
 
 
 def base_config(root: Path, model: str) -> Config:
-    """Return the configuration that all commands of a sequence share."""
     chats = root / "chats.jsonl"
     keys = {
         "model": "tiny_cpu",
@@ -165,8 +162,6 @@ def count_up(run: Any, step: int, stride: int, stop_at: int | None) -> None:
 
 @dataclass
 class Known:
-    """The expected state of a checkpoint."""
-
     id: str
     step: int
     value: int
@@ -180,8 +175,6 @@ class Known:
 
 @dataclass
 class Notes:
-    """The expected state of a run folder."""
-
     checkpoints: dict[str, Known] = field(default_factory=dict)  # on the disk, by id
     past: dict[str, Known] = field(default_factory=dict)  # all that ever existed
     foreign: dict[Path, str] = field(default_factory=dict)
@@ -482,7 +475,6 @@ def read(folder: Path) -> tuple[str, int, int]:
 
 
 def exported(folder: Path) -> tuple[int, str, int] | None:
-    """Return the step and the checkpoint that an export names, and its weights."""
     if not (folder / "config.json").exists():
         return None
     mark = json.loads((folder / MARK).read_text())

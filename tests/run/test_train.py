@@ -56,7 +56,6 @@ def command(folder: Path, model: str, run: str, *overrides: str) -> list[str]:
 
 
 def go(*args: str) -> subprocess.CompletedProcess:
-    """As a user types it."""
     how = dict(capture_output=True, text=True, timeout=280, env=outside_of_jobs())
     return subprocess.run(command(*args), **how)
 
@@ -91,7 +90,6 @@ def values(steps: list[dict]) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def whole(tiny, tmp_path_factory):
-    """A run from the first step to the last."""
     folder = tmp_path_factory.mktemp("runs")
     write_set(folder)
     done = go(folder, tiny(), "whole")

@@ -77,7 +77,6 @@ def test_a_run_that_would_end_within_its_warm_up_is_refused():
 
 
 def _groups(worker: MegatronWorker) -> dict[str, tuple[float, float]]:
-    """Learning rate and weight decay of chosen weights, by Megatron's groups."""
     worker.forward_backward(make_rows(MIXED))
     worker.optim_step(5e-4)
     return {
@@ -102,7 +101,6 @@ def test_parts_have_rates_of_their_own(pool, tiny):
 
 
 def _poisoned(worker: MegatronWorker) -> tuple[bool, float, float]:
-    """Whether a step with a gradient that is not a number moved any weight."""
     before = [param.detach().clone() for param in worker.chunks[0].parameters()]
     worker.forward_backward(make_rows(MIXED))
     next(worker.chunks[0].parameters()).main_grad.view(-1)[0] = math.nan

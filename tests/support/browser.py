@@ -1,8 +1,5 @@
 """A Chromium that tests steer: pages of any width, light or dark, with clicks and downloads.
-
-It speaks the protocol of the browser's own developer tools over two pipes, so it needs no driver
-and no network.
-"""
+It speaks the protocol of the browser's developer tools over two pipes, without a driver."""
 
 import base64
 import io
@@ -31,7 +28,6 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method, **params):
-        """Call a method of the protocol, and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -69,7 +65,6 @@ class Browser:
             self._take(self._receive())
 
     def move(self, x, y):
-        """Move the mouse to a place of the window."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def picture(self, whole=True):
@@ -79,7 +74,6 @@ class Browser:
             return np.asarray(opened.convert("RGB"))
 
     def content(self):
-        """Return the page as its scripts have left it."""
         return self.run("document.documentElement.outerHTML")
 
     def wider_than_page(self):

@@ -52,12 +52,10 @@ class Durations:
 
 
 def read_record() -> dict:
-    """Return the record of former sessions, or an empty one."""
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 def file_seconds() -> Counter[str]:
-    """Return the recorded seconds of each file."""
     record = read_record()
     slow = {name: each["seconds"] for name, each in record.get("slow", {}).items()}
     return Counter(record.get("quick", {})) + Counter(record.get("full", {})) + Counter(slow)

@@ -47,7 +47,6 @@ class Engine:
             raise
 
     def ask(self, do: str, **fields: Any) -> Any:
-        """Return the answer to a request."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps({"do": do, **fields}), file=self.process.stdin, flush=True)
@@ -62,7 +61,6 @@ class Engine:
         return reply["answer"]
 
     def _end(self) -> str:
-        """Return the end of the engine's output."""
         self.output.seek(0)
         return self.output.read()[-5000:]
 

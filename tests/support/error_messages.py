@@ -23,7 +23,6 @@ def trees() -> dict[str, ast.Module]:
 
 
 def error_classes(modules: dict[str, ast.Module]) -> set[str]:
-    """Return the names of the base class and of all classes that derive from it."""
     bases = {
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
         for tree in modules.values()

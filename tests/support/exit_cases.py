@@ -41,7 +41,6 @@ class Marked:
         raise AssertionError(f"no process has rank {rank}")
 
     def kill(self) -> None:
-        """Kill all of them."""
         while processes := self.alive():
             _kill(processes)
 

@@ -202,7 +202,6 @@ def processor_config(folder: Path) -> Attempt:
 
 
 def _encode(path: Path) -> None:
-    """Make the encoder of a checkpoint, and encode a chat with it."""
     from megatron_vlm.config.schema import DataConfig
     from megatron_vlm.data.media.media import MediaPolicy
     from megatron_vlm.data.records.formats import parse_record

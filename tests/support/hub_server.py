@@ -36,7 +36,6 @@ class Repo:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The files of the main branch."""
         return self.commits[self.branches["main"]]
 
 
@@ -53,14 +52,12 @@ class HubServer:
         self.refused: dict[str, int] = {}  # status by beginning of METHOD PATH
 
     def model(self, name: str, folder: str | Path) -> Repo:
-        """Add a model with the files of a folder."""
         files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
         repo = self.repos[f"models/{name}"] = Repo()
         repo.commit(files)
         return repo
 
     def downloads(self) -> list[str]:
-        """Return the names of the files that were fetched."""
         return [text.split("/")[-1] for text in self.requests if text.startswith("GET /some")]
 
     def environment(self, home: Path, token: str | None = None, **more: str) -> dict[str, str]:
@@ -158,7 +155,6 @@ class _Answers(BaseHTTPRequestHandler):
         return self.hub.tokens.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
 
     def _repo(self, key: str) -> Repo | None:
-        """Return the repository, if it exists and this token may see it."""
         repo = self.hub.repos.get(key)
         if repo is None or (repo.private and self.role is None):
             self._say(404 if self.role else 401, {"error": "no"}, X_Error_Code="RepoNotFound")

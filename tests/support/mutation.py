@@ -23,7 +23,6 @@ _TOKENS = [b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\\u", b"\n", b"\r"
 
 
 def nested(depth: int) -> Any:
-    """Return lists and objects nested in one another."""
     value: Any = "a"
     for level in range(depth):
         value = [value] if level % 2 else {"a": value}

@@ -46,7 +46,6 @@ class Adapter:
 
     @property
     def ours(self) -> dict[str, Any]:
-        """The same adapter as our configuration."""
         return dict(
             rank=self.rank,
             alpha=self.alpha,
@@ -58,7 +57,6 @@ class Adapter:
 
 
 def base_model(path: str, adapter: Adapter) -> torch.nn.Module:
-    """Return the model without the adapter."""
     model = load_reference(path)
     if adapter.base is not None:
         round_base(model, adapter.base, MERGERS if adapter.whole_merger else "none")
@@ -168,6 +166,5 @@ def train_peft(
 
 
 def save(model: PeftModel, folder: Path) -> str:
-    """Save the adapter as PEFT does, and return the folder."""
     model.save_pretrained(folder)
     return str(folder)

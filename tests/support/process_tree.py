@@ -42,7 +42,6 @@ class Child:
         return Path(f"/proc/{self.pid}").exists()
 
     def kill(self) -> None:
-        """Kill the process, and wait until it has ended."""
         with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
             os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(EOFError, OSError):  # its end closes when it has ended
@@ -59,7 +58,6 @@ class ProcessTree:
         self.listener = Listener()
 
     def fork(self, fn: Callable[..., None], *args: Any) -> Child:
-        """Run fn(connection, *args) in a new process."""
         if self.process is None:
             context = get_context("spawn")
             self.pipe, child_end = context.Pipe()

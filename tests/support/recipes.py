@@ -31,7 +31,6 @@ class Cookbook:
     model: str
 
     def recipe(self, name: str, *arguments: str) -> str:
-        """Run a recipe with its arguments, and return its output."""
         model = [f"model_name={self.model}", "renderer_name=qwen3_vl_instruct"]
         module = f"tinker_cookbook.recipes.{name}"
         return self._run([str(PYTHON), "-m", module, *model, *arguments])
@@ -44,7 +43,6 @@ class Cookbook:
         return Trained.read(self.folder / log)
 
     def script(self, name: str, *arguments: str) -> str:
-        """Run one of our scripts in the client's environment."""
         return self._run([str(PYTHON), str(CLIENT / name), *arguments])
 
     def _run(self, command: Sequence[str]) -> str:
@@ -70,8 +68,6 @@ class Cookbook:
 
 @dataclass(frozen=True)
 class Trained:
-    """Metrics of a recipe, and its last checkpoints."""
-
     steps: list[dict[str, Any]]
     state: str
     sampler: str

@@ -54,7 +54,6 @@ def inputs_of(model: HFModel, row: Row) -> dict[str, Any]:
 
 
 def row_logits(model: HFModel, row: Row) -> Tensor:
-    """Return the logits [S, V] of a row."""
     logits: Tensor = model(**inputs_of(model, row)).logits[0]
     return logits
 

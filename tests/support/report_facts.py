@@ -27,8 +27,6 @@ def walk(part):
 
 
 class Facts:
-    """The facts of a report."""
-
     def __init__(self, report):
         self.report = report
         self.found = [*walk([report.title, report.lead, report.summary, report.sections])]
@@ -54,7 +52,6 @@ class Facts:
         return dict(curve_summaries(next(c for c in self.of(Chart) if c.title == title)))
 
     def curves(self, title):
-        """Return [name, x, y] of each curve."""
         return [(c["name"], c["x"], c["y"]) for c in self.chart(title)["curves"]]
 
     def page(self):

@@ -30,8 +30,6 @@ from megatron_vlm.training.worker import MegatronWorker
 
 @dataclass(frozen=True)
 class Case:
-    """A run of the parity suite."""
-
     world: int = 1
     model: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, Any] = field(default_factory=dict)

@@ -34,13 +34,10 @@ class FailedError(Exception):
 
 @dataclass
 class Running:
-    """A service that was started."""
-
     process: "subprocess.Popen[bytes] | ForkedProcess"
     url: str
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """End the service, and return its exit status."""
         self.process.send_signal(number)
         return self.process.wait(60)
 
@@ -96,7 +93,6 @@ def _serve(connection: Connection, words: list[str], said: Path) -> None:
 def start(
     model: str, run: Path, port: int, *settings: str, tree: ProcessTree | None = None
 ) -> Running:
-    """Start `megatron-vlm serve`, and return once it answers."""
     words = ["serve", f"model.path={model}", f"run={run}", f"serve.port={port}", "platform=cpu"]
     words, said = [*words, *settings], run / "said.txt"
     run.mkdir(parents=True, exist_ok=True)
@@ -111,7 +107,6 @@ def start(
 
 
 def wait_for(running: Running, said: Path | None = None) -> Running:
-    """Wait until the service answers."""
     ends = time.monotonic() + START_S
     while time.monotonic() < ends:
         assert running.process.poll() is None, said and said.read_text()
@@ -139,8 +134,6 @@ def served(
 
 @dataclass
 class Client:
-    """A session."""
-
     url: str
     model_name: str
     session: str = ""
@@ -188,7 +181,6 @@ class Client:
             return result
 
     def sampled(self, promise: str) -> Any:
-        """Return the SampleResponse of a promise."""
         answer = message("SampleResponse")
         answer.ParseFromString(self.result(promise))
         return answer
@@ -241,8 +233,6 @@ class Client:
 
 @dataclass
 class Model:
-    """A model of a session."""
-
     client: Client
     id: str
     seq: Any = field(default_factory=lambda: count(1))
@@ -291,14 +281,11 @@ class Model:
 
 @dataclass
 class Sampler:
-    """A sampling session."""
-
     client: Client
     id: str
     numbers: Any = field(default_factory=count)
 
     def ask(self, chunks: Chunks, n: int = 1, more: Any = None, **params: Any) -> str:
-        """Request samples, and return the promise."""
         reply = self.client.post(
             "asample",
             sampling_session_id=self.id,
@@ -312,7 +299,6 @@ class Sampler:
         return str(reply["request_id"])
 
     def sample(self, chunks: Chunks, n: int = 1, more: Any = None, **params: Any) -> Any:
-        """Return the SampleResponse."""
         return self.client.sampled(self.ask(chunks, n, more, **params))
 
     def log_probs(self, chunks: Chunks) -> np.ndarray:

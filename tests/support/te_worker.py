@@ -81,7 +81,6 @@ def step_of_adam(
     corrects_bias: int,
     weight_decay: float,
 ) -> None:
-    """Update weights and moments as the kernel does."""
     assert is_decoupled == corrects_bias == 1
     for grad, weight, mean, square in zip(*tensors, strict=True):
         mean.lerp_(grad, 1 - beta1)

@@ -21,7 +21,6 @@ from trl.experimental.iw_opd.iw_opd_trainer import IWOPDTrainer
 
 
 def answer(case: dict[str, Any]) -> dict[str, Any]:
-    """Return the loss of a case, and its gradient."""
     student = torch.tensor(case["student"], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor(case["teacher"], dtype=torch.float64)
     trainer = IWOPDTrainer if "top_k" in case["options"] else GKDTrainer

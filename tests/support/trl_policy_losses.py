@@ -48,7 +48,6 @@ def trainer_of(path: str, folder: str, answers: int, config: dict[str, Any]) -> 
 
 
 def answer(path: str, folder: str, case: dict[str, Any]) -> dict[str, Any]:
-    """The loss of a case, and its gradient."""
     given = {name: torch.tensor(v, dtype=torch.float64) for name, v in case["inputs"].items()}
     log_probs = torch.tensor(case["log_probs"], dtype=torch.float64, requires_grad=True)
     answers, tokens = log_probs.shape
@@ -75,7 +74,6 @@ def answer(path: str, folder: str, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer all cases, and the rewards with their standard deviations."""
     asked = json.load(sys.stdin)
     with tempfile.TemporaryDirectory() as folder:
         found = [answer(sys.argv[1], folder, case) for case in asked["cases"]]

@@ -38,7 +38,6 @@ ALWAYS: dict[str, Any] = {
 
 
 def trainer_of(kind: str, path: str, folder: str, config: dict[str, Any]) -> Any:
-    """A trainer as a user would make it."""
     columns = {"prompt": ["what"] * 2}
     if kind == "dpo":
         columns |= {"chosen": ["a", "b"], "rejected": ["c", "d"]}
@@ -118,7 +117,6 @@ def without_reference(case: dict[str, Any], log_probs: Tensor) -> Tensor:
 
 
 def answer(path: str, folder: str, case: dict[str, Any]) -> dict[str, Any]:
-    """The loss of a case, its gradient, and TRL's figures."""
     log_probs = torch.tensor(case["log_probs"], dtype=torch.float64, requires_grad=True)
     if case["trainer"] in ("dpo", "kto"):
         loss = with_trainer(case, log_probs, path, folder)
@@ -130,7 +128,6 @@ def answer(path: str, folder: str, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer all cases."""
     cases = json.load(sys.stdin)
     with tempfile.TemporaryDirectory() as folder:
         found = [answer(sys.argv[1], folder, case) for case in cases]

@@ -1,8 +1,5 @@
 """The charts of a run or of several: rewards of samples, the loss, figures that explain them, costs
-and scores.
-
-On the page of one run, each set has a colour; on the page of several runs, each run has one.
-"""
+and scores."""
 
 import math
 from collections.abc import Iterator, Sequence
