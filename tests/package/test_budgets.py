@@ -17,10 +17,10 @@ PACKAGE = ROOT / "megatron_vlm"
 LONG_FILE = 300  # lines
 SMALL_FILE = 90  # lines; with one importer, such a file may belong into it
 BUDGETS = {
-    "lines of errors": 224,
+    "lines of errors": 211,
     "lines of the top": 59,
     "lines of version": 3,
-    "lines of train": 89,
+    "lines of train": 81,
     "lines of model": 3_692,
     "lines of config": 4_426,
     "lines of training": 6_042,
