@@ -15,8 +15,7 @@ _FP32 = 4
 
 
 def activations(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
-    """Return the bytes that a stage, or its chunk at this place in the pipeline, keeps of a
-    micro-batch on the device for its backward."""
+    """Return the bytes that the chunk at this place keeps on the device for a backward."""
     model, sizes, dims = layout.trained.model, layout.sizes, layout.dims
     hidden, tokens = sizes.text.hidden, batch.padded_tokens
     if place == 0 and _is_frozen(layout):
@@ -35,8 +34,7 @@ def activations(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
 
 
 def offloaded_activations(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
-    """Return the bytes that a stage, or its chunk at this place in the pipeline, has of a
-    micro-batch in the memory of the host for its backward."""
+    """Return the bytes that it keeps in the memory of the host instead."""
     values, sizes = _offloaded_values(layout, place), layout.sizes
     if not values:
         return 0

@@ -83,8 +83,7 @@ def decide(
     mix: RowSample,
     cluster: Cluster | None = None,
 ) -> tuple[tuple[int, ...], str]:
-    """Return the layers of each stage with the fastest steps on rows like these, and a sentence
-    about them. It is a pure function of its arguments and of the kind of device."""
+    """Return the layers of each stage with the fastest steps on such rows, and a remark."""
     itemsize = compute_dtype(cfg, platform).itemsize
     machine = machine_of(platform) if cluster is None else cluster.machine
     memory = None if cluster is None else cluster.memory

@@ -26,8 +26,7 @@ _MAX_ROWS = 2000  # rows of the steps that are planned, so that a run starts wit
 
 
 def plan_steps(data: DataSet | StreamSet, cfg: Config, dims: ParallelDims) -> Iterator[Step]:
-    """Yield the micro-batches of each replica, step by step, through the first epoch. Yield nothing
-    for a stream, whose sizes are not known in advance."""
+    """Yield the micro-batches of each replica by step for the first epoch; nothing for a stream."""
     if not isinstance(data, DataSet):
         return
     limits = Limits.from_config(cfg.train)

@@ -102,8 +102,7 @@ def describe_start(
 
 
 def length_of(cfg: Config, samples: int | None, done: int) -> str:
-    """Describe the length of a run, of which `done` steps are done. Raise a ConfigError if a new
-    run would end before it reaches its learning rate."""
+    """Describe the length of a run. Raise a ConfigError if a new one would end in its warm-up."""
     if not done:
         return describe_run_length(cfg, samples)
     return f"{done:,} of {total_steps(cfg.train, samples):,} steps are done already"

@@ -56,8 +56,7 @@ def error_in_one_line(error: BaseException) -> str:
 
 
 def place_of_function(error: BaseException, home: Path) -> str:
-    """Return the place in the user's code where an error was raised: the innermost line of the
-    traceback that is in the user's folder."""
+    """Return the innermost place of the traceback in the user's folder; empty if there is none."""
     libraries = [library for library in _LIBRARIES if not home.is_relative_to(library)]
     frames = [
         f"{frame.filename}:{frame.lineno}"

@@ -132,8 +132,7 @@ class _UserCodeRunner:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback as Python prints it, but without control characters and in bounded
-    length: a long one is cut in the middle."""
+    """Return the traceback as Python prints it, without control characters; a long one is cut."""
     text = escape_controls("".join(traceback.format_exception(error)).rstrip("\n"))
     if len(text) <= 2 * _MAX_TRACED:
         return text
@@ -185,8 +184,7 @@ def _step(reward: Any, figures: Any, messages: Any) -> Request:
 
 
 def _number(value: Any, doing: str, maximum: float) -> float:
-    """Return a finite float from a number of Python or numpy, or from a tensor without dimensions.
-    Raise _WrongError for other values."""
+    """Return a finite float from a number of Python or numpy, or a tensor without dimensions."""
     number = math.nan
     if hasattr(value, "__float__") and getattr(value, "shape", ()) == ():
         with contextlib.suppress(TypeError, ValueError, OverflowError):

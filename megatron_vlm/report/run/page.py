@@ -36,8 +36,7 @@ _SAMPLE_TILES = {
 
 
 def run_report(run: LoggedRun, folder: Path, samples: SampleIndex | None = None) -> Report:
-    """Return the report of a run, whose examples and samples are in its folder. `samples` is the
-    index of the latter if the caller has it."""
+    """Return the report of a run with this folder. `samples`: their index, if the caller has it."""
     metrics, start = run.metrics, run.metrics.last_start
     lead = [] if start is None else [_facts(start, metrics.starts[0])]
     # The loss of samples does not measure progress: it is about 0 from the first step on.

@@ -69,8 +69,7 @@ class SampleLines:
 
 
 class SampleIndex:
-    """Index of the places where the lines of each step begin. It is needed because a file may be
-    larger than the memory. It grows with a file that is still written."""
+    """Index of the lines of each step, as the file may be larger than the memory, and may grow."""
 
     def __init__(self, path: Path, is_complete: bool = False):
         self.path, self.file = path, UntrustedFile(str(path))
