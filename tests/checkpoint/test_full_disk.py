@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm.errors import sentence
+from megatron_vlm.errors import sentences
 from tests.run.test_train import command, outside_of_jobs
 from tests.serve.test_serve import STEPS, VOCAB, data_of
 from tests.support.pool import free_port
@@ -96,11 +96,11 @@ def test_our_own_mistakes_keep_their_traceback(tmp_path):
     for call in (tmp_path.read_text, (tmp_path / "nothing").read_text, lambda: [][0]):
         with pytest.raises((OSError, IndexError)) as error:
             call()
-        assert sentence(error.value) is None
+        assert not sentences(error.value)
     full = OSError(errno.ENOSPC, "in any language", str(tmp_path))
-    assert sentence(full) == (
+    assert sentences(full) == [
         f"{tmp_path} cannot be used: No space left on device; free space there, and start again"
-    )
+    ]
 
 
 SERVICE = 'mount -t tmpfs -o size=16m tmpfs "$1" || exit 99; shift; exec "$@"'
