@@ -48,7 +48,7 @@ BUDGETS = {
     "commands": 19,
     "words of docs": 53_832,
     "words of README": 449,
-    "lines of tests": 59_600,
+    "lines of tests": 58_400,
 }
 
 # Of tests/durations.json, which `.ci/run` writes: the sum of the quick tests, which two processes
