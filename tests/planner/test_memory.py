@@ -367,13 +367,9 @@ def test_a_reference_model_is_a_second_set_of_weights(tiny):
     cfg, sizes = layout(tp=2).config(tiny()), read_sizes(tiny())
     rest = sizes, ParallelDims.create(cfg.parallel, 2, sizes.text.num_layers), 2
     kept, second = (
-        estimate(
-            ModelLayout(
-                with_keys(cfg, {"train.objective": "dpo", "train.reference": where}), *rest
-            ),
-            [sizes_of_rows()],
-        )[0]
+        estimate(ModelLayout(with_keys(cfg, keys), *rest), [sizes_of_rows()])[0]
         for where in ("keep", "model")
+        for keys in [{"train.objective": "dpo", "preference.reference": where}]
     )
     assert second.weights == 2 * kept.weights
     assert second.total - kept.total == kept.weights
