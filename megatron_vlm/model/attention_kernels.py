@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -129,13 +130,9 @@ def _try(kernel: str, shape: AttentionShape, platform: Platform) -> float | str:
 
 
 def _seconds(kernel: str, shape: AttentionShape, tokens: int, platform: Platform) -> float:
+    zeros = partial(torch.zeros, dtype=shape.dtype, device=platform.device, requires_grad=True)
     query, key, value = (
-        torch.zeros(
-            *(shape.rows, heads, tokens, shape.head_dim),
-            dtype=shape.dtype,
-            device=platform.device,
-            requires_grad=True,
-        )
+        zeros(shape.rows, heads, tokens, shape.head_dim)
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
     shared = shape.heads != shape.kv_heads

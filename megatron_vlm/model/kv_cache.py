@@ -118,10 +118,8 @@ class KVCache:
         longest = max(self.lengths)
         if rows >= len(self.lengths) and columns >= longest:
             return held_BTGD
-        rows, columns = (
-            max(rows, len(self.lengths)),
-            max(columns, -(-longest // CACHE_BLOCK) * CACHE_BLOCK),
-        )
+        rows = max(rows, len(self.lengths))
+        columns = max(columns, -(-longest // CACHE_BLOCK) * CACHE_BLOCK)
         # Filled with zeros: a masked column has weight 0, but 0 x NaN of unset memory would be NaN.
         wider_BTGD = held_BTGD.new_zeros(rows, columns, *head)
         wider_BTGD[: len(held_BTGD), : held_BTGD.shape[1]] = held_BTGD

@@ -7,6 +7,7 @@ Shapes: E examples of a micro-batch, R their rows, N supervised tokens.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -42,10 +43,8 @@ class Pairs:
     def from_sums(sums_R: Tensor, reference_R: Tensor, counts_R: Tensor) -> "Pairs":
         """Return the pairs of chosen and rejected answers in turn, from their log-probs, those of
         the reference, and their numbers of tokens."""
-        (chosen, rejected), (ref_chosen, ref_rejected), tokens = (
-            value_R.view(-1, 2).unbind(1) for value_R in (sums_R, reference_R, counts_R)
-        )
-        return Pairs(chosen, rejected, ref_chosen, ref_rejected, *tokens)
+        fields = (each_R.view(-1, 2).unbind(1) for each_R in (sums_R, reference_R, counts_R))
+        return Pairs(*chain.from_iterable(fields))
 
     @property
     def chosen_ratio(self) -> Tensor:
