@@ -112,46 +112,19 @@ def test_groups_are_cut_by_tokens_and_by_length():
     assert not any(50 in group and 98 in group for group in lengths(10**9))
 
 
-def plain_collate(rows: list[Row]):
-    """Collate rows token by token, in a plain loop."""
-    longest = max(len(row.ids_S) for row in rows)
-    ids, targets, positions = [], [], []
-    for row in rows:
-        length = len(row.ids_S)
-        shifted = [*row.labels_S[1:].tolist(), IGNORE]
-        ids.append([int(row.ids_S[s]) if s < length else 0 for s in range(longest)])
-        targets.append([shifted[s] if s < length else IGNORE for s in range(longest)])
-        runs, grids = [], []
-        for grid, token in ((row.image_grid_I3, IDS.image), (row.video_grid_I3, IDS.video)):
-            for t, h, w in [] if grid is None else grid.tolist():
-                grids += [(token, h // 2, w // 2)] * (1 if token == IDS.image else t)
-        place, position, where = 0, 0, []
-        while place < length:
-            token = int(row.ids_S[place])
-            if token not in (IDS.image, IDS.video):
-                where.append((position, position, position))
-                place, position = place + 1, position + 1
-                continue
-            index = next(i for i, grid in enumerate(grids) if grid[0] == token)
-            _, h, w = grids.pop(index)
-            where += [(position, position + y, position + x) for y in range(h) for x in range(w)]
-            place, position = place + h * w, position + max(h, w)
-        assert not runs
-        positions.append(where + [(0, 0, 0)] * (longest - length))
-    return ids, targets, torch.tensor(positions).permute(2, 0, 1).tolist()
-
-
 @pytest.mark.parametrize("seed", range(20))
-def test_collation_equals_a_plain_loop(seed):
+def test_collation_copies_rows_and_pads_them(seed):
+    """Positions, targets and ids of a row are proven in test_data.py."""
     generator = np.random.default_rng(seed)
     rows = make_rows(MIXED, seed=seed)
     chosen = [rows[i] for i in generator.permutation(len(rows))[: generator.integers(1, 9)]]
     placed = [place_row(row, TOKENS, "row") for row in chosen]
     batch = collate(placed, range(len(chosen)))
-    ids, targets, positions = plain_collate(chosen)
-    assert batch.ids_BS.tolist() == ids
-    assert batch.targets_BS.tolist() == targets
-    assert batch.position_ids_3BS.tolist() == positions
+    assert batch.tokens_BS5.shape[:2] == (len(chosen), max(batch.lengths))
+    for row, tokens_S5 in zip(placed, batch.tokens_BS5.numpy(), strict=True):
+        length = len(row.row.ids_S)
+        assert np.array_equal(tokens_S5[:length], row.tokens_S5)
+        assert (tokens_S5[length:] == [0, IGNORE, 0, 0, 0]).all()
     for name in ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3"):
         parts = [getattr(row, name) for row in chosen if getattr(row, name) is not None]
         assert torch.equal(getattr(batch, name), torch.cat(parts)) if parts else not parts

@@ -170,10 +170,12 @@ def wrong_and_dropped(tmp_path):
     return str(path)
 
 
-def test_wrong_records_stop_a_run_by_default(tiny, tmp_path):
+def test_wrong_records_stop_a_run(tiny, tmp_path):
     path = wrong_and_dropped(tmp_path)
     with pytest.raises(DataError, match=r"train\.jsonl:4: is not a line of JSON"):
         open_set(path, tiny(), tmp_path / "cache")
+    with raises(DataError, key="data.max_errors", found=1, problem_has=" 2 "):
+        open_set(path, tiny(), tmp_path / "cache", max_errors=1)
 
 
 def test_wrong_records_are_skipped_and_counted(tiny, tmp_path, small_chunks, caplog):
@@ -231,12 +233,6 @@ def test_a_mended_record_is_found(tiny, tmp_path, small_chunks):
     assert "no file images/7-1.png" in data.faults()[1][0]
     (tmp_path / "away.png").rename(away)
     assert len(open_set(path, tiny(), tmp_path / "cache").order) == 12
-
-
-def test_too_many_wrong_records_stop_a_run(tiny, tmp_path):
-    path = wrong_and_dropped(tmp_path)
-    with raises(DataError, key="data.max_errors", found=1, problem_has=" 2 "):
-        open_set(path, tiny(), tmp_path / "cache", max_errors=1)
 
 
 def test_a_set_with_nothing_left_says_why(tiny, tmp_path):

@@ -15,27 +15,18 @@ from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from tests.data.test_chat_template import trained_text
-from tests.support.chats import hf_encode, hf_processor, image, say, text
+from tests.support.chats import hf_encode, hf_processor, say
 from tests.support.error_fields import raises
 
 # In the manner of Qwen3-VL's Thinking templates: thoughts are taken from their own field or from
 # the text, and shown in answers to the last question only.
 THINKING = """
-{%- macro show(content) %}
-{%- if content is string %}{{- content }}
-{%- else %}
-{%- for part in content %}
-{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-{%- else %}{{- part.text }}{%- endif %}
-{%- endfor %}
-{%- endif %}
-{%- endmacro %}
 {%- set asked = namespace(last=-1) %}
 {%- for message in messages %}
 {%- if message.role == 'user' %}{%- set asked.last = loop.index0 %}{%- endif %}
 {%- endfor %}
 {%- for message in messages %}
-{%- set content = show(message.content) %}
+{%- set content = message.content %}
 {%- if message.role == 'assistant' %}
 {%- set thought = message.reasoning_content or '' %}
 {%- if not thought and '</think>' in content %}
@@ -87,7 +78,7 @@ THOUGHTS = {"reasoning_content": "Round and red.\nA dot."}
 CALL = [{"type": "function", "function": {"name": "count", "arguments": {}}}]
 RECORDS = {
     "its own field": (
-        [say("user", image(64, 64), text("What?")), say("assistant", "A dot.", **THOUGHTS)],
+        [say("user", "What?"), say("assistant", "A dot.", **THOUGHTS)],
         ["<think>\nRound and red.\nA dot.\n</think>\n\nA dot.<|im_end|>"],
     ),
     "in the text": (
